@@ -167,7 +167,7 @@ def plain(name, longest):
 
 
 def _about(adapter):
-    from kvinterp.provenance import provenance
+    from kvinterp.models.provenance import provenance
 
     return provenance(adapter)
 

@@ -22,9 +22,9 @@ from rich.console import Console
 from scipy import stats
 
 from kvinterp import metrics
-from kvinterp.claims import base
 from kvinterp.metrics.statistics import mean_error
-from kvinterp.provenance import machine
+from kvinterp.models.provenance import machine
+from kvinterp.study.claims import base
 
 HERE = Path(__file__).parent
 SIZES = (5, 12, 40)
@@ -45,8 +45,8 @@ def measure(model: str) -> dict[str, list[Any]]:
     """What is measured of a model, a row a prompt and step, as columns."""
     import torch
 
-    from kvinterp.experiments.compare import Compare
-    from kvinterp.experiments.patch import Patch
+    from kvinterp.study.experiments.compare import Compare
+    from kvinterp.study.experiments.patch import Patch
 
     torch.set_num_threads(1)
     dtype, prompts, steps = MODELS[model]

@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 import kvinterp as kv
-from kvinterp.provenance import provenance
+from kvinterp.models.provenance import provenance
 from plain import RECORD, cached, recomputed
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))

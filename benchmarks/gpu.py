@@ -26,8 +26,8 @@ from rich.table import Table
 import kvinterp as kv
 from kvinterp.comparison import mean_error
 from kvinterp.metrics import units_in_last_place
+from kvinterp.models.provenance import device_name, kernel_flags
 from kvinterp.paths import Runner
-from kvinterp.provenance import device_name, kernel_flags
 
 ROWS = (1, 2, 17, 64, 128, 257)
 COMMON = {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "tie_word_embeddings": False}

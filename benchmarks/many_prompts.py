@@ -50,7 +50,7 @@ def child(count: int, steps: int, model: str, record: str, folder: Path) -> None
     import torch
 
     import kvinterp as kv
-    from kvinterp.experiments.compare import Compare
+    from kvinterp.study.experiments.compare import Compare
 
     torch.set_num_threads(1)
     kv.load_model(model, kind="native", device="cpu")
@@ -106,7 +106,7 @@ def _peak() -> int:
 
 def main() -> None:
     """Measures all counts."""
-    from kvinterp.provenance import machine
+    from kvinterp.models.provenance import machine
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=64)

@@ -25,8 +25,8 @@ from sweeps import spread, timed
 
 import kvinterp as kv
 from kvinterp import metrics
+from kvinterp.models.provenance import provenance
 from kvinterp.patching import Asked, PatchMap
-from kvinterp.provenance import provenance
 
 STEPS = 12
 BOUND = 0.5

@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 import kvinterp as kv
-from kvinterp.provenance import provenance
+from kvinterp.models.provenance import provenance
 
 STEPS = {"llama-124m": 12}
 """Steps of a decode: 48, but for the models named here, which are large."""

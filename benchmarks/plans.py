@@ -23,8 +23,8 @@ sys.path.append(str(ROOT / "tests" / "paths"))
 from test_calls_loops import LOOPS, PROMPT, STEPS, TOKENS, Loop  # noqa: E402
 
 import kvinterp as kv  # noqa: E402
+from kvinterp.models.provenance import machine  # noqa: E402
 from kvinterp.paths import Runner  # noqa: E402
-from kvinterp.provenance import machine  # noqa: E402
 
 LIMIT = 1.10
 

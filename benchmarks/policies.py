@@ -21,9 +21,9 @@ from rich.table import Table
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import kvinterp as kv
+from kvinterp.models.provenance import provenance
 from kvinterp.paths import Runner
 from kvinterp.policies import POLICIES
-from kvinterp.provenance import provenance
 
 HELD = (64, 256)
 STEPS = 16

@@ -19,9 +19,9 @@ from rich.console import Console
 from rich.table import Table
 
 import kvinterp as kv
+from kvinterp.models.provenance import provenance
 from kvinterp.paths import Runner
 from kvinterp.paths.store import Growing, Store
-from kvinterp.provenance import provenance
 from kvinterp.recording import Recorder
 
 STEPS = 48

@@ -27,7 +27,7 @@ from kept import keep
 import kvinterp as kv
 from kvinterp.metrics import mean_of
 from kvinterp.metrics.divergence import kl_divergence
-from kvinterp.provenance import machine
+from kvinterp.models.provenance import machine
 
 REAL = "real:smollm2-135m"
 STEPS = 4
@@ -167,8 +167,8 @@ SWEEPS: dict[str, Callable[[str], Iterator[Row]]] = {
 
 def draw(fits: list[Row], here: dict[str, Any], picture: Path) -> None:
     """A panel a sweep: the mean difference and its line, a dtype each."""
-    from kvinterp.report.axes import legend_outside, log_ticks
-    from kvinterp.report.style import line_of, save, sheet, signed
+    from kvinterp.study.report.axes import legend_outside, log_ticks
+    from kvinterp.study.report.style import line_of, save, sheet, signed
 
     labels = {"depth": "layers", "width": "width", "logit scale": "head multiplied by", "length": "prompt (tokens)"}
     with sheet(9, 5.6) as figure:

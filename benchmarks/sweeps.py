@@ -30,8 +30,8 @@ from rich.table import Table
 
 import kvinterp as kv
 from kvinterp import metrics
+from kvinterp.models.provenance import provenance
 from kvinterp.patching import PRESETS
-from kvinterp.provenance import provenance
 
 STEPS = 32
 HEAD_STEPS = 16

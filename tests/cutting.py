@@ -18,7 +18,7 @@ from typing import Any
 
 import pandas as pd
 
-from kvinterp.store import Record
+from kvinterp.common.store import Record
 
 MODEL = "zoo:gqa2-mini"
 SMALL = ("--prompts", "arithmetic:2", "--device", "cpu")
@@ -267,6 +267,6 @@ def _run(arguments: list[str], out: str, cut: tuple[signal.Signals, int] | None,
 
 
 def _small_demo() -> None:
-    import kvinterp.experiments.demo as demo
+    import kvinterp.study.experiments.demo as demo
 
     demo.SMOKE = demo.Demo((MODEL,), ("native",), ("matched",), "float16", ("float32",), 1, 1, 2, 1)

@@ -79,8 +79,8 @@ RIGHT: dict[str, list[str]] = {
 
 def options_of(verb: str) -> dict[str, tuple[str, Any]]:
     """The options of a command by field: how each is written, and the type of its value."""
-    from kvinterp.experiments.base import OPTION
-    from kvinterp.experiments.registry import experiment_named
+    from kvinterp.study.experiments.base import OPTION
+    from kvinterp.study.experiments.registry import experiment_named
 
     if verb == "list":
         return {"what": ("", str)}

@@ -11,7 +11,7 @@ import pandas as pd
 from kvinterp.comparison import COLUMNS, TABLES, Comparison
 from kvinterp.data import Prompt
 from kvinterp.metrics.massive import SUFFIX
-from kvinterp.results import Result
+from kvinterp.study.results import Result
 
 ABOUT: dict[str, Any] = {
     "kvinterp": "0.1.0",
@@ -119,7 +119,7 @@ def result(made: Comparison, folder: Path = Path("result"), **more: Any) -> Resu
 
 def experiment_page(folder: Path, text: str, rows: int, **changed: Any) -> Path:
     """The page of an experiment with a text wherever one can stand, and a table of some rows."""
-    from kvinterp.report.experiment import write_experiment
+    from kvinterp.study.report.experiment import write_experiment
 
     told = {
         "question": f"Measure {text}.\n\nAnd why.",

@@ -13,8 +13,8 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from kvinterp.cells import Cell, loaded, loading_once, run_cells
-from kvinterp.store import Lock, Parts, Record
+from kvinterp.common.store import Lock, Parts, Record
+from kvinterp.study.cells import Cell, loaded, loading_once, run_cells
 from writing import change_cell
 
 CALLED: list[Any] = []
@@ -98,7 +98,7 @@ KEEPING = """
 import itertools, sys
 from pathlib import Path
 import pandas as pd
-from kvinterp.store import Lock, Parts
+from kvinterp.common.store import Lock, Parts
 with Lock(Path(sys.argv[1])):
     parts = Parts(Path(sys.argv[1]), {"verb": "x"})
     print("began", flush=True)

@@ -13,10 +13,10 @@ import pytest
 
 import kvinterp as kv
 from choices import ELSEWHERE, FREE, REFUSED, VERBS, Keeps, Loads, Writes
-from kvinterp import cells
-from kvinterp.experiments.registry import experiment_named, experiments
-from kvinterp.files import strict_json
+from kvinterp.common.files import strict_json
 from kvinterp.models import zoo
+from kvinterp.study import cells
+from kvinterp.study.experiments.registry import experiment_named, experiments
 
 
 def options_of(verb: str) -> dict[str, Any]:
@@ -169,7 +169,7 @@ def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
         module = __import__(experiment_named(verb).__module__, fromlist=["loaded"])
         if hasattr(module, "loaded"):
             monkeypatch.setattr(module, "loaded", loaded)
-    monkeypatch.setattr("kvinterp.experiments.of_models.loaded", loaded)
+    monkeypatch.setattr("kvinterp.study.experiments.of_models.loaded", loaded)
     monkeypatch.setattr(cells, "loaded", loaded)
 
 

@@ -22,9 +22,9 @@ import kvinterp as kv
 from command_line import kvinterp, wrong
 from kvinterp import __version__
 from kvinterp.cli import GROUPS
-from kvinterp.experiments.base import NOTHING
-from kvinterp.experiments.registry import experiment_named, experiments
 from kvinterp.models import zoo
+from kvinterp.study.experiments.base import NOTHING
+from kvinterp.study.experiments.registry import experiment_named, experiments
 from writing import cells_of
 
 pytestmark = pytest.mark.xdist_group("command line")
@@ -380,7 +380,7 @@ def test_interrupted_while_the_options_are_read_nothing_was_begun() -> None:
 
 SLOW = """
 import time
-import kvinterp.store as store
+import kvinterp.common.store as store
 keep = store.Parts.keep
 def slow(self, *part):
     keep(self, *part)
@@ -403,7 +403,7 @@ THREE = (
 
 def test_interrupted_after_one_prompt_it_says_what_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """That it goes on from there is tests/experiments/test_compare.py's, and every verb's with a real signal."""
-    from kvinterp.store import Parts
+    from kvinterp.common.store import Parts
 
     keep = Parts.keep
 
@@ -425,7 +425,7 @@ def test_interrupted_before_anything_is_finished_it_says_so(tmp_path: Path, monk
     def interrupted(*given: Any, **named: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("kvinterp.cells.run_alike", interrupted)
+    monkeypatch.setattr("kvinterp.study.cells.run_alike", interrupted)
     made = kvinterp(*THREE, "--out", tmp_path / "out")
     assert (made.exit_code, made.stderr.strip().splitlines()[-1]) == (130, f"interrupted: {NOTHING}.")
     assert not (tmp_path / "out").exists() or not any((tmp_path / "out").iterdir())

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from command_line import kvinterp, wrong
-from kvinterp.store import Lock, write_whole
+from kvinterp.common.store import Lock, write_whole
 
 
 @pytest.fixture

@@ -6,13 +6,13 @@ import pytest
 
 import kvinterp as kv
 from command_line import wrong
+from kvinterp.common.spec import LONGEST
 from kvinterp.data import load_prompts
 from kvinterp.data.example import MOST, Prompt, check_characters
+from kvinterp.data.inputs import MOST_LISTED
 from kvinterp.errors import InputError
-from kvinterp.experiments.behaviour import Behaviour
-from kvinterp.experiments.compare import Compare
-from kvinterp.inputs import MOST_LISTED
-from kvinterp.spec import LONGEST
+from kvinterp.study.experiments.behaviour import Behaviour
+from kvinterp.study.experiments.compare import Compare
 
 
 class Counting:

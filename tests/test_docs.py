@@ -13,7 +13,7 @@ import typer
 
 import kvinterp
 from kvinterp.cli import app
-from kvinterp.experiments.registry import experiments
+from kvinterp.study.experiments.registry import experiments
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "docs" / name for name in ("commands.md", "compare.md", "patch.md", "decompose.md")]

@@ -18,11 +18,11 @@ import pytest
 import torch
 
 import kvinterp
-from kvinterp.cells import Cell, Local, run_cells
-from kvinterp.engines import Ray, Remaining, engine_named
+from kvinterp.common.store import Parts, Record
 from kvinterp.errors import InputError, KvinterpError
-from kvinterp.provenance import machine
-from kvinterp.store import Parts, Record
+from kvinterp.models.provenance import machine
+from kvinterp.study.cells import Cell, Local, run_cells
+from kvinterp.study.engines import Ray, Remaining, engine_named
 
 pytestmark = [pytest.mark.xdist_group("engines"), pytest.mark.slow]
 HERE = "test_engines"
@@ -115,7 +115,7 @@ def test_what_ends_its_worker_every_time_is_said_once(cluster: Any, tmp_path: Pa
 @pytest.mark.long
 def test_a_worker_unlike_this_machine_is_refused(cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = machine()
-    monkeypatch.setattr("kvinterp.provenance.machine", lambda: {**real, "torch": "1.0"})
+    monkeypatch.setattr("kvinterp.models.provenance.machine", lambda: {**real, "torch": "1.0"})
     with pytest.raises(InputError, match=r'unlike this one.*torch: "1\.0", now'):
         run_cells(cells_of(tmp_path), engine=Ray(1))
 

@@ -19,9 +19,9 @@ from typer.testing import CliRunner
 import kvinterp as kv
 from command_line import kvinterp, wrong
 from kvinterp.cli import app
+from kvinterp.common.files import sealed
+from kvinterp.common.store import Lock, write_whole
 from kvinterp.errors import UnsupportedError, returning
-from kvinterp.files import sealed
-from kvinterp.store import Lock, write_whole
 from kvinterp.testing import assert_cache_consistent
 
 OPTIONS = [
@@ -394,7 +394,7 @@ def test_names_command_no_terminal_and_forge_no_line(tmp_path: Path, code: Calla
 
 
 def test_latex_of_control_characters_and_specials() -> None:
-    from kvinterp.report.latex import latex_text
+    from kvinterp.study.report.latex import latex_text
 
     assert latex_text("a_b\x1b\t100%\n\u202e") == r"a\_b\textbackslash{}x1b 100\% \textbackslash{}u202e"
 
@@ -433,7 +433,7 @@ def test_what_cannot_be_read_of_an_option_fills_a_part_of_its_message() -> None:
 @pytest.mark.parametrize(("named", "backend"), [("nosuch", "agg"), ("svg", "svg")])
 def test_figures_need_no_backend(named: str, backend: str) -> None:
     """A name that matplotlib does not know ended every command with its ValueError; one that it knows stays the user's."""
-    source = f"import os; os.environ['MPLBACKEND'] = {named!r}\nimport kvinterp.report, matplotlib\n"
+    source = f"import os; os.environ['MPLBACKEND'] = {named!r}\nimport kvinterp.study.report, matplotlib\n"
     source += "print(os.environ['MPLBACKEND'], matplotlib.get_backend())"
     made = _process(source)
     assert made.stdout.split() == [named, backend], made.stderr
@@ -462,7 +462,7 @@ def test_a_ray_address_that_does_not_answer_is_said_at_once(
     import socket
     import time
 
-    from kvinterp import engines
+    from kvinterp.study import engines
 
     monkeypatch.setattr(engines, "_SECONDS", 0.5)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
@@ -485,7 +485,7 @@ def test_a_ray_address_that_does_not_answer_is_said_at_once(
 def test_a_ray_address_that_is_none(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     import importlib.util
 
-    from kvinterp.engines import engine_named
+    from kvinterp.study.engines import engine_named
 
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
     monkeypatch.setenv("RAY_ADDRESS", address)
@@ -506,7 +506,7 @@ def test_too_little_memory_is_one_sentence(error: Exception, tmp_path: Path, mon
     def none_left(*given: Any, **named: Any) -> None:
         raise error
 
-    monkeypatch.setattr("kvinterp.results.ResultFolder.finish", none_left)
+    monkeypatch.setattr("kvinterp.study.results.ResultFolder.finish", none_left)
     ended = CliRunner().invoke(app, [*ONE, "--out", str(tmp_path / "out")])
     assert ended.exit_code == 2
     said = json.loads(ended.stdout)["error"]

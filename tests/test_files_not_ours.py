@@ -14,13 +14,13 @@ import pandas as pd
 import pytest
 import torch
 
+from kvinterp.cli.showing import page_of
+from kvinterp.common.files import digest_of, partial_name
+from kvinterp.common.store import _SCHEMA, Lock, Parts, Record, write_whole
 from kvinterp.comparison import TABLES, Comparison
 from kvinterp.errors import InputError
-from kvinterp.files import digest_of, partial_name
 from kvinterp.recording import Trace
-from kvinterp.results import load_result
-from kvinterp.showing import page_of
-from kvinterp.store import _SCHEMA, Lock, Parts, Record, write_whole
+from kvinterp.study.results import load_result
 from synthetic import comparison, prompts
 from writing import Compared, cells_of, write_tables
 

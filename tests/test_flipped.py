@@ -15,11 +15,11 @@ import torch
 
 import kvinterp as kv
 from command_line import kvinterp, wrong
-from kvinterp.auditing.report import put
+from kvinterp.auditing.folder import put
+from kvinterp.common.store import write_whole
 from kvinterp.comparison import Comparisons
 from kvinterp.errors import InputError
 from kvinterp.recording import Trace
-from kvinterp.store import write_whole
 from synthetic import comparison, prompts
 from writing import resealed
 

@@ -11,12 +11,12 @@ from typing import Any
 import pandas as pd
 import pytest
 
-import kvinterp.auditing.report as report
-import kvinterp.experiments.root_cause  # noqa: F401  # what no_model takes away must be there before
+import kvinterp.study.experiments.root_cause  # noqa: F401  # what no_model takes away must be there before
+import kvinterp.study.report.audit as report
 from command_line import wrong
 from cutting import MODEL, SMALL, VERBS
+from kvinterp.common.store import Lock, Parts, Record, write_whole
 from kvinterp.errors import InputError
-from kvinterp.store import Lock, Parts, Record, write_whole
 from writing import write_tables
 
 TABLE = pd.DataFrame({"x": [1.0, 2.0]})

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvinterp import inputs
-from kvinterp.data import Prompt
+from kvinterp.data import Prompt, inputs
 from kvinterp.errors import InputError
 
 FACTS = SimpleNamespace(name="tiny", layers=3, vocabulary=100, context=8)

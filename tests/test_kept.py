@@ -12,15 +12,15 @@ import pandas as pd
 import pytest
 
 import kvinterp as kv
+from kvinterp.common.kept import Kept, flat
+from kvinterp.common.parquet import LongTable
 from kvinterp.comparison import Comparison
 from kvinterp.errors import InputError
-from kvinterp.experiments import Compare
-from kvinterp.experiments.decompose import Decompose
-from kvinterp.experiments.patch import Patch
-from kvinterp.kept import Kept, flat
-from kvinterp.parquet import LongTable
-from kvinterp.report.latex import latex_number
-from kvinterp.results import load_result
+from kvinterp.study.experiments import Compare
+from kvinterp.study.experiments.decompose import Decompose
+from kvinterp.study.experiments.patch import Patch
+from kvinterp.study.report.latex import latex_number
+from kvinterp.study.results import load_result
 from synthetic import comparison, prompts
 from writing import resealed
 

@@ -11,7 +11,7 @@ import pytest
 import kvinterp as kv
 from command_line import kvinterp
 from kvinterp.comparison import compare, failures_kept
-from kvinterp.report.latex import latex_number
+from kvinterp.study.report.latex import latex_number
 from support import PROMPT, Case
 from writing import resealed
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from kvinterp.listing import POLICY_COLUMNS, POLICY_NOTE, policy_rows
+from kvinterp.cli.listing import POLICY_COLUMNS, POLICY_NOTE, policy_rows
 from kvinterp.policies import POLICIES
 
 PAGE = Path(__file__).parents[1] / "docs" / "policies.md"

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from cutting import VERBS, Run, cut_after, ended, pages, same, started
-from kvinterp.experiments.registry import experiments
+from kvinterp.study.experiments.registry import experiments
 
 pytestmark = [pytest.mark.xdist_group("nothing lost"), pytest.mark.slow]
 KILL, INTERRUPT = signal.SIGKILL, signal.SIGINT

@@ -544,7 +544,7 @@ def test_an_audit(models: Callable[..., Any], on_two: kv.Adapter) -> None:
 
 @pytest.mark.slow
 def test_the_panel(models: Callable[..., Any], on_two: kv.Adapter) -> None:
-    from kvinterp.report.panel import patch_panel
+    from kvinterp.study.report.panel import patch_panel
 
     asked = {"donor": "prompt", "distance": "kl"}
     cpu, *others = (

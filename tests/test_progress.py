@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from kvinterp.cells import Cell, Local, run_cells
-from kvinterp.engines import Remaining
-from kvinterp.progress import Lines, Pace, counting, each, listening, shown, unshared
+from kvinterp.common.progress import Lines, Pace, counting, each, listening, shown, unshared
+from kvinterp.study.cells import Cell, Local, run_cells
+from kvinterp.study.engines import Remaining
 
 HERE = "test_progress"
 

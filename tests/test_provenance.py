@@ -10,7 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import kvinterp as kv
 from kvinterp.models import threads
-from kvinterp.provenance import kernel_flags, provenance
+from kvinterp.models.provenance import kernel_flags, provenance
 from support import PROMPT, Case
 
 CASE = Case("llama-gqa", "native", "sdpa")

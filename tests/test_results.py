@@ -16,16 +16,16 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from kvinterp.cells import CellsMade
+from kvinterp.common.parquet import GROUP, LongTable, write_table
+from kvinterp.common.store import Lock, Record, check_free, write_whole
 from kvinterp.comparison import PARTS, TABLES, Comparison
 from kvinterp.data import Prompt
 from kvinterp.errors import InputError
-from kvinterp.experiments.compare import outcome_of
-from kvinterp.findings.of_comparison import charts_of_comparisons, rows_of_comparison
-from kvinterp.parquet import GROUP, LongTable, write_table
-from kvinterp.report.tokens import packed_comparison
-from kvinterp.results import load_result
-from kvinterp.store import Lock, Record, check_free, write_whole
+from kvinterp.study.cells import CellsMade
+from kvinterp.study.experiments.compare import outcome_of
+from kvinterp.study.findings.of_comparison import charts_of_comparisons, rows_of_comparison
+from kvinterp.study.report.tokens import packed_comparison
+from kvinterp.study.results import load_result
 from synthetic import comparison, failed, prompts
 from writing import Compared, cells_of, change_cell, write_tables
 
@@ -426,9 +426,7 @@ def test_a_name_no_folder_can_have_is_one_sentence(tmp_path: Path, name: str) ->
 
 def test_a_second_process_is_refused_until_the_first_is_gone(tmp_path: Path) -> None:
     """Two processes in one folder wrote each other's parts; the second one failed with a raw error."""
-    code = (
-        "import sys, pathlib, kvinterp.store as f; kept = f.Lock(pathlib.Path(sys.argv[1])); print(1, flush=True); input()"
-    )
+    code = "import sys, pathlib, kvinterp.common.store as f; kept = f.Lock(pathlib.Path(sys.argv[1])); print(1, flush=True); input()"
     other = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert other.stdin is not None
     assert other.stdout is not None

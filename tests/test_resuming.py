@@ -14,13 +14,13 @@ import pytest
 import torch
 
 from cutting import same
-from kvinterp.cells import Cell, joined
-from kvinterp.experiments import Compare, Experiment, Outcome
-from kvinterp.experiments.circumstances import circumstances
-from kvinterp.experiments.decompose import Decompose
-from kvinterp.experiments.patch import Patch
+from kvinterp.common.store import Made, Parts
 from kvinterp.models import load_model, zoo
-from kvinterp.store import Made, Parts
+from kvinterp.study.cells import Cell, joined
+from kvinterp.study.experiments import Compare, Experiment, Outcome
+from kvinterp.study.experiments.circumstances import circumstances
+from kvinterp.study.experiments.decompose import Decompose
+from kvinterp.study.experiments.patch import Patch
 
 
 def edit_rope(folder: Path) -> None:
@@ -91,7 +91,7 @@ def test_every_circumstance_is_in_the_key(model: Path, monkeypatch: pytest.Monke
     with torch.backends.mkldnn.flags(enabled=False):
         found.add(now())
     with monkeypatch.context() as patch:
-        patch.setattr("kvinterp.provenance._version", lambda package: "another")
+        patch.setattr("kvinterp.models.provenance._version", lambda package: "another")
         found.add(now())
     adapter = load_model(str(model), kind="native", dtype="float16", device="cpu")
     name, buffer = next(iter(adapter.model.named_buffers()))

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 import kvinterp as kv
-from kvinterp import spec
+from kvinterp.common import spec
 from kvinterp.models.caches import CACHE_KINDS, Dynamic, cache_named
 from kvinterp.paths import KERNELS, STRATEGIES, kernels_named, strategy_named
 from kvinterp.policies import POLICIES, policy_named

@@ -7,9 +7,9 @@ import typing
 import pytest
 
 import kvinterp as kv
-from kvinterp import words
+from kvinterp.common import words
+from kvinterp.common.store import EXISTING
 from kvinterp.comparison import CACHE_ERRORS, PROTOCOLS
-from kvinterp.experiments.registry import experiments
 from kvinterp.models import KINDS, SITES
 from kvinterp.models.adapter import DTYPES
 from kvinterp.models.answers import LOGIT_DIFFERENCE
@@ -17,7 +17,7 @@ from kvinterp.models.load import ATTENTION
 from kvinterp.models.sites import GROUPS
 from kvinterp.patching import DIRECTIONS, DISTANCES, PATCH_SITES, SWEEPS
 from kvinterp.paths import STRATEGIES
-from kvinterp.store import EXISTING
+from kvinterp.study.experiments.registry import experiments
 
 TABLES = {
     words.Kind: KINDS,

@@ -9,13 +9,13 @@ from typing import Any
 
 import pandas as pd
 
+from kvinterp.common.files import digest_of, sealed
+from kvinterp.common.store import Made, Record
 from kvinterp.comparison import PARTS, Comparison
 from kvinterp.data import Prompt
-from kvinterp.experiments import Compare
-from kvinterp.experiments.compare import outcome_of
-from kvinterp.files import digest_of, sealed
-from kvinterp.results import Result, ResultFolder, prompts_digest
-from kvinterp.store import Made, Record
+from kvinterp.study.experiments import Compare
+from kvinterp.study.experiments.compare import outcome_of
+from kvinterp.study.results import Result, ResultFolder, prompts_digest
 
 NAMES = (*(f"{table}.parquet" for table in Compare.TABLES), *Compare.FILES, "figures/kl_by_step*")
 

@@ -184,8 +184,8 @@ def measured(
     import torch
 
     import kvinterp as kv
+    from kvinterp.models.provenance import provenance
     from kvinterp.paths import Runner
-    from kvinterp.provenance import provenance
 
     def now() -> float:
         if torch.device(device).type == "cuda":

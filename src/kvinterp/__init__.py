@@ -10,7 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from kvinterp._version import __version__
-from kvinterp.kept import Kept
+from kvinterp.common.kept import Kept
 
 if TYPE_CHECKING:
     from kvinterp.auditing import KernelsTable, Verdict, audit_given, kernels_table
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from kvinterp.comparison.given import compare_given
     from kvinterp.data import Prompt, load_prompts
     from kvinterp.errors import InputError, KvinterpError, NonFiniteError, UnsupportedError
-    from kvinterp.experiments.keeping import experiment, load
     from kvinterp.models import KINDS, SITES, Adapter, load_model, wrap
     from kvinterp.models.gguf_writing import export
     from kvinterp.patching import (
@@ -39,8 +38,9 @@ if TYPE_CHECKING:
     from kvinterp.paths import Cached, ExecutionPath, Greedy, Recompute, TopK, TopP, path_named, run
     from kvinterp.policies import Policy, policy_named
     from kvinterp.recording import Recorder, Trace, record
-    from kvinterp.report import attention_comparison
-    from kvinterp.report.panel import patch_panel
+    from kvinterp.study.experiments.keeping import experiment, load
+    from kvinterp.study.report import attention_comparison
+    from kvinterp.study.report.panel import patch_panel
 
 _HOMES = {
     "auditing": ("KernelsTable", "Verdict", "audit", "audit_given", "kernels_table"),
@@ -48,7 +48,7 @@ _HOMES = {
     "comparison.given": ("compare_given",),
     "data": ("Prompt", "load_prompts"),
     "errors": ("InputError", "KvinterpError", "NonFiniteError", "UnsupportedError"),
-    "experiments.keeping": ("experiment", "load"),
+    "study.experiments.keeping": ("experiment", "load"),
     "models": ("KINDS", "SITES", "Adapter", "load_model", "wrap"),
     "models.gguf_writing": ("export",),
     "patching": (
@@ -68,8 +68,8 @@ _HOMES = {
     "paths": ("Cached", "ExecutionPath", "Greedy", "Recompute", "TopK", "TopP", "path_named", "run"),
     "policies": ("Policy", "policy_named"),
     "recording": ("Recorder", "Trace", "record"),
-    "report": ("attention_comparison",),
-    "report.panel": ("patch_panel",),
+    "study.report": ("attention_comparison",),
+    "study.report.panel": ("patch_panel",),
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
 
@@ -138,7 +138,7 @@ def __getattr__(name: str) -> Any:
 
 
 # What finds something may not import what draws and writes it: it is handed in here, and loaded when it is asked for.
-Kept.behind = staticmethod(lambda: importlib.import_module(f"kvinterp.{_HOME['load']}"))
+Kept.behind = staticmethod(lambda home="experiments.keeping": importlib.import_module(f"kvinterp.study.{home}"))
 
 
 def __dir__() -> list[str]:

@@ -14,8 +14,8 @@ import pytest
 if TYPE_CHECKING:
     from kvinterp.auditing import Verdict
     from kvinterp.auditing.junit import Case
-    from kvinterp.experiments.audit import Audit
     from kvinterp.models import Adapter
+    from kvinterp.study.experiments.audit import Audit
 
 SUITE = "kvinterp"
 VERDICT = "verdict"
@@ -106,8 +106,8 @@ class _Subject:
     def __init__(self, given: dict[str, str]) -> None:
         from kvinterp.auditing.audit import checked_lengths, precisions
         from kvinterp.auditing.called import check_plans, plans_of
-        from kvinterp.cells import loaded
         from kvinterp.errors import located
+        from kvinterp.study.cells import loaded
 
         self.asked = _asked(given)
         self.asked.check()
@@ -145,7 +145,7 @@ class _Subject:
         from kvinterp.auditing import audit
         from kvinterp.auditing.junit import cases_of
         from kvinterp.errors import KvinterpError
-        from kvinterp.experiments.audit import models_own_errors
+        from kvinterp.study.experiments.audit import models_own_errors
 
         asked, names = self.asked, ("lengths", "steps", "seed", "checks", "calls", "allow")
         try:
@@ -177,7 +177,7 @@ def _asked(given: dict[str, str]) -> Audit:
     from pathlib import Path
 
     from kvinterp.errors import InputError
-    from kvinterp.experiments.audit import Audit
+    from kvinterp.study.experiments.audit import Audit
 
     def whole(name: str, most: int = 1) -> tuple[int, ...]:
         parts = given[name].split(",")

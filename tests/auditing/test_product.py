@@ -16,7 +16,7 @@ import kvinterp as kv
 from command_line import kvinterp, wrong
 from kvinterp.auditing import Check, audit
 from kvinterp.auditing.junit import junit_xml
-from kvinterp.auditing.report import page
+from kvinterp.study.report.audit import page
 from kvinterp.testing import CacheInconsistency, assert_cache_consistent
 
 pytestmark = [pytest.mark.xdist_group("audit's product"), pytest.mark.slow]

@@ -163,7 +163,7 @@ def test_flags_are_put_back() -> None:
 def test_both_switches_of_a_reduction_are_put_back(before: tuple[bool, bool]) -> None:
     """(False, False), which forbids split-K too, came back as (False, True)."""
     from kvinterp.auditing.shape_dependence import _toggled
-    from kvinterp.provenance import kernel_flags
+    from kvinterp.models.provenance import kernel_flags
 
     matmul, name = torch.backends.cuda.matmul, "allow_fp16_reduced_precision_reduction"
     original = getattr(matmul, name), getattr(matmul, f"{name}_split_k")

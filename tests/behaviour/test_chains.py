@@ -14,7 +14,9 @@ import pytest
 
 import kvinterp as kv
 from command_line import wrong
-from kvinterp.behaviour.chains import (
+from kvinterp.data import Prompt
+from kvinterp.models import Adapter
+from kvinterp.study.behaviour.chains import (
     CHAIN,
     attractors_of,
     cosines,
@@ -28,11 +30,9 @@ from kvinterp.behaviour.chains import (
     spoken,
     tokens_of,
 )  # fmt: skip
-from kvinterp.data import Prompt
-from kvinterp.experiments.base import Outcome
-from kvinterp.experiments.chain import Chain
-from kvinterp.findings import lines_of
-from kvinterp.models import Adapter
+from kvinterp.study.experiments.base import Outcome
+from kvinterp.study.experiments.chain import Chain
+from kvinterp.study.findings import lines_of
 from support import Case
 
 TEXT = "Max met Omar in Rome. Paul owns 12 pens."
@@ -75,7 +75,7 @@ def test_a_greedy_chain_is_that_of_plain_calls(small: Adapter, path: str) -> Non
 
 
 def test_a_fixed_point_is_not_computed_again(small: Adapter, monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvinterp.behaviour import chains
+    from kvinterp.study.behaviour import chains
 
     calls = []
 

@@ -5,11 +5,11 @@ import dataclasses
 import pytest
 import torch
 
-from kvinterp.behaviour.designs import DESIGNS, FACTORS, GRID, designed, effects, factorial, is_seeded, reseeded
 from kvinterp.errors import InputError
 from kvinterp.metrics.equivalent_noise import error_sums
 from kvinterp.models import ModelInfo
 from kvinterp.policies import Place, policy_named
+from kvinterp.study.behaviour.designs import DESIGNS, FACTORS, GRID, designed, effects, factorial, is_seeded, reseeded
 
 FACTS = ModelInfo("tiny", "Tiny", 5, 4, 2, 64, 256, 10, 4096, (None,) * 5, True, "eager")
 RMS = (0.2, 0.5, 0.57735, 0.9, 1.15)

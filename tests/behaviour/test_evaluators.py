@@ -15,23 +15,23 @@ import pytest
 import torch
 
 import kvinterp as kv
-import kvinterp.behaviour as behaviour
+import kvinterp.study.behaviour as behaviour
 from command_line import wrong
-from kvinterp.behaviour.decoding import likelihoods, write
+from kvinterp.common.store import Parts
 from kvinterp.data import load_prompts, score
-from kvinterp.experiments.base import Outcome
-from kvinterp.experiments.eval import Eval
-from kvinterp.findings import lines_of
 from kvinterp.models import Adapter
 from kvinterp.paths import Greedy, TopK, TopP
 from kvinterp.policies import Place, Policy
 from kvinterp.policies.base import KV
-from kvinterp.store import Parts
+from kvinterp.study.behaviour.decoding import likelihoods, write
+from kvinterp.study.experiments.base import Outcome
+from kvinterp.study.experiments.eval import Eval
+from kvinterp.study.findings import lines_of
 from plain import plain_loop
 from support import Case
 
-harness = pytest.importorskip("kvinterp.behaviour.harness")
-evaluating = pytest.importorskip("kvinterp.behaviour.evaluating")
+harness = pytest.importorskip("kvinterp.study.behaviour.harness")
+evaluating = pytest.importorskip("kvinterp.study.behaviour.evaluating")
 
 PROMPTS = load_prompts("arithmetic:8")
 Load = Callable[..., Adapter]

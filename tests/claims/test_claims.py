@@ -13,9 +13,9 @@ import worlds
 from scipy import stats
 from worlds import CLAIMED, World, but
 
-from kvinterp.claims import CLAIMS, COLUMNS, FAILS, HOLDS, OPEN, Claim, Found, claims_of
-from kvinterp.claims.base import NotTestableError, larger, larger_of_intervals, ratio, smaller, told_again
-from kvinterp.experiments.audit import claims_of as audits_claims
+from kvinterp.study.claims import CLAIMS, COLUMNS, FAILS, HOLDS, OPEN, Claim, Found, claims_of
+from kvinterp.study.claims.base import NotTestableError, larger, larger_of_intervals, ratio, smaller, told_again
+from kvinterp.study.experiments.audit import claims_of as audits_claims
 
 made = functools.cache(worlds.tables)
 CLAIM = {claim.id: claim for claim in CLAIMS}

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from worlds import told, worlds_of
 
-from kvinterp.claims import CLAIMS
+from kvinterp.study.claims import CLAIMS
 
 PAGE = Path(__file__).parents[2] / "docs" / "claims.md"
 BEGIN, END = "<!-- the table: python tests/claims/test_claims_page.py writes it -->\n", "<!-- end of the table -->\n"

@@ -8,8 +8,8 @@ import pytest
 import worlds
 from worlds import World
 
-from kvinterp.claims import CLAIMS, OPEN, claims_of
-from kvinterp.reading.claims import claim_said, claims_said, how_decided
+from kvinterp.study.claims import CLAIMS, OPEN, claims_of
+from kvinterp.study.reading.claims import claim_said, claims_said, how_decided
 
 QUICK = ("diverges-always", "kl-large", "eight-orders", "order-causes", "layer-1", "cache-carries", "q8-instructions")
 

@@ -10,7 +10,7 @@ import worlds
 from scipy import stats
 from worlds import AT_THE_EDGE, EDGE, IF_EQUAL, World, equal
 
-from kvinterp.claims import CLAIMS, FAILS, HOLDS, claims_of
+from kvinterp.study.claims import CLAIMS, FAILS, HOLDS, claims_of
 
 DIRECTIONS = ("more-accurate", "eight-of-nine", "mcnemar", "direction")
 """Claims that one path is favoured, wrong where the paths may be exchanged."""

@@ -6,8 +6,8 @@ import pandas as pd
 import pytest
 from worlds import IF_EQUAL
 
-from kvinterp.claims import CLAIMS, FAILS, HOLDS
-from kvinterp.experiments.study import Study
+from kvinterp.study.claims import CLAIMS, FAILS, HOLDS
+from kvinterp.study.experiments.study import Study
 
 pytestmark = pytest.mark.long
 

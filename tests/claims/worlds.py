@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import pandas as pd
 
-from kvinterp.claims import CLAIMS
+from kvinterp.study.claims import CLAIMS
 
 MODELS = ("llama-like", "mistral-like", "gemma-like")
 STRATEGIES = ("greedy", "top_k(50,0.8)", "top_p(0.95,0.8)")

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 import kvinterp as kv
+from kvinterp.common.store import Parts
 from kvinterp.comparison import Comparison, attention_rows
-from kvinterp.experiments import Compare
 from kvinterp.models import Adapter
 from kvinterp.paths import strategy_named
-from kvinterp.report.tokens import packed_comparison
-from kvinterp.results import load_result
-from kvinterp.store import Parts
+from kvinterp.study.experiments import Compare
+from kvinterp.study.report.tokens import packed_comparison
+from kvinterp.study.results import load_result
 
 OTHER = "cached+int4"
 PROMPTS = ["What is one and one? The answer is", "Anna has 3 apples. She buys"]

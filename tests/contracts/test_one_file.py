@@ -89,9 +89,9 @@ from typing import ClassVar
 
 import pandas as pd
 
-from kvinterp.cells import Cell
-from kvinterp.experiments.base import Experiment, Outcome
-from kvinterp.experiments.options import option
+from kvinterp.study.cells import Cell
+from kvinterp.study.experiments.base import Experiment, Outcome
+from kvinterp.study.experiments.options import option
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,13 +9,13 @@ import pandas as pd
 import pytest
 
 import kvinterp as kv
-from kvinterp.behaviour import divergence as d
-from kvinterp.behaviour.decoding import write
-from kvinterp.experiments.base import Outcome
-from kvinterp.experiments.behaviour import Behaviour, decodes_of, null_of
-from kvinterp.findings import findings_of, lines_of
 from kvinterp.paths.lanes import Memory
-from kvinterp.reading.results import judged
+from kvinterp.study.behaviour import divergence as d
+from kvinterp.study.behaviour.decoding import write
+from kvinterp.study.experiments.base import Outcome
+from kvinterp.study.experiments.behaviour import Behaviour, decodes_of, null_of
+from kvinterp.study.findings import findings_of, lines_of
+from kvinterp.study.reading.results import judged
 from support import Case
 
 KERNELS = "split_k(8,float16)"
@@ -33,7 +33,7 @@ def decoded(load: Any) -> tuple[Any, dict[int, Any], dict[str, pd.DataFrame]]:
     adapter, given = load(Case("zoo:gqa2-mini", "native"), "float16"), kv.load_prompts("arithmetic:4")
     prompts = {number: given[number] for number in (0, 3)}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("kvinterp.experiments.behaviour.paths_of", lambda kernels: NOISY)
+        patch.setattr("kvinterp.study.experiments.behaviour.paths_of", lambda kernels: NOISY)
         parts = [decodes_of(adapter, {n: prompt}, memory=Memory(), **SAMPLED) for n, prompt in prompts.items()]
         made = {name: pd.concat([part[name] for part in parts]).assign(model="m") for name in parts[0]}
     assert made["decodes"]["diverged"].nunique() == 2, "the case needs decodes of both kinds"

@@ -10,8 +10,8 @@ from bank.subjects import subjects
 
 import kvinterp as kv
 from command_line import wrong
-from kvinterp.experiments import bench_bugs
-from kvinterp.experiments.bench_bugs import CLEAN, BenchBugs, exact, held_out, scores_of, tried
+from kvinterp.study.experiments import bench_bugs
+from kvinterp.study.experiments.bench_bugs import CLEAN, BenchBugs, exact, held_out, scores_of, tried
 
 
 def cases(*rows):

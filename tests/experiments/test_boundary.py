@@ -11,14 +11,14 @@ import pytest
 import statsmodels.api as sm
 from scipy import stats
 
-from kvinterp.behaviour import boundary as b
-from kvinterp.behaviour.divergence import DECODE
-from kvinterp.experiments.base import Outcome
-from kvinterp.experiments.behaviour import Behaviour
-from kvinterp.experiments.boundary import Boundary
-from kvinterp.findings import findings_of, lines_of
+from kvinterp.common.numbers import number
 from kvinterp.metrics import cox
-from kvinterp.reading.numbers import number
+from kvinterp.study.behaviour import boundary as b
+from kvinterp.study.behaviour.divergence import DECODE
+from kvinterp.study.experiments.base import Outcome
+from kvinterp.study.experiments.behaviour import Behaviour
+from kvinterp.study.experiments.boundary import Boundary
+from kvinterp.study.findings import findings_of, lines_of
 
 pytestmark = pytest.mark.slow
 
@@ -165,7 +165,7 @@ def read(tables: Any) -> tuple[str, str]:
 
 def test_the_whole_command_has_the_decodes_of_behaviour(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     noisy = "cached+normal(0,0.5,seed=0)", "recompute"
-    monkeypatch.setattr("kvinterp.experiments.behaviour.paths_of", lambda kernels: noisy)
+    monkeypatch.setattr("kvinterp.study.experiments.behaviour.paths_of", lambda kernels: noisy)
     asked: dict[str, Any] = {"prompts": "arithmetic:2", "strategies": ("greedy",), "max_new_tokens": 12, "device": "cpu"}
     experiment = Boundary(("zoo:gqa2-mini",), **asked)
     beside = {cell.key: cell for cell in Behaviour(("zoo:gqa2-mini",), **asked).cells()}

@@ -7,9 +7,9 @@ import pandas as pd
 import pytest
 
 import synthetic
-from kvinterp.experiments.base import Outcome
-from kvinterp.experiments.flips import correlations_of
-from kvinterp.experiments.root_cause import RootCause
+from kvinterp.study.experiments.base import Outcome
+from kvinterp.study.experiments.flips import correlations_of
+from kvinterp.study.experiments.root_cause import RootCause
 
 
 def causes(grown: float = 16.0, shrinks: float = 0.5, written: float = 1e-6, flips: int = 8, native: float = 1e-3,
@@ -51,7 +51,7 @@ def causes(grown: float = 16.0, shrinks: float = 0.5, written: float = 1e-6, fli
 
 def read(tables: dict[str, pd.DataFrame]) -> tuple[str, str]:
     """The headline, and all findings a line each."""
-    from kvinterp.findings import lines_of
+    from kvinterp.study.findings import lines_of
 
     asked = RootCause(tuple(tables["propagation"]["model"].unique()))
     outcome = Outcome(tables, tables, {"provenance": {"m0": synthetic.ABOUT}})

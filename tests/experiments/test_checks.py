@@ -7,8 +7,8 @@ import dataclasses
 import pytest
 
 import kvinterp as kv
-from kvinterp.experiments.base import OPTION
-from kvinterp.experiments.registry import experiment_named, experiments
+from kvinterp.study.experiments.base import OPTION
+from kvinterp.study.experiments.registry import experiment_named, experiments
 
 
 @pytest.mark.parametrize("name", experiments())

@@ -12,15 +12,15 @@ import pandas as pd
 import pytest
 import torch
 
+from kvinterp.common.store import Parts
 from kvinterp.comparison import TABLES
 from kvinterp.errors import InputError
-from kvinterp.experiments import Compare, Demo
-from kvinterp.experiments.registry import experiment_named, experiments
 from kvinterp.models.hooks import Tap
 from kvinterp.models.native import NativeAdapter
 from kvinterp.models.native_sites import NativeSites
-from kvinterp.results import Result, load_result
-from kvinterp.store import Parts
+from kvinterp.study.experiments import Compare, Demo
+from kvinterp.study.experiments.registry import experiment_named, experiments
+from kvinterp.study.results import Result, load_result
 
 pytestmark = pytest.mark.xdist_group("compare")
 SMALL = Compare(
@@ -151,7 +151,7 @@ def test_cut_off_before_its_page_it_is_not_made_again(whole: Path, tmp_path: Pat
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("kvinterp.report.write_report", cut)
+        patch.setattr("kvinterp.study.report.write_report", cut)
         with pytest.raises(KeyboardInterrupt):
             SMALL.run(tmp_path, progress="none")
     monkeypatch.setattr("kvinterp.comparison.compare", lambda *_, **__: pytest.fail("it was made again"))

@@ -12,8 +12,8 @@ import pytest
 import kvinterp as kv
 from command_line import kvinterp, wrong
 from kvinterp.data import Prompt
-from kvinterp.experiments.compare_runs import ONLY, OPEN, OUTSIDE, WITHIN, CompareRuns, beside_of, differences_of
-from kvinterp.findings import finding, findings_of
+from kvinterp.study.experiments.compare_runs import ONLY, OPEN, OUTSIDE, WITHIN, CompareRuns, beside_of, differences_of
+from kvinterp.study.findings import finding, findings_of
 from synthetic import comparison
 
 NUMBERS = tuple(range(8))
@@ -134,7 +134,7 @@ def test_what_cannot_be_laid_side_by_side_is_said_in_one_sentence(tmp_path: Path
 
 
 def test_results_that_are_of_many_models_have_a_figure_too(tmp_path: Path) -> None:
-    from kvinterp.report.style import small_print
+    from kvinterp.study.report.style import small_print
 
     about = comparison(NUMBERS).provenance
     names = ("torch", "transformers", "transformer_lens", "kvinterp", "device", "threads")

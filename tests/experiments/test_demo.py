@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 import kvinterp.comparison
 from kvinterp.cli import app
 from kvinterp.errors import InputError
-from kvinterp.experiments import Demo
-from kvinterp.experiments.demo import FLIPS, SMOKE
+from kvinterp.study.experiments import Demo
+from kvinterp.study.experiments.demo import FLIPS, SMOKE
 
 pytestmark = [pytest.mark.xdist_group("demo"), pytest.mark.slow]
 

@@ -8,7 +8,7 @@ import torch
 import kvinterp as kv
 from command_line import kvinterp
 from kvinterp.errors import InputError
-from kvinterp.experiments.flip_law import FlipLaw, law_of, steps_of
+from kvinterp.study.experiments.flip_law import FlipLaw, law_of, steps_of
 from support import Case
 
 pytestmark = pytest.mark.bits

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 import kvinterp as kv
-from kvinterp.behaviour.scores import AGAIN, CONTROL, METRICS
 from kvinterp.data import load_prompts
 from kvinterp.errors import InputError, UnsupportedError
-from kvinterp.experiments.equivalent_noise import EquivalentNoise, error_of_policy, pooled
-from kvinterp.experiments.kv_error import KvError, behaviour_of, strings_of
 from kvinterp.policies import Chain, Place, Policy, policy_named
+from kvinterp.study.behaviour.scores import AGAIN, CONTROL, METRICS
+from kvinterp.study.experiments.equivalent_noise import EquivalentNoise, error_of_policy, pooled
+from kvinterp.study.experiments.kv_error import KvError, behaviour_of, strings_of
 from support import Case
 
 pytestmark = pytest.mark.slow

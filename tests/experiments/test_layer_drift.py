@@ -20,8 +20,16 @@ from kvinterp.comparison.by_layer import (
     means_of,
     pairs_of,
 )
-from kvinterp.experiments.base import Outcome
-from kvinterp.experiments.layer_drift import EVERY_STEP, MEASURES, ONE_STEP, LayerDrift, null_drift, of_example, tables_of
+from kvinterp.study.experiments.base import Outcome
+from kvinterp.study.experiments.layer_drift import (
+    EVERY_STEP,
+    MEASURES,
+    ONE_STEP,
+    LayerDrift,
+    null_drift,
+    of_example,
+    tables_of,
+)
 from support import Case
 
 pytestmark = [pytest.mark.bits, pytest.mark.slow]

@@ -9,9 +9,9 @@ import pandas as pd
 import pytest
 
 import kvinterp as kv
-from kvinterp.experiments.base import Outcome
-from kvinterp.experiments.localisation import SETS, Localisation, chosen_of
 from kvinterp.patching import decompose, highest_kl, sweep
+from kvinterp.study.experiments.base import Outcome
+from kvinterp.study.experiments.localisation import SETS, Localisation, chosen_of
 
 pytestmark = pytest.mark.bits
 

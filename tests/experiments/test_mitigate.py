@@ -5,9 +5,9 @@ import pandas as pd
 import pytest
 
 import kvinterp as kv
-from kvinterp.experiments import mitigate as m
-from kvinterp.experiments.base import Outcome
-from kvinterp.findings import lines_of
+from kvinterp.study.experiments import mitigate as m
+from kvinterp.study.experiments.base import Outcome
+from kvinterp.study.findings import lines_of
 
 
 def examples(what: str, squared: np.ndarray, **told: object) -> pd.DataFrame:

@@ -9,9 +9,9 @@ import pandas as pd
 import pytest
 
 import kvinterp as kv
-from kvinterp.experiments.base import Outcome
-from kvinterp.experiments.repeated_heads import ALIKE, CHANGE, RepeatedHeads, repeated_heads, with_repeated_heads
-from kvinterp.experiments.root_cause import RootCause, prompts_of_seed
+from kvinterp.study.experiments.base import Outcome
+from kvinterp.study.experiments.repeated_heads import ALIKE, CHANGE, RepeatedHeads, repeated_heads, with_repeated_heads
+from kvinterp.study.experiments.root_cause import RootCause, prompts_of_seed
 
 pytestmark = pytest.mark.bits
 

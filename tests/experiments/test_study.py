@@ -15,20 +15,20 @@ import pandas as pd
 import pytest
 from matplotlib.figure import Figure
 
-import kvinterp.experiments.study as study
+import kvinterp.study.experiments.study as study
 from command_line import kvinterp, wrong
 from cutting import same
-from kvinterp.cells import Cell, joined, loaded
+from kvinterp.common.store import Made, Parts
 from kvinterp.data import load_prompts
+from kvinterp.data.inputs import encode
 from kvinterp.errors import InputError
-from kvinterp.experiments.base import Outcome
-from kvinterp.experiments.of_models import OfModels
-from kvinterp.experiments.registry import experiment_named
-from kvinterp.experiments.study import Study
-from kvinterp.inputs import encode
-from kvinterp.report.latex import latex_number, latex_of, latex_text, markdown_of
-from kvinterp.report.style import sheet
-from kvinterp.store import Made, Parts
+from kvinterp.study.cells import Cell, joined, loaded
+from kvinterp.study.experiments.base import Outcome
+from kvinterp.study.experiments.of_models import OfModels
+from kvinterp.study.experiments.registry import experiment_named
+from kvinterp.study.experiments.study import Study
+from kvinterp.study.report.latex import latex_number, latex_of, latex_text, markdown_of
+from kvinterp.study.report.style import sheet
 from writing import cells_of, change_cell, resealed
 
 MODEL = "zoo:gqa2-mini"
@@ -114,7 +114,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvinterp.cells.run_alike", lambda *_: pytest.fail("a cell was done"))
+    monkeypatch.setattr("kvinterp.study.cells.run_alike", lambda *_: pytest.fail("a cell was done"))
 
 
 # What is in it ---------------------------------------------------------------------------------------------------------
@@ -277,7 +277,7 @@ def test_changed_choices_reuse_nothing(whole: Path, nothing_runs: None, changed:
 def test_a_folder_of_another_version_says_what_differs(
     whole: Path, nothing_runs: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvinterp.provenance.__version__", "99.0")
+    monkeypatch.setattr("kvinterp.models.provenance.__version__", "99.0")
     with pytest.raises(InputError, match=r'kvinterp: "[\d.]+", now "99\.0"'):
         small().run(whole, progress="none")
 

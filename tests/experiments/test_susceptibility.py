@@ -6,9 +6,9 @@ import pytest
 from scipy import stats
 
 import kvinterp as kv
-from kvinterp.experiments import susceptibility as s
-from kvinterp.experiments.base import Outcome
-from kvinterp.findings import lines_of
+from kvinterp.study.experiments import susceptibility as s
+from kvinterp.study.experiments.base import Outcome
+from kvinterp.study.findings import lines_of
 
 SIZES = (0.1, 0.2, 0.4, 0.8, 1.6)
 

@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 import kvinterp as kv
-from kvinterp.bounded import within
+from kvinterp.common.bounded import within
+from kvinterp.common.files import bytes_of, opened
 from kvinterp.errors import InputError
-from kvinterp.files import bytes_of, opened
 from kvinterp.models import zoo
 from kvinterp.models.soundness import check_loaded
 
@@ -137,7 +137,7 @@ def test_names_in_an_index_that_no_file_can_have(folder, name):
 
 def test_names_of_5000_characters():
     """`show` and kv.load raised the system's own error."""
-    from kvinterp.showing import page_of
+    from kvinterp.cli.showing import page_of
 
     for read in (kv.load, lambda name: page_of(Path(name)), kv.load_prompts):
         with pytest.raises(InputError) as caught:

@@ -20,7 +20,7 @@ from gguf_files import TYPES, packed, stored_as, zoo_gguf
 from kvinterp.errors import InputError, KvinterpError, UnsupportedError
 from kvinterp.models import zoo
 from kvinterp.models.gguf_file import header_of
-from kvinterp.provenance import provenance
+from kvinterp.models.provenance import provenance
 
 ZOO = "llama64-mini"
 KINDS = ["native", "bridge", pytest.param("hooked", marks=pytest.mark.hooked)]

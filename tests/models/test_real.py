@@ -13,9 +13,9 @@ import pytest
 
 import kvinterp as kv
 from command_line import kvinterp, wrong
-from kvinterp.behaviour.chains import cosines, embedder_named
 from kvinterp.errors import InputError
 from kvinterp.models import real
+from kvinterp.study.behaviour.chains import cosines, embedder_named
 
 NAME, EMBEDDER = "smollm2-135m", "all-minilm-l6-v2"
 

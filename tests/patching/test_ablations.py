@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import kvinterp as kv
-from kvinterp.draws import draws
+from kvinterp.common.draws import draws
 from kvinterp.errors import InputError
 from kvinterp.patching import PatchHook
 from kvinterp.paths import Runner

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 import kvinterp as kv
-from kvinterp.findings.of_comparison import charts_of_comparisons, rows_of_comparison
-from kvinterp.findings.of_patching import headline_of_decomposition, rows_of_decomposition
 from kvinterp.metrics.routing import compared_routing, routing_of
 from kvinterp.patching import Plant
+from kvinterp.study.findings.of_comparison import charts_of_comparisons, rows_of_comparison
+from kvinterp.study.findings.of_patching import headline_of_decomposition, rows_of_decomposition
 from routed import CONFIGS, LAYERS, PROMPT, built, router, tilt
 
 pytestmark = pytest.mark.bits

@@ -14,7 +14,7 @@ from kvinterp.errors import InputError
 from kvinterp.patching import PRESETS, PatchHook, highest_kl
 from kvinterp.patching.planted import Planted
 from kvinterp.paths import Runner
-from kvinterp.report import recovery_figure
+from kvinterp.study.report import recovery_figure
 from support import PROMPT, Case, assert_bitwise, bare_hooked_transformer, cases, hooks_of, plain_forward
 
 pytestmark = pytest.mark.bits

@@ -21,7 +21,7 @@ from browser import IN_A_BROWSER, Opened
 import kvinterp as kv
 from kvinterp.errors import InputError, NonFiniteError
 from kvinterp.recording import Trace
-from kvinterp.report.attention import assembled_pattern, attention_comparison
+from kvinterp.study.report.attention import assembled_pattern, attention_comparison
 from pages import Page
 from support import Case, assert_bitwise, assert_close
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from kvinterp.recording import Trace
-from kvinterp.report.attention import AttentionComparison, attention_comparison
-from kvinterp.report.attention_page import View
+from kvinterp.study.report.attention import AttentionComparison, attention_comparison
+from kvinterp.study.report.attention_page import View
 
 
 def pattern(length: int, heads: int = 2) -> torch.Tensor:

@@ -18,12 +18,12 @@ import pytest
 from browser import EVIL, IN_A_BROWSER, Opened, check_markup, check_page
 
 from kvinterp.comparison import Comparison
-from kvinterp.experiments.behaviour import flipped_decodes
-from kvinterp.report import write_report
-from kvinterp.report.experiment import write_experiment
-from kvinterp.report.packing import packed, signed_codes, three_digits
-from kvinterp.report.page import render
-from kvinterp.report.tokens import SCRIPTS, SHEETS, changes, flips_shown, packed_comparison, tokens_fragment
+from kvinterp.study.experiments.behaviour import flipped_decodes
+from kvinterp.study.report import write_report
+from kvinterp.study.report.experiment import write_experiment
+from kvinterp.study.report.packing import packed, signed_codes, three_digits
+from kvinterp.study.report.page import render
+from kvinterp.study.report.tokens import SCRIPTS, SHEETS, changes, flips_shown, packed_comparison, tokens_fragment
 from synthetic import comparison, result
 
 pytestmark = IN_A_BROWSER
@@ -225,7 +225,7 @@ def test_where_there_is_no_room_flips_and_the_largest_kl_come_first(
 ) -> None:
     made = comparison((0, 1), steps=5, flip=3)
     size = made.heads.groupby(["example", "step"]).size().iloc[0] + made.layers.groupby(["example", "step"]).size().iloc[0]
-    from kvinterp.report import tokens
+    from kvinterp.study.report import tokens
 
     few = packed_comparison(made, maps=int(3 * size), rows=0)
     assert few == packed_comparison(made, maps=int(3 * size), rows=0)

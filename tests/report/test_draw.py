@@ -11,7 +11,7 @@ import pytest
 from browser import IN_A_BROWSER, Opened
 
 from kvinterp.errors import InputError
-from kvinterp.report.script import script, styles
+from kvinterp.study.report.script import script, styles
 
 pytestmark = IN_A_BROWSER
 

@@ -12,18 +12,18 @@ import pandas as pd
 import pytest
 
 from kvinterp.errors import InputError
-from kvinterp.findings import findings_of, lines_of
-from kvinterp.findings.of_patching import (
+from kvinterp.patching import ANEW, PARTS, Decomposition, Sweep
+from kvinterp.study.findings import findings_of, lines_of
+from kvinterp.study.findings.of_patching import (
     NOTHING,
     headline_of_decomposition,
     headline_of_sweep,
     rows_of_decomposition,
     rows_of_sweep,
 )
-from kvinterp.patching import ANEW, PARTS, Decomposition, Sweep
-from kvinterp.report.charts import DIVERGING
-from kvinterp.report.patching import decomposition_figure, recovery_figure, step_figure, sweep_figures
-from kvinterp.report.style import save
+from kvinterp.study.report.charts import DIVERGING
+from kvinterp.study.report.patching import decomposition_figure, recovery_figure, step_figure, sweep_figures
+from kvinterp.study.report.style import save
 from synthetic import ABOUT
 
 PROVENANCE = {key: value for key, value in ABOUT.items() if key not in ("paths", "protocol", "strategy", "seed")}

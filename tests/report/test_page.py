@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from kvinterp.report import page
-from kvinterp.report.page import (
+from kvinterp.study.report import page
+from kvinterp.study.report.page import (
     Answer,
     Bullets,
     Column,
@@ -105,7 +105,7 @@ def test_links_go_to_files_beside_the_page_whatever_their_names() -> None:
 
 
 def test_the_template_is_installed_with_the_package() -> None:
-    assert resources.files("kvinterp.report").joinpath("page.html.j2").is_file()
+    assert resources.files("kvinterp.study.report").joinpath("page.html.j2").is_file()
     # tomllib is there from Python 3.11 on.
     settings = (Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8")
     assert re.search(r'package-data\]\nkvinterp = \[[^\]]*"report/\*\.j2", "report/static/\*"', settings)

@@ -14,9 +14,9 @@ from kvinterp.auditing import audit
 from kvinterp.data import Prompt
 from kvinterp.models import wrap
 from kvinterp.recording import Trace
-from kvinterp.report import attention_comparison, write_report
-from kvinterp.report.attention_page import readable
-from kvinterp.report.page import Column, Table, render
+from kvinterp.study.report import attention_comparison, write_report
+from kvinterp.study.report.attention_page import readable
+from kvinterp.study.report.page import Column, Table, render
 from support import Case
 from synthetic import comparison, experiment_page, result
 

@@ -14,14 +14,14 @@ import pandas as pd
 import pytest
 from browser import EVIL, IN_A_BROWSER, Opened, check_markup, check_page, check_sorting
 
-from kvinterp.claims import COLUMNS
-from kvinterp.experiments.base import Outcome
-from kvinterp.experiments.demo import SMOKE
-from kvinterp.experiments.eval import Eval
-from kvinterp.experiments.registry import experiment_named
 from kvinterp.models import zoo
-from kvinterp.report.study import write_study
-from kvinterp.report.style import keeping, save, sheet
+from kvinterp.study.claims import COLUMNS
+from kvinterp.study.experiments.base import Outcome
+from kvinterp.study.experiments.demo import SMOKE
+from kvinterp.study.experiments.eval import Eval
+from kvinterp.study.experiments.registry import experiment_named
+from kvinterp.study.report.study import write_study
+from kvinterp.study.report.style import keeping, save, sheet
 from synthetic import ABOUT
 
 pytestmark = [*IN_A_BROWSER, pytest.mark.long]

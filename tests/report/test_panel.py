@@ -14,8 +14,8 @@ from browser import EVIL, IN_A_BROWSER, check_markup, faults_of
 
 import kvinterp as kv
 from kvinterp.errors import InputError, UnsupportedError
-from kvinterp.report.panel import PatchPanel, patch_panel
-from kvinterp.report.script import script, styles
+from kvinterp.study.report.panel import PatchPanel, patch_panel
+from kvinterp.study.report.script import script, styles
 from support import Case
 
 pytest.importorskip("anywidget")
@@ -225,7 +225,7 @@ def test_the_picture_is_the_last_state_as_text(panel: PatchPanel) -> None:
 
 
 def test_without_anywidget_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvinterp.report import panel
+    from kvinterp.study.report import panel
 
     monkeypatch.setitem(sys.modules, "anywidget", None)
     panel._widget_class.cache_clear()

@@ -16,10 +16,10 @@ from matplotlib.text import Text
 from PIL import Image
 
 from kvinterp.comparison import Comparison
-from kvinterp.findings.of_comparison import ladder_of_comparisons, rows_of_comparison
-from kvinterp.report.axes import zero_aware
-from kvinterp.report.figures import FIGURES, figure_named, figures, overview, precision_ladder
-from kvinterp.report.style import looks, save, small_print
+from kvinterp.study.findings.of_comparison import ladder_of_comparisons, rows_of_comparison
+from kvinterp.study.report.axes import zero_aware
+from kvinterp.study.report.figures import FIGURES, figure_named, figures, overview, precision_ladder
+from kvinterp.study.report.style import looks, save, small_print
 from synthetic import comparison
 
 MADE = {
@@ -221,7 +221,7 @@ def test_drawing_leaves_the_users_settings_and_pyplot_alone() -> None:
         "settings = lambda: {key: look(matplotlib.rcParams, key) for key in matplotlib.rcParams}\n"
         "before = settings()\n"
         "from synthetic import comparison\n"
-        "from kvinterp.report.figures import figures\n"
+        "from kvinterp.study.report.figures import figures\n"
         "assert len(figures({'': comparison()})) == 4\n"
         "assert 'matplotlib.pyplot' not in sys.modules\n"
         "assert settings() == before\n"

@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 
+from kvinterp.common.numbers import number
 from kvinterp.comparison import Comparison
 from kvinterp.data import Prompt
 from kvinterp.errors import InputError
-from kvinterp.reading.numbers import number
-from kvinterp.reading.precision import fall_of
-from kvinterp.reading.results import right_answers
-from kvinterp.report import compare
-from kvinterp.report.compare import file_name, ladder_of, overview_of, write_report
-from kvinterp.report.page import Picture
-from kvinterp.results import Result
+from kvinterp.study.reading.precision import fall_of
+from kvinterp.study.reading.results import right_answers
+from kvinterp.study.report import compare
+from kvinterp.study.report.compare import file_name, ladder_of, overview_of, write_report
+from kvinterp.study.report.page import Picture
+from kvinterp.study.results import Result
 from pages import Page
 from synthetic import comparison, failed, prompts, result
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvinterp.comparison import Comparison
-from kvinterp.reading.changed import (
+from kvinterp.study.reading.changed import (
     boundary_of,
     changed_said,
     closest,
@@ -16,8 +16,8 @@ from kvinterp.reading.changed import (
     none_changed_said,
     square_said,
 )
-from kvinterp.report.page import Table, Text
-from kvinterp.report.tokens import changes
+from kvinterp.study.report.page import Table, Text
+from kvinterp.study.report.tokens import changes
 from synthetic import comparison
 
 

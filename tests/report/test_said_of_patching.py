@@ -4,7 +4,7 @@ import pandas as pd
 
 from kvinterp import metrics
 from kvinterp.patching import Asked, PatchAnswer
-from kvinterp.reading.patching import asked_said, map_said, recovery_said
+from kvinterp.study.reading.patching import asked_said, map_said, recovery_said
 
 # A patch by hand -------------------------------------------------------------------------------------------------------
 

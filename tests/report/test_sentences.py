@@ -12,16 +12,16 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvinterp.common.numbers import share
 from kvinterp.comparison import Comparison
 from kvinterp.data import Prompt
-from kvinterp.findings import findings_of, lines_of
-from kvinterp.findings.of_comparison import headline_of, rows_of_comparison
-from kvinterp.reading.answer import notes_of, question_of
-from kvinterp.reading.numbers import share
-from kvinterp.reading.precision import ladder_said
-from kvinterp.report import compare
-from kvinterp.report.compare import flip_section, ladder_of
-from kvinterp.report.page import Picture
+from kvinterp.study.findings import findings_of, lines_of
+from kvinterp.study.findings.of_comparison import headline_of, rows_of_comparison
+from kvinterp.study.reading.answer import notes_of, question_of
+from kvinterp.study.reading.precision import ladder_said
+from kvinterp.study.report import compare
+from kvinterp.study.report.compare import flip_section, ladder_of
+from kvinterp.study.report.page import Picture
 from synthetic import comparison, failures, result
 
 

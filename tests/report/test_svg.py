@@ -14,10 +14,10 @@ from browser import EVIL
 from matplotlib.image import imread
 from PIL import Image
 
-from kvinterp.report.charts import DIVERGING
-from kvinterp.report.ink import DARK, INK, contrast, ink_on, luminance, on_dark, on_dark_hex
-from kvinterp.report.style import CMAP, SERIES, drawn_as, keeping, save, sheet
-from kvinterp.report.svg import _address, _pictures, inline, picture
+from kvinterp.study.report.charts import DIVERGING
+from kvinterp.study.report.ink import DARK, INK, contrast, ink_on, luminance, on_dark, on_dark_hex
+from kvinterp.study.report.style import CMAP, SERIES, drawn_as, keeping, save, sheet
+from kvinterp.study.report.svg import _address, _pictures, inline, picture
 
 GROUND = float(luminance(np.array([int(DARK[n : n + 2], 16) / 255 for n in (1, 3, 5)])))
 

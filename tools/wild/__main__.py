@@ -118,7 +118,7 @@ def main() -> None:
     import torch
     from transformers.utils import logging
 
-    from kvinterp.provenance import machine
+    from kvinterp.models.provenance import machine
 
     logging.set_verbosity_error()
     torch.set_num_threads(1)

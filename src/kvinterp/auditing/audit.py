@@ -25,13 +25,14 @@ from kvinterp.auditing.judging import RungJudge
 from kvinterp.auditing.ladder import Plan, PrecisionRun, band, dtype_name, prefix_plan, unit_roundoff
 from kvinterp.auditing.lengths import CHUNK_NAMES
 from kvinterp.auditing.measure import climb, onset
+from kvinterp.auditing.norms import known, standing
 from kvinterp.auditing.reading import Evidence
 from kvinterp.auditing.values import grid_module, on_grid
 from kvinterp.auditing.verdict import Audit, allowed
+from kvinterp.common.store import Lock
 from kvinterp.data import Prompt
 from kvinterp.data.chat import prompt_ids
-from kvinterp.errors import InputError, KvinterpError, UnsupportedError, located, shown
-from kvinterp.inputs import (
+from kvinterp.data.inputs import (
     check_callable,
     check_choice,
     check_instance,
@@ -42,12 +43,11 @@ from kvinterp.inputs import (
     token_ids,
     whole_number,
 )
+from kvinterp.errors import InputError, KvinterpError, UnsupportedError, located, shown
 from kvinterp.models import Adapter, dtype_named, wrap
+from kvinterp.models.provenance import provenance
 from kvinterp.models.threads import own_threads
 from kvinterp.paths.kernels import BatchInvariant
-from kvinterp.provenance import provenance
-from kvinterp.reading.norms import known, standing
-from kvinterp.store import Lock
 
 RUNGS = ("bfloat16", "float16", "float32", "float64")
 LENGTHS = (5, 63, 64, 65, 96, 97, 128)
@@ -132,7 +132,7 @@ def audit(
     with contextlib.ExitStack() as held:
         if out is not None:
             check_instance("out", out, (str, os.PathLike), "the name of a folder, or None")
-            from kvinterp.auditing.report import check_own
+            from kvinterp.auditing.folder import check_own
 
             # Held until it is written: another audit of the folder is told now, not overwritten then.
             check_own(Path(out))

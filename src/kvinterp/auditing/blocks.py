@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from kvinterp.data.inputs import check_seed
 from kvinterp.errors import UnsupportedError
-from kvinterp.inputs import check_seed
 from kvinterp.models import Adapter
 from kvinterp.models.hooks import first_of, put_first, stream_hook
 from kvinterp.models.native import plain_experts, text_config

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from kvinterp.auditing.causality import check_causal
+from kvinterp.common.files import is_folder
+from kvinterp.data.inputs import check_known, check_seed
 from kvinterp.errors import InputError, returning, shown, unknown
-from kvinterp.files import is_folder
-from kvinterp.inputs import check_known, check_seed
 from kvinterp.models import Adapter, wrap
 from kvinterp.models.checkpoint import check_config, check_files, read_object, reason
 from kvinterp.models.door import config_of, loading, weights_of

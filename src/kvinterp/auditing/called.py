@@ -30,7 +30,7 @@ def plans_of(calls: str) -> tuple[str, ...]:
     Raises:
         InputError: One is unknown.
     """
-    from kvinterp import spec
+    from kvinterp.common import spec
 
     if calls == "all":
         return (*(kind.audited or str(kind()) for kind in CALLS.values()), "padded(right,5)")

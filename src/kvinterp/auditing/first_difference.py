@@ -17,7 +17,7 @@ from torch import Tensor
 from kvinterp.auditing.blocks import BlockHooks, BlockModel, Reference
 from kvinterp.auditing.comparing import compared, grid, lost_key, paired, seen_differently, swapped_nearly_equal
 from kvinterp.auditing.watch import CHOICE, RESIDUAL, Event, HeadWatch, Watch, watching
-from kvinterp.reading.vocabulary import EMBEDDING
+from kvinterp.comparison.vocabulary import EMBEDDING
 
 BLOCK_INPUT = "block input"
 

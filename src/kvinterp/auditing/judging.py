@@ -17,10 +17,10 @@ from kvinterp.auditing.comparing import apart
 from kvinterp.auditing.first_difference import Differing, Feed, Finding, Sight, differing, largest, look
 from kvinterp.auditing.ladder import Plan, PrecisionRun, band, unit_roundoff
 from kvinterp.auditing.watch import CHOICE
+from kvinterp.comparison.vocabulary import ONE_BY_ONE
 from kvinterp.errors import UnsupportedError
 from kvinterp.models import Adapter
 from kvinterp.paths.kernels import BatchInvariant, Kernels, Native
-from kvinterp.reading.vocabulary import ONE_BY_ONE
 
 HARD = "gone with a fixed order; the recomputation is as far from float64 on the same inputs"
 FURTHER = "further from float64 on the same inputs than the recomputation"

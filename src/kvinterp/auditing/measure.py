@@ -17,10 +17,10 @@ from kvinterp.auditing.blocks import BlockHooks, BlockModel, Reference, referenc
 from kvinterp.auditing.comparing import difference, row_errors
 from kvinterp.auditing.ladder import LOCAL, STEPS, Plan, PrecisionRun, band, dtype_name
 from kvinterp.auditing.values import first_nonfinite, logit_grid
+from kvinterp.comparison.vocabulary import EMBEDDING
 from kvinterp.errors import UnsupportedError
 from kvinterp.models import Adapter
 from kvinterp.paths.kernels import BatchInvariant, Kernels, Native
-from kvinterp.reading.vocabulary import EMBEDDING
 
 Part = tuple[int, str, int]
 """A block's layer (-1: embedding, the number of blocks: head), ``input`` or ``output``, and how often it had run before."""

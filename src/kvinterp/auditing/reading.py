@@ -15,7 +15,7 @@ from kvinterp.auditing.judging import ONE_BY_ONE, Judged
 from kvinterp.auditing.ladder import PrecisionRun, band
 from kvinterp.auditing.values import narrower
 from kvinterp.auditing.verdict import CANNOT_TELL, GOOD, Verdict
-from kvinterp.reading.vocabulary import EMBEDDING
+from kvinterp.comparison.vocabulary import EMBEDDING
 
 NOWHERE: Place = (None, None, "", "")
 """The place of what has none."""

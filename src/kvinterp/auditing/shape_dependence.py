@@ -22,15 +22,15 @@ from torch.nn.attention import sdpa_kernel
 from kvinterp.auditing.blocks import BlockModel, prompts_for, referenced
 from kvinterp.auditing.first_difference import Feed, Finding, look
 from kvinterp.auditing.operations import BACKENDS, Operation, Variant, collect
+from kvinterp.common.kept import Kept, signed
+from kvinterp.common.progress import each
+from kvinterp.data.inputs import check_whole, given_list, whole_number
 from kvinterp.errors import InputError, shown
-from kvinterp.inputs import check_whole, given_list, whole_number
-from kvinterp.kept import Kept, signed
 from kvinterp.metrics.kv import units_in_last_place
 from kvinterp.models import Adapter, wrap
+from kvinterp.models.provenance import provenance
 from kvinterp.models.threads import own_threads
 from kvinterp.paths.kernels import KernelMode, Kernels, Native, kernels_named
-from kvinterp.progress import each
-from kvinterp.provenance import provenance
 
 SIZES = (1, 2, 17, 64, 128, 257)
 """Numbers of rows, and of keys: one, few, and both sides of the usual tiles."""

@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import pandas as pd
 
 from kvinterp.auditing.bench import Check
+from kvinterp.auditing.folder import put, tables_of
 from kvinterp.auditing.ladder import Plan, PrecisionRun
+from kvinterp.common.files import bytes_with, read_sealed, strict_json
+from kvinterp.common.kept import Held, Kept
+from kvinterp.data.inputs import check_choice, check_known, given_list
 from kvinterp.errors import InputError
-from kvinterp.files import bytes_with, read_sealed, strict_json
-from kvinterp.inputs import check_choice, check_known, given_list
-from kvinterp.kept import Held, Kept
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -153,10 +154,8 @@ class Verdict(Kept):
 
     def save(self, folder: str | os.PathLike[str], existing: str = "overwrite") -> Path:
         """Writes verdict.json and the page; an earlier audit's are always written over (``existing``). Returns the folder."""
-        from kvinterp.auditing.report import save_verdict
-
         check_choice("existing", existing, ("overwrite",))
-        return save_verdict(self, Path(folder))
+        return self.behind("report.audit").save_verdict(self, Path(folder))
 
     def report(self, folder: str | os.PathLike[str] | None = None, existing: str = "overwrite") -> Path:
         """The page; the one that is there where it was read from a folder, which also shows every block.
@@ -175,9 +174,7 @@ class Verdict(Kept):
 
     def figures(self) -> dict[str, Figure]:
         """The ladder of precisions."""
-        from kvinterp.auditing.report import ladder_figure
-
-        figure = ladder_figure(self.evidence)
+        figure = self.behind("report.audit").ladder_figure(self.evidence)
         return {} if figure is None else {"precision_ladder": figure}
 
     def sentences(self) -> list[str]:
@@ -223,16 +220,12 @@ class Audit(Kept):
 
     def written(self) -> tuple[dict[str, pd.DataFrame], dict[str, Any]]:
         """The tables of all precisions, and the fields of the JSON."""
-        from kvinterp.auditing.report import tables_of
-
         return tables_of(self), self.verdict.written()[1]
 
     def save(self, folder: str | os.PathLike[str], existing: str = "overwrite") -> Path:
         """Writes verdict.json, report.html and the tables as Parquet, over an earlier audit's; returns the folder."""
-        from kvinterp.auditing.report import put, tables_of, texts_of
-
         check_choice("existing", existing, ("overwrite",))
-        return put(texts_of(self), Path(folder), tables_of(self))
+        return put(self.behind("report.audit").texts_of(self), Path(folder), tables_of(self))
 
     report, overview, figures = Verdict.report, Verdict.overview, Verdict.figures
 

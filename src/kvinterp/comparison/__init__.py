@@ -8,8 +8,8 @@ from kvinterp.comparison.lens import LogitLens, logit_lens
 from kvinterp.comparison.recordable import DEFAULT_RECORD, recordable
 from kvinterp.comparison.several import Comparisons
 from kvinterp.comparison.traces import compare_traces
+from kvinterp.comparison.vocabulary import PROTOCOLS
 from kvinterp.metrics.statistics import mean_error
-from kvinterp.reading.vocabulary import PROTOCOLS
 
 __all__ = [
     "CACHE_ERRORS",

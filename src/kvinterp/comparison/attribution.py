@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from kvinterp.comparison.lens import OfTwoPaths, beside, told
-from kvinterp.inputs import check_whole, encode_all
+from kvinterp.data.inputs import check_whole, encode_all
 from kvinterp.models import Adapter, wrap
 from kvinterp.models.answers import answer_pair
 from kvinterp.models.unembedding import Unembedding, head_outputs

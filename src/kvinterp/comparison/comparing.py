@@ -14,7 +14,8 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from kvinterp import words
+from kvinterp.common import words
+from kvinterp.common.progress import counting
 from kvinterp.comparison.cache_errors import CACHE_ERRORS
 from kvinterp.comparison.choices import Choices
 from kvinterp.comparison.comparison import Comparison, Origin
@@ -25,9 +26,9 @@ from kvinterp.comparison.recordable import COMPARED, recordable
 from kvinterp.comparison.rows import failed, of_example
 from kvinterp.comparison.several import Comparisons
 from kvinterp.comparison.tables import Differences
+from kvinterp.comparison.vocabulary import PROTOCOLS
 from kvinterp.data import Prompt
-from kvinterp.errors import InputError, NonFiniteError, located, shown
-from kvinterp.inputs import (
+from kvinterp.data.inputs import (
     check_callable,
     check_choice,
     check_listed,
@@ -39,9 +40,11 @@ from kvinterp.inputs import (
     listed,
     whole_numbers,
 )
+from kvinterp.errors import InputError, NonFiniteError, located, shown
 from kvinterp.models import Adapter, dtype_named, wrap
 from kvinterp.models.attaching import Site
 from kvinterp.models.hook_names import Names, names_of, places_of, sites_of
+from kvinterp.models.provenance import provenance
 from kvinterp.models.sites import ROUTING_SITES
 from kvinterp.models.threads import own_threads
 from kvinterp.paths import ExecutionPath, Runner, Strategy, given_of, path_named, strategy_named
@@ -51,9 +54,6 @@ from kvinterp.paths.decode import Collected, fed_to_all, length_of, lockstep
 from kvinterp.paths.finite import first_nonfinite
 from kvinterp.paths.sampling import drawing
 from kvinterp.paths.vocabulary import end_tokens
-from kvinterp.progress import counting
-from kvinterp.provenance import provenance
-from kvinterp.reading.vocabulary import PROTOCOLS
 
 log = logging.getLogger("kvinterp")
 

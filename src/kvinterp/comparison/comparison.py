@@ -12,15 +12,14 @@ import pandas as pd
 from torch import nn
 
 from kvinterp import metrics
+from kvinterp.common.kept import Kept, signed
+from kvinterp.common.numbers import counted
+from kvinterp.common.parquet import LongTable
 from kvinterp.comparison.attention_rows import within
 from kvinterp.comparison.tables import Differences
 from kvinterp.data import Prompt
 from kvinterp.errors import InputError
-from kvinterp.kept import Kept, signed
 from kvinterp.models import Adapter, wrap
-from kvinterp.parquet import LongTable
-from kvinterp.reading.numbers import counted
-from kvinterp.reading.where import where
 
 TABLES = ("steps", "examples", "layers", "heads", "kv_steps", "kv_positions", "kv", "tokens", "attention_rows", "routing")
 LONG = ("layers", "heads", "kv_steps", "kv_positions", "kv")
@@ -209,7 +208,7 @@ class Comparison(Kept):
 
     def where(self) -> str:
         """A few sentences: whether the paths differ, when, and in which layer, head and cache position most."""
-        return "\n".join(where(self))
+        return "\n".join(self.behind("reading.where").where(self))
 
     def __repr__(self) -> str:
         """What it is of, in one line; the tables are attributes."""

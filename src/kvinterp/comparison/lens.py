@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from kvinterp import metrics
+from kvinterp.common.kept import Kept, signed
+from kvinterp.data.inputs import check_whole, encode_all
 from kvinterp.errors import NonFiniteError
-from kvinterp.inputs import check_whole, encode_all
-from kvinterp.kept import Kept, signed
 from kvinterp.models import Adapter, wrap
+from kvinterp.models.provenance import provenance
 from kvinterp.models.unembedding import Unembedding
 from kvinterp.paths import ExecutionPath, path_named, run
-from kvinterp.provenance import provenance
 from kvinterp.recording import Trace
 
 if TYPE_CHECKING:

@@ -9,10 +9,10 @@ from typing import Any, ClassVar
 
 import pandas as pd
 
+from kvinterp.common.kept import Kept, signed
 from kvinterp.comparison.comparison import PARTS, TABLES, Comparison
 from kvinterp.data import Prompt
 from kvinterp.errors import unknown
-from kvinterp.kept import Kept, signed
 
 
 @dataclasses.dataclass(repr=False)

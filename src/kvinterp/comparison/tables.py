@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from kvinterp import metrics
+from kvinterp.common.shapes import Flag, Measure
 from kvinterp.comparison.attention_rows import COLUMNS, AttentionRows
 from kvinterp.comparison.cache_errors import CacheErrors, Span
 from kvinterp.comparison.table import Table
 from kvinterp.metrics.routing import routing_of
 from kvinterp.models.attaching import Site
 from kvinterp.models.sites import RESIDUAL_SITES, ROUTING_SITES, ROWS
-from kvinterp.shapes import Flag, Measure
 
 _CACHED = {"cache_k": "K", "cache_k_pre": "K before RoPE", "cache_v": "V"}
 """What a cache site is called in the tables."""

@@ -18,11 +18,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from kvinterp.common.files import is_file
 from kvinterp.data.example import Example, Prompt, check_characters
 from kvinterp.data.few_shot import FewShot, sampled
 from kvinterp.data.jsonl import ids_of, lines_of, normalised, number_of
 from kvinterp.errors import InputError, shown, unexpected, unknown
-from kvinterp.files import is_file
 
 QUESTION = "{question}"
 """Where a format takes the question."""

@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from kvinterp.common.files import bytes_of, is_file
 from kvinterp.data.example import Example, Prompt, check_characters
 from kvinterp.data.few_shot import MOST, FewShot, sampled
 from kvinterp.errors import InputError, shown
-from kvinterp.files import bytes_of, is_file
 
 log = logging.getLogger("kvinterp")
 

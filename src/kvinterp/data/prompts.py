@@ -10,14 +10,14 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from kvinterp.common.files import is_file
+from kvinterp.common.spec import check_length
 from kvinterp.data.example import MOST, Prompt, check_characters
 from kvinterp.data.few_shot import FewShot
 from kvinterp.data.jsonl import prompts_of
 from kvinterp.data.sources import SOURCES, names_source, source_named
 from kvinterp.data.tasks import TASKS
 from kvinterp.errors import InputError, unknown
-from kvinterp.files import is_file
-from kvinterp.spec import check_length
 
 NATURAL = "natural"
 """The name of the prompts that come with the package: 48, in turn a chat question, an opening of a book whose copyright has

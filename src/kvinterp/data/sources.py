@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field, replace
 
-from kvinterp import spec
+from kvinterp.common import spec
 from kvinterp.data.example import Example, Prompt
 from kvinterp.data.few_shot import FewShot
 from kvinterp.data.gsm8k import Gsm8k

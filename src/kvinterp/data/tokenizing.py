@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
-from kvinterp.bounded import within
+from kvinterp.common.bounded import within
 from kvinterp.errors import InputError, shown
 
 SECONDS = 10.0

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from kvinterp.common.shapes import Measure, Pattern
 from kvinterp.metrics.base import Metric, float64_pair
 from kvinterp.metrics.divergence import kl_terms
-from kvinterp.shapes import Measure, Pattern
 
 #: Where half the log-ratio goes by the difference of the probabilities, and from where on by their logarithms.
 _NEAR = 0.5

@@ -10,10 +10,10 @@ import torch
 from jaxtyping import Float, Float64
 from torch import Tensor
 
+from kvinterp.common.shapes import Flag, Measure
 from kvinterp.errors import InputError
-from kvinterp.shapes import Flag, Measure
 
-#: What a metric compares, see :mod:`kvinterp.shapes`.
+#: What a metric compares, see :mod:`kvinterp.common.shapes`.
 Kind = Literal["logits", "residual", "pattern", "kv", "routing"]
 
 

@@ -32,8 +32,8 @@ import torch
 from jaxtyping import Float64, Int64
 from torch import Tensor
 
+from kvinterp.common.shapes import Flag, Logits, Measure
 from kvinterp.metrics.base import Metric, float64_pair
-from kvinterp.shapes import Flag, Logits, Measure
 
 #: Half log-ratios under this take ``tanh x - x`` from its series. Measured against 60 digits: there both ways have a
 #: relative error of 2e-14; the difference is worse below (1e-13 at 1e-3), the series above (2e-13 at 5e-3).

@@ -6,8 +6,8 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
+from kvinterp.common.shapes import Measure, Residual
 from kvinterp.metrics.base import Metric, float64_pair
-from kvinterp.shapes import Measure, Residual
 
 
 def residual_drift(a: Residual, b: Residual) -> dict[str, Measure]:

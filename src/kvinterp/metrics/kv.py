@@ -6,8 +6,8 @@ import torch
 from jaxtyping import Float, Float64
 from torch import Tensor
 
+from kvinterp.common.shapes import HeadVectors, Measure
 from kvinterp.metrics.base import Metric, float64_pair
-from kvinterp.shapes import HeadVectors, Measure
 
 #: The bits of a float64's exponent: with only these left, a normal number is the power of two at or under it.
 _EXPONENT_BITS = 0x7FF0_0000_0000_0000

@@ -12,10 +12,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from kvinterp.common.shapes import Measure, Residual
 from kvinterp.metrics.base import Metric
 from kvinterp.metrics.drift import METRICS as WHOLE
 from kvinterp.metrics.drift import residual_drift
-from kvinterp.shapes import Measure, Residual
 
 COUNT = 3
 """How many dimensions are left out."""

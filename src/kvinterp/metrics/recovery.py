@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kvinterp.shapes import Measure
+from kvinterp.common.shapes import Measure
 
 TO_SEE_A_DIFFERENCE = (
     "To see a difference try another dtype, kernels that differ by construction (split_k(4,float16), as in "

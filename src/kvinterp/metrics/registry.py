@@ -8,9 +8,9 @@ from __future__ import annotations
 from torch import Tensor
 
 import kvinterp.metrics as folder
+from kvinterp.common.shapes import Flag, Measure
+from kvinterp.common.spec import modules_of
 from kvinterp.metrics.base import KINDS, Kind, Metric
-from kvinterp.shapes import Flag, Measure
-from kvinterp.spec import modules_of
 
 
 def _discover() -> dict[str, Metric]:

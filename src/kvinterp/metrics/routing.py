@@ -10,8 +10,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from kvinterp.common.shapes import Flag, Measure, Routing
 from kvinterp.metrics.base import Metric, float64_pair
-from kvinterp.shapes import Flag, Measure, Routing
 
 
 def routing_of(logits: Float[Tensor, "*batch expert"], chosen: Int[Tensor, "*batch chosen"]) -> Routing:

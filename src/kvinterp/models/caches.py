@@ -24,7 +24,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kvinterp import spec
+from kvinterp.common import spec
 from kvinterp.errors import InputError, UnsupportedError, unknown
 
 KeysValues = tuple[Float[Tensor, "batch kv_head position head_dim"], Float[Tensor, "batch kv_head position head_dim"]]

@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from kvinterp.common.files import bytes_of, is_file, is_there, opened
 from kvinterp.errors import InputError, shown
-from kvinterp.files import bytes_of, is_file, is_there, opened
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 

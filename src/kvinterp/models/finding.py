@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from kvinterp.bounded import within
+from kvinterp.common.bounded import within
+from kvinterp.common.files import is_file
 from kvinterp.errors import InputError, shown
-from kvinterp.files import is_file
 from kvinterp.models import real, zoo
 from kvinterp.models.checkpoint import reason
 from kvinterp.models.gguf_file import is_gguf

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from kvinterp.common.files import check_target, is_there
+from kvinterp.common.store import write_whole
+from kvinterp.data.inputs import check_choice
 from kvinterp.errors import InputError, UnsupportedError, shown
-from kvinterp.files import check_target, is_there
-from kvinterp.inputs import check_choice
 from kvinterp.models.adapter import Adapter
 from kvinterp.models.gguf_file import is_gguf
 from kvinterp.models.load import wrap
-from kvinterp.store import write_whole
 
 if TYPE_CHECKING:
     import gguf

@@ -10,8 +10,8 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from kvinterp.data.inputs import Model, chosen_layers
 from kvinterp.errors import InputError, shown, unexpected, unknown
-from kvinterp.inputs import Model, chosen_layers
 from kvinterp.models.attaching import Site
 from kvinterp.models.native_sites import ATTENTION, KEY, MLP, OUTPUT, QUERY, VALUE
 from kvinterp.models.sites import ROUTING_SITES, expand_sites, listed_names

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from kvinterp import words
+from kvinterp.common import words
+from kvinterp.data.inputs import check_known, check_text, check_unread
 from kvinterp.errors import InputError, UnsupportedError, shown, unexpected
-from kvinterp.inputs import check_known, check_text, check_unread
 from kvinterp.models.adapter import Adapter, dtype_named
 from kvinterp.models.checkpoint import reason
 from kvinterp.models.door import check_hooked_code, config_of, loading, weights_of

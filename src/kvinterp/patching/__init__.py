@@ -1,5 +1,6 @@
 """WHAT IS MOVED: patches as data, sweeps over them, and the split of the difference into state and fresh."""
 
+from kvinterp.comparison.vocabulary import ANEW, PARTS
 from kvinterp.patching.ablation import ABLATIONS, Ablation
 from kvinterp.patching.around import patched
 from kvinterp.patching.asking import DONORS, Asked, PatchAnswer
@@ -15,7 +16,6 @@ from kvinterp.patching.planted import PLACES, Plant
 from kvinterp.patching.recompute import PureRecompute
 from kvinterp.patching.sweeping import DIRECTIONS, DISTANCES, PRESETS, SWEEPS, highest_kl, sweep
 from kvinterp.patching.table import Sweep
-from kvinterp.reading.vocabulary import ANEW, PARTS
 
 __all__ = [
     "ABLATIONS",

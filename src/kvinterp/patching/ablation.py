@@ -12,9 +12,9 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-from kvinterp.draws import draws
+from kvinterp.common.draws import draws
+from kvinterp.data.inputs import chosen_layers
 from kvinterp.errors import InputError
-from kvinterp.inputs import chosen_layers
 from kvinterp.models import Adapter
 from kvinterp.models.attaching import Site
 from kvinterp.models.sites import LAYOUTS

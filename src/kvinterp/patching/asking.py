@@ -12,8 +12,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvinterp import metrics
+from kvinterp.data.inputs import check_choice, check_known
 from kvinterp.errors import InputError
-from kvinterp.inputs import check_choice, check_known
 from kvinterp.models import Adapter
 from kvinterp.models.answers import LOGIT_DIFFERENCE, logit_difference
 from kvinterp.patching.ablation import ABLATIONS, Ablation

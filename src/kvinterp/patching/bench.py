@@ -15,8 +15,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvinterp import metrics
+from kvinterp.data.inputs import check_unread, check_whole, chosen_layers, encode
 from kvinterp.errors import InputError, located
-from kvinterp.inputs import check_unread, check_whole, chosen_layers, encode
 from kvinterp.models import wrap
 from kvinterp.models.hook_names import one_site
 from kvinterp.models.threads import own_threads

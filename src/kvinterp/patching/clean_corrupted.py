@@ -14,12 +14,13 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from kvinterp import metrics
+from kvinterp.common.kept import Kept, signed
+from kvinterp.data.inputs import check_choice, check_known, check_unread, check_whole, chosen_layers, encode, listed
 from kvinterp.errors import InputError, located
-from kvinterp.inputs import check_choice, check_known, check_unread, check_whole, chosen_layers, encode, listed
-from kvinterp.kept import Kept, signed
 from kvinterp.models import Adapter, wrap
 from kvinterp.models.answers import LOGIT_DIFFERENCE, asked_pair, logit_difference
 from kvinterp.models.hook_names import one_site
+from kvinterp.models.provenance import provenance
 from kvinterp.models.sites import LAYOUTS
 from kvinterp.models.threads import own_threads
 from kvinterp.patching.given import Given
@@ -29,7 +30,6 @@ from kvinterp.patching.patch import PATCH_SITES, Patch, Where, positions_of, sto
 from kvinterp.patching.recompute import PureRecompute
 from kvinterp.patching.side_by_side import DISTANCES, check_finite, name_of, one_number
 from kvinterp.paths import path_named, run
-from kvinterp.provenance import provenance
 from kvinterp.recording import Recorder
 
 OVER = {

@@ -32,19 +32,19 @@ import pandas as pd
 import torch
 
 from kvinterp import metrics
+from kvinterp.common.kept import Kept, signed
+from kvinterp.common.progress import each
+from kvinterp.comparison.vocabulary import ANEW, PARTS
+from kvinterp.data.inputs import among, check_choice, check_instance, check_whole, encode_all
 from kvinterp.errors import UnsupportedError, located
-from kvinterp.inputs import among, check_choice, check_instance, check_whole, encode_all
-from kvinterp.kept import Kept, signed
 from kvinterp.models import Adapter, wrap
+from kvinterp.models.provenance import provenance
 from kvinterp.models.threads import own_threads
 from kvinterp.patching.lanes import two_paths
 from kvinterp.patching.planted import Plant
 from kvinterp.patching.side_by_side import check_finite
 from kvinterp.patching.splitting import DIFFERENCES, Shown, Split, leading_part
 from kvinterp.paths import ExecutionPath
-from kvinterp.progress import each
-from kvinterp.provenance import provenance
-from kvinterp.reading.vocabulary import ANEW, PARTS
 
 
 @dataclasses.dataclass(repr=False)

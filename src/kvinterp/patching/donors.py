@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvinterp.errors import InputError, NonFiniteError, UnsupportedError, unexpected
-from kvinterp.inputs import (
+from kvinterp.data.inputs import (
     check_instance,
     check_known,
     check_seed,
@@ -19,6 +18,7 @@ from kvinterp.inputs import (
     listed,
     token_ids,
 )
+from kvinterp.errors import InputError, NonFiniteError, UnsupportedError, unexpected
 from kvinterp.models import Adapter, wrap
 from kvinterp.models.attaching import Site
 from kvinterp.models.hook_names import site_of

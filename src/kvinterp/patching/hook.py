@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
+from kvinterp.data.inputs import chosen_layers
 from kvinterp.errors import InputError, UnsupportedError
-from kvinterp.inputs import chosen_layers
 from kvinterp.models import Adapter
 from kvinterp.models.attaching import Listener, Site
 from kvinterp.models.hook_names import check_module

@@ -22,10 +22,12 @@ import pandas as pd
 import torch
 from torch import Tensor
 
+from kvinterp.common.kept import Kept, signed
+from kvinterp.comparison.vocabulary import PARTS
+from kvinterp.data.inputs import check_instance, encode
 from kvinterp.errors import located
-from kvinterp.inputs import check_instance, encode
-from kvinterp.kept import Kept, signed
 from kvinterp.models import Adapter, dtype_named, wrap
+from kvinterp.models.provenance import provenance
 from kvinterp.models.threads import own_threads
 from kvinterp.patching.decomposition import check_splittable, measured
 from kvinterp.patching.hook import PatchHook
@@ -34,8 +36,6 @@ from kvinterp.patching.patch import Patch
 from kvinterp.patching.planted import PLACES, Plant
 from kvinterp.patching.splitting import KeysValues, Rows, Shown, Split, StreamRunner
 from kvinterp.paths import ExecutionPath
-from kvinterp.provenance import provenance
-from kvinterp.reading.vocabulary import PARTS
 from kvinterp.recording import PathHook
 
 PLACES_OF = {"fresh": ("row", "unembedding"), "anew": ("prompt",), "kept": ("kv",)}

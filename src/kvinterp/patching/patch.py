@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvinterp import words
+from kvinterp.common import words
+from kvinterp.data.inputs import check_instance, check_known, given_list, whole_number
 from kvinterp.errors import InputError, shown, unexpected
-from kvinterp.inputs import check_instance, check_known, given_list, whole_number
 from kvinterp.models import Adapter
 from kvinterp.models.hook_names import module_of, site_of
 from kvinterp.models.sites import CACHE_SITES, SITES

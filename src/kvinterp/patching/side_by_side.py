@@ -13,8 +13,8 @@ from jaxtyping import Float, Float64
 from torch import Tensor
 
 from kvinterp import metrics
+from kvinterp.data.inputs import chosen_layers
 from kvinterp.errors import NonFiniteError, unexpected
-from kvinterp.inputs import chosen_layers
 from kvinterp.models import Adapter, dtype_named
 from kvinterp.models.answers import LOGIT_DIFFERENCE, logit_difference
 from kvinterp.models.attaching import Site

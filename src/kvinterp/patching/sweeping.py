@@ -10,9 +10,9 @@ from typing import Any
 
 import pandas as pd
 
-from kvinterp import words
-from kvinterp.errors import InputError, located, out_of_memory
-from kvinterp.inputs import (
+from kvinterp.common import words
+from kvinterp.common.progress import each
+from kvinterp.data.inputs import (
     among,
     check_choice,
     check_known,
@@ -22,9 +22,11 @@ from kvinterp.inputs import (
     chosen_layers,
     encode_all,
 )
+from kvinterp.errors import InputError, located, out_of_memory
 from kvinterp.models import Adapter, wrap
 from kvinterp.models.answers import LOGIT_DIFFERENCE, asked_pair
 from kvinterp.models.hook_names import layers_with, one_site
+from kvinterp.models.provenance import autocast, provenance
 from kvinterp.models.threads import own_threads
 from kvinterp.patching.hook import PatchHook
 from kvinterp.patching.lanes import two_paths
@@ -42,8 +44,6 @@ from kvinterp.patching.side_by_side import (
 )
 from kvinterp.patching.table import Sweep, Tables
 from kvinterp.paths import ExecutionPath
-from kvinterp.progress import each
-from kvinterp.provenance import autocast, provenance
 
 log = logging.getLogger("kvinterp")
 

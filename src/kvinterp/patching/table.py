@@ -12,7 +12,7 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from kvinterp import metrics
-from kvinterp.kept import Kept, signed
+from kvinterp.common.kept import Kept, signed
 from kvinterp.patching.side_by_side import Advanced, PlannedLane, Setting
 
 LABELS = ["sweep", "site", "layer", "head", "positions"]

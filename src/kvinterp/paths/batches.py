@@ -10,14 +10,14 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from kvinterp.data.inputs import check_whole
 from kvinterp.errors import InputError, out_of_memory
-from kvinterp.inputs import check_whole
 from kvinterp.models import Adapter, dtype_named
+from kvinterp.models.provenance import autocast
 from kvinterp.paths.decode import lockstep
 from kvinterp.paths.loops import Runner
 from kvinterp.paths.model_cache import CHECKED_NUMBERS, CHECKED_SITES
 from kvinterp.paths.path import ExecutionPath
-from kvinterp.provenance import autocast
 from kvinterp.recording import Recorder
 
 log = logging.getLogger("kvinterp")

@@ -18,10 +18,10 @@ from kvinterp.errors import UnsupportedError
 from kvinterp.models import Adapter, dtype_named
 from kvinterp.models.caches import OwnCache, Preallocated
 from kvinterp.models.hooks import hooks_suspended
+from kvinterp.models.provenance import autocast
 from kvinterp.paths.forwards import HookedForwards
 from kvinterp.paths.path import ExecutionPath
 from kvinterp.paths.store import Growing, PassThrough, ReadListener, Store, policy_listeners
-from kvinterp.provenance import autocast
 from kvinterp.recording import PathHook, Recorder
 
 log = logging.getLogger("kvinterp")

@@ -7,9 +7,9 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from kvinterp import spec
+from kvinterp.common import spec
+from kvinterp.data.inputs import check_choice, check_instance, check_known, check_number, check_whole
 from kvinterp.errors import InputError, shown, unexpected
-from kvinterp.inputs import check_choice, check_instance, check_known, check_number, check_whole
 from kvinterp.models import dtype_named
 from kvinterp.models.adapter import DTYPES
 from kvinterp.models.caches import CacheKind, Dynamic, Preallocated, Quantized, cache_named, cache_read

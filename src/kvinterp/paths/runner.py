@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvinterp import words
-from kvinterp.errors import NonFiniteError, located
-from kvinterp.inputs import (
+from kvinterp.common import words
+from kvinterp.data.inputs import (
     check_choice,
     check_seed,
     checked_continuation,
@@ -21,7 +20,9 @@ from kvinterp.inputs import (
     encode,
     listed,
 )
+from kvinterp.errors import NonFiniteError, located
 from kvinterp.models import Adapter, dtype_named, wrap
+from kvinterp.models.provenance import provenance
 from kvinterp.models.threads import own_threads
 from kvinterp.paths.batches import in_batches
 from kvinterp.paths.calls.base import witnessed
@@ -31,7 +32,6 @@ from kvinterp.paths.loops import Runner
 from kvinterp.paths.path import ExecutionPath, path_named
 from kvinterp.paths.sampling import Strategy, drawing, strategy_named
 from kvinterp.paths.vocabulary import end_tokens
-from kvinterp.provenance import provenance
 from kvinterp.recording import Recorder, Trace
 
 

@@ -9,10 +9,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kvinterp import spec
-from kvinterp.draws import draws
+from kvinterp.common import spec
+from kvinterp.common.draws import draws
+from kvinterp.data.inputs import check_seed, whole_number
 from kvinterp.errors import InputError, shown
-from kvinterp.inputs import check_seed, whole_number
 
 
 @dataclasses.dataclass(frozen=True)

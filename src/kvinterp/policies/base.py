@@ -11,10 +11,10 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from kvinterp.common.spec import name_of, text_of
 from kvinterp.errors import InputError, UnsupportedError
 from kvinterp.models.adapter import ModelInfo
 from kvinterp.models.caches import KeysValues, taken
-from kvinterp.spec import name_of, text_of
 
 KV = KeysValues
 

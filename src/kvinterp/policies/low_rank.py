@@ -8,8 +8,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from kvinterp.data.inputs import check_whole
 from kvinterp.errors import InputError, UnsupportedError
-from kvinterp.inputs import check_whole
 from kvinterp.models.adapter import ModelInfo
 from kvinterp.policies.base import Place, Policy, Selective, running
 

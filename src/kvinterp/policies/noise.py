@@ -25,12 +25,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kvinterp.draws import draws
+from kvinterp.common.draws import draws
+from kvinterp.common.spec import name_of
+from kvinterp.data.inputs import check_choice, check_number, check_seed
 from kvinterp.errors import InputError
-from kvinterp.inputs import check_choice, check_number, check_seed
 from kvinterp.models.adapter import ModelInfo
 from kvinterp.policies.base import Place, Policy, Selective, running
-from kvinterp.spec import name_of
 
 PRESERVED = ("nothing", "sign", "magnitude", "mean", "sign+mean", "magnitude+mean")
 AT_ONCE = 64

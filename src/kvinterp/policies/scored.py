@@ -11,11 +11,11 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
+from kvinterp.common.spec import name_of
+from kvinterp.data.inputs import check_number
 from kvinterp.errors import InputError
-from kvinterp.inputs import check_number
 from kvinterp.models.adapter import ModelInfo
 from kvinterp.policies.base import Place, Policy, running
-from kvinterp.spec import name_of
 
 
 def share(policy: Policy, field: str, least: float = 0.0) -> float:

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from kvinterp import words
+from kvinterp.common import words
 from kvinterp.errors import InputError
 from kvinterp.models import Adapter, wrap
 from kvinterp.models.passes import Passes, WatchesPasses

@@ -17,8 +17,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from kvinterp.common.files import bytes_of, is_file, replaced
 from kvinterp.errors import InputError, shown
-from kvinterp.files import bytes_of, is_file, replaced
 
 SECONDS, TRIES, MOST = 60.0, 3, 1 << 24
 """How long an answer may take, how often it is asked for, and its most bytes."""

@@ -9,8 +9,16 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from kvinterp.data.inputs import (
+    check_choice,
+    check_instance,
+    check_whole,
+    chosen_heads,
+    chosen_layers,
+    chosen_steps,
+    is_among,
+)
 from kvinterp.errors import InputError, shown
-from kvinterp.inputs import check_choice, check_instance, check_whole, chosen_heads, chosen_layers, chosen_steps, is_among
 from kvinterp.models import Adapter
 from kvinterp.models.attaching import Site
 from kvinterp.models.hook_names import Names, place_of, places_of, sites_of

@@ -16,10 +16,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from kvinterp.common.spec import text_of
 from kvinterp.errors import UnsupportedError
 from kvinterp.models import Adapter
 from kvinterp.paths.view import View
-from kvinterp.spec import text_of
 
 log = logging.getLogger("kvinterp")
 

@@ -6,8 +6,8 @@ import dataclasses
 
 import torch
 
+from kvinterp.data.inputs import check_whole
 from kvinterp.errors import InputError
-from kvinterp.inputs import check_whole
 from kvinterp.models import Adapter
 from kvinterp.paths.calls.base import Call, Feeder, Loop
 

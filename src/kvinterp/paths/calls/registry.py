@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import kvinterp.paths.calls as folder
-from kvinterp import spec
+from kvinterp.common import spec
 from kvinterp.errors import InputError
 from kvinterp.models import Adapter
 from kvinterp.paths.calls.base import Call, Feeder, Loop

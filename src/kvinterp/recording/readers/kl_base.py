@@ -13,9 +13,9 @@ from pathlib import Path
 
 import numpy as np
 
+from kvinterp.common.store import write_whole
 from kvinterp.errors import InputError
 from kvinterp.recording.given import GivenPath
-from kvinterp.store import write_whole
 
 MAGIC = b"_logits_"
 CLAMP = 16.0

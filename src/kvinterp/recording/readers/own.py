@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
+from kvinterp.common.store import write_whole
 from kvinterp.errors import InputError
 from kvinterp.recording.given import GivenPath, log_probs, pairs_of, token_ids
 from kvinterp.recording.readers.base import Reader, Token, part
-from kvinterp.store import write_whole
 
 
 class Own(Reader):

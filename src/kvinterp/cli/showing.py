@@ -1,0 +1,72 @@
+"""``kvinterp show``: the page of a folder, whichever command wrote it."""
+
+from __future__ import annotations
+
+import webbrowser
+from pathlib import Path
+
+from kvinterp.common.files import SUMMARY, is_file, is_folder
+from kvinterp.errors import InputError
+
+_PAGE = "report.html"
+
+
+def page_of(folder: Path) -> Path:
+    """The page in a folder.
+
+    Raises:
+        InputError: There is none, or one that kvinterp did not write.
+    """
+    from kvinterp.common.store import Record
+
+    if not is_folder(folder):
+        raise InputError(f"folder {str(folder)!r} is not there: give one that kvinterp wrote.")
+    if is_file(folder / _PAGE):
+        if not Record(folder).holds(_PAGE):
+            raise InputError(
+                f"folder {str(folder)!r} holds a {_PAGE} that kvinterp did not write or that was changed since: move it away, "
+                "and kvinterp show --rewrite makes it again."
+            )
+        return folder / _PAGE
+    if is_file(folder / SUMMARY):
+        raise InputError(
+            f"folder {str(folder)!r} holds a result without a page: kvinterp show --rewrite makes one from its tables."
+        )
+    raise InputError(f"folder {str(folder)!r} holds no page ({_PAGE}): give one that kvinterp wrote.")
+
+
+def opened(page: Path) -> bool:
+    """Opens a page in the browser, and says whether one could be started."""
+    try:
+        return webbrowser.open(page.resolve().as_uri())
+    except (webbrowser.Error, OSError):
+        return False
+
+
+def rewritten(folder: Path) -> tuple[Path, list[str]]:
+    """Writes the page of a folder and its figures again, from its tables; no model is loaded.
+
+    Returns:
+        The page, and what is said first on it. An audit's page, which shows more than its tables hold, is left as it is.
+
+    Raises:
+        InputError: The folder holds no result, one that is damaged, or cannot be written.
+    """
+    from kvinterp.study.experiments.demo import Demo
+    from kvinterp.study.experiments.keeping import load
+
+    if not is_folder(folder):
+        raise InputError(f"folder {str(folder)!r} is not there: give one that kvinterp wrote.")
+    if (demo := Demo.held_runs(folder)) is not None:
+        return demo
+    found = load(folder)
+    found.report()
+    cut = ["This run was interrupted: only what was finished by then is in it."] if interrupted(folder) else []
+    return page_of(folder), [*cut, *found.sentences()]
+
+
+def interrupted(folder: Path) -> bool:
+    """Whether the result in a folder is of a run that was interrupted."""
+    from kvinterp.study.results import read_summary
+
+    return is_file(folder / SUMMARY) and bool(read_summary(folder).get("interrupted"))

@@ -1,0 +1,133 @@
+"""Numbers, counts, shares, intervals and machines, as a person reads them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+_SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+
+
+# One number ------------------------------------------------------------------------------------------------------------
+
+
+def number(value: float) -> str:
+    """Two or three digits a person can read: 0.0156, or 1.6 × 10⁻⁷; exact zeros as 0, no number as a dash."""
+    if pd.isna(value):
+        return "–"
+    if value == 0:
+        return "0"
+    if np.isinf(value):
+        return "∞" if value > 0 else "−∞"
+    if 1e-3 <= abs(value) < 1e6:
+        return f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
+    mantissa, exponent = f"{value:.1e}".split("e")
+    return f"{mantissa}\u00a0×\u00a010{str(int(exponent)).translate(_SUPERSCRIPT)}"
+
+
+def short(value: float, digits: int = 1) -> str:
+    """A number in few characters, for figures: 0.81, or 1.2e-6."""
+    return f"{value:.2g}" if value == 0 or 0.01 <= value < 1000 else re.sub(r"e([+-])0*", r"e\1", f"{value:.{digits}e}")
+
+
+def power(value: float) -> str:
+    """A power of ten as text."""
+    return f"1e{round(np.log10(value)):d}"
+
+
+def percent(value: float) -> str:
+    """A share of any size and sign in percent, for figures: 50 %, −3.0e4 %."""
+    text = f"{value * 100:.0f}" if abs(value) < 100 else f"{value * 100:.1e}".replace("e+0", "e").replace("e+", "e")
+    return ("0" if text == "-0" else text).replace("-", "−") + "\u202f%"
+
+
+# Several ---------------------------------------------------------------------------------------------------------------
+
+
+def between(values: Sequence[float]) -> str:
+    """The smallest and the largest of some numbers, or the one where they read the same."""
+    low, high = number(min(values)), number(max(values))
+    return low if low == high else f"{low} to {high}"
+
+
+def share(part: int, whole: int) -> str:
+    """A share in percent that is 0% or 100% only where it is so."""
+    if part in (0, whole):
+        return f"{part // max(whole, 1):.0%}"
+    value = 100 * part / whole
+    return "less than 1%" if value < 1 else "more than 99%" if value > 99 else f"{value:.0f}%"
+
+
+def listed(names: Sequence[str]) -> str:
+    """``a``, ``a and b``, ``a, b and c``."""
+    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
+
+
+def counted(count: int, what: str) -> str:
+    """``1 step``, ``6 steps``, ``2 policies``."""
+    many = f"{what.removesuffix('cy')}cies" if what.endswith("cy") else f"{what}s"
+    return f"{count} {what if count == 1 else many}"
+
+
+def every(count: int, what: str) -> str:
+    """``the 1 step``, ``all 6 steps``."""
+    return f"{'the' if count == 1 else 'all'} {counted(count, what)}"
+
+
+def upper(text: str) -> str:
+    """A text that begins with a capital letter."""
+    return text[:1].upper() + text[1:]
+
+
+def sentence(text: str) -> str:
+    """A text as a sentence."""
+    return f"{upper(text)}."
+
+
+# Means and intervals ---------------------------------------------------------------------------------------------------
+
+
+def ends_said(low: float | None, high: float | None, form: str = " ({})", written: Callable[[Any], str] = number) -> str:
+    """The ends of an interval behind a number, or nothing where there is none."""
+    return "" if pd.isna(low) or pd.isna(high) else form.format(f"{written(low)} to {written(high)}")
+
+
+def most(means: pd.Series, names: tuple[str, ...]) -> tuple[float, str]:
+    """The largest of some means and where it is, with how many other places have it too.
+
+    Args:
+        means: By place; NaN is ignored.
+        names: What the place's parts are called.
+    """
+    largest, place = float(means.max()), means.idxmax()
+    parts = place if isinstance(place, tuple) else (place,)
+    said = ", ".join(f"{name.replace('_', ' ')} {part}" for name, part in zip(names, parts, strict=True))
+    others = int((means == largest).sum()) - 1
+    return largest, said + (f" (and as much at {counted(others, 'other place')})" if others else "")
+
+
+# Paths and machines ----------------------------------------------------------------------------------------------------
+
+
+def against(provenance: Mapping[str, Any]) -> str:
+    """Which path was compared with which."""
+    return f"{provenance['paths']['a']} against {provenance['paths']['b']}"
+
+
+def machine_of(provenance: Mapping[str, Any]) -> str:
+    """The hardware something was measured on, and its threads."""
+    return f"{provenance['device']}, {counted(provenance['threads'], 'thread')}"
+
+
+def machines_of(provenances: Iterable[Mapping[str, Any]]) -> str:
+    """The hardware some results were measured on, each once."""
+    return listed(list(dict.fromkeys(map(machine_of, provenances))))
+
+
+def models_on(provenance: Mapping[str, Mapping[str, Any]]) -> str:
+    """How many models there were, and on what, by the provenance of each."""
+    return f"{counted(len(provenance), 'model')} on {machines_of(provenance.values())}"

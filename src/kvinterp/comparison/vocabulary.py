@@ -1,0 +1,34 @@
+"""The words that recur on pages and in figures, and what they mean."""
+
+from __future__ import annotations
+
+PROTOCOLS = {
+    "matched": "both paths are fed the same tokens at every step: the difference is of how they compute, and not of their texts",
+    "free": "each path is fed its own tokens: after the first flip the two contexts differ",
+}
+PARTS = {
+    "fresh": "the newest row, computed alone at this step",
+    "alone": "K and V of the decoded rows, each computed alone at its own step",
+    "anew": "K and V of earlier rows, which the recompute path makes anew among another number of rows",
+    "kept": "K and V that the cached path keeps otherwise than they were written",
+}
+"""What makes the difference of two paths; as vectors they add up to the whole."""
+ANEW = {
+    "prompt": "K and V of the prompt's rows made anew",
+    "remade": "K and V of the decoded rows made anew",
+}
+"""What ``anew`` consists of."""
+
+
+class _Named(dict[str, str]):
+    def __missing__(self, name: str) -> str:
+        # A user's own function.
+        return name
+
+
+RECOVERED = _Named(kl="KL", l2="L2 of the logits", margin="margin", logit_difference="logit difference")
+"""What a recovery is of, by the name of the distance."""
+EMBEDDING = -1
+"""The layer number that stands for what enters the first block."""
+ONE_BY_ONE = "tokens fed one by one"
+"""How an audit feeds tokens where it feeds them as decoding does."""

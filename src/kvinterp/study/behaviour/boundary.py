@@ -1,0 +1,256 @@
+"""When a token flips, and whether that goes with how far the paths are apart or with how sure the model was.
+
+In the free protocol the mean KL of a decode counts the steps after the flip, which are of two texts: an early flip leaves more of
+them, so a negative correlation of flip step and mean KL follows from counting. Beside it stand the KL before the flip and the
+matched protocol's, which are arithmetic alone, and regressions in which a decode that never flips counts as one that lasted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from scipy import stats
+
+from kvinterp.metrics.dependence import correlation, restricted_correlation, terciles
+from kvinterp.metrics.inference import Test, nothing
+from kvinterp.metrics.prediction import auc, brier, calibration, roc
+from kvinterp.metrics.statistics import FEWEST
+from kvinterp.metrics.survival import cox
+from kvinterp.study.behaviour.divergence import DECODE, conditions
+
+QUANTITIES = ("mean_kl", "mean_kl_before_flip", "matched_mean_kl", "smallest_margin")
+"""What the step of the first flip is held against: the free protocol's KL (the paper's), that of the steps up to the flip, the
+matched protocol's, and the smallest margin of the decode."""
+LEAST = FEWEST
+"""Prompts that flip, below which nothing is said of how flips go with a number: resampling so few gives no interval."""
+CHANCE = 1e-6
+"""Predicted chances below this are counted as one class: most steps are as sure as that."""
+CURVE = 200
+"""Most points of a ROC curve that are kept."""
+
+_FEW = f"fewer than {LEAST} prompts have such a flip"
+
+CONDITION = ("model", "strategy")
+
+
+def boundary_tables(decodes: pd.DataFrame, steps: pd.DataFrame, above: float) -> dict[str, pd.DataFrame]:
+    """Every table of the experiment.
+
+    Args:
+        decodes: As :func:`kvinterp.study.experiments.behaviour.decodes_of` gives them, with the model of each.
+        steps: The same.
+        above: The paper's second restriction: flips later than this step alone.
+    """
+    flips, risk = flips_with_kl(decodes), predicted(steps)
+    by_step = list(conditions(risk, *CONDITION))
+    curves = [_curve(group).assign(**told) for told, group in by_step]
+    bins = [_bins(group).assign(**told) for told, group in by_step]
+    return {
+        "boundary_flips": flips,
+        "boundary": correlations_with_flip(flips, above),
+        "terciles": terciles_of(flips),
+        "hazard": hazard_of(decodes, risk),
+        "prediction": _prediction(by_step),
+        "roc": pd.concat(curves, ignore_index=True),
+        "calibration": pd.concat(bins, ignore_index=True),
+    }
+
+
+def flips_with_kl(decodes: pd.DataFrame) -> pd.DataFrame:
+    """Every decode that flips, with its KL in both protocols.
+
+    Returns:
+        One row a decode: model, strategy, seed, example, id, flip_index, mean_kl (free), mean_kl_before_flip, matched_mean_kl,
+        smallest_margin, margin_at_flip, steps.
+    """
+    free, matched = (decodes[decodes["protocol"] == protocol] for protocol in ("free", "matched"))
+    columns = ["id", "flip_index", "mean_kl", "mean_kl_before_flip", "smallest_margin", "margin_at_flip", "steps"]
+    apart = matched[[*DECODE, "mean_kl", "smallest_margin"]].rename(columns={"mean_kl": "matched_mean_kl"})
+    kept = [name for name in columns if name != "smallest_margin"]
+    # The smallest margin over the whole text that the first path writes, which the free protocol may not have seen to its end.
+    both = free[[*DECODE, *kept]].merge(apart, on=DECODE)
+    return both.dropna(subset=["flip_index"])[[*DECODE, *columns, "matched_mean_kl"]].reset_index(drop=True)
+
+
+def correlations_with_flip(flips: pd.DataFrame, above: float) -> pd.DataFrame:
+    """How the step of the first flip goes with each of :data:`QUANTITIES`, over the decodes that flip.
+
+    Args:
+        flips: As :func:`flips_with_kl` gives them.
+        above: The step that ``restricted>k`` asks for more than.
+
+    Returns:
+        One row a model, strategy, quantity and method: ``pearson``, ``spearman``, ``restricted>0`` and ``restricted>k`` (what
+        the paper calls partial), and ``partial``, with the smallest margin held constant (of the margin: the matched KL).
+        value, low, high, p, n (decodes), n_prompts, why (there is none).
+    """
+    rows = []
+    for told, group in conditions(flips, *CONDITION):
+        for quantity in QUANTITIES:
+            held = "matched_mean_kl" if quantity == "smallest_margin" else "smallest_margin"
+            known = group[np.isfinite(group[[quantity, held]].astype(float)).all(axis=1)]
+            x, y, names = known["flip_index"], known[quantity], known["example"]
+            asked: dict[str, Callable[[], Test]] = {
+                name: functools.partial(correlation, x, y, names, method=name) for name in ("pearson", "spearman")
+            }
+            for bound in (0.0, float(above)):
+                asked[f"restricted>{bound:g}"] = functools.partial(restricted_correlation, x, y, names, bound)
+            asked["partial"] = functools.partial(correlation, x, y, names, known[held])
+            for method, ask in asked.items():
+                bound = float(method.partition(">")[2] or -1)
+                few = names[x > bound].nunique()
+                test = ask() if few >= LEAST else nothing(method, few, "r", f"{_FEW} ({few})")
+                counts = {"n": int((x > bound).sum()), "n_prompts": test.n}
+                rows.append({**told, "quantity": quantity, "method": method, "value": test.effect, **_ends(test), **counts})
+                rows[-1]["why"] = test.why
+    names = ["model", "strategy", "quantity", "method", "value", "low", "high", "p", "n", "n_prompts", "why"]
+    return pd.DataFrame(rows, columns=names)
+
+
+def terciles_of(flips: pd.DataFrame) -> pd.DataFrame:
+    """The mean of each of :data:`QUANTITIES` over the earliest third of the flips, against the latest.
+
+    Returns:
+        One row a model, strategy and quantity: ratio of the two means, low, high, p (Welch), n (decodes), n_prompts, why.
+    """
+    rows = []
+    for told, group in conditions(flips, *CONDITION):
+        for quantity in QUANTITIES:
+            known = group.dropna(subset=[quantity])
+            given, few = (known["flip_index"], known[quantity], known["example"]), known["example"].nunique()
+            test = terciles(*given) if few >= LEAST else nothing("thirds", few, "ratio", f"{_FEW} ({few})")
+            counts = {"n": len(known), "n_prompts": test.n, "why": test.why}
+            rows.append({**told, "quantity": quantity, "ratio": test.effect, **_ends(test), **counts})
+    return pd.DataFrame(
+        rows, columns=["model", "strategy", "quantity", "ratio", "low", "high", "p", "n", "n_prompts", "why"]
+    )
+
+
+def hazard_of(decodes: pd.DataFrame, risk: pd.DataFrame) -> pd.DataFrame:
+    """How the chance of a flip goes with the margin, where a decode that never flips counts as long as it lasted.
+
+    Args:
+        decodes: A row a decode and protocol.
+        risk: Every step up to the first flip, as :func:`predicted` gives them.
+
+    Returns:
+        One row a model, strategy and margin: ``mean`` and ``smallest`` of the decode's steps at risk, by Cox's regression (a
+        decode at risk for longer has a smaller smallest one, so that this ratio says too much for the margin), and ``of the
+        step``, by a logistic regression of all steps. coef, hr (of one logit more; for steps the odds ratio), low, high, p,
+        n (examples), events, why (there is none).
+    """
+    matched = decodes.loc[decodes["protocol"] == "matched", [*DECODE, "flip_index", "steps", "diverged"]]
+    of_decode = risk.groupby(DECODE)["margin"].agg(mean="mean", smallest="min").reset_index()
+    rows = []
+    for told, group in conditions(matched.merge(of_decode, on=DECODE), *CONDITION):
+        time, events = group["flip_index"].fillna(group["steps"] - 1), int(group["diverged"].sum())
+        found = {name: cox(time, group["diverged"], group[name], group["example"]) for name in ("mean", "smallest")}
+        of_step = risk[(risk["model"] == told["model"]) & (risk["strategy"] == told["strategy"])]
+        found["of the step"] = _odds(of_step)
+        for margin, test in found.items():
+            numbers = {"coef": float(np.log(test.effect)), "hr": test.effect, **_ends(test), "n": test.n}
+            rows.append({**told, "margin": margin, **numbers, "events": events, "why": test.why})
+    return pd.DataFrame(rows)
+
+
+def _odds(risk: pd.DataFrame) -> Test:
+    """The odds ratio of a flip at a step, of one logit more of its margin; errors may be correlated within examples."""
+    from statsmodels.discrete.discrete_model import Logit
+    from statsmodels.tools.sm_exceptions import PerfectSeparationError
+
+    said, n, flips = ("logistic regression", "odds ratio"), risk["example"].nunique(), int(risk["flipped"].sum())
+    margin = risk["margin"].to_numpy(float)
+    scale = margin.std()
+    if n < 5 or flips < 3:
+        return nothing(said[0], n, said[1], f"there are {flips} flips of {n} examples: fewer than 3 or 5")
+    if not scale > 0 or flips == len(risk):
+        return nothing(said[0], n, said[1], "margin or flips do not vary")
+    design = np.column_stack([(margin - margin.mean()) / scale, np.ones(len(risk))])
+    groups = pd.factorize(risk["example"])[0]
+    with warnings.catch_warnings():
+        # It warns of flips that the margin parts whole, which is asked below.
+        warnings.simplefilter("ignore")
+        try:
+            model = Logit(risk["flipped"].to_numpy(float), design)
+            found = model.fit(disp=0, cov_type="cluster", cov_kwds={"groups": groups})
+            beta, error = float(found.params[0]), float(found.bse[0]) if found.mle_retvals["converged"] else float("nan")
+        except (PerfectSeparationError, np.linalg.LinAlgError):
+            beta = error = float("nan")
+    if not (np.isfinite(beta) and np.isfinite(error) and 0 < error < 1e3 and abs(beta) < 1e3):
+        return nothing(said[0], n, said[1], "the margin parts the flips whole: the odds ratio is not finite")
+    t = stats.t(n - 1)
+    half = float(t.ppf(0.975)) * error
+    effect, low, high = (float(np.exp(value / scale)) for value in (beta, beta - half, beta + half))
+    return Test(said[0], n, beta / error, float(2 * t.sf(abs(beta / error))), effect, low, high, said[1])
+
+
+def predicted(steps: pd.DataFrame) -> pd.DataFrame:
+    """Every step at risk of a first flip, with the chance that follows from its margin and the logits' noise: ``predicted``.
+
+    Were the errors of the two highest logits independent and normal with a root mean square of s, the greedy token would flip
+    with probability Phi(-margin / (s sqrt 2)). s is that of the other examples' steps of the model, matched, so that nothing is
+    predicted from itself. Of a drawn token it is the chance that the greedy one would flip, which is something else.
+
+    Args:
+        steps: As :func:`kvinterp.study.experiments.behaviour.decodes_of` gives them, with the model of each.
+    """
+    matched = steps[(steps["protocol"] == "matched") & (steps["step"] > 0)].rename(columns={"margin_a": "margin"})
+    parts = []
+    for _, group in matched.groupby("model", sort=False):
+        squares = (group["rms_logit"] ** 2).groupby(group["example"]).agg(["sum", "count"])
+        others = (squares.sum() - squares).clip(lower=0)
+        scale = group["example"].map(np.sqrt(2 * others["sum"] / others["count"].where(others["count"] > 0)))
+        with np.errstate(divide="ignore", invalid="ignore"):
+            chance = stats.norm.cdf(-group["margin"] / scale)
+        # Without noise nothing flips but what is equal.
+        parts.append(group.assign(predicted=np.where(scale > 0, chance, 0.5 * (group["margin"] == 0))))
+    found = pd.concat(parts)
+    return found[~found["after_flip"]].reset_index(drop=True)
+
+
+def _prediction(by_step: list[tuple[dict[str, Any], pd.DataFrame]]) -> pd.DataFrame:
+    """How well the margin tells which step flips, and the chance how often.
+
+    Returns:
+        One row a model and strategy: auc of the margin with auc_low, auc_high; brier, skill, skill_low, skill_high of the chance;
+        n (examples), steps, flips, margin_at_flip and margin_elsewhere (medians, logits), why (there is none). No interval where
+        fewer than :data:`LEAST` examples flip.
+    """
+    rows = []
+    for told, group in by_step:
+        area = auc(-group["margin"], group["flipped"], group["example"])
+        score = brier(group["predicted"], group["flipped"], group["example"])
+        medians = group.groupby("flipped")["margin"].median()
+        if group.loc[group["flipped"], "example"].nunique() < LEAST:
+            area, score = (dataclasses.replace(each, low=np.nan, high=np.nan) for each in (area, score))
+        rows.append(
+            told
+            | {"auc": area.effect, "auc_low": area.low, "auc_high": area.high}
+            | {"brier": score.statistic, "skill": score.effect, "skill_low": score.low, "skill_high": score.high}
+            | {"n": area.n, "steps": len(group), "flips": int(group["flipped"].sum())}
+            | {"margin_at_flip": medians.get(True, np.nan), "margin_elsewhere": medians.get(False, np.nan), "why": area.why}
+        )
+    return pd.DataFrame(rows)
+
+
+def _bins(group: pd.DataFrame) -> pd.DataFrame:
+    """Predicted chances beside how often it came: one class of what is all but sure to stay, and classes of the rest."""
+    sure = group["predicted"] < CHANCE
+    parts = [(group[sure], 1), (group[~sure], 6)]
+    return pd.concat([calibration(g["predicted"], g["flipped"], g["example"], count) for g, count in parts if len(g)])
+
+
+def _curve(group: pd.DataFrame) -> pd.DataFrame:
+    """The ROC curve of the margin, at so many thresholds at most."""
+    curve = roc(-group["margin"], group["flipped"])
+    return curve.iloc[np.unique(np.linspace(0, len(curve) - 1, CURVE).astype(int))].assign(margin=lambda c: -c["threshold"])
+
+
+def _ends(test: Test) -> dict[str, float]:
+    return {name: value for name, value in dataclasses.asdict(test).items() if name in ("low", "high", "p")}

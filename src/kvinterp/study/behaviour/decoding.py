@@ -1,0 +1,293 @@
+"""Texts and likelihoods along a path, with stop strings, and with the end of the prompt fed through the cache where asked.
+
+With ``prefill=exact`` the token that the prefill decides never meets what a policy did to the cache. ``through`` feeds so many
+of the prompt's last tokens one by one, so that whatever is asked of the model is answered by reading the cache.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from kvinterp.data.inputs import check_seed, check_whole, encode
+from kvinterp.errors import NonFiniteError, located
+from kvinterp.models import Adapter
+from kvinterp.models.threads import own_threads
+from kvinterp.paths import ExecutionPath, Runner, Strategy, path_named, strategy_named
+from kvinterp.paths.batches import in_batches
+from kvinterp.paths.decode import Collected, Step, lockstep
+from kvinterp.paths.finite import first_nonfinite
+from kvinterp.paths.sampling import drawing
+
+
+@dataclasses.dataclass(frozen=True)
+class Written:
+    """A text that a model wrote.
+
+    Attributes:
+        tokens: Its token ids, without one that ends a sequence.
+        text: Them as text, without special tokens, cut before the first stop string.
+        ended: ``"end of sequence"``, ``"stop string"`` or ``"length"``.
+    """
+
+    tokens: tuple[int, ...]
+    text: str
+    ended: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Likelihood:
+    """How likely a continuation is.
+
+    Attributes:
+        log_probability: The sum over its tokens, in nats, from logits in float64.
+        greedy: Whether each of its tokens has the largest logit.
+    """
+
+    log_probability: float
+    greedy: bool
+
+
+def prefilled(path: ExecutionPath, length: int, through: int) -> int:
+    """How many of a prompt's tokens are prefilled; the rest is fed one by one.
+
+    Args:
+        path: The path. Where it keeps no cache, or the prefill reads what is stored, the prefill takes the whole prompt.
+        length: The prompt's tokens.
+        through: How many are to be fed through the cache; the first is always prefilled.
+    """
+    meets = path.form == "cached" and path.prefill == "exact"
+    return max(1, length - through) if meets else length
+
+
+def write(
+    adapter: Adapter,
+    path: str | ExecutionPath,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    *,
+    strategy: str | Strategy = "greedy",
+    seed: int = 0,
+    examples: Sequence[int] | None = None,
+    stops: Sequence[str] = (),
+    through: int = 0,
+    batch_size: int = 1,
+    done: Callable[[int], object] | None = None,
+) -> list[Written]:
+    """Lets a model write, until the end of a sequence, a stop string or the length.
+
+    Args:
+        adapter: The model.
+        path: How it runs.
+        prompts: Token ids.
+        max_new_tokens: Most tokens of each.
+        strategy: How tokens are chosen.
+        seed: Seeds the random numbers, which belong to the example and the token whatever batch it is in.
+        examples: The number of each prompt for them; 0, 1, ... unless given.
+        stops: Texts at which it ends.
+        through: How many of each prompt's last tokens are fed one by one, see :func:`prefilled`.
+        batch_size: Most prompts in a batch; used where it was checked to keep the bits.
+        done: Told how many are finished, as they are.
+
+    Raises:
+        InputError: Something does not fit the model.
+        NonFiniteError: NaN or Inf logits.
+    """
+    path, strategy = path_named(path), strategy_named(strategy)
+    check_seed(seed), check_whole("max_new_tokens", max_new_tokens), check_whole("through", through, least=0)
+    numbers = range(len(prompts)) if examples is None else examples
+    stops = [stop for stop in stops if stop]
+    places: dict[int, list[int]] = {}
+    for index, prompt in enumerate(prompts):
+        encode(adapter, prompt, max_new_tokens)
+        places.setdefault(len(prompt) - prefilled(path, len(prompt), through), []).append(index)
+    made: dict[int, Written] = {}
+    with located(f"model {adapter.facts.name}"), own_threads(adapter):
+        for fed, chosen in places.items():
+
+            def work(batch: Sequence[int], fed: int = fed, chosen: list[int] = chosen) -> list[Written]:
+                indices = [chosen[row] for row in batch]
+                draw = drawing(strategy, seed, [numbers[index] for index in indices], max_new_tokens, adapter.device)
+                writing = _Writing(adapter, max_new_tokens, stops, len(batch))
+                _fed(adapter, path, [prompts[i] for i in indices], fed, max_new_tokens, draw, writing.add)
+                if done is not None:
+                    done(len(batch))
+                return [writing.written(row) for row in range(len(batch))]
+
+            heads = [prompts[index][: len(prompts[index]) - fed] for index in chosen]
+            found = in_batches(adapter, (path,), heads, fed + max_new_tokens, batch_size, work)
+            made |= zip(chosen, found, strict=True)
+    return [made[index] for index in range(len(prompts))]
+
+
+class _Writing:
+    """What the rows of a batch have written, and which of them are over."""
+
+    def __init__(self, adapter: Adapter, most: int, stops: Sequence[str], rows: int) -> None:
+        self._adapter, self._most, self._stops, self._ends = adapter, most, stops, adapter.end_tokens
+        self._tokens: list[list[int]] = [[] for _ in range(rows)]
+        self._ended = [""] * rows
+
+    def add(self, tokens: Sequence[int]) -> list[bool]:
+        """Adds a token to each text that is not over; which are now."""
+        for row, token in enumerate(tokens):
+            if not self._ended[row]:
+                self._ended[row] = self._with(self._tokens[row], token)
+        return [bool(ended) for ended in self._ended]
+
+    def _with(self, held: list[int], token: int) -> str:
+        if token in self._ends:
+            return "end of sequence"
+        held.append(token)
+        # With special tokens, which a stop string may be.
+        if self._stops and any(stop in self._adapter.decode(held) for stop in self._stops):
+            return "stop string"
+        return "length" if len(held) == self._most else ""
+
+    def written(self, row: int) -> Written:
+        held, tokenizer = self._tokens[row], self._adapter.tokenizer
+        text = self._adapter.decode(held) if tokenizer is None else tokenizer.decode(held, skip_special_tokens=True)
+        cuts = [place for stop in self._stops if (place := text.find(stop)) >= 0]
+        return Written(tuple(held), text[: min(cuts, default=len(text))], self._ended[row])
+
+
+def likelihoods(
+    adapter: Adapter,
+    path: str | ExecutionPath,
+    requests: Sequence[tuple[Sequence[int], Sequence[int]]],
+    *,
+    through: int = 1,
+    batch_size: int = 1,
+    done: Callable[[int], object] | None = None,
+) -> list[Likelihood]:
+    """How likely continuations are along a path: each token's from the step that decides it.
+
+    Those that differ in their last token alone, as the letters of a multiple choice do, are answered by one run.
+
+    Args:
+        adapter: The model.
+        path: How it runs.
+        requests: Context and continuation, as token ids; neither empty.
+        through: How many of each context's last tokens are fed one by one, see :func:`prefilled`.
+        batch_size: Most in a batch; used where it was checked to keep the bits.
+        done: Told how many are finished, as they are.
+
+    Raises:
+        InputError: Something does not fit the model.
+        NonFiniteError: NaN or Inf logits.
+    """
+    path = path_named(path)
+    check_whole("through", through, least=0)
+    alike: dict[tuple[tuple[int, ...], int], list[int]] = {}
+    for index, (context, continuation) in enumerate(requests):
+        alike.setdefault(((*context, *continuation[:-1]), len(context)), []).append(index)
+    by_shape: dict[tuple[int, int], list[tuple[int, ...]]] = {}
+    for tokens, length in alike:
+        head = prefilled(path, length, through)
+        encode(adapter, tokens[:head], len(tokens) - head + 1)
+        by_shape.setdefault((length - head, len(tokens) - head), []).append(tokens)
+    found: dict[int, Likelihood] = {}
+    with located(f"model {adapter.facts.name}"), own_threads(adapter):
+        for (before, fed), every in by_shape.items():
+            asked = [[requests[index][1][-1] for index in alike[tokens, len(tokens) - fed + before]] for tokens in every]
+
+            def work(
+                batch: Sequence[int], before: int = before, fed: int = fed, every: list[tuple[int, ...]] = every,
+                asked: list[list[int]] = asked,
+            ) -> list[list[Likelihood]]:  # fmt: skip
+                rows = [every[row] for row in batch]
+                made = _scored(adapter, path, rows, before, fed, [asked[row] for row in batch])
+                if done is not None:
+                    done(sum(len(asked[row]) for row in batch))
+                return made
+
+            scored = in_batches(adapter, (path,), [t[: len(t) - fed] for t in every], fed + 1, batch_size, work)
+            for tokens, several in zip(every, scored, strict=True):
+                found |= zip(alike[tokens, len(tokens) - fed + before], several, strict=True)
+    return [found[index] for index in range(len(requests))]
+
+
+def _scored(
+    adapter: Adapter,
+    path: ExecutionPath,
+    rows: Sequence[Sequence[int]],
+    before: int,
+    fed: int,
+    asked: Sequence[Sequence[int]],
+) -> list[list[Likelihood]]:
+    """The likelihoods of one batch: what was fed after the context, and each of the last tokens that are asked about."""
+    sums = torch.zeros(len(rows), dtype=torch.float64, device=adapter.device)
+    greedy = torch.ones(len(rows), dtype=torch.bool, device=adapter.device)
+    last: list[tuple[Tensor, Tensor]] = []
+
+    def see(now: Step) -> None:
+        nonlocal sums, greedy
+        if now.number < before:
+            return
+        log_probabilities = torch.log_softmax(now.logits[0].double(), -1)
+        if now.number == fed:
+            last.append((log_probabilities.cpu(), now.chosen[0].cpu()))
+            return
+        sums = sums + log_probabilities.gather(1, now.feeds[0][:, None])[:, 0]
+        greedy = greedy & (now.chosen[0] == now.feeds[0])
+
+    _fed(adapter, path, rows, fed, 1, None, lambda tokens: [True] * len(tokens), see)
+    ((final, top),) = last
+    return [
+        [
+            Likelihood(float(sums[row]) + float(final[row, token]), bool(greedy[row]) and int(top[row]) == token)
+            for token in tokens
+        ]
+        for row, tokens in enumerate(asked)
+    ]
+
+
+def _fed(
+    adapter: Adapter,
+    path: ExecutionPath,
+    rows: Sequence[Sequence[int]],
+    fed: int,
+    steps: int,
+    draw: Callable[[Tensor, int], Tensor] | None,
+    add: Callable[[Sequence[int]], list[bool]],
+    see: Callable[[Step], None] | None = None,
+) -> None:
+    """Prefills rows of equal length but their last ``fed`` tokens, feeds those, and then what is chosen.
+
+    Args:
+        adapter: The model.
+        path: How it runs.
+        rows: Token ids.
+        fed: How many of each are fed one by one.
+        steps: Most tokens that are chosen after them.
+        draw: Chooses them, given logits and how many were chosen; greedily unless given.
+        add: Given what was chosen, says which rows are over.
+        see: Shown every step.
+
+    Raises:
+        NonFiniteError: NaN or Inf in logits that decided something.
+    """
+    tokens = torch.tensor([list(row) for row in rows], device=adapter.device)
+    head = tokens.shape[1] - fed
+    given = [[tokens[:, place]] for place in range(head, tokens.shape[1])]
+    collected, over, counts = Collected(), [False] * len(rows), [0] * len(rows)
+
+    def choose(logits: Tensor, step: int) -> Tensor:
+        return logits.argmax(-1) if draw is None or step < fed else draw(logits, step - fed)
+
+    with Runner(adapter, path, tokens[:, :head], fed + steps) as runner:
+        for now in lockstep([runner], fed + steps, choose, given=given):
+            collected.add(now)
+            counts = [count + (not ended) for count, ended in zip(counts, over, strict=True)]
+            if see is not None:
+                see(now)
+            if now.number >= fed and all(over := add(now.chosen[0].tolist())):
+                break
+    _, feeds, sound = (of_lane[0] for of_lane in collected.lists())
+    for row, count in enumerate(counts):
+        # Of a row that is over nothing is decided by what its batch goes on with.
+        if not all(sound[row][:count]):
+            raise NonFiniteError(first_nonfinite(adapter, path, tokens[row, :head].tolist(), feeds[row][: count - 1]))

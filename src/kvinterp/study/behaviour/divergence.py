@@ -1,0 +1,288 @@
+"""What decodes of two paths say together: how often they part, when, how far, and what it does to the answers.
+
+Prompts are the independent units: the decodes of one under several seeds, and the steps of one decode, are not. So intervals come
+from resampling whole examples, and each ``n`` counts examples.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from kvinterp.metrics.inference import Test, corrected, mcnemar, rate_of, share_of, sign_flips
+from kvinterp.metrics.power import detectable_difference, detectable_mean, mcnemar_power, mean_power
+from kvinterp.metrics.statistics import typical
+from kvinterp.metrics.survival import survival_by_step
+
+DECODE = ["model", "strategy", "seed", "example"]
+"""What tells decodes apart."""
+RESAMPLES = 1000
+LEVEL = 0.05
+
+
+def behaviour_tables(decodes: pd.DataFrame, steps: pd.DataFrame) -> dict[str, pd.DataFrame]:
+    """Every table that decodes and their steps give.
+
+    Args:
+        decodes: As :func:`kvinterp.study.experiments.behaviour.decodes_of` gives them, with the model of each.
+        steps: The same.
+    """
+    steps = with_free_steps(decodes, steps)
+    return {
+        "decodes": decodes,
+        "kl_by_step": kl_by_step_of(steps),
+        "survival": survival_of(decodes),
+        "divergence": divergence_of(decodes, steps),
+        "growth": growth_of(steps),
+        "accuracy": accuracy_of(decodes),
+        "strategy_pairs": strategy_pairs_of(decodes),
+        "examples": examples_of(decodes),
+    }
+
+
+def conditions(table: pd.DataFrame, *columns: str) -> Iterator[tuple[dict[str, Any], pd.DataFrame]]:
+    """The rows that have some columns in common, and what these hold; in the order in which they come."""
+    for names, group in table.groupby(list(columns), sort=False):
+        yield dict(zip(columns, names, strict=True)), group
+
+
+def with_free_steps(decodes: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
+    """The steps of every decode in both protocols: where no token flips, the free one is the matched one to the bit."""
+    stays = decodes.loc[(decodes["protocol"] == "matched") & ~decodes["diverged"], DECODE]
+    same = steps[steps["protocol"] == "matched"].merge(stays, on=DECODE)
+    both = pd.concat([steps, same.assign(protocol="free")], ignore_index=True)
+    # Conditions in the order in which they were asked for, of both protocols.
+    order = both.groupby(["model", "strategy"], sort=False).ngroup()
+    return both.iloc[np.argsort(order, kind="stable")].reset_index(drop=True)
+
+
+# Divergence ------------------------------------------------------------------------------------------------------------
+
+
+def kl_by_step_of(steps: pd.DataFrame) -> pd.DataFrame:
+    """The KL of every step, and how many decodes flip there for the first time.
+
+    Args:
+        steps: As :func:`with_free_steps` gives them.
+
+    Returns:
+        One row a model, strategy, protocol and step: mean_kl, median_kl over examples with its 95% interval (low, high),
+        n_examples, rows, flips (first ones at this step), at_risk (decodes that had none before).
+    """
+    tables = []
+    for told, group in conditions(steps, "model", "strategy", "protocol"):
+        by = group.groupby("step")
+        table = pd.DataFrame({"mean_kl": by["kl"].mean(), "n_examples": by["example"].nunique(), "rows": by.size()})
+        over = pd.DataFrame([typical(rows["kl"], rows["example"])._asdict() for _, rows in by], index=table.index)
+        table[["median_kl", "low", "high"]] = over[["median", "low", "high"]]
+        before = group[~group["after_flip"]].groupby("step")
+        table["flips"] = before["flipped"].sum().reindex(table.index, fill_value=0).astype(int)
+        table["at_risk"] = before.size().reindex(table.index, fill_value=0)
+        tables.append(table.reset_index().assign(**told))
+    columns = [
+        "model",
+        "strategy",
+        "protocol",
+        "step",
+        "mean_kl",
+        "median_kl",
+        "low",
+        "high",
+        "n_examples",
+        "rows",
+        "flips",
+    ]
+    return pd.concat(tables, ignore_index=True)[[*columns, "at_risk"]]
+
+
+def survival_of(decodes: pd.DataFrame) -> pd.DataFrame:
+    """How many decodes have not flipped by a step; one that ends without a flip is censored there.
+
+    Returns:
+        A row a model, strategy and step at which a decode ended or flipped, see
+        :func:`kvinterp.metrics.survival.survival_by_step`.
+    """
+    tables = []
+    for told, group in conditions(_matched(decodes), "model", "strategy"):
+        # The step of the first flip, or the last step where there is none.
+        time = group["flip_index"].fillna(group["steps"] - 1)
+        tables.append(survival_by_step(time, group["diverged"]).assign(**told))
+    return pd.concat(tables, ignore_index=True)
+
+
+def divergence_of(decodes: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
+    """How often and how far paths part.
+
+    Args:
+        decodes: A row a decode and protocol.
+        steps: As :func:`with_free_steps` gives them.
+
+    Returns:
+        One row a model, strategy and protocol: decodes, n (examples), diverged, rate, low, high; at_risk (steps), flip_rate (a
+        step), flip_rate_low, flip_rate_high; mean_kl (of the decodes' means), typical_kl (the median of the
+        examples' means), typical_kl_low, typical_kl_high, kl_zeros (examples of exactly 0), mean_kl_before_flip,
+        mean_kl_after_flip, mean_js; max_abs_logit (while both were fed the same) and kl_bound, half its square, which no mean
+        of these steps exceeds; above_bound, the decodes whose mean exceeds their own.
+    """
+    keys = ["model", "strategy", "protocol"]
+    risk = steps[~steps["after_flip"]].groupby([*keys, "seed", "example"]).size().rename("at_risk")
+    rows = []
+    for told, group in conditions(decodes.join(risk, on=[*keys, "seed", "example"]), *keys):
+        rate, step = _rate(group), _rate(group, "at_risk")
+        known = group.dropna(subset=["mean_kl"])
+        kl = typical(known["mean_kl"].to_numpy(float), known["example"].to_numpy())
+        means = {name: group[name].mean() for name in ("mean_kl_before_flip", "mean_kl_after_flip", "mean_js")}
+        largest = group["max_abs_logit"].max()
+        rows.append(
+            told
+            | {"decodes": len(group), "n": group["example"].nunique(), "diverged": int(group["diverged"].sum())}
+            | {"rate": rate[0], "low": rate[1], "high": rate[2], "at_risk": int(group["at_risk"].sum())}
+            | {"flip_rate": step[0], "flip_rate_low": step[1], "flip_rate_high": step[2]}
+            | {"mean_kl": group["mean_kl"].mean(), "typical_kl": kl.median, "typical_kl_low": kl.low}
+            | {"typical_kl_high": kl.high, "kl_zeros": kl.zeros, **means}
+            | {"max_abs_logit": largest, "kl_bound": largest**2 / 2}
+            | {"above_bound": int((group["mean_kl"] > group["kl_bound"]).sum())}
+        )
+    return pd.DataFrame(rows)
+
+
+def _rate(group: pd.DataFrame, of: str = "") -> tuple[float, float, float]:
+    """Flips a decode, or a step at risk, with the interval; with no flip at all what so many examples leave possible."""
+    flips = group["diverged"].to_numpy(float)
+    trials = group[of].to_numpy(float) if of else np.ones(len(group))
+    rate, n = float(flips.sum() / trials.sum()), group["example"].nunique()
+    if flips.sum() == 0:
+        bound = share_of(np.zeros(n)).high
+        # A chance of h a step leaves a decode of k steps without a flip with (1 - h) ** k.
+        return rate, 0.0, float(1 - (1 - bound) ** (1 / trials.mean()))
+    if not of and n == len(group):
+        found = share_of(group["diverged"])
+        return rate, found.low, found.high
+    ends = rate_of(flips, group["example"], trials)
+    return rate, ends.low, ends.high
+
+
+def growth_of(steps: pd.DataFrame) -> pd.DataFrame:
+    """Whether the KL grows over the steps: the slope of each example's line, without step 0, the prefill's on both paths.
+
+    Args:
+        steps: As :func:`with_free_steps` gives them.
+
+    Returns:
+        One row a model, strategy and protocol, and of the steps before a flip (protocol ``before the flip``): slope (nats a
+        step, the examples' median), its 95% interval (low, high), n (examples of two steps and more), rows.
+    """
+    later = steps[steps["step"] > 0]
+    before = later[(later["protocol"] == "matched") & ~later["after_flip"]].assign(protocol="before the flip")
+    rows = []
+    for told, group in conditions(pd.concat([later, before]), "model", "strategy", "protocol"):
+        lines = {
+            name: np.polyfit(one["step"].to_numpy(float), one["kl"].to_numpy(float), 1)[0]
+            for name, one in group.groupby("example")
+            if one["step"].nunique() > 1
+        }
+        over = typical(list(lines.values()))
+        rows.append({**told, "slope": over.median, **over.interval._asdict(), "n": over.n, "rows": len(group)})
+    return pd.DataFrame(rows)
+
+
+def _numbers(test: Test) -> dict[str, Any]:
+    return {"low": test.low, "high": test.high, "p": test.p, "n": test.n}
+
+
+def examples_of(decodes: pd.DataFrame) -> pd.DataFrame:
+    """Which examples diverge always, sometimes and never.
+
+    Returns:
+        One row a model and example: id, decodes (under all strategies and seeds), diverged, diverges.
+    """
+    by = _matched(decodes).groupby(["model", "example"], sort=False)
+    table = by.agg(id=("id", "first"), decodes=("diverged", "size"), diverged=("diverged", "sum")).reset_index()
+    share = table["diverged"] / table["decodes"]
+    return table.assign(diverges=np.select([share == 0, share == 1], ["never", "always"], "sometimes"))
+
+
+# Answers ---------------------------------------------------------------------------------------------------------------
+
+
+def accuracy_of(decodes: pd.DataFrame) -> pd.DataFrame:
+    """How many answers of each path are right, each writing its own text, and the difference.
+
+    Returns:
+        One row a model and strategy: decodes, n (examples), accuracy_a, accuracy_b, difference (a less b), low, high, only_a,
+        only_b (decodes), test, p, p_bonferroni, p_bh (over the rows of this table), power (at the difference that was seen, as
+        the paper has it) and detectable (the difference that so many examples would show with 80%). No row where no answer is
+        known.
+    """
+    rows = []
+    for told, group in conditions(_answered(decodes), "model", "strategy"):
+        a, b = (group[f"correct_{side}"].to_numpy(bool) for side in "ab")
+        shares = {"decodes": len(group), "accuracy_a": a.mean(), "accuracy_b": b.mean()}
+        counts = {"only_a": int((a & ~b).sum()), "only_b": int((b & ~a).sum())}
+        rows.append(told | shares | counts | _compared(a, b, group["example"]))
+    return _corrected(rows, ["model", "strategy", "decodes", "accuracy_a", "accuracy_b", "only_a", "only_b"])
+
+
+def strategy_pairs_of(decodes: pd.DataFrame) -> pd.DataFrame:
+    """Pairs of strategies by the accuracy of each path, over the examples that both decoded.
+
+    Returns:
+        One row a model, path (a or b) and pair (first, second): n, difference (first less second), low, high, test, p,
+        p_bonferroni, p_bh, power, detectable, see :func:`accuracy_of`.
+    """
+    rows = []
+    for model, group in _answered(decodes).groupby("model", sort=False):
+        for side in "ab":
+            right = group.astype({f"correct_{side}": float}).pivot_table(
+                index="example", columns="strategy", values=f"correct_{side}", sort=False
+            )
+            for first, second in itertools.combinations(right.columns, 2):
+                both = right[[first, second]].dropna()
+                told = {"model": model, "path": side, "first": first, "second": second}
+                rows.append(told | _compared(both[first], both[second], both.index))
+    return _corrected(rows, ["model", "path", "first", "second"])
+
+
+def _compared(first: Any, second: Any, examples: Any) -> dict[str, Any]:
+    """Two shares of the same examples: McNemar's test where each is right or wrong once, else sign flips by example."""
+    first, second = (np.asarray(each, dtype=float) for each in (first, second))
+    names, differences = np.asarray(examples), first - second
+    once = len(np.unique(names)) == len(names) and bool(np.isin([first, second], (0, 1)).all())
+    if once:
+        n = len(names)
+        test = mcnemar(first.astype(bool), second.astype(bool))
+        shares = float((differences > 0).mean()), float((differences < 0).mean())
+        power, least = mcnemar_power(n, *shares, LEVEL), detectable_difference(n, sum(shares), LEVEL)
+    else:
+        test = sign_flips(differences, names)
+        means = pd.Series(differences).groupby(names).mean()
+        spread = float(means.std())
+        power, least = mean_power(test.n, test.effect, spread, LEVEL), detectable_mean(test.n, spread, LEVEL)
+    numbers = _numbers(test)
+    if not differences.any():
+        # No spread is no proof that there is none: as often as this may a difference be that so many examples do not show.
+        bound = share_of(np.zeros(test.n)).high
+        numbers |= {"low": -bound, "high": bound}
+    return {"difference": test.effect, **numbers, "test": test.name, "power": power, "detectable": least}
+
+
+def _corrected(rows: list[dict[str, Any]], front: list[str]) -> pd.DataFrame:
+    """The rows with corrected p-values, those of the table being one family."""
+    after = ["n", "difference", "low", "high", "test", "p", "p_bonferroni", "p_bh", "power", "detectable"]
+    table = pd.DataFrame(rows, columns=[*front, *(name for name in after if name not in ("p_bonferroni", "p_bh"))])
+    for name in ("bonferroni", "bh"):
+        table[f"p_{name}"] = corrected(table["p"].to_numpy(float), name) if len(table) else []
+    return table[[*front, *after]]
+
+
+def _matched(decodes: pd.DataFrame) -> pd.DataFrame:
+    return decodes[decodes["protocol"] == "matched"]
+
+
+def _answered(decodes: pd.DataFrame) -> pd.DataFrame:
+    """The decodes in which each path wrote a text of its own and an answer is known."""
+    return decodes[(decodes["protocol"] == "free") & decodes["correct_a"].notna() & decodes["correct_b"].notna()]

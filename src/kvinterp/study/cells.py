@@ -1,0 +1,190 @@
+"""A piece of work that is named, kept whole and taken up again: which function, with which plain settings.
+
+A :class:`Cell` holds names and settings, never a model or a tensor, so that any process can do it: the function is found by
+its import name, and the model is loaded where the cell runs (:func:`loaded`). What a cell gave is kept in the folder's store
+(``store.py``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import importlib
+import inspect
+import itertools
+import json
+import logging
+from collections import UserDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from kvinterp.common.progress import Tell, unshared
+from kvinterp.common.store import Made, Parts
+from kvinterp.errors import InputError
+
+log = logging.getLogger("kvinterp")
+
+MODEL_LOADER = "kvinterp.models:load_model"
+Engine = Callable[[Sequence["Cell"], Mapping[str, Any]], None]
+"""What does cells: given them, and what they are offered by name (``keep``, ``tell``, ``progress``)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """A piece of work.
+
+    Attributes:
+        key: Its name within its run: letters, digits, hyphens and underscores.
+        function: ``package.module:function``. Called with the settings it gives a table, tables by name, or tables and what
+            else belongs to them. One with the parameters ``keys`` and ``keep`` is called once for all the cells that follow
+            each other with the same settings, and calls ``keep(key, tables, about)`` as each is made: prompts of one length
+            share a batch. One with the parameters ``tell`` or ``progress`` is given what says what runs now, or ``"bar"``.
+        settings: What it is called with, as plain JSON values.
+        told: What is said while it runs; nothing where it is empty.
+    """
+
+    key: str
+    function: str
+    settings: Mapping[str, Any]
+    told: str = ""
+
+
+def run_cells(
+    cells: Sequence[Cell],
+    parts: Parts | _InMemory | None = None,
+    tell: Tell | None = None,
+    progress: str = "bar",
+    unit: str = "parts",
+    engine: Engine | None = None,
+) -> CellsMade:
+    """Does the cells that are not done yet, and gives what all of them gave, each read when it is asked for.
+
+    Args:
+        cells: The cells.
+        parts: Where they are kept; None keeps them in memory alone. What is given is always what was read from there, so that
+            a run that was interrupted gives the very tables that any other gives.
+        tell: Told what runs now.
+        progress: ``"bar"`` or ``"none"``.
+        unit: What a cell is of, in the plural.
+        engine: What does the cells; :class:`Local` unless given.
+
+    Raises:
+        InputError: A part cannot be written, or cannot be read again.
+    """
+    parts = parts or _InMemory()
+    missing = [cell for cell in cells if parts.read(cell.key) is None]
+    if len(missing) < len(cells):
+        log.info("going on in %s: %d of %d %s are already there", parts.path, len(cells) - len(missing), len(cells), unit)
+    offered = {"keep": parts.keep, "tell": tell or (lambda *_: None), "progress": progress}
+    (engine or Local())(missing, offered)
+    return CellsMade({cell.key: parts for cell in cells})
+
+
+class CellsMade(UserDict[str, Any]):
+    """What cells gave, read from where it is kept when it is asked for: of many prompts it would fill the memory."""
+
+    def __getitem__(self, key: str) -> Made:
+        if (part := self.data[key].read(key)) is None:
+            raise InputError(
+                f"part {key!r} in folder {str(self.data[key].path)!r} is not what was written: check the disk."
+            )
+        return part
+
+
+class _InMemory(dict[str, Made]):
+    """Parts of a run that writes nothing."""
+
+    path, read = Path(), dict.get
+
+    def keep(self, key: str, tables: Mapping[str, pd.DataFrame], about: Mapping[str, Any] | None = None) -> None:
+        self[key] = dict(tables), dict(about or {})
+
+
+@dataclasses.dataclass(frozen=True)
+class Local:
+    """Does cells in this process, one after another."""
+
+    def __call__(self, cells: Sequence[Cell], offered: Mapping[str, Any]) -> None:
+        """Does the cells."""
+        for group in groups(cells):
+            run_alike(group, offered)
+
+
+def groups(cells: Sequence[Cell]) -> Iterator[list[Cell]]:
+    """Cells that follow each other with the same function and settings, together."""
+    for _, group in itertools.groupby(cells, lambda cell: (cell.function, cell.settings)):
+        yield list(group)
+
+
+def run_alike(cells: Sequence[Cell], offered: Mapping[str, Any]) -> None:
+    """Does cells that have their function and settings in common.
+
+    Args:
+        cells: The cells.
+        offered: ``keep``, ``tell`` and ``progress``.
+    """
+    function = imported(cells[0].function)
+    takes = inspect.signature(function).parameters
+    given = {name: offered[name] for name in offered if name in takes}
+    if "keep" in given:
+        with unshared():
+            function(keys=[cell.key for cell in cells], **cells[0].settings, **given)
+        return
+    for cell in cells:
+        if cell.told:
+            offered["tell"](cell.told)
+        made = function(**cell.settings, **given)
+        tables, about = made if isinstance(made, tuple) else (made, {})
+        offered["keep"](cell.key, {"table": tables} if isinstance(tables, pd.DataFrame) else tables, about)
+
+
+def joined(made: Mapping[str, Made]) -> dict[str, pd.DataFrame]:
+    """The tables of all cells by name, those of one below those of another."""
+    return stacked(tables for tables, _ in made.values())
+
+
+def stacked(several: Iterable[Mapping[str, pd.DataFrame]]) -> dict[str, pd.DataFrame]:
+    """Tables by name, each the tables of that name one below the other."""
+    found: dict[str, list[pd.DataFrame]] = {}
+    for tables in several:
+        for name, table in tables.items():
+            found.setdefault(name, []).append(table)
+    return {name: pd.concat(tables, ignore_index=True) for name, tables in found.items()}
+
+
+def imported(name: str) -> Callable[..., Any]:
+    """The function of an import name, ``package.module:function``."""
+    module, _, function = name.partition(":")
+    return getattr(importlib.import_module(module), function)  # type: ignore[no-any-return]
+
+
+# Models ----------------------------------------------------------------------------------------------------------------
+
+
+@functools.lru_cache(maxsize=8)
+def _loaded(given: str) -> Any:
+    settings = json.loads(given)
+    return imported(settings.pop("loader", MODEL_LOADER))(**settings)
+
+
+def loaded(model: Mapping[str, Any]) -> Any:
+    """The model of plain settings, an adapter: loaded once for all the cells that name it.
+
+    Args:
+        model: What :func:`kvinterp.models.load_model` is given, or the function that ``loader`` names.
+    """
+    return _loaded(json.dumps(dict(model), sort_keys=True))
+
+
+@contextlib.contextmanager
+def loading_once() -> Iterator[None]:
+    """Within it a model is loaded once; behind it none is held, and a checkpoint that was edited is read again."""
+    _loaded.cache_clear()
+    try:
+        yield
+    finally:
+        _loaded.cache_clear()

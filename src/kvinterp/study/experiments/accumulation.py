@@ -1,0 +1,143 @@
+"""Measure what one dot product is off by, against its length (experiment 1 of the FP16 paper)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import pandas as pd
+import torch
+from torch import Tensor
+
+from kvinterp.auditing.ladder import unit_roundoff
+from kvinterp.common.numbers import between
+from kvinterp.common.progress import each
+from kvinterp.models import dtype_named
+from kvinterp.study.cells import Cell
+from kvinterp.study.experiments.base import Outcome
+from kvinterp.study.experiments.of_models import OfModels
+from kvinterp.study.experiments.options import withheld
+from kvinterp.study.findings import Chart, Panel, median_of
+from kvinterp.study.reading.results import only
+
+MEASURES = {"mean_relative": "the terms' magnitudes", "relative_to_result": "the result"}
+"""What an error is relative to."""
+WIDTHS = (64, 128, 256)
+"""The widths of a head that are measured beside those of the models."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Accumulation(OfModels):
+    """Does the error of a sum grow with its length?"""
+
+    TABLES: ClassVar = ("accumulation",)
+
+    prompts: str = withheld("")
+
+    def headline(self, outcome: Outcome) -> list[str]:
+        """How the error of the longest sums is beside that of the shortest."""
+        found = [each["estimate"] for each in self.rows(outcome.tables) if each["finding"].endswith("the result")]
+        low, high = outcome.tables["accumulation"]["length"].agg(["min", "max"])
+        return [
+            f"From {low} to {high} positions the error of a sum of random signs, relative to its result, changes "
+            f"{between(found)}-fold (medians over seeds)."
+        ]
+
+    def rows(self, tables: Mapping[str, pd.DataFrame]) -> list[dict[str, Any]]:
+        """How the error of the value product changes from the shortest length to the longest."""
+        values, rows = only(tables["accumulation"], product="values"), []
+        low, high = values["length"].min(), values["length"].max()
+        for column, to in MEASURES.items():
+            for name, group in values.groupby("accumulate", sort=False):
+                by = group.pivot(index="seed", columns="length", values=column)
+                what = f"error of a sum of {high} terms over that of {low}, relative to {to}"
+                rows.append(median_of(what, by[high] / by[low], unit="seeds", measure="times", sum_in=name))
+        return rows
+
+    def charts(self, outcome: Outcome) -> dict[str, Chart]:
+        """Error against length, of scores and of values."""
+        table = outcome.tables["accumulation"]
+        table = table[table["head_dim"].isna() | (table["head_dim"] == table["head_dim"].min())]
+        means = table.groupby(["product", "accumulate", "length"], sort=False)[list(MEASURES)].mean().reset_index()
+        names = {name: f"sums kept in {name}" for name in dict.fromkeys(means["accumulate"])}
+        rows = [
+            Panel(means, "length", column, color="accumulate", names=names, facet="product", xscale="doubling",
+                  label=f"error relative to\n{to}", xlabel="sequence length (positions)") for column, to in MEASURES.items()
+        ]  # fmt: skip
+        return {"root_cause_accumulation": Chart("Error of one sum against its length", rows)}
+
+    def cells(self) -> list[Cell]:
+        """One cell: no model runs, their heads' widths are what is summed over."""
+        widths = sorted({adapter.facts.head_dim for adapter in self.adapters()} | set(WIDTHS))
+        function = f"{__name__}:accumulation_error"
+        return [Cell("accumulation-0", function, {"head_dims": widths}, "sums of growing length")]
+
+
+def accumulation_error(
+    lengths: Sequence[int] = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096),
+    head_dims: Sequence[int] = (16, 64, 128, 256),
+    accumulate: Sequence[str] = ("float16", "bfloat16", "float32"),
+    samples: int = 64,
+    seeds: Sequence[int] = range(16),
+) -> pd.DataFrame:
+    """Experiment 1: relative error of the dot products of attention, one term added after another, against length.
+
+    The paper reports it flat in the sequence length. Attention has two sums: a score adds over the head's width, which a
+    longer sequence does not change, and the value product adds over the positions. And an error is relative to something:
+    to the magnitudes that were added, or to their sum, which cancellation makes smaller the more terms there are. The
+    operands are the same 16-bit numbers for every accumulator, so that what is measured is the sum's own rounding.
+
+    Args:
+        lengths: Numbers of positions.
+        head_dims: Widths of a head, over which a score adds.
+        accumulate: The dtypes running sums are rounded to.
+        samples: Dot products of each seed.
+        seeds: Seed the operands, standard normal; attention's weights are the softmax of standard normal scores. The same
+            operands are given to every accumulator, and several seeds say how much of a difference is the operands' luck.
+
+    Returns:
+        One row a product (scores for every head_dim, values), length, accumulator and seed: terms, mean_relative and
+        std_relative (to the sum of the terms' magnitudes), relative_to_result (median), in_unit_roundoffs (of
+        mean_relative).
+    """
+    generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+    sums: list[tuple[str, int, int | None]] = [("scores", length, head_dim) for head_dim in head_dims for length in lengths]
+    sums += [("values", length, None) for length in lengths]
+    rows = []
+    for product, length, head_dim in each(sums, "adding up,", "sum"):
+        terms = length if head_dim is None else head_dim
+        drawn = [torch.randn(2, samples, terms, generator=generator) for generator in generators]
+        # Every seed's sums side by side: what is added up one after another is as many terms, not as many seeds.
+        a, b = torch.cat(drawn, dim=1)
+        a = torch.softmax(a, -1) if product == "values" else a
+        a, b = a.to(torch.float16).double(), b.to(torch.float16).double()
+        exact, size = (a * b).sum(-1), (a * b).abs().sum(-1)
+        for name in accumulate:
+            dtype: Any = dtype_named(name)
+            error = (_added_up(a, b, dtype) - exact).abs()
+            relative, to_result = (error / over for over in (size, exact.abs().clamp(min=1e-12)))
+            for seed, mine, result in zip(seeds, relative.split(samples), to_result.split(samples), strict=True):
+                rows.append(
+                    {
+                        "product": product,
+                        "length": length,
+                        "head_dim": head_dim,
+                        "accumulate": name,
+                        "seed": seed,
+                        "terms": terms,
+                        "mean_relative": float(mine.mean()),
+                        "std_relative": float(mine.std()),
+                        "relative_to_result": float(result.median()),
+                        "in_unit_roundoffs": float(mine.mean()) / unit_roundoff(dtype),
+                    }
+                )
+    return pd.DataFrame(rows).astype({"head_dim": "Int64"})
+
+
+def _added_up(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    total = torch.zeros(a.shape[0], dtype=dtype)
+    for x, y in zip(a.unbind(-1), b.unbind(-1), strict=True):
+        # The product of two 16-bit numbers is exact in float64: one rounding for the product, one for the sum.
+        total = (total.double() + (x * y).to(dtype).double()).to(dtype)
+    return total.double()

@@ -1,0 +1,386 @@
+"""Say whether cached decoding is right: PASS, FAIL or CANNOT TELL, one word, and why.
+
+Passing words: equal, rounding, kernel. Failing words: bug, unexplained, hidden-cast, wrong-dtype, overflow.
+
+Exit codes: 0 it passes, or its word is one that --allow names; 1 it fails; 2 bad input, or the model cannot be run;
+3 cannot tell.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from kvinterp.errors import InputError, KvinterpError, UnsupportedError, shown
+from kvinterp.study.experiments.base import NOTHING, Experiment, How, Outcome
+from kvinterp.study.experiments.options import argument, option, shared
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from kvinterp.common.progress import Tell
+    from kvinterp.models import Adapter
+    from kvinterp.study.cells import Cell, Made
+
+
+@dataclasses.dataclass(frozen=True)
+class Audit(Experiment):
+    """Is a model's cached decoding right, and if not, what is wrong and where?"""
+
+    OVERWRITES: ClassVar = "always"
+    INTERRUPTED: ClassVar = NOTHING
+
+    model: str | None = argument(
+        None,
+        "zoo:NAME, a transformers checkpoint folder or a hub id; a config.json with --random-init; or your own code, "
+        "package.module:Class, or package.module:function, which is called without arguments and returns a model.",
+        show_default=False,
+    )
+    own_class: str | None = option(
+        None, "package.module:Class, for the weights or, with --random-init, the config of MODEL.", flag="--class"
+    )
+    config: Path | None = option(
+        None, "The config.json of package.module:Class; its config's defaults unless given.", flag="--config"
+    )
+    random_init: bool = shared("random_init")
+    prompts: str | None = option(
+        None, "A text, a .txt or .jsonl file, arithmetic:N, ...; two of random tokens unless given.", show_default=False
+    )
+    kind: str = shared("kind")
+    dtype: str | None = option(
+        None,
+        "float16, bfloat16, float32 or float64; float16 unless given, and of package.module:Class its own.",
+        show_default=False,
+    )
+    rungs: str = option("bfloat16,float16,float32,float64", "Precisions to climb beside --dtype.")
+    lengths: tuple[int, ...] | None = option(
+        None,
+        "Prompt lengths after which tokens are fed singly; unless given 5,63,64,65,96,97,128 and those beside the "
+        "model's own window.",
+        show_default=False,
+        example="5,63,64",
+    )
+    steps: int = option(3, "Tokens fed singly after each.")
+    checks: str = option(
+        "default", "What else is exercised (padding, generate(), other caches, ...): default, thorough or none."
+    )
+    thorough: bool = option(False, "The same as --checks thorough.")
+    reach: bool = option(
+        False, "Also decode over every edge that the config names, however far: window, RoPE, context end."
+    )
+    calls: str = option("", "Call plans to try besides, as padded(left,5),batched(8); or all.")
+    allow: tuple[str, ...] = option((), "A word that shall not fail, such as hidden-cast; may be repeated.")
+    junit: Path | None = option(None, "Also write the checks as JUnit XML here.", decides="nothing")
+    seed: int = option(
+        0,
+        "Seeds random prompts and random weights.",
+        only=(
+            lambda asked: asked.prompts is None or asked.random_init or asked.is_own_code(),
+            "prompts and weights are given; leave it out",
+        ),
+    )
+    device: str | None = shared("device")
+    attention: str | None = shared("attention")
+    remote_code: bool = shared("remote_code")
+    against: str | None = option(
+        None,
+        "Log-probs that another engine gave of this model, a file or a server's address as in http://127.0.0.1:8000/v1 "
+        "(docs/engines.md): those are judged, and nothing else is run.",
+        show_default=False,
+    )
+    answers: Path | None = option(
+        None,
+        "Folder of what that server answers, from which a run that was cut off goes on; kvinterp-answers unless given.",
+        show_default=False,
+        decides="nothing",
+        only=(lambda asked: asked.is_live(), "no server was given; give its address with --against, or leave it out"),
+    )
+    format: str | None = option(
+        None,
+        "How that file is written; known by its content unless given.",
+        show_default=False,
+        only=(lambda asked: asked.against is not None, "no file was given; give one with --against, or leave it out"),
+    )
+
+    def is_live(self) -> bool:
+        """Whether a server is asked."""
+        from kvinterp.recording.endpoint import is_endpoint
+
+        return is_endpoint(self.against or "")
+
+    def is_own_code(self) -> bool:
+        """Whether the model is the user's own code."""
+        from kvinterp.auditing.building import is_code
+
+        return self.own_class is not None or (self.model is not None and is_code(self.model))
+
+    def check(self) -> None:
+        """Precisions and words too."""
+        from kvinterp.auditing.audit import CHECKS
+        from kvinterp.auditing.called import plans_of
+        from kvinterp.auditing.verdict import VERDICTS
+        from kvinterp.data.inputs import check_known
+        from kvinterp.models import dtype_named
+
+        super().check()
+        if self.against is not None:
+            self._check_against()
+        check_known("checks", self.checks, CHECKS)
+        if self.dtype is not None:
+            dtype_named(self.dtype)
+        for word in self.allow:
+            check_known("verdict to allow", word, VERDICTS)
+        for rung in self.rungs.split(","):
+            dtype_named(rung.strip())
+        if self.thorough and self.checks not in ("default", "thorough"):
+            raise InputError(f"--thorough was given with --checks {self.checks!r}: leave one of the two out.")
+        for name, value in {"reach": self.reach, "calls": plans_of(self.calls)}.items():
+            if value and self.checks == "none":
+                raise InputError(f"--{name} was given with --checks none: leave one of the two out.")
+
+    def _check_against(self) -> None:
+        """Refuses what is read of the audit of a cache alone, and a file that is not there."""
+        from kvinterp.common.files import is_file
+
+        if not self.is_live() and not is_file(Path(str(self.against))):
+            raise InputError(
+                f"--against {shown(str(self.against))} does not exist or is no file: give another engine's log-probs, or the "
+                "address of a server, such as http://127.0.0.1:8080/v1."
+            )
+        fields = {field.name: field.default for field in dataclasses.fields(self)}
+        for name in ("prompts", "rungs", "lengths", "steps", "checks", "thorough", "reach", "calls"):
+            if getattr(self, name) != fields[name] and not (name == "prompts" and self.is_live()):
+                raise InputError(
+                    f"--{name} was given with --against, which feeds the tokens of its file and runs no checks: leave it out."
+                )
+
+    def cells(self) -> list[Cell]:
+        """One cell: a rung is judged beside the others."""
+        from kvinterp.study.cells import Cell
+
+        if self.against is not None:
+            # Of weights that were rounded to 16 bits no other precision is found again.
+            named = {**self.named(), "dtype": self.dtype or "float32"}
+            given = {"file": self.against, "format": self.format, "declared": self.dtype, "prompts": self.prompts}
+            given["answers"] = str(self.answers or "kvinterp-answers") if self.is_live() else None
+            return [Cell("audit", f"{__name__}:judged", {"model": named, **given, "seed": self.seed, "allow": self.allow})]
+        settings = {
+            **{name: getattr(self, name) for name in ("prompts", "steps", "seed", "allow", "lengths")},
+            "model": self.named(),
+            "rungs": [part.strip() for part in self.rungs.split(",")],
+            "checks": "thorough" if self.thorough else self.checks,
+            "reach": "yes" if self.reach else "no",
+            "calls": self.calls,
+        }
+        return [Cell("audit", f"{__name__}:audited", settings)]
+
+    def reduce(self, made: Mapping[str, Made], settings: Mapping[str, Any], folder: Path | None) -> Outcome:
+        """What the audit says."""
+        tables, about = made["audit"]
+        verdict = json.loads(about["texts"]["verdict.json"])
+        summary = {**verdict, "claims": about["claims"]}
+        return Outcome(about, tables, summary, texts=about["texts"], exit_code=about["exit_code"])
+
+    def named(self, name: str | None = None) -> dict[str, Any]:
+        """How the model is built: of a checkpoint, a config, or the user's code."""
+        names = ("model", "own_class", "random_init", "kind", "dtype", "seed", "device", "attention", "remote_code")
+        given = {each: getattr(self, each) for each in names}
+        return {"loader": f"{__name__}:subject", **given, "config": self.config and str(self.config)}
+
+    def answered(self, how: How) -> Outcome:
+        """Audits, and writes page, tables and verdict over an earlier audit's."""
+        from kvinterp.auditing.folder import check_own, put
+        from kvinterp.common.files import check_target
+        from kvinterp.common.store import Lock, write_whole
+
+        if how.existing == "use":
+            raise InputError("existing='use' was given, and an audit is made anew each time: leave it out.")
+        folder = None if how.out is None else Path(how.out)
+        if folder is not None:
+            check_own(folder)
+        with contextlib.nullcontext() if folder is None else Lock(folder):
+            if self.junit is not None:
+                check_target(self.junit, "--junit")
+            outcome = super().answered(dataclasses.replace(how, out=None))
+            if folder is not None:
+                put(outcome.texts, folder, outcome.tables)
+            if self.junit is not None:
+                write_whole(self.junit, outcome.result["junit"])
+        outcome.folder = folder
+        return outcome
+
+    def say(self, outcome: Outcome, echo: Callable[..., None]) -> None:
+        """The verdict, and where it is."""
+        echo(f"{outcome.result['reading']}\n")
+        assert outcome.folder is not None, "the command writes a folder"
+        written = {"page": outcome.folder / "report.html", "verdict": outcome.folder / "verdict.json", "junit": self.junit}
+        for what, path in written.items():
+            if path is not None:
+                echo(f"{what:<8} {path}")
+
+
+def audited(
+    model: Mapping[str, Any], prompts: str | None, tell: Tell, rungs: Sequence[str], **settings: Any
+) -> tuple[dict[str, pd.DataFrame], dict[str, Any]]:
+    """The audit of a model: its tables, and page and verdict as texts."""
+    from kvinterp.auditing import audit
+    from kvinterp.auditing.folder import tables_of
+    from kvinterp.auditing.junit import junit_xml
+    from kvinterp.data import load_prompts
+    from kvinterp.study.cells import loaded
+    from kvinterp.study.experiments.outcome import records
+    from kvinterp.study.reading.claims import claims_said
+    from kvinterp.study.report.audit import texts_of
+
+    given = None if prompts is None else load_prompts(prompts)
+    # What a user's code prints is no part of what this command says.
+    with contextlib.redirect_stdout(sys.stderr):
+        adapter = loaded(model)
+        with models_own_errors():
+            found = audit(
+                adapter,
+                given,
+                rungs=rungs,
+                **settings,
+                detail="everything",
+                progress=_share(tell, adapter.facts.name, len(rungs)),
+            )
+    verdict, tables = found.verdict, tables_of(found)
+    claims = claims_of(tables, adapter.facts.name)
+    said = {"reading": str(verdict.reading), "exit_code": verdict.exit_code, "claims": records(claims)}
+    return tables, {**said, "texts": texts_of(found, claims_said(claims)), "junit": junit_xml(found)}
+
+
+def judged(
+    model: Mapping[str, Any],
+    tell: Tell,
+    file: str,
+    format: str | None,
+    declared: str | None,
+    seed: int,
+    allow: Sequence[str],
+    prompts: str | None = None,
+    answers: str | None = None,
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The verdict on another engine's log-probs, as texts."""
+    from kvinterp.auditing.given import audit_given
+    from kvinterp.auditing.junit import junit_xml
+    from kvinterp.auditing.verdict import Audit as Audited
+    from kvinterp.study.cells import loaded
+    from kvinterp.study.report.given import texts_of
+
+    with contextlib.redirect_stdout(sys.stderr):
+        adapter = loaded(model)
+        told = (allow, seed, lambda said: tell(f"against {file}: {said}", 0.5), prompts, answers)
+        found = audit_given(adapter, file, format, declared, *told)
+    made = Audited(found, [], None, dict(found.provenance))  # type: ignore[arg-type]
+    said = {"reading": str(found), "exit_code": found.exit_code, "claims": []}
+    return {}, {**said, "texts": texts_of(found), "junit": junit_xml(made)}
+
+
+def claims_of(tables: Mapping[str, pd.DataFrame], model: str) -> pd.DataFrame:
+    """What an audit says of the claims of transformers#46190: its steps are rungs of a ladder."""
+    from kvinterp.study import claims
+
+    ladder = {}
+    if "steps" in tables:
+        steps = tables["steps"].groupby(["rung", "prompt"]).agg(max_abs_logit=("max_abs", "max"), mean_kl=("kl", "mean"))
+        steps = steps.reset_index().rename(columns={"rung": "dtype", "prompt": "id"})
+        ladder["ladder"] = steps.assign(model=model, kernels="native", protocol="matched", failed=False, flipped=False)
+    return claims.claims_of(ladder, [claim for claim in claims.CLAIMS if claim.source == "transformers issue"])
+
+
+def _share(tell: Tell, model: str, rungs: int) -> Callable[[str], None]:
+    """Tells what an audit does next and about which share is done: nearly all of it is its rungs, each in two orders."""
+    done = 0.0
+
+    def said(now: str) -> None:
+        nonlocal done
+        tell(f"auditing {model}: {now}", min(done, 0.99))
+        done += 0.001 if now in CHECKS or now in ("exercises", "float64 beside") else 0.49 / max(1, rungs)
+
+    from kvinterp.auditing.exercises import CHECKS
+
+    return said
+
+
+@contextlib.contextmanager
+def models_own_errors() -> Iterator[None]:
+    """A model that is being written raises whatever its code meets first; that is no verdict, so it may not exit with 1."""
+    try:
+        yield
+    except KvinterpError:
+        raise
+    except Exception as error:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        said = next(iter(str(error).strip().splitlines()), "")[:200]
+        raise UnsupportedError(
+            f"the audit could not be finished: {type(error).__name__} was raised ({said or 'without a message'}) in "
+            f"{frame.name}, {os.path.basename(frame.filename)} line {frame.lineno}; kv.audit(model) shows the whole traceback."
+        ) from error
+
+
+def subject(
+    model: str | None,
+    random_init: bool,
+    kind: str,
+    dtype: str | None,
+    seed: int,
+    device: str | None,
+    attention: str | None,
+    remote_code: bool,
+    own_class: str | None = None,
+    config: str | None = None,
+) -> Adapter:
+    """The model that is asked about: of a checkpoint, of a config alone, or of the user's own code.
+
+    Raises:
+        InputError: The options do not fit each other.
+    """
+    import torch
+
+    from kvinterp.auditing.building import is_code, random_model, users_model
+    from kvinterp.models import dtype_named, load_model
+
+    trust = "trust" if remote_code else "refuse"
+    wanted = None if dtype is None else dtype_named(dtype)
+    code = model if own_class is None and model is not None and is_code(model) else own_class
+    if code is None:
+        if model is None:
+            raise InputError(
+                "no model was given: expected zoo:NAME, a checkpoint folder, a hub id, a config.json with --random-init, or "
+                "package.module:Class."
+            )
+        if config is not None:
+            raise InputError(
+                f"--config {str(config)!r} was given for {model!r}, which has its own: it is for package.module:Class. "
+                "For a config alone give it in the place of the model, with --random-init."
+            )
+        if not random_init:
+            return load_model(
+                model, kind=kind, dtype=dtype or "float16", device=device, attention=attention, remote_code=trust
+            )
+        if kind != "native":
+            raise InputError(f"--kind {kind!r} was given with --random-init: expected native, leave one of the two out.")
+        return random_model(model, wanted or torch.float16, seed, device, attention, trust)
+    if kind != "native" or attention is not None:
+        raise InputError(f"{code!r} is your own code, which says itself what it is: leave --kind and --attention out.")
+    source: str | Path | None = config if code is model else model
+    if own_class is not None and config is not None:
+        if model is not None:
+            raise InputError(
+                f"--config {str(config)!r} and {model!r} were both given for {code!r}: leave one of the two out."
+            )
+        source = config
+    loaded = code is not model and model is not None and not random_init and not model.endswith(".json")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    weights = "loaded" if loaded else "random"
+    return users_model(code, source, weights=weights, dtype=wanted, seed=seed, device=device, remote_code=trust)

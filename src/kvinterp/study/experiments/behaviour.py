@@ -1,0 +1,486 @@
+"""Measure whether decoding from a cache writes what recomputing the prefix writes: how often, when and how far the two part.
+
+The FP16 paper's first experiment (arXiv 2604.15409, section 5.1), with its controls. Every decode is run in the matched protocol,
+where both paths are fed the same tokens, so that what differs is arithmetic. Up to the first flipped token the free protocol of
+the paper, where each path is fed its own, is the same to the bit; so only decodes that flip are run free as well. Greedy decoding
+draws nothing and runs once, whatever the number of seeds. Two nulls stand beside it, and which path is nearer to float64.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar
+
+import pandas as pd
+
+from kvinterp.common.numbers import between, counted, number
+from kvinterp.common.progress import each
+from kvinterp.comparison import COLUMNS, PARTS, Comparison, compare, failures_kept
+from kvinterp.data import Prompt, load_prompts
+from kvinterp.data.inputs import check_choice
+from kvinterp.errors import InputError
+from kvinterp.models import Adapter
+from kvinterp.models.threads import own_threads
+from kvinterp.paths import Cached, Recompute, Runner, strategy_named
+from kvinterp.paths.lanes import Memory, Suffixed
+from kvinterp.study.behaviour.divergence import behaviour_tables
+from kvinterp.study.cells import Cell, Made, joined, loaded
+from kvinterp.study.experiments.base import Outcome
+from kvinterp.study.experiments.circumstances import tried
+from kvinterp.study.experiments.of_models import OfModels
+from kvinterp.study.experiments.options import DRAWS, option, sampled, shared
+from kvinterp.study.findings import Chart, Panel, finding
+from kvinterp.study.reading.results import judged, only
+
+TRUTH = "recompute@float64"
+NULLS = ("same path twice", "longer suffix")
+
+
+@dataclasses.dataclass(frozen=True)
+class Behaviour(OfModels):
+    """Do a cached and a recomputing path write the same, and does it matter for the answers?"""
+
+    DRAWN: ClassVar = ("behaviour",)
+    TABLES: ClassVar[tuple[str, ...]] = (
+        "decodes",
+        "kl_by_step",
+        "survival",
+        "divergence",
+        "growth",
+        "accuracy",
+        "strategy_pairs",
+        "examples",
+        "nulls",
+        "oracle",
+        "flip_steps",
+        "flip_tokens",
+        "failures",
+    )
+    UNIT: ClassVar = "cells"
+
+    dtype: str = shared("dtype")
+    strategies: tuple[str, ...] = option(
+        ("greedy", "top_k(50,0.8)", "top_p(0.95,0.8)"),
+        "How tokens are chosen; may be given several times.",
+        flag="--strategy",
+    )
+    seeds: int = option(
+        2,
+        "How many seeds of what is drawn; greedy runs once.",
+        min=1,
+        times="yes",
+        only=(lambda asked: sampled(*asked.strategies), DRAWS),
+    )
+    max_new_tokens: int = option(64, "Most tokens of a text.", min=1)
+    stop: str = option("end of sequence", "'end of sequence' or 'length'.")
+    kernels: str = option("", "Kernels of both paths, as in split_k(8,float16); the machine's own unless given.")
+    controls: int = option(8, "Of how many examples the nulls and the distance to float64 are.", min=0)
+    block: int = option(10, "Examples of a cell.", min=1)
+    batch_size: int = option(1, "Most prompts a batch; used where it keeps the bits.", min=1)
+
+    def named(self, name: str | None = None) -> dict[str, Any]:
+        """A model with its weights in the dtype that was chosen."""
+        return {**super().named(name), "dtype": self.dtype}
+
+    def check(self) -> None:
+        """Strategies and paths too."""
+        super().check()
+        if not self.strategies:
+            raise InputError("the list of strategies is empty: give at least one, such as greedy.")
+        check_choice("stop", self.stop, ("end of sequence", "length"))
+        self.chosen_strategies()
+        paths_of(self.kernels)
+
+    def chosen_strategies(self) -> list[str]:
+        """The strategies in their text forms, each once."""
+        return list(dict.fromkeys(str(strategy_named(text)) for text in self.strategies))
+
+    # What is run ---------------------------------------------------------------------------------------------------------
+
+    def cells(self) -> list[Cell]:
+        """A cell a model, block of examples, strategy and seed; those of the controls behind them."""
+        self.check()
+        cells = []
+        for place, (model, adapter) in enumerate(zip(self.models, self.adapters(), strict=True)):
+            tried(adapter, paths_of(self.kernels))
+            cells += [*self._decodes(f"behaviour-{place}", self.named(model))]
+            cells += [*self._controls(f"behaviour-{place}", self.named(model), adapter.facts.name)]
+        return cells
+
+    def _decodes(self, key: str, model: Mapping[str, Any]) -> Iterator[Cell]:
+        strategies = self.chosen_strategies()
+        # The same for all of a block: they share what they compute.
+        given = {"model": model, "strategies": strategies, **{name: getattr(self, name) for name in _PASSED}}
+        for block, first in enumerate(range(0, len(load_prompts(self.prompts)), self.block)):
+            settings = {**given, "first": first, "most": self.block, "batch_size": self.batch_size}
+            for turn, strategy in enumerate(strategies):
+                for seed in range(1 if strategy == "greedy" else self.seeds):
+                    yield Cell(f"{key}-{block}-{turn}-{seed}", f"{__name__}:decoded", settings)
+
+    def _controls(self, key: str, model: Mapping[str, Any], name: str) -> Iterator[Cell]:
+        given = {"model": model, "most": self.controls, **{name: getattr(self, name) for name in _PASSED}}
+        if not self.controls:
+            return
+        for turn, strategy in enumerate(self.chosen_strategies()):
+            for null in NULLS:
+                settings = {**given, "strategy": strategy, "null": null}
+                told = f"null of {name}: {null}" * (turn == 0)
+                yield Cell(f"{key}-null-{turn}-{null.split()[0]}", f"{__name__}:null_of", settings, told)
+        yield Cell(f"{key}-oracle", f"{__name__}:oracle_of", given, f"float64 beside {name}")
+
+    # What it comes to ----------------------------------------------------------------------------------------------------
+
+    def tables(self, made: Mapping[str, Made]) -> dict[str, pd.DataFrame]:
+        """What the decodes say, and the controls."""
+        controls = ("-null-", "-oracle")
+        decodes = joined({key: made[key] for key in made if not any(name in key for name in controls)})
+        tables = behaviour_tables(decodes["decodes"], decodes["steps"])
+        for name, part, columns in (("nulls", "-null-", _NULL), ("oracle", "-oracle", _ORACLE)):
+            found = joined({key: made[key] for key in made if part in key})
+            tables[name] = found["table"] if found else pd.DataFrame(columns=columns)
+        return tables | {name: decodes[name] for name in ("flip_steps", "flip_tokens", "failures")}
+
+    def noted(self) -> dict[str, Any]:
+        """How it was decoded."""
+        return {"kernels": self.kernels or "native", "max_new_tokens": self.max_new_tokens, "stop": self.stop}
+
+    # What was found ----------------------------------------------------------------------------------------------------
+
+    def headline(self, outcome: Outcome) -> list[str]:
+        """How many decodes flip a token, and how far apart the paths are until then."""
+        table = only(outcome.tables["divergence"], protocol="matched")
+        flips, decodes = int(table["diverged"].sum()), int(table["decodes"].sum())
+        kl = [float(each) for each in table["typical_kl"].fillna(table["mean_kl"])]
+        lines = [
+            f"A token flips in {flips} of {counted(decodes, 'decode')}; fed the same tokens, the paths are {between(kl)} nats "
+            "of KL apart (median example)."
+        ]
+        if failed := len(outcome.tables["failures"]):
+            lines.append(f"{counted(failed, 'decode')} gave NaN or Inf and stand apart, in failures.")
+        return lines
+
+    def rows(self, tables: Mapping[str, pd.DataFrame]) -> list[dict[str, Any]]:
+        """Flips, KL and its growth, answers, examples, nulls, and which path is nearer to float64."""
+        rows: list[dict[str, Any]] = []
+        of_examples: dict[str, Any] = {"unit": "examples"}
+        free = only(tables["divergence"], protocol="free").set_index(["model", "strategy"])
+        for row in only(tables["divergence"], protocol="matched").to_dict("records"):
+            of = {"model": row["model"], "strategy": row["strategy"]}
+            apart = free.loc[row["model"], row["strategy"]]
+            above = int(apart["above_bound"])
+            beyond = (
+                f"of {counted(above, 'decode')} above what the logits' difference allows: after a flip it is of two texts"
+            )
+            for what, side, note in (("matched", row, ""), ("free", apart, f"; {beyond}" if above else "")):
+                ends, mean = (side["typical_kl_low"], side["typical_kl_high"]), f"mean {number(side['mean_kl'])}"
+                rows.append(finding(f"median KL of an example, {what}", side["typical_kl"], ends, side["n"], measure="nats",
+                                    note=mean + note, **of_examples, **of))  # fmt: skip
+            rows += [
+                finding("decodes in which a token flips", row["rate"], (row["low"], row["high"]), row["n"], measure="%",
+                        note=f"{row['diverged']} of {row['decodes']} decodes", **of_examples, **of),
+                finding("steps at risk that flip", row["flip_rate"], (row["flip_rate_low"], row["flip_rate_high"]), row["n"],
+                        measure="%", **of_examples, **of),
+                finding("largest difference of a logit, fed the same", row["max_abs_logit"], n=row["n"],
+                        note=f"allows a KL of {number(row['kl_bound'])} at most", **of_examples, **of),
+            ]  # fmt: skip
+        for row in tables["growth"].dropna(subset=["low", "high"]).to_dict("records"):
+            rows.append(finding(f"slope of the KL over the steps, {row['protocol']}", row["slope"], (row["low"], row["high"]),
+                                row.get("n", 0), measure="nats a step", model=row["model"], strategy=row["strategy"],
+                                **of_examples))  # fmt: skip
+        for row in tables["accuracy"].to_dict("records"):
+            of = {"model": row["model"], "strategy": row["strategy"]}
+            rows += [finding("right answers", row[f"accuracy_{side}"], n=row["n"], measure="%", path=path, **of_examples, **of)
+                     for side, path in (("a", "cached"), ("b", "recompute"))]  # fmt: skip
+            rows.append(finding("right answers, cached less recompute", row["difference"], (row["low"], row["high"]), row["n"],
+                                test=row["test"], p=row["p"], p_corrected=row["p_bh"], note=_power(row), **of_examples,
+                                **of))  # fmt: skip
+        for model, mine in tables["examples"].groupby("model", sort=False):
+            shares = mine["diverges"].value_counts()
+            rows += [finding(f"examples that {name} flip a token", shares.get(name, 0) / len(mine), n=len(mine), measure="%",
+                             model=model, **of_examples) for name in ("always", "sometimes", "never")]  # fmt: skip
+        for (model, null), mine in tables["nulls"].groupby(["model", "null"], sort=False):
+            differ, steps = int(mine["differing_steps"].sum()), int(mine["steps"].sum())
+            note = f"{int(mine['flips'].sum())} chosen tokens with them"
+            rows.append(finding(f"null, {null}: steps whose logits differ", differ / max(steps, 1), n=steps, unit="steps",
+                                measure="%", note=note, model=model))  # fmt: skip
+        for model, mine in tables["oracle"].groupby("model", sort=False):
+            rows.append(finding("examples in which the cached path is nearer to float64", (mine["nearer"] == "a").mean(),
+                                n=len(mine), measure="%", model=model, **of_examples,
+                                note=f"neither in {int((mine['nearer'] == 'equal').sum())}"))  # fmt: skip
+        return rows
+
+    def charts(self, outcome: Outcome) -> dict[str, Chart]:
+        """KL of every step, how long decodes stay the same, and the answers of both paths."""
+        tables, notes = outcome.tables, self.notes(outcome)
+        by: dict[str, Any] = {"x": "step", "color": "strategy", "facet": "model", "xlabel": "decode step", "ends": "band"}
+        found = {}
+        if len(tables["kl_by_step"]):
+            found["behaviour_kl_by_step"] = Chart("How far apart the two paths are at every step", [
+                Panel(only(tables["kl_by_step"], protocol=protocol), y="median_kl", label=f"median KL (nats),\n{protocol}", **by)
+                for protocol in ("matched", "free")
+            ], notes)  # fmt: skip
+        if len(tables["survival"]):
+            table = tables["survival"].rename(columns={"survival_low": "low", "survival_high": "high"})
+            # Before the first flip all survive.
+            begin = table.groupby(["model", "strategy"], sort=False).head(1).assign(step=0, survival=1.0, low=1.0, high=1.0)
+            label = "share of decodes\nwithout a flipped token"
+            panel = Panel(pd.concat([begin, table]), y="survival", kind="step", scale="share", label=label, **by)
+            found["behaviour_survival"] = Chart("How long decodes stay the same (Kaplan and Meier)", [panel], notes)
+        if len(table := tables["accuracy"]):
+            table = table.assign(line=table["model"].str.removeprefix("zoo:") + ", " + table["strategy"])
+            right = table.melt("line", ["accuracy_a", "accuracy_b"], "path", "right")
+            found["behaviour_accuracy"] = Chart("Right answers on both paths", [
+                Panel(right, "right", "line", "dots", color="path", scale="share", label="share of right answers",
+                      names={"accuracy_a": "cached", "accuracy_b": "recompute"}),
+                Panel(table, "difference", "line", "dots", scale="linear", level=0, label="cached less recompute, 95% interval"),
+            ], notes)  # fmt: skip
+        return found
+
+    def notes(self, outcome: Outcome) -> list[str]:
+        """How it was decoded."""
+        first = next(iter(outcome.summary["provenance"].values()))
+        return [f"kernels {first['kernels']}", f"{first['max_new_tokens']} tokens at most", f"until {first['stop']}"]
+
+    def lead(self, outcome: Outcome) -> list[Any]:
+        """The decodes that flip, token by token; an experiment that keeps no decodes has none to show."""
+        if "decodes" not in outcome.tables:
+            return []
+        from kvinterp.study.report.tokens import flips_shown
+
+        return flips_shown(flipped_decodes(outcome.tables, paths_of(self.kernels)))
+
+
+_PASSED = ("prompts", "max_new_tokens", "stop", "kernels")
+_NULL = ("strategy", "null", "steps", "differing_steps", "flips", "max_abs_logit", "mean_kl", "n", "model")
+_ORACLE = ("example", "id", "error_a", "error_b", "nearer", "model")
+
+
+def paths_of(kernels: str) -> tuple[str, str]:
+    """The two paths under some kernels."""
+    chosen = kernels or "native"
+    return str(Cached(kernels=chosen)), str(Recompute(kernels=chosen))
+
+
+def _power(row: Mapping[str, Any]) -> str:
+    least = row["detectable"]
+    return "" if pd.isna(least) else f"so many would show a difference of {number(least)} with 80%"
+
+
+def flipped_decodes(tables: Mapping[str, pd.DataFrame], paths: tuple[str, str]) -> dict[str, Comparison]:
+    """The decodes that flip, each path on its own text, as comparisons without activations: one a model, strategy and seed."""
+    found = {}
+    of = ["model", "strategy", "seed"]
+    free = only(tables["decodes"], protocol="free")
+    for place, steps in tables["flip_steps"].groupby(of, sort=False):
+        label = dict(zip(of, place, strict=True))
+        examples, tokens = (only(table, **label) for table in (free, tables["flip_tokens"]))
+        empty = {name: pd.DataFrame(columns=COLUMNS.get(name, ())) for name in PARTS}
+        given = {"steps": steps, "examples": examples[examples["diverged"]], "tokens": tokens}
+        about = {
+            "paths": dict(zip("ab", paths, strict=True)),
+            "protocol": "free",
+            "strategy": label["strategy"],
+            "derived": [],
+        }
+        name = f"{label['model'].removeprefix('zoo:')}, {label['strategy']}, seed {label['seed']}"
+        found[name] = Comparison(**{**empty, **given}, provenance=about)
+    return found
+
+
+# Decodes ---------------------------------------------------------------------------------------------------------------
+
+
+def decoded(
+    keys: Sequence[str],
+    keep: Callable[..., None],
+    model: Mapping[str, Any],
+    prompts: str,
+    strategies: Sequence[str],
+    first: int,
+    most: int,
+    batch_size: int,
+    **settings: Any,
+) -> None:
+    """The decodes of a block of examples, under each strategy and seed that a key names; kept when all are finished.
+
+    Without batches the strategies of an example go one after the other, and steps whose text two of them share are computed
+    once.
+    """
+    adapter = loaded(model)
+    given = list(enumerate(load_prompts(prompts)))[first : first + most]
+    made: dict[str, list[dict[str, pd.DataFrame]]] = {key: [] for key in keys}
+    # Looked at once: whether the weights are those that were loaded takes longer than a step.
+    with own_threads(adapter):
+        blocks = [given] if batch_size > 1 else [[one] for one in given]
+        for some in each(blocks, f"decodes of {adapter.facts.name}, examples {first} to {first + len(given) - 1},", "part"):
+            memory = Memory() if batch_size == 1 else None
+            for key in keys:
+                turn, seed = map(int, key.split("-")[-2:])
+                how: dict[str, Any] = {"seed": seed, "batch_size": batch_size, "memory": memory}
+                made[key].append(decodes_of(adapter, dict(some), strategies[turn], **how, **settings))
+    for key, parts in made.items():
+        tables = {name: pd.concat([part[name] for part in parts], ignore_index=True) for name in parts[0]}
+        keep(key, {name: table.assign(model=adapter.facts.name) for name, table in tables.items()})
+
+
+def decodes_of(
+    adapter: Adapter,
+    prompts: Mapping[int, Prompt],
+    strategy: str = "greedy",
+    seed: int = 0,
+    kernels: str = "",
+    max_new_tokens: int = 64,
+    stop: str = "end of sequence",
+    batch_size: int = 1,
+    memory: Memory | None = None,
+) -> dict[str, pd.DataFrame]:
+    """Prompts decoded in the matched protocol, and those that flip in the free one too.
+
+    Args:
+        adapter: The model.
+        prompts: By the number of the example, which its random numbers belong to.
+        strategy: How tokens are chosen.
+        seed: Seeds what is drawn.
+        kernels: Those of both paths; the machine's own where it is empty.
+        max_new_tokens: Most tokens of a text.
+        stop: ``"end of sequence"`` or ``"length"``.
+        batch_size: Most prompts in a batch.
+        memory: What other decodes of these prompts have computed.
+
+    Returns:
+        ``decodes``, a row an example and protocol: id, prompt_tokens, steps, flip_index (NaN: none), diverged, mean_kl,
+        mean_kl_before_flip (with the flip's own step), mean_kl_after_flip, early_kl and late_kl (the mean of the first and the
+        last quarter of the steps), mean_js, max_kl, max_abs_logit (over the steps at
+        which both were fed the same), kl_bound (half its square, which no mean over those steps exceeds), smallest_margin,
+        margin_at_flip (of the cached path's two largest logits), correct_a, correct_b (NA where no answer is known), text_a,
+        text_b. In the matched protocol the second path writes no text of its own: correct_b is NA. ``steps``: those matched
+        and, of decodes that flip, those free. ``flip_steps`` and ``flip_tokens``: of the latter every step and token, as
+        :class:`kvinterp.comparison.Comparison` has them. ``failures``: what gave NaN or Inf.
+    """
+    a, b = paths_of(kernels)
+    lanes = (Runner, Runner) if memory is None else (memory.lane, memory.lane)
+    how: dict[str, Any] = {"strategy": strategy, "seed": seed, "max_new_tokens": max_new_tokens, "stop": stop}
+    how |= {"batch_size": batch_size, "record": "", "progress": "none", "lanes": lanes, "done": failures_kept}
+
+    def ran(numbers: Sequence[int], first: str, second: str, **more: Any) -> Comparison:
+        return compare(adapter, [prompts[number] for number in numbers], first, second, examples=numbers, **how, **more)
+
+    matched = ran(list(prompts), a, b)
+    found = {"matched": matched}
+    texts = matched.examples.set_index("example")["text_a"]
+    written = pd.DataFrame({"text_a": texts, "text_b": texts})
+    flipped = [int(number) for number in matched.examples.dropna(subset=["flip_index"])["example"]]
+    if flipped:
+        found["free"] = ran(flipped, a, b, protocol="free")
+        # To its own end, which a comparison of both does not wait for.
+        alone = ran(flipped, b, a).examples.set_index("example")["text_a"]
+        written.loc[alone.index, "text_b"] = alone
+    end = getattr(adapter.tokenizer, "eos_token", None)
+    tables = _tables(found, prompts, written, str(end) if end else "")
+    return {name: table.assign(strategy=strategy, seed=seed) for name, table in tables.items()}
+
+
+def _tables(
+    found: Mapping[str, Comparison], prompts: Mapping[int, Prompt], written: pd.DataFrame, end: str
+) -> dict[str, pd.DataFrame]:
+    rows = {protocol: _rows(each) for protocol, each in found.items()}
+    matched = rows["matched"]
+    stays = matched[matched["flip_index"].isna()]
+    free = pd.concat([rows["free"], stays]).sort_values("example") if "free" in rows else stays
+    free = free[[column for column in free if not column.startswith("text_")]].merge(written, on="example")
+    decodes = pd.concat([matched.assign(protocol="matched"), free.assign(protocol="free")], ignore_index=True)
+    for side in ("a", "b"):
+        right = [
+            # In the matched protocol the second path writes no text of its own.
+            pd.NA
+            if (side, row.protocol) == ("b", "matched")
+            else _right(prompts[row.example], getattr(row, f"text_{side}"), end)
+            for row in decodes.itertuples()
+        ]
+        decodes[f"correct_{side}"] = pd.array(right, dtype="boolean")
+    columns = ["example", "step", "kl", "max_abs_logit", "rms_logit", "margin_a", "flipped", "after_flip"]
+    steps = [each.steps[columns].assign(protocol=protocol) for protocol, each in found.items()]
+    failures = [each.failures.assign(protocol=protocol) for protocol, each in found.items()]
+    flips = found.get("free") or found["matched"]
+    some = slice(None) if "free" in found else slice(0)
+    return {
+        "decodes": decodes,
+        "steps": pd.concat(steps, ignore_index=True),
+        "flip_steps": flips.steps.iloc[some],
+        "flip_tokens": flips.tokens.iloc[some],
+        "failures": pd.concat(failures),
+    }
+
+
+def _right(prompt: Prompt, text: str, end: str) -> bool | Any:
+    # What stands behind the end of the text, where it was decoded to a length, is no part of the answer.
+    found = judged(prompt, text.partition(end)[0] if end else text)
+    return pd.NA if found is None else found
+
+
+def _rows(found: Comparison) -> pd.DataFrame:
+    """A row a decode, as :func:`decodes_of` gives them, but for what is right."""
+    steps, together = found.steps, found.same_text(found.steps)
+    first = steps[steps["flipped"] & ~steps["after_flip"]].set_index("example")
+    rows = found.examples.drop(columns=["token_divergence"]).set_index("example")
+    largest = together.groupby("example")["max_abs_logit"].max()
+    more = {"mean_js": steps.groupby("example")["js"].mean(), "max_abs_logit": largest, "kl_bound": largest**2 / 2}
+    # Of the steps behind the prefill's, which is the same computation on both paths.
+    part = steps["step"] / steps.groupby("example")["step"].transform("max")
+    for name, chosen in (("early_kl", (steps["step"] > 0) & (part <= 0.25)), ("late_kl", part > 0.75)):
+        more[name] = steps[chosen].groupby("example")["kl"].mean()
+    rows = rows.assign(diverged=rows["flip_index"].notna(), margin_at_flip=first["margin_a"], **more)
+    return rows.reset_index()
+
+
+# Controls --------------------------------------------------------------------------------------------------------------
+
+
+def null_of(
+    model: Mapping[str, Any],
+    prompts: str,
+    most: int,
+    strategy: str,
+    null: str,
+    kernels: str,
+    **settings: Any,
+) -> pd.DataFrame:
+    """How far a path is from itself: run twice, or of the recompute path with more tokens behind the prefix."""
+    adapter, (a, b) = loaded(model), paths_of(kernels)
+    same = null == NULLS[0]
+    paths, lanes = ((a, a), (Runner, Runner)) if same else ((b, b), (Runner, Suffixed))
+    how: dict[str, Any] = {"strategy": strategy, "record": "", "progress": "none", "done": failures_kept, **settings}
+    found = compare(adapter, load_prompts(prompts)[:most], *paths, lanes=lanes, **how)
+    steps = found.steps
+    row = {
+        "strategy": strategy,
+        "null": null,
+        "steps": len(steps),
+        "differing_steps": int((steps["max_abs_logit"] > 0).sum()),
+        "flips": int(steps["flipped"].sum()),
+        "max_abs_logit": float(steps["max_abs_logit"].max()),
+        "mean_kl": float(steps["kl"].mean()),
+        "n": len(found.examples),
+        "model": adapter.facts.name,
+    }
+    return pd.DataFrame([row])
+
+
+def oracle_of(model: Mapping[str, Any], prompts: str, most: int, kernels: str, **settings: Any) -> pd.DataFrame:
+    """The largest logit error of each path, both fed the tokens that float64 chooses, and which is nearer to float64."""
+    adapter = loaded(model)
+    how: dict[str, Any] = {"record": "", "progress": "none", "done": failures_kept, **settings}
+    rows = []
+    for example, prompt in enumerate(load_prompts(prompts)[:most]):
+        lanes, row = (Memory().lane, Runner), {"example": example, "id": prompt.id}
+        for side, path in zip("ab", paths_of(kernels), strict=True):
+            steps = compare(adapter, prompt, TRUTH, path, lanes=lanes, **how).steps
+            row[f"error_{side}"] = steps["max_abs_logit"].max()
+        rows.append(row)
+    table = pd.DataFrame(rows).dropna()
+    nearer = [
+        "equal" if one == other else "a" if one < other else "b"
+        for one, other in zip(table["error_a"], table["error_b"], strict=True)
+    ]
+    return table.assign(nearer=nearer, model=adapter.facts.name)

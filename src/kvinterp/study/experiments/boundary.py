@@ -1,0 +1,124 @@
+"""Measure when the first token flips, held against how far the paths are apart and how sure the model was.
+
+The FP16 paper's fourth experiment (arXiv 2604.15409, section 5.3), on the decodes of ``behaviour``. The paper finds early flips
+where the mean KL is high; but that mean counts the text after the flip. Beside it stand the KL before the flip and of the matched
+protocol, where both paths are fed the same; regressions in which decodes that never flip count for as long as they lasted; and
+how well the margin of the two highest logits tells beforehand which step flips.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import pandas as pd
+
+from kvinterp.common.numbers import between, counted, number
+from kvinterp.study.behaviour.boundary import boundary_tables
+from kvinterp.study.cells import Made, joined
+from kvinterp.study.experiments.base import Outcome
+from kvinterp.study.experiments.behaviour import Behaviour
+from kvinterp.study.experiments.options import option, withheld
+from kvinterp.study.findings import Chart, Panel, finding
+from kvinterp.study.reading.results import only
+
+
+@dataclasses.dataclass(frozen=True)
+class Boundary(Behaviour):
+    """Do tokens flip early where the paths are far apart, or where the model is not sure?"""
+
+    DRAWN: ClassVar = ("boundary",)
+    TABLES: ClassVar = ("boundary", "boundary_flips", "terciles", "hazard", "prediction", "roc", "calibration")
+
+    # The decodes are those of behaviour, under the same keys; its controls are not asked for.
+    controls: int = withheld(0)
+    above: int = option(8, "The paper's second restriction: flips later than this step alone.", min=0)
+
+    def tables(self, made: Mapping[str, Made]) -> dict[str, pd.DataFrame]:
+        """What the decodes say of their flips."""
+        decodes = joined({key: each for key, each in made.items() if "decodes" in each[0]})
+        return boundary_tables(decodes["decodes"], decodes["steps"], self.above)
+
+    # What was found ----------------------------------------------------------------------------------------------------
+
+    def headline(self, outcome: Outcome) -> list[str]:
+        """How well the margin tells a flip, and why the paper's correlation needs no cause."""
+        table = outcome.tables["prediction"]
+        known = table["auc"].dropna()
+        flips = f"{counted(len(outcome.tables['boundary_flips']), 'decode')} flip a token"
+        if known.empty:
+            return [f"{flips}: no margin tells anything of flips."]
+        area = between([float(each) for each in known])
+        return [
+            f"{flips}. A small margin tells the step of a flip from others with an area under the curve of {area}.",
+            "An early flip leaves more steps of two texts, so that its free KL is higher by counting alone.",
+        ]
+
+    def rows(self, tables: Mapping[str, pd.DataFrame]) -> list[dict[str, Any]]:
+        """How the step of the flip goes with each KL, how well the margin tells a flip, and how well the chance is foretold."""
+        rows: list[dict[str, Any]] = []
+        for row in tables["boundary"].to_dict("records"):
+            if row["quantity"] in QUANTITIES and row["method"] in METHODS:
+                what = f"{METHODS[row['method']]} of flip step and {QUANTITIES[row['quantity']]}"
+                rows.append(finding(what, row["value"], (row["low"], row["high"]), row["n"], "flips", p=row["p"], note=row["why"],
+                                    model=row["model"], strategy=row["strategy"]))  # fmt: skip
+        for row in tables["terciles"].dropna(subset=["ratio"]).to_dict("records"):
+            if row["quantity"] in QUANTITIES:
+                what = f"{QUANTITIES[row['quantity']]}, the earliest third of flips over the latest"
+                rows.append(finding(what, row["ratio"], (row["low"], row["high"]), row.get("n", 0), "flips", "times",
+                                    model=row["model"], strategy=row["strategy"]))  # fmt: skip
+        for row in tables["prediction"].to_dict("records"):
+            of = {"model": row["model"], "strategy": row["strategy"]}
+            rows.append(finding("steps that are a first flip", row["flips"] / max(row["steps"], 1), n=row["steps"], unit="steps",
+                                measure="%", **of))  # fmt: skip
+            if not row["flips"]:
+                continue
+            hazard = only(tables["hazard"], **of, margin="of the step").iloc[0]
+            rows += [
+                finding("median margin at a flip", row["margin_at_flip"], n=row["flips"], unit="flips", measure="logits",
+                        note=f"{number(row['margin_elsewhere'])} elsewhere", **of),
+                finding("area under the curve of flips by margin", row["auc"], (row["auc_low"], row["auc_high"]), row["n"],
+                        "examples", **of),
+                finding("odds of a flip, a logit more of margin", hazard["hr"], (hazard["low"], hazard["high"]), row["n"],
+                        "examples", "times", note=hazard["why"], **of),
+            ]  # fmt: skip
+            # Of drawn tokens another boundary decides than that of the two highest logits.
+            if row["strategy"] == "greedy":
+                rows.append(finding("skill of the chance foretold from margin and logit noise", row["skill"],
+                                    (row["skill_low"], row["skill_high"]), row["n"], "examples",
+                                    note="1 would be perfect, 0 is no better than the rate", **of))  # fmt: skip
+        return rows
+
+    def charts(self, outcome: Outcome) -> dict[str, Chart]:
+        """The step of the first flip against the mean KL; how well the margin tells a flip; how well the chance is foretold."""
+        tables, notes, found = outcome.tables, self.notes(outcome), {}
+        if len(flips := tables["boundary_flips"]):
+            long = (
+                flips.reset_index(drop=True)
+                .melt(["flip_index", "model"], list(TITLES), "quantity", "kl")
+                .dropna(subset=["kl"])
+            )
+            found["boundary_flips"] = Chart("When a token flips, and how far apart the paths are", [
+                Panel(long, "flip_index", "kl", "points", color="model", facet="quantity", titles=TITLES,
+                      label=f"mean KL (nats) of {len(flips)} decodes", xlabel="step of the first flipped token"),
+            ], notes)  # fmt: skip
+        if len(curves := tables["roc"].dropna(subset=["true_positive_rate"])):
+            how: dict[str, Any] = {"color": "strategy", "facet": "model", "level": "equal"}
+            found["boundary_roc"] = Chart("How well the margin tells which step flips, and the chance that follows from it", [
+                Panel(curves, "false_positive_rate", "true_positive_rate", scale="share", xscale="share",
+                      xlabel="share of other steps below the threshold", label="share of flips\nbelow the threshold", **how),
+                Panel(tables["calibration"].assign(predicted=tables["calibration"]["predicted"].clip(lower=1e-6)), "predicted",
+                      "observed", "points", xscale="log", xlabel="chance that a greedy token flips (dashed: as foretold)",
+                      label="steps that flip", **how),
+            ], notes)  # fmt: skip
+        return found
+
+
+TITLES = {
+    "mean_kl": "free, all steps",
+    "mean_kl_before_flip": "free, up to the flip",
+    "matched_mean_kl": "matched, all steps",
+}
+QUANTITIES = {"mean_kl": "the free KL", "mean_kl_before_flip": "the KL up to the flip", "matched_mean_kl": "the matched KL"}
+METHODS = {"pearson": "Pearson's correlation", "partial": "correlation, the smallest margin held constant,"}

@@ -1,0 +1,356 @@
+"""Play the telephone game: a text restated again and again, with and without a policy on the cache.
+
+Each output is the next input. The null is the same precision with other seeds: what a policy changes is held against what
+another draw changes. Chains of one text and seed draw the same random numbers under every policy.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import pandas as pd
+
+from kvinterp.common.numbers import between, counted, number
+from kvinterp.data import Prompt, load_prompts
+from kvinterp.errors import InputError
+from kvinterp.study.cells import Cell, Made, joined, loaded
+from kvinterp.study.experiments.base import Experiment, Outcome
+from kvinterp.study.experiments.options import argument, option, shared
+from kvinterp.study.experiments.outcome import records
+from kvinterp.study.findings import Chart, Panel, finding, findings_of
+from kvinterp.study.reading.results import only
+
+if TYPE_CHECKING:
+    from kvinterp.models import Adapter
+    from kvinterp.policies import Policy
+
+CONTROL, NULL = "cached", "cached, other seeds"
+_NO_POLICY = "no policy was given; give one with --policy, or leave it out"
+
+
+def _policies(asked: Any) -> bool:
+    return bool(asked.policies)
+
+
+@dataclasses.dataclass(frozen=True)
+class Chain(Experiment):
+    """Does the precision of the cache change where a text goes that is restated again and again?"""
+
+    TABLES: ClassVar = ("chains", "curves", "deltas", "cycles", "attractors", "claims")
+    CLAIMS: ClassVar = "drift post"
+    DRAWN: ClassVar = ("chain_",)
+    UNIT: ClassVar = "sets of chains"
+
+    models: tuple[str, ...] = argument(("zoo:gqa2-mini",), "zoo:NAME, checkpoint folders, GGUF files or hub ids.")
+    policies: tuple[str, ...] = option(
+        ("int8", "int4"), "What is done to K and V; may be given several times.", flag="--policy"
+    )
+    on: str = option(
+        "kv,k,v", "Each policy on both tensors, on K and on V alone: kv,k,v or some of them.", only=(_policies, _NO_POLICY)
+    )
+    prefill: str = option(
+        "exact",
+        "exact; or stored: the prompt reads what a policy keeps, as in llama.cpp and Ollama.",
+        only=(_policies, _NO_POLICY),
+    )
+    texts: str = option(
+        "restate:6",
+        "restate:N, a text, or a .txt or .jsonl file with texts.",
+        only=(lambda asked: asked.text is None, "one text was given in their place; leave one of the two out"),
+    )
+    text: str | None = option(None, "One text, in place of those.")
+    template: str = option("Text: {text}\nIn other words:", "The request, with {text} where the text goes.")
+    system: str | None = option(None, "What comes before it: the system message.")
+    chat: str = option("none", "'template': the tokenizer's chat template; or 'none'.")
+    hops: int = option(30, "How often it is restated.", min=1, times="yes")
+    temperatures: str = option("0.7,0", "Temperatures, with commas; at 0 there is one chain a text.")
+    seeds: int = option(
+        4,
+        "How many chains of each text.",
+        min=2,
+        times="yes",
+        only=(lambda asked: any(asked.drawn_at()), "at temperature 0 nothing is drawn; add another, or leave it out"),
+    )
+    max_new_tokens: int = option(64, "Most tokens of a restatement.", min=1)
+    embedder: str = option(
+        "counts",
+        "counts (cosine of word counts), model (its own last residual stream, averaged), or a sentence-transformers model by "
+        "name or folder, such as real:all-minilm-l6-v2.",
+    )
+    batch_size: int = option(1, "Most chains a batch; used where it keeps the bits.", decides="nothing", min=1)
+    kind: str = shared("kind")
+    dtype: str = shared("dtype")
+    device: str | None = shared("device")
+    attention: str | None = shared("attention")
+
+    def adapters(self) -> list[Adapter]:
+        """The models, loaded."""
+        return [loaded(self.named(model)) for model in dict.fromkeys(self.models)]
+
+    def arms(self) -> dict[str, str]:
+        """The paths by the names of their arms: no policy, the same with other seeds, and each policy on each tensor."""
+        from kvinterp.paths import Cached
+        from kvinterp.policies import policy_named
+
+        parts = [part.strip() for part in self.on.split(",") if part.strip()]
+        if not parts or not set(parts) <= {"kv", "k", "v"}:
+            raise InputError(f"--on {self.on!r} was given: expected kv, k and v, or some of them, with commas.")
+        for text in self.policies:
+            own = getattr(policy_named(text), "on", "kv")
+            if own != "kv" and not {"kv", own} & set(parts):
+                raise InputError(
+                    f"policy {text} is on {own.upper()} alone, and --on {self.on} leaves it out: add {own} to --on."
+                )
+        several = [_on(policy_named(text), part) for text in self.policies for part in parts]
+        return {CONTROL: "cached", NULL: "cached", **{str(one): str(Cached(one, prefill=self.prefill)) for one in several}}
+
+    def cells(self) -> list[Cell]:
+        """A cell a model, arm, temperature and text."""
+        from kvinterp.study.behaviour.chains import embedder_named, facts_of, tokens_of
+        from kvinterp.study.experiments.circumstances import tried
+
+        texts, arms, temperatures = self._texts(), self.arms(), self.drawn_at()
+        names = ("template", "system", "chat", "hops", "max_new_tokens", "embedder", "batch_size")
+        more = {name: getattr(self, name) for name in names}
+        for adapter in self.adapters():
+            # What is not there is said before anything runs.
+            embedder_named(self.embedder, adapter)
+            tokens_of(adapter, self.template, self.chat, self.system)
+            tried(adapter, arms.values())
+        found = []
+        for place, model in enumerate(dict.fromkeys(self.models)):
+            for turn, (arm, path) in enumerate(arms.items()):
+                for degree, temperature in enumerate(temperatures):
+                    if arm == NULL and not temperature:
+                        continue  # Nothing is drawn.
+                    count = self.seeds if temperature else 1
+                    seeds = [seed + (count if arm == NULL else 0) for seed in range(count)]
+                    for item, text in enumerate(texts):
+                        settings = {
+                            "model": self.named(model), "arm": arm, "path": path, "temperature": temperature, "number": item,
+                            "text": text.text, "facts": list(facts_of(text)), "seeds": seeds, **more,
+                        }  # fmt: skip
+                        told = f"chains of {model} on {arm}, temperature {temperature:g}" * (item == 0)
+                        key = f"chain-{place}-{turn}-{degree}-{item}"
+                        found.append(Cell(key, f"{__name__}:measured", settings, told))
+        return found
+
+    def settings(self) -> dict[str, Any]:
+        """With the texts themselves: a file may change."""
+        return {**super().settings(), "restated": [text.text for text in self._texts()]}
+
+    def reduce(self, made: Mapping[str, Made], settings: Mapping[str, Any], folder: Path | None) -> Outcome:
+        """What the chains come to."""
+        from kvinterp.models.provenance import provenance
+        from kvinterp.study.behaviour.chains import attractors_of, curves_of, cycles_of, deltas_of
+
+        chains = joined(made)["chains"]
+        tables = {
+            "chains": chains,
+            "curves": curves_of(chains),
+            "deltas": deltas_of(chains, CONTROL),
+            "cycles": cycles_of(chains),
+            "attractors": attractors_of(chains),
+        }
+        about = {adapter.facts.name: provenance(adapter) for adapter in self.adapters()}
+        rows = {name: records(tables[name]) for name in ("deltas", "cycles", "attractors")}
+        chosen = {name: getattr(self, name) for name in ("hops", "seeds", "embedder")}
+        summary = {**rows, **chosen, "control": CONTROL, "null": NULL, "provenance": about, "settings": settings}
+        return Outcome(tables, tables, summary)
+
+    # What was found ----------------------------------------------------------------------------------------------------
+
+    def headline(self, outcome: Outcome) -> list[str]:
+        """The arm that ends farthest from no policy, beside what other seeds alone change."""
+        deltas = outcome.tables["deltas"]
+        arms = deltas[~deltas["arm"].isin((CONTROL, NULL))]
+        texts = counted(outcome.tables["chains"]["text"].nunique(), "text")
+        measured_by = f"{counted(outcome.summary['hops'], 'hop')}, {texts}, {similarity_named(outcome.summary['embedder'])}"
+        if arms.empty:
+            ends = between(list(only(deltas, arm=CONTROL)["similarity"]))
+            return [f"Without a policy, chains end at a similarity of {ends} to the first text ({measured_by})."]
+        row = arms.loc[arms["delta"].abs().idxmax()]
+        if not (arms["same_text"] < arms["chains"]).any():
+            return [f"No policy changes a last text, to the letter ({measured_by})."]
+        null = only(deltas, arm=NULL, model=row["model"], temperature=row["temperature"])
+        alone = f", where other seeds alone change it by {number(null['delta'].iloc[0])}" if len(null) else ""
+        return [
+            f"{row['arm']} changes the last similarity to the first text most, by {number(row['delta'])} on {row['model']} at "
+            f"temperature {row['temperature']:g}{alone} ({measured_by})."
+        ]
+
+    def findings(self, outcome: Outcome) -> pd.DataFrame:
+        """Where the chains of each arm end beside those without a policy, which come back to a text, what draws their lengths."""
+        tables, rows = outcome.tables, []
+        texts = tables["chains"].groupby("model")["text"].nunique()
+        for row in tables["deltas"].to_dict("records"):
+            of = {"model": row["model"], "temperature": row["temperature"], "arm": row["arm"]}
+            more: dict[str, Any] = {"n": int(texts[row["model"]]), "unit": "texts"}
+            if row["arm"] == CONTROL:
+                half = f"{row['halved']} of {counted(row['chains'], 'chain')} fall to a half"
+                rows += [
+                    finding("similarity of the last text to the first", row["similarity"], note=half, **more, **of),
+                    finding("facts kept", row["facts"], measure="%", **more, **of),
+                ]  # fmt: skip
+                continue
+            same = row["same_text"] == row["chains"]
+            note = f"{row['better']} better, {row['worse']} worse, {row['same_text']} with the same last text, of {row['chains']}"
+            more |= {"verdict": "every last text is the same, to the letter"} if same else {}
+            more |= {"note": "the null: only the seeds differ" if row["arm"] == NULL else note}
+            ends = row["delta_low"], row["delta_high"]
+            rows.append(finding("last similarity, less that without a policy", row["delta"], ends, null=0, **more, **of))
+        for (model, temperature), mine in tables["cycles"].groupby(["model", "temperature"], sort=False):
+            again = mine["period"].notna()
+            fixed = f"{int((mine['period'] == 1).sum())} of them to a fixed point" if again.any() else ""
+            rows.append(finding("chains that come back to a text, to the letter", again.mean(), n=len(mine), unit="chains",
+                                measure="%", note=fixed, model=model, temperature=temperature))  # fmt: skip
+        drawn = only(tables["attractors"], arm=CONTROL, of="words").dropna(subset=["strength", "position"])
+        for row in drawn[drawn["strength"].between(0, 2, inclusive="neither")].to_dict("records"):
+            rows.append(finding(f"pull to {number(row['position'])} words (1: in one hop)", row["strength"],
+                                (row["strength_low"], row["strength_high"]), row["pairs"], "hops", model=row["model"],
+                                temperature=row["temperature"], note="successive hops taken as independent"))  # fmt: skip
+        return findings_of(rows)
+
+    def charts(self, outcome: Outcome) -> dict[str, Chart]:
+        """Similarity by hop, the final difference of every arm beside no policy, and a map of them."""
+        tables = {name: _placed(outcome.tables[name]) for name in ("curves", "deltas")}
+        notes = [f"{similarity_named(outcome.summary['embedder'])}"]
+        curves = tables["curves"].rename(columns={"similarity_low": "low", "similarity_high": "high"})
+        deltas = tables["deltas"].rename(columns={"delta_low": "low", "delta_high": "high"})
+        deltas = deltas[deltas["arm"] != CONTROL].assign(what="a policy")
+        deltas.loc[deltas["arm"] == NULL, "what"] = "other seeds, the null"
+        deltas["line"] = deltas["arm"] + ", " + deltas["place"]
+        less = "last similarity less that without a policy"
+        panel = Panel(curves, "hop", "similarity", color="arm", facet="place", columns=2, ends="band", scale="share",
+                      label="similarity to the\nfirst text (mean)", xlabel="hop (0 is the text itself)")  # fmt: skip
+        drawn = {"chain_curves": Chart("How far a text drifts", [panel], notes)}
+        if len(deltas):
+            dots = Panel(
+                deltas, "delta", "line", "dots", color="what", scale="linear", level=0, label=f"{less}, 95% interval"
+            )
+            drawn["chain_deltas"] = Chart("What each policy changes", [dots], notes)
+            order = [arm for arm in dict.fromkeys(curves["arm"]) if arm in set(deltas["arm"])]
+            cells = deltas.sort_values("arm", key=lambda arm: arm.map(order.index), kind="stable")
+            chart = Chart(
+                "What each policy changes", [Panel(cells, "arm", "place", "map", "delta", scale="linear", label=less)]
+            )
+            drawn["chain_map"] = chart
+        return drawn
+
+    def check(self) -> None:
+        """Models, template, temperatures, texts and policies too."""
+        from kvinterp.data.inputs import check_choice
+        from kvinterp.study.behaviour.chains import TEXT, check_embedder
+
+        super().check()
+        if not self.models:
+            raise InputError("the list of models is empty: give at least one.")
+        check_choice("chat", self.chat, ("none", "template"))
+        if TEXT not in self.template:
+            raise InputError(f"--template {self.template!r} takes no text: write {TEXT} where it goes.")
+        check_choice("prefill", self.prefill, ("exact", "stored"))
+        check_embedder(self.embedder)
+        self.drawn_at(), self._texts(), self.arms()
+
+    def _texts(self) -> list[Prompt]:
+        return [_bare(text) for text in load_prompts(self.texts if self.text is None else [self.text])]
+
+    def drawn_at(self) -> list[float]:
+        """The temperatures, each once."""
+        from kvinterp.paths import TopP
+
+        try:
+            temperatures = [float(part) for part in self.temperatures.split(",")]
+        except ValueError as error:
+            raise InputError(f"--temperatures {self.temperatures!r}: expected numbers with commas, as in 0.7,0.") from error
+        for temperature in filter(None, temperatures):
+            if not temperature > 0:
+                raise InputError(f"--temperatures {self.temperatures!r}: expected numbers from 0 on, as in 0.7,0.")
+            TopP(1.0, temperature)
+        return list(dict.fromkeys(temperatures))
+
+
+def similarity_named(embedder: str) -> str:
+    """What similarity is measured with."""
+    known = {
+        "counts": "similarity is the cosine of word counts, which knows no synonyms",
+        "model": "similarity is the cosine of the model's own last residual stream, averaged over positions",
+    }
+    return known.get(embedder, f"similarity is the cosine of embeddings by {embedder}")
+
+
+def _placed(table: pd.DataFrame) -> pd.DataFrame:
+    """With the name of model and temperature."""
+    return table.assign(place=table["model"] + ", temperature " + table["temperature"].map("{:g}".format))
+
+
+def measured(
+    model: Mapping[str, Any],
+    arm: str,
+    path: str,
+    temperature: float,
+    number: int,
+    text: str,
+    facts: Sequence[str],
+    seeds: Sequence[int],
+    template: str,
+    system: str | None,
+    chat: str,
+    hops: int,
+    max_new_tokens: int,
+    embedder: str,
+    batch_size: int,
+    progress: str = "none",
+) -> tuple[dict[str, pd.DataFrame], dict[str, Any]]:
+    """The chains of one text."""
+    from kvinterp.common.progress import counting
+    from kvinterp.study.behaviour.chains import cosines, embedder_named, played, share_kept, tokens_of
+
+    adapter = loaded(model)
+    embed = embedder_named(embedder, adapter)
+    ask = tokens_of(adapter, template, chat, system)
+    how: dict[str, Any] = {"temperature": temperature, "max_new_tokens": max_new_tokens, "batch_size": batch_size}
+    with counting(hops * len(seeds), arm, "hop", progress) as done:
+        chains = played(adapter, path, text, number, seeds, hops, ask, **how, done=done)
+    rows = []
+    for seed, chain in zip(seeds, chains, strict=True):
+        similar = cosines(embed(chain))
+        for hop, (said, similarity) in enumerate(zip(chain, similar, strict=True)):
+            rows.append(
+                {
+                    "model": adapter.facts.name, "arm": arm, "temperature": temperature, "text": number, "seed": seed, "hop": hop,
+                    "said": said, "words": len(said.split()), "similarity": float(similarity),
+                    "facts": share_kept(facts, said),
+                }
+            )  # fmt: skip
+    return {"chains": pd.DataFrame(rows)}, {}
+
+
+def _on(policy: Policy, part: str) -> Policy:
+    """A policy on K or V alone, or on both; the parts of a chain of policies likewise.
+
+    Raises:
+        InputError: It cannot be: it has no say over one tensor alone.
+    """
+    from kvinterp.policies.base import Chain as Several
+    from kvinterp.policies.base import Selective
+
+    if part == "kv" or getattr(policy, "on", "kv") != "kv":
+        # One that was given for K or V alone stays on it.
+        return policy
+    if isinstance(policy, Several):
+        return dataclasses.replace(policy, parts=tuple(_on(one, part) for one in policy.parts))
+    if not isinstance(policy, Selective):
+        raise InputError(f"policy {policy} cannot be on {part.upper()} alone: give --on kv.")
+    return dataclasses.replace(policy, on=part)  # type: ignore[arg-type]
+
+
+def _bare(prompt: Prompt) -> Prompt:
+    """A generated problem without its request: the text that is to be restated."""
+    text = prompt.text
+    if prompt.task == "restate":
+        text = text.removeprefix("Text: ").removesuffix("\nIn other words:")
+    return dataclasses.replace(prompt, text=text.strip())

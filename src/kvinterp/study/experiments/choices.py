@@ -1,0 +1,173 @@
+"""Choices: what is said of them before a model is loaded, and how an experiment hands its own on to those that it runs.
+
+A choice that is printed is one that was used. So a name that is not known, and a choice that nothing reads beside the others, are
+refused here, before anything runs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from kvinterp.errors import InputError, unexpected
+from kvinterp.study.experiments.options import OPTION
+
+if TYPE_CHECKING:
+    from kvinterp.study.experiments.base import Experiment
+
+_TEXTS = ("prompts", "texts", "text", "instructions", "problems", "strings", "template", "system")
+"""Choices that are texts, or name some: as long as a user's own."""
+_ONE_OF = {"strategies": "strategy"}
+"""What an experiment calls a choice of which it takes one: of several the first."""
+
+
+def check_choices(experiment: Experiment) -> None:
+    """Looks at the choices of an experiment, as far as no model is needed.
+
+    Raises:
+        InputError: One is none there is, or is not read beside the others.
+        UnsupportedError: A path has no such policy.
+    """
+    from kvinterp.data.inputs import check_unread
+
+    known = _known()
+    check_work(experiment)
+    given = {field: getattr(experiment, field.name) for field in dataclasses.fields(experiment) if field.init}
+    _check_loadable(vars(experiment))
+    for field, value in given.items():
+        if value is None and field.default is None:
+            continue
+        if field.name in known and value != field.default:
+            for each in value if isinstance(value, tuple) else (value,):
+                known[field.name](each)
+    for field, value in given.items():
+        if "only" in field.metadata.get(OPTION, {}) and not is_read(experiment, field):
+            check_unread(field.name, value, field.default, field.metadata[OPTION]["only"][1])
+
+
+def check_work(experiment: Experiment) -> None:
+    """Looks at numbers, at prompts, and at how much work they ask for together: before any of it is done.
+
+    Raises:
+        InputError: A number is no count, or more than any run has, alone or times the others; or a text is too long.
+    """
+    from kvinterp.common.spec import check_length
+    from kvinterp.data import load_prompts
+    from kvinterp.data.inputs import MOST, check_listed, check_whole
+
+    runs: dict[str, int] = {}
+    for field in dataclasses.fields(experiment):
+        given, about = getattr(experiment, field.name), field.metadata.get(OPTION, {})
+        if not field.init or (given is None and field.default is None):
+            continue
+        if "min" in about:
+            check_whole(field.name, given, about["min"])
+        if isinstance(given, int) and field.name != "seed" and given > MOST:
+            raise unexpected(field.name, given, f"at most {MOST:,}")
+        if isinstance(given, str) and field.name not in _TEXTS:
+            check_length(field.name, given)
+        if isinstance(given, tuple):
+            check_listed(field.name, given)
+        if "times" in about:
+            runs[field.name] = given
+        if field.name == "prompts":
+            runs[field.name] = len(load_prompts(given))
+    # Each multiplies the others.
+    if math.prod(runs.values()) > MOST:
+        asked = " times ".join(f"{count:,} {name}" for name, count in runs.items())
+        raise InputError(f"{asked} were asked for: expected at most {MOST:,} in all; give fewer.")
+
+
+def _known() -> dict[str, Callable[[Any], Any]]:
+    """What reads the text forms that experiments have in common, by the names of their fields."""
+    from kvinterp.data.inputs import check_seed
+    from kvinterp.paths import kernels_named, path_named, strategy_named
+    from kvinterp.policies import policy_named
+
+    read: dict[Callable[[Any], Any], tuple[str, ...]] = {
+        strategy_named: ("strategy", "strategies", "flip_strategy"),
+        kernels_named: ("kernels", "flip_kernels"),
+        path_named: ("a", "b", "path"),
+        policy_named: ("policy", "policies", "base"),
+        check_seed: ("seed",),
+    }
+    return {name: function for function, names in read.items() for name in names}
+
+
+def _check_loadable(given: Mapping[str, Any]) -> None:
+    """How models are loaded, where the experiment is told that."""
+    from kvinterp.models.load import check_loadable
+
+    how = {name: given[name] for name in ("kind", "attention", "dtype", "device") if name in given}
+    if "kind" in how:
+        check_loadable(**how)
+
+
+def is_read(experiment: Experiment, field: dataclasses.Field[Any]) -> bool:
+    """Whether a choice of an experiment is read beside its others."""
+    only = field.metadata.get(OPTION, {}).get("only")
+    return only is None or bool(only[0](experiment))
+
+
+# Handed on ---------------------------------------------------------------------------------------------------------------
+
+
+def handed(kind: type[Experiment], shared: Mapping[str, Any], own: Mapping[str, Any] | None = None) -> Any:
+    """An experiment with those of another's choices that it takes; what of these it would not read keeps its default.
+
+    Args:
+        kind: The experiment.
+        shared: The other's choices; None is none.
+        own: Choices that are its alone, which win.
+    """
+    fields, mine = _fields(kind), dict(own or {})
+    taken = {}
+    for name, value in shared.items():
+        called = _called(name, fields)
+        if value is not None and called in fields and called not in mine:
+            taken[called] = value if called == name else value[0]
+    made = kind(**taken | mine)
+    return dataclasses.replace(made, **{name: fields[name].default for name in taken if not is_read(made, fields[name])})
+
+
+def check_handed(
+    shared: Mapping[str, Any], defaults: Mapping[str, Any], among: Mapping[Experiment, Mapping[str, Any]], remedy: str
+) -> None:
+    """Looks whether each of some choices is used by one of the experiments that :func:`handed` gave it to.
+
+    Args:
+        shared: The choices.
+        defaults: What each of them is where it was not given.
+        among: The experiments, each with the choices that were its alone.
+        remedy: What to do.
+
+    Raises:
+        InputError: One is used by none of them, or not the whole of it.
+    """
+    from kvinterp.data.inputs import check_unread
+
+    for name, value in shared.items():
+        taken = [_taken(each, name, value, own) for each, own in among.items()]
+        if "all" not in taken:
+            verbs = ", ".join(dict.fromkeys(each.verb() for each in among))
+            takes = f"{verbs} {'take' if ', ' in verbs else 'takes'} {'one alone' if 'one' in taken else 'none such'}"
+            check_unread(name, value, defaults[name], f"{takes}; {remedy}")
+
+
+def _taken(experiment: Experiment, name: str, value: Any, own: Mapping[str, Any]) -> str:
+    """How much of a choice an experiment took: all, one of several, or nothing."""
+    fields = _fields(type(experiment))
+    called = _called(name, fields)
+    if called not in fields or called in own or not is_read(experiment, fields[called]):
+        return "nothing"
+    return "all" if called == name or len(value) == 1 else "one"
+
+
+def _fields(kind: type[Experiment]) -> dict[str, dataclasses.Field[Any]]:
+    return {field.name: field for field in dataclasses.fields(kind) if field.init}
+
+
+def _called(name: str, fields: Iterable[str]) -> str:
+    return name if name in fields else _ONE_OF.get(name, name)

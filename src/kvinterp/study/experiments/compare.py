@@ -1,0 +1,277 @@
+"""Run a model along two paths on the same prompts and write what differs, step by step."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from kvinterp.errors import InputError, KvinterpError
+from kvinterp.study.experiments.base import Experiment, Outcome, numbered
+from kvinterp.study.experiments.options import DRAWS, model, option, sampled, shared
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from kvinterp.comparison import Comparison
+    from kvinterp.study.cells import Cell, Made
+
+log = logging.getLogger("kvinterp")
+
+
+@dataclasses.dataclass(frozen=True)
+class Compare(Experiment):
+    """How far apart are two paths of one model, at which step, layer, head and cache position?"""
+
+    TABLES: ClassVar = (
+        "steps",
+        "examples",
+        "layers",
+        "heads",
+        "kv_steps",
+        "kv_positions",
+        "kv",
+        "tokens",
+        "attention_rows",
+        "routing",
+    )
+    FILES: ClassVar = ("report.html", "prompts.jsonl")
+    DRAWN: ClassVar = (
+        "kl_by_step",
+        "drift_by_layer",
+        "attention_by_head",
+        "kv_by_position",
+        "routing_by_step",
+        "precision_ladder",
+    )
+    PAGE: ClassVar = ""
+    UNIT: ClassVar = "prompts"
+    PARTIAL: ClassVar = "yes"
+
+    model: str = model()
+    prompts: str = shared("prompts")
+    a: str = option("cached", "The leading path.")
+    b: str = option(
+        "recompute", "The path it is compared with; given(FILE): log-probs of another engine (docs/engines.md)."
+    )
+    kind: str = shared("kind")
+    dtype: str = shared("dtype")
+    protocol: str = option("matched", "matched or free.")
+    strategy: str = option("greedy", "greedy, top_k(50,0.8), top_p(0.95,0.8).")
+    max_new_tokens: int = option(48, "Most steps a prompt.")
+    record: str | None = option(
+        None,
+        "Sites to compare, comma-separated; '' for none. "
+        "Unless given: resid_post,pattern,kv, and routing of a mixture of experts, without those that the model cannot give.",
+        show_default=False,
+    )
+    layers: tuple[int, ...] | None = option(
+        None,
+        "Layers to compare, as in 0,2,-1; all unless given.",
+        example="0,2,-1",
+        only=(lambda asked: asked.record != "", "no site is recorded; leave it out, or name sites with --record"),
+    )
+    seed: int = option(0, "Seeds the random numbers of the strategy.", only=(lambda asked: sampled(asked.strategy), DRAWS))
+    device: str | None = shared("device")
+    attention: str | None = shared("attention")
+    batch_size: int = option(1, "Most prompts a batch; used where it keeps the bits.", decides="nothing")
+    stop: str = option("end of sequence", "'end of sequence' or 'length'.")
+    cache_errors: str = option(
+        "aggregated",
+        "K/V errors: 'aggregated' by step and by position, or 'whole' (quadratic in the steps).",
+        only=(
+            lambda asked: asked.records_cache(),
+            "K and V are not recorded; leave it out, or add kv to --record",
+        ),
+    )
+
+    def settled(self) -> Experiment:
+        """Of a path that was walked elsewhere another experiment, in which nothing is decided here but our own path."""
+        from kvinterp.paths import given_of
+        from kvinterp.study.experiments.compare_given import CompareGiven
+
+        if given_of(self.a) is not None:
+            raise InputError(f"--a {self.a} was given: expected a path of ours, which leads; give the file as --b.")
+        if given_of(self.b) is None:
+            return self
+        taken = {field.name for field in dataclasses.fields(CompareGiven)}
+        for field in dataclasses.fields(self):
+            if field.name not in (*taken, "b") and getattr(self, field.name) != field.default:
+                raise InputError(
+                    f"--{field.name.replace('_', '-')} was given with --b {self.b}, whose tokens are there already: "
+                    "leave it out."
+                )
+        return CompareGiven(**{name: getattr(self, name) for name in taken - {"given"}}, given=self.b)
+
+    def cells(self) -> list[Cell]:
+        """A cell a prompt."""
+        from kvinterp.data import load_prompts
+        from kvinterp.study.cells import Cell
+
+        count = len(load_prompts(self.prompts))
+        settings = {"model": self.named(), **{name: getattr(self, name) for name in _PASSED}, **self._recorded()}
+        return [Cell(f"example-{number}", f"{__name__}:compared", settings) for number in range(count)]
+
+    def settings(self) -> dict[str, Any]:
+        """With the sites and layers that this model can give."""
+        return {**super().settings(), **self._recorded()}
+
+    def reduce(self, made: Mapping[str, Made], settings: Mapping[str, Any], folder: Path | None) -> Outcome:
+        """The tables of all prompts."""
+        from kvinterp.data import load_prompts
+
+        return outcome_of(made, load_prompts(self.prompts), settings, folder)
+
+    def figures(self, outcome: Outcome, folder: Path) -> list[Path]:
+        """The page and its figures, where there is anything to show."""
+        from kvinterp.study.report import write_report
+
+        found = outcome.result.comparison
+        for row in found.failures.to_dict("records"):
+            log.warning("prompt %s is left out: %s", row["id"], row["message"])
+        return [] if found.steps.empty else [write_report([outcome.result], folder.parent)]
+
+    def drawings(self, outcome: Outcome) -> dict[str, Figure]:
+        """The figures that the tables can give."""
+        from kvinterp.study.report import figures
+
+        return figures({outcome.result.comparison.provenance["protocol"]: outcome.result.comparison})
+
+    def sentences(self, outcome: Outcome) -> list[str]:
+        """Where the paths differ."""
+        if "given" in outcome.tables:
+            return list(outcome.summary["reading"])
+        found, place = outcome.result.comparison, outcome.result.folder / "summary.json"
+        if found.steps.empty:
+            raise KvinterpError(f"none of the {len(found.failures)} prompts could be compared; {place} says why.")
+        return list(found.where().splitlines())
+
+    def say(self, outcome: Outcome, echo: Callable[..., None]) -> None:
+        """What differs, and where everything is."""
+        if (given := self.settled()) is not self:
+            given.say(outcome, echo)
+            return
+        for line in (*self.sentences(outcome), *places(outcome.result.folder, outcome.result.folder)):
+            echo(line)
+
+    @classmethod
+    def held(cls, folder: Path) -> Experiment:
+        """Of log-probs that were given, what compares those."""
+        from kvinterp.common.files import is_file
+        from kvinterp.study.experiments.compare_given import CompareGiven
+
+        return CompareGiven() if is_file(folder / "given.parquet") else cls()
+
+    def read(self, folder: Path) -> Outcome:
+        """The comparison in a folder."""
+        from kvinterp.study.results import load_result
+
+        found = load_result(folder)
+        settings = found.summary.get("settings") or {}
+        outcome = Outcome(found, found.comparison.written()[0], found.summary)
+        return self._of(outcome, settings, found.summary.get("choices", settings), folder)
+
+    def check(self) -> None:
+        """Paths, strategy, protocol and sites too."""
+        from kvinterp.comparison import CACHE_ERRORS, PROTOCOLS
+        from kvinterp.data.inputs import check_choice, check_whole
+        from kvinterp.models.hook_names import sites_of
+
+        super().check()
+        check_choice("cache_errors", self.cache_errors, tuple(CACHE_ERRORS))
+        check_choice("protocol", self.protocol, tuple(PROTOCOLS))
+        check_choice("stop", self.stop, ("end of sequence", "length"))
+        for name in ("max_new_tokens", "batch_size"):
+            check_whole(name, getattr(self, name))
+        sites_of(self.record or "")
+
+    def records_cache(self) -> bool:
+        """Whether K or V is among the sites that were named; where none were it is."""
+        from kvinterp.models.hook_names import sites_of
+
+        return self.record is None or any(site.startswith("cache") for site in sites_of(self.record))
+
+    def _recorded(self) -> dict[str, Any]:
+        from kvinterp.comparison import recordable
+        from kvinterp.data.inputs import chosen_layers
+
+        (adapter,) = self.adapters()
+        layers = chosen_layers(adapter, self.layers)
+        sites, left_out = recordable(adapter, self.record, layers)
+        return {"record": list(sites), "layers": list(layers), "left_out": left_out}
+
+
+_PASSED = ("prompts", "a", "b", "protocol", "strategy", "max_new_tokens", "seed", "stop", "cache_errors", "batch_size")
+
+
+def compared(
+    keys: Sequence[str],
+    keep: Callable[..., None],
+    model: Mapping[str, Any],
+    prompts: str,
+    record: Sequence[str],
+    left_out: Mapping[str, str],
+    **settings: Any,
+) -> None:
+    """Compares some of the prompts, and keeps each as its batch is finished."""
+    from kvinterp.comparison import PARTS, compare
+    from kvinterp.data import load_prompts
+    from kvinterp.study.cells import loaded
+
+    adapter = loaded(model)
+    for site in filter(adapter.derives, record):
+        log.info("%s is derived beside attention %r, which runs as it is and shows none", site, adapter.facts.attention)
+    for site, reason in left_out.items():
+        log.info("%s is not recorded: %s", site, reason.split(": ")[0])
+    given, numbers = load_prompts(prompts), numbered(keys)
+
+    def done(part: Comparison) -> bool:
+        for number in sorted({int(n) for frame in (part.examples, part.failures) for n in frame["example"]}):
+            tables = {name: getattr(part, name) for name in PARTS}
+            keep(numbers[number], {name: t[t["example"] == number] for name, t in tables.items()}, part.provenance)
+        return True
+
+    chosen = [given[number] for number in numbers]
+    compare(adapter, chosen, examples=list(numbers), record=record, progress="none", done=done, **settings)
+
+
+def outcome_of(
+    made: Mapping[str, Made], prompts: Sequence[Any], settings: Mapping[str, Any], folder: Path | None = None
+) -> Outcome:
+    """The comparison of all examples that are finished, in the order of their numbers."""
+    from kvinterp.comparison import Comparison
+
+    parts = (made[key] for _, key in sorted(numbered(made).items()))
+    comparison = Comparison.joined((Comparison(**tables, provenance=about) for tables, about in parts), folder)
+    comparison.prompts = list(prompts)
+    return outcome_with(comparison, settings, folder)
+
+
+def outcome_with(comparison: Comparison, settings: Mapping[str, Any], folder: Path | None = None) -> Outcome:
+    """A comparison as what an experiment found."""
+    from kvinterp.study.results import PROMPTS, Result, prompt_lines
+
+    tables, summary = comparison.written()
+    summary |= {"settings": settings}
+    prompts = list(comparison.prompts)
+    result = Result(folder or Path(), comparison, prompts, summary)
+    # Where token ids were compared there are no prompts to keep.
+    return Outcome(result, tables, summary, {PROMPTS: prompt_lines(prompts)} if prompts else {})
+
+
+def places(out: Path, runs: Path) -> list[str]:
+    """Where a page, its figures and the tables are.
+
+    Args:
+        out: The folder of the page.
+        runs: That of the tables.
+    """
+    return [
+        "",
+        f"report   {out / 'report.html'}",
+        f"figures  {out / 'figures'}",
+        f"tables   {runs / 'steps.parquet'}, examples, layers, heads, kv_steps, kv_positions",
+        f"summary  {runs / 'summary.json'}",
+    ]

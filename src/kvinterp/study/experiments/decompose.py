@@ -1,0 +1,64 @@
+"""Split the difference by what makes it: rows computed alone (now, or when decoded), the prompt's rows made anew."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+from kvinterp.data import load_prompts
+from kvinterp.study.cells import Cell, Made, joined, loaded
+from kvinterp.study.experiments.base import Experiment, Outcome, numbered
+from kvinterp.study.experiments.options import model, option, shared
+from kvinterp.study.findings.of_patching import charts_of_decomposition, headline_of_decomposition, rows_of_decomposition
+
+
+@dataclasses.dataclass(frozen=True)
+class Decompose(Experiment):
+    """What makes the difference at every step, each part beside its null?"""
+
+    TABLES: ClassVar = ("decomposition", "layers")
+    DRAWN: ClassVar = ("decomposition",)
+    RESULT: ClassVar = "kvinterp.patching:Decomposition"
+    SHOWN: ClassVar = (headline_of_decomposition, rows_of_decomposition, charts_of_decomposition)
+    UNIT: ClassVar = "prompts"
+
+    model: str = model()
+    prompts: str = shared("prompts")
+    kind: str = shared("kind")
+    dtype: str = shared("dtype")
+    max_new_tokens: int = option(32, "Most steps a prompt.")
+    device: str | None = shared("device")
+    attention: str | None = shared("attention")
+
+    def cells(self) -> list[Cell]:
+        """A cell a prompt."""
+        count = len(load_prompts(self.prompts))
+        settings = {"model": self.named(), "prompts": self.prompts, "max_new_tokens": self.max_new_tokens}
+        return [Cell(f"example-{number}", f"{__name__}:decomposed", settings) for number in range(count)]
+
+    def reduce(self, made: Mapping[str, Made], settings: Mapping[str, Any], folder: Path | None) -> Outcome:
+        """The split over all of them."""
+        from kvinterp.patching import Decomposition
+
+        tables = joined(made)
+        about = next(about for _, about in made.values())
+        found = Decomposition(tables["decomposition"], tables["layers"], about)
+        return Outcome(found, *found.written())
+
+
+def decomposed(
+    keys: Sequence[str],
+    keep: Callable[..., None],
+    model: Mapping[str, Any],
+    prompts: str,
+    max_new_tokens: int,
+) -> None:
+    """Decomposes some of the prompts, and keeps what each gave."""
+    from kvinterp.patching import decompose
+
+    adapter, given = loaded(model), load_prompts(prompts)
+    for number, key in numbered(keys).items():
+        found = decompose(adapter, given, max_new_tokens=max_new_tokens, only=[number], progress="none")
+        keep(key, {"decomposition": found.steps, "layers": found.layers}, found.provenance)

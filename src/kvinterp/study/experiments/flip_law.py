@@ -1,0 +1,223 @@
+"""Foretell how many tokens flip, from margins, errors and the grid of the logits, and hold it against those that do.
+
+One recompute path leads, and every other path is fed its tokens; a flip is a step at which another token has the highest
+logit. Drawn at a high temperature, the leader's text has more steps where two logits are close. Of each path the last residual
+stream is kept, from which the two top logits follow without rounding; the other path's difference there is the error. The flips
+of a prompt are foretold from its own margins and the errors of the other prompts at steps of a like margin, twice: of logits
+rounded to the model's 16 bits, as they are, and of a float32 unembedding above the very same streams.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pandas as pd
+import torch
+
+from kvinterp import metrics
+from kvinterp.common.numbers import counted
+from kvinterp.data import load_prompts
+from kvinterp.data.inputs import check_whole
+from kvinterp.errors import InputError
+from kvinterp.models.provenance import provenance
+from kvinterp.models.unembedding import Unembedding
+from kvinterp.paths import path_named, run
+from kvinterp.study.cells import Cell, Made, joined, loaded
+from kvinterp.study.experiments.base import Experiment, Outcome
+from kvinterp.study.experiments.circumstances import tried
+from kvinterp.study.experiments.options import DRAWS, SHARED, model, option, sampled, shared
+from kvinterp.study.findings import Chart, Panel, finding, findings_of
+
+LEADER = "recompute"
+WIDE = "float32 unembedding"
+
+
+@dataclasses.dataclass(frozen=True)
+class FlipLaw(Experiment):
+    """Do as many tokens flip as margins, errors and the grid of the logits foretell?"""
+
+    TABLES: ClassVar = ("steps", "law")
+    UNIT: ClassVar = "prompts"
+
+    model: str = model()
+    prompts: str = option("arithmetic:12", SHARED["prompts"][1] + " natural:48 are chat, stories and sums.")
+    path: tuple[str, ...] = option(
+        ("cached", "cached+int8", "cached+int4", "cached+normal(0,0.03)"),
+        "A path, compared with recompute; may be given several times.",
+    )
+    kind: str = shared("kind")
+    dtype: str = option("bfloat16", SHARED["dtype"][1])
+    max_new_tokens: int = option(48, "Most steps a prompt.")
+    strategy: str = option("greedy", "How the leading path writes its text: greedy, top_k(50,2), top_p(0.95,0.8).")
+    seed: int = option(0, "Seeds the random numbers of the strategy.", only=(lambda asked: sampled(asked.strategy), DRAWS))
+    device: str | None = shared("device")
+    attention: str | None = shared("attention")
+
+    def cells(self) -> list[Cell]:
+        """A cell a prompt, of all paths: the recompute path, which takes longest, is run once."""
+        check_whole("max_new_tokens", self.max_new_tokens, 2)
+        paths = list(dict.fromkeys(str(path_named(text)) for text in self.path))
+        if not paths:
+            raise InputError("the list of paths is empty: give at least one, such as cached.")
+        other = next((text for text in paths if path_named(text).dtype), None)
+        if other is not None:
+            raise InputError(
+                f"path {other!r} has a dtype of its own, and streams are compared in that of the model: use --dtype for all."
+            )
+        (adapter,) = self.adapters()
+        tried(adapter, paths)
+        prompts = load_prompts(self.prompts)
+        passed = ("prompts", "max_new_tokens", "strategy", "seed")
+        given = {"model": self.named(), "paths": paths, **{name: getattr(self, name) for name in passed}}
+        return [
+            Cell(f"prompt-{number}", f"{__name__}:measured", {**given, "number": number}, f"prompt {prompt.id}")
+            for number, prompt in enumerate(prompts)
+        ]
+
+    def reduce(self, made: Mapping[str, Made], settings: Mapping[str, Any], folder: Path | None) -> Outcome:
+        """What was foretold of each path, and what came."""
+        (adapter,) = self.adapters()
+        steps = joined(made)["table"]
+        law = law_of(steps, str(adapter.dtype).removeprefix("torch."))
+        tables = {"steps": steps, "law": law}
+        rounded = steps["as_rounded"].to_numpy(bool)
+        summary = {
+            "law": law.to_dict("records"),
+            "as_rounded": {"steps": len(rounded), "alike": int(rounded.sum())},
+            "provenance": provenance(adapter, max_new_tokens=self.max_new_tokens, strategy=self.strategy, seed=self.seed),
+        }
+        return Outcome(tables, tables, summary)
+
+    # What was found ----------------------------------------------------------------------------------------------------
+
+    def headline(self, outcome: Outcome) -> list[str]:
+        """At how many counts the flips came as foretold."""
+        law, alike = outcome.tables["law"], outcome.summary["as_rounded"]
+        by = law["verdict"].value_counts()
+        decided = int(by.get("holds", 0) + by.get("fails", 0))
+        of = f"({counted(int(law['prompts'].iloc[0]), 'prompt')}, {law['steps'].iloc[0]} decode steps)"
+        lines = [f"Too few flips are expected, or too few prompts were given, to tell whether they come as foretold {of}."]
+        if decided:
+            came = f"Flips come as foretold at {by.get('holds', 0)} of {decided} counts that could tell"
+            lines = [f"{came}; {by.get('open', 0)} are open {of}."]
+        if alike["alike"] < alike["steps"]:
+            lines.append(
+                f"The exact logits, rounded, choose another token than the model at {alike['steps'] - alike['alike']} of "
+                f"{alike['steps']} steps: there the law is of other logits than the model's."
+            )
+        return lines
+
+    def findings(self, outcome: Outcome) -> pd.DataFrame:
+        """The flips that came at each path and unembedding, beside those foretold."""
+        rows: list[dict[str, Any]] = []
+        for row in outcome.tables["law"].to_dict("records"):
+            of = {"path": row["path"], "unembedding": row["unembedding"]}
+            third = f"{row['third']} to or from a third token, which are not foretold" if row["third"] else ""
+            ends, steps = (row["low"], row["high"]), row["steps"]
+            rows.append(finding("flips foretold", row["foretold"], ends, steps, "steps", verdict=row["verdict"], **of))
+            rows.append(finding("flips that came", row["flips"], n=steps, unit="steps", note=third, **of))
+        return findings_of(rows)
+
+    def charts(self, outcome: Outcome) -> dict[str, Chart]:
+        """Foretold flips with the interval of such counts, and those that came."""
+        law = outcome.tables["law"]
+        came = law.drop(columns=["low", "high"]).assign(line="came, " + law["unembedding"], count=law["flips"])
+        both = pd.concat([law.assign(line="foretold, " + law["unembedding"], count=law["foretold"]), came])
+        label = f"flips of {int(law['steps'].iloc[0])} steps"
+        panel = Panel(both, "count", "path", "dots", color="line", label=label, scale="counts")
+        return {"flip_law": Chart("Flips foretold from margins, errors and the grid, and those that came", [panel])}
+
+
+def measured(
+    model: Mapping[str, Any], prompts: str, paths: list[str], number: int, **settings: Any
+) -> dict[str, pd.DataFrame]:
+    """One prompt along all paths."""
+    return {"table": steps_of(loaded(model), load_prompts(prompts)[number], paths, **settings).assign(example=number)}
+
+
+def steps_of(
+    adapter: Any, prompt: Any, paths: list[str], max_new_tokens: int, strategy: str = "greedy", seed: int = 0
+) -> pd.DataFrame:
+    """The two top logits at every step from 1 on, without rounding, and what each path makes of them.
+
+    Args:
+        adapter: The model.
+        prompt: One prompt.
+        paths: Text forms.
+        max_new_tokens: Most steps.
+        strategy: How the leader writes its text.
+        seed: Seeds the random numbers of the strategy.
+
+    Returns:
+        One row a path and step: first, second (the leader's two top logits in float32; float64 of wider models), first_token,
+        second_token, first_error, second_error (this path's less the leader's), largest (change of any logit), flip (of the
+        model's own logits), wide_flip (of a wide unembedding), third (it flips, but not between these two tokens), as_rounded
+        (the wide logits, rounded, choose what the model chose, on both paths).
+    """
+    last = adapter.facts.layers - 1
+    how: dict[str, Any] = {"record": "resid_post", "layers": [last], "logits": "keep"}
+    head = Unembedding(adapter, torch.float32 if adapter.dtype.itemsize < 4 else torch.float64)
+    leader = run(adapter, prompt, LEADER, max_new_tokens=max_new_tokens, strategy=strategy, seed=seed, **how)
+    count = len(leader.tokens)
+    own = _logits(head, leader)
+    (first, second), (one, two) = own.topk(2, -1).values.T, own.topk(2, -1).indices.T
+    chosen = leader.logits.argmax(-1).cpu()
+    tables = []
+    for text in paths:
+        trace = run(adapter, prompt, text, max_new_tokens=count, stop="length", continuation=list(leader.tokens), **how)
+        others, took = _logits(head, trace), trace.logits.argmax(-1).cpu()
+        rounded = (own.to(adapter.dtype).argmax(-1) == chosen) & (others.to(adapter.dtype).argmax(-1) == took)
+        flip = took != chosen
+        columns = {
+            "step": torch.arange(count),
+            "first": first,
+            "second": second,
+            "first_token": one,
+            "second_token": two,
+            "first_error": others.gather(1, one[:, None])[:, 0] - first,
+            "second_error": others.gather(1, two[:, None])[:, 0] - second,
+            "largest": (others - own).abs().amax(-1),
+            "flip": flip,
+            "wide_flip": others.argmax(-1) != one,
+            "third": flip & ~(((took == one) & (chosen == two)) | ((took == two) & (chosen == one))),
+            "as_rounded": rounded,
+        }
+        tables.append(pd.DataFrame({name: column.numpy() for name, column in columns.items()}).assign(path=text))
+    found = pd.concat(tables, ignore_index=True)
+    # Step 0 is the prefill's, which paths have in common.
+    return found[found["step"] > 0]
+
+
+def _logits(head: Unembedding, trace: Any) -> torch.Tensor:
+    stream = trace["resid_post", head.adapter.facts.layers - 1]
+    return head.logits(stream.reshape(len(trace.tokens), -1)).cpu()
+
+
+def law_of(steps: pd.DataFrame, dtype: str) -> pd.DataFrame:
+    """What was foretold and what came.
+
+    Args:
+        steps: As :func:`steps_of` gives them, with example.
+        dtype: The dtype of the model's own logits.
+
+    Returns:
+        Two rows a path, of the model's own unembedding and of a wide one: path, unembedding, prompts, steps, foretold flips with
+        the interval of 95% of such counts (low, high), first_order (NaN on a grid), flips, verdict, error (mean of either
+        logit's), shared (correlation of the two errors), certified (steps whose margin exceeds twice the largest change), third.
+    """
+    rows = []
+    for path, group in steps.groupby("path", sort=False):
+        errors = group[["first_error", "second_error"]].to_numpy(float)
+        margin = (group["first"] - group["second"]).to_numpy(float)
+        more = {
+            "error": float(abs(errors).mean()),
+            "shared": float(pd.DataFrame(errors).corr().iloc[0, 1]),
+            "certified": int((margin > 2 * group["largest"].to_numpy(float)).sum()),
+            "third": int(group["third"].sum()),
+        }
+        for unembedding, grid, flips in ((dtype, dtype, "flip"), (WIDE, metrics.EXACT, "wide_flip")):
+            rows.append({"path": path, "unembedding": unembedding, **metrics.counted(group, grid, flips), **more})
+    return pd.DataFrame(rows)

@@ -1,0 +1,150 @@
+"""Plant the same error in one KV head and measure how far it spreads through the query heads that share it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import pandas as pd
+import torch
+from torch import Tensor
+
+from kvinterp import metrics
+from kvinterp.common.numbers import listed
+from kvinterp.common.progress import each
+from kvinterp.metrics.drift import relative_l2
+from kvinterp.metrics.kv import relative_error
+from kvinterp.models import wrap
+from kvinterp.study.cells import Cell, loaded
+from kvinterp.study.experiments.base import Outcome
+from kvinterp.study.experiments.of_models import OfModels, Place, encoded, newest_at
+from kvinterp.study.findings import Chart, Panel, finding
+
+REACHED = "median query heads that one KV head's error reaches"
+DRIFTS = {
+    "attn_out": "median relative L2 of the layer's attention output",
+    "final": "median relative L2 of the last stream",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Gqa(OfModels):
+    """Does one KV head's error reach every query head that shares it?"""
+
+    TABLES: ClassVar = ("gqa",)
+
+    def headline(self, outcome: Outcome) -> list[str]:
+        """How many query heads one KV head's error reaches."""
+        rows = [row for row in self.rows(outcome.tables) if row["finding"] == REACHED]
+        found = listed([f"{row['estimate']:g} where {row['query_heads_per_kv_head']:g} share it" for row in rows])
+        return [f"An error in one KV head reaches so many query heads: {found}."]
+
+    def rows(self, tables: Mapping[str, pd.DataFrame]) -> list[dict[str, Any]]:
+        """How far the error spreads at each ratio."""
+        return [
+            finding(what, mine[column].median(), n=mine["prompt"].nunique(), query_heads_per_kv_head=count)
+            for column, what in {"heads_touched": REACHED, **DRIFTS}.items()
+            for count, mine in tables["gqa"].groupby("query_heads_per_kv_head")
+        ]
+
+    def charts(self, outcome: Outcome) -> dict[str, Chart]:
+        """Query heads reached, and the drift of attention's output and of the last stream."""
+        columns = ["share_touched", *DRIFTS]
+        by = outcome.tables["gqa"].groupby(["tensor", "query_heads_per_kv_head"])[columns].median().reset_index()
+        drifts = by.melt(["tensor", "query_heads_per_kv_head"], list(DRIFTS), "quantity", "drift")
+        names = {tensor: f"error planted in {tensor}" for tensor in ("K", "V")}
+        how: dict[str, Any] = {"color": "tensor", "names": names, "xscale": "doubling", "xlabel": "query heads a KV head"}
+        rows = [
+            Panel(
+                by,
+                "query_heads_per_kv_head",
+                "share_touched",
+                scale="share",
+                label="share of the layer's\nquery heads reached",
+                **how,
+            ),
+            Panel(drifts, "query_heads_per_kv_head", "drift", facet="quantity", titles=DRIFTS, label="median", **how),
+        ]
+        return {"root_cause_gqa": Chart("One KV head's error, against how many query heads share the head", rows)}
+
+    def cells(self) -> list[Cell]:
+        """One cell: of the models that differ in how many query heads share a KV head, and in nothing else."""
+        adapters = self.adapters()
+        alike = [
+            self.named(model)
+            for model, adapter in zip(self.models, adapters, strict=True)
+            if adapter.facts.width == adapters[0].facts.width and not any(adapter.facts.windows)
+        ]
+        settings = {"models": alike, "prompts": self.prompts}
+        return [Cell("gqa-0", f"{__name__}:measured", settings, "grouped-query attention")] if alike else []
+
+
+def measured(models: Sequence[Mapping[str, Any]], prompts: str) -> pd.DataFrame:
+    """The table of all models, on the same tokens."""
+    adapters = [loaded(model) for model in models]
+    return gqa_spread(adapters, encoded(adapters[0], prompts))
+
+
+def gqa_spread(
+    models: Sequence[Any],
+    prompts: Sequence[Sequence[int]],
+    layer: int = 1,
+    error: float = 2.0**-11,
+    positions: Sequence[int] = (-1, -4, -8),
+) -> pd.DataFrame:
+    """The same relative error planted in one KV head's entry, and how far it spreads through the heads that share it.
+
+    Everything is computed in float64, so that the planted error (default: one float16 unit roundoff) is the only one.
+
+    Args:
+        models: Models that differ in how many query heads share a KV head.
+        prompts: Token ids, the same for every model.
+        layer: Where it is planted.
+        error: Its size relative to the entry.
+        positions: The cache positions it is planted at, one at a time, counted from the newest.
+
+    Returns:
+        One row a model, prompt, tensor, KV head and position: query_heads_per_kv_head, heads_touched, share_touched,
+        head_error (mean relative error of z in the touched heads), attn_out, resid_post (relative L2, at the planted layer),
+        final (relative L2 of the last residual stream), kl (nats).
+    """
+    rows = []
+    for model in models:
+        adapter = wrap(model).at(torch.float64)
+        facts = adapter.facts
+        places: dict[str, Place] = {name: (name, layer) for name in ("z", "attn_out", "resid_post")}
+        places["final"] = ("resid_post", facts.layers - 1)
+        for number, prompt in enumerate(each(prompts, f"planting errors in {facts.name},", "prompt")):
+            tokens = torch.tensor([list(prompt)], device=adapter.device)
+            clean, logits = newest_at(adapter, tokens, places.values())
+            for tensor, head, position in itertools.product(("k", "v"), range(facts.kv_heads), positions):
+                noise = {(tensor, layer): functools.partial(_planted, head=head, position=position, error=error)}
+                noisy, changed = newest_at(adapter, tokens, places.values(), noise)
+                off = relative_error(noisy["z", layer], clean["z", layer])
+                drift = {name: relative_l2(noisy[place][None], clean[place][None]) for name, place in places.items()}
+                touched = off > 0
+                rows.append(
+                    {
+                        "model": facts.name,
+                        "query_heads_per_kv_head": facts.query_heads // facts.kv_heads,
+                        "prompt": number,
+                        "tensor": tensor.upper(),
+                        "kv_head": head,
+                        "position": position,
+                        "heads_touched": int(touched.sum()),
+                        "share_touched": float(touched.double().mean()),
+                        "head_error": float(off[touched].mean()) if bool(touched.any()) else 0.0,
+                        **{name: float(drift[name]) for name in ("attn_out", "resid_post", "final")},
+                        "kl": float(metrics.compare_logits(logits[None], changed[None])["kl"]),
+                    }
+                )
+    return pd.DataFrame(rows)
+
+
+def _planted(tensor: Tensor, head: int, position: int, error: float) -> Tensor:
+    planted = tensor.clone()
+    planted[:, position, head] *= 1 + error
+    return planted

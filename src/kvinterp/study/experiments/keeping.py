@@ -1,0 +1,290 @@
+"""What stands behind a result that is kept, shown and read again (:class:`~kvinterp.common.kept.Kept`): folders, pages, cards.
+
+A result is kept as its command keeps it, so that whatever was found in a notebook is a folder of the command line, and the
+other way round.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvinterp.common import words
+from kvinterp.common.kept import Held, Kept
+from kvinterp.data.inputs import given_list
+from kvinterp.errors import InputError, unexpected, unknown
+from kvinterp.study.experiments.base import Experiment
+from kvinterp.study.experiments.functions import FUNCTIONS, prompts_of
+from kvinterp.study.experiments.outcome import Outcome
+from kvinterp.study.experiments.registry import experiment_named, experiments
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_SENTENCES, _DOTS = 4, 80
+"""How many sentences a card has, and how many dots an inch its picture."""
+_MADE = ("model", "kind", "dtype", "attention", "protocol", "strategy", "seed", "max_new_tokens", "kernels", "sizes")
+"""What provenance says of the choices."""
+_NO_CHOICES = ("provenance", "work", "distances", "paths")
+"""What a result knows about itself that nobody chose, or that stands elsewhere."""
+
+
+def experiment_of(verb: str) -> type[Experiment]:
+    """The experiment that keeps the results of a command.
+
+    Raises:
+        InputError: There is no such command.
+    """
+    if verb in FUNCTIONS:
+        return FUNCTIONS[verb]
+    if verb not in experiments():
+        raise unknown("experiment", verb, experiments())
+    return experiment_named(verb)
+
+
+def outcome_of(found: Kept, folder: Path | None = None) -> Outcome:
+    """A result as what its command found.
+
+    Args:
+        found: The result.
+        folder: Where it will be written; where it is kept unless given.
+    """
+    if isinstance(found, Outcome):
+        return found
+    experiment, held = experiment_of(found.VERB), found.held
+    choices = _choices(found) if held is None else held.choices
+    settings = {"verb": found.VERB, **choices} if held is None else held.settings
+    if found.VERB == "compare":
+        from kvinterp.study.experiments.compare import outcome_with
+
+        place = folder or (held and held.folder)
+        outcome = outcome_with(found, settings, place)  # type: ignore[arg-type]
+    else:
+        outcome = Outcome(found, *found.written(), texts=prompts_of(found))
+    outcome.verb, outcome.settings, outcome.choices = experiment.verb(), settings, choices
+    return outcome
+
+
+def _choices(found: Any) -> dict[str, Any]:
+    """What is known of the choices of a result that no command made."""
+    about = found.provenance
+    made, own = about.get("provenance", about), about if "provenance" in about else {}
+    paths = about.get("paths", {})
+    named = {name: made[name] for name in _MADE if name in made}
+    return {**named, **paths, **{name: value for name, value in own.items() if name not in _NO_CHOICES}}
+
+
+# Folders ---------------------------------------------------------------------------------------------------------------
+
+
+def save(found: Kept, folder: str | os.PathLike[str], existing: str = "error") -> Path:
+    """Does what :meth:`Kept.save` says."""
+    return _written(found, _folder(folder), existing, "none")
+
+
+def report(found: Kept, folder: str | os.PathLike[str] | None = None, existing: str = "error") -> Path:
+    """Does what :meth:`Kept.report` says."""
+    from kvinterp.common.files import is_file
+    from kvinterp.common.store import Lock
+
+    held = found.held
+    if folder is None:
+        folder = tempfile.mkdtemp(prefix="kvinterp-") if held is None else held.folder
+    place = _folder(folder)
+    if held is None or held.folder.resolve() != place.resolve() or existing != "error":
+        place = _written(found, place, existing, "drawn")
+    else:
+        outcome = outcome_of(found)
+        with Lock(place):
+            experiment_of(outcome.verb).held(place).drawn_into(outcome, place / "figures")
+    page = place / "report.html"
+    if not is_file(page):
+        raise InputError(
+            f"there is nothing to show on a page of {str(place)!r}: nothing was measured; see the failures in summary.json."
+        )
+    return page
+
+
+def _folder(given: Any) -> Path:
+    if not isinstance(given, str | os.PathLike) or not str(given).strip():
+        raise unexpected("folder", given, "the name of a folder")
+    return Path(given)
+
+
+def _written(found: Kept, folder: Path, existing: str, figures: str) -> Path:
+    from kvinterp.study.results import ResultFolder
+
+    outcome = outcome_of(found, folder)
+    experiment = experiment_of(outcome.verb)()
+    experiment.with_findings(outcome)
+    names = [*(f"{name}.parquet" for name in outcome.tables), *outcome.texts, "report.html"]
+    names += [f"figures/{name}*" for name in experiment.drawn()]
+    with ResultFolder(folder, outcome.settings, names, existing) as place:
+        if not place.take_up():
+            experiment.written(place, outcome, figures)
+    found.held = Held(folder, outcome.settings, outcome.choices)
+    return folder
+
+
+def load(folder: str | os.PathLike[str]) -> Any:
+    """Reads what ``save`` or a command of kvinterp wrote into a folder.
+
+    Args:
+        folder: The folder.
+
+    Returns:
+        What is kept there: a :class:`Comparison`, a :class:`Sweep`, a :class:`Decomposition`, a :class:`KernelsTable`, a
+        :class:`Verdict`, a :class:`Trace`, what :func:`kvinterp.localise` found, or the :class:`Outcome` of an experiment, with
+        its ``tables`` and its ``summary``.
+
+    Raises:
+        InputError: It holds none of these, or one that is damaged or of another version.
+
+    Example:
+        >>> kv.load("out/compare").where()  # doctest: +SKIP
+    """
+    from kvinterp.common.files import SUMMARY, is_file, is_folder
+    from kvinterp.study.results import read_summary, reading
+
+    place = _folder(folder)
+    if not is_folder(place):
+        said = "is no folder" if os.path.lexists(place) else "does not exist"
+        raise InputError(f"folder {str(place)!r} {said}: give one that kvinterp wrote.")
+    if not is_file(place / SUMMARY):
+        return _without_a_summary(place)
+    summary = read_summary(place)
+    settings = summary.get("settings")
+    verb = settings.get("verb") if isinstance(settings, dict) else None
+    if not isinstance(verb, str):
+        raise InputError(
+            f"folder {str(place)!r} holds a summary.json that does not say what wrote it: give one that kvinterp wrote."
+        )
+    with reading(place, summary):
+        return _found(experiment_of(verb).held(place).read(place), place)
+
+
+def _found(outcome: Outcome, folder: Path | None) -> Kept:
+    """What a user is given of an outcome: the comparison, the sweep, ... in it where there is one."""
+    found: Kept = outcome.result if isinstance(outcome.result, Kept) else outcome
+    # Log-probs that were given have a table, and no comparison.
+    if outcome.verb == "compare" and "given" not in outcome.tables:
+        found = outcome.result.comparison
+    if folder is not None:
+        found.held = Held(folder, outcome.settings, outcome.choices)
+    return found
+
+
+def _without_a_summary(place: Path) -> Any:
+    from kvinterp.common.files import is_file
+    from kvinterp.recording import Trace
+
+    if is_file(place / "verdict.json"):
+        from kvinterp.auditing import Verdict
+
+        return Verdict.load(place)
+    if is_file(place / "trace.json"):
+        return Trace.load(place)
+    under = sorted(str(path.parent) for path in place.glob("runs/*/summary.json"))
+    if under:
+        raise InputError(f"folder {str(place)!r} holds {len(under)} results: load one of them, such as {under[0]!r}.")
+    raise InputError(f"folder {str(place)!r} holds no result: give one that kvinterp wrote, with a summary.json in it.")
+
+
+# What is shown ---------------------------------------------------------------------------------------------------------
+
+
+def figures(found: Kept) -> dict[str, Figure]:
+    """Does what :meth:`Kept.figures` says."""
+    outcome = outcome_of(found)
+    return experiment_of(outcome.verb)().drawings(outcome)
+
+
+def sentences(found: Kept) -> list[str]:
+    """Does what :meth:`Kept.sentences` says."""
+    outcome = outcome_of(found)
+    return [line for line in experiment_of(outcome.verb)().sentences(outcome) if line]
+
+
+def latex(found: Kept, table: str | None = None) -> str:
+    """Does what :meth:`Kept.to_latex` says."""
+    from kvinterp.common.parquet import LongTable
+    from kvinterp.study.report.latex import latex_of
+
+    if table is None:
+        return latex_of(found.VERB or outcome_of(found).verb, found.overview(), repr(found)[1:-1])
+    tables, _ = found.written()
+    if table not in tables:
+        raise unknown("table", table, tables)
+    held = tables[table]
+    return latex_of(table, held.whole() if isinstance(held, LongTable) else held, f"{table}: {repr(found)[1:-1]}")
+
+
+def card(found: Kept) -> str:
+    """A card for a notebook: one line, the first sentences, and the first figure, small."""
+    from kvinterp.study.report.page import Answer, Picture, Text, fragment
+    from kvinterp.study.report.style import png
+
+    lines = found.sentences()
+    more = f"{len(lines) - _SENTENCES} more in .sentences()" if len(lines) > _SENTENCES else ""
+    parts: list[Any] = [Text(repr(found)[1:-1]), Answer(lines[:_SENTENCES])]
+    for name, figure in list(found.figures().items())[:1]:
+        parts.append(Picture(name.replace("_", " "), png(figure, _DOTS)))
+    return fragment(*parts, *([Text(more)] if more else []))
+
+
+# Asking ----------------------------------------------------------------------------------------------------------------
+
+
+def experiment(
+    name: words.ExperimentName | str,
+    *,
+    out: str | os.PathLike[str] | None = None,
+    existing: words.Existing | str = "error",
+    progress: words.Progress | str = "bar",
+    **choices: Any,
+) -> Any:
+    """Runs an experiment, as its command does.
+
+    Args:
+        name: The command, such as ``"behaviour"``; ``kvinterp list experiments`` has them all.
+        out: A folder, in which an interrupted run goes on; None keeps everything in memory, and ``save`` writes it later.
+        existing: What to do about what is already there, see :data:`kvinterp.common.store.EXISTING`.
+        progress: ``"bar"`` or ``"none"``.
+        choices: The command's options, with underscores for hyphens.
+
+    Returns:
+        What :func:`load` reads of its folder.
+
+    Raises:
+        InputError: There is no such experiment or option, or something given does not fit.
+
+    Example:
+        >>> found = kv.experiment("behaviour", models=["zoo:gqa2-mini"], prompts="arithmetic:4")  # doctest: +SKIP
+        >>> found.tables["decodes"], found.sentences()  # doctest: +SKIP
+    """
+    if name not in experiments():
+        raise unknown("experiment", name, experiments())
+    kind = experiment_named(name)
+    defaults = {field.name: field.default for field in dataclasses.fields(kind) if field.init}
+    for choice in choices:
+        if choice not in defaults:
+            raise unknown(f"option of {name}", choice, defaults)
+    files = {field.name for field in dataclasses.fields(kind) if "Path" in str(field.type)}
+    given = {
+        choice: Path(value) if choice in files and isinstance(value, str) else _option(choice, value, defaults[choice])
+        for choice, value in choices.items()
+    }
+    outcome = kind(**given).run(None if out is None else _folder(out), existing, progress)
+    return _found(outcome, outcome.folder)
+
+
+def _option(name: str, value: Any, default: Any) -> Any:
+    """A value as the command would have given it: one of several by itself, a list as a tuple."""
+    if isinstance(default, tuple):
+        return (value,) if isinstance(value, str) else tuple(given_list(name, value, f"a list such as {list(default)!r}"))
+    if isinstance(default, str | bool) and not isinstance(value, type(default)):
+        raise unexpected(name, value, f"{'a text' if isinstance(default, str) else 'True or False'}, such as {default!r}")
+    return tuple(value) if isinstance(value, list) else value

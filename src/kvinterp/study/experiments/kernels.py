@@ -1,0 +1,92 @@
+"""Measure which of a model's operations give other bits for another number of rows or keys, or another batch."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+from kvinterp.study.cells import Cell, Made, loaded
+from kvinterp.study.experiments.base import Experiment, Outcome
+from kvinterp.study.experiments.options import option, shared
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernels(Experiment):
+    """Which operations depend on the shape they are called with?"""
+
+    OUT: ClassVar = None
+    TABLES: ClassVar = ("kernels",)
+    RESULT: ClassVar = "kvinterp.auditing:KernelsTable"
+
+    model: str = option("zoo:mistral-mini", "zoo:NAME, a checkpoint folder or a hub id.")
+    random_init: bool = shared("random_init")
+    kind: str = shared("kind")
+    dtype: str = shared("dtype")
+    kernels: str = option("native", "native, batch_invariant, split_k(4,float16), flash_decoding(4), layer_cast, ...")
+    sizes: tuple[int, ...] = option(
+        (1, 2, 17, 64, 128, 257), "Numbers of rows, and of keys, to compare.", example="1,2,17,64"
+    )
+    seed: int = option(0, "Seeds the prompt.")
+    device: str | None = shared("device")
+    attention: str | None = shared("attention")
+    remote_code: bool = shared("remote_code")
+
+    def cells(self) -> list[Cell]:
+        """One cell: the operations are those of one forward."""
+        settings = {"model": self.named(), "sizes": list(self.sizes), "kernels": self.kernels, "seed": self.seed}
+        return [Cell("kernels", f"{__name__}:measured", settings, f"operations of {self.model}")]
+
+    def named(self, name: str | None = None) -> dict[str, Any]:
+        """The model, which may be of a config alone."""
+        names = ("model", "random_init", "kind", "dtype", "seed", "device", "attention", "remote_code")
+        return {"loader": "kvinterp.study.experiments.audit:subject", **{each: getattr(self, each) for each in names}}
+
+    def reduce(self, made: Mapping[str, Made], settings: Mapping[str, Any], folder: Path | None) -> Outcome:
+        """The table, and the first operation that differs."""
+        from kvinterp.auditing import KernelsTable
+
+        tables, about = made["kernels"]
+        found = KernelsTable(tables["kernels"], about["first"], about["provenance"])
+        return Outcome(found, *found.written())
+
+    def sentences(self, outcome: Outcome) -> list[str]:
+        """Which operations depend on the shape they are called with."""
+        return str(outcome.result).splitlines()
+
+    def say(self, outcome: Outcome, echo: Callable[..., None]) -> None:
+        """A line an operation: from which size its bits change."""
+        from rich.console import Console
+
+        from kvinterp.common.console import escaped, table_of
+
+        found, varied = outcome.result, ("rows", "keys", "batch")
+        table = table_of(
+            f"{found.provenance['model']} ({self.kind}, {self.dtype}, {self.kernels} kernels)",
+            *("operation", "shape", *varied, "fixed by"),
+        )
+        for (operation, shape), rows in found.summary().groupby(["operation", "shape"], sort=False):
+            cells = {row["varied"]: _same_bits(row) for row in rows.to_dict("records")}
+            fixes = ", ".join(sorted({text for text in rows["flags_that_fix"] if text}))
+            table.add_row(*map(escaped, (operation, shape, *(cells.get(name, "") for name in varied), fixes)))
+        table.caption = (
+            "=: a row's bits stay the same; else the size from which they differ, and by how many ULP of its largest"
+        )
+        Console().print(table)
+        for line in (found, *outcome.files):
+            echo(line)
+
+
+def measured(
+    model: Mapping[str, Any], sizes: Sequence[int], kernels: str, seed: int
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The kernels table of a model."""
+    from kvinterp.auditing import kernels_table
+
+    made = kernels_table(loaded(model), sizes=sizes, kernels=kernels, seed=seed)
+    return {"kernels": made.table}, {"first": made.first, "provenance": made.provenance}
+
+
+def _same_bits(row: dict[str, Any]) -> str:
+    return "=" if row["same_bits"] else f"{row['first_size_that_differs']:g}: {row['max_ulp_of_row']:.2g} ULP"

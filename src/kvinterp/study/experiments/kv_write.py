@@ -1,0 +1,126 @@
+"""Measure K and V where they are written, one row alone beside the same row among its prefix (experiment 3 of the FP16 paper)."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar
+
+import pandas as pd
+import torch
+from torch import Tensor
+
+from kvinterp.auditing.blocks import BlockHooks, BlockModel, referenced
+from kvinterp.common.numbers import listed
+from kvinterp.common.progress import each
+from kvinterp.errors import InputError
+from kvinterp.metrics.kv import relative_error, ulp_error
+from kvinterp.models import Adapter, wrap
+from kvinterp.paths import kernels_named
+from kvinterp.study.cells import loaded
+from kvinterp.study.experiments.base import Outcome
+from kvinterp.study.experiments.of_models import OfModels, encoded
+from kvinterp.study.findings import Chart, Panel, median_of
+
+
+@dataclasses.dataclass(frozen=True)
+class KvWrite(OfModels):
+    """Does the difference originate where K and V are written?"""
+
+    TABLES: ClassVar = ("kv_write",)
+
+    def headline(self, outcome: Outcome) -> list[str]:
+        """Under which kernels K and V differ where they are written."""
+        found = outcome.tables["kv_write"].groupby("kernels", sort=False)["relative_error"].max()
+        differ = [str(name) for name, most in found.items() if most > 0]
+        if not differ:
+            return ["K and V of a new token, computed alone and with its prefix, are equal under all kernels tried."]
+        return [
+            f"K and V of a new token, computed alone and with its prefix, differ where they are written under {listed(differ)}."
+        ]
+
+    def rows(self, tables: Mapping[str, pd.DataFrame]) -> list[dict[str, Any]]:
+        """The error of each kernel mode."""
+        what = "median relative error of K and V, written alone against written with the prefix"
+        groups = tables["kv_write"].groupby("kernels", sort=False) if len(tables["kv_write"]) else ()
+        return [median_of(what, mine["relative_error"], mine["prompt"], kernels=name) for name, mine in groups]
+
+    def charts(self, outcome: Outcome) -> dict[str, Chart]:
+        """The error by layer, a line a kernel mode."""
+        mean = outcome.tables["kv_write"].groupby(["tensor", "kernels", "layer"], sort=False)["relative_error"].mean()
+        title, label = "K and V of a new token, computed alone and with its prefix", "mean relative error"
+        panel = Panel(mean.reset_index(), "layer", "relative_error", color="kernels", facet="tensor", label=label)
+        return {"root_cause_kv_write": Chart(title, [panel])}
+
+
+def measured(model: Mapping[str, Any], prompts: str) -> pd.DataFrame:
+    """The table of one model."""
+    adapter = loaded(model)
+    return kv_write_error(adapter, encoded(adapter, prompts)).assign(model=adapter.facts.name)
+
+
+def kv_write_error(
+    model: Any,
+    prompts: Sequence[Sequence[int]],
+    kernels: Sequence[str] = ("native", "split_k(4,float16)", "split_k(4,float32)", "batch_invariant"),
+    steps: int = 8,
+) -> pd.DataFrame:
+    """Experiment 3: K and V of one new token, computed alone as a cached step does and jointly with the whole prefix.
+
+    Both are given bitwise the same residual stream, so that what differs is born where the cache is written.
+
+    Args:
+        model: A model of any kind, in the dtype to be measured.
+        prompts: Token ids; the last ``steps`` of each are the new tokens.
+        kernels: Kernel modes to measure under.
+        steps: New tokens a prompt.
+
+    Returns:
+        One row a kernel mode, prompt, position, layer and tensor: relative_error (worst head), ulp_mean, ulp_max,
+        share_differing (of the numbers written).
+    """
+    adapter = wrap(model)
+    rows = []
+    for mode, (number, prompt) in each(list(itertools.product(kernels, enumerate(prompts))), "K and V,", "prompt"):
+        if len(prompt) <= steps:
+            raise InputError(f"prompt {number} has {len(prompt)} tokens: expected more than steps={steps}.")
+        tokens = torch.tensor([list(prompt)], device=adapter.device)
+        with referenced(BlockModel(adapter, kernels_named(mode)), tokens) as hooks:
+            for position, alone, jointly in _written(adapter, hooks, len(prompt) - steps):
+                for (tensor, layer), mine in alone.items():
+                    theirs = jointly[tensor, layer]
+                    ulp = ulp_error(mine, theirs)
+                    rows.append(
+                        {
+                            "kernels": mode,
+                            "prompt": number,
+                            "position": position,
+                            "layer": layer,
+                            "tensor": tensor.upper(),
+                            "relative_error": float(relative_error(mine, theirs).max()),
+                            "ulp_mean": float(ulp["mean"].mean()),
+                            "ulp_max": float(ulp["max"].max()),
+                            "share_differing": float((mine != theirs).double().mean()),
+                        }
+                    )
+    return pd.DataFrame(rows)
+
+
+Written = dict[tuple[str, int], Tensor]
+
+
+def _written(adapter: Adapter, hooks: BlockHooks, prefill: int) -> Iterator[tuple[int, Written, Written]]:
+    seen: Written = {}
+    places = [(site, layer) for site in ("k", "v") for layer in range(adapter.facts.layers)]
+
+    def listener(place: tuple[str, int]) -> Callable[[Tensor], None]:
+        return lambda tensor: seen.__setitem__(place, tensor[0, -1].clone())
+
+    with adapter.attached(places), adapter.listening({place: [listener(place)] for place in places}):
+        _, cache = hooks.feed(0, prefill)
+        for position in range(prefill, hooks.reference.tokens.shape[1]):
+            _, cache = hooks.feed(position, position + 1, cache)
+            alone = dict(seen)
+            hooks.recompute(position + 1)
+            yield position, alone, dict(seen)

@@ -1,0 +1,168 @@
+"""Compare the paths over precisions and orders of additions, one changed at a time (experiment 5 of the FP16 paper)."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+import pandas as pd
+
+from kvinterp.auditing.ladder import unit_roundoff
+from kvinterp.common.numbers import counted, listed
+from kvinterp.common.progress import each
+from kvinterp.comparison import Comparison, compare, failures_kept
+from kvinterp.data import load_prompts
+from kvinterp.models import dtype_named
+from kvinterp.study.cells import loaded
+from kvinterp.study.experiments.base import Outcome
+from kvinterp.study.experiments.of_models import OfModels
+from kvinterp.study.experiments.options import option
+from kvinterp.study.findings import Chart, Panel, median_of
+from kvinterp.study.reading.results import only
+
+LADDER = (
+    ("float16", "native"),
+    ("bfloat16", "native"),
+    ("float32", "native"),
+    ("float64", "native"),
+    ("float16", "batch_invariant"),
+    ("float32", "batch_invariant"),
+    ("float16", "split_k(4,float16)"),
+    ("float16", "split_k(4,float32)"),
+    ("float16", "layer_cast"),
+)
+"""Dtype and kernel mode of each rung: precision changes down the first four, the order of additions in the others.
+
+No mode adds in 16 bits throughout: ``batch_invariant`` and the machine's own matrix products add in float32 and round once.
+A fixed order that makes the paths equal shows that the order of additions matters, not that sums kept in FP16 do."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Ladder(OfModels):
+    """Is it the precision, or the order of additions?"""
+
+    STEPS: ClassVar = ("steps",)
+    TABLES: ClassVar = ("ladder",)
+
+    def headline(self, outcome: Outcome) -> list[str]:
+        """Whether one fixed order of additions leaves a difference where the machine's kernels make one."""
+        table = only(outcome.tables["ladder"], protocol="matched")
+        known, failed = table[~table["failed"].astype(bool)], int(table["failed"].sum())
+        lines = [f"{counted(failed, 'run')} could not be compared."] if failed else []
+        fixed, native = (
+            only(known, kernels=kernels).groupby("dtype", sort=False)["max_abs_logit"].max()
+            for kernels in ("batch_invariant", "native")
+        )
+        if known.empty or not (native > 0).any():
+            return [
+                "With the machine's kernels the paths gave the same logits in every dtype: no cause can be taken away.",
+                *lines,
+            ]
+        gone = [dtype for dtype, left in fixed.items() if left == 0 and native.get(dtype, 0.0) > 0]
+        if not gone:
+            left = "leaves a difference too" if (fixed > 0).any() else "was tried in no dtype in which they differ"
+            return [f"The machine's kernels make a difference in {listed(list(native[native > 0].index))}; one fixed order of "
+                    f"additions {left}.", *lines]  # fmt: skip
+        # Both add in float32 or wider and round once.
+        said = (
+            f"One fixed order of additions leaves no difference in {listed(gone)}, where the machine's kernels make one: the "
+            "order is the cause here. No kernel tried adds in float16 throughout, so this says nothing of sums kept in float16."
+        )
+        return [said, *lines]
+
+    def rows(self, tables: Mapping[str, pd.DataFrame]) -> list[dict[str, Any]]:
+        """The logit difference on every rung."""
+        table = only(tables["ladder"], protocol="matched")
+        known = table[~table["failed"].astype(bool)]
+        return [
+            median_of(
+                "median RMS logit difference", mine["rms_logit"], mine["id"], model=model, dtype=dtype, kernels=kernels
+            )
+            for (dtype, kernels, model), mine in known.groupby(["dtype", "kernels", "model"], sort=False)
+        ]
+
+    def charts(self, outcome: Outcome) -> dict[str, Chart]:
+        """Logit error and KL on every rung."""
+        table = only(outcome.tables["ladder"], protocol="matched")
+        table = table.assign(rung=table["dtype"] + ", " + table["kernels"])
+        labels = {"rms_logit": "RMS logit difference, a mark a prompt", "mean_kl": "mean KL (nats), a mark a prompt"}
+        rows = [
+            Panel(table.dropna(subset=[column]), column, "rung", "dots", color="model", label=label)
+            for column, label in labels.items()
+        ]
+        return {"root_cause_ladder": Chart("Precision, and the order in which kernels add", rows)}
+
+    most: int = option(6, "How many of the prompts go up the ladder, whose slow rungs cost the most.", min=1)
+    steps: int = option(16, "Most steps of each.", min=1)
+
+
+def measured(model: Mapping[str, Any], prompts: str, most: int, steps: int) -> pd.DataFrame:
+    """The table of one model."""
+    adapter = loaded(model)
+    table = precision_ladder(adapter, load_prompts(prompts)[:most], max_new_tokens=steps)
+    return table.assign(model=adapter.facts.name)
+
+
+def precision_ladder(
+    model: Any,
+    prompts: Any,
+    rungs: Sequence[tuple[str, str]] = LADDER,
+    max_new_tokens: int = 32,
+    protocols: Sequence[str] = ("matched",),
+) -> pd.DataFrame:
+    """Experiment 5: the full pipeline in every precision and under every order of additions.
+
+    Args:
+        model: A model of any kind whose weights are in float16.
+        prompts: Prompts, as :func:`kvinterp.compare` takes them.
+        rungs: Dtype and kernel mode of each rung.
+        max_new_tokens: Most steps.
+        protocols: Protocols to run.
+
+    Returns:
+        One row a rung, protocol and prompt: flipped, mean_kl, mean_kl_before_flip (with the step of the flip itself),
+        rms_logit (mean over steps), max_abs_logit, bitwise_equal_steps, steps, kl_over_squared_logit (mean_kl over the mean
+        of rms_logit squared). A prompt that could not be compared has ``failed`` and no numbers.
+    """
+    rows = []
+    for (dtype, kernels), protocol in each(list(itertools.product(rungs, protocols)), "ladder,", "rung"):
+        tail = f"[kernels={kernels}]@{dtype}"
+        result = compare(
+            model,
+            prompts,
+            f"cached{tail}",
+            f"recompute{tail}",
+            protocol=protocol,
+            max_new_tokens=max_new_tokens,
+            record="",
+            progress="none",
+            done=failures_kept,
+        )
+        rung = {
+            "dtype": dtype,
+            "kernels": kernels,
+            "protocol": protocol,
+            "unit_roundoff": unit_roundoff(dtype_named(dtype)),  # type: ignore[arg-type]
+        }
+        for example in result.examples.to_dict("records"):
+            rows.append({**rung, "id": example["id"], "failed": False, **_numbers(result, example)})
+        rows += [{**rung, "id": row["id"], "failed": True} for row in result.failures.to_dict("records")]
+    return pd.DataFrame(rows)
+
+
+def _numbers(result: Comparison, example: Mapping[str, Any]) -> dict[str, Any]:
+    steps = result.steps[result.steps["example"] == example["example"]]
+    squared = float((steps["rms_logit"] ** 2).mean())
+    return {
+        "flipped": not np.isnan(example["flip_index"]),
+        "mean_kl": example["mean_kl"],
+        "mean_kl_before_flip": example["mean_kl_before_flip"],
+        "rms_logit": float(steps["rms_logit"].mean()),
+        "max_abs_logit": float(steps["max_abs_logit"].max()),
+        "bitwise_equal_steps": int((steps["max_abs_logit"] == 0).sum()),
+        "steps": len(steps),
+        "kl_over_squared_logit": example["mean_kl"] / squared if squared else np.nan,
+    }

@@ -1,0 +1,424 @@
+"""Measure how far apart the two paths' residual streams are in each layer, where both were fed the same tokens.
+
+Experiment 2 of the FP16 paper (arXiv 2604.15409, section 6.2) reports the absolute L2 distance of hidden states at its decode
+step 1 and a jump at layer 1. Each path is fed its own tokens there, so that its cosines of 0.49 and 0.015 at layer 0 can be of
+two different tokens. Here every number is of rows at which both paths had read the same tokens, and how many rows that rule
+removed is said; beside the absolute distance stand the one relative to the stream, the angle, and all of them without the
+three largest dimensions, since massive activations make such a jump too. The null is the recompute path against itself: the
+same rows among more rows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import pandas as pd
+import torch
+
+from kvinterp import metrics
+from kvinterp.common.numbers import between, counted
+from kvinterp.comparison import PARTS, Comparison, compare, failures_kept
+from kvinterp.comparison.by_layer import (
+    CONTRASTS,
+    amplification_of,
+    head_correlations_of,
+    layer_tests_of,
+    means_of,
+    pairs_of,
+)
+from kvinterp.data import load_prompts
+from kvinterp.data.inputs import check_known, encode_all
+from kvinterp.errors import InputError
+from kvinterp.metrics.massive import SUFFIX
+from kvinterp.models import Adapter
+from kvinterp.paths import run
+from kvinterp.study.cells import Cell, Made, joined, loaded
+from kvinterp.study.experiments.base import Outcome, numbered
+from kvinterp.study.experiments.of_models import OfModels, shown_sites
+from kvinterp.study.experiments.options import DRAWS, option, sampled, shared
+from kvinterp.study.findings import Chart, Panel, finding, findings_of
+from kvinterp.study.reading.results import only
+
+EVERY_STEP, ONE_STEP, NULL = "every decode step", "decode step 1", "same-path null"
+"""Which rows a mean is of: all that a path decodes after the prefill, or those of the paper; and what is held against them."""
+AGAINST = {"previous layer": "the layer before", "layer 0": "layer 0", NULL: "the recompute path among more rows"}
+LEVEL = 0.05
+"""Below this corrected p-value two things are told apart."""
+NAMES = {
+    "l2": "L2",
+    "relative_l2": "relative L2",
+    f"l2{SUFFIX}": "L2 without the three largest dimensions",
+    f"relative_l2{SUFFIX}": "relative L2 without the three largest dimensions",
+}
+MEASURES = tuple(metric.column for metric in metrics.OF_KIND["residual"])
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerDrift(OfModels):
+    """In which layer do the paths come apart, and does it grow from layer to layer?"""
+
+    TABLES: ClassVar = (
+        "layer_drift",
+        "layer_drift_rows",
+        "drift_by_layer",
+        "layer_tests",
+        "amplification",
+        "head_kl",
+        "head_correlation",
+        "drift_examples",
+    )
+    DRAWN: ClassVar = ("layer_drift",)
+    UNIT: ClassVar = "examples"
+
+    dtype: str = shared("dtype")
+    strategy: str = option("greedy", "How tokens are chosen: greedy, top_k(50,0.8), top_p(0.95,0.8).")
+    seed: int = option(0, "Seeds the sampling.", min=0, only=(lambda asked: sampled(asked.strategy), DRAWS))
+    kernels: str = option("native", "Kernel mode of both paths.")
+    max_new_tokens: int = option(32, "Most steps a prompt.", min=2)
+    step: int = option(2, "The paper's decode step 1: ours, which count the prefill's token as step 0.", min=1)
+    divergent: int = option(10, "How many examples the paper's selection is of: those of the highest mean KL.", min=1)
+    contrast: tuple[str, ...] = option(
+        tuple(CONTRASTS),
+        "What a layer is tested against: previous layer, layer 0, same-path null; may be given several times.",
+    )
+    suffix: int = option(8, "Tokens behind the text in the null.", min=1)
+
+    def check(self) -> None:
+        """Everything that can be looked at before a model is loaded."""
+        super().check()
+        self.check_distinct()
+        if self.step >= self.max_new_tokens:
+            raise InputError(
+                f"step={self.step} is never decoded with max_new_tokens={self.max_new_tokens}, where the last step is "
+                f"{self.max_new_tokens - 1}: decode more tokens or name an earlier step."
+            )
+        if not self.contrast:
+            raise InputError("the list of contrasts is empty: give at least one, such as 'previous layer'.")
+        for name in self.contrast:
+            check_known("contrast", name, CONTRASTS)
+
+    def cells(self) -> list[Cell]:
+        """A cell a model and example."""
+        found, prompts = [], load_prompts(self.prompts)
+        names = ("prompts", "strategy", "seed", "kernels", "max_new_tokens", "suffix")
+        for number, (model, adapter) in enumerate(zip(self.models, self.adapters(), strict=True)):
+            encode_all(adapter, prompts, self.max_new_tokens + self.suffix)
+            settings = {"model": self.named(model), **{name: getattr(self, name) for name in names}}
+            for example in range(len(prompts)):
+                told = f"layer drift of {adapter.facts.name}" * (example == 0)
+                found.append(Cell(f"layer-drift-{number}-{example}", f"{__name__}:measured", settings, told))
+        return found
+
+    def tables(self, made: Mapping[str, Made]) -> dict[str, pd.DataFrame]:
+        """What the examples of all models come to."""
+        return tables_of(joined(made), self.step, self.divergent, self.contrast)
+
+    def noted(self) -> dict[str, Any]:
+        """How the paths were run."""
+        return {name: getattr(self, name) for name in ("kernels", "strategy", "seed", "max_new_tokens")}
+
+    # What was found ----------------------------------------------------------------------------------------------------
+
+    def headline(self, outcome: Outcome) -> list[str]:
+        """How the relative drift changes from the first layer to the last, and what was left out."""
+        tables = outcome.tables
+        every = only(tables["drift_by_layer"], selection=EVERY_STEP, protocol="matched", measure="relative_l2")
+        ends = [(g["median"].iloc[0], g["median"].iloc[-1]) for _, g in every.sort_values("layer").groupby("model")]
+        failed = tables["drift_examples"].query("message != ''")
+        lines = ["No step was decoded after the prefill: no drift was measured."]
+        if ends and not (every["mean"] > 0).any():
+            lines = ["Fed the same tokens, resid_post is bitwise equal in every layer of both paths."]
+        elif ends:
+            first, last = (between([pair[side] for pair in ends]) for side in (0, 1))
+            models = f" over {counted(len(ends), 'model')}" * (len(ends) > 1)
+            lines = [
+                f"Fed the same tokens, the two paths' resid_post differ by {first} of its length in layer 0 and by {last} in the "
+                f"last layer (medians{models})."
+            ]
+        if len(failed):
+            lines.append(f"{counted(len(failed), 'example')} left out: {failed['message'].iloc[0]}")
+        return lines
+
+    def findings(self, outcome: Outcome) -> pd.DataFrame:
+        """Drift in the first and last layer, its growth, what the rule of equal tokens removed, the tests, and the heads."""
+        tables, rows = outcome.tables, []
+        for model in dict.fromkeys(tables["drift_examples"]["model"]):
+            mine = {name: only(table, model=model) for name, table in tables.items() if "model" in table}
+            rows += [{"model": model, **found} for found in _found(mine)]
+        return findings_of(rows)
+
+    def charts(self, outcome: Outcome) -> dict[str, Chart]:
+        """Drift by layer, the paper's step, growth from layer to layer, and attention by head."""
+        tables = outcome.tables
+        means = tables["drift_by_layer"].rename(columns={"median": "drift"})
+        if means.empty:
+            return {}
+        every = means[(means["selection"] == EVERY_STEP) & means["protocol"].isin(["matched", NULL])]
+        bare = every["measure"].str.endswith(SUFFIX)
+        every = every.assign(line=every["protocol"].where(~bare, "bare"))[~(bare & (every["protocol"] == NULL))]
+        every["measure"] = every["measure"].str.removesuffix(SUFFIX)
+        streams = {
+            "matched": "cached against recompute",
+            "bare": "without the three largest dimensions",
+            NULL: "null: recompute among more rows, no cache",
+        }
+        one = only(means, selection=ONE_STEP, protocol="free")
+        rules = {"none": "every row, as in the paper", "same tokens": "rows where both read the same tokens"}
+        by: dict[str, Any] = {"x": "layer", "facet": "model"}
+        label = "of resid_post\n(median, 95% interval)"
+        growth = tables["amplification"].dropna(subset=["ratio"])
+        found = {
+            "layer_drift": Chart(
+                "Drift of the residual stream by layer, both paths fed the same tokens",
+                [Panel(only(every, measure=m), y="drift", color="line", names=streams, label=f"{NAMES[m]} {label}", **by)
+                 for m in ("l2", "relative_l2")],
+            ),
+            "layer_drift_decode_step_1": Chart(
+                "The paper's decode step 1, each path fed its own text",
+                [Panel(only(one, measure=m), y="drift", color="rule", names=rules, label=f"{m} {label}",
+                       scale="linear" if m == "cosine" else "zero", **by) for m in ("l2", "cosine")],
+            ),
+            "layer_drift_amplification": Chart(
+                "Growth of the drift from layer to layer",
+                [Panel(growth, y="ratio", color="measure", names=NAMES, level=1,
+                       label="drift over that of the layer before\n(median example, 95% interval)", **by)],
+            ),
+        }  # fmt: skip
+        if len(tables["head_kl"]):
+            kinds = {"within": "within a KV group", "across": "across KV groups", "within - across": "difference"}
+            found["layer_drift_heads"] = Chart(
+                "Attention by head, and how the heads' errors go together",
+                [Panel(tables["head_kl"], "head", "layer", "map", color="kl", facet="model", xlabel="query head",
+                       label="mean attention KL (nats);\nblank: exactly 0"),
+                 Panel(tables["head_correlation"], y="r", color="kind", names=kinds, scale="signed", level=0,
+                       label="Spearman correlation of\nhead errors (95% interval)", **by)],
+            )  # fmt: skip
+        return found
+
+
+def _found(mine: Mapping[str, pd.DataFrame]) -> list[dict[str, Any]]:
+    """The findings of one model."""
+    rows: list[dict[str, Any]] = []
+    means = mine["drift_by_layer"]
+    every, null = (
+        only(means, selection=EVERY_STEP, protocol=name).set_index(["measure", "layer"]) for name in ("matched", NULL)
+    )
+    of: dict[str, Any] = {"unit": "examples"}
+    for measure, name in list(NAMES.items())[:3] if len(every) else ():
+        for layer in sorted({*every.loc[measure].index[[0, -1]]}):
+            each = every.loc[measure, layer]
+            beside = null["median"].get((measure, layer), float("nan"))
+            rows.append(finding(f"median {name} of resid_post", each["median"], each[["low", "high"]], each["n"], null=beside,
+                            layer=layer, **of))  # fmt: skip
+    grown = mine["amplification"].dropna(subset=["ratio"]).set_index(["measure", "layer"])
+    if "l2" in grown.index:
+        # Of the layers before which enough examples drift, where there is one.
+        enough = grown.loc["l2"].query(f"n >= {metrics.FEWEST}")
+        most = (enough if len(enough) else grown.loc["l2"])["ratio"].idxmax()
+        for measure, name in NAMES.items():
+            each = grown.loc[measure, most]
+            rows.append(finding(f"growth of {name}, in the layer where L2 grows most", each["ratio"], each[["low", "high"]],
+                                each["n"], measure="times", layer=most, **of))  # fmt: skip
+    free = only(mine["layer_drift_rows"], protocol="free").set_index("selection")
+    for selection, each in free.iterrows():
+        rows.append(finding(f"rows of other tokens, each path fed its own text, {selection}", each["removed"] / each["rows"],
+                        n=each["rows"], unit="rows", measure="%", note="left out of every other number"))  # fmt: skip
+    cosine = only(means, selection=ONE_STEP, protocol="free", measure="cosine")
+    for each in cosine[cosine["layer"] == cosine["layer"].min()].to_dict("records"):
+        which = "every row" if each["rule"] == "none" else "rows of the same tokens"
+        rows.append(finding(f"median cosine at the paper's decode step 1, {which}", each["median"], (each["low"], each["high"]),
+                        each["n"], layer=each["layer"], **of))  # fmt: skip
+    for (contrast, test), table in only(mine["layer_tests"], measure="l2").groupby(["contrast", "test"], sort=False):
+        told, middle = table[table["p_bh"] < LEVEL], 0.5 if test == "Mann-Whitney" else 0.0
+        less = int((told["effect"] < middle).sum())
+        rows.append(finding(f"layers with more L2 than {AGAINST[contrast]}", (told["effect"] > middle).sum(), n=len(table),
+                            unit="layers", test=test, note=f"BH at {LEVEL:g}; less in {less}"))  # fmt: skip
+    return rows + _found_of_heads(mine["head_kl"], mine["head_correlation"])
+
+
+def _found_of_heads(heads: pd.DataFrame, correlations: pd.DataFrame) -> list[dict[str, Any]]:
+    if heads.empty:
+        return []
+    most = heads.loc[heads["kl"].idxmax()]
+    place = {"layer": most["layer"], "head": most["head"]} if most["kl"] > 0 else {}
+    derived = "derived beside the kernel, which shows no pattern" if (heads["pattern"] == "derived").any() else ""
+    rows = [finding("largest mean attention KL of a head", most["kl"], n=most["n"], unit="examples", measure="nats", note=derived,
+                **place)]  # fmt: skip
+    known = only(correlations, kind="within - across").dropna(subset=["low"])
+    if len(known):
+        less = int((known["high"] < 0).sum())
+        rows.append(finding("layers where heads that share a KV head err more alike than others", (known["low"] > 0).sum(),
+                        n=len(known), unit="layers", note=f"by the 95% interval; less alike in {less}"))  # fmt: skip
+    return rows
+
+
+# One example -----------------------------------------------------------------------------------------------------------
+
+
+def measured(
+    keys: Sequence[str],
+    keep: Callable[..., None],
+    model: Mapping[str, Any],
+    prompts: str,
+    kernels: str,
+    strategy: str,
+    seed: int,
+    max_new_tokens: int,
+    suffix: int,
+) -> None:
+    """Compares the paths on some examples of one model, and keeps what each gave.
+
+    Until the first flip both protocols feed the same tokens, so that only an example that flips is run free too.
+    """
+    adapter, given, numbers = loaded(model), load_prompts(prompts), numbered(keys)
+    tail = f"[kernels={kernels}]"
+    paths = f"cached{tail}", f"recompute{tail}"
+    sites = shown_sites(adapter)
+    settings: dict[str, Any] = {"strategy": strategy, "seed": seed, "max_new_tokens": max_new_tokens, "progress": "none"}
+
+    def done(part: Comparison) -> None:
+        for row in part.failures.to_dict("records"):
+            keep(numbers[row["example"]], {"examples": pd.DataFrame([row]).assign(model=adapter.facts.name)}, {})
+        for example in part.examples["example"]:
+            frames = {name: (frame := getattr(part, name))[frame["example"] == example] for name in PARTS}
+            mine = free = Comparison(**frames, provenance=part.provenance)
+            if mine.examples["flip_index"].notna().any():
+                apart = {**settings, "protocol": "free", "record": "resid_post", "examples": [int(example)]}
+                apart["done"] = failures_kept
+                free = compare(adapter, given[example], *paths, **apart)
+            tables = of_example(mine, free, adapter.facts.query_heads // adapter.facts.kv_heads)
+            tables["null"] = null_drift(adapter, given[example], mine.steps, paths[1], suffix).assign(example=example)
+            keep(numbers[int(example)], {name: t.assign(model=adapter.facts.name) for name, t in tables.items()}, {})
+
+    told: dict[str, Any] = {**settings, "record": sites, "done": done}
+    compare(adapter, [given[number] for number in numbers], *paths, examples=list(numbers), **told)
+
+
+def of_example(matched: Comparison, free: Comparison, sharing: int) -> dict[str, pd.DataFrame]:
+    """The tables of one example.
+
+    Args:
+        matched: Both paths on the same tokens, with resid_post, and the patterns where the model shows them.
+        free: Each on its own; the same where nothing flips.
+        sharing: How many query heads share a KV head.
+    """
+    columns = ["example", "step", "layer", *MEASURES]
+    heads = matched.heads[matched.heads["step"] > 0]
+    kl = heads.groupby(["example", "layer", "head", "pattern"], as_index=False)["kl"].mean()
+    other_text = free.layers["after_flip"].astype(bool) & (free.provenance["protocol"] == "free")
+    examples = matched.examples[["example", "id", "prompt_tokens", "steps", "flip_index"]]
+    return {
+        "drift": matched.layers[columns],
+        "removed": free.layers.loc[other_text, columns],
+        "heads": kl,
+        "pairs": pairs_of(heads, sharing),
+        "examples": examples.assign(
+            free_steps=free.examples["steps"].to_numpy(),
+            mean_kl=free.examples["mean_kl"].to_numpy(),
+            matched_mean_kl=matched.examples["mean_kl"].to_numpy(),
+            message="",
+        ),
+    }
+
+
+def null_drift(adapter: Adapter, prompt: Any, steps: pd.DataFrame, path: str, suffix: int) -> pd.DataFrame:
+    """The recompute path against itself: the newest row of each step, among its prefix and among the whole text and more.
+
+    Args:
+        adapter: The model.
+        prompt: The prompt.
+        steps: The table ``steps`` of the comparison, whose tokens are fed.
+        path: The recompute path.
+        suffix: Tokens behind the text, so that the last step has company too; a causal model does not see them.
+
+    Returns:
+        One row a step from 1 on and layer, with every measure of drift.
+    """
+    fed = steps["token_a"].tolist()[:-1]
+    settings: dict[str, Any] = {"record": "resid_post", "stop": "length"}
+    alone = run(adapter, prompt, path, continuation=fed, max_new_tokens=len(steps), **settings)
+    text = [*alone.prompt, *fed]
+    longer = run(adapter, [*text, *(text * suffix)[:suffix]], path, max_new_tokens=1, positions="all", **settings)
+    newest = slice(len(alone.prompt) - 1, len(text))
+    layers = range(adapter.facts.layers)
+    a = torch.stack([longer.records["resid_post", layer][0][newest] for layer in layers])
+    b = torch.stack([alone["resid_post", layer] for layer in layers])
+    found = {name: values.flatten().tolist() for name, values in metrics.measured("residual", a, b).items()}
+    places = pd.MultiIndex.from_product([layers, range(len(steps))], names=["layer", "step"]).to_frame(index=False)
+    table = places.assign(**found)
+    return table.loc[table["step"] > 0, ["step", "layer", *MEASURES]]
+
+
+# All examples ----------------------------------------------------------------------------------------------------------
+
+
+def tables_of(
+    parts: Mapping[str, pd.DataFrame], step: int, divergent: int, contrasts: Sequence[str]
+) -> dict[str, pd.DataFrame]:
+    """The tables of all models.
+
+    Args:
+        parts: Those of the examples: drift, removed, heads, pairs, examples, null.
+        step: The step of the paper's selection.
+        divergent: Of how many examples it is.
+        contrasts: What a layer is tested against.
+    """
+    examples, matched = parts["examples"], parts["drift"].assign(protocol="matched", same_tokens=True)
+    flips = matched[["model", "example"]].merge(examples, "left", ["model", "example"])["flip_index"].to_numpy(float)
+    # Up to a flip, the step of the flip too, both protocols feed the same tokens: the rows are the same to the bit.
+    free = matched[~(matched["step"].to_numpy() > flips)].assign(protocol="free")
+    every = pd.concat([matched, free, parts["removed"].assign(protocol="free", same_tokens=False)], ignore_index=True)
+    every = every.astype({"same_tokens": bool})
+    decoded, highest = every[every["step"] > 0], _highest(examples, divergent)
+    selections = {EVERY_STEP: decoded, ONE_STEP: _at(decoded, step, highest)}
+    nulls = {EVERY_STEP: parts["null"], ONE_STEP: _at(parts["null"], step, highest)}
+    rows = []
+    for selection, table in selections.items():
+        same = table[table["same_tokens"]]
+        for protocol, rule, chosen in (
+            ("matched", "same tokens", same[same["protocol"] == "matched"]),
+            ("free", "same tokens", same[same["protocol"] == "free"]),
+            ("free", "none", table[table["protocol"] == "free"]),
+            ("same-path null", "same tokens", nulls[selection]),
+        ):
+            labels = {"protocol": protocol, "selection": selection, "rule": rule}
+            rows.append(_by_model(chosen, lambda part: means_of(part, MEASURES)).assign(**labels))
+    matched = decoded[decoded["protocol"] == "matched"]
+    heads = parts["heads"].groupby(["model", "layer", "head", "pattern"], sort=False)["kl"]
+    return {
+        "layer_drift": every.loc[every["same_tokens"], ["model", "protocol", "example", "step", "layer", *MEASURES]],
+        "layer_drift_rows": pd.concat([_counted(table, name) for name, table in selections.items()], ignore_index=True),
+        "drift_by_layer": pd.concat(rows, ignore_index=True),
+        "layer_tests": layer_tests_of(matched, parts["null"], contrasts),
+        "amplification": _by_model(matched, amplification_of),
+        # Each example counts once.
+        "head_kl": heads.agg(kl="mean", n="size").reset_index(),
+        "head_correlation": _by_model(parts["pairs"], head_correlations_of),
+        "drift_examples": examples.assign(divergent=examples.index.isin(highest.index)),
+    }
+
+
+def _highest(examples: pd.DataFrame, count: int) -> pd.DataFrame:
+    """So many examples of each model, those of the highest mean KL in the free protocol; of equal ones the first."""
+    known = examples.dropna(subset=["mean_kl"])
+    return known.sort_values("mean_kl", ascending=False, kind="stable").groupby("model", sort=False).head(count)
+
+
+def _at(table: pd.DataFrame, step: int, examples: pd.DataFrame) -> pd.DataFrame:
+    """The rows of one step of some examples."""
+    chosen = pd.MultiIndex.from_frame(examples[["model", "example"]])
+    return table[(table["step"] == step) & pd.MultiIndex.from_frame(table[["model", "example"]]).isin(chosen)]
+
+
+def _by_model(table: pd.DataFrame, function: Callable[[pd.DataFrame], pd.DataFrame]) -> pd.DataFrame:
+    made = [function(part).assign(model=model) for model, part in table.groupby("model", sort=False)]
+    frame = pd.concat(made, ignore_index=True) if made else function(table).assign(model="")
+    return frame[["model", *frame.columns.drop("model")]]
+
+
+def _counted(table: pd.DataFrame, selection: str) -> pd.DataFrame:
+    """How many rows there are, each a step of an example in one layer, and how many of them the rule removed."""
+    by = table.assign(removed=~table["same_tokens"]).groupby(["model", "protocol"], sort=False)["removed"]
+    return by.agg(rows="size", removed="sum").reset_index().assign(selection=selection)

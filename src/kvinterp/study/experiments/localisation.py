@@ -1,0 +1,318 @@
+"""Patch and split the examples whose paths differ most: as the FP16 paper does, and so that the answer can be trusted.
+
+Experiment 5 of the FP16 paper (arXiv 2604.15409, section 6.5) puts the cached path's residual stream into the recompute path at
+the first cached step, one layer at a time and cumulatively, on the examples of the highest KL, and reads from its recovering
+nothing that the cache carries the difference. The recompute path keeps nothing between steps, so that such a patch can reach a
+later one through the chosen token alone. Beside it stand the same patch at every step and at all positions, K and V themselves
+in both directions, each alone too, and the split of the difference by what makes it, with its nulls.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pandas as pd
+
+from kvinterp.common.kept import flat
+from kvinterp.common.numbers import counted, percent
+from kvinterp.comparison import Comparison, compare
+from kvinterp.comparison.vocabulary import RECOVERED
+from kvinterp.data import load_prompts
+from kvinterp.data.inputs import check_known, encode_all
+from kvinterp.errors import InputError
+from kvinterp.models.provenance import provenance
+from kvinterp.patching import PRESETS, Decomposition, Sweep, decompose, sweep
+from kvinterp.patching.decomposition import check_splittable
+from kvinterp.study.cells import Cell, Made, joined, loaded, stacked
+from kvinterp.study.experiments.base import Outcome, numbered
+from kvinterp.study.experiments.of_models import OfModels
+from kvinterp.study.experiments.options import option, shared
+from kvinterp.study.findings import Chart, Panel, findings_of, median_of
+from kvinterp.study.findings.of_patching import (
+    charts_of_decomposition,
+    charts_of_sweep,
+    of_model,
+    rows_of_decomposition,
+    rows_of_sweep,
+)
+
+SETS: dict[str, dict[str, str]] = {
+    "paper": {name: PRESETS["paper"][name] for name in ("site", "over", "direction", "steps", "protocol", "distance")},
+    "residual": {"site": "resid_post", "over": "single,cumulative"},
+    "residual-all": {"site": "resid_post", "over": "single,cumulative", "positions": "all"},
+    "kv-into-recompute": {"site": "kv", "over": "single,cumulative-from"},
+    "kv-into-cached": {"site": "kv", "over": "single,cumulative", "direction": "into-cached"},
+    "k-into-recompute": {"site": "cache_k", "over": "cumulative-from", "controls": "none"},
+    "v-into-recompute": {"site": "cache_v", "over": "cumulative-from", "controls": "none"},
+    "k-into-cached": {"site": "cache_k", "over": "cumulative", "direction": "into-cached", "controls": "none"},
+    "v-into-cached": {"site": "cache_v", "over": "cumulative", "direction": "into-cached", "controls": "none"},
+}
+"""What is patched, as :func:`kvinterp.sweep` takes it: the paper's, then at every matched step (by the logits' L2 first)."""
+SPLIT = "decomposition"
+"""Not a patch: the split of the difference by what makes it."""
+_RANKED, _PATCHED = "localisation-kl", "localisation-patched"
+
+
+@dataclasses.dataclass(frozen=True)
+class Localisation(OfModels):
+    """What carries the difference, on the examples whose paths differ most?"""
+
+    TABLES: ClassVar = ("chosen", "recovery", "recovery_by_layer", "steps", "controls", "decomposition", "layers")
+    DRAWN: ClassVar = ("localisation",)
+    UNIT: ClassVar = "examples"
+
+    dtype: str = shared("dtype")
+    count: int = option(10, "How many examples: those of the highest mean KL in the free protocol.", min=1)
+    max_new_tokens: int = option(32, "Most steps a prompt.", min=2)
+    kernels: str = option("native", "Kernel mode of both paths.")
+    part: tuple[str, ...] = option(
+        (*SETS, SPLIT), f"{', '.join(SETS)} or {SPLIT}; may be given several times.", show_default="all of them"
+    )
+
+    def check(self) -> None:
+        """The parts too."""
+        super().check()
+        self.check_distinct()
+        if not self.part:
+            raise InputError(f"the list of parts is empty: give at least one, such as {SPLIT!r}.")
+        for name in self.part:
+            check_known("part", name, (*SETS, SPLIT))
+
+    def cells(self) -> list[Cell]:
+        """The first stage, a cell a model and example: how far apart its paths are."""
+        found, prompts = [], load_prompts(self.prompts)
+        for number, (model, adapter) in enumerate(zip(self.models, self.adapters(), strict=True)):
+            if SPLIT in self.part:
+                check_splittable(adapter, 8)
+            encode_all(adapter, prompts, self.max_new_tokens + 8)
+            for example in range(len(prompts)):
+                told = f"localisation: KL of each prompt of {adapter.facts.name}" * (example == 0)
+                found.append(Cell(f"{_RANKED}-{number}-{example}", f"{__name__}:ranked", self._given(model), told))
+        return found
+
+    def then(self, made: Mapping[str, Made]) -> list[Cell]:
+        """The second stage, a cell a model and example of the highest KL, which is known from the first."""
+        found, chosen, parts = [], self._chosen(made), list(dict.fromkeys(self.part))
+        for number, model in enumerate(self.models):
+            mine = chosen.loc[chosen["number"] == number]
+            for place, example in enumerate(mine["example"]):
+                settings = {**self._given(model), "parts": parts, "first": int(mine["example"].iloc[0])}
+                told = f"localisation: patches in {mine['model'].iloc[0]}" * (place == 0)
+                found.append(Cell(f"{_PATCHED}-{number}-{example}", f"{__name__}:localised", settings, told))
+        return found
+
+    def reduce(self, made: Mapping[str, Made], settings: Mapping[str, Any], folder: Path | None) -> Outcome:
+        """The sweeps and the split of every model, and their tables one below the other."""
+        patched = {key: made[key] for key in made if key.startswith(_PATCHED)}
+        tables = {**dict.fromkeys(self.TABLES, pd.DataFrame()), **joined(patched)}
+        sweeps, splits = _found(tables, patched)
+        by_layer = [found.aggregate().assign(model=model, part=part) for (model, part), found in sweeps.items()]
+        tables |= {"chosen": self._chosen(made).drop(columns="number")}
+        tables |= {"recovery_by_layer": pd.concat(by_layer, ignore_index=True) if by_layer else pd.DataFrame()}
+        about = {
+            adapter.facts.name: provenance(adapter, kernels=self.kernels, max_new_tokens=self.max_new_tokens)
+            for adapter in self.adapters()
+        }
+        summary = {
+            "chosen": tables["chosen"].to_dict("records"),
+            "sweeps": [{"model": model, "part": part, **found.summary()} for (model, part), found in sweeps.items()],
+            "decompositions": [{"model": model, **found.summary()} for model, found in splits.items()],
+            "by_layer": tables["recovery_by_layer"].to_dict("records"),
+            "provenance": about,
+            "told": {each["model"]: each["parts"] for _, each in patched.values()},
+        }
+        return Outcome((sweeps, splits), tables, summary)
+
+    def again(self, tables: Mapping[str, pd.DataFrame], summary: Mapping[str, Any]) -> Outcome:
+        """The sweeps and the splits from their tables."""
+        own = {name: table for name, table in tables.items() if name not in ("chosen", "recovery_by_layer")}
+        told: dict[str, Made] = {name: ({}, {"model": name, "parts": each}) for name, each in summary["told"].items()}
+        return Outcome(_found(own, told), tables, summary)
+
+    # What was found ----------------------------------------------------------------------------------------------------
+
+    def headline(self, outcome: Outcome) -> list[str]:
+        """What the paper's patch and K and V recover with all layers together."""
+        table, said = pd.DataFrame(outcome.summary["by_layer"]), []
+        for part, name in (("paper", "the paper's patch"), ("kv-into-cached", "K and V put into the cached path")):
+            known = table[(table["part"] == part) & (table["defined"] > 0)] if len(table) else table
+            found = (
+                [whole["median"] for _, mine in known.groupby("model") for whole in _all_layers(mine)] if len(known) else []
+            )
+            if found:
+                low, high = percent(min(found)), percent(max(found))
+                said.append(f"{name} {low if low == high else f'{low} to {high}'}")
+        lines = [f"All layers together recover, at the median: {'; '.join(said)}." if said else
+                 "There is no difference to recover, or neither the paper's patch nor K and V were asked for."]  # fmt: skip
+        if "paper" in self.part and said:
+            lines.append("The recompute path keeps nothing between steps: that the paper's patch recovers nothing would not say "
+                         "where the difference is.")  # fmt: skip
+        return lines
+
+    def findings(self, outcome: Outcome) -> pd.DataFrame:
+        """Of each model: which examples, what each patch recovers, and the split."""
+        rows = []
+        for model, mine in outcome.tables["chosen"].groupby("model", sort=False):
+            flips, of = int(mine["flip_index"].notna().sum()), int(mine["of"].iloc[0])
+            note = f"the highest of {counted(of, 'example')}; {flips} flip a token"
+            more = {"unit": "examples", "measure": "nats", "model": model, "note": note}
+            rows.append(median_of("mean KL of an example that is patched, free protocol", mine["mean_kl"], **more))
+        sweeps, splits = outcome.result
+        for (model, part), found in sweeps.items():
+            rows += [{"model": model, "part": part, **row} for row in rows_of_sweep(found)]
+        for model, split in splits.items():
+            rows += [{"model": model, **row, "part": f"split, {row['part']}"} for row in rows_of_decomposition(split)]
+        return findings_of(rows)
+
+    def charts(self, outcome: Outcome) -> dict[str, Chart]:
+        """The map of all patches, and of each model the paper's patch by example and the split."""
+        sweeps, splits = outcome.result
+        drawn: dict[str, Chart] = {}
+        if sweeps:
+            table = pd.DataFrame(outcome.summary["by_layer"])
+            of = {part: RECOVERED[found.provenance["distance"]] for (_, part), found in sweeps.items()}
+            table["patch"] = [f"{row.part}, {row.sweep} ({of[row.part]})" for row in table.iloc[::-1].itertuples()][::-1]
+            panel = Panel(table, "layer", "patch", "map", "median", facet="model", scale="signed", label="median recovery")
+            drawn["localisation"] = Chart("What each patch recovers, layer by layer", [panel], ["in brackets: of what"])
+        papers = {model: swept for (model, part), swept in sweeps.items() if part == "paper"}
+        for place, (model, swept) in enumerate(papers.items()):
+            for chart in list(charts_of_sweep(swept, of_model(swept.provenance)).values())[:1]:
+                drawn[_named("localisation_paper", place, model)] = chart
+        for place, (model, split) in enumerate(splits.items()):
+            for chart in charts_of_decomposition(split, of_model(split.provenance)).values():
+                drawn[_named("localisation_decomposition", place, model)] = chart
+        return drawn
+
+    def _given(self, model: str) -> dict[str, Any]:
+        paths = {form: f"{form}[kernels={self.kernels}]" for form in ("cached", "recompute")}
+        return {"model": self.named(model), "prompts": self.prompts, "paths": paths, "max_new_tokens": self.max_new_tokens}
+
+    def _chosen(self, made: Mapping[str, Made]) -> pd.DataFrame:
+        ranked = {key: made[key][0]["table"] for key in made if key.startswith(_RANKED)}
+        numbered = [table.assign(number=int(key.split("-")[2])) for key, table in ranked.items()]
+        return chosen_of(pd.concat(numbered, ignore_index=True), self.count)
+
+
+def _all_layers(rows: pd.DataFrame) -> list[dict[str, Any]]:
+    """The row of a sweep in which every layer is patched together, where there is one."""
+    places = rows["sweep"].eq("cumulative") & rows["layer"].eq(rows["layer"].max())
+    places |= rows["sweep"].eq("cumulative-from") & rows["layer"].eq(0)
+    return rows[places].to_dict("records")[:1]
+
+
+def _named(name: str, place: int, model: str) -> str:
+    """The name of a figure of one model: its place, and what of its name every file system takes."""
+    bare = "".join(letter if letter.isascii() and letter.isalnum() else "_" for letter in model.rpartition(":")[2])
+    return f"{name}_{place}_{bare[-40:]}"
+
+
+def _found(
+    tables: Mapping[str, pd.DataFrame], made: Mapping[str, Made]
+) -> tuple[dict[tuple[str, str], Sweep], dict[str, Decomposition]]:
+    """The sweeps by model and part and the splits by model, as what made them gives them of one model."""
+    sweeps: dict[tuple[str, str], Sweep] = {}
+    splits: dict[str, Decomposition] = {}
+    for _, about in made.values():
+        model = about["model"]
+        for part, kept in about["parts"].items():
+            told = flat(kept)
+            mine = {
+                name: table[(table["model"] == model) & (table["part"] == part)].drop(columns=["model", "part"])
+                for name, table in tables.items()
+                if len(table)
+            }
+            if part == SPLIT and model not in splits:
+                splits[model] = Decomposition(mine["decomposition"], mine["layers"], told)
+            elif part != SPLIT and (model, part) not in sweeps:
+                # One without controls has an empty table, without those of the others' distances.
+                controls = mine["controls"] if len(mine.get("controls", ())) else pd.DataFrame()
+                sweeps[model, part] = Sweep(mine["recovery"], mine["steps"], controls, told)
+    return sweeps, splits
+
+
+def chosen_of(ranked: pd.DataFrame, count: int) -> pd.DataFrame:
+    """The examples of the highest mean KL, of each model so many; of equal ones the earlier.
+
+    Args:
+        ranked: A row a model and example: mean_kl; NaN where it could not be compared.
+        count: How many; all where there are fewer.
+
+    Returns:
+        Their rows, the highest first, with rank, of (how many there were) and why.
+    """
+    found = []
+    for _, group in ranked.groupby("number", sort=True):
+        known = group.dropna(subset=["mean_kl"]).sort_values(["mean_kl", "example"], ascending=[False, True])
+        best = known.head(count).assign(of=len(known))
+        best["rank"] = range(1, len(best) + 1)
+        best["why"] = [
+            f"number {rank} of {len(known)} by the mean KL of the steps after the prefill, free protocol"
+            for rank in best["rank"]
+        ]
+        found.append(best)
+    return pd.concat(found, ignore_index=True)
+
+
+# Stages ----------------------------------------------------------------------------------------------------------------
+
+
+def ranked(
+    keys: Sequence[str],
+    keep: Callable[..., None],
+    model: Mapping[str, Any],
+    prompts: str,
+    paths: Mapping[str, str],
+    max_new_tokens: int,
+) -> None:
+    """How far apart the paths of some prompts are in the free protocol, as :func:`kvinterp.patching.highest_kl` has it."""
+    adapter, given, numbers = loaded(model), load_prompts(prompts), numbered(keys)
+
+    def done(part: Comparison) -> None:
+        later = part.steps[part.steps["step"] > 0].groupby("example")["kl"].mean()
+        failed = part.failures.assign(mean_kl=np.nan, model=adapter.facts.name)
+        columns = ["example", "id", "prompt_tokens", "steps", "flip_index"]
+        finished = part.examples[columns]
+        # A prompt that ends with the prefill's token has no step that could differ.
+        finished = finished.assign(mean_kl=finished["example"].map(lambda number: later.get(number, 0.0)))
+        finished.insert(0, "model", adapter.facts.name)
+        for row in (*failed.to_dict("records"), *finished.to_dict("records")):
+            keep(numbers[row["example"]], {"table": pd.DataFrame([row])})
+
+    chosen = [given[number] for number in numbers]
+    settings: dict[str, Any] = {"protocol": "free", "max_new_tokens": max_new_tokens, "record": "", "progress": "none"}
+    compare(adapter, chosen, *paths.values(), examples=list(numbers), done=done, **settings)
+
+
+def localised(
+    keys: Sequence[str],
+    keep: Callable[..., None],
+    model: Mapping[str, Any],
+    prompts: str,
+    paths: Mapping[str, str],
+    max_new_tokens: int,
+    parts: Sequence[str],
+    first: int,
+) -> None:
+    """Patches and splits some of the chosen examples, and keeps what each gave."""
+    adapter, given = loaded(model), load_prompts(prompts)
+    for number, key in numbered(keys).items():
+        tables, told = list[dict[str, pd.DataFrame]](), dict[str, Any]()
+        for part in parts:
+            settings: dict[str, Any] = {**paths, "max_new_tokens": max_new_tokens, "only": [number], "progress": "none"}
+            if part == SPLIT:
+                split = decompose(adapter, given, **settings)
+                made, about = {"decomposition": split.steps, "layers": split.layers}, split.provenance
+            else:
+                # The planted causes are a matter of the model: they are looked for on one prompt.
+                controls = "all" if number == first and part == parts[0] else "quick"
+                found = sweep(adapter, given, **{"controls": controls, **settings, **SETS[part]})
+                made = {"recovery": found.recovery, "steps": found.steps, "controls": found.controls}
+                about = found.provenance
+            labels = {"model": adapter.facts.name, "part": part}
+            tables.append({name: table.assign(**labels) for name, table in made.items() if len(table)})
+            told[part] = about
+        keep(key, stacked(tables), {"model": adapter.facts.name, "parts": told})

@@ -1,0 +1,310 @@
+"""Measure what mitigations of the cached path's divergence leave of it, and what they cost in computation and memory.
+
+Every path is fed the tokens of a recompute path with the same kernels, and its divergence from that is what a mitigation leaves;
+beside it stands how far it is from float64. Computation is counted as rows that a block is given for each new token, memory as
+bytes a token of what a real cache would store. Then a policy on K and V (a compression) is crossed with the path: does its error
+add to that of decoding from a cache, or does one make the other larger?
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pandas as pd
+
+from kvinterp import metrics
+from kvinterp.common.numbers import counted, number
+from kvinterp.comparison import compare, failures_kept
+from kvinterp.data import load_prompts
+from kvinterp.data.inputs import check_whole
+from kvinterp.errors import InputError
+from kvinterp.models import dtype_named
+from kvinterp.models.provenance import provenance
+from kvinterp.paths import Cached, Recompute, path_named, run
+from kvinterp.policies import policy_named
+from kvinterp.study.cells import Cell, Made, joined, loaded
+from kvinterp.study.experiments.base import Experiment, Outcome
+from kvinterp.study.experiments.circumstances import tried
+from kvinterp.study.experiments.options import SHARED, model, option, shared
+from kvinterp.study.findings import Chart, Panel, finding, findings_of
+
+TRUTH = "recompute@float64"
+
+FRONT = "on the front: no path is better in one and as good in all"
+
+
+@dataclasses.dataclass(frozen=True)
+class Mitigate(Experiment):
+    """What does a mitigation leave of the divergence, and at what cost?"""
+
+    DRAWN: ClassVar = ("mitigations",)
+    TABLES: ClassVar = ("examples", "mitigations", "interactions")
+
+    model: str = model()
+    prompts: str = option("arithmetic:8", SHARED["prompts"][1])
+    path: tuple[str, ...] = option(
+        (
+            "cached",
+            "cached[cache=float32]",
+            "cached[refresh=16]",
+            "cached[refresh=4]",
+            "cached[refresh=1]",
+            "cached[smooth=0.5]",
+            "cached[kernels=layer_cast]",
+            "cached[kernels=wide_unembedding]",
+            "cached[kernels=batch_invariant]",
+        ),
+        "A mitigation, as the text form of a path; may be given several times.",
+    )
+    policy: tuple[str, ...] = option(("int8", "int4"), "A policy to cross with the path; may be given several times.")
+    kind: str = shared("kind")
+    dtype: str = shared("dtype")
+    max_new_tokens: int = option(24, "Most steps a prompt.")
+    device: str | None = shared("device")
+    attention: str | None = shared("attention")
+
+    def cells(self) -> list[Cell]:
+        """A cell a path, beside its reference and beside float64; three a policy."""
+        check_whole("max_new_tokens", self.max_new_tokens, 2)
+        if not self.path:
+            raise InputError("the list of paths is empty: give at least one, such as cached[refresh=4].")
+        pairs: list[tuple[str, str, str]] = []
+        for text in dict.fromkeys(self.path):
+            path = path_named(text)
+            if path.form != "cached":
+                raise InputError(
+                    f"path {text!r} is no mitigation of the cached path: expected cached[...], as in cached[refresh=4]."
+                )
+            pairs.append((f"path {path}", str(Recompute(dtype=path.dtype, kernels=path.kernels)), str(path)))
+            pairs.append((f"truth {path}", TRUTH, str(path)))
+        for text in dict.fromkeys(self.policy):
+            policy = policy_named(text)
+            if policy.evicts or policy.sites:
+                raise InputError(
+                    f"policy {policy} lets go of rows or chooses them by attention, and the recompute path holds none: it "
+                    f"cannot be crossed with the path; give it as --path cached+{policy}."
+                )
+            pairs.append((f"alone {policy}", "recompute", str(Recompute(policy))))
+            pairs.append((f"both {policy}", "recompute", str(Cached(policy, prefill="stored"))))
+        if self.policy:
+            pairs.append(("neither", "recompute", "cached"))
+        (adapter,) = self.adapters()
+        tried(adapter, (text for _, *both in pairs for text in both))
+        given = {"model": self.named(), "prompts": self.prompts, "max_new_tokens": self.max_new_tokens}
+        return [
+            Cell(f"pair-{number}", f"{__name__}:measured", {**given, "what": what, "a": a, "b": b}, f"{b} beside {a}")
+            for number, (what, a, b) in enumerate(pairs)
+        ]
+
+    def reduce(self, made: Mapping[str, Made], settings: Mapping[str, Any], folder: Path | None) -> Outcome:
+        """What each leaves and costs, and how each policy's error goes with the path's."""
+        (adapter,) = self.adapters()
+        examples = joined(made)["table"]
+        tables = {
+            "examples": examples,
+            "mitigations": pareto(costs_of(examples)),
+            "interactions": interactions_of(examples),
+        }
+        summary = {
+            "prompts": int(examples["example"].nunique()),
+            "mitigations": tables["mitigations"].to_dict("records"),
+            "interactions": tables["interactions"].to_dict("records"),
+            "provenance": provenance(adapter, max_new_tokens=self.max_new_tokens),
+        }
+        return Outcome(tables, tables, summary)
+
+    # What was found ----------------------------------------------------------------------------------------------------
+
+    def headline(self, outcome: Outcome) -> list[str]:
+        """Which path leaves least."""
+        table = outcome.tables["mitigations"]
+        least = table.sort_values(["mean_kl", "rows_a_token", "bytes_a_token"], kind="stable").iloc[0]
+        alike = int((table["mean_kl"] == least["mean_kl"]).sum())
+        who = f"{least['path']} leaves" if alike == 1 else f"{least['path']} and {counted(alike - 1, 'other')} leave"
+        left = f"KL {number(least['mean_kl'])} nats" if least["differ"] else "nothing, bit for bit"
+        return [
+            f"Of {counted(len(table), 'path')}, {who} least of the divergence from the path's own recompute path: {left} "
+            f"({counted(int(least['prompts']), 'prompt')}). Costs are rows computed and bytes stored, not seconds."
+        ]
+
+    def findings(self, outcome: Outcome) -> pd.DataFrame:
+        """What each path leaves and costs, and whether each policy's error adds to the path's."""
+        rows: list[dict[str, Any]] = []
+        for row in outcome.tables["mitigations"].to_dict("records"):
+            of = {"path": row["path"]}
+            rows += [
+                finding("median KL left, of the path's own recompute path", row["typical_kl"], (row["low"], row["high"]),
+                        row["prompts"], measure="nats", note=FRONT if row["pareto"] else "", **of),
+                finding("mean KL left", row["mean_kl"], n=row["prompts"], measure="nats", **of),
+                finding("flips", row["flips"] / max(row["steps"], 1), n=row["steps"], unit="steps", measure="%", **of),
+                finding("mean KL from float64", row["truth_kl"], n=row["prompts"], measure="nats", **of),
+                finding("rows that a block computes for a new token", row["rows_a_token"], **of),
+                finding("bytes of K and V a token", row["bytes_a_token"], **of),
+            ]  # fmt: skip
+        for row in outcome.tables["interactions"].to_dict("records"):
+            word = "more than their sum" if row["low"] > 0 else "less than their sum" if row["high"] < 0 else ""
+            word = word or ("too few prompts" if pd.isna(row["low"]) else "not told apart from their sum")
+            what = "median of the squared logit error of policy and path together, less each alone"
+            rows.append(
+                finding(
+                    what, row["contrast"], (row["low"], row["high"]), row["prompts"], verdict=word, policy=row["policy"]
+                )
+            )
+        return findings_of(rows)
+
+    def charts(self, outcome: Outcome) -> dict[str, Chart]:
+        """Divergence left against rows computed; and of policies and paths where they were crossed."""
+        table = outcome.tables["mitigations"]
+        table = table.assign(line=table["pareto"].map({True: FRONT, False: "behind it"}))
+        left = "KL from its recompute path (nats, median, 95% interval)"
+        cost = "rows that a block computes for each new token"
+        drawn = {
+            "mitigations": Chart(
+                "What is left, and what it costs",
+                [
+                    Panel(table, "typical_kl", "path", "dots", color="line", label=left),
+                    Panel(table, "rows_a_token", "path", "dots", color="line", label=cost, scale="log", ends="none"),
+                ],
+            )
+        }
+        crossed = outcome.tables["interactions"]
+        if len(crossed):
+            crossed = crossed.assign(added=crossed["policy_alone"] + crossed["path_alone"])
+            bars = {
+                "policy_alone": "policy alone",
+                "path_alone": "path alone",
+                "added": "their sum",
+                "both": "both together",
+            }
+            long = crossed.melt("policy", list(bars), "part", "error")
+            panel = Panel(long, "error", "policy", "dots", color="part", names=bars, label="mean squared logit error")
+            drawn["mitigations_interaction"] = Chart("Does a policy's error add to that of decoding from a cache?", [panel])
+        return drawn
+
+
+def measured(model: Mapping[str, Any], prompts: str, max_new_tokens: int, what: str, a: str, b: str) -> pd.DataFrame:
+    """One path beside its reference: a row a prompt, over the steps from 1 on."""
+    adapter, given = loaded(model), load_prompts(prompts)
+    how: dict[str, Any] = {"max_new_tokens": max_new_tokens, "record": "", "progress": "none", "done": failures_kept}
+    found = compare(adapter, given, a, b, **how)
+    steps = found.steps[found.steps["step"] > 0]
+    steps = steps.assign(
+        squared=steps["rms_logit"] ** 2, differs=steps["max_abs_logit"] > 0, flip=~steps["top1_agree"].astype(bool)
+    )
+    by = steps.groupby("example")
+    table = pd.concat(
+        [by["kl"].mean(), by["squared"].mean(), by[["differs", "flip"]].sum(), by.size().rename("steps")], axis=1
+    ).reset_index()
+    # Only a mitigation has a cost that is asked for.
+    rows, bytes_ = _cost(adapter, given[0], b, max_new_tokens) if what.startswith("path") else (np.nan, np.nan)
+    # What is said of the path is the same on each of its lines.
+    told = {"what": what.partition(" ")[0], "of": what.partition(" ")[2], "reference": a, "path": b}
+    return table.assign(**told, rows_a_token=rows, bytes_a_token=bytes_)
+
+
+def _cost(adapter: Any, prompt: Any, text: str, max_new_tokens: int) -> tuple[float, float]:
+    """Rows that the first block is given for each token decoded after the prefill, and bytes that a cache stores of a token."""
+    path, given = path_named(text), list[int]()
+    wanted, kept_in = dtype_named(path.dtype), dtype_named(path.cache_dtype)
+    running = adapter if wanted is None else adapter.at(wanted)
+
+    def seen(_: Any, args: Any, kwargs: Any) -> None:
+        stream = next(each for each in (*args, *kwargs.values()) if hasattr(each, "shape"))
+        given.append(int(stream.shape[0] * stream.shape[1]))
+
+    handle = next(iter(running.blocks)).register_forward_pre_hook(seen, with_kwargs=True)
+    try:
+        trace = run(adapter, prompt, path, max_new_tokens=max_new_tokens)
+    finally:
+        handle.remove()
+    decoded = max(len(trace.tokens) - 1, 1)
+    facts, dtype = running.facts, path.kernels.compute_dtype(running.dtype)
+    kept = 8 * (kept_in or dtype).itemsize
+    bits = [kept if (own := path.policy.bits_stored(one, facts.head_dim)) is None else own for one in ("k", "v")]
+    stored = sum(bits) * facts.head_dim * facts.kv_heads * facts.layers / 8 if path.form == "cached" else 0.0
+    return sum(given[1:]) / decoded, stored
+
+
+# What the pairs say ------------------------------------------------------------------------------------------------------
+
+
+def costs_of(examples: pd.DataFrame) -> pd.DataFrame:
+    """What each mitigation leaves of the divergence, and what it costs.
+
+    Args:
+        examples: A row a pair and prompt: what, path, kl, squared, differs, flip, steps, rows_a_token, bytes_a_token.
+
+    Returns:
+        One row a path: reference, prompts, steps, mean_kl (nats, of prompts' means), typical_kl (their
+        median) with its 95% interval over prompts (low, high), rms_logit, differ (steps whose logits differ), flips, truth_kl
+        and truth_rms_logit (from float64), rows_a_token, bytes_a_token.
+    """
+    rows = []
+    for path, group in examples[examples["what"] == "path"].groupby("path", sort=False):
+        truth = examples[(examples["what"] == "truth") & (examples["path"] == path)]
+        kl = metrics.typical(group["kl"])
+        first = group.iloc[0]
+        rows.append(
+            {
+                "path": path,
+                "reference": first["reference"],
+                "prompts": len(group),
+                "steps": int(group["steps"].sum()),
+                "mean_kl": group["kl"].mean(),
+                "typical_kl": kl.median,
+                "low": kl.low,
+                "high": kl.high,
+                "rms_logit": float(np.sqrt(group["squared"].mean())),
+                "differ": int(group["differs"].sum()),
+                "flips": int(group["flip"].sum()),
+                "truth_kl": truth["kl"].mean(),
+                "truth_rms_logit": float(np.sqrt(truth["squared"].mean())),
+                "rows_a_token": first["rows_a_token"],
+                "bytes_a_token": first["bytes_a_token"],
+            }
+        )
+    return pd.DataFrame(rows)
+
+
+def pareto(costs: pd.DataFrame) -> pd.DataFrame:
+    """The table with ``pareto``: whether no other path leaves, computes and stores as little, and less of one of them."""
+    three = costs[["mean_kl", "rows_a_token", "bytes_a_token"]].to_numpy(float)
+    beaten = [bool(((three <= one).all(1) & (three < one).any(1)).any()) for one in three]
+    return costs.assign(pareto=~np.asarray(beaten, dtype=bool))
+
+
+def interactions_of(examples: pd.DataFrame) -> pd.DataFrame:
+    """Whether a policy's error and the path's add up, in mean squares of the logits' difference from the plain recompute path.
+
+    Independent errors add in their squares. The contrast is both together, less the policy alone (on the recompute path), less
+    the path alone (cached, no policy); the cell without either is 0.
+
+    Returns:
+        One row a policy: prompts, policy_alone, path_alone, both (logits squared, means of prompts), contrast, its
+        median over prompts with the 95% interval (low, high), and ratio, both over the sum of the two.
+    """
+    path = examples[examples["what"] == "neither"].set_index("example")["squared"]
+    rows = []
+    for policy, group in examples[examples["what"].isin(["alone", "both"])].groupby("of", sort=False):
+        alone, both = (group[group["what"] == what].set_index("example")["squared"] for what in ("alone", "both"))
+        contrast = metrics.typical(both - alone - path.reindex(both.index))
+        added = alone.mean() + path.mean()
+        rows.append(
+            {
+                "policy": policy,
+                "prompts": len(both),
+                "policy_alone": alone.mean(),
+                "path_alone": path.mean(),
+                "both": both.mean(),
+                "contrast": contrast.median,
+                "low": contrast.low,
+                "high": contrast.high,
+                "ratio": both.mean() / added if added > 0 else np.nan,
+            }
+        )
+    names = ["policy", "prompts", "policy_alone", "path_alone", "both", "contrast", "low", "high", "ratio"]
+    return pd.DataFrame(rows, columns=names)

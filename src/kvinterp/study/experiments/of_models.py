@@ -1,0 +1,150 @@
+"""What the root-cause experiments share: models in float16, prompts, a table and a figure each.
+
+They are those of the FP16 paper (arXiv 2604.15409, section 5.2), which argues that FP16 sums taken in another order are the
+cause of the divergence. Its five experiments are here, on any model, each with the control that tells the possible readings
+apart, and a sixth about grouped-query attention. What comes out of one prompt or one seed is a row of its own, so that every
+mean has its interval.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pandas as pd
+import torch
+from torch import Tensor
+
+from kvinterp.comparison import recordable
+from kvinterp.data import load_prompts
+from kvinterp.data.inputs import encode
+from kvinterp.errors import InputError
+from kvinterp.models import Adapter
+from kvinterp.models.provenance import provenance
+from kvinterp.models.threads import own_threads
+from kvinterp.study.cells import Cell, Made, joined, loaded
+from kvinterp.study.experiments.base import Experiment, Outcome
+from kvinterp.study.experiments.options import SHARED, argument, option, shared
+from kvinterp.study.findings import findings_of
+
+FEW = 4
+"""Of how many prompts the experiments are that take one forward after another of the same tokens."""
+
+
+@dataclasses.dataclass(frozen=True)
+class OfModels(Experiment):
+    """An experiment on some models."""
+
+    DRAWN: ClassVar = ("root_cause",)
+
+    models: tuple[str, ...] = argument(("zoo:mistral-mini",), "zoo:NAME, checkpoint folders or hub ids.")
+    prompts: str = option("arithmetic:20", SHARED["prompts"][1])
+    kind: str = shared("kind")
+    device: str | None = shared("device")
+    attention: str | None = shared("attention")
+
+    def named(self, name: str | None = None) -> dict[str, Any]:
+        """A model with its weights in float16, where no other dtype can be chosen."""
+        return {"dtype": "float16", **super().named(name)}
+
+    def adapters(self) -> list[Adapter]:
+        """The models, loaded."""
+        return [loaded(self.named(model)) for model in self.models]
+
+    def check(self) -> None:
+        """The list of models too."""
+        super().check()
+        if not self.models:
+            raise InputError("the list of models is empty: give at least one.")
+
+    def check_distinct(self) -> None:
+        """Raises where a model is given twice, for an experiment whose tables tell models apart by name alone."""
+        if len(set(self.models)) < len(self.models):
+            raise InputError(f"the models {', '.join(self.models)} name one twice: give each once.")
+
+    def cells(self) -> list[Cell]:
+        """A cell a model: the function ``measured`` of the experiment's file, given prompts and the fields of its own."""
+        shared_by_all = {field.name for field in dataclasses.fields(OfModels)}
+        own = [field.name for field in dataclasses.fields(self) if field.name not in shared_by_all]
+        more = {name: getattr(self, name) for name in own}
+        return [
+            Cell(
+                f"{self.verb()}-{number}",
+                f"{type(self).__module__}:measured",
+                {"model": self.named(model), "prompts": self.prompts, **more},
+                f"{self.TABLES[0]} of {adapter.facts.name}",
+            )
+            for number, (model, adapter) in enumerate(zip(self.models, self.adapters(), strict=True))
+        ]
+
+    def tables(self, made: Mapping[str, Made]) -> dict[str, pd.DataFrame]:
+        """Its tables, those of all models one below the other."""
+        return {self.TABLES[0]: joined(made)["table"]} if made else {}
+
+    def reduce(self, made: Mapping[str, Made], settings: Mapping[str, Any], folder: Path | None) -> Outcome:
+        """The tables, and what they say."""
+        tables = self.tables(made)
+        about = {adapter.facts.name: provenance(adapter, **self.noted()) for adapter in self.adapters()}
+        return Outcome(tables, tables, {"provenance": about})
+
+    def rows(self, tables: Mapping[str, pd.DataFrame]) -> list[dict[str, Any]]:
+        """What its tables come to, a finding each."""
+        return []
+
+    def findings(self, outcome: Outcome) -> pd.DataFrame | None:
+        """Those of :meth:`rows`."""
+        rows = self.rows(outcome.tables)
+        return findings_of(rows) if rows else None
+
+    def noted(self) -> dict[str, Any]:
+        """What the provenance says beside the model."""
+        return {}
+
+
+Place = tuple[str, int]
+"""A site and a layer."""
+
+
+@torch.no_grad()
+def newest_at(
+    adapter: Adapter,
+    tokens: Tensor,
+    places: Iterable[Place],
+    planted: Mapping[Place, Callable[[Tensor], Tensor]] | None = None,
+) -> tuple[dict[Place, Tensor], Tensor]:
+    """What one forward computes at some places for the newest position, and its logits.
+
+    Args:
+        adapter: The model.
+        tokens: Token ids ``[1, position]``.
+        places: Sites and layers.
+        planted: What a tensor is turned into at a place, at every position, before the model goes on with it.
+    """
+    seen: dict[Place, Tensor] = {}
+    changes = planted or {}
+
+    def listener(place: Place) -> Callable[[Tensor], Tensor | None]:
+        def hear(tensor: Tensor) -> Tensor | None:
+            new = changes[place](tensor) if place in changes else None
+            seen[place] = (tensor if new is None else new)[0, -1].clone()
+            return new
+
+        return hear
+
+    listeners = {place: [listener(place)] for place in (*places, *changes)}
+    with own_threads(adapter), adapter.attached(list(listeners)), adapter.listening(listeners):
+        logits = adapter.forward(tokens)[0, -1]
+    return seen, logits
+
+
+def shown_sites(adapter: Adapter) -> list[str]:
+    """Residual streams, and attention patterns where the model shows them."""
+    sites, _ = recordable(adapter, None, range(adapter.facts.layers))
+    return [site for site in sites if site in ("resid_post", "pattern")]
+
+
+def encoded(adapter: Adapter, prompts: str) -> list[list[int]]:
+    """The token ids of the first few prompts."""
+    return [encode(adapter, prompt, 1) for prompt in load_prompts(prompts)[:FEW]]

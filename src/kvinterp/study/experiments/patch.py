@@ -1,0 +1,176 @@
+"""Move tensors of one path into the other, one place at a time, and write how much of the difference each recovers."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+from kvinterp.data import load_prompts
+from kvinterp.study.cells import Cell, Made, joined, loaded
+from kvinterp.study.experiments.base import Experiment, Outcome, numbered
+from kvinterp.study.experiments.options import model, option, shared
+from kvinterp.study.findings.of_patching import charts_of_sweep, headline_of_sweep, rows_of_sweep
+
+_UNLESS_GIVEN = {
+    "site": "kv",
+    "sweep": "single",
+    "direction": "into-recompute",
+    "steps": "every",
+    "protocol": "matched",
+    "distance": "l2,kl",
+    "max_new_tokens": 32,
+}
+"""What a preset may set, where neither it nor anybody else does."""
+
+
+def _of_preset(name: str, help: str) -> Any:
+    return option(None, help, show_default=str(_UNLESS_GIVEN[name]))
+
+
+@dataclasses.dataclass(frozen=True)
+class Patch(Experiment):
+    """What carries the difference: which layer, head or block of positions, moved from one path into the other?"""
+
+    TABLES: ClassVar = ("recovery", "steps", "controls")
+    DRAWN: ClassVar = ("recovery",)
+    RESULT: ClassVar = "kvinterp.patching:Sweep"
+    SHOWN: ClassVar = (headline_of_sweep, rows_of_sweep, charts_of_sweep)
+    UNIT: ClassVar = "prompts"
+
+    model: str = model()
+    site: str = _of_preset("site", "kv, cache_k, cache_v, resid_post, attn_out, ...")
+    sweep: str = _of_preset("sweep", "single, cumulative, cumulative-from, heads, kv-heads or blocks.")
+    direction: str = _of_preset("direction", "into-recompute or into-cached.")
+    steps: str = _of_preset("steps", "every, first, or numbers of steps with commas between.")
+    protocol: str = _of_preset("protocol", "matched or free.")
+    distance: str = _of_preset("distance", "l2, kl, margin or logit_difference; several with commas, the first leads.")
+    answers: tuple[str, ...] = option(
+        (),
+        "For logit_difference: the answer that counts, and again the one that is taken off; of one token each.",
+        flag="--answer",
+        only=(
+            lambda asked: "logit_difference" in asked.distance,
+            "no distance that was asked for is of answers; leave it out, or add logit_difference to --distance",
+        ),
+    )
+    examples: int | None = option(None, "Patch only so many prompts, those of the highest KL.")
+    preset: str | None = option(
+        None,
+        "paper or matched: sets those of site, sweep, direction, steps, protocol, examples, distance and max-new-tokens that are "
+        "not given.",
+    )
+    prompts: str = shared("prompts")
+    kind: str = shared("kind")
+    dtype: str = shared("dtype")
+    max_new_tokens: int = _of_preset("max_new_tokens", "Most steps a prompt.")
+    device: str | None = shared("device")
+    attention: str | None = shared("attention")
+    batch_size: int = option(1, "Most patches in a forward; used where it keeps the bits.", decides="nothing", min=1)
+    controls: str = option("all", "all, quick (without planted causes) or none.")
+
+    def __post_init__(self) -> None:
+        # Here and not when it is run: what was not given is told from what was given as its default.
+        found: dict[str, Any] = dict(_UNLESS_GIVEN)
+        if self.preset is not None:
+            from kvinterp.data.inputs import check_known
+            from kvinterp.patching import PRESETS
+
+            check_known("preset", self.preset, PRESETS)
+            found |= {"sweep" if name == "over" else name: value for name, value in PRESETS[self.preset].items()}
+        for name, value in found.items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, value)
+
+    def check(self) -> None:
+        """What is moved, and at which steps, too."""
+        from kvinterp.data.inputs import check_choice, check_known, check_text, check_whole
+        from kvinterp.models.answers import LOGIT_DIFFERENCE
+        from kvinterp.models.hook_names import site_of
+        from kvinterp.patching import DIRECTIONS, DISTANCES, PATCH_SITES, SWEEPS
+        from kvinterp.patching import Patch as Moved
+
+        for name in _UNLESS_GIVEN.keys() - {"max_new_tokens"}:
+            check_text(name, getattr(self, name), repr(_UNLESS_GIVEN[name]))
+        super().check()
+        check_whole("max_new_tokens", self.max_new_tokens)
+        if self.examples is not None:
+            check_whole("examples", self.examples, hint=", or None for all")
+        for name in self.sweep.split(","):
+            check_known("sweep", name.strip(), SWEEPS)
+        for name in self.distance.split(","):
+            check_choice("distance", name.strip(), (*DISTANCES, LOGIT_DIFFERENCE))
+        check_choice("direction", self.direction, DIRECTIONS)
+        check_choice("protocol", self.protocol, ("matched", "free"))
+        check_choice("controls", self.controls, ("all", "quick", "none"))
+        site, _ = site_of(self.site)
+        check_known("patch site", site, PATCH_SITES)
+        Moved(site, steps=_steps(self.steps))
+
+    def cells(self) -> list[Cell]:
+        """A cell a prompt that is patched, in the order of their KL where only some are."""
+        count = len(load_prompts(self.prompts))
+        if self.examples is not None:
+            count = min(count, self.examples)
+        given = {name: getattr(self, name) for name in _PASSED}
+        settings = {"model": self.named(), **given, "over": self.sweep, "steps": _steps(self.steps)}
+        return [Cell(f"patched-{place}", f"{__name__}:patched", settings) for place in range(count)]
+
+    def reduce(self, made: Mapping[str, Made], settings: Mapping[str, Any], folder: Path | None) -> Outcome:
+        """The sweep over all of them."""
+        from kvinterp.patching import Sweep
+
+        tables, abouts = joined(made), [about for _, about in made.values()]
+        if len(tables["controls"]):
+            # Those of the prompts, and behind them the planted ones.
+            planted = tables["controls"]["control"].str.startswith("planted")
+            tables["controls"] = tables["controls"].loc[planted.sort_values(kind="stable").index].reset_index(drop=True)
+        work = {name: sum(about["work"][name] for about in abouts) for name in abouts[0]["work"]}
+        found = Sweep(**tables, provenance={**abouts[0], "work": work})
+        return Outcome(found, *found.written())
+
+
+def _steps(given: str) -> str | tuple[int, ...]:
+    """A word, or the steps that are named with commas between."""
+    named = [each.strip() for each in given.strip("() ,").split(",")]
+    return tuple(map(int, named)) if all(map(str.isdecimal, named)) else given
+
+
+_PASSED = (
+    "prompts",
+    "site",
+    "direction",
+    "protocol",
+    "distance",
+    "answers",
+    "examples",
+    "max_new_tokens",
+    "controls",
+    "batch_size",
+)
+
+
+def patched(
+    keys: Sequence[str],
+    keep: Callable[..., None],
+    model: Mapping[str, Any],
+    prompts: str,
+    examples: int | None,
+    controls: str,
+    progress: str = "none",
+    **settings: Any,
+) -> None:
+    """Sweeps over some of the prompts that are patched, and keeps what each gave."""
+    from kvinterp.patching import highest_kl, sweep
+
+    adapter, given = loaded(model), load_prompts(prompts)
+    chosen = list(range(len(given)))
+    if examples is not None:
+        how = {name: settings[name] for name in ("protocol", "max_new_tokens")}
+        chosen = highest_kl(adapter, given, examples, **how, progress=progress)
+    for place, key in numbered(keys).items():
+        # The planted causes are a matter of the model: they are looked for once.
+        wanted = "quick" if controls == "all" and place else controls
+        found = sweep(adapter, given, **settings, only=[chosen[place]], controls=wanted, progress="none")
+        keep(key, {"recovery": found.recovery, "steps": found.steps, "controls": found.controls}, found.provenance)

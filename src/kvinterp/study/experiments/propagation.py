@@ -1,0 +1,109 @@
+"""Round one block's output once, everything else in float64, and measure how far it spreads (experiment 2 of the FP16 paper)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import pandas as pd
+import torch
+
+from kvinterp.common.numbers import between, listed
+from kvinterp.common.progress import each
+from kvinterp.metrics.drift import l2_distance, relative_l2
+from kvinterp.models import wrap
+from kvinterp.study.cells import loaded
+from kvinterp.study.experiments.base import Outcome
+from kvinterp.study.experiments.of_models import OfModels, encoded, newest_at
+from kvinterp.study.findings import Chart, Panel, median_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Propagation(OfModels):
+    """Does one layer's rounding compound over the layers?"""
+
+    TABLES: ClassVar = ("propagation",)
+
+    def headline(self, outcome: Outcome) -> list[str]:
+        """What becomes of layer 0's rounding."""
+        rows = self.rows(outcome.tables)
+        if not rows:
+            return ["A model of one layer has nothing behind it: no growth was measured."]
+        grown = [
+            f"{between([row['estimate'] for row in rows if row['finding'] == _what(name)])} times in {name}"
+            for name in MEASURES.values()
+        ]
+        return [f"The error of layer 0's output, rounded once, is at the last layer {listed(grown)} what it was."]
+
+    def rows(self, tables: Mapping[str, pd.DataFrame]) -> list[dict[str, Any]]:
+        """Growth from layer 0 to the last."""
+        table = tables["propagation"]
+        deepest = table[(table["layer"] == table["layer"].max()) & (table["source"] == 0)]
+        if not table["layer"].max():
+            return []
+        return [
+            median_of(_what(name), mine[growth], mine["prompt"], measure="times", model=model)
+            for growth, name in zip(("l2_growth", "relative_growth"), MEASURES.values(), strict=True)
+            for model, mine in deepest.groupby("model", sort=False)
+        ]
+
+    def charts(self, outcome: Outcome) -> dict[str, Chart]:
+        """Absolute and relative L2 of the residual stream behind one rounded block."""
+        table = outcome.tables["propagation"]
+        middle = table.groupby(["model", "source", "layer"], sort=False)[list(MEASURES)].median().reset_index()
+        names = {source: f"rounded in layer {source}" for source in sorted(set(middle["source"]))}
+        rows = [
+            Panel(middle, "layer", column, color="source", names=names, facet="model",
+                  label=f"{name} of resid_post\n(median over prompts)") for column, name in MEASURES.items()
+        ]  # fmt: skip
+        return {"root_cause_propagation": Chart("One rounded block, everything else in float64", rows)}
+
+
+MEASURES = {"l2": "absolute L2", "relative_l2": "relative L2"}
+"""The paper's measure, and the same over the length of the stream."""
+
+
+def _what(name: str) -> str:
+    return f"growth of {name} from layer 0, rounded once, to the last layer"
+
+
+def measured(model: Mapping[str, Any], prompts: str) -> pd.DataFrame:
+    """The table of one model."""
+    adapter = loaded(model)
+    return propagation(adapter, encoded(adapter, prompts)).assign(model=adapter.facts.name)
+
+
+def propagation(model: Any, prompts: Sequence[Sequence[int]], sources: Sequence[int] | None = None) -> pd.DataFrame:
+    """Experiment 2: one block's output rounded to float16 once, everything else in float64, and how far off later blocks are.
+
+    Args:
+        model: A model of any kind; it is run in float64.
+        prompts: Token ids.
+        sources: The blocks, one at a time. Default: all.
+
+    Returns:
+        One row a prompt, source and layer: l2 and relative_l2 of the residual stream at the newest position (the paper's
+        measure is the absolute one; a stream that grows makes the other smaller), and l2_growth and relative_growth, each
+        over that at the source (NaN where the rounding changed nothing there).
+    """
+    adapter = wrap(model).at(torch.float64)
+    count = adapter.facts.layers
+    places = [("resid_post", layer) for layer in range(count)]
+    rows = []
+    for number, prompt in enumerate(each(prompts, "rounding one layer,", "prompt")):
+        tokens = torch.tensor([list(prompt)], device=adapter.device)
+        clean, _ = newest_at(adapter, tokens, places)
+        for source in range(count) if sources is None else sources:
+            noisy, _ = newest_at(adapter, tokens, places, {places[source]: lambda x: x.to(torch.float16).to(x.dtype)})
+            for layer in range(source, count):
+                row: dict[str, Any] = {"prompt": number, "source": source, "layer": layer}
+                for name, growth, measure in (
+                    ("l2", "l2_growth", l2_distance),
+                    ("relative_l2", "relative_growth", relative_l2),
+                ):
+                    ends = (places[layer], places[source])
+                    now, first = (float(measure(noisy[at][None], clean[at][None])) for at in ends)
+                    row |= {name: now, growth: now / first if first else float("nan")}
+                rows.append(row)
+    return pd.DataFrame(rows)

@@ -1,0 +1,47 @@
+"""Finds the experiment of every file in this folder, so that a new one is one new file: a command, and a line of the list."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import pkgutil
+from pathlib import Path
+
+from kvinterp.study.experiments.base import Experiment
+
+_OTHERS = (
+    "base",
+    "choices",
+    "circumstances",
+    "compare_given",
+    "composed",
+    "functions",
+    "keeping",
+    "of_models",
+    "options",
+    "outcome",
+    "registry",
+)
+
+
+def experiments() -> tuple[str, ...]:
+    """The names of their commands; no file is imported for them."""
+    found = pkgutil.iter_modules([str(Path(__file__).parent)])
+    return tuple(module.name.replace("_", "-") for module in found if module.name not in _OTHERS)
+
+
+def question_of(name: str) -> str:
+    """What the command is for, as its file's docstring says; the file is not imported."""
+    source = Path(__file__).with_name(f"{name.replace('-', '_')}.py").read_text(encoding="utf-8")
+    return ast.get_docstring(ast.parse(source)) or ""
+
+
+def experiment_named(name: str) -> type[Experiment]:
+    """The experiment of a command."""
+    module = importlib.import_module(f"kvinterp.study.experiments.{name.replace('-', '_')}")
+    (found,) = (
+        value
+        for value in vars(module).values()
+        if isinstance(value, type) and issubclass(value, Experiment) and value.__module__ == module.__name__
+    )
+    return found

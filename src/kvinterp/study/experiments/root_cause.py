@@ -1,0 +1,184 @@
+"""Run the FP16 paper's five root-cause experiments and the grouped-query one: a table and a figure each."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import pandas as pd
+
+from kvinterp.common.numbers import between
+from kvinterp.data import TASKS, load_prompts
+from kvinterp.errors import InputError
+from kvinterp.study.cells import stacked
+from kvinterp.study.experiments.accumulation import Accumulation
+from kvinterp.study.experiments.base import Outcome
+from kvinterp.study.experiments.choices import handed
+from kvinterp.study.experiments.flips import Flips
+from kvinterp.study.experiments.gqa import Gqa
+from kvinterp.study.experiments.kv_write import KvWrite
+from kvinterp.study.experiments.ladder import Ladder
+from kvinterp.study.experiments.of_models import OfModels
+from kvinterp.study.experiments.options import DRAWS, option, sampled
+from kvinterp.study.experiments.propagation import Propagation
+from kvinterp.study.experiments.repeated_heads import RepeatedHeads
+from kvinterp.study.findings import COLUMNS, Chart
+
+if TYPE_CHECKING:
+    from kvinterp.study.cells import Cell, Made
+
+
+@dataclasses.dataclass(frozen=True)
+class RootCause(OfModels):
+    """Are FP16 sums taken in another order the cause of the divergence?"""
+
+    STEPS: ClassVar = ("flip_steps", "ladder_steps", "repeat_steps")
+    TABLES: ClassVar = (
+        "accumulation",
+        "propagation",
+        "kv_write",
+        "ladder",
+        "flips",
+        "correlations",
+        "gqa",
+        "repeated_heads",
+    )
+
+    flip_kernels: str = option("split_k(8,float16)", "Kernels under which flips are looked for.")
+    flip_strategy: str = option("top_p(1.0,2.0)", "And the strategy, beside greedy.")
+    flip_steps: int = option(48, "Most steps of each there.", min=1)
+    flip_seeds: int = option(
+        3, "How many seeds of the sampling.", min=1, times="yes", only=(lambda asked: sampled(asked.flip_strategy), DRAWS)
+    )
+    ladder_prompts: int = option(6, "How many of the prompts go up the ladder.", min=1)
+    ladder_steps: int = option(16, "Most steps of each there.", min=1)
+    repeat_prompts: int = option(4, "How many of the prompts are asked of a model with repeated K and V heads.", min=1)
+    repeat_steps: int = option(12, "Most steps of each there.", min=2)
+    seeds: int = option(
+        1, "How many sets of the prompts, each generated with another seed: rows a seed.", min=1, times="yes"
+    )
+
+    def parts(self, seed: int = 0) -> tuple[OfModels, ...]:
+        """The experiments that it runs, on one of its sets of prompts."""
+        shared: dict[str, Any] = {field.name: getattr(self, field.name) for field in dataclasses.fields(OfModels)}
+        shared["prompts"] = prompts_of_seed(self.prompts, seed)
+        flips = {name: getattr(self, f"flip_{name}") for name in ("kernels", "strategy", "steps", "seeds")}
+        own: dict[type[OfModels], dict[str, Any]] = {
+            # What is summed there is drawn: it has seeds of its own, and no prompts.
+            **({Accumulation: {}} if seed == 0 else {}),
+            Propagation: {},
+            KvWrite: {},
+            Ladder: {"most": self.ladder_prompts, "steps": self.ladder_steps},
+            Flips: flips,
+            RepeatedHeads: {"most": self.repeat_prompts, "steps": self.repeat_steps},
+            Gqa: {},
+        }
+        return tuple(handed(kind, shared, choices) for kind, choices in own.items())
+
+    def check(self) -> None:
+        """What each of them asks."""
+        super().check()
+        for seed in range(self.seeds):
+            for part in self.parts(seed):
+                part.check()
+
+    def cells(self) -> list[Cell]:
+        """The cells of all of them, one model after another."""
+        made = [
+            dataclasses.replace(cell, key=_key(cell.key, seed), told=cell.told * (seed == 0))
+            for seed in range(self.seeds)
+            for part in self.parts(seed)
+            for cell in part.cells()
+        ]
+
+        def place(cell: Cell) -> int:
+            """The sums first, then model by model, then what is of several."""
+            model = cell.settings.get("model")
+            several = -1 if cell.key.startswith("accumulation") else len(self.models)
+            return several if model is None else self.models.index(model["name"])
+
+        ordered = sorted(made, key=place)
+        return [dataclasses.replace(cell, told=cell.told and f"root cause: {cell.told}") for cell in ordered]
+
+    def tables(self, made: Mapping[str, Made]) -> dict[str, pd.DataFrame]:
+        """The tables of all of them, with the seed of the prompts where there are several."""
+        found = []
+        for seed in range(self.seeds):
+            for part in self.parts(seed):
+                keys = {key: made[key] for key in made if key.startswith(f"{part.verb()}-")}
+                mine = {key: each for key, each in keys.items() if _key(key.partition("-of-")[0], seed) == key}
+                if mine:
+                    found.append({name: self._of_seed(table, seed) for name, table in part.tables(mine).items()})
+        return stacked(found)
+
+    def _of_seed(self, table: pd.DataFrame, seed: int) -> pd.DataFrame:
+        """A table with the seed, and with numbers of prompts that no other seed's have."""
+        if self.seeds == 1:
+            return table
+        first = seed * len(load_prompts(self.prompts))
+        numbered = {name: table[name] + first for name in ("prompt", "example") if name in table}
+        return table.assign(**numbered, data_seed=seed)
+
+    # What was found ----------------------------------------------------------------------------------------------------
+
+    def among(self, tables: Mapping[str, pd.DataFrame]) -> list[OfModels]:
+        """The experiments that have a table."""
+        return [part for part in self.parts() if len(tables.get(part.TABLES[0], ()))]
+
+    def headline(self, outcome: Outcome) -> list[str]:
+        """What the ladder found first: it takes the cause away; then what each other found."""
+        first = sorted(self.among(outcome.tables), key=lambda part: not isinstance(part, Ladder))
+        return [line for part in first for line in part.headline(outcome)]
+
+    def rows(self, tables: Mapping[str, pd.DataFrame]) -> list[dict[str, Any]]:
+        """The findings of all of them; of several sets of prompts, how far they lie apart."""
+        rows = [row for part in self.among(tables) for row in part.rows(tables)]
+        seeds = sorted({seed for table in tables.values() if "data_seed" in table for seed in table["data_seed"]})
+        apart: dict[tuple[Any, ...], list[float]] = {}
+        for seed in seeds if len(seeds) > 1 else ():
+            mine = {name: table[table["data_seed"] == seed] for name, table in tables.items() if "data_seed" in table}
+            for row in (row for part in self.among(mine) for row in part.rows(mine)):
+                apart.setdefault(_place(row), []).append(row["estimate"])
+        for row in rows:
+            if len(several := apart.get(_place(row), ())) > 1:
+                row["note"] = f"each of {len(several)} sets of prompts: {between(several)}" + f"; {row['note']}" * bool(
+                    row["note"]
+                )
+        return rows
+
+    def charts(self, outcome: Outcome) -> dict[str, Chart]:
+        """Those of all of them."""
+        return {name: chart for part in self.among(outcome.tables) for name, chart in part.charts(outcome).items()}
+
+    def noted(self) -> dict[str, Any]:
+        """Under which kernels and strategy flips were looked for."""
+        return {"flip_kernels": self.flip_kernels, "flip_strategy": self.flip_strategy}
+
+
+def _place(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What a finding is and what it is of."""
+    return tuple((name, value) for name, value in row.items() if name == "finding" or name not in COLUMNS)
+
+
+def _key(key: str, seed: int) -> str:
+    """The key of a cell on the prompts of a seed."""
+    return f"{key}-of-{seed}" if seed else key
+
+
+def prompts_of_seed(prompts: str, seed: int) -> str:
+    """The text form of generated prompts, drawn with a seed so much further on.
+
+    Raises:
+        InputError: They are not generated, so that there is one set of them.
+    """
+    if not seed:
+        return prompts
+    match = re.fullmatch(r"(\w+):(\d+)(?::(\d+))?", prompts.strip())
+    if match is None or match[1] not in TASKS:
+        raise InputError(
+            f"seeds was given with prompts {prompts!r}, of which there is one set: give generated ones such as arithmetic:20."
+        )
+    name, count, first = match.groups()
+    return f"{name}:{count}:{int(first or 0) + seed}"

@@ -1,0 +1,353 @@
+"""Measure how much noise in K and V flips a token, by how sure the model was, and which steps cannot flip.
+
+Noise of several sizes goes into the cache while both paths are fed the tokens that the clean one chooses. A step flips where the
+greedy tokens differ. How often it does is counted by the size of the noise and by the margin (the clean path's largest logit less
+its second largest); half of the steps of a margin flip at its threshold. Beside it: whether the chance of a flip follows from the
+margin and the noise of the logits alone, a certificate (a margin above twice the largest change of a logit cannot be overturned),
+and how far the model's own rounding, cached against recompute, lies below the threshold.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pandas as pd
+from scipy import stats
+
+from kvinterp import metrics
+from kvinterp.common.numbers import counted, short
+from kvinterp.comparison import compare, failures_kept
+from kvinterp.data import load_prompts
+from kvinterp.data.inputs import check_choice, check_whole
+from kvinterp.errors import InputError
+from kvinterp.models.provenance import provenance
+from kvinterp.study.cells import Cell, Made, joined, loaded
+from kvinterp.study.experiments.base import Experiment, Outcome
+from kvinterp.study.experiments.options import SHARED, model, option, shared
+from kvinterp.study.findings import Chart, Panel, finding, findings_of
+
+NOISE = {"normal": "normal(0,{size:g},seed={seed})", "uniform": "uniform(-{size:g},{size:g},seed={seed})"}
+"""The policies of noise by name, each of one size: a standard deviation, or half a width."""
+EDGES = (0.0, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0)
+"""Bounds of the predicted chances that are counted together."""
+RESAMPLES = 300
+
+
+@dataclasses.dataclass(frozen=True)
+class Susceptibility(Experiment):
+    """How much noise in K and V flips a token?"""
+
+    TABLES: ClassVar = ("steps", "rates", "thresholds", "calibration", "certificates")
+
+    model: str = model()
+    prompts: str = option("arithmetic:8", SHARED["prompts"][1])
+    kind: str = shared("kind")
+    dtype: str = shared("dtype")
+    noise: str = option(
+        "normal", "normal (sizes are standard deviations) or uniform (sizes are half widths), multiplicative."
+    )
+    sizes: str = option("0.03,0.1,0.3,0.5,1,2,4", "Sizes of the noise, with commas.")
+    bins: int = option(4, "How many classes of margin, of as many steps each.", min=1)
+    seeds: int = option(3, "How many draws of the noise.", min=2, times="yes")
+    max_new_tokens: int = option(24, "Most steps a prompt.")
+    device: str | None = shared("device")
+    attention: str | None = shared("attention")
+
+    def cells(self) -> list[Cell]:
+        """A cell a size and seed of the noise, and one of the model's own rounding."""
+        check_choice("noise", self.noise, tuple(NOISE))
+        check_whole("max_new_tokens", self.max_new_tokens, 2)
+        given = {"model": self.named(), "prompts": self.prompts, "max_new_tokens": self.max_new_tokens}
+        found = [Cell("rounding", f"{__name__}:measured", {**given, "b": "recompute"}, "cached against recompute")]
+        for size in _sizes(self.sizes):
+            for seed in range(self.seeds):
+                policy = NOISE[self.noise].format(size=size, seed=seed)
+                settings = {**given, "b": f"cached+{policy}", "size": size, "seed": seed}
+                found.append(Cell(f"size-{size:g}-{seed}".replace(".", "_"), f"{__name__}:measured", settings, policy))
+        return found
+
+    def reduce(self, made: Mapping[str, Made], settings: Mapping[str, Any], folder: Path | None) -> Outcome:
+        """Rates, thresholds, predictions and certificates of all steps."""
+        (adapter,) = self.adapters()
+        steps = predicted(binned(joined(made)["table"], self.bins))
+        noisy, rounding = steps[steps["size"] > 0], steps[steps["size"] == 0]
+        tables = {
+            "steps": steps,
+            "rates": flip_rates_of(noisy),
+            "thresholds": thresholds_of(noisy),
+            "calibration": calibration_of(noisy),
+            "certificates": certificates_of(steps),
+        }
+        summary = {
+            "noise": self.noise,
+            "seeds": self.seeds,
+            "prompts": int(steps["example"].nunique()),
+            "positions": len(steps[["example", "step"]].drop_duplicates()),
+            "thresholds": tables["thresholds"].to_dict("records"),
+            "certificates": tables["certificates"].to_dict("records"),
+            "brier": brier_of(noisy),
+            "rounding": {
+                "steps": len(rounding),
+                "flips": int(rounding["flip"].sum()),
+                "differ": int((rounding["max_abs_logit"] > 0).sum()),
+                "rms_logit": float(rounding["rms_logit"].mean()),
+            },
+            "provenance": provenance(adapter, noise=self.noise, max_new_tokens=self.max_new_tokens),
+        }
+        return Outcome(tables, tables, summary)
+
+    # What was found ----------------------------------------------------------------------------------------------------
+
+    def headline(self, outcome: Outcome) -> list[str]:
+        """How much noise flips half of the tokens, and how far below it the model's own rounding is."""
+        summary, whole = outcome.summary, outcome.tables["thresholds"].iloc[0]
+        size = "standard deviation" if summary["noise"] == "normal" else "half width"
+        at = f"Half of the tokens flip at multiplicative noise of a {size} of {short(whole['threshold'], 2)} in K and V"
+        if whole["why"]:
+            at = f"Where half of the tokens flip is {whole['why']} tried, of multiplicative noise"
+        lines = [f"{at} ({summary['positions']} steps, {counted(summary['seeds'], 'draw')} of the noise each)."]
+        own = summary["rounding"]["rms_logit"]
+        if own and not whole["why"]:
+            lines.append(
+                f"The model's own rounding, cached against recompute, moves the logits {whole['rms_logit'] / own:.3g} times less."
+            )
+        wrong = int(outcome.tables["certificates"]["flips_certified"].sum())
+        if wrong:
+            lines.append(f"{counted(wrong, 'step')} certified not to flip did, which cannot be: report it.")
+        return lines
+
+    def findings(self, outcome: Outcome) -> pd.DataFrame:
+        """Thresholds by class of margin, certified steps, how well flips are foretold, and the model's own rounding."""
+        rows = []
+        for row in outcome.tables["thresholds"].to_dict("records"):
+            of = "all" if row["bin"] == -1 else f"margin {short(row['margin_low'])} to {short(row['margin_high'])}"
+            rows.append(finding("noise in K and V at which half of the steps flip", row["threshold"], (row["low"], row["high"]),
+                                row["prompts"], note=f"{row['why']} tried" if row["why"] else "", steps=of))  # fmt: skip
+        certain = outcome.tables["certificates"].sum()
+        brier, own = outcome.summary["brier"], outcome.summary["rounding"]
+        # Read again, what was NaN is null.
+        skill, *ends = (float("nan") if brier[name] is None else brier[name] for name in ("skill", "low", "high"))
+        scale = "no step flips, or all do" if np.isnan(skill) else "1 would be perfect, 0 is no better than the rate"
+        return findings_of([
+            *rows,
+            finding("steps certified not to flip", certain["certified"] / certain["steps"], n=certain["steps"], unit="steps",
+                    measure="%", note="their margin exceeds twice the largest change of a logit"),
+            finding("skill of the chance foretold from margin and logit noise", skill, ends, outcome.summary["prompts"],
+                    note=scale),
+            finding("flips by the model's own rounding", own["flips"] / max(own["steps"], 1), n=own["steps"], unit="steps",
+                    measure="%"),
+            finding("RMS of the logits' change by the model's own rounding", own["rms_logit"], n=own["steps"], unit="steps"),
+        ])  # fmt: skip
+
+    def charts(self, outcome: Outcome) -> dict[str, Chart]:
+        """Flip rate against the size of the noise, and the observed rate against the chance foretold."""
+        rates, foretold = outcome.tables["rates"], outcome.tables["calibration"]
+        groups = rates.groupby("bin")
+        names = {number: f"margin {short(line['margin_low'].min())} to {short(line['margin_high'].max())} logits"
+                 for number, line in groups}  # fmt: skip
+        names[-1] = "all steps"
+        label = "share of steps that flip\n(95% interval)"
+        return {"susceptibility": Chart("How much noise in K and V flips a token, and whether that was to be expected", [
+            Panel(rates, "size", "rate", color="bin", names=names, xscale="log", scale="share", level=0.5, label=label,
+                  xlabel="size of the noise in K and V"),
+            Panel(foretold, "predicted", "observed", "points", xscale="share", scale="share", level="equal", label=label,
+                  xlabel="chance foretold from margin and logit noise; dashed: as foretold"),
+        ])}  # fmt: skip
+
+
+def _sizes(text: str) -> list[float]:
+    """The sizes of the noise, the smallest first.
+
+    Raises:
+        InputError: One is no number of that range, or there are fewer than three different ones.
+    """
+    try:
+        sizes = sorted({float(part) for part in str(text).split(",")})
+    except ValueError:
+        sizes = []
+    if len(sizes) < 3 or not all(0 < size <= 1000 for size in sizes):
+        raise InputError(
+            f"sizes {text!r} were given: expected three or more different numbers above 0, none above 1000, as in 0.01,0.1,1."
+        )
+    return sizes
+
+
+def measured(
+    model: Mapping[str, Any], prompts: str, max_new_tokens: int, b: str, size: float = 0.0, seed: int = 0
+) -> pd.DataFrame:
+    """Every decode step of the cached path beside another one, fed the same tokens."""
+    how: dict[str, Any] = {"max_new_tokens": max_new_tokens, "record": "", "progress": "none", "done": failures_kept}
+    found = compare(loaded(model), load_prompts(prompts), "cached", b, **how)
+    steps = found.steps
+    # Step 0 is the prefill's: it reads keys and values as they were computed.
+    kept = steps.loc[steps["step"] > 0, ["example", "step", "margin_a", "rms_logit", "max_abs_logit", "kl", "top1_agree"]]
+    flip = ~kept.pop("top1_agree").astype(bool)
+    return kept.rename(columns={"margin_a": "margin"}).assign(flip=flip, size=size, seed=seed)
+
+
+# What the steps say ------------------------------------------------------------------------------------------------------
+
+
+def binned(steps: pd.DataFrame, bins: int) -> pd.DataFrame:
+    """The steps with the class of their margin: ``bin``, from the least sure, and its bounds.
+
+    Args:
+        steps: Columns example, step, margin, size, seed, ...
+        bins: How many classes, of as many positions each; fewer where margins are equal.
+    """
+    positions = steps.groupby(["example", "step"])["margin"].first()
+    edges = np.unique(np.quantile(positions, np.linspace(0, 1, bins + 1)))
+    if len(edges) < 2:
+        return steps.assign(bin=0, margin_low=edges[0], margin_high=edges[0])
+    number = np.clip(np.searchsorted(edges, steps["margin"], side="right") - 1, 0, len(edges) - 2)
+    return steps.assign(bin=number, margin_low=edges[number], margin_high=edges[number + 1])
+
+
+def predicted(steps: pd.DataFrame) -> pd.DataFrame:
+    """The steps with the chance of a flip that follows from margin and logit noise: ``predicted``.
+
+    Were the errors of the two highest logits independent and normal with the logits' root mean square error s, the margin would
+    be overturned with probability Phi(-margin / (s sqrt 2)). s is that of the other draws of the noise at this step, so that
+    nothing is predicted from itself; NaN with one draw alone.
+    """
+    squares = steps["rms_logit"] ** 2
+    group = squares.groupby([steps["example"], steps["step"], steps["size"]])
+    others = (group.transform("sum") - squares).clip(lower=0) / (group.transform("count") - 1).replace(0, np.nan)
+    scale = np.sqrt(2 * others)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        chance = stats.norm.cdf(-steps["margin"] / scale)
+    return steps.assign(predicted=np.where(scale > 0, chance, np.where(scale == 0, 0.5 * (steps["margin"] == 0), np.nan)))
+
+
+def flip_rates_of(steps: pd.DataFrame) -> pd.DataFrame:
+    """How often a token flips, by size of the noise and class of margin.
+
+    Returns:
+        One row a size and class, and of all classes (bin -1): steps, prompts, flips, rate, its 95% interval (low, high; see
+        :func:`kvinterp.metrics.rate_of`), rms_logit (the logits' mean root mean square error), margin_low, margin_high.
+    """
+    rows = []
+    for number, part in _classes(steps):
+        for size, group in part.groupby("size"):
+            seen = metrics.rate_of(group["flip"].astype(float), group["example"])
+            mean = {"rate": seen.effect, "low": seen.low, "high": seen.high, "rms_logit": group["rms_logit"].mean()}
+            rows.append({"bin": number, "size": size, **_bounds(group), **_counts(group), **mean})
+    return pd.DataFrame(rows)
+
+
+def thresholds_of(steps: pd.DataFrame) -> pd.DataFrame:
+    """The size of the noise at which half of the steps flip, by class of margin, from a logistic regression on its logarithm.
+
+    Returns:
+        One row a class, and of all (bin -1): threshold with its 95% interval (low, high) from resampling whole prompts; NaN
+        where it is not between the sizes that were tried, and then ``why`` says on which side. rms_logit is the logits' mean
+        error there.
+    """
+    rows = []
+    for number, part in _classes(steps):
+        sizes = np.sort(part["size"].unique())
+        columns = [part[name].to_numpy(float) for name in ("size", "flip")]
+        numbers, found = dict.fromkeys(("threshold", "low", "high", "rms_logit"), np.nan), _half(*columns)
+        if sizes[0] <= found <= sizes[-1]:
+            low, high = metrics.clustered_interval(_half, part["example"].to_numpy(), *columns, resamples=RESAMPLES)
+            noise = np.log(part.groupby("size")["rms_logit"].mean().clip(lower=1e-30))
+            level = float(np.exp(np.interp(np.log(found), np.log(sizes), noise)))
+            numbers, why = {"threshold": found, "low": low, "high": high, "rms_logit": level}, ""
+        elif part.loc[part["size"] == sizes[0], "flip"].mean() >= 0.5:
+            why = "below the smallest size"
+        else:
+            why = "above the largest size"
+        rows.append({"bin": number, **_bounds(part), **numbers, **_counts(part), "why": why})
+    return pd.DataFrame(rows)
+
+
+def _bounds(steps: pd.DataFrame) -> dict[str, float]:
+    return {"margin_low": steps["margin_low"].min(), "margin_high": steps["margin_high"].max()}
+
+
+def _counts(steps: pd.DataFrame) -> dict[str, int]:
+    return {"steps": len(steps), "prompts": steps["example"].nunique(), "flips": int(steps["flip"].sum())}
+
+
+def _half(size: Any, flip: Any) -> float:
+    """Where a logistic regression of flips on the logarithm of the size crosses a half; NaN where it does not rise."""
+    from statsmodels.genmod.families import Binomial
+    from statsmodels.genmod.generalized_linear_model import GLM
+
+    counts = pd.DataFrame({"size": size, "flip": flip}).groupby("size")["flip"].agg(["sum", "count"])
+    if counts["sum"].sum() in (0, counts["count"].sum()):
+        return float("nan")
+    # Half a flip and half a stay are added to each size: separated sizes have a finite threshold.
+    flips = counts["sum"] + 0.5
+    stays = counts["count"] - counts["sum"] + 0.5
+    design = np.column_stack([np.ones(len(counts)), np.log(counts.index)])
+    with warnings.catch_warnings():
+        # It warns of sizes that are separated whole, which the halves have made finite.
+        warnings.simplefilter("ignore")
+        offset, slope = GLM(np.column_stack([flips, stays]), design, family=Binomial()).fit().params
+    return float(np.exp(-offset / slope)) if slope > 0 else float("nan")
+
+
+def calibration_of(steps: pd.DataFrame) -> pd.DataFrame:
+    """Predicted chances of a flip beside how often it came.
+
+    Returns:
+        One row a class of predictions that has steps: at_least, below, steps, prompts, predicted (mean), observed, and its 95%
+        interval (low, high; see :func:`kvinterp.metrics.rate_of`).
+    """
+    rows = []
+    known = steps.dropna(subset=["predicted"])
+    place = np.clip(np.searchsorted(EDGES, known["predicted"], side="right") - 1, 0, len(EDGES) - 2)
+    for number, group in known.groupby(place):
+        seen = metrics.rate_of(group["flip"].astype(float), group["example"])
+        counts = {"steps": len(group), "prompts": group["example"].nunique()}
+        means = {"predicted": group["predicted"].mean(), "observed": seen.effect, "low": seen.low, "high": seen.high}
+        rows.append({"at_least": EDGES[int(number)], "below": EDGES[int(number) + 1], **counts, **means})
+    names = ["at_least", "below", "steps", "prompts", "predicted", "observed", "low", "high"]
+    return pd.DataFrame(rows, columns=names)
+
+
+def brier_of(steps: pd.DataFrame) -> dict[str, float]:
+    """The mean squared error of the predicted chances, beside that of predicting the overall rate for every step.
+
+    Returns:
+        brier, of_the_rate, skill (1 less their ratio: above 0 where margin and noise tell more than the rate) and its 95%
+        interval (low, high) from resampling whole prompts.
+    """
+    known = steps.dropna(subset=["predicted"])
+    chance, flip = known["predicted"].to_numpy(float), known["flip"].to_numpy(float)
+    low, high = metrics.clustered_interval(_skill, known["example"].to_numpy(), chance, flip, resamples=RESAMPLES)
+    brier, rate = float(np.mean((chance - flip) ** 2)), float(np.mean((flip.mean() - flip) ** 2))
+    return {"brier": brier, "of_the_rate": rate, "skill": _skill(chance, flip), "low": low, "high": high}
+
+
+def _skill(chance: Any, flip: Any) -> float:
+    rate = np.mean((np.mean(flip) - flip) ** 2)
+    return float(1 - np.mean((chance - flip) ** 2) / rate) if rate > 0 else float("nan")
+
+
+def certificates_of(steps: pd.DataFrame) -> pd.DataFrame:
+    """Of how many steps it is certain that they cannot flip, and how many of those did.
+
+    No logit changed by more than ``max_abs_logit``, so that two can come closer by twice that at most: a larger margin stays.
+
+    Returns:
+        One row a size of the noise, 0 for the model's own rounding: steps, certified, flips, flips_certified.
+    """
+    certain = steps["margin"] > 2 * steps["max_abs_logit"]
+    counted = steps.assign(certified=certain, flips_certified=steps["flip"] & certain).groupby("size")
+    return counted.agg(
+        steps=("flip", "size"),
+        certified=("certified", "sum"),
+        flips=("flip", "sum"),
+        flips_certified=("flips_certified", "sum"),
+    ).reset_index()
+
+
+def _classes(steps: pd.DataFrame) -> Sequence[tuple[int, pd.DataFrame]]:
+    return [(-1, steps), *((int(number), part) for number, part in steps.groupby("bin"))]

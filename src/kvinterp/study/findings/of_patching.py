@@ -1,0 +1,388 @@
+"""What patches, a decomposition, a logit lens and a logit attribution found, as findings and charts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+
+from kvinterp import metrics
+from kvinterp.common.numbers import against, counted, every, number, percent, upper
+from kvinterp.comparison.vocabulary import ANEW, PARTS, RECOVERED
+from kvinterp.metrics.recovery import TO_SEE_A_DIFFERENCE
+from kvinterp.study.findings.charts import Chart, Panel
+from kvinterp.study.findings.rows import finding, median_of
+from kvinterp.study.reading.results import only
+
+if TYPE_CHECKING:
+    from kvinterp.comparison import LogitAttribution, LogitLens
+    from kvinterp.patching import ActivationPatching, Decomposition, Sweep
+
+NOTHING = "No step was decoded after the prefill: there is nothing to compare."
+
+# A sweep ---------------------------------------------------------------------------------------------------------------
+
+LAYERS = {
+    "single": "one layer at a time",
+    "cumulative": "layers from 0 on together",
+    "cumulative-from": "layers to the last together",
+}
+HEADS = {"heads": "one head at a time", "kv-heads": "one KV head at a time"}
+_CONTROLS = {
+    "self": "own tensors (expected 0)",
+    "other-prompt": "tensors of another prompt",
+    "floor": "last residual (floor)",
+    "together": "all layers together",
+    "all-positions": "residual at all positions",
+}
+
+
+def headline_of_sweep(sweep: Sweep) -> list[str]:
+    """Which place recovers most; or why nothing can be recovered."""
+    summary = sweep.summary()
+    lines = [
+        f"{count} of {counted(summary['examples'], 'prompt')}: recovery is undefined, for {why}"
+        for why, count in summary["examples_undefined"].items()
+    ]
+    best, of = summary["best"], RECOVERED[summary["distance"]]
+    if best is None:
+        equal = summary["examples_without_difference"] == summary["examples"]
+        return [*lines, *["There is no difference to recover."] * equal]
+    place = {
+        "single": "layer {layer:g} recovers",
+        "cumulative": "layers 0 to {layer:g} together recover",
+        "cumulative-from": "layers {layer:g} to the last together recover",
+        "blocks": "positions {positions} recover",
+    }.get(best["sweep"], "layer {layer:g}, head {head:g} recovers").format(**best)
+    how = f"{best['site']}, {summary['direction']}, {counted(int(best['defined']), 'prompt')}"
+    few = "No place recovers a twentieth. " if best["median"] < 0.05 else ""
+    return [f"{few}{upper(place)} most: {percent(best['median'])} of the {of} ({how}).", *lines]
+
+
+def rows_of_sweep(sweep: Sweep) -> Iterator[dict[str, Any]]:
+    """The median recovery of every patch, the largest first, then the controls and what no patch reaches."""
+    distance = sweep.provenance["distance"]
+    table = sweep.aggregate()
+    for row in table.sort_values("median", ascending=False, kind="stable").to_dict("records") if len(table) else ():
+        of = {name: row[name] for name in ("layer", "head") if row[name] >= 0}
+        of |= {"positions": row["positions"]} if row["sweep"] == "blocks" else {}
+        others = [f"{percent(row[name])} of the {RECOVERED[name.removeprefix('median_')]}" for name in row
+                  if name.startswith("median_") and not pd.isna(row[name])]  # fmt: skip
+        less = row["examples"] - row["defined"]
+        notes = [*others, *([f"{counted(less, 'prompt')} without a difference left out"] if less else [])]
+        yield finding(f"median recovery of the {RECOVERED[distance]}", row["median"], (row["interval_low"], row["interval_high"]),
+                      row["defined"], measure="%", note="; ".join(notes), sweep=row["sweep"], **of)  # fmt: skip
+    if "control" in sweep.controls:
+        for name, mine in sweep.controls.groupby("control", sort=False):
+            yield median_of(f"control, {_CONTROLS.get(str(name), name)}: recovery", mine["recovery"], measure="%", note="")
+    for name, left in sweep.left().items():
+        yield finding(f"{RECOVERED[name]} left with all swept layers patched together", left["share"], measure="%",
+                      n=sweep.recovery["example"].nunique())  # fmt: skip
+    for name, left in sweep.left("floor").items():
+        yield finding(f"{RECOVERED[name]} left with the last residual patched, mean", left["mean"],
+                      n=sweep.recovery["example"].nunique())  # fmt: skip
+
+
+def charts_of_sweep(sweep: Sweep, of: str = "") -> dict[str, Chart]:
+    """``recovery``, and ``recovery_by_step`` where layers were swept over more than one step; ``of`` is put into the titles."""
+    about, frame = sweep.provenance, sweep.recovery
+    what = f"of the {RECOVERED[about['distance']]}"
+    notes = [f"{about['site']} at {about['positions']} positions", f"steps: {about['steps']}"]
+    shown: dict[str, Any] = {"y": "recovery", "scale": "signed", "label": f"recovery {what}"}
+    panels = []
+    if len(layers := frame[frame["sweep"].isin(LAYERS)]):
+        panels.append(Panel(layers, "layer", kind="medians", facet="sweep", titles=LAYERS, level=0, **shown))
+    if len(heads := frame[frame["sweep"].isin(HEADS)]):
+        medians = heads[heads["defined"]].groupby(["sweep", "layer", "head"])["recovery"].median()
+        places = pd.MultiIndex.from_frame(heads[["sweep", "layer", "head"]].drop_duplicates())
+        head = "query head" if about["site"] in ("q", "z", "pattern") else "KV head"
+        cells = medians.reindex(places).reset_index()
+        panels.append(Panel(cells, "head", "layer", "map", "recovery", facet="sweep", titles=HEADS, scale="signed",
+                            label=f"median recovery\n{what}", xlabel=head))  # fmt: skip
+    if len(blocks := only(sweep.aggregate(), sweep="blocks") if len(frame) else frame):
+        blocks = blocks.rename(columns={"interval_low": "low", "interval_high": "high"})
+        panels.append(Panel(blocks, "median", "positions", "dots", scale="signed", level=0,
+                            label=f"recovery {what} by a block of positions, all layers"))  # fmt: skip
+    found = {}
+    if panels:
+        if "control" in sweep.controls:
+            rows = [median_of("", mine["recovery"]) | {"control": _CONTROLS.get(str(name), name)}
+                    for name, mine in sweep.controls.groupby("control", sort=False)]  # fmt: skip
+            panels.append(
+                Panel(pd.DataFrame(rows), "estimate", "control", "dots", scale="signed", level=0, label="controls")
+            )
+        found["recovery"] = Chart(f"What each patch recovers{of}", panels, notes)
+    steps = sweep.steps[sweep.steps["sweep"].isin(LAYERS)] if len(sweep.steps) else sweep.steps
+    if len(steps) and steps["step"].nunique() > 1:
+        medians = steps.groupby(["sweep", "layer", "step"])["recovery"].median().reset_index()
+        panel = Panel(medians, "step", "layer", "map", "recovery", facet="sweep", titles=LAYERS, scale="signed", columns=1,
+                      label=f"median recovery\n{what}", xlabel="decode step")  # fmt: skip
+        found["recovery_by_step"] = Chart(f"What each patch recovers at each step{of}", [panel], notes)
+    return found
+
+
+# A decomposition -------------------------------------------------------------------------------------------------------
+
+_TOLD = {
+    "total": "total: cached against recompute",
+    "fresh": "fresh: this step's row, computed alone",
+    "alone": "alone: K and V of decoded rows, computed alone",
+    "anew": "anew: K and V of old rows, remade by recompute",
+    "kept": "kept: K and V kept otherwise than written",
+    "null": "null: recompute among more rows, no cache",
+}
+
+
+def headline_of_decomposition(split: Decomposition) -> list[str]:
+    """Which part is most of the difference, and at how many steps a cache as such contributes nothing."""
+    summary = split.summary()
+    steps, differ, of = summary["steps"], summary["differ"], counted(summary["examples"], "prompt")
+    if not steps:
+        return [NOTHING]
+    if not differ:
+        return [f"The paths' logits are bitwise equal at {every(steps, 'decode step')} of {of}.", TO_SEE_A_DIFFERENCE]
+    led = [f"{part} at {summary['most'][part]}" for part in PARTS if summary["most"].get(part)]
+    most = f"most of it is {', '.join(led)}" if led else "no part is most of it at any"
+    lines = [f"The logits differ at {differ} of {counted(steps, 'decode step')} of {of}; {most}."]
+    if "with_changed" in summary:
+        changed = f"Another expert is chosen, in some row, at {summary['with_changed']} of {counted(steps, 'decode step')}"
+        lines.append(f"{changed}; at the others no part of the difference is routing.")
+    none, within = summary["without_cache"], summary["within_null"]
+    if none or within:
+        lines.append(
+            f"A cache as such contributes nothing at {none} of the {differ}, and no more than its null at {within} more."
+        )
+    return lines
+
+
+def rows_of_decomposition(split: Decomposition) -> Iterator[dict[str, Any]]:
+    """The mean length of every part beside its null, its KL, and at how many steps it is most of the difference."""
+    summary = split.summary()
+    if not summary["differ"]:
+        return
+    more: dict[str, Any] = {"n": summary["steps"], "unit": "steps"}
+    names = {
+        "total": "the whole",
+        **PARTS,
+        **ANEW,
+        "cache": "rows computed alone (fresh and alone): what a cache as such makes",
+    }
+    for part, what in names.items():
+        if not summary[f"{part}_l2"]:
+            continue
+        null = summary.get(f"null_{part}_l2")
+        led = f"most of the difference at {counted(summary['most'].get(part, 0), 'step')}" if part in PARTS else ""
+        led += "; no cache makes it: the recompute path's difference from itself" if part == "anew" else ""
+        yield finding("mean L2 of the logits", summary[f"{part}_l2"], null=np.nan if null is None else null, part=part,
+                      note="; ".join(filter(None, (what, led))), **more)  # fmt: skip
+        if part in summary:
+            yield finding("mean KL", summary[part], measure="nats", part=part, **more)
+    yield from _of_routing(split)
+
+
+def _of_routing(split: Decomposition) -> Iterator[dict[str, Any]]:
+    """How many choices of experts differ, and what part of the logits' difference they make, apart where none does."""
+    later = split.steps[split.steps["step"] > 0]
+    if "changed" not in later:
+        return
+    of, total = later["example"].to_numpy(str), later["choices"].sum()
+    rate = metrics.rate_of(later["changed"].to_numpy(float), of, later["choices"].to_numpy(float))
+    yield finding("choices of experts that differ, in all rows", rate.effect, (rate.low, rate.high), int(total), "choices", "%",
+                  null=later["null_changed"].sum() / total)  # fmt: skip
+    differ, changed, newest = later["total_l2"] > 0, later["changed"] > 0, later["changed_newest"] > 0
+    groups = {"with a changed choice in the newest row": newest, "with a changed choice in earlier rows alone": changed & ~newest,
+              "without a changed choice": ~changed}  # fmt: skip
+    for name, among in groups.items():
+        steps, mine = f"decode steps {name}", later[differ & among]
+        rate = metrics.rate_of((among & differ).to_numpy(bool), of)
+        yield finding(f"{steps} whose logits differ", rate.effect, (rate.low, rate.high), len(later), "steps", "%")
+        if len(mine):
+            rest = "the rest, to 100%, is continuous: weights, experts and attention"
+            note = (
+                rest
+                if changed[mine.index].any()
+                else "no choice differs there, so that all of the difference is continuous"
+            )
+            yield median_of(f"{steps}: routing's share of the difference of the logits", mine["routing_share"], mine["example"],
+                            measure="%", note=note)  # fmt: skip
+            rest = f"continuous {number(float(mine['continuous_l2'].mean()))}"
+            yield finding(f"{steps}: mean L2 of routing", mine["routing_l2"].mean(), n=len(mine), unit="steps",
+                          null=mine["null_routing_l2"].mean(), note=rest)  # fmt: skip
+
+
+def charts_of_decomposition(split: Decomposition, of: str = "") -> dict[str, Chart]:
+    """The parts by step and by layer, every example and the medians; nothing where there is no step."""
+    parts = [part for part in _TOLD if part in split.steps]
+    later = split.layers[split.layers["step"] > 0]
+    if split.steps.empty:
+        return {}
+    by: dict[str, Any] = {"y": "size", "kind": "medians", "color": "part", "names": _TOLD}
+    panels = [
+        Panel(split.steps.melt(["example", "step"], parts, "part", "size"), "step", label="KL of the logits (nats)",
+              xlabel="decode step (0 is the token the prefill decides)", **by),
+    ]  # fmt: skip
+    if len(later):
+        long = later.melt(["example", "step", "layer"], parts, "part", "size")
+        panels.append(Panel(long, "layer", label="relative L2 difference\nof resid_post", **by))
+    return {"decomposition": Chart(f"What makes the difference{of} (points: every step and prompt; lines: medians)", panels,
+                                   [f"null control: {split.provenance.get('suffix', '?')} more tokens"])}  # fmt: skip
+
+
+# Clean into corrupted ----------------------------------------------------------------------------------------------------
+
+
+def headline_of_activation_patching(found: ActivationPatching) -> list[str]:
+    """The place that restores most of the clean prompt's answer."""
+    what = RECOVERED[found.distance]
+    ends = f"{what} {number(found.corrupted)} with the corrupted prompt, {number(found.clean)} with the clean one"
+    best = found.overview().iloc[0]
+    if pd.isna(best["recovery"]):
+        return [f"Both prompts show the same ({ends}), so no place can restore it: give two whose answers differ."]
+    many = f", mean of {counted(found.pairs, 'pair')}" if found.pairs > 1 else ""
+    by = f"{found.site}, attributed" if found.method == "attribution" else found.site
+    lines = [f"{upper(_place_of(best))} restores most: {percent(best['recovery'])} by {by} ({ends}{many})."]
+    if len(found.checked):
+        lines.append(
+            f"Attribution is off by {percent(found.error)} of what {len(found.checked)} true patches change (L2 over L2)."
+        )
+    return lines
+
+
+def _place_of(row: Mapping[Any, Any]) -> str:
+    head = f", head {int(row['head'])}" if "head" in row else ""
+    if "start" not in row:
+        return f"layer {int(row['layer'])}{head}"
+    start, last = int(row["start"]), int(row["stop"]) - 1
+    spot = f"position {start}" if start == last else f"positions {start} to {last}"
+    return f"layer {int(row['layer'])}{head}, {spot} ({row['text']!r})"
+
+
+def rows_of_activation_patching(found: ActivationPatching) -> Iterator[dict[str, Any]]:
+    """The places that restore most, and how far an attribution is from the truth."""
+    if len(found.checked):
+        what = "error of the attribution: L2 of its differences from true patches over L2 of their changes"
+        yield finding(what, found.error, n=len(found.checked), unit="patches", null=0.0)
+    for row in found.overview().to_dict("records"):
+        of = {name: row[name] for name in ("layer", "head", "start", "stop", "text") if name in row}
+        note = f"{found.distance} {number(row['value'])}"
+        yield finding(f"recovery by {found.site}", row["recovery"], n=found.pairs, unit="pairs", note=note, **of)
+
+
+def charts_of_activation_patching(found: ActivationPatching) -> dict[str, Chart]:
+    """Recovery of every place."""
+    table = found.frame
+    if not table["recovery"].notna().any():
+        return {}
+    facet, titles = "", {}
+    if found.over == "heads,positions":
+        facet, titles = "head", {head: f"head {head}" for head in table["head"].unique()}
+    x, xlabel = ("head", "head") if found.over == "heads" else ("start", "position (of a block the first)")
+    label = f"recovery of the {RECOVERED[found.distance]}"
+    panel = Panel(table, x, "layer", "map", "recovery", facet=facet, titles=titles, label=label, xlabel=xlabel,
+                  scale="signed", columns=4)  # fmt: skip
+    how = "by attribution" if found.method == "attribution" else "by patches"
+    title = f"What {found.site} of the clean prompt restores in the corrupted one, {how}{of_model(found.provenance)}"
+    return {"activation_patching": Chart(title, [panel], [f"n = {counted(found.pairs, 'pair')} of prompts"])}
+
+
+# The lens and the attribution --------------------------------------------------------------------------------------------
+
+
+def headline_of_lens(lens: LogitLens) -> list[str]:
+    """Behind which layer the readings differ first, and most."""
+    table = lens.overview()
+    if table.empty:
+        return [NOTHING]
+    layers, of = (
+        table.iloc[1:-1],
+        f"{against(lens.provenance)}, over {counted(int(table['steps'].iloc[-1]), 'decode step')}",
+    )
+    first = layers[layers["max_kl"] > 0]
+    if first.empty:
+        return [f"{of}: read as logits the streams are equal behind every layer.", TO_SEE_A_DIFFERENCE]
+    most = layers.loc[layers["mean_kl"].idxmax()]
+    return [
+        f"{of}: read as logits the residual stream differs first behind layer {int(first['layer'].iloc[0])}, and most behind "
+        f"layer {int(most['layer'])} (mean KL {number(most['mean_kl'])} nats)."
+    ]
+
+
+def rows_of_lens(lens: LogitLens) -> Iterator[dict[str, Any]]:
+    """Mean KL behind every layer, and at how many steps another token is read; both are read in float64."""
+    table = lens.overview()
+    for row in table.to_dict("records"):
+        last = row["layer"] == table["layer"].max()
+        what = "mean KL of the paths' own logits" if last else "mean KL of the residual stream read as logits"
+        note = f"another token is read at {counted(int(row['top_differs']), 'step')}"
+        yield finding(what, row["mean_kl"], n=row["steps"], unit="steps", measure="nats", note=note, layer=row["layer"])
+
+
+def charts_of_lens(lens: LogitLens) -> dict[str, Chart]:
+    """KL between the paths' readings behind every layer."""
+    later, paths = lens.table[lens.table["step"] > 0], lens.provenance["paths"]
+    if later.empty:
+        return {}
+    panel = Panel(later, "layer", "kl", "medians", label=f"KL({paths['a']} || {paths['b']}), nats".replace("[", "\n["),
+                  xlabel="layer (-1: what enters the first; the last: the paths' own logits)")  # fmt: skip
+    notes = [f"{against(lens.provenance)}, matched"]
+    return {"logit_lens": Chart("The residual streams read as logits (points: steps; line: median)", [panel], notes)}
+
+
+def headline_of_attribution(attribution: LogitAttribution) -> list[str]:
+    """Which part of the model wrote most of the difference."""
+    table, of = attribution.overview(), against(attribution.provenance)
+    total = only(table, part="total")["l2"]
+    if total.empty:
+        return [f"{of}: no step was decoded after the prefill, so there is nothing to part."]
+    if not float(total.iloc[0]) > 0:
+        return [f"{of}: the logits are equal at every decode step, so nothing wrote a difference.", TO_SEE_A_DIFFERENCE]
+    most = table.loc[table[table["part"].isin(("embed", "attn", "mlp"))]["l2"].idxmax()]
+    name = {"attn": "attention", "mlp": "the MLP"}.get(most["part"], "")
+    where = f"{name} of layer {int(most['layer'])}" if name else "the embedding"
+    lines = [
+        f"{of}: of the logits' difference (mean L2 {number(float(total.iloc[0]))}) {where} writes the longest part, "
+        f"{number(most['l2'])}; parts can undo each other, so their lengths need not add up."
+    ]
+    if attribution.provenance.get("heads"):
+        lines.append(f"Not parted by head: {attribution.provenance['heads']}.")
+    return lines
+
+
+def rows_of_attribution(attribution: LogitAttribution) -> Iterator[dict[str, Any]]:
+    """The mean length of what every part wrote, the longest first."""
+    steps = _steps(attribution)
+    for row in attribution.overview().sort_values("l2", ascending=False, kind="stable").to_dict("records"):
+        of = {name: row[name] for name in ("layer", "head") if row[name] >= 0}
+        note = f"adds {number(row['logit_difference'])} to the difference of the two tokens' logits"
+        yield finding("mean L2 over the vocabulary", row["l2"], n=steps, unit="steps", note=note, part=row["part"], **of)
+
+
+def charts_of_attribution(attribution: LogitAttribution) -> dict[str, Chart]:
+    """Length of what each head, attention and MLP wrote of the difference, and of what no layer wrote."""
+    table = attribution.overview()
+    if table.empty:
+        return {}
+    heads, label = only(table, part="head"), "L2 over the vocabulary"
+    panels = []
+    if len(heads):
+        panels.append(Panel(heads, "head", "layer", "map", "l2", label=label, xlabel="query head (blank: exactly 0)"))
+    names = {"attn": "attention", "mlp": "MLP"}
+    panels += [
+        Panel(table, "layer", "l2", color="part", names=names, label=label),
+        Panel(table[~table["part"].isin((*names, "head", "head_rest", "total"))], "l2", "part", "dots",
+              label=f"what no layer wrote, {label}"),
+    ]  # fmt: skip
+    title = f"What wrote the difference of the logits, mean over {counted(_steps(attribution), 'decode step')}"
+    return {"logit_attribution": Chart(title, panels, [f"{against(attribution.provenance)}, matched"])}
+
+
+def _steps(attribution: LogitAttribution) -> int:
+    table = attribution.table
+    return len(table.loc[table["step"] > 0, ["example", "step"]].drop_duplicates())
+
+
+def of_model(about: Mapping[str, Any]) -> str:
+    """For a title: of which model."""
+    return f" in {str(about['model']).removeprefix('zoo:')}"

@@ -1,0 +1,127 @@
+"""Facts about results that sentences, tables and figures are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+import torch
+
+from kvinterp.data import JUDGES, score
+from kvinterp.models import dtype_named
+
+if TYPE_CHECKING:
+    from kvinterp.comparison import Comparison
+    from kvinterp.data import Prompt
+    from kvinterp.study.results import Result
+
+
+def model_of(result: Result) -> str:
+    """The model's name without ``zoo:``."""
+    return str(result.comparison.provenance["model"]).removeprefix("zoo:")
+
+
+def kind_of(result: Result) -> str:
+    """The model's kind."""
+    return str(result.comparison.provenance["kind"])
+
+
+def place_of(result: Result) -> tuple[str, str]:
+    """The model's name and kind."""
+    return model_of(result), kind_of(result)
+
+
+def with_protocol(results: Sequence[Result], protocol: str) -> list[Result]:
+    """Those made under one protocol."""
+    return [r for r in results if r.comparison.provenance["protocol"] == protocol]
+
+
+def grouped(results: Iterable[Result]) -> dict[tuple[str, str], list[Result]]:
+    """The results of each model and kind."""
+    groups: dict[tuple[str, str], list[Result]] = {}
+    for result in results:
+        groups.setdefault(place_of(result), []).append(result)
+    return groups
+
+
+def leading(results: Sequence[Result]) -> list[Result]:
+    """One result of each model and kind: the matched one where there is one, because it measures arithmetic alone."""
+    return [(with_protocol(group, "matched") or group)[0] for group in grouped(results).values()]
+
+
+def judged(prompt: Prompt | None, text: object) -> bool | None:
+    """Whether a prompt was answered right; None where it has nothing to judge it by."""
+    return None if prompt is None or prompt.task not in JUDGES else score(prompt, str(text))
+
+
+def right_answers(result: Result) -> tuple[int, int] | None:
+    """How many prompts each path answered right, or None where a prompt has nothing to judge it by."""
+    prompts = {prompt.id: prompt for prompt in result.prompts}
+    examples = result.comparison.examples
+    sides = [[judged(prompts.get(row["id"]), row[f"text_{s}"]) for row in examples.to_dict("records")] for s in ("a", "b")]
+    return None if examples.empty or None in sides[0] else (sum(map(bool, sides[0])), sum(map(bool, sides[1])))
+
+
+def only(table: pd.DataFrame, **values: Any) -> pd.DataFrame:
+    """The rows of a table in which each of these columns holds that value."""
+    for column, value in values.items():
+        table = table[table[column] == value]
+    return table
+
+
+def unit_roundoff(dtype: str) -> float:
+    """Half the distance from 1 to the next number of a dtype."""
+    named = dtype_named(dtype)
+    assert named is not None, "a comparison names its dtype"
+    return float(torch.finfo(named).eps / 2)
+
+
+def alike(comparison: Comparison, table: str, *columns: str, first: int = 1) -> Iterator[pd.DataFrame]:
+    """The rows of a table from a step on at which both paths hold the same text, in pieces of whole examples.
+
+    Args:
+        comparison: The comparison.
+        table: The table's name; what it sums over the steps leaves out step 0, which is the prefill's on both paths.
+        columns: The columns that are wanted.
+        first: The step.
+    """
+    for piece in comparison.pieces(table, *columns, "after_flip", "step"):
+        same = comparison.same_text(piece)
+        yield same[same["step"] >= first] if "step" in same else same
+
+
+def decoded(comparison: Comparison, table: str, *columns: str, first: int = 1) -> pd.DataFrame:
+    """The rows of :func:`alike` together, of as few columns as are asked for."""
+    return pd.concat(alike(comparison, table, *columns, first=first), ignore_index=True)
+
+
+def means_of(comparison: Comparison, table: str, keys: Sequence[str], value: str, first: int = 1) -> pd.Series:
+    """The mean of a column over the rows of :func:`alike`, where they are of several vectors over those."""
+    sums = []
+    for piece in alike(comparison, table, *keys, value, "vectors", first=first):
+        weights = piece["vectors"] if "vectors" in piece else piece[value].notna()
+        sums.append(pd.DataFrame({"of": piece[value] * weights, "by": weights}).groupby([piece[k] for k in keys]).sum())
+    total = pd.concat(sums).groupby(level=list(keys)).sum()
+    return total["of"] / total["by"]
+
+
+def let_go_of(comparison: Comparison) -> list[tuple[str, int, int, int]]:
+    """Of each path whose policy lets go of rows: how many by the last step, of how many, and of how many prompts."""
+    pieces = comparison.pieces("kv_steps", "example", "step", "tensor", "let_go_a", "let_go_b")
+    last = pd.concat([each[each["step"] == each.groupby("example")["step"].transform("max")] for each in pieces])
+    last = last[last["tensor"] == last["tensor"].min()]
+    context = last["example"].map(comparison.examples.set_index("example")["prompt_tokens"]) + last["step"]
+    sides, prompts = comparison.provenance.get("lets_go", ()) if len(last) else (), last["example"].nunique()
+    return [(side, int(last[f"let_go_{side}"].sum()), int(context.sum()), prompts) for side in sides]
+
+
+def sites_of(comparison: Comparison) -> list[str]:
+    """The sites whose drift was measured."""
+    return list(dict.fromkeys(site for piece in comparison.pieces("layers", "site") for site in piece["site"].unique()))
+
+
+def site_of(comparison: Comparison) -> str:
+    """The site whose drift is told: resid_post, or else the first recorded; empty where none was."""
+    sites = sites_of(comparison)
+    return "resid_post" if "resid_post" in sites else str(sites[0]) if sites else ""

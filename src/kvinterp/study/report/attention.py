@@ -1,0 +1,383 @@
+"""Attention of two paths side by side: cached, recompute and their difference for every head, on circuitsvis.
+
+circuitsvis draws one pattern at a time, and loads its code from a network or puts 1.3 MB of it into every figure. Here one
+page holds its code once and every head three times; :mod:`kvinterp.study.report.attention_page` says how it looks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from jaxtyping import Float
+from torch import Tensor
+
+from kvinterp import metrics
+from kvinterp.common.store import write_whole
+from kvinterp.comparison import Comparison
+from kvinterp.data.inputs import check_choice, check_text, check_unread, check_whole, chosen_layers, encode, given_list
+from kvinterp.errors import InputError, NonFiniteError, UnsupportedError, located
+from kvinterp.models import Adapter, wrap
+from kvinterp.paths import ExecutionPath, path_named, path_read, run
+from kvinterp.recording import Trace
+from kvinterp.recording.activation_cache import is_activation_cache, records_of
+from kvinterp.study.report.attention_page import AttentionPage, ShownHead, View, page_of, readable
+from kvinterp.study.report.page import Text, fragment
+
+Square = Float[Tensor, "head query key"]
+
+#: Cells the browser draws without a wait: 32 heads, three patterns each, 48 positions a side, and a little.
+_CELLS = 240_000
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class AttentionComparison:
+    """The patterns of two paths at one step, ready to be looked at.
+
+    In a notebook it shows itself, in a frame that cannot reach the notebook; :meth:`save` writes the same page as one file.
+
+    Attributes:
+        heads: One row a head that was compared, the largest KL first: layer, head, kl (of the newest row, in nats),
+            largest_row_kl, largest_row (its position), largest_difference (of any probability), shown.
+        page: What is shown.
+    """
+
+    heads: pd.DataFrame
+    page: AttentionPage = dataclasses.field(repr=False)
+
+    def save(self, path: str | Path) -> Path:
+        """Writes the page as one file that needs nothing else, whole or not at all.
+
+        Args:
+            path: Where to, such as ``"attention.html"``; the folder is made.
+
+        Raises:
+            InputError: It cannot be written.
+        """
+        target = Path(path)
+        # A lone surrogate in a token has no UTF-8; as a reference it reads as the replacement character.
+        write_whole(target, self.page.html().encode("utf-8", "xmlcharrefreplace"))
+        return target
+
+    def _repr_html_(self) -> str:
+        return fragment(Text(self.page.html(), look="frame"))
+
+
+def attention_comparison(
+    source: Any,
+    other: Any = None,
+    *,
+    step: int | None = None,
+    layers: int | Sequence[int] | None = None,
+    heads: int | Sequence[int] | None = None,
+    a: str | ExecutionPath = "cached",
+    b: str | ExecutionPath = "recompute",
+    model: Any = None,
+    example: int = 0,
+    tokens: Sequence[str] | None = None,
+    most: int | None = None,
+    positions: tuple[int, int] | None = None,
+    cells: int = 48,
+    fit: str = "crop",
+) -> AttentionComparison:
+    """Shows the attention of two paths at one step side by side, and their difference, for every head.
+
+    A path that recomputes has all its rows at every step. A cached path computes one row a step, so its pattern is put
+    together from the prefill's rows and the row of each step since: each row is what that path used when it wrote the
+    position. Both are fed the same tokens.
+
+    Three ways to call it: ``attention_comparison(model, prompt, step=5)`` runs both paths;
+    ``attention_comparison(comparison, step=5)`` runs again what a comparison compared (one that was read from disk needs the
+    prompt and ``model=`` as well);
+    ``attention_comparison(trace_a, trace_b, step=5)`` takes two traces of ``run(..., record="pattern", positions="all")``, or two
+    ``ActivationCache`` of TransformerLens, which are of one forward and have no step.
+
+    Args:
+        source: A model or adapter, a comparison in the matched protocol, or the first trace.
+        other: The prompt, or the second trace.
+        step: The decode step; 0 is the prefill.
+        layers: Layers to compare (default: all).
+        heads: Query heads to compare in every layer (default: all).
+        a: The first path; the tokens are those it chooses greedily. A comparison brings its own paths and tokens.
+        b: The second path.
+        model: The model, for a comparison; for traces it gives the tokens' text.
+        example: Which example of the comparison the prompt is.
+        tokens: Text of each position, for traces without a model (default: token ids).
+        most: Most heads to show, those with the largest KL first (default: as many as a browser draws without a wait).
+        positions: Positions ``(start, stop)`` to show.
+        cells: Most rows and columns to show, where positions are not given.
+        fit: How a longer context is brought to ``cells``: ``"crop"`` shows the newest positions; ``"pool"`` shows all, in
+            blocks of neighbours (attention to a block summed over its keys, averaged over its queries).
+
+    Raises:
+        InputError: A step, layer, head or position does not exist, or the two sides are not of the same tokens.
+        UnsupportedError: The pattern cannot be derived beside the model's attention (flash attention), or a path keeps too
+            little of it.
+    """
+    check_choice("fit", fit, ("crop", "pool"))
+    if is_activation_cache(source):
+        check_unread("step", step, None, "a cache is of one forward; leave it out")
+        check_unread("model", model, None, "a cache has no tokens; give their text, tokens=model.to_str_tokens(text)")
+        source, other, step = *_of_caches(source, other), 0
+    if step is None:
+        raise InputError(
+            "no step was given: give step=..., such as step=5; 0 is the prefill, which is the same on most paths."
+        )
+    for name, given, least in (("step", step, 0), ("cells", cells, 2), ("most", most, 1)):
+        if given is not None:
+            check_whole(name, given, least)
+    layers, heads = (_numbers(name, given) for name, given in (("layers", layers), ("heads", heads)))
+    own = "traces have" if isinstance(source, Trace) else "a comparison has" if isinstance(source, Comparison) else ""
+    for name, path, default in (("a", a, "cached"), ("b", b, "recompute")) if own else ():
+        check_unread(name, path, default, f"{own} paths; leave it out")
+    if isinstance(source, Comparison):
+        check_whole("example", example, 0)
+    else:
+        check_unread("example", example, 0, "it is one of a comparison's; give kv.compare(...) first, or leave it out")
+    if positions is not None:
+        check_unread("cells", cells, 48, "positions are given; leave one of the two out")
+        check_unread("fit", fit, "crop", "positions are given; leave one of the two out")
+    if isinstance(source, Trace):
+        pair, adapter = _given(source, other), None if model is None else wrap(model)
+    elif isinstance(source, Comparison):
+        model, other = _origin(source, model, other, example)
+        adapter = wrap(model)
+        pair = _again(source, adapter, other, example, step, layers)
+    else:
+        check_unread("model", model, None, "the model came first; leave it out")
+        adapter = wrap(source)
+        if other is None:
+            raise InputError("no prompt was given: call attention_comparison(model, prompt, step=...).")
+        pair = _both(adapter, other, (path_named(a), path_named(b)), step, layers, None)
+    ids = _fed(pair, step)
+    if tokens is not None:
+        texts = [check_text("tokens", each, "['2', ' +']") for each in given_list("tokens", tokens, "a list of texts")]
+    else:
+        texts = [str(each) for each in ids] if adapter is None else adapter.pieces(ids)
+    names = [readable(text) for text in texts]
+    if len(names) != len(ids):
+        raise InputError(f"{len(names)} tokens were given for {len(ids)} positions: give the text of each position.")
+    view = View.of(len(ids), positions, cells, fit)
+    found: list[ShownHead] = []
+    with located(f"step {step}"):
+        for layer in _layers_of(pair[0], adapter, layers):
+            first, second = (assembled_pattern(trace, layer, step) for trace in pair)
+            found += _heads(layer, first, second, heads, view)
+    found.sort(key=lambda head: (-head.row["kl"], head.row["layer"], head.row["head"]))
+    room = max(_CELLS // (3 * view.side**2), 1) if most is None else most
+    table = pd.DataFrame([{**head.row, "shown": place < room} for place, head in enumerate(found)])
+    return AttentionComparison(table, page_of(pair, step, len(found), view, names, found[:room]))
+
+
+def _numbers(name: str, given: int | Sequence[int] | None) -> list[int] | None:
+    """Layers or heads as a list, None for all."""
+    if given is None or isinstance(given, int):
+        return None if given is None else [given]
+    numbers = given_list(name, given, "a list of numbers, or None for all")
+    if not numbers:
+        raise InputError(f"{name}={given!r} was given: expected at least one number, or None for all.")
+    return numbers
+
+
+# The patterns ----------------------------------------------------------------------------------------------------------
+
+
+def _both(
+    adapter: Adapter,
+    prompt: Any,
+    paths: tuple[ExecutionPath, ExecutionPath],
+    step: int,
+    layers: Sequence[int] | None,
+    fed: Sequence[int] | None,
+) -> tuple[Trace, Trace]:
+    ids = encode(adapter, prompt, step + 1)
+    watched = chosen_layers(adapter, layers)
+    for path in paths:
+        if path.refresh or path.policy.evicts:
+            raise UnsupportedError(
+                f"path {path} makes rows anew or lets go of them, and attention is shown row by row, each computed once: "
+                "give a path without."
+            )
+
+    def one(path: ExecutionPath, continuation: Sequence[int] | None) -> Trace:
+        steps = range(step + 1) if path.form == "cached" else [step]
+        stop = "end of sequence" if continuation is None else "length"
+        return run(
+            adapter, ids, path, max_new_tokens=step + 1, record="pattern", positions="all",
+            layers=watched, steps=steps, continuation=continuation, stop=stop,
+        )  # fmt: skip
+
+    first = one(paths[0], fed)
+    if len(first.fed) < step:
+        raise InputError(
+            f"step {step} does not exist: path {paths[0]} ends this prompt after step {len(first.tokens) - 1}; "
+            "give an earlier step."
+        )
+    return first, one(paths[1], first.fed)
+
+
+def _origin(comparison: Comparison, model: Any, prompt: Any, example: int) -> tuple[Any, Any]:
+    """The model and the prompt of an example: those given, else those the comparison remembers."""
+    origin = comparison.origin
+    if model is None and origin is not None:
+        model = origin.adapter()
+    if prompt is None and origin is not None:
+        if example not in origin.prompts:
+            raise InputError(f"example {example} does not exist: the comparison has {', '.join(map(str, origin.prompts))}.")
+        prompt = origin.prompts[example]
+    if model is None or prompt is None:
+        raise InputError(
+            "this comparison no longer has its model and prompts: give attention_comparison(comparison, prompt, "
+            f"model=model, example={example}, step=...), which runs that example again: of each example its own prompt."
+        )
+    return model, prompt
+
+
+def _again(
+    comparison: Comparison, adapter: Adapter, prompt: Any, example: int, step: int, layers: Sequence[int] | None
+) -> tuple[Trace, Trace]:
+    provenance, steps = comparison.provenance, comparison.steps[comparison.steps["example"] == example]
+    if provenance["protocol"] != "matched":
+        raise InputError("after a flip the free protocol compares two texts: compare with protocol='matched'.")
+    if provenance["weights"] != adapter.fingerprint() or provenance["kind"] != adapter.kind:
+        raise InputError(
+            f"the comparison was made on {provenance['model']} ({provenance['kind']}) with other weights than this "
+            f"{adapter.facts.name} ({adapter.kind}): give the model it was made on."
+        )
+    if steps.empty or step > steps["step"].max():
+        have = f"steps 0 to {steps['step'].max()}" if len(steps) else "no steps"
+        raise InputError(f"step {step} of example {example} does not exist: the comparison has {have} of it.")
+    row = comparison.examples.set_index("example").loc[example]
+    length = len(encode(adapter, prompt, step + 1))
+    if length != row["prompt_tokens"]:
+        raise InputError(
+            f"example {example} of the comparison has {row['prompt_tokens']} tokens and this prompt {length}: give the "
+            "prompt it was made on."
+        )
+    fed = steps.sort_values("step")["token_a"].tolist()[:step]
+    # What was compared in this process the user named; what was read may come from anybody.
+    read = path_read if comparison.origin is None else path_named
+    paths = (read(provenance["paths"]["a"]), read(provenance["paths"]["b"]))
+    return _both(adapter, prompt, paths, step, layers, fed)
+
+
+def _given(a: Trace, b: Any) -> tuple[Trace, Trace]:
+    if not isinstance(b, Trace):
+        raise InputError(f"one trace and a {type(b).__name__} were given: expected two traces of the same prompt.")
+    if a.prompt != b.prompt:
+        raise InputError(
+            f"the traces have different prompts ({len(a.prompt)} and {len(b.prompt)} tokens): give the same one."
+        )
+    return a, b
+
+
+def _of_caches(a: Any, b: Any) -> tuple[Trace, Trace]:
+    """Two of TransformerLens's caches as traces, whose tokens are called by their positions."""
+    made = []
+    for number, cache in (("first", a), ("second", b)):
+        if not is_activation_cache(cache):
+            raise InputError(
+                f"one ActivationCache and a {type(cache).__name__} were given: expected two caches of one text."
+            )
+        records = {place: [tensor] for place, tensor in records_of(cache).items() if place[0] == "pattern"}
+        if not records:
+            raise InputError(f"the {number} cache holds no attn.hook_pattern: let run_with_cache keep it.")
+        rows = next(iter(records.values()))[0].shape[1]
+        made.append(Trace(f"{number} cache", tuple(range(rows)), (), (), records, (0,)))
+    return _given(made[0], made[1])
+
+
+def assembled_pattern(trace: Trace, layer: int, step: int) -> Square:
+    """Attention of every query position at a step, as the path that was traced computed each row.
+
+    Args:
+        trace: A trace of ``run(..., record="pattern", positions="all")``: of a path that recomputes with that step, of a
+            cached path with every step up to it.
+        layer: The layer.
+        step: The decode step.
+
+    Returns:
+        Probabilities ``[head, query, key]``, queries and keys by absolute position, in the dtype they were computed in.
+
+    Raises:
+        InputError: The trace does not hold these rows.
+        UnsupportedError: A chunked path with a sliding window showed too few keys to place its rows.
+    """
+    if ("pattern", layer) not in trace.records:
+        have = ", ".join(sorted({f"{site} at {at}" for site, at in trace.records})) or "nothing"
+        raise InputError(
+            f"a trace holds no pattern of layer {layer} (it recorded {have}): run with record='pattern', positions='all'."
+        )
+    kept = dict(zip(trace.steps, trace.records["pattern", layer], strict=True))
+    length = len(trace.prompt) + step
+    if step not in kept:
+        raise InputError(f"the {trace.path} trace did not record step {step}: record it, and the steps before it.")
+    if kept[step].dim() != 3:
+        raise InputError(f"the {trace.path} trace holds the newest row only: run with record='pattern', positions='all'.")
+    needed = [step] if kept[step].shape[1] == length else list(range(step + 1))
+    missing = [number for number in needed if number not in kept]
+    if missing:
+        raise InputError(
+            f"the {trace.path} trace did not record step {missing[0]}, whose row is needed: record every step."
+        )
+    square = kept[step].new_zeros(kept[step].shape[0], length, length)
+    for number in needed:
+        rows, end = kept[number], len(trace.prompt) + number
+        if rows.shape[2] < rows.shape[1]:
+            raise UnsupportedError(
+                f"path {trace.path} shows {rows.shape[2]} keys to {rows.shape[1]} queries at layer {layer}, so its rows "
+                "cannot be placed: use a path without chunks."
+            )
+        # A sliding cache shows the newest keys only: both ends are aligned at the newest position.
+        square[:, end - rows.shape[1] : end, end - rows.shape[2] : end] = rows
+    return square
+
+
+def _fed(pair: tuple[Trace, Trace], step: int) -> list[int]:
+    """The tokens at a step, which both traces were fed."""
+    for trace in pair:
+        if len(trace.fed) < step:
+            raise InputError(f"the {trace.path} trace ends at step {len(trace.fed)}, before step {step}: run more steps.")
+    if pair[0].fed[:step] != pair[1].fed[:step]:
+        raise InputError(
+            f"the traces were fed different tokens before step {step}, so their rows belong to different texts: run the "
+            "second with continuation=first.fed."
+        )
+    return [*pair[0].prompt, *pair[0].fed[:step]]
+
+
+def _layers_of(trace: Trace, adapter: Adapter | None, layers: Sequence[int] | None) -> Sequence[int]:
+    if layers is not None:
+        return layers if adapter is None else chosen_layers(adapter, layers)
+    recorded = sorted({layer for site, layer in trace.records if site == "pattern"})
+    if not recorded:
+        raise InputError("a trace holds no pattern: run with record='pattern', positions='all'.")
+    return recorded
+
+
+def _heads(layer: int, a: Square, b: Square, heads: Sequence[int] | None, view: View) -> list[ShownHead]:
+    if a.shape != b.shape:
+        raise InputError(f"the patterns of layer {layer} have shapes {tuple(a.shape)} and {tuple(b.shape)}: record alike.")
+    for head in heads or ():
+        if not isinstance(head, int) or not 0 <= head < a.shape[0]:
+            raise InputError(f"query head {head!r} does not exist: layer {layer} has query heads 0 to {a.shape[0] - 1}.")
+    if not bool(a.isfinite().all() and b.isfinite().all()):
+        raise NonFiniteError(f"the patterns of layer {layer} hold NaN or Inf: use a dtype with a wider range.")
+    kl = metrics.pattern_kl(a, b.to(a.device)).cpu()
+    first, second = (pattern.double().cpu() for pattern in (a, b))
+    apart = (first - second).abs().amax((1, 2))
+    made = []
+    for head in range(a.shape[0]) if heads is None else heads:
+        row = {
+            "layer": layer,
+            "head": head,
+            "kl": float(kl[head, -1]),
+            "largest_row_kl": float(kl[head].max()),
+            "largest_row": int(kl[head].argmax()),
+            "largest_difference": float(apart[head]),
+        }
+        made.append(ShownHead(row, view.of_pattern(first[head]), view.of_pattern(second[head])))
+    return made

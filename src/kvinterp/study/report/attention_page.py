@@ -1,0 +1,186 @@
+"""The page that shows attention side by side: one HTML file with circuitsvis inside it once, and nothing else.
+
+Only its own two scripts may run and nothing may be loaded: it works offline, and text that came with a prompt stays text.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from importlib import resources
+from typing import Any, ClassVar
+
+import numpy as np
+from jaxtyping import Float64
+from markupsafe import Markup
+from torch import Tensor
+
+from kvinterp.errors import InputError
+from kvinterp.recording import Trace
+from kvinterp.study.reading import attention as say
+from kvinterp.study.report.page import render
+
+
+@dataclasses.dataclass(frozen=True)
+class View:
+    """Which positions are shown, and how many share a cell."""
+
+    start: int
+    stop: int
+    block: int
+
+    @classmethod
+    def of(cls, length: int, positions: tuple[int, int] | None, cells: int, fit: str) -> View:
+        """The view that was asked for; see :func:`kvinterp.study.report.attention.attention_comparison`."""
+        if positions is not None:
+            whole = isinstance(positions, list | tuple) and len(positions) == 2
+            if not (whole and all(isinstance(p, int) for p in positions) and 0 <= positions[0] < positions[1] <= length):
+                raise InputError(
+                    f"positions={positions!r} was given: expected (start, stop) with 0 <= start < stop <= {length}, the "
+                    "positions at this step."
+                )
+            return cls(*positions, 1)
+        if fit == "pool":
+            return cls(0, length, -(-length // cells))
+        return cls(max(length - cells, 0), length, 1)
+
+    @property
+    def side(self) -> int:
+        """How many rows are shown."""
+        return -(-(self.stop - self.start) // self.block)
+
+    def of_pattern(self, square: Float64[Tensor, "query key"]) -> Float64[np.ndarray, "side side"]:
+        """What is shown of a pattern."""
+        cut = square[self.start : self.stop, self.start : self.stop].numpy()
+        if self.block == 1:
+            return cut
+        edges = np.arange(0, len(cut), self.block)
+        counts = np.diff([*edges, len(cut)])
+        summed: np.ndarray = np.add.reduceat(np.add.reduceat(cut, edges, axis=0), edges, axis=1)
+        return summed / counts[:, None]
+
+    def place(self, number: int, prompt: int) -> tuple[str, str]:
+        """A row's positions, and whether they are the prompt's, decoded, or both."""
+        first = self.start + number * self.block
+        last = min(first + self.block, self.stop) - 1
+        whose = "prompt" if last < prompt else "decoded" if first >= prompt else "prompt and decoded"
+        return (f"position {first}" if first == last else f"positions {first} to {last}"), whose
+
+    def labels(self, names: Sequence[str]) -> tuple[str, ...]:
+        """The text of each row."""
+        if self.block > 1:
+            starts = range(self.start, self.stop, self.block)
+            return tuple(f"{s}-{min(s + self.block, self.stop) - 1}: {''.join(names[s : s + self.block])}" for s in starts)
+        shown = range(self.start, self.stop)
+        return tuple(names[p] if self.start == 0 else f"{p}: {names[p]}" for p in shown)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ShownHead:
+    """One head: what is said of it, and the two patterns, pooled or cropped alike.
+
+    Attributes:
+        row: layer, head, kl, largest_row_kl and largest_row.
+        a: The first path's probabilities.
+        b: The second path's.
+    """
+
+    row: dict[str, Any]
+    a: Float64[np.ndarray, "side side"]
+    b: Float64[np.ndarray, "side side"]
+
+    @property
+    def newest(self) -> str:
+        """The KL of the newest row."""
+        return say.nats(self.row["kl"])
+
+    @property
+    def largest(self) -> str:
+        """The row with the largest KL."""
+        return say.largest_row(self.row["largest_row_kl"], self.row["largest_row"])
+
+    @property
+    def scale(self) -> str:
+        """The scale of the difference, and in how many cells there is one."""
+        side = len(self.a)
+        largest, differing = float(np.abs(self.a - self.b).max()), int(np.count_nonzero(self.a != self.b))
+        return say.scale_of(largest, differing, side * (side + 1) // 2)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class AttentionPage:
+    """Everything the page says.
+
+    Attributes:
+        title: Its heading.
+        sentences: What was compared, and what is shown of it.
+        paths: The labels of the two paths.
+        tokens: Text of each row and column.
+        places: For each of them its position or positions and whether they are the prompt's, decoded or the newest, as text.
+        heads: The heads, in the order shown.
+    """
+
+    title: str
+    sentences: tuple[str, ...]
+    paths: tuple[str, str]
+    tokens: tuple[str, ...]
+    places: tuple[tuple[str, str], ...]
+    heads: tuple[ShownHead, ...]
+    digits: ClassVar[int] = 6
+
+    def html(self) -> str:
+        """The page as text."""
+        return render("attention", self.title, page=self)
+
+    @property
+    def data(self) -> dict[str, Any]:
+        """What is drawn: the tokens, and of each figure its rows as far as the diagonal and the limit of its scale."""
+        figures = []
+        for number, head in enumerate(self.heads):
+            difference = head.a - head.b
+            limit = float(np.abs(difference).max()) or 1.0
+            for side, values, largest in (("a", head.a, 1.0), ("b", head.b, 1.0), ("difference", difference, limit)):
+                rows = [[float(f"{v:.{self.digits}g}") for v in row[: at + 1]] for at, row in enumerate(values.tolist())]
+                figures.append({"id": f"head-{number}-{side}", "rows": rows, "limit": largest})
+        return {"tokens": self.tokens, "figures": figures}
+
+    @property
+    def bundle(self) -> Markup:
+        """The code of circuitsvis."""
+        return _bundle()
+
+
+@functools.cache
+def _bundle() -> Markup:
+    """The code of the installed circuitsvis, made fit to stand inside a page."""
+    source = resources.files("circuitsvis").joinpath("dist", "cdn", "iife.js").read_text(encoding="utf-8")
+    # In a JavaScript string "<\\/" means "</", but it ends no script element. The source map is a file that is not there.
+    return Markup(source.replace("</script", "<\\/script").partition("//# sourceMappingURL")[0].replace("\r", ""))
+
+
+def readable(token: str) -> str:
+    """A token with its blanks visible, because circuitsvis leaves white space out of its labels."""
+    return token.replace(" ", "·").replace("\n", "↵").replace("\t", "→") or "(empty)"
+
+
+def page_of(
+    pair: tuple[Trace, Trace], step: int, compared: int, view: View, names: Sequence[str], heads: Sequence[ShownHead]
+) -> AttentionPage:
+    """The page about some heads, of so many that were compared, of two traces at a step; ``names`` are all positions' texts."""
+    prompt, length, (a, b) = len(pair[0].prompt), len(names), (trace.path for trace in pair)
+    sentences = [*say.what_is_compared(pair, step, length), say.heads_shown(len(heads), compared)]
+    if any("pattern" in trace.derived for trace in pair):
+        sentences.append(say.DERIVED)
+    if view.block > 1:
+        sentences.append(say.pooled(view.block))
+    elif view.side < length:
+        inside = np.mean([pattern.sum(1).mean() for head in heads for pattern in (head.a, head.b)])
+        sentences.append(say.cropped(view.start, view.stop, float(inside)))
+    tokens = view.labels(names)
+    places = [view.place(number, prompt) for number in range(len(tokens))]
+    if view.stop == length and view.block == 1:
+        places[-1] = (places[-1][0], "newest")
+    return AttentionPage(
+        f"Attention at step {step}: {a} against {b}", tuple(sentences), (a, b), tokens, tuple(places), tuple(heads)
+    )

@@ -1,0 +1,199 @@
+"""Pages: the parts that one is made of, and the one template that shows them all (``page.html.j2``).
+
+A page asks the network for nothing, reads in light and dark, on a desk and on a phone. It is rendered with autoescape on:
+whatever comes from a model, a prompt or a file is text.
+"""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import functools
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from kvinterp.study.report.script import script, styles
+
+# Parts: each is shown by the macro that bears its name -----------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Text:
+    """A text, led by a label: a paragraph, or what ``look`` says (note, h2, h3, alert; frame: a whole page in a notebook)."""
+
+    text: str
+    label: str = ""
+    look: str = ""
+    name: str = ""
+    """By which a link finds a heading."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """The box at the top; with a mark (good, bad, unsure) it is a verdict."""
+
+    sentences: Sequence[str]
+    mark: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Bullets:
+    """A list of texts."""
+
+    texts: Sequence[str]
+
+
+@dataclasses.dataclass(frozen=True)
+class Pairs:
+    """Terms and what they are, under each other or side by side."""
+
+    found: Mapping[str, str]
+    look: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Picture:
+    """A figure: its caption, its PNG, the name by which a link finds it, and what a page shows of it.
+
+    The SVG is of our own making (:func:`kvinterp.study.report.svg.inline`), and stands in the page as it is; without one, and in
+    a notebook, whose ground no page knows, the PNG is shown.
+    """
+
+    caption: str
+    png: bytes
+    name: str = ""
+    svg: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Links:
+    """Links, by what they say, to things on the page or to files beside it: a cell of a table, or a line."""
+
+    to: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Names on the page."""
+    files: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Relative to the page."""
+    label: str = ""
+    """Before the links, where they are a line of their own."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Interval:
+    """A cell that draws an estimate, its interval and its null, each from 0 (left) to 1 (right); None where there is none."""
+
+    low: float | None
+    at: float | None
+    high: float | None
+    null: float | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Column:
+    """The head of a column, and what its cells are: ``number``, ``text`` (broken into lines), ``pre`` or ``code``."""
+
+    text: str
+    kind: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """A table; the row whose first cell is ``here`` stands out, and ``folded`` is what one clicks on to see it."""
+
+    head: Sequence[Column]
+    rows: Sequence[Sequence[str | Links | Interval]]
+    here: str | None = None
+    caption: str = ""
+    folded: str = ""
+    name: str = ""
+    """By which a link finds it."""
+    look: str = ""
+    """``cards``: on a phone each row is a card."""
+    file: str = ""
+    """The file that holds all of it, relative to the page."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Section:
+    """A section of the report: what was done, a table or figures, and what to see in them."""
+
+    title: str
+    done: Sequence[str]
+    seen: Sequence[str]
+    pictures: Sequence[Picture] = ()
+    head: Sequence[Column] = ()
+    rows: Sequence[Sequence[str]] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Folded:
+    """Parts that are seen where one clicks on a line."""
+
+    summary: str
+    parts: Sequence[Any]
+    name: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Packed:
+    """Data that the page's script draws, compressed, by what the reader calls them; see :mod:`kvinterp.study.report.packing`."""
+
+    name: str
+    blobs: Mapping[str, bytes]
+
+
+# Rendering -------------------------------------------------------------------------------------------------------------
+
+
+_STYLES = {"report": ("page",), "audit": ("page", "audit"), "attention": ("page", "attention")}
+
+
+def render(
+    look: str,
+    title: str,
+    parts: Sequence[Any] = (),
+    heading: str = "",
+    kicker: str = "",
+    page: Any = None,
+    scripts: Sequence[str] = ("tables",),
+    sheets: Sequence[str] = (),
+) -> str:
+    """A page; every value is escaped.
+
+    Args:
+        look: ``"report"``, ``"audit"`` or ``"attention"``.
+        title: The browser's title.
+        parts: What the page consists of.
+        heading: The heading (default: the title).
+        kicker: A line above it.
+        page: The attention page's own content; it has its own scripts.
+        scripts: The scripts that run on it, by the names of their files in ``static/``: no others can.
+        sheets: Style sheets behind those of the look, named likewise.
+    """
+    content = {"title": title, "parts": parts, "heading_text": heading or title, "kicker": kicker, "page": page}
+    shell = {"style": styles(*_STYLES[look], *sheets), "script": script(*scripts)}
+    return _template().render(look=look, **content, **shell).lstrip()
+
+
+def fragment(*parts: Any) -> str:
+    """Parts without a page around them, as a notebook shows them."""
+    return _template().render(look="fragment", parts=parts).strip()
+
+
+@functools.cache
+def _template() -> Any:
+    environment = Environment(
+        autoescape=True,
+        undefined=StrictUndefined,
+        loader=PackageLoader("kvinterp.study.report", ""),
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
+    environment.filters["base64"] = lambda data: base64.b64encode(data).decode()
+    # The hash by which a policy allows a script.
+    environment.filters["sha256"] = lambda text: hashlib.sha256(text.encode()).digest()
+    return environment.get_template("page.html.j2")
