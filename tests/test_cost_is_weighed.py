@@ -9,8 +9,8 @@ from command_line import wrong
 from kvinterp.common.spec import LONGEST
 from kvinterp.data import load_prompts
 from kvinterp.data.example import MOST, Prompt, check_characters
-from kvinterp.data.inputs import MOST_LISTED
 from kvinterp.errors import InputError
+from kvinterp.models.inputs import MOST_LISTED
 from kvinterp.study.experiments.behaviour import Behaviour
 from kvinterp.study.experiments.compare import Compare
 

@@ -13,8 +13,8 @@ import kvinterp as kv
 from command_line import kvinterp
 from kvinterp.data import TASKS, Prompt, load_prompts, score
 from kvinterp.data.few_shot import cut_at
-from kvinterp.data.inputs import encode
 from kvinterp.models import Adapter
+from kvinterp.models.inputs import encode
 from kvinterp.study.results import load_result, prompt_lines, prompts_digest
 from support import Case
 

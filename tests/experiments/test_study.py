@@ -20,8 +20,8 @@ from command_line import kvinterp, wrong
 from cutting import same
 from kvinterp.common.store import Made, Parts
 from kvinterp.data import load_prompts
-from kvinterp.data.inputs import encode
 from kvinterp.errors import InputError
+from kvinterp.models.inputs import encode
 from kvinterp.study.cells import Cell, joined, loaded
 from kvinterp.study.experiments.base import Outcome
 from kvinterp.study.experiments.of_models import OfModels

@@ -32,7 +32,9 @@ from kvinterp.auditing.verdict import Audit, allowed
 from kvinterp.common.store import Lock
 from kvinterp.data import Prompt
 from kvinterp.data.chat import prompt_ids
-from kvinterp.data.inputs import (
+from kvinterp.errors import InputError, KvinterpError, UnsupportedError, located, shown
+from kvinterp.models import Adapter, dtype_named, wrap
+from kvinterp.models.inputs import (
     check_callable,
     check_choice,
     check_instance,
@@ -43,8 +45,6 @@ from kvinterp.data.inputs import (
     token_ids,
     whole_number,
 )
-from kvinterp.errors import InputError, KvinterpError, UnsupportedError, located, shown
-from kvinterp.models import Adapter, dtype_named, wrap
 from kvinterp.models.provenance import provenance
 from kvinterp.models.threads import own_threads
 from kvinterp.paths.kernels import BatchInvariant

@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from kvinterp.data.inputs import check_seed
 from kvinterp.errors import UnsupportedError
 from kvinterp.models import Adapter
 from kvinterp.models.hooks import first_of, put_first, stream_hook
+from kvinterp.models.inputs import check_seed
 from kvinterp.models.native import plain_experts, text_config
 from kvinterp.models.transformers_cache import CACHES
 from kvinterp.paths.kernels import KernelMode, Kernels, Native

@@ -24,10 +24,10 @@ from kvinterp.auditing.given_paths import FLASH, FLASH_ROW, FLOAT16, RUNGS, Way,
 from kvinterp.auditing.given_steps import FEWEST, REPRODUCES, WINS, Tokens
 from kvinterp.auditing.verdict import CANNOT_TELL, GOOD, VERDICTS, Verdict, allowed
 from kvinterp.comparison.given import check_paths, chosen_of, positive, read_paths
-from kvinterp.data.inputs import check_callable, check_seed, check_unread
 from kvinterp.errors import InputError, UnsupportedError
 from kvinterp.metrics.rollouts import rollout_statistics
 from kvinterp.models import Adapter, wrap
+from kvinterp.models.inputs import check_callable, check_seed, check_unread
 from kvinterp.models.provenance import provenance
 from kvinterp.recording.endpoint import is_endpoint
 from kvinterp.recording.given import GivenPath

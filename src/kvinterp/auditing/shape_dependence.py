@@ -24,10 +24,10 @@ from kvinterp.auditing.first_difference import Feed, Finding, look
 from kvinterp.auditing.operations import BACKENDS, Operation, Variant, collect
 from kvinterp.common.kept import Kept, signed
 from kvinterp.common.progress import each
-from kvinterp.data.inputs import check_whole, given_list, whole_number
 from kvinterp.errors import InputError, shown
 from kvinterp.metrics.kv import units_in_last_place
 from kvinterp.models import Adapter, wrap
+from kvinterp.models.inputs import check_whole, given_list, whole_number
 from kvinterp.models.provenance import provenance
 from kvinterp.models.threads import own_threads
 from kvinterp.paths.kernels import KernelMode, Kernels, Native, kernels_named

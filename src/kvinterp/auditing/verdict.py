@@ -17,8 +17,8 @@ from kvinterp.auditing.folder import put, tables_of
 from kvinterp.auditing.ladder import Plan, PrecisionRun
 from kvinterp.common.files import bytes_with, read_sealed, strict_json
 from kvinterp.common.kept import Held, Kept
-from kvinterp.data.inputs import check_choice, check_known, given_list
 from kvinterp.errors import InputError
+from kvinterp.models.inputs import check_choice, check_known, given_list
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

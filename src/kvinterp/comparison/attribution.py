@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 
 from kvinterp.comparison.lens import OfTwoPaths, beside, told
-from kvinterp.data.inputs import check_whole, encode_all
 from kvinterp.models import Adapter, wrap
 from kvinterp.models.answers import answer_pair
+from kvinterp.models.inputs import check_whole, encode_all
 from kvinterp.models.unembedding import Unembedding, head_outputs
 from kvinterp.paths import ExecutionPath, path_named
 from kvinterp.recording import Trace

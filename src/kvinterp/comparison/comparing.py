@@ -28,7 +28,11 @@ from kvinterp.comparison.several import Comparisons
 from kvinterp.comparison.tables import Differences
 from kvinterp.comparison.vocabulary import PROTOCOLS
 from kvinterp.data import Prompt
-from kvinterp.data.inputs import (
+from kvinterp.errors import InputError, NonFiniteError, located, shown
+from kvinterp.models import Adapter, dtype_named, wrap
+from kvinterp.models.attaching import Site
+from kvinterp.models.hook_names import Names, names_of, places_of, sites_of
+from kvinterp.models.inputs import (
     check_callable,
     check_choice,
     check_listed,
@@ -40,10 +44,6 @@ from kvinterp.data.inputs import (
     listed,
     whole_numbers,
 )
-from kvinterp.errors import InputError, NonFiniteError, located, shown
-from kvinterp.models import Adapter, dtype_named, wrap
-from kvinterp.models.attaching import Site
-from kvinterp.models.hook_names import Names, names_of, places_of, sites_of
 from kvinterp.models.provenance import provenance
 from kvinterp.models.sites import ROUTING_SITES
 from kvinterp.models.threads import own_threads

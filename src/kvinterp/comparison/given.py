@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from kvinterp.data import load_prompts
-from kvinterp.data.inputs import encode
 from kvinterp.errors import InputError
 from kvinterp.models import Adapter, dtype_named, wrap
+from kvinterp.models.inputs import encode
 from kvinterp.paths import ExecutionPath, path_named, run
 from kvinterp.recording.endpoint import Endpoint, Fetched, is_endpoint
 from kvinterp.recording.given import GivenPath

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from kvinterp import metrics
 from kvinterp.common.kept import Kept, signed
-from kvinterp.data.inputs import check_whole, encode_all
 from kvinterp.errors import NonFiniteError
 from kvinterp.models import Adapter, wrap
+from kvinterp.models.inputs import check_whole, encode_all
 from kvinterp.models.provenance import provenance
 from kvinterp.models.unembedding import Unembedding
 from kvinterp.paths import ExecutionPath, path_named, run

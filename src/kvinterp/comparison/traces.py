@@ -14,9 +14,9 @@ from kvinterp.comparison.comparison import Comparison
 from kvinterp.comparison.recordable import COMPARED
 from kvinterp.comparison.rows import of_example
 from kvinterp.comparison.tables import Differences
-from kvinterp.data.inputs import check_choice, check_instance
 from kvinterp.errors import InputError
 from kvinterp.models.attaching import Site
+from kvinterp.models.inputs import check_choice, check_instance
 from kvinterp.models.sites import CACHE_SITES, LAYOUTS, ROWS
 from kvinterp.paths.vocabulary import padding_of
 from kvinterp.recording import Trace

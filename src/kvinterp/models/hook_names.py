@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from kvinterp.data.inputs import Model, chosen_layers
 from kvinterp.errors import InputError, shown, unexpected, unknown
 from kvinterp.models.attaching import Site
+from kvinterp.models.inputs import chosen_layers
 from kvinterp.models.native_sites import ATTENTION, KEY, MLP, OUTPUT, QUERY, VALUE
 from kvinterp.models.sites import ROUTING_SITES, expand_sites, listed_names
+
+if TYPE_CHECKING:
+    from kvinterp.models.adapter import Adapter
 
 HOOKS = {
     "resid_pre": "hook_resid_pre",
@@ -151,7 +154,7 @@ def check_module(adapter: Any, name: object) -> None:
         )
 
 
-def names_of(adapter: Model, names: Names) -> list[str]:
+def names_of(adapter: Adapter, names: Names) -> list[str]:
     """The names that were given, or those of the hooks that a ``names_filter`` takes; modules checked.
 
     Raises:
@@ -177,7 +180,7 @@ def _taken(names: Callable[[str], Any], every: list[str]) -> list[str]:
         raise unexpected("names_filter", names, "a function of a hook's name") from error
 
 
-def one_site(adapter: Model, name: Any) -> tuple[Any, tuple[int, ...] | None]:
+def one_site(adapter: Adapter, name: Any) -> tuple[Any, tuple[int, ...] | None]:
     """The one site that a name or a ``names_filter`` means, and its layers, None where none are said.
 
     Raises:
@@ -217,7 +220,7 @@ def sites_of(names: Names) -> tuple[str, ...]:
 
 
 def places_of(
-    adapter: Model, names: Names, layers: Iterable[int] | int | None = None
+    adapter: Adapter, names: Names, layers: Iterable[int] | int | None = None
 ) -> tuple[tuple[str, ...], list[Site]]:
     """Every site and layer that names mean.
 

@@ -21,7 +21,7 @@ import dataclasses
 import functools
 from collections.abc import Sequence
 
-from kvinterp.data.inputs import check_known, given_list
+from kvinterp.models.inputs import check_known, given_list
 
 
 @dataclasses.dataclass(frozen=True)

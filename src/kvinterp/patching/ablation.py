@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from kvinterp.common.draws import draws
-from kvinterp.data.inputs import chosen_layers
 from kvinterp.errors import InputError
 from kvinterp.models import Adapter
 from kvinterp.models.attaching import Site
+from kvinterp.models.inputs import chosen_layers
 from kvinterp.models.sites import LAYOUTS
 
 ABLATIONS = {

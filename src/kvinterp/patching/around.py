@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import Tensor
 
-from kvinterp.data.inputs import check_instance, chosen_layers, given_list
 from kvinterp.errors import InputError
 from kvinterp.models import Adapter, wrap
+from kvinterp.models.inputs import check_instance, chosen_layers, given_list
 from kvinterp.models.passes import Passes, WatchesPasses
 from kvinterp.patching.hook import PatchHook
 from kvinterp.patching.patch import Patch

@@ -12,10 +12,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvinterp import metrics
-from kvinterp.data.inputs import check_choice, check_known
 from kvinterp.errors import InputError
 from kvinterp.models import Adapter
 from kvinterp.models.answers import LOGIT_DIFFERENCE, logit_difference
+from kvinterp.models.inputs import check_choice, check_known
 from kvinterp.patching.ablation import ABLATIONS, Ablation
 from kvinterp.patching.patch import PATCH_SITES, PATCHED_CACHE, Patch, Positions
 from kvinterp.patching.side_by_side import DISTANCES, check_finite

@@ -15,10 +15,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvinterp import metrics
-from kvinterp.data.inputs import check_unread, check_whole, chosen_layers, encode
 from kvinterp.errors import InputError, located
 from kvinterp.models import wrap
 from kvinterp.models.hook_names import one_site
+from kvinterp.models.inputs import check_unread, check_whole, chosen_layers, encode
 from kvinterp.models.threads import own_threads
 from kvinterp.patching.ablation import ZERO, Ablation
 from kvinterp.patching.asking import EVERY, MEASURED, Asked, PatchAnswer, answer_of, distance, pair_of

@@ -15,11 +15,11 @@ from tqdm.auto import tqdm
 
 from kvinterp import metrics
 from kvinterp.common.kept import Kept, signed
-from kvinterp.data.inputs import check_choice, check_known, check_unread, check_whole, chosen_layers, encode, listed
 from kvinterp.errors import InputError, located
 from kvinterp.models import Adapter, wrap
 from kvinterp.models.answers import LOGIT_DIFFERENCE, asked_pair, logit_difference
 from kvinterp.models.hook_names import one_site
+from kvinterp.models.inputs import check_choice, check_known, check_unread, check_whole, chosen_layers, encode, listed
 from kvinterp.models.provenance import provenance
 from kvinterp.models.sites import LAYOUTS
 from kvinterp.models.threads import own_threads

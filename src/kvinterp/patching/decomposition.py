@@ -35,9 +35,9 @@ from kvinterp import metrics
 from kvinterp.common.kept import Kept, signed
 from kvinterp.common.progress import each
 from kvinterp.comparison.vocabulary import ANEW, PARTS
-from kvinterp.data.inputs import among, check_choice, check_instance, check_whole, encode_all
 from kvinterp.errors import UnsupportedError, located
 from kvinterp.models import Adapter, wrap
+from kvinterp.models.inputs import among, check_choice, check_instance, check_whole, encode_all
 from kvinterp.models.provenance import provenance
 from kvinterp.models.threads import own_threads
 from kvinterp.patching.lanes import two_paths

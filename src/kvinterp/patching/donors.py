@@ -8,7 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvinterp.data.inputs import (
+from kvinterp.errors import InputError, NonFiniteError, UnsupportedError, unexpected
+from kvinterp.models import Adapter, wrap
+from kvinterp.models.attaching import Site
+from kvinterp.models.hook_names import site_of
+from kvinterp.models.inputs import (
     check_instance,
     check_known,
     check_seed,
@@ -18,10 +22,6 @@ from kvinterp.data.inputs import (
     listed,
     token_ids,
 )
-from kvinterp.errors import InputError, NonFiniteError, UnsupportedError, unexpected
-from kvinterp.models import Adapter, wrap
-from kvinterp.models.attaching import Site
-from kvinterp.models.hook_names import site_of
 from kvinterp.models.sites import LAYOUTS, ROWS
 from kvinterp.patching.ablation import Ablation
 from kvinterp.patching.given import Given

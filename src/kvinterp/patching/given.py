@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvinterp.data.inputs import chosen_layers
 from kvinterp.errors import InputError
 from kvinterp.models import Adapter
 from kvinterp.models.attaching import Site
 from kvinterp.models.hook_names import HOOKS
+from kvinterp.models.inputs import chosen_layers
 from kvinterp.models.sites import LAYOUTS
 
 

@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-from kvinterp.data.inputs import chosen_layers
 from kvinterp.errors import InputError, UnsupportedError
 from kvinterp.models import Adapter
 from kvinterp.models.attaching import Listener, Site
 from kvinterp.models.hook_names import check_module
+from kvinterp.models.inputs import chosen_layers
 from kvinterp.models.sites import LAYOUTS
 from kvinterp.patching.ablation import Ablation
 from kvinterp.patching.donors import check_donor, rows_of

@@ -24,9 +24,9 @@ from torch import Tensor
 
 from kvinterp.common.kept import Kept, signed
 from kvinterp.comparison.vocabulary import PARTS
-from kvinterp.data.inputs import check_instance, encode
 from kvinterp.errors import located
 from kvinterp.models import Adapter, dtype_named, wrap
+from kvinterp.models.inputs import check_instance, encode
 from kvinterp.models.provenance import provenance
 from kvinterp.models.threads import own_threads
 from kvinterp.patching.decomposition import check_splittable, measured

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from kvinterp.data.inputs import check_choice
 from kvinterp.errors import InputError
+from kvinterp.models.inputs import check_choice
 from kvinterp.patching.asking import EVERY, MEASURED, Asked
 from kvinterp.patching.bench import PatchBench
 

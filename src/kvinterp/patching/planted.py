@@ -7,10 +7,10 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from kvinterp.data.inputs import check_known, check_number, check_whole
 from kvinterp.errors import InputError
 from kvinterp.models import Adapter
 from kvinterp.models.attaching import Site
+from kvinterp.models.inputs import check_known, check_number, check_whole
 from kvinterp.models.sites import LAYOUTS
 from kvinterp.paths import ExecutionPath
 from kvinterp.policies import Place, Policy

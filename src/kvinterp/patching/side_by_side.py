@@ -13,11 +13,11 @@ from jaxtyping import Float, Float64
 from torch import Tensor
 
 from kvinterp import metrics
-from kvinterp.data.inputs import chosen_layers
 from kvinterp.errors import NonFiniteError, unexpected
 from kvinterp.models import Adapter, dtype_named
 from kvinterp.models.answers import LOGIT_DIFFERENCE, logit_difference
 from kvinterp.models.attaching import Site
+from kvinterp.models.inputs import chosen_layers
 from kvinterp.models.sites import layout_of
 from kvinterp.patching.by_row import OneBatch, PatchesByRow, together
 from kvinterp.patching.hook import PatchHook, Window

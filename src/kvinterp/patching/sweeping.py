@@ -12,7 +12,11 @@ import pandas as pd
 
 from kvinterp.common import words
 from kvinterp.common.progress import each
-from kvinterp.data.inputs import (
+from kvinterp.errors import InputError, located, out_of_memory
+from kvinterp.models import Adapter, wrap
+from kvinterp.models.answers import LOGIT_DIFFERENCE, asked_pair
+from kvinterp.models.hook_names import layers_with, one_site
+from kvinterp.models.inputs import (
     among,
     check_choice,
     check_known,
@@ -22,10 +26,6 @@ from kvinterp.data.inputs import (
     chosen_layers,
     encode_all,
 )
-from kvinterp.errors import InputError, located, out_of_memory
-from kvinterp.models import Adapter, wrap
-from kvinterp.models.answers import LOGIT_DIFFERENCE, asked_pair
-from kvinterp.models.hook_names import layers_with, one_site
 from kvinterp.models.provenance import autocast, provenance
 from kvinterp.models.threads import own_threads
 from kvinterp.patching.hook import PatchHook

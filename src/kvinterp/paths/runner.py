@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from kvinterp.common import words
-from kvinterp.data.inputs import (
+from kvinterp.errors import NonFiniteError, located
+from kvinterp.models import Adapter, dtype_named, wrap
+from kvinterp.models.inputs import (
     check_choice,
     check_seed,
     checked_continuation,
@@ -20,8 +22,6 @@ from kvinterp.data.inputs import (
     encode,
     listed,
 )
-from kvinterp.errors import NonFiniteError, located
-from kvinterp.models import Adapter, dtype_named, wrap
 from kvinterp.models.provenance import provenance
 from kvinterp.models.threads import own_threads
 from kvinterp.paths.batches import in_batches

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from kvinterp.common import spec
 from kvinterp.common.draws import draws
-from kvinterp.data.inputs import check_seed, whole_number
 from kvinterp.errors import InputError, shown
+from kvinterp.models.inputs import check_seed, whole_number
 
 
 @dataclasses.dataclass(frozen=True)

@@ -27,9 +27,9 @@ from torch import Tensor
 
 from kvinterp.common.draws import draws
 from kvinterp.common.spec import name_of
-from kvinterp.data.inputs import check_choice, check_number, check_seed
 from kvinterp.errors import InputError
 from kvinterp.models.adapter import ModelInfo
+from kvinterp.models.inputs import check_choice, check_number, check_seed
 from kvinterp.policies.base import Place, Policy, Selective, running
 
 PRESERVED = ("nothing", "sign", "magnitude", "mean", "sign+mean", "magnitude+mean")

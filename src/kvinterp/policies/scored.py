@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from kvinterp.common.spec import name_of
-from kvinterp.data.inputs import check_number
 from kvinterp.errors import InputError
 from kvinterp.models.adapter import ModelInfo
+from kvinterp.models.inputs import check_number
 from kvinterp.policies.base import Place, Policy, running
 
 

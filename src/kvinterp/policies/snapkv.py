@@ -8,8 +8,8 @@ from typing import ClassVar
 from torch import Tensor
 from torch.nn.functional import avg_pool1d, pad
 
-from kvinterp.data.inputs import check_whole
 from kvinterp.errors import InputError
+from kvinterp.models.inputs import check_whole
 from kvinterp.policies.base import Place
 from kvinterp.policies.scored import Budgeted
 

@@ -9,7 +9,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from kvinterp.data.inputs import (
+from kvinterp.errors import InputError, shown
+from kvinterp.models import Adapter
+from kvinterp.models.attaching import Site
+from kvinterp.models.hook_names import Names, place_of, places_of, sites_of
+from kvinterp.models.inputs import (
     check_choice,
     check_instance,
     check_whole,
@@ -18,10 +22,6 @@ from kvinterp.data.inputs import (
     chosen_steps,
     is_among,
 )
-from kvinterp.errors import InputError, shown
-from kvinterp.models import Adapter
-from kvinterp.models.attaching import Site
-from kvinterp.models.hook_names import Names, place_of, places_of, sites_of
 from kvinterp.models.sites import ATTENDED_SITES, CACHE_SITES, LAYOUTS, ROWS
 from kvinterp.policies import Place
 from kvinterp.recording.hook import SiteHook

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from kvinterp.common.files import bytes_of, is_file, read_sealed, sealed
 from kvinterp.common.store import write_whole
-from kvinterp.data.inputs import check_instance, is_among
 from kvinterp.errors import InputError, shown
 from kvinterp.models.attaching import Site
 from kvinterp.models.hook_names import place_of
+from kvinterp.models.inputs import check_instance, is_among
 
 _ABOUT, _TENSORS = "trace.json", "trace.safetensors"
 

@@ -7,7 +7,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from kvinterp.data.inputs import MOST_LISTED, check_whole
+from kvinterp.models.inputs import MOST_LISTED, check_whole
 from kvinterp.paths.calls.base import NOTHING, Call, Feeder, Loop, Masking
 from kvinterp.paths.calls.padded import counted
 

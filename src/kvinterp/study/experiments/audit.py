@@ -126,8 +126,8 @@ class Audit(Experiment):
         from kvinterp.auditing.audit import CHECKS
         from kvinterp.auditing.called import plans_of
         from kvinterp.auditing.verdict import VERDICTS
-        from kvinterp.data.inputs import check_known
         from kvinterp.models import dtype_named
+        from kvinterp.models.inputs import check_known
 
         super().check()
         if self.against is not None:

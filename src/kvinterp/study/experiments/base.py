@@ -344,7 +344,7 @@ class Experiment(abc.ABC):
         settled.check_reached()
         from kvinterp.common.progress import shown
         from kvinterp.common.store import EXISTING, Record
-        from kvinterp.data.inputs import check_choice, check_known, check_unread
+        from kvinterp.models.inputs import check_choice, check_known, check_unread
         from kvinterp.study.engines import engine_named
 
         check_known("way to treat an existing result", existing, EXISTING)

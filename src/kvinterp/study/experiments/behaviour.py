@@ -18,9 +18,9 @@ from kvinterp.common.numbers import between, counted, number
 from kvinterp.common.progress import each
 from kvinterp.comparison import COLUMNS, PARTS, Comparison, compare, failures_kept
 from kvinterp.data import Prompt, load_prompts
-from kvinterp.data.inputs import check_choice
 from kvinterp.errors import InputError
 from kvinterp.models import Adapter
+from kvinterp.models.inputs import check_choice
 from kvinterp.models.threads import own_threads
 from kvinterp.paths import Cached, Recompute, Runner, strategy_named
 from kvinterp.paths.lanes import Memory, Suffixed

@@ -18,8 +18,8 @@ from typing import Any, ClassVar
 
 import pandas as pd
 
-from kvinterp.data.inputs import check_known, check_seed
 from kvinterp.errors import InputError
+from kvinterp.models.inputs import check_known, check_seed
 from kvinterp.study.cells import Cell, Made, joined
 from kvinterp.study.experiments.base import Experiment, Outcome
 from kvinterp.study.experiments.options import option

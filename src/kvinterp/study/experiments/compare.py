@@ -176,8 +176,8 @@ class Compare(Experiment):
     def check(self) -> None:
         """Paths, strategy, protocol and sites too."""
         from kvinterp.comparison import CACHE_ERRORS, PROTOCOLS
-        from kvinterp.data.inputs import check_choice, check_whole
         from kvinterp.models.hook_names import sites_of
+        from kvinterp.models.inputs import check_choice, check_whole
 
         super().check()
         check_choice("cache_errors", self.cache_errors, tuple(CACHE_ERRORS))
@@ -195,7 +195,7 @@ class Compare(Experiment):
 
     def _recorded(self) -> dict[str, Any]:
         from kvinterp.comparison import recordable
-        from kvinterp.data.inputs import chosen_layers
+        from kvinterp.models.inputs import chosen_layers
 
         (adapter,) = self.adapters()
         layers = chosen_layers(adapter, self.layers)

@@ -84,7 +84,7 @@ class Demo(Experiment):
         """The smallest one, where that was asked for."""
         if not self.smoke:
             return self
-        from kvinterp.data.inputs import check_unread
+        from kvinterp.models.inputs import check_unread
 
         for field in dataclasses.fields(self):
             if field.name not in ("smoke", "picture"):

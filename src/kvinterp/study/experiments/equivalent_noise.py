@@ -229,7 +229,7 @@ def _read_back(
     """Each layer with its exact K and V, and the rows that are read in the end: which, and what."""
     import torch
 
-    from kvinterp.data.inputs import encode
+    from kvinterp.models.inputs import encode
     from kvinterp.models.threads import own_threads
     from kvinterp.paths import run
     from kvinterp.paths.store import Growing, Store

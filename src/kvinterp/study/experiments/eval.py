@@ -175,7 +175,7 @@ class Eval(Experiment):
 
     def check(self) -> None:
         """Tasks, paths and folder too."""
-        from kvinterp.data.inputs import check_choice, check_seed
+        from kvinterp.models.inputs import check_choice, check_seed
 
         super().check()
         if not (names := self._names()):

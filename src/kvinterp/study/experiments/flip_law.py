@@ -20,8 +20,8 @@ import torch
 from kvinterp import metrics
 from kvinterp.common.numbers import counted
 from kvinterp.data import load_prompts
-from kvinterp.data.inputs import check_whole
 from kvinterp.errors import InputError
+from kvinterp.models.inputs import check_whole
 from kvinterp.models.provenance import provenance
 from kvinterp.models.unembedding import Unembedding
 from kvinterp.paths import path_named, run

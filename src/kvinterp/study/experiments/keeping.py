@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from kvinterp.common import words
 from kvinterp.common.kept import Held, Kept
-from kvinterp.data.inputs import given_list
 from kvinterp.errors import InputError, unexpected, unknown
+from kvinterp.models.inputs import given_list
 from kvinterp.study.experiments.base import Experiment
 from kvinterp.study.experiments.functions import FUNCTIONS, prompts_of
 from kvinterp.study.experiments.outcome import Outcome

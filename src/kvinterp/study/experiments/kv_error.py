@@ -102,7 +102,7 @@ class KvError(Experiment):
 
     def chosen_designs(self) -> list[str]:
         """The names of the designs, checked."""
-        from kvinterp.data.inputs import check_known
+        from kvinterp.models.inputs import check_known
         from kvinterp.study.behaviour.designs import DESIGNS
 
         names = [name.strip() for name in self.design.split(",") if name.strip()]
@@ -121,7 +121,7 @@ class KvError(Experiment):
 
     def chosen_readings(self) -> list[str]:
         """The readings, checked."""
-        from kvinterp.data.inputs import check_known
+        from kvinterp.models.inputs import check_known
 
         names = list(dict.fromkeys(name.strip() for name in self.readings.split(",")))
         for name in names:
@@ -130,7 +130,7 @@ class KvError(Experiment):
 
     def check(self) -> None:
         """Designs, policies and what the prompts are of too."""
-        from kvinterp.data.inputs import check_number
+        from kvinterp.models.inputs import check_number
 
         super().check()
         self.chosen_designs(), self.chosen_readings()
@@ -362,8 +362,8 @@ def behaviour_of(
         logits; then nothing is right, and nats is not known).
     """
     from kvinterp.data import loop_at_end, outside_share, score, task_words
-    from kvinterp.data.inputs import encode
     from kvinterp.errors import NonFiniteError
+    from kvinterp.models.inputs import encode
     from kvinterp.models.threads import own_threads
     from kvinterp.paths import Cached
     from kvinterp.policies import policy_named

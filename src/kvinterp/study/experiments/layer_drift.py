@@ -29,10 +29,10 @@ from kvinterp.comparison.by_layer import (
     pairs_of,
 )
 from kvinterp.data import load_prompts
-from kvinterp.data.inputs import check_known, encode_all
 from kvinterp.errors import InputError
 from kvinterp.metrics.massive import SUFFIX
 from kvinterp.models import Adapter
+from kvinterp.models.inputs import check_known, encode_all
 from kvinterp.paths import run
 from kvinterp.study.cells import Cell, Made, joined, loaded
 from kvinterp.study.experiments.base import Outcome, numbered

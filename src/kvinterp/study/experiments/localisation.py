@@ -22,8 +22,8 @@ from kvinterp.common.numbers import counted, percent
 from kvinterp.comparison import Comparison, compare
 from kvinterp.comparison.vocabulary import RECOVERED
 from kvinterp.data import load_prompts
-from kvinterp.data.inputs import check_known, encode_all
 from kvinterp.errors import InputError
+from kvinterp.models.inputs import check_known, encode_all
 from kvinterp.models.provenance import provenance
 from kvinterp.patching import PRESETS, Decomposition, Sweep, decompose, sweep
 from kvinterp.patching.decomposition import check_splittable

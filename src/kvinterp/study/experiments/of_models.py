@@ -19,9 +19,9 @@ from torch import Tensor
 
 from kvinterp.comparison import recordable
 from kvinterp.data import load_prompts
-from kvinterp.data.inputs import encode
 from kvinterp.errors import InputError
 from kvinterp.models import Adapter
+from kvinterp.models.inputs import encode
 from kvinterp.models.provenance import provenance
 from kvinterp.models.threads import own_threads
 from kvinterp.study.cells import Cell, Made, joined, loaded

@@ -74,7 +74,7 @@ class Patch(Experiment):
         # Here and not when it is run: what was not given is told from what was given as its default.
         found: dict[str, Any] = dict(_UNLESS_GIVEN)
         if self.preset is not None:
-            from kvinterp.data.inputs import check_known
+            from kvinterp.models.inputs import check_known
             from kvinterp.patching import PRESETS
 
             check_known("preset", self.preset, PRESETS)
@@ -85,9 +85,9 @@ class Patch(Experiment):
 
     def check(self) -> None:
         """What is moved, and at which steps, too."""
-        from kvinterp.data.inputs import check_choice, check_known, check_text, check_whole
         from kvinterp.models.answers import LOGIT_DIFFERENCE
         from kvinterp.models.hook_names import site_of
+        from kvinterp.models.inputs import check_choice, check_known, check_text, check_whole
         from kvinterp.patching import DIRECTIONS, DISTANCES, PATCH_SITES, SWEEPS
         from kvinterp.patching import Patch as Moved
 

@@ -23,8 +23,8 @@ from kvinterp import metrics
 from kvinterp.common.numbers import counted, short
 from kvinterp.comparison import compare, failures_kept
 from kvinterp.data import load_prompts
-from kvinterp.data.inputs import check_choice, check_whole
 from kvinterp.errors import InputError
+from kvinterp.models.inputs import check_choice, check_whole
 from kvinterp.models.provenance import provenance
 from kvinterp.study.cells import Cell, Made, joined, loaded
 from kvinterp.study.experiments.base import Experiment, Outcome

@@ -6,7 +6,7 @@ import math
 import operator
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from torch import Tensor
@@ -15,21 +15,15 @@ from kvinterp.data import TASKS, Prompt, check_characters, names_source
 from kvinterp.data.chat import prompt_ids
 from kvinterp.errors import InputError, shown, unexpected, unknown
 
+if TYPE_CHECKING:
+    from kvinterp.models.adapter import Adapter
+
 SEEDS = (-(2**63), 2**63 - 1)
 """The seeds there are, each with random numbers of its own: those of 64 bits with a sign."""
 
 MOST, MOST_LISTED = 1_000_000, 1_000
 """The largest count there is, of anything and of what is run in all; and the most that is listed where each is run."""
 _GENERATOR = re.compile(rf"({'|'.join(TASKS)}):\d+(:\d+)?")
-
-
-class Model(Protocol):
-    """What of a model the checks ask: an adapter, which stands above this room."""
-
-    facts: Any
-
-    def encode(self, text: str) -> list[int]:
-        """Token ids of a text."""
 
 
 # Numbers, words and other single values -----------------------------------------------------------------------------------
@@ -205,7 +199,7 @@ def among(name: str, given: object, known: Iterable[int]) -> list[int]:
     return wanted
 
 
-def chosen_layers(adapter: Model, layers: Iterable[int] | int | None) -> tuple[int, ...]:
+def chosen_layers(adapter: Adapter, layers: Iterable[int] | int | None) -> tuple[int, ...]:
     """The layers asked for, checked; all of them for None. Negative numbers count from the last.
 
     Raises:
@@ -294,12 +288,12 @@ def listed(prompts: Any) -> tuple[list[Any], bool]:
     return ([items], True) if single else (items, False)
 
 
-def encode_all(adapter: Model, prompts: Any, max_new_tokens: int) -> list[list[int]]:
+def encode_all(adapter: Adapter, prompts: Any, max_new_tokens: int) -> list[list[int]]:
     """Token ids of one prompt or of several, each checked as :func:`encode` does."""
     return [encode(adapter, item, max_new_tokens) for item in listed(prompts)[0]]
 
 
-def encode(adapter: Model, prompt: Any, max_new_tokens: int) -> list[int]:
+def encode(adapter: Adapter, prompt: Any, max_new_tokens: int) -> list[int]:
     """Token ids of a prompt, checked against the vocabulary and the context.
 
     Args:
@@ -335,7 +329,7 @@ def encode(adapter: Model, prompt: Any, max_new_tokens: int) -> list[int]:
     return tokens
 
 
-def checked_continuation(continuation: Any, prompts: int, adapter: Model) -> list[int] | None:
+def checked_continuation(continuation: Any, prompts: int, adapter: Adapter) -> list[int] | None:
     """The token ids to be fed, checked; None where none were given.
 
     Args:
