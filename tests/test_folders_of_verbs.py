@@ -11,8 +11,8 @@ from typing import Any
 import pandas as pd
 import pytest
 
+import kvinterp.auditing.folder as report
 import kvinterp.study.experiments.root_cause  # noqa: F401  # what no_model takes away must be there before
-import kvinterp.study.report.audit as report
 from command_line import wrong
 from cutting import MODEL, SMALL, VERBS
 from kvinterp.common.store import Lock, Parts, Record, write_whole

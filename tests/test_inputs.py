@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from kvinterp.data import Prompt, inputs
+from kvinterp.data import Prompt
 from kvinterp.errors import InputError
+from kvinterp.models import inputs
 
 FACTS = SimpleNamespace(name="tiny", layers=3, vocabulary=100, context=8)
 MODEL = SimpleNamespace(facts=FACTS, encode=lambda text: [ord(character) - 32 for character in text])

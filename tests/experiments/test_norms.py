@@ -10,9 +10,9 @@ import pytest
 
 import kvinterp as kv
 from command_line import wrong
+from kvinterp.auditing import norms
 from kvinterp.auditing.norms import COLUMNS, read_norms, shipped, standing
 from kvinterp.study.experiments.norms import Norms, quantiles_of
-from kvinterp.study.reading import norms
 
 OF = {
     "architecture": "LlamaForCausalLM",

@@ -108,4 +108,4 @@ def test_the_template_is_installed_with_the_package() -> None:
     assert resources.files("kvinterp.study.report").joinpath("page.html.j2").is_file()
     # tomllib is there from Python 3.11 on.
     settings = (Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8")
-    assert re.search(r'package-data\]\nkvinterp = \[[^\]]*"report/\*\.j2", "report/static/\*"', settings)
+    assert re.search(r'package-data\]\nkvinterp = \[[^\]]*"study/report/\*\.j2", "study/report/static/\*"', settings)
