@@ -11,8 +11,9 @@ from typing import Any
 import pandas as pd
 import pytest
 
-import kvinterp.auditing.folder as report
+import kvinterp.auditing.folder as folder_of_audit
 import kvinterp.study.experiments.root_cause  # noqa: F401  # what no_model takes away must be there before
+import kvinterp.study.report.audit as report
 from command_line import wrong
 from cutting import MODEL, SMALL, VERBS
 from kvinterp.common.store import Lock, Parts, Record, write_whole
@@ -53,7 +54,7 @@ def at_work(tmp_path: Path) -> Iterator[Path]:
 def audited(monkeypatch: pytest.MonkeyPatch) -> Any:
     """An audit of nothing, as far as its files go."""
     monkeypatch.setattr(report, "page", lambda *_: "the page")
-    rung = SimpleNamespace(name="float32", **dict.fromkeys(report.TABLES, pd.DataFrame()))
+    rung = SimpleNamespace(name="float32", **dict.fromkeys(folder_of_audit.TABLES, pd.DataFrame()))
     rung.steps = TABLE
     return SimpleNamespace(rungs=[rung], verdict=SimpleNamespace(to_json=lambda: "{}"))
 
@@ -157,15 +158,15 @@ def test_an_unfinished_result_of_another_verb_is_in_the_way(tmp_path: Path, verb
 
 def test_an_audit_takes_the_place_of_audits_alone(tmp_path: Path, audited: Any) -> None:
     """Its page has the name of every page: beside another command's result it would take that one's place."""
-    report.put(report.texts_of(audited), tmp_path / "audit", report.tables_of(audited))
+    folder_of_audit.put(report.texts_of(audited), tmp_path / "audit", folder_of_audit.tables_of(audited))
     before = content(tmp_path / "audit").keys()
     audited.rungs = []
-    report.put(report.texts_of(audited), tmp_path / "audit", report.tables_of(audited))
+    folder_of_audit.put(report.texts_of(audited), tmp_path / "audit", folder_of_audit.tables_of(audited))
     assert content(tmp_path / "audit").keys() == before - {"steps.parquet"} < before
     write_tables(tmp_path / "patch", {"recovery": TABLE}, {}, about={"verb": "patch"})
     kept = content(tmp_path / "patch")
     with pytest.raises(InputError, match="holds another command's result"):
-        report.put(report.texts_of(audited), tmp_path / "patch")
+        folder_of_audit.put(report.texts_of(audited), tmp_path / "patch")
     assert content(tmp_path / "patch") == kept
 
 
@@ -181,11 +182,11 @@ def test_an_audit_cut_off_while_it_is_written_says_so(
     tmp_path: Path, audited: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(report, "write_whole", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(folder_of_audit, "write_whole", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
-            report.put(report.texts_of(audited), tmp_path, report.tables_of(audited))
+            folder_of_audit.put(report.texts_of(audited), tmp_path, folder_of_audit.tables_of(audited))
     assert Record(tmp_path).unfinished() == {"verb": "audit"}
     with pytest.raises(InputError, match="holds an unfinished result of 'audit'"):
         write_tables(tmp_path, {"recovery": TABLE}, {}, about={"verb": "patch"})
-    report.put(report.texts_of(audited), tmp_path, report.tables_of(audited))
+    folder_of_audit.put(report.texts_of(audited), tmp_path, folder_of_audit.tables_of(audited))
     assert Record(tmp_path).unfinished() is None
