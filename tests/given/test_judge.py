@@ -164,6 +164,30 @@ def test_llama_cpp_as_it_was_recorded(name: str, dtype: str, word: str, model: A
     assert found.given["sequences"] == 1
 
 
+@pytest.mark.parametrize(
+    "engine",
+    ["mlx_float32", "mlx_float16", "mlx_bfloat16", "openvino_float32", "ctranslate2_float32", "ort_float32"],
+)
+def test_engines_that_no_rule_was_chosen_beside_pass(engine: str, model: Any) -> None:
+    """Recorded by record_engines.py; each declares its own dtype."""
+    found = audit_given(model, RECORDED / f"{engine}.jsonl")
+    assert found.verdict == "rounding", str(found)
+    assert found.given["tokens"] == 508
+
+
+def test_openvino_computes_a_float32_model_in_bfloat16_and_it_is_said(model: Any) -> None:
+    """Its products round otherwise than torch's; what both do alike is to round the weights."""
+    found = audit_given(model, RECORDED / "openvino-default_float32.jsonl")
+    assert found.verdict == "wrong-dtype", str(found)
+    assert "declared float32, stands on bfloat16" in found.reading
+
+
+def test_a_fault_of_bfloat16s_size_is_not_called_bfloat16(model: Any, walked: Any) -> None:
+    found = judge_given(model, walked(planted.stale(0.005), "float32"), "float32")
+    assert found.verdict == "unexplained", str(found)
+    assert any(row["precision"] == "bfloat16" and 0.6 < row["mean"] < 1.5 for row in found.given["rungs"])
+
+
 def test_the_statistics_are_those_of_their_definitions() -> None:
     trainer, rollout = np.log([0.5, 0.25, 0.5, 0.8]), np.log([0.4, 0.3, 0.5, 0.9])
     found = rollout_statistics(trainer, rollout, np.array([0, 0, 1, 1]))

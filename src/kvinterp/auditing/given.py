@@ -20,7 +20,7 @@ import torch
 from kvinterp.auditing import given_steps as steps
 from kvinterp.auditing.bench import Check
 from kvinterp.auditing.given_live import audit_endpoint
-from kvinterp.auditing.given_paths import FLASH, FLASH_ROW, FLOAT16, RUNGS, Way, candidates, log_probs
+from kvinterp.auditing.given_paths import FLASH, FLASH_ROW, FLOAT16, RUNGS, WEIGHTS, Way, candidates, log_probs
 from kvinterp.auditing.given_steps import FEWEST, REPRODUCES, WINS, Tokens
 from kvinterp.auditing.verdict import CANNOT_TELL, GOOD, VERDICTS, Verdict, allowed
 from kvinterp.comparison.given import check_paths, chosen_of, positive, read_paths
@@ -214,8 +214,9 @@ class _Judge:
             self.tell(rung.name)
             if (gap := self._of(rung)) is not None and np.isfinite(gap).all():
                 self.ours[rung.name] = np.abs(gap - self.truth)
-                # Two engines in one precision round the same weights and much else alike.
-                self.alike[rung.name] = steps.alike(seen, gap - self.truth)
+                # Two engines in one precision round the same weights, and often more, alike.
+                effects = [gap, self._of(WEIGHTS[rung.name]) if rung.name in WEIGHTS else None]
+                self.alike[rung.name] = max(steps.alike(seen, row - self.truth) for row in effects if row is not None)
         self.gap = np.abs(self.tokens.engine - self.truth)
 
     def _rows(self, path: GivenPath, way: Way) -> Any:
@@ -329,7 +330,7 @@ class _Judge:
                 {
                     "precision": name,
                     **found,
-                    "rank_correlation": self.alike[name],
+                    "rank_correlation_at_least": self.alike[name],
                     "lies_in_its_band": "yes" if lies else "no",
                 }
             )

@@ -152,6 +152,25 @@ def _eps(factor: float) -> Change:
     return change
 
 
+def _rounded(dtype: str) -> Change:
+    @contextlib.contextmanager
+    def change(model: nn.Module, prompt: int) -> Iterator[bool]:
+        own = {name: parameter.data for name, parameter in model.named_parameters()}
+        try:
+            for parameter in model.parameters():
+                parameter.data = parameter.data.to(dtype_named(dtype)).to(parameter.dtype)
+            yield True
+        finally:
+            for name, parameter in model.named_parameters():
+                parameter.data = own[name]
+
+    return change
+
+
+WEIGHTS = {dtype: Way(f"weights in {dtype}", change=_rounded(dtype)) for dtype in ("float16", "bfloat16")}
+"""What an engine of a coarser precision does alike, whatever it does otherwise: it rounds the same weights."""
+
+
 def _shifted(shift: int) -> Change:
     @contextlib.contextmanager
     def change(model: nn.Module, prompt: int) -> Iterator[bool]:
