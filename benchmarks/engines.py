@@ -38,6 +38,14 @@ RECORDED = {"openvino-default": "bfloat16"}
 """The precision that a recorded engine stands on where it is not the one that it declares."""
 
 
+RIGHT = {
+    "rope 3% slow, in no list": ("RoPE frequencies times 0.97",),
+    "eps 1e-6": ("norm eps times 0.1",),
+    "temperature 0.9": ("temperature 0.9", "temperature 0.89"),
+}
+"""What is right to name, where the tests ask for it apart."""
+
+
 def texts_of(model: Any, tokens: int) -> list[list[int]]:
     """So many tokens of prose in sequences of one length."""
     length = min(LENGTH, tokens + 1)
@@ -76,7 +84,8 @@ def made(model: Any, engine: Any, texts: list[list[int]], dtype: str) -> tuple[l
 
 def cases() -> list[tuple[str, str, Any, tuple[str, ...]]]:
     """Set, name, engine, and what would be right to name."""
-    seen = [("chosen beside", name, engine, (named,) if named else ()) for name, (engine, named) in planted.FAULTS.items()]
+    seen = [("chosen beside", name, engine, RIGHT.get(name, (named,) if named else ()))
+            for name, (engine, named) in planted.FAULTS.items()]  # fmt: skip
     new = [("kinds held out", name, *what) for name, what in engine_faults.FAULTS.items()]
     return [*(("clean, ours", name, engine, ()) for name, engine in planted.CLEAN.items()), *seen, *new]
 

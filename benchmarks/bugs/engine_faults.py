@@ -237,7 +237,7 @@ FAULTS: dict[str, tuple[Engine, tuple[str, ...]]] = {
     "top_p 0.9": (of_logits(top_p), ("top_p=0.9",)),
     "64 padded logits in the softmax": (of_logits(padded_vocabulary), ()),
     "two BOS": (two_bos, ("BOS",)),
-    "chunks of 32 one position early": (chunk_positions, ()),
+    "chunks of 32 one position early": (chunk_positions, ("positions -1",)),
     "8 pads attended": (pads_attended, ()),
     "int8 weights": (of_model(int8_weights), ()),
     "logits in bfloat16": (of_model(cast_of(lambda m: [m.lm_head], torch.bfloat16)), ()),
