@@ -67,7 +67,9 @@ def thresholds(engine: np.ndarray, ours: np.ndarray, sequence: np.ndarray, dtype
     }
 
 
-def made(model: Any, engine: Any, texts: list[list[int]], dtype: str) -> tuple[list[GivenPath], np.ndarray, np.ndarray, np.ndarray]:
+def made(
+    model: Any, engine: Any, texts: list[list[int]], dtype: str
+) -> tuple[list[GivenPath], np.ndarray, np.ndarray, np.ndarray]:
     """What an engine gives, and beside it our own forward of the same dtype."""
     twin, paths, ours, theirs, sequence = model.at(getattr(torch, dtype)).model, [], [], [], []
     for number, ids in enumerate(texts):
@@ -109,7 +111,9 @@ def main() -> None:
                 continue
             begun, found = time.perf_counter(), audit_given(model, file)
             paths = read_given(file)
-            ours = np.concatenate([planted.prefill(model.at(getattr(torch, dtype)).model, list(p.ids), 0)[1:] for p in paths])
+            ours = np.concatenate(
+                [planted.prefill(model.at(getattr(torch, dtype)).model, list(p.ids), 0)[1:] for p in paths]
+            )
             theirs = np.concatenate([p.chosen[1:] for p in paths])
             flags = thresholds(theirs, ours, np.repeat(np.arange(len(paths)), [len(p.ids) - 1 for p in paths]), dtype)
             rows.append(kept(about, found, (RECORDED[engine],) if engine in RECORDED else (), flags, begun))
@@ -126,7 +130,9 @@ def main() -> None:
     print(table(rows).to_string())
 
 
-def kept(about: tuple[Any, ...], found: Any, right: tuple[str, ...], flags: dict[str, bool], begun: float) -> dict[str, Any]:
+def kept(
+    about: tuple[Any, ...], found: Any, right: tuple[str, ...], flags: dict[str, bool], begun: float
+) -> dict[str, Any]:
     """A line of the results."""
     why = found.reading.splitlines()[1].strip()
     row = dict(zip(("set", "case", "model", "dtype", "tokens"), about, strict=True))
@@ -136,7 +142,9 @@ def kept(about: tuple[Any, ...], found: Any, right: tuple[str, ...], flags: dict
     row["seconds"] = round(time.perf_counter() - begun, 1)
     with OUT.open("a") as file:
         file.write(json.dumps(row) + "\n")
-    print(f"{row['set']:<17}{row['case']:<34}{row['dtype']:<9}{row['tokens']:>6}  {row['verdict']:<12}{why[:110]}", flush=True)
+    print(
+        f"{row['set']:<17}{row['case']:<34}{row['dtype']:<9}{row['tokens']:>6}  {row['verdict']:<12}{why[:110]}", flush=True
+    )
     return row
 
 

@@ -87,7 +87,10 @@ def ort(folder: str) -> Rows:
     import onnxruntime_genai as og
 
     out = tempfile.mkdtemp()
-    subprocess.run([sys.executable, "-m", "onnxruntime_genai.models.builder", "-i", folder, "-o", out, "-p", "fp32", "-e", "cpu"], check=True)
+    subprocess.run(
+        [sys.executable, "-m", "onnxruntime_genai.models.builder", "-i", folder, "-o", out, "-p", "fp32", "-e", "cpu"],
+        check=True,
+    )
     model = og.Model(out)
 
     def rows(ids: list[int]) -> np.ndarray:

@@ -26,8 +26,8 @@ FEWEST = 32
 """Of fewer tokens nothing is judged."""
 DRAWS = 400
 ALIKE = 0.1
-"""A coarser precision than the declared one is named where the rank correlation of its differences with ours is surely above this:
-of faults of the same size it is at most 0.06, of engines that compute in that precision from 0.2 on."""
+"""A coarser precision than the declared one is named where the rank correlation of its differences with ours is surely above
+this: of faults of the same size it is at most 0.06, of engines that compute in that precision from 0.2 on."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
