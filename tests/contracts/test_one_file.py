@@ -82,7 +82,7 @@ class Untouched(Kernels):
     def mode(self, adapter):
         return KernelMode()
 ''',
-    "experiments/counting.py": '''"""Count to a number, for nobody."""
+    "study/experiments/counting.py": '''"""Count to a number, for nobody."""
 
 import dataclasses
 from typing import ClassVar
