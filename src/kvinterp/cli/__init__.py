@@ -236,7 +236,7 @@ def _folder_named(text: str | Path) -> Path:
 
 
 def _out(default: str | None) -> inspect.Parameter:
-    said = "Folder for the tables, figures and report" + (": out/VERB-MODEL unless given." if default == "" else ".")
+    said = "Folder for the tables, figures and report." + " Default: out/VERB-MODEL." * (default == "")
     info = typer.Option("--out", parser=_folder_named, metavar="PATH", help=said)
     value = Path(default) if default else None
     hint = Path if default else Path | None
@@ -316,11 +316,11 @@ Folder = Annotated[Path, typer.Argument(parser=_folder_named, metavar="FOLDER", 
 def _show(
     folder: Folder,
     rewrite: Annotated[
-        bool, typer.Option("--rewrite", help="First write page and figures again, from the tables, without a model.")
+        bool, typer.Option("--rewrite", help="First make the page and figures again, from the tables; no model is loaded.")
     ] = False,
-    no_open: Annotated[bool, typer.Option("--no-open", help="Say where the page is, and open nothing.")] = False,
+    no_open: Annotated[bool, typer.Option("--no-open", help="Print where the page is; do not open it.")] = False,
 ) -> Mapping[str, Any]:
-    """Open the page of a result in the browser, whichever command wrote it."""
+    """Open a result's page in the browser; any command may have written it."""
     from kvinterp.cli.showing import opened, page_of, rewritten
 
     _speak()
@@ -342,20 +342,22 @@ def _show(
 @app.command("report", rich_help_panel="Results and names")
 @told(_SHOWN)
 def _report(folder: Folder) -> Mapping[str, Any]:
-    """The same as show --rewrite --no-open."""
+    """Make a result's page again: the same as show --rewrite --no-open."""
     return _show.__wrapped__(folder, rewrite=True, no_open=True)  # type: ignore[attr-defined,no-any-return]
 
 
 @app.command("export", rich_help_panel="Results and names")
 @told("nothing was written; run the same command again")
 def _export(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="zoo:NAME, a checkpoint folder or a hub id: a Llama.")],
-    out: Annotated[Path, typer.Option("--out", parser=_folder_named, metavar="FILE", help="The file, NAME.gguf.")],
-    format: Annotated[str, typer.Option("--format", help="gguf.")] = "gguf",
-    dtype: Annotated[str, typer.Option("--dtype", help="How weights are stored: float32, float16, bfloat16.")] = "float32",
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A Llama: zoo:NAME, a checkpoint folder or a hub id.")],
+    out: Annotated[Path, typer.Option("--out", parser=_folder_named, metavar="FILE", help="The file to write, NAME.gguf.")],
+    format: Annotated[str, typer.Option("--format", help="The file's format: gguf.")] = "gguf",
+    dtype: Annotated[
+        str, typer.Option("--dtype", help="The weights' dtype in the file: float32, float16 or bfloat16.")
+    ] = "float32",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file if it is there.")] = False,
 ) -> Mapping[str, Any]:
-    """Write a model as a file that another engine runs: a Llama as GGUF, for llama.cpp (docs/engines.md)."""
+    """Write a Llama as a GGUF file, so that llama.cpp can run it (docs/engines.md)."""
     from kvinterp.models import load_model
     from kvinterp.models.gguf_writing import check_export, export
 
@@ -374,10 +376,11 @@ What = enum.Enum("What", {name: name for name in LISTED}, type=str)  # type: ign
 @told(NOTHING)
 def _list(
     what: Annotated[
-        What | None, typer.Argument(help="One of them at length; all names unless given.", show_default=False)
+        What | None,
+        typer.Argument(help="What to describe at length. Default: the names of everything.", show_default=False),
     ] = None,
 ) -> Mapping[str, Any]:
-    """Show the models, kinds, sites, strategies, policies, metrics, kernels, protocols and experiments there are."""
+    """List what can be named: models, kinds, sites, strategies, policies, metrics, kernels, calls, protocols, experiments."""
     from rich.console import Console
 
     tables = {item.value: LISTED[item.value]() for item in (What if what is None else (what,))}
@@ -389,7 +392,7 @@ def _list(
         else:
             console.print(table)
     if what is None:
-        console.print("kvinterp list WHAT, such as kvinterp list policies, says what each is.")
+        console.print("kvinterp list WHAT describes each, as in kvinterp list policies.")
     return {name: rows_of(table) for name, table in tables.items()}
 
 

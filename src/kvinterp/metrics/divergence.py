@@ -141,7 +141,7 @@ def logit_margin(a: Logits) -> Measure:
 
 
 def top_probability_difference(a: Logits, b: Logits) -> Measure:
-    """What the second path gives the first path's greedy token, minus what the first gives it: ``p_b(top) - p_a(top)``.
+    """The second path's probability of the first path's greedy token, minus the first path's: ``p_b(top) - p_a(top)``.
 
     llama-perplexity's Δp is the same difference with another token, the one that follows in its text file. Decoding has
     no such text, so the token here is the first path's most probable one.

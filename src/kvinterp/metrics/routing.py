@@ -46,7 +46,7 @@ def compared_routing(a: Routing, b: Routing) -> dict[str, Measure | Flag]:
 
 
 def experts_changed(a: Routing, b: Routing) -> Flag:
-    """Whether another set of experts was chosen."""
+    """Whether the two paths chose different sets of experts."""
     return compared_routing(a, b)["changed"]
 
 
@@ -56,12 +56,12 @@ def router_difference(a: Routing, b: Routing) -> Measure:
 
 
 def router_margin_a(a: Routing, b: Routing) -> Measure:
-    """By how much the first path's last expert chosen is ahead of the first left out, in logits."""
+    """On the first path, the smallest chosen router logit minus the largest one not chosen."""
     return compared_routing(a, b)["margin_a"]
 
 
 def router_margin_b(a: Routing, b: Routing) -> Measure:
-    """By how much the second path's last expert chosen is ahead of the first left out, in logits."""
+    """On the second path, the smallest chosen router logit minus the largest one not chosen."""
     return compared_routing(a, b)["margin_b"]
 
 

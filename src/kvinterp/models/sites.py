@@ -70,8 +70,8 @@ LAYOUTS: dict[str, Layout] = {
     "resid_post": _residual("residual stream leaving the block"),
     "attn_out": _residual("what attention adds to the residual stream"),
     "mlp_out": _residual("what the MLP adds to the residual stream"),
-    "q": _projected("queries before RoPE, after the norm on queries where there is one", head_kind="query"),
-    "k": _projected("keys of the new positions before RoPE, after the norm on keys where there is one", head_kind="KV"),
+    "q": _projected("queries before RoPE, after the norm on queries if there is one", head_kind="query"),
+    "k": _projected("keys of the new positions before RoPE, after the norm on keys if there is one", head_kind="KV"),
     "v": _projected("values as projected for the new positions", head_kind="KV"),
     "z": _projected("attention's output per head, before the output projection", head_kind="query"),
     "attn_scores": _attended("attention scores, masked, before the softmax"),
@@ -79,7 +79,7 @@ LAYOUTS: dict[str, Layout] = {
     "cache_k": _cached("keys of every position as attention reads them, after RoPE"),
     "cache_k_pre": _cached("keys of every position before RoPE"),
     "cache_v": _cached("values of every position as attention reads them"),
-    "router": _routed("logits of the router, one an expert (mixtures of experts)"),
+    "router": _routed("logits of the router, one per expert (mixtures of experts)"),
     "experts": _routed("the experts that the router chose, by number (mixtures of experts)"),
 }
 SITES: dict[str, str] = {site: layout.meaning for site, layout in LAYOUTS.items()}

@@ -13,7 +13,7 @@ from kvinterp.policies.scored import Scored, share
 
 @dataclasses.dataclass(frozen=True)
 class H2O(Scored):
-    """Keeps in each KV head the rows with the largest attention summed over all queries so far, and the newest rows.
+    """Keeps, in each KV head, the newest rows and those with the largest attention summed over all queries so far.
 
     The sum favours old rows, which more queries saw. kvpress's ObservedAttentionPress divides by the number of queries, and
     lets go of rows once, after the prompt.

@@ -16,7 +16,7 @@ from kvinterp.policies.blocks import Memory, check_blocks, cut
 
 @dataclasses.dataclass(frozen=True)
 class Hadamard(Selective):
-    """Spreads an outlier over a block of the head, for a quantiser after it: ``hadamard+q8_0``.
+    """Spreads each outlier over a block of the head, for the quantiser that follows: ``hadamard+q8_0``.
 
     Turning K back as it is read gives the scores that turning Q too would give, and turning V back the output turned back:
     the matrix is its own inverse. In float64 it is the identity to rounding.

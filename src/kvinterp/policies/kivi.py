@@ -16,7 +16,7 @@ from kvinterp.policies.blocks import Memory, Settled, affine, check_blocks, cut
 
 @dataclasses.dataclass(frozen=True)
 class Kivi(Selective):
-    """Integers per channel for K, per token for V, once they leave a window of exact ones.
+    """Integers, quantised per channel for K and per token for V; a window of the newest rows stays exact.
 
     Keys leave when the window has filled, all of it at once, after the step that filled it has read them; values leave one by
     one, once the window is over-full. So what attention reads at a step follows from its position alone, whatever the prompt's

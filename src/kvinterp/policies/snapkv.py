@@ -16,7 +16,7 @@ from kvinterp.policies.scored import Budgeted
 
 @dataclasses.dataclass(frozen=True)
 class Snapkv(Budgeted):
-    """Keeps, once, the prompt's last rows and those of the others that their queries attend to most, pooled along the text.
+    """Keeps the prompt's last rows and the earlier rows that their queries attend to most (pooled along the text); chosen once.
 
     Every row of the answer stays. The window is never cut, so a prompt that is no longer stays whole. The attention of a KV
     head's query heads is averaged, as in kvpress; the original repeats K and V, and chooses rows for each query head.

@@ -1,4 +1,4 @@
-"""Run a model along two paths on the same prompts and write what differs, step by step."""
+"""Run a model along two paths on the same prompts and say what differs, step by step."""
 
 from __future__ import annotations
 
@@ -52,35 +52,37 @@ class Compare(Experiment):
 
     model: str = model()
     prompts: str = shared("prompts")
-    a: str = option("cached", "The leading path.")
-    b: str = option(
-        "recompute", "The path it is compared with; given(FILE): log-probs of another engine (docs/engines.md)."
-    )
+    a: str = option("cached", "Path A. In the matched protocol it chooses the tokens for both paths.")
+    b: str = option("recompute", "Path B; given(FILE) stands for the log-probs of another engine (docs/engines.md).")
     kind: str = shared("kind")
     dtype: str = shared("dtype")
-    protocol: str = option("matched", "matched or free.")
-    strategy: str = option("greedy", "greedy, top_k(50,0.8), top_p(0.95,0.8).")
-    max_new_tokens: int = option(48, "Most steps a prompt.")
+    protocol: str = option("matched", "matched: both paths get the same tokens. free: each gets its own.")
+    strategy: str = option("greedy", "How tokens are chosen: greedy, top_k(50,0.8), top_p(0.95,0.8).")
+    max_new_tokens: int = option(48, "The most tokens to decode per prompt.")
     record: str | None = option(
         None,
-        "Sites to compare, comma-separated; '' for none. "
-        "Unless given: resid_post,pattern,kv, and routing of a mixture of experts, without those that the model cannot give.",
+        "Sites to compare, with commas (kvinterp list sites); '' for none. Default: resid_post,pattern,kv, and routing for "
+        "a mixture of experts, as far as the model has them.",
         show_default=False,
     )
     layers: tuple[int, ...] | None = option(
         None,
-        "Layers to compare, as in 0,2,-1; all unless given.",
+        "Layers to compare, such as 0,2,-1. Default: all.",
         example="0,2,-1",
         only=(lambda asked: asked.record != "", "no site is recorded; leave it out, or name sites with --record"),
     )
-    seed: int = option(0, "Seeds the random numbers of the strategy.", only=(lambda asked: sampled(asked.strategy), DRAWS))
+    seed: int = option(0, "Seed for the strategy's random numbers.", only=(lambda asked: sampled(asked.strategy), DRAWS))
     device: str | None = shared("device")
     attention: str | None = shared("attention")
-    batch_size: int = option(1, "Most prompts a batch; used where it keeps the bits.", decides="nothing")
-    stop: str = option("end of sequence", "'end of sequence' or 'length'.")
+    batch_size: int = option(
+        1, "The most prompts in one batch. Batching is used only where it gives the same bits.", decides="nothing"
+    )
+    stop: str = option(
+        "end of sequence", "When a text ends: at the 'end of sequence' token, or only at the 'length' asked for."
+    )
     cache_errors: str = option(
         "aggregated",
-        "K/V errors: 'aggregated' by step and by position, or 'whole' (quadratic in the steps).",
+        "Errors of K and V: 'aggregated' by step and by position, or 'whole' (a table quadratic in the steps).",
         only=(
             lambda asked: asked.records_cache(),
             "K and V are not recorded; leave it out, or add kv to --record",

@@ -22,8 +22,8 @@ class CompareGiven(Experiment):
     STEPS: ClassVar = ()
 
     model: str = model()
-    a: str = option("cached", "Our path.")
-    given: str = option("", "The file, as given(FILE).")
+    a: str = option("cached", "The path that kvinterp runs.")
+    given: str = option("", "The file with the other engine's log-probs, written given(FILE).")
     kind: str = shared("kind")
     dtype: str = shared("dtype")
     device: str | None = shared("device")

@@ -1,7 +1,7 @@
-"""Lay two saved results of one command side by side: how they were made, what each found, what flips in one.
+"""Put two saved results of one command side by side: how each was made, what each found, and which tokens flip in only one.
 
-A and B are folders that kvinterp wrote. Findings are joined by their name and what they are of. A prompt that both results
-hold is compared with itself: of what was measured of each prompt the median of B less A is given, with its interval.
+A and B are folders that kvinterp wrote. Findings are matched by name and by what they describe. Prompts that are in both
+results are compared pairwise: for each quantity you get the median of B minus A over prompts, with its interval.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Compare two small trained models in FP16, two kinds and two protocols each, and write a report."""
+"""Compare both paths on two small trained models in FP16, with both protocols, and write a report."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ class Demo(Experiment):
     rung_problems: int = 2
     max_new_tokens: int = 48
     flip_problems: int = 40
-    smoke: bool = option(False, "One problem and few steps: does everything run?")
-    picture: Path | None = option(None, "Also write the four figures as one picture here.", decides="nothing")
+    smoke: bool = option(False, "Run one problem for a few steps, to see that everything works.")
+    picture: Path | None = option(None, "Also write the four figures to this file, as one picture.", decides="nothing")
 
     def plan(self) -> dict[str, Compare]:
         """Every comparison it makes, by the name of its folder."""

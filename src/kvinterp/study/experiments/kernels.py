@@ -1,4 +1,4 @@
-"""Measure which of a model's operations give other bits for another number of rows or keys, or another batch."""
+"""Measure which of a model's operations change their bits with the number of rows, the number of keys or the batch."""
 
 from __future__ import annotations
 
@@ -24,11 +24,13 @@ class Kernels(Experiment):
     random_init: bool = shared("random_init")
     kind: str = shared("kind")
     dtype: str = shared("dtype")
-    kernels: str = option("native", "native, batch_invariant, split_k(4,float16), flash_decoding(4), layer_cast, ...")
-    sizes: tuple[int, ...] = option(
-        (1, 2, 17, 64, 128, 257), "Numbers of rows, and of keys, to compare.", example="1,2,17,64"
+    kernels: str = option(
+        "native", "The kernels to examine: native, batch_invariant, split_k(4,float16), flash_decoding(4), layer_cast, ..."
     )
-    seed: int = option(0, "Seeds the prompt.")
+    sizes: tuple[int, ...] = option(
+        (1, 2, 17, 64, 128, 257), "The numbers of rows, and of keys, to compare.", example="1,2,17,64"
+    )
+    seed: int = option(0, "Seed for the random prompt.")
     device: str | None = shared("device")
     attention: str | None = shared("attention")
     remote_code: bool = shared("remote_code")

@@ -1,4 +1,7 @@
-"""Measure K and V where they are written, one row alone beside the same row among its prefix (experiment 3 of the FP16 paper)."""
+"""Measure K and V where they are written (experiment 3 of the FP16 paper).
+
+One row computed alone is compared with the same row computed together with its prefix.
+"""
 
 from __future__ import annotations
 

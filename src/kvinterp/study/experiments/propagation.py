@@ -1,4 +1,4 @@
-"""Round one block's output once, everything else in float64, and measure how far it spreads (experiment 2 of the FP16 paper)."""
+"""Round one block's output once, everything else in float64, and follow the error (experiment 2 of the FP16 paper)."""
 
 from __future__ import annotations
 
