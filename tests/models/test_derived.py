@@ -178,7 +178,7 @@ def test_only_the_rows_that_are_kept_are_derived(load, monkeypatch):
         seen.append(made.shape[-2])
         return made
 
-    monkeypatch.setattr("kvinterp.models.derived.derived_attention", counted)
+    monkeypatch.setattr("kvinterp.models.hooks.derived_attention", counted)
     model.tap("pattern", 0)
     seen.clear()
     kv.compare(model, PROMPT, "recompute", "recompute", record="pattern", max_new_tokens=2, stop="length", progress="none")

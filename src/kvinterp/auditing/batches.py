@@ -23,10 +23,12 @@ from kvinterp.auditing.bench import (
     one_line,
     singles,
 )
-from kvinterp.auditing.blocks import STATES, Masking
+from kvinterp.auditing.blocks import STATES
 from kvinterp.auditing.comparing import apart
 from kvinterp.auditing.lengths import SHORT_WINDOW
 from kvinterp.models.transformers_cache import CACHES
+from kvinterp.paths.calls.base import Masking
+from kvinterp.paths.calls.padded import counted
 
 PADS = (0, 4, 1)
 """Pads of each row of a left-padded batch."""
@@ -99,8 +101,8 @@ class Padded:
         self.tokens = self.runner.tokens(
             *(bench.row(n + ROWS, p) + bench.row(n, length - p) for n, p in enumerate(self.pads))
         )
-        counted = torch.arange(length, device=self.tokens.device)
-        self.masking = Masking.counted(torch.stack([counted >= pads for pads in self.pads]).to(self.tokens))
+        places = torch.arange(length, device=self.tokens.device)
+        self.masking = counted(torch.stack([places >= pads for pads in self.pads]).to(self.tokens))
 
     @property
     def lengths(self) -> str:
@@ -146,7 +148,7 @@ class Padded:
         mixed[:, self.prompt :] = torch.arange(self.prompt, self.tokens.shape[1], device=self.tokens.device)
         # The recomputation in which the decoded tokens alone are numbered with the pads is what such a bug computes.
         wrong = self.runner.recompute(self.tokens, Masking(mask, mixed))[:, self.prompt - 1 :]
-        deaf = "position_ids" in self.runner.takes and torch.equal(self.decode(positions=mixed), made)
+        deaf = "position_ids" in self.runner.adapter.takes and torch.equal(self.decode(positions=mixed), made)
         return "positions ignore the padding" if deaf or apart(made, wrong) <= limit else ""
 
     def wants_mask(self) -> bool:
@@ -161,7 +163,7 @@ class Padded:
                 attention_mask=self.masking.mask,
                 use_cache=True,
                 is_first_iteration=False,
-                **{self.runner.cache_name: self.runner.new_cache()},
+                **{self.runner.adapter.cache_name: self.runner.adapter.new_cache()},
             )
         # Code of a checkpoint's own may want other arguments: then the mask is given, as the forward's signature says.
         except Exception:
@@ -187,8 +189,8 @@ def no_padding(off: float) -> UnclearError:
 def left_padding(bench: Bench) -> Check:
     """A left-padded batch, against its recomputation and each prompt alone."""
     runner = bench.runner
-    bench.only_native(f"a model of kind {runner.kind} is fed without a mask here")
-    if "attention_mask" not in runner.takes:
+    bench.only_plain("is fed without a mask here")
+    if "attention_mask" not in runner.adapter.takes:
         raise NotRunError(f"{type(runner.model).__name__} takes no attention_mask, so it cannot be told of padding.")
     checks = []
     for prompt, length, pads in _padded_prompts(bench):
@@ -258,8 +260,6 @@ def repeated_rows(bench: Bench) -> Check:
 
 def _moved(bench: Bench, what: str, change: Callable[[Any, Tensor], None], method: str) -> Check:
     runner = bench.runner
-    if runner.kind == "hooked":
-        bench.only_native("a HookedTransformer's cache has no rows to move")
     prompt, length = bench.short(extra=1)
     start = prompt + 1
     before = runner.tokens(*(bench.row(n, start) for n in range(ROWS)))
@@ -369,7 +369,7 @@ def generate_padded(bench: Bench) -> Check:
 
 
 def _check_native(bench: Bench) -> None:
-    bench.only_native(f"generate() of a {type(bench.runner.model).__name__} gives no logits")
+    bench.only_plain("gives no logits from generate()")
 
 
 def _checked(bench: Bench, tokens: Tensor, mask: Any, what: str) -> Check:
@@ -427,7 +427,7 @@ def _run(bench: Bench, tokens: Tensor, mask: Tensor, use_cache: bool) -> Generat
     if len(made) != bench.steps:
         raise ValueError(f"{len(made)} forwards were heard for {bench.steps} new tokens")
     whole = torch.cat([mask, torch.ones_like(out.sequences[:, tokens.shape[1] :])], 1)
-    return Generated(out.sequences, torch.stack(made, 1), calls, Masking.counted(whole))
+    return Generated(out.sequences, torch.stack(made, 1), calls, counted(whole))
 
 
 @contextlib.contextmanager

@@ -17,13 +17,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kvinterp.auditing.blocks import UNMASKED, BlockModel, Masking, moving, prompts_for
+from kvinterp.auditing.blocks import BlockModel, moving, prompts_for
 from kvinterp.auditing.causes import WithoutCasts
 from kvinterp.auditing.comparing import apart, by_position
 from kvinterp.auditing.ladder import unit_roundoff
 from kvinterp.auditing.watch import Watch, watching
 from kvinterp.models import Adapter
-from kvinterp.models.native import text_config
+from kvinterp.paths.calls.base import NOTHING, Masking
 from kvinterp.paths.kernels import Kernels
 
 NARROW = (torch.float16, torch.bfloat16)
@@ -84,7 +84,7 @@ class Feeder(BlockModel):
         return torch.tensor([list(row) for row in rows], device=self.device)
 
     def forward(
-        self, tokens: Tensor, cache: Any = None, start: int = 0, masking: Masking = UNMASKED, cached: str = "yes"
+        self, tokens: Tensor, cache: Any = None, start: int = 0, masking: Masking = NOTHING, cached: str = "yes"
     ) -> tuple[Tensor, Any]:
         """As :meth:`BlockModel.forward`, counted and looked at."""
         self.forwards += 1
@@ -104,7 +104,7 @@ class Feeder(BlockModel):
         sizes: Sequence[int],
         start: int = 0,
         cache: Any = None,
-        masking: Masking = UNMASKED,
+        masking: Masking = NOTHING,
         first: int = 0,
         then: Callable[[Any], Any] = lambda _: None,
     ) -> tuple[Tensor, Any]:
@@ -128,11 +128,11 @@ class Feeder(BlockModel):
             then(cache)
         return torch.cat(made, 1), cache
 
-    def decode(self, tokens: Tensor, prefill: int, masking: Masking = UNMASKED, cache: Any = None) -> tuple[Tensor, Any]:
+    def decode(self, tokens: Tensor, prefill: int, masking: Masking = NOTHING, cache: Any = None) -> tuple[Tensor, Any]:
         """Logits from the prompt's last row on, the rest fed one by one: ``[batch, 1 + steps, vocabulary]``, and the cache."""
         return self.run(tokens, [prefill, *singles(tokens, prefill)], 0, cache, masking, prefill - 1)
 
-    def moved(self, tokens: Tensor, masking: Masking = UNMASKED) -> Tensor:
+    def moved(self, tokens: Tensor, masking: Masking = NOTHING) -> Tensor:
         """A recomputation in which what every block returns is moved by as much as its rounding may, at random."""
         size, generator = self.roundoff(tokens.shape[1]), torch.Generator().manual_seed(0)
 
@@ -147,11 +147,6 @@ class Feeder(BlockModel):
         """How far rounding moves a sum as long as the model is wide, or as the text is long."""
         # Sums are kept in float32 for 16-bit tensors, so that their length does not matter there.
         return self.unit * (1.0 if self.narrow else math.sqrt(max(length, self.adapter.facts.width)))
-
-    @property
-    def config(self) -> Any:
-        """The config of the model's text part; None where it has none of transformers'."""
-        return text_config(self.adapter.source) if self.kind != "hooked" else None
 
     @property
     def narrow(self) -> bool:
@@ -408,7 +403,7 @@ class Bench:
         """So many tokens of the first prompt, as a batch of one."""
         return self.runner.tokens(self.row(0, length))
 
-    def reference(self, tokens: Tensor, masking: Masking = UNMASKED, first: int = 0) -> Recomputation:
+    def reference(self, tokens: Tensor, masking: Masking = NOTHING, first: int = 0) -> Recomputation:
         """A recomputation, and how far rounding moves it (from the first row on, where the mask is not 0)."""
         logits = self.runner.recompute(tokens, masking)
         moved = self.runner.moved(tokens, masking)
@@ -417,10 +412,10 @@ class Bench:
         # The head's own sum comes after the last block, so that moving blocks does not show its rounding.
         return Recomputation(logits, apart(moved[kept], logits[kept]) + self.runner.roundoff())
 
-    def only_native(self, why: str) -> None:
+    def only_plain(self, why: str) -> None:
         """Raises where a transformers model itself can be asked, and this wrapping of it cannot: ``why``."""
-        if self.runner.kind != "native":
-            raise NotRunError(f"{why}; kind='native' of the same model runs it.")
+        if not self.runner.adapter.plain:
+            raise NotRunError(f"a model of kind {self.runner.adapter.kind} {why}; kind='native' of the same model runs it.")
 
     def settle(self, errors: Errors, what: str, hint: str | Callable[[], str] = "", reach: float | None = None) -> Check:
         """Judges one check.

@@ -15,8 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from kvinterp.auditing.attention import MATMUL, Fused, Product, Recogniser, Scores, Values
 from kvinterp.auditing.blocks import BlockModel
 from kvinterp.models import Adapter
-from kvinterp.models.hooks import in_order
-from kvinterp.paths.kernels.base import Functions
+from kvinterp.models.hooks import Functions, in_order
 
 _F = torch.nn.functional
 _GROUPED = (getattr(torch, "_grouped_mm", None), getattr(_F, "grouped_mm", None))

@@ -18,8 +18,8 @@ from kvinterp.auditing.attention import Fused, Recogniser, Scores, Values
 from kvinterp.auditing.blocks import BlockModel
 from kvinterp.auditing.ladder import dtype_name
 from kvinterp.auditing.values import narrower
-from kvinterp.models.hooks import in_order
-from kvinterp.paths.kernels.base import Functions, Operations
+from kvinterp.models.hooks import Functions, in_order
+from kvinterp.paths.kernels.base import Operations
 
 _TOPK = torch.topk, Tensor.topk
 _CASTS = torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default

@@ -21,7 +21,6 @@ from kvinterp.models.native import (
     decoder_layers,
     keeps_only_keys_and_values,
     plain_experts,
-    text_config,
     transformers_facts,
 )
 from kvinterp.models.sites import ROUTING_SITES
@@ -86,13 +85,22 @@ class BridgeAdapter(OnTransformersCache):
         """Logits of every new token, through the bridge."""
         if store is None:
             return self.model(tokens, return_type="logits", use_cache=False)
-        cache = model_cache(store, lambda: text_config(self.source), f"the bridge for {self.facts.architecture}")
+        cache = model_cache(store, lambda: self.config, f"the bridge for {self.facts.architecture}")
         return self.model(tokens, return_type="logits", past_key_values=cache, use_cache=True)
+
+    def called(
+        self, tokens: Tensor, cache: Any, cached: str, mask: Tensor | None, positions: Tensor | None
+    ) -> tuple[Tensor, Any]:
+        """Logits and the cache, a DynamicCache that is made where none is given."""
+        if cached == "no":
+            return self.forward(tokens), None
+        cache = self.new_cache() if cache is None else cache
+        return self.model(tokens, return_type="logits", past_key_values=cache, use_cache=True), cache
 
     def own_cache(self, kind: CacheKind, batch: int, capacity: int, dtype: torch.dtype) -> TransformersCache:
         """The DynamicCache that a bridge's users make."""
         check_plain(kind, "a bridge, which rebuilds attention and its mask for a cache that grows")
-        return TransformersCache.of(kind, text_config(self.source), capacity)
+        return TransformersCache.of(kind, self.config, capacity)
 
     def tap(self, site: str, layer: int) -> Tap:
         """The HookPoint that carries a site."""
@@ -107,7 +115,7 @@ class BridgeAdapter(OnTransformersCache):
                 f"site {site!r} is not there: {self.facts.architecture} scales what it adds to the residual stream, and the "
                 "bridge shows that to hooks of TransformerLens' own only. Record resid_pre or resid_post instead."
             )
-        if site in ("resid_mid", "mlp_out") and getattr(text_config(self.source), "model_type", "") == "opt":
+        if site in ("resid_mid", "mlp_out") and getattr(self.config, "model_type", "") == "opt":
             raise UnsupportedError(
                 f"site {site!r} is not there: {self.facts.architecture} runs its MLP on one row a token, without a batch, and "
                 "the bridge shows those rows. Record resid_pre, attn_out or resid_post instead."

@@ -15,10 +15,9 @@ from torch import Tensor, nn
 
 from kvinterp.errors import InputError, UnsupportedError
 from kvinterp.models.adapter import Adapter, CacheRead, KVStore, ModelInfo
-from kvinterp.models.caches import CacheKind, OwnCache, check_plain
+from kvinterp.models.caches import CacheKind, OwnCache, check_plain, lead
 from kvinterp.models.hook_names import HOOKS
 from kvinterp.models.hooks import Tap, routing_tap
-from kvinterp.models.leading import lead
 from kvinterp.models.sites import ROUTING_SITES
 
 
@@ -192,6 +191,20 @@ class HookedAdapter(Adapter):
         return self.model(
             tokens, return_type="logits", attention_mask=torch.ones_like(tokens), past_kv_cache=cache, prepend_bos=False
         )
+
+    def called(
+        self, tokens: Tensor, cache: Any, cached: str, mask: Tensor | None, positions: Tensor | None
+    ) -> tuple[Tensor, Any]:
+        """Logits and TransformerLens' cache, which is made where none is given."""
+        if cached == "no":
+            return self.forward(tokens), None
+        from transformer_lens import TransformerLensKeyValueCache
+
+        if cache is None:
+            config: Any = self.model.cfg
+            cache = TransformerLensKeyValueCache.init_cache(config, self.device, len(tokens))
+        given = {"attention_mask": torch.ones_like(tokens), "past_kv_cache": cache, "prepend_bos": False}
+        return self.model(tokens, return_type="logits", **given), cache
 
     def tap(self, site: str, layer: int) -> Tap:
         """The HookPoint that carries a site."""

@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
-from kvinterp.models.derived import FusedMode
-from kvinterp.models.routing import RoutingMode, experts_in
+from kvinterp.errors import InputError, UnsupportedError
+from kvinterp.models.derived import SDPA, derived_attention, sdpa_arguments, unpacked
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +61,19 @@ class Tap:
         replaced = raw.clone()
         replaced[..., self.span[0] : self.span[1]] = new
         return replaced
+
+
+class Functions(TorchFunctionMode):
+    """Sees torch's functions as they are called; ``replace`` returns NotImplemented to let one through."""
+
+    def __init__(self, replace: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> None:
+        super().__init__()
+        self.replace = replace
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = self.replace(func, args, kwargs)
+        return func(*args, **kwargs) if result is NotImplemented else result
 
 
 def routing_tap(mlp: Any, site: str, layer: int, architecture: str) -> Tap:
@@ -141,11 +155,11 @@ def tap_hooks(
         rows: Of what is derived, whether ``"all"`` query positions are wanted, the ``"newest"`` alone, or ``"none"``.
     """
     if tap.side == "softmax":
-        return _mode_hooks(tap.module, lambda _: _SoftmaxMode(site, emit), mine)
+        return _mode_hooks(tap.module, lambda _: _softmax(site, emit), mine)
     if tap.side == "fused":
-        return _mode_hooks(tap.module, lambda _: FusedMode(site, tap.heads or 0, emit, rows), mine)
+        return _mode_hooks(tap.module, lambda _: _fused(site, tap.heads or 0, emit, rows), mine)
     if tap.side == "routing":
-        return _mode_hooks(tap.module, lambda given: RoutingMode(site, tap.experts, given, emit), mine)
+        return _mode_hooks(tap.module, lambda given: _routing(site, tap.experts, given.shape[:-1], emit), mine)
     if tap.side == "input":
         return [own_hook(tap.module, stream_hook(emit), "input")]
 
@@ -169,32 +183,120 @@ def in_order(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, 
     return (kwargs["input"], *args), {name: value for name, value in kwargs.items() if name != "input"}
 
 
-class _SoftmaxMode(torch.overrides.TorchFunctionMode):
+def _softmax(site: str, emit: Callable[[Tensor], Tensor | None]) -> Functions:
     """Shows the input or the output of the softmax that runs inside one attention module."""
 
-    def __init__(self, site: str, emit: Callable[[Tensor], Tensor | None]) -> None:
-        super().__init__()
-        self.site, self.emit = site, emit
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func not in (torch.softmax, torch.nn.functional.softmax, Tensor.softmax):
-            return func(*args, **kwargs)
+    def heard(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if func not in (torch.softmax, nn.functional.softmax, Tensor.softmax):
+            return NotImplemented
         args, kwargs = in_order(args, kwargs)
         scores = args[0]
-        if self.site == "attn_scores":
-            new = self.emit(scores)
+        if site == "attn_scores":
+            new = emit(scores)
             return func(scores if new is None else new, *args[1:], **kwargs)
         probabilities = func(*args, **kwargs)
-        new = self.emit(probabilities.to(scores.dtype))
+        new = emit(probabilities.to(scores.dtype))
         return probabilities if new is None else new.to(probabilities.dtype)
 
+    return Functions(heard)
 
-def _mode_hooks(
-    module: nn.Module, made: Callable[[Any], torch.overrides.TorchFunctionMode], mine: Callable[[], bool]
-) -> list[Any]:
+
+def _fused(site: str, heads: int, emit: Callable[[Tensor], Tensor | None], rows: Callable[[], str]) -> Functions:
+    """Hears what the SDPA that runs inside one attention module is given, and changes nothing of it."""
+
+    def heard(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        wanted = rows() if func is SDPA else "none"
+        if wanted != "none":
+            query, key, _, mask, is_causal, scale = sdpa_arguments(*args, **kwargs)
+            query, key, mask = unpacked(query, key, mask, heads)
+            emit(derived_attention(site, query, key, mask, is_causal, scale, wanted))
+        return NotImplemented
+
+    return Functions(heard)
+
+
+# Routers: where a mixture of experts chooses ----------------------------------------------------------------------------
+
+# Architectures put the router's result in tuples of their own, and make weights of it in ways of their own (softmax before or
+# after the choice, sigmoid with a bias, groups). What all have in common is a product with as many columns as there are
+# experts, and a ``topk`` of as many columns behind it, which is the choice. So these two calls are what is heard, and a choice
+# that is put in goes in there: the weights are then made by the model's own code, from this run's own logits, over the experts
+# put in.
+
+ROUTERS = ("gate", "router", "W_gate")
+"""What the module is called whose rows are the experts."""
+
+
+def router_of(mlp: Any) -> nn.Module | None:
+    """The router in an MLP, or None where it has none: a module with a weight ``[expert, width]``, beside the experts.
+
+    A bridge calls the gate of a gated MLP ``gate`` too, where there are no experts.
+    """
+    holders = (mlp, getattr(mlp, "original_component", None))
+    for holder in holders if any(hasattr(each, "experts") for each in holders) else ():
+        for name in ROUTERS:
+            found = getattr(holder, name, None)
+            if isinstance(found, nn.Module) and getattr(getattr(found, "weight", None), "ndim", 0) == 2:
+                return found
+    return None
+
+
+def experts_in(mlp: Any, site: str, layer: int, architecture: str) -> int:
+    """How many experts the router of a layer chooses among.
+
+    Raises:
+        UnsupportedError: The layer has no router.
+    """
+    router: Any = router_of(mlp)
+    if router is None:
+        raise UnsupportedError(
+            f"site {site!r} is not there: layer {layer} of {architecture} has no router that chooses experts (no module named "
+            f"{' or '.join(ROUTERS[:2])} in its MLP)."
+        )
+    return router.weight.shape[0]
+
+
+def _routing(site: str, experts: int, rows: torch.Size, emit: Callable[[Tensor], Tensor | None]) -> Functions:
+    """Shows the router's logits, or its choice, once inside one MLP that was given ``rows``, ``[batch, position]``."""
+    heard: list[Any] = []
+
+    def put(given: Tensor, shown: Tensor) -> Tensor | None:
+        # A row a token: groups of experts are chosen among by tensors of one dimension more.
+        if given.shape != (rows.numel(), experts):
+            return None
+        heard.append(site)
+        new = emit(shown.reshape(*rows, -1))
+        return None if new is None else new.reshape(shown.shape)
+
+    def hear(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        output, new = func(*args, **kwargs), None
+        if not heard and site == "router" and func is nn.functional.linear:
+            new = put(output, output)
+        elif not heard and site == "experts" and func in (torch.topk, Tensor.topk):
+            given = in_order(args, kwargs)[0][0]
+            new = put(given, output.indices)
+            new = None if new is None else _replayed(given, output.indices, new)
+        return output if new is None else new
+
+    return Functions(hear)
+
+
+def _replayed(given: Tensor, own: Tensor, new: Tensor) -> Any:
+    """The choice ``[row, chosen]`` put in, as ``topk`` returns it."""
+    if bool((new < 0).any()) or bool((new >= given.shape[-1]).any()):
+        raise InputError(
+            f"experts {int(new.min())} to {int(new.max())} were given to choose: expected numbers from 0 to "
+            f"{given.shape[-1] - 1}."
+        )
+    # Of an equal set the order stays this run's own, in which some kernels add the experts up.
+    same = (new.sort(-1).values == own.sort(-1).values).all(-1, keepdim=True)
+    chosen = torch.where(same, own, new)
+    return torch.return_types.topk((given.gather(-1, chosen), chosen))
+
+
+def _mode_hooks(module: nn.Module, made: Callable[[Any], Functions], mine: Callable[[], bool]) -> list[Any]:
     """Enters a mode around one module, inside which alone scores and pattern, or a router's choice, can be seen."""
-    open_modes: list[torch.overrides.TorchFunctionMode] = []
+    open_modes: list[Functions] = []
 
     def close() -> None:
         if open_modes:

@@ -27,11 +27,16 @@ from transformers.cache_utils import (
 
 from kvinterp.errors import InputError, UnsupportedError
 from kvinterp.models.adapter import Adapter, CacheRead, KVStore
-from kvinterp.models.caches import CacheKind, Dynamic, KeysValues, OwnCache, taken
-from kvinterp.models.leading import lead
+from kvinterp.models.caches import CacheKind, Dynamic, KeysValues, OwnCache, lead, taken
 
 CACHES = ("past_key_values", "cache_params", "state")
 """What transformers models call the cache they take and return."""
+
+
+def text_config(model: nn.Module) -> Any:
+    """The config of the decoder, inside a multimodal config too."""
+    config: Any = model.config
+    return config.get_text_config(decoder=True)
 
 
 class StoreLayer(DynamicLayer):
@@ -257,6 +262,15 @@ class OnTransformersCache(Adapter):
     def blocks(self) -> nn.ModuleList:
         """The decoder's blocks; of a bridge those of the model inside, which it runs through."""
         return self._blocks
+
+    @property
+    def config(self) -> Any:
+        """The config of the decoder, inside a multimodal config too."""
+        return text_config(self.source)
+
+    def new_cache(self) -> Any:
+        """A DynamicCache, whose layers are those of the config."""
+        return DynamicCache(config=self.config)
 
     def block_cache(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The transformers cache among a block's arguments, which every architecture names its own way."""
