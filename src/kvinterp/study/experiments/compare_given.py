@@ -54,6 +54,12 @@ class CompareGiven(Experiment):
         ]
         return Outcome(table, {"given": table}, {"provenance": said, "reading": reading})
 
+    def lead(self, outcome: Outcome) -> list[Any]:
+        """The tokens, shaded by their difference."""
+        from kvinterp.study.report.given import shaded
+
+        return shaded(outcome.tables["given"])
+
 
 def compared(model: Mapping[str, Any], a: str, given: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """The table of a file."""
@@ -62,4 +68,5 @@ def compared(model: Mapping[str, Any], a: str, given: str) -> tuple[dict[str, An
     from kvinterp.study.cells import loaded
 
     adapter = loaded(model)
-    return {"given": compare(adapter, a=a, b=given)}, {"provenance": provenance(adapter)}
+    table = compare(adapter, a=a, b=given)
+    return {"given": table.assign(text=adapter.pieces(table["token"].tolist()))}, {"provenance": provenance(adapter)}
