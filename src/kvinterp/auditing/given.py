@@ -23,7 +23,7 @@ from kvinterp.auditing.given_live import audit_endpoint
 from kvinterp.auditing.given_paths import FLASH, FLASH_ROW, FLOAT16, RUNGS, WEIGHTS, Way, candidates, log_probs
 from kvinterp.auditing.given_steps import FEWEST, REPRODUCES, WINS, Tokens
 from kvinterp.auditing.verdict import CANNOT_TELL, GOOD, VERDICTS, Verdict, allowed
-from kvinterp.comparison.given import check_paths, chosen_of, positive, read_paths
+from kvinterp.comparison.given import check_paths, chosen_of, positive, read_paths, token_table
 from kvinterp.errors import InputError, UnsupportedError
 from kvinterp.metrics.rollouts import rollout_statistics
 from kvinterp.models import Adapter, wrap
@@ -59,7 +59,8 @@ def judge_given(
         tell: Told what is done next.
 
     Returns:
-        The verdict; its ``given`` has the distances, what was tried, and the statistics of reinforcement learning.
+        The verdict; its ``given`` has the distances, what was tried, and the statistics of reinforcement learning, its ``tokens``
+        both sides' log-probs.
 
     Raises:
         InputError: A text cannot be one of this model's.
@@ -136,6 +137,7 @@ class _Judge:
         self.checks: list[Check] = []
         self.found: dict[str, Any] = {"declared": self.declared or "not given", "rungs": [], "tried": []}
         self.begins: int | None = None
+        self.rows: list[np.ndarray] = []
 
     def verdict(self, allow: Sequence[str]) -> Verdict:
         word, why = self._judged()
@@ -150,6 +152,7 @@ class _Judge:
             word, None, self.begins if word not in GOOD else None, "", "", {}, tuple(self.checks), (),
             "\n".join([head, f"  {why}", *(f"  {line}" for line in lines)]), "yes" if word in allow else "no",
             {**about, "dtype": self.declared or "not given"}, given=self.found,
+            tokens=token_table(self.adapter, self.paths, self.rows) if self.rows else None,
         )  # fmt: skip
 
     def _judged(self) -> tuple[str, str]:
@@ -192,7 +195,7 @@ class _Judge:
     def _computed(self) -> None:
         """Our own distances: of all tokens in each precision, and what is kept for the steps behind."""
         assert self.tokens is not None
-        rows, self.logits, kept = [], [], 0
+        rows, self.logits, kept = self.rows, [], 0
         self.room = min(TRIED, max(64, LOGITS // self.adapter.facts.vocabulary))
         for number, path in enumerate(self.paths):
             self.tell(f"float64, sequence {number + 1} of {len(self.paths)}")
@@ -340,6 +343,7 @@ class _Judge:
         table = {row["precision"]: row for row in self.found["rungs"]}
         near = self.declared if self.declared is not None and self.declared in table else stands or list(table)[-1]
         row = table[near]
+        self.found |= {"beside": near, "our_mean_distance": float(self.ours[near].mean())}
         close = min(table, key=lambda name: abs(np.log(max(table[name]["mean"], 1e-30))))
         where = stands or f"none of ours, nearest to {close}"
         said = (
@@ -370,6 +374,7 @@ class _Judge:
         if name is not None:
             why = f"{name.name} reproduces it token by token: {left:.2g} of it is left held out, slope {by:.2f} ({n})."
             self._say("substitution", "failed", why, left)
+            self.found["named"] = name.name
             return name.word, why
         tried = f"none of {len(self.found['tried'])} causes of ours reproduces it held out"
         self._say("substitution", "cannot tell", f"{tried} (n = {int(self.first.sum()):,}).")
@@ -407,7 +412,8 @@ class _Judge:
         for name, row in rows.items():
             ok = np.isfinite(row)
             left = steps.mean_gap(self.tokens.engine, row, ok) / max(float(self.gap[ok].mean()), 1e-30)
-            self.found["tried"].append({"cause": name, "left": left, "slope": steps.slope(row - self.truth, seen)})
+            by = steps.slope(row - self.truth, seen)
+            self.found["tried"].append({"cause": name, "left": left, "slope": by, "n": int(ok.sum())})
         name, left = steps.winner(self.tokens, self.truth, rows, 0.9)
         if not name:
             return None, left, 0.0

@@ -137,6 +137,33 @@ def _ours(adapter: Adapter, given: GivenPath, path: ExecutionPath | None, dtype:
     return begun, trace.logits.double().log_softmax(-1), choices_along(trace, layers) if layers else None
 
 
+def token_table(adapter: Adapter, paths: Sequence[GivenPath], rows: Sequence[np.ndarray]) -> pd.DataFrame:
+    """Every token that was given beside ours, a row each; NaN where one of the two has no log-prob.
+
+    Args:
+        adapter: The model, for the tokens' texts.
+        paths: What the engine gave.
+        rows: Of each path ``[position]``, our log-probs.
+    """
+    ids = np.concatenate([path.ids for path in paths])
+    seen, place = np.unique(ids, return_inverse=True)
+    texts, own = np.unique(adapter.pieces(seen.tolist()), return_inverse=True)
+    lengths = [len(path.ids) for path in paths]
+    names = dict.fromkeys(path.id for path in paths)
+    engine, ours = np.concatenate([path.chosen for path in paths]), np.concatenate(rows)
+    part = np.concatenate([np.arange(len(path.ids)) >= len(path.prompt) for path in paths]).astype(int)
+    return pd.DataFrame({
+        "sequence": pd.Categorical(np.repeat([path.id for path in paths], lengths), list(names)),
+        "position": np.concatenate([np.arange(length) for length in lengths]),
+        "part": pd.Categorical.from_codes(part, ["prompt", "tokens"]),
+        "token": ids,
+        "text": pd.Categorical.from_codes(own[place], texts),
+        "engine": engine,
+        "ours": ours,
+        "difference": engine - ours,
+    })  # fmt: skip
+
+
 def positive(values: np.ndarray) -> str | None:
     """What is wrong with log-probs that are above 0, None where none is by more than rounding."""
     above, n = int((values > ROUNDED).sum()), int(np.isfinite(values).sum())

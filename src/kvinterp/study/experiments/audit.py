@@ -285,7 +285,8 @@ def judged(
         found = audit_given(adapter, file, format, declared, *told)
     made = Audited(found, [], None, dict(found.provenance))  # type: ignore[arg-type]
     said = {"reading": str(found), "exit_code": found.exit_code, "claims": []}
-    return {}, {**said, "texts": texts_of(found), "junit": junit_xml(made)}
+    tables = {} if found.tokens is None else {"given": found.tokens}
+    return tables, {**said, "texts": texts_of(found), "junit": junit_xml(made)}
 
 
 def claims_of(tables: Mapping[str, pd.DataFrame], model: str) -> pd.DataFrame:

@@ -55,6 +55,12 @@ class CompareGiven(Experiment):
         ]
         return Outcome(table, tables, {"provenance": said, "reading": reading})
 
+    def lead(self, outcome: Outcome) -> list[Any]:
+        """The tokens, shaded by their difference."""
+        from kvinterp.study.report.given import shaded
+
+        return shaded(outcome.tables["given"])
+
 
 def compared(model: Mapping[str, Any], a: str, given: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """The tables of a file."""
@@ -66,4 +72,5 @@ def compared(model: Mapping[str, Any], a: str, given: str) -> tuple[dict[str, An
     adapter = loaded(model)
     tables, routing = given_tables(adapter, given_of(given) or "", path=a)
     tables = {name: table for name, table in tables.items() if len(table) or name == "given"}
+    tables["given"] = tables["given"].assign(text=adapter.pieces(tables["given"]["token"].tolist()))
     return tables, {"provenance": provenance(adapter), "routing": routing}

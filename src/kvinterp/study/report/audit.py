@@ -15,6 +15,7 @@ from kvinterp.errors import InputError
 from kvinterp.models.adapter import DTYPES
 from kvinterp.study.findings import Chart, Panel
 from kvinterp.study.findings.of_comparison import ladder_chart
+from kvinterp.study.report import given
 from kvinterp.study.report.charts import drawn
 from kvinterp.study.report.page import Answer, Bullets, Column, Links, Pairs, Picture, Table, Text, render
 from kvinterp.study.report.style import png
@@ -82,6 +83,8 @@ def save_verdict(verdict: Verdict, folder: Path) -> Path:
     """
     if not verdict.provenance:
         raise InputError("this verdict does not say what it was made with: make the audit again.")
+    if verdict.given:
+        return put(given.texts_of(verdict), folder, {} if verdict.tokens is None else {"given": verdict.tokens})
     return put({"report.html": page_of(verdict, [Text(_BLOCKS_ELSEWHERE)]), "verdict.json": verdict.to_json()}, folder)
 
 

@@ -63,7 +63,7 @@ def write_experiment(
     parts += last_parts(chosen, several, "every table as .parquet, the figures, and all of it in summary.json.")
     kicker = " · ".join([f"kvinterp {__version__}", ", ".join(filter(None, models))])
     path = folder / "report.html"
-    more_of = {"scripts": SCRIPTS, "sheets": SHEETS} if lead else {}
+    more_of = {"scripts": SCRIPTS, "sheets": (*SHEETS, "shaded")} if lead else {}
     write_whole(path, render("report", f"kvinterp: {heading}", parts, heading, kicker, **more_of))
     return path
 

@@ -144,6 +144,20 @@ class Packed:
     blobs: Mapping[str, bytes]
 
 
+@dataclasses.dataclass(frozen=True)
+class Shaded:
+    """A text whose tokens are shaded by a number, and the legend of the shades.
+
+    A look is ``a1`` to ``a5`` (above 0, from pale to off the scale), ``b1`` to ``b5`` (below), ``n`` (not given: hatched) or
+    nothing, and with a blank between ``p`` (of the prompt) and ``s`` (it begins here).
+    """
+
+    tokens: Sequence[tuple[str, str, str]]
+    """Of each its text, its look, and what one reads who points at it."""
+    legend: Sequence[tuple[str, str]] = ()
+    """Looks and what they mean."""
+
+
 # Rendering -------------------------------------------------------------------------------------------------------------
 
 
