@@ -27,7 +27,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from kvinterp._version import __version__
-from kvinterp.cli.command import delivered, leave, refused, told, wrong_use
+from kvinterp.cli.command import delivered, keyword, leave, refused, told, wrong_use
 from kvinterp.cli.listing import LISTED
 from kvinterp.common.console import echo, names_in, rows_of
 from kvinterp.common.progress import shown
@@ -225,7 +225,7 @@ def _parameter(field: dataclasses.Field[Any], hint: Any) -> inspect.Parameter:
         default = inspect.Parameter.empty if default is not None else None
     else:
         info = typer.Option(flag, **shown)
-    return inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[hint, info])
+    return keyword(field.name, hint, default, info)
 
 
 def _folder_named(text: str | Path) -> Path:
@@ -238,26 +238,20 @@ def _folder_named(text: str | Path) -> Path:
 def _out(default: str | None) -> inspect.Parameter:
     said = "Folder for the tables, figures and report." + " Default: out/VERB-MODEL." * (default == "")
     info = typer.Option("--out", parser=_folder_named, metavar="PATH", help=said)
-    value = Path(default) if default else None
-    hint = Path if default else Path | None
-    return inspect.Parameter("out", inspect.Parameter.KEYWORD_ONLY, default=value, annotation=Annotated[hint, info])
+    return keyword("out", Path if default else Path | None, Path(default) if default else None, info)
 
 
 def _overwrite(when: str) -> inspect.Parameter:
     needless = when == "always"
     said = "Not needed: it writes its own folder again." if needless else "Replace a result that is already in the folder."
-    hint = Annotated[bool, typer.Option("--overwrite", help=said, hidden=needless)]
-    return inspect.Parameter("overwrite", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=hint)
+    return keyword("overwrite", bool, False, typer.Option("--overwrite", help=said, hidden=needless))
 
 
-_EVERY = inspect.Parameter(
+_EVERY = keyword(
     "help_all",
-    inspect.Parameter.KEYWORD_ONLY,
-    default=False,
-    annotation=Annotated[
-        bool,
-        typer.Option("--help-all", is_eager=True, expose_value=False, callback=_help_all, help="Show every option."),
-    ],
+    bool,
+    False,
+    typer.Option("--help-all", is_eager=True, expose_value=False, callback=_help_all, help="Show every option."),
 )
 
 
@@ -282,25 +276,12 @@ def _numbers(option: str, text: str | None, example: str) -> tuple[int, ...] | N
 
 
 def _speak() -> None:
-    """Shows kvinterp's own log lines on stderr."""
-    log = logging.getLogger("kvinterp")
-    for handler in [h for h in log.handlers if h.get_name() == _Spoken.NAME]:
-        log.removeHandler(handler)
-    log.addHandler(_Spoken())
+    """Shows kvinterp's own log lines on what is standard error when they are said: a bar of progress makes room for them."""
+    log, spoken = logging.getLogger("kvinterp"), logging.Handler()
+    spoken.set_name("kvinterp.cli")
+    spoken.emit = lambda record: echo(spoken.format(record), err=True)  # type: ignore[method-assign]
+    log.handlers = [*(each for each in log.handlers if each.get_name() != spoken.get_name()), spoken]
     log.setLevel(logging.INFO)
-
-
-class _Spoken(logging.Handler):
-    """Log lines on what is standard error when they are said: a bar of progress makes room for them."""
-
-    NAME = "kvinterp.cli"
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.set_name(self.NAME)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        echo(self.format(record), err=True)
 
 
 # report and list -------------------------------------------------------------------------------------------------------
@@ -325,18 +306,19 @@ def _show(
 
     _speak()
     said: list[str] = []
-    with shown() as tell:
-        if rewrite:
+    if rewrite:
+        with shown() as tell:
             tell("writing page and figures")
-        page, said = rewritten(folder) if rewrite else (page_of(folder), said)
-    for line in (*said, *([""] if said else [])):
+            said = rewritten(folder)
+    page = page_of(folder)
+    for line in (*said, *[""] * bool(said)):
         echo(line)
     seen = not no_open and opened(page)
     echo(page)
     if not (no_open or seen):
         echo("no browser could be started: open the page yourself.", err=True)
-    found = {"folder": str(folder), "exit_code": 0, "page": str(page), "opened": seen}
-    return {"verb": "show", **found, **({"reading": said} if rewrite else {})}
+    found = {"verb": "show", "folder": str(folder), "exit_code": 0, "page": str(page), "opened": seen}
+    return {**found, "reading": said} if rewrite else found
 
 
 @app.command("report", rich_help_panel="Results and names")
@@ -394,7 +376,3 @@ def _list(
     if what is None:
         console.print("kvinterp list WHAT describes each, as in kvinterp list policies.")
     return {name: rows_of(table) for name, table in tables.items()}
-
-
-if __name__ == "__main__":
-    main()

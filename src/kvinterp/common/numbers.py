@@ -126,8 +126,3 @@ def machine_of(provenance: Mapping[str, Any]) -> str:
 def machines_of(provenances: Iterable[Mapping[str, Any]]) -> str:
     """The hardware some results were measured on, each once."""
     return listed(list(dict.fromkeys(map(machine_of, provenances))))
-
-
-def models_on(provenance: Mapping[str, Mapping[str, Any]]) -> str:
-    """How many models there were, and on what, by the provenance of each."""
-    return f"{counted(len(provenance), 'model')} on {machines_of(provenance.values())}"

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from kvinterp.comparison.cache_errors import CACHE_ERRORS
-from kvinterp.comparison.choices import chance
 from kvinterp.comparison.comparison import Comparison
 from kvinterp.comparison.recordable import COMPARED
-from kvinterp.comparison.rows import of_example
+from kvinterp.comparison.rows import chance, of_example
 from kvinterp.comparison.tables import Differences
 from kvinterp.errors import InputError
 from kvinterp.models.attaching import Site

@@ -6,6 +6,7 @@ mixture can move a heldout problem into the training stream.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -50,12 +51,20 @@ class Prompt:
             given = getattr(self, name)
             if not isinstance(given, str):
                 raise unexpected(f"a prompt's {name}", given, "a text, as in Prompt(id='mine', text='2 + 2 =')")
-        for name, kind, what in (("facts", str, "texts"), ("messages", Mapping, "objects with role and content")):
-            given = getattr(self, name)
-            if not isinstance(given, list | tuple) or not all(isinstance(each, kind) for each in given):
-                raise unexpected(f"a prompt's {name}", given, f"a list of {what}")
         if not isinstance(self.meta, Mapping):
             raise unexpected("a prompt's meta", self.meta, "an object, as in {'until': ['Question:']}")
+        for name, given in (("facts", self.facts), ("until", self.meta.get("until", ()))):
+            texts = isinstance(given, list | tuple) and all(isinstance(each, str) for each in given)
+            if not texts or (name == "until" and "" in given):
+                raise unexpected(f"a prompt's {name}", given, "a list of texts")
+        if not isinstance(self.messages, list | tuple) or not all(map(_is_message, self.messages)):
+            raise unexpected("a prompt's messages", self.messages, "a list of objects with the texts role and content")
+        for name in ("facts", "messages"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+
+
+def _is_message(given: Any) -> bool:
+    return isinstance(given, Mapping) and all(isinstance(given.get(part), str) for part in ("role", "content"))
 
 
 @dataclass(frozen=True)
@@ -93,21 +102,19 @@ def split_of(text: str) -> Split:
     return "heldout" if int.from_bytes(digest, "big") % 10 == 0 else "train"
 
 
-def check_split(split: str) -> None:
-    """Raises InputError unless ``split`` is a split."""
-    if split not in get_args(Split):
-        raise unknown("split", split, get_args(Split))
-
-
-def draws(draw: Callable[[Random], Example], seed: int, split: Split) -> Iterator[Example]:
+def draws(draw: Callable[[Random], Example], seed: int, split: str) -> Iterator[Example]:
     """Yields one task's examples of one split without end; the same problem may come again.
 
     Args:
         draw: Makes one example from a random state.
         seed: Seed of the stream.
         split: Which split the problems are taken from.
+
+    Raises:
+        InputError: There is no such split.
     """
-    check_split(split)
+    if split not in get_args(Split):
+        raise unknown("split", split, get_args(Split))
     rng = Random(seed)
     while True:
         example = draw(rng)
@@ -115,10 +122,11 @@ def draws(draw: Callable[[Random], Example], seed: int, split: Split) -> Iterato
             yield example
 
 
+@functools.lru_cache(maxsize=8)
 def distinct(
     draw: Callable[[Random], Example], count: int, seed: int, split: Split, most: int | None = None
-) -> list[Example]:
-    """Collects ``count`` examples with pairwise different problem texts.
+) -> tuple[Example, ...]:
+    """Collects ``count`` examples with pairwise different problem texts; kept, for thousands of them take seconds.
 
     Args:
         draw: Makes one example from a random state.
@@ -128,22 +136,15 @@ def distinct(
         most: How many different ones the split has, where they were counted: more are refused without a search for them.
 
     Raises:
-        InputError: If ``count`` is below one, the split is unknown, or the task has too few different problems.
+        InputError: ``count`` is below one or above :data:`MOST`, the split is unknown, or there are too few different problems.
     """
-    if count < 1:
-        raise InputError(f"asked for {count} problems: expected a positive number; ask for at least 1.")
-    if count > MOST:
-        raise InputError(f"asked for {count:,} problems: expected at most {MOST:,}; ask for fewer.")
-    check_split(split)
-    if most is not None and count > most:
-        raise InputError(
-            f"asked for {count:,} different {split} problems, but the generator has only {most:,}: ask for fewer."
-        )
+    if not 1 <= count <= MOST:
+        raise InputError(f"asked for {count:,} problems: expected at least 1, and at most {MOST:,}.")
     found: dict[str, Example] = {}
-    for example in islice(draws(draw, seed, split), 200 + 20 * count):
+    for example in islice(draws(draw, seed, split), 200 + 20 * count if most is None or count <= most else 0):
         found.setdefault(example.prompt.text, example)
         if len(found) == count:
-            return list(found.values())
+            return tuple(found.values())
     raise InputError(
-        f"asked for {count} different {split} problems, but the generator gave only {len(found)}: ask for fewer."
+        f"asked for {count:,} different {split} problems, but the generator has only {most or len(found):,}: ask for fewer."
     )

@@ -8,7 +8,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from kvinterp.policies.base import Place
-from kvinterp.policies.scored import Scored, share
+from kvinterp.policies.scored import Scored, check_share
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,8 +30,8 @@ class H2O(Scored):
     recent_ratio: float = 0.1
 
     def __post_init__(self) -> None:
-        share(self, "heavy_ratio")
-        share(self, "recent_ratio")
+        check_share(self, "heavy_ratio")
+        check_share(self, "recent_ratio")
 
     def room(self, prompt: int) -> int:
         """Both budgets."""

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvinterp.errors import InputError
+from kvinterp.errors import unexpected
 from kvinterp.models.adapter import ModelInfo
 from kvinterp.policies.base import Place, Policy, Selective, running
 from kvinterp.policies.blocks import Memory, check_blocks, cut
@@ -34,7 +34,7 @@ class Hadamard(Selective):
     def __post_init__(self) -> None:
         """Refuses a block that has no such matrix."""
         if self.block is not None and (type(self.block) is not int or self.block < 2 or self.block & (self.block - 1)):
-            raise InputError(f"policy hadamard has block={self.block!r}: expected a power of two, as in hadamard(64).")
+            raise unexpected("block of policy 'hadamard'", self.block, "a power of two, as in hadamard(64)")
         super().__post_init__()
 
     def start(self, facts: ModelInfo) -> Policy:

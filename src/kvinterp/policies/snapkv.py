@@ -8,7 +8,7 @@ from typing import ClassVar
 from torch import Tensor
 from torch.nn.functional import avg_pool1d, pad
 
-from kvinterp.errors import InputError
+from kvinterp.errors import unexpected
 from kvinterp.models.inputs import check_whole
 from kvinterp.policies.base import Place
 from kvinterp.policies.scored import Budgeted
@@ -37,7 +37,7 @@ class Snapkv(Budgeted):
         super().__post_init__()
         check_whole("window_size of policy 'snapkv'", self.window_size)
         if check_whole("kernel_size of policy 'snapkv'", self.kernel_size) % 2 == 0:
-            raise InputError(f"policy 'snapkv' has kernel_size={self.kernel_size}: expected an odd number of rows.")
+            raise unexpected("kernel_size of policy 'snapkv'", self.kernel_size, "an odd number of rows")
 
     def room(self, prompt: int) -> int:
         """The budget, of which the window is a part."""

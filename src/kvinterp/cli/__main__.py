@@ -1,0 +1,5 @@
+"""``python -m kvinterp.cli``: the command line where no script is installed."""
+
+from kvinterp.cli import main
+
+main()
