@@ -46,7 +46,7 @@ def kl_statistics(kl: Values, same_top: Flags, top_probability_difference: Value
 
     Differences from ``tools/perplexity/perplexity.cpp`` of llama.cpp: shares and probability differences are fractions
     and not percent, and Δp is of the first path's greedy token and not of the text's next one (see
-    :func:`kvinterp.metrics.divergence.top_probability_difference`).
+    :func:`kvinterp.metrics.compare_logits`).
 
     Args:
         kl: KL divergence in nats at each step.
