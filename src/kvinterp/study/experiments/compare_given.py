@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 class CompareGiven(Experiment):
     """How far are another engine's log-probs from those of one of our paths, token by token?"""
 
-    TABLES: ClassVar = ("given",)
+    TABLES: ClassVar = ("given", "routing")
     STEPS: ClassVar = ()
 
     model: str = model()
@@ -50,16 +50,20 @@ class CompareGiven(Experiment):
             f"{self.given} against {self.a} on {said['model']} ({self.kind}, {self.dtype}, the same tokens): log-probs differ by "
             f"{gap.mean():.3g} nats on average, {gap.max():.3g} at most, at position {at['position']} of {at['sequence']} "
             f"(n = {len(gap):,} tokens of {table['sequence'].nunique():,} sequences).",
+            *[f"Routing: {about['routing']}"] * bool(about["routing"]),
             "Whether that is rounding: kvinterp audit MODEL --against FILE.",
         ]
-        return Outcome(table, {"given": table}, {"provenance": said, "reading": reading})
+        return Outcome(table, tables, {"provenance": said, "reading": reading})
 
 
 def compared(model: Mapping[str, Any], a: str, given: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The table of a file."""
-    from kvinterp.comparison import compare
+    """The tables of a file."""
+    from kvinterp.comparison.given import given_tables
     from kvinterp.models.provenance import provenance
+    from kvinterp.paths import given_of
     from kvinterp.study.cells import loaded
 
     adapter = loaded(model)
-    return {"given": compare(adapter, a=a, b=given)}, {"provenance": provenance(adapter)}
+    tables, routing = given_tables(adapter, given_of(given) or "", path=a)
+    tables = {name: table for name, table in tables.items() if len(table) or name == "given"}
+    return tables, {"provenance": provenance(adapter), "routing": routing}
