@@ -60,6 +60,22 @@ _MATTER = (
 )  # fmt: skip
 """The options that help shows, the first five of them that a command has."""
 _SHOWN_OPTIONS = 5
+_PANELS = {
+    "How": (
+        "kind",
+        "dtype",
+        "device",
+        "attention",
+        "kernels",
+        "random_init",
+        "remote_code",
+        "batch_size",
+        "seed",
+        "engine",
+    ),
+    "Where to": ("out", "overwrite", "as_json", "junit", "picture"),
+}
+"""The groups in which --help-all shows the options; what is in none of them is what is asked."""
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _OF_RESULTS = ("compare-runs",)
 """The commands whose arguments are results, and no models."""
@@ -97,6 +113,9 @@ class _Verb(TyperCommand):
         hidden = [] if self.every_option else first[_SHOWN_OPTIONS:]
         places, before = {each.name: place for place, each in enumerate(first)}, list(self.params)
         self.params.sort(key=lambda each: places.get(each.name, -1 if each.param_type_name == "argument" else len(places)))
+        if self.every_option:
+            for each in own:
+                each.rich_help_panel = next((panel for panel, names in _PANELS.items() if each.name in names), "What")
         names = ", ".join(each.opts[0] for each in hidden)
         self.epilog = f"--help-all shows {len(hidden)} more options: {names}." if hidden else ""
         try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -150,13 +150,9 @@ class Compare(Experiment):
             raise KvinterpError(f"none of the {len(found.failures)} prompts could be compared; {place} says why.")
         return list(found.where().splitlines())
 
-    def say(self, outcome: Outcome, echo: Callable[..., None]) -> None:
-        """What differs, and where everything is."""
-        if (given := self.settled()) is not self:
-            given.say(outcome, echo)
-            return
-        for line in (*self.sentences(outcome), *places(outcome.result.folder, outcome.result.folder)):
-            echo(line)
+    def kept(self, outcome: Outcome) -> Iterable[object]:
+        """Where everything is."""
+        return outcome.files if "given" in outcome.tables else places(outcome.result.folder, outcome.result.folder)
 
     @classmethod
     def held(cls, folder: Path) -> Experiment:
@@ -271,7 +267,6 @@ def places(out: Path, runs: Path) -> list[str]:
         runs: That of the tables.
     """
     return [
-        "",
         f"report   {out / 'report.html'}",
         f"figures  {out / 'figures'}",
         f"tables   {runs / 'steps.parquet'}, examples, layers, heads, kv_steps, kv_positions",

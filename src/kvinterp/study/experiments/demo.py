@@ -135,7 +135,7 @@ class Demo(Experiment):
         assert outcome.folder is not None, "a demo is a folder"
         picture = [] if self.picture is None else [f"picture  {self.picture}"]
         found = [result.comparison.where().splitlines()[0] for result in outcome.result]
-        for line in (*picture, *found, *places(outcome.folder, outcome.folder / "runs" / "*")):
+        for line in (*picture, *found, "", *places(outcome.folder, outcome.folder / "runs" / "*")):
             echo(line)
 
     @classmethod

@@ -15,7 +15,7 @@ import dataclasses
 import functools
 import logging
 import re
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -314,11 +314,10 @@ class Study(Experiment):
             page = write_study(folder.parent, outcome, drawn, self.chosen())
         return [*(file for files in drawn.values() for file in files), *page]
 
-    def say(self, outcome: Outcome, echo: Callable[..., None]) -> None:
-        """What was found, and where the report is."""
+    def kept(self, outcome: Outcome) -> Iterable[object]:
+        """The page, and what lies beside it."""
         assert outcome.folder is not None, "a study is a folder"
-        for line in (*self.sentences(outcome), "", *(outcome.folder / name for name in (self.PAGE, *self.FILES))):
-            echo(line)
+        return (outcome.folder / name for name in (self.PAGE, *self.FILES))
 
     # Again, without a model --------------------------------------------------------------------------------------------
 
