@@ -131,9 +131,9 @@ def test_it_says_what_it_found_and_where_it_is(done: tuple[Path, Result]) -> Non
     assert len(before.splitlines()) <= SAID + 1
     assert max(map(len, before.splitlines())) <= WIDTH
     assert summary["reading"][0] in " ".join(before.split())
-    assert after.startswith("report ")
+    assert after.startswith("page  ")
     assert str(out / "report.html") in made.stdout
-    assert str(out / "summary.json") in made.stdout
+    assert f"more  {out}: tables, figures, summary.json" in made.stdout
 
 
 def test_without_record_the_pattern_is_derived_beside_sdpa_and_it_says_so(tmp_path: Path) -> None:

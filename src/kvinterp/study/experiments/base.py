@@ -234,12 +234,10 @@ class Experiment(abc.ABC):
             outcome: What was found.
             echo: Prints a line; with ``err=True`` on standard error.
         """
-        for line in (*brief(self.sentences(outcome)), "", *self.kept(outcome)):
+        for line in brief(self.sentences(outcome)):
             echo(line)
-
-    def kept(self, outcome: Outcome) -> Iterable[object]:
-        """A line for everything that was written."""
-        return outcome.files
+        if outcome.folder is not None:
+            echo(f"\npage  {outcome.folder / 'report.html'}\nmore  {outcome.folder}: tables, figures, summary.json")
 
     # What all of them share --------------------------------------------------------------------------------------------
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -150,10 +150,6 @@ class Compare(Experiment):
             raise KvinterpError(f"none of the {len(found.failures)} prompts could be compared; {place} says why.")
         return list(found.where().splitlines())
 
-    def kept(self, outcome: Outcome) -> Iterable[object]:
-        """Where everything is."""
-        return outcome.files if "given" in outcome.tables else places(outcome.result.folder, outcome.result.folder)
-
     @classmethod
     def held(cls, folder: Path) -> Experiment:
         """Of log-probs that were given, what compares those."""
@@ -257,18 +253,3 @@ def outcome_with(comparison: Comparison, settings: Mapping[str, Any], folder: Pa
     result = Result(folder or Path(), comparison, prompts, summary)
     # Where token ids were compared there are no prompts to keep.
     return Outcome(result, tables, summary, {PROMPTS: prompt_lines(prompts)} if prompts else {})
-
-
-def places(out: Path, runs: Path) -> list[str]:
-    """Where a page, its figures and the tables are.
-
-    Args:
-        out: The folder of the page.
-        runs: That of the tables.
-    """
-    return [
-        f"report   {out / 'report.html'}",
-        f"figures  {out / 'figures'}",
-        f"tables   {runs / 'steps.parquet'}, examples, layers, heads, kv_steps, kv_positions",
-        f"summary  {runs / 'summary.json'}",
-    ]
