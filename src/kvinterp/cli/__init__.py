@@ -60,6 +60,11 @@ _MATTER = (
 )  # fmt: skip
 """The options that help shows, the first five of them that a command has."""
 _SHOWN_OPTIONS = 5
+_PANELS: dict[str, tuple[str, ...]] = {
+    "How": ("kind", "dtype", "device", "attention", "random_init", "remote_code", "batch_size", "seed"),
+    "Where to": ("out", "overwrite", "as_json", "junit", "picture"),
+}
+"""The groups in which --help-all shows the options; what is in none of them is what is asked."""
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _OF_RESULTS = ("compare-runs",)
 """The commands whose arguments are results, and no models."""
@@ -95,18 +100,16 @@ class _Verb(TyperCommand):
         own = [each for each in options if each.name not in ("help", "help_all")]
         first = sorted(own, key=lambda each: _MATTER.index(each.name) if each.name in _MATTER else len(_MATTER))
         hidden = [] if self.every_option else first[_SHOWN_OPTIONS:]
-        places, before = {each.name: place for place, each in enumerate(first)}, list(self.params)
+        places = {each.name: place for place, each in enumerate(first)}
         self.params.sort(key=lambda each: places.get(each.name, -1 if each.param_type_name == "argument" else len(places)))
+        if self.every_option:
+            for each in own:
+                each.rich_help_panel = next((panel for panel, names in _PANELS.items() if each.name in names), "What")
         names = ", ".join(each.opts[0] for each in hidden)
         self.epilog = f"--help-all shows {len(hidden)} more options: {names}." if hidden else ""
-        try:
-            for each in hidden:
-                each.hidden = True
-            super().format_help(ctx, formatter)
-        finally:
-            self.params[:] = before
-            for each in hidden:
-                each.hidden = False
+        for each in hidden:
+            each.hidden = True
+        super().format_help(ctx, formatter)
 
 
 class _Verbs(TyperGroup):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -65,7 +66,10 @@ def load_model(
         )
     called = str(name)
     folder = local_folder(called)
-    log.info("loading %s as %s in %s on %s", called, kind, str(wanted).removeprefix("torch."), place)
+    first = " (importing TransformerLens first takes seconds)" * (
+        kind != "native" and "transformer_lens" not in sys.modules
+    )
+    log.info("loading %s as %s in %s on %s%s", called, kind, str(wanted).removeprefix("torch."), place, first)
     if kind == "hooked":
         adapter = _hooked(called, folder, wanted, place, remote_code)
     else:

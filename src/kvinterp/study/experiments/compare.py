@@ -150,14 +150,6 @@ class Compare(Experiment):
             raise KvinterpError(f"none of the {len(found.failures)} prompts could be compared; {place} says why.")
         return list(found.where().splitlines())
 
-    def say(self, outcome: Outcome, echo: Callable[..., None]) -> None:
-        """What differs, and where everything is."""
-        if (given := self.settled()) is not self:
-            given.say(outcome, echo)
-            return
-        for line in (*self.sentences(outcome), *places(outcome.result.folder, outcome.result.folder)):
-            echo(line)
-
     @classmethod
     def held(cls, folder: Path) -> Experiment:
         """Of log-probs that were given, what compares those."""
@@ -261,19 +253,3 @@ def outcome_with(comparison: Comparison, settings: Mapping[str, Any], folder: Pa
     result = Result(folder or Path(), comparison, prompts, summary)
     # Where token ids were compared there are no prompts to keep.
     return Outcome(result, tables, summary, {PROMPTS: prompt_lines(prompts)} if prompts else {})
-
-
-def places(out: Path, runs: Path) -> list[str]:
-    """Where a page, its figures and the tables are.
-
-    Args:
-        out: The folder of the page.
-        runs: That of the tables.
-    """
-    return [
-        "",
-        f"report   {out / 'report.html'}",
-        f"figures  {out / 'figures'}",
-        f"tables   {runs / 'steps.parquet'}, examples, layers, heads, kv_steps, kv_positions",
-        f"summary  {runs / 'summary.json'}",
-    ]

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvinterp.errors import InputError, UnsupportedError
 from kvinterp.study.experiments.base import Experiment, How, Outcome
-from kvinterp.study.experiments.compare import Compare, places
+from kvinterp.study.experiments.compare import Compare
 from kvinterp.study.experiments.options import option
 
 if TYPE_CHECKING:
@@ -130,13 +130,9 @@ class Demo(Experiment):
         # The page last: where it is, everything is.
         return [*drawn, write_report(results, folder.parent, flips)]
 
-    def say(self, outcome: Outcome, echo: Callable[..., None]) -> None:
-        """What each comparison found in a line, and where everything is."""
-        assert outcome.folder is not None, "a demo is a folder"
-        picture = [] if self.picture is None else [f"picture  {self.picture}"]
-        found = [result.comparison.where().splitlines()[0] for result in outcome.result]
-        for line in (*picture, *found, *places(outcome.folder, outcome.folder / "runs" / "*")):
-            echo(line)
+    def sentences(self, outcome: Outcome) -> list[str]:
+        """What each comparison found, in a sentence."""
+        return [result.comparison.where().splitlines()[0] for result in outcome.result]
 
     @classmethod
     def held_runs(cls, folder: Path) -> tuple[Path, list[str]] | None:

@@ -15,7 +15,7 @@ import dataclasses
 import functools
 import logging
 import re
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -313,12 +313,6 @@ class Study(Experiment):
             drawn = self.drawn_by_part(outcome, folder)
             page = write_study(folder.parent, outcome, drawn, self.chosen())
         return [*(file for files in drawn.values() for file in files), *page]
-
-    def say(self, outcome: Outcome, echo: Callable[..., None]) -> None:
-        """What was found, and where the report is."""
-        assert outcome.folder is not None, "a study is a folder"
-        for line in (*self.sentences(outcome), "", *(outcome.folder / name for name in (self.PAGE, *self.FILES))):
-            echo(line)
 
     # Again, without a model --------------------------------------------------------------------------------------------
 
