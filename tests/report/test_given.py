@@ -69,7 +69,7 @@ def test_a_difference_beyond_the_scale_is_marked_and_counted() -> None:
     assert "b5" in {look for row in looks(parts) for _, look, _ in row}
     legend = next(part.legend for part in parts if isinstance(part, Shaded))
     assert any("1 token off the scale" in part.text for part in parts if isinstance(part, Text))
-    assert ("b5", "−100 and beyond: off the scale") in legend
+    assert ("b5", "below by 100 and more, off the scale") in legend
 
 
 def test_without_a_unit_it_is_the_mean_and_positions_left_out_are_hatched() -> None:

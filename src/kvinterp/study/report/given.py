@@ -87,7 +87,8 @@ def page(verdict: Verdict) -> str:
 def given_fragment(verdict: Verdict) -> str:
     """The verdict and the shaded tokens as a notebook shows them: a page in a frame, which needs nothing from outside."""
     parts, title = [*_answer(verdict), *_tokens_of(verdict)], f"Another engine against {verdict.provenance['model']}"
-    return fragment(Text(render("report", title, parts, sheets=SHEETS), look="frame"))
+    shown = render("report", title, parts, sheets=SHEETS)
+    return fragment(Text("In short; .report() writes the whole page.", look="note"), Text(shown, look="frame"))
 
 
 def _answer(verdict: Verdict) -> list[Any]:
@@ -161,9 +162,9 @@ def _where(table: pd.DataFrame, begins: int | None) -> list[Any]:
 def _scale(table: pd.DataFrame, size: float, what: str, begins: int | None) -> list[Any]:
     """What the shades mean."""
     last, off = len(BOUNDS), int((table["units"].abs() >= BOUNDS[-1]).sum())
-    steps = [*(f"{low} to {high}" for low, high in itertools.pairwise(BOUNDS)), f"{BOUNDS[-1]} and beyond: off the scale"]
-    found = [(f"b{n}", f"−{steps[n - 1]}") for n in range(last, 0, -1)] + [("", f"less than {BOUNDS[0]}")]
-    found += [(f"a{n}", f"+{steps[n - 1]}") for n in range(1, last + 1)]
+    steps = [*(f"{low} to {high}" for low, high in itertools.pairwise(BOUNDS)), f"{BOUNDS[-1]} and more, off the scale"]
+    found = [(f"b{n}", f"below by {steps[n - 1]}") for n in range(last, 0, -1)] + [("", f"less than {BOUNDS[0]}")]
+    found += [(f"a{n}", f"above by {steps[n - 1]}") for n in range(1, last + 1)]
     found += [("n", "not given")] if table["engine"].isna().any() or _gaps(table).any() else []
     found += [("p", "of the prompt")] if "prompt" in set(table.get("part", [])) else []
     found += [("s", f"position {begins}")] if begins is not None else []
