@@ -29,12 +29,11 @@ from kvinterp.models import Adapter, dtype_named, wrap
 from kvinterp.models.inputs import check_choice, encode
 from kvinterp.models.sites import ROUTING_SITES
 from kvinterp.paths import ExecutionPath, path_named, run
+from kvinterp.recording import Trace
 from kvinterp.recording.endpoint import Endpoint, Fetched, is_endpoint
-from kvinterp.recording.given import GivenPath
+from kvinterp.recording.given import GivenPath, positive
 from kvinterp.recording.readers import read_given
 
-ROUNDED = 1e-3
-"""So far above 0 a log-prob is 0, rounded."""
 TEXTS = "natural:4"
 PROMPT, STEPS = 24, 48
 """So many tokens of each prompt are sent to a server, and so many it writes behind it: 388 requests of four prompts."""
@@ -72,18 +71,18 @@ def compare_given(
         InputError: The file cannot be read, or its texts or experts cannot be this model's.
     """
     check_choice("table", table, ("given", "routing"))
-    tables, routing = given_tables(model, file, format, dtype, path)
-    if tables[table].empty:
-        what = "experts that routers of this model could have chosen"
-        what = "log-prob of a token that ours can be beside" if table == "given" else what
-        raise InputError(f"file {str(file)!r} has no {what}: expected some; write them.{f' {routing}' if routing else ''}")
-    return tables[table]
+    return given_tables(model, file, format, dtype, path, table)[0][table]
 
 
 def given_tables(
-    model: Any, file: str | Path, format: str | None = None, dtype: str = "float64", path: str | ExecutionPath | None = None
+    model: Any,
+    file: str | Path,
+    format: str | None = None,
+    dtype: str = "float64",
+    path: str | ExecutionPath | None = None,
+    needed: str = "given",
 ) -> tuple[dict[str, pd.DataFrame], str]:
-    """Both tables of :func:`compare_given`, and a sentence on experts where the file has any."""
+    """Both tables of :func:`compare_given`, of which one must have rows, and a sentence on experts where the file has any."""
     adapter = wrap(model)
     ours = None if path is None else path_named(path)
     paths, rows, routing = read_paths(adapter, file, format), [], []
@@ -97,7 +96,7 @@ def given_tables(
             begun, every, choices = _ours(adapter, each, ours, dtype)
             if choices is not None:
                 given, none = fitted(adapter, each, choices)
-                other = choices_of(adapter, each.ids, dtypes[1])
+                other, _ = choices_of(adapter, each.ids, dtypes[1])
                 routing.append(routing_rows(each.id, given, choices, other, routed_layers(adapter)))
                 pairs.append((given, choices.experts))
                 left += none
@@ -113,26 +112,30 @@ def given_tables(
                 kl_is = "of the whole vocabulary" if whole else "not given"
                 rows.append({**row, "difference": engine - here, "kl": kl, "kl_is": kl_is})
     tables = {"given": pd.DataFrame(rows), "routing": pd.concat(routing, ignore_index=True) if routing else pd.DataFrame()}
-    return tables, said(tables["routing"], left, misplaced(pairs, routed_layers(adapter))) if routing else ""
+    text = said(tables["routing"], left, misplaced(pairs, routed_layers(adapter))) if routing else ""
+    if tables[needed].empty:
+        what = "log-prob of a token that ours can be beside" if needed == "given" else "choice of experts"
+        raise InputError(f"file {str(file)!r} has no {what}: expected some; write them. {text}".strip())
+    return tables, text
 
 
 def _ours(adapter: Adapter, given: GivenPath, path: ExecutionPath | None, dtype: str) -> tuple[int, Tensor, Choices | None]:
     """The first position, ``[position, vocabulary]`` from there on, and our routers' choices where the file has its own."""
     if path is None:
+        if given.experts is not None:
+            choices, rows = choices_of(adapter, given.ids, dtype)
+            return 1, rows[:-1], choices
         logits = adapter.at(dtype_named(dtype)).forward(torch.tensor([list(given.ids)], device=adapter.device))[0, :-1]
-        choices = None if given.experts is None else choices_of(adapter, given.ids, dtype)
-        return 1, logits.double().log_softmax(-1), choices
+        return 1, logits.double().log_softmax(-1), None
     # Where each token came of a request of its own, all are the prompt's: ours begins where log-probs do.
     first = int(np.flatnonzero(np.isfinite(given.chosen[1:]))[0]) + 1 if np.isfinite(given.chosen[1:]).any() else 1
     begun = max(1, min(first, len(given.prompt)) if len(given.tokens) <= 1 else len(given.prompt))
     ids = list(given.ids)
     if begun >= len(ids):
         return begun, torch.empty(0, 0), None
-    steps, layers = len(ids) - begun, [] if given.experts is None else routed_layers(adapter)
+    layers = [] if given.experts is None else routed_layers(adapter)
     sites: dict[str, Any] = {"record": ROUTING_SITES, "layers": layers, "positions": "all"} if layers else {}
-    trace = run(
-        adapter, ids[:begun], path, max_new_tokens=steps, continuation=ids[begun:], logits="keep", stop="length", **sites
-    )
+    trace = trace_along(adapter, path, ids[:begun], ids[begun:], **sites)
     assert trace.logits is not None
     return begun, trace.logits.double().log_softmax(-1), choices_along(trace, layers) if layers else None
 
@@ -164,11 +167,11 @@ def token_table(adapter: Adapter, paths: Sequence[GivenPath], rows: Sequence[np.
     })  # fmt: skip
 
 
-def positive(values: np.ndarray) -> str | None:
-    """What is wrong with log-probs that are above 0, None where none is by more than rounding."""
-    above, n = int((values > ROUNDED).sum()), int(np.isfinite(values).sum())
-    said = f"{above:,} of {n:,} values are above 0, which no log-prob is: they may be probabilities, or logits."
-    return said if above else None
+def trace_along(model: Any, path: str | ExecutionPath, prompt: Sequence[int], tokens: Sequence[int], **sites: Any) -> Trace:
+    """One of our paths, fed the tokens of another."""
+    fed: dict[str, Any] = {"continuation": list(tokens), "max_new_tokens": len(tokens), "stop": "length"}
+    found: Trace = run(model, list(prompt), path, logits="keep", **fed, **sites)
+    return found
 
 
 def read_paths(adapter: Adapter, file: Any, format: str | None = None) -> list[GivenPath]:
