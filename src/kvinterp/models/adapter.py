@@ -196,6 +196,10 @@ class Adapter(Attaching):
             InputError: The block is handed no cache.
         """
 
+    def call_cache(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """What :meth:`block_cache` will be at the first block, among the arguments of the model's own call."""
+        return self.block_cache(args, kwargs)
+
     @property
     def attention_only(self) -> bool:
         """Whether every layer keeps plain keys and values, so that a store can also sit in a pass without a cache."""

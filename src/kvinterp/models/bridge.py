@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from kvinterp.errors import UnsupportedError
 from kvinterp.models.adapter import Adapter, KVStore
 from kvinterp.models.caches import CacheKind, check_plain
-from kvinterp.models.hook_names import HOOKS
-from kvinterp.models.hooks import Tap, routing_tap
+from kvinterp.models.hook_names import hook_name
+from kvinterp.models.hooks import Tap, heads_tap, routing_tap
 from kvinterp.models.native import (
     cast_transformers,
     decoder_layers,
@@ -109,13 +109,17 @@ class BridgeAdapter(OnTransformersCache):
         block: Any = self.model.blocks[layer]  # type: ignore[index]
         if site in ROUTING_SITES:
             return routing_tap(getattr(block, "mlp", None), site, layer, self.facts.architecture)
-        name = f"blocks.{layer}.{HOOKS[site]}"
+        if site == "result":
+            z = self.tap("z", layer)
+            output = getattr(getattr(block.attn, "o", None), "original_component", None)
+            return heads_tap(Tap(output, heads=z.heads), self.facts.architecture)  # type: ignore[arg-type]
+        name = hook_name(site, layer)
         if site in ("attn_out", "mlp_out") and hasattr(block, "residual_contribution_scale"):
             raise UnsupportedError(
                 f"site {site!r} is not there: {self.facts.architecture} scales what it adds to the residual stream, and the "
                 "bridge shows that to hooks of TransformerLens' own only. Record resid_pre or resid_post instead."
             )
-        if site in ("resid_mid", "mlp_out") and getattr(self.config, "model_type", "") == "opt":
+        if site in ("resid_mid", "mlp_out", "post") and getattr(self.config, "model_type", "") == "opt":
             raise UnsupportedError(
                 f"site {site!r} is not there: {self.facts.architecture} runs its MLP on one row a token, without a batch, and "
                 "the bridge shows those rows. Record resid_pre, attn_out or resid_post instead."

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.hooks import RemovableHandle
 
 from kvinterp.errors import InputError, UnsupportedError
@@ -27,12 +28,14 @@ class Tap:
     Attributes:
         module: The module to hook.
         side: ``"input"`` (first argument), ``"output"``, ``"softmax"`` (scores or pattern inside eager attention),
-            ``"fused"`` (the same, derived beside SDPA from what that is given), or ``"routing"`` (a router inside an MLP).
+            ``"fused"`` (the same, derived beside SDPA from what that is given), ``"heads"`` (each head's part of an output
+            projection), or ``"routing"`` (a router inside an MLP).
         heads: Number of heads to split the last dimension into, or None where the layout is the common one already; of
             what is derived, the number of query heads.
         span: Start and stop of the last dimension that belongs to this site in a fused projection, or None for all.
         head_major: Whether the tensor arrives as ``[batch, head, position, head_dim]``.
         experts: How many a router chooses among.
+        z: Of ``"heads"`` the module that returns what the projection reads, where that is not the module's own input.
     """
 
     module: nn.Module
@@ -41,6 +44,7 @@ class Tap:
     span: tuple[int, int] | None = None
     head_major: bool = False
     experts: int = 0
+    z: nn.Module | None = None
 
     def get(self, raw: Tensor) -> Tensor:
         """The site's tensor in the common layout, as a view."""
@@ -79,6 +83,21 @@ class Functions(TorchFunctionMode):
 def routing_tap(mlp: Any, site: str, layer: int, architecture: str) -> Tap:
     """Where a router's site is found; UnsupportedError where the layer has none."""
     return Tap(mlp, "routing", experts=experts_in(mlp, site, layer, architecture))
+
+
+def heads_tap(z: Tap, architecture: str) -> Tap:
+    """Where each head's part of attention's output is made, given where the output projection reads z.
+
+    Raises:
+        UnsupportedError: The projection's weight is none that can be parted.
+    """
+    weight = getattr(z.module, "weight", None)
+    if not isinstance(weight, Tensor) or weight.dim() != 2 or not weight.is_floating_point():
+        raise UnsupportedError(
+            f"site 'result' is not there in {architecture}: the weight of its output projection ({type(z.module).__name__}) is "
+            "no plain matrix that can be parted by heads. Record z instead."
+        )
+    return dataclasses.replace(z, side="heads")
 
 
 def own_hook(
@@ -158,6 +177,8 @@ def tap_hooks(
         return _mode_hooks(tap.module, lambda _: _softmax(site, emit), mine)
     if tap.side == "fused":
         return _mode_hooks(tap.module, lambda _: _fused(site, tap.heads or 0, emit, rows), mine)
+    if tap.side == "heads":
+        return _head_hooks(tap, emit, mine, rows)
     if tap.side == "routing":
         return _mode_hooks(tap.module, lambda given: _routing(site, tap.experts, given.shape[:-1], emit), mine)
     if tap.side == "input":
@@ -296,7 +317,7 @@ def _replayed(given: Tensor, own: Tensor, new: Tensor) -> Any:
 
 def _mode_hooks(module: nn.Module, made: Callable[[Any], Functions], mine: Callable[[], bool]) -> list[Any]:
     """Enters a mode around one module, inside which alone scores and pattern, or a router's choice, can be seen."""
-    open_modes: list[Functions] = []
+    open_modes: list[contextlib.AbstractContextManager[Any]] = []
 
     def close() -> None:
         if open_modes:
@@ -314,6 +335,46 @@ def _mode_hooks(module: nn.Module, made: Callable[[Any], Functions], mine: Calla
             close()
 
     return [own_hook(module, enter, "input"), own_hook(module, leave, "output", always_call=True), Closing(close)]
+
+
+def _head_hooks(
+    tap: Tap, emit: Callable[[Tensor], Tensor | None], mine: Callable[[], bool], rows: Callable[[], str]
+) -> list[Any]:
+    """Shows what each head adds to an output projection's sum, made beside it; what is put there is added as it differs."""
+    seen: list[Tensor] = []
+    source = tap.z
+
+    @contextlib.contextmanager
+    def hears_z(z: nn.Module) -> Iterator[None]:
+        # Put on anew in every forward, behind whatever else is put on z.
+        seen.clear()
+        handle = own_hook(z, lambda _, __, ___, output: seen.append(output), "output")
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        if not mine() or (wanted := rows()) == "none":
+            return None
+        z = seen.pop() if source is not None else args[0] if args else kwargs["input"]
+        z = z if z.dim() == 4 else z.unflatten(-1, (tap.heads, -1))
+        # What is only looked at is not a path's kernels'.
+        with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.autocast(z.device.type, enabled=False):
+            heads = torch.einsum("bphd,hdm->bphm", z[:, -1:] if wanted == "newest" else z, _head_weights(module, z))
+        new = emit(heads)
+        return None if new is None else put_first(output, first_of(output) + (new - heads).sum(2))
+
+    around = [] if source is None else _mode_hooks(tap.module, lambda _: hears_z(source), mine)
+    return [*around, own_hook(tap.module, after, "output")]
+
+
+def _head_weights(module: Any, z: Tensor) -> Tensor:
+    """The part of an output projection that reads each head, ``[head, head_dim, width]``."""
+    weight = (
+        module.W_O if hasattr(module, "W_O") else module.weight if type(module).__name__ == "Conv1D" else module.weight.T
+    )
+    return weight.reshape(z.shape[2], z.shape[3], -1).to(z)
 
 
 class Closing:

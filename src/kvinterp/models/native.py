@@ -23,7 +23,7 @@ from kvinterp.errors import InputError, UnsupportedError
 from kvinterp.models.adapter import Adapter, KVStore, ModelInfo, ModuleState
 from kvinterp.models.caches import CacheKind, Dynamic
 from kvinterp.models.derived import DERIVED
-from kvinterp.models.hooks import Tap, hooks_suspended
+from kvinterp.models.hooks import Tap, heads_tap, hooks_suspended
 from kvinterp.models.native_sites import INSIDE, Checked, NativeSites, check_sites
 from kvinterp.models.transformers_cache import (
     CACHES,
@@ -311,6 +311,10 @@ class NativeAdapter(OnTransformersCache):
 
     def tap(self, site: str, layer: int) -> Tap:
         """The module that carries a site in this architecture, once it was seen to carry what the site means."""
+        if site == "embed":
+            return Tap(self.model.get_input_embeddings())  # type: ignore[operator]
+        if site == "result":
+            return heads_tap(self.tap("z", layer), self.facts.architecture)
         found = self._sites.find(site, layer)
         if site not in INSIDE:
             return found

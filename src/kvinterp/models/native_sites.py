@@ -27,10 +27,11 @@ QUERY, KEY, VALUE = ("q_proj", "query"), ("k_proj", "key"), ("v_proj", "value")
 FUSED = ("qkv_proj", "c_attn")
 QUERY_NORM, KEY_NORM = ("q_norm", "q_layernorm", "query_layernorm"), ("k_norm", "k_layernorm", "key_layernorm")
 OUTPUT = ("o_proj", "out_proj", "dense", "c_proj")
+DOWN = ("down_proj", "c_proj", "fc2", "dense_4h_to_h", "fc_out", "w2")
 # The norm whose input is the residual stream between attention and MLP, in the order they are looked for.
 BEFORE_MLP = ("pre_feedforward_layernorm", "ln_2", "post_attention_layernorm", "final_layer_norm")
 
-INSIDE = ("resid_mid", "attn_out", "mlp_out", "q", "k", "v", "z", "attn_scores", "pattern", *ROUTING_SITES)
+INSIDE = ("resid_mid", "attn_out", "mlp_out", "q", "k", "v", "z", "post", "attn_scores", "pattern", *ROUTING_SITES)
 ROUNDING = 2.0**-6
 """What may be lost in a sum of two or three numbers, in 16 bits or with a cast inside, relative to their sizes."""
 
@@ -65,6 +66,12 @@ class NativeSites:
         attention, mlp = _child(block, ATTENTION), _child(block, MLP)
         if site in ROUTING_SITES:
             return routing_tap(mlp, site, layer, self.facts.architecture)
+        if site == "post":
+            down = None if mlp is None else _child(mlp, DOWN)
+            if down is None:
+                why = f"layer {layer} ({type(block).__name__}) has no MLP with one down projection ({', '.join(DOWN)})"
+                raise self.lacks(site, why)
+            return Tap(down, "input")
         if attention is None or not self.facts.query_heads:
             raise self.lacks(site, f"layer {layer} ({type(block).__name__}) has no attention")
         if site in ("attn_scores", "pattern"):
@@ -233,6 +240,8 @@ def check_sites(adapter: Adapter, sites: NativeSites) -> Checked:
         if site in INSIDE and times != 1:
             where = "no module of this layer shows it" if times == 0 else f"its module runs {times} times in one forward"
             checked.refused[site, layer] = where
+        elif site == "post" and shown.raw[site, layer][0].dim() == 2:
+            checked.refused[site, layer] = "its tensor has no dimension for the batch there"
     for layer in range(adapter.facts.layers):
         for found in (_residual(shown, layer), _projections(shown, layer, checked), _patterns(shown, layer)):
             for site, why in found.items():

@@ -53,7 +53,7 @@ def patched(model: Any, patches: Patch | Iterable[Patch]) -> Iterator[PatchHook]
     with adapter.alone(CONTEXT):
         hook = PatchHook(adapter, given, every_from=0)
         patching = _Patching(adapter, hook)
-        passes = Passes(adapter, patching, CONTEXT)
+        passes = Passes(adapter, patching, CONTEXT, hook.places)
         listeners = {place: [heard] for place, heard in hook.listeners.items()}
         with adapter.attached(hook.places, CONTEXT), adapter.listening(listeners), passes.heard():
             yield hook
