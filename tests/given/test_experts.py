@@ -15,6 +15,7 @@ import writing_given as w
 
 import kvinterp as kv
 from command_line import kvinterp, wrong
+from kvinterp.auditing.given import judge_given
 from kvinterp.errors import InputError
 from kvinterp.recording.given import GivenPath
 from kvinterp.recording.readers import read_given
@@ -38,12 +39,14 @@ def texts(model: Any) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def walked(model: Any, texts: Any) -> Callable[..., list[GivenPath]]:
-    """An engine in a precision that says what it chose, with some choices forced on it in the first sequence."""
+    """An engine in a precision that says what it chose, with some choices forced on it in the first sequences."""
 
-    def walk(dtype: str = "float32", forced: dict[tuple[int, int], list[int]] | None = None) -> list[GivenPath]:
+    def walk(
+        dtype: str = "float32", forced: dict[tuple[int, int], list[int]] | None = None, sequences: int = 1
+    ) -> list[GivenPath]:
         found = []
         for number, ids in enumerate(texts):
-            mine = forced if forced and number == 0 else {}
+            mine = forced if forced and number < sequences else {}
             chosen, experts = planted.routed(model.at(getattr(torch, dtype)).model, ids, mine)
             found.append(GivenPath(str(number), tuple(ids[:64]), tuple(ids[64:]), chosen, experts=experts))
         return found
@@ -189,3 +192,49 @@ def test_experts_that_are_none_get_a_sentence(experts: Any, says: str, tmp_path:
     (file := tmp_path / "a.jsonl").write_text(json.dumps({**OWN, "routed_experts": experts}))
     with pytest.raises(InputError, match=says):
         read_given(file)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_clean_engine_passes_and_its_choices_are_ours_but_for_near_ties(dtype: str, model: Any, walked: Any) -> None:
+    found = judge_given(model, walked(dtype), dtype)
+    assert found.verdict == "rounding", str(found)
+    assert "routing: " in found.reading
+    assert sum(row["choices"] for row in found.given["routing"]) == COUNT * LENGTH * 4
+    assert all(check.status == "passed" for check in found.checks if check.name == "routing")
+
+
+@pytest.mark.parametrize(("dtype", "sequences"), [("float32", 1), ("bfloat16", COUNT)])
+def test_a_choice_that_rounding_does_not_make_is_named_by_replaying_it(
+    dtype: str, sequences: int, model: Any, walked: Any
+) -> None:
+    forced, clean = {}, walked(dtype)
+    for position in range(20, 120, 7):
+        forced |= another(clean, position, 2)
+    found = judge_given(model, walked(dtype, forced, sequences), dtype)
+    assert found.verdict == "bug", str(found)
+    assert "routing, the engine's own experts replayed, reproduces it" in found.reading.splitlines()[1], str(found)
+    assert dtype != "float32" or "the first at position 20, layer 2 of 0" in found.reading
+
+
+@pytest.mark.parametrize("place", ["position", "layers", "none"])
+def test_experts_that_did_not_make_the_log_probs_fail_though_those_are_right(place: str, model: Any, walked: Any) -> None:
+    paths, drawn = walked(), np.random.default_rng(0)
+    for path in paths:
+        own = path.experts
+        path.experts = {
+            "position": np.concatenate([own[1:], own[:1]]),
+            "layers": own[:, [0, 2, 1, 3]],
+            "none": drawn.permuted(np.broadcast_to(np.arange(8), (*own.shape[:2], 8)), axis=-1)[..., :2],
+        }[place]
+    found = judge_given(model, paths, "float32")
+    assert found.verdict == "misaligned", str(found)
+    says = {"position": "position +1", "layers": "layers 0, 2, 1, 3", "none": "did not make the log-probs"}[place]
+    assert says in found.reading.splitlines()[1]
+
+
+def test_the_command_says_it_on_its_page(walked: Any, tmp_path: Path) -> None:
+    file = write_given(walked("float32")[:2], tmp_path / "a.jsonl")
+    found = kvinterp("audit", MODEL, "--against", file, "--dtype", "float32", "--out", tmp_path / "out")
+    assert found.exit_code == 0, found.output
+    assert "routing: 0 of 1,024 choices of experts (0%) are others than ours." in found.stdout
+    assert "choices of experts" in (tmp_path / "out" / "report.html").read_text()

@@ -120,7 +120,8 @@ def against(provenance: Mapping[str, Any]) -> str:
 
 def machine_of(provenance: Mapping[str, Any]) -> str:
     """The hardware something was measured on, and its threads."""
-    return f"{provenance['device']}, {counted(provenance['threads'], 'thread')}"
+    threads = provenance["threads"]
+    return f"{provenance['device']}, {threads if isinstance(threads, str) else counted(threads, 'thread')}"
 
 
 def machines_of(provenances: Iterable[Mapping[str, Any]]) -> str:

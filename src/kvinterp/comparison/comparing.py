@@ -18,11 +18,12 @@ from kvinterp.common.progress import counting
 from kvinterp.comparison.cache_errors import CACHE_ERRORS
 from kvinterp.comparison.comparison import Comparison, Origin
 from kvinterp.comparison.forecast import forecast, say
-from kvinterp.comparison.given import compare_given
+from kvinterp.comparison.given import compare_given, trace_along
 from kvinterp.comparison.recordable import COMPARED, recordable
 from kvinterp.comparison.rows import Choices, of_example
 from kvinterp.comparison.several import Comparisons
 from kvinterp.comparison.tables import Differences
+from kvinterp.comparison.traces import compare_traces
 from kvinterp.comparison.vocabulary import PROTOCOLS
 from kvinterp.data import Prompt
 from kvinterp.errors import InputError, NonFiniteError, UnsupportedError, located, shown
@@ -52,7 +53,7 @@ from kvinterp.paths.finite import first_nonfinite
 from kvinterp.paths.sampling import drawing
 from kvinterp.paths.vocabulary import end_tokens
 from kvinterp.policies import Place
-from kvinterp.recording import SiteHook
+from kvinterp.recording import SiteHook, Trace
 
 log = logging.getLogger("kvinterp")
 
@@ -62,7 +63,7 @@ def compare(
     model: Any,
     prompts: Any = None,
     a: str | ExecutionPath = ...,
-    b: str | ExecutionPath = ...,
+    b: str | ExecutionPath | Trace = ...,
     *,
     protocol: words.Protocol | str = ...,
     strategy: words.Strategy | str | Strategy = ...,
@@ -97,7 +98,7 @@ def compare(  # type: ignore[misc]
     model: Any,
     prompts: Any = None,
     a: str | ExecutionPath = "cached",
-    b: str | ExecutionPath | Sequence[str | ExecutionPath] = "recompute",
+    b: str | ExecutionPath | Trace | Sequence[str | ExecutionPath] = "recompute",
     *,
     protocol: words.Protocol | str = "matched",
     strategy: words.Strategy | str | Strategy = "greedy",
@@ -123,7 +124,7 @@ def compare(  # type: ignore[misc]
         b: The path it is compared with; of a list each, which gives :class:`Comparisons`: in the matched protocol all of them
             run beside one run of ``a``, and each pair gets the numbers that it gets alone. ``"given(FILE)"``: log-probs that
             another engine gave, whose tokens ``a`` is fed; there are no prompts then, and :func:`compare_given` says what the
-            table holds.
+            table holds. A trace that :meth:`kvinterp.Trace.from_arrays` made: the same, as a comparison.
         protocol: ``"matched"`` or ``"free"``; see PROTOCOLS.
         strategy: How tokens are chosen; both paths draw from the same random number at each step.
         max_new_tokens: Most steps; step 0 is the token the prefill decides.
@@ -157,6 +158,9 @@ def compare(  # type: ignore[misc]
     if (file := given_of(b)) is not None:
         check_unread("prompts", prompts, None, f"{b} holds its own texts; leave it out")
         return compare_given(model, file, path=a)
+    if isinstance(b, Trace):
+        check_unread("prompts", prompts, None, "the trace has its own; leave it out")
+        return compare_traces(trace_along(model, a, b.prompt, b.tokens), b, cache_errors)
     if prompts is None:
         raise InputError("no prompts were given: expected a text, a Prompt, token ids or a list of them; give some.")
     adapter, path_a, strategy = wrap(model), path_named(a), strategy_named(strategy)

@@ -29,12 +29,11 @@ from kvinterp.models import Adapter, dtype_named, wrap
 from kvinterp.models.inputs import check_choice, encode
 from kvinterp.models.sites import ROUTING_SITES
 from kvinterp.paths import ExecutionPath, path_named, run
+from kvinterp.recording import Trace
 from kvinterp.recording.endpoint import Endpoint, Fetched, is_endpoint
-from kvinterp.recording.given import GivenPath
+from kvinterp.recording.given import GivenPath, positive
 from kvinterp.recording.readers import read_given
 
-ROUNDED = 1e-3
-"""So far above 0 a log-prob is 0, rounded."""
 TEXTS = "natural:4"
 PROMPT, STEPS = 24, 48
 """So many tokens of each prompt are sent to a server, and so many it writes behind it: 388 requests of four prompts."""
@@ -97,7 +96,7 @@ def given_tables(
             begun, every, choices = _ours(adapter, each, ours, dtype)
             if choices is not None:
                 given, none = fitted(adapter, each, choices)
-                other = choices_of(adapter, each.ids, dtypes[1])
+                other, _ = choices_of(adapter, each.ids, dtypes[1])
                 routing.append(routing_rows(each.id, given, choices, other, routed_layers(adapter)))
                 pairs.append((given, choices.experts))
                 left += none
@@ -119,20 +118,20 @@ def given_tables(
 def _ours(adapter: Adapter, given: GivenPath, path: ExecutionPath | None, dtype: str) -> tuple[int, Tensor, Choices | None]:
     """The first position, ``[position, vocabulary]`` from there on, and our routers' choices where the file has its own."""
     if path is None:
+        if given.experts is not None:
+            choices, rows = choices_of(adapter, given.ids, dtype)
+            return 1, rows[:-1], choices
         logits = adapter.at(dtype_named(dtype)).forward(torch.tensor([list(given.ids)], device=adapter.device))[0, :-1]
-        choices = None if given.experts is None else choices_of(adapter, given.ids, dtype)
-        return 1, logits.double().log_softmax(-1), choices
+        return 1, logits.double().log_softmax(-1), None
     # Where each token came of a request of its own, all are the prompt's: ours begins where log-probs do.
     first = int(np.flatnonzero(np.isfinite(given.chosen[1:]))[0]) + 1 if np.isfinite(given.chosen[1:]).any() else 1
     begun = max(1, min(first, len(given.prompt)) if len(given.tokens) <= 1 else len(given.prompt))
     ids = list(given.ids)
     if begun >= len(ids):
         return begun, torch.empty(0, 0), None
-    steps, layers = len(ids) - begun, [] if given.experts is None else routed_layers(adapter)
+    layers = [] if given.experts is None else routed_layers(adapter)
     sites: dict[str, Any] = {"record": ROUTING_SITES, "layers": layers, "positions": "all"} if layers else {}
-    trace = run(
-        adapter, ids[:begun], path, max_new_tokens=steps, continuation=ids[begun:], logits="keep", stop="length", **sites
-    )
+    trace = trace_along(adapter, path, ids[:begun], ids[begun:], **sites)
     assert trace.logits is not None
     return begun, trace.logits.double().log_softmax(-1), choices_along(trace, layers) if layers else None
 
@@ -164,11 +163,11 @@ def token_table(adapter: Adapter, paths: Sequence[GivenPath], rows: Sequence[np.
     })  # fmt: skip
 
 
-def positive(values: np.ndarray) -> str | None:
-    """What is wrong with log-probs that are above 0, None where none is by more than rounding."""
-    above, n = int((values > ROUNDED).sum()), int(np.isfinite(values).sum())
-    said = f"{above:,} of {n:,} values are above 0, which no log-prob is: they may be probabilities, or logits."
-    return said if above else None
+def trace_along(model: Any, path: str | ExecutionPath, prompt: Sequence[int], tokens: Sequence[int], **sites: Any) -> Trace:
+    """One of our paths, fed the tokens of another."""
+    fed: dict[str, Any] = {"continuation": list(tokens), "max_new_tokens": len(tokens), "stop": "length"}
+    found: Trace = run(model, list(prompt), path, logits="keep", **fed, **sites)
+    return found
 
 
 def read_paths(adapter: Adapter, file: Any, format: str | None = None) -> list[GivenPath]:

@@ -45,17 +45,27 @@ class Choices:
         return cls(rows["router"], chosen.cpu().numpy())
 
 
+def of_largest(choices: Choices) -> bool:
+    """Whether the largest logits were chosen everywhere: a bias or groups of experts may decide, too."""
+    for number, logits in enumerate(choices.logits):
+        own = logits.gather(-1, torch.from_numpy(choices.experts[:, number]).to(logits.device))
+        if bool((own.amin(-1) < logits.topk(own.shape[-1]).values.amin(-1)).any()):
+            return False
+    return True
+
+
 def routed_layers(adapter: Adapter) -> list[int]:
     """The layers with a router."""
     return [layer for layer in range(adapter.facts.layers) if adapter.supports("experts", layer)]
 
 
-def choices_of(adapter: Adapter, ids: Sequence[int], dtype: str) -> Choices:
-    """Of one forward over a text."""
+def choices_of(adapter: Adapter, ids: Sequence[int], dtype: str) -> tuple[Choices, Tensor]:
+    """Of one forward over a text, and its log-probs, ``[position, vocabulary]``."""
     model, layers = adapter.at(dtype_named(dtype)), routed_layers(adapter)
     with record(model, ROUTING_SITES, layers, positions="all") as seen:
-        model.forward(torch.tensor([list(ids)], device=model.device))
-    return Choices.of({site: [seen[site, layer][0] for layer in layers] for site in ROUTING_SITES})
+        logits = model.forward(torch.tensor([list(ids)], device=model.device))[0]
+    found = Choices.of({site: [seen[site, layer][0] for layer in layers] for site in ROUTING_SITES})
+    return found, logits.double().log_softmax(-1)
 
 
 def choices_along(trace: Trace, layers: Sequence[int]) -> Choices:
@@ -115,9 +125,9 @@ def routing_rows(name: str, given: np.ndarray, ours: Choices, other: Choices, la
     return pd.concat(frames).sort_values(["position", "layer"], ignore_index=True)
 
 
-def near(table: pd.DataFrame) -> pd.Series:
-    """Which choices a difference of the router's logits as large as rounding's makes or turns."""
-    return table["margin_b"].abs() <= 2 * table["difference"]
+def turned(table: pd.DataFrame) -> pd.DataFrame:
+    """The choices that are others than ours, and are so by no more than a difference of both logits as large as rounding's."""
+    return table[table["changed"] & (-table["margin_b"] <= 2 * table["difference"])]
 
 
 def misplaced(pairs: Sequence[tuple[np.ndarray, np.ndarray]], layers: Sequence[int]) -> str:
@@ -172,7 +182,7 @@ def said(table: pd.DataFrame, left: Counter[str], where: str) -> str:
         by = table.groupby("layer")["changed"].mean()
         worst = by.idxmax()
         text += (
-            f", {int(near(changed).sum()):,} of them near-ties; the first at position {first['position']}, layer "
+            f", {len(turned(table)):,} of them near-ties; the first at position {first['position']}, layer "
             f"{first['layer']} of {first['sequence']}, most in layer {worst} ({by[worst]:.2%})"
         )
     return f"{text}{f'; {where}' if where else ''}.{behind}"

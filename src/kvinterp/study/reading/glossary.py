@@ -25,4 +25,4 @@ _TERMS = {
 
 def glossary(kinds: Iterable[str]) -> dict[str, str]:
     """The words of a report and their meaning, the kinds of model on its page among them."""
-    return _TERMS | {kind: sentence(KINDS[kind]) for kind in dict.fromkeys(kinds)}
+    return _TERMS | {kind: sentence(KINDS[kind]) for kind in dict.fromkeys(kinds) if kind in KINDS}

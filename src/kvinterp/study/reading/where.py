@@ -10,6 +10,8 @@ from kvinterp.study.reading.numbers import typical_said
 from kvinterp.study.reading.results import let_go_of, means_of, sites_of
 
 if TYPE_CHECKING:
+    import pandas as pd
+
     from kvinterp.comparison import Comparison
 
 _STREAMS = {"resid_pre", "resid_mid", "resid_post"}
@@ -24,12 +26,13 @@ def where(comparison: Comparison) -> list[str]:
     steps, provenance = comparison.steps, comparison.provenance
     setting = ", ".join(provenance[name] for name in ("kind", "dtype", "protocol"))
     head = f"{against(provenance)} on {provenance['model']} ({setting})"
-    left = len(comparison.failures)
+    left, count = len(comparison.failures), steps["example"].nunique()
     out = [f"{counted(left, 'prompt')} {'is' if left == 1 else 'are'} left out; see failures."] if left else []
     if steps.empty:
         return [f"{head}: no prompt could be compared.", *out]
     same = comparison.same_text(steps)
-    count = steps["example"].nunique()
+    if "compared" in steps:
+        return [*out, *_of_arrays(head, steps), *_places(comparison)]
     differing, machine = same[same["max_abs_logit"] > 0], machine_of(provenance)
     if differing.empty and len(same) == len(steps) and not same["flipped"].any():
         equal = f"bitwise equal at {every(len(steps), 'step')} of {counted(count, 'prompt')}, on {machine}."
@@ -56,6 +59,23 @@ def where(comparison: Comparison) -> list[str]:
     ]
     measured = f"Measured on {machine}; other kernels add in other orders, so other numbers are to be expected there."
     return [*lines, *_places(comparison), *let_go(comparison), measured]
+
+
+def _of_arrays(head: str, steps: pd.DataFrame) -> list[str]:
+    """Of log-probs that were given as arrays: what they say, and at how many steps they do not."""
+    kl, none = steps["kl"].dropna(), int(steps["max_abs_logit"].isna().sum())
+    tokens = f"{steps['compared'].min()} to {steps['compared'].max()} tokens"
+    said = f"mean KL {kl.mean():.2e} nats over {counted(len(kl), 'step')}, " if len(kl) else ""
+    largest = steps["max_abs_logit"].max()
+    apart = "no token is given by both sides" if none == len(steps) else f"log-probs differ by {largest:.3g} nats at most"
+    lines = [
+        f"{head}: {apart}, compared at {tokens} a step; {said}KL not given at {len(steps) - len(kl)} of "
+        f"{counted(len(steps), 'step')}, where some token's log-prob is not.",
+        f"The likeliest token is the same at {int(steps['top1_agree'].sum())} of {counted(len(steps), 'step')}.",
+    ]
+    if none:
+        lines.append(f"At {counted(none, 'step')} no token is given by both sides.")
+    return lines
 
 
 def let_go(comparison: Comparison) -> list[str]:

@@ -97,7 +97,8 @@ def write_report(results: Sequence[Result], out: str | Path, flips: Result | Non
         *_files(every, folder),
     ]
     title = f"kvinterp: {against(provenance)}"
-    kicker = f"kvinterp {provenance['kvinterp']} · {', '.join(dict.fromkeys(map(model_of, main)))} · {provenance['dtype']}"
+    models = ", ".join(dict.fromkeys(map(model_of, main)))
+    kicker = f"kvinterp {provenance.get('kvinterp', '')} · {models} · {provenance['dtype']}"
     path = folder / "report.html"
     write_whole(path, render("report", title, parts, question_of(useful), kicker, scripts=SCRIPTS, sheets=SHEETS))
     return path

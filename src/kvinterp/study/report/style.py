@@ -203,7 +203,7 @@ def small_print(provenances: Sequence[Mapping[str, Any]], more: Sequence[str] = 
         # Of a result that is of many models the machine alone is told.
         columns["model"].append(" ".join((*_model(about), f"weights {about['weights']}")) if "model" in about else "")
         for title, name in _VERSIONS.items():
-            columns[title].append(f"{title} {about[name]}")
+            columns[title].append(f"{title} {about.get(name, 'not given')}")
         columns["machine"].append(f"{about['device']}, threads: {about['threads']}")
     said = ["; ".join(dict.fromkeys(filter(None, column))) for column in columns.values()]
     return "\n".join(textwrap.wrap(" · ".join(filter(None, (*more, *said))), width))

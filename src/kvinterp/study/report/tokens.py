@@ -129,7 +129,7 @@ def _call_table(found: Mapping[str, Comparison]) -> list[Any]:
     for place, (label, comparison) in enumerate(found.items()):
         texts, steps = _texts(comparison), comparison.same_text(comparison.steps)
         ids = comparison.examples.set_index("example")["id"]
-        for row in steps.loc[steps.groupby("example")["kl"].idxmax()].to_dict("records"):
+        for row in steps.loc[steps.dropna(subset=["kl"]).groupby("example")["kl"].idxmax()].to_dict("records"):
             shown = _cells({**row, "id": ids[row["example"]]}, texts, place)[:2]
             shown += [number(row["kl"]), *_numbers(row, ("boundary",)), *[label] * (len(found) > 1)]
             rows.append((row["kl"], shown))
