@@ -71,18 +71,18 @@ def compare_given(
         InputError: The file cannot be read, or its texts or experts cannot be this model's.
     """
     check_choice("table", table, ("given", "routing"))
-    tables, routing = given_tables(model, file, format, dtype, path)
-    if tables[table].empty:
-        what = "experts that routers of this model could have chosen"
-        what = "log-prob of a token that ours can be beside" if table == "given" else what
-        raise InputError(f"file {str(file)!r} has no {what}: expected some; write them.{f' {routing}' if routing else ''}")
-    return tables[table]
+    return given_tables(model, file, format, dtype, path, table)[0][table]
 
 
 def given_tables(
-    model: Any, file: str | Path, format: str | None = None, dtype: str = "float64", path: str | ExecutionPath | None = None
+    model: Any,
+    file: str | Path,
+    format: str | None = None,
+    dtype: str = "float64",
+    path: str | ExecutionPath | None = None,
+    needed: str = "given",
 ) -> tuple[dict[str, pd.DataFrame], str]:
-    """Both tables of :func:`compare_given`, and a sentence on experts where the file has any."""
+    """Both tables of :func:`compare_given`, of which one must have rows, and a sentence on experts where the file has any."""
     adapter = wrap(model)
     ours = None if path is None else path_named(path)
     paths, rows, routing = read_paths(adapter, file, format), [], []
@@ -112,7 +112,11 @@ def given_tables(
                 kl_is = "of the whole vocabulary" if whole else "not given"
                 rows.append({**row, "difference": engine - here, "kl": kl, "kl_is": kl_is})
     tables = {"given": pd.DataFrame(rows), "routing": pd.concat(routing, ignore_index=True) if routing else pd.DataFrame()}
-    return tables, said(tables["routing"], left, misplaced(pairs, routed_layers(adapter))) if routing else ""
+    text = said(tables["routing"], left, misplaced(pairs, routed_layers(adapter))) if routing else ""
+    if tables[needed].empty:
+        what = "log-prob of a token that ours can be beside" if needed == "given" else "choice of experts"
+        raise InputError(f"file {str(file)!r} has no {what}: expected some; write them. {text}".strip())
+    return tables, text
 
 
 def _ours(adapter: Adapter, given: GivenPath, path: ExecutionPath | None, dtype: str) -> tuple[int, Tensor, Choices | None]:
