@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from random import Random
@@ -44,7 +44,7 @@ class Prompt:
     answer: str = ""
     facts: tuple[str, ...] = ()
     meta: Mapping[str, Any] = field(default_factory=dict, hash=False)
-    messages: tuple[Mapping[str, str], ...] = field(default=(), hash=False)
+    messages: Sequence[Mapping[str, str]] = field(default=(), hash=False)
 
     def __post_init__(self) -> None:
         for name in ("id", "text", "task", "answer"):
