@@ -168,14 +168,14 @@ class CompareRuns(Experiment):
         parts = []
         if (differ := outcome.tables.get("differences")) is not None:
             head = [Column("what differs"), Column("in A", "text"), Column("in B", "text")]
-            parts.append(Table(head, differ.to_numpy(str).tolist(), name="differences", file="differences.parquet"))
+            parts.append(Table(head, differ.to_numpy(str).tolist(), name="differences"))
         if (beside := outcome.tables.get("beside")) is not None:
             head = [Column("finding", "text"), Column("of", "text"), Column("A"), Column("B"), Column("reading", "text")]
             rows = [
                 [row["finding"], row["of"], *(_side(row, side) for side in "ab"), row["reading"]]
                 for row in beside.to_dict("records")
             ]
-            parts.append(Table(head, rows, name="beside", look="cards", file="beside.parquet"))
+            parts.append(Table(head, rows, name="beside", look="cards"))
         return parts
 
 

@@ -8,9 +8,8 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from matplotlib import colormaps
 from matplotlib.axes import Axes
-from matplotlib.colors import LinearSegmentedColormap, ListedColormap, Normalize
+from matplotlib.colors import ListedColormap, Normalize
 from matplotlib.figure import Figure, FigureBase
 
 from kvinterp.common.numbers import percent, short
@@ -33,11 +32,8 @@ from kvinterp.study.report.axes import (
     zero_aware,
 )
 from kvinterp.study.report.ink import ink_on
-from kvinterp.study.report.style import CMAP, line_of, of_models, series_of, sheet
+from kvinterp.study.report.style import CMAP, DIVERGING, line_of, of_models, series_of, sheet
 
-#: White at 0, orange below, blue above: told apart by the colour-blind; in grey the sign in each cell tells.
-DIVERGING = LinearSegmentedColormap.from_list("recovery", ["#8f3a00", "#e08a4a", "#ffffff", "#4a90c2", "#003f6b"])
-_CMAP = colormaps[CMAP]
 _GREY = "#808080"
 _WRITTEN = 96
 """So many cells of a map have their numbers written."""
@@ -263,11 +259,11 @@ def _map(target: FigureBase, grid: Any, panel: Panel, facets: Sequence[Any]) -> 
         axes.patch.set(hatch="//////", facecolor="#ededed", edgecolor="#a0a0a0", linewidth=0)
         mapped(axes, np.where(np.isnan(cells), np.nan, 1.0), None, ListedColormap(["#ffffff"]))
         image = mapped(
-            axes, cells if signed else np.ma.masked_where(~(cells > 0), cells), norm, DIVERGING if signed else _CMAP
+            axes, cells if signed else np.ma.masked_where(~(cells > 0), cells), norm, DIVERGING if signed else CMAP
         )
         room = cells.size <= _WRITTEN
         for (row, column), value in np.ndenumerate(cells) if signed or room else ():
-            color = DIVERGING(min(1.0, max(0.0, (value / limit + 1) / 2))) if signed else _CMAP(norm(value))
+            color = DIVERGING(min(1.0, max(0.0, (value / limit + 1) / 2))) if signed else CMAP(norm(value))
             _written(axes, row, column, value, limit, room, panel.scale == "signed", color)
         if panel.level is not None:
             axes.axvline(columns.index(panel.level) - 0.5, color="#000000", linewidth=1.1, linestyle=(0, (3, 1.5)))

@@ -15,6 +15,7 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from kvinterp.errors import visible
 from kvinterp.study.report.script import script, styles
 
 # Parts: each is shown by the macro that bears its name -----------------------------------------------------------------
@@ -81,6 +82,14 @@ class Links:
 
 
 @dataclasses.dataclass(frozen=True)
+class Fold:
+    """A cell of one line, which unfolds into more."""
+
+    line: str
+    more: Mapping[str, str]
+
+
+@dataclasses.dataclass(frozen=True)
 class Interval:
     """A cell that draws an estimate, its interval and its null, each from 0 (left) to 1 (right); None where there is none."""
 
@@ -92,7 +101,9 @@ class Interval:
 
 @dataclasses.dataclass(frozen=True)
 class Column:
-    """The head of a column, and what its cells are: ``number``, ``text`` (broken into lines), ``pre`` or ``code``."""
+    """The head of a column, and what its cells are: ``number``, ``text`` (broken into lines), ``pre``, ``code`` or ``filter``,
+    by whose values the reader chooses among the rows.
+    """
 
     text: str
     kind: str = ""
@@ -103,7 +114,7 @@ class Table:
     """A table; the row whose first cell is ``here`` stands out, and ``folded`` is what one clicks on to see it."""
 
     head: Sequence[Column]
-    rows: Sequence[Sequence[str | Links | Interval]]
+    rows: Sequence[Sequence[str | Links | Fold | Interval]]
     here: str | None = None
     caption: str = ""
     folded: str = ""
@@ -111,20 +122,6 @@ class Table:
     """By which a link finds it."""
     look: str = ""
     """``cards``: on a phone each row is a card."""
-    file: str = ""
-    """The file that holds all of it, relative to the page."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Section:
-    """A section of the report: what was done, a table or figures, and what to see in them."""
-
-    title: str
-    done: Sequence[str]
-    seen: Sequence[str]
-    pictures: Sequence[Picture] = ()
-    head: Sequence[Column] = ()
-    rows: Sequence[Sequence[str]] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -200,6 +197,8 @@ def fragment(*parts: Any) -> str:
 def _template() -> Any:
     environment = Environment(
         autoescape=True,
+        # What moves a cursor or turns a text round is shown as its escape, on a page as on a terminal.
+        finalize=lambda value: visible(value) if type(value) is str else value,
         undefined=StrictUndefined,
         loader=PackageLoader("kvinterp.study.report", ""),
         trim_blocks=True,
