@@ -163,6 +163,10 @@ class Demo(Experiment):
         *_, flips = outcome.result
         return changes(called([*_main(outcome), *([] if flips.comparison.steps.empty else [flips.comparison])]))
 
+    def beside(self, outcome: Outcome) -> list[str]:
+        """The findings, and the summary of each comparison, in whose folder its tables are."""
+        return ["findings.parquet", *(f"runs/{result.folder.name}/summary.json" for result in outcome.result)]
+
     def drawn_into(self, outcome: Outcome, folder: Path) -> list[Path]:
         """The picture where one was asked for, the findings, and the page with its figures last: where it is, everything is."""
         import functools

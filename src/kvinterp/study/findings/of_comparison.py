@@ -42,11 +42,17 @@ def rows_of_comparison(comparison: Comparison) -> list[dict[str, Any]]:
 
 def _of_logits(comparison: Comparison) -> Iterator[dict[str, Any]]:
     steps, examples = comparison.same_text(comparison.steps), comparison.examples
-    differ = (steps["max_abs_logit"] > 0).to_numpy()
-    rate = metrics.rate_of(differ, steps["example"].to_numpy(str))
+    known = steps.dropna(subset=["max_abs_logit"])
+    differ = (known["max_abs_logit"] > 0).to_numpy()
+    rate = metrics.rate_of(differ, known["example"].to_numpy(str))
     advice = TO_SEE_A_DIFFERENCE.rstrip(".") if steps["step"].any() and not comparison.provenance.get("lets_go") else ""
-    first = f"first at step {int(steps.loc[differ, 'step'].min())}" if differ.any() else advice
-    yield finding("steps whose logits differ", rate.effect, (rate.low, rate.high), len(steps), "steps", "%", note=first)
+    first = f"first at step {int(known.loc[differ, 'step'].min())}" if differ.any() else advice
+    if "compared" in steps:
+        none, without = len(steps) - len(known), int(steps["kl"].isna().sum())
+        first = f"compared at {steps['compared'].min()} to {steps['compared'].max()} tokens a step"
+        first += f"; KL not given at {without} of {counted(len(steps), 'step')}, where some token's log-prob is not"
+        first += f"; no token is given by both sides at {counted(none, 'step')}" if none else ""
+    yield finding("steps whose logits differ", rate.effect, (rate.low, rate.high), len(known), "steps", "%", note=first)
     yield finding("largest difference of a logit", steps["max_abs_logit"].max(), n=len(steps), unit="steps")
     mean = f"mean {number(float(steps['kl'].mean()))} over all steps, largest {number(float(steps['kl'].max()))}"
     yield median_of("median of a prompt's mean KL", steps.groupby("example")["kl"].mean(), measure="nats", note=mean)
@@ -181,6 +187,9 @@ def headline_of(comparisons: Sequence[Comparison]) -> list[str]:
     flips, decodes = examples["flip_index"].dropna(), counted(len(examples), "decode")
     if differing.empty and not steps["step"].any():
         return [ONLY_THE_PREFILL]
+    if steps["max_abs_logit"].isna().all():
+        return ["Nothing can be compared: no token is given by both sides."]
+    steps = steps.dropna(subset=["max_abs_logit"])
     pairs = {" and ".join(one.provenance["paths"].values()) for one in comparisons}
     who = pairs.pop() if len(pairs) == 1 else "The two paths"
     largest = number(float(differing["max_abs_logit"].max()))
@@ -199,7 +208,8 @@ def where(comparison: Comparison) -> list[str]:
     about = comparison.provenance
     setting = ", ".join(about[name] for name in ("kind", "dtype", "protocol"))
     said = ["no prompt could be compared."] if comparison.steps.empty else headline_of([comparison])
-    head = f"{against(about)} on {about['model']} ({setting}; {machine_of(about)}): {' '.join(said)}"
+    machine = f"; {machine_of(about)}" if "device" in about else ""
+    head = f"{against(about)} on {about['model']} ({setting}{machine}): {' '.join(said)}"
     return [head, *lines_of(findings_of(rows_of_comparison(comparison)))]
 
 

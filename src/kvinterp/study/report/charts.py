@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -39,22 +40,25 @@ _WRITTEN = 96
 """So many cells of a map have their numbers written."""
 _SHARE = (-0.03, 1.03)
 _EDGE = 1.12
+_NARROW = 4.6
+"""Inches that a phone shows without scrolling."""
 _ON_WHITE = {"facecolor": "#ffffff", "edgecolor": "none", "alpha": 0.85, "pad": 0.8}
 
 
-def drawn(chart: Chart, provenances: Sequence[Mapping[str, Any]]) -> Figure:
-    """The figure of a chart, signed with the models that it is of.
+def drawn(chart: Chart, provenances: Sequence[Mapping[str, Any]], wide: float = 7.2) -> Figure:
+    """The figure of a chart, signed with the models that it is of; its ``narrow()`` draws the same for a phone.
 
     Args:
         chart: What is drawn.
         provenances: Those of the models.
+        wide: Inches that it is wide, at least.
     """
     grids = [_grid(panel) for panel in chart.panels]
     heights = [rows * _height(panel) + _below(panel) for panel, (_, rows, _) in zip(chart.panels, grids, strict=True)]
     widest = max(
         2.6 * columns + 1.9 * (panel.kind == "dots") for panel, (_, _, columns) in zip(chart.panels, grids, strict=True)
     )
-    with sheet(max(7.2, widest), 0.9 + sum(heights)) as figure:
+    with sheet(max(wide, widest), 0.9 + sum(heights)) as figure:
         # Within a part of the sheet, so that the small print has a place of its own.
         inner: FigureBase = figure.subfigures(1, 1, squeeze=False)[0, 0]
         told: list[str] = []
@@ -65,9 +69,14 @@ def drawn(chart: Chart, provenances: Sequence[Mapping[str, Any]]) -> Figure:
             (_map if panel.kind == "map" else _series)(part, grid, panel, facets)
             labels = grid.flat[0].get_legend_handles_labels()[1]
             if len(labels) > 1 and labels != told:
-                legend_outside(part, grid.flat[0], 2 if max(map(len, labels)) > 24 else 4)
+                legend_outside(
+                    part, grid.flat[0], (2 if max(map(len, labels)) > 24 else 4) // (2 if wide <= _NARROW else 1)
+                )
             told = labels
         headed(figure, chart.title)
+        if wide > _NARROW and not any(panel.kind == "map" for panel in chart.panels):
+            narrow = dataclasses.replace(chart, panels=[dataclasses.replace(panel, columns=1) for panel in chart.panels])
+            figure.narrow = lambda: drawn(narrow, provenances, _NARROW)  # type: ignore[attr-defined]  # for a page
         return of_models(figure, provenances, chart.notes)
 
 

@@ -13,9 +13,9 @@ from kvinterp._version import __version__
 from kvinterp.common.numbers import counted, listed, machines_of, number, sentence
 from kvinterp.common.store import write_whole
 from kvinterp.comparison.vocabulary import PROTOCOLS
-from kvinterp.study.report.findings import findings_parts
+from kvinterp.study.report.findings import OPEN, findings_table
 from kvinterp.study.report.latex import numeric
-from kvinterp.study.report.page import Answer, Column, Folded, Links, Pairs, Table, Text, render
+from kvinterp.study.report.page import Answer, Column, Folded, Links, Pairs, Table, Text, opened, render
 from kvinterp.study.report.svg import picture
 from kvinterp.study.report.tokens import SCRIPTS, SHEETS
 
@@ -52,6 +52,7 @@ def write_experiment(
     provenance: Mapping[str, Any],
     lead: Sequence[Any] = (),
     findings: pd.DataFrame | None = None,
+    beside: Sequence[str] = (),
 ) -> Path:
     """Writes ``report.html``: what was found in a sentence, one picture, the findings; all else is folded.
 
@@ -65,6 +66,7 @@ def write_experiment(
         provenance: The provenance: of one model, or of each by its name.
         lead: Parts that stand behind the findings.
         findings: What was found, row by row; without them the first table stands in their place.
+        beside: The files that lie beside it.
 
     Returns:
         The page's path.
@@ -73,19 +75,22 @@ def write_experiment(
     several = (
         provenance if provenance and all(isinstance(one, Mapping) for one in provenance.values()) else {"": provenance}
     )
-    pictures = [picture(path, path.stem.replace("_", " ")) for path in figures if path.suffix == ".png"]
+    drawn = [path for path in figures if path.suffix == ".png"]
+    pictures = [picture(path, path.stem.replace("_", " "), narrow=path == drawn[0]) for path in drawn]
     rest = {name: table for name, table in tables.items() if name != "findings" and isinstance(table, pd.DataFrame)}
     shown = list(rest)[:1] if findings is None else []
     lines = list(filter(None, sentences))
     parts: list[Any] = [*([Answer(lines)] if lines else []), *pictures[:1]]
     first = [table_of(name, rest.pop(name)) for name in shown]
     parts += [dataclasses.replace(table, folded="", caption=table.folded) for table in first]
-    parts += [*([] if findings is None else findings_parts(findings)), *lead]
+    parts += opened(findings_table(findings), OPEN, "findings") if findings is not None and len(findings) else []
+    parts += lead
     parts += [Folded(counted(len(pictures) - 1, "more figure"), pictures[1:], "figures")] if pictures[1:] else []
-    parts += [table_of(name, table) for name, table in rest.items() if len(table)]
+    folded = [table_of(name, table) for name, table in rest.items() if len(table)]
+    parts += [Folded(counted(len(folded), "table"), folded, "tables")] if folded else []
     if more.strip():
         parts.append(Folded("What was asked", [Text(text) for text in more.strip().split("\n\n")]))
-    parts += last_parts(chosen, several, [f"{name}.parquet" for name in tables])
+    parts += last_parts(chosen, several, beside)
     more_of = {"scripts": SCRIPTS, "sheets": (*SHEETS, "shaded")} if lead else {}
     path = folder / "report.html"
     write_whole(path, render("report", f"kvinterp: {heading}", parts, heading, kicker_of(several), **more_of))
@@ -112,7 +117,7 @@ def last_parts(chosen: Mapping[str, Any], several: Mapping[str, Mapping[str, Any
         Folded("How to read this", [Pairs(GLOSSARY)]),
         Folded("What was chosen", [Pairs({name: said(value) for name, value in chosen.items()}, "beside")]),
         *made_with_parts(several, "model"),
-        Links(files={name: name for name in (*files, "summary.json")}, label="Beside this page:"),
+        *([Links(files={name: name for name in files}, label="Beside this page:")] if files else []),
     ]
 
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from kvinterp.common.numbers import counted, ends_said
+from kvinterp.common.numbers import ends_said
 from kvinterp.study.findings.rows import bare, labels_of, of_how_many, place, tested, value
 from kvinterp.study.report.page import Column, Interval, Table
 
@@ -18,13 +16,6 @@ OPEN = 12
 _DRAWN = ("low", "estimate", "high", "null")
 _WIDE = 100
 """Above this ratio of the largest to the smallest a scale is logarithmic."""
-
-
-def findings_parts(table: pd.DataFrame, name: str = "findings") -> list[Any]:
-    """Findings as parts of a page, the first of them open."""
-    whole = findings_table(table, name)
-    rest = Table(whole.head, whole.rows[OPEN:], folded=counted(len(table) - OPEN, "more finding"), look=whole.look)
-    return [dataclasses.replace(whole, rows=whole.rows[:OPEN]), *([rest] if len(table) > OPEN else [])]
 
 
 def findings_table(table: pd.DataFrame, name: str = "findings") -> Table:

@@ -57,7 +57,7 @@ class Pairs:
 
 @dataclasses.dataclass(frozen=True)
 class Picture:
-    """A figure: its caption, its PNG, the name by which a link finds it, and what a page shows of it.
+    """A figure: what it is called, its PNG, the name by which a link finds it, and what a page shows of it.
 
     The SVG is of our own making (:func:`kvinterp.study.report.svg.inline`), and stands in the page as it is; without one, and in
     a notebook, whose ground no page knows, the PNG is shown.
@@ -67,6 +67,8 @@ class Picture:
     png: bytes
     name: str = ""
     svg: str = ""
+    narrow: str = ""
+    """The same drawn for a phone."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,6 +124,12 @@ class Table:
     """By which a link finds it."""
     look: str = ""
     """``cards``: on a phone each row is a card."""
+
+
+def opened(table: Table, count: int, what: str) -> list[Table]:
+    """A table of which the first rows are seen, and the others behind a line that says how many more there are of what."""
+    rest = dataclasses.replace(table, rows=table.rows[count:], name="", folded=f"{len(table.rows) - count} more {what}")
+    return [dataclasses.replace(table, rows=table.rows[:count]), *([rest] if rest.rows else [])]
 
 
 @dataclasses.dataclass(frozen=True)

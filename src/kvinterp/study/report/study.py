@@ -63,7 +63,7 @@ def _page(outcome: Any, drawn: Mapping[Any, Sequence[Path]], chosen: Mapping[str
         parts += [table_of(name, table) for name, table in own.items()]
         parts.append(_cells(part, tables["cells"]))
     parts += [Folded("How claims are decided", [Text(how_decided(tables["claims"]))])] if "claims" in tables else []
-    parts += last_parts(chosen, summary["provenance"], [*(f"{name}.parquet" for name in tables), *TEXTS])
+    parts += last_parts(chosen, summary["provenance"], [*(f"{name}.parquet" for name in tables), *TEXTS, "summary.json"])
     return render("report", f"kvinterp: {TITLE}", parts, TITLE, kicker_of(summary["provenance"]))
 
 

@@ -186,7 +186,7 @@ _VERSIONS = {
 
 def of_models(figure: Figure, provenances: Sequence[Mapping[str, Any]], more: Sequence[str] = ()) -> Figure:
     """Signs a figure with more that is said of it, and what it was made with, each value once."""
-    signed(figure, small_print(provenances, more), provenances)
+    signed(figure, small_print(provenances, more, min(130, int(18 * figure.get_figwidth()))), provenances)
     return figure
 
 

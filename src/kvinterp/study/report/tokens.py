@@ -18,7 +18,7 @@ from kvinterp.comparison.attention_rows import within
 from kvinterp.study.reading.changed import boundary_of, flips_of, kept_said, no_boundary, square_said
 from kvinterp.study.reading.results import site_of
 from kvinterp.study.report.packing import packed, signed_codes, three_digits
-from kvinterp.study.report.page import Column, Links, Packed, Table, Text, fragment, render
+from kvinterp.study.report.page import Column, Links, Packed, Table, Text, fragment, opened, render
 
 SCRIPTS, SHEETS = ("tables", "draw", "page"), ("draw",)
 """What a page with these parts runs, and its styles."""
@@ -69,8 +69,9 @@ def _table(found: Mapping[str, Comparison]) -> list[Any]:
     head += [Column("KL, nats", "number"), *([Column("comparison")] if len(found) > 1 else [])]
     listed: list[list[Any]] = [cells for *_, cells in sorted(rows, key=lambda row: row[:3])][:FLIPS]
     note = f"Distance: {'; or '.join(dict.fromkeys(boundary_of(comparison)[0] for comparison in found.values()))}."
-    more = [Table(head, listed[OPEN:], folded=f"{len(listed) - OPEN} more of {len(rows)}")] if listed[OPEN:] else []
-    return [Table(head, listed[:OPEN], name="flips"), *more, Text(note, look="note")]
+    known = [at for at in range(len(head)) if any(row[at] != "–" for row in listed)]
+    head, listed = [head[at] for at in known], [[row[at] for at in known] for row in listed]
+    return [*opened(Table(head, listed, name="flips"), OPEN, f"of {len(rows)}"), Text(note, look="note")]
 
 
 def _told(comparison: Comparison) -> pd.DataFrame:
