@@ -155,7 +155,7 @@ def _exercised(verdict: Verdict) -> list[Any]:
             detail: check.detail + (f" Hint: {check.hint}" if check.hint else ""),
         })  # fmt: skip
     parts: list[Any] = [_table(rows[False], text=detail)] if rows[False] else []
-    told = [Text(run)] if run else []
+    told: list[Any] = [Text(run)] if run else []
     told += [Text(_CHECKS, look="note"), _table(rows[True], text=detail)] if rows[True] else []
     none = [] if verdict.checks else [Text("Nothing else was asked for: the audit was made without further checks.")]
     parts.append(Folded(f"What was exercised: {counted(len(rows[True]), 'check')} passed", [*told, *none]))
