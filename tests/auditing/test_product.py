@@ -299,7 +299,7 @@ def test_the_page_never_explains_what_nothing_took_away(failing: kv.auditing.Aud
     """An old page wrote "explained by: rounding" beside an error of 161 where rounding explains 32."""
     first = failing.verdict.evidence["float32"]["first_tensor"]
     assert first["taken_away_by"] == ""
-    table = page(failing).split("First tensor that differs")[1].split("</table>")[0]
+    table = page(failing).split("The first tensor that differs")[1].split("</table>")[0]
     assert "rounding" not in table
     for word, said in (("order", "a fixed order of additions"), ("cast", "leaving out the cast to bfloat16")):
         told = {**first, "taken_away_by": word, "cast_to": "bfloat16", "detail": ""}

@@ -99,7 +99,7 @@ def test_two_engines_of_unlike_tokens_have_those_in_common_compared(walked: Any)
     rows[4, 5] = -9999.0
     dense = kv.compare_traces(a, kv.Trace.from_arrays(prompt, tokens, rows))
     assert dense.steps["compared"][3] == 0
-    assert "At 1 step no token is given by both sides." in dense.where()
+    assert "no token is given by both sides at 1 step." in dense.where()
 
 
 def test_a_trace_of_arrays_goes_through_a_folder(walked: Any, tmp_path: Path) -> None:

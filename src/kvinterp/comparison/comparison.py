@@ -208,8 +208,8 @@ class Comparison(Kept):
         return tuple(self.provenance.get("derived", ()))
 
     def where(self) -> str:
-        """A few sentences: whether the paths differ, when, and in which layer, head and cache position most."""
-        return "\n".join(self.behind("reading.where").where(self))
+        """What was found, a line each: whether the paths differ, when, and in which layer, head and cache position most."""
+        return "\n".join(self.behind("findings.of_comparison").where(self))
 
     def __repr__(self) -> str:
         """What it is of, in one line; the tables are attributes."""

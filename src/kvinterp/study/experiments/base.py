@@ -443,8 +443,12 @@ class Experiment(abc.ABC):
             findings = self.with_findings(outcome).tables.get("findings")
             said = self.sentences(outcome) if findings is None else self._headed(outcome)
             found = (said, outcome.tables, files, outcome.choices, about, self.lead(outcome), findings)
-            return [*files, write_experiment(folder.parent, self.asks(), *found)]
+            return [*files, write_experiment(folder.parent, self.asks(), *found, self.beside(outcome))]
 
     def lead(self, outcome: Outcome) -> list[Any]:
-        """What stands on the page right behind the answer; nothing unless an experiment says so."""
+        """What stands on the page behind the findings; nothing unless an experiment says so."""
         return []
+
+    def beside(self, outcome: Outcome) -> list[str]:
+        """The files that lie beside the page, for its links."""
+        return [*(f"{name}.parquet" for name in outcome.tables), *outcome.texts, "summary.json"]

@@ -249,9 +249,9 @@ class Behaviour(OfModels):
         """The decodes that flip, token by token; an experiment that keeps no decodes has none to show."""
         if "decodes" not in outcome.tables:
             return []
-        from kvinterp.study.report.tokens import flips_shown
+        from kvinterp.study.report.tokens import changes
 
-        return flips_shown(flipped_decodes(outcome.tables, paths_of(self.kernels)))
+        return changes(flipped_decodes(outcome.tables, paths_of(self.kernels)))
 
 
 _PASSED = ("prompts", "max_new_tokens", "stop", "kernels")

@@ -13,10 +13,11 @@ from kvinterp.study.experiments.base import Experiment, Outcome, numbered
 from kvinterp.study.experiments.options import DRAWS, model, option, sampled, shared
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+    import pandas as pd
 
     from kvinterp.comparison import Comparison
     from kvinterp.study.cells import Cell, Made
+    from kvinterp.study.findings import Chart
 
 log = logging.getLogger("kvinterp")
 
@@ -37,7 +38,7 @@ class Compare(Experiment):
         "attention_rows",
         "routing",
     )
-    FILES: ClassVar = ("report.html", "prompts.jsonl")
+    FILES: ClassVar = ("prompts.jsonl",)
     DRAWN: ClassVar = (
         "kl_by_step",
         "drift_by_layer",
@@ -46,7 +47,6 @@ class Compare(Experiment):
         "routing_by_step",
         "precision_ladder",
     )
-    PAGE: ClassVar = ""
     UNIT: ClassVar = "prompts"
     PARTIAL: ClassVar = "yes"
 
@@ -126,20 +126,44 @@ class Compare(Experiment):
 
         return outcome_of(made, load_prompts(self.prompts), settings, folder)
 
-    def figures(self, outcome: Outcome, folder: Path) -> list[Path]:
-        """The page and its figures, where there is anything to show."""
-        from kvinterp.study.report import write_report
+    # What was found ----------------------------------------------------------------------------------------------------
 
+    def headline(self, outcome: Outcome) -> list[str]:
+        """Whether the paths agree bit for bit, and whether a token flips."""
+        from kvinterp.study.findings.of_comparison import headline_of
+
+        return headline_of([outcome.result.comparison])
+
+    def findings(self, outcome: Outcome) -> pd.DataFrame | None:
+        """How far the paths are apart, how often a token flips, and where inside; what could not be recorded, and why."""
+        from kvinterp.study.findings import finding, findings_of
+        from kvinterp.study.findings.of_comparison import rows_of_comparison
+
+        if "given" in outcome.tables:
+            return None
+        left_out = (outcome.summary.get("settings") or {}).get("left_out") or {}
+        lacking = [finding("not recorded", float("nan"), note=why, site=site) for site, why in left_out.items()]
+        return findings_of([*rows_of_comparison(outcome.result.comparison), *lacking])
+
+    def charts(self, outcome: Outcome) -> dict[str, Chart]:
+        """KL by step, and where inside the paths differ."""
+        from kvinterp.study.findings.of_comparison import charts_of_comparisons
+
+        found = outcome.result.comparison
+        return charts_of_comparisons({found.provenance["protocol"]: found})
+
+    def lead(self, outcome: Outcome) -> list[Any]:
+        """The texts of both paths."""
+        from kvinterp.study.report.tokens import changes
+
+        return changes({"": outcome.result.comparison})
+
+    def drawn_into(self, outcome: Outcome, folder: Path) -> list[Path]:
+        """Figures and page, where there is anything to show."""
         found = outcome.result.comparison
         for row in found.failures.to_dict("records"):
             log.warning("prompt %s is left out: %s", row["id"], row["message"])
-        return [] if found.steps.empty else [write_report([outcome.result], folder.parent)]
-
-    def drawings(self, outcome: Outcome) -> dict[str, Figure]:
-        """The figures that the tables can give."""
-        from kvinterp.study.report import figures
-
-        return figures({outcome.result.comparison.provenance["protocol"]: outcome.result.comparison})
+        return [] if found.steps.empty else super().drawn_into(outcome, folder)
 
     def sentences(self, outcome: Outcome) -> list[str]:
         """Where the paths differ."""

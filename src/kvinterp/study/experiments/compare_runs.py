@@ -163,19 +163,19 @@ class CompareRuns(Experiment):
 
     def lead(self, outcome: Outcome) -> list[Any]:
         """What differs in how they were made, and the findings beside each other."""
-        from kvinterp.study.report.page import Column, Table
+        from kvinterp.study.report.page import Column, Table, opened
 
-        parts = []
+        parts: list[Any] = []
         if (differ := outcome.tables.get("differences")) is not None:
             head = [Column("what differs"), Column("in A", "text"), Column("in B", "text")]
-            parts.append(Table(head, differ.to_numpy(str).tolist(), name="differences", file="differences.parquet"))
+            parts.append(Table(head, differ.to_numpy(str).tolist(), name="differences"))
         if (beside := outcome.tables.get("beside")) is not None:
             head = [Column("finding", "text"), Column("of", "text"), Column("A"), Column("B"), Column("reading", "text")]
             rows = [
                 [row["finding"], row["of"], *(_side(row, side) for side in "ab"), row["reading"]]
-                for row in beside.to_dict("records")
+                for row in beside.sort_values("reading", key=lambda each: each == EQUAL, kind="stable").to_dict("records")
             ]
-            parts.append(Table(head, rows, name="beside", look="cards", file="beside.parquet"))
+            parts += opened(Table(head, rows, name="beside", look="cards"), _LINES, "findings")
         return parts
 
 

@@ -113,9 +113,8 @@ class Susceptibility(Experiment):
         lines = [f"{at} ({summary['positions']} steps, {counted(summary['seeds'], 'draw')} of the noise each)."]
         own = summary["rounding"]["rms_logit"]
         if own and not whole["why"]:
-            lines.append(
-                f"The model's own rounding, cached against recompute, moves the logits {whole['rms_logit'] / own:.3g} times less."
-            )
+            times = short(whole["rms_logit"] / own)
+            lines.append(f"The model's own rounding, cached against recompute, moves the logits {times} times less.")
         wrong = int(outcome.tables["certificates"]["flips_certified"].sum())
         if wrong:
             lines.append(f"{counted(wrong, 'step')} certified not to flip did, which cannot be: report it.")
