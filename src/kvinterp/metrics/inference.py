@@ -362,7 +362,7 @@ def share_of(events: Column, confidence: float = 0.95) -> Test:
         return Test(*what, why="there are no observations")
     count = int(happened.sum())
     ends = stats.binomtest(count, n).proportion_ci(confidence, "exact")
-    return Test(*what, count, np.nan, count / n, ends.low, ends.high)
+    return Test(*what, float(count), np.nan, count / n, float(ends.low), float(ends.high))
 
 
 def rate_of(events: Column, clusters: Column, trials: Column | None = None, confidence: float = 0.95) -> Test:
