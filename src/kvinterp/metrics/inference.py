@@ -173,7 +173,7 @@ def mcnemar(a: Column, b: Column, clusters: Column | None = None, confidence: fl
         high = share_of(np.zeros(n), confidence).high
         low = -high
     p = min(1.0, exact([[0, only_a], [only_b, 0]], exact=True).pvalue)
-    return Test(*what, min(only_a, only_b), p, (only_a - only_b) / n, low, high)
+    return Test(*what, float(min(only_a, only_b)), p, (only_a - only_b) / n, low, high)
 
 
 def sign_flips(
@@ -197,7 +197,7 @@ def sign_flips(
     if len(means) < 2:
         return Test(*what, why="there are fewer than 2 clusters")
     if not means.any():
-        return Test(*what, 0, 1, 0, 0, 0)
+        return Test(*what, 0.0, 1.0, 0.0, 0.0, 0.0)
     found = stats.permutation_test(
         (means, np.zeros_like(means)),
         lambda x, y, axis=-1: (x - y).mean(axis),
