@@ -45,11 +45,11 @@ class Test:
     name: str
     n: int
     effect_of: str
-    statistic: float = np.nan
-    p: float = np.nan
-    effect: float = np.nan
-    low: float = np.nan
-    high: float = np.nan
+    statistic: Any = np.nan  # Any number; a float once it is made.
+    p: Any = np.nan
+    effect: Any = np.nan
+    low: Any = np.nan
+    high: Any = np.nan
     why: str = ""
 
     def __post_init__(self) -> None:
