@@ -31,7 +31,7 @@ def tutorial(path: Path) -> tuple[str, dict[str, bytes]]:
     """A notebook as a page, with its pictures by name: tables get the site's style, and links lead to the other pages."""
     page, made = MarkdownExporter().from_filename(str(path), resources={"unique_key": path.stem})
     page = re.sub(r"(?s)<style scoped>.*?</style>", "", page).replace('<table border="1" class="dataframe">', "<table>")
-    return re.sub(r"\]\((\w+)\.ipynb\)", r"](\1.md)", page), dict(made["outputs"])
+    return re.sub(r"\]\((\w+)\.ipynb\)", r"](\1.md)", page.replace("](../docs/", "](../")), dict(made["outputs"])
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:

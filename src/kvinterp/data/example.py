@@ -51,20 +51,12 @@ class Prompt:
             given = getattr(self, name)
             if not isinstance(given, str):
                 raise unexpected(f"a prompt's {name}", given, "a text, as in Prompt(id='mine', text='2 + 2 =')")
+        for name, kind, what in (("facts", str, "texts"), ("messages", Mapping, "objects with role and content")):
+            given = getattr(self, name)
+            if not isinstance(given, list | tuple) or not all(isinstance(each, kind) for each in given):
+                raise unexpected(f"a prompt's {name}", given, f"a list of {what}")
         if not isinstance(self.meta, Mapping):
             raise unexpected("a prompt's meta", self.meta, "an object, as in {'until': ['Question:']}")
-        for name, given in (("facts", self.facts), ("until", self.meta.get("until", ()))):
-            texts = isinstance(given, list | tuple) and all(isinstance(each, str) for each in given)
-            if not texts or (name == "until" and "" in given):
-                raise unexpected(f"a prompt's {name}", given, "a list of texts")
-        if not isinstance(self.messages, list | tuple) or not all(map(_is_message, self.messages)):
-            raise unexpected("a prompt's messages", self.messages, "a list of objects with the texts role and content")
-        for name in ("facts", "messages"):
-            object.__setattr__(self, name, tuple(getattr(self, name)))
-
-
-def _is_message(given: Any) -> bool:
-    return isinstance(given, Mapping) and all(isinstance(given.get(part), str) for part in ("role", "content"))
 
 
 @dataclass(frozen=True)

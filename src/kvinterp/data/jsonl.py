@@ -17,7 +17,7 @@ from typing import Any
 from kvinterp.common.files import bytes_of, is_file
 from kvinterp.data.example import Example, Prompt, check_characters
 from kvinterp.data.few_shot import MOST, FewShot, sampled
-from kvinterp.errors import InputError, located, shown
+from kvinterp.errors import InputError, shown
 
 log = logging.getLogger("kvinterp")
 
@@ -187,18 +187,20 @@ def _prompt(where: str, record: dict[str, Any], own: str) -> Prompt:
         raise InputError(f'{where} has no field "prompt" (fields: {given}): expected the text there; {other}.')
     if not isinstance(text, str) or not text.strip():
         raise InputError(f"{where} has an empty prompt: expected a text with at least one visible character; write one.")
+    check_characters(own + text, where)
     answer, task = record.get("answer"), str(record.get("task") or "")
     if isinstance(answer, bool | list | dict):
         raise InputError(f'{where}: "answer" is {type(answer).__name__}, expected a text or a number; write one.')
-    answer, facts = "" if answer is None else str(answer), record.get("facts", ())
-    if task in _JUDGED_BY_NUMBER:
-        answer = number_of(where, answer)
-    with located(where):
-        facts = tuple(map(str, facts)) if isinstance(facts, list) else facts
-        found = Prompt(own, text, task, answer, facts, record.get("meta", {}), record.get("messages", ()))
-    for each in (own, text, *(message["content"] for message in found.messages)):
-        check_characters(each, where)
-    return found
+    answer = "" if answer is None else str(answer)
+    return Prompt(
+        id=own,
+        text=text,
+        task=task,
+        answer=number_of(where, answer) if task in _JUDGED_BY_NUMBER else answer,
+        facts=_facts(where, record.get("facts", ())),
+        meta=_meta(where, record.get("meta", {})),
+        messages=_messages(where, record.get("messages", ())),
+    )
 
 
 def normalised(number: str) -> str:
@@ -217,3 +219,30 @@ def number_of(where: str, answer: str) -> str:
         what = 'after its last "####"' if "####" in answer else "as its answer"
         raise InputError(f"{where} has {shown(number)} {what}: expected a number such as 72 or 1,000; mend it.")
     return number
+
+
+def _facts(where: str, value: Any) -> tuple[str, ...]:
+    if not isinstance(value, list | tuple):
+        raise InputError(f'{where}: "facts" is {type(value).__name__}, expected a list of texts; write one.')
+    return tuple(map(str, value))
+
+
+def _meta(where: str, value: Any) -> Mapping[str, Any]:
+    if not isinstance(value, dict):
+        raise InputError(f'{where}: "meta" is {type(value).__name__}, expected an object; write one.')
+    until = value.get("until", [])
+    if not (isinstance(until, list) and all(isinstance(each, str) and each for each in until)):
+        raise InputError(f'{where}: "until" in "meta" must be a list of texts at which a completion is cut; mend it.')
+    return value
+
+
+def _messages(where: str, value: Any) -> tuple[Mapping[str, str], ...]:
+    fit = isinstance(value, list | tuple) and all(
+        isinstance(each, dict) and isinstance(each.get("role"), str) and isinstance(each.get("content"), str)
+        for each in value
+    )
+    if not fit:
+        raise InputError(f'{where}: "messages" must be a list of objects with the texts "role" and "content"; mend it.')
+    for each in value:
+        check_characters(each["content"], where)
+    return tuple(value)

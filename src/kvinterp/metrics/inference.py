@@ -45,11 +45,11 @@ class Test:
     name: str
     n: int
     effect_of: str
-    statistic: float = np.nan
-    p: float = np.nan
-    effect: float = np.nan
-    low: float = np.nan
-    high: float = np.nan
+    statistic: Any = np.nan  # Any number; a float once it is made.
+    p: Any = np.nan
+    effect: Any = np.nan
+    low: Any = np.nan
+    high: Any = np.nan
     why: str = ""
 
     def __post_init__(self) -> None:
@@ -173,7 +173,7 @@ def mcnemar(a: Column, b: Column, clusters: Column | None = None, confidence: fl
         high = share_of(np.zeros(n), confidence).high
         low = -high
     p = min(1.0, exact([[0, only_a], [only_b, 0]], exact=True).pvalue)
-    return Test(*what, min(only_a, only_b), p, (only_a - only_b) / n, low, high)
+    return Test(*what, float(min(only_a, only_b)), p, (only_a - only_b) / n, low, high)
 
 
 def sign_flips(
@@ -197,7 +197,7 @@ def sign_flips(
     if len(means) < 2:
         return Test(*what, why="there are fewer than 2 clusters")
     if not means.any():
-        return Test(*what, 0, 1, 0, 0, 0)
+        return Test(*what, 0.0, 1.0, 0.0, 0.0, 0.0)
     found = stats.permutation_test(
         (means, np.zeros_like(means)),
         lambda x, y, axis=-1: (x - y).mean(axis),
@@ -362,7 +362,7 @@ def share_of(events: Column, confidence: float = 0.95) -> Test:
         return Test(*what, why="there are no observations")
     count = int(happened.sum())
     ends = stats.binomtest(count, n).proportion_ci(confidence, "exact")
-    return Test(*what, count, np.nan, count / n, ends.low, ends.high)
+    return Test(*what, float(count), np.nan, count / n, float(ends.low), float(ends.high))
 
 
 def rate_of(events: Column, clusters: Column, trials: Column | None = None, confidence: float = 0.95) -> Test:
