@@ -13,7 +13,9 @@ import kvinterp as kv
 from support import PROMPT, Case, assert_bitwise, assert_close, cases, plain_forward
 
 SITES = "result,post,embed"
-KINDS = [Case(model, *kind) for model in ("llama-gqa", "gemma2") for kind in (("hooked",), ("bridge",), ("native", "eager"))]
+KINDS = [
+    Case(model, *kind) for model in ("llama-gqa", "gemma2") for kind in (("hooked",), ("bridge",), ("native", "eager"))
+]
 KINDS += [Case("gpt2", "bridge"), Case("gpt2", "native", "eager"), Case("standard", "hooked")]
 HOOKED = Case("llama-gqa", "hooked")
 CLEAN = tuple(70 if at in (3, 4) else token for at, token in enumerate(PROMPT))
@@ -173,7 +175,9 @@ def test_a_patch_is_transformer_lens_s_own(load: Any, site: str) -> None:
             patch = functools.partial(patching.generic_activation_patch, activation_name=site, index_axis_names=axes)
             expected = patch(adapter.model, corrupted, cache, metric, patch_setter=setter)
         else:
-            expected = torch.stack([_embedded(adapter.model, corrupted, cache, at, metric) for at in range(len(PROMPT))])[None]
+            expected = torch.stack([_embedded(adapter.model, corrupted, cache, at, metric) for at in range(len(PROMPT))])[
+                None
+            ]
     found = kv.activation_patching(adapter, CLEAN, PROMPT, site, distance=metric, progress="none")
     assert_bitwise(found.values.float(), expected, site, ("layer", "position"))
 
@@ -217,7 +221,7 @@ def test_the_embedding_is_heard_in_the_step_that_it_begins(load: Any, case: Case
     adapter, tokens = load(case), rows(PROMPT)
     cache = DynamicCache(config=adapter.source.config)
     donor = torch.zeros(adapter.facts.width)
-    steered = kv.Patch("embed", positions=(9, 11), donor=donor)
+    steered = kv.Patch("embed", positions=(9, 11), steps=(2, 3), donor=donor)
     with kv.record(adapter.model, "embed,resid_pre", positions="all") as seen, kv.patched(adapter.model, steered) as hook:
         adapter.model(tokens[:, :8], past_key_values=cache, use_cache=True)
         for at in range(8, 12):
@@ -235,7 +239,7 @@ def test_the_embedding_with_transformer_lens_s_own_cache(load: Any) -> None:
 
     adapter, tokens = load(HOOKED), rows(PROMPT)
     cache = TransformerLensKeyValueCache.init_cache(adapter.model.cfg, "cpu", 1)
-    with kv.patched(adapter.model, kv.Patch("embed", positions=9, donor="zero")) as hook:
+    with kv.patched(adapter.model, kv.Patch("embed", positions=9, steps=(2,), donor="zero")) as hook:
         for piece in (tokens[:, :8], tokens[:, 8:9], tokens[:, 9:10], tokens[:, 10:]):
             adapter.model(piece, past_kv_cache=cache, attention_mask=torch.ones_like(piece))
     assert hook.moved == [1]

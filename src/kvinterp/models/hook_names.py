@@ -130,7 +130,7 @@ def module_of(name: object) -> tuple[str, str, int] | None:
     if site is None:
         raise InputError(
             f"no site is at the {side} of module {shown(name)}: expected a block, its attention or MLP, attention's q_proj, "
-            "k_proj, v_proj or o_proj.input, or mlp.down_proj.input, as in model.layers.3.mlp; `kvinterp list sites` has them all."
+            "k_proj, v_proj or o_proj.input, or mlp.down_proj.input, as in model.layers.3.mlp; `kvinterp list sites` has all."
         )
     return path, site, int(layer)
 
@@ -211,7 +211,9 @@ def one_site(adapter: Adapter, name: Any) -> tuple[Any, tuple[int, ...] | None]:
 def site_of(name: str) -> tuple[str, tuple[int, ...] | None]:
     """The site that a name says, and the layers, None where it says none; the name itself where it is no hook's."""
     found = hook_of(name)
-    return (name, None) if found is None else (found[0], None if found[1] is None else (found[1],))
+    if found is None:
+        return name, (0,) if name in WHOLE else None
+    return found[0], None if found[1] is None else (found[1],)
 
 
 def place_of(place: object) -> object:
@@ -253,7 +255,7 @@ def places_of(
     for name in names:
         site, own = site_of(name)
         where = chosen if own is None else chosen_layers(adapter, own)
-        if not set(where) <= set(chosen):
+        if site not in WHOLE and not set(where) <= set(chosen):
             raise InputError(
                 f"hook {name!r} is of layer {where[0]}, which is not among layers={list(chosen)}: leave layers out."
             )

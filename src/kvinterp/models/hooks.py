@@ -270,7 +270,9 @@ def _head_hooks(
 
 def _head_weights(module: Any, z: Tensor) -> Tensor:
     """The part of an output projection that reads each head, ``[head, head_dim, width]``."""
-    weight = module.W_O if hasattr(module, "W_O") else module.weight if type(module).__name__ == "Conv1D" else module.weight.T
+    weight = (
+        module.W_O if hasattr(module, "W_O") else module.weight if type(module).__name__ == "Conv1D" else module.weight.T
+    )
     return weight.reshape(z.shape[2], z.shape[3], -1).to(z)
 
 

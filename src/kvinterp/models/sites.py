@@ -68,7 +68,9 @@ _cached = functools.partial(Layout, group="cache", rows=2, heads=1, head_kind="K
 _routed = functools.partial(Layout, group="routing")
 
 LAYOUTS: dict[str, Layout] = {
-    "embed": Layout("what the token embedding gives, before positions are added (the whole model's, at layer 0)", "embedding"),
+    "embed": Layout(
+        "what the token embedding gives, before positions are added (the whole model's, at layer 0)", "embedding"
+    ),
     "resid_pre": _residual("residual stream entering the block"),
     "resid_mid": _residual("residual stream between attention and MLP"),
     "resid_post": _residual("residual stream leaving the block"),

@@ -57,9 +57,7 @@ def cache_of(records: Mapping[Site, Tensor], model: Any = None) -> Any:
     from transformer_lens import ActivationCache
 
     found = {
-        hook_name(site, layer): here
-        if here.dim() == LAYOUTS[site].dimensions
-        else here.unsqueeze(LAYOUTS[site].rows)
+        hook_name(site, layer): here if here.dim() == LAYOUTS[site].dimensions else here.unsqueeze(LAYOUTS[site].rows)
         for (site, layer), here in records.items()
         if site in HOOKS
     }
