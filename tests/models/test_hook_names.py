@@ -23,8 +23,9 @@ def models():
 
 def test_every_site_has_the_hook_that_transformer_lens_calls_it_by():
     for site, hook in HOOKS.items():
-        assert hook_of(utils.get_act_name(site, 3)) == (site, 0 if site == "embed" else 3)
         layer = 0 if site == "embed" else None
+        name = utils.get_act_name(site) if site == "embed" else utils.get_act_name(site, 3)
+        assert hook_of(name) == (site, 3 if layer is None else layer)
         assert hook_of(hook) == hook_of(hook.removeprefix("attn.")) == (site, layer)
     assert hook_of("blocks.2.hook_out") == ("resid_post", 2)
     assert hook_of("resid_post") is None

@@ -221,7 +221,7 @@ def test_the_embedding_is_heard_in_the_step_that_it_begins(load: Any, case: Case
     adapter, tokens = load(case), rows(PROMPT)
     cache = DynamicCache(config=adapter.source.config)
     donor = torch.zeros(adapter.facts.width)
-    steered = kv.Patch("embed", positions=(9, 11), donor=donor)
+    steered = kv.Patch("embed", positions=(9, 11), steps=(2, 3), donor=donor)
     with kv.record(adapter.model, "embed,resid_pre", positions="all") as seen, kv.patched(adapter.model, steered) as hook:
         adapter.model(tokens[:, :8], past_key_values=cache, use_cache=True)
         for at in range(8, 12):
@@ -239,7 +239,7 @@ def test_the_embedding_with_transformer_lens_s_own_cache(load: Any) -> None:
 
     adapter, tokens = load(HOOKED), rows(PROMPT)
     cache = TransformerLensKeyValueCache.init_cache(adapter.model.cfg, "cpu", 1)
-    with kv.patched(adapter.model, kv.Patch("embed", positions=9, donor="zero")) as hook:
+    with kv.patched(adapter.model, kv.Patch("embed", positions=9, steps=(2,), donor="zero")) as hook:
         for piece in (tokens[:, :8], tokens[:, 8:9], tokens[:, 9:10], tokens[:, 10:]):
             adapter.model(piece, past_kv_cache=cache, attention_mask=torch.ones_like(piece))
     assert hook.moved == [1]

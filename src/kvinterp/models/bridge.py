@@ -113,7 +113,8 @@ class BridgeAdapter(OnTransformersCache):
             z = self.tap("z", layer)
             output = getattr(getattr(block.attn, "o", None), "original_component", None)
             return heads_tap(Tap(output, heads=z.heads), self.facts.architecture)  # type: ignore[arg-type]
-        name = hook_name(site, layer)
+        # A bridge over experts has a hook of the neurons' name elsewhere.
+        name = f"blocks.{layer}.mlp.out.hook_in" if site == "post" else hook_name(site, layer)
         if site in ("attn_out", "mlp_out") and hasattr(block, "residual_contribution_scale"):
             raise UnsupportedError(
                 f"site {site!r} is not there: {self.facts.architecture} scales what it adds to the residual stream, and the "

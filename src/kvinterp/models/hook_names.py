@@ -211,7 +211,9 @@ def one_site(adapter: Adapter, name: Any) -> tuple[Any, tuple[int, ...] | None]:
 def site_of(name: str) -> tuple[str, tuple[int, ...] | None]:
     """The site that a name says, and the layers, None where it says none; the name itself where it is no hook's."""
     found = hook_of(name)
-    return (name, None) if found is None else (found[0], None if found[1] is None else (found[1],))
+    if found is None:
+        return name, (0,) if name in WHOLE else None
+    return found[0], None if found[1] is None else (found[1],)
 
 
 def place_of(place: object) -> object:
@@ -253,7 +255,7 @@ def places_of(
     for name in names:
         site, own = site_of(name)
         where = chosen if own is None else chosen_layers(adapter, own)
-        if not set(where) <= set(chosen):
+        if site not in WHOLE and not set(where) <= set(chosen):
             raise InputError(
                 f"hook {name!r} is of layer {where[0]}, which is not among layers={list(chosen)}: leave layers out."
             )

@@ -13,7 +13,7 @@ from torch import Tensor
 from kvinterp.common import words
 from kvinterp.errors import InputError, shown, unexpected
 from kvinterp.models import Adapter
-from kvinterp.models.hook_names import WHOLE, module_of, site_of
+from kvinterp.models.hook_names import module_of, site_of
 from kvinterp.models.inputs import check_instance, check_known, given_list, whole_number
 from kvinterp.models.sites import CACHE_SITES, SITES
 from kvinterp.patching.ablation import ZERO, Ablation
@@ -78,7 +78,7 @@ class Patch:
                 f"hook {self.site!r} is of layer {layers[0]}, and layers={self.layers!r} was given: leave it out."
             )
         object.__setattr__(self, "site", site)
-        object.__setattr__(self, "layers", ((0,) if site in WHOLE else self.layers) if layers is None else layers)
+        object.__setattr__(self, "layers", self.layers if layers is None else layers)
         check_known("patch site", self.site, PATCH_SITES)
         if isinstance(self.donor, str) and self.donor == "zero":
             object.__setattr__(self, "donor", ZERO)

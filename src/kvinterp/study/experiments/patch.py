@@ -61,6 +61,11 @@ class Patch(Experiment):
             "no distance that was asked for is of answers; leave it out, or add logit_difference to --distance",
         ),
     )
+    receiver: str | None = option(
+        None,
+        "Path patching: the place that alone gets what a patch brings along the residual stream, as blocks.3.attn.hook_q; with "
+        "--sweep single or heads.",
+    )
     examples: int | None = option(None, "Patch only this many prompts: those with the highest KL.")
     preset: str | None = option(
         None,
@@ -101,6 +106,7 @@ class Patch(Experiment):
         from kvinterp.models.inputs import check_choice, check_known, check_text, check_whole
         from kvinterp.patching import DIRECTIONS, DISTANCES, PATCH_SITES, SWEEPS
         from kvinterp.patching import Patch as Moved
+        from kvinterp.patching.path_patching import check_ends
 
         for name in _UNLESS_GIVEN.keys() - {"max_new_tokens"}:
             check_text(name, getattr(self, name), repr(_UNLESS_GIVEN[name]))
@@ -118,6 +124,9 @@ class Patch(Experiment):
         site, _ = site_of(self.site)
         check_known("patch site", site, PATCH_SITES)
         Moved(site, steps=_steps(self.steps))
+        if self.receiver is not None:
+            check_ends([Moved(self.receiver, positions="all")])
+            check_choice("protocol with a receiver", self.protocol, ("matched",))
 
     def cells(self) -> list[Cell]:
         """A cell a prompt that is patched, in the order of their KL where only some are."""
@@ -155,6 +164,7 @@ _PASSED = (
     "protocol",
     "distance",
     "answers",
+    "receiver",
     "examples",
     "max_new_tokens",
     "controls",
