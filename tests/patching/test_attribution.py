@@ -107,7 +107,7 @@ def test_its_error_on_trained_models_is_that_of_every_place(load: Any, case: Cas
         expected = float((found.values - found.corrupted - changes).norm() / changes.norm())
         assert len(found.checked) == changes.numel()
         assert found.error == pytest.approx(expected, rel=1e-4)
-        assert 0 < expected
+        assert expected > 0
 
 
 @cases(KINDS)
