@@ -239,7 +239,6 @@ def audited(
     from kvinterp.data import load_prompts
     from kvinterp.study.cells import loaded
     from kvinterp.study.experiments.outcome import records
-    from kvinterp.study.reading.claims import claims_said
     from kvinterp.study.report.audit import texts_of
 
     given = None if prompts is None else load_prompts(prompts)
@@ -258,7 +257,7 @@ def audited(
     verdict, tables = found.verdict, tables_of(found)
     claims = claims_of(tables, adapter.facts.name)
     said = {"reading": str(verdict.reading), "exit_code": verdict.exit_code, "claims": records(claims)}
-    return tables, {**said, "texts": texts_of(found, claims_said(claims)), "junit": junit_xml(found)}
+    return tables, {**said, "texts": texts_of(found, claims), "junit": junit_xml(found)}
 
 
 def judged(

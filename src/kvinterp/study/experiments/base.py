@@ -174,7 +174,7 @@ class Experiment(abc.ABC):
         """What leads: the headline, and how many of a source's claims hold."""
         from kvinterp.study.reading.claims import claims_said
 
-        return [*self.headline(outcome), *(claims_said(outcome.tables["claims"])[:1] if "claims" in outcome.tables else ())]
+        return [*self.headline(outcome), *([claims_said(outcome.tables["claims"])] if "claims" in outcome.tables else ())]
 
     def read(self, folder: Path) -> Outcome:
         """A finished result as it is in its folder.

@@ -246,17 +246,9 @@ def _made(outcome: Outcome) -> dict[str, Any]:
 
 
 def _findings(outcome: Outcome) -> pd.DataFrame:
-    from kvinterp.study.findings.of_comparison import rows_of_comparison
-
-    rows: list[dict[str, Any]] = []
-    if outcome.verb == "compare":
-        rows = rows_of_comparison(outcome.result.comparison)
-    elif outcome.verb == "compare-several":
-        for pair in outcome.result:
-            rows += [{"pair": pair.provenance["paths"]["b"], **row} for row in rows_of_comparison(pair)]
-    elif outcome.verb == "audit":
-        rows = list(_of_audit(outcome.tables))
-    return findings_of(rows) if rows else outcome.tables.get("findings", findings_of([]))
+    if outcome.verb == "audit":
+        return findings_of(_of_audit(outcome.tables))
+    return outcome.tables.get("findings", findings_of([]))
 
 
 def _of_audit(tables: Mapping[str, pd.DataFrame]) -> Iterator[dict[str, Any]]:

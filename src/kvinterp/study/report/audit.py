@@ -14,19 +14,18 @@ from kvinterp.common.numbers import counted
 from kvinterp.comparison.vocabulary import EMBEDDING
 from kvinterp.errors import InputError
 from kvinterp.models.adapter import DTYPES
-from kvinterp.study.findings import Chart, Panel
 from kvinterp.study.findings.of_comparison import ladder_chart
 from kvinterp.study.report import given
 from kvinterp.study.report.charts import drawn
 from kvinterp.study.report.experiment import kicker_of
 from kvinterp.study.report.page import Answer, Bullets, Column, Folded, Links, Pairs, Picture, Table, Text, render
+from kvinterp.study.report.study import claims_tables
 from kvinterp.study.report.style import png
 from kvinterp.study.report.svg import inline
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from kvinterp.auditing.ladder import PrecisionRun
     from kvinterp.auditing.verdict import Audit, Verdict
 
 Row = Mapping[str, Any]
@@ -56,9 +55,9 @@ _CHECKS = (
 )
 
 
-def texts_of(audit: Audit, said: Sequence[str] = ()) -> dict[str, str]:
-    """Page and verdict by the names of their files; ``said`` stands on the page too."""
-    return {"report.html": page(audit, said), "verdict.json": audit.verdict.to_json()}
+def texts_of(audit: Audit, claims: pd.DataFrame | None = None) -> dict[str, str]:
+    """Page and verdict by the names of their files; what was claimed elsewhere stands on the page too."""
+    return {"report.html": page(audit, claims), "verdict.json": audit.verdict.to_json()}
 
 
 def layer_table(audit: Audit, order: str = "native") -> pd.DataFrame:
@@ -90,10 +89,10 @@ def save_verdict(verdict: Verdict, folder: Path) -> Path:
     return put({"report.html": page_of(verdict, [Text(_BLOCKS_ELSEWHERE)]), "verdict.json": verdict.to_json()}, folder)
 
 
-def page(audit: Audit, said: Sequence[str] = ()) -> str:
+def page(audit: Audit, claims: pd.DataFrame | None = None) -> str:
     """The page, self-contained; whatever comes from the model is escaped."""
     verdict, own = audit.verdict, audit.provenance["dtype"]
-    elsewhere = [Folded("What was claimed elsewhere", [Bullets(said)])] if said else []
+    elsewhere = [] if claims is None else [Folded("What was claimed elsewhere", claims_tables(claims, {}))]
     blocks = [
         Text(_BLOCKS, look="note"),
         *_layers(audit, verdict.first_layer if verdict.exit_code else None),
@@ -273,16 +272,10 @@ def _taken_away(found: Row) -> str:
 
 def _seconds(table: pd.DataFrame) -> list[Any]:
     """What took how long; nothing for an audit that was kept before that was written down."""
-    if table.empty:
-        return []
-    took = table.groupby(["part", "rung"], sort=False)["seconds"].sum().reset_index()
-    panel = Panel(took, "seconds", "part", "dots", color="rung", scale="linear", label="seconds")
-    figure = drawn(Chart("What took how long", [panel]), [])
-    picture = Picture("What took how long", png(figure), svg=inline(figure, "seconds"))
-    return [Folded("What took how long", [picture, _table(table.to_dict("records"))])]
+    return [] if table.empty else [Folded("What took how long", [_table(table.to_dict("records"))])]
 
 
-# Blocks and one token --------------------------------------------------------------------------------------------------
+# Blocks ----------------------------------------------------------------------------------------------------------------
 
 
 def _layers(audit: Audit, marked: int | None) -> list[Any]:
@@ -301,39 +294,10 @@ def _layers(audit: Audit, marked: int | None) -> list[Any]:
 
 
 def _last_token(rung: PrecisionRun | None, own: str) -> list[Any]:
-    """The report format of transformers issue 46190, for a step that differs where there is one."""
+    """What transformers issue 46190 asks for, of a step that differs where there is one."""
     if rung is None or rung.layers.empty:
         return []
-    layers, top = rung.layers, rung.top
-    position, prefill = int(layers["position"].iloc[0]), int(layers["prefill"].iloc[0])
-    where = f"position {position}, fed after a prompt of {prefill} tokens"
-    title = Text(f"One token, free-running, in {own}", look="h3")
-    differing = top[top["difference"] > 0]
-    if not (layers["max_abs"] > 0).any() and differing.empty:
-        also = "" if len(rung.differing_steps) else f" So is every logit of all {len(rung.steps)} steps."
-        return [title, Text(f"At {where}, every layer's output and every logit is the same on both paths.{also}")]
-    return [
-        title,
-        Text(
-            f"At {where}. Layer n is hidden_states[n], what block n - 1 returned; of the last block before the final norm.",
-            look="note",
-        ),
-        _issue(layers.assign(layer=(layers["layer"] + 1).astype(int)), _ISSUE_LAYERS),
-        Text("Logits that differ most", look="h3"),
-        Text("No logit differs at this position.") if differing.empty else _issue(differing, _ISSUE_TOP),
-    ]
-
-
-_ISSUE_LAYERS = {"Layer": ("layer", "d"), "Max Abs Diff": ("max_abs", ".6e"), "Mean Abs Diff": ("mean_abs", ".6e")}
-_ISSUE_TOP = {
-    "Index": ("index", "d"),
-    "Full Forward": ("recompute", ".6f"),
-    "Prefill+Decode": ("cached", ".6f"),
-    "Abs Diff": ("difference", ".6e"),
-}
-
-
-def _issue(frame: pd.DataFrame, columns: Mapping[str, tuple[str, str]]) -> Table:
-    """A table of the issue's; of each column what it shows, and how."""
-    rows = frame.to_dict("records")
-    return _table([{name: format(row[shown], spec) for name, (shown, spec) in columns.items()} for row in rows])
+    position, prefill = (int(rung.layers[name].iloc[0]) for name in ("position", "prefill"))
+    said = f"One token, free-running, in {own}: position {position}, fed after a prompt of {prefill} tokens"
+    layers = rung.layers.assign(hidden_states=rung.layers["layer"] + 1)[["hidden_states", "max_abs", "mean_abs"]]
+    return [Text(said, look="h3"), _table(layers.to_dict("records")), _table(rung.top.to_dict("records"))]

@@ -43,7 +43,8 @@ def _page(outcome: Any, drawn: Mapping[Any, Sequence[Path]], chosen: Mapping[str
     contents |= {upper(part.label.replace("-", " ")): _anchor(part.label) for part in outcome.result}
     parts: list[Any] = [Answer(summary["reading"]), Links(contents, label="On this page:")]
     if "claims" in tables:
-        parts += [Text("The claims", look="h2", name="claims"), *_claims(tables["claims"], outcome, drawn)]
+        links = {claim: _links(str(table), outcome, drawn) for claim, table in tables["claims"][["id", "table"]].to_numpy()}
+        parts += [Text("The claims", look="h2", name="claims"), *claims_tables(tables["claims"], links)]
     shown_already = {"claims", "findings", "cells"}
     for part, found in outcome.result.items():
         findings = found.tables.get("findings")
@@ -67,8 +68,13 @@ def _page(outcome: Any, drawn: Mapping[Any, Sequence[Path]], chosen: Mapping[str
     return render("report", f"kvinterp: {TITLE}", parts, TITLE, kicker_of(summary["provenance"]))
 
 
-def _claims(claims: pd.DataFrame, outcome: Any, drawn: Mapping[Any, Sequence[Path]]) -> list[Table]:
-    """The claims that were decided, and folded those that were not; each by what it says, the rest of it folded."""
+def claims_tables(claims: pd.DataFrame, links: Mapping[str, tuple[Links, str]]) -> list[Table]:
+    """The claims that were decided, and folded those that were not; each by what it says, the rest of it folded.
+
+    Args:
+        claims: As :func:`kvinterp.study.claims.claims_of` gives them.
+        links: Of each claim, where there are, links to what it rests on, and the experiment that decided it.
+    """
     head = [
         *(Column("verdict", "filter"), Column("claim", "text"), Column("source", "filter"), Column("decided by", "filter")),
         *(Column("the paper's"), Column("here, its protocol", "number"), Column("here, matched (95% interval)")),
@@ -76,7 +82,7 @@ def _claims(claims: pd.DataFrame, outcome: Any, drawn: Mapping[Any, Sequence[Pat
     ]
     rows: dict[bool, list[list[Any]]] = {False: [], True: []}
     for claim in claims.sort_values("verdict", key=lambda each: each.map(_ORDER), kind="stable").to_dict("records"):
-        links, by = _links(str(claim["table"]), outcome, drawn)
+        see, by = links.get(claim["id"], ("", ""))
         more = {
             "source": f"{claim['source']}, {claim['section']}",
             "numbers": claim["measure"],
@@ -91,11 +97,12 @@ def _claims(claims: pd.DataFrame, outcome: Any, drawn: Mapping[Any, Sequence[Pat
             *(str(claim["source"]), by, str(claim["paper_value"] or "–"), number(claim["paper_protocol"])),
             number(claim["matched"]) + ends_said(claim["low"], claim["high"]),
             _drawn(claim),
-            *(number(claim["n"]) if claim["n"] else "–", Links(links)),
+            *(number(claim["n"]) if claim["n"] else "–", see),
         ])  # fmt: skip
     names = ("claims-table", "claims-open")
     made = [Table(head, each, name=name, look="cards claims") for name, each in zip(names, rows.values(), strict=True)]
-    return [made[0], dataclasses.replace(made[1], folded=f"{counted(len(rows[True]), 'claim')} {OPEN}")]
+    folded = dataclasses.replace(made[1], folded=f"{counted(len(rows[True]), 'claim')} {OPEN}")
+    return [table for table in (made[0], folded) if table.rows]
 
 
 def _drawn(claim: Mapping[str, Any]) -> Interval:
@@ -108,14 +115,14 @@ _ORDER = {HOLDS: 0, FAILS: 1, OPEN: 2}
 _ENDS = {"low": "low", "estimate": "matched", "high": "high", "null": "paper_protocol"}
 
 
-def _links(table: str, outcome: Any, drawn: Mapping[Any, Sequence[Path]]) -> tuple[dict[str, str], str]:
+def _links(table: str, outcome: Any, drawn: Mapping[Any, Sequence[Path]]) -> tuple[Links, str]:
     """Where the figure, the table and the cells are that a claim rests on, and of which experiment they are."""
     for part, found in outcome.result.items():
         if table in found.tables:
             figure = [path for path in drawn[part] if table in path.stem] or list(drawn[part])
             to = {"figure": f"figure-{figure[0].stem}"} if figure else {}
-            return {**to, "table": f"table-{table}", "cells": f"cells-{_anchor(part.label)}"}, part.name
-    return {}, ""
+            return Links({**to, "table": f"table-{table}", "cells": f"cells-{_anchor(part.label)}"}), part.name
+    return Links(), ""
 
 
 def _cells(part: Any, cells: pd.DataFrame) -> Table:
