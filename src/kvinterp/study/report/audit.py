@@ -26,6 +26,7 @@ from kvinterp.study.report.svg import inline
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+    from kvinterp.auditing.ladder import PrecisionRun
     from kvinterp.auditing.verdict import Audit, Verdict
 
 Row = Mapping[str, Any]
