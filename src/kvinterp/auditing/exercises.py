@@ -35,16 +35,16 @@ from typing import Any
 import torch
 
 from kvinterp.auditing import batches, lengths
-from kvinterp.auditing.bench import FAILED, NOT_RUN, PASSED, UNCLEAR, Bench, Check, Seen, attempted, one_line
+from kvinterp.auditing.bench import FAILED, NOT_RUN, PASSED, UNCLEAR, Bench, Check, attempted, one_line
 from kvinterp.auditing.blocks import evaluating
 from kvinterp.auditing.called import CALLED, by_call
 from kvinterp.auditing.causes import COARSE, WithoutCasts
-from kvinterp.auditing.comparing import apart
 from kvinterp.auditing.first_difference import Feed, Finding, Sight
 from kvinterp.auditing.ladder import unit_roundoff
+from kvinterp.auditing.values import apart
 from kvinterp.auditing.watch import Event
 from kvinterp.models import Adapter
-from kvinterp.paths.calls import call_named
+from kvinterp.paths.calls import Call, call_named
 from kvinterp.paths.kernels import BatchInvariant, Kernels
 
 FEWER_BITS = "a tensor is cast to fewer bits than float32 that plain decoding keeps"
@@ -127,16 +127,14 @@ def _tried(bench: Bench, name: str) -> list[Check]:
         benches.append(new)
         return {one.name: one for one in _run(new, name) if one.error is not None}
 
-    def failed() -> bool:
-        return any(one.status == FAILED for one in found)
-
     # The model as it is, with room for the rounding of casts to float32.
     coarse_unit = max(bench.runner.unit, unit_roundoff(torch.float32))
     if bench.left_out:
         # The model's casts are left out all along: that this way of using the cache makes none of its own is looked at too.
-        coarse = otherwise(None, coarse_unit) if bench.thorough or _without_casts(name) else {}
+        plan = _plan_of(name)
+        coarse = otherwise(None, coarse_unit) if bench.thorough or (plan is not None and plan.kernels) else {}
         found = [_cast_of_its_own(one, coarse.get(one.name)) for one in found]
-    elif bench.runner.narrow and failed():
+    elif bench.runner.narrow and _failed(found):
         fixed = otherwise(BatchInvariant())
         found = [_of_the_order(one, fixed.get(one.name), bench.beyond) for one in found]
     elif not bench.runner.narrow and any(map(_suspicious, found)):
@@ -145,7 +143,7 @@ def _tried(bench: Bench, name: str) -> list[Check]:
         if len(benches) > 1 and not _casts(bench, benches[1]):
             # What casts is this way of calling, and nothing else.
             found = [_cast_by_call(one, before) for one, before in zip(found, first, strict=True)]
-    if failed() and bench.runner.dtype != torch.float64:
+    if _failed(found) and bench.runner.dtype != torch.float64:
         # Rounding can tip a choice of experts, in one prompt; a bug does not care for the prompt.
         other = dataclasses.replace(bench, pool=[list(reversed(row)) for row in bench.pool[::-1]])
         again = {one.name: one for one in _run(other, name)}
@@ -165,17 +163,16 @@ def _run(bench: Bench, name: str) -> list[Check]:
 
 
 def _check_of(name: str) -> Callable[[Bench], Any]:
-    if name in CHECKS:
-        return CHECKS[name]
-    plan = call_named(name.removeprefix(CALLED))
-    assert plan is not None
-    return functools.partial(by_call, plan=plan)
+    plan = _plan_of(name)
+    return CHECKS[name] if plan is None else functools.partial(by_call, plan=plan)
 
 
-def _without_casts(name: str) -> bool:
-    """Whether it is a call plan of which a cast of its own may have been left out."""
-    plan = call_named(name.removeprefix(CALLED)) if name.startswith(CALLED) else None
-    return plan is not None and plan.kernels
+def _plan_of(name: str) -> Call | None:
+    return call_named(name.removeprefix(CALLED)) if name.startswith(CALLED) else None
+
+
+def _failed(checks: Sequence[Check]) -> bool:
+    return any(one.status == FAILED for one in checks)
 
 
 def _suspicious(one: Check) -> bool:
@@ -297,18 +294,15 @@ def _first_tensor(bench: Bench, check: Check, name: str, layer: int) -> Finding 
     runner = bench.runner.otherwise()
     runner.watched = layer
     _run(dataclasses.replace(bench, runner=runner, asks="no"), name)
-    for mine in [seen for seen in runner.seen if seen.cached and seen.new == 1][::-1]:
-        same = mine.batch, mine.total
-        whole = next((seen for seen in runner.seen if not seen.cached and (seen.batch, seen.total) == same), None)
-        if whole is not None:
-            return _differing(mine, whole, layer, bench.beyond * (check.null or 0.0))
-    return None
-
-
-def _differing(mine: Seen, theirs: Seen, layer: int, threshold: float) -> Finding | None:
+    whole = {(seen.shape[0], seen.total): seen for seen in reversed(runner.seen) if not seen.cached}
+    single = [seen for seen in runner.seen if seen.cached and seen.shape[1] == 1 and (seen.shape[0], seen.total) in whole]
+    if not single:
+        return None
+    mine = single[-1]
     feed = Feed(mine.total - 1, mine.total, mine.total - 1)
-    sight = Sight(feed, layer, [_filled(e, mine.total) for e in mine.watch.events], theirs.watch.events)
-    found = next(iter(sight.findings(threshold)), None)
+    theirs = whole[mine.shape[0], mine.total].watch.events
+    sight = Sight(feed, layer, [_filled(e, mine.total) for e in mine.watch.events], theirs)
+    found = next(iter(sight.findings(bench.beyond * (check.null or 0.0))), None)
     if found is None or found.tensor != "attention output":
         return found
     given = [any(e.name == "attention mask" for e in side) for side in (sight.mine, sight.theirs)]

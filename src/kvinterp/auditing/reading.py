@@ -8,10 +8,9 @@ from typing import Any
 
 import torch
 
-from kvinterp.auditing.accounting import ROOM, Account
 from kvinterp.auditing.bench import FAILED, NOT_RUN, PASSED, UNCLEAR, Check
 from kvinterp.auditing.first_difference import Place
-from kvinterp.auditing.judging import ONE_BY_ONE, Judged
+from kvinterp.auditing.judging import ONE_BY_ONE, ROOM, Account, Judged
 from kvinterp.auditing.ladder import PrecisionRun, band
 from kvinterp.auditing.values import narrower
 from kvinterp.auditing.verdict import CANNOT_TELL, GOOD, Verdict

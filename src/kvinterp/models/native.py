@@ -224,15 +224,13 @@ class NativeAdapter(OnTransformersCache):
         cache = model_cache(store, lambda: self.config, self._facts.architecture)
         return self.model(input_ids=tokens, past_key_values=cache, use_cache=True, **more).logits
 
-    def called(
-        self, tokens: Tensor, cache: Any, cached: str, mask: Tensor | None, positions: Tensor | None
-    ) -> tuple[Tensor, Any]:
+    def called(self, tokens: Tensor, cache: Any, mask: Tensor | None, positions: Tensor | None) -> tuple[Tensor, Any]:
         """Logits, and the model's own cache under whatever name it has."""
         given: dict[str, Any] = {"attention_mask": mask, self.cache_name: cache}
         if "position_ids" in self.takes:
             given["position_ids"] = positions
         told = {name: value for name, value in given.items() if value is not None}
-        out = self.model(input_ids=tokens, use_cache=cached == "yes", **told)
+        out = self.model(input_ids=tokens, use_cache=True, **told)
         # The signature may take everything by any name: the one that it is returned under is the one that it is taken by.
         name = next((name for name in CACHES if getattr(out, name, None) is not None), None)
         if name is None:
