@@ -213,6 +213,10 @@ class Check:
     tensor: str = ""
     module: str = ""
 
+    def also(self, more: str, **changed: Any) -> Check:
+        """The same with more said of it, and with some fields changed."""
+        return dataclasses.replace(self, detail=f"{self.detail.rstrip('.')}; {more}.", **changed)
+
     @property
     def failure(self) -> str:
         """Of one that failed: what it showed, and where."""

@@ -44,6 +44,7 @@ from kvinterp.auditing.ladder import unit_roundoff
 from kvinterp.auditing.values import apart
 from kvinterp.auditing.watch import Event
 from kvinterp.models import Adapter
+from kvinterp.models.door import quiet_transformers
 from kvinterp.paths.calls import Call, call_named
 from kvinterp.paths.kernels import BatchInvariant, Kernels
 
@@ -140,14 +141,19 @@ def _tried(bench: Bench, name: str) -> list[Check]:
     elif not bench.runner.narrow and any(map(_suspicious, found)):
         first, without, coarse = found, otherwise(WithoutCasts()), otherwise(None, coarse_unit)
         found = [_explained(one, without.get(one.name), coarse.get(one.name)) for one in found]
-        if len(benches) > 1 and not _casts(bench, benches[1]):
-            # What casts is this way of calling, and nothing else.
-            found = [_cast_by_call(one, before) for one, before in zip(found, first, strict=True)]
+        if len(benches) > 1:
+            tokens = bench.tokens(bench.short()[1])
+            own, without_casts = (each.runner.recompute(tokens) for each in benches[:2])
+            if apart(own, without_casts) <= benches[1].excused * benches[1].plain_null:
+                # The model alone gives the same logits without: what casts is this way of calling, and nothing else.
+                found = [_cast_by_call(one, before) for one, before in zip(found, first, strict=True)]
     if _failed(found) and bench.runner.dtype != torch.float64:
         # Rounding can tip a choice of experts, in one prompt; a bug does not care for the prompt.
         other = dataclasses.replace(bench, pool=[list(reversed(row)) for row in bench.pool[::-1]])
-        again = {one.name: one for one in _run(other, name)}
-        found = [_confirmed(one, again.get(one.name)) for one in found]
+        # What fails with one set of prompts alone is not said to fail.
+        again = {one.name for one in _run(other, name) if one.status == FAILED}
+        also = "other prompts of the same lengths do not show it"
+        found = [one if one.status != FAILED or one.name in again else one.also(also, status=UNCLEAR) for one in found]
     found = [_placed(bench, one, name) if one.status == FAILED else one for one in found]
     spent = sum(each.runner.forwards for each in benches) - before
     return [dataclasses.replace(one, forwards=spent if n == 0 else 0) for n, one in enumerate(found)]
@@ -191,26 +197,18 @@ def _explained(one: Check, without: Check | None, coarse: Check | None) -> Check
         if one.status != FAILED or (coarse is not None and coarse.status == FAILED):
             return one
         also = "casts to float32 inside the model may do as much, and it does not run without"
-        return dataclasses.replace(one, status=UNCLEAR, detail=_and(one, also), hint="")
+        return one.also(also, status=UNCLEAR, hint="")
     if without.status != PASSED:
         return without
     detail = f"{without.detail.rstrip('.')} (with them {one.error:.1e})."
     return _cast_of_its_own(dataclasses.replace(without, detail=detail), coarse)
 
 
-def _casts(bench: Bench, without: Bench) -> bool:
-    """Whether the model alone gives other logits once its casts are left out."""
-    tokens = bench.tokens(bench.short()[1])
-    off = apart(bench.runner.recompute(tokens), without.runner.recompute(tokens))
-    return off > without.excused * without.plain_null
-
-
 def _cast_by_call(one: Check, before: Check) -> Check:
     """A call plan that failed and passes without casts, where the model alone makes none: the plan computes in fewer bits."""
     if one.status != PASSED or before.status != FAILED or not one.name.startswith(CALLED):
         return one
-    also = "with casts to fewer bits left out it passes, and the model alone makes none"
-    return dataclasses.replace(before, detail=_and(before, also), hint=FEWER_BITS)
+    return before.also("with casts to fewer bits left out it passes, and the model alone makes none", hint=FEWER_BITS)
 
 
 def _of_the_order(one: Check, fixed: Check | None, beyond: float) -> Check:
@@ -218,9 +216,7 @@ def _of_the_order(one: Check, fixed: Check | None, beyond: float) -> Check:
     limit = COARSE * beyond * (one.null or 0.0)
     if one.status != FAILED or fixed is None or fixed.status != PASSED or (one.error or 0.0) > limit:
         return one
-    return dataclasses.replace(
-        one, status=PASSED, detail=_and(one, "gone with a fixed order of additions"), hint="", step=None
-    )
+    return one.also("gone with a fixed order of additions", status=PASSED, hint="", step=None)
 
 
 def served(finest: Sequence[Check], serving: Sequence[Check], dtype: str) -> list[Check]:
@@ -240,22 +236,10 @@ def served(finest: Sequence[Check], serving: Sequence[Check], dtype: str) -> lis
     ]
 
 
-def _and(one: Check, also: str) -> str:
-    return f"{one.detail.rstrip('.')}; {also}."
-
-
 def _cast_of_its_own(one: Check, coarse: Check | None) -> Check:
     if one.status != PASSED or coarse is None or coarse.status != FAILED:
         return one
-    also = "with casts to fewer bits left out it passes"
-    return dataclasses.replace(coarse, detail=_and(coarse, also), hint=coarse.hint or FEWER_BITS)
-
-
-def _confirmed(one: Check, again: Check | None) -> Check:
-    """What fails with one set of prompts alone, where rounding can tip a choice, is not said to fail."""
-    if one.status != FAILED or (again is not None and again.status == FAILED):
-        return one
-    return dataclasses.replace(one, status=UNCLEAR, detail=_and(one, "other prompts of the same lengths do not show it"))
+    return coarse.also("with casts to fewer bits left out it passes", hint=coarse.hint or FEWER_BITS)
 
 
 # Where what fails goes wrong ------------------------------------------------------------------------------------------
@@ -322,21 +306,13 @@ def _filled(event: Event, total: int) -> Event:
 @contextlib.contextmanager
 def _as_it_was(adapter: Adapter) -> Iterator[None]:
     """Restores what running a model can change: its mode, its attributes, the random state, what libraries say."""
-    from transformers.utils import logging
-
-    kept = {holder: dict(vars(holder)) for holder in {id(m): m for m in (adapter.model, adapter.source)}.values()}
-    level, device = logging.get_verbosity(), adapter.device
+    kept = {holder: dict(vars(holder)) for holder in (adapter.model, adapter.source)}
+    devices = [adapter.device] if adapter.device.type == "cuda" else []
     try:
-        with (
-            torch.random.fork_rng([device] if device.type == "cuda" else []),
-            warnings.catch_warnings(),
-            evaluating(adapter),
-        ):
+        with torch.random.fork_rng(devices), warnings.catch_warnings(), quiet_transformers(), evaluating(adapter):
             warnings.simplefilter("ignore")
-            logging.set_verbosity_error()
             yield
     finally:
-        logging.set_verbosity(level)
         for holder, attributes in kept.items():
             for name in set(vars(holder)) - set(attributes):
                 vars(holder).pop(name)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kvinterp.auditing.blocks import BlockHooks, BlockModel, Reference
 from kvinterp.auditing.ladder import dtype_name
-from kvinterp.auditing.values import TINY, difference, on_grid
+from kvinterp.auditing.values import difference, first_wrong, on_grid, row_errors
 from kvinterp.auditing.watch import CHOICE, RESIDUAL, Event, Watch, watching
 from kvinterp.comparison.vocabulary import EMBEDDING
 
@@ -349,20 +349,17 @@ def compared(mine: Event, other: Event, position: int, newest: int) -> tuple[int
     a, b = mine.tensor, other.tensor
     if mine.name in ("K", "V"):
         keys = min(a.shape[-2], b.shape[-2])
-        a, b = a[..., a.shape[-2] - keys :, :].flatten(0, -3), b[..., b.shape[-2] - keys :, :].flatten(0, -3)
+        a, b = (t[..., t.shape[-2] - keys :, :].flatten(0, -3) for t in (a, b))
         # torch may be given each KV head once, or once for every query head that shares it.
-        if a.shape[0] != b.shape[0] and max(a.shape[0], b.shape[0]) % min(a.shape[0], b.shape[0]) == 0:
-            heads = max(a.shape[0], b.shape[0])
-            a, b = (t.repeat_interleave(heads // t.shape[0], 0) for t in (a, b))
+        heads = max(len(a), len(b))
+        if heads % min(len(a), len(b)) == 0:
+            a, b = (t.repeat_interleave(heads // len(t), 0) for t in (a, b))
         if a.shape != b.shape:
             return position, math.inf, mine.tensor, other.tensor
-        scale = b.double().abs().amax((0, 2))
-        errors = (a.double() - b.double()).abs().amax((0, 2)) / scale.clamp(min=TINY)
-        errors = errors.nan_to_num(math.inf)
+        errors = row_errors(a.transpose(0, 1), b.transpose(0, 1))
         if not bool(errors.max() > 0):
             return position, 0.0, a, b
-        # The first position that is as wrong as any, to within a factor of ten: not one that differs by rounding only.
-        index = int((errors >= errors.max() / 10).int().argmax())
+        index = first_wrong(errors)
         return newest + 1 - keys + index, float(errors.max()), a[:, index], b[:, index]
     if mine.name in ("attention mask", "attention scores"):
         return _compare_visible(a, b, position, newest)
@@ -372,21 +369,19 @@ def compared(mine: Event, other: Event, position: int, newest: int) -> tuple[int
 
 
 def _compare_visible(a: Tensor, b: Tensor, position: int, newest: int) -> tuple[int, float, Tensor, Tensor]:
-    keys = min(a.shape[-1], b.shape[-1])
-    extra = a[..., : a.shape[-1] - keys], b[..., : b.shape[-1] - keys]
-    for longer in extra:
-        if longer.numel() and bool(_visible(longer).any()):
-            return max(newest + 1 - max(a.shape[-1], b.shape[-1]), 0), math.inf, a, b
-    a, b = a[..., a.shape[-1] - keys :].flatten(0, -2), b[..., b.shape[-1] - keys :].flatten(0, -2)
-    if a.shape[0] != b.shape[0] and 1 not in (a.shape[0], b.shape[0]):
+    counts = a.shape[-1], b.shape[-1]
+    keys = min(counts)
+    if any(bool(_visible(t[..., : t.shape[-1] - keys]).any()) for t in (a, b)):
+        return max(newest + 1 - max(counts), 0), math.inf, a, b
+    a, b = (t[..., t.shape[-1] - keys :].flatten(0, -2) for t in (a, b))
+    if len(a) != len(b) and 1 not in (len(a), len(b)):
         return position, 0.0, a, b
     seen_a, seen_b = (_visible(t).any(0) for t in (a, b))
     if not torch.equal(seen_a, seen_b):
         return newest + 1 - keys + int((seen_a != seen_b).int().argmax()), math.inf, a, b
-    if torch.bool in (a.dtype, b.dtype) or a.shape != b.shape:
+    if torch.bool in (a.dtype, b.dtype) or a.shape != b.shape or not bool(seen_a.any()):
         return position, 0.0, a, b
-    both = seen_a & seen_b
-    return position, difference(a[:, both], b[:, both]) if bool(both.any()) else 0.0, a, b
+    return position, difference(a[:, seen_a], b[:, seen_a]), a, b
 
 
 def _visible(mask: Tensor) -> Tensor:

@@ -102,7 +102,7 @@ class RungJudge:
     """
 
     def __init__(self, twin: Adapter, run: PrecisionRun, terms: int) -> None:
-        self.twin: Adapter | None = twin
+        self.twin: Any = twin
         self.run, self.name, self.dtype = run, run.name, run.dtype
         self.terms, self.limit = terms, band(run.dtype, terms)
         self.found: list[Judged] = []
@@ -141,10 +141,10 @@ class RungJudge:
                 wrong, proven = beyond_truth(twin, sight, self.run.unit)
                 if wrong is not None and self._another_form(case, wrong, proven):
                     wrong = None
-                if wrong is None and clean is None and judged.cause.word == "rounding":
-                    tried = (self._tried(case, kernels, [judged.finding.layer]) for kernels in (Native(), WithoutCasts()))
-                    left = min((largest(found) for found in tried if found is not None), default=None)
-                    if left is None:
+                if wrong is None and clean is None and not kernel:
+                    tried = (self._tried(case, each, [judged.finding.layer]) for each in (Native(), WithoutCasts()))
+                    left = min((largest(found) for found in tried if found is not None), default=math.nan)
+                    if math.isnan(left):
                         raise RuntimeError(NO_FLOAT64)
                     if left > band(torch.float64 if self.dtype == torch.float32 else torch.float32, self.terms):
                         judged.cause = Cause("", left=left, detail=THERE_TOO)
@@ -197,7 +197,6 @@ class RungJudge:
         elif beyond is None:
             cause = Cause("rounding", left=worst, detail="of the size that float64 rounds")
         else:
-            assert self.twin is not None
             found = self._tried(case, WithoutCasts("fixed"), [sight.layer], wide_constants(self.twin))
             if found is not None and largest(found) <= self.limit:
                 said = "gone with the casts left out and constants computed in float64"
@@ -215,7 +214,6 @@ class RungJudge:
 
         Then what it returns is another part of the same sum, which a later block completes.
         """
-        assert self.twin is not None
         tokens, limit = self.run.plan.tokens(case.prompt, self.twin.device), band(torch.float64, self.terms)
         for kernels in under if case.start else ():
             model, apart_by, cache = BlockModel(self.twin, kernels), 0.0, None
@@ -321,7 +319,6 @@ class RungJudge:
 
     def _numbered(self, case: Case, wrong: Finding) -> bool:
         """Whether the error is gone once the model is told its tokens' positions."""
-        assert self.twin is not None
         if "position_ids" not in self.twin.takes:
             return False
         if self.run.fixed is None:
@@ -364,7 +361,6 @@ class RungJudge:
         only: Sequence[int] | None = None,
     ) -> Differing:
         """What differs by more where a case is fed again, with these blocks watched."""
-        assert self.twin is not None
         plan = case.side.plan
         with referenced(
             BlockModel(self.twin, kernels, positions, only), plan.tokens(case.prompt, self.twin.device)
@@ -434,12 +430,12 @@ class Account:
 
 def account(twin: Adapter, run: PrecisionRun, terms: int) -> Account:
     """Judges the free-running differences of a rung by those given equal inputs; arguments as for ``judging.RungJudge``."""
-    sides = {"fixed order": run.fixed, "native": run}
-    accounts = [_account(twin, run, side, terms, name) for name, side in sides.items() if side]
+    accounts = [_account(twin, run, side, terms) for side in (run.fixed, run) if side]
     return next((a for a in accounts if not a.holds), accounts[0])
 
 
-def _account(twin: Adapter, run: PrecisionRun, side: PrecisionRun, terms: int, kernels: str) -> Account:
+def _account(twin: Adapter, run: PrecisionRun, side: PrecisionRun, terms: int) -> Account:
+    kernels = "fixed order" if side is run.fixed else "native"
     worst = float(side.steps["relative"].max()) if len(side.steps) else 0.0
     every, explained = side.every_error, 0.0
     # A fixed order is exact only where a row does not depend on how many there are, which the null shows.

@@ -405,7 +405,13 @@ class _Collector:
         def beside(batch: Tensor) -> Tensor:
             return call(batch, *(other.expand(len(batch), *other.shape[1:]) for other in others))
 
-        variants: dict[str, Variant] = {"rows": lambda n: _row_pair(lambda rows: call(rows, *others), x, n)}
+        def some(size: int) -> tuple[Tensor, Tensor]:
+            """Some rows of what is computed of ``size`` rows, and the same rows each computed alone."""
+            looked = sorted({0, size // 2, size - 1})
+            alone = [call(x[..., i : i + 1, :].contiguous(), *others) for i in looked]
+            return call(x[..., :size, :].contiguous(), *others)[..., looked, :], torch.cat(alone, -2)
+
+        variants: dict[str, Variant] = {"rows": some}
         if keys is not None:
             variants["keys"] = keys
         variants["batch"] = lambda n: _batch_pair(beside, one, n)
@@ -541,13 +547,6 @@ def _longer(tensor: Tensor, dim: int, size: int) -> Tensor:
     """The tensor's own slices over again until there are ``size`` of them."""
     index = torch.arange(size, device=tensor.device) % tensor.shape[dim]
     return tensor.index_select(dim, index)
-
-
-def _row_pair(call: Callable[[Tensor], Tensor], x: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Some rows of what is computed of ``size`` rows, and the same rows each computed alone."""
-    looked = sorted({0, size // 2, size - 1})
-    alone = [call(x[..., i : i + 1, :].contiguous()) for i in looked]
-    return call(x[..., :size, :].contiguous())[..., looked, :], torch.cat(alone, -2)
 
 
 def _batch_pair(call: Callable[[Tensor], Tensor], one: Tensor, size: int) -> tuple[Tensor, Tensor]:

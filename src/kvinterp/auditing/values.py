@@ -52,6 +52,11 @@ def row_errors(mine: Tensor, theirs: Tensor) -> Tensor:
     return (gap(a, b).amax(-1) / b.abs().amax(-1).clamp(min=TINY)).nan_to_num(math.inf, posinf=math.inf)
 
 
+def first_wrong(errors: Tensor) -> int:
+    """The first that is as wrong as any, to within a factor of ten: not one that differs by rounding only."""
+    return int((errors >= errors.max() / 10).int().argmax())
+
+
 def by_position(mine: Tensor, theirs: Tensor, first: int) -> dict[int, float]:
     """Relative error of each position of ``[batch, position, vocabulary]``, over all rows; the first is at ``first``."""
     size = magnitude(theirs)

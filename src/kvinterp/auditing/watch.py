@@ -253,7 +253,8 @@ class Recogniser:
         """What a call and its result are, or None."""
         args, kwargs = in_order(args, kwargs)
         if func is SDPA:
-            return _fused(result, *args, **kwargs)
+            named = dict(zip(("query", "key", "value", "attn_mask", "dropout_p", "is_causal"), args, strict=False)) | kwargs
+            return Fused(named["query"], named["key"], named["value"], named.get("attn_mask"), named, result)
         if func in MATMUL or func in _BADDBMM:
             named = [kwargs[name] for name in ("batch1", "batch2", "other", "mat2") if name in kwargs]
             given = [*args[func in _BADDBMM :], *named]
@@ -267,31 +268,14 @@ class Recogniser:
     def _multiplied(self, a: Tensor, b: Tensor, made: Tensor) -> Product | Values | None:
         if a.dim() < 3 or a.dim() != b.dim():
             return None
-        if self.scores is not None and _like(a, self.scores.product.made):
-            scores, self.scores = self.scores, None
+        scores = self.scores
+        if scores is not None and a.shape[-1] == scores.product.made.shape[-1] and _rows(a) == _rows(scores.product.made):
+            self.scores = None
             return Values(a, b, made, scores)
         found = Product(a, b, made, self.product)
         self.product = Product(a, b, made)
         return found
 
 
-def _fused(
-    made: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    **options: Any,
-) -> Fused:
-    """SDPA's arguments by name, however they were given."""
-    return Fused(query, key, value, attn_mask, {"is_causal": is_causal, **options}, made)
-
-
 def _rows(tensor: Tensor) -> int:
     return tensor.numel() // max(tensor.shape[-1], 1)
-
-
-def _like(a: Tensor, b: Tensor) -> bool:
-    return a.shape[-1] == b.shape[-1] and _rows(a) == _rows(b)
