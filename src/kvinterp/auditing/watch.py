@@ -256,8 +256,8 @@ class Recogniser:
             named = dict(zip(("query", "key", "value", "attn_mask", "dropout_p", "is_causal"), args, strict=False)) | kwargs
             return Fused(named["query"], named["key"], named["value"], named.get("attn_mask"), named, result)
         if func in MATMUL or func in _BADDBMM:
-            named = [kwargs[name] for name in ("batch1", "batch2", "other", "mat2") if name in kwargs]
-            given = [*args[func in _BADDBMM :], *named]
+            others = [kwargs[name] for name in ("batch1", "batch2", "other", "mat2") if name in kwargs]
+            given = [*args[func in _BADDBMM :], *others]
             return self._multiplied(given[0], given[1], result) if len(given) > 1 else None
         product = self.product
         if func in _SOFTMAX and product is not None and args[0].dim() >= 3 and _rows(args[0]) == _rows(product.made):
