@@ -19,10 +19,11 @@ from torch import Tensor
 
 from kvinterp.auditing.blocks import BlockModel, moving, prompts_for
 from kvinterp.auditing.causes import WithoutCasts
-from kvinterp.auditing.comparing import apart, by_position
 from kvinterp.auditing.ladder import unit_roundoff
+from kvinterp.auditing.values import apart, by_position
 from kvinterp.auditing.watch import Watch, watching
 from kvinterp.models import Adapter
+from kvinterp.models.checkpoint import reason
 from kvinterp.paths.calls.base import NOTHING, Masking
 from kvinterp.paths.kernels import Kernels
 
@@ -35,15 +36,13 @@ class Seen(NamedTuple):
 
     Attributes:
         cached: Whether it fed a cache.
-        batch: Rows of the batch.
-        new: Tokens fed.
+        shape: Rows of the batch and tokens fed.
         total: Positions after it.
         watch: What was seen in the block.
     """
 
     cached: bool
-    batch: int
-    new: int
+    shape: torch.Size
     total: int
     watch: Watch
 
@@ -89,13 +88,11 @@ class Feeder(BlockModel):
         """As :meth:`BlockModel.forward`, counted and looked at."""
         self.forwards += 1
         made: list[Tensor] = []
-        batch, new = tokens.shape
-        watches = [] if self.watched is None else [Watch(self, self.watched, new)]
+        watches = [] if self.watched is None else [Watch(self, self.watched, tokens.shape[1])]
         looked = [] if self.stands_in is None else [self.blocks[self.stands_in]]
         with moving(looked, lambda _, output: made.append(output)), watching(watches):
             logits, cache = super().forward(tokens, cache, start, masking, cached)
-        total = new + (start if cached == "yes" else 0)
-        self.seen += [Seen(cached == "yes", batch, new, total, watch) for watch in watches]
+        self.seen += [Seen(cached == "yes", tokens.shape, tokens.shape[1] + start, watch) for watch in watches]
         return (made[0] if made else logits), cache
 
     def run(
@@ -216,6 +213,10 @@ class Check:
     tensor: str = ""
     module: str = ""
 
+    def also(self, more: str, **changed: Any) -> Check:
+        """The same with more said of it, and with some fields changed."""
+        return dataclasses.replace(self, detail=f"{self.detail.rstrip('.')}; {more}.", **changed)
+
     @property
     def failure(self) -> str:
         """Of one that failed: what it showed, and where."""
@@ -246,15 +247,8 @@ class NotRunError(UnclearError):
 
 
 def one_line(error: BaseException) -> str:
-    """An error's kind and the first line of what it says, to be quoted."""
-    said = first_line(error, 160, "").rstrip(". ")
-    return f"{type(error).__name__}: {said}" if said else type(error).__name__
-
-
-def first_line(error: BaseException, most: int, nothing: str | None = None) -> str:
-    """The first line of what an error says, of so many characters at most; its kind, or ``nothing``, where it says nothing."""
-    kind = type(error).__name__ if nothing is None else nothing
-    return next(iter(str(error).strip().splitlines()), kind)[:most]
+    """An error's kind and what it says, to be quoted."""
+    return f"{type(error).__name__}: {reason(error).rstrip('. ')}"
 
 
 class Recomputation(NamedTuple):
@@ -328,7 +322,7 @@ class Bench:
         for kernels in (None,) if adapter.dtype in NARROW else (None, WithoutCasts()):
             for positions in ("own", "given"):
                 bench = cls(Feeder(adapter, kernels, positions), pool, max(steps, 2), thorough, far=far)
-                if positions == "given" and not bench.runner.can_be_told_positions:
+                if positions == "given" and "position_ids" not in adapter.takes:
                     continue
                 try:
                     bench.measure_plain()

@@ -80,11 +80,6 @@ class BlockModel:
         """The dtype the weights are in."""
         return self.adapter.dtype
 
-    @property
-    def can_be_told_positions(self) -> bool:
-        """Whether the model's forward takes the positions of its tokens."""
-        return "position_ids" in self.adapter.takes
-
     def recompute(self, tokens: Tensor, masking: Masking = NOTHING) -> Tensor:
         """Logits of every token without a cache, ``[batch, position, vocabulary]``."""
         return self.unpadded(self.forward(tokens, None, 0, masking, "no")[0])
@@ -120,7 +115,9 @@ class BlockModel:
         if positions is None and self.positions == "given":
             positions = torch.arange(start, start + tokens.shape[1], device=tokens.device).expand(len(tokens), -1)
         with self.running():
-            return self.adapter.called(tokens, cache, cached, mask, positions)
+            if cached == "no":
+                return self.adapter.forward(tokens, None, mask, positions), None
+            return self.adapter.called(tokens, cache, mask, positions)
 
     def unpadded(self, logits: Tensor) -> Tensor:
         """The logits with 0 where those that stand for no token are minus infinity."""

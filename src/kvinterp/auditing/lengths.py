@@ -23,8 +23,9 @@ from kvinterp.auditing.bench import (
     one_line,
     singles,
 )
-from kvinterp.auditing.comparing import apart, by_position
-from kvinterp.models.caches import BACKENDS, installed
+from kvinterp.auditing.values import apart, by_position
+from kvinterp.errors import UnsupportedError
+from kvinterp.models.caches import Quantized
 from kvinterp.paths.calls.base import Masking
 
 CHUNK_NAMES = ("chunk_size", "mamba_chunk_size", "attention_chunk_size")
@@ -361,16 +362,11 @@ def quantised(bench: Bench) -> list[Check]:
 
 
 def _quantised(bench: Bench, backend: str) -> Check:
-    from transformers import QuantizedCache
-
-    module, package = BACKENDS[backend]
-    if not installed(module):
-        raise NotRunError(f"it needs the package {package}, which is not installed.")
     runner = bench.runner
     try:
-        cache = QuantizedCache(backend, runner.adapter.config)
-    except (ValueError, TypeError, KeyError, AttributeError, ImportError) as error:
-        raise NotRunError(f"transformers makes no such cache for this model ({one_line(error)}).") from error
+        cache = Quantized(8 if backend == "fp8" else 4, backend).make(runner.adapter.config, 0)
+    except UnsupportedError as why:
+        raise NotRunError(str(why)) from why
     prompt = max(min(64, bench.context - bench.steps), 1)
     tokens = bench.tokens(prompt + bench.steps)
     reference = bench.reference(tokens)

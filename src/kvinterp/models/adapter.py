@@ -146,15 +146,12 @@ class Adapter(Attaching):
         """
 
     @abc.abstractmethod
-    def called(
-        self, tokens: Tensor, cache: Any, cached: str, mask: Tensor | None, positions: Tensor | None
-    ) -> tuple[Tensor, Any]:
-        """A forward as the model's own users run it: its logits, and its cache or None where it gives none.
+    def called(self, tokens: Tensor, cache: Any, mask: Tensor | None, positions: Tensor | None) -> tuple[Tensor, Any]:
+        """A forward with a cache as the model's own users run it: its logits, and its cache or None where it gives none.
 
         Args:
             tokens: ``[batch, new]``.
             cache: What the call before returned, a cache object of the library's, or None for the model's own.
-            cached: ``"no"`` runs without a cache.
             mask, positions: As for :meth:`forward`; read where the model is :attr:`plain` alone.
         """
 

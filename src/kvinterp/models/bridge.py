@@ -88,12 +88,8 @@ class BridgeAdapter(OnTransformersCache):
         cache = model_cache(store, lambda: self.config, f"the bridge for {self.facts.architecture}")
         return self.model(tokens, return_type="logits", past_key_values=cache, use_cache=True)
 
-    def called(
-        self, tokens: Tensor, cache: Any, cached: str, mask: Tensor | None, positions: Tensor | None
-    ) -> tuple[Tensor, Any]:
+    def called(self, tokens: Tensor, cache: Any, mask: Tensor | None, positions: Tensor | None) -> tuple[Tensor, Any]:
         """Logits and the cache, a DynamicCache that is made where none is given."""
-        if cached == "no":
-            return self.forward(tokens), None
         cache = self.new_cache() if cache is None else cache
         return self.model(tokens, return_type="logits", past_key_values=cache, use_cache=True), cache
 

@@ -301,7 +301,7 @@ class Quantized(CacheKind):
             raise UnsupportedError(f"cache={self} needs the package {package}{other}: pip install {package}.")
         try:
             return QuantizedCache(backend, config, **({} if backend == "fp8" else {"nbits": self.bits}))
-        except (ImportError, TypeError, ValueError) as error:
+        except (ImportError, TypeError, ValueError, KeyError, AttributeError) as error:
             raise UnsupportedError(f"cache={self} cannot be made for {config.model_type}: {_sentence(error)}") from error
 
 

@@ -88,7 +88,15 @@ def check_files(folder: Path) -> None:
     for name in _OBJECTS:
         if (folder / name).exists():
             _check_entries(read_object(folder / name, "a file of transformers"), shown(folder / name), _TYPES)
-    _check_tokenizer(folder / "tokenizer.json")
+    if (tokenizer := folder / "tokenizer.json").exists():
+        # It may be 20 MB long, and tokenizers reads it anyway: only what it would not name is looked at here.
+        with opened(tokenizer) as found:
+            start = found.read(4096).decode("utf-8", "ignore").lstrip()[:1]
+        if start != "{":
+            raise InputError(
+                f"{shown(tokenizer)} is no tokenizer (it begins with {start!r}): expected the JSON object of a tokenizers file; "
+                "copy or download it again, or remove it and give token ids."
+            )
     headers = _headers(folder)
     if not headers:
         raise InputError(
@@ -123,19 +131,6 @@ def _check_readable(folder: Path) -> None:
                 ) from error
 
 
-def _check_tokenizer(file: Path) -> None:
-    if not file.exists():
-        return
-    # It may be 20 MB long, and tokenizers reads it anyway: only what it would not name is looked at here.
-    with opened(file) as found:
-        start = found.read(4096).decode("utf-8", "ignore").lstrip()[:1]
-    if start != "{":
-        raise InputError(
-            f"{shown(file)} is no tokenizer (it begins with {start!r}): expected the JSON object of a tokenizers file; copy "
-            "or download it again, or remove it and give token ids."
-        )
-
-
 def check_config(config: Mapping[str, Any], where: str) -> None:
     """Checks that the sizes of a transformers config can be.
 
@@ -148,7 +143,18 @@ def check_config(config: Mapping[str, Any], where: str) -> None:
     """
     _check_entries(config, where)
     for part in _parts(config):
-        _check_heads(part, where)
+        heads, keys = next((part[n] for n in _HEADS if n in part), None), part.get("num_key_value_heads")
+        if isinstance(heads, int) and isinstance(keys, int) and heads % keys:
+            raise InputError(
+                f"{where} says {heads} attention heads and {keys} key/value heads: expected as many query heads for each of "
+                "these; mend the config."
+            )
+        turned = part.get("rope_theta") is not None or part.get("rope_parameters") is not None
+        size = part.get("head_dim")
+        if turned and isinstance(size, int) and size % 2 and "partial_rotary_factor" not in json.dumps(part, default=str):
+            raise InputError(
+                f"{where} says head_dim is {size}, but RoPE turns pairs: expected an even number; mend the config."
+            )
 
 
 def _parts(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
@@ -157,21 +163,6 @@ def _parts(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
         nested = config.get(name)
         if isinstance(nested, dict):
             yield nested
-
-
-def _check_heads(part: Mapping[str, Any], where: str) -> None:
-    heads, keys = next((part[n] for n in _HEADS if n in part), None), part.get("num_key_value_heads")
-    if isinstance(heads, int) and isinstance(keys, int) and heads % keys:
-        raise InputError(
-            f"{where} says {heads} attention heads and {keys} key/value heads: expected as many query heads for each of "
-            "these; mend the config."
-        )
-    turned = part.get("rope_theta") is not None or part.get("rope_parameters") is not None
-    size = part.get("head_dim")
-    if turned and isinstance(size, int) and size % 2 and "partial_rotary_factor" not in json.dumps(part, default=str):
-        raise InputError(
-            f"{where} says head_dim is {size}, but RoPE turns pairs: expected an even number; mend the config."
-        )
 
 
 _COMPUTED = re.compile(r".*(rope|rotary|factor|freq|theta|eps|epsilon|mscale|multiplier|dropout|pdrop|softcapping)")

@@ -82,16 +82,3 @@ def derived_attention(
             nothing = (scores == -torch.inf).all(-1, keepdim=True)
             scores = scores.softmax(-1).masked_fill(nothing, 0.0)
         return scores.to(torch.float64 if query.dtype == torch.float64 else torch.float32)
-
-
-def unpacked(query: Tensor, key: Tensor, mask: Tensor | None, heads: int) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Query heads in their own dimension, where a single token's were packed as rows of the KV head that they share.
-
-    transformers does so where its cache is masked: ``[batch, kv_head, query_head_of_it, dim]``.
-    """
-    packed, rows = query.shape[1:3]
-    if packed == heads or packed * rows != heads:
-        return query, key, mask
-    if mask is not None and mask.dim() == 4 and mask.shape[1:3] == (packed, rows):
-        mask = mask.flatten(1, 2).unsqueeze(2)
-    return query.flatten(1, 2).unsqueeze(2), key.repeat_interleave(rows, 1), mask

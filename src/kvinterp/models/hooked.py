@@ -197,12 +197,8 @@ class HookedAdapter(Adapter):
             tokens, return_type="logits", attention_mask=torch.ones_like(tokens), past_kv_cache=cache, prepend_bos=False
         )
 
-    def called(
-        self, tokens: Tensor, cache: Any, cached: str, mask: Tensor | None, positions: Tensor | None
-    ) -> tuple[Tensor, Any]:
+    def called(self, tokens: Tensor, cache: Any, mask: Tensor | None, positions: Tensor | None) -> tuple[Tensor, Any]:
         """Logits and TransformerLens' cache, which is made where none is given."""
-        if cached == "no":
-            return self.forward(tokens), None
         from transformer_lens import TransformerLensKeyValueCache
 
         if cache is None:

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.hooks import RemovableHandle
 
 from kvinterp.errors import InputError, UnsupportedError
-from kvinterp.models.derived import SDPA, derived_attention, sdpa_arguments, unpacked
+from kvinterp.models.derived import SDPA, derived_attention, sdpa_arguments
 
 
 @dataclasses.dataclass(frozen=True)
@@ -229,7 +229,13 @@ def _fused(site: str, heads: int, emit: Callable[[Tensor], Tensor | None], rows:
         wanted = rows() if func is SDPA else "none"
         if wanted != "none":
             query, key, _, mask, is_causal, scale = sdpa_arguments(*args, **kwargs)
-            query, key, mask = unpacked(query, key, mask, heads)
+            packed, each = query.shape[1:3]
+            if packed != heads and packed * each == heads:
+                # A single token's query heads were packed as rows of the KV head that they share: transformers does so where its
+                # cache is masked, ``[batch, kv_head, query_head_of_it, dim]``.
+                if mask is not None and mask.dim() == 4 and mask.shape[1:3] == (packed, each):
+                    mask = mask.flatten(1, 2).unsqueeze(2)
+                query, key = query.flatten(1, 2).unsqueeze(2), key.repeat_interleave(each, 1)
             emit(derived_attention(site, query, key, mask, is_causal, scale, wanted))
         return NotImplemented
 

@@ -12,7 +12,7 @@ import copy
 import dataclasses
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -60,12 +60,17 @@ def transformers_facts(model: nn.Module, name: str | None, attention: str | None
     """The facts of a transformers model, read from its config."""
     config = text_config(model)
     heads = _widest(config, "num_attention_heads") or 0
+    keys = _widest(config, "num_key_value_heads") or heads
+    # Falcon's newer architecture reads neither field, and repeats its keys and values for every query head before it
+    # caches them.
+    repeats = getattr(config, "new_decoder_architecture", False)
+    shared = getattr(config, "multi_query", False) is True
     return ModelInfo(
         name=name or getattr(config, "name_or_path", "") or type(model).__name__,
         architecture=type(model).__name__,
         layers=config.num_hidden_layers,
         query_heads=heads,
-        kv_heads=_kv_heads(config, heads),
+        kv_heads=heads if repeats else 1 if shared else keys,
         head_dim=_widest(config, "head_dim") or (config.hidden_size // heads if heads else 0),
         width=config.hidden_size,
         vocabulary=config.vocab_size,
@@ -74,16 +79,6 @@ def transformers_facts(model: nn.Module, name: str | None, attention: str | None
         cached_keys_rotated=True,
         attention=attention or getattr(config, "_attn_implementation", None) or "eager",
     )
-
-
-def _kv_heads(config: Any, heads: int) -> int:
-    # Falcon's newer architecture reads neither field, and repeats its keys and values for every query head before it
-    # caches them.
-    if getattr(config, "new_decoder_architecture", False):
-        return heads
-    if getattr(config, "multi_query", False) is True:
-        return 1
-    return _widest(config, "num_key_value_heads") or heads
 
 
 def _widest(config: Any, name: str) -> int | None:
@@ -143,13 +138,6 @@ def keeps_only_keys_and_values(model: nn.Module) -> bool:
     return is_attention_only(cache) and len(cache.layers) in (0, config.num_hidden_layers)
 
 
-def _cache_argument(parameters: Mapping[str, inspect.Parameter]) -> str | None:
-    named = next((name for name in CACHES if name in parameters), None)
-    # Code that came with a checkpoint may pass everything on.
-    passes_on = not any(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters.values())
-    return "past_key_values" if named is None and passes_on else named
-
-
 class NativeAdapter(OnTransformersCache):
     """A transformers model as the user or production runs it; nothing of it is replaced."""
 
@@ -161,7 +149,10 @@ class NativeAdapter(OnTransformersCache):
         self._blocks = decoder_layers(model)
         parameters = inspect.signature(model.forward).parameters
         self.takes = frozenset(parameters)
-        self._cache_argument = _cache_argument(parameters)
+        named = next((name for name in CACHES if name in parameters), None)
+        # Code that came with a checkpoint may pass everything on.
+        passes_on = not any(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters.values())
+        self._cache_argument = "past_key_values" if named is None and passes_on else named
         self.cache_name = self._cache_argument or CACHES[0]
         self._attention_only = self._cache_argument == "past_key_values" and keeps_only_keys_and_values(model)
         parallel = bool(getattr(text_config(model), "use_parallel_residual", False))
@@ -224,15 +215,13 @@ class NativeAdapter(OnTransformersCache):
         cache = model_cache(store, lambda: self.config, self._facts.architecture)
         return self.model(input_ids=tokens, past_key_values=cache, use_cache=True, **more).logits
 
-    def called(
-        self, tokens: Tensor, cache: Any, cached: str, mask: Tensor | None, positions: Tensor | None
-    ) -> tuple[Tensor, Any]:
+    def called(self, tokens: Tensor, cache: Any, mask: Tensor | None, positions: Tensor | None) -> tuple[Tensor, Any]:
         """Logits, and the model's own cache under whatever name it has."""
         given: dict[str, Any] = {"attention_mask": mask, self.cache_name: cache}
         if "position_ids" in self.takes:
             given["position_ids"] = positions
         told = {name: value for name, value in given.items() if value is not None}
-        out = self.model(input_ids=tokens, use_cache=cached == "yes", **told)
+        out = self.model(input_ids=tokens, use_cache=True, **told)
         # The signature may take everything by any name: the one that it is returned under is the one that it is taken by.
         name = next((name for name in CACHES if getattr(out, name, None) is not None), None)
         if name is None:

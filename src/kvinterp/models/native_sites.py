@@ -93,30 +93,23 @@ class NativeSites:
                 raise self.lacks(site, f"{type(block).__name__} has no module named {' or '.join(MLP)}")
             return Tap(after)
         if site == "resid_mid":
-            return self._resid_mid(block)
-        return self._projection(site, attention)
-
-    @staticmethod
-    def _post_norms(block: nn.Module) -> bool:
-        return hasattr(block, "post_feedforward_layernorm")
-
-    def _resid_mid(self, block: nn.Module) -> Tap:
-        norm = _child(block, BEFORE_MLP)
-        if self.parallel or norm is None:
-            raise self.lacks("resid_mid", f"{type(block).__name__} has no residual stream between attention and MLP")
-        if self._post_norms(block) and not hasattr(block, "pre_feedforward_layernorm"):
-            raise self.lacks("resid_mid", f"{type(block).__name__} normalises after the MLP only, so no module sees it")
-        return Tap(norm, "input")
-
-    def _projection(self, site: str, attention: nn.Module) -> Tap:
+            norm = _child(block, BEFORE_MLP)
+            if self.parallel or norm is None:
+                raise self.lacks("resid_mid", f"{type(block).__name__} has no residual stream between attention and MLP")
+            if self._post_norms(block) and not hasattr(block, "pre_feedforward_layernorm"):
+                raise self.lacks("resid_mid", f"{type(block).__name__} normalises after the MLP only, so no module sees it")
+            return Tap(norm, "input")
         if site == "z":
             output = _child(attention, OUTPUT)
             if output is None:
                 raise self.lacks(site, f"{type(attention).__name__} has no module named {' or '.join(OUTPUT)}")
             return Tap(output, "input", self.facts.query_heads)
-        projected = self.projected(site, attention)
-        norm = self.norm(site, attention)
+        projected, norm = self.projected(site, attention), self.norm(site, attention)
         return projected if norm is None else Tap(norm, heads=projected.heads)
+
+    @staticmethod
+    def _post_norms(block: nn.Module) -> bool:
+        return hasattr(block, "post_feedforward_layernorm")
 
     def projected(self, site: str, attention: nn.Module) -> Tap:
         """Queries, keys or values as they leave the projection."""

@@ -116,7 +116,13 @@ def model_cache(store: KVStore, config: Callable[[], Any], architecture: str) ->
         UnsupportedError: A forward before this one left it unused.
     """
     if store.model_cache is not None:
-        check_used(store.model_cache, architecture)
+        layers = (layer for layer in store.model_cache.layers if isinstance(layer, CacheLayerMixin))
+        used = [getattr(layer, "used", layer.is_initialized) for layer in layers]
+        if used and not any(used):
+            raise UnsupportedError(
+                f"{architecture}, as this kind runs it, does not use the cache that it is given, so it has no cached path: use "
+                "another kind."
+            )
     elif store.own is not None:
         store.model_cache = store.own.model_cache
     else:
@@ -235,22 +241,6 @@ class TransformersCache(OwnCache):
         """Keeps these rows in memory of their own."""
         held: Any = self.model_cache.layers[layer]
         held.keys, held.values = taken(held.keys, rows), taken(held.values, rows)
-
-
-def check_used(cache: Cache, architecture: str) -> None:
-    """Raises UnsupportedError for a cache that is about to be used again and that no layer wrote to: there is no memory."""
-    unused = False
-    for layer in cache.layers:
-        if isinstance(layer, CacheLayerMixin):
-            # Asked in every forward: the first that was written to tells.
-            if getattr(layer, "used", layer.is_initialized):
-                return
-            unused = True
-    if unused:
-        raise UnsupportedError(
-            f"{architecture}, as this kind runs it, does not use the cache that it is given, so it has no cached path: use "
-            "another kind."
-        )
 
 
 class OnTransformersCache(Adapter):

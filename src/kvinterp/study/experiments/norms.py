@@ -160,7 +160,7 @@ def measured(
 
     from kvinterp.auditing.blocks import evaluating, prompts_for
     from kvinterp.auditing.called import decoded
-    from kvinterp.auditing.comparing import difference
+    from kvinterp.auditing.values import difference
     from kvinterp.models import dtype_named
     from kvinterp.models.provenance import machine
     from kvinterp.models.threads import own_threads
