@@ -321,7 +321,9 @@ def _replayed(given: Tensor, own: Tensor, new: Tensor) -> Any:
     return torch.return_types.topk((given.gather(-1, chosen), chosen))
 
 
-def _mode_hooks(module: nn.Module, made: Callable[[Any], Functions], mine: Callable[[], bool]) -> list[Any]:
+def _mode_hooks(
+    module: nn.Module, made: Callable[[Any], contextlib.AbstractContextManager[Any]], mine: Callable[[], bool]
+) -> list[Any]:
     """Enters a mode around one module, inside which alone scores and pattern, or a router's choice, can be seen."""
     open_modes: list[contextlib.AbstractContextManager[Any]] = []
 
