@@ -222,7 +222,8 @@ def test_the_embedding_is_heard_in_the_step_that_it_begins(load: Any, case: Case
     cache = DynamicCache(config=adapter.source.config)
     donor = torch.zeros(adapter.facts.width)
     steered = kv.Patch("embed", positions=(9, 11), steps=(2, 3), donor=donor)
-    with kv.record(adapter.model, "embed,resid_pre", positions="all") as seen, kv.patched(adapter.model, steered) as hook:
+    # What is opened first hears first: the recorder sees what the patch made.
+    with kv.patched(adapter.model, steered) as hook, kv.record(adapter.model, "embed,resid_pre", positions="all") as seen:
         adapter.model(tokens[:, :8], past_key_values=cache, use_cache=True)
         for at in range(8, 12):
             adapter.model(tokens[:, at : at + 1], past_key_values=cache, use_cache=True)

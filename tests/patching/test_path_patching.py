@@ -384,7 +384,7 @@ def test_a_patch_of_what_was_there_is_said(load: Any, case: Case, caplog: pytest
     with kv.patched(adapter.model, [kv.Patch("resid_post", 1, positions="all", donor=own + 1)]):
         plain_forward(adapter.model, tokens)
     assert not caplog.messages
-    how: dict[str, Any] = {"progress": "none", "layers": 1}
+    how: dict[str, Any] = {**HOW, "layers": 1}
     for method in ("patches", "attribution"):
         caplog.clear()
         found = kv.activation_patching(adapter, CLEAN, PROMPT, method=method, **how)

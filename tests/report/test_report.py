@@ -75,7 +75,7 @@ def test_texts_of_models_and_prompts_are_text(tmp_path: Path) -> None:
     shown = page(tmp_path, result(bad), prompts=hostile, left_out={"pattern": ATTACK})
     assert shown.tags.count("script") == 1, "the page's own"
     drawn = sum(("class", "interval") in attributes.items() for _, attributes in shown.elements)
-    assert shown.tags.count("svg") == drawn + len(list((tmp_path / "figures").glob("*.png")))
+    assert shown.tags.count("svg") == drawn + len(list((tmp_path / "figures").glob("*.png"))) + 1, "the first one is drawn narrow, too"
     assert shown.text.count("<script>alert('x')</script>") >= 5
 
 
@@ -110,7 +110,7 @@ def test_every_figure_is_on_the_page_and_on_disk(tmp_path: Path) -> None:
     names = {path.stem for path in (tmp_path / "figures").glob("*.png")}
     assert names == {"kl_by_step", "drift_by_layer", "attention_by_head", "kv_by_position", "precision_ladder"}
     drawn = sum(("class", "interval") in attributes.items() for _, attributes in shown.elements)
-    assert shown.tags.count("svg") == len(names) + drawn
+    assert shown.tags.count("svg") == len(names) + drawn + 1, "the first one is drawn narrow, too"
     assert (tmp_path / "findings.parquet").is_file()
 
 

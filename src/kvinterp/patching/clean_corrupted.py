@@ -467,6 +467,8 @@ def _columns(adapter: Adapter, site: str, over: str, span: tuple[int, int], bloc
 
 def _sample(found: Tensor, check: int) -> list[int]:
     """The numbers of the places to patch in truth: half of them those with the largest attribution, the others evenly spread."""
+    if check >= len(found):
+        return list(range(len(found)))
     largest = found.abs().argsort(descending=True, stable=True).tolist()
     spread = [round(number) for number in torch.linspace(0, len(largest) - 1, max(check - check // 2, 1)).tolist()]
     return sorted({*largest[: check // 2], *(spread if check else ())})

@@ -212,11 +212,11 @@ class Selective(Policy):
     def __post_init__(self) -> None:
         """Refuses words and numbers that mean nothing."""
         policy = name_of(type(self))
-        check_choice(f"on of policy {policy!r}", self.on, TENSORS)
-        check_choice(f"keys of policy {policy!r}", self.keys, ("cached", "before", "after"))
+        check_choice(f"policy {policy!r}: on", self.on, TENSORS)
+        check_choice(f"policy {policy!r}: keys", self.keys, ("cached", "before", "after"))
         for name, numbers in (("layers", self.layers), ("heads", self.heads)):
             if not isinstance(numbers, tuple) or not all(type(one) is int and one >= 0 for one in numbers):
-                raise unexpected(f"{name} of policy {policy!r}", numbers, f"whole numbers from 0 on, as in {name}=0+2")
+                raise unexpected(f"policy {policy!r}: {name}", numbers, f"whole numbers from 0 on, as in {name}=0+2")
 
     def written(self, tensor: Tensor, which: str, place: Place) -> Tensor:
         """What is kept of new rows of one tensor.

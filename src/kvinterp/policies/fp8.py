@@ -45,11 +45,11 @@ class Fp8(Selective):
 
     def __post_init__(self) -> None:
         """Refuses words and scales that mean nothing."""
-        check_choice("format of policy 'fp8'", self.format, FORMATS)
-        check_choice("per of policy 'fp8'", self.per, ("tensor", "head"))
-        check_choice("overflow of policy 'fp8'", self.overflow, ("saturate", "nonfinite"))
+        check_choice("policy 'fp8': format", self.format, FORMATS)
+        check_choice("policy 'fp8': per", self.per, ("tensor", "head"))
+        check_choice("policy 'fp8': overflow", self.overflow, ("saturate", "nonfinite"))
         if not self.reads and not (type(self.scale) in (int, float) and 0 < float(self.scale) < math.inf):
-            raise unexpected("scale of policy 'fp8'", self.scale, "a number above 0, or prefill")
+            raise unexpected("policy 'fp8': scale", self.scale, "a number above 0, or prefill")
         if not self.reads and self.per == "head":
             raise InputError("policy fp8 has per=head with one scale for all heads: give scale=prefill too.")
         super().__post_init__()

@@ -34,7 +34,7 @@ class Hadamard(Selective):
     def __post_init__(self) -> None:
         """Refuses a block that has no such matrix."""
         if self.block is not None and (type(self.block) is not int or self.block < 2 or self.block & (self.block - 1)):
-            raise unexpected("block of policy 'hadamard'", self.block, "a power of two, as in hadamard(64)")
+            raise unexpected("policy 'hadamard': block", self.block, "a power of two, as in hadamard(64)")
         super().__post_init__()
 
     def start(self, facts: ModelInfo) -> Policy:

@@ -48,7 +48,7 @@ class Int4(Selective):
 
     def __post_init__(self) -> None:
         """Refuses a group that is none."""
-        check_whole("group of policy 'int4'", 1 if self.group is None else self.group)
+        check_whole("policy 'int4': group", 1 if self.group is None else self.group)
         super().__post_init__()
 
     def bits_stored(self, tensor: str, width: int) -> float | None:

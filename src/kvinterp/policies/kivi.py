@@ -39,11 +39,11 @@ class Kivi(Selective):
     def __post_init__(self) -> None:
         """Refuses numbers that no such cache has."""
         if self.bits not in (2, 4, 8) or isinstance(self.bits, float):
-            raise unexpected("bits of policy 'kivi'", self.bits, "2, 4 or 8, as in kivi(2,32,128)")
-        group = check_whole("group of policy 'kivi'", self.group)
-        if check_whole("residual of policy 'kivi'", self.residual) % group:
+            raise unexpected("policy 'kivi': bits", self.bits, "2, 4 or 8, as in kivi(2,32,128)")
+        group = check_whole("policy 'kivi': group", self.group)
+        if check_whole("policy 'kivi': residual", self.residual) % group:
             raise unexpected(
-                "residual of policy 'kivi'", self.residual, f"a multiple of group={group}, as in kivi(2,32,128)"
+                "policy 'kivi': residual", self.residual, f"a multiple of group={group}, as in kivi(2,32,128)"
             )
         super().__post_init__()
 

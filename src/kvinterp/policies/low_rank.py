@@ -37,8 +37,8 @@ class LowRank(Selective):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_whole("rank of policy 'low_rank'", self.rank)
-        check_whole("group of policy 'low_rank'", self.group)
+        check_whole("policy 'low_rank': rank", self.rank)
+        check_whole("policy 'low_rank': group", self.group)
 
     def start(self, facts: ModelInfo) -> Policy:
         """A twin that holds the prompt until it is whole, and then what is read of it."""

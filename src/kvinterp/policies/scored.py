@@ -20,7 +20,7 @@ from kvinterp.policies.base import Place, Policy, running
 
 def check_share(policy: Policy, field: str) -> None:
     """Raises InputError where a field of a policy is no share from 0 up to, and not reaching, 1."""
-    name = f"{field} of policy {name_of(type(policy))!r}"
+    name = f"policy {name_of(type(policy))!r}: {field}"
     if not 0 <= check_number(name, getattr(policy, field)) < 1:
         raise unexpected(name, getattr(policy, field), "a share from 0 up to, and not reaching, 1")
 

@@ -32,8 +32,8 @@ class Sinks(Policy):
     window: int = 1020
 
     def __post_init__(self) -> None:
-        check_whole("sinks of policy 'sinks'", self.sinks, 0)
-        check_whole("window of policy 'sinks'", self.window)
+        check_whole("policy 'sinks': sinks", self.sinks, 0)
+        check_whole("policy 'sinks': window", self.window)
 
     def rows_stored(self, prompt: int, seen: int) -> int:
         """Both, once the text is longer."""

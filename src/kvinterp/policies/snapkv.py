@@ -35,9 +35,9 @@ class Snapkv(Budgeted):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_whole("window_size of policy 'snapkv'", self.window_size)
-        if check_whole("kernel_size of policy 'snapkv'", self.kernel_size) % 2 == 0:
-            raise unexpected("kernel_size of policy 'snapkv'", self.kernel_size, "an odd number of rows")
+        check_whole("policy 'snapkv': window_size", self.window_size)
+        if check_whole("policy 'snapkv': kernel_size", self.kernel_size) % 2 == 0:
+            raise unexpected("policy 'snapkv': kernel_size", self.kernel_size, "an odd number of rows")
 
     def room(self, prompt: int) -> int:
         """The budget, of which the window is a part."""

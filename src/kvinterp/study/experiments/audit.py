@@ -2,8 +2,7 @@
 
 Words that pass: equal, rounding, kernel. Words that fail: bug, unexplained, hidden-cast, wrong-dtype, overflow.
 
-Exit codes: 0 it passes, or --allow names its word; 1 it fails; 2 the input is bad or the model cannot run; 3 it cannot
-tell.
+Exit codes: 0 it passes, or --allow names its word; 1 it fails; 2 bad input, or the model cannot run; 3 cannot tell.
 """
 
 from __future__ import annotations

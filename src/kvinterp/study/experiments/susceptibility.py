@@ -113,7 +113,7 @@ class Susceptibility(Experiment):
         lines = [f"{at} ({summary['positions']} steps, {counted(summary['seeds'], 'draw')} of the noise each)."]
         own = summary["rounding"]["rms_logit"]
         if own and not whole["why"]:
-            times = short(whole["rms_logit"] / own)
+            times = f"{whole['rms_logit'] / own:.3g}"
             lines.append(f"The model's own rounding, cached against recompute, moves the logits {times} times less.")
         wrong = int(outcome.tables["certificates"]["flips_certified"].sum())
         if wrong:

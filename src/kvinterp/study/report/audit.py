@@ -295,10 +295,15 @@ def _layers(audit: Audit, marked: int | None) -> list[Any]:
 
 
 def _last_token(rung: PrecisionRun | None, own: str) -> list[Any]:
-    """What transformers issue 46190 asks for, of a step that differs where there is one."""
+    """The report format of transformers issue 46190, for a step that differs where there is one."""
     if rung is None or rung.layers.empty:
         return []
     position, prefill = (int(rung.layers[name].iloc[0]) for name in ("position", "prefill"))
     said = f"One token, free-running, in {own}: position {position}, fed after a prompt of {prefill} tokens"
-    layers = rung.layers.assign(hidden_states=rung.layers["layer"] + 1)[["hidden_states", "max_abs", "mean_abs"]]
-    return [Text(said, look="h3"), _table(layers.to_dict("records")), _table(rung.top.to_dict("records"))]
+    layers = rung.layers.assign(layer=rung.layers["layer"] + 1)
+    tables = (table[list(names)].rename(columns=names) for table, names in ((layers, _ISSUE_LAYERS), (rung.top, _ISSUE_TOP)))
+    return [Text(f"{said}. Layer n is hidden_states[n].", look="h3"), *(_table(table.to_dict("records")) for table in tables)]
+
+
+_ISSUE_LAYERS = {"layer": "Layer", "max_abs": "Max Abs Diff", "mean_abs": "Mean Abs Diff"}
+_ISSUE_TOP = {"index": "Index", "recompute": "Full Forward", "cached": "Prefill+Decode", "difference": "Abs Diff"}

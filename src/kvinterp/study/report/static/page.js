@@ -271,7 +271,8 @@ async function drawPage(root) {
   const open = async (at) => {
     if (!made.has(at)) made.set(at, new Comparison(await unpacked(packed[at].dataset.packed)));
     drawn = drawComparison(content, made.get(at), (example, step, head) => {
-      if (!quiet) history.replaceState(null, "", `#at-${[at, example, step, ...(head ?? [])].join("-")}`);
+      // A page in a frame of a notebook has no address of its own.
+      if (!quiet && location.protocol !== "about:") history.replaceState(null, "", `#at-${[at, example, step, ...(head ?? [])].join("-")}`);
     });
     return drawn;
   };
@@ -290,7 +291,7 @@ async function drawPage(root) {
   };
   addEventListener("hashchange", follow);
   addEventListener("keydown", (event) => {
-    if (event.ctrlKey || event.metaKey || event.altKey || event.target.closest("input, select, [role='grid'] [data-at]:focus")) return;
+    if (event.defaultPrevented || event.ctrlKey || event.metaKey || event.altKey || event.target.closest("input, select")) return;
     const move = { j: [1, 0], k: [-1, 0], ArrowRight: [0, 1], ArrowLeft: [0, -1] }[event.key];
     if (move) { event.preventDefault(); drawn?.next(...move); }
   });

@@ -122,7 +122,7 @@ function addressed() {
     head.append(" ", link);
   }
   for (const fold of document.querySelectorAll("main details[id]")) {
-    fold.addEventListener("toggle", () => { if (fold.open) history.replaceState(null, "", `#${fold.id}`); });
+    fold.addEventListener("toggle", () => { if (fold.open && location.protocol !== "about:") history.replaceState(null, "", `#${fold.id}`); });
   }
   const follow = () => {
     const target = location.hash && document.getElementById(decodeURIComponent(location.hash.slice(1)));
