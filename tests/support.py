@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kvinterp.comparison.recordable import COMPARED
 from kvinterp.models import SITES, zoo
 from kvinterp.models.sites import ROUTING_SITES
 
@@ -200,8 +199,7 @@ class Case:
     @property
     def sites(self) -> list[str]:
         """Every site this case must give; beside SDPA scores and patterns are derived."""
-        lacking = ("post",) if self.model == "zoo:moe-mini" else ROUTING_SITES
-        return [site for site in SITES if site not in lacking]
+        return [site for site in SITES if site not in ROUTING_SITES or self.model == "zoo:moe-mini"]
 
     @property
     def patched(self) -> list[str]:
@@ -212,7 +210,7 @@ class Case:
     @property
     def compared(self) -> str:
         """What ``compare`` can compare of it."""
-        kept = [site for site in self.sites if site in COMPARED]
+        kept = [site for site in self.sites if site not in ("q", "k", "v", "z", "attn_scores")]
         return ",".join(kept)
 
     @property

@@ -24,7 +24,6 @@ from kvinterp.study.report.page import (
     Pairs,
     Picture,
     Section,
-    Shaded,
     Table,
     Text,
     fragment,
@@ -44,7 +43,6 @@ PARTS = [
     Table([Column(EVIL)], [[Links({EVIL: EVIL}, {EVIL: EVIL})]], EVIL, EVIL, EVIL, file=EVIL),
     Links({EVIL: EVIL}, {EVIL: EVIL}, EVIL),
     Packed(EVIL, {EVIL: b"data"}),
-    Shaded([(EVIL, EVIL, EVIL)], [(EVIL, EVIL)]),
     Folded(EVIL, [Text(EVIL)], EVIL),
     Section(EVIL, [EVIL], [EVIL] * 3, [Picture(EVIL, b"a figure")], HEAD, [[EVIL] * 5]),
 ]

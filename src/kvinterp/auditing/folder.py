@@ -19,9 +19,7 @@ if TYPE_CHECKING:
 
 TABLES = ("steps", "local", "sweep", "chunks")
 _ABOUT = {"verb": "audit"}
-GIVEN = "given.parquet"
-"""The tokens of another engine, where its log-probs were judged."""
-NAMES = ("report.html", *(f"{name}.parquet" for name in TABLES), GIVEN, "verdict.json")
+NAMES = ("report.html", *(f"{name}.parquet" for name in TABLES), "verdict.json")
 
 
 def check_own(folder: Path) -> None:

@@ -20,17 +20,14 @@ import typer
 from kvinterp.common.console import echo
 from kvinterp.errors import KvinterpError, imported_by, out_of_memory, returning
 
-
-def keyword(name: str, hint: Any, default: Any, info: Any) -> inspect.Parameter:
-    """A parameter of a command, as typer reads it."""
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[hint, info])
-
-
-_JSON = keyword(
+_JSON = inspect.Parameter(
     "as_json",
-    bool,
-    False,
-    typer.Option("--json", help="Print one JSON object on standard output, and everything else on standard error."),
+    inspect.Parameter.KEYWORD_ONLY,
+    default=False,
+    annotation=Annotated[
+        bool,
+        typer.Option("--json", help="Print one JSON object on standard output, and everything else on standard error."),
+    ],
 )
 """The option that every command has."""
 

@@ -141,7 +141,7 @@ class _Noise(Selective):
 
 @dataclasses.dataclass(frozen=True)
 class Uniform(_Noise):
-    """Relative errors drawn evenly from ``low`` to ``high``; one below -1 turns the sign."""
+    """Errors drawn evenly from ``low`` to ``high``; those below -1 turn signs over."""
 
     low: float = -1.0
     high: float = 1.0
@@ -170,7 +170,7 @@ class Uniform(_Noise):
 
 @dataclasses.dataclass(frozen=True)
 class Normal(_Noise):
-    """Relative errors drawn from a normal distribution; one below -1 turns the sign."""
+    """Errors drawn from a normal distribution; those below -1 turn signs over."""
 
     mean: float = 0.0
     std: float = 0.25

@@ -1,8 +1,4 @@
-"""Split the difference at every step by its source, and show each part beside its null.
-
-The parts: the newest row, computed alone; older rows, each computed alone when it was decoded; and rows that recompute
-computes again among a different number of rows.
-"""
+"""Split the difference by what makes it: rows computed alone (now, or when decoded), the prompt's rows made anew."""
 
 from __future__ import annotations
 
@@ -32,7 +28,7 @@ class Decompose(Experiment):
     prompts: str = shared("prompts")
     kind: str = shared("kind")
     dtype: str = shared("dtype")
-    max_new_tokens: int = option(32, "The most tokens to decode per prompt.")
+    max_new_tokens: int = option(32, "Most steps a prompt.")
     device: str | None = shared("device")
     attention: str | None = shared("attention")
 
