@@ -522,7 +522,7 @@ def test_a_limit_of_memory_leaves_nothing_that_stops_the_next(tmp_path: Path) ->
     seen = []
     for mib in range(1400, 3400, 400):
         limited = f"ulimit -v {mib * 1024}; exec {shlex.join([*command, str(tmp_path / str(mib))])}"
-        # Not every library says what it lacked: some end the process, and in some a thread waits for one that was never made.
+        # Not every library says what it lacked: some end the process, and one run in CI hung for 900 s, why is not known.
         try:
             ended = subprocess.run(["bash", "-c", limited], capture_output=True, text=True, check=False, timeout=60)
         except subprocess.TimeoutExpired:
