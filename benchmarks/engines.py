@@ -4,7 +4,8 @@
 
 Three sets: the faults and clean engines that the rules were chosen beside (tests/given/planted.py), kinds of faults that they were
 not (benchmarks/bugs/engine_faults.py), and recordings of engines that they were not (tests/given/recorded). A line a run is added to
-benchmarks/results/engines.jsonl as it is made; what is there is not made again. The table is printed at the end.
+benchmarks/results/engines.jsonl as it is made; what is there is not made again. The tables are printed at the end, with exact
+(Clopper-Pearson) intervals; --tables prints them of what is there.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+import scipy.stats
 import torch
 
 ROOT = Path(__file__).parents[1]
@@ -47,10 +49,10 @@ RIGHT = {
 
 
 def texts_of(model: Any, tokens: int) -> list[list[int]]:
-    """So many tokens of prose in sequences of one length."""
+    """So many tokens of prose in sequences of one length; where there is too little of it, again from another place on."""
     length = min(LENGTH, tokens + 1)
     count = max(1, -(-tokens // (length - 1)))
-    text = [t for prompt in kv.load_prompts(f"natural:{8 + count}") for t in model.encode(prompt.text)[1:]]
+    text = [t for prompt in kv.load_prompts(f"natural:{min(48, 8 + count)}") for t in model.encode(prompt.text)[1:]]
     bos = model.tokenizer.bos_token_id
     text = (text * (1 + count * length // len(text)))[: count * (length - 1)]
     return [[bos, *text[n * (length - 1) : (n + 1) * (length - 1)]] for n in range(count)]
@@ -67,21 +69,42 @@ def thresholds(engine: np.ndarray, ours: np.ndarray, sequence: np.ndarray, dtype
     }
 
 
-def made(
-    model: Any, engine: Any, texts: list[list[int]], dtype: str
-) -> tuple[list[GivenPath], np.ndarray, np.ndarray, np.ndarray]:
-    """What an engine gives, and beside it our own forward of the same dtype."""
+BEST: list[torch.Tensor] = []
+"""Of what an engine computed last the likeliest tokens, for those who compare these alone."""
+
+
+def watched(chosen: Any) -> Any:
+    """``chosen`` of the planted engines, of which the likeliest tokens are kept too."""
+
+    def watching(logits: torch.Tensor, ids: list[int]) -> np.ndarray:
+        BEST.append(logits.argmax(-1))
+        return chosen(logits, ids)
+
+    return watching
+
+
+planted.chosen, engine_faults.chosen = watched(planted.chosen), watched(engine_faults.chosen)
+
+
+def made(model: Any, engine: Any, texts: list[list[int]], dtype: str) -> tuple[list[GivenPath], dict[str, bool]]:
+    """What an engine gives, and what others flag beside our own forward of the same dtype."""
     twin, paths, ours, theirs, sequence = model.at(getattr(torch, dtype)).model, [], [], [], []
+    others = 0
     for number, ids in enumerate(texts):
         cut = len(ids) // 2
         row = engine(twin, ids, cut)
+        best = BEST[-1][: len(ids)]
         own = planted.prefill(twin, ids, cut)
+        # An engine without the BOS begins a token later.
+        others += int((best != BEST[-1][-len(best) :]).sum())
         paths.append(GivenPath(f"{number}", tuple(ids[:cut]), tuple(ids[cut:]), row))
         ok = np.isfinite(row) & np.isfinite(own)
         ours.append(own[ok])
         theirs.append(row[ok])
         sequence.append(np.full(ok.sum(), number))
-    return paths, np.concatenate(theirs), np.concatenate(ours), np.concatenate(sequence)
+        BEST.clear()
+    flags = thresholds(*map(np.concatenate, (theirs, ours, sequence)), dtype)
+    return paths, {**flags, "top1": others > 0}
 
 
 def cases() -> list[tuple[str, str, Any, tuple[str, ...]]]:
@@ -98,9 +121,14 @@ def main() -> None:
     parser.add_argument("--dtypes", nargs="+", default=["float32", "float16", "bfloat16"])
     parser.add_argument("--models", nargs="+", default=["zoo:llama64-mini"])
     parser.add_argument("--only", default="")
+    parser.add_argument("--tables", action="store_true", help="print the tables of what is there, and run nothing")
+    parser.add_argument("--flags", action="store_true", help="also what others flag, of rows without it")
     given = parser.parse_args()
     OUT.touch()
     rows = [json.loads(line) for line in OUT.read_text().splitlines()]
+    if given.tables:
+        print(table(rows))
+        return
     done = {(r["set"], r["case"], r["model"], r["dtype"], r["tokens"]) for r in rows}
     for name in given.models:
         model = kv.load_model(name, kind="native", dtype="float32")
@@ -124,10 +152,20 @@ def main() -> None:
             if about in done or given.only not in case:
                 continue
             begun = time.perf_counter()
-            paths, theirs, ours, sequence = made(model, engine, texts_of(model, tokens), dtype)
-            found = judge_given(model, paths, dtype)
-            rows.append(kept(about, found, right, thresholds(theirs, ours, sequence, dtype), begun))
-    print(table(rows).to_string())
+            paths, flags = made(model, engine, texts_of(model, tokens), dtype)
+            rows.append(kept(about, judge_given(model, paths, dtype), right, flags, begun))
+        if given.flags:
+            again(model, name, rows)
+    print(table(rows))
+
+
+def again(model: Any, name: str, rows: list[dict[str, Any]]) -> None:
+    """What others flag, of the rows that were made before it was kept; nothing is judged."""
+    every = {case: engine for _, case, engine, _ in cases()}
+    for row in rows:
+        if "top1" not in row and row["model"] == name and row["case"] in every:
+            row |= made(model, every[row["case"]], texts_of(model, row["tokens"]), row["dtype"])[1]
+    OUT.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def kept(
@@ -137,6 +175,7 @@ def kept(
     why = found.reading.splitlines()[1].strip()
     row = dict(zip(("set", "case", "model", "dtype", "tokens"), about, strict=True))
     row |= {"verdict": found.verdict, "exit_code": found.exit_code, "why": why, "n": found.given["tokens"]}
+    row["begins"] = found.given.get("begins")
     row |= {"named": bool(right) and any(word in why for word in right), "may_name": list(right)}
     row |= {name: bool(value) for name, value in flags.items()}
     row["seconds"] = round(time.perf_counter() - begun, 1)
@@ -148,17 +187,49 @@ def kept(
     return row
 
 
-def table(rows: list[dict[str, Any]]) -> pd.DataFrame:
-    """Of each set, dtype and number of tokens how many did not pass, were named, were named wrongly, and were flagged by others."""
+BEHIND = ("position off", "repeated", "prefix", "a cached row", "another request", "half pace")
+"""Faults that begin behind the prompt, of which a place can be right."""
+CAUSES = ("policy", "bug", "kernel", "processed", "misaligned", "wrong-dtype")
+
+
+def share(part: pd.Series) -> str:
+    """How many of how many, with 95% (Clopper-Pearson)."""
+    part = part.dropna().astype(bool)
+    if not len(part):
+        return "-"
+    low, high = scipy.stats.binomtest(int(part.sum()), len(part)).proportion_ci(method="exact")
+    return f"{part.sum()} of {len(part)} ({low:.0%} to {high:.0%})"
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """By set, dtype and tokens: what was not passed, named, placed, and what others flag."""
     every = pd.DataFrame(rows)
-    causes = every["verdict"].isin(["policy", "bug", "kernel", "processed", "misaligned", "wrong-dtype"])
-    every = every.assign(
-        not_passed=every["exit_code"] != 0, fails=every["exit_code"] == 1, named_wrongly=causes & ~every["named"],
-        may_be_named=every["may_name"].map(bool),
-    )  # fmt: skip
-    counts = ["not_passed", "fails", "may_be_named", "named", "named_wrongly", "nemo", "verl", "allclose"]
-    groups = every.groupby(["model", "set", "dtype", "tokens"])
-    return groups[counts].sum().assign(runs=groups.size())[["runs", *counts]]
+    every["asked"] = every["may_name"].map(bool)
+    behind = every["case"].map(lambda case: any(word in case for word in BEHIND)) & every.get("begins", np.nan).notna()
+    half = (np.minimum(LENGTH, every["tokens"] + 1) // 2).astype(float)
+    lines = []
+    for about, some in every.groupby(["model", "set", "dtype", "tokens"]):
+        fails, judged = some["exit_code"] == 1, some[some["asked"]]
+        place = (some["begins"] - half[some.index]).abs()[behind[some.index]] <= 8
+        found = {
+            "not passed": some["exit_code"] != 0, "failed": fails, "named, where a word is right": judged["named"],
+            "named wrongly": some["verdict"].isin(CAUSES) & ~some["named"], "place within 8": place,
+            **{name: some.get(name, pd.Series(dtype=object)) for name in ("nemo", "verl", "allclose", "top1")},
+        }  # fmt: skip
+        lines.append(
+            {
+                **dict(zip(("model", "set", "dtype", "tokens"), about, strict=True)),
+                **{n: share(v) for n, v in found.items()},
+            }
+        )
+    head = lines[0]
+    return "\n".join(
+        [
+            "| " + " | ".join(head) + " |",
+            "|" + "---|" * len(head),
+            *("| " + " | ".join(map(str, line.values())) + " |" for line in lines),
+        ]
+    )
 
 
 if __name__ == "__main__":

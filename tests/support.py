@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from kvinterp.comparison.recordable import COMPARED
 from kvinterp.models import SITES, zoo
 from kvinterp.models.sites import ROUTING_SITES
 
@@ -199,7 +200,8 @@ class Case:
     @property
     def sites(self) -> list[str]:
         """Every site this case must give; beside SDPA scores and patterns are derived."""
-        return [site for site in SITES if site not in ROUTING_SITES or self.model == "zoo:moe-mini"]
+        lacking = ("post",) if self.model == "zoo:moe-mini" else ROUTING_SITES
+        return [site for site in SITES if site not in lacking]
 
     @property
     def patched(self) -> list[str]:
@@ -210,7 +212,7 @@ class Case:
     @property
     def compared(self) -> str:
         """What ``compare`` can compare of it."""
-        kept = [site for site in self.sites if site not in ("q", "k", "v", "z", "attn_scores")]
+        kept = [site for site in self.sites if site in COMPARED]
         return ",".join(kept)
 
     @property

@@ -113,8 +113,25 @@ def prompts(count: int, text: str = "Question: one and one?\nAnswer:") -> list[P
 
 
 def result(made: Comparison, folder: Path = Path("result"), **more: Any) -> Result:
-    summary = {"interrupted": False, "settings": {"left_out": more.get("left_out", {})}}
-    return Result(folder, made, more.get("prompts", prompts(2)), summary)
+    made.prompts = more.get("prompts", prompts(2))
+    summary = {"interrupted": False, "settings": {"left_out": more.get("left_out", {})}, "provenance": made.provenance}
+    return Result(folder, made, list(made.prompts), summary)
+
+
+def comparison_page(folder: Path, made: Comparison, **more: Any) -> Path:
+    """The page of one comparison, as its command writes it."""
+    from kvinterp.study.experiments.compare import Compare, outcome_with
+
+    made.prompts = more.get("prompts", prompts(2))
+    outcome = outcome_with(made, {"left_out": more.get("left_out", {})}, folder)
+    return Compare().drawn_into(outcome, folder / "figures")[-1]
+
+
+def demo_page(folder: Path, *results: Result) -> Path:
+    """The page of several comparisons, of which the last is to show flips."""
+    from kvinterp.study.experiments.demo import Demo, outcome_of
+
+    return Demo().drawn_into(outcome_of(list(results), folder), folder / "figures")[-1]
 
 
 def experiment_page(folder: Path, text: str, rows: int, **changed: Any) -> Path:

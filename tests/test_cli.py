@@ -23,7 +23,7 @@ from command_line import kvinterp, wrong
 from kvinterp import __version__
 from kvinterp.cli import GROUPS
 from kvinterp.models import zoo
-from kvinterp.study.experiments.base import NOTHING
+from kvinterp.study.experiments.base import NOTHING, SAID, WIDTH
 from kvinterp.study.experiments.registry import experiment_named, experiments
 from writing import cells_of
 
@@ -127,9 +127,13 @@ def test_the_summary_agrees_with_the_tables(done: tuple[Path, Result]) -> None:
 def test_it_says_what_it_found_and_where_it_is(done: tuple[Path, Result]) -> None:
     out, made = done
     summary = json.loads((out / "summary.json").read_text())
-    assert "\n".join(summary["reading"]) in made.stdout
+    before, _, after = made.stdout.partition("\n\n")
+    assert len(before.splitlines()) <= SAID + 1
+    assert max(map(len, before.splitlines())) <= WIDTH
+    assert summary["reading"][0] in " ".join(before.split())
+    assert after.startswith("page  ")
     assert str(out / "report.html") in made.stdout
-    assert str(out / "summary.json") in made.stdout
+    assert f"more  {out}: tables, figures, summary.json" in made.stdout
 
 
 def test_without_record_the_pattern_is_derived_beside_sdpa_and_it_says_so(tmp_path: Path) -> None:
@@ -188,6 +192,14 @@ def test_help_has_the_options_that_matter_and_help_all_the_others(monkeypatch: p
     assert named[0] == ["--out", "--prompts", "--a", "--b", "--dtype", "--help-all", "--help"]
     assert set(named[0]) < set(named[1])
     assert {"--overwrite", "--json", "--seed", "--record"} <= set(named[1])
+    assert [made.stdout.count(f"─ {panel} ─") for made in (short, long) for panel in ("What", "How", "Where to")] == [
+        0
+    ] * 3 + [1] * 3
+    groups = re.split("─ (What|How|Where to) ─", long.stdout)
+    titled = dict(zip(groups[1::2], groups[2::2], strict=True))
+    assert all(
+        name in titled[panel] for panel, name in (("What", "--record"), ("How", "--seed"), ("Where to", "--overwrite"))
+    )
     assert "--help-all shows" in short.stdout
     assert "--help-all shows" not in long.stdout
     assert kvinterp("compare", "--help").stdout == short.stdout, "what help hides comes back"

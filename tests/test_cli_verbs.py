@@ -37,7 +37,7 @@ def test_patch_writes_recovery_summary_and_figures(tmp_path: Path) -> None:
     assert summary["protocol"] == "free"
     assert summary["controls"]["self"] in (0.0, None)
     assert (tmp_path / "out" / "figures" / "recovery.png").stat().st_size > 10_000
-    assert str(tmp_path / "out" / "recovery.parquet") in made.stdout
+    assert f"page  {tmp_path / 'out' / 'report.html'}" in made.stdout
 
 
 @pytest.mark.slow

@@ -93,3 +93,22 @@ def test_a_page_that_asks_for_something_elsewhere_is_found(tmp_path: Path) -> No
 def test_figures_that_are_shown_are_there(page: Path) -> None:
     for shown in re.findall(r"!\[[^\]]*\]\(([^)]+)\)", page.read_text(encoding="utf-8")):
         assert (page.parent / shown).is_file(), shown
+
+
+def test_files_and_rooms_that_are_named_are_there() -> None:
+    """The walks through the house and the map in the README name what is there."""
+    core, root = ROOT / "src" / "kvinterp", ROOT
+    for page in (ROOT / "docs" / "architecture.md", ROOT / "CONTRIBUTING.md"):
+        named = [
+            name for name in re.findall(r"`([\w/]+(?:\.py|/))`", page.read_text(encoding="utf-8")) if "NAME" not in name
+        ]
+        assert len(named) > 10
+        missing = [name for name in named if not any((place / name).exists() for place in (core, root))]
+        assert not missing, f"{page.name}: {missing}"
+    (drawn,) = re.findall(r"(?ms)^src/kvinterp/\n(.*?)^```", (ROOT / "README.md").read_text(encoding="utf-8"))
+    rooms = re.findall(r"(?m)^ +(\w+)/", drawn)
+    assert len(rooms) > 12
+    assert not [room for room in rooms if not any((place / room).is_dir() for place in (core, core / "study"))]
+    assert {place.name for place in core.iterdir() if (place / "__init__.py").is_file()} <= set(
+        re.findall(r"(\w+)/", drawn)
+    )

@@ -18,10 +18,10 @@ def table() -> str:
 def test_every_policy_is_listed_with_what_it_stores():
     rows = {row[0]: dict(zip(POLICY_COLUMNS, row, strict=True)) for row in policy_rows()}
     assert list(rows) == list(POLICIES)
-    assert rows["identity"]["KiB a token"] == "128"
+    assert rows["identity"]["KiB per token"] == "128"
     assert rows["uniform"]["as text"] == "uniform(-1,1)"
     assert "preserve=nothing" in rows["uniform"]["fields"]
-    assert rows["q8_0"]["KiB a token"] == "68"  # 34 bytes of 32 elements
+    assert rows["q8_0"]["KiB per token"] == "68"  # 34 bytes of 32 elements
 
 
 def test_the_page_shows_what_is_listed():

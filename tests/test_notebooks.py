@@ -18,10 +18,13 @@ pytest.importorskip("ipykernel", reason="ipykernel is not installed: pip install
 
 pytestmark = [pytest.mark.xdist_group("notebooks"), pytest.mark.slow]
 FOLDER = Path(__file__).parents[1] / "notebooks"
-NAMES = ("01_two_paths", "02_where_it_starts", "03_interactive_patching", "04_what_carries_it")
+ENGINE = "05_another_engine"
+NAMES = ("01_two_paths", "02_where_it_starts", "03_interactive_patching", "04_what_carries_it", ENGINE)
 EVERY = pytest.mark.parametrize("name", NAMES)
 SMALLER = {'PROMPTS = "arithmetic:3"': 'PROMPTS = "arithmetic:2"', "STEPS = 12": "STEPS = 5"}
 """What is made smaller so that the tests are quick; each text must be found."""
+OF_ENGINE = {"SEQUENCES = 8": "SEQUENCES = 4"}
+"""And in the one that decodes nothing itself."""
 ONE_PROMPT = {"04_what_carries_it": ("(model, prompts, ", "(model, prompts[1:], ")}
 """And where one of the prompts is enough: what is sought and what stands there instead."""
 
@@ -69,8 +72,8 @@ def execute(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Any]
 @EVERY
 def test_it_runs_on_the_zoo(name: str, execute: Callable[[Any], Path]) -> None:
     notebook = _read(name)
-    replacements = dict(SMALLER)
-    if not has_hooked_transformer():
+    replacements = dict(OF_ENGINE if name == ENGINE else SMALLER)
+    if name != ENGINE and not has_hooked_transformer():
         replacements['KIND = "hooked"'] = 'KIND = "bridge"'
     sources = "\n".join(_code(notebook))
     for old in replacements:
@@ -98,7 +101,7 @@ def test_it_says_what_is_learnt_and_how_to_take_a_real_model(name: str) -> None:
     assert first.cell_type == "markdown"
     assert "**You will learn**" in first.source
     assert first.source.count("\n- ") >= 3
-    assert 'MODEL = "zoo:mistral-mini"' in second.source
+    assert f'MODEL = "zoo:{"llama64" if name == ENGINE else "mistral"}-mini"' in second.source
     assert "GPU" in second.source
 
 

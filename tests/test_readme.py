@@ -16,13 +16,15 @@ from support import SUITES_OWN_SETTINGS, has_hooked_transformer, write_checkpoin
 
 pytestmark = [pytest.mark.bits, pytest.mark.xdist_group("readme"), pytest.mark.slow]
 
-README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+NOTEBOOK = (ROOT / "docs" / "start" / "notebook.md").read_text(encoding="utf-8")
 SMALLER = {"arithmetic:4": "arithmetic:2", "max_new_tokens=32": "max_new_tokens=10", 'kind="hooked")': "kind=KIND)"}
 """What is replaced in the first snippet; each must be found once."""
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"(?ms)^```{language}\n(.*?)^```", README)
+def blocks(language: str, page: str = README) -> list[str]:
+    return re.findall(rf"(?ms)^```{language}\n(.*?)^```", page)
 
 
 def snippet(first_words: str) -> str:
@@ -60,8 +62,9 @@ def in_a_notebook() -> str:
     for old, new in SMALLER.items():
         assert source.count(old) == 1, old
         source = source.replace(old, new)
-    source = f"KIND = {'hooked' if has_hooked_transformer() else 'bridge'!r}\n{source}"
-    return f"{source}\nprint(len(both.steps), len(both.layers), len(both.heads), len(both.kv_steps))"
+    (more,) = [block for block in blocks("python", NOTEBOOK) if block.startswith("both.save(")]
+    source = f"KIND = {'hooked' if has_hooked_transformer() else 'bridge'!r}\n{source}{more}"
+    return f"{source}\nprint(kv.localise(model, prompts[0]))\nprint(len(both.steps), len(both.layers), len(both.heads), len(both.kv_steps))"
 
 
 def test_in_a_notebook(printed: Callable[[str], str]) -> None:

@@ -118,7 +118,7 @@ def test_a_users_class_passes_with_exit_code_0_and_is_audited_again_into_the_sam
     verdict = json.loads(again.stdout)
     claims = {claim["id"]: claim["why"] for claim in verdict.pop("claims")}
     assert claims.keys() == {"float32-as-large", "last-layer-jumps"}
-    assert "Not testable here" in (folder / "report.html").read_text(), "two prompts decide nothing"
+    assert "not testable" in (folder / "report.html").read_text(), "two prompts decide nothing"
     held = json.loads((folder / "verdict.json").read_text())
     assert set(held.pop("sha256")) == {path.name for path in folder.iterdir() if path.name[0] != "."}
     assert verdict == {**held, "verb": "audit", "folder": "out/audit-Mine"}
@@ -289,9 +289,6 @@ def test_the_page_says_what_the_verdict_says(passing: kv.auditing.Audit, failing
     assert "first wrong: layer" in text
     assert '<tr class="here"><td>1</td>' in text
     assert "nothing: it is further from float64" in text
-    rows = failing.rung("float32").top["difference"]
-    assert (rows > 0).any()
-    assert f"<td>{rows.max():.6e}</td>" in text
     assert "first wrong" not in page(passing)
 
 
@@ -299,7 +296,7 @@ def test_the_page_never_explains_what_nothing_took_away(failing: kv.auditing.Aud
     """An old page wrote "explained by: rounding" beside an error of 161 where rounding explains 32."""
     first = failing.verdict.evidence["float32"]["first_tensor"]
     assert first["taken_away_by"] == ""
-    table = page(failing).split("First tensor that differs")[1].split("</table>")[0]
+    table = page(failing).split("The first tensor that differs")[1].split("</table>")[0]
     assert "rounding" not in table
     for word, said in (("order", "a fixed order of additions"), ("cast", "leaving out the cast to bfloat16")):
         told = {**first, "taken_away_by": word, "cast_to": "bfloat16", "detail": ""}
@@ -308,24 +305,14 @@ def test_the_page_never_explains_what_nothing_took_away(failing: kv.auditing.Aud
         assert said not in table
 
 
-def test_the_page_of_what_is_equal_has_no_table_of_zeros() -> None:
-    """In a fixed order every logit is equal, and five differences of 0 say nothing."""
-    made = audit(build("llama"), **QUICK, checks="none", detail="everything")
-    rung = made.rung("float32")
-    rung.fixed.name = rung.name
-    made.rungs[0] = rung.fixed
-    assert not (rung.fixed.steps["max_abs"] != 0).any()
-    text = page(made)
-    assert "every layer&#39;s output and every logit is the same on both paths." in text
-    assert f"So is every logit of all {len(rung.fixed.steps)} steps." in text
-    assert "Abs Diff" not in text
-
-
 def test_the_page_names_the_step_it_shows_and_escapes_the_model(failing: kv.auditing.Audit) -> None:
     layers = failing.rung("float32").layers
     assert f"position {layers['position'].iloc[0]}, fed after a prompt of {layers['prefill'].iloc[0]} tokens" in page(
         failing
     )
+    rows = failing.rung("float32").top["difference"]
+    assert (rows > 0).any()
+    assert f"<td>{rows.max():.3g}</td>" in page(failing)
     failing_page = page(
         _with(
             failing,

@@ -9,11 +9,10 @@ import pandas as pd
 import pytest
 import torch
 
-from kvinterp.auditing.accounting import Account
 from kvinterp.auditing.causes import Cause
 from kvinterp.auditing.exercises import Check
 from kvinterp.auditing.first_difference import Finding
-from kvinterp.auditing.judging import ONE_BY_ONE, Judged
+from kvinterp.auditing.judging import ONE_BY_ONE, Account, Judged
 from kvinterp.auditing.ladder import LOCAL, STEPS, PrecisionRun
 from kvinterp.auditing.reading import Evidence, hint, overflow
 from kvinterp.paths.kernels import Native

@@ -36,10 +36,11 @@ def test_kl_of_two_texts_is_told_apart_from_that_of_rounding() -> None:
     made.steps.loc[made.steps["after_flip"], "kl"] = 2.0
     made.layers.loc[(made.layers["step"] > 2) & (made.layers["layer"] == 1), "relative_l2"] = 1.0
     said = made.where()
-    assert "nats up to the flip and 2.00e+00 nats after it" in said
-    assert "site resid_post, layer 2" in said, "the rows after the flip, where layer 1 is far off, do not count"
+    assert "mean KL behind a flip, where the two texts differ 2 nats (n = 4 steps)" in said
+    assert "median of a prompt's mean KL 3.5 × 10⁻⁷ nats" in said.replace("\xa0", " ")
+    assert "layer 1: median relative L2 of resid_post 7.1 × 10⁻⁴" in said.replace("\xa0", " "), "rows after the flip do not count"
     matched = comparison((0, 1), flip=2)
-    assert "after it" not in matched.where(), "the contexts stay the same in the matched protocol"
+    assert "behind a flip" not in matched.where(), "the contexts stay the same in the matched protocol"
 
 
 def test_every_table_says_which_rows_are_after_the_flip(model: Adapter) -> None:

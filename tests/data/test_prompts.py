@@ -172,7 +172,7 @@ def test_a_folder_is_no_file(tmp_path):
         (None, "prompts of type NoneType were given"),
         (5, "prompts of type int were given"),
         ("arithmetic:99999999999999999999", "count is '99999999999999999999'"),
-        ("arithmetic:9999999", "at most 100,000"),
+        ("arithmetic:9999999", "from 1 to 1,000,000"),
         ("x" * 5000, "unknown prompt generator"),
         (["half \ud800 of one"], r"prompt 0 holds the lone surrogate \\ud800"),
     ],

@@ -8,7 +8,7 @@ from random import Random
 import pytest
 
 from kvinterp.data import TASKS, Prompt, score, split_of, stream
-from kvinterp.data.example import check_split, distinct
+from kvinterp.data.example import distinct, draws
 from kvinterp.errors import InputError
 
 TASK_NAMES = sorted(TASKS)
@@ -97,12 +97,12 @@ def test_what_is_not_known_is_said_with_near_names():
     with pytest.raises(InputError, match="did you mean 'capitals'"):
         score(Prompt("a", "x", "instructions", meta={"kind": "capital"}), "")
     with pytest.raises(InputError, match="did you mean 'heldout'"):
-        check_split("held")
+        next(draws(TASKS["restate"].draw, 0, "held"))
 
 
 def test_counts_that_cannot_be_met_are_refused():
     always = TASKS["restate"].generate(1, 0, "heldout")[0]
-    with pytest.raises(InputError, match="positive"):
+    with pytest.raises(InputError, match="at least 1"):
         TASKS["restate"].generate(0, 0, "heldout")
     with pytest.raises(InputError, match="ask for fewer"):
         distinct(lambda rng: always, 2, 0, split_of(always.prompt.text))

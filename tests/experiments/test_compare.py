@@ -151,7 +151,7 @@ def test_cut_off_before_its_page_it_is_not_made_again(whole: Path, tmp_path: Pat
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("kvinterp.study.report.write_report", cut)
+        patch.setattr("kvinterp.study.report.experiment.write_experiment", cut)
         with pytest.raises(KeyboardInterrupt):
             SMALL.run(tmp_path, progress="none")
     monkeypatch.setattr("kvinterp.comparison.compare", lambda *_, **__: pytest.fail("it was made again"))

@@ -216,7 +216,18 @@ def test_the_command_writes_verdict_page_and_junit(model: Any, walked: Any, tmp_
     verdict = kv.load(out)
     assert verdict.verdict == "bug"
     assert verdict.given["statistics"]["all"]["tokens"] == 508
-    assert "<script>alert(1)" not in (out / "report.html").read_text()
+    shown = (out / "report.html").read_text()
+    assert "<script>alert(1)" not in shown
+    assert "FAIL: bug." in shown
+    assert "Token by token" in shown
+    assert len(verdict.tokens) == COUNT * LENGTH
+    assert verdict.tokens["difference"].count() == 508
+    np.testing.assert_array_equal(verdict.tokens["engine"], np.concatenate([path.chosen for path in paths]))
+    assert verdict.report(tmp_path / "elsewhere").read_text() == shown
+    damaged = tmp_path / "elsewhere" / "given.parquet"
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    with pytest.raises(InputError, match=r"given\.parquet is not the one"):
+        kv.load(tmp_path / "elsewhere")
     suite = Tree.parse(tmp_path / "j.xml").getroot()[0]
     assert suite.get("failures") == "1"
 
@@ -252,3 +263,19 @@ def test_a_cause_that_a_model_cannot_have_is_not_tried() -> None:
     found = judge_given(narrow, [path], "float32")
     assert found.verdict == "bug", str(found)
     assert not any("q8_0" in row["cause"] for row in found.given["tried"])
+
+
+def test_compare_with_a_file_shades_its_tokens(model: Any, tmp_path: Path) -> None:
+    """Behind the prompt, as ours has them; a token that was not given is a gap."""
+    ids = model.encode(kv.load_prompts("natural:1")[0].text)[:20]
+    record = writing_given.own(ids, 5, writing_given.all_log_probs(model, ids, torch.float32))
+    record["logprobs"][4], record["id"] = None, "<script>alert(1)</script>"
+    file, out = writing_given.lines([record], tmp_path / "a.jsonl"), tmp_path / "out"
+    made = kvinterp("compare", "zoo:llama64-mini", "--b", f"given({file})", "--kind", "native", "--out", out)
+    assert made.exit_code == 0, made.output
+    table, shown = kv.load(out).tables["given"], (out / "report.html").read_text()
+    assert len(table) == len(ids) - 5 - 1
+    assert table["text"].tolist() == [model.pieces([token])[0] for token in table["token"]]
+    assert "Token by token" in shown
+    assert '<i class="n" title="1 not given">' in shown
+    assert "<script>alert(1)" not in shown

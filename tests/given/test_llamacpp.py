@@ -87,8 +87,12 @@ def test_a_quantised_cache_is_named_to_what_it_does_to_queries(cache: str, model
 @pytest.mark.slow
 def test_flash_attention_of_one_row_over_a_float16_cache_is_a_kernel(model: Any, files: Any, ids: Any) -> None:
     """Decoding adds values up in float16: a warm token is further from a cold one than without flash attention."""
-    with serving(files("F32"), "f16", "enabled") as url:
-        warm = walked(url, ids, cached=True)
+    gaps = []
+    for flash in ("disabled", "enabled"):
+        with serving(files("F32"), "f16", flash) as url:
+            cold, warm = (walked(url, ids, cached) for cached in (False, True))
+        gaps.append(np.nanmean(np.abs(warm - cold)))
+    assert gaps[1] > 1.5 * gaps[0] > 0
     found = judged(model, ids, warm)
     assert found.verdict == "kernel", str(found)
     assert "values added up in float16, a key after another" in found.reading
@@ -103,7 +107,7 @@ def test_a_wrong_rope_base_is_named(model: Any, files: Any, ids: Any) -> None:
     assert "RoPE base times 0.5 reproduces it" in found.reading
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_wrong_epsilon_is_named(ids: Any, model: Any, tmp_path: Path) -> None:
     wrong = kv.load_model(ZOO, kind="native", dtype="float32")
     wrong.model.config.rms_norm_eps *= 10
@@ -113,7 +117,7 @@ def test_a_wrong_epsilon_is_named(ids: Any, model: Any, tmp_path: Path) -> None:
     assert "norm eps times 10 reproduces it" in found.reading
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "word", "says"),
     [

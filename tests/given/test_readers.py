@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import writing_given as w
 
 import kvinterp as kv
@@ -176,3 +178,42 @@ def test_choices_of_a_judgement_are_checked(sample: Any, given: dict[str, Any], 
     (file := tmp_path / "given.jsonl").write_text(json.dumps(OWN))
     with pytest.raises(InputError):
         kv.audit_given(sample[0], **{"file": file, **given})
+
+
+CONVERTERS = re.findall(
+    r"```python\n(.*?)```", (Path(__file__).parents[2] / "docs" / "engines.md").read_text("utf-8"), re.DOTALL
+)
+
+
+@pytest.mark.parametrize("name", ["slime", "verl"])
+def test_the_converters_of_the_docs_give_our_own_form(
+    name: str, sample: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As they stand there, on what verl and slime write: padding left of the prompt, right of the reply, a token that is masked."""
+    _, ids, rows = sample
+    want, end = chosen(ids, rows), len(ids) - CUT
+    want[:CUT] = np.nan
+    monkeypatch.chdir(tmp_path)
+    code = next(code for code in CONVERTERS if {"slime": "torch.load", "verl": "old_log_probs"}[name] in code)
+    made = {"tokens": ids, "response_length": end, "rollout_log_probs": want[CUT:].tolist()}
+    torch.save({"samples": [made]}, "dump.pt")
+    if name == "verl":
+        want[CUT + 3] = np.nan
+    pad, kept = [0] * 3, [int(at != 3) for at in range(end)]
+    side = [*chosen(ids, rows)[CUT:].tolist(), *[0.0] * 3]
+    batch = {
+        "prompts": [[*pad, *ids[:CUT]]],
+        "responses": [[*ids[CUT:], *pad]],
+        "attention_mask": [[*pad, *[1] * len(ids), *pad]],
+        "response_mask": [[*kept, *pad]],
+        "rollout_log_probs": [side],
+        "old_log_probs": [side],
+    }
+    exec(
+        code,
+        {"batch": {each: torch.tensor(row, dtype=torch.float64 if "log" in each else None) for each, row in batch.items()}},
+    )
+    (path,) = read_given("rollouts.jsonl")
+    assert path.ids == tuple(ids)
+    np.testing.assert_array_equal(path.chosen, want)
+    assert (path.trainer is None) == (name == "slime")

@@ -32,7 +32,7 @@ def test_kaplan_and_meier_by_hand():
 def test_survival_where_nothing_flips_and_of_nothing():
     assert (metrics.survival_by_step([4, 4], [False, False])["survival"] == 1).all()
     assert metrics.survival_by_step([], []).empty
-    with pytest.raises(InputError, match="3 steps and 2 flips"):
+    with pytest.raises(InputError, match="3 steps, 2 flipped"):
         metrics.survival_by_step([1, 2, 3], [True, False])
 
 

@@ -145,7 +145,7 @@ def test_its_difference_is_measured_head_by_head_and_called_derived(load, tmp_pa
     assert (later["kl"] > 0).any()
     assert set(both.heads["pattern"]) == {"derived"}
     assert both.derived == ("pattern",)
-    assert "attention pattern (derived beside the kernel)" in both.where()
+    assert "derived beside a fused kernel" in both.where()
     trace = kv.run(model, PROMPT, record="pattern", max_new_tokens=2, logits="keep", stop="length")
     assert "pattern (derived)" in repr(trace)
     again = kv.Trace.load(trace.save(tmp_path))
@@ -178,7 +178,7 @@ def test_only_the_rows_that_are_kept_are_derived(load, monkeypatch):
         seen.append(made.shape[-2])
         return made
 
-    monkeypatch.setattr("kvinterp.models.derived.derived_attention", counted)
+    monkeypatch.setattr("kvinterp.models.hooks.derived_attention", counted)
     model.tap("pattern", 0)
     seen.clear()
     kv.compare(model, PROMPT, "recompute", "recompute", record="pattern", max_new_tokens=2, stop="length", progress="none")

@@ -23,8 +23,10 @@ def models():
 
 def test_every_site_has_the_hook_that_transformer_lens_calls_it_by():
     for site, hook in HOOKS.items():
-        assert hook_of(utils.get_act_name(site, 3)) == (site, 3)
-        assert hook_of(hook) == hook_of(hook.removeprefix("attn.")) == (site, None)
+        layer = 0 if site == "embed" else None
+        name = utils.get_act_name(site) if site == "embed" else utils.get_act_name(site, 3)
+        assert hook_of(name) == (site, 3 if layer is None else layer)
+        assert hook_of(hook) == hook_of(hook.removeprefix("attn.")) == (site, layer)
     assert hook_of("blocks.2.hook_out") == ("resid_post", 2)
     assert hook_of("resid_post") is None
 
@@ -62,8 +64,8 @@ def test_a_hook_names_a_layer_wherever_a_site_is_taken(models):
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("blocks.0.mlp.hook_post", "use hook_mlp_out"),
-        ("hook_embed", "use blocks.0.hook_resid_pre"),
+        ("blocks.0.mlp.hook_pre", "use mlp.hook_post"),
+        ("hook_pos_embed", "use blocks.0.hook_resid_pre"),
         ("blocks.1.attn.hook_patern", "did you mean 'blocks.1.attn.hook_pattern'"),
         ("blocks.99.hook_resid_post", "layer 99 does not exist"),
         ("blocks.1.attn.pattern", "unknown site"),

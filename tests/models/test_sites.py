@@ -46,8 +46,12 @@ REFUSED = {
     "Mixtral": set(),
     "Falcon": set(),
     "Olmo2": set(),
-    "OPT": {"mlp_out", "resid_mid"},
+    "OPT": {"mlp_out", "resid_mid", "post"},
 }
+
+
+SUMS = ("Llama4", "Qwen3", "Mixtral")
+"""Their output projection has no bias, and no norm follows it."""
 
 
 def recorded(model):
@@ -100,6 +104,10 @@ def test_sites_keep_the_identities_that_define_them(tiny, stem):
         if "k" in here:
             assert close(here["k"].transpose(0, 1)[:, 0], here["cache_k"][:, 0] * _scale(here))
             assert torch.equal(here["k"].transpose(0, 1), here["cache_k_pre"])
+        if {"result", "attn_out"} <= set(here) and stem in SUMS:
+            assert close(here["result"].sum(1), here["attn_out"])
+        if "post" in here:
+            assert here["post"].shape[0] == len(PROMPT)
         if {"pattern", "z"} <= set(here):
             values = here["cache_v"].repeat_interleave(adapter.facts.query_heads // adapter.facts.kv_heads, 0)
             assert close(torch.einsum("hqk,hkd->qhd", here["pattern"], values), here["z"])
@@ -114,7 +122,7 @@ def _scale(here):
 def test_what_is_right_is_not_refused(tiny):
     """Only what a kind of model cannot give: of these every site is there."""
     for stem in ("Glm4", "Qwen3", "Gemma3", "Mixtral", "Llama4"):
-        routers = set() if stem in ("Mixtral", "Llama4") else set(ROUTING_SITES)
+        routers = {"post"} if stem in ("Mixtral", "Llama4") else set(ROUTING_SITES)
         assert recorded(tiny(stem, **ARCHITECTURES[stem]))[2] == routers, stem
 
 
@@ -193,7 +201,7 @@ def test_bridge_refuses_what_opt_shows_without_a_batch(tiny):
     from kvinterp.models.bridge import build_bridge
 
     _, shown, refused = recorded(build_bridge(tiny("OPT", **ARCHITECTURES["OPT"]), "opt"))
-    assert {"resid_mid", "mlp_out"} <= refused
+    assert {"resid_mid", "mlp_out", "post"} <= refused
     assert {shown["attn_out", layer].shape for layer in range(2)} == {(len(PROMPT), 24)}
 
 

@@ -82,7 +82,7 @@ def test_the_numbers_are_those_of_plain_torch_hooks(load: Any, case: Case, dista
     assert_bitwise(found.values, torch.stack(rows).reshape(2, -1), f"{distance} of every patch", ("layer", "block"))
     assert (found.clean, found.corrupted) == (0.0, float(before))
     assert_bitwise(found.recovery, metrics.recovery(before.expand_as(found.values), found.values), "recovery")
-    assert list(found.frame.columns) == ["layer", "start", "stop", "text", "value", "recovery"]
+    assert list(found.frame.columns) == ["layer", "start", "stop", "text", "value", "recovery", "unchanged"]
     assert len(found.frame) == 2 * len(found.columns) == found.values.numel()
     assert found.differ == (3, 4)
 
@@ -97,7 +97,7 @@ def test_everything_moved_is_the_clean_prompt_and_causality_is_kept(load: Any, c
     for site in ("kv", "v"):
         heads = kv.activation_patching(adapter, CLEAN, PROMPT, site, "heads", layers=(1,), progress="none")
         assert heads.columns == (0, 1)
-        assert list(heads.frame.columns) == ["layer", "head", "value", "recovery"]
+        assert list(heads.frame.columns) == ["layer", "head", "value", "recovery", "unchanged"]
         assert (heads.values != heads.corrupted).all()
 
 

@@ -96,7 +96,7 @@ def test_head_by_position_is_transformer_lens_s(load: Any) -> None:
     layers, length = len(found.layers), len(PROMPT)
     shown = found.values.reshape(layers, -1, length).transpose(1, 2).float()
     assert_bitwise(shown, expected, "head by position", ("layer", "position", "head"))
-    assert list(found.frame.columns) == ["layer", "head", "start", "stop", "text", "value", "recovery"]
+    assert list(found.frame.columns) == ["layer", "head", "start", "stop", "text", "value", "recovery", "unchanged"]
 
 
 # Donors ------------------------------------------------------------------------------------------------------------------
@@ -246,6 +246,45 @@ def test_a_names_filter_and_modules_are_sites(load: Any, case: Case) -> None:
     assert by_module.layers == by_site.layers == (1,)
     assert torch.equal(by_module.values, by_site.values[:, 2:6])
     assert kv.Patch("transformer.h.0.mlp.output", donor="zero") == kv.Patch("mlp_out", (0,))
+
+
+@pytest.mark.hooked
+@pytest.mark.parametrize(
+    "names_filter",
+    [
+        lambda name: name.endswith("hook_pattern"),
+        lambda name: name == "hook_embed" or "hook_mlp_out" in name,
+        lambda name: name.startswith("blocks.1.") and name.endswith(("hook_post", "hook_z", "hook_k")),
+    ],
+)
+def test_a_names_filter_keeps_what_run_with_cache_keeps(load: Any, names_filter: Any) -> None:
+    adapter, tokens = load(HOOKED), rows(PROMPT, CLEAN)
+    with torch.no_grad():
+        _, cache = adapter.model.run_with_cache(tokens, names_filter=names_filter)
+    with kv.record(adapter.model, names_filter, positions="all") as seen:
+        plain_forward(adapter.model, tokens)
+    ours = seen.to_activation_cache()
+    assert set(ours) == set(cache)
+    for name in cache:
+        assert_bitwise(ours[name], cache[name], name)
+
+
+@pytest.mark.hooked
+def test_steering_and_a_newest_position_are_run_with_hooks_s(load: Any) -> None:
+    adapter, tokens = load(HOOKED), rows(PROMPT)
+    vector = torch.linspace(-1, 1, adapter.facts.width)
+
+    def steer(resid: torch.Tensor, hook: Any) -> torch.Tensor:
+        resid[:, -1] += vector
+        return resid
+
+    with torch.no_grad():
+        expected = adapter.model.run_with_hooks(tokens, fwd_hooks=[("blocks.1.hook_resid_pre", steer)])
+    for patch in (
+        kv.Patch("blocks.1.hook_resid_pre", positions=-1, donor=lambda x: x + vector),
+        kv.Patch("resid_pre", layers=1, positions=slice(None), donor=steer),
+    ):
+        assert_bitwise(patched(adapter, tokens, patch), expected, "logits")
 
 
 def test_a_module_shows_what_its_hook_shows(load: Any) -> None:

@@ -14,7 +14,6 @@ from kvinterp.errors import InputError
 from kvinterp.patching import PRESETS, PatchHook, highest_kl
 from kvinterp.patching.planted import Planted
 from kvinterp.paths import Runner
-from kvinterp.study.report import recovery_figure
 from support import PROMPT, Case, assert_bitwise, bare_hooked_transformer, cases, hooks_of, plain_forward
 
 pytestmark = pytest.mark.bits
@@ -655,6 +654,6 @@ def test_the_logit_difference_of_two_answers_is_a_distance(load, case):
         assert row["d_after"] == pytest.approx(float(after), rel=1e-12, abs=1e-15)
     assert found.provenance["distances"] == ["logit_difference", "l2"]
     assert "logit difference" in " ".join(found.sentences())
-    assert "logit difference" in recovery_figure(found).axes[0].get_ylabel()
+    assert "logit difference" in found.figures()["recovery"].axes[0].get_ylabel()
     with pytest.raises(InputError, match="expected two answers of one token each"):
         swept(model, distance="logit_difference")

@@ -112,7 +112,7 @@ def test_in_a_stored_prefill_it_is_the_recompute_paths(load):
 
 
 def test_what_means_nothing_is_said(load):
-    for text, said in (("low_rank(0)", "rank of policy 'low_rank'=0"), ("low_rank(4,-1)", "group of policy 'low_rank'=-1")):
+    for text, said in (("low_rank(0)", "policy 'low_rank': rank=0"), ("low_rank(4,-1)", "policy 'low_rank': group=-1")):
         with pytest.raises(kv.InputError, match=said):
             kv.policy_named(text)
     with pytest.raises(kv.InputError, match=r"policy low_rank\(4,3\) groups 2 layers by 3: expected a divisor of 2"):

@@ -457,15 +457,15 @@ def test_kivi_refuses_a_history_with_holes(wide):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("kivi(3)", "bits=3: expected 2, 4 or 8"),
-        ("kivi(4,32,48)", "the second a multiple of the first"),
+        ("kivi(3)", "bits=3 was given: expected 2, 4 or 8"),
+        ("kivi(4,32,48)", "residual=48 was given: expected a multiple of group=32"),
         ("hadamard(48)", "expected a power of two"),
         ("int4(0)", "expected a whole number of at least 1"),
-        ("fp8(e3m4)", "format='e3m4': expected e4m3 or e5m2"),
-        ("fp8(e4m3,scale=nan)", "scale='nan': expected a number above 0, or prefill"),
-        ("fp8(e4m3,scale=0)", "scale=0: expected a number above 0, or prefill"),
+        ("fp8(e3m4)", "format='e3m4' was given: expected 'e4m3' or 'e5m2'"),
+        ("fp8(e4m3,scale=nan)", "scale='nan' was given: expected a number above 0, or prefill"),
+        ("fp8(e4m3,scale=0)", "scale=0 was given: expected a number above 0, or prefill"),
         ("fp8(e4m3,per=head)", "give scale=prefill too"),
-        ("fp8(e4m3,overflow=wrap)", "expected saturate or nonfinite"),
+        ("fp8(e4m3,overflow=wrap)", "expected 'saturate' or 'nonfinite'"),
         ("q8_0(4)", "q8_0 takes on=kv"),
     ],
 )

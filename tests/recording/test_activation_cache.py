@@ -58,7 +58,7 @@ def test_what_is_no_donor_is_said(model: Any) -> None:
     with pytest.raises(InputError, match="positions, and the prompt has 1 tokens"):
         kv.donor_trace(cache, [1])
     with pytest.raises(InputError, match="holds no hook at which a site is"):
-        kv.donor_trace(ActivationCache({"hook_embed": cache["hook_embed"]}, model.model), tokens)
+        kv.donor_trace(ActivationCache({"hook_pos": cache["hook_embed"]}, model.model), tokens)
     with pytest.raises(InputError, match="was not recorded"):
         kv.run(model, ASKED, record="resid_post", max_new_tokens=1).to_activation_cache(3)
     with pytest.raises(InputError, match="record one of"):

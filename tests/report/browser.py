@@ -63,7 +63,7 @@ class Opened:
 
     def quiet(self) -> None:
         """No error in the console, and nothing asked for."""
-        assert self.console == []
+        assert self.console == [], self.console
         assert self.asked == []
 
 

@@ -343,12 +343,12 @@ def test_a_browser_shows_what_differs_in_its_colours(page_opened: Callable[..., 
     picture = tmp_path / "page.png"
     browsed(page_opened, shown.save(tmp_path / "page.html"), 3).page.screenshot(path=picture)
     pixels = (matplotlib.image.imread(picture)[..., :3] * 255).round().astype(int)
-    top = int(np.flatnonzero((np.abs(pixels - (0x3B, 0x0F, 0x70)).sum(-1) < 12).sum(1) > 60)[0])
+    top = int(np.flatnonzero((np.abs(pixels - (0x4A, 0x14, 0x8C)).sum(-1) < 12).sum(1) > 60)[0])
     assert top > 150, "purple in the legend"
     below_legend = pixels[top:]
     areas = {
         name: int((np.abs(below_legend - colour).sum(-1) < 12).sum())
-        for name, colour in {"purple": (0x3B, 0x0F, 0x70), "blue": (0x00, 0x72, 0xB2), "orange": (0xD5, 0x5E, 0x00)}.items()
+        for name, colour in {"purple": (0x4A, 0x14, 0x8C), "blue": (0x00, 0x5A, 0x9E), "orange": (0xB0, 0x4A, 0x00)}.items()
     }
     assert areas["blue"] > 1000
     assert areas["orange"] == pytest.approx(areas["blue"], rel=0.05), "one cell each, of one size"

@@ -19,12 +19,11 @@ from browser import EVIL, IN_A_BROWSER, Opened, check_markup, check_page
 
 from kvinterp.comparison import Comparison
 from kvinterp.study.experiments.behaviour import flipped_decodes
-from kvinterp.study.report import write_report
 from kvinterp.study.report.experiment import write_experiment
 from kvinterp.study.report.packing import packed, signed_codes, three_digits
 from kvinterp.study.report.page import render
-from kvinterp.study.report.tokens import SCRIPTS, SHEETS, changes, flips_shown, packed_comparison, tokens_fragment
-from synthetic import comparison, result
+from kvinterp.study.report.tokens import SCRIPTS, SHEETS, changes, packed_comparison, tokens_fragment
+from synthetic import comparison, comparison_page
 
 pytestmark = IN_A_BROWSER
 
@@ -129,7 +128,8 @@ def test_several_comparisons_are_chosen_among(page_opened: Callable[..., Opened]
     page = drawn(page_opened(written(tmp_path, plain=comparison((0,)), flipping=comparison((0, 1), flip=1))))
     select = page.locator("#kv-changes select").first
     assert select.locator("option").all_inner_texts() == ["flipping", "plain"]
-    assert page.locator("#kv-changes select").nth(1).locator("option").first.inner_text() == "p0: flips at step 1"
+    prompts = page.locator("#kv-changes select")
+    assert prompts.nth(1).locator("option").first.inner_text() == "p0: flips at step 1"
     assert page.locator(".kv-flip").count() == 2, "the token, and the legend's own"
     select.select_option("1")
     # A function to wait for is evaluated as a text, which the page's policy forbids.
@@ -146,7 +146,7 @@ def test_what_was_not_recorded_is_said(page_opened: Callable[..., Opened], tmp_p
     opened = page_opened(written(tmp_path, one=made))
     page = drawn(opened)
     text = page.locator("#kv-changes").inner_text()
-    assert "neither a map of heads nor a drift" in text
+    assert "No activation was recorded." in text
     assert "not recorded" in page.locator(".kv-facts").inner_text()
     opened.quiet()
 
@@ -169,8 +169,7 @@ def test_the_page_in_every_width_and_scheme(page_opened: Callable[..., Opened], 
 
 
 def test_the_page_of_compare_has_it(page_opened: Callable[..., Opened], tmp_path: Path) -> None:
-    found = result(comparison((0, 1), flip=2), tmp_path)
-    opened = page_opened(write_report([found], tmp_path))
+    opened = page_opened(comparison_page(tmp_path, comparison((0, 1), flip=2)))
     assert drawn(opened).locator("#flips tbody tr").count() == 2
     opened.quiet()
 
@@ -235,7 +234,7 @@ def test_where_there_is_no_room_flips_and_the_largest_kl_come_first(
     path = tmp_path / "few.html"
     path.write_text(render("report", "x", parts, scripts=SCRIPTS, sheets=SHEETS), encoding="utf-8")
     page = drawn(page_opened(path))
-    assert "the map and the drift of 3 of 10 steps" in page.locator("#kv-changes").inner_text()
+    assert "Of 10 steps 3 have their map here" in page.locator("#kv-changes").inner_text()
     largest = made.steps[~made.steps["flipped"]].sort_values("kl").iloc[-1]
     for example, step, there in [
         (0, 3, True),
@@ -258,15 +257,14 @@ def test_the_page_of_behaviour_shows_the_decodes_that_flip(page_opened: Callable
         "flip_steps": made.steps.assign(**of),
         "flip_tokens": made.tokens.assign(**of),
     }
-    lead = flips_shown(flipped_decodes(tables, ("cached", "recompute")))
+    lead = changes(flipped_decodes(tables, ("cached", "recompute")))
     path = write_experiment(tmp_path, "What?", ["This."], {}, [], {}, {}, lead)
     opened = page_opened(path)
     page = drawn(opened)
-    assert "2 decodes flip a token" in page.locator("main").inner_text()
     assert page.locator("#flips tbody tr").count() == 2
     assert page.locator("#kv-changes .kv-strips").first.locator(".kv-strip").count() == 2
     page.locator("#flips a").nth(1).click()
     assert page.locator(".kv-detail h3").inner_text() == "p1, step 2"
     opened.quiet()
     none = {**tables, "flip_steps": made.steps.iloc[:0].assign(**of)}
-    assert flips_shown(flipped_decodes(none, ("cached", "recompute"))) == []
+    assert changes(flipped_decodes(none, ("cached", "recompute"))) == []

@@ -25,11 +25,14 @@ def test_it_shows_all_that_was_found_and_runs_nothing(tmp_path: Path) -> None:
 
 def test_a_long_table_says_how_much_of_it_is_shown(tmp_path: Path) -> None:
     text = page(tmp_path)
-    assert "many: 100 rows of 4 columns, the first 40 here, all in many.parquet" in text
-    (body,) = re.findall(r"<details id=.table-many.>.*?</details>", text, re.DOTALL)
+    assert "many: 100 rows of 4 columns, the first 40 here, all in many.parquet</caption>" in text
+    (open_one,) = re.findall(r"<caption>many.*?</table>", text, re.DOTALL)
+    assert open_one.count("<tr>") == 41, "the first table is open, where there are no findings"
+    tables = {"few": pd.DataFrame({"kl": [0.25]}), "more": pd.DataFrame({"kl": range(100)})}
+    short = page(tmp_path, tables=tables)
+    assert "few: 1 row of 1 column</caption>" in short
+    (body,) = re.findall(r"<details id=.table-more.>.*?</details>", short, re.DOTALL)
     assert body.count("<tr>") == 41
-    short = page(tmp_path, tables={"few": pd.DataFrame({"kl": [0.25]})})
-    assert "few: 1 row of 1 column</summary>" in short
     assert '<td class="number">0.25</td>' in short
 
 

@@ -10,20 +10,21 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+from matplotlib.figure import Figure
 
-from kvinterp.errors import InputError
 from kvinterp.patching import ANEW, PARTS, Decomposition, Sweep
 from kvinterp.study.findings import findings_of, lines_of
 from kvinterp.study.findings.of_patching import (
     NOTHING,
+    charts_of_decomposition,
+    charts_of_sweep,
     headline_of_decomposition,
     headline_of_sweep,
     rows_of_decomposition,
     rows_of_sweep,
 )
-from kvinterp.study.report.charts import DIVERGING
-from kvinterp.study.report.patching import decomposition_figure, recovery_figure, step_figure, sweep_figures
-from kvinterp.study.report.style import save
+from kvinterp.study.report.charts import drawn
+from kvinterp.study.report.style import DIVERGING, save
 from synthetic import ABOUT
 
 PROVENANCE = {key: value for key, value in ABOUT.items() if key not in ("paths", "protocol", "strategy", "seed")}
@@ -65,6 +66,14 @@ def _sweep(
         **PROVENANCE,
     }
     return Sweep(pd.DataFrame(rows), pd.DataFrame(), controls, provenance)
+
+
+def recovery_figure(sweep: Sweep, name: str = "recovery") -> Figure:
+    return drawn(charts_of_sweep(sweep)[name], [sweep.provenance])
+
+
+def decomposition_figure(split: Decomposition) -> Figure:
+    return drawn(charts_of_decomposition(split)["decomposition"], [split.provenance])
 
 
 def _texts(axes: Any) -> list[str]:
@@ -141,7 +150,7 @@ def test_steps_become_a_heatmap_of_layer_by_step() -> None:
             for example, value in enumerate(group)
         ]
     )
-    figure = step_figure(sweep)
+    figure = recovery_figure(sweep, "recovery_by_step")
     figure.canvas.draw()
     axes = figure.axes[0]
     shown = np.ma.filled(axes.images[-1].get_array(), np.nan)
@@ -150,8 +159,7 @@ def test_steps_become_a_heatmap_of_layer_by_step() -> None:
     assert (axes.get_xlabel(), axes.get_ylabel()) == ("decode step", "layer")
     assert [label.get_text() for label in axes.get_xticklabels() if label.get_text()] == ["1", "2", "3"]
     sweep.steps = sweep.steps[sweep.steps["step"] == 2]
-    with pytest.raises(InputError, match="no layer by step to draw"):
-        step_figure(sweep)
+    assert "recovery_by_step" not in charts_of_sweep(sweep)
 
 
 def test_equal_paths_and_empty_sweeps_are_said() -> None:
@@ -166,8 +174,7 @@ def test_equal_paths_and_empty_sweeps_are_said() -> None:
     assert headline_of_sweep(poor)[0].startswith("No place recovers a twentieth. Layer 0 recovers most: −20\u202f%")
     empty = _sweep({(0, -1): [0.1]}, "single")
     empty.recovery = empty.recovery.iloc[:0]
-    with pytest.raises(InputError, match="no row to draw"):
-        recovery_figure(empty)
+    assert charts_of_sweep(empty) == {}
 
 
 def test_a_sweep_says_by_both_distances_and_what_no_patch_reaches() -> None:
@@ -244,16 +251,14 @@ def test_a_split_of_nothing_says_so() -> None:
     assert headline_of_decomposition(short) == [NOTHING]
     empty = _decomposition()
     empty.steps = empty.steps.iloc[:0]
-    with pytest.raises(InputError, match="no step to draw"):
-        decomposition_figure(empty)
+    assert charts_of_decomposition(empty) == {}
 
 
 def test_both_are_saved_with_what_made_them(tmp_path: Path) -> None:
     from PIL import Image
 
-    drawn = sweep_figures(_sweep({(0, 0): [0.5]})) | {"decomposition": decomposition_figure(_decomposition())}
-    assert list(drawn) == ["recovery", "decomposition"]
-    for name, figure in drawn.items():
+    made = {"recovery": recovery_figure(_sweep({(0, 0): [0.5]})), "decomposition": decomposition_figure(_decomposition())}
+    for name, figure in made.items():
         with Image.open(save(figure, tmp_path / "new" / f"{name}.png")) as picture:
             assert PROVENANCE["weights"] in picture.text["Description"]  # type: ignore[attr-defined]
             assert picture.width < 1400

@@ -24,6 +24,7 @@ from kvinterp.study.report.page import (
     Pairs,
     Picture,
     Section,
+    Shaded,
     Table,
     Text,
     fragment,
@@ -43,6 +44,7 @@ PARTS = [
     Table([Column(EVIL)], [[Links({EVIL: EVIL}, {EVIL: EVIL})]], EVIL, EVIL, EVIL, file=EVIL),
     Links({EVIL: EVIL}, {EVIL: EVIL}, EVIL),
     Packed(EVIL, {EVIL: b"data"}),
+    Shaded([(EVIL, EVIL, EVIL)], [(EVIL, EVIL)]),
     Folded(EVIL, [Text(EVIL)], EVIL),
     Section(EVIL, [EVIL], [EVIL] * 3, [Picture(EVIL, b"a figure")], HEAD, [[EVIL] * 5]),
 ]

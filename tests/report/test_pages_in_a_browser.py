@@ -14,11 +14,11 @@ from kvinterp.auditing import audit
 from kvinterp.data import Prompt
 from kvinterp.models import wrap
 from kvinterp.recording import Trace
-from kvinterp.study.report import attention_comparison, write_report
+from kvinterp.study.report import attention_comparison
 from kvinterp.study.report.attention_page import readable
 from kvinterp.study.report.page import Column, Table, render
 from support import Case
-from synthetic import comparison, experiment_page, result
+from synthetic import comparison, demo_page, experiment_page, result
 
 pytestmark = IN_A_BROWSER
 
@@ -39,13 +39,12 @@ def test_the_page_of_a_comparison(page_opened: Callable[..., Opened], tmp_path: 
     whole = [comparison(flip=3, layers=4, heads=8, model=EVIL), comparison(dtype="float32", size=1e-7, model=EVIL)]
     whole[0].examples[["text_a", "text_b"]] = EVIL, "long" * 200
     hostile = [Prompt("p0", EVIL), Prompt("p1", "x" * 500)]
-    page = write_report([result(each, tmp_path / f"run {n}", prompts=hostile) for n, each in enumerate(whole)], tmp_path)
+    several = [*whole, comparison(flip=1, model=EVIL)]
+    page = demo_page(tmp_path, *(result(each, tmp_path / f"run {n}", prompts=hostile) for n, each in enumerate(several)))
     check_page(page_opened, page)
     opened = page_opened(page)
     check_sorting(opened)
     check_markup(opened)
-    links = opened.page.evaluate("() => [...document.links].map((link) => link.getAttribute('href'))")
-    assert "./run%201/steps.parquet" in links
     opened.quiet()
 
 

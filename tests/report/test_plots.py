@@ -16,9 +16,9 @@ from matplotlib.text import Text
 from PIL import Image
 
 from kvinterp.comparison import Comparison
-from kvinterp.study.findings.of_comparison import ladder_of_comparisons, rows_of_comparison
+from kvinterp.study.findings.of_comparison import NAMES, charts_of_comparisons, ladder_of_comparisons, rows_of_comparison
 from kvinterp.study.report.axes import zero_aware
-from kvinterp.study.report.figures import FIGURES, figure_named, figures, overview, precision_ladder
+from kvinterp.study.report.charts import drawn
 from kvinterp.study.report.style import looks, save, small_print
 from synthetic import comparison
 
@@ -33,9 +33,14 @@ MADE = {
 }
 
 
-def figure_with(drawn: str, made: Comparison, label: str = "") -> Figure:
+def figures(comparisons: dict[str, Comparison]) -> dict[str, Figure]:
+    provenances = [one.provenance for one in comparisons.values()]
+    return {name: drawn(chart, provenances) for name, chart in charts_of_comparisons(comparisons).items()}
+
+
+def figure_with(name: str, made: Comparison, label: str = "") -> Figure:
     """A figure with one of the four alone in it."""
-    return figure_named(drawn, {label: routed(made) if drawn == "routing_by_step" else made})
+    return figures({label: routed(made) if name == "routing_by_step" else made})[name]
 
 
 def routed(made: Comparison) -> Comparison:
@@ -55,9 +60,9 @@ def inside(figure: Figure) -> bool:
 
 @pytest.mark.each
 @pytest.mark.parametrize("what", MADE)
-@pytest.mark.parametrize("drawn", FIGURES)
-def test_nothing_is_cut_off(drawn: str, what: str) -> None:
-    assert inside(figure_with(drawn, MADE[what], "matched"))
+@pytest.mark.parametrize("name", NAMES)
+def test_nothing_is_cut_off(name: str, what: str) -> None:
+    assert inside(figure_with(name, MADE[what], "matched"))
 
 
 def test_without_a_step_of_the_same_text_k_and_v_have_no_figure_and_a_finding_says_so() -> None:
@@ -65,15 +70,6 @@ def test_without_a_step_of_the_same_text_k_and_v_have_no_figure_and_a_finding_sa
     made = comparison((0, 1), flip=0, protocol="free")
     assert "kv_by_position" not in figures({"": made})
     assert any("no step after the prefill at which both" in row["note"] for row in rows_of_comparison(made))
-
-
-def test_the_overview_holds_all_four_and_cuts_nothing_off() -> None:
-    usual = {"mistral-mini hooked": MADE["usual"]}
-    many = {f"gemma2-mini kind {n}": MADE["usual"] for n in range(4)}
-    figure = overview({"matched": MADE["usual"], "free": MADE["flipped"]}, many, usual, usual)
-    assert inside(figure)
-    titles = " ".join(_title(axes) for axes in figure.axes)
-    assert all(what in titles for what in ("KL at each step", "residual stream", "attention KL", "K", "V"))
 
 
 def test_zeros_get_a_strip_of_their_own_under_every_positive_value() -> None:
@@ -98,14 +94,14 @@ def test_no_strip_where_nothing_is_zero() -> None:
 
 
 def test_equal_paths_stand_in_the_strip_of_exact_zeros_and_leave_maps_white() -> None:
-    drawn = figures({"": MADE["equal"]})
+    made = figures({"": MADE["equal"]})
     for name in ("kl_by_step", "drift_by_layer"):
-        axes = drawn[name].axes[0]
-        drawn[name].draw_without_rendering()
+        axes = made[name].axes[0]
+        made[name].draw_without_rendering()
         assert [label.get_text() for label in axes.get_yticklabels()] == ["exactly 0"]
     for name in ("attention_by_head", "kv_by_position"):
-        assert drawn[name].axes[0].images[-1].get_array().mask.all()
-        assert {text.get_text() for text in drawn[name].axes[0].texts} == {"0"}
+        assert made[name].axes[0].images[-1].get_array().mask.all()
+        assert {text.get_text() for text in made[name].axes[0].texts} == {"0"}
 
 
 def test_the_first_flip_is_marked_where_it_happens() -> None:
@@ -180,7 +176,7 @@ def test_the_ladder_has_every_dtype_beside_its_unit_roundoff() -> None:
     table = panel.table.set_index(["line", "dtype"])["size"]
     assert table["unit roundoff"].to_dict() == {"float16": 2**-11, "float32": 2**-24, "float64": 2**-53}
     assert table["m", "float64"] == 0
-    assert inside(precision_ladder({"m": falling, "n": falling[:2]}))
+    assert inside(drawn(ladder_of_comparisons({"m": falling, "n": falling[:2]}), []))
 
 
 def test_a_saved_figure_carries_its_whole_provenance(tmp_path: Path) -> None:
@@ -221,8 +217,7 @@ def test_drawing_leaves_the_users_settings_and_pyplot_alone() -> None:
         "settings = lambda: {key: look(matplotlib.rcParams, key) for key in matplotlib.rcParams}\n"
         "before = settings()\n"
         "from synthetic import comparison\n"
-        "from kvinterp.study.report.figures import figures\n"
-        "assert len(figures({'': comparison()})) == 4\n"
+        "assert len(comparison().figures()) == 4\n"
         "assert 'matplotlib.pyplot' not in sys.modules\n"
         "assert settings() == before\n"
     )

@@ -14,24 +14,9 @@ import pytest
 
 from kvinterp.common.numbers import share
 from kvinterp.comparison import Comparison
-from kvinterp.data import Prompt
 from kvinterp.study.findings import findings_of, lines_of
 from kvinterp.study.findings.of_comparison import headline_of, rows_of_comparison
-from kvinterp.study.reading.answer import notes_of, question_of
-from kvinterp.study.reading.precision import ladder_said
-from kvinterp.study.report import compare
-from kvinterp.study.report.compare import flip_section, ladder_of
-from kvinterp.study.report.page import Picture
-from synthetic import comparison, failures, result
-
-
-@pytest.fixture(autouse=True)
-def _no_drawing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """These tests are of words."""
-    monkeypatch.setattr(compare, "pictured", lambda folder, name, figure, caption: Picture(caption, b""))
-    for name in ("figure_named", "precision_ladder"):
-        monkeypatch.setattr(compare, name, lambda *given: None)
-
+from synthetic import comparison, failures
 
 Change = Callable[[Comparison], None]
 
@@ -72,10 +57,10 @@ def checked(text: str, wanted: list[str], unwanted: list[str]) -> None:
         assert sentence in text, f"{sentence!r} is not in:\n{text}"
     for sentence in unwanted:
         assert sentence not in text, f"{sentence!r} is in:\n{text}"
-    assert "nan" not in text.lower().replace("finance", ""), text
+    assert "nan" not in text.lower().replace("nan first appeared", ""), text
 
 
-ALIKE = "bitwise equal at all"
+ALIKE = "give the same logits, bit for bit, at all"
 ONE = (0,)
 SIX = tuple(range(6))
 
@@ -85,27 +70,16 @@ SIX = tuple(range(6))
 @pytest.mark.parametrize(
     ("one", "wanted", "unwanted"),
     [
-        (made(), ["logits differ at 8 of 10 steps, the earliest step 1", "0 of 2 prompts flip a token",
-                  "of 2 prompts, too few for an interval", "Measured on a processor, 1 thread;"], [ALIKE, "up to the flip", "left out"]),
-        (made(size=0.0), [f"{ALIKE} 10 steps of 2 prompts, on a processor, 1 thread", "To see a difference try another dtype"],
-         ["logits differ", "interval"]),
-        (made(examples=ONE), ["of 1 prompt, too few for an interval", "0 of 1 prompt flips"], ["95%"]),
-        (made(steps_equal("step != 3")), ["differ at 2 of 10 steps, the earliest step 3"], ["earliest step 1", ALIKE]),
-        (made(flip=4, protocol="free"), ["2 of 2 prompts flip a token"], ["up to the flip", "after it"]),
-        (made(flip=2, protocol="free"), ["at 4 of 6 steps up to the flip", "nats after it, where the two texts differ"],
-         ["at 8 of 10"]),
-        (made(flip=2), ["at 8 of 10 steps", "2 of 2 prompts flip"], ["after it", "up to the flip"]),
+        (made(), ["cached against recompute on zoo:mistral-mini (native, float16, matched; a processor, 1 thread): cached and "
+                  "recompute give different logits at 8 of 10 steps", "first at step 1"], [ALIKE, "behind a flip", "left out"]),
+        (made(size=0.0), [f"{ALIKE} 10 steps", "To see a difference try another dtype"], ["different logits"]),
+        (made(examples=ONE), ["n = 1 prompt"], []),
+        (made(steps_equal("step != 3")), ["at 2 of 10 steps", "first at step 3"], ["first at step 1", ALIKE]),
+        (made(flip=2, protocol="free"), ["at 4 of 6 steps", "mean KL behind a flip, where the two texts differ"], ["at 8 of 10"]),
+        (made(flip=2), ["at 8 of 10 steps", "In 2 of 2 decodes another token is chosen"], ["behind a flip"]),
         (made(both(steps_equal("step < 4"), setting("steps", "max_abs_logit", 20.0, "step == 4")), flip=3, protocol="free"),
-         ["bitwise equal at all 8 steps up to the flip", "largest logit difference 0 up to the flip"], ["differ at"]),
-        (made(setting("heads", "kl", 0.0)), ["the attention pattern differs nowhere that was compared"],
-         ["attention pattern differs most"]),
-        (made(setting("kv_positions", "relative_error", np.nan)), ["the cache differs nowhere"], ["cache differs most"]),
-        (made(both(setting("heads", "kl", 1e-6))), ["at layer 0, head 0 (and as much at 5 other places)"], []),
-        (made(setting("layers", "site", "attn_out")), ["recorded tensors differ most", "site attn_out"],
-         ["residual stream"]),
-        (made(setting("layers", "relative_l2", 1.0, "layer == 0")), ["site resid_post, layer 0"], ["layer 2."]),
-        (made(layers=1), ["residual stream differs nowhere"], ["residual stream differs most"]),
-        (made(setting("steps", "kl", np.inf, "step == 1"), examples=ONE), ["no prompt gives a number"], ["95%"]),
+         [f"{ALIKE} 8 steps"], ["different logits"]),
+        (made(setting("steps", "kl", np.inf, "step == 1"), examples=ONE), ["median of a prompt's mean KL has no number:"], ["mean KL has no number (95%"]),
     ],
 )  # fmt: skip
 def test_where(one: Comparison, wanted: list[str], unwanted: list[str]) -> None:
@@ -117,10 +91,9 @@ def test_where(one: Comparison, wanted: list[str], unwanted: list[str]) -> None:
     [
         # Two prompts of four tokens, four steps more, three layers, one KV head: 48 rows at the last step.
         (0, [], [], ["let go of"]),
-        (2, ["a"], ["cached had let go of 25% of its rows by the last step (12 of 48, counted over the layers and KV heads of "
-                    "2 prompts)", "K and V are compared on the rows that both paths hold"], ["no row", "recompute had"]),
-        (0, ["b"], ["recompute let go of no row by the last step: it had room for all 48"], ["had let go", "cached let go"]),
-        (2, ["a", "b"], ["cached had let go of 25%", "recompute let go of no row"], []),
+        (2, ["a"], ["cached: cache rows let go of by the last step 25% (n = 48 rows)"], ["room for all", "recompute: cache"]),
+        (0, ["b"], ["recompute: cache rows let go of by the last step 0% (n = 48 rows): it had room for all"], ["cached: cache"]),
+        (2, ["a", "b"], ["last step 25%", "last step 0%"], []),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("size", [1e-3, 0.0])
@@ -131,17 +104,13 @@ def test_where_says_how_many_rows_were_let_go_of(
     checked(one.where(), wanted, unwanted)
     gone_by = [row for row in rows_of_comparison(one) if row["finding"] == "cache rows let go of by the last step"]
     assert [row["path"] for row in gone_by] == [one.provenance["paths"][side] for side in lets_go]
-    assert all(row["n"] == 48 for row in gone_by)
-    assert [row["estimate"] for row in gone_by][: len(lets_go)] == [
-        12 / 48 if side == "a" and gone else 0 for side in lets_go
-    ]
 
 
 def test_where_says_what_was_left_out() -> None:
     left = dataclasses.replace(made(), failures=failures(7))
-    checked(left.where(), ["1 prompt is left out; see failures."], [])
+    checked(left.where(), ["p7: prompt left out has no number: path cached: NaN first appeared in layer 1."], [])
     empty = dataclasses.replace(left, steps=left.steps.iloc[:0])
-    checked(empty.where(), ["no prompt could be compared", "1 prompt is left out"], ["differ", ALIKE])
+    checked(empty.where(), ["no prompt could be compared", "p7: prompt left out"], ["differ", ALIKE])
 
 
 # Headline and findings -------------------------------------------------------------------------------------------------
@@ -157,7 +126,8 @@ def test_where_says_what_was_left_out() -> None:
         # What is behind the flip is of two texts.
         ([made(both(steps_equal("step <= 2"), setting("steps", "max_abs_logit", 9.0, "step > 2")), flip=2, protocol="free")],
          ["bit for bit, at all 6 steps.", "another token is chosen"], ["different logits"]),
-        ([made(), made(kind="hooked", size=0.0)], ["different logits at 8 of 20 steps"], []),
+        ([made(), made(kind="hooked", size=0.0)], ["cached and recompute give different logits at 8 of 20 steps"], []),
+        ([made(), made(paths={"a": "cached", "b": "cached@float64"})], ["The two paths give different logits"], ["cached and"]),
     ],
 )  # fmt: skip
 def test_the_headline(given: list[Comparison], wanted: list[str], unwanted: list[str]) -> None:
@@ -206,80 +176,6 @@ def test_the_findings(one: Comparison, wanted: list[str], unwanted: list[str]) -
     checked(found(one), wanted, unwanted)
 
 
-def test_what_is_to_be_known_of_the_numbers() -> None:
-    def noted(*given: Comparison, **settings: Any) -> str:
-        return " ".join(notes_of([result(one, **settings) for one in given]))
-
-    checked(noted(made()), ["In the matched protocol", "of 2 prompts on a processor, 1 thread.", "can be equal where they differ"],
-            ["left out", SAME, "numbers can be others"])  # fmt: skip
-    # What a policy does is done on every processor.
-    for path in ("cached+h2o(0.1,0.1)", "cached[cache=quantized(8,fp8)]"):
-        checked(noted(made(paths={"a": path, "b": "cached"})), ["there the numbers can be others"], ["can be equal"])
-    checked(noted(dataclasses.replace(made(), failures=failures(7, 8))), ["2 prompts were left out"], [])
-    checked(noted(made(), made(protocol="free")), [SAME, "In the free protocol"], [])
-    checked(noted(made(), made(protocol="free", seed=1)), [], [SAME])
-    checked(noted(made(size=0.0)), ["To see a difference"], [])
-    checked(noted(made(), left_out={"pattern": "It has none."}), ["pattern is not recorded, because it has none."], [])
-
-
-SAME = "Matched and free give the same numbers"
-
-
-def test_the_question_is_that_of_the_paths() -> None:
-    other = {"a": "cached@float64", "b": "cached"}
-    checked(question_of([result(made())]), ["decoding from the KV cache"], ["the path"])
-    checked(question_of([result(made(paths=other))]), ["the path cached@float64"], ["KV cache"])
-    checked(question_of([result(made()), result(made(paths=other))]), ["these 2 pairs of paths"], ["KV cache"])
-
-
-# The ladder ------------------------------------------------------------------------------------------------------------
-
-
-def rungs(**models: dict[str, float]) -> dict[str, list[Comparison]]:
-    return {name: [made(size=size, dtype=dtype) for dtype, size in sizes.items()] for name, sizes in models.items()}
-
-
-FALLS = "falls at every step up in precision, as rounding does"
-STUCK = "which this table does not explain"
-BEGINS = "speaks neither for nor against rounding"
-ROUNDS = {"float16": 1e-3, "float32": 1e-7, "float64": 1e-16}
-
-
-@pytest.mark.parametrize(
-    ("given", "wanted", "unwanted"),
-    [
-        (rungs(m=ROUNDS), ["On the same 2 prompts (matched, native)", "It " + FALLS], [STUCK, BEGINS, "of any model"]),
-        (rungs(m=ROUNDS, n=ROUNDS), ["In each model it " + FALLS, "of any model was"], [STUCK, BEGINS]),
-        (rungs(m={**ROUNDS, "float64": 0.0}), ["It " + FALLS], [STUCK, BEGINS]),
-        # A processor on which one model is exactly equal in float16: no sign against rounding.
-        (rungs(m={**ROUNDS, "float16": 0.0}, n=ROUNDS),
-         ["In n it " + FALLS, "m: bitwise equal in float16 and", "apart in float32", BEGINS],
-         ["In each model", STUCK, "does not fall"]),
-        (rungs(m={**ROUNDS, "float16": 0.0}), [BEGINS], ["It falls", "it falls", STUCK]),
-        (rungs(m={"float16": 1e-3, "float32": 1e-7, "float64": 1e-6}),
-         ["m: it does not fall from float32", STUCK], ["falls at every", BEGINS]),
-        (rungs(m={"float16": 1e-3, "float32": 1e-3}), ["m: it does not fall from float16", STUCK], ["falls at"]),
-        (rungs(m={"float16": 0.0, "float32": 0.0}), ["In m the paths are bitwise equal in every one of them"],
-         ["falls", STUCK, BEGINS]),
-        (rungs(m={"float16": 0.0, "float32": 0.0}, n=ROUNDS), ["In n it " + FALLS, "In m the paths are bitwise equal"],
-         ["In each model", STUCK, BEGINS]),
-        # Given in another order, it is judged from the coarsest to the finest.
-        (rungs(m={"float64": 1e-16, "bfloat16": 1e-2, "float32": 1e-7}), ["It " + FALLS], [STUCK]),
-        (rungs(m={"float16": 1e-3}), [], ["largest"]),
-    ],
-)  # fmt: skip
-def test_the_ladder(given: dict[str, list[Comparison]], wanted: list[str], unwanted: list[str]) -> None:
-    checked(" ".join(ladder_said(given)), wanted, unwanted)
-
-
-def test_a_ladder_is_of_one_kind_and_protocol() -> None:
-    """Two kinds in float32 were one model's two rungs of equal precision, so that nothing could fall."""
-    every = [made(), made(kind="hooked"), made(size=1e-7, dtype="float32"), made(size=1e-7, dtype="float32", kind="hooked")]
-    found = ladder_of([result(one) for one in every], "float16")
-    assert list(found) == ["mistral-mini, native, matched", "mistral-mini, hooked, matched"]
-    checked(" ".join(ladder_said(found)), ["In each model it " + FALLS], [STUCK])
-
-
 # Titles and shares -----------------------------------------------------------------------------------------------------
 
 
@@ -289,53 +185,3 @@ def test_a_ladder_is_of_one_kind_and_protocol() -> None:
 )
 def test_a_share_is_all_or_nothing_only_where_it_is(part: int, whole: int, text: str) -> None:
     assert share(part, whole) == text
-
-
-# A token that flips ----------------------------------------------------------------------------------------------------
-
-FLIP = {"flip": 2, "protocol": "free", "paths": {"a": "cached[cache=quantized(8,fp8)]", "b": "recompute"}}
-EIGHT = "What the flips changed"
-
-
-def said_of_flips(one: Comparison, **more: Any) -> str:
-    section = flip_section(result(one, **more))
-    cells = [cell for row in section.rows for cell in row]
-    return " ".join([*section.done, *section.seen, *cells])
-
-
-def sums(*texts: str) -> list[Prompt]:
-    """Prompts that can be judged: their right answer is 7."""
-    return [Prompt(id=f"p{n}", text=text, task="arithmetic", answer="7") for n, text in enumerate(texts)]
-
-
-def decoded(example: int, a: str, b: str) -> Change:
-    where = f"example == {example}"
-    return both(setting("examples", "text_a", a, where), setting("examples", "text_b", b, where))
-
-
-RIGHT, WRONG = " 3 + 4 = 7. #### 7", " 3 + 4 = 8. #### 8"
-
-
-@pytest.mark.parametrize(
-    ("one", "wanted", "unwanted"),
-    [
-        (made(), ["No token flipped in 2 decodes of at most 5 steps"], ["A token flipped", EIGHT, "Shown is"]),
-        (made(both(decoded(0, WRONG, RIGHT), decoded(1, RIGHT, WRONG)), **FLIP),
-         ["A token flipped in 2 of 2 decodes (95% interval of the share 16% to 100%)",
-          "of these 2, path a alone answered right in 1, path b alone in 1, and in 0", "Shown is p0.", "before step 2.",
-          "Mean KL over the 2 steps after it"], ["No token flipped"]),
-        (made(both(decoded(0, WRONG, WRONG), decoded(1, WRONG, RIGHT)), **FLIP),
-         ["path a alone answered right in 0, path b alone in 1, and in 1", "Shown is p1."], ["Shown is p0"]),
-        (made(both(decoded(0, RIGHT, RIGHT), decoded(1, RIGHT, RIGHT)), **FLIP),
-         ["path a alone answered right in 0, path b alone in 0, and in 2", "Shown is p0."], []),
-        (made(both(decoded(0, WRONG, RIGHT), setting("examples", "flip_index", np.nan, "example == 1")), **FLIP),
-         ["A token flipped in 1 of 2 decodes", "of it, path a alone answered right in 0, path b alone in 1"], ["p1"]),
-        (made(decoded(0, WRONG, RIGHT), examples=ONE, **{**FLIP, "flip": 4}), ["before step 4."], ["steps after it"]),
-    ],
-)  # fmt: skip
-def test_what_is_said_of_a_flip(one: Comparison, wanted: list[str], unwanted: list[str]) -> None:
-    checked(said_of_flips(one, prompts=sums("a", "b")), wanted, unwanted)
-
-
-def test_a_flip_that_cannot_be_judged_says_so() -> None:
-    checked(said_of_flips(made(**FLIP)), ["A token flipped in 2 of 2", "not judged"], [EIGHT, " right ", "wrong"])

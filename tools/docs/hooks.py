@@ -1,4 +1,4 @@
-"""What mkdocs is told beside its own file: figures stand in ``figures/``, every public name on the page of the API."""
+"""What mkdocs needs besides its own file: the figures, the notebooks as pages, and every public name on the page of the API."""
 
 from __future__ import annotations
 
@@ -8,16 +8,30 @@ from pathlib import Path
 from typing import Any
 
 from mkdocs.structure.files import File, Files
+from nbconvert import MarkdownExporter
 
 ROOT = Path(__file__).parents[2]
 FIGURES = ROOT / "figures"
+NOTEBOOKS = ROOT / "notebooks"
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Adds every figure of the repository to the site."""
+    """Adds every figure and every notebook of the repository to the site."""
     for path in sorted(FIGURES.glob("*.png")):
         files.append(File.generated(config, f"figures/{path.name}", abs_src_path=str(path)))
+    for path in sorted(NOTEBOOKS.glob("*.ipynb")):
+        page, pictures = tutorial(path)
+        files.append(File.generated(config, f"tutorials/{path.stem}.md", content=page))
+        for name, picture in pictures.items():
+            files.append(File.generated(config, f"tutorials/{name}", content=picture))
     return files
+
+
+def tutorial(path: Path) -> tuple[str, dict[str, bytes]]:
+    """A notebook as a page, with its pictures by name: tables get the site's style, and links lead to the other pages."""
+    page, made = MarkdownExporter().from_filename(str(path), resources={"unique_key": path.stem})
+    page = re.sub(r"(?s)<style scoped>.*?</style>", "", page).replace('<table border="1" class="dataframe">', "<table>")
+    return re.sub(r"\]\((\w+)\.ipynb\)", r"](\1.md)", page.replace("](../docs/", "](../")), dict(made["outputs"])
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:

@@ -13,27 +13,26 @@ from typing import Any
 
 import torch
 
-from kvinterp.auditing.accounting import account
-from kvinterp.auditing.bench import NARROW, Check, Feeder, first_line
+from kvinterp.auditing.bench import NARROW, Check, Feeder
 from kvinterp.auditing.blocks import BlockModel, evaluating, prompts_for
 from kvinterp.auditing.called import check_plans, plans_of
 from kvinterp.auditing.causality import check_causal
 from kvinterp.auditing.causes import other_attention
-from kvinterp.auditing.comparing import difference
 from kvinterp.auditing.exercises import exercise, served
-from kvinterp.auditing.judging import RungJudge
+from kvinterp.auditing.judging import RungJudge, account
 from kvinterp.auditing.ladder import Plan, PrecisionRun, band, dtype_name, prefix_plan, unit_roundoff
 from kvinterp.auditing.lengths import CHUNK_NAMES
 from kvinterp.auditing.measure import climb, onset
 from kvinterp.auditing.norms import known, standing
 from kvinterp.auditing.reading import Evidence
-from kvinterp.auditing.values import grid_module, on_grid
+from kvinterp.auditing.values import difference, grid_module, on_grid
 from kvinterp.auditing.verdict import Audit, allowed
 from kvinterp.common.store import Lock
 from kvinterp.data import Prompt
 from kvinterp.data.chat import prompt_ids
 from kvinterp.errors import InputError, KvinterpError, UnsupportedError, located, shown
 from kvinterp.models import Adapter, dtype_named, wrap
+from kvinterp.models.checkpoint import reason
 from kvinterp.models.inputs import (
     check_callable,
     check_choice,
@@ -267,7 +266,7 @@ class _Auditor:
         except RuntimeError as error:
             if name == self.seen.own or isinstance(error, torch.OutOfMemoryError):
                 raise
-            self.seen.refused[name] = first_line(error, 120, "RuntimeError")
+            self.seen.refused[name] = reason(error)
             if twin is self.adapter or not other_attention(twin):
                 return None
             try:
@@ -295,7 +294,7 @@ class _Auditor:
         except UnsupportedError as error:
             run.unfixed = str(error)
         except RuntimeError as error:
-            run.unfixed = first_line(error, 160)
+            run.unfixed = reason(error)
 
     def _affordable(self, sweep: str) -> tuple[Plan | None, str]:
         """The first of ever smaller plans that a processor can run with a fixed order, and whether it sweeps."""
@@ -383,10 +382,9 @@ def _torchs_own_words() -> Iterator[None]:
     except (RuntimeError, ValueError, IndexError, KeyError, TypeError, AttributeError, ArithmeticError) as error:
         if isinstance(error, KvinterpError):
             raise
-        said = first_line(error, 200)
         raise UnsupportedError(
             "this model cannot be run as the audit runs it, tokens one by one on its own cache and each block given the "
-            f"recomputation's rows: {said}"
+            f"recomputation's rows: {reason(error)}"
         ) from error
 
 

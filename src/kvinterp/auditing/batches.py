@@ -15,7 +15,6 @@ from kvinterp.auditing.bench import (
     Bench,
     Check,
     Errors,
-    Feeder,
     NotRunError,
     Recomputation,
     UnclearError,
@@ -23,10 +22,12 @@ from kvinterp.auditing.bench import (
     one_line,
     singles,
 )
-from kvinterp.auditing.blocks import STATES, Masking
-from kvinterp.auditing.comparing import apart
+from kvinterp.auditing.blocks import STATES
 from kvinterp.auditing.lengths import SHORT_WINDOW
+from kvinterp.auditing.values import apart
 from kvinterp.models.transformers_cache import CACHES
+from kvinterp.paths.calls.base import Masking
+from kvinterp.paths.calls.padded import counted
 
 PADS = (0, 4, 1)
 """Pads of each row of a left-padded batch."""
@@ -99,8 +100,8 @@ class Padded:
         self.tokens = self.runner.tokens(
             *(bench.row(n + ROWS, p) + bench.row(n, length - p) for n, p in enumerate(self.pads))
         )
-        counted = torch.arange(length, device=self.tokens.device)
-        self.masking = Masking.counted(torch.stack([counted >= pads for pads in self.pads]).to(self.tokens))
+        places = torch.arange(length, device=self.tokens.device)
+        self.masking = counted(torch.stack([places >= pads for pads in self.pads]).to(self.tokens))
 
     @property
     def lengths(self) -> str:
@@ -146,7 +147,7 @@ class Padded:
         mixed[:, self.prompt :] = torch.arange(self.prompt, self.tokens.shape[1], device=self.tokens.device)
         # The recomputation in which the decoded tokens alone are numbered with the pads is what such a bug computes.
         wrong = self.runner.recompute(self.tokens, Masking(mask, mixed))[:, self.prompt - 1 :]
-        deaf = "position_ids" in self.runner.takes and torch.equal(self.decode(positions=mixed), made)
+        deaf = "position_ids" in self.runner.adapter.takes and torch.equal(self.decode(positions=mixed), made)
         return "positions ignore the padding" if deaf or apart(made, wrong) <= limit else ""
 
     def wants_mask(self) -> bool:
@@ -161,7 +162,7 @@ class Padded:
                 attention_mask=self.masking.mask,
                 use_cache=True,
                 is_first_iteration=False,
-                **{self.runner.cache_name: self.runner.new_cache()},
+                **{self.runner.adapter.cache_name: self.runner.adapter.new_cache()},
             )
         # Code of a checkpoint's own may want other arguments: then the mask is given, as the forward's signature says.
         except Exception:
@@ -169,26 +170,31 @@ class Padded:
         return made.get("attention_mask") is not None
 
 
-def unpadded(runner: Feeder, tokens: Tensor, masking: Masking, first: int) -> tuple[Tensor, Tensor]:
-    """Logits from position ``first`` on: each row recomputed alone and without its pads, and the batch as if it had none."""
+def unpadded(
+    bench: Bench, tokens: Tensor, masking: Masking, reference: Recomputation, first: int
+) -> tuple[Recomputation, float]:
+    """Each row recomputed alone and without its pads, from position ``first`` on; and how far its pads, unmasked, move it.
+
+    Raises:
+        UnclearError: The model does not do padding without a cache, so that its check says nothing of the cache.
+    """
     assert masking.mask is not None
     pads = (masking.mask == 0).sum(-1).tolist()
-    alone = [runner.recompute(tokens[n : n + 1, p:])[:, first - p :] for n, p in enumerate(pads)]
+    alone = torch.cat([bench.runner.recompute(tokens[n : n + 1, p:])[:, first - p :] for n, p in enumerate(pads)])
     # Ones, not None: without a mask transformers takes positions that begin anew for several texts packed into one row.
-    return torch.cat(alone), runner.recompute(tokens, Masking(torch.ones_like(tokens), masking.positions))[:, first:]
-
-
-def no_padding(off: float) -> UnclearError:
-    """A check of padding says nothing of the cache where the model does not do padding without one."""
-    said = f"without a cache a left-padded batch is off by {off:.1e} from each prompt alone"
-    return UnclearError(f"{said}: this model, called with a mask and positions, does not do padding.", off)
+    unmasked = bench.runner.recompute(tokens, Masking(torch.ones_like(tokens), masking.positions))[:, first:]
+    off, reach = apart(reference.logits[:, first:], alone), apart(unmasked, alone)
+    if off > bench.beyond * reference.null and off > min(reach, bench.reach) / bench.beyond:
+        said = f"without a cache a left-padded batch is off by {off:.1e} from each prompt alone"
+        raise UnclearError(f"{said}: this model, called with a mask and positions, does not do padding.", off)
+    return Recomputation(alone, max(reference.null, off)), reach
 
 
 def left_padding(bench: Bench) -> Check:
     """A left-padded batch, against its recomputation and each prompt alone."""
     runner = bench.runner
-    bench.only_native(f"a model of kind {runner.kind} is fed without a mask here")
-    if "attention_mask" not in runner.takes:
+    bench.only_plain("is fed without a mask here")
+    if "attention_mask" not in runner.adapter.takes:
         raise NotRunError(f"{type(runner.model).__name__} takes no attention_mask, so it cannot be told of padding.")
     checks = []
     for prompt, length, pads in _padded_prompts(bench):
@@ -200,24 +206,20 @@ def left_padding(bench: Bench) -> Check:
 
 def _padded(bench: Bench, given: Padded, length: int) -> Check:
     """One left-padded batch, held against its own null."""
-    runner, first = bench.runner, given.prompt - 1
+    first = given.prompt - 1
     reference = bench.reference(given.tokens, given.masking)
-    theirs, unmasked = unpadded(runner, given.tokens, given.masking, first)
-    null = max(reference.null, apart(reference.logits[:, first:], theirs))
-    reach = apart(unmasked, theirs)
-    if null > bench.beyond * reference.null and null > min(reach, bench.reach) / bench.beyond:
-        raise no_padding(null)
+    alone, reach = unpadded(bench, given.tokens, given.masking, reference, first)
     given.masked = given.wants_mask()
     made = given.decode()
-    errors = Errors().add(made, Recomputation(theirs, null), first, first).add(made, reference, first)
+    errors = Errors().add(made, alone, first, first).add(made, reference, first)
     chunked = given.chunked() if given.before < first else None
     if chunked is not None:
-        errors.add(chunked, Recomputation(reference.logits, null), given.before)
+        errors.add(chunked, reference, given.before)
     what = (
         f"prompts of {given.lengths} tokens in a left-padded batch, at once and in two parts, {length - given.prompt} decode "
         "steps, against the padded batch and each prompt alone without a cache"
     )
-    return bench.settle(errors, what, lambda: given.cause(made, bench.beyond * null), reach)
+    return bench.settle(errors, what, lambda: given.cause(made, bench.beyond * alone.null), reach)
 
 
 def _padded_prompts(bench: Bench) -> Iterator[tuple[int, int, Sequence[int]]]:
@@ -258,8 +260,6 @@ def repeated_rows(bench: Bench) -> Check:
 
 def _moved(bench: Bench, what: str, change: Callable[[Any, Tensor], None], method: str) -> Check:
     runner = bench.runner
-    if runner.kind == "hooked":
-        bench.only_native("a HookedTransformer's cache has no rows to move")
     prompt, length = bench.short(extra=1)
     start = prompt + 1
     before = runner.tokens(*(bench.row(n, start) for n in range(ROWS)))
@@ -311,38 +311,20 @@ def _inherits_half(layer: Any, method: str) -> bool:
 # generate() ------------------------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass
-class Call:
-    """What ``generate()`` gave one forward.
-
-    Attributes:
-        tokens: ``[batch, new]``.
-        positions: What it said of their positions, or None.
-        mask: The mask of two dimensions, or None.
-        cache: Whether there was one that held something or was to be filled.
-        logits: The newest row that the forward made; what ``generate()`` returns is rounded to float32.
-    """
-
-    tokens: Tensor
-    positions: Tensor | None
-    mask: Tensor | None
-    cache: bool
-    logits: Tensor | None = None
-
-
 class Generated(NamedTuple):
     """One ``generate()``.
 
     Attributes:
         tokens: ``[batch, length]``, the prompt's and the new ones.
         logits: Of each new token, ``[batch, new, vocabulary]``.
-        calls: What the forward was given.
+        calls: The tensors that each forward was given, by name, and as ``made`` the newest row that it made: what
+            ``generate()`` returns is rounded to float32. Those with a cache, filled or to be filled, are ``cached``.
         masking: The mask, 0 where there is a pad, and the positions, counted without the pads, of all tokens.
     """
 
     tokens: Tensor
     logits: Tensor
-    calls: list[Call]
+    calls: list[dict[str, Any]]
     masking: Masking
 
     @property
@@ -369,7 +351,7 @@ def generate_padded(bench: Bench) -> Check:
 
 
 def _check_native(bench: Bench) -> None:
-    bench.only_native(f"generate() of a {type(bench.runner.model).__name__} gives no logits")
+    bench.only_plain("gives no logits from generate()")
 
 
 def _checked(bench: Bench, tokens: Tensor, mask: Any, what: str) -> Check:
@@ -384,19 +366,15 @@ def _checked(bench: Bench, tokens: Tensor, mask: Any, what: str) -> Check:
     # What a model's own generate() does not support, it says with whatever error it meets first.
     except Exception as error:
         raise UnclearError(f"generate() of {what} raised {one_line(error)}.") from error
-    if all(call.tokens.shape[1] != 1 for call in made.calls[1:]):
+    if all(call["input_ids"].shape[1] != 1 for call in made.calls[1:]):
         said = f"generate() of {what} feeds the whole prefix at every step, so there was no cached step to compare"
         raise UnclearError(f"{said}.")
-    logits, null = bench.reference(*made.fed, first)
+    reference, reach = bench.reference(*made.fed, first), bench.reach
+    logits, null = reference
     uncached = _uncached(bench, tokens, mask)
     beside = "" if uncached is None else f" (and {uncached:.1e} with use_cache=False)"
-    reach = bench.reach
     if made.fed[1].mask is not None:
-        alone, unmasked = unpadded(runner, *made.fed, first)
-        reach, off = apart(unmasked, logits[:, first:]), apart(logits[:, first:], alone)
-        if off > bench.beyond * null and off > reach / bench.beyond:
-            raise no_padding(off)
-        null = max(null, off)
+        (_, null), reach = unpadded(bench, *made.fed, reference, first)
     errors = Errors().add(made.logits, Recomputation(logits, null), first)
     said = f"generate() of {what}, {bench.steps} new tokens, against recomputation of the same tokens{beside}"
     return bench.settle(errors, said, lambda: _cause(bench, made, logits, null, uncached), reach)
@@ -419,29 +397,28 @@ def _run(bench: Bench, tokens: Tensor, mask: Tensor, use_cache: bool) -> Generat
         disable_compile=True,
         pad_token_id=0 if known is None else known,
     )
-    calls: list[Call] = []
+    calls: list[dict[str, Any]] = []
     with runner.running(), _spied(runner.model, calls):
         out = runner.model.generate(tokens, attention_mask=mask, generation_config=chosen)
     runner.forwards += len(calls)
-    made = [call.logits for call in calls if call.logits is not None]
+    made = [call["made"] for call in calls if "made" in call]
     if len(made) != bench.steps:
         raise ValueError(f"{len(made)} forwards were heard for {bench.steps} new tokens")
     whole = torch.cat([mask, torch.ones_like(out.sequences[:, tokens.shape[1] :])], 1)
-    return Generated(out.sequences, torch.stack(made, 1), calls, Masking.counted(whole))
+    return Generated(out.sequences, torch.stack(made, 1), calls, counted(whole))
 
 
 @contextlib.contextmanager
-def _spied(model: nn.Module, calls: list[Call]) -> Iterator[None]:
+def _spied(model: nn.Module, calls: list[dict[str, Any]]) -> Iterator[None]:
     def heard(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        tokens = kwargs.get("input_ids", args[0] if args else None)
-        if isinstance(tokens, Tensor):
-            given = {name: value.clone() for name, value in kwargs.items() if isinstance(value, Tensor)}
-            mask, cached = given.get("attention_mask"), any(kwargs.get(name) is not None for name in CACHES)
-            mask = mask if mask is not None and mask.dim() == 2 else None
-            calls.append(Call(tokens.clone(), given.get("position_ids"), mask, cached))
+        given = {"input_ids": args[0] if args else None, **kwargs}
+        if isinstance(given["input_ids"], Tensor):
+            cached = any(given.get(name) is not None for name in CACHES)
+            copies = {name: value.clone() for name, value in given.items() if isinstance(value, Tensor)}
+            calls.append({**copies, "cached": cached})
 
     def answered(_: nn.Module, __: Any, out: Any) -> None:
-        calls[-1].logits = out.logits[:, -1].clone()
+        calls[-1]["made"] = out.logits[:, -1].clone()
 
     with model.register_forward_pre_hook(heard, with_kwargs=True), model.register_forward_hook(answered):
         yield
@@ -477,21 +454,22 @@ def _told(made: Generated) -> str:
     positions: Any = made.masking.positions
     start = 0
     for call in made.calls:
-        stop = start + call.tokens.shape[1]
-        if stop > made.tokens.shape[1] or not torch.equal(call.tokens, made.tokens[:, start:stop]):
+        tokens, told, hidden = call["input_ids"], call.get("position_ids"), call.get("attention_mask")
+        stop = start + tokens.shape[1]
+        if stop > made.tokens.shape[1] or not torch.equal(tokens, made.tokens[:, start:stop]):
             return f"prepare_inputs_for_generation feeds other tokens than those at position {start}"
         kept = mask[:, start:stop].bool()
-        if call.positions is not None:
-            said = call.positions.expand(*call.positions.shape[:-2], *kept.shape)
+        if told is not None:
+            said = told.expand(*told.shape[:-2], *kept.shape)
             wrong = (said != positions[:, start:stop]) & kept
             if bool(wrong.any()):
                 row, at = wrong.nonzero()[0].tolist()[-2:]
                 right = int(positions[row, start + at])
                 given = int(said.reshape(-1, *kept.shape)[0, row, at])
                 return f"prepare_inputs_for_generation gives position {given} to the token at position {right}"
-        if call.mask is not None and not torch.equal(call.mask.bool(), mask[:, :stop].bool()):
+        if hidden is not None and hidden.dim() == 2 and not torch.equal(hidden.bool(), mask[:, :stop].bool()):
             return f"prepare_inputs_for_generation gives a wrong attention mask for the token at position {stop - 1}"
-        if not call.cache and start:
+        if not call["cached"] and start:
             return "generate() does not pass the cache on"
         start = stop
     return ""

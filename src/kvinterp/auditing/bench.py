@@ -17,13 +17,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kvinterp.auditing.blocks import UNMASKED, BlockModel, Masking, moving, prompts_for
+from kvinterp.auditing.blocks import BlockModel, moving, prompts_for
 from kvinterp.auditing.causes import WithoutCasts
-from kvinterp.auditing.comparing import apart, by_position
 from kvinterp.auditing.ladder import unit_roundoff
+from kvinterp.auditing.values import apart, by_position
 from kvinterp.auditing.watch import Watch, watching
 from kvinterp.models import Adapter
-from kvinterp.models.native import text_config
+from kvinterp.models.checkpoint import reason
+from kvinterp.paths.calls.base import NOTHING, Masking
 from kvinterp.paths.kernels import Kernels
 
 NARROW = (torch.float16, torch.bfloat16)
@@ -35,15 +36,13 @@ class Seen(NamedTuple):
 
     Attributes:
         cached: Whether it fed a cache.
-        batch: Rows of the batch.
-        new: Tokens fed.
+        shape: Rows of the batch and tokens fed.
         total: Positions after it.
         watch: What was seen in the block.
     """
 
     cached: bool
-    batch: int
-    new: int
+    shape: torch.Size
     total: int
     watch: Watch
 
@@ -84,18 +83,16 @@ class Feeder(BlockModel):
         return torch.tensor([list(row) for row in rows], device=self.device)
 
     def forward(
-        self, tokens: Tensor, cache: Any = None, start: int = 0, masking: Masking = UNMASKED, cached: str = "yes"
+        self, tokens: Tensor, cache: Any = None, start: int = 0, masking: Masking = NOTHING, cached: str = "yes"
     ) -> tuple[Tensor, Any]:
         """As :meth:`BlockModel.forward`, counted and looked at."""
         self.forwards += 1
         made: list[Tensor] = []
-        batch, new = tokens.shape
-        watches = [] if self.watched is None else [Watch(self, self.watched, new)]
+        watches = [] if self.watched is None else [Watch(self, self.watched, tokens.shape[1])]
         looked = [] if self.stands_in is None else [self.blocks[self.stands_in]]
         with moving(looked, lambda _, output: made.append(output)), watching(watches):
             logits, cache = super().forward(tokens, cache, start, masking, cached)
-        total = new + (start if cached == "yes" else 0)
-        self.seen += [Seen(cached == "yes", batch, new, total, watch) for watch in watches]
+        self.seen += [Seen(cached == "yes", tokens.shape, tokens.shape[1] + start, watch) for watch in watches]
         return (made[0] if made else logits), cache
 
     def run(
@@ -104,7 +101,7 @@ class Feeder(BlockModel):
         sizes: Sequence[int],
         start: int = 0,
         cache: Any = None,
-        masking: Masking = UNMASKED,
+        masking: Masking = NOTHING,
         first: int = 0,
         then: Callable[[Any], Any] = lambda _: None,
     ) -> tuple[Tensor, Any]:
@@ -128,11 +125,11 @@ class Feeder(BlockModel):
             then(cache)
         return torch.cat(made, 1), cache
 
-    def decode(self, tokens: Tensor, prefill: int, masking: Masking = UNMASKED, cache: Any = None) -> tuple[Tensor, Any]:
+    def decode(self, tokens: Tensor, prefill: int, masking: Masking = NOTHING, cache: Any = None) -> tuple[Tensor, Any]:
         """Logits from the prompt's last row on, the rest fed one by one: ``[batch, 1 + steps, vocabulary]``, and the cache."""
         return self.run(tokens, [prefill, *singles(tokens, prefill)], 0, cache, masking, prefill - 1)
 
-    def moved(self, tokens: Tensor, masking: Masking = UNMASKED) -> Tensor:
+    def moved(self, tokens: Tensor, masking: Masking = NOTHING) -> Tensor:
         """A recomputation in which what every block returns is moved by as much as its rounding may, at random."""
         size, generator = self.roundoff(tokens.shape[1]), torch.Generator().manual_seed(0)
 
@@ -147,11 +144,6 @@ class Feeder(BlockModel):
         """How far rounding moves a sum as long as the model is wide, or as the text is long."""
         # Sums are kept in float32 for 16-bit tensors, so that their length does not matter there.
         return self.unit * (1.0 if self.narrow else math.sqrt(max(length, self.adapter.facts.width)))
-
-    @property
-    def config(self) -> Any:
-        """The config of the model's text part; None where it has none of transformers'."""
-        return text_config(self.adapter.source) if self.kind != "hooked" else None
 
     @property
     def narrow(self) -> bool:
@@ -221,6 +213,10 @@ class Check:
     tensor: str = ""
     module: str = ""
 
+    def also(self, more: str, **changed: Any) -> Check:
+        """The same with more said of it, and with some fields changed."""
+        return dataclasses.replace(self, detail=f"{self.detail.rstrip('.')}; {more}.", **changed)
+
     @property
     def failure(self) -> str:
         """Of one that failed: what it showed, and where."""
@@ -251,15 +247,8 @@ class NotRunError(UnclearError):
 
 
 def one_line(error: BaseException) -> str:
-    """An error's kind and the first line of what it says, to be quoted."""
-    said = first_line(error, 160, "").rstrip(". ")
-    return f"{type(error).__name__}: {said}" if said else type(error).__name__
-
-
-def first_line(error: BaseException, most: int, nothing: str | None = None) -> str:
-    """The first line of what an error says, of so many characters at most; its kind, or ``nothing``, where it says nothing."""
-    kind = type(error).__name__ if nothing is None else nothing
-    return next(iter(str(error).strip().splitlines()), kind)[:most]
+    """An error's kind and what it says, to be quoted."""
+    return f"{type(error).__name__}: {reason(error).rstrip('. ')}"
 
 
 class Recomputation(NamedTuple):
@@ -333,7 +322,7 @@ class Bench:
         for kernels in (None,) if adapter.dtype in NARROW else (None, WithoutCasts()):
             for positions in ("own", "given"):
                 bench = cls(Feeder(adapter, kernels, positions), pool, max(steps, 2), thorough, far=far)
-                if positions == "given" and not bench.runner.can_be_told_positions:
+                if positions == "given" and "position_ids" not in adapter.takes:
                     continue
                 try:
                     bench.measure_plain()
@@ -408,7 +397,7 @@ class Bench:
         """So many tokens of the first prompt, as a batch of one."""
         return self.runner.tokens(self.row(0, length))
 
-    def reference(self, tokens: Tensor, masking: Masking = UNMASKED, first: int = 0) -> Recomputation:
+    def reference(self, tokens: Tensor, masking: Masking = NOTHING, first: int = 0) -> Recomputation:
         """A recomputation, and how far rounding moves it (from the first row on, where the mask is not 0)."""
         logits = self.runner.recompute(tokens, masking)
         moved = self.runner.moved(tokens, masking)
@@ -417,10 +406,10 @@ class Bench:
         # The head's own sum comes after the last block, so that moving blocks does not show its rounding.
         return Recomputation(logits, apart(moved[kept], logits[kept]) + self.runner.roundoff())
 
-    def only_native(self, why: str) -> None:
+    def only_plain(self, why: str) -> None:
         """Raises where a transformers model itself can be asked, and this wrapping of it cannot: ``why``."""
-        if self.runner.kind != "native":
-            raise NotRunError(f"{why}; kind='native' of the same model runs it.")
+        if not self.runner.adapter.plain:
+            raise NotRunError(f"a model of kind {self.runner.adapter.kind} {why}; kind='native' of the same model runs it.")
 
     def settle(self, errors: Errors, what: str, hint: str | Callable[[], str] = "", reach: float | None = None) -> Check:
         """Judges one check.

@@ -9,9 +9,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import inspect
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +19,8 @@ from kvinterp.errors import UnsupportedError
 from kvinterp.models import Adapter
 from kvinterp.models.hooks import first_of, put_first, stream_hook
 from kvinterp.models.inputs import check_seed
-from kvinterp.models.native import plain_experts, text_config
 from kvinterp.models.transformers_cache import CACHES
+from kvinterp.paths.calls.base import NOTHING, Masking
 from kvinterp.paths.kernels import KernelMode, Kernels, Native
 from kvinterp.paths.vocabulary import padding_of
 
@@ -29,31 +28,6 @@ STATES = {"conv_states": "convolution state", "recurrent_states": "recurrent sta
 
 Call = tuple[int, int]
 """A block of the model, and how often it had run before in the same forward (a few models run a block twice)."""
-
-
-class Masking(NamedTuple):
-    """What a forward is told of its tokens, or their part of it; None for what the model makes by itself.
-
-    Attributes:
-        mask: 0 where there is a pad, ``[batch, past + new]``; for transformers models only.
-        positions: ``[batch, new]``.
-    """
-
-    mask: Tensor | None = None
-    positions: Tensor | None = None
-
-    @classmethod
-    def counted(cls, mask: Tensor) -> Masking:
-        """A mask and the positions that count its tokens alone."""
-        return cls(mask, (mask.cumsum(-1) - 1).clamp(min=0))
-
-    def of(self, start: int, stop: int) -> Masking:
-        """What belongs to the tokens from ``start`` to ``stop``, of what is said of all."""
-        mask, positions = self
-        return Masking(None if mask is None else mask[:, :stop], None if positions is None else positions[:, start:stop])
-
-
-UNMASKED = Masking()
 
 
 class BlockModel:
@@ -81,16 +55,12 @@ class BlockModel:
     ) -> None:
         self.adapter, self.positions = adapter, positions
         self.model: Any = adapter.model
-        self.kind, self.device = adapter.kind, adapter.device
+        self.device = adapter.device
         self.mode: KernelMode = (kernels or Native()).mode(adapter)
         self.padding: Tensor | None = None
-        # What a caller may give a transformers model; nothing goes through the wrappings of one.
-        self.takes = frozenset(inspect.signature(self.model.forward).parameters) if self.kind == "native" else frozenset()
-        self.cache_name = next((name for name in CACHES if name in self.takes), CACHES[0])
         self.blocks = list(adapter.blocks)
         # A bridge hangs transformers' modules under names of its own, which say nothing to a reader.
         self.names = {m: name.replace("._original_component", "") for name, m in adapter.source.named_modules()}
-        plain_experts(adapter.model, adapter.dtype)
         parts = [*self.blocks, self.end("output")]
         self._rest = [part for n, part in enumerate(parts) if part is not None and only is not None and n not in only]
 
@@ -110,16 +80,11 @@ class BlockModel:
         """The dtype the weights are in."""
         return self.adapter.dtype
 
-    @property
-    def can_be_told_positions(self) -> bool:
-        """Whether the model's forward takes the positions of its tokens."""
-        return "position_ids" in self.takes
-
-    def recompute(self, tokens: Tensor, masking: Masking = UNMASKED) -> Tensor:
+    def recompute(self, tokens: Tensor, masking: Masking = NOTHING) -> Tensor:
         """Logits of every token without a cache, ``[batch, position, vocabulary]``."""
         return self.unpadded(self.forward(tokens, None, 0, masking, "no")[0])
 
-    def feed(self, tokens: Tensor, cache: Any = None, start: int = 0, masking: Masking = UNMASKED) -> tuple[Tensor, Any]:
+    def feed(self, tokens: Tensor, cache: Any = None, start: int = 0, masking: Masking = NOTHING) -> tuple[Tensor, Any]:
         """Logits of new tokens and the cache after them; arguments as in :meth:`forward`.
 
         Raises:
@@ -135,7 +100,7 @@ class BlockModel:
 
     @torch.no_grad()
     def forward(
-        self, tokens: Tensor, cache: Any = None, start: int = 0, masking: Masking = UNMASKED, cached: str = "yes"
+        self, tokens: Tensor, cache: Any = None, start: int = 0, masking: Masking = NOTHING, cached: str = "yes"
     ) -> tuple[Tensor, Any]:
         """One forward as the model's own users run it: its logits, and its cache or None where it gives none.
 
@@ -147,37 +112,12 @@ class BlockModel:
             cached: ``"no"`` runs without a cache.
         """
         mask, positions = masking
-        if self.kind != "native":
-            if mask is not None:
-                raise TypeError("masks are given to transformers models only")
-            return self._forward_lens(tokens, cache, cached)
-        given: dict[str, Any] = {"input_ids": tokens, "use_cache": cached == "yes", "attention_mask": mask}
-        given[self.cache_name] = cache
         if positions is None and self.positions == "given":
             positions = torch.arange(start, start + tokens.shape[1], device=tokens.device).expand(len(tokens), -1)
-        if "position_ids" in self.takes:
-            given["position_ids"] = positions
-        with self.running():
-            out = self.model(**{name: value for name, value in given.items() if value is not None})
-        name = next((n for n in CACHES if getattr(out, n, None) is not None), None)
-        if name is None:
-            return out.logits, None
-        self.cache_name = name  # The signature may take everything by any name.
-        return out.logits, getattr(out, name)
-
-    def _forward_lens(self, tokens: Tensor, cache: Any, cached: str) -> tuple[Tensor, Any]:
         with self.running():
             if cached == "no":
-                return self.adapter.forward(tokens), None
-            if self.kind == "bridge":
-                cache = self.new_cache() if cache is None else cache
-                return self.model(tokens, return_type="logits", past_key_values=cache, use_cache=True), cache
-            from transformer_lens import TransformerLensKeyValueCache
-
-            if cache is None:
-                cache = TransformerLensKeyValueCache.init_cache(self.model.cfg, self.device, tokens.shape[0])
-            given = {"attention_mask": torch.ones_like(tokens), "past_kv_cache": cache, "prepend_bos": False}
-            return self.model(tokens, return_type="logits", **given), cache
+                return self.adapter.forward(tokens, None, mask, positions), None
+            return self.adapter.called(tokens, cache, mask, positions)
 
     def unpadded(self, logits: Tensor) -> Tensor:
         """The logits with 0 where those that stand for no token are minus infinity."""
@@ -219,12 +159,6 @@ class BlockModel:
     def recurrent_layers(self, cache: Any) -> list[int]:
         """Layers whose cache keeps a state instead of keys and values."""
         return [layer for layer in range(len(self.blocks)) if self.states(cache, layer)]
-
-    def new_cache(self) -> Any:
-        """The cache that transformers makes for this model."""
-        from transformers import DynamicCache
-
-        return DynamicCache(config=text_config(self.adapter.source))
 
     def name_of(self, module: nn.Module) -> str:
         """The module's path in the model."""

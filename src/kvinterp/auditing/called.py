@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from kvinterp.auditing.bench import PROMPT, Bench, Check, Errors, NotRunError, UnclearError
-from kvinterp.auditing.comparing import apart
 from kvinterp.auditing.ladder import unit_roundoff
+from kvinterp.auditing.values import apart
 from kvinterp.errors import InputError, UnsupportedError
 from kvinterp.models import Adapter
 from kvinterp.paths import ExecutionPath, Runner

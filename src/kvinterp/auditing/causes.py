@@ -28,8 +28,7 @@ import torch
 from torch import Tensor
 
 from kvinterp.auditing.blocks import BlockHooks, BlockModel
-from kvinterp.auditing.comparing import paired
-from kvinterp.auditing.first_difference import Finding, Sight, recomputed
+from kvinterp.auditing.first_difference import Finding, Sight, paired, recomputed
 from kvinterp.auditing.ladder import unit_roundoff
 from kvinterp.auditing.values import narrower
 from kvinterp.auditing.watch import CHOICE, Event

@@ -35,16 +35,17 @@ from typing import Any
 import torch
 
 from kvinterp.auditing import batches, lengths
-from kvinterp.auditing.bench import FAILED, NOT_RUN, PASSED, UNCLEAR, Bench, Check, Seen, attempted, one_line
+from kvinterp.auditing.bench import FAILED, NOT_RUN, PASSED, UNCLEAR, Bench, Check, attempted, one_line
 from kvinterp.auditing.blocks import evaluating
 from kvinterp.auditing.called import CALLED, by_call
 from kvinterp.auditing.causes import COARSE, WithoutCasts
-from kvinterp.auditing.comparing import apart
 from kvinterp.auditing.first_difference import Feed, Finding, Sight
 from kvinterp.auditing.ladder import unit_roundoff
+from kvinterp.auditing.values import apart
 from kvinterp.auditing.watch import Event
 from kvinterp.models import Adapter
-from kvinterp.paths.calls import call_named
+from kvinterp.models.door import quiet_transformers
+from kvinterp.paths.calls import Call, call_named
 from kvinterp.paths.kernels import BatchInvariant, Kernels
 
 FEWER_BITS = "a tensor is cast to fewer bits than float32 that plain decoding keeps"
@@ -127,29 +128,32 @@ def _tried(bench: Bench, name: str) -> list[Check]:
         benches.append(new)
         return {one.name: one for one in _run(new, name) if one.error is not None}
 
-    def failed() -> bool:
-        return any(one.status == FAILED for one in found)
-
     # The model as it is, with room for the rounding of casts to float32.
     coarse_unit = max(bench.runner.unit, unit_roundoff(torch.float32))
     if bench.left_out:
         # The model's casts are left out all along: that this way of using the cache makes none of its own is looked at too.
-        coarse = otherwise(None, coarse_unit) if bench.thorough or _without_casts(name) else {}
+        plan = _plan_of(name)
+        coarse = otherwise(None, coarse_unit) if bench.thorough or (plan is not None and plan.kernels) else {}
         found = [_cast_of_its_own(one, coarse.get(one.name)) for one in found]
-    elif bench.runner.narrow and failed():
+    elif bench.runner.narrow and _failed(found):
         fixed = otherwise(BatchInvariant())
         found = [_of_the_order(one, fixed.get(one.name), bench.beyond) for one in found]
     elif not bench.runner.narrow and any(map(_suspicious, found)):
         first, without, coarse = found, otherwise(WithoutCasts()), otherwise(None, coarse_unit)
         found = [_explained(one, without.get(one.name), coarse.get(one.name)) for one in found]
-        if len(benches) > 1 and not _casts(bench, benches[1]):
-            # What casts is this way of calling, and nothing else.
-            found = [_cast_by_call(one, before) for one, before in zip(found, first, strict=True)]
-    if failed() and bench.runner.dtype != torch.float64:
+        if len(benches) > 1:
+            tokens = bench.tokens(bench.short()[1])
+            own, without_casts = (each.runner.recompute(tokens) for each in benches[:2])
+            if apart(own, without_casts) <= benches[1].excused * benches[1].plain_null:
+                # The model alone gives the same logits without: what casts is this way of calling, and nothing else.
+                found = [_cast_by_call(one, before) for one, before in zip(found, first, strict=True)]
+    if _failed(found) and bench.runner.dtype != torch.float64:
         # Rounding can tip a choice of experts, in one prompt; a bug does not care for the prompt.
         other = dataclasses.replace(bench, pool=[list(reversed(row)) for row in bench.pool[::-1]])
-        again = {one.name: one for one in _run(other, name)}
-        found = [_confirmed(one, again.get(one.name)) for one in found]
+        # What fails with one set of prompts alone is not said to fail.
+        again = {one.name for one in _run(other, name) if one.status == FAILED}
+        also = "other prompts of the same lengths do not show it"
+        found = [one if one.status != FAILED or one.name in again else one.also(also, status=UNCLEAR) for one in found]
     found = [_placed(bench, one, name) if one.status == FAILED else one for one in found]
     spent = sum(each.runner.forwards for each in benches) - before
     return [dataclasses.replace(one, forwards=spent if n == 0 else 0) for n, one in enumerate(found)]
@@ -165,17 +169,16 @@ def _run(bench: Bench, name: str) -> list[Check]:
 
 
 def _check_of(name: str) -> Callable[[Bench], Any]:
-    if name in CHECKS:
-        return CHECKS[name]
-    plan = call_named(name.removeprefix(CALLED))
-    assert plan is not None
-    return functools.partial(by_call, plan=plan)
+    plan = _plan_of(name)
+    return CHECKS[name] if plan is None else functools.partial(by_call, plan=plan)
 
 
-def _without_casts(name: str) -> bool:
-    """Whether it is a call plan of which a cast of its own may have been left out."""
-    plan = call_named(name.removeprefix(CALLED)) if name.startswith(CALLED) else None
-    return plan is not None and plan.kernels
+def _plan_of(name: str) -> Call | None:
+    return call_named(name.removeprefix(CALLED)) if name.startswith(CALLED) else None
+
+
+def _failed(checks: Sequence[Check]) -> bool:
+    return any(one.status == FAILED for one in checks)
 
 
 def _suspicious(one: Check) -> bool:
@@ -194,26 +197,18 @@ def _explained(one: Check, without: Check | None, coarse: Check | None) -> Check
         if one.status != FAILED or (coarse is not None and coarse.status == FAILED):
             return one
         also = "casts to float32 inside the model may do as much, and it does not run without"
-        return dataclasses.replace(one, status=UNCLEAR, detail=_and(one, also), hint="")
+        return one.also(also, status=UNCLEAR, hint="")
     if without.status != PASSED:
         return without
     detail = f"{without.detail.rstrip('.')} (with them {one.error:.1e})."
     return _cast_of_its_own(dataclasses.replace(without, detail=detail), coarse)
 
 
-def _casts(bench: Bench, without: Bench) -> bool:
-    """Whether the model alone gives other logits once its casts are left out."""
-    tokens = bench.tokens(bench.short()[1])
-    off = apart(bench.runner.recompute(tokens), without.runner.recompute(tokens))
-    return off > without.excused * without.plain_null
-
-
 def _cast_by_call(one: Check, before: Check) -> Check:
     """A call plan that failed and passes without casts, where the model alone makes none: the plan computes in fewer bits."""
     if one.status != PASSED or before.status != FAILED or not one.name.startswith(CALLED):
         return one
-    also = "with casts to fewer bits left out it passes, and the model alone makes none"
-    return dataclasses.replace(before, detail=_and(before, also), hint=FEWER_BITS)
+    return before.also("with casts to fewer bits left out it passes, and the model alone makes none", hint=FEWER_BITS)
 
 
 def _of_the_order(one: Check, fixed: Check | None, beyond: float) -> Check:
@@ -221,9 +216,7 @@ def _of_the_order(one: Check, fixed: Check | None, beyond: float) -> Check:
     limit = COARSE * beyond * (one.null or 0.0)
     if one.status != FAILED or fixed is None or fixed.status != PASSED or (one.error or 0.0) > limit:
         return one
-    return dataclasses.replace(
-        one, status=PASSED, detail=_and(one, "gone with a fixed order of additions"), hint="", step=None
-    )
+    return one.also("gone with a fixed order of additions", status=PASSED, hint="", step=None)
 
 
 def served(finest: Sequence[Check], serving: Sequence[Check], dtype: str) -> list[Check]:
@@ -243,22 +236,10 @@ def served(finest: Sequence[Check], serving: Sequence[Check], dtype: str) -> lis
     ]
 
 
-def _and(one: Check, also: str) -> str:
-    return f"{one.detail.rstrip('.')}; {also}."
-
-
 def _cast_of_its_own(one: Check, coarse: Check | None) -> Check:
     if one.status != PASSED or coarse is None or coarse.status != FAILED:
         return one
-    also = "with casts to fewer bits left out it passes"
-    return dataclasses.replace(coarse, detail=_and(coarse, also), hint=coarse.hint or FEWER_BITS)
-
-
-def _confirmed(one: Check, again: Check | None) -> Check:
-    """What fails with one set of prompts alone, where rounding can tip a choice, is not said to fail."""
-    if one.status != FAILED or (again is not None and again.status == FAILED):
-        return one
-    return dataclasses.replace(one, status=UNCLEAR, detail=_and(one, "other prompts of the same lengths do not show it"))
+    return coarse.also("with casts to fewer bits left out it passes", hint=coarse.hint or FEWER_BITS)
 
 
 # Where what fails goes wrong ------------------------------------------------------------------------------------------
@@ -297,18 +278,15 @@ def _first_tensor(bench: Bench, check: Check, name: str, layer: int) -> Finding 
     runner = bench.runner.otherwise()
     runner.watched = layer
     _run(dataclasses.replace(bench, runner=runner, asks="no"), name)
-    for mine in [seen for seen in runner.seen if seen.cached and seen.new == 1][::-1]:
-        same = mine.batch, mine.total
-        whole = next((seen for seen in runner.seen if not seen.cached and (seen.batch, seen.total) == same), None)
-        if whole is not None:
-            return _differing(mine, whole, layer, bench.beyond * (check.null or 0.0))
-    return None
-
-
-def _differing(mine: Seen, theirs: Seen, layer: int, threshold: float) -> Finding | None:
+    whole = {(seen.shape[0], seen.total): seen for seen in reversed(runner.seen) if not seen.cached}
+    single = [seen for seen in runner.seen if seen.cached and seen.shape[1] == 1 and (seen.shape[0], seen.total) in whole]
+    if not single:
+        return None
+    mine = single[-1]
     feed = Feed(mine.total - 1, mine.total, mine.total - 1)
-    sight = Sight(feed, layer, [_filled(e, mine.total) for e in mine.watch.events], theirs.watch.events)
-    found = next(iter(sight.findings(threshold)), None)
+    theirs = whole[mine.shape[0], mine.total].watch.events
+    sight = Sight(feed, layer, [_filled(e, mine.total) for e in mine.watch.events], theirs)
+    found = next(iter(sight.findings(bench.beyond * (check.null or 0.0))), None)
     if found is None or found.tensor != "attention output":
         return found
     given = [any(e.name == "attention mask" for e in side) for side in (sight.mine, sight.theirs)]
@@ -328,21 +306,13 @@ def _filled(event: Event, total: int) -> Event:
 @contextlib.contextmanager
 def _as_it_was(adapter: Adapter) -> Iterator[None]:
     """Restores what running a model can change: its mode, its attributes, the random state, what libraries say."""
-    from transformers.utils import logging
-
-    kept = {holder: dict(vars(holder)) for holder in {id(m): m for m in (adapter.model, adapter.source)}.values()}
-    level, device = logging.get_verbosity(), adapter.device
+    kept = {holder: dict(vars(holder)) for holder in (adapter.model, adapter.source)}
+    devices = [adapter.device] if adapter.device.type == "cuda" else []
     try:
-        with (
-            torch.random.fork_rng([device] if device.type == "cuda" else []),
-            warnings.catch_warnings(),
-            evaluating(adapter),
-        ):
+        with torch.random.fork_rng(devices), warnings.catch_warnings(), quiet_transformers(), evaluating(adapter):
             warnings.simplefilter("ignore")
-            logging.set_verbosity_error()
             yield
     finally:
-        logging.set_verbosity(level)
         for holder, attributes in kept.items():
             for name in set(vars(holder)) - set(attributes):
                 vars(holder).pop(name)

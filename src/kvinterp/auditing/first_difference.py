@@ -6,17 +6,20 @@ are compared position by position. Casts to a narrower dtype are noted with the 
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from kvinterp.auditing.blocks import BlockHooks, BlockModel, Reference
-from kvinterp.auditing.comparing import compared, grid, lost_key, paired, seen_differently, swapped_nearly_equal
-from kvinterp.auditing.watch import CHOICE, RESIDUAL, Event, HeadWatch, Watch, watching
+from kvinterp.auditing.ladder import dtype_name
+from kvinterp.auditing.values import difference, first_wrong, on_grid, row_errors
+from kvinterp.auditing.watch import CHOICE, RESIDUAL, Event, Watch, watching
 from kvinterp.comparison.vocabulary import EMBEDDING
 
 BLOCK_INPUT = "block input"
@@ -120,15 +123,11 @@ class Sight:
         """The largest error of those that are of what the block computes."""
         return max((f.error for f in tensors if self.is_end(f)), default=0.0)
 
-    def note_casts(self, mine: Watch | HeadWatch, theirs: Watch | HeadWatch) -> None:
-        """Notes the casts of both sides."""
+    def note(self, mine: Watch, theirs: Watch) -> None:
+        """Notes the casts of both sides, and which keys only one of them has or sees."""
         for name in dict.fromkeys([*mine.casts, *theirs.casts]):
             self.casts[name] = tuple(dict.fromkeys(mine.casts.get(name, ()) + theirs.casts.get(name, ())))
         self.both_cast = frozenset(mine.casts) & frozenset(theirs.casts)
-
-    def note(self, mine: Watch, theirs: Watch) -> None:
-        """Notes the casts of both sides, and which keys only one of them has or sees."""
-        self.note_casts(mine, theirs)
         newest = self.feed.stop - 1
         for event, other in paired(mine.events, theirs.events):
             if event.name == "attention output":
@@ -207,30 +206,24 @@ def look(hooks: BlockHooks, feeds: Sequence[Feed], layers: Sequence[int]) -> Ite
         feeds: What is fed, one after the other.
         layers: The blocks to look into; -1 for the embedding, the number of blocks for the head.
     """
-    model = hooks.model
-    inner = [layer for layer in layers if 0 <= layer < len(model.blocks)]
-    cache = None
+    model, cache = hooks.model, None
     for feed in feeds:
         if feed.row is None:
             _, cache = hooks.feed(feed.start, feed.stop, cache)
             continue
-        mine = {layer: Watch(model, layer, feed.stop - feed.start, feed.back) for layer in inner}
-        heads = HeadWatch(model), HeadWatch(model)
-        with watching([*mine.values(), heads[0]]):
+        mine = {layer: Watch(model, layer, feed.stop - feed.start, feed.back) for layer in layers if layer >= 0}
+        with watching(mine.values()):
             logits, cache = hooks.feed(feed.start, feed.stop, cache)
         ends = _ends(hooks, logits, feed.back)
         # Copied now: the next feed may write into them.
-        kept = {layer: _states(model, cache, mine[layer], layer) for layer in inner}
-        with watching([heads[1]]):
-            theirs, again = _recomputed(hooks, feed, inner)
+        kept = {layer: _states(model, cache, watch, layer) for layer, watch in mine.items()}
+        theirs, again = _recomputed(hooks, feed, mine)
         fresh = hooks.feed(0, feed.stop)[1] if any(kept.values()) else None
         sights = {}
         for layer in [layer for layer in layers if layer in ends]:
             sight = sights[layer] = Sight(feed, layer, [*ends[layer][0]], [*again[layer][0]], hooks.reference)
             sight.ends = frozenset((event.name, event.module) for event in itertools.chain(*ends[layer]))
-            if layer == len(model.blocks):
-                sight.note_casts(*heads)
-            if layer in inner:
+            if layer in mine:
                 held = _states(model, fresh, mine[layer], layer) if kept[layer] else []
                 sight.note(mine[layer], theirs[layer])
                 sight.mine += [*_in_order(mine[layer].events, kept[layer]), *ends[layer][1]]
@@ -240,10 +233,9 @@ def look(hooks: BlockHooks, feeds: Sequence[Feed], layers: Sequence[int]) -> Ite
 
 def recomputed(hooks: BlockHooks, feed: Feed, layer: int) -> list[Event]:
     """What happens in a block, or at an end, where the prefix of a feed is recomputed; and the states that it leaves."""
-    inner = [layer] if 0 <= layer < len(hooks.model.blocks) else []
-    watches, ends = _recomputed(hooks, feed, inner)
+    watches, ends = _recomputed(hooks, feed, [layer] if layer >= 0 else [])
     before, after = ends[layer]
-    if not inner:
+    if not 0 <= layer < len(hooks.model.blocks):
         return [*before, *after]
     states = _states(hooks.model, hooks.feed(0, feed.stop)[1], watches[layer], layer)
     return [*before, *watches[layer].events, *states, *after]
@@ -252,7 +244,7 @@ def recomputed(hooks: BlockHooks, feed: Feed, layer: int) -> list[Event]:
 Ends = tuple[list[Event], list[Event]]
 
 
-def _recomputed(hooks: BlockHooks, feed: Feed, layers: Sequence[int]) -> tuple[dict[int, Watch], dict[int, Ends]]:
+def _recomputed(hooks: BlockHooks, feed: Feed, layers: Iterable[int]) -> tuple[dict[int, Watch], dict[int, Ends]]:
     """What is seen of the same row where the prefix is recomputed: the blocks' watches, and every part's ends."""
     watches = {layer: Watch(hooks.model, layer, feed.stop, feed.back) for layer in layers}
     with watching(watches.values()):
@@ -282,11 +274,14 @@ def _states(model: BlockModel, cache: Any, watch: Watch, layer: int) -> list[Eve
 
     That is the one whose modules make up most of what ran first.
     """
+    states = model.states(cache, layer) if layer < len(model.blocks) else {}
+    if not states:
+        return []
     block = model.name_of(model.blocks[layer])
     named = [e.module.removeprefix(f"{block}.") for e in watch.events if e.module.startswith(f"{block}.")]
     nested = [name.split(".")[0] for name in named if "." in name]
     module = f"{block}.{nested[0]}" if nested else block
-    return [Event(name, module, tensor) for name, tensor in model.states(cache, layer).items()]
+    return [Event(name, module, tensor) for name, tensor in states.items()]
 
 
 def _in_order(inside: list[Event], states: list[Event]) -> list[Event]:
@@ -300,3 +295,141 @@ def _in_order(inside: list[Event], states: list[Event]) -> list[Event]:
             break
         before += 1
     return [*inside[:before], *states, *inside[before:]]
+
+
+# Two runs of one block --------------------------------------------------------------------------------------------------
+
+NARROWER = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def paired(events: Iterable[Event], *others: Iterable[Event]) -> Iterator[tuple[Any, ...]]:
+    """Each event with the others' of the same name, module and turn; None where they have none."""
+    waiting: list[dict[tuple[str, str], list[Event]]] = []
+    for side in others:
+        waiting.append(collections.defaultdict(list))
+        for event in side:
+            waiting[-1][event.name, event.module].append(event)
+    for event in events:
+        queues = [queue[event.name, event.module] for queue in waiting]
+        yield event, *(queue.pop(0) if queue else None for queue in queues)
+
+
+def grid(mine: Tensor, theirs: Tensor) -> str:
+    """The narrowest dtype whose grid one side lies on and the other does not."""
+    if not (mine.is_floating_point() and theirs.is_floating_point()):
+        return ""
+    for dtype in NARROWER:
+        if on_grid(mine, dtype) != on_grid(theirs, dtype):
+            return dtype_name(dtype)
+    return ""
+
+
+def swapped_nearly_equal(mine: Event, other: Event) -> bool:
+    """Whether two choices differ only in experts whose scores the difference of the scores can bring past each other.
+
+    Where each side took its highest scores and no score differs by more than d, what was swapped lies within 2 d.
+    """
+    if mine.tensor.shape != other.tensor.shape or mine.tensor.dim() != 1 or mine.best != other.best:
+        return False
+    most = (mine.tensor.double() - other.tensor.double()).abs().max().item()
+    swapped = sorted(mine.chosen ^ other.chosen)
+    scores = other.tensor.double()[swapped]
+    return len(mine.chosen) == len(other.chosen) and (scores.max() - scores.min()).item() <= 2 * most
+
+
+def compared(mine: Event, other: Event, position: int, newest: int) -> tuple[int, float, Tensor, Tensor]:
+    """Absolute position of the first difference, its relative error, and both tensors there.
+
+    Args:
+        mine: What the cached run computed.
+        other: What the recomputation did.
+        position: The row that is looked at.
+        newest: The position of the last key.
+    """
+    a, b = mine.tensor, other.tensor
+    if mine.name in ("K", "V"):
+        keys = min(a.shape[-2], b.shape[-2])
+        a, b = (t[..., t.shape[-2] - keys :, :].flatten(0, -3) for t in (a, b))
+        # torch may be given each KV head once, or once for every query head that shares it.
+        heads = max(len(a), len(b))
+        if heads % min(len(a), len(b)) == 0:
+            a, b = (t.repeat_interleave(heads // len(t), 0) for t in (a, b))
+        if a.shape != b.shape:
+            return position, math.inf, mine.tensor, other.tensor
+        errors = row_errors(a.transpose(0, 1), b.transpose(0, 1))
+        if not bool(errors.max() > 0):
+            return position, 0.0, a, b
+        index = first_wrong(errors)
+        return newest + 1 - keys + index, float(errors.max()), a[:, index], b[:, index]
+    if mine.name in ("attention mask", "attention scores"):
+        return _compare_visible(a, b, position, newest)
+    if a.shape != b.shape:
+        return position, 0.0, a, b
+    return position, difference(a, b), a, b
+
+
+def _compare_visible(a: Tensor, b: Tensor, position: int, newest: int) -> tuple[int, float, Tensor, Tensor]:
+    counts = a.shape[-1], b.shape[-1]
+    keys = min(counts)
+    if any(bool(_visible(t[..., : t.shape[-1] - keys]).any()) for t in (a, b)):
+        return max(newest + 1 - max(counts), 0), math.inf, a, b
+    a, b = (t[..., t.shape[-1] - keys :].flatten(0, -2) for t in (a, b))
+    if len(a) != len(b) and 1 not in (len(a), len(b)):
+        return position, 0.0, a, b
+    seen_a, seen_b = (_visible(t).any(0) for t in (a, b))
+    if not torch.equal(seen_a, seen_b):
+        return newest + 1 - keys + int((seen_a != seen_b).int().argmax()), math.inf, a, b
+    if torch.bool in (a.dtype, b.dtype) or a.shape != b.shape or not bool(seen_a.any()):
+        return position, 0.0, a, b
+    return position, difference(a[:, seen_a], b[:, seen_a]), a, b
+
+
+def _visible(mask: Tensor) -> Tensor:
+    return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 4
+
+
+def seen_differently(first: Watch, second: Watch, module: str, newest: int) -> int | None:
+    """The first key that only one side lets the newest query see, where one side is given no mask: its position."""
+    masks, seen = [], []
+    for watch in (first, second):
+        mask, keys = watch.first(module, "attention mask"), watch.first(module, "K")
+        if keys is None or watch.first(module, "attention scores") is not None:
+            return None
+        count = keys.shape[-2]
+        masks.append(mask)
+        seen.append(torch.ones(count, dtype=torch.bool) if mask is None else _seen(mask).cpu()[-count:])
+    if all(mask is not None for mask in masks):
+        return None
+    keys_seen = max(map(len, seen))
+    # Aligned at the newest key; a key that is not there is not seen.
+    mine, theirs = (torch.nn.functional.pad(each, (keys_seen - len(each), 0)) for each in seen)
+    return None if torch.equal(mine, theirs) else newest + 1 - keys_seen + int((mine != theirs).int().argmax())
+
+
+def _seen(mask: Tensor) -> Tensor:
+    return _visible(mask).flatten(0, -2).any(0)
+
+
+def lost_key(mine: Event, other: Event, second: Watch, newest: int) -> int | None:
+    """The first position whose key a cached step no longer has though the recomputation looks at it."""
+    missing = other.tensor.shape[-2] - mine.tensor.shape[-2]
+    if missing <= 0:
+        return None
+    mask = second.first(mine.module, "attention mask", "attention scores")
+    oldest = newest + 1 - other.tensor.shape[-2]
+    dropped = _dropped(mine.tensor, other.tensor, missing)
+    if mask is None:
+        return oldest + dropped
+    seen = _seen(mask)[:missing]
+    return oldest + max(dropped, int(seen.int().argmax())) if bool(seen.any()) else None
+
+
+def _dropped(mine: Tensor, other: Tensor, missing: int) -> int:
+    """The first index whose key is not there: up to it keys are what the recomputation has at the same place."""
+    a, b = (t.flatten(0, -3).double() for t in (mine, other))
+    if a.shape[0] != b.shape[0] or a.shape[-1] != b.shape[-1]:
+        return 0
+    count = a.shape[-2]
+    kept, moved = ((a - part).abs().amax((0, 2)) for part in (b[:, :count], b[:, missing : missing + count]))
+    off = kept > moved
+    return int(off.int().argmax()) if bool(off.any()) else 0

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 
 TABLES = ("steps", "local", "sweep", "chunks")
 _ABOUT = {"verb": "audit"}
-NAMES = ("report.html", *(f"{name}.parquet" for name in TABLES), "verdict.json")
+GIVEN = "given.parquet"
+"""The tokens of another engine, where its log-probs were judged."""
+NAMES = ("report.html", *(f"{name}.parquet" for name in TABLES), GIVEN, "verdict.json")
 
 
 def check_own(folder: Path) -> None:

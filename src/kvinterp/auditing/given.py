@@ -21,21 +21,24 @@ from kvinterp.auditing import given_steps as steps
 from kvinterp.auditing.bench import Check
 from kvinterp.auditing.given_live import audit_endpoint
 from kvinterp.auditing.given_paths import FLASH, FLASH_ROW, FLOAT16, RUNGS, WEIGHTS, Way, candidates, log_probs
+from kvinterp.auditing.given_routing import routed
 from kvinterp.auditing.given_steps import FEWEST, REPRODUCES, WINS, Tokens
 from kvinterp.auditing.verdict import CANNOT_TELL, GOOD, VERDICTS, Verdict, allowed
-from kvinterp.comparison.given import check_paths, chosen_of, positive, read_paths
+from kvinterp.comparison.given import check_paths, chosen_of, read_paths, token_table
 from kvinterp.errors import InputError, UnsupportedError
 from kvinterp.metrics.rollouts import rollout_statistics
 from kvinterp.models import Adapter, wrap
 from kvinterp.models.inputs import check_callable, check_seed, check_unread
 from kvinterp.models.provenance import provenance
+from kvinterp.recording import Trace
 from kvinterp.recording.endpoint import is_endpoint
-from kvinterp.recording.given import GivenPath
+from kvinterp.recording.given import GivenPath, path_of_trace, positive
 
 TRIED = 1024
 """The most tokens on which causes, alignments and semantics are tried."""
 LOGITS = 2**24
 """The most logits that are held for it."""
+REPLAYED = "routing, the engine's own experts replayed,"
 BEYOND = 4.0
 """So many times bfloat16's own distance is no rounding of anything."""
 
@@ -59,7 +62,8 @@ def judge_given(
         tell: Told what is done next.
 
     Returns:
-        The verdict; its ``given`` has the distances, what was tried, and the statistics of reinforcement learning.
+        The verdict; its ``given`` has the distances, what was tried, and the statistics of reinforcement learning, its ``tokens``
+        both sides' log-probs.
 
     Raises:
         InputError: A text cannot be one of this model's.
@@ -75,7 +79,7 @@ def judge_given(
 
 def audit_given(
     model: Any,
-    file: str | Path,
+    file: str | Path | Trace,
     format: str | None = None,
     declared: str | None = None,
     allow: Sequence[str] = (),
@@ -88,7 +92,8 @@ def audit_given(
 
     Args:
         model: As for :func:`judge_given`.
-        file: What it wrote, see docs/engines.md; or a server's address, as ``"http://127.0.0.1:8000/v1"``.
+        file: What it wrote, see docs/engines.md; or a server's address, as ``"http://127.0.0.1:8000/v1"``; or what
+            :meth:`kvinterp.Trace.from_arrays` made.
         format: The format's name; known by the content unless given.
         declared: As for :func:`judge_given`.
         allow: As for :func:`judge_given`.
@@ -101,6 +106,8 @@ def audit_given(
         InputError: The file cannot be read, or the server does not answer as one does.
     """
     adapter = wrap(model)
+    if isinstance(file, Trace):
+        return judge_given(adapter, [path_of_trace(file)], declared, allow, seed, tell)
     if is_endpoint(file):
         check_unread("format", format, None, "a server answers in its own; leave it out")
         check_seed(seed)
@@ -136,6 +143,7 @@ class _Judge:
         self.checks: list[Check] = []
         self.found: dict[str, Any] = {"declared": self.declared or "not given", "rungs": [], "tried": []}
         self.begins: int | None = None
+        self.rows: list[np.ndarray] = []
 
     def verdict(self, allow: Sequence[str]) -> Verdict:
         word, why = self._judged()
@@ -150,6 +158,7 @@ class _Judge:
             word, None, self.begins if word not in GOOD else None, "", "", {}, tuple(self.checks), (),
             "\n".join([head, f"  {why}", *(f"  {line}" for line in lines)]), "yes" if word in allow else "no",
             {**about, "dtype": self.declared or "not given"}, given=self.found,
+            tokens=token_table(self.adapter, self.paths, self.rows) if self.rows else None,
         )  # fmt: skip
 
     def _judged(self) -> tuple[str, str]:
@@ -158,7 +167,7 @@ class _Judge:
             return CANNOT_TELL, why
         self._computed()
         self._statistics()
-        for step in (self._alignment, self._semantics):
+        for step in (self._alignment, self._semantics, self._routing):
             if (named := step()) is not None:
                 return named
         stands, near = self._rung()
@@ -192,7 +201,7 @@ class _Judge:
     def _computed(self) -> None:
         """Our own distances: of all tokens in each precision, and what is kept for the steps behind."""
         assert self.tokens is not None
-        rows, self.logits, kept = [], [], 0
+        rows, self.logits, kept = self.rows, [], 0
         self.room = min(TRIED, max(64, LOGITS // self.adapter.facts.vocabulary))
         for number, path in enumerate(self.paths):
             self.tell(f"float64, sequence {number + 1} of {len(self.paths)}")
@@ -314,6 +323,28 @@ class _Judge:
         self._say("semantics", "passed", f"no temperature and no truncation; {sided}. Penalties cannot be told.")
         return None
 
+    def _routing(self) -> tuple[str, str] | None:
+        """Whether the experts that were given made the log-probs that were."""
+        tokens = self.tokens
+        assert tokens is not None
+        self.tell("routing")
+        dtype = next((rung.dtype for rung in RUNGS if rung.name == self.declared), "bfloat16")
+        self.routing = found = routed(self.adapter, self.paths, dtype)
+        if found is None:
+            return None
+        by = found.table.groupby("layer")["changed"]
+        self.found["routing"] = by.agg(choices="count", changed="sum").reset_index().to_dict("records")
+        self.replayed, why = tokens.gathered(found.rows), ""
+        name, left = steps.winner(tokens, self.replayed, {"ours": self.truth}, WINS)
+        if found.elsewhere:
+            why = f"the experts that were given belong elsewhere: {found.elsewhere}"
+        elif name and found.table["changed"].any():
+            why = (
+                f"the experts that were given did not make the log-probs: ours leave {left:.2g} of what they leave held out"
+            )
+        self._say("routing", "failed" if why else "passed", found.said, None)
+        return ("misaligned", f"{why}; {found.said}") if why else None
+
     # (d), (e), (f) --------------------------------------------------------------------------------------------------------
 
     def _rung(self) -> tuple[str | None, str]:
@@ -340,6 +371,7 @@ class _Judge:
         table = {row["precision"]: row for row in self.found["rungs"]}
         near = self.declared if self.declared is not None and self.declared in table else stands or list(table)[-1]
         row = table[near]
+        self.found |= {"beside": near, "our_mean_distance": float(self.ours[near].mean())}
         close = min(table, key=lambda name: abs(np.log(max(table[name]["mean"], 1e-30))))
         where = stands or f"none of ours, nearest to {close}"
         said = (
@@ -369,7 +401,8 @@ class _Judge:
         name, left, by = self._substituted(near)
         if name is not None:
             why = f"{name.name} reproduces it token by token: {left:.2g} of it is left held out, slope {by:.2f} ({n})."
-            self._say("substitution", "failed", why, left)
+            self._say("substitution", "passed" if name.word in GOOD else "failed", why, left)
+            self.found["named"] = name.name
             return name.word, why
         tried = f"none of {len(self.found['tried'])} causes of ours reproduces it held out"
         self._say("substitution", "cannot tell", f"{tried} (n = {int(self.first.sum()):,}).")
@@ -404,11 +437,19 @@ class _Judge:
             # Of a request a position: a prompt of 64 rows on is computed in tiles, which are added up in float32.
             rows[FLASH] = np.where(self.tokens.position < 64, rows[FLASH_ROW], rows[FLOAT16])
             ways[FLASH] = dataclasses.replace(ways[FLASH_ROW], name=FLASH)
+        if self.routing is not None and self.routing.table["changed"].any():
+            ways[REPLAYED] = Way(REPLAYED, self.routing.word)
+            rows[REPLAYED] = np.where(self.first, self.replayed, np.nan)
         for name, row in rows.items():
             ok = np.isfinite(row)
             left = steps.mean_gap(self.tokens.engine, row, ok) / max(float(self.gap[ok].mean()), 1e-30)
-            self.found["tried"].append({"cause": name, "left": left, "slope": steps.slope(row - self.truth, seen)})
+            by = steps.slope(row - self.truth, seen)
+            self.found["tried"].append({"cause": name, "left": left, "slope": by, "n": int(ok.sum())})
         name, left = steps.winner(self.tokens, self.truth, rows, 0.9)
+        if not name and REPLAYED in rows:
+            # Other choices may be in few sequences; nothing was fitted to them, so that any half of the positions is held out.
+            halves = dataclasses.replace(self.tokens, held=self.tokens.position // 8 % 2 == 1)
+            name, left = steps.winner(halves, self.truth, {REPLAYED: rows[REPLAYED]}, 0.9)
         if not name:
             return None, left, 0.0
         share = self._left_by(ways[name], rows[name], near)

@@ -10,12 +10,13 @@ from typing import Any
 
 import pandas as pd
 import torch
+from torch import Tensor
 
-from kvinterp.auditing.blocks import BlockModel, referenced
+from kvinterp.auditing.blocks import BlockHooks, BlockModel, moving, referenced
 from kvinterp.auditing.causes import Cause, WithoutCasts, beyond_truth, coarsest, excused, wide_constants
-from kvinterp.auditing.comparing import apart
 from kvinterp.auditing.first_difference import Differing, Feed, Finding, Sight, differing, largest, look
 from kvinterp.auditing.ladder import Plan, PrecisionRun, band, unit_roundoff
+from kvinterp.auditing.values import apart, difference
 from kvinterp.auditing.watch import CHOICE
 from kvinterp.comparison.vocabulary import ONE_BY_ONE
 from kvinterp.errors import UnsupportedError
@@ -101,7 +102,7 @@ class RungJudge:
     """
 
     def __init__(self, twin: Adapter, run: PrecisionRun, terms: int) -> None:
-        self.twin: Adapter | None = twin
+        self.twin: Any = twin
         self.run, self.name, self.dtype = run, run.name, run.dtype
         self.terms, self.limit = terms, band(run.dtype, terms)
         self.found: list[Judged] = []
@@ -140,10 +141,10 @@ class RungJudge:
                 wrong, proven = beyond_truth(twin, sight, self.run.unit)
                 if wrong is not None and self._another_form(case, wrong, proven):
                     wrong = None
-                if wrong is None and clean is None and judged.cause.word == "rounding":
-                    tried = (self._tried(case, kernels, [judged.finding.layer]) for kernels in (Native(), WithoutCasts()))
-                    left = min((largest(found) for found in tried if found is not None), default=None)
-                    if left is None:
+                if wrong is None and clean is None and not kernel:
+                    tried = (self._tried(case, each, [judged.finding.layer]) for each in (Native(), WithoutCasts()))
+                    left = min((largest(found) for found in tried if found is not None), default=math.nan)
+                    if math.isnan(left):
                         raise RuntimeError(NO_FLOAT64)
                     if left > band(torch.float64 if self.dtype == torch.float32 else torch.float32, self.terms):
                         judged.cause = Cause("", left=left, detail=THERE_TOO)
@@ -196,7 +197,6 @@ class RungJudge:
         elif beyond is None:
             cause = Cause("rounding", left=worst, detail="of the size that float64 rounds")
         else:
-            assert self.twin is not None
             found = self._tried(case, WithoutCasts("fixed"), [sight.layer], wide_constants(self.twin))
             if found is not None and largest(found) <= self.limit:
                 said = "gone with the casts left out and constants computed in float64"
@@ -214,7 +214,6 @@ class RungJudge:
 
         Then what it returns is another part of the same sum, which a later block completes.
         """
-        assert self.twin is not None
         tokens, limit = self.run.plan.tokens(case.prompt, self.twin.device), band(torch.float64, self.terms)
         for kernels in under if case.start else ():
             model, apart_by, cache = BlockModel(self.twin, kernels), 0.0, None
@@ -320,8 +319,7 @@ class RungJudge:
 
     def _numbered(self, case: Case, wrong: Finding) -> bool:
         """Whether the error is gone once the model is told its tokens' positions."""
-        assert self.twin is not None
-        if not BlockModel(self.twin).can_be_told_positions:
+        if "position_ids" not in self.twin.takes:
             return False
         if self.run.fixed is None:
             return largest(self._look(case, None, [wrong.layer], positions="given")) <= self.limit
@@ -363,7 +361,6 @@ class RungJudge:
         only: Sequence[int] | None = None,
     ) -> Differing:
         """What differs by more where a case is fed again, with these blocks watched."""
-        assert self.twin is not None
         plan = case.side.plan
         with referenced(
             BlockModel(self.twin, kernels, positions, only), plan.tokens(case.prompt, self.twin.device)
@@ -394,3 +391,82 @@ def _cases(side: PrecisionRun, every: pd.DataFrame, limits: float | pd.Series) -
                 for row in (first, worst) if worst["error"] > 8 * first["error"] else (first,):
                     chosen.setdefault(Case.of(row, side), []).append(int(layer))
     return {case: list(dict.fromkeys(layers)) for case, layers in chosen.items()}
+
+
+# Do the parts account for the whole? -------------------------------------------------------------------------------------
+
+# With a fixed order of additions the answer is exact: where no part differs by a bit, no logit may. Otherwise errors of the
+# size found in each part are put into the recomputation, at random signs, and the logits' response is what the parts can
+# explain.
+
+ROOM = 16.0
+"""How many times larger than the simulated response a free-running difference may be: the errors are not random signs."""
+SEEDS = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Account:
+    """Whether the parts account for the whole on one rung.
+
+    Attributes:
+        found: The largest relative difference of the logits, free-running.
+        explained: What errors of the parts' sizes, put into the recomputation, change the logits by (times :data:`ROOM`).
+        kernels: ``"fixed order"`` or ``"native"``: which measurement is the more telling.
+        layer: Where the parts do not account for it: the first layer whose free-running output differs.
+        position: And the first position.
+    """
+
+    found: float
+    explained: float
+    kernels: str
+    layer: int | None = None
+    position: int | None = None
+
+    @property
+    def holds(self) -> bool:
+        """Whether they do."""
+        return self.found <= self.explained
+
+
+def account(twin: Adapter, run: PrecisionRun, terms: int) -> Account:
+    """Judges the free-running differences of a rung by those given equal inputs; arguments as for ``judging.RungJudge``."""
+    accounts = [_account(twin, run, side, terms) for side in (run.fixed, run) if side]
+    return next((a for a in accounts if not a.holds), accounts[0])
+
+
+def _account(twin: Adapter, run: PrecisionRun, side: PrecisionRun, terms: int) -> Account:
+    kernels = "fixed order" if side is run.fixed else "native"
+    worst = float(side.steps["relative"].max()) if len(side.steps) else 0.0
+    every, explained = side.every_error, 0.0
+    # A fixed order is exact only where a row does not depend on how many there are, which the null shows.
+    exact = side is run.fixed and side.largest_error == 0 and not (every["null"] > 0).any()
+    if worst and not exact:
+        # A row that merely is among more rows has errors too, which a fixed order alone would take away.
+        sizes = every.assign(size=every[["error", "null"]].max(axis=1)).groupby(["layer", "part"])["size"].max().to_dict()
+        with referenced(BlockModel(twin), run.plan.tokens(0, twin.device)) as hooks:
+            response = max(_perturbed(hooks, sizes, seed) for seed in range(SEEDS))
+        explained = ROOM * response + band(side.dtype, terms)
+    if worst <= explained:
+        return Account(worst, explained, kernels)
+    differing = side.layers[side.layers["max_abs"] > 0] if len(side.layers) else side.layers
+    layer = int(differing["layer"].min()) if len(differing) else len(list(twin.blocks))
+    steps = side.differing_steps
+    return Account(worst, explained, kernels, layer, int(steps["position"].min()) if len(steps) else None)
+
+
+def _perturbed(hooks: BlockHooks, sizes: dict[Any, float], seed: int) -> float:
+    """The largest relative change of any row's logits when every part is off by its own error, at random signs."""
+    generator = torch.Generator(hooks.model.device).manual_seed(seed)
+    reference = hooks.reference
+
+    def change(layer: int, made: Tensor) -> Tensor:
+        # What enters the first block and what stands before the next are put in here, where they are added to the same stream.
+        size = max(sizes.get((layer, "output"), 0.0), sizes.get((layer + 1, "input"), 0.0), sizes.get((-1, "output"), 0.0))
+        signs = torch.randint(0, 2, made.shape, generator=generator, device=made.device) * 2 - 1
+        off = size * made.double().abs().amax(-1, keepdim=True) * signs
+        return (made.double() + off).to(made.dtype)
+
+    with moving(hooks.model.blocks, change):
+        again = hooks.recompute(reference.tokens.shape[1], "no")[0]
+    found = max(difference(a, b) for a, b in zip(again, reference.logits, strict=True))
+    return found + sizes.get((len(hooks.model.blocks), "output"), 0.0)

@@ -164,11 +164,6 @@ class PrecisionRun:
         return unit_roundoff(self.dtype)
 
     @property
-    def prompt_rows(self) -> float:
-        """The largest error of a block in the rows of a prompt, given equal inputs."""
-        return _largest(self.chunks[self.chunks["start"] == 0], "error") or 0.0
-
-    @property
     def every_error(self) -> pd.DataFrame:
         """All that was measured given equal inputs: ``local``, ``sweep`` and ``chunks`` in one table."""
         frames = [frame for frame in (self.local, self.sweep, self.chunks) if len(frame)]
@@ -193,7 +188,8 @@ class PrecisionRun:
     def summary(self) -> dict[str, Any]:
         """Plain numbers for the evidence and the JSON."""
         steps, fixed, relative = self.steps, self.fixed, _largest(self.steps, "relative")
-        worst, rows = _largest(self.local, "error"), self.prompt_rows if len(self.chunks) else None
+        prompts = self.chunks[self.chunks["start"] == 0]
+        worst, rows = _largest(self.local, "error"), (_largest(prompts, "error") or 0.0) if len(self.chunks) else None
         checked = _EMPTY() if fixed is None else fixed.every_error
 
         def in_units(size: float | None) -> float | None:

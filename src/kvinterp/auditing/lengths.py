@@ -23,10 +23,10 @@ from kvinterp.auditing.bench import (
     one_line,
     singles,
 )
-from kvinterp.auditing.blocks import Masking
-from kvinterp.auditing.comparing import apart, by_position
-from kvinterp.models.caches import BACKENDS, installed
-from kvinterp.models.native import text_config
+from kvinterp.auditing.values import apart, by_position
+from kvinterp.errors import UnsupportedError
+from kvinterp.models.caches import Quantized
+from kvinterp.paths.calls.base import Masking
 
 CHUNK_NAMES = ("chunk_size", "mamba_chunk_size", "attention_chunk_size")
 UNEVEN = (5, 1, 9, 2, 13, 3)
@@ -76,7 +76,7 @@ def chunks(bench: Bench) -> Check:
     errors = Errors()
     for sizes in fitting.values():
         logits, cache = runner.run(tokens, sizes)
-        if runner.kind == "native" and runner.recurrent_layers(cache):
+        if runner.adapter.plain and runner.recurrent_layers(cache):
             first = _first_wrong(bench, reference, logits[:, : sizes[0] + sizes[1]])
             if first is not None and first >= sizes[0]:
                 raise NotRunError(
@@ -113,7 +113,7 @@ def one_token(bench: Bench) -> Check:
 def told(bench: Bench) -> Check:
     """A mask of ones and the positions, given beside the tokens as some servers give them, and nothing as others do."""
     runner = bench.runner
-    if not {"attention_mask", "position_ids"} & runner.takes:
+    if not {"attention_mask", "position_ids"} & runner.adapter.takes:
         raise NotRunError(f"{type(runner.model).__name__} takes neither an attention_mask nor position_ids.")
     prompt, length = bench.short()
     tokens = bench.tokens(length)
@@ -150,7 +150,7 @@ def window(bench: Bench) -> list[Check]:
 
 def rope_switch(bench: Bench) -> list[Check]:
     """Decoding over the length beyond which RoPE turns by other frequencies."""
-    rope = getattr(bench.runner.config, "rope_parameters", None) or {}
+    rope = getattr(bench.runner.adapter.config, "rope_parameters", None) or {}
     found: dict[int, str] = {}
     for part in [rope, *rope.values()]:
         kind = part.get("rope_type") if isinstance(part, Mapping) else None
@@ -209,7 +209,7 @@ def _edge(bench: Bench, size: int, said: str) -> Check:
     errors = Errors().add(made, reference, before - 1)
     how = f"in chunks of up to {FILL}" if full > FILL else "at once"
     filled = [min(FILL, full - start) for start in range(0, full, FILL)]
-    if runner.kind == "native" and runner.recurrent_layers(cache):
+    if runner.adapter.plain and runner.recurrent_layers(cache):
         how, filled = "at once", [full]
     made, _ = runner.run(tokens, [*filled, *singles(tokens, full)], first=full - 1)
     errors.add(made, reference, full - 1)
@@ -231,7 +231,7 @@ def _edge(bench: Bench, size: int, said: str) -> Check:
 def long_prompt(bench: Bench) -> Check:
     """Prompts about the chunk sizes in which the model's own kernels work, each with tokens decoded after it."""
     runner = bench.runner
-    sizes = {n: v for n in CHUNK_NAMES if isinstance(v := getattr(runner.config, n, None), int) and v > 2}
+    sizes = {n: v for n in CHUNK_NAMES if isinstance(v := getattr(runner.adapter.config, n, None), int) and v > 2}
     if not sizes:
         raise NotRunError(f"this model's config names no chunk ({', '.join(CHUNK_NAMES)}) that a prompt could reach over.")
     size, said = max(sizes.values()), ", ".join(f"{n}={v}" for n, v in sizes.items())
@@ -265,17 +265,17 @@ def static(bench: Bench) -> Check:
     from transformers import StaticCache
 
     runner = bench.runner
-    bench.only_native(f"a model of kind {runner.kind} makes its own cache")
+    bench.only_plain("makes its own cache")
     if not getattr(runner.model, "_can_compile_fullgraph", False):
         why = f"{type(runner.model).__name__} does not say that it supports it (_can_compile_fullgraph)"
         raise NotRunError(f"{why}, and generate() refuses it.")
 
     def decoded(tokens: torch.Tensor, prompt: int, room: int) -> torch.Tensor:
-        cache = StaticCache(config=text_config(runner.model), max_cache_len=tokens.shape[1] + room)
+        cache = StaticCache(config=runner.adapter.config, max_cache_len=tokens.shape[1] + room)
         return runner.decode(tokens, prompt, cache=cache)[0]
 
     try:
-        StaticCache(config=text_config(runner.model), max_cache_len=PROMPT)
+        StaticCache(config=runner.adapter.config, max_cache_len=PROMPT)
     except (KeyError, ValueError, TypeError, AttributeError, NotImplementedError) as error:
         raise NotRunError(f"transformers makes no StaticCache for this model ({one_line(error)}).") from error
     errors, prompts = Errors(), _prompts(bench)
@@ -311,8 +311,6 @@ def _prompts(bench: Bench) -> list[int]:
 def crop(bench: Bench) -> Check:
     """Tokens are decoded, taken back, and others decoded in their place, as assisted decoding does."""
     runner, drafted = bench.runner, bench.steps
-    if runner.kind == "hooked":
-        bench.only_native("a HookedTransformer's cache cannot be cropped")
     errors, prompts = Errors(), _prompts(bench)
     listed = ", ".join(map(str, prompts))
     for prompt in prompts:
@@ -320,7 +318,7 @@ def crop(bench: Bench) -> Check:
         # One drafted token is kept, as where an assistant guessed one right.
         others = runner.tokens(bench.row(1, prompt + 2 * drafted)[-drafted:])
         whole = torch.cat([tokens[:, : prompt + 1], others], 1)[:, : bench.context]
-        cache = runner.new_cache()
+        cache = runner.adapter.new_cache()
         if hasattr(cache, "activate_past_recording"):
             cache.activate_past_recording()
         _, held = runner.decode(tokens, prompt, cache=cache)
@@ -354,7 +352,7 @@ def crop(bench: Bench) -> Check:
 
 def quantised(bench: Bench) -> list[Check]:
     """Quantised caches: whether they run, and whether the prompt's own logits are exact, as their definition says."""
-    bench.only_native(f"a model of kind {bench.runner.kind} makes its own cache")
+    bench.only_plain("makes its own cache")
     if not bench.thorough:
         raise NotRunError("it is run by a thorough audit only.")
     return [
@@ -364,16 +362,11 @@ def quantised(bench: Bench) -> list[Check]:
 
 
 def _quantised(bench: Bench, backend: str) -> Check:
-    from transformers import QuantizedCache
-
-    module, package = BACKENDS[backend]
-    if not installed(module):
-        raise NotRunError(f"it needs the package {package}, which is not installed.")
     runner = bench.runner
     try:
-        cache = QuantizedCache(backend, text_config(runner.model))
-    except (ValueError, TypeError, KeyError, AttributeError, ImportError) as error:
-        raise NotRunError(f"transformers makes no such cache for this model ({one_line(error)}).") from error
+        cache = Quantized(8 if backend == "fp8" else 4, backend).make(runner.adapter.config, 0)
+    except UnsupportedError as why:
+        raise NotRunError(str(why)) from why
     prompt = max(min(64, bench.context - bench.steps), 1)
     tokens = bench.tokens(prompt + bench.steps)
     reference = bench.reference(tokens)

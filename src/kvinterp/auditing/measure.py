@@ -14,9 +14,8 @@ from torch import Tensor
 
 from kvinterp import metrics
 from kvinterp.auditing.blocks import BlockHooks, BlockModel, Reference, referenced
-from kvinterp.auditing.comparing import difference, row_errors
 from kvinterp.auditing.ladder import LOCAL, STEPS, Plan, PrecisionRun, band, dtype_name
-from kvinterp.auditing.values import first_nonfinite, logit_grid
+from kvinterp.auditing.values import difference, first_nonfinite, first_wrong, logit_grid, row_errors
 from kvinterp.comparison.vocabulary import EMBEDDING
 from kvinterp.errors import UnsupportedError
 from kvinterp.models import Adapter
@@ -99,8 +98,13 @@ class _Climb:
     def _prefill(self, number: int, prefill: int) -> None:
         """One prompt length: free-running, given equal inputs token by token, and the rows of the prompt itself."""
         run, stop = self.run, prefill + self.plan.steps
-        mine, fed, equal = _fed_freely(self.hooks, prefill, stop)
-        free, layers, top = _free(self.hooks, fed, prefill, self.against)
+        mine, cache = _fed(self.hooks, 0, prefill, None, "no")
+        # Whether every block was given and returned the reference's rows, to the bit, all along.
+        freely, equal = list[tuple[int, Rows]](), _is_reference(self.hooks, 0, prefill)
+        for position, rows in _fed_singly(self.hooks, prefill, stop, cache, "no"):
+            freely.append((position, rows))
+            equal = equal and _is_reference(self.hooks, position, position + 1)
+        free, layers, top = _free(self.hooks, freely, prefill, self.against)
         if any(math.isnan(row["max_abs"]) for row in free):
             self._not_finite(prefill)
             return
@@ -109,6 +113,7 @@ class _Climb:
         if run.top.empty or bool(top["difference"].any()) or not bool(run.top["difference"].any()):
             run.layers, run.top = layers, top
         # Given the reference's rows a model that has them already would compute the same once more.
+        fed: Iterable[tuple[int, Rows]] = freely
         if not equal:
             mine, cache = _fed(self.hooks, 0, prefill)
             fed = _fed_singly(self.hooks, prefill, stop, cache)
@@ -175,18 +180,6 @@ def _fed_singly(
         yield position, _rows(hooks, logits[0])
 
 
-def _fed_freely(hooks: BlockHooks, prefill: int, stop: int) -> tuple[Rows, Iterable[tuple[int, Rows]], bool]:
-    """The prefill's rows and the same, running freely; and whether every block was given and returned the reference's rows, to
-    the bit, all along.
-    """
-    at_once, cache = _fed(hooks, 0, prefill, None, "no")
-    found, equal = [], _is_reference(hooks, 0, prefill)
-    for position, rows in _fed_singly(hooks, prefill, stop, cache, "no"):
-        found.append((position, rows))
-        equal = equal and _is_reference(hooks, position, position + 1)
-    return at_once, found, equal
-
-
 def _is_reference(hooks: BlockHooks, start: int, stop: int) -> bool:
     reference = hooks.reference
     return all(
@@ -239,7 +232,7 @@ def _at_once(hooks: BlockHooks, start: int, stop: int, against: str, mine: Rows)
         hooks.reference.again.setdefault(("yes", stop), {part: rows[-1].clone() for part, rows in theirs.items()})
     for part, again in theirs.items():
         errors = row_errors(mine[part], again)
-        first = int((errors >= errors.max() / 10).int().argmax()) if bool(errors.max() > 0) else len(errors) - 1
+        first = first_wrong(errors) if bool(errors.max() > 0) else len(errors) - 1
         where = {"start": start, "stop": stop, "position": stop - len(errors) + first}
         found.append({**where, "layer": part[0], "part": part[1], "error": float(errors.max()), "null": math.nan})
     return found
@@ -315,18 +308,13 @@ def _free(
             where = {"prefill": prefill, "position": position}
             outputs = [part for part in sorted(theirs) if part[1] == "output"][1:-1]  # The ends: embedding and logits.
             table = pd.DataFrame([{"layer": part[0], **_sizes(mine[part], theirs[part])} for part in outputs])
-            layers, top = table.assign(**where), _top(a, b).assign(**where)
+            worst, at = (a.double() - b.double()).abs().topk(min(5, len(a)))
+            columns = {"index": at, "recompute": b.double()[at], "cached": a.double()[at], "difference": worst}
+            shown = pd.DataFrame({name: tensor.tolist() for name, tensor in columns.items()})
+            layers, top = table.assign(**where), shown.assign(**where)
     return found, layers, top
 
 
 def _sizes(a: Tensor, b: Tensor) -> dict[str, float]:
     gap = (a.double() - b.double()).abs()
     return {"max_abs": gap.max().item(), "mean_abs": gap.mean().item(), "relative": difference(a, b)}
-
-
-def _top(cached: Tensor, recomputed: Tensor) -> pd.DataFrame:
-    """The logits that differ most."""
-    mine, theirs = cached.double(), recomputed.double()
-    worst, at = (mine - theirs).abs().topk(min(5, len(mine)))
-    columns = {"index": at, "recompute": theirs[at], "cached": mine[at], "difference": worst}
-    return pd.DataFrame({name: tensor.tolist() for name, tensor in columns.items()})

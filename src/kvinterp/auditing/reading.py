@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from kvinterp.auditing.accounting import ROOM, Account
 from kvinterp.auditing.bench import FAILED, NOT_RUN, PASSED, UNCLEAR, Check
 from kvinterp.auditing.first_difference import Place
-from kvinterp.auditing.judging import ONE_BY_ONE, Judged
+from kvinterp.auditing.judging import ONE_BY_ONE, ROOM, Account, Judged
 from kvinterp.auditing.ladder import PrecisionRun, band
 from kvinterp.auditing.values import narrower
 from kvinterp.auditing.verdict import CANNOT_TELL, GOOD, Verdict
@@ -210,7 +208,7 @@ class Evidence:
         found, cause = judged.finding, judged.cause
         line = (
             f"In {name}, given equal inputs, {_place(judged)} is off by {found.error:.1e}, "
-            f"{_times(found.error / self.rungs[name].unit)} unit roundoffs; {cause.module or 'the block'} casts to "
+            f"{found.error / self.rungs[name].unit:.2g} unit roundoffs; {cause.module or 'the block'} casts to "
             f"{cause.dtype}, and without that cast "
         ) + ("nothing differs." if cause.left == 0 else f"{cause.left:.1e} is left.")
         return "hidden-cast", (*found.place[:3], cause.module), [line]
@@ -260,7 +258,7 @@ class Evidence:
         worst = errors.loc[errors["error"].idxmax()]
         layer, position = int(worst["layer"]), int(worst["position"])
         line = (
-            f"In {name}, given equal inputs, layer {layer} is off by {_times(worst['error'] / run.unit)} unit roundoffs at "
+            f"In {name}, given equal inputs, layer {layer} is off by {worst['error'] / run.unit:.2g} unit roundoffs at "
             f"position {position}, and nothing was shown to take that away."
         )
         return "unexplained", (layer, position, "residual sum", ""), [line]
@@ -311,10 +309,6 @@ class Evidence:
 
 
 # Sentences that stand in more than one place, or have cases of their own --------------------------------------------------
-
-
-def _times(value: float) -> str:
-    return f"{value:.2g}" if value else "0"
 
 
 def _place(judged: Judged) -> str:
@@ -369,40 +363,32 @@ def overflow(own: PrecisionRun, others: str) -> list[str]:
 def _rung(rung: PrecisionRun, seen: Evidence) -> str:
     """What one precision showed: the machine's kernels, the null control, and a fixed order."""
     found, fixed = rung.summary(), rung.fixed
-    off, steps = _times(rung.largest_error / rung.unit), found["steps"]
     said = (
-        f"{rung.name}: {found['bitwise_equal_steps']} of {steps} steps are bitwise equal; the logits differ by at most "
-        f"{_times(found['max_abs_logit'] or 0.0)} (two recomputations, one among more rows, by "
-        f"{_times(found['null_max_abs_logit'] or 0.0)}), a block given equal inputs by {off} unit roundoffs"
+        f"{rung.name}: {found['bitwise_equal_steps']} of {found['steps']} steps are bitwise equal; the logits differ by at most "
+        f"{found['max_abs_logit'] or 0.0:.2g} (two recomputations, one among more rows, by "
+        f"{found['null_max_abs_logit'] or 0.0:.2g}), a block given equal inputs by {rung.largest_error / rung.unit:.2g} unit "
+        "roundoffs"
     )
     if fixed is None:
         return f"{said}."
     if fixed.largest_error == 0 and not len(fixed.differing_steps):
-        checks = len(fixed.every_error)
         return (
-            f"{said}; with a fixed order of additions all {checks} checks and {len(fixed.steps)} steps are bitwise equal."
+            f"{said}; with a fixed order of additions all {len(fixed.every_error)} checks and {len(fixed.steps)} steps are "
+            "bitwise equal."
         )
     reasons = {j.cause.word: None for j in seen.judged.get(rung.name, ()) if j.kernels == "fixed order"}
     why = " and ".join(word for word in reasons if word in ("cast", "rounding"))
-    left = _times(fixed.largest_error / rung.unit)
-    return f"{said}; with a fixed order {left} unit roundoffs are left" + (f" ({why})." if why else ".")
+    left = f"{fixed.largest_error / rung.unit:.2g} unit roundoffs are left"
+    return f"{said}; with a fixed order {left}{f' ({why})' if why else ''}."
 
 
 def _exercised(seen: Evidence) -> list[str]:
     """What was exercised, and what not."""
-    far = [check for check in seen.checks if check.status == NOT_RUN and check.hint]
-    options = ", ".join(sorted({check.hint for check in far}))
-
-    def named(what: str, checks: Sequence[Check], after: str = "") -> list[str]:
-        return [f"{what}: {'; '.join(check.name for check in checks)}{after}"] if checks else []
-
-    def having(status: str) -> list[Check]:
-        return [check for check in seen.checks if check.status == status and check not in far]
-
-    return [
-        f"exercised: {seen.exercised}",
-        *named("passed too", having(PASSED)),
-        *named("cannot tell", having(UNCLEAR)),
-        *named("not reached", far, f" ({options} goes there)"),
-        *named("not run", having(NOT_RUN)),
-    ]
+    far = {check.name: check.hint for check in seen.checks if check.status == NOT_RUN and check.hint}
+    named = {PASSED: "passed too", UNCLEAR: "cannot tell", "far": "not reached", NOT_RUN: "not run"}
+    found: dict[str, list[str]] = {status: [] for status in named}
+    for check in seen.checks:
+        found.get("far" if check.name in far else check.status, []).append(check.name)
+    ends = {"far": f" ({', '.join(sorted(set(far.values())))} goes there)"}
+    lines = [f"{named[of]}: {'; '.join(names)}{ends.get(of, '')}" for of, names in found.items() if names]
+    return [f"exercised: {seen.exercised}", *lines]

@@ -16,17 +16,18 @@ from typing import Any, ClassVar
 
 import pandas as pd
 import torch
-from torch import Tensor
-from torch.nn.attention import sdpa_kernel
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kvinterp.auditing.blocks import BlockModel, prompts_for, referenced
 from kvinterp.auditing.first_difference import Feed, Finding, look
-from kvinterp.auditing.operations import BACKENDS, Operation, Variant, collect
+from kvinterp.auditing.watch import MATMUL, Fused, Product, Recogniser, Scores, Values
 from kvinterp.common.kept import Kept, signed
 from kvinterp.common.progress import each
 from kvinterp.errors import InputError, shown
 from kvinterp.metrics.kv import units_in_last_place
 from kvinterp.models import Adapter, wrap
+from kvinterp.models.hooks import Functions, in_order
 from kvinterp.models.inputs import check_whole, given_list, whole_number
 from kvinterp.models.provenance import provenance
 from kvinterp.models.threads import own_threads
@@ -188,6 +189,8 @@ def _measure(operation: Operation, sizes: Sequence[int], mode: KernelMode) -> li
                 if operation.calls:
                     raise
                 continue  # A back end that has no kernel for these inputs.
+            gap = (mine.double() - alone.double()).abs()
+            unit = units_in_last_place(torch.maximum(mine.double().abs(), alone.double().abs()), operation.dtype)
             rows.append(
                 {
                     "operation": operation.name,
@@ -196,82 +199,356 @@ def _measure(operation: Operation, sizes: Sequence[int], mode: KernelMode) -> li
                     "calls": operation.calls,
                     "varied": varied,
                     "size": size,
-                    **_apart(mine, alone, operation.dtype),
+                    "bitwise_equal": torch.equal(mine, alone),
+                    "rows_differing": float((gap > 0).any(-1).double().mean()),
+                    "max_ulp": float((gap / unit).max()),
+                    "max_ulp_of_row": float((gap / unit.amax(-1, keepdim=True)).max()),
                     **_flags(operation, call, size, mine, alone, mode),
                 }
             )
     return rows
 
 
-def _apart(mine: Tensor, alone: Tensor, dtype: torch.dtype) -> dict[str, Any]:
-    gap = (mine.double() - alone.double()).abs()
-    unit = units_in_last_place(torch.maximum(mine.double().abs(), alone.double().abs()), dtype)
-    return {
-        "bitwise_equal": torch.equal(mine, alone),
-        "rows_differing": float((gap > 0).any(-1).double().mean()),
-        "max_ulp": float((gap / unit).max()),
-        "max_ulp_of_row": float((gap / unit.amax(-1, keepdim=True)).max()),
-    }
-
-
 def _flags(operation: Operation, call: Variant, size: int, mine: Tensor, alone: Tensor, mode: KernelMode) -> dict[str, str]:
     """The flags under which the result has other bits, and those under which it no longer depends on the shape."""
-    changes, fixes = [], []
-    chooses = operation.name == "attention (SDPA)"
-    switches = {} if torch.equal(mine, alone) else _switches(mine.device, "sdpa" if chooses else "")
-    for name, flag in switches.items():
-        try:
-            with flag(), mode:
-                again, again_alone = call(size)
-        except RuntimeError:
-            continue  # This combination of flags has no kernel for these inputs.
-        if not torch.equal(again, mine):
-            changes.append(name)
-        if torch.equal(again, again_alone):
-            fixes.append(name)
-    return {"flags_that_change": ", ".join(changes), "flags_that_fix": ", ".join(fixes)}
-
-
-def _switches(device: torch.device, also: str) -> dict[str, Callable[[], Any]]:
-    """Every switch that may choose another kernel on this device, by name; each restores what it changed."""
-    backends: dict[str, Callable[[], Any]] = (
-        {f"sdpa {name}": partial(sdpa_kernel, backend) for name, backend in BACKENDS.items()} if also == "sdpa" else {}
-    )
-    if device.type != "cuda":
-        return {**backends, "oneDNN off": _without_onednn, "deterministic algorithms": _deterministic}
-    matmul = torch.backends.cuda.matmul
-    names = ("allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction", "allow_tf32")
-    toggles: dict[str, Callable[[], Any]] = {name: partial(_toggled, matmul, name) for name in names}
-    return {**backends, **toggles, "deterministic algorithms": _deterministic}
-
-
-@contextlib.contextmanager
-def _without_onednn() -> Iterator[None]:
+    found: dict[str, list[str]] = {"flags_that_change": [], "flags_that_fix": []}
+    switches = {} if torch.equal(mine, alone) else _switches(mine.device)
+    if switches and operation.name == "attention (SDPA)":
+        switches = {f"sdpa {name}": partial(sdpa_kernel, backend) for name, backend in BACKENDS.items()} | switches
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Older names of flags that torch's own context manager sets.
-        with torch.backends.mkldnn.flags(enabled=False):
-            yield
+        warnings.simplefilter("ignore")  # torch's own context of oneDNN's flags sets older names of them.
+        for name, flag in switches.items():
+            try:
+                with flag(), mode:
+                    again, again_alone = call(size)
+            except RuntimeError:
+                continue  # This combination of flags has no kernel for these inputs.
+            if not torch.equal(again, mine):
+                found["flags_that_change"].append(name)
+            if torch.equal(again, again_alone):
+                found["flags_that_fix"].append(name)
+    return {of: ", ".join(names) for of, names in found.items()}
 
 
-@contextlib.contextmanager
-def _toggled(holder: Any, name: str) -> Iterator[None]:
+def _switches(device: torch.device) -> dict[str, Callable[[], Any]]:
+    """Every switch that may choose another kernel on this device, by name; each restores what it changed."""
+    deterministic = partial(
+        _set,
+        (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()),
+        (not torch.are_deterministic_algorithms_enabled(), True),
+        lambda to: torch.use_deterministic_algorithms(to[0], warn_only=to[1]),
+    )
+    switches: dict[str, Callable[[], Any]] = {"oneDNN off": partial(torch.backends.mkldnn.flags, enabled=False)}
+    if device.type == "cuda":
+        matmul = torch.backends.cuda.matmul
+        names = ("allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction", "allow_tf32")
+        switches = {name: partial(_toggled, matmul, name) for name in names}
+    return {**switches, "deterministic algorithms": deterministic}
+
+
+def _toggled(holder: Any, name: str) -> contextlib.AbstractContextManager[None]:
     before = getattr(holder, name)
     # torch keeps two switches under the name of the reduction: setting it by one value turns split-K on, and it refuses a
     # reduced reduction without split-K.
     split_k = getattr(holder, f"{name}_split_k", None)
-    setattr(holder, name, not before if split_k is None else (not before, split_k or not before))
-    try:
-        yield
-    finally:
-        setattr(holder, name, before if split_k is None else (before, split_k))
+    if split_k is None:
+        return _set(before, not before, partial(setattr, holder, name))
+    return _set((before, split_k), (not before, split_k or not before), partial(setattr, holder, name))
 
 
 @contextlib.contextmanager
-def _deterministic() -> Iterator[None]:
-    before = torch.are_deterministic_algorithms_enabled()
-    warns = torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(not before, warn_only=True)
+def _set(before: Any, now: Any, put: Callable[[Any], None]) -> Iterator[None]:
+    put(now)
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before, warn_only=warns)
+        put(before)
+
+
+# The operations a model calls, with the inputs it calls them with, each ready to be called again in other shapes ----------
+
+_F = torch.nn.functional
+_GROUPED = (getattr(torch, "_grouped_mm", None), getattr(_F, "grouped_mm", None))
+BACKENDS = {
+    "math": SDPBackend.MATH,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+}
+
+Variant = Callable[[int], tuple[Tensor, Tensor]]
+"""From a size to the results of the same rows: computed in that size, and as they are compared with."""
+
+
+@dataclasses.dataclass
+class Operation:
+    """One kind of call with the inputs it had.
+
+    Attributes:
+        name: Such as ``"linear"``, ``"scores"`` or ``"attention (SDPA)"``.
+        shape: What tells it from others of the name.
+        modules: The modules that called it, in order.
+        dtype: The dtype of its input.
+        variants: What is varied (``"rows"``, ``"keys"``, ``"batch"``), and how.
+        calls: How often the model called it; 0 for an SDPA back end that the model could use but that was asked for here.
+    """
+
+    name: str
+    shape: str
+    modules: list[str]
+    dtype: torch.dtype
+    variants: dict[str, Variant]
+    calls: int = 1
+
+    @property
+    def kind(self) -> str:
+        """Which of the kernel modes' operations it is (see ``kernels.OPERATIONS``)."""
+        return self.name if self.name in ("scores", "values", "unembed") else "linear"
+
+
+def collect(adapter: Adapter, tokens: Tensor, sizes: Sequence[int]) -> list[Operation]:
+    """The operations of one forward of a model.
+
+    Args:
+        adapter: The model.
+        tokens: ``[1, position]``.
+        sizes: The sizes they will be called with, in order.
+    """
+    collector = _Collector(BlockModel(adapter), max(sizes))
+    collector.run(tokens)
+    return list(collector.found.values())
+
+
+class _Collector:
+    """Told every call of torch in a forward; ``most``: how many rows or keys each will be called with."""
+
+    def __init__(self, model: BlockModel, most: int) -> None:
+        self.model, self.most = model, most
+        self.found: dict[tuple[str, str], Operation] = {}
+        self.stack: list[str] = []
+        self.attention = Recogniser()
+
+    def run(self, tokens: Tensor) -> None:
+        """One forward without a cache."""
+
+        def enter(module: nn.Module, _: Any) -> None:
+            self.stack.append(self.model.name_of(module))
+
+        def leave(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            if "Norm" in type(module).__name__ and isinstance(output, Tensor):
+                self.norm(module, [*args, *kwargs.values()], output)
+            if self.stack:
+                self.stack.pop()
+
+        with contextlib.ExitStack() as hooks:
+            for module in self.model.model.modules():
+                hooks.enter_context(module.register_forward_pre_hook(enter))
+                hooks.enter_context(module.register_forward_hook(leave, with_kwargs=True))
+            with Functions(self.called):
+                self.model.recompute(tokens)
+        self.product(self.attention.product)
+
+    def called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Told a call; gives its result."""
+        result = func(*args, **kwargs)
+        found = self.attention.told(func, args, kwargs, result)
+        args, kwargs = in_order(args, kwargs)
+        if isinstance(found, Fused):
+            self.fused(found)
+        elif isinstance(found, Product):
+            self.product(found.before)
+        elif isinstance(found, Scores):
+            self.softmax(found)
+        elif isinstance(found, Values):
+            self.values(found)
+        elif func is _F.linear:
+            self.linear(args[0], result.shape[-1], lambda x: func(x, *args[1:], **kwargs))
+        elif func is torch.addmm and args[1].dim() == 2:
+            # torch takes two dimensions here and no more, so a batch reaches it as more rows.
+            self.linear(
+                args[1],
+                args[2].shape[1],
+                lambda x: func(args[0], x.flatten(0, -2), args[2]).unflatten(0, x.shape[:-1]),
+            )
+        elif func in _GROUPED and func is not None and args[1].dim() == 3:
+            self.linear(args[0], args[1].shape[2], partial(_grouped, func, args[1]), "expert, ")
+        elif func in MATMUL and len(args) == 2 and args[1].dim() == 2 and args[0].dim() >= 2:
+            self.linear(args[0], args[1].shape[1], lambda x: torch.matmul(x, args[1]))
+        elif func in (torch.conv1d, _F.conv1d):
+            groups = kwargs.get("groups", args[6] if len(args) > 6 else 1)
+            if groups == args[0].shape[1]:
+                self.convolution(args, kwargs)
+        return result
+
+    def add(self, name: str, shape: str, dtype: torch.dtype, variants: dict[str, Variant], calls: int = 1) -> None:
+        """Adds an operation, or one more call of it."""
+        if (name, shape) in self.found:
+            self.found[name, shape].calls += calls
+        else:
+            self.found[name, shape] = Operation(name, shape, [], dtype, variants, calls)
+        self.found[name, shape].modules += self.stack[-1:]
+
+    def by_rows(
+        self,
+        name: str,
+        shape: str,
+        call: Callable[..., Tensor],
+        x: Tensor,
+        *others: Tensor,
+        keys: Variant | None = None,
+        calls: int = 1,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Adds what computes each row of ``x`` by itself, with the same ``others``; ``keys`` varies how many those are."""
+        one = x[None, :8] if x.dim() == 2 else x[..., :4, :]
+
+        def beside(batch: Tensor) -> Tensor:
+            return call(batch, *(other.expand(len(batch), *other.shape[1:]) for other in others))
+
+        def some(size: int) -> tuple[Tensor, Tensor]:
+            """Some rows of what is computed of ``size`` rows, and the same rows each computed alone."""
+            looked = sorted({0, size // 2, size - 1})
+            alone = [call(x[..., i : i + 1, :].contiguous(), *others) for i in looked]
+            return call(x[..., :size, :].contiguous(), *others)[..., looked, :], torch.cat(alone, -2)
+
+        variants: dict[str, Variant] = {"rows": some}
+        if keys is not None:
+            variants["keys"] = keys
+        variants["batch"] = lambda n: _batch_pair(beside, one, n)
+        self.add(name, shape, dtype or x.dtype, variants, calls)
+
+    def linear(self, x: Tensor, outputs: int, call: Callable[[Tensor], Tensor], what: str = "") -> None:
+        """A product with weights."""
+        name = "unembed" if outputs == self.model.adapter.facts.vocabulary else "linear"
+        rows = _longer(x.reshape(-1, x.shape[-1]), 0, self.most)
+        self.by_rows(name, f"{what}{x.shape[-1]} to {outputs}", call, rows)
+
+    def norm(self, module: nn.Module, given: Sequence[Any], output: Tensor) -> None:
+        """A norm, and whatever else of the same shape it was given (a gate)."""
+        parts = [t for t in given if isinstance(t, Tensor) and t.shape == output.shape]
+        if not parts or output.dim() < 2:
+            return
+        forward: Any = type(module).forward.__get__(module)
+        width = output.shape[-1]
+
+        def call(x: Tensor) -> Tensor:
+            # Some norms take a batch of sequences and nothing less.
+            return forward(*(x[None] if x.dim() == 2 else x).split(width, -1)).reshape(*x.shape[:-1], width)
+
+        joined = torch.cat(parts, -1)
+        rows = _longer(joined.reshape(-1, joined.shape[-1]), 0, self.most)
+        self.by_rows("norm", f"{width}" + (", gated" if len(parts) > 1 else ""), call, rows, dtype=output.dtype)
+
+    # Products of activations -----------------------------------------------------------------------------------------
+
+    def product(self, found: Product | None) -> None:
+        """A product that no softmax followed: part of a recurrence, or an expert's."""
+        if found is None:
+            return
+        a, b = _heads(found.a), _heads(found.b)
+        shape = f"{a.shape[-1]} to {b.shape[-1]}, {a.shape[-3]} at once"
+        self.by_rows("product", shape, torch.matmul, _longer(a, -2, self.most), b)
+
+    def softmax(self, found: Scores) -> None:
+        """Probabilities, and the product of queries and keys that they were made of."""
+        scores, dtype = _heads(found.product.made), found.given.dtype
+        a, b = _heads(found.product.a), _heads(found.product.b)
+        query, key = _longer(a, -2, self.most), _longer(b, -1, self.most)
+
+        def fewer(n: int) -> tuple[Tensor, Tensor]:
+            one = query[..., :1, :]
+            return torch.matmul(one, key[..., :n]), torch.matmul(one, key)[..., :n]
+
+        self.by_rows("scores", f"{a.shape[-1]} by keys, {a.shape[1]} heads", torch.matmul, query, key, keys=fewer)
+        full = _longer(_longer(scores, -1, self.most), -2, self.most)
+
+        def call(s: Tensor) -> Tensor:
+            return torch.softmax(s, -1, dtype=found.dtype).to(dtype)
+
+        def masked(n: int) -> tuple[Tensor, Tensor]:
+            hidden = full[..., :1, :].clone()
+            hidden[..., n:] = -torch.inf
+            return call(full[..., :1, :n]), call(hidden)[..., :n]
+
+        variants: dict[str, Variant] = {
+            "rows": lambda n: (call(full[..., :n, :])[..., :1, :], call(full[..., :1, :])),
+            "keys": masked,
+            "batch": lambda n: _batch_pair(call, full[..., :4, :], n),
+        }
+        self.add("softmax", f"over keys, {scores.shape[1]} heads", dtype, variants)
+
+    def values(self, found: Values) -> None:
+        """Probabilities by values."""
+        a, b, scores = (_heads(t) for t in (found.weights, found.values, found.scores.product.made))
+        square = _longer(_longer(scores, -1, self.most), -2, self.most)
+        weights, values = torch.softmax(square.float(), -1).to(a.dtype), _longer(b, -2, self.most)
+
+        def fewer(n: int) -> tuple[Tensor, Tensor]:
+            """One row of probabilities by so many values, and the same with more values whose probability is zero."""
+            one = weights[..., :1, :]
+            masked = one.clone()
+            masked[..., n:] = 0
+            return torch.matmul(one[..., :n].contiguous(), values[..., :n, :].contiguous()), torch.matmul(masked, values)
+
+        self.by_rows("values", f"keys by {b.shape[-1]}, {b.shape[1]} heads", torch.matmul, weights, values, keys=fewer)
+
+    def fused(self, found: Fused) -> None:
+        """SDPA as the model calls it, and each back end that it could call, one by one."""
+        scale, shared = found.options.get("scale"), found.options.get("enable_gqa", False)
+        query, key, value = (_longer(t, -2, self.most) for t in (found.query, found.key, found.value))
+        shape = f"head_dim {query.shape[-1]}, {query.shape[1]} over {key.shape[1]} heads"
+
+        def run(backend: SDPBackend | None, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+            with contextlib.nullcontext() if backend is None else sdpa_kernel(backend):
+                return _F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=shared)
+
+        def fewer(call: Callable[..., Tensor], n: int) -> tuple[Tensor, Tensor]:
+            seen = (torch.arange(self.most, device=query.device) < n)[None, None, None]
+            one = query[..., :1, :]
+            return call(one, key[..., :n, :], value[..., :n, :]), call(one, key, value, seen)
+
+        for name, backend in {"": None, **BACKENDS}.items():
+            call, known = partial(run, backend), f"attention (SDPA{name and f' {name}'})"
+            self.by_rows(known, shape, call, query, key, value, keys=partial(fewer, call), calls=int(not name))
+
+    def convolution(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A causal convolution of each channel: the first positions must not depend on how many follow."""
+        x = _longer(args[0], -1, self.most)
+
+        def call(part: Tensor) -> Tensor:
+            return _F.conv1d(part.contiguous(), *args[1:], **kwargs)
+
+        variants: dict[str, Variant] = {
+            "rows": lambda n: (call(x[..., :n])[..., :n], call(x)[..., :n]),
+            "batch": lambda n: _batch_pair(call, x[..., :8], n),
+        }
+        weight = args[1] if len(args) > 1 else kwargs["weight"]
+        self.add("convolution", f"{x.shape[1]} channels, {weight.shape[-1]} taps", x.dtype, variants)
+
+
+# Calling again in other shapes -------------------------------------------------------------------------------------------
+
+
+def _grouped(func: Any, weights: Tensor, x: Tensor) -> Tensor:
+    """Every row through the first expert, the others getting none."""
+    rows = x.flatten(0, -2)
+    stops = torch.full((weights.shape[0],), len(rows), dtype=torch.int32, device=x.device)
+    return func(rows.contiguous(), weights, offs=stops).unflatten(0, x.shape[:-1])
+
+
+def _heads(tensor: Tensor) -> Tensor:
+    """``[batch, head, row, column]``, whatever came before the last two dimensions."""
+    if tensor.dim() == 3:
+        return tensor[None]
+    return tensor if tensor.dim() == 4 else tensor.flatten(1, -3)
+
+
+def _longer(tensor: Tensor, dim: int, size: int) -> Tensor:
+    """The tensor's own slices over again until there are ``size`` of them."""
+    index = torch.arange(size, device=tensor.device) % tensor.shape[dim]
+    return tensor.index_select(dim, index)
+
+
+def _batch_pair(call: Callable[[Tensor], Tensor], one: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """The first sequence of a batch, and the same alone."""
+    return call(one.expand(size, *one.shape[1:]).contiguous())[:1], call(one)

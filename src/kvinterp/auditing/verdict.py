@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import os
 import re
 import tempfile
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import pandas as pd
 
 from kvinterp.auditing.bench import Check
-from kvinterp.auditing.folder import put, tables_of
+from kvinterp.auditing.folder import GIVEN, put, tables_of
 from kvinterp.auditing.ladder import Plan, PrecisionRun
 from kvinterp.common.files import bytes_with, read_sealed, strict_json
 from kvinterp.common.kept import Held, Kept
@@ -32,7 +33,7 @@ VERDICTS = {
     "bug": "a tensor is wrong: nothing that was taken away takes its error away",
     "unexplained": "the logits differ by more than the errors of all parts explain",
     "overflow": "NaN or Inf",
-    "misaligned": "the log-probs of another engine are of other tokens: shifted, or with another beginning",
+    "misaligned": "the log-probs of another engine, or its experts, are of other tokens: shifted, or with another beginning",
     "processed": "the log-probs of another engine are after temperature or truncation",
     "policy": "a quantised cache of ours does token by token what another engine does",
     "cannot-tell": "the checks that would tell could not be made",
@@ -63,6 +64,8 @@ class Verdict(Kept):
         seconds: What took how long: a row a rung and part of it, with seconds of the clock and of the processor.
         norms: Where the model stands in the table of norms: ``said``, ``percentile``, ``models``, ``difference``, ``length``.
         given: Of another engine's log-probs the distances, what was tried, and the statistics of reinforcement learning.
+        tokens: Of another engine's log-probs every token: ``sequence``, ``position``, ``part`` (prompt or tokens), ``token``,
+            ``text``, and in nats ``engine``, ``ours`` (float64) and ``difference`` (engine less ours); None where none were read.
     """
 
     VERB: ClassVar = "audit"
@@ -81,6 +84,7 @@ class Verdict(Kept):
     seconds: tuple[Mapping[str, Any], ...] = ()
     norms: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     given: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    tokens: pd.DataFrame | None = dataclasses.field(default=None, compare=False)
 
     def __repr__(self) -> str:
         """Its first line."""
@@ -105,7 +109,13 @@ class Verdict(Kept):
 
     def to_json(self) -> str:
         """The same fields as JSON, with the exit code; infinities as text."""
-        return strict_json({"exit_code": self.exit_code, **dataclasses.asdict(self)})
+        return strict_json({"exit_code": self.exit_code, **self._plain()})
+
+    def _plain(self) -> dict[str, Any]:
+        """The fields of the JSON; what is of every token is a table beside it."""
+        found = dataclasses.asdict(dataclasses.replace(self, tokens=None))
+        del found["tokens"]
+        return found
 
     @classmethod
     def load(cls, folder: str | os.PathLike[str]) -> Verdict:
@@ -117,14 +127,18 @@ class Verdict(Kept):
         place = Path(folder)
         fields = _with_infinities(read_sealed(place / "verdict.json"))
         try:
+            tokens = None
             for name, digest in fields["sha256"].items():
                 # A verdict may come from anybody: no name leads out of the folder.
-                if re.fullmatch(r"\w+\.parquet", name) and bytes_with(place / name, digest) is None:
+                if not re.fullmatch(r"\w+\.parquet", name):
+                    continue
+                if (content := bytes_with(place / name, digest)) is None:
                     raise ValueError(f"{name} is not the one that it was written with")
+                tokens = pd.read_parquet(io.BytesIO(content)) if name == GIVEN else tokens
             del fields["exit_code"], fields["sha256"]
             checks = tuple(Check(**check) for check in fields.pop("checks"))
             rows = {name: tuple(fields.get(name, ())) for name in ("notes", "seconds")}
-            found = cls(**{**fields, **rows}, checks=checks)
+            found = cls(**{**fields, **rows}, checks=checks, tokens=tokens)
             if found.verdict not in VERDICTS or not isinstance(found.provenance, dict):
                 raise ValueError(f"{found.verdict!r} is no verdict")
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -138,7 +152,7 @@ class Verdict(Kept):
     def written(self) -> tuple[dict[str, pd.DataFrame], dict[str, Any]]:
         """What each precision showed and what was exercised, and the fields of the JSON."""
         checks = pd.DataFrame([dataclasses.asdict(check) for check in self.checks])
-        return {"rungs": self.overview(), "checks": checks, "seconds": pd.DataFrame(self.seconds)}, dataclasses.asdict(self)
+        return {"rungs": self.overview(), "checks": checks, "seconds": pd.DataFrame(self.seconds)}, self._plain()
 
     def overview(self) -> pd.DataFrame:
         """One row a precision: how far apart the logits and the blocks are."""

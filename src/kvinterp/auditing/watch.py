@@ -1,7 +1,9 @@
 """One block watched during one forward: what attention reads, what every module is given and returns, what is cast.
 
 What attention reads (queries, keys, values, mask and scores) is caught where it is handed to torch, so that it does not matter
-how the model caches it. Keys and values are kept at every position, everything else at the row that is looked at.
+how the model caches it. Keys and values are kept at every position, everything else at the row that is looked at. Which of
+torch's calls are attention (its fused one, or a product of queries and keys, a softmax, and a product with values) is asked of
+the calls in the order in which a model makes them.
 """
 
 from __future__ import annotations
@@ -9,17 +11,17 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from kvinterp.auditing.attention import Fused, Recogniser, Scores, Values
 from kvinterp.auditing.blocks import BlockModel
 from kvinterp.auditing.ladder import dtype_name
 from kvinterp.auditing.values import narrower
-from kvinterp.models.hooks import in_order
-from kvinterp.paths.kernels.base import Functions, Operations
+from kvinterp.models.derived import SDPA
+from kvinterp.models.hooks import Functions, in_order
+from kvinterp.paths.kernels.base import Operations
 
 _TOPK = torch.topk, Tensor.topk
 _CASTS = torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default
@@ -51,22 +53,27 @@ class Watch:
 
     Args:
         model: The model.
-        layer: The block.
+        layer: The block; the number of blocks for what stands behind the last one, of which casts alone are noted.
         rows: Positions fed.
         back: The row that is looked at, counted from the end.
+
+    Attributes:
+        events: What was seen, in order.
+        casts: The dtypes narrower than the model's own that were cast to, each with the modules that did.
     """
 
     def __init__(self, model: BlockModel, layer: int, rows: int = 1, back: int = -1) -> None:
-        self.model, self.block = model, model.blocks[layer]
+        self.model, self.block = model, next(iter(model.blocks[layer : layer + 1]), None)
         self.rows, self.back = rows, back
         self.events: list[Event] = []
         self.casts: dict[str, tuple[str, ...]] = {}
         self._stack: list[nn.Module] = []
         self._listening = contextlib.ExitStack()
         self._attention = Recogniser()
+        self._modules = [] if self.block is None else [*self.block.modules()]
+        self._children = set() if self.block is None else set(self.block.children())
         # Inside fused experts rows are sorted by expert, so that the last one is not the newest token's.
-        fused = [m for m in self.block.modules() if any(p.dim() == 3 for p in m.parameters(recurse=False))]
-        self._children = set(self.block.children())
+        fused = [m for m in self._modules if any(p.dim() == 3 for p in m.parameters(recurse=False))]
         self._sorted = {inner for outer in fused for inner in outer.modules() if inner is not outer}
 
     @contextlib.contextmanager
@@ -75,15 +82,20 @@ class Watch:
         with contextlib.ExitStack() as hooks:
             # torch calls no hook where a KeyboardInterrupt passes through, so it may still be listening.
             hooks.callback(self._listening.close)
-            for module in self.block.modules():
+            if self.block is None:
+                hooks.enter_context(self.model.blocks[-1].register_forward_hook(self._enter))
+                hooks.enter_context(self.model.model.register_forward_hook(self._leave, always_call=True))
+            for module in self._modules:
                 before, after = (self._enter, self._leave) if module is self.block else (self._in, self._out)
                 hooks.enter_context(module.register_forward_pre_hook(before, with_kwargs=True))
                 hooks.enter_context(module.register_forward_hook(after, always_call=True))
             yield
 
     def _enter(self, *_: Any) -> None:
-        self._stack = [self.block]
-        self._listening.enter_context(Functions(self._called))
+        self._listening.close()
+        if self.block is not None:
+            self._stack = [self.block]
+            self._listening.enter_context(Functions(self._called))
         self._listening.enter_context(Operations(self._dispatched))
 
     def _leave(self, *_: Any) -> None:
@@ -110,7 +122,8 @@ class Watch:
     @property
     def inner(self) -> str:
         """The path of the module that runs."""
-        return self.model.name_of(self._stack[-1]) if self._stack else ""
+        end = self.model.end_name("output") if self.block is None else ""
+        return self.model.name_of(self._stack[-1]) if self._stack else end
 
     def first(self, module: str, *names: str) -> Tensor | None:
         """The first tensor of one of these names that was seen in a module."""
@@ -156,59 +169,15 @@ class Watch:
         return result
 
     def _dispatched(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Told every operation of torch."""
+        """Told every operation of torch: notes casts of floating-point tensors."""
         result = func(*args, **kwargs)
-        _note_cast(self.casts, self.model, self.inner, func, args, result)
+        if func in _CASTS:
+            source = args[func is torch.ops.aten.copy_.default]
+            floats = source.is_floating_point() and result.is_floating_point() and result.numel() > 1
+            if floats and narrower(result.dtype, source.dtype) and narrower(result.dtype, self.model.dtype):
+                name = dtype_name(result.dtype)
+                self.casts[name] = tuple(dict.fromkeys((*self.casts.get(name, ()), self.inner)))
         return result
-
-
-class HeadWatch:
-    """Notes the casts behind the last block: of the norm there, the head and what becomes of the logits.
-
-    Args:
-        model: The model.
-
-    Attributes:
-        casts: As those of a :class:`Watch`.
-    """
-
-    def __init__(self, model: BlockModel) -> None:
-        self.model, self.casts = model, dict[str, tuple[str, ...]]()
-        self._listening = contextlib.ExitStack()
-
-    @contextlib.contextmanager
-    def attached(self) -> Iterator[None]:
-        """Listens from the end of the last block to the model's own, for as long as the context lasts."""
-        with contextlib.ExitStack() as hooks:
-            hooks.callback(self._listening.close)
-            hooks.enter_context(self.model.blocks[-1].register_forward_hook(self._begin))
-            hooks.enter_context(self.model.model.register_forward_hook(self._end, always_call=True))
-            yield
-
-    def _begin(self, *_: Any) -> None:
-        self._listening.close()
-        self._listening.enter_context(Operations(self._dispatched))
-
-    def _end(self, *_: Any) -> None:
-        self._listening.close()
-
-    def _dispatched(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        result = func(*args, **kwargs)
-        _note_cast(self.casts, self.model, self.model.end_name("output"), func, args, result)
-        return result
-
-
-def _note_cast(
-    casts: dict[str, tuple[str, ...]], model: BlockModel, where: str, func: Any, args: tuple[Any, ...], result: Any
-) -> None:
-    """Notes a cast of floating-point tensors to a narrower dtype than the model's own."""
-    if func not in _CASTS:
-        return
-    source = args[func is torch.ops.aten.copy_.default]
-    floats = source.is_floating_point() and result.is_floating_point() and result.numel() > 1
-    if floats and narrower(result.dtype, source.dtype) and narrower(result.dtype, model.dtype):
-        name = dtype_name(result.dtype)
-        casts[name] = tuple(dict.fromkeys((*casts.get(name, ()), where)))
 
 
 def _one_row(tensor: Tensor, rows: int, back: int) -> Tensor | None:
@@ -218,9 +187,95 @@ def _one_row(tensor: Tensor, rows: int, back: int) -> Tensor | None:
 
 
 @contextlib.contextmanager
-def watching(watches: Iterable[Watch | HeadWatch]) -> Iterator[None]:
+def watching(watches: Iterable[Watch]) -> Iterator[None]:
     """Listens for as long as the context lasts."""
     with contextlib.ExitStack() as stack:
         for watch in watches:
             stack.enter_context(watch.attached())
         yield
+
+
+# Which calls are attention ----------------------------------------------------------------------------------------------
+
+_F = torch.nn.functional
+MATMUL = (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm)
+_BADDBMM = (torch.baddbmm, Tensor.baddbmm)
+_SOFTMAX = (torch.softmax, _F.softmax, Tensor.softmax)
+
+
+class Fused(NamedTuple):
+    """Attention in one call, ``[..., row, head_dim]`` each."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None
+    options: dict[str, Any]
+    made: Tensor
+
+
+class Product(NamedTuple):
+    """A product of two activations, which may be scores; and the one before it, if no softmax followed that one."""
+
+    a: Tensor
+    b: Tensor
+    made: Tensor
+    before: Product | None = None
+
+
+class Scores(NamedTuple):
+    """A softmax of a product's numbers, scaled and masked in between: the product was of queries and keys."""
+
+    product: Product
+    given: Tensor
+    dtype: torch.dtype | None
+
+
+class Values(NamedTuple):
+    """The softmax's probabilities by values; with the scores that they were made of."""
+
+    weights: Tensor
+    values: Tensor
+    made: Tensor
+    scores: Scores
+
+
+class Recogniser:
+    """Told every call of torch, says which part of attention it is."""
+
+    def __init__(self) -> None:
+        self.product: Product | None = None
+        self.scores: Scores | None = None
+
+    def told(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+    ) -> Fused | Product | Scores | Values | None:
+        """What a call and its result are, or None."""
+        args, kwargs = in_order(args, kwargs)
+        if func is SDPA:
+            named = dict(zip(("query", "key", "value", "attn_mask", "dropout_p", "is_causal"), args, strict=False)) | kwargs
+            return Fused(named["query"], named["key"], named["value"], named.get("attn_mask"), named, result)
+        if func in MATMUL or func in _BADDBMM:
+            others = [kwargs[name] for name in ("batch1", "batch2", "other", "mat2") if name in kwargs]
+            given = [*args[func in _BADDBMM :], *others]
+            return self._multiplied(given[0], given[1], result) if len(given) > 1 else None
+        product = self.product
+        if func in _SOFTMAX and product is not None and args[0].dim() >= 3 and _rows(args[0]) == _rows(product.made):
+            self.scores, self.product = Scores(product, args[0], kwargs.get("dtype")), None
+            return self.scores
+        return None
+
+    def _multiplied(self, a: Tensor, b: Tensor, made: Tensor) -> Product | Values | None:
+        if a.dim() < 3 or a.dim() != b.dim():
+            return None
+        scores = self.scores
+        if scores is not None and a.shape[-1] == scores.product.made.shape[-1] and _rows(a) == _rows(scores.product.made):
+            self.scores = None
+            return Values(a, b, made, scores)
+        found = Product(a, b, made, self.product)
+        self.product = Product(a, b, made)
+        return found
+
+
+def _rows(tensor: Tensor) -> int:
+    return tensor.numel() // max(tensor.shape[-1], 1)

@@ -27,7 +27,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from kvinterp._version import __version__
-from kvinterp.cli.command import delivered, leave, refused, told, wrong_use
+from kvinterp.cli.command import delivered, keyword, leave, refused, told, wrong_use
 from kvinterp.cli.listing import LISTED
 from kvinterp.common.console import echo, names_in, rows_of
 from kvinterp.common.progress import shown
@@ -60,6 +60,11 @@ _MATTER = (
 )  # fmt: skip
 """The options that help shows, the first five of them that a command has."""
 _SHOWN_OPTIONS = 5
+_PANELS: dict[str, tuple[str, ...]] = {
+    "How": ("kind", "dtype", "device", "attention", "random_init", "remote_code", "batch_size", "seed"),
+    "Where to": ("out", "overwrite", "as_json", "junit", "picture"),
+}
+"""The groups in which --help-all shows the options; what is in none of them is what is asked."""
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _OF_RESULTS = ("compare-runs",)
 """The commands whose arguments are results, and no models."""
@@ -95,18 +100,16 @@ class _Verb(TyperCommand):
         own = [each for each in options if each.name not in ("help", "help_all")]
         first = sorted(own, key=lambda each: _MATTER.index(each.name) if each.name in _MATTER else len(_MATTER))
         hidden = [] if self.every_option else first[_SHOWN_OPTIONS:]
-        places, before = {each.name: place for place, each in enumerate(first)}, list(self.params)
+        places = {each.name: place for place, each in enumerate(first)}
         self.params.sort(key=lambda each: places.get(each.name, -1 if each.param_type_name == "argument" else len(places)))
+        if self.every_option:
+            for each in own:
+                each.rich_help_panel = next((panel for panel, names in _PANELS.items() if each.name in names), "What")
         names = ", ".join(each.opts[0] for each in hidden)
         self.epilog = f"--help-all shows {len(hidden)} more options: {names}." if hidden else ""
-        try:
-            for each in hidden:
-                each.hidden = True
-            super().format_help(ctx, formatter)
-        finally:
-            self.params[:] = before
-            for each in hidden:
-                each.hidden = False
+        for each in hidden:
+            each.hidden = True
+        super().format_help(ctx, formatter)
 
 
 class _Verbs(TyperGroup):
@@ -225,7 +228,7 @@ def _parameter(field: dataclasses.Field[Any], hint: Any) -> inspect.Parameter:
         default = inspect.Parameter.empty if default is not None else None
     else:
         info = typer.Option(flag, **shown)
-    return inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[hint, info])
+    return keyword(field.name, hint, default, info)
 
 
 def _folder_named(text: str | Path) -> Path:
@@ -236,28 +239,22 @@ def _folder_named(text: str | Path) -> Path:
 
 
 def _out(default: str | None) -> inspect.Parameter:
-    said = "Folder for the tables, figures and report" + (": out/VERB-MODEL unless given." if default == "" else ".")
+    said = "Folder for the tables, figures and report." + " Default: out/VERB-MODEL." * (default == "")
     info = typer.Option("--out", parser=_folder_named, metavar="PATH", help=said)
-    value = Path(default) if default else None
-    hint = Path if default else Path | None
-    return inspect.Parameter("out", inspect.Parameter.KEYWORD_ONLY, default=value, annotation=Annotated[hint, info])
+    return keyword("out", Path if default else Path | None, Path(default) if default else None, info)
 
 
 def _overwrite(when: str) -> inspect.Parameter:
     needless = when == "always"
     said = "Not needed: it writes its own folder again." if needless else "Replace a result that is already in the folder."
-    hint = Annotated[bool, typer.Option("--overwrite", help=said, hidden=needless)]
-    return inspect.Parameter("overwrite", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=hint)
+    return keyword("overwrite", bool, False, typer.Option("--overwrite", help=said, hidden=needless))
 
 
-_EVERY = inspect.Parameter(
+_EVERY = keyword(
     "help_all",
-    inspect.Parameter.KEYWORD_ONLY,
-    default=False,
-    annotation=Annotated[
-        bool,
-        typer.Option("--help-all", is_eager=True, expose_value=False, callback=_help_all, help="Show every option."),
-    ],
+    bool,
+    False,
+    typer.Option("--help-all", is_eager=True, expose_value=False, callback=_help_all, help="Show every option."),
 )
 
 
@@ -282,25 +279,12 @@ def _numbers(option: str, text: str | None, example: str) -> tuple[int, ...] | N
 
 
 def _speak() -> None:
-    """Shows kvinterp's own log lines on stderr."""
-    log = logging.getLogger("kvinterp")
-    for handler in [h for h in log.handlers if h.get_name() == _Spoken.NAME]:
-        log.removeHandler(handler)
-    log.addHandler(_Spoken())
+    """Shows kvinterp's own log lines on what is standard error when they are said: a bar of progress makes room for them."""
+    log, spoken = logging.getLogger("kvinterp"), logging.Handler()
+    spoken.set_name("kvinterp.cli")
+    spoken.emit = lambda record: echo(spoken.format(record), err=True)  # type: ignore[method-assign]
+    log.handlers = [*(each for each in log.handlers if each.get_name() != spoken.get_name()), spoken]
     log.setLevel(logging.INFO)
-
-
-class _Spoken(logging.Handler):
-    """Log lines on what is standard error when they are said: a bar of progress makes room for them."""
-
-    NAME = "kvinterp.cli"
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.set_name(self.NAME)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        echo(self.format(record), err=True)
 
 
 # report and list -------------------------------------------------------------------------------------------------------
@@ -316,46 +300,49 @@ Folder = Annotated[Path, typer.Argument(parser=_folder_named, metavar="FOLDER", 
 def _show(
     folder: Folder,
     rewrite: Annotated[
-        bool, typer.Option("--rewrite", help="First write page and figures again, from the tables, without a model.")
+        bool, typer.Option("--rewrite", help="First make the page and figures again, from the tables; no model is loaded.")
     ] = False,
-    no_open: Annotated[bool, typer.Option("--no-open", help="Say where the page is, and open nothing.")] = False,
+    no_open: Annotated[bool, typer.Option("--no-open", help="Print where the page is; do not open it.")] = False,
 ) -> Mapping[str, Any]:
-    """Open the page of a result in the browser, whichever command wrote it."""
+    """Open a result's page in the browser; any command may have written it."""
     from kvinterp.cli.showing import opened, page_of, rewritten
 
     _speak()
     said: list[str] = []
-    with shown() as tell:
-        if rewrite:
+    if rewrite:
+        with shown() as tell:
             tell("writing page and figures")
-        page, said = rewritten(folder) if rewrite else (page_of(folder), said)
-    for line in (*said, *([""] if said else [])):
+            said = rewritten(folder)
+    page = page_of(folder)
+    for line in (*said, *[""] * bool(said)):
         echo(line)
     seen = not no_open and opened(page)
     echo(page)
     if not (no_open or seen):
         echo("no browser could be started: open the page yourself.", err=True)
-    found = {"folder": str(folder), "exit_code": 0, "page": str(page), "opened": seen}
-    return {"verb": "show", **found, **({"reading": said} if rewrite else {})}
+    found = {"verb": "show", "folder": str(folder), "exit_code": 0, "page": str(page), "opened": seen}
+    return {**found, "reading": said} if rewrite else found
 
 
 @app.command("report", rich_help_panel="Results and names")
 @told(_SHOWN)
 def _report(folder: Folder) -> Mapping[str, Any]:
-    """The same as show --rewrite --no-open."""
+    """Make a result's page again: the same as show --rewrite --no-open."""
     return _show.__wrapped__(folder, rewrite=True, no_open=True)  # type: ignore[attr-defined,no-any-return]
 
 
 @app.command("export", rich_help_panel="Results and names")
 @told("nothing was written; run the same command again")
 def _export(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="zoo:NAME, a checkpoint folder or a hub id: a Llama.")],
-    out: Annotated[Path, typer.Option("--out", parser=_folder_named, metavar="FILE", help="The file, NAME.gguf.")],
-    format: Annotated[str, typer.Option("--format", help="gguf.")] = "gguf",
-    dtype: Annotated[str, typer.Option("--dtype", help="How weights are stored: float32, float16, bfloat16.")] = "float32",
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A Llama: zoo:NAME, a checkpoint folder or a hub id.")],
+    out: Annotated[Path, typer.Option("--out", parser=_folder_named, metavar="FILE", help="The file to write, NAME.gguf.")],
+    format: Annotated[str, typer.Option("--format", help="The file's format: gguf.")] = "gguf",
+    dtype: Annotated[
+        str, typer.Option("--dtype", help="The weights' dtype in the file: float32, float16 or bfloat16.")
+    ] = "float32",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file if it is there.")] = False,
 ) -> Mapping[str, Any]:
-    """Write a model as a file that another engine runs: a Llama as GGUF, for llama.cpp (docs/engines.md)."""
+    """Write a Llama as a GGUF file, so that llama.cpp can run it (docs/engines.md)."""
     from kvinterp.models import load_model
     from kvinterp.models.gguf_writing import check_export, export
 
@@ -374,10 +361,11 @@ What = enum.Enum("What", {name: name for name in LISTED}, type=str)  # type: ign
 @told(NOTHING)
 def _list(
     what: Annotated[
-        What | None, typer.Argument(help="One of them at length; all names unless given.", show_default=False)
+        What | None,
+        typer.Argument(help="What to describe at length. Default: the names of everything.", show_default=False),
     ] = None,
 ) -> Mapping[str, Any]:
-    """Show the models, kinds, sites, strategies, policies, metrics, kernels, protocols and experiments there are."""
+    """List what can be named: models, kinds, sites, strategies, policies, metrics, kernels, calls, protocols, experiments."""
     from rich.console import Console
 
     tables = {item.value: LISTED[item.value]() for item in (What if what is None else (what,))}
@@ -389,9 +377,5 @@ def _list(
         else:
             console.print(table)
     if what is None:
-        console.print("kvinterp list WHAT, such as kvinterp list policies, says what each is.")
+        console.print("kvinterp list WHAT describes each, as in kvinterp list policies.")
     return {name: rows_of(table) for name, table in tables.items()}
-
-
-if __name__ == "__main__":
-    main()

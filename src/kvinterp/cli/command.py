@@ -20,14 +20,17 @@ import typer
 from kvinterp.common.console import echo
 from kvinterp.errors import KvinterpError, imported_by, out_of_memory, returning
 
-_JSON = inspect.Parameter(
+
+def keyword(name: str, hint: Any, default: Any, info: Any) -> inspect.Parameter:
+    """A parameter of a command, as typer reads it."""
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[hint, info])
+
+
+_JSON = keyword(
     "as_json",
-    inspect.Parameter.KEYWORD_ONLY,
-    default=False,
-    annotation=Annotated[
-        bool,
-        typer.Option("--json", help="Print one JSON object on standard output, and everything else on standard error."),
-    ],
+    bool,
+    False,
+    typer.Option("--json", help="Print one JSON object on standard output, and everything else on standard error."),
 )
 """The option that every command has."""
 

@@ -48,9 +48,9 @@ def _policies() -> Table:
     return table
 
 
-POLICY_COLUMNS = ("name", "as text", "fields", "what it does", "KiB a token", "source")
+POLICY_COLUMNS = ("name", "as text", "fields", "what it does", "KiB per token", "source")
 POLICY_NOTE = (
-    "KiB a token: what a real implementation stores of K and V of a position that it keeps, scales included, of {layers} layers, "
+    "KiB per token: what a real implementation stores for K and V of one position, scales included, with {layers} layers, "
     "{kv_heads} KV heads and head_dim {head_dim} in a 16-bit cache; kvinterp itself keeps the model's dtype"
 ).format(**EXAMPLE)
 

@@ -43,30 +43,24 @@ def opened(page: Path) -> bool:
         return False
 
 
-def rewritten(folder: Path) -> tuple[Path, list[str]]:
+def rewritten(folder: Path) -> list[str]:
     """Writes the page of a folder and its figures again, from its tables; no model is loaded.
 
     Returns:
-        The page, and what is said first on it. An audit's page, which shows more than its tables hold, is left as it is.
+        What is said first on it. An audit's page, which shows more than its tables hold, is left as it is.
 
     Raises:
         InputError: The folder holds no result, one that is damaged, or cannot be written.
     """
     from kvinterp.study.experiments.demo import Demo
     from kvinterp.study.experiments.keeping import load
+    from kvinterp.study.results import read_summary
 
     if not is_folder(folder):
         raise InputError(f"folder {str(folder)!r} is not there: give one that kvinterp wrote.")
     if (demo := Demo.held_runs(folder)) is not None:
-        return demo
+        return demo[1]
     found = load(folder)
     found.report()
-    cut = ["This run was interrupted: only what was finished by then is in it."] if interrupted(folder) else []
-    return page_of(folder), [*cut, *found.sentences()]
-
-
-def interrupted(folder: Path) -> bool:
-    """Whether the result in a folder is of a run that was interrupted."""
-    from kvinterp.study.results import read_summary
-
-    return is_file(folder / SUMMARY) and bool(read_summary(folder).get("interrupted"))
+    cut = is_file(folder / SUMMARY) and read_summary(folder).get("interrupted")
+    return [*["This run was interrupted: only what was finished by then is in it."] * bool(cut), *found.sentences()]

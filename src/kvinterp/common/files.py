@@ -15,7 +15,7 @@ import os
 import re
 import secrets
 import stat
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -295,19 +295,5 @@ def _made_anew(path: Path) -> int:
     return os.open(path, flags, 0o666)
 
 
-def is_file(path: Path) -> bool:
-    """Whether a file is there; no for what no file can be called."""
-    return _is(Path.is_file, path)
-
-
-def is_folder(path: Path) -> bool:
-    """Whether a folder is there; no for what no folder can be called."""
-    return _is(Path.is_dir, path)
-
-
-def _is(asked: Callable[[Path], bool], path: Path) -> bool:
-    try:
-        return asked(path)
-    # Longer than a name can be, or with a character that no name can have.
-    except (OSError, ValueError):
-        return False
+is_file, is_folder = os.path.isfile, os.path.isdir
+"""Whether a file, a folder is there; no for what nothing can be called."""

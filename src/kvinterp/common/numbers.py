@@ -120,14 +120,10 @@ def against(provenance: Mapping[str, Any]) -> str:
 
 def machine_of(provenance: Mapping[str, Any]) -> str:
     """The hardware something was measured on, and its threads."""
-    return f"{provenance['device']}, {counted(provenance['threads'], 'thread')}"
+    threads = provenance["threads"]
+    return f"{provenance['device']}, {threads if isinstance(threads, str) else counted(threads, 'thread')}"
 
 
 def machines_of(provenances: Iterable[Mapping[str, Any]]) -> str:
     """The hardware some results were measured on, each once."""
     return listed(list(dict.fromkeys(map(machine_of, provenances))))
-
-
-def models_on(provenance: Mapping[str, Mapping[str, Any]]) -> str:
-    """How many models there were, and on what, by the provenance of each."""
-    return f"{counted(len(provenance), 'model')} on {machines_of(provenance.values())}"

@@ -20,12 +20,12 @@ CacheErrors = Literal["aggregated", "whole"]
 Positions = Literal["newest", "all"]
 Kept = Literal["discard", "keep"]
 Site = Literal[
-    "resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out", "q", "k", "v", "z", "attn_scores", "pattern", "cache_k",
-    "cache_k_pre", "cache_v", "router", "experts", "kv", "resid", "routing",
+    "embed", "resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out", "q", "k", "v", "z", "result", "post",
+    "attn_scores", "pattern", "cache_k", "cache_k_pre", "cache_v", "router", "experts", "kv", "resid", "routing",
 ]  # fmt: skip
 PatchSite = Literal[
-    "resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out", "q", "k", "v", "z", "pattern", "router",
-    "experts", "cache_k", "cache_v", "kv",
+    "embed", "resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out", "q", "k", "v", "z", "result", "post", "pattern",
+    "router", "experts", "cache_k", "cache_v", "kv",
 ]  # fmt: skip
 Over = Literal["single", "cumulative", "cumulative-from", "heads", "kv-heads", "blocks"]
 Direction = Literal["into-recompute", "into-cached"]

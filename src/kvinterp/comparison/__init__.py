@@ -10,23 +10,3 @@ from kvinterp.comparison.several import Comparisons
 from kvinterp.comparison.traces import compare_traces
 from kvinterp.comparison.vocabulary import PROTOCOLS
 from kvinterp.metrics.statistics import mean_error
-
-__all__ = [
-    "CACHE_ERRORS",
-    "COLUMNS",
-    "DEFAULT_RECORD",
-    "PARTS",
-    "PROTOCOLS",
-    "TABLES",
-    "Comparison",
-    "Comparisons",
-    "LogitAttribution",
-    "LogitLens",
-    "compare",
-    "compare_traces",
-    "failures_kept",
-    "logit_attribution",
-    "logit_lens",
-    "mean_error",
-    "recordable",
-]

@@ -36,7 +36,6 @@ REST = ("additions", "scale", "softcap", "unembedding", "residual")
 """Those that they do not."""
 Vector = tuple[str, int, int, Tensor]
 """A part of the stream: its name, layer and head."""
-_NO_HEADS = "attention's output passes a norm before it is added, and is no sum over its heads"
 
 
 @dataclasses.dataclass(repr=False)
@@ -101,72 +100,59 @@ def logit_attribution(
     for example, ids in enumerate(encode_all(adapter, prompts, max_new_tokens)):
         traces = beside(adapter, ids, paths, max_new_tokens, [*record, *["z"] * shows_heads])
         for step in range(len(traces[0].tokens)):
-            one = _Step(adapter, through, traces, step, pair)
-            rows += [{"example": example, "step": step, **row} for row in one.rows(shows_heads and not why)]
-            why = why or one.why
+            parts, whole = _parts(adapter, traces, step, not why)
+            why = why or whole
+            rows += [{"example": example, "step": step, **row} for row in _rows(through, traces, step, parts, pair)]
     return LogitAttribution(pd.DataFrame(rows), {**told(adapter, paths, max_new_tokens=max_new_tokens), "heads": why})
 
 
-class _Step:
-    """The parts of one step."""
+def _apart(traces: tuple[Trace, Trace], site: str, layer: int, step: int) -> Tensor:
+    a, b = (trace.records[site, layer][step].double() for trace in traces)
+    return a - b
 
-    def __init__(
-        self,
-        adapter: Adapter,
-        through: Unembedding,
-        traces: tuple[Trace, Trace],
-        step: int,
-        pair: tuple[int, int] | None,
-    ) -> None:
-        self.adapter, self.through, self.traces, self.step = adapter, through, traces, step
-        self.layers, self.why = range(adapter.facts.layers), ""
-        a, b = (trace.logits[step].double() for trace in traces if trace.logits is not None)
-        self.total = a - b
-        first, second = a.topk(2).indices.tolist() if pair is None else pair
-        self.pair = (int(first), int(second))
 
-    def rows(self, heads: bool) -> list[dict[str, Any]]:
-        """A row a part."""
-        vectors: list[Vector] = [("embed", -1, -1, self._apart("resid_pre", 0))]
-        for layer in self.layers:
-            vectors += [(name, layer, -1, self._apart(f"{name}_out", layer)) for name in ("attn", "mlp")]
-        streams = [trace.records["resid_post", self.layers[-1]][self.step].double() for trace in self.traces]
-        gap = streams[0] - streams[1]
-        vectors.append(("additions", -1, -1, gap - torch.stack([vector for *_, vector in vectors]).sum(0)))
-        if heads:
-            vectors += self._heads()
-        frozen = self.through.frozen(streams[0])
-        found = frozen.parts(torch.stack([vector for *_, vector in vectors]))
-        uncapped, capped = (read(torch.stack(streams)) for read in (self.through.uncapped, self.through.logits))
-        # What path b's own scale makes of its stream otherwise than path a's would.
-        scale = frozen.parts(streams[1][None])[0] - (uncapped[1] - frozen.bias)
-        whole = capped[0] - capped[1]
-        softcap = whole - (uncapped[0] - uncapped[1])
-        total = self.total.to(whole)
-        more = {"scale": scale, "softcap": softcap, "unembedding": total - whole}
-        of_layers = found[[at for at, (part, *_) in enumerate(vectors) if "head" not in part]]
-        more |= {"residual": total - of_layers.sum(0) - torch.stack(list(more.values())).sum(0), "total": total}
-        labelled = zip(vectors, found, strict=True)
-        rows = [self._row(part, layer, head, logits) for (part, layer, head, _), logits in labelled]
-        return rows + [self._row(name, -1, -1, logits) for name, logits in more.items()]
+def _parts(adapter: Adapter, traces: tuple[Trace, Trace], step: int, heads: bool) -> tuple[list[Vector], str]:
+    """The parts of the difference of the last residual streams, and why there are none of heads where they were asked for."""
+    layers = range(adapter.facts.layers)
+    parts: list[Vector] = [("embed", -1, -1, _apart(traces, "resid_pre", 0, step))]
+    for layer in layers:
+        parts += [(name, layer, -1, _apart(traces, f"{name}_out", layer, step)) for name in ("attn", "mlp")]
+    gap = _apart(traces, "resid_post", layers[-1], step)
+    parts.append(("additions", -1, -1, gap - torch.stack([vector for *_, vector in parts]).sum(0)))
+    if not heads:
+        return parts, ""
+    outputs = head_outputs(adapter, [_apart(traces, "z", layer, step) for layer in layers])
+    if outputs is None:
+        return parts, "attention's output passes a norm before it is added, and is no sum over its heads"
+    for layer, of_heads in enumerate(outputs):
+        attention = _apart(traces, "attn_out", layer, step)
+        parts += [("head", layer, head, vector.to(attention)) for head, vector in enumerate(of_heads)]
+        parts.append(("head_rest", layer, -1, attention - of_heads.sum(0).to(attention)))
+    return parts, ""
 
-    def _apart(self, site: str, layer: int) -> Tensor:
-        a, b = (trace.records[site, layer][self.step].double() for trace in self.traces)
-        return a - b
 
-    def _heads(self) -> list[Vector]:
-        parts = head_outputs(self.adapter, [self._apart("z", layer) for layer in self.layers])
-        if parts is None:
-            self.why = _NO_HEADS
-            return []
-        found: list[Vector] = []
-        for layer, heads in enumerate(parts):
-            attention = self._apart("attn_out", layer)
-            found += [("head", layer, head, vector.to(attention)) for head, vector in enumerate(heads)]
-            found.append(("head_rest", layer, -1, attention - heads.sum(0).to(attention)))
-        return found
-
-    def _row(self, part: str, layer: int, head: int, logits: Tensor) -> dict[str, Any]:
-        difference = float(logits[self.pair[0]] - logits[self.pair[1]])
-        labels = {"part": part, "layer": layer, "head": head, "logit_difference": difference, "l2": float(logits.norm())}
-        return {**labels, "token": self.pair[0], "other": self.pair[1]}
+def _rows(
+    through: Unembedding, traces: tuple[Trace, Trace], step: int, parts: list[Vector], pair: tuple[int, int] | None
+) -> list[dict[str, Any]]:
+    """A row a part: what it adds to the difference of the logits."""
+    last = max(layer for _, layer, *_ in parts)
+    streams = torch.stack([trace.records["resid_post", last][step].double() for trace in traces])
+    a, b = (trace.logits[step].double() for trace in traces if trace.logits is not None)
+    first, second = a.topk(2).indices.tolist() if pair is None else pair
+    frozen = through.frozen(streams[0])
+    found = frozen.parts(torch.stack([vector for *_, vector in parts]))
+    uncapped, capped = through.uncapped(streams), through.logits(streams)
+    # What path b's own scale makes of its stream otherwise than path a's would.
+    scale = frozen.parts(streams[1][None])[0] - (uncapped[1] - frozen.bias)
+    whole, total = capped[0] - capped[1], (a - b).to(capped)
+    more = {"scale": scale, "softcap": whole - (uncapped[0] - uncapped[1]), "unembedding": total - whole}
+    of_layers = found[[at for at, (part, *_) in enumerate(parts) if "head" not in part]]
+    more |= {"residual": total - of_layers.sum(0) - torch.stack(list(more.values())).sum(0), "total": total}
+    labels = [*((part, layer, head) for part, layer, head, _ in parts), *((name, -1, -1) for name in more)]
+    return [
+        {
+            "part": part, "layer": layer, "head": head, "logit_difference": float(logits[first] - logits[second]),
+            "l2": float(logits.norm()), "token": first, "other": second,
+        }
+        for (part, layer, head), logits in zip(labels, [*found, *more.values()], strict=True)
+    ]  # fmt: skip

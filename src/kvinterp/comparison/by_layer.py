@@ -166,7 +166,3 @@ def _layers(rows: pd.DataFrame, measure: str) -> Iterator[tuple[int, pd.Series]]
 def _wilcoxon(here: np.ndarray, against: np.ndarray) -> Test:
     # Hundreds of them, of which no interval is asked for.
     return wilcoxon(here, against, resamples=1)
-
-
-def _ratio(here: np.ndarray, before: np.ndarray) -> float:
-    return float(here.mean() / before.mean()) if before.any() else float("nan")

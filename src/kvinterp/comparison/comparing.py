@@ -6,29 +6,27 @@ import contextlib
 import dataclasses
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, overload
 
 import numpy as np
-import pandas as pd
 import torch
 from torch import Tensor
 
 from kvinterp.common import words
 from kvinterp.common.progress import counting
 from kvinterp.comparison.cache_errors import CACHE_ERRORS
-from kvinterp.comparison.choices import Choices
 from kvinterp.comparison.comparison import Comparison, Origin
 from kvinterp.comparison.forecast import forecast, say
-from kvinterp.comparison.given import compare_given
-from kvinterp.comparison.newest import NewestActivations
+from kvinterp.comparison.given import compare_given, trace_along
 from kvinterp.comparison.recordable import COMPARED, recordable
-from kvinterp.comparison.rows import failed, of_example
+from kvinterp.comparison.rows import Choices, of_example
 from kvinterp.comparison.several import Comparisons
 from kvinterp.comparison.tables import Differences
+from kvinterp.comparison.traces import compare_traces
 from kvinterp.comparison.vocabulary import PROTOCOLS
 from kvinterp.data import Prompt
-from kvinterp.errors import InputError, NonFiniteError, located, shown
+from kvinterp.errors import InputError, NonFiniteError, UnsupportedError, located, shown
 from kvinterp.models import Adapter, dtype_named, wrap
 from kvinterp.models.attaching import Site
 from kvinterp.models.hook_names import Names, names_of, places_of, sites_of
@@ -45,7 +43,7 @@ from kvinterp.models.inputs import (
     whole_numbers,
 )
 from kvinterp.models.provenance import provenance
-from kvinterp.models.sites import ROUTING_SITES
+from kvinterp.models.sites import LAYOUTS, ROUTING_SITES, ROWS
 from kvinterp.models.threads import own_threads
 from kvinterp.paths import ExecutionPath, Runner, Strategy, given_of, path_named, strategy_named
 from kvinterp.paths.batches import in_batches
@@ -54,6 +52,8 @@ from kvinterp.paths.decode import Collected, fed_to_all, length_of, lockstep
 from kvinterp.paths.finite import first_nonfinite
 from kvinterp.paths.sampling import drawing
 from kvinterp.paths.vocabulary import end_tokens
+from kvinterp.policies import Place
+from kvinterp.recording import SiteHook, Trace
 
 log = logging.getLogger("kvinterp")
 
@@ -63,7 +63,7 @@ def compare(
     model: Any,
     prompts: Any = None,
     a: str | ExecutionPath = ...,
-    b: str | ExecutionPath = ...,
+    b: str | ExecutionPath | Trace = ...,
     *,
     protocol: words.Protocol | str = ...,
     strategy: words.Strategy | str | Strategy = ...,
@@ -98,7 +98,7 @@ def compare(  # type: ignore[misc]
     model: Any,
     prompts: Any = None,
     a: str | ExecutionPath = "cached",
-    b: str | ExecutionPath | Sequence[str | ExecutionPath] = "recompute",
+    b: str | ExecutionPath | Trace | Sequence[str | ExecutionPath] = "recompute",
     *,
     protocol: words.Protocol | str = "matched",
     strategy: words.Strategy | str | Strategy = "greedy",
@@ -124,7 +124,7 @@ def compare(  # type: ignore[misc]
         b: The path it is compared with; of a list each, which gives :class:`Comparisons`: in the matched protocol all of them
             run beside one run of ``a``, and each pair gets the numbers that it gets alone. ``"given(FILE)"``: log-probs that
             another engine gave, whose tokens ``a`` is fed; there are no prompts then, and :func:`compare_given` says what the
-            table holds.
+            table holds. A trace that :meth:`kvinterp.Trace.from_arrays` made: the same, as a comparison.
         protocol: ``"matched"`` or ``"free"``; see PROTOCOLS.
         strategy: How tokens are chosen; both paths draw from the same random number at each step.
         max_new_tokens: Most steps; step 0 is the token the prefill decides.
@@ -158,14 +158,19 @@ def compare(  # type: ignore[misc]
     if (file := given_of(b)) is not None:
         check_unread("prompts", prompts, None, f"{b} holds its own texts; leave it out")
         return compare_given(model, file, path=a)
+    if isinstance(b, Trace):
+        check_unread("prompts", prompts, None, "the trace has its own; leave it out")
+        return compare_traces(trace_along(model, a, b.prompt, b.tokens), b, cache_errors)
     if prompts is None:
         raise InputError("no prompts were given: expected a text, a Prompt, token ids or a list of them; give some.")
     adapter, path_a, strategy = wrap(model), path_named(a), strategy_named(strategy)
-    several = isinstance(b, list | tuple)
-    if isinstance(b, list | tuple):
-        check_listed("b", b)
-    others = tuple(map(path_named, b)) if isinstance(b, list | tuple) else (path_named(b),)
-    _check_others(others)
+    given_b: Sequence[Any] = b if isinstance(b, list | tuple) else (b,)
+    check_listed("b", given_b)
+    others = tuple(map(path_named, given_b))
+    if not others:
+        raise InputError("b=[] was given: expected a path, or a list of at least one.")
+    if (twice := next((path for path in others if others.count(path) > 1), None)) is not None:
+        raise InputError(f"b names {str(twice)!r} twice: give each path once.")
     check_choice("protocol", protocol, tuple(PROTOCOLS))
     check_choice("stop", stop, ("end of sequence", "length"))
     check_choice("progress", progress, ("bar", "none"))
@@ -222,42 +227,21 @@ def compare(  # type: ignore[misc]
                 made = in_batches(adapter, run.paths, tokens, max_new_tokens, batch_size, work, finished)
                 parts += [Comparison.joined(pair) for pair in zip(*made, strict=True)]
         if done is None and all(part.examples.empty for part in parts):
-            raise _none_compared(parts[0])
+            failures = parts[0].failures
+            which = f"none of the {len(failures)} prompts can be compared; the first," if len(failures) > 1 else "prompt"
+            raise NonFiniteError(f"{which} {shown(failures['id'].iloc[0])}: {failures['message'].iloc[0]}")
     ids = dict(zip(numbers, tokens, strict=True))
-    given, origin = (
-        _as_prompts(items, names),
-        Origin(weakref.ref(adapter.model), adapter.facts.name, adapter.tokenizer, ids),
-    )
+    origin = Origin(weakref.ref(adapter.model), adapter.facts.name, adapter.tokenizer, ids)
+    # As the tables name them; token ids have no text of their own.
+    texts = all(isinstance(item, Prompt | str) for item in items)
+    known = [Prompt(name, item) if isinstance(item, str) else item for item, name in zip(items, names, strict=True)]
     for part in parts:
-        part.prompts, part.origin = given, origin
-    return Comparisons(parts) if several else parts[0]
+        part.prompts, part.origin = known if texts else [], origin
+    return parts[0] if given_b == (b,) else Comparisons(parts)
 
 
 def failures_kept(part: Comparison) -> None:
     """The ``done`` of those who go on where no prompt could be compared, and read ``failures`` themselves."""
-
-
-def _none_compared(part: Comparison) -> NonFiniteError:
-    first = part.failures.iloc[0]
-    which = f"prompt {shown(first['id'])}"
-    if len(part.failures) > 1:
-        which = f"none of the {len(part.failures)} prompts can be compared; the first, {shown(first['id'])}"
-    return NonFiniteError(f"{which}: {first['message']}")
-
-
-def _check_others(others: Sequence[ExecutionPath]) -> None:
-    if not others:
-        raise InputError("b=[] was given: expected a path, or a list of at least one.")
-    twice = next((path for path in others if others.count(path) > 1), None)
-    if twice is not None:
-        raise InputError(f"b names {str(twice)!r} twice: give each path once.")
-
-
-def _as_prompts(items: Sequence[Any], names: Sequence[str]) -> list[Prompt]:
-    """What was asked, as the tables name it; empty where token ids were given, which have no text of their own."""
-    if not all(isinstance(item, Prompt | str) for item in items):
-        return []
-    return [item if isinstance(item, Prompt) else Prompt(name, item) for item, name in zip(items, names, strict=True)]
 
 
 @dataclasses.dataclass
@@ -280,7 +264,7 @@ class _Paths:
     def __post_init__(self) -> None:
         self.targets = [self.adapter.at(dtype_named(path.dtype)) for path in self.paths]
         for target in self.targets:
-            NewestActivations(target, self.wanted)
+            _Newest(target, self.wanted)
         self.abouts = [self._about(other) for other in range(1, len(self.paths))]
 
     def _about(self, other: int) -> dict[str, Any]:
@@ -311,7 +295,7 @@ class _Paths:
         ends = end_tokens(self.adapter, prompt.device) if self.stop == "end of sequence" else None
         others = range(1, len(self.paths))
         given = fed_to_all(self.continuation, len(self.paths), len(prompts), prompt.device)
-        newest = [NewestActivations(target, self.wanted) for target in self.targets]
+        newest = [_Newest(target, self.wanted) for target in self.targets]
         heads, same_text = (range(facts.query_heads), range(facts.kv_heads)), self.protocol == "matched"
         differences = [Differences(self.layers, *heads, self.cache_errors, same_text=same_text) for _ in others]
         collected, choices = Collected(), Choices()
@@ -340,59 +324,78 @@ class _Paths:
                     flipped[at] = flipped[at] | unlike
         decided = [choices.of_rows(choose.distances, other) for other in others]
         frames = [each.frames(indices) for each in differences]
-        stops = [] if ends is None else ends.tolist()
-        caches = [{"a": runners[0].cache, "b": runners[other].cache} for other in others]
-        abouts = [{**about, "caches": each} for about, each in zip(self.abouts, caches, strict=True)]
-        for about, other in zip(abouts, others, strict=True):
-            sides = {"a": (self.paths[0], runners[0]), "b": (self.paths[other], runners[other])}
-            seen = {
-                side: witnessed(path, runner.witness) for side, (path, runner) in sides.items() if path.call is not None
-            }
-            if seen:
-                about["witness"] = {side: {name: [n, n] for name, n in each.items()} for side, each in seen.items()}
+        abouts = [self._told(other, runners) for other in others]
         # Numbered by lane first; each prompt asks for the rows of both lanes of a pair.
-        lists = collected.lists()
-        return [
-            [
-                self._one(
-                    (self.paths[0], self.paths[other]),
-                    example,
-                    names[row],
-                    prompts[row],
-                    [(each[0][row], each[other][row]) for each in lists],
-                    decided[at][row],
-                    collected.padding,
-                    frames[at],
-                    stops,
-                    abouts[at],
-                )
-                for at, other in enumerate(others)
-            ]
-            for row, example in enumerate(indices)
-        ]
+        chosen, fed, sound = collected.lists()
+        stops = [] if ends is None else ends.tolist()
 
-    def _one(
-        self,
-        paths: tuple[ExecutionPath, ExecutionPath],
-        example: int,
-        name: str,
-        prompt: Sequence[int],
-        collected: Sequence[Any],
-        decided: Mapping[str, np.ndarray],
-        padding: Tensor | None,
-        frames: dict[str, pd.DataFrame],
-        stops: Sequence[int],
-        about: dict[str, Any],
-    ) -> Comparison:
-        chosen, fed, sound = collected
-        count = min(length_of(tokens, stops) for tokens in fed)
-        for path, tokens, fine in zip(paths, fed, sound, strict=True):
-            if not all(fine[:count]):
-                message = first_nonfinite(self.adapter, path, prompt, tokens[: count - 1], padding)
-                return failed(example, name, message, frames, about)
-        a, b = (np.asarray(tokens[:count]) for tokens in chosen)
-        texts = (self.adapter.decode(a.tolist()), self.adapter.decode(b.tolist()))
-        return of_example(example, name, prompt, frames, (a, b), texts, about, decided, self.adapter.pieces)
+        def compared(row: int, at: int) -> Comparison:
+            sides = (0, others[at])
+            count, failure = min(length_of(fed[side][row], stops) for side in sides), ""
+            for side in sides:
+                if not failure and not all(sound[side][row][:count]):
+                    tokens = fed[side][row][: count - 1]
+                    failure = first_nonfinite(self.adapter, self.paths[side], prompts[row], tokens, collected.padding)
+            a, b = (np.asarray(chosen[side][row][:count]) for side in sides)
+            texts = ("", "") if failure else (self.adapter.decode(a.tolist()), self.adapter.decode(b.tolist()))
+            return of_example(
+                indices[row], names[row], prompts[row], frames[at], (a, b), texts, abouts[at], decided[at][row],
+                self.adapter.pieces, failure,
+            )  # fmt: skip
+
+        return [[compared(row, at) for at in range(len(others))] for row in range(len(prompts))]
+
+    def _told(self, other: int, runners: Sequence[Any]) -> dict[str, Any]:
+        """What a pair of paths was compared with, and what their call plans saw themselves do."""
+        sides = {"a": (self.paths[0], runners[0]), "b": (self.paths[other], runners[other])}
+        about = {**self.abouts[other - 1], "caches": {side: runner.cache for side, (_, runner) in sides.items()}}
+        seen = {
+            side: {name: [n, n] for name, n in witnessed(path, runner.witness).items()}
+            for side, (path, runner) in sides.items()
+            if path.call is not None
+        }
+        return {**about, "witness": seen} if seen else about
+
+
+class _Newest(SiteHook):
+    """Holds what one path shows at the newest position, until the next step."""
+
+    def __init__(self, adapter: Adapter, wanted: Sequence[Site]) -> None:
+        super().__init__(adapter, wanted, "newest", rows="said")
+        self.architecture, self.seen = adapter.facts.architecture, dict[Site, Tensor]()
+
+    @property
+    def reads(self) -> bool:
+        """Whether it hears a site of the cache; of which rows that is, is told where some may be missing."""
+        return bool(self._reads)
+
+    def begin_step(self, step: int) -> None:
+        """Lets go of the step before."""
+        self.seen.clear()
+
+    def on_read(self, place: Place, keys: Tensor, values: Tensor) -> None:
+        """Hears what attention is about to read, and of which rows where a policy may have let go of some."""
+        if place.rows is not None:
+            self.seen[ROWS, place.layer] = place.rows.to(self._device)
+        super().on_read(place, keys, values)
+
+    def see(self, site: str, layer: int, start: int, tensor: Tensor) -> None:
+        """Holds the newest row; of a cache site all rows.
+
+        Raises:
+            UnsupportedError: A residual site holds several streams.
+        """
+        layout = LAYOUTS[site]
+        if layout.group == "residual" and tensor.dim() != layout.dimensions:
+            # Gemma 3n, DeepSeek-V4 and others carry several streams, which are mixed at every block.
+            raise UnsupportedError(
+                f"{site} of {self.architecture} is several residual streams side by side, of shape "
+                f"{tuple(tensor.shape)}, and cannot be compared as one: leave it out, as in record='kv'."
+            )
+        if (ROWS, layer) in self.seen and layout.group == "cache":
+            # What is left is moved to the front of a preallocated cache before anyone compares.
+            tensor = tensor.clone()
+        self.seen[site, layer] = tensor if layout.group == "cache" else tensor.select(layout.rows, -1)
 
 
 def _compared(adapter: Adapter, record: Names | None, layers: Iterable[int] | int | None) -> tuple[str, ...]:

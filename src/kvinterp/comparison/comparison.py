@@ -135,8 +135,9 @@ class Comparison(Kept):
 
     @property
     def statistics(self) -> dict[str, float]:
-        """What ``llama-perplexity --kl-divergence`` prints, over every step of every example."""
+        """What ``llama-perplexity --kl-divergence`` prints, over every step of every example that has a KL."""
         steps = self.steps
+        steps = steps[steps["kl"].notna()] if "compared" in steps else steps
         return metrics.kl_statistics(
             steps["kl"].to_numpy(), steps["top1_agree"].to_numpy(), steps["top_probability_difference"].to_numpy()
         )
@@ -155,8 +156,8 @@ class Comparison(Kept):
             "mean_kl": _mean(steps["kl"]),
             "mean_kl_before_flip": _mean(before),
             "mean_kl_after_flip": _mean(after),
-            "max_abs_logit": None if steps.empty else float(steps["max_abs_logit"].max()),
-            "statistics": None if steps.empty else self.statistics,
+            "max_abs_logit": None if steps["max_abs_logit"].isna().all() else float(steps["max_abs_logit"].max()),
+            "statistics": None if steps["kl"].isna().all() else self.statistics,
             "failures": self.failures.to_dict("records"),
             "provenance": {k: v for k, v in self.provenance.items() if k not in ("paths", "protocol", "strategy")},
         }
@@ -207,8 +208,8 @@ class Comparison(Kept):
         return tuple(self.provenance.get("derived", ()))
 
     def where(self) -> str:
-        """A few sentences: whether the paths differ, when, and in which layer, head and cache position most."""
-        return "\n".join(self.behind("reading.where").where(self))
+        """What was found, a line each: whether the paths differ, when, and in which layer, head and cache position most."""
+        return "\n".join(self.behind("findings.of_comparison").where(self))
 
     def __repr__(self) -> str:
         """What it is of, in one line; the tables are attributes."""
@@ -297,4 +298,4 @@ def _witnesses(abouts: Sequence[dict[str, Any]]) -> dict[str, dict[str, dict[str
 
 
 def _mean(values: pd.Series) -> float | None:
-    return float(values.mean()) if len(values) else None
+    return float(values.mean()) if values.notna().any() else None

@@ -105,7 +105,7 @@ def logit_lens(
     """
     adapter, paths = wrap(model), (path_named(a), path_named(b))
     check_whole("max_new_tokens", max_new_tokens)
-    through, rows = Unembedding(adapter), []
+    through, tables = Unembedding(adapter), list[pd.DataFrame]()
     layers = adapter.facts.layers
     record = ["blocks.0.hook_resid_pre", "resid_post"]
     places = [("resid_pre", 0), *(("resid_post", layer) for layer in range(layers))]
@@ -113,8 +113,10 @@ def logit_lens(
         traces = beside(adapter, tokens, paths, max_new_tokens, record)
         for step in range(len(traces[0].tokens)):
             shown = [_read(through, trace, places, step) for trace in traces]
-            rows += [{"example": example, "step": step, **row} for row in _rows(adapter, *shown)]
-    return LogitLens(pd.DataFrame(rows), told(adapter, paths, max_new_tokens=max_new_tokens))
+            tables.append(_table(adapter, *shown).assign(example=example, step=step))
+    found = pd.concat(tables, ignore_index=True)
+    front = ["example", "step"]
+    return LogitLens(found[[*front, *found.columns.drop(front)]], told(adapter, paths, max_new_tokens=max_new_tokens))
 
 
 def beside(
@@ -151,22 +153,19 @@ def _read(through: Unembedding, trace: Trace, places: Sequence[tuple[str, int]],
     return torch.cat([found, trace.logits[step][None].to(found)])
 
 
-def _rows(adapter: Adapter, a: Tensor, b: Tensor) -> list[dict[str, Any]]:
+def _table(adapter: Adapter, a: Tensor, b: Tensor) -> pd.DataFrame:
+    """A row a layer."""
     tops = [each.argmax(-1).tolist() for each in (a, b)]
-    texts = [adapter.pieces(each) for each in tops]
-    kl, last = metrics.kl_divergence(a, b).tolist(), metrics.kl_divergence(a, a[-2:-1].expand_as(a)).tolist()
-    apart = (a - b).abs().amax(-1).tolist()
-    return [
+    return pd.DataFrame(
         {
-            "layer": at - 1,
-            "kl": kl[at],
-            "max_abs_logit": apart[at],
-            "top_a": tops[0][at],
-            "top_b": tops[1][at],
-            "text_a": texts[0][at],
-            "text_b": texts[1][at],
-            "same_top": tops[0][at] == tops[1][at],
-            "kl_to_last": last[at],
+            "layer": range(-1, len(a) - 1),
+            "kl": metrics.kl_divergence(a, b).tolist(),
+            "max_abs_logit": (a - b).abs().amax(-1).tolist(),
+            "top_a": tops[0],
+            "top_b": tops[1],
+            "text_a": adapter.pieces(tops[0]),
+            "text_b": adapter.pieces(tops[1]),
+            "same_top": [one == other for one, other in zip(*tops, strict=True)],
+            "kl_to_last": metrics.kl_divergence(a, a[-2:-1].expand_as(a)).tolist(),
         }
-        for at in range(len(a))
-    ]
+    )

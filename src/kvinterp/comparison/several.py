@@ -121,6 +121,7 @@ class Comparisons(Kept):
             mine = {
                 name: table[table["pair"] == b].drop(columns="pair").reset_index(drop=True)
                 for name, table in tables.items()
+                if name in TABLES
             }
             pairs.append(Comparison.read(mine, told))
         return cls(pairs)

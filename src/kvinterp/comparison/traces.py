@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import pandas as pd
 import torch
 from torch import Tensor
 
 from kvinterp.comparison.cache_errors import CACHE_ERRORS
-from kvinterp.comparison.choices import chance
 from kvinterp.comparison.comparison import Comparison
 from kvinterp.comparison.recordable import COMPARED
-from kvinterp.comparison.rows import of_example
+from kvinterp.comparison.rows import chance, of_example
 from kvinterp.comparison.tables import Differences
 from kvinterp.errors import InputError
 from kvinterp.models.attaching import Site
@@ -27,6 +27,10 @@ def compare_traces(a: Trace, b: Trace, cache_errors: str = "aggregated") -> Comp
 
     Residual sites and patterns are compared at the newest position, of those recorded with ``positions="all"`` too; cache
     sites where they were recorded with ``positions="all"``.
+
+    Of traces of someone's arrays (:meth:`kvinterp.Trace.from_arrays`) log-probs are compared, at the tokens that both sides give:
+    ``compared`` of the steps says how many. Where these are not the whole vocabulary, what needs it (KL, JS) is NaN, not given.
+    On the same text tokens are not compared: which were drawn says nothing of what was computed.
 
     Args:
         a: The leading trace.
@@ -55,15 +59,21 @@ def compare_traces(a: Trace, b: Trace, cache_errors: str = "aggregated") -> Comp
     heads = _head_labels(a.heads, b.heads, "query heads", (a, b), ("pattern",))
     kv_heads = _head_labels(a.kv_heads, b.kv_heads, "KV heads", (a, b), CACHE_SITES)
     differences = Differences(layers, heads, kv_heads, cache_errors)
-    padding = padding_of((a.logits[:count], b.logits[:count]))
-    flips = np.flatnonzero(np.asarray(a.tokens[:count]) != np.asarray(b.tokens[:count]))
+    matched = a.fed[: count - 1] == b.fed[: count - 1]
+    given = next((trace for trace in (a, b) if trace.ids is not None), None)
+    rows = (a.logits[:count], b.logits[:count]) if given is None else _aligned(a, b, count)
+    padding = padding_of(rows)
+    sides = (given, given) if given is not None and matched else (a, b)
+    chosen = (np.asarray(sides[0].tokens[:count]), np.asarray(sides[1].tokens[:count]))
+    flips = np.flatnonzero(chosen[0] != chosen[1])
     for step in range(count):
         seen = (_shown(a, step), _shown(b, step))
-        logits = (a.logits[step : step + 1, ~padding], b.logits[step : step + 1, ~padding])
+        logits = (rows[0][step : step + 1, ~padding], rows[1][step : step + 1, ~padding])
         after = int(flips.size > 0 and step > flips[0])
         differences.add(step, [0], len(a.prompt) + step, logits, seen, torch.tensor([after]))
-    matched = a.fed[: count - 1] == b.fed[: count - 1]
     about = {
+        **_UNKNOWN,
+        **b.provenance,
         **a.provenance,
         "paths": {"a": a.path, "b": b.path},
         "protocol": "matched" if matched else "free",
@@ -72,12 +82,62 @@ def compare_traces(a: Trace, b: Trace, cache_errors: str = "aggregated") -> Comp
         "derived": sorted({*a.derived, *b.derived} & {"pattern"}),
         "lets_go": list(thinned),
     }
-    chosen = (np.asarray(a.tokens[:count]), np.asarray(b.tokens[:count]))
     decided = {
         f"probability_{side}": chance(logits[:count], torch.from_numpy(tokens).to(logits.device)).cpu().numpy()
-        for side, logits, tokens in zip("ab", (a.logits, b.logits), chosen, strict=True)
+        for side, logits, tokens in zip("ab", rows, chosen, strict=True)
     }
-    return of_example(0, "0", a.prompt, differences.frames([0]), chosen, ("", ""), about, decided)
+    frames = differences.frames([0])
+    if given is not None:
+        frames["steps"] = _of_both(frames["steps"], *rows)
+        at = torch.arange(count)
+        decided = {
+            name: side[at, torch.from_numpy(tokens)].exp().numpy()
+            for name, side, tokens in zip(decided, rows, chosen, strict=True)
+        }
+    return of_example(0, "0", a.prompt, frames, chosen, ("", ""), about, decided)
+
+
+_UNKNOWN = {name: f"{name} not given" for name in ("model", "kind", "dtype", "attention", "weights", "device", "threads")}
+
+
+def _aligned(a: Trace, b: Trace, count: int) -> tuple[Tensor, Tensor]:
+    """``[step, token]`` of both, log-probs in float64, NaN where none is given."""
+    widths = [int(each.ids.max()) + 1 if each.ids is not None else each.logits.shape[1] for each in (a, b)]  # type: ignore
+    whole = [each.ids is None or each.ids.dim() == 1 for each in (a, b)]
+    width = max(widths)
+    if any(full and size < width for full, size in zip(whole, widths, strict=True)):
+        raise InputError(f"the traces are of {widths[0]:,} and {widths[1]:,} tokens: give two of one vocabulary.")
+
+    def rows(trace: Trace) -> Tensor:
+        logits = trace.logits[:count].cpu().double()  # type: ignore[index]
+        if trace.ids is None:
+            return logits.log_softmax(-1)
+        places = trace.ids.expand(len(trace.tokens), -1)[:count]
+        return logits.new_full((count, width), torch.nan).scatter(1, places, logits)
+
+    return rows(a), rows(b)
+
+
+def _of_both(steps: pd.DataFrame, a: Tensor, b: Tensor) -> pd.DataFrame:
+    """The table of steps with how many tokens both sides give, and where these are not all with what can be said of them."""
+    steps, gap = steps.sort_values("step", ignore_index=True), b - a
+    low = [each.masked_fill(each.isnan(), -torch.inf) for each in (a, b)]
+    best = [each.topk(min(2, each.shape[1])) for each in low]
+    top, most = best[0].indices[:, :1], gap.abs().nan_to_num(-1.0).amax(-1)
+    margins = [(each.values[:, 0] - each.values[:, -1]) for each in best]
+    found = {
+        "max_abs_logit": most.masked_fill(most < 0, torch.nan),
+        "rms_logit": gap.square().nanmean(-1).sqrt(),
+        "top1_agree": low[0].argmax(-1) == low[1].argmax(-1),
+        "margin_a": margins[0].masked_fill(margins[0].isinf(), torch.nan),
+        "margin_b": margins[1].masked_fill(margins[1].isinf(), torch.nan),
+        "top_probability_difference": (b.gather(1, top).exp() - a.gather(1, top).exp())[:, 0],
+    }
+    compared = (~gap.isnan()).sum(-1)
+    part = (compared < gap.shape[1]).numpy()
+    for name, values in found.items():
+        steps.loc[part, name] = values.numpy()[part]
+    return steps.assign(compared=compared.numpy())
 
 
 def _check_rows(trace: Trace) -> None:

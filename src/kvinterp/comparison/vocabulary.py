@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 PROTOCOLS = {
-    "matched": "both paths are fed the same tokens at every step: the difference is of how they compute, and not of their texts",
+    "matched": "both paths are fed the same tokens at every step, so only their arithmetic differs, and not their texts",
     "free": "each path is fed its own tokens: after the first flip the two contexts differ",
 }
 PARTS = {
     "fresh": "the newest row, computed alone at this step",
     "alone": "K and V of the decoded rows, each computed alone at its own step",
-    "anew": "K and V of earlier rows, which the recompute path makes anew among another number of rows",
-    "kept": "K and V that the cached path keeps otherwise than they were written",
+    "anew": "K and V of earlier rows, which the recompute path computes again among a different number of rows",
+    "kept": "K and V that the cached path stores differently from how they were computed",
 }
 """What makes the difference of two paths; as vectors they add up to the whole."""
 ANEW = {
-    "prompt": "K and V of the prompt's rows made anew",
-    "remade": "K and V of the decoded rows made anew",
+    "prompt": "K and V of the prompt's rows, computed again",
+    "remade": "K and V of the decoded rows, computed again",
 }
 """What ``anew`` consists of."""
 
@@ -32,3 +32,5 @@ EMBEDDING = -1
 """The layer number that stands for what enters the first block."""
 ONE_BY_ONE = "tokens fed one by one"
 """How an audit feeds tokens where it feeds them as decoding does."""
+UNCHANGED = "wrote the very values that were there, and changed nothing"
+"""Said of a patch whose donor is equal to what it replaces."""

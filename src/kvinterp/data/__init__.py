@@ -8,25 +8,3 @@ from kvinterp.data.gsm8k import extracted
 from kvinterp.data.prompts import load_prompts
 from kvinterp.data.sources import SOURCES, names_source, source_named
 from kvinterp.data.tasks import JUDGES, TASKS, Task, score, stream
-
-__all__ = [
-    "JUDGES",
-    "SOURCES",
-    "TASKS",
-    "Example",
-    "Loop",
-    "Prompt",
-    "Split",
-    "Task",
-    "check_characters",
-    "extracted",
-    "load_prompts",
-    "loop_at_end",
-    "names_source",
-    "outside_share",
-    "score",
-    "source_named",
-    "split_of",
-    "stream",
-    "task_words",
-]

@@ -6,9 +6,10 @@ mixture can move a heldout problem into the training stream.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from random import Random
@@ -43,7 +44,7 @@ class Prompt:
     answer: str = ""
     facts: tuple[str, ...] = ()
     meta: Mapping[str, Any] = field(default_factory=dict, hash=False)
-    messages: tuple[Mapping[str, str], ...] = field(default=(), hash=False)
+    messages: Sequence[Mapping[str, str]] = field(default=(), hash=False)
 
     def __post_init__(self) -> None:
         for name in ("id", "text", "task", "answer"):
@@ -93,21 +94,19 @@ def split_of(text: str) -> Split:
     return "heldout" if int.from_bytes(digest, "big") % 10 == 0 else "train"
 
 
-def check_split(split: str) -> None:
-    """Raises InputError unless ``split`` is a split."""
-    if split not in get_args(Split):
-        raise unknown("split", split, get_args(Split))
-
-
-def draws(draw: Callable[[Random], Example], seed: int, split: Split) -> Iterator[Example]:
+def draws(draw: Callable[[Random], Example], seed: int, split: str) -> Iterator[Example]:
     """Yields one task's examples of one split without end; the same problem may come again.
 
     Args:
         draw: Makes one example from a random state.
         seed: Seed of the stream.
         split: Which split the problems are taken from.
+
+    Raises:
+        InputError: There is no such split.
     """
-    check_split(split)
+    if split not in get_args(Split):
+        raise unknown("split", split, get_args(Split))
     rng = Random(seed)
     while True:
         example = draw(rng)
@@ -115,10 +114,11 @@ def draws(draw: Callable[[Random], Example], seed: int, split: Split) -> Iterato
             yield example
 
 
+@functools.lru_cache(maxsize=8)
 def distinct(
     draw: Callable[[Random], Example], count: int, seed: int, split: Split, most: int | None = None
-) -> list[Example]:
-    """Collects ``count`` examples with pairwise different problem texts.
+) -> tuple[Example, ...]:
+    """Collects ``count`` examples with pairwise different problem texts; kept, for thousands of them take seconds.
 
     Args:
         draw: Makes one example from a random state.
@@ -128,22 +128,15 @@ def distinct(
         most: How many different ones the split has, where they were counted: more are refused without a search for them.
 
     Raises:
-        InputError: If ``count`` is below one, the split is unknown, or the task has too few different problems.
+        InputError: ``count`` is below one or above :data:`MOST`, the split is unknown, or there are too few different problems.
     """
-    if count < 1:
-        raise InputError(f"asked for {count} problems: expected a positive number; ask for at least 1.")
-    if count > MOST:
-        raise InputError(f"asked for {count:,} problems: expected at most {MOST:,}; ask for fewer.")
-    check_split(split)
-    if most is not None and count > most:
-        raise InputError(
-            f"asked for {count:,} different {split} problems, but the generator has only {most:,}: ask for fewer."
-        )
+    if not 1 <= count <= MOST:
+        raise InputError(f"asked for {count:,} problems: expected at least 1, and at most {MOST:,}.")
     found: dict[str, Example] = {}
-    for example in islice(draws(draw, seed, split), 200 + 20 * count):
+    for example in islice(draws(draw, seed, split), 200 + 20 * count if most is None or count <= most else 0):
         found.setdefault(example.prompt.text, example)
         if len(found) == count:
-            return list(found.values())
+            return tuple(found.values())
     raise InputError(
-        f"asked for {count} different {split} problems, but the generator gave only {len(found)}: ask for fewer."
+        f"asked for {count:,} different {split} problems, but the generator has only {most or len(found):,}: ask for fewer."
     )

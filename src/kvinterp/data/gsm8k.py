@@ -88,7 +88,7 @@ class Gsm8k(FewShot):
             raise unexpected("format", self.format, f"a text with {QUESTION} where the question goes")
         if self.answer not in ANSWERS:
             raise unknown("way to read an answer", self.answer, ANSWERS)
-        if self.cut == "on" and not self._mark:
+        if self.cut == "on" and not self.mark():
             raise InputError(
                 f"cut=on cuts where a next question begins, but format={shown(self.format)} begins with the question itself: "
                 "put a word before it, or pass cut=off."
@@ -106,12 +106,8 @@ class Gsm8k(FewShot):
             train = self._examples(self.train, "test") if of_file else self._examples(self.file, self.train)
         return sampled(asked, train, self, self.file)
 
-    def mark(self, prompt: Prompt) -> str:
+    def mark(self, prompt: Prompt | None = None) -> str:
         """What the format begins with."""
-        return self._mark
-
-    @property
-    def _mark(self) -> str:
         return self.format.partition(QUESTION)[0].strip()
 
     def _examples(self, file: str, split: str) -> list[Example]:

@@ -60,39 +60,36 @@ def lines_of(path: Path) -> list[tuple[str, dict[str, Any]]]:
     Raises:
         InputError: There is no such file, it is no UTF-8, it has no line, or one of them is no object.
     """
-    _check_there(path)
-    if path.suffix != ".jsonl":
-        raise InputError(f"prompt file {path.name!r} ends with {path.suffix!r}: expected .jsonl, one JSON object a line.")
-    # Only a line feed ends a line: JSON strings may hold U+2028, which str.splitlines would cut at.
-    lines = [(number, line) for number, line in enumerate(_text_of(path).split("\n"), start=1) if line.strip()]
-    if not lines:
-        raise InputError(f'prompt file {path.name!r} is empty: expected lines such as {{"prompt": "..."}}; add one.')
-    places = [f"prompt file {path.name!r}, line {number}" for number, _ in lines]
-    return [(where, _object(where, line)) for where, (_, line) in zip(places, lines, strict=True)]
+    lines = _lines(path, ".jsonl", 'lines such as {"prompt": "..."}')
+    return [(where, _object(where, line)) for where, line in lines]
 
 
-def _check_there(path: Path) -> None:
+def _lines(path: Path, suffix: str, expected: str) -> list[tuple[str, str]]:
+    """The lines of a file that are not blank, each with what errors call it."""
     if not is_file(path):
         raise InputError(
             f"prompt file {str(path)!r} does not exist or is no file: expected the path of a .jsonl or .txt file, a generator "
             "such as arithmetic:20, or a text with a space in it, which is a prompt; check the path."
         )
-
-
-def _text_of(path: Path) -> str:
+    named = f"prompt file {path.name!r}"
+    if path.suffix.lower() != suffix:
+        raise InputError(f"{named} ends with {path.suffix!r}: expected .jsonl, one JSON object a line.")
     try:
         text = io.StringIO(bytes_of(path).decode("utf-8-sig"), newline=None).getvalue()
     except UnicodeDecodeError as error:
-        raise InputError(
-            f"prompt file {path.name!r} is not UTF-8 text (byte {error.start}): save it as UTF-8 and try again."
-        ) from error
+        raise InputError(f"{named} is not UTF-8 text (byte {error.start}): save it as UTF-8 and try again.") from error
     except OSError as error:
         raise InputError(
-            f"prompt file {str(path)!r} cannot be read ({error.strerror or error}): check the file, or copy it again."
+            f"{named} cannot be read ({error.strerror or error}): check the file, or copy it again."
         ) from error
-    if (lines := text.count("\n")) > MOST:
-        raise InputError(f"prompt file {path.name!r} has {lines:,} lines: expected at most {MOST:,}; take fewer.")
-    return text
+    # Only a line feed ends a line: JSON strings may hold U+2028, which str.splitlines would cut at.
+    lines = text.split("\n")
+    if len(lines) > MOST + 1:
+        raise InputError(f"{named} has {len(lines):,} lines: expected at most {MOST:,}; take fewer.")
+    found = [(f"{named}, line {number}", line.removesuffix("\r")) for number, line in enumerate(lines, 1) if line.strip()]
+    if not found:
+        raise InputError(f"{named} is empty: expected {expected}; add one.")
+    return found
 
 
 def ids_of(records: Sequence[tuple[str, Mapping[str, Any]]], unless_given: Callable[[int], str]) -> list[str]:
@@ -148,14 +145,20 @@ def _object(where: str, line: str) -> dict[str, Any]:
 
 
 def prompts_of(path: Path) -> list[Prompt]:
-    """The prompts of a file, as :func:`kvinterp.data.load_prompts` says."""
-    _check_there(path)
+    """The prompts of a file, as :func:`kvinterp.data.load_prompts` says; of a ``.txt`` file each line as it stands there."""
     if path.suffix.lower() == ".txt":
-        return _texts_of(path)
+        lines = _lines(path, ".txt", "a prompt a line")
+        for where, line in lines:
+            check_characters(line, where)
+        return [Prompt(id=_line_id(where), text=line) for where, line in lines]
     records = lines_of(path)
     _check_fields(records)
-    ids = ids_of(records, lambda number: f"line-{records[number][0].rpartition(' ')[2]}")
+    ids = ids_of(records, lambda number: _line_id(records[number][0]))
     return [_prompt(where, record, own) for (where, record), own in zip(records, ids, strict=True)]
+
+
+def _line_id(where: str) -> str:
+    return f"line-{where.rpartition(' ')[2]}"
 
 
 FIELDS = ("prompt", "text", "id", "task", "answer", "facts", "meta", "messages")
@@ -172,17 +175,6 @@ def _check_fields(records: Sequence[tuple[str, Mapping[str, Any]]]) -> None:
     if others:
         log.warning("of the prompts in %s these fields are not read: %s", records[0][0].partition(",")[0],
                     ", ".join(map(shown, sorted(others)[:8])))  # fmt: skip
-
-
-def _texts_of(path: Path) -> list[Prompt]:
-    """A line a prompt, as it stands there; blank lines are none."""
-    split = enumerate(_text_of(path).split("\n"), start=1)
-    lines = [(number, line.removesuffix("\r")) for number, line in split if line.strip()]
-    if not lines:
-        raise InputError(f"prompt file {path.name!r} is empty: expected a prompt a line; add one.")
-    for number, line in lines:
-        check_characters(line, f"prompt file {path.name!r}, line {number}")
-    return [Prompt(id=f"line-{number}", text=line) for number, line in lines]
 
 
 def _prompt(where: str, record: dict[str, Any], own: str) -> Prompt:

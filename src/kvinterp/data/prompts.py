@@ -5,19 +5,18 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from kvinterp.common.files import is_file
 from kvinterp.common.spec import check_length
-from kvinterp.data.example import MOST, Prompt, check_characters
+from kvinterp.data.example import Prompt, check_characters
 from kvinterp.data.few_shot import FewShot
 from kvinterp.data.jsonl import prompts_of
 from kvinterp.data.sources import SOURCES, names_source, source_named
 from kvinterp.data.tasks import TASKS
-from kvinterp.errors import InputError, unknown
+from kvinterp.errors import InputError, located, unknown
 
 NATURAL = "natural"
 """The name of the prompts that come with the package: 48, in turn a chat question, an opening of a book whose copyright has
@@ -91,36 +90,29 @@ def _looks_like_file(source: str) -> bool:
 
 def _generated(source: str) -> list[Prompt]:
     name, *numbers = (part.strip() for part in source.split(":"))
-    if name == NATURAL and len(numbers) < 2:
-        whole = prompts_of(Path(str(files(__package__))) / f"{NATURAL}.jsonl")
-        count = _number(source, "count", numbers[0], least=1) if numbers else len(whole)
-        if count > len(whole):
-            raise InputError(f"prompts {source!r}: there are {len(whole)} natural prompts; ask for at most so many.")
-        return whole[:count]
     if name not in TASKS and "(" in name:
         if name.partition("(")[0] in SOURCES:
             raise InputError(f"prompts {source!r} cannot be read: the bracket is not closed; {_FORMS}.")
         # A source whose name is mistyped.
         raise unknown("source of prompts", name.partition("(")[0], SOURCES, f"For prompts {_FORMS}.")
-    if name not in TASKS:
+    if name not in (*TASKS, NATURAL):
         raise unknown("prompt generator", name, [*TASKS, NATURAL], f"For prompts {_FORMS}.")
-    if len(numbers) not in (1, 2):
+    if len(numbers) not in ((0, 1) if name == NATURAL else (1, 2)):
         raise InputError(f"prompts {source!r}: {_FORMS}; write {name}:20.")
-    count = _number(source, "count", numbers[0], least=1)
-    seed = _number(source, "seed", numbers[1], least=0) if len(numbers) == 2 else 0
-    examples = TASKS[name].generate(count, seed, "heldout")
-    return [replace(example.prompt, id=f"{name}-{seed}-{index}") for index, example in enumerate(examples)]
-
-
-def _number(source: str, what: str, text: str, least: int) -> int:
-    kind = "a positive integer" if least == 1 else "an integer of at least 0"
-    if not (text.isascii() and text.isdigit() and len(text) < 20 and int(text) >= least):
-        raise InputError(f"prompts {source!r}: the {what} is {text!r}, expected {kind}; write for example arithmetic:20.")
-    if what == "count" and int(text) > MOST:
-        raise InputError(
-            f"prompts {source!r}: {int(text):,} problems were asked for, expected at most {MOST:,}; ask for fewer."
-        )
-    return int(text)
+    for what, least, text in zip(("count", "seed"), (1, 0), numbers, strict=False):
+        if not (text.isascii() and text.isdigit() and len(text) < 20 and int(text) >= least):
+            kind = "a positive integer" if least else "an integer of at least 0"
+            raise InputError(
+                f"prompts {source!r}: the {what} is {text!r}, expected {kind}; write for example arithmetic:20."
+            )
+    counts = list(map(int, numbers))
+    if name != NATURAL:
+        with located(f"prompts {source!r}"):
+            return SOURCES[name](*counts[:1], seed=sum(counts[1:]), cut="off").prompts()
+    whole = prompts_of(Path(str(files(__package__))) / f"{NATURAL}.jsonl")
+    if sum(counts) > len(whole):
+        raise InputError(f"prompts {source!r}: there are {len(whole)} natural prompts; ask for at most so many.")
+    return whole[: sum(counts) or None]
 
 
 def _from_item(index: int, item: object) -> Prompt:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from random import Random
@@ -37,13 +36,7 @@ class Task:
             seed: Seed of the generator; the same count, seed and split give the same examples.
             split: ``"train"`` or ``"heldout"``; no problem text is ever in both.
         """
-        return list(_made(self.draw, count, seed, split, self.most.get(split)))
-
-
-@functools.lru_cache(maxsize=8)
-def _made(draw: Callable[[Random], Example], count: int, seed: int, split: Split, most: int | None) -> tuple[Example, ...]:
-    """A run asks for its prompts again and again, and thousands of them take seconds."""
-    return tuple(distinct(draw, count, seed, split, most))
+        return list(distinct(self.draw, count, seed, split, self.most.get(split)))
 
 
 TASKS: dict[str, Task] = {

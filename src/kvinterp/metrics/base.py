@@ -52,8 +52,7 @@ class Metric:
         zero: What it gives, exactly, when the two tensors are bitwise equal; None where it is of one path alone.
         nonnegative: Whether it can never be below zero.
         column: Its column there; default: its name.
-        together: Gives this metric and others of the same kind at once, by column, with the work they share done once and
-            the same bits; None where it shares none.
+        together: Gives this metric and others of the same kind at once, by column; None where it shares no work.
         over: Of K and V alone, how the numbers of several vectors come together, ``"mean"`` or ``"max"``. The first has the
             metric's own column in the summed tables, others one with their name behind it.
     """
@@ -69,6 +68,38 @@ class Metric:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "column", self.column or self.name)
+
+
+def parted(
+    kind: Kind,
+    together: Callable[[Tensor, Tensor], dict[str, Measure | Flag]],
+    *columns: tuple[str, float | bool | None, bool, str],
+    named: str = "{}",
+    **over: tuple[str, ...],
+) -> tuple[Metric, ...]:
+    """The metrics that one function gives at once, with the work they share done once.
+
+    Args:
+        kind: What the two tensors are.
+        together: Gives all of them by column.
+        columns: Of each the column, its zero, whether it can never be below that, and what it is.
+        named: Its name, given its column.
+        over: As :attr:`Metric.over`, by column.
+    """
+
+    def one(column: str, what: str) -> Callable[[Tensor, Tensor], Measure | Flag]:
+        def measure(a: Tensor, b: Tensor) -> Measure | Flag:
+            return together(a, b)[column]
+
+        measure.__doc__ = what
+        return measure
+
+    return tuple(
+        Metric(
+            named.format(column), one(column, what), kind, zero, nonnegative, column, together, over.get(column, ("mean",))
+        )
+        for column, zero, nonnegative, what in columns
+    )
 
 
 def float64_pair(a: Float[Tensor, "*shape"], b: Float[Tensor, "*shape"], what: str) -> Float64[Tensor, "path=2 *shape"]:

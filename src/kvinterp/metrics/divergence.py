@@ -26,14 +26,14 @@ A probability that underflows to zero in float64 still has its log-ratio, taken 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any
 
 import torch
-from jaxtyping import Float64, Int64
+from jaxtyping import Float64
 from torch import Tensor
 
 from kvinterp.common.shapes import Flag, Logits, Measure
-from kvinterp.metrics.base import Metric, float64_pair
+from kvinterp.metrics.base import float64_pair, parted
 
 #: Half log-ratios under this take ``tanh x - x`` from its series. Measured against 60 digits: there both ways have a
 #: relative error of 2e-14; the difference is worse below (1e-13 at 1e-3), the series above (2e-13 at 5e-3).
@@ -41,18 +41,6 @@ _SERIES_BELOW = 3e-3
 
 #: Beyond this, ``x tanh x - log cosh x`` is ln 2 to within rounding, and ``sinh`` is still far from overflow.
 _SATURATED = 20.0
-
-
-class _Distributions(NamedTuple):
-    """Both paths' logits in float64 and all that the metrics share; the first dimension is the path."""
-
-    logits: Float64[Tensor, "path=2 *batch vocab"]
-    difference: Float64[Tensor, "*batch vocab"]
-    probability: Float64[Tensor, "path=2 *batch vocab"]
-    mass: Float64[Tensor, "*batch vocab"]
-    top_logit: Float64[Tensor, "path=2 *batch 1"]
-    top_token: Int64[Tensor, "path=2 *batch 1"]
-    half_log_ratio: Float64[Tensor, "*batch vocab"]
 
 
 def kl_divergence(a: Logits, b: Logits) -> Measure:
@@ -72,55 +60,8 @@ def kl_divergence(a: Logits, b: Logits) -> Measure:
     Raises:
         InputError: The shapes differ, or the vocabulary is empty.
     """
-    both = _distributions(a, b)
-    return _kl(both, torch.tanh(both.half_log_ratio))
-
-
-def js_divergence(a: Logits, b: Logits) -> Measure:
-    """Jensen-Shannon divergence: the mean KL of the two distributions to their even mixture.
-
-    Exactly 0 for bitwise equal logits, never negative, at most ln 2, and bitwise the same with the sides exchanged.
-
-    Args:
-        a: Logits of the first path, of any float dtype.
-        b: Logits of the second path.
-
-    Returns:
-        The divergence in nats, in float64.
-
-    Raises:
-        InputError: The shapes differ, or the vocabulary is empty.
-    """
-    both = _distributions(a, b)
-    return _js(both, torch.tanh(both.half_log_ratio))
-
-
-def max_abs_difference(a: Logits, b: Logits) -> Measure:
-    """Largest absolute difference of two logit vectors, in logits.
-
-    Raises:
-        InputError: The shapes differ, or the vocabulary is empty.
-    """
-    return _max_abs(_difference(float64_pair(a, b, "logits")))
-
-
-def rms_difference(a: Logits, b: Logits) -> Measure:
-    """Root of the mean squared difference of two logit vectors, in logits.
-
-    Raises:
-        InputError: The shapes differ, or the vocabulary is empty.
-    """
-    return _rms(_difference(float64_pair(a, b, "logits")))
-
-
-def top1_agreement(a: Logits, b: Logits) -> Flag:
-    """Whether both paths' greedy tokens are the same; of equal logits the first wins, as in ``torch.argmax``.
-
-    Raises:
-        InputError: The shapes differ, or the vocabulary is empty.
-    """
-    token = float64_pair(a, b, "logits").max(-1).indices
-    return token[0] == token[1]
+    *_, probability, half_log_ratio = _distributions(a, b)
+    return _kl(half_log_ratio, torch.tanh(half_log_ratio), probability[0] + probability[1])
 
 
 def logit_margin(a: Logits) -> Measure:
@@ -136,59 +77,44 @@ def logit_margin(a: Logits) -> Measure:
         InputError: The vocabulary is empty.
     """
     logits = float64_pair(a, a, "logits")[:1]
-    top = logits.max(-1, keepdim=True)
-    return _margin(logits, top.values, top.indices)[0]
-
-
-def top_probability_difference(a: Logits, b: Logits) -> Measure:
-    """What the second path gives the first path's greedy token, minus what the first gives it: ``p_b(top) - p_a(top)``.
-
-    llama-perplexity's Δp is the same difference with another token, the one that follows in its text file. Decoding has
-    no such text, so the token here is the first path's most probable one.
-
-    Args:
-        a: Logits of the path that is the reference.
-        b: Logits of the other path.
-
-    Returns:
-        A difference of probabilities in [-1, 1].
-
-    Raises:
-        InputError: The shapes differ, or the vocabulary is empty.
-    """
-    both = _distributions(a, b)
-    return _top_probability_difference(both)
+    return _margin(logits, *logits.max(-1, keepdim=True))[0]
 
 
 def compare_logits(a: Logits, b: Logits) -> dict[str, Measure | Flag]:
     """Everything this module measures about two logit vectors, with the work they share done once.
 
-    Made to be called at every decode step: about 45 kernels, no transfer to the host, and bitwise the same values as
-    the single functions.
+    Made to be called at every decode step: about 45 kernels, and no transfer to the host.
 
     Args:
         a: Logits of the first path, of any float dtype.
         b: Logits of the second path.
 
     Returns:
-        ``kl`` and ``js`` in nats, ``max_abs_logit`` and ``rms_logit`` in logits, ``top1_agree``, ``margin_a`` and
-        ``margin_b`` in logits, and ``top_probability_difference``.
+        ``kl``, see :func:`kl_divergence`, and ``js``, the Jensen-Shannon divergence (the mean KL of the two distributions to
+        their even mixture, at most ln 2, bitwise the same with the sides exchanged), in nats, both exactly 0 for bitwise equal
+        logits and never negative; ``max_abs_logit`` and ``rms_logit``, the largest difference and the root of the mean squared
+        one, in logits; ``top1_agree``, whether both greedy tokens are the same, of equal logits the first; ``margin_a`` and
+        ``margin_b``, see :func:`logit_margin`; and ``top_probability_difference``, what the second path gives the first path's
+        greedy token minus what the first gives it. llama-perplexity's Δp is the same difference with another token, the one
+        that follows in its text file, which decoding has not.
 
     Raises:
         InputError: The shapes differ, or the vocabulary is empty.
     """
-    both = _distributions(a, b)
-    tanh = torch.tanh(both.half_log_ratio)
-    margin = _margin(both.logits, both.top_logit, both.top_token)  # Overwrites the logits: everything else has used them.
+    logits, top, difference, probability, half_log_ratio = _distributions(a, b)
+    tanh, mass = torch.tanh(half_log_ratio), probability[0] + probability[1]
+    margin = _margin(logits, *top)  # Overwrites the logits: everything else has used them.
+    agree = top.indices[0] == top.indices[1]
+    chosen = probability.gather(-1, top.indices[:1].expand_as(top.indices)).squeeze(-1)
     return {
-        "kl": _kl(both, tanh),
-        "js": _js(both, tanh),
-        "max_abs_logit": _max_abs(both.difference),
-        "rms_logit": _rms(both.difference),
-        "top1_agree": (both.top_token[0] == both.top_token[1]).squeeze(-1),
+        "kl": _kl(half_log_ratio, tanh, mass),
+        "js": _js(half_log_ratio, tanh, mass),
+        "max_abs_logit": difference.abs().amax(-1),
+        "rms_logit": torch.linalg.vector_norm(difference, dim=-1) / math.sqrt(difference.shape[-1]),
+        "top1_agree": agree.squeeze(-1),
         "margin_a": margin[0],
         "margin_b": margin[1],
-        "top_probability_difference": _top_probability_difference(both),
+        "top_probability_difference": chosen[1] - chosen[0],
     }
 
 
@@ -210,42 +136,34 @@ def kl_terms(half_log_ratio: Float64[Tensor, "*shape"], tanh: Float64[Tensor, "*
     return torch.addcmul(below, x, tanh)
 
 
-def _distributions(a: Tensor, b: Tensor) -> _Distributions:
+def _distributions(a: Tensor, b: Tensor) -> tuple[Tensor, Any, Tensor, Tensor, Tensor]:
+    """Both paths' logits in float64 and what the metrics share; the first dimension is the path where there is one.
+
+    Returns:
+        The logits, values and indices of the largest, the difference, the probabilities, and half the logarithm of their ratio.
+    """
     logits = float64_pair(a, b, "logits")
-    difference = _difference(logits)
+    difference = logits[1] - logits[0]
     probability = torch.softmax(logits, -1)
     top = logits.max(-1, keepdim=True)
     # log sum exp = top logit - log of its probability. Equal rows give equal bits, so their shift is exactly 0.
     normaliser = top.values - torch.log(probability.amax(-1, keepdim=True))
     half_log_ratio = (difference - (normaliser[1] - normaliser[0])).mul_(0.5)
-    mass = probability[0] + probability[1]
-    return _Distributions(logits, difference, probability, mass, top.values, top.indices, half_log_ratio)
+    return logits, top, difference, probability, half_log_ratio
 
 
-def _difference(logits: Tensor) -> Tensor:
-    return logits[1] - logits[0]
+def _kl(half_log_ratio: Tensor, tanh: Tensor, mass: Tensor) -> Tensor:
+    return kl_terms(half_log_ratio, tanh).mul_(mass).sum(-1)
 
 
-def _kl(both: _Distributions, tanh: Tensor) -> Tensor:
-    return kl_terms(both.half_log_ratio, tanh).mul_(both.mass).sum(-1)
-
-
-def _js(both: _Distributions, tanh: Tensor) -> Tensor:
-    x = both.half_log_ratio.clamp(-_SATURATED, _SATURATED)
+def _js(half_log_ratio: Tensor, tanh: Tensor, mass: Tensor) -> Tensor:
+    x = half_log_ratio.clamp(-_SATURATED, _SATURATED)
     # log cosh x = log1p(2 sinh(x/2)^2) keeps its digits for small x, where cosh x rounds to 1.
     # Of sinh torch's AVX2 gives other last bits at a tensor's end than within it, so that a row's number would hang on how many
     # are measured with it: 2 sinh(y) = e + e / (e + 1) with e = expm1(y), of |y|, so that both signs give the same bits.
     grown = (x.abs() * 0.5).expm1_()
     log_cosh = (grown + grown / (grown + 1)).square_().mul_(0.5).log1p_()
-    return (x * tanh).sub_(log_cosh).mul_(both.mass).sum(-1).mul_(0.5).clamp_(max=math.log(2))
-
-
-def _max_abs(difference: Tensor) -> Tensor:
-    return difference.abs().amax(-1)
-
-
-def _rms(difference: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(difference, dim=-1) / math.sqrt(difference.shape[-1])
+    return (x * tanh).sub_(log_cosh).mul_(mass).sum(-1).mul_(0.5).clamp_(max=math.log(2))
 
 
 def _margin(logits: Tensor, top_logit: Tensor, top_token: Tensor) -> Tensor:
@@ -254,31 +172,18 @@ def _margin(logits: Tensor, top_logit: Tensor, top_token: Tensor) -> Tensor:
     return top_logit.squeeze(-1) - second
 
 
-def _top_probability_difference(both: _Distributions) -> Tensor:
-    chosen = both.probability.gather(-1, both.top_token[:1].expand_as(both.top_token)).squeeze(-1)
-    return chosen[1] - chosen[0]
-
-
-def _margin_of_a(a: Logits, b: Logits) -> Measure:
-    """Largest logit of the first path minus its second largest."""
-    return logit_margin(a)
-
-
-def _margin_of_b(a: Logits, b: Logits) -> Measure:
-    """Largest logit of the second path minus its second largest."""
-    return logit_margin(b)
-
-
-METRICS = tuple(
-    Metric(name, function, "logits", zero, nonnegative, together=compare_logits)
-    for name, function, zero, nonnegative in (
-        ("kl", kl_divergence, 0.0, True),
-        ("js", js_divergence, 0.0, True),
-        ("max_abs_logit", max_abs_difference, 0.0, True),
-        ("rms_logit", rms_difference, 0.0, True),
-        ("top1_agree", top1_agreement, True, True),
-        ("margin_a", _margin_of_a, None, True),
-        ("margin_b", _margin_of_b, None, True),
-        ("top_probability_difference", top_probability_difference, 0.0, False),
-    )
-)
+_MARGIN = "Largest logit of the {} path minus its second largest."
+METRICS = parted(
+    "logits",
+    compare_logits,
+    ("kl", 0.0, True, "Kullback-Leibler divergence KL(softmax(a) || softmax(b))."),
+    ("js", 0.0, True, "Jensen-Shannon divergence: the mean KL of the two distributions to their even mixture."),
+    ("max_abs_logit", 0.0, True, "Largest absolute difference of two logit vectors, in logits."),
+    ("rms_logit", 0.0, True, "Root of the mean squared difference of two logit vectors, in logits."),
+    ("top1_agree", True, True, "Whether both paths' greedy tokens are the same; of equal logits the first wins, as in "
+     "``torch.argmax``."),
+    ("margin_a", None, True, _MARGIN.format("first")),
+    ("margin_b", None, True, _MARGIN.format("second")),
+    ("top_probability_difference", 0.0, False, "What the second path gives the first path's greedy token, minus what the first "
+     "gives it: ``p_b(top) - p_a(top)``."),
+)  # fmt: skip

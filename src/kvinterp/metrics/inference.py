@@ -8,7 +8,6 @@ says it; arguments that no data could make right raise an InputError. The arithm
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from collections.abc import Sequence
 from typing import Any, ClassVar, TypeAlias
 
@@ -17,7 +16,7 @@ import pandas as pd
 from scipy import stats
 
 from kvinterp.errors import InputError, NonFiniteError
-from kvinterp.metrics.statistics import FEWEST, clustered_interval
+from kvinterp.metrics.statistics import FEWEST, clustered_interval, quiet
 
 Column: TypeAlias = Sequence[Any] | np.ndarray | pd.Series | pd.Index
 """One number, flag or name for each observation."""
@@ -27,17 +26,17 @@ CORRECTIONS = ("bonferroni", "holm", "bh")
 
 @dataclasses.dataclass(frozen=True)
 class Test:
-    """What a test found.
+    """What a test found; numbers are NaN where there are none.
 
     Attributes:
         name: The test's.
         n: Independent units that it rests on, not rows.
+        effect_of: What the effect is.
         statistic: The test's own.
-        p: Two-sided unless the test says otherwise; NaN where there is none.
+        p: Two-sided unless the test says otherwise.
         effect: How large it is, in the unit that ``effect_of`` names.
         low: The lower end of the effect's 95% interval (or of another confidence that was asked for).
         high: Its upper end.
-        effect_of: What the effect is.
         why: Why there is no number, where there is none.
     """
 
@@ -45,29 +44,29 @@ class Test:
 
     name: str
     n: int
-    statistic: float
-    p: float
-    effect: float
-    low: float
-    high: float
     effect_of: str
+    statistic: Any = np.nan  # Any number; a float once it is made.
+    p: Any = np.nan
+    effect: Any = np.nan
+    low: Any = np.nan
+    high: Any = np.nan
     why: str = ""
 
+    def __post_init__(self) -> None:
+        for name in ("statistic", "p", "effect", "low", "high"):
+            object.__setattr__(self, name, float(getattr(self, name)))
 
-def nothing(name: str, n: int, effect_of: str, why: str) -> Test:
-    """A test that has no numbers."""
-    return Test(name, n, np.nan, np.nan, np.nan, np.nan, np.nan, effect_of, why)
 
-
-def columns(clusters: Column | None, **given: Column) -> tuple[np.ndarray, ...]:
+def columns(clusters: Column | None, flags: Sequence[str] = (), **given: Column) -> tuple[np.ndarray, ...]:
     """Cluster names, then what was given as numbers, all of one length.
 
     Args:
         clusters: What each observation belongs to; each its own where it is None.
+        flags: Those that are yes or no.
         given: Numbers or flags by what they are called.
 
     Raises:
-        InputError: The lengths differ.
+        InputError: The lengths differ, or a flag is neither 0 nor 1.
         NonFiniteError: One is NaN or infinite.
     """
     arrays = {name: np.asarray(values, dtype=np.float64) for name, values in given.items()}
@@ -84,16 +83,11 @@ def columns(clusters: Column | None, **given: Column) -> tuple[np.ndarray, ...]:
                 f"{bad.size} of {array.size} {name} are NaN or infinite, the first at index {bad[0]}: leave those "
                 "observations out, and say how many they were."
             )
+        if name in flags:
+            if not np.isin(array, (0, 1)).all():
+                raise InputError(f"{name} holds other values than true and false: give one flag for every observation.")
+            arrays[name] = array.astype(bool)
     return names, *arrays.values()
-
-
-def flags(clusters: Column | None, **given: Column) -> tuple[np.ndarray, ...]:
-    """Like :func:`columns`, of numbers that are 0 or 1."""
-    names, *arrays = columns(clusters, **given)
-    for name, array in zip(given, arrays, strict=True):
-        if not np.isin(array, (0, 1)).all():
-            raise InputError(f"{name} holds other values than true and false: give one flag for every observation.")
-    return names, *(array.astype(bool) for array in arrays)
 
 
 def by_cluster(names: np.ndarray, values: np.ndarray) -> np.ndarray:
@@ -158,19 +152,19 @@ def mcnemar(a: Column, b: Column, clusters: Column | None = None, confidence: fl
     Raises:
         InputError: Several pairs belong to one cluster: they are not independent, and the test takes them to be.
     """
-    names, one, other = flags(clusters, a=a, b=b)
-    said, n = ("exact McNemar", "difference of the shares that are right"), len(one)
+    names, one, other = columns(clusters, ("a", "b"), a=a, b=b)
+    n = len(one)
+    what = ("exact McNemar", n, "difference of the shares that are right")
     if len(np.unique(names)) < n:
         raise InputError(
             f"McNemar's test takes every pair as independent, and {n} pairs come from {len(np.unique(names))} clusters: give one "
             "pair a cluster, or ask sign_flips or gee."
         )
     if not n:
-        return nothing(said[0], 0, said[1], "there are no pairs")
+        return Test(*what, why="there are no pairs")
     from statsmodels.stats.contingency_tables import mcnemar as exact
 
     only_a, only_b = int((one & ~other).sum()), int((other & ~one).sum())
-    found = exact([[0, only_a], [only_b, 0]], exact=True)
     differing = only_a + only_b
     if differing:
         ends = stats.binomtest(only_a, differing).proportion_ci(confidence, "exact")
@@ -178,8 +172,8 @@ def mcnemar(a: Column, b: Column, clusters: Column | None = None, confidence: fl
     else:
         high = share_of(np.zeros(n), confidence).high
         low = -high
-    p = min(1.0, float(found.pvalue))
-    return Test(said[0], n, float(min(only_a, only_b)), p, (only_a - only_b) / n, float(low), float(high), said[1])
+    p = min(1.0, exact([[0, only_a], [only_b, 0]], exact=True).pvalue)
+    return Test(*what, float(min(only_a, only_b)), p, (only_a - only_b) / n, low, high)
 
 
 def sign_flips(
@@ -198,13 +192,12 @@ def sign_flips(
         statistic and effect: the mean of the clusters' mean differences.
     """
     names, values = columns(clusters, differences=differences)
-    said = ("sign flips by cluster", "mean difference")
     means = by_cluster(names, values)
+    what, effect = ("sign flips by cluster", len(means), "mean difference"), means.mean()
     if len(means) < 2:
-        return nothing(said[0], len(means), said[1], "there are fewer than 2 clusters")
-    effect = float(means.mean())
+        return Test(*what, why="there are fewer than 2 clusters")
     if not means.any():
-        return Test(said[0], len(means), 0.0, 1.0, 0.0, 0.0, 0.0, said[1])
+        return Test(*what, 0.0, 1.0, 0.0, 0.0, 0.0)
     found = stats.permutation_test(
         (means, np.zeros_like(means)),
         lambda x, y, axis=-1: (x - y).mean(axis),
@@ -214,7 +207,7 @@ def sign_flips(
         random_state=np.random.default_rng(seed),  # Called rng from scipy 1.15 on, which takes both.
     )
     ends = mean_of(means, confidence=confidence)
-    return Test(said[0], len(means), effect, float(found.pvalue), effect, ends.low, ends.high, said[1])
+    return Test(*what, effect, found.pvalue, effect, ends.low, ends.high)
 
 
 def mean_of(
@@ -243,24 +236,25 @@ def mean_of(
     Source: Hall 1992, Journal of the Royal Statistical Society B 54(1), the cubic transformation.
     """
     names, numbers = columns(clusters, values=values)
-    said, means = ("t of cluster means", "mean"), by_cluster(names, numbers)
+    means = by_cluster(names, numbers)
     n = len(means)
+    what = ("t of cluster means", n, "mean")
     if n < 2:
-        return nothing(said[0], n, said[1], "there are fewer than 2 clusters")
+        return Test(*what, why="there are fewer than 2 clusters")
     if np.ptp(means) == 0:
         why = "all clusters have the same mean: there is no spread to test it against"
-        return Test(said[0], n, np.nan, np.nan, float(means[0]), np.nan, np.nan, said[1], why)
+        return Test(*what, effect=means[0], why=why)
     found: Any = stats.ttest_1samp(means, against, alternative=alternative)
-    p, low, high = float(found.pvalue), np.nan, np.nan
+    p, low, high = found.pvalue, np.nan, np.nan
     if n >= FEWEST:
         mean, deviation, skew = means.mean(), means.std(ddof=1), float(stats.skew(means, bias=False))
         of = stats.t(n - 1)
         t = _unskewed((mean - against) / deviation, skew, n) * np.sqrt(n)
-        p = max(p, float({"two-sided": 2 * of.sf(abs(t)), "greater": of.sf(t), "less": of.cdf(t)}[alternative]))
+        p = max(p, {"two-sided": 2 * of.sf(abs(t)), "greater": of.sf(t), "less": of.cdf(t)}[alternative])
         ends = of.ppf([(1 + confidence) / 2, (1 - confidence) / 2]) / np.sqrt(n)
         student, hall = (mean - deviation * each for each in (ends, _skewed(ends, skew, n)))
-        low, high = float(min(student[0], hall[0])), float(max(student[1], hall[1]))
-    return Test(said[0], n, float(found.statistic), p, float(means.mean()), low, high, said[1])
+        low, high = min(student[0], hall[0]), max(student[1], hall[1])
+    return Test(*what, found.statistic, p, means.mean(), low, high)
 
 
 def _unskewed(value: float, skew: float, n: int) -> float:
@@ -289,14 +283,13 @@ def wilcoxon(a: Column, b: Column, seed: int = 0, resamples: int = 1000) -> Test
         less the sum where ``b`` is larger, over both; -1 to 1. Pairs without a difference are left out of the ranks, not of n.
     """
     names, one, other = columns(None, a=a, b=b)
-    said, n, differences = ("Wilcoxon signed rank", "rank-biserial correlation"), len(one), one - other
+    what, differences = ("Wilcoxon signed rank", len(one), "rank-biserial correlation"), one - other
     if not differences.any():
-        return nothing(said[0], n, said[1], "no pair differs" if n else "there are no pairs")
-    found: Any = stats.wilcoxon(differences)
-    low, high = clustered_interval(_rank_biserial, names, differences, seed=seed, resamples=resamples)
-    ranks = stats.rankdata(np.abs(differences[differences != 0]))
-    above = float(ranks[differences[differences != 0] > 0].sum())
-    return Test(said[0], n, above, float(found.pvalue), _rank_biserial(differences), low, high, said[1])
+        return Test(*what, why="no pair differs" if len(one) else "there are no pairs")
+    there, p = differences[differences != 0], stats.wilcoxon(differences).pvalue
+    above = stats.rankdata(np.abs(there))[there > 0].sum()
+    ends = clustered_interval(_rank_biserial, names, differences, seed=seed, resamples=resamples)
+    return Test(*what, above, p, _rank_biserial(differences), *ends)
 
 
 def _rank_biserial(differences: np.ndarray) -> float:
@@ -317,22 +310,21 @@ def mann_whitney(x: Column, y: Column, confidence: float = 0.95) -> Test:
         equal (0.5 without a difference), with Brunner and Munzel's interval.
     """
     (_, one), (_, other) = columns(None, x=x), columns(None, y=y)
-    said, n = ("Mann-Whitney", "chance that x is larger than y"), len(one) + len(other)
+    what = ("Mann-Whitney", len(one) + len(other), "chance that x is larger than y")
     if min(len(one), len(other)) < 2:
-        return nothing(said[0], n, said[1], "a group has fewer than 2 observations")
+        return Test(*what, why="a group has fewer than 2 observations")
     if np.ptp(np.concatenate([one, other])) == 0:
-        return nothing(said[0], n, said[1], "all observations are equal")
+        return Test(*what, why="all observations are equal")
     from statsmodels.stats.nonparametric import rank_compare_2indep
 
     found: Any = stats.mannwhitneyu(one, other)
-    effect = float(found.statistic) / (len(one) * len(other))
+    effect = found.statistic / (len(one) * len(other))
     low = high = np.nan
     if 0 < effect < 1:  # Brunner and Munzel's variance is 0 where the groups are separated whole.
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with quiet():
             low, high = np.clip(rank_compare_2indep(one, other).conf_int(alpha=1 - confidence), 0, 1)
     why = "" if np.isfinite(low) else "no interval: the groups are separated whole"
-    return Test(said[0], n, float(found.statistic), float(found.pvalue), effect, float(low), float(high), said[1], why)
+    return Test(*what, found.statistic, found.pvalue, effect, low, high, why)
 
 
 def welch(x: Column, y: Column, confidence: float = 0.95) -> Test:
@@ -342,15 +334,14 @@ def welch(x: Column, y: Column, confidence: float = 0.95) -> Test:
         effect: the mean of ``x`` less that of ``y``.
     """
     (_, one), (_, other) = columns(None, x=x), columns(None, y=y)
-    said, n = ("Welch", "difference of the means"), len(one) + len(other)
+    what = ("Welch", len(one) + len(other), "difference of the means")
     if min(len(one), len(other)) < 2:
-        return nothing(said[0], n, said[1], "a group has fewer than 2 observations")
+        return Test(*what, why="a group has fewer than 2 observations")
     if np.ptp(one) == np.ptp(other) == 0:
-        return nothing(said[0], n, said[1], "nothing varies within the groups")
+        return Test(*what, why="nothing varies within the groups")
     found: Any = stats.ttest_ind(one, other, equal_var=False)
     ends = found.confidence_interval(confidence)
-    effect = float(one.mean() - other.mean())
-    return Test(said[0], n, float(found.statistic), float(found.pvalue), effect, float(ends.low), float(ends.high), said[1])
+    return Test(*what, found.statistic, found.pvalue, one.mean() - other.mean(), ends.low, ends.high)
 
 
 # Shares ----------------------------------------------------------------------------------------------------------------
@@ -364,13 +355,14 @@ def share_of(events: Column, confidence: float = 0.95) -> Test:
     Returns:
         statistic: how many there were. p: NaN, since nothing is tested.
     """
-    _, happened = flags(None, events=events)
-    said, n = ("share", "share of the observations"), len(happened)
+    _, happened = columns(None, ("events",), events=events)
+    n = len(happened)
+    what = ("share", n, "share of the observations")
     if not n:
-        return nothing(said[0], 0, said[1], "there are no observations")
+        return Test(*what, why="there are no observations")
     count = int(happened.sum())
     ends = stats.binomtest(count, n).proportion_ci(confidence, "exact")
-    return Test(said[0], n, float(count), np.nan, count / n, float(ends.low), float(ends.high), said[1])
+    return Test(*what, float(count), np.nan, count / n, float(ends.low), float(ends.high))
 
 
 def rate_of(events: Column, clusters: Column, trials: Column | None = None, confidence: float = 0.95) -> Test:
@@ -402,15 +394,15 @@ def rate_of(events: Column, clusters: Column, trials: Column | None = None, conf
         raise InputError(
             "a row has no cluster, fewer than 0 events or more events than trials: give events of these trials."
         )
-    said, happened, tried = ("share in clusters", "events by trial"), np.bincount(names, count), np.bincount(names, of)
+    happened, tried = np.bincount(names, count), np.bincount(names, of)
     happened, tried = happened[tried > 0], tried[tried > 0]
     n, total = len(tried), float(tried.sum())
+    what = ("share in clusters", n, "events by trial")
     if not total:
-        return nothing(said[0], n, said[1], "there are no trials")
+        return Test(*what, why="there are no trials")
     share = float(happened.sum()) / total
     if n < FEWEST:
-        few = f"there are fewer than {FEWEST} clusters"
-        return Test(said[0], n, np.nan, np.nan, share, np.nan, np.nan, said[1], few)
+        return Test(*what, effect=share, why=f"there are fewer than {FEWEST} clusters")
     variance, tail = n / (n - 1) * ((happened - share * tried) ** 2).sum() / total**2, (1 - confidence) / 2
     worth = float(n)
     if variance > 0:
@@ -419,4 +411,4 @@ def rate_of(events: Column, clusters: Column, trials: Column | None = None, conf
     x = share * worth
     low = stats.beta.ppf(tail, x, worth - x + 1) if x > 0 else 0.0
     high = stats.beta.ppf(1 - tail, x + 1, worth - x) if x < worth else 1.0
-    return Test(said[0], n, float(worth), np.nan, share, float(low), float(high), said[1])
+    return Test(*what, worth, np.nan, share, low, high)

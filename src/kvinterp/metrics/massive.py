@@ -7,13 +7,10 @@ all dimensions then says how those few differ, and jumps at the layer where they
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
-from torch import Tensor
 
 from kvinterp.common.shapes import Measure, Residual
-from kvinterp.metrics.base import Metric
+from kvinterp.metrics.base import parted
 from kvinterp.metrics.drift import METRICS as WHOLE
 from kvinterp.metrics.drift import residual_drift
 
@@ -52,16 +49,11 @@ def residual_drift_without_largest(a: Residual, b: Residual) -> dict[str, Measur
     return {f"{name}{SUFFIX}": measure.masked_fill(unknown, torch.nan) for name, measure in found.items()}
 
 
-def _one(name: str) -> Callable[[Tensor, Tensor], Measure]:
-    def measured(a: Tensor, b: Tensor) -> Measure:
-        return residual_drift_without_largest(a, b)[name]
-
-    measured.__doc__ = f"{name.removesuffix(SUFFIX)} without the three largest dimensions of ``b``."
-    return measured
-
-
-METRICS = tuple(
-    Metric(name, _one(name), "residual", metric.zero, metric.nonnegative, together=residual_drift_without_largest)
-    for metric in WHOLE
-    for name in (f"{metric.name}{SUFFIX}",)
+METRICS = parted(
+    "residual",
+    residual_drift_without_largest,
+    *(
+        (f"{m.name}{SUFFIX}", m.zero, m.nonnegative, f"{m.name} without the three largest dimensions of ``b``.")
+        for m in WHOLE
+    ),
 )

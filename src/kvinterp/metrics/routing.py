@@ -11,7 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvinterp.common.shapes import Flag, Measure, Routing
-from kvinterp.metrics.base import Metric, float64_pair
+from kvinterp.metrics.base import float64_pair, parted
 
 
 def routing_of(logits: Float[Tensor, "*batch expert"], chosen: Int[Tensor, "*batch chosen"]) -> Routing:
@@ -45,32 +45,16 @@ def compared_routing(a: Routing, b: Routing) -> dict[str, Measure | Flag]:
     }
 
 
-def experts_changed(a: Routing, b: Routing) -> Flag:
-    """Whether another set of experts was chosen."""
-    return compared_routing(a, b)["changed"]
-
-
-def router_difference(a: Routing, b: Routing) -> Measure:
-    """The largest difference of a router's logit."""
-    return compared_routing(a, b)["difference"]
-
-
-def router_margin_a(a: Routing, b: Routing) -> Measure:
-    """By how much the first path's last expert chosen is ahead of the first left out, in logits."""
-    return compared_routing(a, b)["margin_a"]
-
-
-def router_margin_b(a: Routing, b: Routing) -> Measure:
-    """By how much the second path's last expert chosen is ahead of the first left out, in logits."""
-    return compared_routing(a, b)["margin_b"]
-
-
-METRICS = tuple(
-    Metric(function.__name__, function, "routing", zero, nonnegative, column, together=compared_routing)  # type: ignore[arg-type]
-    for function, column, zero, nonnegative in (
-        (experts_changed, "changed", False, True),
-        (router_difference, "difference", 0.0, True),
-        (router_margin_a, "margin_a", None, False),
-        (router_margin_b, "margin_b", None, False),
-    )
-)
+_AHEAD = "By how much the {} path's last expert chosen is ahead of the first left out, in logits."
+METRICS = (
+    *parted("routing", compared_routing, ("changed", False, True, "Whether another set of experts was chosen."),
+            named="experts_{}"),
+    *parted(
+        "routing",
+        compared_routing,
+        ("difference", 0.0, True, "The largest difference of a router's logit."),
+        ("margin_a", None, False, _AHEAD.format("first")),
+        ("margin_b", None, False, _AHEAD.format("second")),
+        named="router_{}",
+    ),
+)  # fmt: skip

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -32,12 +33,20 @@ class Interval(NamedTuple):
     high: float
 
 
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Within it nothing warns: of what has no number, which is looked at afterwards."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
 def kl_statistics(kl: Values, same_top: Flags, top_probability_difference: Values) -> dict[str, float]:
     """The summary that llama-perplexity prints under ``--kl-divergence``, without its perplexities.
 
     Differences from ``tools/perplexity/perplexity.cpp`` of llama.cpp: shares and probability differences are fractions
     and not percent, and Δp is of the first path's greedy token and not of the text's next one (see
-    :func:`kvinterp.metrics.divergence.top_probability_difference`).
+    :func:`kvinterp.metrics.compare_logits`).
 
     Args:
         kl: KL divergence in nats at each step.
@@ -174,15 +183,14 @@ def clustered_interval(
     members = [np.flatnonzero(clusters == name) for name in np.unique(clusters)]
     n = len(members)
     if n < FEWEST_RESAMPLED:
-        return Interval(float("nan"), float("nan"))
+        return Interval(np.nan, np.nan)
 
     def drawn(chosen: np.ndarray) -> float:
         rows = np.concatenate([members[int(number)] for number in chosen])
         return statistic(*(column[rows] for column in columns))
 
-    with warnings.catch_warnings():
-        # It warns where a resample has no value, which is what is left out below.
-        warnings.simplefilter("ignore")
+    # It warns where a resample has no value, which is what is left out below.
+    with quiet():
         result: Any = scipy.stats.bootstrap(
             (np.arange(len(members)),),
             drawn,
@@ -193,7 +201,7 @@ def clustered_interval(
         )
     known = result.bootstrap_distribution[np.isfinite(result.bootstrap_distribution)]
     if not len(known):
-        return Interval(float("nan"), float("nan"))
+        return Interval(np.nan, np.nan)
     tail = scipy.stats.norm.cdf(scipy.stats.t.ppf((1 - confidence) / 2, n - 1) * np.sqrt(n / (n - 1)))
     low, high = np.quantile(known, (tail, 1 - tail))
     return Interval(float(low), float(high))

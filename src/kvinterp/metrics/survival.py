@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
-
 import numpy as np
 import pandas as pd
 from scipy import stats
 
-from kvinterp.errors import InputError
-from kvinterp.metrics.inference import Column, Test, columns, flags, nothing
+from kvinterp.metrics.inference import Column, Test, columns
+from kvinterp.metrics.statistics import quiet
 
 _MANY = 100
 """Clusters from which on the sandwich is wide enough."""
@@ -28,18 +26,14 @@ def survival_by_step(steps: Column, flipped: Column, confidence: float = 0.95) -
         One row a step that a decode ended at: step, at_risk, flips, survival, survival_low, survival_high, hazard, hazard_low,
         hazard_high. Before a first flip survival is 1 and has no interval. No row without decodes.
     """
-    _, when = columns(None, steps=steps)
-    _, event = flags(None, flipped=flipped)
-    if len(when) != len(event):
-        raise InputError(f"got {len(when)} steps and {len(event)} flips: give one of each for every decode.")
+    _, when, event = columns(None, ("flipped",), steps=steps, flipped=flipped)
     names = ["step", "at_risk", "flips"]
     names += [f"{what}{end}" for what in ("survival", "hazard") for end in ("", "_low", "_high")]
     if not len(when):
         return pd.DataFrame(columns=names)
     curve = stats.ecdf(stats.CensoredData(uncensored=when[event], right=when[~event])).sf
-    with warnings.catch_warnings():
-        # It warns where survival is 1 or 0, whose logarithm's logarithm is not finite.
-        warnings.simplefilter("ignore")
+    # It warns where survival is 1 or 0, whose logarithm's logarithm is not finite.
+    with quiet():
         ends = curve.confidence_interval(confidence, method="log-log")
     rows = []
     bounds = (curve.quantiles, curve.probabilities, ends.low.probabilities, ends.high.probabilities)
@@ -66,16 +60,14 @@ def cox(steps: Column, flipped: Column, x: Column, clusters: Column | None = Non
         effect: the hazard ratio of one unit more of ``x``; below 1 where a larger ``x`` goes with later or fewer flips.
         statistic: z of its logarithm (ties by Efron).
     """
-    names, when, number = columns(clusters, steps=steps, x=x)
-    _, event = flags(None, flipped=flipped)
-    if len(event) != len(when):
-        raise InputError(f"got {len(when)} steps and {len(event)} flips: give one of each for every decode.")
-    said, n = ("Cox", "hazard ratio"), len(np.unique(names))
+    names, when, number, event = columns(clusters, ("flipped",), steps=steps, x=x, flipped=flipped)
+    n = len(np.unique(names))
+    what = ("Cox", n, "hazard ratio")
     if n < 5 or event.sum() < 3:
-        return nothing(said[0], n, said[1], f"there are {int(event.sum())} flips of {n} clusters: fewer than 3 or 5")
+        return Test(*what, why=f"there are {int(event.sum())} flips of {n} clusters: fewer than 3 or 5")
     scale = number.std()
     if not scale > 1e-12 * np.abs(number).max():
-        return nothing(said[0], n, said[1], "the number does not vary")
+        return Test(*what, why="the number does not vary")
     z = (number - number.mean()) / scale
     beta, error = _slope(when, z, event, None if n == len(when) else names)
     if n < min(len(when), _MANY) and np.isfinite(beta):
@@ -83,20 +75,19 @@ def cox(steps: Column, flipped: Column, x: Column, clusters: Column | None = Non
         error = float(np.sqrt((n - 1) * np.var(without)))
     # A slope of 15 standard deviations is what is left of one that has no end: the flips are ordered by the number.
     if not (np.isfinite(beta) and np.isfinite(error) and error > 0 and abs(beta) < 15):
-        return nothing(said[0], n, said[1], "the number orders the flips whole: the hazard ratio is not finite")
-    half = float(stats.norm.ppf(0.975)) * error
-    effect, low, high = (float(np.exp(value / scale)) for value in (beta, beta - half, beta + half))
-    return Test(said[0], n, beta / error, float(2 * stats.norm.sf(abs(beta / error))), effect, low, high, said[1])
+        return Test(*what, why="the number orders the flips whole: the hazard ratio is not finite")
+    half = stats.norm.ppf(0.975) * error
+    ends = np.exp(np.array([beta, beta - half, beta + half]) / scale)
+    return Test(*what, beta / error, 2 * stats.norm.sf(abs(beta / error)), *ends)
 
 
 def _slope(when: np.ndarray, x: np.ndarray, event: np.ndarray, names: np.ndarray | None = None) -> tuple[float, float]:
     """The slope of the hazard's logarithm and its error, NaN where there is none."""
     from statsmodels.duration.hazard_regression import PHReg
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with quiet():
         try:
             found = PHReg(when, x, event.astype(int), ties="efron").fit(groups=names)
             return float(found.params[0]), float(found.bse[0])
         except (np.linalg.LinAlgError, ValueError, FloatingPointError):
-            return float("nan"), float("nan")
+            return np.nan, np.nan

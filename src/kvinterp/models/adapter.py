@@ -10,6 +10,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -19,7 +20,6 @@ from torch import Tensor, nn
 
 from kvinterp.data.tokenizing import ids_of
 from kvinterp.errors import InputError, UnsupportedError, in_one_line, returning, unknown
-from kvinterp.models.apart import check_apart
 from kvinterp.models.attaching import Attaching
 from kvinterp.models.caches import CacheKind, KVStore, OwnCache
 from kvinterp.models.hooks import remove_own_hooks
@@ -107,6 +107,12 @@ class Adapter(Attaching):
     """How its weights were stored where that is another format than they are computed in: of a GGUF file its types."""
     position_major_cache: bool = False
     """Whether this model's own cache lays a position's heads side by side in memory."""
+    plain: bool = False
+    """Whether it is run as its library's own users run it: masks, positions and caches of theirs can be given."""
+    takes: frozenset[str] = frozenset()
+    """What its own forward may be given by name, where it is plain."""
+    cache_name: str = ""
+    """What its own forward calls the cache that it takes and returns."""
 
     def __init__(self, model: nn.Module, facts: ModelInfo, tokenizer: Any = None) -> None:
         super().__init__()
@@ -137,6 +143,16 @@ class Adapter(Attaching):
             store: What was fed before.
             mask: Of all positions so far, 0 where there is no token; only where :attr:`takes_mask`.
             positions: Of the new tokens, those that are masked not counted; given with a mask.
+        """
+
+    @abc.abstractmethod
+    def called(self, tokens: Tensor, cache: Any, mask: Tensor | None, positions: Tensor | None) -> tuple[Tensor, Any]:
+        """A forward with a cache as the model's own users run it: its logits, and its cache or None where it gives none.
+
+        Args:
+            tokens: ``[batch, new]``.
+            cache: What the call before returned, a cache object of the library's, or None for the model's own.
+            mask, positions: As for :meth:`forward`; read where the model is :attr:`plain` alone.
         """
 
     @abc.abstractmethod
@@ -177,6 +193,10 @@ class Adapter(Attaching):
             InputError: The block is handed no cache.
         """
 
+    def call_cache(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """What :meth:`block_cache` will be at the first block, among the arguments of the model's own call."""
+        return self.block_cache(args, kwargs)
+
     @property
     def attention_only(self) -> bool:
         """Whether every layer keeps plain keys and values, so that a store can also sit in a pass without a cache."""
@@ -212,7 +232,7 @@ class Adapter(Attaching):
             variant = self.cast(dtype)
             variant.stored = self.stored
             remove_own_hooks(variant.model)
-            check_apart(self.model, variant.model, self.facts.name)
+            _check_apart(self.model, variant.model, self.facts.name)
             self._variants[dtype] = variant
         return self._variants[dtype]
 
@@ -330,6 +350,15 @@ class Adapter(Attaching):
         return self.model
 
     @property
+    def config(self) -> Any:
+        """The transformers config of the decoder; None where there is none."""
+        return None
+
+    def new_cache(self) -> Any:
+        """The cache that transformers makes for this model; None where none of its caches is the model's."""
+        return None
+
+    @property
     def end_tokens(self) -> frozenset[int]:
         """The token ids at which generation ends."""
         found: set[int] = set()
@@ -349,3 +378,46 @@ class Adapter(Attaching):
         if self._hashes is None:
             self._hashes = weights_hash(self.model), settings_of(self.model)
         return self._hashes
+
+
+# Copies in another dtype -------------------------------------------------------------------------------------------------
+
+_DEPTH = 4
+"""Functions that call functions that call a module."""
+
+
+def _check_apart(model: nn.Module, copy: nn.Module, name: str) -> None:
+    """Raises UnsupportedError where a deep copy would run the original's modules.
+
+    Copies share functions, and so what a function that took the place of a module's ``forward`` holds on to.
+    """
+    originals = {id(module) for module in model.modules()}
+    for place, module in copy.named_modules():
+        forward = vars(module).get("forward")
+        if forward is not None and any(id(held) in originals for held in _held(forward, _DEPTH)):
+            raise UnsupportedError(
+                f"{name}: the forward of {place or 'the model'} was replaced by a function that holds on to the model itself, "
+                "so that a copy in another dtype would run this one's weights: change it by a hook (register_forward_hook), "
+                "which is called with its own module, or compare in one dtype."
+            )
+
+
+def _held(function: Any, depth: int) -> Iterator[Any]:
+    """What a function is bound to or closes over, and what functions among that hold."""
+    if isinstance(function, functools.partial):
+        reached = [function.func, *function.args, *function.keywords.values()]
+    else:
+        cells = getattr(function, "__closure__", None) or ()
+        reached = [getattr(function, "__self__", None), *(getattr(function, "__defaults__", None) or ())]
+        reached += [cell.cell_contents for cell in cells if _filled(cell)]
+    for held in reached:
+        yield held
+        if depth and callable(held) and not isinstance(held, nn.Module):
+            yield from _held(held, depth - 1)
+
+
+def _filled(cell: Any) -> bool:
+    try:
+        return cell.cell_contents is not None
+    except ValueError:
+        return False

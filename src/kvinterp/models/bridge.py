@@ -14,14 +14,13 @@ from torch import Tensor, nn
 from kvinterp.errors import UnsupportedError
 from kvinterp.models.adapter import Adapter, KVStore
 from kvinterp.models.caches import CacheKind, check_plain
-from kvinterp.models.hook_names import HOOKS
-from kvinterp.models.hooks import Tap, routing_tap
+from kvinterp.models.hook_names import hook_name
+from kvinterp.models.hooks import Tap, heads_tap, routing_tap
 from kvinterp.models.native import (
     cast_transformers,
     decoder_layers,
     keeps_only_keys_and_values,
     plain_experts,
-    text_config,
     transformers_facts,
 )
 from kvinterp.models.sites import ROUTING_SITES
@@ -86,13 +85,18 @@ class BridgeAdapter(OnTransformersCache):
         """Logits of every new token, through the bridge."""
         if store is None:
             return self.model(tokens, return_type="logits", use_cache=False)
-        cache = model_cache(store, lambda: text_config(self.source), f"the bridge for {self.facts.architecture}")
+        cache = model_cache(store, lambda: self.config, f"the bridge for {self.facts.architecture}")
         return self.model(tokens, return_type="logits", past_key_values=cache, use_cache=True)
+
+    def called(self, tokens: Tensor, cache: Any, mask: Tensor | None, positions: Tensor | None) -> tuple[Tensor, Any]:
+        """Logits and the cache, a DynamicCache that is made where none is given."""
+        cache = self.new_cache() if cache is None else cache
+        return self.model(tokens, return_type="logits", past_key_values=cache, use_cache=True), cache
 
     def own_cache(self, kind: CacheKind, batch: int, capacity: int, dtype: torch.dtype) -> TransformersCache:
         """The DynamicCache that a bridge's users make."""
         check_plain(kind, "a bridge, which rebuilds attention and its mask for a cache that grows")
-        return TransformersCache.of(kind, text_config(self.source), capacity)
+        return TransformersCache.of(kind, self.config, capacity)
 
     def tap(self, site: str, layer: int) -> Tap:
         """The HookPoint that carries a site."""
@@ -101,13 +105,18 @@ class BridgeAdapter(OnTransformersCache):
         block: Any = self.model.blocks[layer]  # type: ignore[index]
         if site in ROUTING_SITES:
             return routing_tap(getattr(block, "mlp", None), site, layer, self.facts.architecture)
-        name = f"blocks.{layer}.{HOOKS[site]}"
+        if site == "result":
+            z = self.tap("z", layer)
+            output = getattr(getattr(block.attn, "o", None), "original_component", None)
+            return heads_tap(Tap(output, heads=z.heads), self.facts.architecture)  # type: ignore[arg-type]
+        # A bridge over experts has a hook of the neurons' name elsewhere.
+        name = f"blocks.{layer}.mlp.out.hook_in" if site == "post" else hook_name(site, layer)
         if site in ("attn_out", "mlp_out") and hasattr(block, "residual_contribution_scale"):
             raise UnsupportedError(
                 f"site {site!r} is not there: {self.facts.architecture} scales what it adds to the residual stream, and the "
                 "bridge shows that to hooks of TransformerLens' own only. Record resid_pre or resid_post instead."
             )
-        if site in ("resid_mid", "mlp_out") and getattr(text_config(self.source), "model_type", "") == "opt":
+        if site in ("resid_mid", "mlp_out", "post") and getattr(self.config, "model_type", "") == "opt":
             raise UnsupportedError(
                 f"site {site!r} is not there: {self.facts.architecture} runs its MLP on one row a token, without a batch, and "
                 "the bridge shows those rows. Record resid_pre, attn_out or resid_post instead."

@@ -32,6 +32,15 @@ _READ = re.compile(
 _MOST = 2**28
 """The most bytes of any of them that is not weights: they are read whole. The longest tokenizer known has 35 million."""
 _OBJECTS = ("tokenizer_config.json", "generation_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json")
+_TYPES: dict[str, tuple[tuple[type, ...], str]] = {
+    **dict.fromkeys(("temperature", "top_p", "repetition_penalty", "model_max_length"), ((int, float), "a number")),
+    **dict.fromkeys(("top_k", "max_length", "max_new_tokens", "num_beams"), ((int,), "a whole number")),
+    "do_sample": ((bool,), "true or false"),
+    "chat_template": ((str, list, dict), "a text"),
+}
+"""What transformers takes of these as it is and fails with only when it is used."""
+_TOKENS = {"eos_token_id": 0, "bos_token_id": -1, "pad_token_id": -1}
+"""The least id of each; -1 is a padding token's that there is none."""
 
 
 def reason(error: BaseException) -> str:
@@ -78,22 +87,33 @@ def check_files(folder: Path) -> None:
     _check_readable(folder)
     for name in _OBJECTS:
         if (folder / name).exists():
-            _check_types(read_object(folder / name, "a file of transformers"), shown(folder / name))
-    _check_tokenizer(folder / "tokenizer.json")
+            _check_entries(read_object(folder / name, "a file of transformers"), shown(folder / name), _TYPES)
+    if (tokenizer := folder / "tokenizer.json").exists():
+        # It may be 20 MB long, and tokenizers reads it anyway: only what it would not name is looked at here.
+        with opened(tokenizer) as found:
+            start = found.read(4096).decode("utf-8", "ignore").lstrip()[:1]
+        if start != "{":
+            raise InputError(
+                f"{shown(tokenizer)} is no tokenizer (it begins with {start!r}): expected the JSON object of a tokenizers file; "
+                "copy or download it again, or remove it and give token ids."
+            )
     headers = _headers(folder)
-    shapes = {name: shape for name, (shape, _) in headers.items()}
     if not headers:
         raise InputError(
             f"the weights of {shown(folder)} hold no tensor: expected those of its config; give a whole checkpoint."
         )
-    _check_fits(config, shapes, where)
+    # No weight is longer than all that is stored: such a config would fill the memory before anything else failed.
+    stored = sum(math.prod(shape) for shape, _ in headers.values())
+    limits = dict.fromkeys((*_WIDTH, *_HEADS, *_OTHERS, "intermediate_size", "n_inner"), (stored, "numbers"))
+    limits |= dict.fromkeys(_LAYERS, (len(headers), "tensors"))
+    for part in _parts(config):
+        for name, (most, what) in limits.items():
+            if isinstance(value := part.get(name), int) and value > most:
+                raise InputError(
+                    f"{where} says {name} is {value:,}, but the weights hold {most:,} {what} in all: give the config that "
+                    "belongs to these weights."
+                )
     _check_dtypes(config, {name: dtype for name, (_, dtype) in headers.items()}, where)
-    layers = next((n for text in _parts(config) for key in _LAYERS if isinstance(n := text.get(key), int)), 0)
-    if layers > len(headers):
-        raise InputError(
-            f"{where} says {layers:,} layers, but the weights hold {len(headers):,} tensors in all: give the config that "
-            "belongs to these weights."
-        )
 
 
 def _check_readable(folder: Path) -> None:
@@ -111,41 +131,6 @@ def _check_readable(folder: Path) -> None:
                 ) from error
 
 
-_TYPES: dict[str, tuple[tuple[type, ...], str]] = {
-    **dict.fromkeys(("temperature", "top_p", "repetition_penalty", "model_max_length"), ((int, float), "a number")),
-    **dict.fromkeys(("top_k", "max_length", "max_new_tokens", "num_beams"), ((int,), "a whole number")),
-    "do_sample": ((bool,), "true or false"),
-    "chat_template": ((str, list, dict), "a text"),
-}
-"""What transformers takes as it is and fails with only when it is used."""
-
-
-def _check_types(found: Mapping[str, Any], where: str) -> None:
-    for name, (types, expected) in _TYPES.items():
-        value = found.get(name)
-        if value is not None and (not isinstance(value, types) or (isinstance(value, bool) and bool not in types)):
-            raise InputError(f"{where} says {name} is {_cut(value)}: expected {expected}; mend that entry.")
-    _check_tokens(found, where)
-    _check_numbers(found, where)
-
-
-def _check_tokenizer(file: Path) -> None:
-    if not file.exists():
-        return
-    # It may be 20 MB long, and tokenizers reads it anyway: only what it would not name is looked at here.
-    try:
-        with opened(file) as found:
-            start = found.read(4096).decode("utf-8", "ignore").lstrip()[:1]
-    except (OSError, ValueError) as error:
-        why = getattr(error, "strerror", None) or reason(error)
-        raise InputError(f"{shown(file)} cannot be read ({why}): copy or download that file again.") from error
-    if start != "{":
-        raise InputError(
-            f"{shown(file)} is no tokenizer (it begins with {start!r}): expected the JSON object of a tokenizers file; copy "
-            "or download it again, or remove it and give token ids."
-        )
-
-
 def check_config(config: Mapping[str, Any], where: str) -> None:
     """Checks that the sizes of a transformers config can be.
 
@@ -156,19 +141,20 @@ def check_config(config: Mapping[str, Any], where: str) -> None:
     Raises:
         InputError: A size is no whole number of at least 1, sizes do not fit each other, or a number is NaN.
     """
+    _check_entries(config, where)
     for part in _parts(config):
-        for name in _SIZES:
-            value = part.get(name)
-            # Some architectures say a size for every layer, in a list, and check it themselves.
-            if value is None or isinstance(value, list):
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1 or value >= 2**40:
-                raise InputError(
-                    f"{where} says {name} is {_cut(value)}: expected a whole number of at least 1; mend the config."
-                )
-        _check_heads(part, where)
-        _check_tokens(part, where)
-    _check_numbers(config, where)
+        heads, keys = next((part[n] for n in _HEADS if n in part), None), part.get("num_key_value_heads")
+        if isinstance(heads, int) and isinstance(keys, int) and heads % keys:
+            raise InputError(
+                f"{where} says {heads} attention heads and {keys} key/value heads: expected as many query heads for each of "
+                "these; mend the config."
+            )
+        turned = part.get("rope_theta") is not None or part.get("rope_parameters") is not None
+        size = part.get("head_dim")
+        if turned and isinstance(size, int) and size % 2 and "partial_rotary_factor" not in json.dumps(part, default=str):
+            raise InputError(
+                f"{where} says head_dim is {size}, but RoPE turns pairs: expected an even number; mend the config."
+            )
 
 
 def _parts(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
@@ -179,55 +165,43 @@ def _parts(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
             yield nested
 
 
-def _check_heads(part: Mapping[str, Any], where: str) -> None:
-    heads, keys = next((part[n] for n in _HEADS if n in part), None), part.get("num_key_value_heads")
-    if isinstance(heads, int) and isinstance(keys, int) and heads % keys:
-        raise InputError(
-            f"{where} says {heads} attention heads and {keys} key/value heads: expected as many query heads for each of "
-            "these; mend the config."
-        )
-    turned = part.get("rope_theta") is not None or part.get("rope_parameters") is not None
-    size = part.get("head_dim")
-    if turned and isinstance(size, int) and size % 2 and "partial_rotary_factor" not in json.dumps(part, default=str):
-        raise InputError(
-            f"{where} says head_dim is {size}, but RoPE turns pairs: expected an even number; mend the config."
-        )
-
-
-def _check_tokens(part: Mapping[str, Any], where: str) -> None:
-    """Token ids can be ids of tokens; -1 is a padding token's that there is none."""
-    for name, least in (("eos_token_id", 0), ("bos_token_id", -1), ("pad_token_id", -1)):
-        given = part.get(name)
-        ids = given if isinstance(given, list) else [] if given is None else [given]
-        if not all(isinstance(token, int) and not isinstance(token, bool) and least <= token < 2**31 for token in ids):
-            raise InputError(
-                f"{where} says {name} is {_cut(given)}: expected a token id of at least {least} and below 2**31, or a flat list "
-                "of them; mend that entry."
-            )
-
-
 _COMPUTED = re.compile(r".*(rope|rotary|factor|freq|theta|eps|epsilon|mscale|multiplier|dropout|pdrop|softcapping)")
 _POSITIVE = ("rope_theta", "rope_local_base_freq", "rotary_emb_base", "factor", "low_freq_factor", "high_freq_factor")
 _SHARES = ("partial_rotary_factor", "rotary_pct")
 
 
-def _check_numbers(config: Mapping[str, Any], where: str) -> None:
-    """The one place that says which numbers can be: none is NaN, and what is computed with is finite and has its sign."""
-    waiting: list[tuple[str, Any]] = list(config.items())
+def _check_entries(
+    found: Mapping[str, Any], where: str, types: Mapping[str, tuple[tuple[type, ...], str]] | None = None
+) -> None:
+    """The one place that says what entries of JSON can be; of ``types``, by name, those of one file."""
+    waiting: list[tuple[str, Any]] = list(found.items())
     while waiting:
-        name, value = waiting.pop()
+        path, value = waiting.pop()
+        within, _, name = path.rpartition(".")
+        if expected := _expected(name, value, {} if within else types or {}, within in ("", *_NESTED)):
+            raise InputError(f"{where} says {path} is {_cut(value)}: expected {expected}; mend that entry.")
         if isinstance(value, dict):
-            waiting += [(f"{name}.{key}", held) for key, held in value.items()]
+            waiting += [(f"{path}.{key}", held) for key, held in value.items()]
         elif isinstance(value, list):
-            waiting += [(name, held) for held in value]
-        elif isinstance(value, int | float) and not isinstance(value, bool):
-            expected = _expected(name.rpartition(".")[2], value)
-            if expected:
-                raise InputError(f"{where} says {name} is {_cut(value)}: expected {expected}; mend the config.")
+            waiting += [(f"{path}[]", held) for held in value]
 
 
-def _expected(name: str, value: float) -> str:
-    """What a number of this name must be, where it is something else."""
+def _expected(name: str, value: Any, types: Mapping[str, tuple[tuple[type, ...], str]], decoder: bool) -> str:
+    """What an entry of this name must be, where it is something else; sizes and tokens are those of the decoder."""
+    if value is None:
+        return ""
+    if name in types and type(value) not in types[name][0]:
+        return types[name][1]
+    # Some architectures say a size for every layer, in a list, and check it themselves.
+    if decoder and name in _SIZES and not isinstance(value, list) and not (type(value) is int and 0 < value < 2**40):
+        return "a whole number of at least 1"
+    if decoder and name in _TOKENS:
+        least, ids = _TOKENS[name], value if isinstance(value, list) else [value]
+        if not all(type(token) is int and least <= token < 2**31 for token in ids):
+            return f"a token id of at least {least} and below 2**31, or a flat list of them"
+    name = name.rstrip("[]")
+    if type(value) not in (int, float):
+        return ""
     if value != value:
         return "a number"
     # Others may be infinite, as time_step_limit of Mamba 2 is.
@@ -237,9 +211,7 @@ def _expected(name: str, value: float) -> str:
         return "a number above 0"
     if name in _SHARES and not 0 <= value <= 1:
         return "a number from 0 to 1"
-    if name.endswith(("eps", "epsilon", "dropout", "pdrop")) and value < 0:
-        return "a number of at least 0"
-    return ""
+    return "a number of at least 0" if name.endswith(("eps", "epsilon", "dropout", "pdrop")) and value < 0 else ""
 
 
 # Weights ---------------------------------------------------------------------------------------------------------------
@@ -257,19 +229,6 @@ def stored_tensors(folder: Path) -> Iterator[tuple[str, Any]]:
         with safe_open(file, framework="pt") as held:
             for name in held.keys():  # noqa: SIM118  # it is no dict
                 yield name, held.get_tensor(name)
-
-
-def _check_fits(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], where: str) -> None:
-    """No weight is longer than all that is stored: such a config would fill the memory before anything else failed."""
-    stored = sum(math.prod(shape) for shape in shapes.values())
-    for part in _parts(config):
-        for name in (*_WIDTH, *_HEADS, *_OTHERS, "intermediate_size", "n_inner"):
-            value = part.get(name)
-            if isinstance(value, int) and value > stored:
-                raise InputError(
-                    f"{where} says {name} is {value:,}, but the weights hold {stored:,} numbers in all: give the config that "
-                    "belongs to these weights."
-                )
 
 
 def _check_dtypes(config: Mapping[str, Any], dtypes: Mapping[str, str], where: str) -> None:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import copy
 import re
 import tempfile
-from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from kvinterp.errors import UnsupportedError
 from kvinterp.models.door import weights_of
@@ -113,12 +112,24 @@ def hooked_from_transformers(
     architecture = type(source).__name__
     _check_convertible(architecture)
     tensors = source.state_dict()
-    _check_all_used(tensors)
+    # A model without some of its weights is another model.
+    left_out = sorted(key for key in tensors if not CARRIED.fullmatch(key))
+    if left_out:
+        raise UnsupportedError(
+            f"kind 'hooked' has no place for {len(left_out)} of the checkpoint's tensors ({', '.join(left_out[:3])}"
+            f"{', ...' if len(left_out) > 3 else ''}), and would compute something else without them: use kind='bridge' "
+            "for the same hooks over the transformers model, or kind='native'."
+        )
     fields = _config_fields(config, architecture)
     hooked_config = HookedTransformerConfig(**fields, dtype=dtype, device=str(device), init_weights=False)
     hooked_config.model_name = name
     weights = getattr(weight_conversions, CONVERTED[architecture])(source, hooked_config)
-    weights |= _attention_biases(tensors, weights)
+    for key, bias in tensors.items():
+        # TransformerLens' own conversion of these families leaves the biases of the attention's projections at 0.
+        if match := BIAS.fullmatch(key):
+            layer, letter = match[1], match[2].upper()
+            place = next(k for mark in ("", "_") if (k := f"blocks.{layer}.attn.{mark}b_{letter}") in weights)
+            weights[place] = bias.reshape(weights[place].shape)
     with device:
         model: Any = model_class(hooked_config, tokenizer=None, move_to_device=False)
     if hooked_config.num_experts:
@@ -169,29 +180,6 @@ def _check_convertible(architecture: str) -> None:
             f"kind 'hooked' cannot convert {architecture} from a local folder (it converts {', '.join(CONVERTED)}): "
             "use kind='bridge' for the same hooks over the transformers model, or kind='native'."
         )
-
-
-def _check_all_used(tensors: Iterable[str]) -> None:
-    """Refuses weights that the conversion would leave out: a model without them is another model."""
-    left_out = sorted(name for name in tensors if not CARRIED.fullmatch(name))
-    if left_out:
-        raise UnsupportedError(
-            f"kind 'hooked' has no place for {len(left_out)} of the checkpoint's tensors ({', '.join(left_out[:3])}"
-            f"{', ...' if len(left_out) > 3 else ''}), and would compute something else without them: use kind='bridge' "
-            "for the same hooks over the transformers model, or kind='native'."
-        )
-
-
-def _attention_biases(tensors: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The biases of the attention's projections, which TransformerLens' own conversion of these families leaves at 0."""
-    found = {}
-    for name, bias in tensors.items():
-        match = BIAS.fullmatch(name)
-        if match is not None:
-            layer, letter = match.group(1), match.group(2).upper()
-            key = next(k for mark in ("", "_") if (k := f"blocks.{layer}.attn.{mark}b_{letter}") in weights)
-            found[key] = bias.reshape(weights[key].shape)
-    return found
 
 
 def _config_fields(config: Any, architecture: str) -> dict[str, Any]:

@@ -9,13 +9,9 @@ whose queries and keys are equal have equal patterns. What comes out is in float
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 SDPA = torch.nn.functional.scaled_dot_product_attention
@@ -86,40 +82,3 @@ def derived_attention(
             nothing = (scores == -torch.inf).all(-1, keepdim=True)
             scores = scores.softmax(-1).masked_fill(nothing, 0.0)
         return scores.to(torch.float64 if query.dtype == torch.float64 else torch.float32)
-
-
-class FusedMode(TorchFunctionMode):
-    """Hears what the SDPA that runs inside one attention module is given, and changes nothing of it.
-
-    Args:
-        site: The site to derive.
-        heads: Query heads of the model.
-        emit: Called with what was derived; what it returns is not for the kernel, so it is to return None.
-        rows: Says at each call whether ``"all"`` rows are wanted, the ``"newest"``, or ``"none"``.
-    """
-
-    def __init__(self, site: str, heads: int, emit: Callable[[Tensor], Tensor | None], rows: Callable[[], str]) -> None:
-        super().__init__()
-        self.site, self.heads, self.emit, self.rows = site, heads, emit, rows
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        rows = self.rows() if func is SDPA else "none"
-        if rows != "none":
-            query, key, _, mask, is_causal, scale = sdpa_arguments(*args, **kwargs)
-            query, key, mask = _unpacked(query, key, mask, self.heads)
-            self.emit(derived_attention(self.site, query, key, mask, is_causal, scale, rows))
-        return func(*args, **kwargs)
-
-
-def _unpacked(query: Tensor, key: Tensor, mask: Tensor | None, heads: int) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Query heads in their own dimension, where a single token's were packed as rows of the KV head that they share.
-
-    transformers does so where its cache is masked: ``[batch, kv_head, query_head_of_it, dim]``.
-    """
-    packed, rows = query.shape[1:3]
-    if packed == heads or packed * rows != heads:
-        return query, key, mask
-    if mask is not None and mask.dim() == 4 and mask.shape[1:3] == (packed, rows):
-        mask = mask.flatten(1, 2).unsqueeze(2)
-    return query.flatten(1, 2).unsqueeze(2), key.repeat_interleave(rows, 1), mask

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -95,8 +97,6 @@ def write_gguf(model: Any, tokenizer: Any, file: Path, dtype: str = "float32") -
         file: Where; it is there whole or not at all.
         dtype: One of :data:`STORED`.
     """
-    import tempfile
-
     import gguf
 
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -111,13 +111,7 @@ def write_gguf(model: Any, tokenizer: Any, file: Path, dtype: str = "float32") -
             writer.add_tensor(name, gguf.quants.quantize(values, kind), raw_dtype=kind)
         written(writer)
         with part.open("rb") as made:
-            write_whole(file, lambda opened: _copy(made, opened))
-
-
-def _copy(source: Any, to: Any) -> None:
-    import shutil
-
-    shutil.copyfileobj(source, to, 1 << 20)
+            write_whole(file, lambda opened: shutil.copyfileobj(made, opened, 1 << 20))
 
 
 def written(writer: gguf.GGUFWriter) -> None:

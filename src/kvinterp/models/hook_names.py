@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from kvinterp.errors import InputError, shown, unexpected, unknown
 from kvinterp.models.attaching import Site
 from kvinterp.models.inputs import chosen_layers
-from kvinterp.models.native_sites import ATTENTION, KEY, MLP, OUTPUT, QUERY, VALUE
+from kvinterp.models.native_sites import ATTENTION, DOWN, KEY, MLP, OUTPUT, QUERY, VALUE
 from kvinterp.models.sites import ROUTING_SITES, expand_sites, listed_names
 
 if TYPE_CHECKING:
@@ -29,10 +29,15 @@ HOOKS = {
     "k": "attn.hook_k",
     "v": "attn.hook_v",
     "z": "attn.hook_z",
+    "result": "attn.hook_result",
+    "post": "mlp.hook_post",
+    "embed": "hook_embed",
     "attn_scores": "attn.hook_attn_scores",
     "pattern": "attn.hook_pattern",
 }
-"""The hook of each site within a block; cache sites are no hook's, but for the rotated keys."""
+"""The hook of each site within a block, :data:`WHOLE` apart; cache sites are no hook's, but for the rotated keys."""
+WHOLE = ("embed",)
+"""Sites that are the whole model's, and stand at layer 0."""
 _SITES = {hook: site for site, hook in HOOKS.items()} | {
     "attn.hook_rot_k": "cache_k",
     # What a TransformerBridge calls them.
@@ -40,19 +45,18 @@ _SITES = {hook: site for site, hook in HOOKS.items()} | {
     "hook_out": "resid_post",
     "attn.hook_out": "attn_out",
     "mlp.hook_out": "mlp_out",
+    "mlp.out.hook_in": "post",
+    "embed.hook_out": "embed",
     "mlp.gate.hook_out": "router",
     "mlp.hook_expert_indices": "experts",
 }
 _MEANT = {
-    "hook_embed": "blocks.0.hook_resid_pre, the residual stream that enters the first block",
     "hook_pos_embed": "blocks.0.hook_resid_pre, the residual stream that enters the first block",
     "ln_final.hook_normalized": "hook_resid_post of the last block, which the final norm reads",
     "ln_final.hook_scale": "hook_resid_post of the last block, which the final norm reads",
     "attn.hook_rot_q": "attn.hook_q, the queries before RoPE",
-    "attn.hook_result": "attn.hook_z, each head's output before the output projection",
     "mlp.hook_expert_weights": "mlp.hook_expert_indices, the experts that were chosen",
-    "mlp.hook_pre": "hook_mlp_out, what the MLP adds to the residual stream",
-    "mlp.hook_post": "hook_mlp_out, what the MLP adds to the residual stream",
+    "mlp.hook_pre": "mlp.hook_post, the neurons behind the activation",
     "ln1.hook_normalized": "hook_resid_pre, which the first norm reads",
     "ln2.hook_normalized": "hook_resid_mid, which the second norm reads",
 }
@@ -93,7 +97,12 @@ def hook_of(name: object) -> tuple[str, int | None] | None:
         raise unknown(
             "hook", str(name), [f"blocks.{layer or 0}.{known}" for known in _SITES], "Every other hook is no site here."
         )
-    return site, None if layer is None else int(layer)
+    return site, 0 if layer is None and site in WHOLE else None if layer is None else int(layer)
+
+
+def hook_name(site: str, layer: int) -> str:
+    """What TransformerLens calls a site at a layer; of one that it has no hook for the site's own name in its place."""
+    return HOOKS[site] if site in WHOLE else f"blocks.{layer}.{HOOKS.get(site, site)}"
 
 
 def module_of(name: object) -> tuple[str, str, int] | None:
@@ -116,10 +125,12 @@ def module_of(name: object) -> tuple[str, str, int] | None:
     elif parent in ATTENTION:
         of = {"output": {**dict.fromkeys(QUERY, "q"), **dict.fromkeys(KEY, "k"), **dict.fromkeys(VALUE, "v")}}
         site = of.get(side, dict.fromkeys(OUTPUT, "z")).get(last)
+    elif parent in MLP and side == "input":
+        site = "post" if last in DOWN else None
     if site is None:
         raise InputError(
-            f"no site is at the {side} of module {shown(name)}: expected a block, its attention or MLP, or attention's q_proj, "
-            "k_proj, v_proj or o_proj.input, as in model.layers.3.mlp; `kvinterp list sites` has them all."
+            f"no site is at the {side} of module {shown(name)}: expected a block, its attention or MLP, attention's q_proj, "
+            "k_proj, v_proj or o_proj.input, or mlp.down_proj.input, as in model.layers.3.mlp; see `kvinterp list sites`."
         )
     return path, site, int(layer)
 
@@ -165,12 +176,13 @@ def names_of(adapter: Adapter, names: Names) -> list[str]:
         for name in given:
             check_module(adapter, name)
         return given
-    every = [f"blocks.{layer}.{hook}" for hook in HOOKS.values() for layer in range(adapter.facts.layers)]
+    every = list(dict.fromkeys(hook_name(site, layer) for site in HOOKS for layer in range(adapter.facts.layers)))
     if not (taken := _taken(names, every)):
         raise InputError(
             f"the names_filter takes no hook at which a site is: expected some of {', '.join(HOOKS.values())}."
         )
-    return taken
+    # A filter takes of the hooks that there are.
+    return [name for name in taken if adapter.supports(*hook_of(name))] or taken  # type: ignore[misc]
 
 
 def _taken(names: Callable[[str], Any], every: list[str]) -> list[str]:
@@ -199,7 +211,9 @@ def one_site(adapter: Adapter, name: Any) -> tuple[Any, tuple[int, ...] | None]:
 def site_of(name: str) -> tuple[str, tuple[int, ...] | None]:
     """The site that a name says, and the layers, None where it says none; the name itself where it is no hook's."""
     found = hook_of(name)
-    return (name, None) if found is None else (found[0], None if found[1] is None else (found[1],))
+    if found is None:
+        return name, (0,) if name in WHOLE else None
+    return found[0], None if found[1] is None else (found[1],)
 
 
 def place_of(place: object) -> object:
@@ -215,7 +229,7 @@ def sites_of(names: Names) -> tuple[str, ...]:
         InputError: A name is none.
     """
     if callable(names):
-        names = _taken(names, [f"blocks.0.{hook}" for hook in HOOKS.values()])
+        names = _taken(names, [hook_name(site, 0) for site in HOOKS])
     return expand_sites([site_of(name)[0] if isinstance(name, str) else name for name in listed_names(names)])
 
 
@@ -241,7 +255,7 @@ def places_of(
     for name in names:
         site, own = site_of(name)
         where = chosen if own is None else chosen_layers(adapter, own)
-        if not set(where) <= set(chosen):
+        if site not in WHOLE and not set(where) <= set(chosen):
             raise InputError(
                 f"hook {name!r} is of layer {where[0]}, which is not among layers={list(chosen)}: leave layers out."
             )
@@ -251,9 +265,11 @@ def places_of(
 
 
 def layers_with(adapter: Any, site: str, layers: Sequence[int]) -> Sequence[int]:
-    """Of these layers those that have a site: of a router's only, since models have dense layers beside those with experts.
+    """Of these layers those that have a site, where some may not: models have dense layers beside those with experts.
 
     Where none has it all are returned, so that whoever asks the model for one hears why.
     """
-    found = [layer for layer in layers if adapter.supports(site, layer)] if site in ROUTING_SITES else []
+    if site in WHOLE:
+        return [0]
+    found = [layer for layer in layers if adapter.supports(site, layer)] if site in (*ROUTING_SITES, "post") else []
     return found or layers

@@ -15,10 +15,9 @@ from torch import Tensor, nn
 
 from kvinterp.errors import InputError, UnsupportedError
 from kvinterp.models.adapter import Adapter, CacheRead, KVStore, ModelInfo
-from kvinterp.models.caches import CacheKind, OwnCache, check_plain
-from kvinterp.models.hook_names import HOOKS
+from kvinterp.models.caches import CacheKind, OwnCache, check_plain, lead
+from kvinterp.models.hook_names import hook_name
 from kvinterp.models.hooks import Tap, routing_tap
-from kvinterp.models.leading import lead
 from kvinterp.models.sites import ROUTING_SITES
 
 
@@ -155,6 +154,11 @@ class HookedAdapter(Adapter):
         """The layer's entry of the user's TransformerLensKeyValueCache."""
         return kwargs.get("past_kv_cache_entry")
 
+    def call_cache(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """The first layer's entry."""
+        cache = kwargs.get("past_kv_cache")
+        return None if cache is None else cache[0]
+
     def cached_length(self, cache: Any) -> int:
         """Positions in the layer's entry."""
         return 0 if cache is None else cache.past_keys.shape[1]
@@ -193,6 +197,16 @@ class HookedAdapter(Adapter):
             tokens, return_type="logits", attention_mask=torch.ones_like(tokens), past_kv_cache=cache, prepend_bos=False
         )
 
+    def called(self, tokens: Tensor, cache: Any, mask: Tensor | None, positions: Tensor | None) -> tuple[Tensor, Any]:
+        """Logits and TransformerLens' cache, which is made where none is given."""
+        from transformer_lens import TransformerLensKeyValueCache
+
+        if cache is None:
+            config: Any = self.model.cfg
+            cache = TransformerLensKeyValueCache.init_cache(config, self.device, len(tokens))
+        given = {"attention_mask": torch.ones_like(tokens), "past_kv_cache": cache, "prepend_bos": False}
+        return self.model(tokens, return_type="logits", **given), cache
+
     def tap(self, site: str, layer: int) -> Tap:
         """The HookPoint that carries a site."""
         block: Any = self.model.blocks[layer]  # type: ignore[index]
@@ -204,7 +218,7 @@ class HookedAdapter(Adapter):
         if site in ("cache_k_pre", "cache_k", "cache_v"):
             raise UnsupportedError(f"site {site!r} has no hook in a HookedTransformer: it is read from the cache.")
         config: Any = self.model.cfg
-        if site in ("resid_mid", "mlp_out") and config.attn_only:
+        if site in ("resid_mid", "mlp_out", "post") and config.attn_only:
             raise UnsupportedError(
                 f"site {site!r} is not there in {self.facts.name}, which has attention and no MLP: record resid_pre, "
                 "attn_out or resid_post instead."
@@ -214,7 +228,15 @@ class HookedAdapter(Adapter):
                 f"{self.facts.name} runs attention and MLP in parallel, so there is no residual stream between them: "
                 "record resid_pre or resid_post instead."
             )
-        return Tap(block.get_submodule(HOOKS[site]))
+        if site == "result":
+            return Tap(block.attn, "heads", self.facts.query_heads, z=block.attn.hook_z)
+        name = hook_name(site, layer)
+        if site == "post" and name not in self.model.hook_dict:  # type: ignore[operator]
+            raise UnsupportedError(
+                f"site 'post' is not there at layer {layer} of {self.facts.name}, whose MLP is made of experts: record mlp_out "
+                "instead."
+            )
+        return Tap(self.model.get_submodule(name))
 
     def cast(self, dtype: torch.dtype) -> Adapter:
         """The same weights in another dtype; rotary tables are computed anew in that dtype."""

@@ -13,10 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.hooks import RemovableHandle
 
-from kvinterp.models.derived import FusedMode
-from kvinterp.models.routing import RoutingMode, experts_in
+from kvinterp.errors import InputError, UnsupportedError
+from kvinterp.models.derived import SDPA, derived_attention, sdpa_arguments
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,12 +28,14 @@ class Tap:
     Attributes:
         module: The module to hook.
         side: ``"input"`` (first argument), ``"output"``, ``"softmax"`` (scores or pattern inside eager attention),
-            ``"fused"`` (the same, derived beside SDPA from what that is given), or ``"routing"`` (a router inside an MLP).
+            ``"fused"`` (the same, derived beside SDPA from what that is given), ``"heads"`` (each head's part of an output
+            projection), or ``"routing"`` (a router inside an MLP).
         heads: Number of heads to split the last dimension into, or None where the layout is the common one already; of
             what is derived, the number of query heads.
         span: Start and stop of the last dimension that belongs to this site in a fused projection, or None for all.
         head_major: Whether the tensor arrives as ``[batch, head, position, head_dim]``.
         experts: How many a router chooses among.
+        z: Of ``"heads"`` the module that returns what the projection reads, where that is not the module's own input.
     """
 
     module: nn.Module
@@ -40,6 +44,7 @@ class Tap:
     span: tuple[int, int] | None = None
     head_major: bool = False
     experts: int = 0
+    z: nn.Module | None = None
 
     def get(self, raw: Tensor) -> Tensor:
         """The site's tensor in the common layout, as a view."""
@@ -62,9 +67,37 @@ class Tap:
         return replaced
 
 
+class Functions(TorchFunctionMode):
+    """Sees torch's functions as they are called; ``replace`` returns NotImplemented to let one through."""
+
+    def __init__(self, replace: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> None:
+        super().__init__()
+        self.replace = replace
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = self.replace(func, args, kwargs)
+        return func(*args, **kwargs) if result is NotImplemented else result
+
+
 def routing_tap(mlp: Any, site: str, layer: int, architecture: str) -> Tap:
     """Where a router's site is found; UnsupportedError where the layer has none."""
     return Tap(mlp, "routing", experts=experts_in(mlp, site, layer, architecture))
+
+
+def heads_tap(z: Tap, architecture: str) -> Tap:
+    """Where each head's part of attention's output is made, given where the output projection reads z.
+
+    Raises:
+        UnsupportedError: The projection's weight is none that can be parted.
+    """
+    weight = getattr(z.module, "weight", None)
+    if not isinstance(weight, Tensor) or weight.dim() != 2 or not weight.is_floating_point():
+        raise UnsupportedError(
+            f"site 'result' is not there in {architecture}: the weight of its output projection ({type(z.module).__name__}) is "
+            "no plain matrix that can be parted by heads. Record z instead."
+        )
+    return dataclasses.replace(z, side="heads")
 
 
 def own_hook(
@@ -141,11 +174,13 @@ def tap_hooks(
         rows: Of what is derived, whether ``"all"`` query positions are wanted, the ``"newest"`` alone, or ``"none"``.
     """
     if tap.side == "softmax":
-        return _mode_hooks(tap.module, lambda _: _SoftmaxMode(site, emit), mine)
+        return _mode_hooks(tap.module, lambda _: _softmax(site, emit), mine)
     if tap.side == "fused":
-        return _mode_hooks(tap.module, lambda _: FusedMode(site, tap.heads or 0, emit, rows), mine)
+        return _mode_hooks(tap.module, lambda _: _fused(site, tap.heads or 0, emit, rows), mine)
+    if tap.side == "heads":
+        return _head_hooks(tap, emit, mine, rows)
     if tap.side == "routing":
-        return _mode_hooks(tap.module, lambda given: RoutingMode(site, tap.experts, given, emit), mine)
+        return _mode_hooks(tap.module, lambda given: _routing(site, tap.experts, given.shape[:-1], emit), mine)
     if tap.side == "input":
         return [own_hook(tap.module, stream_hook(emit), "input")]
 
@@ -169,32 +204,128 @@ def in_order(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, 
     return (kwargs["input"], *args), {name: value for name, value in kwargs.items() if name != "input"}
 
 
-class _SoftmaxMode(torch.overrides.TorchFunctionMode):
+def _softmax(site: str, emit: Callable[[Tensor], Tensor | None]) -> Functions:
     """Shows the input or the output of the softmax that runs inside one attention module."""
 
-    def __init__(self, site: str, emit: Callable[[Tensor], Tensor | None]) -> None:
-        super().__init__()
-        self.site, self.emit = site, emit
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func not in (torch.softmax, torch.nn.functional.softmax, Tensor.softmax):
-            return func(*args, **kwargs)
+    def heard(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if func not in (torch.softmax, nn.functional.softmax, Tensor.softmax):
+            return NotImplemented
         args, kwargs = in_order(args, kwargs)
         scores = args[0]
-        if self.site == "attn_scores":
-            new = self.emit(scores)
+        if site == "attn_scores":
+            new = emit(scores)
             return func(scores if new is None else new, *args[1:], **kwargs)
         probabilities = func(*args, **kwargs)
-        new = self.emit(probabilities.to(scores.dtype))
+        new = emit(probabilities.to(scores.dtype))
         return probabilities if new is None else new.to(probabilities.dtype)
+
+    return Functions(heard)
+
+
+def _fused(site: str, heads: int, emit: Callable[[Tensor], Tensor | None], rows: Callable[[], str]) -> Functions:
+    """Hears what the SDPA that runs inside one attention module is given, and changes nothing of it."""
+
+    def heard(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        wanted = rows() if func is SDPA else "none"
+        if wanted != "none":
+            query, key, _, mask, is_causal, scale = sdpa_arguments(*args, **kwargs)
+            packed, each = query.shape[1:3]
+            if packed != heads and packed * each == heads:
+                # A single token's query heads were packed as rows of the KV head that they share: transformers does so where its
+                # cache is masked, ``[batch, kv_head, query_head_of_it, dim]``.
+                if mask is not None and mask.dim() == 4 and mask.shape[1:3] == (packed, each):
+                    mask = mask.flatten(1, 2).unsqueeze(2)
+                query, key = query.flatten(1, 2).unsqueeze(2), key.repeat_interleave(each, 1)
+            emit(derived_attention(site, query, key, mask, is_causal, scale, wanted))
+        return NotImplemented
+
+    return Functions(heard)
+
+
+# Routers: where a mixture of experts chooses ----------------------------------------------------------------------------
+
+# Architectures put the router's result in tuples of their own, and make weights of it in ways of their own (softmax before or
+# after the choice, sigmoid with a bias, groups). What all have in common is a product with as many columns as there are
+# experts, and a ``topk`` of as many columns behind it, which is the choice. So these two calls are what is heard, and a choice
+# that is put in goes in there: the weights are then made by the model's own code, from this run's own logits, over the experts
+# put in.
+
+ROUTERS = ("gate", "router", "W_gate")
+"""What the module is called whose rows are the experts."""
+
+
+def router_of(mlp: Any) -> nn.Module | None:
+    """The router in an MLP, or None where it has none: a module with a weight ``[expert, width]``, beside the experts.
+
+    A bridge calls the gate of a gated MLP ``gate`` too, where there are no experts.
+    """
+    holders = (mlp, getattr(mlp, "original_component", None))
+    for holder in holders if any(hasattr(each, "experts") for each in holders) else ():
+        for name in ROUTERS:
+            found = getattr(holder, name, None)
+            if isinstance(found, nn.Module) and getattr(getattr(found, "weight", None), "ndim", 0) == 2:
+                return found
+    return None
+
+
+def experts_in(mlp: Any, site: str, layer: int, architecture: str) -> int:
+    """How many experts the router of a layer chooses among.
+
+    Raises:
+        UnsupportedError: The layer has no router.
+    """
+    router: Any = router_of(mlp)
+    if router is None:
+        raise UnsupportedError(
+            f"site {site!r} is not there: layer {layer} of {architecture} has no router that chooses experts (no module named "
+            f"{' or '.join(ROUTERS[:2])} in its MLP)."
+        )
+    return router.weight.shape[0]
+
+
+def _routing(site: str, experts: int, rows: torch.Size, emit: Callable[[Tensor], Tensor | None]) -> Functions:
+    """Shows the router's logits, or its choice, once inside one MLP that was given ``rows``, ``[batch, position]``."""
+    heard: list[Any] = []
+
+    def put(given: Tensor, shown: Tensor) -> Tensor | None:
+        # A row a token: groups of experts are chosen among by tensors of one dimension more.
+        if given.shape != (rows.numel(), experts):
+            return None
+        heard.append(site)
+        new = emit(shown.reshape(*rows, -1))
+        return None if new is None else new.reshape(shown.shape)
+
+    def hear(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        output, new = func(*args, **kwargs), None
+        if not heard and site == "router" and func is nn.functional.linear:
+            new = put(output, output)
+        elif not heard and site == "experts" and func in (torch.topk, Tensor.topk):
+            given = in_order(args, kwargs)[0][0]
+            new = put(given, output.indices)
+            new = None if new is None else _replayed(given, output.indices, new)
+        return output if new is None else new
+
+    return Functions(hear)
+
+
+def _replayed(given: Tensor, own: Tensor, new: Tensor) -> Any:
+    """The choice ``[row, chosen]`` put in, as ``topk`` returns it."""
+    if bool((new < 0).any()) or bool((new >= given.shape[-1]).any()):
+        raise InputError(
+            f"experts {int(new.min())} to {int(new.max())} were given to choose: expected numbers from 0 to "
+            f"{given.shape[-1] - 1}."
+        )
+    # Of an equal set the order stays this run's own, in which some kernels add the experts up.
+    same = (new.sort(-1).values == own.sort(-1).values).all(-1, keepdim=True)
+    chosen = torch.where(same, own, new)
+    return torch.return_types.topk((given.gather(-1, chosen), chosen))
 
 
 def _mode_hooks(
-    module: nn.Module, made: Callable[[Any], torch.overrides.TorchFunctionMode], mine: Callable[[], bool]
+    module: nn.Module, made: Callable[[Any], contextlib.AbstractContextManager[Any]], mine: Callable[[], bool]
 ) -> list[Any]:
     """Enters a mode around one module, inside which alone scores and pattern, or a router's choice, can be seen."""
-    open_modes: list[torch.overrides.TorchFunctionMode] = []
+    open_modes: list[contextlib.AbstractContextManager[Any]] = []
 
     def close() -> None:
         if open_modes:
@@ -212,6 +343,46 @@ def _mode_hooks(
             close()
 
     return [own_hook(module, enter, "input"), own_hook(module, leave, "output", always_call=True), Closing(close)]
+
+
+def _head_hooks(
+    tap: Tap, emit: Callable[[Tensor], Tensor | None], mine: Callable[[], bool], rows: Callable[[], str]
+) -> list[Any]:
+    """Shows what each head adds to an output projection's sum, made beside it; what is put there is added as it differs."""
+    seen: list[Tensor] = []
+    source = tap.z
+
+    @contextlib.contextmanager
+    def hears_z(z: nn.Module) -> Iterator[None]:
+        # Put on anew in every forward, behind whatever else is put on z.
+        seen.clear()
+        handle = own_hook(z, lambda _, __, ___, output: seen.append(output), "output")
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        if not mine() or (wanted := rows()) == "none":
+            return None
+        z = seen.pop() if source is not None else args[0] if args else kwargs["input"]
+        z = z if z.dim() == 4 else z.unflatten(-1, (tap.heads, -1))
+        # What is only looked at is not a path's kernels'.
+        with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.autocast(z.device.type, enabled=False):
+            heads = torch.einsum("bphd,hdm->bphm", z[:, -1:] if wanted == "newest" else z, _head_weights(module, z))
+        new = emit(heads)
+        return None if new is None else put_first(output, first_of(output) + (new - heads).sum(2))
+
+    around = [] if source is None else _mode_hooks(tap.module, lambda _: hears_z(source), mine)
+    return [*around, own_hook(tap.module, after, "output")]
+
+
+def _head_weights(module: Any, z: Tensor) -> Tensor:
+    """The part of an output projection that reads each head, ``[head, head_dim, width]``."""
+    weight = (
+        module.W_O if hasattr(module, "W_O") else module.weight if type(module).__name__ == "Conv1D" else module.weight.T
+    )
+    return weight.reshape(z.shape[2], z.shape[3], -1).to(z)
 
 
 class Closing:

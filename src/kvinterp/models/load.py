@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -65,14 +66,24 @@ def load_model(
         )
     called = str(name)
     folder = local_folder(called)
-    log.info("loading %s as %s in %s on %s", called, kind, str(wanted).removeprefix("torch."), place)
+    first = " (importing TransformerLens first takes seconds)" * (
+        kind != "native" and "transformer_lens" not in sys.modules
+    )
+    log.info("loading %s as %s in %s on %s%s", called, kind, str(wanted).removeprefix("torch."), place, first)
+    adapter: Adapter
     if kind == "hooked":
         adapter = _hooked(called, folder, wanted, place, remote_code)
     else:
         eager = "eager" if kind == "bridge" else attention
         source, tokenizer = _transformers(called, folder, wanted, place, eager, remote_code)
+        from kvinterp.models.bridge import BridgeAdapter, build_bridge
+        from kvinterp.models.native import NativeAdapter
+
         with loading(called):
-            adapter = _adapted(source, kind, called, tokenizer)
+            if kind == "bridge":
+                adapter = BridgeAdapter(build_bridge(source, called), called, tokenizer)
+            else:
+                adapter = NativeAdapter(source, called, tokenizer)
     if folder is not None and is_gguf(folder):
         adapter.stored = header_of(folder).stored
     check_runs(adapter)
@@ -99,16 +110,6 @@ def check_loadable(
     if attention is not None:
         check_known("attention implementation", attention, ATTENTION)
     return dtype_named(dtype) or torch.float16, device_named(device)
-
-
-def _adapted(source: nn.Module, kind: str, name: str, tokenizer: Any) -> Adapter:
-    if kind == "bridge":
-        from kvinterp.models.bridge import BridgeAdapter, build_bridge
-
-        return BridgeAdapter(build_bridge(source, name), name, tokenizer)
-    from kvinterp.models.native import NativeAdapter
-
-    return NativeAdapter(source, name, tokenizer)
 
 
 def wrap(model: Any, tokenizer: Any = None, name: str | None = None) -> Adapter:

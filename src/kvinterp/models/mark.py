@@ -1,10 +1,9 @@
 """Notices that a model was changed in place, by whatever way: its weights, its buffers, its config, its modules' attributes.
 
 Torch counts the changes of a tensor, but not those made through ``.data``, and nobody counts those of a norm's epsilon. So a
-mark is taken of all of it. Each tensor's bits are summed with a weight of its own for every place, so that numbers that
-change places change the sum too. Of each 8 bytes the high half is laid over the low one first, since numbers whose highest bits
-alone differ (their signs) would cancel: what is changed is missed about once in 2**32 times. The weights are read once, as one
-decode step reads them.
+mark is taken of all of it. Each tensor's bytes are summed with a weight for every place, so that numbers that change places
+change the sum too: what is changed is missed about once in 2**32 times. The weights are read once, as one decode step reads
+them.
 """
 
 from __future__ import annotations
@@ -25,10 +24,9 @@ Mark = tuple[str, tuple[tuple[Any, ...], ...]]
 """The hash of what is no tensor; and for each tensor its name, where and how it lies, how often torch saw it changed, its sum;
 and the user's own hooks."""
 
-_WORDS, _PIECE = 1 << 15, 1 << 20
-"""Words of 8 bytes that share the weights, small enough for a processor's cache; and those that one thread takes at once."""
+_PIECE = 1 << 24
+"""Bytes that one thread takes at once; on a device so many are widened at once."""
 
-_ODD, _ALL = 0x9E37_79B9_7F4A_7C15, (1 << 64) - 1
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
 _NOT_COMPUTED_WITH = frozenset(
     (
@@ -50,18 +48,11 @@ _NOT_COMPUTED_WITH = frozenset(
 def mark_of(model: nn.Module) -> Mark:
     """What changes when the model does."""
     named = (*model.named_parameters(), *model.named_buffers())
-    tensors = [(name, t.detach()) for name, t in named if not t.is_meta and not t.is_quantized]
-    found = tuple(
-        (
-            name,
-            tensor.data_ptr(),
-            tuple(tensor.shape),
-            tensor.stride(),
-            0 if tensor.is_inference() else tensor._version,
-            total,
-        )
-        for (name, tensor), total in zip(tensors, _sums([tensor for _, tensor in tensors]), strict=True)
-    )
+    tensors = {name: t.detach() for name, t in named if not t.is_meta and not t.is_quantized}
+    found = [
+        (name, t.data_ptr(), t.shape, t.stride(), 0 if t.is_inference() else t._version, sums)
+        for (name, t), sums in zip(tensors.items(), _sums([*tensors.values()]), strict=True)
+    ]
     return settings_of(model), (*found, *_users_hooks(model))
 
 
@@ -130,7 +121,7 @@ def _told(value: Any, seen: dict[int, int]) -> str:
     if isinstance(value, np.ndarray):
         return f"array {value.shape} {value.dtype} {hashlib.blake2b(np.ascontiguousarray(value).tobytes()).hexdigest()}"
     if isinstance(value, Tensor):
-        return f"tensor {tuple(value.shape)} {value.dtype} {_sums([value])[0]}"
+        return f"tensor {_hashed([('', value)])}"
     if isinstance(value, Mapping):
         held = {str(key): item for key, item in value.items() if key not in _NOT_COMPUTED_WITH}
         return "{" + ", ".join(f"{key}: {_told(held[key], seen)}" for key in sorted(held)) + "}"
@@ -157,84 +148,57 @@ def _told(value: Any, seen: dict[int, int]) -> str:
 # Tensors ---------------------------------------------------------------------------------------------------------------
 
 
-def _sums(tensors: list[Tensor]) -> list[int]:
-    """For each tensor the sum of its bits in the order of memory, each weighted by its place, modulo 2**64."""
-    pieces = [(index, piece) for index, tensor in enumerate(tensors) for piece in _pieces(tensor)]
-    words, threads = [piece for _, piece in pieces], torch.get_num_threads()
-    if threads == 1 or len(words) == 1:
-        summed = list(map(_summed, words))
+def _sums(tensors: list[Tensor]) -> list[tuple[int, ...]]:
+    """For each tensor the sums of its bytes in the order of memory, one a piece."""
+    pieces = [_bytes_of(tensor).split(_PIECE) for tensor in tensors]
+    flat = [piece for each in pieces for piece in each]
+    threads = torch.get_num_threads()
+    if threads == 1:
+        sums = list(map(_summed, flat))
     else:
         with ThreadPoolExecutor(threads) as workers:
-            summed = list(workers.map(_summed, words))
-    totals = [tensor.numel() for tensor in tensors]
-    for (index, _), sums in zip(pieces, _read(summed), strict=True):
-        totals[index] = _folded(totals[index], functools.reduce(_folded, sums, 0))
-    return totals
+            sums = list(workers.map(_summed, flat))
+    # On a device all are under way before the first is waited for.
+    numbers = map(int, sums)
+    return [tuple(itertools.islice(numbers, len(each))) for each in pieces]
 
 
-def _folded(total: int, part: int) -> int:
-    return (total * _ODD + part) & _ALL
-
-
-def _read(summed: list[Tensor | list[int]]) -> Iterator[list[int]]:
-    """The sums as numbers; a device is waited for once, and not once a tensor of the model."""
-    away = [each for each in summed if isinstance(each, Tensor)]
-    devices = dict.fromkeys(each.device for each in away)
-    read = {device: iter(torch.cat([each for each in away if each.device == device]).tolist()) for device in devices}
-    for each in summed:
-        yield [*itertools.islice(read[each.device], len(each))] if isinstance(each, Tensor) else each
-
-
-def _pieces(tensor: Tensor) -> Iterator[Tensor | np.ndarray]:
-    """The tensor's bytes as words of 8, as many as one thread takes at once; the last one is filled up with zeros."""
+def _bytes_of(tensor: Tensor) -> Tensor:
     bits = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     # Weights that were laid out anew are contiguous in another order of their dimensions.
-    strides = bits.stride()
-    flat = bits.detach().permute(sorted(range(bits.dim()), key=lambda dim: -strides[dim])).contiguous().view(-1)
-    flat = flat.view(torch.uint8)
-    whole = flat.numel() // 8 * 8
-    last = nn.functional.pad(flat[whole:], (0, (whole - flat.numel()) % 8))
-    for part in (flat[:whole], last):
-        if not part.numel():
-            continue
-        if part.device.type == "cpu":
-            words = part.numpy().view(np.int64)
-            yield from (words[start : start + _PIECE] for start in range(0, len(words), _PIECE))
-        else:
-            yield (part if part.data_ptr() % 8 == 0 else part.clone()).view(torch.int64)
+    order = sorted(range(bits.dim()), key=lambda dimension: -bits.stride()[dimension])
+    return bits.detach().permute(order).contiguous().view(-1).view(torch.uint8)
 
 
-def _summed(words: Tensor | np.ndarray) -> Tensor | list[int]:
-    """Sums of the words, each with its high half laid over its low one, weighted by its place, one for so many words.
+def _summed(piece: Tensor) -> int | Tensor:
+    """The words of 8 bytes, each weighted by its place, added up row by row; the rest is filled up with zeros.
 
-    On a device they stay there.
+    Of each word the high half is laid over the low one first, since numbers whose highest bits alone differ (their signs)
+    would cancel.
     """
-    if isinstance(words, Tensor):
-        return _summed_on_device(words)
-    weights, folded = _weights(), np.empty(_WORDS, np.int64)
-    sums = []
-    for start in range(0, len(words), _WORDS):
-        piece = words[start : start + _WORDS]
-        mixed = folded[: len(piece)]
-        np.bitwise_xor(np.right_shift(piece, 31, out=mixed), piece, out=mixed)
-        sums.append(int(np.dot(mixed, weights[: len(piece)])))
-    return sums
+    if piece.device.type != "cpu":
+        return _summed_on_device(piece)
+    weights, rest = _weights(piece.device).numpy(), -len(piece) % 8
+    words = (nn.functional.pad(piece, (0, rest)) if rest else piece).numpy().view(np.int64)
+    mixed, sums = np.empty_like(weights), []
+    # Rows that stay in a processor's cache.
+    for row in np.split(words, range(len(weights), len(words), len(weights))):
+        part = mixed[: len(row)]
+        np.bitwise_xor(np.right_shift(row, 31, out=part), row, out=part)
+        sums.append(int(np.dot(part, weights[: len(row)])))
+    return hash(tuple(sums))
 
 
-def _summed_on_device(words: Tensor) -> Tensor:
-    weights = _weights_on(words.device)
-    # 16 MB at once: as many rows of words, each weighted and summed alone.
-    parts = (nn.functional.pad(part, (0, -part.numel() % _WORDS)).view(-1, _WORDS) for part in words.split(64 * _WORDS))
-    return torch.cat([(((rows >> 31) ^ rows) * weights).sum(1) for rows in parts])
-
-
-@functools.cache
-def _weights_on(device: torch.device) -> Tensor:
-    return torch.from_numpy(_weights()).to(device)
+def _summed_on_device(piece: Tensor) -> Tensor:
+    """The same with the rows weighted by their places too; it stays there."""
+    weights = _weights(piece.device)
+    words = nn.functional.pad(piece, (0, -len(piece) % (8 * len(weights)))).view(torch.int64).view(-1, len(weights))
+    rows = (((words >> 31) ^ words) * weights).sum(1)
+    return (rows * weights[: len(rows)]).sum()
 
 
 @functools.cache
-def _weights() -> np.ndarray:
+def _weights(device: torch.device) -> Tensor:
     """Odd numbers of 64 bits, always the same ones; nobody's random numbers are drawn from."""
-    drawn = np.random.Generator(np.random.Philox(key=1)).integers(-(2**63), 2**63, _WORDS, dtype=np.int64)
-    return drawn | 1
+    drawn = torch.randint(-(2**63), 2**63 - 1, (1 << 15,), generator=torch.Generator().manual_seed(1))
+    return drawn.to(device) | 1

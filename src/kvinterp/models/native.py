@@ -23,7 +23,7 @@ from kvinterp.errors import InputError, UnsupportedError
 from kvinterp.models.adapter import Adapter, KVStore, ModelInfo, ModuleState
 from kvinterp.models.caches import CacheKind, Dynamic
 from kvinterp.models.derived import DERIVED
-from kvinterp.models.hooks import Tap, hooks_suspended
+from kvinterp.models.hooks import Tap, heads_tap, hooks_suspended
 from kvinterp.models.native_sites import INSIDE, Checked, NativeSites, check_sites
 from kvinterp.models.transformers_cache import (
     CACHES,
@@ -31,15 +31,10 @@ from kvinterp.models.transformers_cache import (
     TransformersCache,
     is_attention_only,
     model_cache,
+    text_config,
 )
 
 _STATE = re.compile("state|cache")
-
-
-def text_config(model: nn.Module) -> Any:
-    """The config of the decoder, inside a multimodal config too."""
-    config: Any = model.config
-    return config.get_text_config(decoder=True)
 
 
 def decoder_layers(model: nn.Module) -> nn.ModuleList:
@@ -65,12 +60,17 @@ def transformers_facts(model: nn.Module, name: str | None, attention: str | None
     """The facts of a transformers model, read from its config."""
     config = text_config(model)
     heads = _widest(config, "num_attention_heads") or 0
+    keys = _widest(config, "num_key_value_heads") or heads
+    # Falcon's newer architecture reads neither field, and repeats its keys and values for every query head before it
+    # caches them.
+    repeats = getattr(config, "new_decoder_architecture", False)
+    shared = getattr(config, "multi_query", False) is True
     return ModelInfo(
         name=name or getattr(config, "name_or_path", "") or type(model).__name__,
         architecture=type(model).__name__,
         layers=config.num_hidden_layers,
         query_heads=heads,
-        kv_heads=_kv_heads(config, heads),
+        kv_heads=heads if repeats else 1 if shared else keys,
         head_dim=_widest(config, "head_dim") or (config.hidden_size // heads if heads else 0),
         width=config.hidden_size,
         vocabulary=config.vocab_size,
@@ -79,16 +79,6 @@ def transformers_facts(model: nn.Module, name: str | None, attention: str | None
         cached_keys_rotated=True,
         attention=attention or getattr(config, "_attn_implementation", None) or "eager",
     )
-
-
-def _kv_heads(config: Any, heads: int) -> int:
-    # Falcon's newer architecture reads neither field, and repeats its keys and values for every query head before it
-    # caches them.
-    if getattr(config, "new_decoder_architecture", False):
-        return heads
-    if getattr(config, "multi_query", False) is True:
-        return 1
-    return _widest(config, "num_key_value_heads") or heads
 
 
 def _widest(config: Any, name: str) -> int | None:
@@ -148,25 +138,22 @@ def keeps_only_keys_and_values(model: nn.Module) -> bool:
     return is_attention_only(cache) and len(cache.layers) in (0, config.num_hidden_layers)
 
 
-def _cache_argument(model: nn.Module) -> str | None:
-    parameters = inspect.signature(model.forward).parameters
-    named = next((name for name in CACHES if name in parameters), None)
-    # Code that came with a checkpoint may pass everything on.
-    passes_on = not any(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters.values())
-    return "past_key_values" if named is None and passes_on else named
-
-
 class NativeAdapter(OnTransformersCache):
     """A transformers model as the user or production runs it; nothing of it is replaced."""
 
-    kind = "native"
+    kind, plain = "native", True
     _facts: ModelInfo
 
     def __init__(self, model: nn.Module, name: str | None = None, tokenizer: Any = None) -> None:
         super().__init__(model, transformers_facts(model, name), tokenizer)
         self._blocks = decoder_layers(model)
-        self._cache_argument = _cache_argument(model)
-        self._parameters = frozenset(inspect.signature(model.forward).parameters)
+        parameters = inspect.signature(model.forward).parameters
+        self.takes = frozenset(parameters)
+        named = next((name for name in CACHES if name in parameters), None)
+        # Code that came with a checkpoint may pass everything on.
+        passes_on = not any(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters.values())
+        self._cache_argument = "past_key_values" if named is None and passes_on else named
+        self.cache_name = self._cache_argument or CACHES[0]
         self._attention_only = self._cache_argument == "past_key_values" and keeps_only_keys_and_values(model)
         parallel = bool(getattr(text_config(model), "use_parallel_residual", False))
         self._sites = NativeSites(self._blocks, self.facts, parallel)
@@ -184,7 +171,7 @@ class NativeAdapter(OnTransformersCache):
     @property
     def facts(self) -> ModelInfo:
         """The model's facts; the attention is what its config says now, which ``set_attn_implementation`` changes."""
-        now = getattr(text_config(self.model), "_attn_implementation", None) or "eager"
+        now = getattr(self.config, "_attn_implementation", None) or "eager"
         if now != self._facts.attention:
             self._facts = dataclasses.replace(self._facts, attention=now)
             self._forget()
@@ -207,7 +194,7 @@ class NativeAdapter(OnTransformersCache):
     @property
     def takes_mask(self) -> bool:
         """Whether the model's own forward takes a mask, and all its layers attend."""
-        return self._attention_only and "attention_mask" in self._parameters
+        return self._attention_only and "attention_mask" in self.takes
 
     def forward(
         self,
@@ -218,15 +205,29 @@ class NativeAdapter(OnTransformersCache):
     ) -> Tensor:
         """Logits of every new token, through the model's own forward."""
         told = {"attention_mask": mask, "position_ids": positions}
-        more = {name: given for name, given in told.items() if given is not None and name in self._parameters}
+        more = {name: given for name, given in told.items() if given is not None and name in self.takes}
         if store is None:
             return self.model(input_ids=tokens, use_cache=False, **more).logits
         if store.model_cache is not None and tokens.shape[1] > 1 and not self._attention_only:
             self._check_continues()
         if self._cache_argument != "past_key_values":
             return self._with_own_cache(tokens, store)
-        cache = model_cache(store, lambda: text_config(self.model), self._facts.architecture)
+        cache = model_cache(store, lambda: self.config, self._facts.architecture)
         return self.model(input_ids=tokens, past_key_values=cache, use_cache=True, **more).logits
+
+    def called(self, tokens: Tensor, cache: Any, mask: Tensor | None, positions: Tensor | None) -> tuple[Tensor, Any]:
+        """Logits, and the model's own cache under whatever name it has."""
+        given: dict[str, Any] = {"attention_mask": mask, self.cache_name: cache}
+        if "position_ids" in self.takes:
+            given["position_ids"] = positions
+        told = {name: value for name, value in given.items() if value is not None}
+        out = self.model(input_ids=tokens, use_cache=True, **told)
+        # The signature may take everything by any name: the one that it is returned under is the one that it is taken by.
+        name = next((name for name in CACHES if getattr(out, name, None) is not None), None)
+        if name is None:
+            return out.logits, None
+        self.cache_name = name
+        return out.logits, getattr(out, name)
 
     def own_cache(self, kind: CacheKind, batch: int, capacity: int, dtype: torch.dtype) -> TransformersCache | None:
         """A transformers cache; for the default kind of the class that the model itself makes."""
@@ -239,12 +240,12 @@ class NativeAdapter(OnTransformersCache):
         kind.check(self.device)
         if self._plain_cache is None:
             self._plain_cache = self._plain()
-        return TransformersCache.of(kind, text_config(self.model), capacity, self._plain_cache)
+        return TransformersCache.of(kind, self.config, capacity, self._plain_cache)
 
     @torch.no_grad()
     def _plain(self) -> Callable[[], Cache]:
         """Looks once at the cache that the model makes when it is given none, and says how to make another."""
-        config = text_config(self.model)
+        config = self.config
         tokens = torch.arange(3, 5, device=self.device)[None] % self.facts.vocabulary
         with self.own_state({}), hooks_suspended(self.model):
             made = getattr(self.model(input_ids=tokens, use_cache=True), "past_key_values", None)
@@ -299,6 +300,10 @@ class NativeAdapter(OnTransformersCache):
 
     def tap(self, site: str, layer: int) -> Tap:
         """The module that carries a site in this architecture, once it was seen to carry what the site means."""
+        if site == "embed":
+            return Tap(self.model.get_input_embeddings())  # type: ignore[operator]
+        if site == "result":
+            return heads_tap(self.tap("z", layer), self.facts.architecture)
         found = self._sites.find(site, layer)
         if site not in INSIDE:
             return found

@@ -27,10 +27,11 @@ QUERY, KEY, VALUE = ("q_proj", "query"), ("k_proj", "key"), ("v_proj", "value")
 FUSED = ("qkv_proj", "c_attn")
 QUERY_NORM, KEY_NORM = ("q_norm", "q_layernorm", "query_layernorm"), ("k_norm", "k_layernorm", "key_layernorm")
 OUTPUT = ("o_proj", "out_proj", "dense", "c_proj")
+DOWN = ("down_proj", "c_proj", "fc2", "dense_4h_to_h", "fc_out", "w2")
 # The norm whose input is the residual stream between attention and MLP, in the order they are looked for.
 BEFORE_MLP = ("pre_feedforward_layernorm", "ln_2", "post_attention_layernorm", "final_layer_norm")
 
-INSIDE = ("resid_mid", "attn_out", "mlp_out", "q", "k", "v", "z", "attn_scores", "pattern", *ROUTING_SITES)
+INSIDE = ("resid_mid", "attn_out", "mlp_out", "q", "k", "v", "z", "post", "attn_scores", "pattern", *ROUTING_SITES)
 ROUNDING = 2.0**-6
 """What may be lost in a sum of two or three numbers, in 16 bits or with a cast inside, relative to their sizes."""
 
@@ -65,6 +66,12 @@ class NativeSites:
         attention, mlp = _child(block, ATTENTION), _child(block, MLP)
         if site in ROUTING_SITES:
             return routing_tap(mlp, site, layer, self.facts.architecture)
+        if site == "post":
+            down = None if mlp is None else _child(mlp, DOWN)
+            if down is None:
+                why = f"layer {layer} ({type(block).__name__}) has no MLP with one down projection ({', '.join(DOWN)})"
+                raise self.lacks(site, why)
+            return Tap(down, "input")
         if attention is None or not self.facts.query_heads:
             raise self.lacks(site, f"layer {layer} ({type(block).__name__}) has no attention")
         if site in ("attn_scores", "pattern"):
@@ -86,30 +93,23 @@ class NativeSites:
                 raise self.lacks(site, f"{type(block).__name__} has no module named {' or '.join(MLP)}")
             return Tap(after)
         if site == "resid_mid":
-            return self._resid_mid(block)
-        return self._projection(site, attention)
-
-    @staticmethod
-    def _post_norms(block: nn.Module) -> bool:
-        return hasattr(block, "post_feedforward_layernorm")
-
-    def _resid_mid(self, block: nn.Module) -> Tap:
-        norm = _child(block, BEFORE_MLP)
-        if self.parallel or norm is None:
-            raise self.lacks("resid_mid", f"{type(block).__name__} has no residual stream between attention and MLP")
-        if self._post_norms(block) and not hasattr(block, "pre_feedforward_layernorm"):
-            raise self.lacks("resid_mid", f"{type(block).__name__} normalises after the MLP only, so no module sees it")
-        return Tap(norm, "input")
-
-    def _projection(self, site: str, attention: nn.Module) -> Tap:
+            norm = _child(block, BEFORE_MLP)
+            if self.parallel or norm is None:
+                raise self.lacks("resid_mid", f"{type(block).__name__} has no residual stream between attention and MLP")
+            if self._post_norms(block) and not hasattr(block, "pre_feedforward_layernorm"):
+                raise self.lacks("resid_mid", f"{type(block).__name__} normalises after the MLP only, so no module sees it")
+            return Tap(norm, "input")
         if site == "z":
             output = _child(attention, OUTPUT)
             if output is None:
                 raise self.lacks(site, f"{type(attention).__name__} has no module named {' or '.join(OUTPUT)}")
             return Tap(output, "input", self.facts.query_heads)
-        projected = self.projected(site, attention)
-        norm = self.norm(site, attention)
+        projected, norm = self.projected(site, attention), self.norm(site, attention)
         return projected if norm is None else Tap(norm, heads=projected.heads)
+
+    @staticmethod
+    def _post_norms(block: nn.Module) -> bool:
+        return hasattr(block, "post_feedforward_layernorm")
 
     def projected(self, site: str, attention: nn.Module) -> Tap:
         """Queries, keys or values as they leave the projection."""
@@ -233,6 +233,8 @@ def check_sites(adapter: Adapter, sites: NativeSites) -> Checked:
         if site in INSIDE and times != 1:
             where = "no module of this layer shows it" if times == 0 else f"its module runs {times} times in one forward"
             checked.refused[site, layer] = where
+        elif site == "post" and shown.raw[site, layer][0].dim() == 2:
+            checked.refused[site, layer] = "its tensor has no dimension for the batch there"
     for layer in range(adapter.facts.layers):
         for found in (_residual(shown, layer), _projections(shown, layer, checked), _patterns(shown, layer)):
             for site, why in found.items():

@@ -14,13 +14,14 @@ import inspect
 import logging
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
 from kvinterp.errors import InputError
 from kvinterp.models.adapter import Adapter
+from kvinterp.models.attaching import Site
 from kvinterp.models.hooks import own_hook
 
 log = logging.getLogger("kvinterp")
@@ -56,6 +57,7 @@ class Passes:
         adapter: The model.
         watcher: What is told.
         context: What its user has opened, such as ``"kv.record"``, for messages.
+        places: What is heard: with ``embed`` a pass begins before the first block, where the embedding runs.
 
     Attributes:
         count: Passes that ended.
@@ -63,8 +65,9 @@ class Passes:
         elsewhere: Passes that other threads began, which are not told of, by the thread's name.
     """
 
-    def __init__(self, adapter: Adapter, watcher: WatchesPasses, context: str) -> None:
+    def __init__(self, adapter: Adapter, watcher: WatchesPasses, context: str, places: Collection[Site] = ()) -> None:
         self.adapter, self.watcher, self.context = adapter, watcher, context
+        self._embeds, self._held, self._embedded = ("embed", 0) in places, 0, False
         self.count = self.cut = 0
         self.elsewhere: dict[str, int] = {}
         self._ran: list[int] | None = None
@@ -85,6 +88,8 @@ class Passes:
                 enter, leave = (functools.partial(each, layer) for each in (self._enter, self._leave))
                 handles.append(own_hook(block, enter, "input", first=True))
                 handles.append(own_hook(block, leave, "output", always_call=True))
+            if self._embeds:
+                handles.append(own_hook(self.adapter.tap("embed", 0).module, self._embed, "input", first=True))
             handles.append(own_hook(self.adapter.model, self._called, "input", first=True))
             handles.append(own_hook(self.adapter.model, self._returned, "output", always_call=True))
             yield
@@ -132,15 +137,32 @@ class Passes:
             self._check_alone()
             self._settle()
         cache = self.adapter.block_cache(args, kwargs)
+        held = self.adapter.cached_length(cache) if self._ran is None or self._embedded else 0
         if self._ran is None:
-            stream = next((given for given in (*args, *kwargs.values()) if isinstance(given, Tensor)), None)
-            self._ran = []
-            with self._cut_by_errors():
-                self.watcher.pass_begins(0 if stream is None else stream.shape[1], self.adapter.cached_length(cache))
+            self._begin(args, kwargs, held)
+        elif self._embedded and held != self._held:
+            self._cut()
+            raise InputError(
+                f"{self.context} hears 'embed' of {self.adapter.facts.name} before its cache of {held} positions is seen: call "
+                "the model itself and name the cache, as in model(tokens, past_key_values=cache)."
+            )
+        self._embedded = False
         # A user may run the model where an error of his own is being handled.
         self._inside, self._errors = layer, sys.exc_info()[1]
         with self._cut_by_errors():
             self._undo = self.watcher.block_begins(layer, cache)
+
+    def _begin(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], held: int) -> None:
+        stream = next((given for given in (*args, *kwargs.values()) if isinstance(given, Tensor)), None)
+        self._ran = []
+        with self._cut_by_errors():
+            self.watcher.pass_begins(0 if stream is None else stream.shape[1], held)
+
+    def _embed(self, _: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        if self._mine() and self._inside is None:
+            self._settle()
+            self._embedded = True
+            self._begin(args, kwargs, self._held)
 
     def _check_alone(self) -> None:
         """Refuses a forward that begins while a block of the one before it is still on Python's stack."""
@@ -173,13 +195,16 @@ class Passes:
             if layer == self._last:
                 self._settle()
 
-    def _called(self, *_: Any) -> None:
+    def _called(self, _: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         if self._mine():
             self._before = self.count, sys.exc_info()[1]
+            if self._embeds:
+                self._held = self.adapter.cached_length(self.adapter.call_cache(args, kwargs))
 
     def _returned(self, *_: Any) -> None:
         if not self._mine():
             return
+        self._held = 0
         (count, handled), error = self._before, sys.exc_info()[1]
         if error is None or error is handled:
             self._settle()

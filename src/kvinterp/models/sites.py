@@ -6,8 +6,11 @@ Layouts are the same for every kind of model:
 sites                                               shape
 ==================================================  =============================================
 resid_pre, resid_mid, resid_post, attn_out, mlp_out  ``[batch, position, width]``
+embed                                               ``[batch, position, width]``, of the whole model, at layer 0
 q, z                                                ``[batch, position, query_head, head_dim]``
 k, v                                                ``[batch, position, kv_head, head_dim]``
+result                                              ``[batch, position, query_head, width]``
+post                                                ``[batch, position, neuron]``
 attn_scores, pattern                                ``[batch, query_head, query, key]``
 cache_k, cache_k_pre, cache_v                       ``[batch, kv_head, position, head_dim]``
 router                                              ``[batch, position, expert]``
@@ -30,7 +33,7 @@ class Layout:
 
     Attributes:
         meaning: What the site is.
-        group: ``"residual"``, ``"attention"``, ``"cache"`` or ``"routing"``.
+        group: ``"embedding"``, ``"residual"``, ``"attention"``, ``"mlp"``, ``"cache"`` or ``"routing"``.
         rows: The axis that numbers positions; of scores and patterns those of the queries.
         heads: The axis that numbers heads; 0, the batch's, where there are none.
         head_kind: ``"query"`` or ``"KV"``, or empty.
@@ -65,21 +68,26 @@ _cached = functools.partial(Layout, group="cache", rows=2, heads=1, head_kind="K
 _routed = functools.partial(Layout, group="routing")
 
 LAYOUTS: dict[str, Layout] = {
+    "embed": Layout(
+        "what the token embedding gives, before positions are added (the whole model's, at layer 0)", "embedding"
+    ),
     "resid_pre": _residual("residual stream entering the block"),
     "resid_mid": _residual("residual stream between attention and MLP"),
     "resid_post": _residual("residual stream leaving the block"),
     "attn_out": _residual("what attention adds to the residual stream"),
     "mlp_out": _residual("what the MLP adds to the residual stream"),
-    "q": _projected("queries before RoPE, after the norm on queries where there is one", head_kind="query"),
-    "k": _projected("keys of the new positions before RoPE, after the norm on keys where there is one", head_kind="KV"),
+    "q": _projected("queries before RoPE, after the norm on queries if there is one", head_kind="query"),
+    "k": _projected("keys of the new positions before RoPE, after the norm on keys if there is one", head_kind="KV"),
     "v": _projected("values as projected for the new positions", head_kind="KV"),
     "z": _projected("attention's output per head, before the output projection", head_kind="query"),
+    "result": _projected("what each head adds to attention's output: z times its part of W_O", head_kind="query"),
+    "post": Layout("neurons of the MLP, behind activation and gate: what its down projection reads", "mlp"),
     "attn_scores": _attended("attention scores, masked, before the softmax"),
     "pattern": _attended("attention probabilities after the softmax"),
     "cache_k": _cached("keys of every position as attention reads them, after RoPE"),
     "cache_k_pre": _cached("keys of every position before RoPE"),
     "cache_v": _cached("values of every position as attention reads them"),
-    "router": _routed("logits of the router, one an expert (mixtures of experts)"),
+    "router": _routed("logits of the router, one per expert (mixtures of experts)"),
     "experts": _routed("the experts that the router chose, by number (mixtures of experts)"),
 }
 SITES: dict[str, str] = {site: layout.meaning for site, layout in LAYOUTS.items()}

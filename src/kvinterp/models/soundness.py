@@ -57,7 +57,12 @@ def check_loaded(found: Mapping[str, Any], name: str, config: Any = None) -> Non
             "have taken their place; give a whole checkpoint."
         )
     for what in ("mismatched_keys", "error_msgs", "conversion_errors"):
-        wrong = sorted(_misfit(key) for key in found.get(what) or ())
+        wrong = sorted(
+            f"{key[0]}: {tuple(key[1])} where {tuple(key[2])} is expected"
+            if isinstance(key, tuple) and len(key) == 3
+            else str(key)
+            for key in found.get(what) or ()
+        )
         if wrong:
             raise InputError(
                 f"checkpoint {shown(name)} has weights that do not fit its config ({_few(wrong)}): give the config that "
@@ -69,13 +74,6 @@ def check_loaded(found: Mapping[str, Any], name: str, config: Any = None) -> Non
             f"checkpoint {shown(name)} holds weights that its config has no place for ({_few(left)}): the model would run "
             "without them; give the config that belongs to these weights."
         )
-
-
-def _misfit(found: Any) -> str:
-    if not isinstance(found, tuple) or len(found) != 3:
-        return str(found)
-    name, stored, wanted = found
-    return f"{name}: {tuple(stored)} where {tuple(wanted)} is expected"
 
 
 def _few(names: list[str]) -> str:

@@ -27,11 +27,16 @@ from transformers.cache_utils import (
 
 from kvinterp.errors import InputError, UnsupportedError
 from kvinterp.models.adapter import Adapter, CacheRead, KVStore
-from kvinterp.models.caches import CacheKind, Dynamic, KeysValues, OwnCache, taken
-from kvinterp.models.leading import lead
+from kvinterp.models.caches import CacheKind, Dynamic, KeysValues, OwnCache, lead, taken
 
 CACHES = ("past_key_values", "cache_params", "state")
 """What transformers models call the cache they take and return."""
+
+
+def text_config(model: nn.Module) -> Any:
+    """The config of the decoder, inside a multimodal config too."""
+    config: Any = model.config
+    return config.get_text_config(decoder=True)
 
 
 class StoreLayer(DynamicLayer):
@@ -111,7 +116,13 @@ def model_cache(store: KVStore, config: Callable[[], Any], architecture: str) ->
         UnsupportedError: A forward before this one left it unused.
     """
     if store.model_cache is not None:
-        check_used(store.model_cache, architecture)
+        layers = (layer for layer in store.model_cache.layers if isinstance(layer, CacheLayerMixin))
+        used = [getattr(layer, "used", layer.is_initialized) for layer in layers]
+        if used and not any(used):
+            raise UnsupportedError(
+                f"{architecture}, as this kind runs it, does not use the cache that it is given, so it has no cached path: use "
+                "another kind."
+            )
     elif store.own is not None:
         store.model_cache = store.own.model_cache
     else:
@@ -232,22 +243,6 @@ class TransformersCache(OwnCache):
         held.keys, held.values = taken(held.keys, rows), taken(held.values, rows)
 
 
-def check_used(cache: Cache, architecture: str) -> None:
-    """Raises UnsupportedError for a cache that is about to be used again and that no layer wrote to: there is no memory."""
-    unused = False
-    for layer in cache.layers:
-        if isinstance(layer, CacheLayerMixin):
-            # Asked in every forward: the first that was written to tells.
-            if getattr(layer, "used", layer.is_initialized):
-                return
-            unused = True
-    if unused:
-        raise UnsupportedError(
-            f"{architecture}, as this kind runs it, does not use the cache that it is given, so it has no cached path: use "
-            "another kind."
-        )
-
-
 class OnTransformersCache(Adapter):
     """An adapter over a transformers model, whose user keeps a transformers cache."""
 
@@ -257,6 +252,15 @@ class OnTransformersCache(Adapter):
     def blocks(self) -> nn.ModuleList:
         """The decoder's blocks; of a bridge those of the model inside, which it runs through."""
         return self._blocks
+
+    @property
+    def config(self) -> Any:
+        """The config of the decoder, inside a multimodal config too."""
+        return text_config(self.source)
+
+    def new_cache(self) -> Any:
+        """A DynamicCache, whose layers are those of the config."""
+        return DynamicCache(config=self.config)
 
     def block_cache(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The transformers cache among a block's arguments, which every architecture names its own way."""

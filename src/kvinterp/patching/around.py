@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
 
+from kvinterp.comparison.vocabulary import UNCHANGED
 from kvinterp.errors import InputError
 from kvinterp.models import Adapter, wrap
 from kvinterp.models.inputs import check_instance, chosen_layers, given_list
@@ -16,6 +18,7 @@ from kvinterp.patching.hook import PatchHook
 from kvinterp.patching.patch import Patch
 from kvinterp.policies import Place
 
+log = logging.getLogger("kvinterp")
 CONTEXT = "kv.patched"
 
 
@@ -38,6 +41,8 @@ def patched(model: Any, patches: Patch | Iterable[Patch]) -> Iterator[PatchHook]
             until the end, or another thread has the model.
         UnsupportedError: The model cannot be patched there, or a part of it is compiled.
 
+    A patch that wrote nothing but the values that were there already is said by a warning of the logger ``kvinterp``.
+
     Example:
         >>> clean = kv.run(model, prompt, "cached", record="resid_post", positions="all")  # doctest: +SKIP
         >>> with kv.patched(model, kv.Patch("resid_post", (3,), donor=clean)):  # doctest: +SKIP
@@ -53,13 +58,15 @@ def patched(model: Any, patches: Patch | Iterable[Patch]) -> Iterator[PatchHook]
     with adapter.alone(CONTEXT):
         hook = PatchHook(adapter, given, every_from=0)
         patching = _Patching(adapter, hook)
-        passes = Passes(adapter, patching, CONTEXT)
+        passes = Passes(adapter, patching, CONTEXT, hook.places)
         listeners = {place: [heard] for place, heard in hook.listeners.items()}
         with adapter.attached(hook.places, CONTEXT), adapter.listening(listeners), passes.heard():
             yield hook
     if passes.silent:
         raise InputError(f"{CONTEXT} changed nothing: {passes.silence()}")
-    for patch, moved in zip(given, hook.moved, strict=True):
+    for patch, moved, changed in zip(given, hook.moved, hook.changed, strict=True):
+        if moved and not changed:
+            log.warning("%s: the patch of %r %s: its donor is equal to what it replaces", CONTEXT, patch.site, UNCHANGED)
         if not moved and not passes.cut:
             raise InputError(f"{CONTEXT} changed nothing by the patch of {patch.site!r}: {patching.why_not(patch)}")
 

@@ -120,6 +120,7 @@ class PatchAnswer:
         tokens: The top tokens at ``shown_step`` of each run: run (donor, unpatched, patched), rank, token, text, probability,
             logit.
         shown_step: The step with the largest distance before; of an ablation after.
+        unchanged: Whether all that the patch wrote was there already.
         seconds: How long the answer took.
     """
 
@@ -138,6 +139,7 @@ class PatchAnswer:
     steps: pd.DataFrame
     tokens: pd.DataFrame
     shown_step: int
+    unchanged: bool = False
     seconds: float = float("nan")
 
     def __repr__(self) -> str:

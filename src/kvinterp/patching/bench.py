@@ -110,9 +110,9 @@ class PatchBench:
     def answer(self, asked: Asked, top: int = 5) -> PatchAnswer:
         """The answer to a patch of the prompt that :meth:`turn_to` turned to, as :meth:`ask` gives it."""
         started, top = time.perf_counter(), check_whole("top", top)
-        steps, pair, *logits = self._answered(asked)
+        steps, pair, changed, *logits = self._answered(asked)
         answer = answer_of(asked, steps, torch.stack(logits), self.adapter, self._fed(), top, pair)
-        return dataclasses.replace(answer, seconds=time.perf_counter() - started)
+        return dataclasses.replace(answer, unchanged=not changed, seconds=time.perf_counter() - started)
 
     def measure(self, asked: Asked) -> dict[str, list[float]] | None:
         """By each of MEASURED the recovery, or of an ablation the distance it makes: over all steps patched, then at each.
@@ -125,7 +125,7 @@ class PatchBench:
         """
         if not self._moves(asked):
             return None
-        _, pair, donor, base, patched = self._answered(asked)
+        _, pair, _, donor, base, patched = self._answered(asked)
         found = {}
         for name in MEASURED:
             before, after = (distance(name, donor, other, pair) for other in (base, patched))
@@ -224,8 +224,10 @@ class PatchBench:
 
     # What does ---------------------------------------------------------------------------------------------------------
 
-    def _answered(self, asked: Asked) -> tuple[list[int], tuple[int, int], Tensor, Tensor, Tensor]:
-        """The steps, the two tokens of the logit difference, and at each step the donor's, unpatched and patched logits."""
+    def _answered(self, asked: Asked) -> tuple[list[int], tuple[int, int], Tensor, Tensor, Tensor, Tensor]:
+        """The steps, the two tokens of the logit difference, whether the patch changed anything, and at each step the donor's,
+        unpatched and patched logits.
+        """
         PatchHook(self.adapter, [asked.patch()])
         with located(f"model {self.adapter.facts.name}"), own_threads(self.adapter), torch.no_grad():
             source = self._source(asked)
@@ -233,8 +235,8 @@ class PatchBench:
             donor = base if isinstance(source, Ablation) else self._kept(source)
             steps = list(range(asked.first, len(base))) if asked.step == EVERY else [int(asked.step)]
             self._check_steps(asked, steps, len(base))
-            patched = self._patched(asked, asked.patch(source), steps)
-        return steps, pair_of(donor, base), donor[steps], base[steps], patched
+            patched, changed = self._patched(asked, asked.patch(source), steps)
+        return steps, pair_of(donor, base), changed, donor[steps], base[steps], patched
 
     def _source(self, asked: Asked) -> Trace | Ablation:
         if asked.ablates:
@@ -269,16 +271,17 @@ class PatchBench:
         patch = dataclasses.replace(asked.patch(), steps=tuple(steps) or (1,))
         return any(patch.moves(step, len(self._prompt), asked.into) for step in steps)
 
-    def _patched(self, asked: Asked, patch: Patch, steps: Sequence[int]) -> Float[Tensor, "step vocab"]:
+    def _patched(self, asked: Asked, patch: Patch, steps: Sequence[int]) -> tuple[Float[Tensor, "step vocab"], Tensor]:
         fed, prompt = self._fed(), list(self._prompt)
         hook = PatchHook(self.adapter, [patch], None, len(prompt), asked.first)
         if asked.into == "recompute":
             if len(steps) == 1:
                 # One prefix for a whole map: what comes before the patched block runs once.
                 self._pure.capture([*prompt, *fed[: steps[0]]])
-            return torch.stack([self._pure.patched([*prompt, *fed[:step]], step, hook) for step in steps])
+            rows = [self._pure.patched([*prompt, *fed[:step]], step, hook) for step in steps]
+            return torch.stack(rows), hook.changed[0]
         room, row = steps[-1] + 1, torch.tensor([prompt], device=self.adapter.device)
         with Runner(self.adapter, self._paths["cached"], row, room, [hook]) as runner:
             given = fed_to_all(fed, 1, 1, row.device)
             rows = [now.logits[0][0].clone() for now in lockstep([runner], room, given=given)]
-        return torch.stack([rows[step] for step in steps])
+        return torch.stack([rows[step] for step in steps]), hook.changed[0]

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import pandas as pd
 import torch
-from jaxtyping import Float, Float64
+from jaxtyping import Bool, Float, Float64
 from torch import Tensor
 from tqdm.auto import tqdm
 
 from kvinterp import metrics
 from kvinterp.common.kept import Kept, signed
+from kvinterp.comparison.vocabulary import UNCHANGED
 from kvinterp.errors import InputError, located
 from kvinterp.models import Adapter, wrap
 from kvinterp.models.answers import LOGIT_DIFFERENCE, asked_pair, logit_difference
-from kvinterp.models.hook_names import one_site
+from kvinterp.models.hook_names import layers_with, one_site
 from kvinterp.models.inputs import check_choice, check_known, check_unread, check_whole, chosen_layers, encode, listed
 from kvinterp.models.provenance import provenance
 from kvinterp.models.sites import LAYOUTS
@@ -27,10 +30,13 @@ from kvinterp.patching.given import Given
 from kvinterp.patching.gradients import Gradients
 from kvinterp.patching.hook import PatchHook
 from kvinterp.patching.patch import PATCH_SITES, Patch, Where, positions_of, stored_sites
+from kvinterp.patching.path_patching import Sending, check_reached, path_said, reaches, receivers_of
 from kvinterp.patching.recompute import PureRecompute
 from kvinterp.patching.side_by_side import DISTANCES, check_finite, name_of, one_number
 from kvinterp.paths import path_named, run
 from kvinterp.recording import Recorder
+
+log = logging.getLogger("kvinterp")
 
 OVER = {
     "positions": "one block of positions of one layer at a time, all its heads",
@@ -60,12 +66,14 @@ class ActivationPatching(Kept):
         values: The same with each patch, in nats for KL, in logits otherwise.
         recovery: ``1 - (clean - value) / (clean - corrupted)``: 1 where the patch gives the clean prompt's, 0 where it changes
             nothing; NaN where both prompts show the same.
+        unchanged: Where the clean prompt has the very values of the corrupted one, so that a patch changes nothing.
         layers: The layers, which are the rows.
         columns: Of each column its block of positions (start, stop), its head, or (head, start, stop).
         texts: The corrupted prompt's tokens, by position; of the first pair.
         differ: The positions at which the prompts of any pair differ.
         pairs: How many pairs of prompts.
         method: A name of METHODS.
+        receiver: Of path patching the ends of the paths, as in "q of layer 5, head 1"; else empty.
         checked: Of an attribution some patches made in truth: layer, column (its number), attributed and patched, the changes.
         provenance: What it was made with.
     """
@@ -79,12 +87,14 @@ class ActivationPatching(Kept):
     corrupted: float
     values: Float64[Tensor, "layer column"]
     recovery: Float64[Tensor, "layer column"]
+    unchanged: Bool[Tensor, "layer column"]
     layers: tuple[int, ...]
     columns: tuple[Any, ...]
     texts: tuple[str, ...]
     differ: tuple[int, ...]
     pairs: int = 1
     method: str = "patches"
+    receiver: str = ""
     checked: pd.DataFrame = dataclasses.field(default_factory=lambda: pd.DataFrame(columns=_CHECKED))
     provenance: dict[str, Any] = dataclasses.field(default_factory=dict)
 
@@ -93,6 +103,7 @@ class ActivationPatching(Kept):
         shape = " by ".join(map(str, self.values.shape))
         ends = f"{self.distance} {self.corrupted:.3g} corrupted, {self.clean:.3g} clean"
         how = "" if self.method == "patches" else f", {self.method} with error {self.error:.1%}"
+        how += f", along the stream to {self.receiver}" if self.receiver else ""
         return f"<ActivationPatching of {self.site}, layers by {self.over}, {shape}: {ends}{how}>"
 
     @property
@@ -105,7 +116,7 @@ class ActivationPatching(Kept):
             if spot is not None:
                 where |= {"start": spot[0], "stop": spot[1], "text": "".join(self.texts[slice(*spot)])}
             found = {"value": float(self.values[i, j]), "recovery": float(self.recovery[i, j])}
-            rows.append({"layer": layer, **where, **found})
+            rows.append({"layer": layer, **where, **found, "unchanged": bool(self.unchanged[i, j])})
         return pd.DataFrame(rows)
 
     @property
@@ -121,7 +132,7 @@ class ActivationPatching(Kept):
 
     def written(self) -> tuple[dict[str, pd.DataFrame], dict[str, Any]]:
         """Its table, and the ends and texts that it is read with."""
-        names = ("site", "over", "distance", "clean", "corrupted", "texts", "differ", "pairs", "method")
+        names = ("site", "over", "distance", "clean", "corrupted", "texts", "differ", "pairs", "method", "receiver")
         about = {name: getattr(self, name) for name in names}
         tables = {"patches": self.frame} | ({"checked": self.checked} if len(self.checked) else {})
         return signed(tables, self.provenance), {"about": about, "provenance": self.provenance}
@@ -135,13 +146,15 @@ class ActivationPatching(Kept):
         first = table[table["layer"] == layers[0]][names].to_numpy().tolist()
         columns = tuple(row[0] if len(row) == 1 else tuple(row) for row in first)
         numbers = {
-            name: torch.tensor(table[name].to_numpy(float)).reshape(len(layers), -1) for name in ("value", "recovery")
+            # An older version kept no "unchanged".
+            name: torch.tensor(table.get(name, table["value"] * 0).to_numpy(float)).reshape(len(layers), -1)
+            for name in ("value", "recovery", "unchanged")
         }
         about |= {name: tuple(about[name]) for name in ("texts", "differ")}
         more = {"checked": tables["checked"]} if "checked" in tables else {}
         return cls(
-            **about, values=numbers["value"], recovery=numbers["recovery"], layers=layers, columns=columns,
-            provenance=table.attrs, **more,
+            **about, values=numbers["value"], recovery=numbers["recovery"], unchanged=numbers["unchanged"].bool(),
+            layers=layers, columns=columns, provenance=table.attrs, **more,
         )  # fmt: skip
 
 
@@ -157,6 +170,7 @@ def activation_patching(
     layers: Iterable[int] | int | None = None,
     positions: Where | None = None,
     block: int = 1,
+    receiver: Any = None,
     method: str = "patches",
     check: int = 8,
     progress: str = "bar",
@@ -178,6 +192,10 @@ def activation_patching(
         layers: Layers (default: all).
         positions: The positions that are patched (default: all); as of a :class:`Patch`.
         block: Positions in a block.
+        receiver: Path patching: what alone gets what a patch brings, along the residual stream, with all attention and MLPs
+            between held as the corrupted prompt has them. A hook's name such as ``"blocks.5.attn.hook_q"`` (at all positions), a
+            :class:`Patch` without a donor, which may name heads and positions, or a list of them; the last ``resid_post`` is
+            the logits' side. Two forwards a place (:mod:`kvinterp.patching.path_patching`).
         method: ``"patches"``, or ``"attribution"``: of one forward and backward of the corrupted prompts the gradient of what
             is measured, times the difference of the activations. As good as what is measured is linear; ``check`` shows it.
         check: How many attributions to hold against true patches: half the largest, the others spread over all places.
@@ -211,39 +229,50 @@ def activation_patching(
     pair = asked_pair(adapter, "function" if callable(distance) else distance, answers)
     if over == "heads":
         check_unread("block", block, 1, f"over={over!r} has no blocks; leave it out, or patch over='positions'")
+    receivers = receivers_of(adapter, receiver)
+    if receivers and method != "patches":
+        raise InputError("a receiver was given with method='attribution', which has no paths: leave one of them out.")
     if method == "patches":
         check_unread("check", check, 8, "true patches need no check; leave it out, or give method='attribution'")
     pairs = _aligned(adapter, clean, corrupted)
     differ = tuple(sorted({at for each in pairs for at in check_aligned(*each)}))
-    length, rows = len(pairs[0][0]), chosen_layers(adapter, layers)
+    length, rows = len(pairs[0][0]), tuple(layers_with(adapter, site, chosen_layers(adapter, layers)))
+    if layers is None:
+        rows = tuple(layer for layer in rows if reaches(site, [layer], receivers)) or rows
+    for layer in rows:
+        check_reached(Patch(site, (layer,)), receivers)
     low, high = Patch(site, positions="all" if positions is None else positions_of(positions)).span(length)
     if not 0 <= low < high:
         raise InputError(f"positions={positions!r} hold none of the prompt's, which are 0 to {length - 1}.")
     columns = _columns(adapter, site, over, (low, high), check_whole("block", block))
     places = list(itertools.product(rows, columns))
-    asked = _Asked(adapter, site, over, (low, high), pairs, distance, pair, progress)
+    asked = _Asked(adapter, site, over, (low, high), pairs, distance, pair, progress, receivers)
     checked = pd.DataFrame(columns=_CHECKED)
     with located(f"model {adapter.facts.name}"), own_threads(adapter):
         if method == "attribution":
-            measured, checked = asked.attributed(rows, columns, check_whole("check", check, 0))
+            measured, unchanged, checked = asked.attributed(rows, columns, check_whole("check", check, 0))
         elif len(pairs) > 1 or callable(distance):
-            measured = asked.batched(rows, places)
+            measured, unchanged = asked.batched(rows, places)
         else:
-            measured = asked.resumed(rows, places)
+            measured, unchanged = asked.resumed(rows, places)
     check_finite(measured, "the patched runs")
     values = measured[2:].reshape(len(rows), len(columns))
+    if bool(unchanged.all()):
+        log.warning("activation_patching: every patch of %r %s: both prompts have the same there", site, UNCHANGED)
     recovery = metrics.recovery((measured[0] - measured[1]).expand_as(values), measured[0] - values)
     ends, texts = (float(measured[0]), float(measured[1])), tuple(adapter.pieces(pairs[0][1]))
     about = provenance(adapter, site=site, over=over, distance=asked.name, method=method, pairs=len(pairs))
     return ActivationPatching(
-        site, over, asked.name, *ends, values, recovery, rows, tuple(columns), texts, differ,
-        len(pairs), method, checked, about,
+        site, over, asked.name, *ends, values, recovery, unchanged.cpu().reshape(values.shape), rows,
+        tuple(columns), texts, differ, len(pairs), method, path_said(receivers), checked, about,
     )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
 class _Asked:
-    """What is patched and measured; each method gives the measure of clean, corrupted and every place."""
+    """What is patched and measured; each method gives the measure of clean, corrupted and every place, and of each place
+    whether its patch changed nothing.
+    """
 
     adapter: Adapter
     site: str
@@ -253,34 +282,49 @@ class _Asked:
     distance: str | Metric
     pair: tuple[int, int] | None
     progress: str
+    receivers: tuple[Patch, ...] = ()
 
     @property
     def name(self) -> str:
         """What the measure is called."""
         return self.distance if isinstance(self.distance, str) else name_of(self.distance)
 
-    def resumed(self, rows: tuple[int, ...], places: Sequence[tuple[int, Any]]) -> Float64[Tensor, " run"]:
+    def resumed(
+        self, rows: tuple[int, ...], places: Sequence[tuple[int, Any]]
+    ) -> tuple[Float64[Tensor, " run"], Bool[Tensor, " place"]]:
         """Of one pair, each patched forward from the first patched block on."""
         (clean, corrupted), path = self.pairs[0], path_named("recompute")
         give: dict[str, Any] = {"record": stored_sites(self.adapter, self.site), "layers": rows, "positions": "all"}
         with torch.no_grad():
             donor = run(self.adapter, clean, path, max_new_tokens=1, logits="keep", **give)
             pure = PureRecompute(self.adapter, path)
-            base = pure.capture(corrupted)
-            found = [pure.patched(corrupted, 0, PatchHook(self.adapter, [patch])) for patch in self._patches(places, donor)]
-            shown = torch.stack([donor.logits[0].to(base), base, *found])
-            return self._of_newest(shown, shown[:1])
+            recorder = self._between()
+            if recorder is not None:
+                recorder.begin_step(0)
+            base = pure.capture(corrupted, recorder)
+            held = _given_by("corrupted prompt", recorder)
+            found = [
+                self._through(patch, held, len(corrupted), lambda hook: pure.patched(corrupted, 0, hook))
+                for patch in self._patches(places, donor)
+            ]
+            shown = torch.stack([donor.logits[0].to(base), base, *(logits for logits, _ in found)])
+            return self._of_newest(shown, shown[:1]), ~torch.stack([changed for _, changed in found])
 
-    def batched(self, rows: tuple[int, ...], places: Sequence[tuple[int, Any]]) -> Float64[Tensor, " run"]:
+    def batched(
+        self, rows: tuple[int, ...], places: Sequence[tuple[int, Any]]
+    ) -> tuple[Float64[Tensor, " run"], Bool[Tensor, " place"]]:
         """Of several pairs, or by a function of all logits: a whole forward of all pairs a patch."""
         with torch.no_grad():
             pure, corrupted, donor, logits = self._given(rows)
-            ends = [self._measure(shown, logits) for shown in (logits, pure.whole(corrupted))]
-            return torch.stack([*ends, *self._patched(pure, corrupted, logits, places, donor)])
+            recorder = self._between()
+            ends = [self._measure(shown, logits) for shown in (logits, pure.whole(corrupted, recorder))]
+            held = _given_by("corrupted prompts", recorder)
+            found, changed = self._patched(pure, corrupted, logits, places, donor, held)
+            return torch.stack([*ends, *found]), ~changed
 
     def attributed(
         self, rows: tuple[int, ...], columns: Sequence[Any], check: int
-    ) -> tuple[Float64[Tensor, " run"], pd.DataFrame]:
+    ) -> tuple[Float64[Tensor, " run"], Bool[Tensor, " place"], pd.DataFrame]:
         """By the gradient at the corrupted prompts, and some places patched in truth."""
         with torch.no_grad():
             pure, corrupted, donor, logits = self._given(rows)
@@ -293,14 +337,16 @@ class _Asked:
         places = list(itertools.product(rows, columns))
         sample = _sample(found, check)
         with torch.no_grad():
-            true = self._patched(pure, corrupted, logits, [places[number] for number in sample], donor)
+            true, _ = self._patched(pure, corrupted, logits, [places[number] for number in sample], donor)
             clean_end = self._measure(logits, logits)
         checked = [
             (places[number][0], number % len(columns), float(found[number]), float(value - base))
             for number, value in zip(sample, true, strict=True)
         ]
         table = pd.DataFrame(checked, columns=_CHECKED)
-        return torch.cat([torch.stack([clean_end, base]), base + found]), table
+        apart = {at: (donor.records[at] != shown).double() for at, shown in gradients.shown.items()}
+        changed = torch.stack([_summed(apart[self.site, at], self.site, self.over, column) for at, column in places])
+        return torch.cat([torch.stack([clean_end, base]), base + found]), changed == 0, table
 
     def _given(self, rows: tuple[int, ...]) -> tuple[PureRecompute, Tensor, Given, Tensor]:
         """The path, the corrupted prompts as rows, what the clean ones give, and their logits."""
@@ -308,13 +354,24 @@ class _Asked:
         clean, corrupted = (torch.tensor(each, device=adapter.device) for each in zip(*self.pairs, strict=True))
         recorder = Recorder(adapter, list(stored_sites(adapter, self.site)), rows, positions="all")
         logits = pure.whole(clean, recorder)
-        recorder.end_step()
-        return (
-            pure,
-            corrupted,
-            Given("clean prompts", {at: kept[-1] for at, kept in recorder.kept.items()}),
-            logits,
-        )
+        return pure, corrupted, _given_by("clean prompts", recorder), logits
+
+    def _between(self) -> Recorder | None:
+        """Records what is held between senders and receivers, where there are any."""
+        if not self.receivers:
+            return None
+        last = max(layer for each in self.receivers for layer in each.layers or ())
+        return Recorder(self.adapter, ["attn_out", "mlp_out"], range(last + 1), positions="all")
+
+    def _through(self, patch: Patch, held: Given, length: int, run: Callable[[PatchHook], Tensor]) -> tuple[Tensor, Tensor]:
+        """The logits with a patch, or with what it brings to the receivers alone; and whether anything was changed."""
+        if not self.receivers:
+            hook = PatchHook(self.adapter, [patch], None, length)
+        else:
+            sending = Sending(self.adapter, patch, self.receivers, held, None, length)
+            run(sending)
+            hook = sending.receiving
+        return run(hook), torch.stack(hook.changed).any()
 
     def _patches(self, places: Sequence[tuple[int, Any]], donor: Any) -> Iterable[Patch]:
         quiet = None if self.progress == "bar" else True
@@ -323,10 +380,21 @@ class _Asked:
             yield Patch(self.site, (layer,), None if head is None else (head,), spot or self.span, (0,), donor)
 
     def _patched(
-        self, pure: PureRecompute, corrupted: Tensor, clean: Tensor, places: Sequence[tuple[int, Any]], donor: Given
-    ) -> list[Tensor]:
-        hooks = (PatchHook(self.adapter, [patch], None, corrupted.shape[1]) for patch in self._patches(places, donor))
-        return [self._measure(pure.whole(corrupted, hook), clean) for hook in hooks]
+        self,
+        pure: PureRecompute,
+        corrupted: Tensor,
+        clean: Tensor,
+        places: Sequence[tuple[int, Any]],
+        donor: Given,
+        held: Given | None = None,
+    ) -> tuple[list[Tensor], Bool[Tensor, " place"]]:
+        found, changes = [], []
+        for patch in self._patches(places, donor):
+            run = functools.partial(pure.whole, corrupted)
+            logits, changed = self._through(patch, held or donor, corrupted.shape[1], run)
+            found.append(self._measure(logits, clean))
+            changes.append(changed)
+        return found, torch.stack(changes) if changes else torch.zeros(0, dtype=torch.bool)
 
     def _measure(self, logits: Tensor, clean: Tensor) -> Float64[Tensor, ""]:
         if isinstance(self.distance, str):
@@ -354,6 +422,13 @@ def check_aligned(clean: Sequence[int], corrupted: Sequence[int]) -> tuple[int, 
     if not differ:
         raise InputError("both prompts have the same tokens, so one brings nothing into the other: give another prompt.")
     return differ
+
+
+def _given_by(name: str, recorder: Recorder | None) -> Given:
+    if recorder is None:
+        return Given(name)
+    recorder.end_step()
+    return Given(name, {at: kept[-1] for at, kept in recorder.kept.items()})
 
 
 def _aligned(adapter: Adapter, clean: Any, corrupted: Any) -> list[tuple[list[int], list[int]]]:
@@ -392,6 +467,8 @@ def _columns(adapter: Adapter, site: str, over: str, span: tuple[int, int], bloc
 
 def _sample(found: Tensor, check: int) -> list[int]:
     """The numbers of the places to patch in truth: half of them those with the largest attribution, the others evenly spread."""
+    if check >= len(found):
+        return list(range(len(found)))
     largest = found.abs().argsort(descending=True, stable=True).tolist()
     spread = [round(number) for number in torch.linspace(0, len(largest) - 1, max(check - check // 2, 1)).tolist()]
     return sorted({*largest[: check // 2], *(spread if check else ())})

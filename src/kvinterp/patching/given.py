@@ -14,7 +14,7 @@ from torch import Tensor
 from kvinterp.errors import InputError
 from kvinterp.models import Adapter
 from kvinterp.models.attaching import Site
-from kvinterp.models.hook_names import HOOKS
+from kvinterp.models.hook_names import hook_name
 from kvinterp.models.inputs import chosen_layers
 from kvinterp.models.sites import LAYOUTS
 
@@ -46,7 +46,7 @@ class Given:
                     have = ", ".join(sorted({name for name, _ in self.records}))
                     raise InputError(
                         f"the {self.name} holds no {site!r} of layer {layer} (it has {have}): let run_with_cache keep "
-                        f"blocks.{layer}.{HOOKS.get(site, site)}."
+                        f"{hook_name(site, layer)}."
                     )
 
     def rows(self, site: str, layer: int, start: int, like: Tensor, low: int, high: int) -> Tensor:
@@ -88,7 +88,7 @@ class Given:
         )
 
     def _called(self, function: Callable[..., Any], site: str, layer: int, like: Tensor) -> Tensor:
-        hook = SimpleNamespace(name=f"blocks.{layer}.{HOOKS.get(site, site)}", layer=lambda: layer, ctx={})
+        hook = SimpleNamespace(name=hook_name(site, layer), layer=lambda: layer, ctx={})
         activation = like.clone()
         made = function(activation, hook) if _arguments(function) > 1 else function(activation)
         made = activation if made is None else made

@@ -41,6 +41,7 @@ class PatchHook(PathHook):
 
     Attributes:
         moved: How often each patch moved something, in their order.
+        changed: Of each patch whether something that it wrote was not there already, on the model's device.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class PatchHook(PathHook):
         self.adapter, self.patches, self.window = adapter, tuple(patches), window
         self.prompt_length, self.every_from = prompt_length, every_from
         self.moved = [0] * len(self.patches)
+        self.changed: list[Tensor] = [torch.tensor(False, device=adapter.device)] * len(self.patches)
         self.step, self.end = 0, 0
         self.listeners: dict[Site, Listener] = {}
         self._cache: dict[int, list[Patch]] = {}
@@ -160,8 +162,10 @@ class PatchHook(PathHook):
         else:
             into.copy_(self._fitted(site, layer, taken, into))
         # By identity: patches that differ in their donors alone are equal.
-        for number, each in enumerate(self.patches):
-            self.moved[number] += each is patch
+        number = next(number for number, each in enumerate(self.patches) if each is patch)
+        self.moved[number] += 1
+        # Read at the end: a device is waited for at each read.
+        self.changed[number] = self.changed[number] | (new != tensor).any().to(self.adapter.device)
         return new
 
     def _fitted(self, site: str, layer: int, taken: Tensor, into: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 from kvinterp.errors import InputError
+from kvinterp.models.hook_names import layers_with
 from kvinterp.models.inputs import check_choice
 from kvinterp.patching.asking import EVERY, MEASURED, Asked
 from kvinterp.patching.bench import PatchBench
@@ -40,7 +41,7 @@ class PatchMap:
     def __init__(self, bench: PatchBench, asked: Asked, view: str) -> None:
         check_choice("view", view, VIEWS)
         self.bench, self.asked, self.view = bench, asked, view
-        layers = list(range(bench.adapter.facts.layers))
+        layers = list(layers_with(bench.adapter, asked.site, range(bench.adapter.facts.layers)))
         count, _ = bench.adapter.facts.heads_of(asked.site)
         if view == "layer by head" and not count:
             raise InputError(f"a map by head needs a site with heads, and {asked.site!r} has none: use q, k, v, z or kv.")

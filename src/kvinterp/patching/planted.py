@@ -28,7 +28,9 @@ PLANTED = ("kv", "row", "unembedding")
 """Where one can be planted: all that belongs to the cached path."""
 STEPS = ("every", "first")
 ONE_ROW = tuple(
-    site for site, layout in LAYOUTS.items() if layout.gathers and layout.group != "routing" and site != "resid_pre"
+    site
+    for site, layout in LAYOUTS.items()
+    if layout.gathers and layout.group not in ("routing", "embedding") and site != "resid_pre"
 )
 """Where a layer's one-row result can be moved; ``resid_pre`` is the result of the layer before."""
 

@@ -30,8 +30,8 @@ def carry_on(adapter: Adapter, listeners: dict[Site, Listener]) -> None:
         mlp, post = (listeners.get((site, layer)) for site in ("mlp_out", "resid_post"))
         adapter.tap("mlp_out", layer)
         listeners["resid_mid", layer] = stream.mid
-        listeners["mlp_out", layer] = _one_after_the_other(mlp, stream.added)
-        listeners["resid_post", layer] = _one_after_the_other(stream.post, post)
+        listeners["mlp_out", layer] = one_after_the_other(mlp, stream.added)
+        listeners["resid_post", layer] = one_after_the_other(stream.post, post)
 
 
 class _MidStream:
@@ -69,7 +69,9 @@ class _MidStream:
         return patched
 
 
-def _one_after_the_other(first: Listener | None, second: Listener | None) -> Listener:
+def one_after_the_other(first: Listener | None, second: Listener | None) -> Listener:
+    """Both, the second of what the first made."""
+
     def both(tensor: Tensor) -> Tensor | None:
         changed = None if first is None else first(tensor)
         again = None if second is None else second(tensor if changed is None else changed)

@@ -23,6 +23,7 @@ from kvinterp.patching.by_row import OneBatch, PatchesByRow, together
 from kvinterp.patching.hook import PatchHook, Window
 from kvinterp.patching.lanes import Donor, PureLane, Until
 from kvinterp.patching.patch import Patch, stored_sites
+from kvinterp.patching.path_patching import Sending, held_between
 from kvinterp.patching.recompute import PureRecompute
 from kvinterp.paths import ExecutionPath, Runner
 from kvinterp.paths.decode import Lane, lockstep
@@ -81,6 +82,7 @@ class Setting:
     answers: tuple[int, int] | None = None
     batch_size: int = 1
     functions: Mapping[str, Callable[[Tensor], Any]] = dataclasses.field(default_factory=dict)
+    receivers: tuple[Patch, ...] = ()
 
     def distance_of(self, name: str) -> Callable[[Tensor, Tensor], Tensor]:
         """What a distance is, given the logits of the donor and of another."""
@@ -123,12 +125,14 @@ class Advanced:
     Attributes:
         distances: D(donor, base) and then D(donor, lane) for every lane, at every step that ran, by every distance of
             the setting.
+        unchanged: Of every lane whether all that it wrote was there already.
         logits: Of donor, base and every lane, where they were asked for.
         forwards: Forwards of the recompute path that ran, resumed ones included.
         blocks: Blocks that ran in them.
     """
 
     distances: Float64[Tensor, "distance step path"]
+    unchanged: list[bool]
     logits: Float[Tensor, "step path vocab"] | None
     forwards: int
     blocks: int
@@ -155,7 +159,10 @@ def advance_beside(setting: Setting, lanes: Sequence[PlannedLane], prompt: Seque
             if setting.logits == "keep":
                 kept.append(torch.stack([row.to(giving) for row in (giving, *rows)]))
     logits = torch.stack(kept) if kept else None
-    return Advanced(torch.stack(measured, 1).cpu(), logits, beside.pure.forwards, beside.pure.blocks_run)
+    hooks = [beside.hooks[lane.run] for lane in lanes]
+    changed = torch.stack([torch.stack(hook.changed).any() for hook in hooks]).tolist() if hooks else []
+    unchanged = [any(hook.moved) and not found for hook, found in zip(hooks, changed, strict=True)]
+    return Advanced(torch.stack(measured, 1).cpu(), unchanged, logits, beside.pure.forwards, beside.pure.blocks_run)
 
 
 class _Beside:
@@ -167,6 +174,7 @@ class _Beside:
         lead: The cached path.
         columns: The one that takes as it is, and then for every planned lane the one that stands for it.
         pure: The recompute path that is patched.
+        hooks: What patches each lane, by its run.
     """
 
     def __init__(
@@ -186,23 +194,40 @@ class _Beside:
         donor_model, base_model = (setting.adapter.at(dtype_named(path.dtype)) for path in (setting.donor, setting.base))
         selfish, strange = ([lane for lane in lanes if lane.control == name] for name in ("self", "other-prompt"))
         donor = Donor(donor_model, _wanted(donor_model, lanes), count, _gathered(setting, lanes))
-        mirror = Donor(base_model, _wanted(base_model, selfish), count)
+        # Of paths along the stream: what they hold, which the path that takes shows.
+        sent = [lane for lane in lanes if setting.receivers and not lane.control]
+        held = dict.fromkeys(place for lane in sent for place in held_between(lane.patches[0], setting.receivers))
+        mirror = Donor(base_model, [*_wanted(base_model, selfish), *held], count)
         stranger = Donor(donor_model, _wanted(donor_model, strange), len(other))
         self._add(self._runner(setting.donor, prompt, donor))
         # Captured so that the lanes whose tokens agree can begin at their first patched block.
         captured = [step for step in range(setting.max_new_tokens) if any(lane.active(step) for lane in lanes)]
         # Of the recompute path's own tensors those of the steps that are patched are needed, which are captured anyway.
-        unpatched = PureLane(self.pure, prompt, None, captured, mirror if selfish else None)
+        unpatched = PureLane(self.pure, prompt, None, captured, mirror if selfish or held else None)
         base = self._add(self._runner(setting.base, prompt, mirror) if cached else unpatched)
         if strange:
             last = max((step for step in captured if any(lane.active(step) for lane in strange)), default=0)
             self._add(Until(self._runner(setting.donor, other, stranger), last), len(self.running))
         # Lanes that patch the same from the same donor are one run.
-        hooks: dict[Any, PatchHook] = {}
-        for lane in lanes:
-            if lane.run not in hooks:
-                hooks[lane.run] = PatchHook(base_model, lane.patches, _source(lane, donor, mirror, stranger), count)
+        hooks = self.hooks = dict[Any, PatchHook]()
         patched = self._cached if cached else self._recomputed
+        senders: list[PatchHook] = []
+        for lane in lanes:
+            if lane.run not in hooks and setting.receivers and not lane.control:
+                sending = Sending(
+                    base_model,
+                    lane.patches[0],
+                    setting.receivers,
+                    None,
+                    lambda site, layer: (mirror if (site, layer) in held else donor).window(site, layer),
+                    count,
+                )
+                senders.append(sending)
+                hooks[lane.run] = sending.receiving
+            elif lane.run not in hooks:
+                hooks[lane.run] = PatchHook(base_model, lane.patches, _source(lane, donor, mirror, stranger), count)
+        for each in patched(prompt, senders):
+            self._add(each)
         numbers = dict(zip(hooks, map(self._add, patched(prompt, [*hooks.values()])), strict=True))
         self.columns = [base, *(numbers[lane.run] for lane in lanes)]
 

@@ -32,6 +32,7 @@ from kvinterp.patching.hook import PatchHook
 from kvinterp.patching.lanes import two_paths
 from kvinterp.patching.localising import localise
 from kvinterp.patching.patch import PATCH_SITES, PATCHED_CACHE, Patch, Positions, Where, positions_of
+from kvinterp.patching.path_patching import check_reached, path_said, reaches, receivers_of
 from kvinterp.patching.planted import Plant
 from kvinterp.patching.side_by_side import (
     DISTANCES,
@@ -109,6 +110,7 @@ def sweep(
     controls: words.Controls | str = "all",
     logits: words.Kept | str = "discard",
     stop: words.Stop | str = "end of sequence",
+    receiver: Any = None,
     batch_size: int = 1,
     progress: words.Progress | str = "bar",
 ) -> Sweep:
@@ -150,6 +152,9 @@ def sweep(
         controls: ``"all"``; ``"quick"`` leaves out the planted causes, which need the model in float64; or ``"none"``.
         logits: ``"keep"`` keeps the full-vocabulary logits of every lane and step; ``"discard"`` does not.
         stop: ``"end of sequence"`` (of the unpatched cached path, or at the length) or ``"length"``.
+        receiver: Path patching: what alone gets what a patch brings, along the residual stream, with all attention and MLPs
+            between held as the path that takes has them; as of :func:`kvinterp.activation_patching`. The sweep is over
+            ``"single"`` layers or ``"heads"``, and the protocol is the matched one.
         batch_size: Most patches in one forward: of one layer into the recompute path, of any into the cached path (the matched
             protocol only); used only where that was checked to give each the bits it has alone (docs/laws.md, law 9).
         progress: ``"bar"`` or ``"none"``.
@@ -192,8 +197,15 @@ def sweep(
     pair = asked_pair(adapter, distance, answers)
     if "blocks" not in over:
         check_unread("block", block, 16, f"over={over!r} has no blocks; leave it out, or sweep over='blocks'")
+    receivers = receivers_of(adapter, receiver)
+    if receivers and protocol == "free":
+        raise InputError("a receiver was given, and with protocol='free' its run would be fed other tokens: use 'matched'.")
+    if receivers and layers is None:
+        lanes = [lane for lane in lanes if reaches(site, lane.patches[0].layers or (), receivers)] or lanes
+    for lane in lanes:
+        check_reached(lane.patches[0], receivers)
     setting = Setting(
-        adapter, *paths, direction, protocol, distance, max_new_tokens, logits, stop, pair, batch_size, functions
+        adapter, *paths, direction, protocol, distance, max_new_tokens, logits, stop, pair, batch_size, functions, receivers
     )
     _check_reach(setting, lanes[0], shortest)
     chosen = list(range(len(tokens)))
@@ -202,7 +214,9 @@ def sweep(
     if only is not None:
         chosen = among("only", only, chosen)
     made = Tables(setting, str(steps))
-    every = lanes + (_controls(adapter, lanes, spot, steps) if controls != "none" else [])
+    beside = _controls(adapter, lanes, spot, steps) if controls != "none" else []
+    # The site of all layers at once takes no path.
+    every = lanes + [lane for lane in beside if not (receivers and lane.control == "together")]
     with located(f"model {adapter.facts.name}, {direction}"), own_threads(adapter):
         for example in each(chosen, "patching", "prompt", progress):
             other = not_the_same(tokens, example, adapter.facts.vocabulary)
@@ -223,6 +237,7 @@ def sweep(
         "distance": setting.distances[0], "distances": list(setting.distances),
         **({} if pair is None else {"answers": adapter.pieces(pair)}),
         "paths": {"cached": str(paths[0]), "recompute": str(paths[1])}, "positions": str(spot),
+        **({"receiver": path_said(receivers)} if receivers else {}),
         "work": made.work,
         **provenance(adapter, max_new_tokens=max_new_tokens),
     }  # fmt: skip

@@ -22,7 +22,7 @@ OVER_EXAMPLES = ("mean", "median", "low_quartile", "high_quartile", "interval_lo
 
 ASKED = (
     *("site", "sweep", "direction", "protocol", "steps", "distance", "distances"),
-    *("answers", "paths", "positions", "work"),
+    *("answers", "paths", "positions", "receiver", "work"),
 )
 """What of the provenance stands in front in ``summary.json``."""
 
@@ -35,9 +35,9 @@ class Sweep(Kept):
         recovery: One row an example and patch: sweep, site, layer, head, positions (head and layer are -1 where they do
             not vary), step_set, direction, protocol, example (counted in the prompts given), recovery (a fraction, below 0
             where the patch made the paths differ more; NaN where there is nothing to recover, and then ``defined`` is
-            False and ``why`` says so), d_before, d_after, equal (whether the unpatched logits are bitwise equal), steps
-            (counted in D), first_step. These are of the first distance asked for; of the others, and of L2 always,
-            recovery_l2, d_before_l2, d_after_l2 and so on.
+            False and ``why`` says so), d_before, d_after, equal (whether the unpatched logits are bitwise equal), unchanged
+            (whether all that the patch wrote was there already), steps (counted in D), first_step. These are of the first
+            distance asked for; of the others, and of L2 always, recovery_l2, d_before_l2, d_after_l2 and so on.
         steps: One row an example, patch and counted step: recovery, d_before, d_after, of each distance likewise.
         controls: One row an example and control: self (0), other-prompt, floor (the last residual, which leaves the
             unembedding's own), together (the site swept in all layers at once, which leaves what no patch of this kind
@@ -175,7 +175,8 @@ class Tables:
             kept = [column for column in there if not lanes[column].control]
             self.logits[example] = advanced.logits[:, [0, 1, *(2 + column for column in kept)]]
         for column in there:
-            self._add_lane(example, lanes[column], advanced.distances[:, :, 0], advanced.distances[:, :, 1 + column])
+            found = advanced.distances[:, :, 0], advanced.distances[:, :, 1 + column], advanced.unchanged[column]
+            self._add_lane(example, lanes[column], *found)
 
     def _add_lane(
         self,
@@ -183,6 +184,7 @@ class Tables:
         lane: PlannedLane,
         before: Float64[Tensor, "distance step"],
         after: Float64[Tensor, "distance step"],
+        unchanged: bool,
     ) -> None:
         names = self.setting.distances
         free = self.setting.protocol == "free"
@@ -199,6 +201,7 @@ class Tables:
             **_columns(names, *means),
             "defined": bool(means[0][0] > 0),
             "equal": bool(counted) and l2 == 0,
+            "unchanged": unchanged,
             "why": metrics.why_undefined(len(counted), l2, float(means[0][0])),
             "steps": len(counted),
             "first_step": counted[0] if counted else -1,

@@ -13,5 +13,3 @@ nothing, so there ``write`` and ``read`` change what attention reads at every po
 from kvinterp.policies.base import Chain, Place, Policy
 from kvinterp.policies.identity import Identity
 from kvinterp.policies.registry import POLICIES, policy_named
-
-__all__ = ["POLICIES", "Chain", "Identity", "Place", "Policy", "policy_named"]

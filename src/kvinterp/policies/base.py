@@ -12,9 +12,10 @@ from jaxtyping import Int
 from torch import Tensor
 
 from kvinterp.common.spec import name_of, text_of
-from kvinterp.errors import InputError, UnsupportedError
+from kvinterp.errors import InputError, UnsupportedError, unexpected
 from kvinterp.models.adapter import ModelInfo
 from kvinterp.models.caches import KeysValues, taken
+from kvinterp.models.inputs import check_choice
 
 KV = KeysValues
 
@@ -210,18 +211,12 @@ class Selective(Policy):
 
     def __post_init__(self) -> None:
         """Refuses words and numbers that mean nothing."""
-        if not isinstance(self.on, str) or self.on not in TENSORS:
-            raise InputError(f"policy {name_of(type(self))!r} is on {self.on!r}: expected on=kv, on=k or on=v.")
-        if self.keys not in ("cached", "before", "after"):
-            raise InputError(
-                f"policy {name_of(type(self))!r} has keys={self.keys!r}: expected keys=before or keys=after (RoPE), or "
-                "keys=cached for those that the model caches."
-            )
+        policy = name_of(type(self))
+        check_choice(f"policy {policy!r}: on", self.on, TENSORS)
+        check_choice(f"policy {policy!r}: keys", self.keys, ("cached", "before", "after"))
         for name, numbers in (("layers", self.layers), ("heads", self.heads)):
             if not isinstance(numbers, tuple) or not all(type(one) is int and one >= 0 for one in numbers):
-                raise InputError(
-                    f"policy {name_of(type(self))!r} has {name}={numbers!r}: expected whole numbers from 0 on, as in {name}=0+2."
-                )
+                raise unexpected(f"policy {policy!r}: {name}", numbers, f"whole numbers from 0 on, as in {name}=0+2")
 
     def written(self, tensor: Tensor, which: str, place: Place) -> Tensor:
         """What is kept of new rows of one tensor.
@@ -275,8 +270,7 @@ class Selective(Policy):
         return which in TENSORS[self.on] and (not self.layers or layer in self.layers)
 
     def _each(self, act: Callable[[Tensor, str, Place], Tensor], keys: Tensor, values: Tensor, place: Place) -> KV:
-        made = [self._of(act, tensor, which, place) for which, tensor in (("k", keys), ("v", values))]
-        return made[0], made[1]
+        return self._of(act, keys, "k", place), self._of(act, values, "v", place)
 
     def _of(self, act: Callable[[Tensor, str, Place], Tensor], tensor: Tensor, which: str, place: Place) -> Tensor:
         if not self.chosen(which, place.layer):
@@ -327,8 +321,7 @@ class Chain(Policy):
         """The rows that all of them keep; each is asked about those that the ones before it left."""
         left: Tensor | None = None
         for part in self.parts:
-            rows = part.keep(keys, values, place)
-            if rows is not None:
+            if (rows := part.keep(keys, values, place)) is not None:
                 every = rows.expand(*keys.shape[:2], -1)
                 positions = place.positions.to(rows.device).expand(*keys.shape[:3])
                 place = dataclasses.replace(place, rows=positions.gather(2, every))

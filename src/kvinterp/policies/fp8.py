@@ -9,8 +9,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvinterp.errors import InputError
+from kvinterp.errors import InputError, unexpected
 from kvinterp.models.adapter import ModelInfo
+from kvinterp.models.inputs import check_choice
 from kvinterp.policies.base import TENSORS, Place, Policy, Selective, running
 from kvinterp.policies.blocks import Memory, Settled
 
@@ -44,19 +45,11 @@ class Fp8(Selective):
 
     def __post_init__(self) -> None:
         """Refuses words and scales that mean nothing."""
-        for name, expected in (
-            ("format", tuple(FORMATS)),
-            ("per", ("tensor", "head")),
-            ("overflow", ("saturate", "nonfinite")),
-        ):
-            if getattr(self, name) not in expected:
-                raise InputError(f"policy fp8 has {name}={getattr(self, name)!r}: expected {' or '.join(expected)}.")
-        if isinstance(self.scale, str):
-            sound = self.scale == "prefill"
-        else:
-            sound = type(self.scale) in (int, float) and 0 < self.scale < math.inf
-        if not sound:
-            raise InputError(f"policy fp8 has scale={self.scale!r}: expected a number above 0, or prefill.")
+        check_choice("policy 'fp8': format", self.format, FORMATS)
+        check_choice("policy 'fp8': per", self.per, ("tensor", "head"))
+        check_choice("policy 'fp8': overflow", self.overflow, ("saturate", "nonfinite"))
+        if not self.reads and not (type(self.scale) in (int, float) and 0 < float(self.scale) < math.inf):
+            raise unexpected("policy 'fp8': scale", self.scale, "a number above 0, or prefill")
         if not self.reads and self.per == "head":
             raise InputError("policy fp8 has per=head with one scale for all heads: give scale=prefill too.")
         super().__post_init__()

@@ -8,12 +8,12 @@ from typing import ClassVar
 from torch import Tensor
 
 from kvinterp.policies.base import Place
-from kvinterp.policies.scored import Scored, share
+from kvinterp.policies.scored import Scored, check_share
 
 
 @dataclasses.dataclass(frozen=True)
 class H2O(Scored):
-    """Keeps in each KV head the rows with the largest attention summed over all queries so far, and the newest rows.
+    """Keeps, in each KV head, the newest rows and those with the largest attention summed over all queries so far.
 
     The sum favours old rows, which more queries saw. kvpress's ObservedAttentionPress divides by the number of queries, and
     lets go of rows once, after the prompt.
@@ -30,8 +30,8 @@ class H2O(Scored):
     recent_ratio: float = 0.1
 
     def __post_init__(self) -> None:
-        share(self, "heavy_ratio")
-        share(self, "recent_ratio")
+        check_share(self, "heavy_ratio")
+        check_share(self, "recent_ratio")
 
     def room(self, prompt: int) -> int:
         """Both budgets."""

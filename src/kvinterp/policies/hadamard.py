@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvinterp.errors import InputError
+from kvinterp.errors import unexpected
 from kvinterp.models.adapter import ModelInfo
 from kvinterp.policies.base import Place, Policy, Selective, running
 from kvinterp.policies.blocks import Memory, check_blocks, cut
@@ -16,7 +16,7 @@ from kvinterp.policies.blocks import Memory, check_blocks, cut
 
 @dataclasses.dataclass(frozen=True)
 class Hadamard(Selective):
-    """Spreads an outlier over a block of the head, for a quantiser after it: ``hadamard+q8_0``.
+    """Spreads each outlier over a block of the head, for the quantiser that follows: ``hadamard+q8_0``.
 
     Turning K back as it is read gives the scores that turning Q too would give, and turning V back the output turned back:
     the matrix is its own inverse. In float64 it is the identity to rounding.
@@ -34,7 +34,7 @@ class Hadamard(Selective):
     def __post_init__(self) -> None:
         """Refuses a block that has no such matrix."""
         if self.block is not None and (type(self.block) is not int or self.block < 2 or self.block & (self.block - 1)):
-            raise InputError(f"policy hadamard has block={self.block!r}: expected a power of two, as in hadamard(64).")
+            raise unexpected("policy 'hadamard': block", self.block, "a power of two, as in hadamard(64)")
         super().__post_init__()
 
     def start(self, facts: ModelInfo) -> Policy:

@@ -9,4 +9,4 @@ from kvinterp.policies.base import Policy
 
 @dataclasses.dataclass(frozen=True)
 class Identity(Policy):
-    """Keeps and returns what it is given (docs/laws.md, law 5)."""
+    """Changes nothing (docs/laws.md, law 5)."""

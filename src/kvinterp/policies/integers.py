@@ -8,8 +8,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvinterp.errors import InputError
 from kvinterp.models.adapter import ModelInfo
+from kvinterp.models.inputs import check_whole
 from kvinterp.policies.base import TENSORS, Place, Policy, Selective
 from kvinterp.policies.blocks import affine, check_blocks, cut
 
@@ -48,10 +48,7 @@ class Int4(Selective):
 
     def __post_init__(self) -> None:
         """Refuses a group that is none."""
-        if self.group is not None and (type(self.group) is not int or self.group < 1):
-            raise InputError(
-                f"policy int4 has group={self.group!r}: expected a whole number of at least 1, as in int4(64)."
-            )
+        check_whole("policy 'int4': group", 1 if self.group is None else self.group)
         super().__post_init__()
 
     def bits_stored(self, tensor: str, width: int) -> float | None:

@@ -8,15 +8,16 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvinterp.errors import InputError, UnsupportedError
+from kvinterp.errors import UnsupportedError, unexpected
 from kvinterp.models.adapter import ModelInfo
+from kvinterp.models.inputs import check_whole
 from kvinterp.policies.base import TENSORS, Place, Policy, Selective, running
 from kvinterp.policies.blocks import Memory, Settled, affine, check_blocks, cut
 
 
 @dataclasses.dataclass(frozen=True)
 class Kivi(Selective):
-    """Integers per channel for K, per token for V, once they leave a window of exact ones.
+    """Integers, quantised per channel for K and per token for V; a window of the newest rows stays exact.
 
     Keys leave when the window has filled, all of it at once, after the step that filled it has read them; values leave one by
     one, once the window is over-full. So what attention reads at a step follows from its position alone, whatever the prompt's
@@ -38,12 +39,11 @@ class Kivi(Selective):
     def __post_init__(self) -> None:
         """Refuses numbers that no such cache has."""
         if self.bits not in (2, 4, 8) or isinstance(self.bits, float):
-            raise InputError(f"policy kivi has bits={self.bits!r}: expected 2, 4 or 8, as in kivi(2,32,128).")
-        whole = all(type(one) is int and one >= 1 for one in (self.group, self.residual))
-        if not whole or self.residual % self.group:
-            raise InputError(
-                f"policy kivi has group={self.group!r} and residual={self.residual!r}: expected whole numbers of at least 1, "
-                "the second a multiple of the first, as in kivi(2,32,128)."
+            raise unexpected("policy 'kivi': bits", self.bits, "2, 4 or 8, as in kivi(2,32,128)")
+        group = check_whole("policy 'kivi': group", self.group)
+        if check_whole("policy 'kivi': residual", self.residual) % group:
+            raise unexpected(
+                "policy 'kivi': residual", self.residual, f"a multiple of group={group}, as in kivi(2,32,128)"
             )
         super().__post_init__()
 

@@ -12,7 +12,7 @@ from kvinterp.policies.scored import Budgeted
 
 @dataclasses.dataclass(frozen=True)
 class Knorm(Budgeted):
-    """Keeps in each KV head, once, the rows of the prompt with the shortest keys; every row of the answer stays.
+    """Keeps, in each KV head, the prompt rows with the shortest keys; chosen once, and every row of the answer stays.
 
     RoPE turns a key and keeps its length, so that it does not matter on which side of it a model caches keys.
     """

@@ -16,7 +16,7 @@ from kvinterp.policies.base import Place, Policy, Selective, running
 
 @dataclasses.dataclass(frozen=True)
 class LowRank(Selective):
-    """Reads the prompt's K and V as their truncated singular value decomposition, over tokens by heads times head_dim.
+    """Replaces the prompt's K and V by their truncated singular value decomposition (tokens by heads times head_dim).
 
     The layers of a group lie side by side in one matrix, ``[token, layer x head x head_dim]``, so that they share the factor
     that has a row a token. K and V are apart. The answer's rows stay as they are.
@@ -37,8 +37,8 @@ class LowRank(Selective):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_whole("rank of policy 'low_rank'", self.rank)
-        check_whole("group of policy 'low_rank'", self.group)
+        check_whole("policy 'low_rank': rank", self.rank)
+        check_whole("policy 'low_rank': group", self.group)
 
     def start(self, facts: ModelInfo) -> Policy:
         """A twin that holds the prompt until it is whole, and then what is read of it."""

@@ -141,7 +141,7 @@ class _Noise(Selective):
 
 @dataclasses.dataclass(frozen=True)
 class Uniform(_Noise):
-    """Errors drawn evenly from ``low`` to ``high``; those below -1 turn signs over."""
+    """Relative errors drawn evenly from ``low`` to ``high``; one below -1 turns the sign."""
 
     low: float = -1.0
     high: float = 1.0
@@ -170,7 +170,7 @@ class Uniform(_Noise):
 
 @dataclasses.dataclass(frozen=True)
 class Normal(_Noise):
-    """Errors drawn from a normal distribution; those below -1 turn signs over."""
+    """Relative errors drawn from a normal distribution; one below -1 turns the sign."""
 
     mean: float = 0.0
     std: float = 0.25

@@ -12,21 +12,17 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from kvinterp.common.spec import name_of
-from kvinterp.errors import InputError
+from kvinterp.errors import unexpected
 from kvinterp.models.adapter import ModelInfo
 from kvinterp.models.inputs import check_number
 from kvinterp.policies.base import Place, Policy, running
 
 
-def share(policy: Policy, field: str, least: float = 0.0) -> float:
-    """A field of a policy; InputError where it is no share from ``least`` up to, and not reaching, 1."""
-    given = getattr(policy, field)
-    number = check_number(f"{field} of policy {name_of(type(policy))!r}", given)
-    if not least <= number < 1:
-        raise InputError(
-            f"policy {name_of(type(policy))!r} has {field}={given}: expected a share from {least:g} up to, and not reaching, 1."
-        )
-    return number
+def check_share(policy: Policy, field: str) -> None:
+    """Raises InputError where a field of a policy is no share from 0 up to, and not reaching, 1."""
+    name = f"policy {name_of(type(policy))!r}: {field}"
+    if not 0 <= check_number(name, getattr(policy, field)) < 1:
+        raise unexpected(name, getattr(policy, field), "a share from 0 up to, and not reaching, 1")
 
 
 def rows_left(rows: int, compression_ratio: float) -> int:
@@ -137,7 +133,7 @@ class Budgeted(Scored, abc.ABC):
     compression_ratio: float = 0.5
 
     def __post_init__(self) -> None:
-        share(self, "compression_ratio")
+        check_share(self, "compression_ratio")
 
     def room(self, prompt: int) -> int:
         """The rest of the prompt's rows."""

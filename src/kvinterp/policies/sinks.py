@@ -15,7 +15,7 @@ from kvinterp.policies.base import Place, Policy
 
 @dataclasses.dataclass(frozen=True)
 class Sinks(Policy):
-    """Keeps the first positions and the newest, at every step; a window alone has ``sinks=0``.
+    """Keeps the first and the newest positions at every step; ``sinks=0`` is a window alone.
 
     StreamingLLM besides numbers the rows that are left anew, 0, 1, 2, ..., and turns their keys by these numbers. This does
     not: every key stays turned by the position of its token, as with kvpress's StreamingLLMPress without KeyRerotationPress.
@@ -32,8 +32,8 @@ class Sinks(Policy):
     window: int = 1020
 
     def __post_init__(self) -> None:
-        check_whole("sinks of policy 'sinks'", self.sinks, 0)
-        check_whole("window of policy 'sinks'", self.window)
+        check_whole("policy 'sinks': sinks", self.sinks, 0)
+        check_whole("policy 'sinks': window", self.window)
 
     def rows_stored(self, prompt: int, seen: int) -> int:
         """Both, once the text is longer."""

@@ -8,7 +8,7 @@ from typing import ClassVar
 from torch import Tensor
 from torch.nn.functional import avg_pool1d, pad
 
-from kvinterp.errors import InputError
+from kvinterp.errors import unexpected
 from kvinterp.models.inputs import check_whole
 from kvinterp.policies.base import Place
 from kvinterp.policies.scored import Budgeted
@@ -16,7 +16,7 @@ from kvinterp.policies.scored import Budgeted
 
 @dataclasses.dataclass(frozen=True)
 class Snapkv(Budgeted):
-    """Keeps, once, the prompt's last rows and those of the others that their queries attend to most, pooled along the text.
+    """Keeps the prompt's last rows and the earlier rows that their queries attend to most (pooled along the text); chosen once.
 
     Every row of the answer stays. The window is never cut, so a prompt that is no longer stays whole. The attention of a KV
     head's query heads is averaged, as in kvpress; the original repeats K and V, and chooses rows for each query head.
@@ -35,9 +35,9 @@ class Snapkv(Budgeted):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_whole("window_size of policy 'snapkv'", self.window_size)
-        if check_whole("kernel_size of policy 'snapkv'", self.kernel_size) % 2 == 0:
-            raise InputError(f"policy 'snapkv' has kernel_size={self.kernel_size}: expected an odd number of rows.")
+        check_whole("policy 'snapkv': window_size", self.window_size)
+        if check_whole("policy 'snapkv': kernel_size", self.kernel_size) % 2 == 0:
+            raise unexpected("policy 'snapkv': kernel_size", self.kernel_size, "an odd number of rows")
 
     def room(self, prompt: int) -> int:
         """The budget, of which the window is a part."""

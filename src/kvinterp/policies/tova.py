@@ -13,7 +13,7 @@ from kvinterp.policies.scored import Budgeted
 
 @dataclasses.dataclass(frozen=True)
 class Tova(Budgeted):
-    """Keeps at every step the rows that the newest query attends to most, averaged over all heads: the same rows in each.
+    """Keeps at every step the rows that the newest query attends to most, averaged over all heads; all heads keep the same rows.
 
     The newest row itself always stays, as in kvpress; the paper lets it go too, were its own probability the least. kvpress
     lets go of rows once, after the prompt.

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvinterp.errors import InputError, UnsupportedError
 from kvinterp.models.attaching import Site
-from kvinterp.models.hook_names import HOOKS, hook_of
+from kvinterp.models.hook_names import HOOKS, hook_name, hook_of
 from kvinterp.models.sites import LAYOUTS
 
 
@@ -57,9 +57,7 @@ def cache_of(records: Mapping[Site, Tensor], model: Any = None) -> Any:
     from transformer_lens import ActivationCache
 
     found = {
-        f"blocks.{layer}.{HOOKS[site]}": here
-        if here.dim() == LAYOUTS[site].dimensions
-        else here.unsqueeze(LAYOUTS[site].rows)
+        hook_name(site, layer): here if here.dim() == LAYOUTS[site].dimensions else here.unsqueeze(LAYOUTS[site].rows)
         for (site, layer), here in records.items()
         if site in HOOKS
     }

@@ -58,7 +58,7 @@ def record(
     adapter = wrap(model)
     with adapter.alone(CONTEXT):
         recorder = Recorder(adapter, sites, layers, heads, kv_heads, None, positions)
-        passes = Passes(adapter, _Recording(adapter, recorder), CONTEXT)
+        passes = Passes(adapter, _Recording(adapter, recorder), CONTEXT, recorder.places)
         listeners = {place: [heard] for place, heard in recorder.listeners.items()}
         with adapter.attached(recorder.places, CONTEXT), adapter.listening(listeners), passes.heard():
             yield recorder

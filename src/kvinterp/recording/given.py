@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import base64
 import dataclasses
+import io
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from kvinterp.errors import InputError, shown
 
+if TYPE_CHECKING:
+    from kvinterp.recording.trace import Trace
+
 MISSING = -9000.0
 """At or below this a log-prob stands for none: vLLM writes -9999, llama.cpp the lowest float32."""
 LARGEST = 1e30
 """Above this a number is no log-prob, nor a probability or a logit in its place."""
+ROUNDED = 1e-3
+"""So far above 0 a log-prob is 0, rounded."""
 Pairs = tuple[np.ndarray, np.ndarray]
 """Token ids and their log-probs at one position."""
 
@@ -33,6 +40,8 @@ class GivenPath:
         missing: What stood where no log-prob was given, and how often.
         trainer: As ``chosen``, of a second side in the same file; None where there is none.
         declared: What the file says it was made with, such as ``{"dtype": "float32"}``.
+        experts: ``[position, layer, chosen]`` or ``[position, layer times chosen]``: the experts that routers chose where this
+            token went in, by number; -1: not given. None where the file says nothing of experts.
     """
 
     id: str
@@ -43,9 +52,11 @@ class GivenPath:
     missing: Counter[str] = dataclasses.field(default_factory=Counter)
     trainer: np.ndarray | None = None
     declared: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    experts: np.ndarray | None = None
 
     def __post_init__(self) -> None:
-        for name, row in (("log-probs", self.chosen), ("log-probs of the trainer", self.trainer)):
+        sides = {"log-probs": self.chosen, "log-probs of the trainer": self.trainer, "rows of experts": self.experts}
+        for name, row in sides.items():
             if row is not None and len(row) != len(self.ids):
                 raise InputError(
                     f"{self.id} has {len(row)} {name} for {len(self.ids)} tokens: expected one for each, null where none is "
@@ -89,6 +100,13 @@ def log_probs(values: Iterable[Any], where: str, missing: Counter[str], zero: st
     return np.array(found, dtype=float)
 
 
+def positive(values: np.ndarray) -> str | None:
+    """What is wrong with log-probs that are above 0, None where none is by more than rounding."""
+    above, n = int((values > ROUNDED).sum()), int(np.isfinite(values).sum())
+    said = f"{above:,} of {n:,} values are above 0, which no log-prob is: they may be probabilities, or logits."
+    return said if above else None
+
+
 def _missing(value: float | None, zero: str) -> str:
     if value is None:
         return "null"
@@ -108,6 +126,20 @@ def token_ids(values: Any, where: str) -> tuple[int, ...]:
     if not isinstance(values, list) or any(type(v) is not int or not 0 <= v < 2**31 for v in values):
         raise InputError(f"{where} is {shown(values)}: expected a list of token ids, whole numbers of at least 0; mend it.")
     return tuple(values)
+
+
+def path_of_trace(trace: Trace) -> GivenPath:
+    """The log-probs of a trace of someone's arrays, as those of a file."""
+    if trace.logits is None or trace.ids is None:
+        raise InputError(
+            f"{trace!r} is no trace of arrays: make one with kv.Trace.from_arrays, or give the name of a file."
+        )
+    rows, cut = trace.logits.numpy(), len(trace.prompt)
+    places = np.broadcast_to(np.asarray(trace.ids), rows.shape)
+    top = {cut + step: (places[step][there], row[there]) for step, row in enumerate(rows) for there in [np.isfinite(row)]}
+    chosen = [math.nan] * cut + [value_in(top[cut + step], token) for step, token in enumerate(trace.tokens)]
+    missing = Counter({"NaN": int(np.isnan(rows).sum())})
+    return GivenPath(trace.path, trace.prompt, trace.tokens, np.array(chosen), top, +missing, declared=trace.provenance)
 
 
 def pairs_of(pairs: Sequence[tuple[int, Any]], where: str, missing: Counter[str]) -> Pairs:
@@ -151,3 +183,55 @@ def path_of(
         if at in top and not math.isnan(found := value_in(top[at], every[at][0])):
             chosen[at] = found
     return GivenPath(where, prompt, tuple(row[0] for row in rows), chosen, top, +missing, declared=declared)
+
+
+def experts_of(pieces: Sequence[Any], where: str, prompt: int, tokens: int, start: int | None = None) -> np.ndarray | None:
+    """The experts that an engine says it chose, as :attr:`GivenPath.experts` has them; None of no pieces.
+
+    Args:
+        pieces: One behind the other (prompt and answer, or both in one): lists ``[position][layer][chosen]``, null where none is
+            given, or base64 of an ``.npy`` file or of int32.
+        where: What errors call it.
+        prompt: How many tokens the prompt has.
+        tokens: How many stand behind it; the last went in nowhere, so that its row may be left out.
+        start: The position of the first row, where it is known.
+
+    Raises:
+        InputError: It is nothing of the kind, or not of these tokens.
+    """
+    if not pieces:
+        return None
+    count = prompt + tokens
+    try:
+        read = [_rows(piece) for piece in pieces]
+        if read[0].ndim == 1:
+            read = [read[0].reshape(count - 1 - (start or 0), -1)]
+        rows = np.concatenate([each for each in read if len(each)])
+        if rows.dtype.kind not in "iu" or rows.ndim not in (2, 3) or not rows.size:
+            raise ValueError(rows.shape)
+    except (ValueError, TypeError, OverflowError, RecursionError, MemoryError) as error:
+        raise InputError(
+            f"{where}: its experts cannot be read: expected whole numbers as lists [position][layer][chosen], or base64 of such "
+            "an array; ask again."
+        ) from error
+    begins = {count: 0, count - 1: 0} if start is None else {count - start: start, count - 1 - start: start}
+    begins = {tokens: prompt, tokens - 1: prompt, **begins} if start is None else begins
+    if len(rows) not in begins:
+        raise InputError(
+            f"{where} has the experts of {len(rows):,} positions for {prompt:,} prompt tokens and {tokens:,} more: expected one "
+            "for each, or all but the last; ask again."
+        )
+    found = np.full((count, *rows.shape[1:]), -1)
+    found[begins[len(rows)] :][: len(rows)] = rows
+    return found
+
+
+def _rows(piece: Any) -> np.ndarray:
+    if isinstance(piece, str):
+        content = base64.b64decode(piece, validate=True)
+        npy = content.startswith(b"\x93NUMPY")
+        return np.load(io.BytesIO(content), allow_pickle=False) if npy else np.frombuffer(content, "<i4")
+    if not isinstance(piece, list):
+        raise TypeError(shown(piece))
+    blank = np.full(np.shape(next((row for row in piece if row is not None), [])), -1).tolist()
+    return np.array([blank if row is None else row for row in piece])

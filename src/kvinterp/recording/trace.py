@@ -7,8 +7,9 @@ import hashlib
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
@@ -19,6 +20,7 @@ from kvinterp.errors import InputError, shown
 from kvinterp.models.attaching import Site
 from kvinterp.models.hook_names import place_of
 from kvinterp.models.inputs import check_instance, is_among
+from kvinterp.recording.given import LARGEST, MISSING, positive, token_ids
 
 _ABOUT, _TENSORS = "trace.json", "trace.safetensors"
 
@@ -41,6 +43,8 @@ class Trace:
         heads: The query heads that the records hold, in their order; None for all of them.
         kv_heads: The same for KV heads.
         derived: The sites that were worked out beside a kernel that does not show them (SDPA).
+        ids: Of a trace of someone's arrays ``[column]`` or ``[step, column]``: the tokens whose log-probs ``logits`` holds, NaN
+            where none is given; None where it holds the logits of the whole vocabulary.
     """
 
     path: str
@@ -56,6 +60,48 @@ class Trace:
     heads: tuple[int, ...] | None = None
     kv_heads: tuple[int, ...] | None = None
     derived: tuple[str, ...] = ()
+    ids: Int[Tensor, "*step column"] | None = None
+
+    @classmethod
+    def from_arrays(
+        cls, prompt: Any, tokens: Any, values: Any, ids: Any = None, path: str = "given", **declared: Any
+    ) -> Trace:
+        """A trace of what was computed elsewhere, of NumPy's or torch's arrays or of lists.
+
+        Args:
+            prompt: Token ids.
+            tokens: Token ids behind it, one a step.
+            values: ``[step, vocabulary]``, log-probs in nats or logits, or with ``ids`` ``[step, k]``, log-probs of the k
+                likeliest tokens. NaN and what is at most -9000 is not given.
+            ids: ``[step, k]``, the token of each value; none for the whole vocabulary.
+            path: What it is called.
+            **declared: What is known of how it was made, such as ``model="..."`` and ``dtype="float16"``.
+
+        Raises:
+            InputError: The shapes do not fit, or what were to be log-probs are none.
+        """
+        try:
+            prompt, tokens = np.asarray(prompt).tolist(), np.asarray(tokens).tolist()
+            rows = torch.as_tensor(values).detach().cpu().double()
+            places = torch.arange(rows.shape[-1]) if ids is None else torch.as_tensor(ids).detach().cpu()
+        except (TypeError, ValueError, RuntimeError, IndexError) as error:
+            raise InputError("prompt, tokens, values and ids cannot be made arrays of numbers: expected such.") from error
+        prompt, tokens = token_ids(prompt, "prompt"), token_ids(tokens, "tokens")
+        if not prompt or rows.dim() != 2 or len(rows) != len(tokens) or not rows.numel():
+            raise InputError(
+                f"{len(prompt)} prompt tokens, {len(tokens)} more and values of shape {tuple(rows.shape)} were given: expected "
+                "values [step, vocabulary], or [step, k] with ids, a row for each token behind the prompt."
+            )
+        if ids is not None and (places.shape != rows.shape or places.is_floating_point() or bool((places < 0).any())):
+            raise InputError(f"ids of shape {tuple(places.shape)} were given: expected a token id for each value.")
+        # Minus infinity in a whole vocabulary is how one is padded.
+        given = ((rows > MISSING) & (rows < LARGEST)) | ((rows == -torch.inf) if ids is None else False)
+        if ids is None and bool(given.all()):
+            rows = rows.log_softmax(-1)
+        rows = rows.masked_fill(~given, torch.nan)
+        if why := positive(rows.numpy()):
+            raise InputError(f"{why} Give log-probs, or the logits of the whole vocabulary.")
+        return cls(path, prompt, tokens, tokens[:-1], {}, (), rows, provenance=declared, ids=places)
 
     def __repr__(self) -> str:
         """What it is of, in one line."""
@@ -110,13 +156,16 @@ class Trace:
     def save(self, folder: str | Path) -> Path:
         """Writes ``trace.safetensors`` and ``trace.json`` into a folder, each whole or not at all."""
         target = Path(folder)
-        tensors: dict[str, Tensor] = {} if self.logits is None else {"logits": self.logits.contiguous().cpu()}
+        tensors = {name: getattr(self, name) for name in ("logits", "ids")}
+        tensors = {name: tensor.contiguous().cpu() for name, tensor in tensors.items() if tensor is not None}
         for (site, layer), kept in self.records.items():
             if len({t.shape for t in kept}) == 1:
                 tensors[f"{site}.{layer}"] = torch.stack(kept).cpu()
             else:
                 tensors |= {f"{site}.{layer}.{step}": t.contiguous().cpu() for step, t in enumerate(kept)}
-        about = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in ("records", "logits")}
+        about = {
+            f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in ("records", "logits", "ids")
+        }
         about["places"] = [list(place) for place in self.records]
         write_whole(target / _TENSORS, content := save(tensors))
         write_whole(target / _ABOUT, sealed(_ABOUT, about, {_TENSORS: hashlib.sha256(content).hexdigest()}))
@@ -143,14 +192,14 @@ class Trace:
             about |= {name: tuple(about[name]) for name in ("prompt", "tokens", "fed", "steps")}
             about |= {name: tuple(about[name]) for name in ("heads", "kv_heads") if about.get(name) is not None}
             about["derived"] = tuple(about.get("derived", ()))
-            logits = tensors.pop("logits", None)
+            logits, ids = (tensors.pop(name, None) for name in ("logits", "ids"))
             records: dict[Site, dict[int, Tensor]] = {(site, layer): {} for site, layer in about.pop("places", ())}
             for name, tensor in tensors.items():
                 site, layer, *step = name.split(".")
                 pieces = {int(step[0]): tensor} if step else dict(enumerate(tensor.unbind(0)))
                 records.setdefault((site, int(layer)), {}).update(pieces)
             whole = {place: [kept[i] for i in sorted(kept)] for place, kept in records.items()}
-            return cls(**about, records=whole, logits=logits)
+            return cls(**about, records=whole, logits=logits, ids=ids)
         except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
             raise InputError(f"folder {str(source)!r} holds no readable trace ({error}): save it again.") from error
 

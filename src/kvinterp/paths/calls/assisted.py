@@ -13,7 +13,7 @@ from kvinterp.paths.calls.generate import Generating, check_generates
 
 @dataclasses.dataclass(frozen=True)
 class Assisted(Call):
-    """Decoding by ``generate(prompt_lookup_num_tokens=...)``: drafts are what followed the same tokens before in the text.
+    """Decoding by ``generate(prompt_lookup_num_tokens=...)``, which drafts what followed the same tokens earlier in the text.
 
     Attributes:
         drafts: Most of them in one forward.

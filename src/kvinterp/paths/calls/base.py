@@ -112,6 +112,11 @@ class Masking(NamedTuple):
     mask: Tensor | None = None
     positions: Tensor | None = None
 
+    def of(self, start: int, stop: int) -> Masking:
+        """What belongs to the tokens from ``start`` to ``stop``, of what is said of all."""
+        mask, positions = self
+        return Masking(None if mask is None else mask[:, :stop], None if positions is None else positions[:, start:stop])
+
 
 NOTHING = Masking()
 
@@ -203,11 +208,7 @@ class Feeder:
         begun, made = 0, []
         for piece in tokens.split(min(self.chunk or tokens.shape[1], tokens.shape[1]), 1):
             stop = begun + piece.shape[1]
-            mask, positions = masking
-            told = Masking(
-                None if mask is None else mask[:, :stop], None if positions is None else positions[:, begun:stop]
-            )
-            made.append(self.forward(piece, told, None if own is None else own[begun:stop]))
+            made.append(self.forward(piece, masking.of(begun, stop), None if own is None else own[begun:stop]))
             begun = stop
         return torch.cat(made, 1)
 

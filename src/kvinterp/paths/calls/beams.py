@@ -13,7 +13,7 @@ from kvinterp.paths.calls.base import Call, Feeder, Loop
 
 @dataclasses.dataclass(frozen=True)
 class Beams(Call):
-    """Several continuations of one prompt in a batch, whose rows are moved in a circle by ``reorder_cache`` before each step.
+    """Several continuations of one prompt in a batch, whose rows ``reorder_cache`` rotates before each step.
 
     Attributes:
         beams: How many.

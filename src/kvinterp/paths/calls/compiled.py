@@ -17,7 +17,7 @@ from kvinterp.paths.calls.base import Call, Feeder
 
 @dataclasses.dataclass(frozen=True)
 class Compiled(Call):
-    """The model's forward as ``torch.compile`` makes it, compiled anew for each path.
+    """The model's forward under ``torch.compile``, compiled again for each path.
 
     What looks into a block or changes it breaks the graph there, and what stands between is compiled all the same.
 

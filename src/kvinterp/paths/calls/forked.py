@@ -17,7 +17,7 @@ OTHERS = 3
 
 @dataclasses.dataclass(frozen=True)
 class Forked(Call):
-    """The prompt behind a prefix that another request put into the cache, whose own tokens behind that were taken back.
+    """The prompt on a prefix that another request left in the cache; the rest of that request was cropped.
 
     Attributes:
         prefix: How many tokens of the prompt are its.

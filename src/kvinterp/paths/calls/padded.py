@@ -16,7 +16,7 @@ from kvinterp.paths.calls.base import Call, Feeder, Loop, Masking, check_masks
 
 @dataclasses.dataclass(frozen=True)
 class Padded(Call):
-    """The prompt with pads, as in a batch of prompts of other lengths: masked, and not counted by the positions.
+    """The prompt with pad tokens, as in a batch of unequal prompts; the pads are masked and get no position.
 
     Attributes:
         side: ``"left"``, as ``generate()`` pads; ``"right"``, between the prompt and what is decoded.

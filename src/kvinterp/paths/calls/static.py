@@ -12,7 +12,7 @@ from kvinterp.paths.calls.base import Call
 
 @dataclasses.dataclass(frozen=True)
 class Static(Call):
-    """Keys and values in transformers' StaticCache, whose empty room is masked.
+    """Keys and values in transformers' StaticCache, whose empty slots are masked.
 
     Attributes:
         size: Its positions; as many as are run for None.

@@ -13,7 +13,7 @@ from kvinterp.paths.calls.base import Call, Feeder, Loop
 
 @dataclasses.dataclass(frozen=True)
 class Verified(Call):
-    """Each forward of decoding with drafted tokens behind the newest one: the right ones stay, the others are taken back.
+    """Each decoding forward carries drafted tokens after the newest one; right drafts stay, the others are cropped.
 
     The drafts are what followed the newest token where it stood before in the text; else its neighbours in the vocabulary.
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode, _pop_mode_temporarily
 
 from kvinterp.common.spec import name_of, text_of
@@ -82,19 +81,6 @@ def refuse_opaque_attention(adapter: Adapter, kernels: Kernels) -> None:
 
 
 MATMUL = (torch.matmul, Tensor.matmul, Tensor.__matmul__)
-
-
-class Functions(TorchFunctionMode):
-    """Sees torch's functions as they are called; ``replace`` returns NotImplemented to let one through."""
-
-    def __init__(self, replace: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> None:
-        super().__init__()
-        self.replace = replace
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        result = self.replace(func, args, kwargs)
-        return func(*args, **kwargs) if result is NotImplemented else result
 
 
 class Operations(TorchDispatchMode):

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from kvinterp.models import Adapter
 from kvinterp.models.derived import SDPA, sdpa_arguments
+from kvinterp.models.hooks import Functions
 from kvinterp.paths.kernels import fixed_order
 from kvinterp.paths.kernels.base import (
     MATMUL,
-    Functions,
     KernelMode,
     Kernels,
     Operations,

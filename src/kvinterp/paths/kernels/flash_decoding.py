@@ -18,8 +18,9 @@ from kvinterp.errors import InputError, UnsupportedError, unknown
 from kvinterp.models import Adapter
 from kvinterp.models.attaching import Listener
 from kvinterp.models.derived import SDPA, sdpa_arguments
+from kvinterp.models.hooks import Functions
 from kvinterp.paths.kernels import fixed_order
-from kvinterp.paths.kernels.base import Functions, KernelMode, Kernels, drops_out, refuse_opaque_attention
+from kvinterp.paths.kernels.base import KernelMode, Kernels, drops_out, refuse_opaque_attention
 from kvinterp.paths.kernels.split_k import ACCUMULATE, check_layers, check_parts
 
 

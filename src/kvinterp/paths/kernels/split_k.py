@@ -12,8 +12,9 @@ from kvinterp.errors import InputError, unknown
 from kvinterp.models import Adapter
 from kvinterp.models.attaching import Listener
 from kvinterp.models.derived import SDPA, sdpa_arguments
+from kvinterp.models.hooks import Functions
 from kvinterp.paths.kernels import fixed_order
-from kvinterp.paths.kernels.base import Functions, KernelMode, Kernels, Operations, drops_out, refuse_opaque_attention
+from kvinterp.paths.kernels.base import KernelMode, Kernels, Operations, drops_out, refuse_opaque_attention
 
 aten: Any = torch.ops.aten
 OPERATIONS = {

@@ -23,7 +23,7 @@ _PRODUCTS = {aten.mm.default: 1, aten.addmm.default: 2, aten.bmm.default: 1}
 
 @dataclasses.dataclass(frozen=True)
 class WideUnembedding(Kernels):
-    """Weights and streams stay in 16 bits; the logits are multiplied, added up and kept in float32."""
+    """Weights and streams stay in 16 bits; the logits are computed and kept in float32."""
 
     def mode(self, adapter: Adapter) -> KernelMode:
         """Widens the products that come behind the last block."""

@@ -28,9 +28,7 @@ class Nemo(Reader):
 
     def paths(self, record: Mapping[str, Any], where: str, token: Token) -> Iterator[GivenPath]:
         """One a line; what the mask leaves out is not given."""
-        length = record.get("input_lengths")
-        ids = token_ids(record["token_ids"], f"{where}: 'token_ids'")
-        ids = ids[: length if type(length) is int and length > 0 else None]
+        ids = token_ids(record["token_ids"], f"{where}: 'token_ids'")[: _length(record)]
         mask = np.array([bool(m) for m in part(record, self.mask, list, where, [1] * len(ids))][: len(ids)], bool)
         missing: Counter[str] = Counter()
         engine, trainer = (self._side(record, name, len(ids), where, missing) for name in self.sides)
@@ -42,5 +40,15 @@ class Nemo(Reader):
         begun = int(mask.argmax()) if mask.any() else len(ids)
         yield GivenPath(where, ids[:begun], ids[begun:], engine, {}, missing, trainer if len(trainer) else None)
 
+    def experts(self, record: Mapping[str, Any], number: int, where: str) -> tuple[list[Any], int | None]:
+        """Without the padding."""
+        pieces, start = super().experts(record, number, where)
+        return [piece[: _length(record)] if isinstance(piece, list) else piece for piece in pieces], start
+
     def _side(self, record: Mapping[str, Any], name: str, count: int, where: str, missing: Counter[str]) -> np.ndarray:
         return log_probs(part(record, name, list, where, [])[:count], where, missing)
+
+
+def _length(record: Mapping[str, Any]) -> int | None:
+    length = record.get("input_lengths")
+    return length if type(length) is int and length > 0 else None

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -18,9 +17,9 @@ import pandas as pd
 from scipy import stats
 
 from kvinterp.metrics.dependence import correlation, restricted_correlation, terciles
-from kvinterp.metrics.inference import Test, nothing
+from kvinterp.metrics.inference import Test
 from kvinterp.metrics.prediction import auc, brier, calibration, roc
-from kvinterp.metrics.statistics import FEWEST
+from kvinterp.metrics.statistics import FEWEST, quiet
 from kvinterp.metrics.survival import cox
 from kvinterp.study.behaviour.divergence import DECODE, conditions
 
@@ -105,7 +104,7 @@ def correlations_with_flip(flips: pd.DataFrame, above: float) -> pd.DataFrame:
             for method, ask in asked.items():
                 bound = float(method.partition(">")[2] or -1)
                 few = names[x > bound].nunique()
-                test = ask() if few >= LEAST else nothing(method, few, "r", f"{_FEW} ({few})")
+                test = ask() if few >= LEAST else Test(method, few, "r", why=f"{_FEW} ({few})")
                 counts = {"n": int((x > bound).sum()), "n_prompts": test.n}
                 rows.append({**told, "quantity": quantity, "method": method, "value": test.effect, **_ends(test), **counts})
                 rows[-1]["why"] = test.why
@@ -124,7 +123,7 @@ def terciles_of(flips: pd.DataFrame) -> pd.DataFrame:
         for quantity in QUANTITIES:
             known = group.dropna(subset=[quantity])
             given, few = (known["flip_index"], known[quantity], known["example"]), known["example"].nunique()
-            test = terciles(*given) if few >= LEAST else nothing("thirds", few, "ratio", f"{_FEW} ({few})")
+            test = terciles(*given) if few >= LEAST else Test("thirds", few, "ratio", why=f"{_FEW} ({few})")
             counts = {"n": len(known), "n_prompts": test.n, "why": test.why}
             rows.append({**told, "quantity": quantity, "ratio": test.effect, **_ends(test), **counts})
     return pd.DataFrame(
@@ -164,30 +163,30 @@ def _odds(risk: pd.DataFrame) -> Test:
     from statsmodels.discrete.discrete_model import Logit
     from statsmodels.tools.sm_exceptions import PerfectSeparationError
 
-    said, n, flips = ("logistic regression", "odds ratio"), risk["example"].nunique(), int(risk["flipped"].sum())
+    n, flips = risk["example"].nunique(), int(risk["flipped"].sum())
+    what = ("logistic regression", n, "odds ratio")
     margin = risk["margin"].to_numpy(float)
     scale = margin.std()
     if n < 5 or flips < 3:
-        return nothing(said[0], n, said[1], f"there are {flips} flips of {n} examples: fewer than 3 or 5")
+        return Test(*what, why=f"there are {flips} flips of {n} examples: fewer than 3 or 5")
     if not scale > 0 or flips == len(risk):
-        return nothing(said[0], n, said[1], "margin or flips do not vary")
+        return Test(*what, why="margin or flips do not vary")
     design = np.column_stack([(margin - margin.mean()) / scale, np.ones(len(risk))])
     groups = pd.factorize(risk["example"])[0]
-    with warnings.catch_warnings():
-        # It warns of flips that the margin parts whole, which is asked below.
-        warnings.simplefilter("ignore")
+    # It warns of flips that the margin parts whole, which is asked below.
+    with quiet():
         try:
             model = Logit(risk["flipped"].to_numpy(float), design)
             found = model.fit(disp=0, cov_type="cluster", cov_kwds={"groups": groups})
-            beta, error = float(found.params[0]), float(found.bse[0]) if found.mle_retvals["converged"] else float("nan")
+            beta, error = float(found.params[0]), float(found.bse[0]) if found.mle_retvals["converged"] else np.nan
         except (PerfectSeparationError, np.linalg.LinAlgError):
-            beta = error = float("nan")
+            beta = error = np.nan
     if not (np.isfinite(beta) and np.isfinite(error) and 0 < error < 1e3 and abs(beta) < 1e3):
-        return nothing(said[0], n, said[1], "the margin parts the flips whole: the odds ratio is not finite")
+        return Test(*what, why="the margin parts the flips whole: the odds ratio is not finite")
     t = stats.t(n - 1)
-    half = float(t.ppf(0.975)) * error
-    effect, low, high = (float(np.exp(value / scale)) for value in (beta, beta - half, beta + half))
-    return Test(said[0], n, beta / error, float(2 * t.sf(abs(beta / error))), effect, low, high, said[1])
+    half = t.ppf(0.975) * error
+    ends = np.exp(np.array([beta, beta - half, beta + half]) / scale)
+    return Test(*what, beta / error, 2 * t.sf(abs(beta / error)), *ends)
 
 
 def predicted(steps: pd.DataFrame) -> pd.DataFrame:
@@ -253,4 +252,4 @@ def _curve(group: pd.DataFrame) -> pd.DataFrame:
 
 
 def _ends(test: Test) -> dict[str, float]:
-    return {name: value for name, value in dataclasses.asdict(test).items() if name in ("low", "high", "p")}
+    return {"p": test.p, "low": test.low, "high": test.high}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -65,9 +66,8 @@ def played(
     strategy: Strategy = TopP(1.0, temperature) if temperature else Greedy()
     chains = {seed: [text] for seed in seeds}
     for hop in range(hops):
-        known = (
-            {} if temperature else {seed: again for seed, chain in chains.items() if (again := _copied(chain)) is not None}
-        )
+        copied = {} if temperature else {seed: _copied(chain) for seed, chain in chains.items()}
+        known = {seed: text for seed, text in copied.items() if text is not None}
         asked = [seed for seed in seeds if seed not in known]
         written = write(
             adapter, path, [ask(chains[seed][-1]) for seed in asked], max_new_tokens, strategy=strategy,
@@ -81,10 +81,10 @@ def played(
     return list(chains.values())
 
 
-def _copied(chain: Sequence[str]) -> str | None:
+def _copied(chain: list[str]) -> str | None:
     """What followed the newest text when it was there before; None where it is new."""
-    before = [place for place, text in enumerate(chain[:-1]) if text == chain[-1]]
-    return chain[before[0] + 1] if before else None
+    before = chain.index(chain[-1]) + 1
+    return chain[before] if before < len(chain) else None
 
 
 _THOUGHT = re.compile(r"^(?:(?!<think>).)*</think>|<think>.*?(?:</think>|$)", re.DOTALL)
@@ -183,13 +183,8 @@ def embedder_named(name: str, adapter: Adapter) -> Callable[[Sequence[str]], np.
 
 
 def _counts(texts: Sequence[str]) -> np.ndarray:
-    words = [re.findall(r"\w+", text.lower()) for text in texts]
-    every = {word: place for place, word in enumerate(dict.fromkeys(word for each in words for word in each))}
-    counts = np.zeros((len(texts), max(len(every), 1)))
-    for row, each in enumerate(words):
-        for word in each:
-            counts[row, every[word]] += 1
-    return counts
+    words = [Counter(re.findall(r"\w+", text.lower())) for text in texts]
+    return pd.DataFrame(words).fillna(0).to_numpy(float)
 
 
 def _pooled(adapter: Adapter, text: str) -> np.ndarray:
@@ -221,14 +216,9 @@ def cycles_of(chains: pd.DataFrame) -> pd.DataFrame:
     """
     rows = []
     for told, chain in conditions(chains.sort_values("hop"), *CHAIN):
-        first: dict[str, int] = {}
-        enters = period = float("nan")
-        for hop, text in zip(chain["hop"], chain["said"], strict=True):
-            if text in first:
-                enters, period = float(first[text]), float(hop - first[text])
-                break
-            first[text] = int(hop)
-        rows.append({**told, "enters": enters, "period": period})
+        again = chain[chain["said"].duplicated()].head(1)
+        enters = chain.loc[chain["said"].isin(again["said"]), "hop"].min()
+        rows.append({**told, "enters": float(enters), "period": float(again["hop"].min() - enters)})
     return pd.DataFrame(rows)
 
 
@@ -236,11 +226,10 @@ def curves_of(chains: pd.DataFrame) -> pd.DataFrame:
     """Mean similarity and share of facts by hop, of each model, arm and temperature, with Student's intervals over texts."""
     rows = []
     for told, group in conditions(chains, *ARM, "hop"):
-        row = told | {"chains": len(group)}
+        rows.append(told | {"chains": len(group)})
         for column in ("similarity", "facts"):
             over = metrics.mean_of(group.groupby("text")[column].mean().dropna())
-            row |= {column: float(group[column].mean()), f"{column}_low": over.low, f"{column}_high": over.high}
-        rows.append(row)
+            rows[-1] |= {column: group[column].mean(), f"{column}_low": over.low, f"{column}_high": over.high}
     return pd.DataFrame(rows)
 
 
@@ -257,27 +246,24 @@ def deltas_of(chains: pd.DataFrame, control: str) -> pd.DataFrame:
         and ``worse`` than the control's, ``same_text``, and ``half_life``: the median of the first hop whose similarity is at
         most a half, of the ``halved`` chains that have one.
     """
-    last = chains[chains["hop"] == chains["hop"].max()]
-    pair = ["model", "temperature", "text", "seed"]
+    halves = chains[chains["similarity"] <= 0.5].groupby(CHAIN)["hop"].min().rename("half")
+    last = chains[chains["hop"] == chains["hop"].max()].join(halves, on=CHAIN)
+    last = last.assign(pair=last.groupby([*ARM, "text"])["seed"].rank())
     keys = ["model", "temperature", "text", "pair"]
-    last = last.assign(pair=last.groupby(["model", "arm", "temperature", "text"])["seed"].rank())
     own = last[last["arm"] == control][[*keys, "similarity", "said"]]
     beside = last.merge(own, on=keys, suffixes=("", "_control"))
-    halves = chains[(chains["similarity"] <= 0.5)].groupby(["arm", *pair])["hop"].min()
     rows = []
     for told, group in conditions(beside, *ARM):
         delta = group["similarity"] - group["similarity_control"]
-        over = metrics.mean_of(delta, group["text"])
-        places = [(told["arm"], *row) for row in group[pair].itertuples(index=False)]
-        half = [float(halves.loc[place]) for place in places if place in halves.index]
+        over, half = metrics.mean_of(delta, group["text"]), group["half"].dropna()
         rows.append(
             {
                 **told, "chains": len(group),
-                "similarity": float(group["similarity"].mean()), "facts": float(group["facts"].mean()),
-                "delta": float(delta.mean()), "delta_low": over.low, "delta_high": over.high,
-                "better": int((delta > 0).sum()), "worse": int((delta < 0).sum()),
-                "same_text": int((group["said"] == group["said_control"]).sum()),
-                "halved": len(half), "half_life": float(np.median(half)) if half else np.nan,
+                "similarity": group["similarity"].mean(), "facts": group["facts"].mean(),
+                "delta": delta.mean(), "delta_low": over.low, "delta_high": over.high,
+                "better": (delta > 0).sum(), "worse": (delta < 0).sum(),
+                "same_text": (group["said"] == group["said_control"]).sum(),
+                "halved": len(half), "half_life": half.median(),
             }
         )  # fmt: skip
     return pd.DataFrame(rows).sort_values("delta", kind="stable", ignore_index=True)
@@ -298,19 +284,17 @@ def attractors_of(chains: pd.DataFrame) -> pd.DataFrame:
         slope's standard error, pairs. NaN where fewer than three pairs vary.
     """
     rows = []
-    ordered = chains.sort_values("hop")
-    for told, group in conditions(ordered, *ARM):
+    for told, group in conditions(chains.sort_values("hop"), *ARM):
         for of in ("words", "similarity"):
             before = group.groupby(CHAIN)[of].shift(1)
-            known = before.notna()
-            x, y = before[known].astype(float), group.loc[known, of].astype(float)
-            numbers = dict.fromkeys(("position", "strength", "strength_low", "strength_high"), np.nan)
+            x, y = before.dropna().astype(float), group.loc[before.notna(), of].astype(float)
+            position = strength = far = np.nan
             if len(x) > 2 and x.nunique() > 1:
                 line: Any = stats.linregress(x, y)
-                far = float(stats.t.ppf(0.975, len(x) - 2) * line.stderr)
-                strength = 1 - float(line.slope)
-                position = float(line.intercept) / strength if abs(strength) > 1e-9 else np.nan
-                values = (position, strength, strength - far, strength + far)
-                numbers = dict(zip(numbers, values, strict=True))
+                far = stats.t.ppf(0.975, len(x) - 2) * line.stderr
+                strength = 1 - line.slope
+                position = line.intercept / strength if abs(strength) > 1e-9 else np.nan
+            numbers = {"position": position, "strength": strength}
+            numbers |= {"strength_low": strength - far, "strength_high": strength + far}
             rows.append({**told, "of": of, "pairs": len(x), **numbers})
     return pd.DataFrame(rows)

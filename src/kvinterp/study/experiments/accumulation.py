@@ -1,4 +1,4 @@
-"""Measure what one dot product is off by, against its length (experiment 1 of the FP16 paper)."""
+"""Measure the error of one dot product against its length (experiment 1 of the FP16 paper)."""
 
 from __future__ import annotations
 

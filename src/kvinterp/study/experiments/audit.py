@@ -1,9 +1,8 @@
-"""Say whether cached decoding is right: PASS, FAIL or CANNOT TELL, one word, and why.
+"""Say whether cached decoding is right: PASS, FAIL or CANNOT TELL, with one word that says why.
 
-Passing words: equal, rounding, kernel. Failing words: bug, unexplained, hidden-cast, wrong-dtype, overflow.
+Words that pass: equal, rounding, kernel. Words that fail: bug, unexplained, hidden-cast, wrong-dtype, overflow.
 
-Exit codes: 0 it passes, or its word is one that --allow names; 1 it fails; 2 bad input, or the model cannot be run;
-3 cannot tell.
+Exit codes: 0 it passes, or --allow names its word; 1 it fails; 2 bad input, or the model cannot run; 3 cannot tell.
 """
 
 from __future__ import annotations
@@ -44,43 +43,46 @@ class Audit(Experiment):
         show_default=False,
     )
     own_class: str | None = option(
-        None, "package.module:Class, for the weights or, with --random-init, the config of MODEL.", flag="--class"
+        None,
+        "package.module:Class, your own class for MODEL's weights (with --random-init: for its config).",
+        flag="--class",
     )
     config: Path | None = option(
-        None, "The config.json of package.module:Class; its config's defaults unless given.", flag="--config"
+        None, "The config.json for package.module:Class. Default: the default values of its config class.", flag="--config"
     )
     random_init: bool = shared("random_init")
     prompts: str | None = option(
-        None, "A text, a .txt or .jsonl file, arithmetic:N, ...; two of random tokens unless given.", show_default=False
+        None, "A text, a .txt or .jsonl file, arithmetic:N, ... Default: two prompts of random tokens.", show_default=False
     )
     kind: str = shared("kind")
     dtype: str | None = option(
         None,
-        "float16, bfloat16, float32 or float64; float16 unless given, and of package.module:Class its own.",
+        "float16, bfloat16, float32 or float64. Default: float16; for package.module:Class its own.",
         show_default=False,
     )
-    rungs: str = option("bfloat16,float16,float32,float64", "Precisions to climb beside --dtype.")
+    rungs: str = option("bfloat16,float16,float32,float64", "Precisions to run in, besides --dtype.")
     lengths: tuple[int, ...] | None = option(
         None,
-        "Prompt lengths after which tokens are fed singly; unless given 5,63,64,65,96,97,128 and those beside the "
-        "model's own window.",
+        "Lengths of the prompts, each followed by single tokens. Default: 5,63,64,65,96,97,128 and the lengths around "
+        "the model's sliding window.",
         show_default=False,
         example="5,63,64",
     )
-    steps: int = option(3, "Tokens fed singly after each.")
+    steps: int = option(3, "How many tokens follow each prompt, one at a time.")
     checks: str = option(
-        "default", "What else is exercised (padding, generate(), other caches, ...): default, thorough or none."
+        "default",
+        "Which other uses of the cache to run (padding, generate(), other caches, ...): default, thorough or none.",
     )
     thorough: bool = option(False, "The same as --checks thorough.")
     reach: bool = option(
-        False, "Also decode over every edge that the config names, however far: window, RoPE, context end."
+        False, "Also decode past every limit in the config, however far: sliding window, RoPE switch, end of the context."
     )
-    calls: str = option("", "Call plans to try besides, as padded(left,5),batched(8); or all.")
-    allow: tuple[str, ...] = option((), "A word that shall not fail, such as hidden-cast; may be repeated.")
-    junit: Path | None = option(None, "Also write the checks as JUnit XML here.", decides="nothing")
+    calls: str = option("", "Call plans to try as well, such as padded(left,5),batched(8); or all (kvinterp list calls).")
+    allow: tuple[str, ...] = option((), "A verdict that should not fail, such as hidden-cast; may be given several times.")
+    junit: Path | None = option(None, "Also write the checks to this file, as JUnit XML.", decides="nothing")
     seed: int = option(
         0,
-        "Seeds random prompts and random weights.",
+        "Seed for random prompts and random weights.",
         only=(
             lambda asked: asked.prompts is None or asked.random_init or asked.is_own_code(),
             "prompts and weights are given; leave it out",
@@ -91,20 +93,20 @@ class Audit(Experiment):
     remote_code: bool = shared("remote_code")
     against: str | None = option(
         None,
-        "Log-probs that another engine gave of this model, a file or a server's address as in http://127.0.0.1:8000/v1 "
-        "(docs/engines.md): those are judged, and nothing else is run.",
+        "Judge the log-probs of another engine instead: a file, or the address of a server such as "
+        "http://127.0.0.1:8000/v1 (docs/engines.md).",
         show_default=False,
     )
     answers: Path | None = option(
         None,
-        "Folder of what that server answers, from which a run that was cut off goes on; kvinterp-answers unless given.",
+        "Folder that keeps the server's answers, so that an interrupted run can go on. Default: kvinterp-answers.",
         show_default=False,
         decides="nothing",
         only=(lambda asked: asked.is_live(), "no server was given; give its address with --against, or leave it out"),
     )
     format: str | None = option(
         None,
-        "How that file is written; known by its content unless given.",
+        "Format of the --against file. Default: recognised from its content.",
         show_default=False,
         only=(lambda asked: asked.against is not None, "no file was given; give one with --against, or leave it out"),
     )
@@ -236,7 +238,6 @@ def audited(
     from kvinterp.data import load_prompts
     from kvinterp.study.cells import loaded
     from kvinterp.study.experiments.outcome import records
-    from kvinterp.study.reading.claims import claims_said
     from kvinterp.study.report.audit import texts_of
 
     given = None if prompts is None else load_prompts(prompts)
@@ -255,7 +256,7 @@ def audited(
     verdict, tables = found.verdict, tables_of(found)
     claims = claims_of(tables, adapter.facts.name)
     said = {"reading": str(verdict.reading), "exit_code": verdict.exit_code, "claims": records(claims)}
-    return tables, {**said, "texts": texts_of(found, claims_said(claims)), "junit": junit_xml(found)}
+    return tables, {**said, "texts": texts_of(found, claims), "junit": junit_xml(found)}
 
 
 def judged(
@@ -282,7 +283,8 @@ def judged(
         found = audit_given(adapter, file, format, declared, *told)
     made = Audited(found, [], None, dict(found.provenance))  # type: ignore[arg-type]
     said = {"reading": str(found), "exit_code": found.exit_code, "claims": []}
-    return {}, {**said, "texts": texts_of(found), "junit": junit_xml(made)}
+    tables = {} if found.tokens is None else {"given": found.tokens}
+    return tables, {**said, "texts": texts_of(found), "junit": junit_xml(made)}
 
 
 def claims_of(tables: Mapping[str, pd.DataFrame], model: str) -> pd.DataFrame:

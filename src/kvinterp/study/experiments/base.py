@@ -13,7 +13,8 @@ import dataclasses
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping
+import textwrap
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -37,13 +38,24 @@ NOTHING = "nothing was finished; run the same command again"
 
 _LONGEST = 80
 """So many characters has the name of a folder that nobody named."""
-SAID = 12
-"""So many lines of what was found are printed."""
+SAID, WIDTH = 5, 120
+"""So many lines of what was found are printed, and so many characters to a line."""
 
 
 def numbered(keys: Iterable[str]) -> dict[int, str]:
     """Keys of cells by the number that each ends with, as in ``example-3``."""
     return {int(key.rpartition("-")[2]): key for key in keys}
+
+
+def brief(sentences: Sequence[str]) -> list[str]:
+    """The first sentences in at most SAID lines, and how many more there are; the first is there whole."""
+    lines: list[str] = []
+    for number, sentence in enumerate(sentences):
+        more = textwrap.wrap(sentence, WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+        if lines and len(lines) + len(more) > SAID:
+            return [*lines, f"{len(sentences) - number} more sentences on the page and in summary.json."]
+        lines += more
+    return lines
 
 
 # Experiments -----------------------------------------------------------------------------------------------------------
@@ -162,7 +174,7 @@ class Experiment(abc.ABC):
         """What leads: the headline, and how many of a source's claims hold."""
         from kvinterp.study.reading.claims import claims_said
 
-        return [*self.headline(outcome), *(claims_said(outcome.tables["claims"])[:1] if "claims" in outcome.tables else ())]
+        return [*self.headline(outcome), *([claims_said(outcome.tables["claims"])] if "claims" in outcome.tables else ())]
 
     def read(self, folder: Path) -> Outcome:
         """A finished result as it is in its folder.
@@ -222,12 +234,10 @@ class Experiment(abc.ABC):
             outcome: What was found.
             echo: Prints a line; with ``err=True`` on standard error.
         """
-        lines = self.sentences(outcome)
-        if "findings" in outcome.tables and len(lines) > SAID:
-            more = f"{len(lines) - SAID} more findings in findings.parquet" + " and on the page" * bool(outcome.files)
-            lines = [*lines[:SAID], f"{more}."]
-        for line in (*lines, "", *outcome.files):
+        for line in brief(self.sentences(outcome)):
             echo(line)
+        if outcome.folder is not None:
+            echo(f"\npage  {outcome.folder / 'report.html'}\nmore  {outcome.folder}: tables, figures, summary.json")
 
     # What all of them share --------------------------------------------------------------------------------------------
 
@@ -433,8 +443,12 @@ class Experiment(abc.ABC):
             findings = self.with_findings(outcome).tables.get("findings")
             said = self.sentences(outcome) if findings is None else self._headed(outcome)
             found = (said, outcome.tables, files, outcome.choices, about, self.lead(outcome), findings)
-            return [*files, write_experiment(folder.parent, self.asks(), *found)]
+            return [*files, write_experiment(folder.parent, self.asks(), *found, self.beside(outcome))]
 
     def lead(self, outcome: Outcome) -> list[Any]:
-        """What stands on the page right behind the answer; nothing unless an experiment says so."""
+        """What stands on the page behind the findings; nothing unless an experiment says so."""
         return []
+
+    def beside(self, outcome: Outcome) -> list[str]:
+        """The files that lie beside the page, for its links."""
+        return [*(f"{name}.parquet" for name in outcome.tables), *outcome.texts, "summary.json"]

@@ -1,9 +1,10 @@
-"""Measure whether decoding from a cache writes what recomputing the prefix writes: how often, when and how far the two part.
+"""Measure whether cached decoding writes what recomputing the prefix writes: how often and when they differ, and by how much.
 
-The FP16 paper's first experiment (arXiv 2604.15409, section 5.1), with its controls. Every decode is run in the matched protocol,
-where both paths are fed the same tokens, so that what differs is arithmetic. Up to the first flipped token the free protocol of
-the paper, where each path is fed its own, is the same to the bit; so only decodes that flip are run free as well. Greedy decoding
-draws nothing and runs once, whatever the number of seeds. Two nulls stand beside it, and which path is nearer to float64.
+This is the FP16 paper's first experiment (arXiv 2604.15409, section 5.1), with controls. Every decode runs in the matched
+protocol: both paths get the same tokens, so any difference is arithmetic. Up to the first flipped token the paper's free
+protocol, where each path gets its own tokens, gives the same bits, so only decodes that flip run free as well. Greedy
+decoding draws nothing and runs once, however many seeds there are. Two nulls stand beside each result, and the distance
+of each path from float64.
 """
 
 from __future__ import annotations
@@ -67,17 +68,19 @@ class Behaviour(OfModels):
     )
     seeds: int = option(
         2,
-        "How many seeds of what is drawn; greedy runs once.",
+        "Seeds for each sampled strategy; greedy runs once.",
         min=1,
         times="yes",
         only=(lambda asked: sampled(*asked.strategies), DRAWS),
     )
-    max_new_tokens: int = option(64, "Most tokens of a text.", min=1)
-    stop: str = option("end of sequence", "'end of sequence' or 'length'.")
-    kernels: str = option("", "Kernels of both paths, as in split_k(8,float16); the machine's own unless given.")
-    controls: int = option(8, "Of how many examples the nulls and the distance to float64 are.", min=0)
-    block: int = option(10, "Examples of a cell.", min=1)
-    batch_size: int = option(1, "Most prompts a batch; used where it keeps the bits.", min=1)
+    max_new_tokens: int = option(64, "The most tokens to generate per text.", min=1)
+    stop: str = option(
+        "end of sequence", "When a text ends: at the 'end of sequence' token, or only at the 'length' asked for."
+    )
+    kernels: str = option("", "Kernels for both paths, such as split_k(8,float16). Default: the machine's own.")
+    controls: int = option(8, "How many examples to run the nulls and the float64 reference on.", min=0)
+    block: int = option(10, "How many examples make one piece of work, which a restarted run does not repeat.", min=1)
+    batch_size: int = option(1, "The most prompts in one batch. Batching is used only where it gives the same bits.", min=1)
 
     def named(self, name: str | None = None) -> dict[str, Any]:
         """A model with its weights in the dtype that was chosen."""
@@ -246,9 +249,9 @@ class Behaviour(OfModels):
         """The decodes that flip, token by token; an experiment that keeps no decodes has none to show."""
         if "decodes" not in outcome.tables:
             return []
-        from kvinterp.study.report.tokens import flips_shown
+        from kvinterp.study.report.tokens import changes
 
-        return flips_shown(flipped_decodes(outcome.tables, paths_of(self.kernels)))
+        return changes(flipped_decodes(outcome.tables, paths_of(self.kernels)))
 
 
 _PASSED = ("prompts", "max_new_tokens", "stop", "kernels")

@@ -1,8 +1,9 @@
 """Score detectors of cache bugs on planted bugs and clean models (KVBugBench).
 
-Every detector looks at models with one bug planted in their cached path, and at clean ones. Counted are bugs found, false
-alarms on clean models, places named rightly, and seconds. The seed draws the models and which kinds of bug are held out: look at
-the shown kinds while you tune a detector, and judge it by the others. The bugs stand in kvinterp's repository.
+Every detector is given models with one bug planted in their cached path, and clean models. The score counts the bugs it
+finds, its false alarms on clean models, the places it names correctly, and seconds. The seed draws the models and the
+kinds of bug that are held out: tune a detector on the kinds that are shown, and judge it by the others. The bugs are in
+kvinterp's repository.
 """
 
 from __future__ import annotations
@@ -42,15 +43,15 @@ class BenchBugs(Experiment):
 
     detectors: tuple[str, ...] = option(
         ("transformers-tests", "allclose-assert", "top1"),
-        "audit, audit-calls, transformers-tests, allclose-default, allclose-assert, allclose-loose, top1, or all; may be "
-        "given several times.",
+        "A detector to score: audit, audit-calls, transformers-tests, allclose-default, allclose-assert, allclose-loose, "
+        "top1, or all; may be given several times.",
         flag="--detector",
     )
     only: tuple[str, ...] = option(
-        (), "Bugs whose name or kind holds this text, and all clean models; may be given several times."
+        (), "Only bugs with this text in their name or kind, and all clean models; may be given several times."
     )
-    most: int = option(20, "How many bugs, and how many clean models, at most; drawn by the seed.", min=1)
-    seed: int = option(0, "Draws the models, and which kinds of bug are held out.")
+    most: int = option(20, "The most bugs, and the most clean models, to draw.", min=1)
+    seed: int = option(0, "Seed that draws the models and the kinds of bug that are held out.")
 
     def check(self) -> None:
         """Names too, as the bank has them."""

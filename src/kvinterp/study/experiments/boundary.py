@@ -1,9 +1,10 @@
-"""Measure when the first token flips, held against how far the paths are apart and how sure the model was.
+"""Measure when the first token flips, against how far apart the paths are and how sure the model was.
 
-The FP16 paper's fourth experiment (arXiv 2604.15409, section 5.3), on the decodes of ``behaviour``. The paper finds early flips
-where the mean KL is high; but that mean counts the text after the flip. Beside it stand the KL before the flip and of the matched
-protocol, where both paths are fed the same; regressions in which decodes that never flip count for as long as they lasted; and
-how well the margin of the two highest logits tells beforehand which step flips.
+This is the FP16 paper's fourth experiment (arXiv 2604.15409, section 5.3), on the decodes of ``behaviour``. The paper
+finds early flips where the mean KL is high, but that mean includes the text after the flip. Shown beside it are the KL
+before the flip and in the matched protocol, where both paths get the same tokens; regressions in which a decode that
+never flips counts for as long as it lasted; and how well the margin between the two largest logits predicts which step
+flips.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class Boundary(Behaviour):
 
     # The decodes are those of behaviour, under the same keys; its controls are not asked for.
     controls: int = withheld(0)
-    above: int = option(8, "The paper's second restriction: flips later than this step alone.", min=0)
+    above: int = option(8, "The paper's second restriction: count only flips after this step.", min=0)
 
     def tables(self, made: Mapping[str, Made]) -> dict[str, pd.DataFrame]:
         """What the decodes say of their flips."""

@@ -1,7 +1,7 @@
-"""Play the telephone game: a text restated again and again, with and without a policy on the cache.
+"""Play the telephone game: restate a text again and again, with and without a policy on the cache.
 
-Each output is the next input. The null is the same precision with other seeds: what a policy changes is held against what
-another draw changes. Chains of one text and seed draw the same random numbers under every policy.
+Each output is the next input. The null is the same precision with other seeds, so the effect of a policy is compared with
+the effect of another random draw. Chains of one text and seed draw the same random numbers under every policy.
 """
 
 from __future__ import annotations
@@ -46,41 +46,45 @@ class Chain(Experiment):
 
     models: tuple[str, ...] = argument(("zoo:gqa2-mini",), "zoo:NAME, checkpoint folders, GGUF files or hub ids.")
     policies: tuple[str, ...] = option(
-        ("int8", "int4"), "What is done to K and V; may be given several times.", flag="--policy"
+        ("int8", "int4"), "A policy for K and V, such as int8; may be given several times.", flag="--policy"
     )
     on: str = option(
-        "kv,k,v", "Each policy on both tensors, on K and on V alone: kv,k,v or some of them.", only=(_policies, _NO_POLICY)
+        "kv,k,v",
+        "Apply each policy to both tensors (kv), to K alone (k), to V alone (v): one or several, with commas.",
+        only=(_policies, _NO_POLICY),
     )
     prefill: str = option(
         "exact",
-        "exact; or stored: the prompt reads what a policy keeps, as in llama.cpp and Ollama.",
+        "What attention reads in the prefill: exact K and V, or those the policy stored, as in llama.cpp and Ollama.",
         only=(_policies, _NO_POLICY),
     )
     texts: str = option(
         "restate:6",
-        "restate:N, a text, or a .txt or .jsonl file with texts.",
+        "Texts to begin with: restate:N, or a .txt or .jsonl file.",
         only=(lambda asked: asked.text is None, "one text was given in their place; leave one of the two out"),
     )
-    text: str | None = option(None, "One text, in place of those.")
-    template: str = option("Text: {text}\nIn other words:", "The request, with {text} where the text goes.")
-    system: str | None = option(None, "What comes before it: the system message.")
-    chat: str = option("none", "'template': the tokenizer's chat template; or 'none'.")
-    hops: int = option(30, "How often it is restated.", min=1, times="yes")
-    temperatures: str = option("0.7,0", "Temperatures, with commas; at 0 there is one chain a text.")
+    text: str | None = option(None, "One text to begin with, instead of --texts.")
+    template: str = option("Text: {text}\nIn other words:", "The request; {text} stands for the text.")
+    system: str | None = option(None, "A system message before the request.")
+    chat: str = option("none", "Wrap the request in the tokenizer's chat template: 'template' or 'none'.")
+    hops: int = option(30, "How many times each text is restated.", min=1, times="yes")
+    temperatures: str = option("0.7,0", "Sampling temperatures, with commas. At 0 each text has one chain.")
     seeds: int = option(
         4,
-        "How many chains of each text.",
+        "How many chains to run per text.",
         min=2,
         times="yes",
         only=(lambda asked: any(asked.drawn_at()), "at temperature 0 nothing is drawn; add another, or leave it out"),
     )
-    max_new_tokens: int = option(64, "Most tokens of a restatement.", min=1)
+    max_new_tokens: int = option(64, "The most tokens in one restatement.", min=1)
     embedder: str = option(
         "counts",
-        "counts (cosine of word counts), model (its own last residual stream, averaged), or a sentence-transformers model by "
-        "name or folder, such as real:all-minilm-l6-v2.",
+        "How two texts are compared: counts (cosine of word counts), model (the model's own last residual stream, averaged), or "
+        "a sentence-transformers model by name or folder, such as real:all-minilm-l6-v2.",
     )
-    batch_size: int = option(1, "Most chains a batch; used where it keeps the bits.", decides="nothing", min=1)
+    batch_size: int = option(
+        1, "The most chains in one batch. Batching is used only where it gives the same bits.", decides="nothing", min=1
+    )
     kind: str = shared("kind")
     dtype: str = shared("dtype")
     device: str | None = shared("device")

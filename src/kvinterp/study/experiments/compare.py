@@ -1,4 +1,4 @@
-"""Run a model along two paths on the same prompts and write what differs, step by step."""
+"""Run a model along two paths on the same prompts and say what differs, step by step."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from kvinterp.study.experiments.base import Experiment, Outcome, numbered
 from kvinterp.study.experiments.options import DRAWS, model, option, sampled, shared
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+    import pandas as pd
 
     from kvinterp.comparison import Comparison
     from kvinterp.study.cells import Cell, Made
+    from kvinterp.study.findings import Chart
 
 log = logging.getLogger("kvinterp")
 
@@ -37,7 +38,7 @@ class Compare(Experiment):
         "attention_rows",
         "routing",
     )
-    FILES: ClassVar = ("report.html", "prompts.jsonl")
+    FILES: ClassVar = ("prompts.jsonl",)
     DRAWN: ClassVar = (
         "kl_by_step",
         "drift_by_layer",
@@ -46,41 +47,42 @@ class Compare(Experiment):
         "routing_by_step",
         "precision_ladder",
     )
-    PAGE: ClassVar = ""
     UNIT: ClassVar = "prompts"
     PARTIAL: ClassVar = "yes"
 
     model: str = model()
     prompts: str = shared("prompts")
-    a: str = option("cached", "The leading path.")
-    b: str = option(
-        "recompute", "The path it is compared with; given(FILE): log-probs of another engine (docs/engines.md)."
-    )
+    a: str = option("cached", "Path A. In the matched protocol it chooses the tokens for both paths.")
+    b: str = option("recompute", "Path B; given(FILE) stands for the log-probs of another engine (docs/engines.md).")
     kind: str = shared("kind")
     dtype: str = shared("dtype")
-    protocol: str = option("matched", "matched or free.")
-    strategy: str = option("greedy", "greedy, top_k(50,0.8), top_p(0.95,0.8).")
-    max_new_tokens: int = option(48, "Most steps a prompt.")
+    protocol: str = option("matched", "matched: both paths get the same tokens. free: each gets its own.")
+    strategy: str = option("greedy", "How tokens are chosen: greedy, top_k(50,0.8), top_p(0.95,0.8).")
+    max_new_tokens: int = option(48, "The most tokens to decode per prompt.")
     record: str | None = option(
         None,
-        "Sites to compare, comma-separated; '' for none. "
-        "Unless given: resid_post,pattern,kv, and routing of a mixture of experts, without those that the model cannot give.",
+        "Sites to compare, with commas (kvinterp list sites); '' for none. Default: resid_post,pattern,kv, and routing for "
+        "a mixture of experts, as far as the model has them.",
         show_default=False,
     )
     layers: tuple[int, ...] | None = option(
         None,
-        "Layers to compare, as in 0,2,-1; all unless given.",
+        "Layers to compare, such as 0,2,-1. Default: all.",
         example="0,2,-1",
         only=(lambda asked: asked.record != "", "no site is recorded; leave it out, or name sites with --record"),
     )
-    seed: int = option(0, "Seeds the random numbers of the strategy.", only=(lambda asked: sampled(asked.strategy), DRAWS))
+    seed: int = option(0, "Seed for the strategy's random numbers.", only=(lambda asked: sampled(asked.strategy), DRAWS))
     device: str | None = shared("device")
     attention: str | None = shared("attention")
-    batch_size: int = option(1, "Most prompts a batch; used where it keeps the bits.", decides="nothing")
-    stop: str = option("end of sequence", "'end of sequence' or 'length'.")
+    batch_size: int = option(
+        1, "The most prompts in one batch. Batching is used only where it gives the same bits.", decides="nothing"
+    )
+    stop: str = option(
+        "end of sequence", "When a text ends: at the 'end of sequence' token, or only at the 'length' asked for."
+    )
     cache_errors: str = option(
         "aggregated",
-        "K/V errors: 'aggregated' by step and by position, or 'whole' (quadratic in the steps).",
+        "Errors of K and V: 'aggregated' by step and by position, or 'whole' (a table quadratic in the steps).",
         only=(
             lambda asked: asked.records_cache(),
             "K and V are not recorded; leave it out, or add kv to --record",
@@ -124,20 +126,44 @@ class Compare(Experiment):
 
         return outcome_of(made, load_prompts(self.prompts), settings, folder)
 
-    def figures(self, outcome: Outcome, folder: Path) -> list[Path]:
-        """The page and its figures, where there is anything to show."""
-        from kvinterp.study.report import write_report
+    # What was found ----------------------------------------------------------------------------------------------------
 
+    def headline(self, outcome: Outcome) -> list[str]:
+        """Whether the paths agree bit for bit, and whether a token flips."""
+        from kvinterp.study.findings.of_comparison import headline_of
+
+        return headline_of([outcome.result.comparison])
+
+    def findings(self, outcome: Outcome) -> pd.DataFrame | None:
+        """How far the paths are apart, how often a token flips, and where inside; what could not be recorded, and why."""
+        from kvinterp.study.findings import finding, findings_of
+        from kvinterp.study.findings.of_comparison import rows_of_comparison
+
+        if "given" in outcome.tables:
+            return None
+        left_out = (outcome.summary.get("settings") or {}).get("left_out") or {}
+        lacking = [finding("not recorded", float("nan"), note=why, site=site) for site, why in left_out.items()]
+        return findings_of([*rows_of_comparison(outcome.result.comparison), *lacking])
+
+    def charts(self, outcome: Outcome) -> dict[str, Chart]:
+        """KL by step, and where inside the paths differ."""
+        from kvinterp.study.findings.of_comparison import charts_of_comparisons
+
+        found = outcome.result.comparison
+        return charts_of_comparisons({found.provenance["protocol"]: found})
+
+    def lead(self, outcome: Outcome) -> list[Any]:
+        """The texts of both paths."""
+        from kvinterp.study.report.tokens import changes
+
+        return changes({"": outcome.result.comparison})
+
+    def drawn_into(self, outcome: Outcome, folder: Path) -> list[Path]:
+        """Figures and page, where there is anything to show."""
         found = outcome.result.comparison
         for row in found.failures.to_dict("records"):
             log.warning("prompt %s is left out: %s", row["id"], row["message"])
-        return [] if found.steps.empty else [write_report([outcome.result], folder.parent)]
-
-    def drawings(self, outcome: Outcome) -> dict[str, Figure]:
-        """The figures that the tables can give."""
-        from kvinterp.study.report import figures
-
-        return figures({outcome.result.comparison.provenance["protocol"]: outcome.result.comparison})
+        return [] if found.steps.empty else super().drawn_into(outcome, folder)
 
     def sentences(self, outcome: Outcome) -> list[str]:
         """Where the paths differ."""
@@ -147,14 +173,6 @@ class Compare(Experiment):
         if found.steps.empty:
             raise KvinterpError(f"none of the {len(found.failures)} prompts could be compared; {place} says why.")
         return list(found.where().splitlines())
-
-    def say(self, outcome: Outcome, echo: Callable[..., None]) -> None:
-        """What differs, and where everything is."""
-        if (given := self.settled()) is not self:
-            given.say(outcome, echo)
-            return
-        for line in (*self.sentences(outcome), *places(outcome.result.folder, outcome.result.folder)):
-            echo(line)
 
     @classmethod
     def held(cls, folder: Path) -> Experiment:
@@ -259,19 +277,3 @@ def outcome_with(comparison: Comparison, settings: Mapping[str, Any], folder: Pa
     result = Result(folder or Path(), comparison, prompts, summary)
     # Where token ids were compared there are no prompts to keep.
     return Outcome(result, tables, summary, {PROMPTS: prompt_lines(prompts)} if prompts else {})
-
-
-def places(out: Path, runs: Path) -> list[str]:
-    """Where a page, its figures and the tables are.
-
-    Args:
-        out: The folder of the page.
-        runs: That of the tables.
-    """
-    return [
-        "",
-        f"report   {out / 'report.html'}",
-        f"figures  {out / 'figures'}",
-        f"tables   {runs / 'steps.parquet'}, examples, layers, heads, kv_steps, kv_positions",
-        f"summary  {runs / 'summary.json'}",
-    ]

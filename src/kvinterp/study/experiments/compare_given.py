@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 class CompareGiven(Experiment):
     """How far are another engine's log-probs from those of one of our paths, token by token?"""
 
-    TABLES: ClassVar = ("given",)
+    TABLES: ClassVar = ("given", "routing")
     STEPS: ClassVar = ()
 
     model: str = model()
-    a: str = option("cached", "Our path.")
-    given: str = option("", "The file, as given(FILE).")
+    a: str = option("cached", "The path that kvinterp runs.")
+    given: str = option("", "The file with the other engine's log-probs, written given(FILE).")
     kind: str = shared("kind")
     dtype: str = shared("dtype")
     device: str | None = shared("device")
@@ -50,16 +50,27 @@ class CompareGiven(Experiment):
             f"{self.given} against {self.a} on {said['model']} ({self.kind}, {self.dtype}, the same tokens): log-probs differ by "
             f"{gap.mean():.3g} nats on average, {gap.max():.3g} at most, at position {at['position']} of {at['sequence']} "
             f"(n = {len(gap):,} tokens of {table['sequence'].nunique():,} sequences).",
+            *[f"Routing: {about['routing']}"] * bool(about["routing"]),
             "Whether that is rounding: kvinterp audit MODEL --against FILE.",
         ]
-        return Outcome(table, {"given": table}, {"provenance": said, "reading": reading})
+        return Outcome(table, tables, {"provenance": said, "reading": reading})
+
+    def lead(self, outcome: Outcome) -> list[Any]:
+        """The tokens, shaded by their difference."""
+        from kvinterp.study.report.given import shaded
+
+        return shaded(outcome.tables["given"])
 
 
 def compared(model: Mapping[str, Any], a: str, given: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The table of a file."""
-    from kvinterp.comparison import compare
+    """The tables of a file."""
+    from kvinterp.comparison.given import given_tables
     from kvinterp.models.provenance import provenance
+    from kvinterp.paths import given_of
     from kvinterp.study.cells import loaded
 
     adapter = loaded(model)
-    return {"given": compare(adapter, a=a, b=given)}, {"provenance": provenance(adapter)}
+    tables, routing = given_tables(adapter, given_of(given) or "", path=a)
+    tables = {name: table for name, table in tables.items() if len(table) or name == "given"}
+    tables["given"] = tables["given"].assign(text=adapter.pieces(tables["given"]["token"].tolist()))
+    return tables, {"provenance": provenance(adapter), "routing": routing}

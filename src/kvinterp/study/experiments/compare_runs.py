@@ -1,7 +1,7 @@
-"""Lay two saved results of one command side by side: how they were made, what each found, what flips in one.
+"""Put two saved results of one command side by side: how each was made, what each found, and which tokens flip in only one.
 
-A and B are folders that kvinterp wrote. Findings are joined by their name and what they are of. A prompt that both results
-hold is compared with itself: of what was measured of each prompt the median of B less A is given, with its interval.
+A and B are folders that kvinterp wrote. Findings are matched by name and by what they describe. Prompts that are in both
+results are compared pairwise: for each quantity you get the median of B minus A over prompts, with its interval.
 """
 
 from __future__ import annotations
@@ -163,19 +163,19 @@ class CompareRuns(Experiment):
 
     def lead(self, outcome: Outcome) -> list[Any]:
         """What differs in how they were made, and the findings beside each other."""
-        from kvinterp.study.report.page import Column, Table
+        from kvinterp.study.report.page import Column, Table, opened
 
-        parts = []
+        parts: list[Any] = []
         if (differ := outcome.tables.get("differences")) is not None:
             head = [Column("what differs"), Column("in A", "text"), Column("in B", "text")]
-            parts.append(Table(head, differ.to_numpy(str).tolist(), name="differences", file="differences.parquet"))
+            parts.append(Table(head, differ.to_numpy(str).tolist(), name="differences"))
         if (beside := outcome.tables.get("beside")) is not None:
             head = [Column("finding", "text"), Column("of", "text"), Column("A"), Column("B"), Column("reading", "text")]
             rows = [
                 [row["finding"], row["of"], *(_side(row, side) for side in "ab"), row["reading"]]
-                for row in beside.to_dict("records")
+                for row in beside.sort_values("reading", key=lambda each: each == EQUAL, kind="stable").to_dict("records")
             ]
-            parts.append(Table(head, rows, name="beside", look="cards", file="beside.parquet"))
+            parts += opened(Table(head, rows, name="beside", look="cards"), _LINES, "findings")
         return parts
 
 
@@ -246,17 +246,9 @@ def _made(outcome: Outcome) -> dict[str, Any]:
 
 
 def _findings(outcome: Outcome) -> pd.DataFrame:
-    from kvinterp.study.findings.of_comparison import rows_of_comparison
-
-    rows: list[dict[str, Any]] = []
-    if outcome.verb == "compare":
-        rows = rows_of_comparison(outcome.result.comparison)
-    elif outcome.verb == "compare-several":
-        for pair in outcome.result:
-            rows += [{"pair": pair.provenance["paths"]["b"], **row} for row in rows_of_comparison(pair)]
-    elif outcome.verb == "audit":
-        rows = list(_of_audit(outcome.tables))
-    return findings_of(rows) if rows else outcome.tables.get("findings", findings_of([]))
+    if outcome.verb == "audit":
+        return findings_of(_of_audit(outcome.tables))
+    return outcome.tables.get("findings", findings_of([]))
 
 
 def _of_audit(tables: Mapping[str, pd.DataFrame]) -> Iterator[dict[str, Any]]:

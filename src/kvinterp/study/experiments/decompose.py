@@ -1,4 +1,8 @@
-"""Split the difference by what makes it: rows computed alone (now, or when decoded), the prompt's rows made anew."""
+"""Split the difference at every step by its source, and show each part beside its null.
+
+The parts: the newest row, computed alone; older rows, each computed alone when it was decoded; and rows that recompute
+computes again among a different number of rows.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +32,7 @@ class Decompose(Experiment):
     prompts: str = shared("prompts")
     kind: str = shared("kind")
     dtype: str = shared("dtype")
-    max_new_tokens: int = option(32, "Most steps a prompt.")
+    max_new_tokens: int = option(32, "The most tokens to decode per prompt.")
     device: str | None = shared("device")
     attention: str | None = shared("attention")
 

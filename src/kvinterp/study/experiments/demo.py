@@ -1,20 +1,24 @@
-"""Compare two small trained models in FP16, two kinds and two protocols each, and write a report."""
+"""Compare both paths on two small trained models in FP16, with both protocols, and write a report."""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvinterp.errors import InputError, UnsupportedError
 from kvinterp.study.experiments.base import Experiment, How, Outcome
-from kvinterp.study.experiments.compare import Compare, places
+from kvinterp.study.experiments.compare import Compare
 from kvinterp.study.experiments.options import option
 
 if TYPE_CHECKING:
+    import pandas as pd
+
+    from kvinterp.comparison import Comparison
     from kvinterp.study.cells import Cell, Made
+    from kvinterp.study.findings import Chart
     from kvinterp.study.results import Result
 
 log = logging.getLogger("kvinterp")
@@ -49,8 +53,8 @@ class Demo(Experiment):
     rung_problems: int = 2
     max_new_tokens: int = 48
     flip_problems: int = 40
-    smoke: bool = option(False, "One problem and few steps: does everything run?")
-    picture: Path | None = option(None, "Also write the four figures as one picture here.", decides="nothing")
+    smoke: bool = option(False, "Run one problem for a few steps, to see that everything works.")
+    picture: Path | None = option(None, "Also write the four figures to this file, as one picture.", decides="nothing")
 
     def plan(self) -> dict[str, Compare]:
         """Every comparison it makes, by the name of its folder."""
@@ -115,35 +119,86 @@ class Demo(Experiment):
                 # The old page and its figures go last, when what they showed is replaced.
                 record = Record(folder)
                 record.remove(record.names())
-            summary = {"comparisons": {name: result.summary for name, result in {**results, FLIPS: flips}.items()}}
-            outcome = Outcome([*results.values(), flips], summary=summary, folder=folder)
+            outcome = outcome_of([*results.values(), flips], folder)
             if how.figures == "drawn":
-                outcome.files = self.figures(outcome, folder / "figures")
+                outcome.files = self.drawn_into(outcome, folder / "figures")
         return outcome
 
-    def figures(self, outcome: Outcome, folder: Path) -> list[Path]:
-        """The page with its figures, and the picture where one was asked for."""
-        from kvinterp.study.report import overview_of, save, write_report
+    # What was found ----------------------------------------------------------------------------------------------------
 
-        *results, flips = outcome.result
-        drawn = [] if self.picture is None else [save(overview_of(results), self.picture)]
-        # The page last: where it is, everything is.
-        return [*drawn, write_report(results, folder.parent, flips)]
+    def headline(self, outcome: Outcome) -> list[str]:
+        """Whether the paths agree bit for bit, and what becomes of it in higher precision."""
+        from kvinterp.common.numbers import listed, number
+        from kvinterp.study.findings.of_comparison import headline_of
+        from kvinterp.study.reading.results import matched
 
-    def say(self, outcome: Outcome, echo: Callable[..., None]) -> None:
-        """What each comparison found in a line, and where everything is."""
-        assert outcome.folder is not None, "a demo is a folder"
-        picture = [] if self.picture is None else [f"picture  {self.picture}"]
-        found = [result.comparison.where().splitlines()[0] for result in outcome.result]
-        for line in (*picture, *found, *places(outcome.folder, outcome.folder / "runs" / "*")):
-            echo(line)
+        sizes: dict[str, float] = {}
+        for one in (one for group in _rungs(outcome).values() for one in group[1:]):
+            dtype, size = one.provenance["dtype"], float(one.steps["max_abs_logit"].max())
+            sizes[dtype] = max(size, sizes.get(dtype, 0.0))
+        higher = listed([f"{number(size)} in {dtype}" for dtype, size in sizes.items()])
+        return [*headline_of(matched(_main(outcome))), *([f"On fewer prompts it is {higher}, at most."] if higher else [])]
+
+    def findings(self, outcome: Outcome) -> pd.DataFrame:
+        """Those of every comparison, and how large the difference is in each dtype."""
+        from kvinterp.study.findings import findings_of
+        from kvinterp.study.findings.of_comparison import rows_between, rows_of_ladder
+
+        return findings_of([*rows_of_ladder(_rungs(outcome)), *rows_between(_main(outcome))])
+
+    def charts(self, outcome: Outcome) -> dict[str, Chart]:
+        """Those of the comparisons on equal inputs, and the ladder of precisions."""
+        from kvinterp.study.findings.of_comparison import called, charts_of_comparisons, ladder_of_comparisons
+        from kvinterp.study.reading.results import matched
+
+        rungs = _rungs(outcome)
+        ladder = {"precision_ladder": ladder_of_comparisons(rungs)} if rungs else {}
+        return {**charts_of_comparisons(called(matched(_main(outcome)))), **ladder}
+
+    def lead(self, outcome: Outcome) -> list[Any]:
+        """The texts of both paths in every comparison, that in which tokens flip among them."""
+        from kvinterp.study.findings.of_comparison import called
+        from kvinterp.study.report.tokens import changes
+
+        *_, flips = outcome.result
+        return changes(called([*_main(outcome), *([] if flips.comparison.steps.empty else [flips.comparison])]))
+
+    def beside(self, outcome: Outcome) -> list[str]:
+        """The findings, and the summary of each comparison, in whose folder its tables are."""
+        return ["findings.parquet", *(f"runs/{result.folder.name}/summary.json" for result in outcome.result)]
+
+    def drawn_into(self, outcome: Outcome, folder: Path) -> list[Path]:
+        """The picture where one was asked for, the findings, and the page with its figures last: where it is, everything is."""
+        import functools
+
+        from kvinterp.common.parquet import write_table
+        from kvinterp.common.store import write_whole
+        from kvinterp.study.findings import Chart
+        from kvinterp.study.report.charts import drawn
+        from kvinterp.study.report.style import save
+
+        if self.picture is not None:
+            panels = [
+                panel if panel.facet else dataclasses.replace(panel, table=panel.table.assign(at=chart.title), facet="at")
+                for name, chart in self.charts(outcome).items()
+                if name != "precision_ladder"
+                for panel in chart.panels
+            ]
+            whole = Chart("Two executions of one computation", panels)
+            save(drawn(whole, [one.provenance for one in _main(outcome)]), self.picture)
+        table = self.with_findings(outcome).tables["findings"]
+        write_whole(folder.parent / "findings.parquet", functools.partial(write_table, table))
+        return super().drawn_into(outcome, folder)
+
+    def sentences(self, outcome: Outcome) -> list[str]:
+        """What each comparison found, in a sentence."""
+        return [result.comparison.where().splitlines()[0] for result in outcome.result]
 
     @classmethod
     def held_runs(cls, folder: Path) -> tuple[Path, list[str]] | None:
         """The page of a demo's folder, made again from its comparisons, and the first line of each; None: it holds none."""
         from kvinterp.common.files import SUMMARY, is_file
         from kvinterp.common.store import Lock
-        from kvinterp.study.report import write_report
         from kvinterp.study.results import load_result
 
         runs = folder / "runs"
@@ -154,7 +209,7 @@ class Demo(Experiment):
         ]
         with Lock(folder):
             results = [load_result(runs / name) for name in dict.fromkeys(planned) if is_file(runs / name / SUMMARY)]
-            page = write_report(results, folder, load_result(runs / FLIPS))
+            page = cls().drawn_into(outcome_of([*results, load_result(runs / FLIPS)], folder), folder / "figures")[-1]
         return page, [result.comparison.where().splitlines()[0] for result in results]
 
     def cells(self) -> list[Cell]:
@@ -174,7 +229,7 @@ class Demo(Experiment):
                 f"folder {str(folder)!r} already holds a report: choose another folder with --out, or pass --overwrite."
             )
         with told(folder):
-            check_names(folder, ["report.html", *(f"figures/{name}*" for name in Compare.drawn())])
+            check_names(folder, ["report.html", "findings.parquet", *(f"figures/{name}*" for name in Compare.drawn())])
             for place in (folder / "runs", *(folder / "runs" / name for name in (*self.plan(), FLIPS))):
                 if is_there(place) and (place.is_symlink() or not place.is_dir()):
                     raise InputError(
@@ -204,6 +259,27 @@ FLIPS = "a-token-that-flips"
 """The folder of that comparison."""
 
 SMOKE = Demo(problems=1, rung_problems=1, max_new_tokens=5, flip_problems=1)
+
+
+def outcome_of(results: list[Result], folder: Path) -> Outcome:
+    """Comparisons, of which the last is to show flips, as what the demo found."""
+    summaries = {result.folder.name: result.summary for result in results}
+    about = {name: summary["provenance"] for name, summary in summaries.items()}
+    return Outcome(results, {}, {"comparisons": summaries, "provenance": about}, folder=folder, choices=Demo().chosen())
+
+
+def _main(outcome: Outcome) -> list[Comparison]:
+    """Those in the dtype of the first, in which there is a step."""
+    first = outcome.result[0].comparison.provenance["dtype"]
+    comparisons = [result.comparison for result in outcome.result[:-1]]
+    return [one for one in comparisons if one.provenance["dtype"] == first and not one.steps.empty]
+
+
+def _rungs(outcome: Outcome) -> dict[str, list[Comparison]]:
+    from kvinterp.study.findings.of_comparison import ladder_of
+
+    comparisons = [result.comparison for result in outcome.result[:-1] if not result.comparison.steps.empty]
+    return ladder_of(comparisons, outcome.result[0].comparison.provenance["dtype"])
 
 
 def _available(kinds: tuple[str, ...]) -> list[str]:

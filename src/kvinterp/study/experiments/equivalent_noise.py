@@ -1,4 +1,4 @@
-"""Measure the error that every policy makes on a model's real keys and values, as the noise it amounts to, beside its bits."""
+"""Measure the error of every policy on a model's real keys and values, and the noise it is equivalent to."""
 
 from __future__ import annotations
 
@@ -41,11 +41,15 @@ class EquivalentNoise(Experiment):
     UNIT: ClassVar = "policies"
 
     model: str = argument("zoo:llama64-mini", "zoo:NAME, a transformers checkpoint folder, or a hub id.")
-    policies: tuple[str, ...] = option(POLICIES, "A policy, such as q8_0 or normal(0,0.25); once or more.", flag="--policy")
+    policies: tuple[str, ...] = option(
+        POLICIES, "A policy, such as q8_0 or normal(0,0.25); may be given several times.", flag="--policy"
+    )
     prompts: str = shared("prompts")
     kind: str = shared("kind")
     dtype: str = shared("dtype")
-    max_new_tokens: int = option(32, "Tokens decoded behind each prompt, whose K and V are written one by one.", min=1)
+    max_new_tokens: int = option(
+        32, "How many tokens to decode after each prompt; their K and V are written one at a time.", min=1
+    )
     device: str | None = shared("device")
     attention: str | None = shared("attention")
 

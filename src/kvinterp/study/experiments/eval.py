@@ -1,4 +1,4 @@
-"""Score a model on lm-evaluation-harness tasks along any path and policy, beside a path without, document by document."""
+"""Score a model on lm-evaluation-harness tasks along any path and policy, beside another path, document by document."""
 
 from __future__ import annotations
 
@@ -35,23 +35,29 @@ class Eval(Experiment):
     tasks: str = option(
         "gsm8k", "Tasks, groups or tags of lm-evaluation-harness, with commas; `lm-eval ls tasks` lists them."
     )
-    policy: str | None = option(None, "What is done to K and V: q8_0 stands for --path cached+q8_0.")
-    path: str | None = option(None, "The path, as in cached+q8_0; cached unless given.")
-    against: str = option("cached", "The path it is compared with, on the same documents; none for nothing.")
+    policy: str | None = option(None, "A policy for K and V: --policy q8_0 is short for --path cached+q8_0.")
+    path: str | None = option(None, "The path to score, such as cached+q8_0. Default: cached.")
+    against: str = option("cached", "The path to compare with, on the same documents; none for no comparison.")
     through: int = option(
         1,
-        "How many of a context's last tokens are fed through the cache where likelihoods or one token are asked for, which an "
-        "exact prefill alone would answer.",
+        "How many of the last context tokens to feed through the cache, where a task asks for likelihoods or for one token and "
+        "an exact prefill alone would give the answer.",
         min=0,
     )
-    include: str | None = option(None, "A folder with task files of your own (YAML), which run code: with --unsafe-code.")
-    limit: int | None = option(None, "Most documents of each task; all unless given.", min=1)
-    fewshot: int | None = option(None, "Worked examples in front; the task's own number unless given.", min=0)
-    chat: str = option("none", "'template': prompts are messages, in the tokenizer's chat template; or 'none'.")
-    system: str | None = option(None, "The system message.")
-    seed: int = option(0, "Seeds the texts that tasks sample.")
-    unsafe_code: bool = option(False, "Run the code of --include, and of tasks that execute what the model writes.")
-    batch_size: int = option(1, "Most requests a batch; used where it keeps the bits.", decides="nothing", min=1)
+    include: str | None = option(
+        None, "A folder with your own task files (YAML). They can run code, so --unsafe-code is needed."
+    )
+    limit: int | None = option(None, "The most documents of each task. Default: all.", min=1)
+    fewshot: int | None = option(
+        None, "How many worked examples precede each question. Default: the task's own number.", min=0
+    )
+    chat: str = option("none", "Wrap prompts in the tokenizer's chat template: 'template' or 'none'.")
+    system: str | None = option(None, "A system message before each prompt.")
+    seed: int = option(0, "Seed for the texts that tasks sample.")
+    unsafe_code: bool = option(False, "Run the code in --include, and tasks that execute what the model writes.")
+    batch_size: int = option(
+        1, "The most requests in one batch. Batching is used only where it gives the same bits.", decides="nothing", min=1
+    )
     kind: str = shared("kind")
     dtype: str = shared("dtype")
     device: str | None = shared("device")

@@ -1,10 +1,11 @@
-"""Foretell how many tokens flip, from margins, errors and the grid of the logits, and hold it against those that do.
+"""Predict how many tokens flip, from logit margins, errors and the rounding of the logits, and count how many do.
 
-One recompute path leads, and every other path is fed its tokens; a flip is a step at which another token has the highest
-logit. Drawn at a high temperature, the leader's text has more steps where two logits are close. Of each path the last residual
-stream is kept, from which the two top logits follow without rounding; the other path's difference there is the error. The flips
-of a prompt are foretold from its own margins and the errors of the other prompts at steps of a like margin, twice: of logits
-rounded to the model's 16 bits, as they are, and of a float32 unembedding above the very same streams.
+One recompute path chooses the tokens, and every other path is fed them; a flip is a step at which the other path's
+largest logit belongs to another token. Sampling at a high temperature gives a text with more steps where two logits are
+close. The last residual stream of each path is kept: it gives the two largest logits without rounding, and the difference
+between paths there is the error. The flips of a prompt are predicted from its own margins and from the errors of the
+other prompts at steps with a similar margin. This is done twice: for logits rounded to the model's 16 bits, as they are,
+and for a float32 unembedding on the same residual streams.
 """
 
 from __future__ import annotations
@@ -43,16 +44,16 @@ class FlipLaw(Experiment):
     UNIT: ClassVar = "prompts"
 
     model: str = model()
-    prompts: str = option("arithmetic:12", SHARED["prompts"][1] + " natural:48 are chat, stories and sums.")
+    prompts: str = option("arithmetic:12", SHARED["prompts"][1] + " natural:48 has chat, stories and word problems.")
     path: tuple[str, ...] = option(
         ("cached", "cached+int8", "cached+int4", "cached+normal(0,0.03)"),
-        "A path, compared with recompute; may be given several times.",
+        "A path to compare with recompute; may be given several times.",
     )
     kind: str = shared("kind")
     dtype: str = option("bfloat16", SHARED["dtype"][1])
-    max_new_tokens: int = option(48, "Most steps a prompt.")
-    strategy: str = option("greedy", "How the leading path writes its text: greedy, top_k(50,2), top_p(0.95,0.8).")
-    seed: int = option(0, "Seeds the random numbers of the strategy.", only=(lambda asked: sampled(asked.strategy), DRAWS))
+    max_new_tokens: int = option(48, "The most tokens to decode per prompt.")
+    strategy: str = option("greedy", "How the recompute path chooses the tokens: greedy, top_k(50,2), top_p(0.95,0.8).")
+    seed: int = option(0, "Seed for the strategy's random numbers.", only=(lambda asked: sampled(asked.strategy), DRAWS))
     device: str | None = shared("device")
     attention: str | None = shared("attention")
 

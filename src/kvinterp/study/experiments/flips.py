@@ -1,4 +1,4 @@
-"""Measure when a token flips, beside how far apart the paths are (experiment 4 of the FP16 paper)."""
+"""Measure when a token flips, and how far apart the paths are then (experiment 4 of the FP16 paper)."""
 
 from __future__ import annotations
 
@@ -82,11 +82,11 @@ class Flips(OfModels):
                       label="mean KL of a decode (nats)", xlabel="step of the first flipped token")  # fmt: skip
         return {"root_cause_flips": Chart("When a token flips, and how far apart the paths are", [panel])}
 
-    kernels: str = option("split_k(8,float16)", "Kernels under which flips are looked for.")
-    strategy: str = option("top_p(1.0,2.0)", "And the strategy, beside greedy.")
-    steps: int = option(48, "Most steps of each.", min=1)
+    kernels: str = option("split_k(8,float16)", "Kernels for both paths.")
+    strategy: str = option("top_p(1.0,2.0)", "The sampling strategy to run besides greedy.")
+    steps: int = option(48, "The most tokens to decode per prompt.", min=1)
     seeds: int = option(
-        3, "How many seeds of the sampling.", min=1, times="yes", only=(lambda asked: sampled(asked.strategy), DRAWS)
+        3, "How many seeds to sample with.", min=1, times="yes", only=(lambda asked: sampled(asked.strategy), DRAWS)
     )
 
     def cells(self) -> list[Cell]:

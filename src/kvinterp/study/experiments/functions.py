@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvinterp.study.experiments.base import Experiment
 from kvinterp.study.experiments.outcome import Outcome
+from kvinterp.study.findings import findings_of
+from kvinterp.study.findings.of_comparison import charts_of_comparisons, headline_of, rows_between
 from kvinterp.study.findings.of_patching import (
     charts_of_activation_patching,
     charts_of_attribution,
@@ -22,9 +24,10 @@ from kvinterp.study.findings.of_patching import (
 )
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+    import pandas as pd
 
     from kvinterp.study.cells import Cell, Made
+    from kvinterp.study.findings import Chart
 
 
 class _OfFunction(Experiment):
@@ -99,12 +102,18 @@ class _Several(_OfFunction):
             pair.prompts = load_prompts(folder / PROMPTS) if PROMPTS in outcome.summary["sha256"] else []
         return outcome
 
-    def drawings(self, outcome: Outcome) -> dict[str, Figure]:
-        """KL by step and drift by layer, a line a pair."""
-        from kvinterp.study.report import figures
+    def headline(self, outcome: Outcome) -> list[str]:
+        """Of all pairs together."""
+        return headline_of(outcome.result.pairs)
 
-        drawn = figures({pair.provenance["paths"]["b"]: pair for pair in outcome.result})
-        return {name: drawn[name] for name in self.DRAWN if name in drawn}
+    def findings(self, outcome: Outcome) -> pd.DataFrame:
+        """Those of each pair."""
+        return findings_of(rows_between(outcome.result.pairs))
+
+    def charts(self, outcome: Outcome) -> dict[str, Chart]:
+        """KL by step and drift by layer, a line a pair."""
+        found = charts_of_comparisons({pair.provenance["paths"]["b"]: pair for pair in outcome.result})
+        return {name: found[name] for name in self.DRAWN if name in found}
 
 
 _KINDS = (_ActivationPatching, _Localise, _LogitAttribution, _LogitLens, _Several)

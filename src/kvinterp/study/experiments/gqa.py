@@ -15,8 +15,6 @@ from torch import Tensor
 from kvinterp import metrics
 from kvinterp.common.numbers import listed
 from kvinterp.common.progress import each
-from kvinterp.metrics.drift import relative_l2
-from kvinterp.metrics.kv import relative_error
 from kvinterp.models import wrap
 from kvinterp.study.cells import Cell, loaded
 from kvinterp.study.experiments.base import Outcome
@@ -123,8 +121,11 @@ def gqa_spread(
             for tensor, head, position in itertools.product(("k", "v"), range(facts.kv_heads), positions):
                 noise = {(tensor, layer): functools.partial(_planted, head=head, position=position, error=error)}
                 noisy, changed = newest_at(adapter, tokens, places.values(), noise)
-                off = relative_error(noisy["z", layer], clean["z", layer])
-                drift = {name: relative_l2(noisy[place][None], clean[place][None]) for name, place in places.items()}
+                off = metrics.vector_errors(noisy["z", layer], clean["z", layer])["relative_error"]
+                drift = {
+                    name: metrics.residual_drift(noisy[place][None], clean[place][None])["relative_l2"]
+                    for name, place in places.items()
+                }
                 touched = off > 0
                 rows.append(
                     {

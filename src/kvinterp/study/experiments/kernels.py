@@ -1,15 +1,19 @@
-"""Measure which of a model's operations give other bits for another number of rows or keys, or another batch."""
+"""Measure which of a model's operations change their bits with the number of rows, the number of keys or the batch."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvinterp.study.cells import Cell, Made, loaded
 from kvinterp.study.experiments.base import Experiment, Outcome
 from kvinterp.study.experiments.options import option, shared
+from kvinterp.study.findings import Chart, Panel, finding, findings_of
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,11 +28,13 @@ class Kernels(Experiment):
     random_init: bool = shared("random_init")
     kind: str = shared("kind")
     dtype: str = shared("dtype")
-    kernels: str = option("native", "native, batch_invariant, split_k(4,float16), flash_decoding(4), layer_cast, ...")
-    sizes: tuple[int, ...] = option(
-        (1, 2, 17, 64, 128, 257), "Numbers of rows, and of keys, to compare.", example="1,2,17,64"
+    kernels: str = option(
+        "native", "The kernels to examine: native, batch_invariant, split_k(4,float16), flash_decoding(4), layer_cast, ..."
     )
-    seed: int = option(0, "Seeds the prompt.")
+    sizes: tuple[int, ...] = option(
+        (1, 2, 17, 64, 128, 257), "The numbers of rows, and of keys, to compare.", example="1,2,17,64"
+    )
+    seed: int = option(0, "Seed for the random prompt.")
     device: str | None = shared("device")
     attention: str | None = shared("attention")
     remote_code: bool = shared("remote_code")
@@ -51,9 +57,29 @@ class Kernels(Experiment):
         found = KernelsTable(tables["kernels"], about["first"], about["provenance"])
         return Outcome(found, *found.written())
 
-    def sentences(self, outcome: Outcome) -> list[str]:
-        """Which operations depend on the shape they are called with."""
-        return str(outcome.result).splitlines()
+    def headline(self, outcome: Outcome) -> list[str]:
+        """How many operations depend on the shape they are called with, and where the first of them stands."""
+        first, _, rest = str(outcome.result).partition(". ")
+        return [f"{first}.", rest]
+
+    def findings(self, outcome: Outcome) -> pd.DataFrame:
+        """A row an operation and what was varied: those whose bits change first."""
+        table = outcome.result.summary().sort_values("max_ulp_of_row", ascending=False, kind="stable")
+        rows = []
+        for row in table.to_dict("records"):
+            away = f", not with {row['flags_that_fix']}" if row["flags_that_fix"] else ""
+            note = "same bits" if row["same_bits"] else f"other bits from {row['first_size_that_differs']:g} on{away}"
+            of = {name: row[name] for name in ("operation", "shape", "varied")}
+            what = "largest difference, in units of a row's largest number"
+            rows.append(finding(what, row["max_ulp_of_row"], n=row["calls"], unit="calls", measure="ULP", note=note, **of))
+        return findings_of(rows)
+
+    def charts(self, outcome: Outcome) -> dict[str, Chart]:
+        """How far the bits of each operation move, by what was varied."""
+        table = outcome.result.summary()
+        table["line"] = table["operation"] + ", " + table["shape"]
+        panel = Panel(table, "max_ulp_of_row", "line", "dots", color="varied", label="ULP of a row's largest number")
+        return {"kernels": Chart("How far other sizes move an operation's numbers", [panel])}
 
     def say(self, outcome: Outcome, echo: Callable[..., None]) -> None:
         """A line an operation: from which size its bits change."""

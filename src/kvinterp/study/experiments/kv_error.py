@@ -1,4 +1,4 @@
-"""Measure what errors in the KV cache do to behaviour: answers, likelihoods and degeneracy as percent of control."""
+"""Measure what errors in the KV cache do to behaviour: answers, likelihoods and degenerate texts, in percent of a control."""
 
 from __future__ import annotations
 
@@ -50,34 +50,40 @@ class KvError(Experiment):
     CLAIMS: ClassVar = "cache-error paper"
 
     model: str = argument("zoo:llama64-mini", "zoo:NAME, a transformers checkpoint folder, or a hub id.")
-    design: str = option("grid", "grid, factorial, tensors, layers, heads, several with commas, all, or none.")
-    policies: tuple[str, ...] = option((), "A policy of your own besides, such as q5_1; once or more.", flag="--policy")
+    design: str = option(
+        "grid", "What to vary: grid, factorial, tensors, layers, heads (several with commas), all, or none."
+    )
+    policies: tuple[str, ...] = option(
+        (), "Another policy to run as well, such as q5_1; may be given several times.", flag="--policy"
+    )
     base: str = option(
         "normal(0,0.5)",
-        "What is put on K or V, or on some layers or heads, alone.",
+        "The policy for the designs tensors, layers and heads, which apply it to one part of the cache at a time.",
         only=_in_design("tensors", "layers", "heads"),
     )
     rms: float = option(
         0.57735,
-        "Root mean square of the factorial's relative error; that of uniform(-1,1) is 0.577.",
+        "Root mean square of the relative error in the factorial design; uniform(-1,1) has 0.577.",
         only=_in_design("factorial"),
     )
-    readings: str = option("stored,exact", "What the prefill reads: stored, exact, or both.")
+    readings: str = option("stored,exact", "What attention reads in the prefill: stored or exact K and V, or both in turn.")
     repeats: int = option(
         5,
-        "Runs of each, with other draws of noise and sampling.",
+        "How many runs of each setting, with new noise and new samples.",
         min=1,
         times="yes",
         only=(lambda asked: asked.draws(), DRAWS),
     )
-    instructions: str = option("instructions:12", "Prompts of the instructions, a generator or a .jsonl file.")
-    problems: str = option("arithmetic:12", "Prompts of the problems.")
-    texts: str = option("restate:8", "Prompts with answers, whose perplexity is measured.")
-    strings: str = option("instructions:24", "Prompts of whose texts the strings of ten words are made.")
-    strategy: str = option("top_p(0.95,0.8)", "How tokens are chosen; that of llama.cpp, without its top-k of 40.")
-    max_new_tokens: int = option(100, "Most tokens of a text.", min=1)
+    instructions: str = option(
+        "instructions:12", "Prompts that ask for instructions to be followed: a generator or a .jsonl file."
+    )
+    problems: str = option("arithmetic:12", "Prompts with problems to solve.")
+    texts: str = option("restate:8", "Prompts with given answers, whose perplexity is measured.")
+    strings: str = option("instructions:24", "Prompts from which strings of ten words are cut.")
+    strategy: str = option("top_p(0.95,0.8)", "How tokens are chosen. The default is llama.cpp's, without its top-k of 40.")
+    max_new_tokens: int = option(100, "The most tokens to generate per text.", min=1)
     kind: str = shared("kind")
-    dtype: str = option("float32", "The dtype of control and all else.")
+    dtype: str = option("float32", "The dtype of every run, the control included.")
     device: str | None = shared("device")
     attention: str | None = shared("attention")
 

@@ -1,4 +1,7 @@
-"""Measure K and V where they are written, one row alone beside the same row among its prefix (experiment 3 of the FP16 paper)."""
+"""Measure K and V where they are written (experiment 3 of the FP16 paper).
+
+One row computed alone is compared with the same row computed together with its prefix.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from kvinterp.auditing.blocks import BlockHooks, BlockModel, referenced
 from kvinterp.common.numbers import listed
 from kvinterp.common.progress import each
 from kvinterp.errors import InputError
-from kvinterp.metrics.kv import relative_error, ulp_error
+from kvinterp.metrics import vector_errors
 from kvinterp.models import Adapter, wrap
 from kvinterp.paths import kernels_named
 from kvinterp.study.cells import loaded
@@ -90,7 +93,7 @@ def kv_write_error(
             for position, alone, jointly in _written(adapter, hooks, len(prompt) - steps):
                 for (tensor, layer), mine in alone.items():
                     theirs = jointly[tensor, layer]
-                    ulp = ulp_error(mine, theirs)
+                    errors = vector_errors(mine, theirs)
                     rows.append(
                         {
                             "kernels": mode,
@@ -98,9 +101,9 @@ def kv_write_error(
                             "position": position,
                             "layer": layer,
                             "tensor": tensor.upper(),
-                            "relative_error": float(relative_error(mine, theirs).max()),
-                            "ulp_mean": float(ulp["mean"].mean()),
-                            "ulp_max": float(ulp["max"].max()),
+                            "relative_error": float(errors["relative_error"].max()),
+                            "ulp_mean": float(errors["ulp_mean"].mean()),
+                            "ulp_max": float(errors["ulp_max"].max()),
                             "share_differing": float((mine != theirs).double().mean()),
                         }
                     )

@@ -1,4 +1,4 @@
-"""Compare the paths over precisions and orders of additions, one changed at a time (experiment 5 of the FP16 paper)."""
+"""Compare the paths in several precisions and orders of additions, one change at a time (experiment 5 of the FP16 paper)."""
 
 from __future__ import annotations
 
@@ -95,8 +95,8 @@ class Ladder(OfModels):
         ]
         return {"root_cause_ladder": Chart("Precision, and the order in which kernels add", rows)}
 
-    most: int = option(6, "How many of the prompts go up the ladder, whose slow rungs cost the most.", min=1)
-    steps: int = option(16, "Most steps of each.", min=1)
+    most: int = option(6, "How many of the prompts to run. Some precisions and orders of additions are slow.", min=1)
+    steps: int = option(16, "The most tokens to decode per prompt.", min=1)
 
 
 def measured(model: Mapping[str, Any], prompts: str, most: int, steps: int) -> pd.DataFrame:

@@ -1,11 +1,11 @@
-"""Measure how far apart the two paths' residual streams are in each layer, where both were fed the same tokens.
+"""Measure how far apart the residual streams of the two paths are in each layer, where both got the same tokens.
 
-Experiment 2 of the FP16 paper (arXiv 2604.15409, section 6.2) reports the absolute L2 distance of hidden states at its decode
-step 1 and a jump at layer 1. Each path is fed its own tokens there, so that its cosines of 0.49 and 0.015 at layer 0 can be of
-two different tokens. Here every number is of rows at which both paths had read the same tokens, and how many rows that rule
-removed is said; beside the absolute distance stand the one relative to the stream, the angle, and all of them without the
-three largest dimensions, since massive activations make such a jump too. The null is the recompute path against itself: the
-same rows among more rows.
+Experiment 2 of the FP16 paper (arXiv 2604.15409, section 6.2) reports the absolute L2 distance of hidden states at decode
+step 1, and a jump at layer 1. Each path gets its own tokens there, so the cosines of 0.49 and 0.015 at layer 0 can come
+from two different tokens. Here every row counts only if both paths had read the same tokens, and the result says how many
+rows that rule removed. Beside the absolute distance you get the distance relative to the stream, the angle, and all three
+without the three largest dimensions, since massive activations also make such a jump. The null is the recompute path
+against itself, with the same rows among more rows.
 """
 
 from __future__ import annotations
@@ -74,16 +74,16 @@ class LayerDrift(OfModels):
 
     dtype: str = shared("dtype")
     strategy: str = option("greedy", "How tokens are chosen: greedy, top_k(50,0.8), top_p(0.95,0.8).")
-    seed: int = option(0, "Seeds the sampling.", min=0, only=(lambda asked: sampled(asked.strategy), DRAWS))
-    kernels: str = option("native", "Kernel mode of both paths.")
-    max_new_tokens: int = option(32, "Most steps a prompt.", min=2)
-    step: int = option(2, "The paper's decode step 1: ours, which count the prefill's token as step 0.", min=1)
-    divergent: int = option(10, "How many examples the paper's selection is of: those of the highest mean KL.", min=1)
+    seed: int = option(0, "Seed for sampling.", min=0, only=(lambda asked: sampled(asked.strategy), DRAWS))
+    kernels: str = option("native", "Kernels for both paths.")
+    max_new_tokens: int = option(32, "The most tokens to decode per prompt.", min=2)
+    step: int = option(2, "Which of our steps is the paper's decode step 1. We count the prefill's token as step 0.", min=1)
+    divergent: int = option(10, "How many examples to select as the paper does: those with the highest mean KL.", min=1)
     contrast: tuple[str, ...] = option(
         tuple(CONTRASTS),
-        "What a layer is tested against: previous layer, layer 0, same-path null; may be given several times.",
+        "What each layer is tested against: previous layer, layer 0 or same-path null; may be given several times.",
     )
-    suffix: int = option(8, "Tokens behind the text in the null.", min=1)
+    suffix: int = option(8, "How many tokens the null adds after the text.", min=1)
 
     def check(self) -> None:
         """Everything that can be looked at before a model is loaded."""

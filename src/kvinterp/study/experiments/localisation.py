@@ -1,10 +1,11 @@
-"""Patch and split the examples whose paths differ most: as the FP16 paper does, and so that the answer can be trusted.
+"""Patch and split the examples whose paths differ most: as the FP16 paper does, and with controls.
 
-Experiment 5 of the FP16 paper (arXiv 2604.15409, section 6.5) puts the cached path's residual stream into the recompute path at
-the first cached step, one layer at a time and cumulatively, on the examples of the highest KL, and reads from its recovering
-nothing that the cache carries the difference. The recompute path keeps nothing between steps, so that such a patch can reach a
-later one through the chosen token alone. Beside it stand the same patch at every step and at all positions, K and V themselves
-in both directions, each alone too, and the split of the difference by what makes it, with its nulls.
+Experiment 5 of the FP16 paper (arXiv 2604.15409, section 6.5) copies the cached path's residual stream into the recompute
+path at the first cached step, one layer at a time and cumulatively, on the examples with the highest KL. It recovers
+nothing, from which the paper concludes that the cache carries the difference. But the recompute path keeps nothing
+between steps, so such a patch can affect a later step only through the chosen token. Beside it run the same patch at
+every step and at all positions, patches of K and V in both directions, together and each alone, and the split of the
+difference by its source, with nulls.
 """
 
 from __future__ import annotations
@@ -66,11 +67,13 @@ class Localisation(OfModels):
     UNIT: ClassVar = "examples"
 
     dtype: str = shared("dtype")
-    count: int = option(10, "How many examples: those of the highest mean KL in the free protocol.", min=1)
-    max_new_tokens: int = option(32, "Most steps a prompt.", min=2)
-    kernels: str = option("native", "Kernel mode of both paths.")
+    count: int = option(10, "How many examples to patch: those with the highest mean KL in the free protocol.", min=1)
+    max_new_tokens: int = option(32, "The most tokens to decode per prompt.", min=2)
+    kernels: str = option("native", "Kernels for both paths.")
     part: tuple[str, ...] = option(
-        (*SETS, SPLIT), f"{', '.join(SETS)} or {SPLIT}; may be given several times.", show_default="all of them"
+        (*SETS, SPLIT),
+        f"What to run: {', '.join(SETS)} or {SPLIT}; may be given several times.",
+        show_default="all of them",
     )
 
     def check(self) -> None:

@@ -1,9 +1,10 @@
-"""Measure what mitigations of the cached path's divergence leave of it, and what they cost in computation and memory.
+"""Measure how much of the cached path's divergence each mitigation removes, and what it costs in computation and memory.
 
-Every path is fed the tokens of a recompute path with the same kernels, and its divergence from that is what a mitigation leaves;
-beside it stands how far it is from float64. Computation is counted as rows that a block is given for each new token, memory as
-bytes a token of what a real cache would store. Then a policy on K and V (a compression) is crossed with the path: does its error
-add to that of decoding from a cache, or does one make the other larger?
+Every path is fed the tokens of a recompute path with the same kernels. What remains of its divergence from that path is
+what the mitigation leaves; its distance from float64 is given too. Computation is counted in rows that each block
+processes per new token, memory in bytes per token that a real cache would store. Then each policy on K and V (a
+compression) is combined with the choice of path: does its error add to that of decoding from a cache, or does one make
+the other larger?
 """
 
 from __future__ import annotations
@@ -58,12 +59,14 @@ class Mitigate(Experiment):
             "cached[kernels=wide_unembedding]",
             "cached[kernels=batch_invariant]",
         ),
-        "A mitigation, as the text form of a path; may be given several times.",
+        "A mitigation, written as a path (docs/paths.md); may be given several times.",
     )
-    policy: tuple[str, ...] = option(("int8", "int4"), "A policy to cross with the path; may be given several times.")
+    policy: tuple[str, ...] = option(
+        ("int8", "int4"), "A policy to combine with cached and recompute; may be given several times."
+    )
     kind: str = shared("kind")
     dtype: str = shared("dtype")
-    max_new_tokens: int = option(24, "Most steps a prompt.")
+    max_new_tokens: int = option(24, "The most tokens to decode per prompt.")
     device: str | None = shared("device")
     attention: str | None = shared("attention")
 

@@ -1,8 +1,9 @@
-"""Measure what is normal: the relative logit difference of right models, by architecture, dtype, length and plan.
+"""Measure what is normal: how far apart the logits of correct models are, by architecture, dtype, length and call plan.
 
-Each model decodes random tokens with its cache, and the same tokens are recomputed. Its row of norms.csv holds the median and the
-largest relative logit difference of the steps. The table that comes with the package was made so; KVINTERP_NORMS names yours, and
-an audit places a model among the rows of both. A place judges nothing: rounding or bug is the audit's to say.
+Each model decodes random tokens with its cache, and the same tokens are recomputed. The model's row in norms.csv holds
+the median and the largest relative logit difference over the steps. The table that comes with the package was made this
+way. KVINTERP_NORMS can name a table of your own; an audit places its model among the rows of both. That place is no
+verdict: whether a difference is rounding or a bug is for the audit to say.
 """
 
 from __future__ import annotations
@@ -39,14 +40,14 @@ class Norms(Experiment):
 
     models: tuple[str, ...] = argument(
         ("zoo:gqa2-mini",),
-        "zoo:NAME, checkpoint folders or hub ids; in a checkout also tiny:NAME, small random ones of the bank.",
+        "zoo:NAME, checkpoint folders or hub ids; in a checkout also tiny:NAME, small random models of the benchmark.",
     )
-    dtypes: str = option("bfloat16,float16,float32", "Dtypes, with commas.")
-    lengths: tuple[int, ...] = option((16, 64), "Prompt lengths.", example="16,64")
-    calls: str = option("", "Call plans besides plain decoding, as padded(left,5).")
-    steps: int = option(8, "Tokens decoded after each.", min=2)
-    add: Path | None = option(None, "A norms.csv whose rows are put beside these.")
-    seed: int = option(0, "Draws the tokens.")
+    dtypes: str = option("bfloat16,float16,float32", "Dtypes to measure, with commas.")
+    lengths: tuple[int, ...] = option((16, 64), "Prompt lengths, with commas.", example="16,64")
+    calls: str = option("", "Call plans to measure besides plain decoding, such as padded(left,5).")
+    steps: int = option(8, "How many tokens to decode after each prompt.", min=2)
+    add: Path | None = option(None, "An earlier norms.csv, whose rows are kept beside the new ones.")
+    seed: int = option(0, "Seed that draws the tokens.")
     device: str | None = shared("device")
 
     def check(self) -> None:
@@ -159,7 +160,7 @@ def measured(
 
     from kvinterp.auditing.blocks import evaluating, prompts_for
     from kvinterp.auditing.called import decoded
-    from kvinterp.auditing.comparing import difference
+    from kvinterp.auditing.values import difference
     from kvinterp.models import dtype_named
     from kvinterp.models.provenance import machine
     from kvinterp.models.threads import own_threads

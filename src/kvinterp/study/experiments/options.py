@@ -31,15 +31,15 @@ def argument(default: Any, help: str, **shown: Any) -> Any:
 SHARED: dict[str, tuple[Any, str]] = {
     "prompts": (
         "arithmetic:6",
-        "A text; a .txt file, a line a prompt; a .jsonl file, whose lines have prompt (or text) and, if wanted, id, task, "
-        "answer, facts, meta, messages; arithmetic:N, restate:N, instructions:N, natural:N; or gsm8k(FILE,shots=5,count=700).",
+        "A text; a .txt file with one prompt per line; a .jsonl file with one object per line (keys: docs/data.md); "
+        "arithmetic:N, restate:N, instructions:N or natural:N; or gsm8k(FILE,shots=5,count=700).",
     ),
-    "kind": ("native", "native, hooked or bridge."),
+    "kind": ("native", "What runs the model: native (transformers), hooked or bridge (TransformerLens)."),
     "dtype": ("float16", "float16, bfloat16, float32 or float64."),
-    "device": (None, "cpu, cuda or cuda:N; CUDA where there is one."),
-    "attention": (None, "For native: sdpa, eager, ...; its own unless given."),
-    "random_init": (False, "Random weights, from the config alone."),
-    "remote_code": (False, "Run the code that comes with a checkpoint; without this it is refused."),
+    "device": (None, "cpu, cuda or cuda:N. Default: CUDA if there is one."),
+    "attention": (None, "Attention of a native model: sdpa, eager, ... Default: the model's own choice."),
+    "random_init": (False, "Read the config alone and use random weights."),
+    "remote_code": (False, "Run the Python code that comes with a checkpoint; otherwise such a checkpoint is refused."),
 }
 """Default and help of the options that several experiments have."""
 

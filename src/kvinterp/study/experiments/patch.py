@@ -1,4 +1,4 @@
-"""Move tensors of one path into the other, one place at a time, and write how much of the difference each recovers."""
+"""Copy tensors from one path into the other, one place at a time, and measure how much of the difference each recovers."""
 
 from __future__ import annotations
 
@@ -40,35 +40,51 @@ class Patch(Experiment):
     UNIT: ClassVar = "prompts"
 
     model: str = model()
-    site: str = _of_preset("site", "kv, cache_k, cache_v, resid_post, attn_out, ...")
-    sweep: str = _of_preset("sweep", "single, cumulative, cumulative-from, heads, kv-heads or blocks.")
-    direction: str = _of_preset("direction", "into-recompute or into-cached.")
-    steps: str = _of_preset("steps", "every, first, or numbers of steps with commas between.")
-    protocol: str = _of_preset("protocol", "matched or free.")
-    distance: str = _of_preset("distance", "l2, kl, margin or logit_difference; several with commas, the first leads.")
+    site: str = _of_preset("site", "What to patch: kv, cache_k, cache_v, resid_post, attn_out, ... (kvinterp list sites).")
+    sweep: str = _of_preset(
+        "sweep",
+        "Which patches to make: single (one layer each), cumulative, cumulative-from, heads, kv-heads or blocks (of positions).",
+    )
+    direction: str = _of_preset("direction", "Which path receives the patch: into-recompute or into-cached.")
+    steps: str = _of_preset("steps", "Which decode steps to patch: every, first, or step numbers with commas.")
+    protocol: str = _of_preset("protocol", "matched: both paths get the same tokens. free: each gets its own.")
+    distance: str = _of_preset(
+        "distance",
+        "How far apart the paths are, by l2, kl, margin or logit_difference; several with commas, the first one leads.",
+    )
     answers: tuple[str, ...] = option(
         (),
-        "For logit_difference: the answer that counts, and again the one that is taken off; of one token each.",
+        "For logit_difference, given twice: the right answer, then the wrong one, one token each.",
         flag="--answer",
         only=(
             lambda asked: "logit_difference" in asked.distance,
             "no distance that was asked for is of answers; leave it out, or add logit_difference to --distance",
         ),
     )
-    examples: int | None = option(None, "Patch only so many prompts, those of the highest KL.")
+    receiver: str | None = option(
+        None,
+        "Path patching: the place that alone gets what a patch brings along the residual stream, as blocks.3.attn.hook_q; with "
+        "--sweep single or heads.",
+    )
+    examples: int | None = option(None, "Patch only this many prompts: those with the highest KL.")
     preset: str | None = option(
         None,
-        "paper or matched: sets those of site, sweep, direction, steps, protocol, examples, distance and max-new-tokens that are "
-        "not given.",
+        "paper or matched: settings for site, sweep, direction, steps, protocol, examples, distance and max-new-tokens, unless "
+        "you give them.",
     )
     prompts: str = shared("prompts")
     kind: str = shared("kind")
     dtype: str = shared("dtype")
-    max_new_tokens: int = _of_preset("max_new_tokens", "Most steps a prompt.")
+    max_new_tokens: int = _of_preset("max_new_tokens", "The most tokens to decode per prompt.")
     device: str | None = shared("device")
     attention: str | None = shared("attention")
-    batch_size: int = option(1, "Most patches in a forward; used where it keeps the bits.", decides="nothing", min=1)
-    controls: str = option("all", "all, quick (without planted causes) or none.")
+    batch_size: int = option(
+        1,
+        "The most patches in one forward pass. Batching is used only where it gives the same bits.",
+        decides="nothing",
+        min=1,
+    )
+    controls: str = option("all", "Which controls to run: all, quick (without planted causes) or none.")
 
     def __post_init__(self) -> None:
         # Here and not when it is run: what was not given is told from what was given as its default.
@@ -90,6 +106,7 @@ class Patch(Experiment):
         from kvinterp.models.inputs import check_choice, check_known, check_text, check_whole
         from kvinterp.patching import DIRECTIONS, DISTANCES, PATCH_SITES, SWEEPS
         from kvinterp.patching import Patch as Moved
+        from kvinterp.patching.path_patching import check_ends
 
         for name in _UNLESS_GIVEN.keys() - {"max_new_tokens"}:
             check_text(name, getattr(self, name), repr(_UNLESS_GIVEN[name]))
@@ -107,6 +124,9 @@ class Patch(Experiment):
         site, _ = site_of(self.site)
         check_known("patch site", site, PATCH_SITES)
         Moved(site, steps=_steps(self.steps))
+        if self.receiver is not None:
+            check_ends([Moved(self.receiver, positions="all")])
+            check_choice("protocol with a receiver", self.protocol, ("matched",))
 
     def cells(self) -> list[Cell]:
         """A cell a prompt that is patched, in the order of their KL where only some are."""
@@ -144,6 +164,7 @@ _PASSED = (
     "protocol",
     "distance",
     "answers",
+    "receiver",
     "examples",
     "max_new_tokens",
     "controls",

@@ -1,4 +1,4 @@
-"""Round one block's output once, everything else in float64, and measure how far it spreads (experiment 2 of the FP16 paper)."""
+"""Round one block's output once, everything else in float64, and follow the error (experiment 2 of the FP16 paper)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from kvinterp.common.numbers import between, listed
 from kvinterp.common.progress import each
-from kvinterp.metrics.drift import l2_distance, relative_l2
+from kvinterp.metrics import residual_drift
 from kvinterp.models import wrap
 from kvinterp.study.cells import loaded
 from kvinterp.study.experiments.base import Outcome
@@ -98,12 +98,9 @@ def propagation(model: Any, prompts: Sequence[Sequence[int]], sources: Sequence[
             noisy, _ = newest_at(adapter, tokens, places, {places[source]: lambda x: x.to(torch.float16).to(x.dtype)})
             for layer in range(source, count):
                 row: dict[str, Any] = {"prompt": number, "source": source, "layer": layer}
-                for name, growth, measure in (
-                    ("l2", "l2_growth", l2_distance),
-                    ("relative_l2", "relative_growth", relative_l2),
-                ):
-                    ends = (places[layer], places[source])
-                    now, first = (float(measure(noisy[at][None], clean[at][None])) for at in ends)
+                ends = [residual_drift(noisy[at][None], clean[at][None]) for at in (places[layer], places[source])]
+                for name, growth in (("l2", "l2_growth"), ("relative_l2", "relative_growth")):
+                    now, first = (float(end[name]) for end in ends)
                     row |= {name: now, growth: now / first if first else float("nan")}
                 rows.append(row)
     return pd.DataFrame(rows)

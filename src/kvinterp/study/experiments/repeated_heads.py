@@ -1,8 +1,9 @@
-"""Compare a model with itself when K and V heads are repeated: another ratio of query heads to KV heads, the same function.
+"""Compare a model with itself when K and V heads are repeated: fewer query heads per KV head, the same function.
 
-The FP16 paper (arXiv 2604.15409) reads the effect of grouped-query attention off three models that differ in everything else too.
-Here the weights that make K and V are repeated until fewer query heads share a KV head, or none: every number the model computes
-is the same on paper, and both are fed the same tokens, so that what changes between them is the ratio's.
+The FP16 paper (arXiv 2604.15409) infers the effect of grouped-query attention from three models that also differ in
+everything else. Here the weights that make K and V are repeated until fewer query heads share a KV head, or none do. On
+paper every number the model computes stays the same, and both models get the same tokens, so whatever changes between
+them is due to the ratio.
 """
 
 from __future__ import annotations
@@ -90,8 +91,8 @@ class RepeatedHeads(OfModels):
                       label="RMS logit difference\n(mean over prompts)")  # fmt: skip
         return {"root_cause_repeated_heads": Chart("A model beside itself with K and V heads repeated", [panel])}
 
-    most: int = option(4, "How many of the prompts.", min=1)
-    steps: int = option(12, "Most steps of each.", min=2)
+    most: int = option(4, "How many of the prompts to run.", min=1)
+    steps: int = option(12, "The most tokens to decode per prompt.", min=2)
 
     def cells(self) -> list[Cell]:
         """A cell a model some of whose query heads share a KV head."""

@@ -1,4 +1,4 @@
-"""Run the FP16 paper's five root-cause experiments and the grouped-query one: a table and a figure each."""
+"""Run the FP16 paper's five root-cause experiments and two on grouped-query attention: a table and a figure each."""
 
 from __future__ import annotations
 
@@ -46,19 +46,21 @@ class RootCause(OfModels):
         "repeated_heads",
     )
 
-    flip_kernels: str = option("split_k(8,float16)", "Kernels under which flips are looked for.")
-    flip_strategy: str = option("top_p(1.0,2.0)", "And the strategy, beside greedy.")
-    flip_steps: int = option(48, "Most steps of each there.", min=1)
+    flip_kernels: str = option("split_k(8,float16)", "For flips: kernels for both paths.")
+    flip_strategy: str = option("top_p(1.0,2.0)", "For flips: the sampling strategy to run besides greedy.")
+    flip_steps: int = option(48, "For flips: the most tokens to decode per prompt.", min=1)
     flip_seeds: int = option(
-        3, "How many seeds of the sampling.", min=1, times="yes", only=(lambda asked: sampled(asked.flip_strategy), DRAWS)
+        3,
+        "For flips: how many seeds to sample with.",
+        min=1,
+        times="yes",
+        only=(lambda asked: sampled(asked.flip_strategy), DRAWS),
     )
-    ladder_prompts: int = option(6, "How many of the prompts go up the ladder.", min=1)
-    ladder_steps: int = option(16, "Most steps of each there.", min=1)
-    repeat_prompts: int = option(4, "How many of the prompts are asked of a model with repeated K and V heads.", min=1)
-    repeat_steps: int = option(12, "Most steps of each there.", min=2)
-    seeds: int = option(
-        1, "How many sets of the prompts, each generated with another seed: rows a seed.", min=1, times="yes"
-    )
+    ladder_prompts: int = option(6, "For ladder: how many of the prompts to run.", min=1)
+    ladder_steps: int = option(16, "For ladder: the most tokens to decode per prompt.", min=1)
+    repeat_prompts: int = option(4, "For repeated-heads: how many of the prompts to run.", min=1)
+    repeat_steps: int = option(12, "For repeated-heads: the most tokens to decode per prompt.", min=2)
+    seeds: int = option(1, "How many sets of prompts to generate, each with its own seed.", min=1, times="yes")
 
     def parts(self, seed: int = 0) -> tuple[OfModels, ...]:
         """The experiments that it runs, on one of its sets of prompts."""

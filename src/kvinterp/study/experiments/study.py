@@ -1,11 +1,12 @@
-"""Run the FP16 paper's experiments as one study: every claim, and the measurement that parts rounding from text.
+"""Run the FP16 paper's experiments as one study: every claim, beside a measurement that separates rounding from different texts.
 
-The paper (arXiv 2604.15409) compares decoding from the KV cache with recomputing the prefix on three 7B-class models, each path
-fed its own tokens. A study runs its experiments on any models, the control beside each, and writes one page: the claims first,
-each with what the paper's protocol gives here and what holds once both paths are fed the same tokens.
+The paper (arXiv 2604.15409) compares decoding from the KV cache with recomputing the prefix on three 7B-class models, and
+each path gets its own tokens. A study runs the paper's experiments on any models, each beside its control, and writes one
+page. The claims come first: what the paper's protocol gives here, and what still holds when both paths get the same
+tokens.
 
-Everything is cut into cells of work that are kept as they are finished: a study that was killed goes on where it stopped, and
-cells that two experiments share are done once.
+The work is divided into cells, which are saved as they finish: a study that was killed continues where it stopped, and
+cells that two experiments share run once.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import dataclasses
 import functools
 import logging
 import re
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -65,22 +66,26 @@ class Study(Experiment):
         "command goes on from there"
     )
 
-    preset: str = option("zoo", f"{', '.join(PRESETS)}: sets what is not given.")
+    preset: str = option("zoo", f"{', '.join(PRESETS)}: settings for whatever you do not give.")
     models: tuple[str, ...] = option(
         (), "zoo:NAME, a checkpoint folder or a hub id; may be given several times.", flag="--model"
     )
-    kinds: tuple[str, ...] = option((), "native, hooked, bridge, native(eager); may be given several times.", flag="--kind")
-    prompts: str | None = option(None, "A text, a .txt or .jsonl file, arithmetic:N, or what else a verb takes.")
-    strategies: tuple[str, ...] = option((), "greedy, top_k(50,0.8), ...; may be given several times.", flag="--strategy")
-    seeds: int | None = option(None, "How many seeds of each sampled strategy; greedy runs once.", min=1, times="yes")
-    max_new_tokens: int | None = option(None, "Most steps of a decode.", min=1)
-    dtype: str | None = option(None, f"{SHARED['dtype'][1]} The preset's unless given.")
-    device: str | None = shared("device")
-    only: tuple[str, ...] = option((), f"Of {', '.join(EXPERIMENTS)}; may be given several times. All unless given.")
-    more: tuple[str, ...] = option(
-        (), "A choice of one experiment, as in root-cause.flip_steps=32; may be given several times.", flag="--set"
+    kinds: tuple[str, ...] = option(
+        (), "native, hooked, bridge or native(eager); may be given several times.", flag="--kind"
     )
-    engine: str = option("local", "local, ray or ray(WORKERS).", decides="nothing")
+    prompts: str | None = option(None, "A text, a .txt or .jsonl file, arithmetic:N, or any other form that compare takes.")
+    strategies: tuple[str, ...] = option(
+        (), "How tokens are chosen: greedy, top_k(50,0.8), ...; may be given several times.", flag="--strategy"
+    )
+    seeds: int | None = option(None, "Seeds for each sampled strategy; greedy runs once.", min=1, times="yes")
+    max_new_tokens: int | None = option(None, "The most tokens to decode per prompt.", min=1)
+    dtype: str | None = option(None, f"{SHARED['dtype'][1]} Default: the preset's.")
+    device: str | None = shared("device")
+    only: tuple[str, ...] = option((), f"Run only this experiment: {', '.join(EXPERIMENTS)}; may be given several times.")
+    more: tuple[str, ...] = option(
+        (), "An option of one experiment, such as root-cause.flip_steps=32; may be given several times.", flag="--set"
+    )
+    engine: str = option("local", "Where to run: local, ray or ray(WORKERS).", decides="nothing")
 
     # What it is made of ------------------------------------------------------------------------------------------------
 
@@ -308,12 +313,6 @@ class Study(Experiment):
             drawn = self.drawn_by_part(outcome, folder)
             page = write_study(folder.parent, outcome, drawn, self.chosen())
         return [*(file for files in drawn.values() for file in files), *page]
-
-    def say(self, outcome: Outcome, echo: Callable[..., None]) -> None:
-        """What was found, and where the report is."""
-        assert outcome.folder is not None, "a study is a folder"
-        for line in (*self.sentences(outcome), "", *(outcome.folder / name for name in (self.PAGE, *self.FILES))):
-            echo(line)
 
     # Again, without a model --------------------------------------------------------------------------------------------
 

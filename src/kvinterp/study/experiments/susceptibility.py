@@ -1,10 +1,10 @@
-"""Measure how much noise in K and V flips a token, by how sure the model was, and which steps cannot flip.
+"""Measure how much noise in K and V flips a token, given how sure the model was, and which steps cannot flip.
 
-Noise of several sizes goes into the cache while both paths are fed the tokens that the clean one chooses. A step flips where the
-greedy tokens differ. How often it does is counted by the size of the noise and by the margin (the clean path's largest logit less
-its second largest); half of the steps of a margin flip at its threshold. Beside it: whether the chance of a flip follows from the
-margin and the noise of the logits alone, a certificate (a margin above twice the largest change of a logit cannot be overturned),
-and how far the model's own rounding, cached against recompute, lies below the threshold.
+Noise of several sizes is added to the cache while both paths get the tokens that the clean path chooses. A step flips if
+the two paths' greedy tokens differ. Flips are counted by the size of the noise and by the margin (the clean path's
+largest logit minus its second largest); at the threshold of a margin, half of its steps flip. Also measured: whether the
+margin and the noise of the logits alone predict the chance of a flip, a certificate (a margin above twice the largest
+change of a logit cannot flip), and how far the model's own rounding, cached against recompute, lies below the threshold.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ class Susceptibility(Experiment):
     kind: str = shared("kind")
     dtype: str = shared("dtype")
     noise: str = option(
-        "normal", "normal (sizes are standard deviations) or uniform (sizes are half widths), multiplicative."
+        "normal", "Multiplicative noise: normal (sizes are standard deviations) or uniform (sizes are half widths)."
     )
     sizes: str = option("0.03,0.1,0.3,0.5,1,2,4", "Sizes of the noise, with commas.")
-    bins: int = option(4, "How many classes of margin, of as many steps each.", min=1)
-    seeds: int = option(3, "How many draws of the noise.", min=2, times="yes")
-    max_new_tokens: int = option(24, "Most steps a prompt.")
+    bins: int = option(4, "How many classes of margin to form, with equally many steps in each.", min=1)
+    seeds: int = option(3, "How many times to draw the noise.", min=2, times="yes")
+    max_new_tokens: int = option(24, "The most tokens to decode per prompt.")
     device: str | None = shared("device")
     attention: str | None = shared("attention")
 
@@ -113,9 +113,8 @@ class Susceptibility(Experiment):
         lines = [f"{at} ({summary['positions']} steps, {counted(summary['seeds'], 'draw')} of the noise each)."]
         own = summary["rounding"]["rms_logit"]
         if own and not whole["why"]:
-            lines.append(
-                f"The model's own rounding, cached against recompute, moves the logits {whole['rms_logit'] / own:.3g} times less."
-            )
+            times = f"{whole['rms_logit'] / own:.3g}"
+            lines.append(f"The model's own rounding, cached against recompute, moves the logits {times} times less.")
         wrong = int(outcome.tables["certificates"]["flips_certified"].sum())
         if wrong:
             lines.append(f"{counted(wrong, 'step')} certified not to flip did, which cannot be: report it.")

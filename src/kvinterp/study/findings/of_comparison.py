@@ -9,12 +9,22 @@ import numpy as np
 import pandas as pd
 
 from kvinterp import metrics
-from kvinterp.common.numbers import counted, every, most, number
-from kvinterp.metrics.recovery import ONLY_THE_PREFILL
+from kvinterp.common.numbers import against, counted, every, machine_of, most, number
+from kvinterp.comparison import PARTS
+from kvinterp.metrics.recovery import ONLY_THE_PREFILL, TO_SEE_A_DIFFERENCE
 from kvinterp.metrics.statistics import mean_error
 from kvinterp.study.findings.charts import Chart, Panel
-from kvinterp.study.findings.rows import finding, median_of
-from kvinterp.study.reading.results import alike, decoded, let_go_of, means_of, site_of, sites_of, unit_roundoff
+from kvinterp.study.findings.rows import finding, findings_of, lines_of, median_of
+from kvinterp.study.reading.results import (
+    alike,
+    decoded,
+    let_go_of,
+    means_of,
+    right_answers,
+    site_of,
+    sites_of,
+    unit_roundoff,
+)
 
 if TYPE_CHECKING:
     from kvinterp.comparison import Comparison
@@ -22,18 +32,27 @@ if TYPE_CHECKING:
 
 def rows_of_comparison(comparison: Comparison) -> list[dict[str, Any]]:
     """The findings of one comparison, of the steps at which both paths hold the same text unless they say otherwise."""
+    left = [finding("prompt left out", np.nan, note=row["message"], prompt=row["id"])
+            for row in comparison.failures.to_dict("records")]  # fmt: skip
     if comparison.steps.empty:
-        return []
-    return [*_of_logits(comparison), *_of_layers(comparison), *_of_attention(comparison), *_of_routing(comparison),
-            *_of_cache(comparison)]  # fmt: skip
+        return left
+    return [*_of_logits(comparison), *_of_answers(comparison), *_of_layers(comparison), *_of_attention(comparison),
+            *_of_routing(comparison), *_of_cache(comparison), *left]  # fmt: skip
 
 
 def _of_logits(comparison: Comparison) -> Iterator[dict[str, Any]]:
     steps, examples = comparison.same_text(comparison.steps), comparison.examples
-    differ = (steps["max_abs_logit"] > 0).to_numpy()
-    rate = metrics.rate_of(differ, steps["example"].to_numpy(str))
-    first = f"first at step {int(steps.loc[differ, 'step'].min())}" if differ.any() else ""
-    yield finding("steps whose logits differ", rate.effect, (rate.low, rate.high), len(steps), "steps", "%", note=first)
+    known = steps.dropna(subset=["max_abs_logit"])
+    differ = (known["max_abs_logit"] > 0).to_numpy()
+    rate = metrics.rate_of(differ, known["example"].to_numpy(str))
+    advice = TO_SEE_A_DIFFERENCE.rstrip(".") if steps["step"].any() and not comparison.provenance.get("lets_go") else ""
+    first = f"first at step {int(known.loc[differ, 'step'].min())}" if differ.any() else advice
+    if "compared" in steps:
+        none, without = len(steps) - len(known), int(steps["kl"].isna().sum())
+        first = f"compared at {steps['compared'].min()} to {steps['compared'].max()} tokens a step"
+        first += f"; KL not given at {without} of {counted(len(steps), 'step')}, where some token's log-prob is not"
+        first += f"; no token is given by both sides at {counted(none, 'step')}" if none else ""
+    yield finding("steps whose logits differ", rate.effect, (rate.low, rate.high), len(known), "steps", "%", note=first)
     yield finding("largest difference of a logit", steps["max_abs_logit"].max(), n=len(steps), unit="steps")
     mean = f"mean {number(float(steps['kl'].mean()))} over all steps, largest {number(float(steps['kl'].max()))}"
     yield median_of("median of a prompt's mean KL", steps.groupby("example")["kl"].mean(), measure="nats", note=mean)
@@ -55,6 +74,12 @@ def _of_logits(comparison: Comparison) -> Iterator[dict[str, Any]]:
         known = [own["kl"].corr(own[name], method="spearman") for _, own in later.groupby("example") if _varies(own, name)]
         if known:
             yield median_of(f"median rank correlation of KL and {of}, over the steps of a prompt", known, note="")
+
+
+def _of_answers(comparison: Comparison) -> Iterator[dict[str, Any]]:
+    for path, right in right_answers(comparison).items():
+        rate = metrics.share_of(right)
+        yield finding("prompts answered right", rate.effect, (rate.low, rate.high), len(right), measure="%", path=path)
 
 
 _ENOUGH = 20
@@ -154,24 +179,98 @@ def _of_cache(comparison: Comparison) -> Iterator[dict[str, Any]]:
                       path=comparison.provenance["paths"][side])  # fmt: skip
 
 
-def headline_of(comparisons: list[Comparison]) -> list[str]:
+def headline_of(comparisons: Sequence[Comparison]) -> list[str]:
     """Whether the paths agree bit for bit, and whether a token flips, in one sentence each."""
     steps = pd.concat([one.same_text(one.steps) for one in comparisons])
     differing = steps[steps["max_abs_logit"] > 0]
     examples = pd.concat([one.examples for one in comparisons])
     flips, decodes = examples["flip_index"].dropna(), counted(len(examples), "decode")
-    equal = f"The two paths give the same logits, bit for bit, at {every(len(steps), 'step')}."
     if differing.empty and not steps["step"].any():
         return [ONLY_THE_PREFILL]
+    if steps["max_abs_logit"].isna().all():
+        return ["Nothing can be compared: no token is given by both sides."]
+    steps = steps.dropna(subset=["max_abs_logit"])
+    pairs = {" and ".join(one.provenance["paths"].values()) for one in comparisons}
+    who = pairs.pop() if len(pairs) == 1 else "The two paths"
     largest = number(float(differing["max_abs_logit"].max()))
-    apart = (
-        f"The two paths give different logits at {len(differing)} of {counted(len(steps), 'step')}, by {largest} at most."
-    )
-    token = f"In {len(flips)} of {decodes} another token is chosen, the earliest at step" if len(flips) else ""
     return [
-        equal if differing.empty else apart,
-        f"{token} {int(flips.min())}." if token else f"No token changes in {decodes}.",
+        f"{who} give the same logits, bit for bit, at {every(len(steps), 'step')}."
+        if differing.empty
+        else f"{who} give different logits at {len(differing)} of {counted(len(steps), 'step')}, by {largest} at most.",
+        f"In {len(flips)} of {decodes} another token is chosen, the earliest at step {int(flips.min())}."
+        if len(flips)
+        else f"No token changes in {decodes}.",
     ]
+
+
+def where(comparison: Comparison) -> list[str]:
+    """What was compared and whether it differs, then every finding, a line each."""
+    about = comparison.provenance
+    setting = ", ".join(about[name] for name in ("kind", "dtype", "protocol"))
+    said = ["no prompt could be compared."] if comparison.steps.empty else headline_of([comparison])
+    machine = f"; {machine_of(about)}" if "device" in about else ""
+    head = f"{against(about)} on {about['model']} ({setting}{machine}): {' '.join(said)}"
+    return [head, *lines_of(findings_of(rows_of_comparison(comparison)))]
+
+
+# Several comparisons ---------------------------------------------------------------------------------------------------
+
+_LABELS = {
+    "model": lambda about: str(about["model"]).removeprefix("zoo:"),
+    "kind": lambda about: about["kind"],
+    "protocol": lambda about: about["protocol"],
+    "pair": against,
+    "strategy": lambda about: about["strategy"],
+    "dtype": lambda about: about["dtype"],
+}
+
+
+def labelled(comparisons: Sequence[Comparison]) -> list[tuple[dict[str, str], Comparison]]:
+    """Each comparison with what tells it from the others."""
+    varying = [name for name, of in _LABELS.items() if len({of(one.provenance) for one in comparisons}) > 1]
+    return [({name: _LABELS[name](one.provenance) for name in varying}, one) for one in comparisons]
+
+
+def called(comparisons: Sequence[Comparison]) -> dict[str, Comparison]:
+    """The comparisons by what tells them apart; by nothing where there is one."""
+    return {", ".join(labels.values()): one for labels, one in labelled(comparisons)}
+
+
+def rows_between(comparisons: Sequence[Comparison]) -> list[dict[str, Any]]:
+    """The findings of all comparisons, each with what tells it from the others."""
+    return [{**labels, **row} for labels, one in labelled(comparisons) for row in rows_of_comparison(one)]
+
+
+def ladder_of(comparisons: Sequence[Comparison], dtype: str) -> dict[str, list[Comparison]]:
+    """The same model, kind, protocol, paths and prompts in more than one dtype, ``dtype`` first, by what tells them apart."""
+    names = ("model", "kind", "protocol", "pair")
+    found: dict[tuple[str, ...], list[Comparison]] = {}
+    for one in sorted(comparisons, key=lambda each: each.provenance["dtype"] != dtype):
+        setting = tuple(_LABELS[name](one.provenance) for name in names)
+        if one.provenance["dtype"] == dtype:
+            found[setting] = [one]
+        elif setting in found:
+            base = found[setting][0]
+            found[setting][0] = _only(base, base.examples.loc[base.examples["id"].isin(one.examples["id"]), "example"])
+            found[setting].append(one)
+    several = {setting: group for setting, group in found.items() if len(group) > 1}
+    models = [setting[0] for setting in several]
+    return {name[0] if models.count(name[0]) == 1 else ", ".join(name[:3]): group for name, group in several.items()}
+
+
+def _only(comparison: Comparison, examples: pd.Series) -> Comparison:
+    tables = {name: (table := getattr(comparison, name))[table["example"].isin(examples)] for name in PARTS}
+    return type(comparison)(**tables, provenance=comparison.provenance)
+
+
+def rows_of_ladder(rungs: Mapping[str, Sequence[Comparison]]) -> Iterator[dict[str, Any]]:
+    """The largest difference of a logit in each dtype, in its unit roundoff too."""
+    for label, group in rungs.items():
+        for one in group:
+            dtype, largest = one.provenance["dtype"], float(one.steps["max_abs_logit"].max())
+            note = f"{number(largest / unit_roundoff(dtype))} unit roundoffs"
+            what = "largest difference of a logit, the same prompts in each dtype"
+            yield finding(what, largest, n=len(one.steps), unit="steps", note=note, of=label, dtype=dtype)
 
 
 # Charts ----------------------------------------------------------------------------------------------------------------

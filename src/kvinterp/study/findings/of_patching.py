@@ -10,7 +10,7 @@ import pandas as pd
 
 from kvinterp import metrics
 from kvinterp.common.numbers import against, counted, every, number, percent, upper
-from kvinterp.comparison.vocabulary import ANEW, PARTS, RECOVERED
+from kvinterp.comparison.vocabulary import ANEW, PARTS, RECOVERED, UNCHANGED
 from kvinterp.metrics.recovery import TO_SEE_A_DIFFERENCE
 from kvinterp.study.findings.charts import Chart, Panel
 from kvinterp.study.findings.rows import finding, median_of
@@ -57,8 +57,22 @@ def headline_of_sweep(sweep: Sweep) -> list[str]:
         "blocks": "positions {positions} recover",
     }.get(best["sweep"], "layer {layer:g}, head {head:g} recovers").format(**best)
     how = f"{best['site']}, {summary['direction']}, {counted(int(best['defined']), 'prompt')}"
+    how += f", along the residual stream to {sweep.provenance['receiver']}" if "receiver" in sweep.provenance else ""
     few = "No place recovers a twentieth. " if best["median"] < 0.05 else ""
-    return [f"{few}{upper(place)} most: {percent(best['median'])} of the {of} ({how}).", *lines]
+    lead = f"{few}{upper(place)} most: {percent(best['median'])} of the {of} ({how})."
+    return [lead, *_unchanged(sweep.recovery, ["sweep", "layer", "head", "positions"]), *lines]
+
+
+def _unchanged(table: pd.DataFrame, labels: list[str]) -> list[str]:
+    """Which patches put in what was there already, in every prompt: their recovery of 0 is no finding."""
+    # What an older version kept does not say.
+    if "unchanged" not in table:
+        return []
+    idle = table.groupby(labels, sort=False)["unchanged"].all()
+    layers = sorted({int(layer) for layer in idle[idle].index.get_level_values("layer") if layer >= 0})
+    where = f" (layer {', '.join(map(str, layers))})" if layers else ""
+    said = f"{int(idle.sum())} of {len(idle)} patches{where} {UNCHANGED}: what gives is equal to what takes there."
+    return [said] if idle.any() else []
 
 
 def rows_of_sweep(sweep: Sweep) -> Iterator[dict[str, Any]]:
@@ -97,7 +111,7 @@ def charts_of_sweep(sweep: Sweep, of: str = "") -> dict[str, Chart]:
     if len(heads := frame[frame["sweep"].isin(HEADS)]):
         medians = heads[heads["defined"]].groupby(["sweep", "layer", "head"])["recovery"].median()
         places = pd.MultiIndex.from_frame(heads[["sweep", "layer", "head"]].drop_duplicates())
-        head = "query head" if about["site"] in ("q", "z", "pattern") else "KV head"
+        head = "query head" if about["site"] in ("q", "z", "result", "pattern") else "KV head"
         cells = medians.reindex(places).reset_index()
         panels.append(Panel(cells, "head", "layer", "map", "recovery", facet="sweep", titles=HEADS, scale="signed",
                             label=f"median recovery\n{what}", xlabel=head))  # fmt: skip
@@ -242,7 +256,9 @@ def headline_of_activation_patching(found: ActivationPatching) -> list[str]:
         return [f"Both prompts show the same ({ends}), so no place can restore it: give two whose answers differ."]
     many = f", mean of {counted(found.pairs, 'pair')}" if found.pairs > 1 else ""
     by = f"{found.site}, attributed" if found.method == "attribution" else found.site
+    by += f" along the residual stream to {found.receiver}" if found.receiver else ""
     lines = [f"{upper(_place_of(best))} restores most: {percent(best['recovery'])} by {by} ({ends}{many})."]
+    lines += _unchanged(found.frame, [name for name in ("layer", "head", "start") if name in found.frame])
     if len(found.checked):
         lines.append(
             f"Attribution is off by {percent(found.error)} of what {len(found.checked)} true patches change (L2 over L2)."

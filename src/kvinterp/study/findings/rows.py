@@ -110,10 +110,9 @@ def line(found: dict[str, Any]) -> str:
     amount = "has no number" if pd.isna(found["estimate"]) else value(found, found["estimate"])
     said = f"{f'{of}: ' if of else ''}{found['finding']} {amount}"
     interval = ends_said(found["low"], found["high"], "95% interval {}", lambda end: bare(found, end))
-    unit = found["unit"].removesuffix("s") if found["n"] == 1 else found["unit"]
-    n = f"n = {found['n']:g} {unit}" if found["n"] else ""
+    n = f"n = {of_how_many(found)}" if found["n"] else ""
     null = "" if pd.isna(found["null"]) else f"null {bare(found, found['null'])}"
-    within = ", ".join(filter(None, (interval, n, null, _tested(found))))
+    within = ", ".join(filter(None, (interval, n, null, tested(found))))
     ending = "; ".join(filter(None, (found["verdict"], found["note"])))
     return f"{said}{f' ({within})' if within else ''}{f': {ending}' if ending else ''}."
 
@@ -122,6 +121,12 @@ def place(found: dict[str, Any]) -> str:
     """What a finding is of, by its labels: texts as they are, numbers behind their label's name."""
     known = {name: of for name, of in found.items() if name not in COLUMNS and not pd.isna(of) and of != ""}
     return ", ".join(of if isinstance(of, str) else f"{name.replace('_', ' ')} {of:g}" for name, of in known.items())
+
+
+def of_how_many(found: dict[str, Any]) -> str:
+    """How many units a finding rests on."""
+    unit = found["unit"].removesuffix("s") if found["n"] == 1 else found["unit"]
+    return f"{found['n']:,g} {unit}" if found["n"] else ""
 
 
 def value(found: dict[str, Any], given: float) -> str:
@@ -136,7 +141,8 @@ def bare(found: dict[str, Any], given: float) -> str:
     return f"{100 * given:.3g}%" if abs(given) < 100 else f"{number(100 * given)}%"
 
 
-def _tested(found: dict[str, Any]) -> str:
+def tested(found: dict[str, Any]) -> str:
+    """The test of a finding and its p-values; nothing where nothing was tested."""
     if pd.isna(found["p"]):
         return str(found["test"])
     corrected = "" if pd.isna(found["p_corrected"]) else f", corrected {number(found['p_corrected'])}"

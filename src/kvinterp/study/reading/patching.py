@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvinterp.common.numbers import counted, upper
-from kvinterp.comparison.vocabulary import RECOVERED
+from kvinterp.comparison.vocabulary import RECOVERED, UNCHANGED
 
 if TYPE_CHECKING:
     from kvinterp.patching import Asked, PatchAnswer
@@ -15,7 +15,7 @@ _DISTANCES = {**RECOVERED, "l2": "L2 distance of the logits"}
 
 def recovery_said(answer: PatchAnswer) -> tuple[str, str]:
     """What one patch by hand did: the share that it recovered, or the distance that an ablation made, and what it is of."""
-    over = f"over {counted(len(answer.steps), 'step')}"
+    over = f"over {counted(len(answer.steps), 'step')}" + (f". The patch {UNCHANGED}" if answer.unchanged else "")
     if answer.asked.ablates:
         kl, l2 = _exactly(answer.d_after, "nats"), _exactly(answer.l2_after)
         lead = f"KL(unpatched || patched) {kl}, L2 distance of the logits {l2}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
@@ -14,40 +14,16 @@ from kvinterp.models import dtype_named
 if TYPE_CHECKING:
     from kvinterp.comparison import Comparison
     from kvinterp.data import Prompt
-    from kvinterp.study.results import Result
 
 
-def model_of(result: Result) -> str:
+def model_of(comparison: Comparison) -> str:
     """The model's name without ``zoo:``."""
-    return str(result.comparison.provenance["model"]).removeprefix("zoo:")
+    return str(comparison.provenance["model"]).removeprefix("zoo:")
 
 
-def kind_of(result: Result) -> str:
-    """The model's kind."""
-    return str(result.comparison.provenance["kind"])
-
-
-def place_of(result: Result) -> tuple[str, str]:
-    """The model's name and kind."""
-    return model_of(result), kind_of(result)
-
-
-def with_protocol(results: Sequence[Result], protocol: str) -> list[Result]:
-    """Those made under one protocol."""
-    return [r for r in results if r.comparison.provenance["protocol"] == protocol]
-
-
-def grouped(results: Iterable[Result]) -> dict[tuple[str, str], list[Result]]:
-    """The results of each model and kind."""
-    groups: dict[tuple[str, str], list[Result]] = {}
-    for result in results:
-        groups.setdefault(place_of(result), []).append(result)
-    return groups
-
-
-def leading(results: Sequence[Result]) -> list[Result]:
-    """One result of each model and kind: the matched one where there is one, because it measures arithmetic alone."""
-    return [(with_protocol(group, "matched") or group)[0] for group in grouped(results).values()]
+def matched(comparisons: Sequence[Comparison]) -> list[Comparison]:
+    """Those that measure arithmetic alone, or where there is none all."""
+    return [one for one in comparisons if one.provenance["protocol"] == "matched"] or list(comparisons)
 
 
 def judged(prompt: Prompt | None, text: object) -> bool | None:
@@ -55,12 +31,13 @@ def judged(prompt: Prompt | None, text: object) -> bool | None:
     return None if prompt is None or prompt.task not in JUDGES else score(prompt, str(text))
 
 
-def right_answers(result: Result) -> tuple[int, int] | None:
-    """How many prompts each path answered right, or None where a prompt has nothing to judge it by."""
-    prompts = {prompt.id: prompt for prompt in result.prompts}
-    examples = result.comparison.examples
-    sides = [[judged(prompts.get(row["id"]), row[f"text_{s}"]) for row in examples.to_dict("records")] for s in ("a", "b")]
-    return None if examples.empty or None in sides[0] else (sum(map(bool, sides[0])), sum(map(bool, sides[1])))
+def right_answers(comparison: Comparison) -> dict[str, list[bool]]:
+    """By path, whether each prompt was answered right; nothing where a prompt has nothing to judge it by."""
+    prompts = {prompt.id: prompt for prompt in comparison.prompts}
+    rows = comparison.examples.to_dict("records")
+    found = {path: [judged(prompts.get(row["id"]), row[f"text_{side}"]) for row in rows]
+             for side, path in comparison.provenance["paths"].items()}  # fmt: skip
+    return {} if not rows or any(None in each for each in found.values()) else found  # type: ignore[return-value]
 
 
 def only(table: pd.DataFrame, **values: Any) -> pd.DataFrame:

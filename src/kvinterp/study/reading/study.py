@@ -14,8 +14,7 @@ from kvinterp.study.reading.claims import claims_said
 def said_of_study(tables: Mapping[str, pd.DataFrame], summary: Mapping[str, Any]) -> list[str]:
     """Sentences about a whole study, from its tables and its summary."""
     counts = summary["counts"]
-    # The first two: how many hold, and how that was decided.
-    said = claims_said(tables["claims"])[:2] if "claims" in tables else []
+    said = [claims_said(tables["claims"])] if "claims" in tables else []
     models = list(summary["provenance"])
     said.append(
         f"This is of {listed(models)} on {machines_of(summary['provenance'].values())}: of other models and other kernels it "

@@ -10,13 +10,16 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from kvinterp.auditing.folder import put, tables_of
+from kvinterp.common.numbers import counted
 from kvinterp.comparison.vocabulary import EMBEDDING
 from kvinterp.errors import InputError
 from kvinterp.models.adapter import DTYPES
-from kvinterp.study.findings import Chart, Panel
 from kvinterp.study.findings.of_comparison import ladder_chart
+from kvinterp.study.report import given
 from kvinterp.study.report.charts import drawn
-from kvinterp.study.report.page import Answer, Bullets, Column, Links, Pairs, Picture, Table, Text, render
+from kvinterp.study.report.experiment import kicker_of
+from kvinterp.study.report.page import Answer, Bullets, Column, Folded, Links, Pairs, Picture, Table, Text, render
+from kvinterp.study.report.study import claims_tables
 from kvinterp.study.report.style import png
 from kvinterp.study.report.svg import inline
 
@@ -53,9 +56,9 @@ _CHECKS = (
 )
 
 
-def texts_of(audit: Audit, said: Sequence[str] = ()) -> dict[str, str]:
-    """Page and verdict by the names of their files; ``said`` stands on the page too."""
-    return {"report.html": page(audit, said), "verdict.json": audit.verdict.to_json()}
+def texts_of(audit: Audit, claims: pd.DataFrame | None = None) -> dict[str, str]:
+    """Page and verdict by the names of their files; what was claimed elsewhere stands on the page too."""
+    return {"report.html": page(audit, claims), "verdict.json": audit.verdict.to_json()}
 
 
 def layer_table(audit: Audit, order: str = "native") -> pd.DataFrame:
@@ -82,50 +85,49 @@ def save_verdict(verdict: Verdict, folder: Path) -> Path:
     """
     if not verdict.provenance:
         raise InputError("this verdict does not say what it was made with: make the audit again.")
+    if verdict.given:
+        return put(given.texts_of(verdict), folder, {} if verdict.tokens is None else {"given": verdict.tokens})
     return put({"report.html": page_of(verdict, [Text(_BLOCKS_ELSEWHERE)]), "verdict.json": verdict.to_json()}, folder)
 
 
-def page(audit: Audit, said: Sequence[str] = ()) -> str:
+def page(audit: Audit, claims: pd.DataFrame | None = None) -> str:
     """The page, self-contained; whatever comes from the model is escaped."""
     verdict, own = audit.verdict, audit.provenance["dtype"]
+    elsewhere = [] if claims is None else [Folded("What was claimed elsewhere", claims_tables(claims, {}))]
     blocks = [
         Text(_BLOCKS, look="note"),
         *_layers(audit, verdict.first_layer if verdict.exit_code else None),
         *_last_token(audit.rung(own), own),
-        *([Text("What was claimed elsewhere", look="h2"), Bullets(said)] if said else []),
     ]
-    return page_of(verdict, blocks, [f"{name}.parquet" for name in tables_of(audit)])
+    return page_of(verdict, blocks, [f"{name}.parquet" for name in tables_of(audit)], elsewhere)
 
 
-def page_of(verdict: Verdict, blocks: Sequence[Any], files: Sequence[str] = ()) -> str:
-    """The page of a verdict.
+def page_of(verdict: Verdict, blocks: Sequence[Any], files: Sequence[str] = (), more: Sequence[Any] = ()) -> str:
+    """The page of a verdict: word and reason, the ladder, what did not pass; all else is folded.
 
     Args:
         verdict: The verdict.
         blocks: What is shown of every block: parts of a page.
         files: The tables that are written beside it.
+        more: Parts that stand behind those.
     """
     first, why, _ = verdict.parts
     figure = ladder_figure(verdict.evidence)
+    rungs = _table([_rung_row(name, found) for name, found in verdict.evidence.items()])
     parts = [
         Answer([first, *why], {0: "good", 3: "unsure"}.get(verdict.exit_code, "bad")),
         *_place(verdict),
-        Text("What was exercised, and what not", look="h2"),
-        *_exercised(verdict),
-        Text("The ladder", look="h2"),
         *([] if figure is None else [Picture("The precision ladder", png(figure), svg=inline(figure, "ladder"))]),
-        Text(_LADDER, look="note"),
-        _table([_rung_row(name, found) for name, found in verdict.evidence.items()]),
-        Text("First tensor that differs, given equal inputs", look="h3"),
-        *_first_tensors(verdict),
-        Text("Block by block, given equal inputs", look="h2"),
-        *blocks,
+        *_exercised(verdict),
+        Folded("The ladder, precision by precision", [Text(_LADDER, look="note"), rungs]),
+        Folded("The first tensor that differs, given equal inputs", _first_tensors(verdict)),
+        Folded("Block by block, given equal inputs", blocks),
+        *more,
         *_seconds(pd.DataFrame(verdict.seconds)),
-        Text("Made with", look="h2"),
-        _pairs(verdict.provenance),
+        Folded("What this was made with", [_pairs(verdict.provenance)]),
         Links(files={name: name for name in (*files, "verdict.json")}, label="Beside this page:"),
     ]
-    return render("audit", f"Audit of {verdict.provenance['model']}", parts)
+    return render("audit", f"Audit of {verdict.provenance['model']}", parts, kicker=kicker_of({"": verdict.provenance}))
 
 
 # The verdict and what was exercised ------------------------------------------------------------------------------------
@@ -140,22 +142,24 @@ def _place(verdict: Verdict) -> list[Pairs]:
 
 
 def _exercised(verdict: Verdict) -> list[Any]:
+    """The checks that did not pass, and folded those that did; what was run, and notes."""
     run = verdict.parts[2]
-    parts: list[Any] = [Text(run)] if run else []
     detail = "what it showed, or why it was not run"
-    rows = [
-        {
+    rows: dict[bool, list[Row]] = {False: [], True: []}
+    for check in verdict.checks:
+        rows[check.status == "passed"].append({
             "check": check.name,
             "status": check.status,
             "error": check.error,
             "without a cache": check.null,
             detail: check.detail + (f" Hint: {check.hint}" if check.hint else ""),
-        }
-        for check in verdict.checks
-    ]
-    none = Text("Nothing else was asked for: the audit was made without further checks.", look="note")
-    parts += [Text(_CHECKS, look="note"), _table(rows, text=detail)] if rows else [none]
-    return [*parts, *([Text("Notes", look="h3"), Bullets(verdict.notes)] if verdict.notes else [])]
+        })  # fmt: skip
+    parts: list[Any] = [_table(rows[False], text=detail)] if rows[False] else []
+    told: list[Any] = [Text(run)] if run else []
+    told += [Text(_CHECKS, look="note"), _table(rows[True], text=detail)] if rows[True] else []
+    none = [] if verdict.checks else [Text("Nothing else was asked for: the audit was made without further checks.")]
+    parts.append(Folded(f"What was exercised: {counted(len(rows[True]), 'check')} passed", [*told, *none]))
+    return [*parts, *([Folded("Notes", [Bullets(verdict.notes)])] if verdict.notes else [])]
 
 
 def _number(value: Any) -> str:
@@ -269,16 +273,10 @@ def _taken_away(found: Row) -> str:
 
 def _seconds(table: pd.DataFrame) -> list[Any]:
     """What took how long; nothing for an audit that was kept before that was written down."""
-    if table.empty:
-        return []
-    took = table.groupby(["part", "rung"], sort=False)["seconds"].sum().reset_index()
-    panel = Panel(took, "seconds", "part", "dots", color="rung", scale="linear", label="seconds")
-    figure = drawn(Chart("What took how long", [panel]), [])
-    picture = Picture("What took how long", png(figure), svg=inline(figure, "seconds"))
-    return [Text("What took how long", look="h2"), picture, _table(table.to_dict("records"))]
+    return [] if table.empty else [Folded("What took how long", [_table(table.to_dict("records"))])]
 
 
-# Blocks and one token --------------------------------------------------------------------------------------------------
+# Blocks ----------------------------------------------------------------------------------------------------------------
 
 
 def _layers(audit: Audit, marked: int | None) -> list[Any]:
@@ -300,36 +298,12 @@ def _last_token(rung: PrecisionRun | None, own: str) -> list[Any]:
     """The report format of transformers issue 46190, for a step that differs where there is one."""
     if rung is None or rung.layers.empty:
         return []
-    layers, top = rung.layers, rung.top
-    position, prefill = int(layers["position"].iloc[0]), int(layers["prefill"].iloc[0])
-    where = f"position {position}, fed after a prompt of {prefill} tokens"
-    title = Text(f"One token, free-running, in {own}", look="h2")
-    differing = top[top["difference"] > 0]
-    if not (layers["max_abs"] > 0).any() and differing.empty:
-        also = "" if len(rung.differing_steps) else f" So is every logit of all {len(rung.steps)} steps."
-        return [title, Text(f"At {where}, every layer's output and every logit is the same on both paths.{also}")]
-    return [
-        title,
-        Text(
-            f"At {where}. Layer n is hidden_states[n], what block n - 1 returned; of the last block before the final norm.",
-            look="note",
-        ),
-        _issue(layers.assign(layer=(layers["layer"] + 1).astype(int)), _ISSUE_LAYERS),
-        Text("Logits that differ most", look="h3"),
-        Text("No logit differs at this position.") if differing.empty else _issue(differing, _ISSUE_TOP),
-    ]
+    position, prefill = (int(rung.layers[name].iloc[0]) for name in ("position", "prefill"))
+    said = f"One token, free-running, in {own}: position {position}, fed after a prompt of {prefill} tokens"
+    layers = rung.layers.assign(layer=rung.layers["layer"] + 1)
+    tables = (table[list(names)].rename(columns=names) for table, names in ((layers, _ISSUE_LAYERS), (rung.top, _ISSUE_TOP)))
+    return [Text(f"{said}. Layer n is hidden_states[n].", look="h3"), *(_table(table.to_dict("records")) for table in tables)]
 
 
-_ISSUE_LAYERS = {"Layer": ("layer", "d"), "Max Abs Diff": ("max_abs", ".6e"), "Mean Abs Diff": ("mean_abs", ".6e")}
-_ISSUE_TOP = {
-    "Index": ("index", "d"),
-    "Full Forward": ("recompute", ".6f"),
-    "Prefill+Decode": ("cached", ".6f"),
-    "Abs Diff": ("difference", ".6e"),
-}
-
-
-def _issue(frame: pd.DataFrame, columns: Mapping[str, tuple[str, str]]) -> Table:
-    """A table of the issue's; of each column what it shows, and how."""
-    rows = frame.to_dict("records")
-    return _table([{name: format(row[shown], spec) for name, (shown, spec) in columns.items()} for row in rows])
+_ISSUE_LAYERS = {"layer": "Layer", "max_abs": "Max Abs Diff", "mean_abs": "Mean Abs Diff"}
+_ISSUE_TOP = {"index": "Index", "recompute": "Full Forward", "cached": "Prefill+Decode", "difference": "Abs Diff"}

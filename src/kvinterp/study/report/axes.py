@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure, FigureBase
@@ -151,6 +150,6 @@ def mapped(axes: Axes, values: np.ndarray, norm: Any, cmap: Any = None, **how: A
     """A heatmap with the first row below; without a map of its own what is not above 0 stays white."""
     axes.grid(visible=False)
     if cmap is None:
-        cmap = colormaps[CMAP].with_extremes(bad="#ffffff")
+        cmap = CMAP.with_extremes(bad="#ffffff")
         values = np.ma.masked_where(~(values > 0), values)
     return axes.imshow(values, norm=norm, cmap=cmap, aspect="auto", origin="lower", interpolation="nearest", **how)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import pandas as pd
-from matplotlib import colormaps
 from matplotlib.axes import Axes
-from matplotlib.colors import LinearSegmentedColormap, ListedColormap, Normalize
+from matplotlib.colors import ListedColormap, Normalize
 from matplotlib.figure import Figure, FigureBase
 
 from kvinterp.common.numbers import percent, short
@@ -33,32 +33,32 @@ from kvinterp.study.report.axes import (
     zero_aware,
 )
 from kvinterp.study.report.ink import ink_on
-from kvinterp.study.report.style import CMAP, line_of, of_models, series_of, sheet
+from kvinterp.study.report.style import CMAP, DIVERGING, line_of, of_models, series_of, sheet
 
-#: White at 0, orange below, blue above: told apart by the colour-blind; in grey the sign in each cell tells.
-DIVERGING = LinearSegmentedColormap.from_list("recovery", ["#8f3a00", "#e08a4a", "#ffffff", "#4a90c2", "#003f6b"])
-_CMAP = colormaps[CMAP]
 _GREY = "#808080"
 _WRITTEN = 96
 """So many cells of a map have their numbers written."""
 _SHARE = (-0.03, 1.03)
 _EDGE = 1.12
+_NARROW = 4.6
+"""Inches that a phone shows without scrolling."""
 _ON_WHITE = {"facecolor": "#ffffff", "edgecolor": "none", "alpha": 0.85, "pad": 0.8}
 
 
-def drawn(chart: Chart, provenances: Sequence[Mapping[str, Any]]) -> Figure:
-    """The figure of a chart, signed with the models that it is of.
+def drawn(chart: Chart, provenances: Sequence[Mapping[str, Any]], wide: float = 7.2) -> Figure:
+    """The figure of a chart, signed with the models that it is of; its ``narrow()`` draws the same for a phone.
 
     Args:
         chart: What is drawn.
         provenances: Those of the models.
+        wide: Inches that it is wide, at least.
     """
     grids = [_grid(panel) for panel in chart.panels]
     heights = [rows * _height(panel) + _below(panel) for panel, (_, rows, _) in zip(chart.panels, grids, strict=True)]
     widest = max(
         2.6 * columns + 1.9 * (panel.kind == "dots") for panel, (_, _, columns) in zip(chart.panels, grids, strict=True)
     )
-    with sheet(max(7.2, widest), 0.9 + sum(heights)) as figure:
+    with sheet(max(wide, widest), 0.9 + sum(heights)) as figure:
         # Within a part of the sheet, so that the small print has a place of its own.
         inner: FigureBase = figure.subfigures(1, 1, squeeze=False)[0, 0]
         told: list[str] = []
@@ -69,9 +69,14 @@ def drawn(chart: Chart, provenances: Sequence[Mapping[str, Any]]) -> Figure:
             (_map if panel.kind == "map" else _series)(part, grid, panel, facets)
             labels = grid.flat[0].get_legend_handles_labels()[1]
             if len(labels) > 1 and labels != told:
-                legend_outside(part, grid.flat[0], 2 if max(map(len, labels)) > 24 else 4)
+                legend_outside(
+                    part, grid.flat[0], (2 if max(map(len, labels)) > 24 else 4) // (2 if wide <= _NARROW else 1)
+                )
             told = labels
         headed(figure, chart.title)
+        if wide > _NARROW and not any(panel.kind == "map" for panel in chart.panels):
+            narrow = dataclasses.replace(chart, panels=[dataclasses.replace(panel, columns=1) for panel in chart.panels])
+            figure.narrow = lambda: drawn(narrow, provenances, _NARROW)  # type: ignore[attr-defined]  # for a page
         return of_models(figure, provenances, chart.notes)
 
 
@@ -263,11 +268,11 @@ def _map(target: FigureBase, grid: Any, panel: Panel, facets: Sequence[Any]) -> 
         axes.patch.set(hatch="//////", facecolor="#ededed", edgecolor="#a0a0a0", linewidth=0)
         mapped(axes, np.where(np.isnan(cells), np.nan, 1.0), None, ListedColormap(["#ffffff"]))
         image = mapped(
-            axes, cells if signed else np.ma.masked_where(~(cells > 0), cells), norm, DIVERGING if signed else _CMAP
+            axes, cells if signed else np.ma.masked_where(~(cells > 0), cells), norm, DIVERGING if signed else CMAP
         )
         room = cells.size <= _WRITTEN
         for (row, column), value in np.ndenumerate(cells) if signed or room else ():
-            color = DIVERGING(min(1.0, max(0.0, (value / limit + 1) / 2))) if signed else _CMAP(norm(value))
+            color = DIVERGING(min(1.0, max(0.0, (value / limit + 1) / 2))) if signed else CMAP(norm(value))
             _written(axes, row, column, value, limit, room, panel.scale == "signed", color)
         if panel.level is not None:
             axes.axvline(columns.index(panel.level) - 0.5, color="#000000", linewidth=1.1, linestyle=(0, (3, 1.5)))

@@ -2,21 +2,42 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
 from kvinterp._version import __version__
-from kvinterp.common.numbers import counted, number
+from kvinterp.common.numbers import counted, listed, machines_of, number, sentence
 from kvinterp.common.store import write_whole
-from kvinterp.study.report.findings import findings_table
+from kvinterp.comparison.vocabulary import PROTOCOLS
+from kvinterp.study.report.findings import OPEN, findings_table
 from kvinterp.study.report.latex import numeric
-from kvinterp.study.report.page import Answer, Column, Folded, Pairs, Table, Text, render
+from kvinterp.study.report.page import Answer, Column, Folded, Links, Pairs, Table, Text, opened, render
 from kvinterp.study.report.svg import picture
 from kvinterp.study.report.tokens import SCRIPTS, SHEETS
 
+if TYPE_CHECKING:
+    from kvinterp.common.parquet import LongTable
+
+GLOSSARY = {
+    "path": "How next-token logits are computed: from a KV cache, one new token a step, or from the whole prefix again.",
+    "step": "Step 0 is the token the prefill decides; step 1 is the first that a cached path computes from one token.",
+    "matched": sentence(PROTOCOLS["matched"]),
+    "free": sentence(f"{PROTOCOLS['free']}, and KL from there on measures two texts instead of rounding"),
+    "KL (nats)": "0 for equal distributions. A logit difference a hundred times smaller gives a KL ten thousand times smaller.",
+    "exactly 0": "The same to the bit; a KL can also be too small for float64. Figures give zeros a place of their own.",
+    "margin": "How many logits the most likely token is ahead of the next. A greedy choice can flip only where the largest "
+    "logit difference is at least half of it.",
+    "unit in the last place": "The distance from a number to the next one that its dtype can hold.",
+    "95% interval": "Of a median by order statistics, from six prompts on; of a share Clopper and Pearson's; prompts are drawn "
+    "whole. A dash says that there is none.",
+    "null": "The same number where nothing should be found.",
+    "drawn": "Estimate, interval and null between the smallest and the largest number of the same finding.",
+    "machine": "The kernels of other processors add in other orders: there paths can be equal where they differ here.",
+}
 _ROWS = 40
 """Rows of a table that the page shows; the file has them all."""
 
@@ -25,14 +46,15 @@ def write_experiment(
     folder: Path,
     question: str,
     sentences: Sequence[str],
-    tables: Mapping[str, pd.DataFrame],
+    tables: Mapping[str, pd.DataFrame | LongTable],
     figures: Sequence[Path],
     chosen: Mapping[str, Any],
     provenance: Mapping[str, Any],
     lead: Sequence[Any] = (),
     findings: pd.DataFrame | None = None,
+    beside: Sequence[str] = (),
 ) -> Path:
-    """Writes ``report.html``.
+    """Writes ``report.html``: what was found in a sentence, one picture, the findings; all else is folded.
 
     Args:
         folder: The folder of the result.
@@ -42,38 +64,60 @@ def write_experiment(
         figures: Their PNGs; drawn as SVG where they were saved within :func:`kvinterp.study.report.style.keeping`.
         chosen: The choices.
         provenance: The provenance: of one model, or of each by its name.
-        lead: Parts that stand right behind what was found.
-        findings: What was found, row by row.
+        lead: Parts that stand behind the findings.
+        findings: What was found, row by row; without them the first table stands in their place.
+        beside: The files that lie beside it.
 
     Returns:
         The page's path.
     """
     heading, _, more = question.partition("\n")
-    lines = [line for line in sentences if line]
     several = (
         provenance if provenance and all(isinstance(one, Mapping) for one in provenance.values()) else {"": provenance}
     )
-    models = dict.fromkeys(str(each.get("model", name)) for name, each in several.items())
-    parts: list[Any] = [*([Answer(lines)] if lines else []), *lead]
-    pictures = [picture(path, path.stem.replace("_", " ")) for path in figures if path.suffix == ".png"]
-    parts += pictures if findings is None else [*pictures[:1], findings_table(findings), *pictures[1:]]
+    drawn = [path for path in figures if path.suffix == ".png"]
+    pictures = [picture(path, path.stem.replace("_", " "), narrow=path == drawn[0]) for path in drawn]
+    rest = {name: table for name, table in tables.items() if name != "findings" and isinstance(table, pd.DataFrame)}
+    shown = list(rest)[:1] if findings is None else []
+    lines = list(filter(None, sentences))
+    parts: list[Any] = [*([Answer(lines)] if lines else []), *pictures[:1]]
+    first = [table_of(name, rest.pop(name)) for name in shown]
+    parts += [dataclasses.replace(table, folded="", caption=table.folded) for table in first]
+    parts += opened(findings_table(findings), OPEN, "findings") if findings is not None and len(findings) else []
+    parts += lead
+    parts += [Folded(counted(len(pictures) - 1, "more figure"), pictures[1:], "figures")] if pictures[1:] else []
+    folded = [table_of(name, table) for name, table in rest.items() if len(table)]
+    parts += [Folded(counted(len(folded), "table"), folded, "tables")] if folded else []
     if more.strip():
         parts.append(Folded("What was asked", [Text(text) for text in more.strip().split("\n\n")]))
-    parts += [shown(name, table) for name, table in tables.items() if name != "findings"]
-    parts += last_parts(chosen, several, "every table as .parquet, the figures, and all of it in summary.json.")
-    kicker = " · ".join([f"kvinterp {__version__}", ", ".join(filter(None, models))])
+    parts += last_parts(chosen, several, beside)
+    more_of = {"scripts": SCRIPTS, "sheets": (*SHEETS, "shaded")} if lead else {}
     path = folder / "report.html"
-    more_of = {"scripts": SCRIPTS, "sheets": SHEETS} if lead else {}
-    write_whole(path, render("report", f"kvinterp: {heading}", parts, heading, kicker, **more_of))
+    write_whole(path, render("report", f"kvinterp: {heading}", parts, heading, kicker_of(several), **more_of))
     return path
 
 
-def last_parts(chosen: Mapping[str, Any], several: Mapping[str, Mapping[str, Any]], beside: str) -> list[Any]:
-    """How a page of experiments ends: what was chosen, what made it, and what lies beside it."""
+def kicker_of(several: Mapping[str, Mapping[str, Any]]) -> str:
+    """The line above a heading: version, models, precision and machine, each once."""
+    models = [str(each.get("model", name)) for name, each in several.items()]
+    made = [each for each in several.values() if "device" in each and "threads" in each]
+    kinds = [str(each[name]) for name in ("kind", "dtype") for each in several.values() if name in each]
+    said = (
+        f"kvinterp {__version__}",
+        listed(list(dict.fromkeys(filter(None, models)))),
+        *dict.fromkeys(kinds),
+        machines_of(made) if made else "",
+    )
+    return " · ".join(filter(None, said))
+
+
+def last_parts(chosen: Mapping[str, Any], several: Mapping[str, Mapping[str, Any]], files: Sequence[str]) -> list[Any]:
+    """How a page of experiments ends: how to read it, what was chosen, what made it, and the files beside it."""
     return [
+        Folded("How to read this", [Pairs(GLOSSARY)]),
         Folded("What was chosen", [Pairs({name: said(value) for name, value in chosen.items()}, "beside")]),
         *made_with_parts(several, "model"),
-        Text(f"Beside this page: {beside}", look="note"),
+        *([Links(files={name: name for name in files}, label="Beside this page:")] if files else []),
     ]
 
 
@@ -105,7 +149,7 @@ def flattened(provenance: Mapping[str, Any], prefix: str = "") -> dict[str, str]
     return rows
 
 
-def shown(name: str, table: pd.DataFrame) -> Table:
+def table_of(name: str, table: pd.DataFrame) -> Table:
     """The beginning of a table, folded, under the name ``table-NAME``."""
     counts = f"{counted(len(table), 'row')} of {counted(table.shape[1], 'column')}"
     more = f", the first {_ROWS} here, all in {name}.parquet" if len(table) > _ROWS else ""
@@ -115,7 +159,7 @@ def shown(name: str, table: pd.DataFrame) -> Table:
         [number(cell) if is_number else said(cell) for cell, is_number in zip(row, numbers.values(), strict=True)]
         for row in table.head(_ROWS).itertuples(index=False)
     ]
-    return Table(head, rows, folded=f"{name}: {counts}{more}", name=f"table-{name}", file=f"{name}.parquet")
+    return Table(head, rows, folded=f"{name}: {counts}{more}", name=f"table-{name}")
 
 
 def said(value: Any) -> str:

@@ -1,16 +1,46 @@
-"""The page of another engine's log-probs: the verdict, each step, the distances, what was tried, and what others print."""
+"""The page of another engine's log-probs: the verdict, the tokens shaded by their difference, each step, what was ruled out."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvinterp.auditing.verdict import Verdict
-from kvinterp.study.report.page import Answer, Column, Links, Pairs, Table, Text, render
+import numpy as np
+import pandas as pd
 
+from kvinterp.auditing.verdict import Verdict
+from kvinterp.common.numbers import counted, number
+from kvinterp.errors import in_one_line, visible
+from kvinterp.study.report.page import Answer, Column, Folded, Links, Pairs, Shaded, Table, Text, fragment, render
+
+SHEETS = ("shaded",)
+"""The styles of a page with shaded tokens."""
+BOUNDS = (1, 3, 10, 30, 100)
+"""From which on a difference has the next shade, in units of rounding; from the last on it is off the scale."""
+OPEN, TOKENS, LARGEST = 4, 2**16, 10
+"""So many sequences are seen at once, so many tokens are on the page at most, and so many rows has the table of the largest."""
+
+_SAID = {
+    "equal": "The engine gave the bits that we compute.",
+    "rounding": "The engine differs from us by no more than rounding.",
+    "kernel": "The engine differs from us by one of its kernels, which adds in another order or precision; that is no fault.",
+    "policy": "The engine differs from us by a cache that holds keys and values in fewer bits.",
+    "misaligned": "The log-probs are of other tokens than the file says: shifted, or with another beginning.",
+    "processed": "The log-probs are those after temperature or truncation, not the model's own.",
+    "wrong-dtype": "The engine computes in a coarser precision than was declared.",
+    "overflow": "NaN or Inf appeared.",
+    "bug": "The engine computes something other than this model: with the same fault we give the same log-probs.",
+    "unexplained": "The engine differs from us by more than rounding, and by none of the causes that were tried.",
+    "cannot-tell": "These log-probs do not tell rounding from a fault.",
+}
 _RL = (
     "Under the names of verl, NeMo-RL, TRL and prime-rl; the verdict does not rest on them. k1 and k3 estimate a KL only "
     "where the tokens were sampled from the engine without truncation: on a fixed text they are statistics of the difference."
+)
+_TRIED = (
+    "Each cause put into our own float64. Left: which share of the difference it leaves over n tokens; slope: how much of it "
+    "is there (1: all). What is accepted is decided on held-out tokens."
 )
 
 
@@ -23,20 +53,17 @@ def page(verdict: Verdict) -> str:
     """The page, self-contained; whatever comes from the file is escaped."""
     found: Mapping[str, Any] = verdict.given
     steps = [{"step": each.name, "status": each.status, "what it showed": each.detail} for each in verdict.checks]
-    parts: list[Any] = [
-        Answer(verdict.reading.splitlines()[:2], {0: "good", 3: "unsure"}.get(verdict.exit_code, "bad")),
-        Text("Step by step", look="h2"),
-        _table(steps, text="what it showed"),
-    ]
+    parts = [*_answer(verdict), *_tokens_of(verdict), Text("Step by step", look="h2"), _table(steps, text="what it showed")]
     if found["rungs"]:
         note = (
             "The engine's distance to our float64 over that of each of our precisions; low, high: 95% of resampled means."
         )
         parts += [Text("Distances", look="h2"), Text(note, look="note"), _table(found["rungs"])]
     if found["tried"]:
-        tried = sorted(found["tried"], key=lambda row: row["left"])
-        note = "Each cause put into our own float64: which share of the difference it leaves, and how much of it is there."
-        parts += [Text("Causes that were tried", look="h2"), Text(note, look="note"), _table(tried)]
+        named = found.get("named")
+        tried = [{**row, "ruled out": "no, it is named" if row["cause"] == named else "yes"} for row in found["tried"]]
+        tried.sort(key=lambda row: row["left"])
+        parts += [Text("Causes that were tried", look="h2"), Text(_TRIED, look="note"), _table(tried)]
     if "statistics" in found:
         said = found["statistics"]
         names = ("sequence", "tokens", "k1", "k3", "rollout_is_max", "token_mult_prob_error", "ppl_ratio")
@@ -45,18 +72,145 @@ def page(verdict: Verdict) -> str:
             Text("What reinforcement learning libraries print", look="h2"),
             Text(f"{_RL} Trainer: {said['trainer']}.", look="note"),
             Pairs({name: f"{value:.4g}" for name, value in said["all"].items()}, look="beside"),
-            _table(rows),
+            _table(rows, folded=f"By sequence: {len(rows)} of {len(said['by_sequence'])}"),
         ]
     made = {name: str(value) for name, value in verdict.provenance.items()}
+    files = ["verdict.json", *([] if verdict.tokens is None else ["given.parquet"])]
     parts += [
         Text("Made with", look="h2"),
         Pairs(made, look="beside"),
-        Links(files={"verdict.json": "verdict.json"}, label="Beside this page:"),
+        Links(files={name: name for name in files}, label="Beside this page:"),
     ]
-    return render("audit", f"Another engine against {verdict.provenance['model']}", parts)
+    return render("audit", f"Another engine against {verdict.provenance['model']}", parts, sheets=SHEETS)
 
 
-def _table(rows: Sequence[Mapping[str, Any]], text: str = "") -> Table:
+def given_fragment(verdict: Verdict) -> str:
+    """The verdict and the shaded tokens as a notebook shows them: a page in a frame, which needs nothing from outside."""
+    parts, title = [*_answer(verdict), *_tokens_of(verdict)], f"Another engine against {verdict.provenance['model']}"
+    shown = render("report", title, parts, sheets=SHEETS)
+    return fragment(Text("In short; .report() writes the whole page.", look="note"), Text(shown, look="frame"))
+
+
+def _answer(verdict: Verdict) -> list[Any]:
+    code, why = verdict.reading.splitlines()[0].split()[0], verdict.reading.splitlines()[1].strip()
+    code = "CANNOT TELL" if code == "CANNOT" else code
+    head = f"{code}: {verdict.verdict}. {_SAID[verdict.verdict]}"
+    return [Answer([head, f"{why[:1].upper()}{why[1:]}"], {0: "good", 3: "unsure"}.get(verdict.exit_code, "bad"))]
+
+
+def _tokens_of(verdict: Verdict) -> list[Any]:
+    if verdict.tokens is None:
+        return []
+    found = verdict.given
+    unit = (
+        (found["our_mean_distance"], f"our own mean rounding in {found['beside']}")
+        if found.get("our_mean_distance")
+        else None
+    )
+    return shaded(verdict.tokens, unit, found["begins"])
+
+
+def shaded(table: pd.DataFrame, unit: tuple[float, str] | None = None, begins: int | None = None) -> list[Any]:
+    """Parts of a page: the texts, their tokens shaded by engine less ours, the sequences of the largest mean difference first.
+
+    Args:
+        table: Of each token ``sequence``, ``position``, ``token``, ``engine``, ``ours``, ``difference``, and where known ``text``
+            and ``part``.
+        unit: What differences are divided by, in nats, and what it is; their own mean unless given.
+        begins: The position from which on they differ.
+    """
+    gap = table["difference"].abs()
+    own = float(gap.mean())
+    size, what = unit or (own if own > 0 else 1.0, "the mean difference")
+    table = table.assign(units=table["difference"] / size)
+    of = gap.groupby(table["sequence"], observed=True)
+    means, most, counts = of.mean(), of.max(), of.count()
+    order = means.sort_values(ascending=False, na_position="last", kind="stable").index
+    rows = dict(iter(table.groupby("sequence", observed=True, sort=False)))
+    parts: list[Any] = [Text("Token by token", look="h2"), *_where(table, begins)]
+    parts += _scale(table, size, what, begins)
+    room, shown = TOKENS, 0
+    for place, name in enumerate(order):
+        if room <= 0:
+            break
+        said = (
+            f"{in_one_line(name)}: mean {number(means[name])} nats, largest {number(most[name])} (n = {counts[name]:,} of "
+            f"{len(rows[name]):,} tokens)"
+        )
+        text = Shaded(_looks(rows[name].head(room), begins))
+        cut = [Text(f"The first {room:,} of its tokens; all are in given.parquet.", look="note")] * (len(rows[name]) > room)
+        parts += [Text(said, look="h3"), text, *cut] if place < OPEN else [Folded(said, [text, *cut])]
+        room, shown = room - len(rows[name]), shown + 1
+    if shown < len(order):
+        parts.append(Text(f"{counted(len(order) - shown, 'more sequence')} in given.parquet.", look="note"))
+    return [*parts, *_largest(table, what)]
+
+
+def _where(table: pd.DataFrame, begins: int | None) -> list[Any]:
+    if begins is None:
+        return [Text("No position was found from which on the difference is larger.")]
+    behind = (table["position"] >= begins) & table["difference"].notna()
+    first, later = (table["units"].abs()[mask].median() for mask in (~behind, behind))
+    return [
+        Text(
+            f"It begins at position {begins}, marked in red: there the median is {number(later)} units, before it "
+            f"{number(first)} (n = {int(behind.sum()):,} tokens from there on)."
+        )
+    ]
+
+
+def _scale(table: pd.DataFrame, size: float, what: str, begins: int | None) -> list[Any]:
+    """What the shades mean."""
+    last, off = len(BOUNDS), int((table["units"].abs() >= BOUNDS[-1]).sum())
+    steps = [*(f"{low} to {high}" for low, high in itertools.pairwise(BOUNDS)), f"{BOUNDS[-1]} and more, off the scale"]
+    found = [(f"b{n}", f"below by {steps[n - 1]}") for n in range(last, 0, -1)] + [("", f"less than {BOUNDS[0]}")]
+    found += [(f"a{n}", f"above by {steps[n - 1]}") for n in range(1, last + 1)]
+    found += [("n", "not given")] if table["engine"].isna().any() or _gaps(table).any() else []
+    found += [("p", "of the prompt")] if "prompt" in set(table.get("part", [])) else []
+    found += [("s", f"position {begins}")] if begins is not None else []
+    said = f"Shaded is engine less ours, in units of {what}, {number(size)} nats; {counted(off, 'token')} off the scale."
+    return [Text(said), Shaded((), found)]
+
+
+def _gaps(table: pd.DataFrame) -> np.ndarray:
+    """How many positions before each row have none, in the order of the table."""
+    return np.maximum(table.groupby("sequence", observed=True)["position"].diff().fillna(1).to_numpy() - 1, 0)
+
+
+def _looks(rows: pd.DataFrame, begins: int | None) -> list[tuple[str, str, str]]:
+    found, gaps = [], _gaps(rows)
+    texts = rows.get("text", rows["token"].map("{} ".format))
+    prompt = rows["part"] == "prompt" if "part" in rows else np.zeros(len(rows), bool)
+    columns = (rows[name] for name in ("position", "engine", "ours", "difference", "units"))
+    for text, of_prompt, gap, at, engine, ours, difference, units in zip(texts, prompt, gaps, *columns, strict=True):
+        if gap:
+            found.append((" … ", "n", f"{int(gap)} not given"))
+        level = int(np.searchsorted(BOUNDS, abs(units), "right")) if units == units else 0
+        look = "n" if engine != engine and at else f"{'ab'[units < 0]}{level}" if level else ""
+        look = " ".join(filter(None, (look, "p" * bool(of_prompt), "s" * (at == begins))))
+        said = (
+            f"{at}: not given"
+            if engine != engine
+            else f"{at}: engine {engine:.4g}, ours {ours:.4g}, less ours {difference:+.2g} ({units:+.3g})"
+        )
+        found.append((visible(text).replace("\n", "↵\n"), look, said))
+    return found
+
+
+def _largest(table: pd.DataFrame, what: str) -> list[Any]:
+    top = table.loc[table["difference"].abs().nlargest(LARGEST).index]
+    names = [
+        name for name in ("sequence", "position", "text", "token", "engine", "ours", "difference", "units") if name in top
+    ]
+    rows = [
+        {name: in_one_line(v) if isinstance(v, str) else v for name, v in row.items()}
+        for row in top[names].to_dict("records")
+    ]
+    note = f"Engine, ours and difference (engine less ours) in nats; units of {what}."
+    return [Text("The largest", look="h3"), Text(note, look="note"), _table(rows)] if rows else []
+
+
+def _table(rows: Sequence[Mapping[str, Any]], text: str = "", folded: str = "") -> Table:
     head = [Column(name.replace("_", " "), "text" if name == text else "") for name in rows[0]]
     cells = [[f"{v:.3g}" if isinstance(v, float) else str(v) for v in row.values()] for row in rows]
-    return Table(head, cells, look="cards" if text else "")
+    return Table(head, cells, look="cards" if text else "", folded=folded)

@@ -15,6 +15,7 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from kvinterp.errors import visible
 from kvinterp.study.report.script import script, styles
 
 # Parts: each is shown by the macro that bears its name -----------------------------------------------------------------
@@ -56,7 +57,7 @@ class Pairs:
 
 @dataclasses.dataclass(frozen=True)
 class Picture:
-    """A figure: its caption, its PNG, the name by which a link finds it, and what a page shows of it.
+    """A figure: what it is called, its PNG, the name by which a link finds it, and what a page shows of it.
 
     The SVG is of our own making (:func:`kvinterp.study.report.svg.inline`), and stands in the page as it is; without one, and in
     a notebook, whose ground no page knows, the PNG is shown.
@@ -66,6 +67,8 @@ class Picture:
     png: bytes
     name: str = ""
     svg: str = ""
+    narrow: str = ""
+    """The same drawn for a phone."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,6 +84,14 @@ class Links:
 
 
 @dataclasses.dataclass(frozen=True)
+class Fold:
+    """A cell of one line, which unfolds into more."""
+
+    line: str
+    more: Mapping[str, str]
+
+
+@dataclasses.dataclass(frozen=True)
 class Interval:
     """A cell that draws an estimate, its interval and its null, each from 0 (left) to 1 (right); None where there is none."""
 
@@ -92,7 +103,9 @@ class Interval:
 
 @dataclasses.dataclass(frozen=True)
 class Column:
-    """The head of a column, and what its cells are: ``number``, ``text`` (broken into lines), ``pre`` or ``code``."""
+    """The head of a column, and what its cells are: ``number``, ``text`` (broken into lines), ``pre``, ``code`` or ``filter``,
+    by whose values the reader chooses among the rows.
+    """
 
     text: str
     kind: str = ""
@@ -103,7 +116,7 @@ class Table:
     """A table; the row whose first cell is ``here`` stands out, and ``folded`` is what one clicks on to see it."""
 
     head: Sequence[Column]
-    rows: Sequence[Sequence[str | Links | Interval]]
+    rows: Sequence[Sequence[str | Links | Fold | Interval]]
     here: str | None = None
     caption: str = ""
     folded: str = ""
@@ -111,20 +124,12 @@ class Table:
     """By which a link finds it."""
     look: str = ""
     """``cards``: on a phone each row is a card."""
-    file: str = ""
-    """The file that holds all of it, relative to the page."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Section:
-    """A section of the report: what was done, a table or figures, and what to see in them."""
-
-    title: str
-    done: Sequence[str]
-    seen: Sequence[str]
-    pictures: Sequence[Picture] = ()
-    head: Sequence[Column] = ()
-    rows: Sequence[Sequence[str]] = ()
+def opened(table: Table, count: int, what: str) -> list[Table]:
+    """A table of which the first rows are seen, and the others behind a line that says how many more there are of what."""
+    rest = dataclasses.replace(table, rows=table.rows[count:], name="", folded=f"{len(table.rows) - count} more {what}")
+    return [dataclasses.replace(table, rows=table.rows[:count]), *([rest] if rest.rows else [])]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,6 +147,20 @@ class Packed:
 
     name: str
     blobs: Mapping[str, bytes]
+
+
+@dataclasses.dataclass(frozen=True)
+class Shaded:
+    """A text whose tokens are shaded by a number, and the legend of the shades.
+
+    A look is ``a1`` to ``a5`` (above 0, from pale to off the scale), ``b1`` to ``b5`` (below), ``n`` (not given: hatched) or
+    nothing, and with a blank between ``p`` (of the prompt) and ``s`` (it begins here).
+    """
+
+    tokens: Sequence[tuple[str, str, str]]
+    """Of each its text, its look, and what one reads who points at it."""
+    legend: Sequence[tuple[str, str]] = ()
+    """Looks and what they mean."""
 
 
 # Rendering -------------------------------------------------------------------------------------------------------------
@@ -186,6 +205,8 @@ def fragment(*parts: Any) -> str:
 def _template() -> Any:
     environment = Environment(
         autoescape=True,
+        # What moves a cursor or turns a text round is shown as its escape, on a page as on a terminal.
+        finalize=lambda value: visible(value) if type(value) is str else value,
         undefined=StrictUndefined,
         loader=PackageLoader("kvinterp.study.report", ""),
         trim_blocks=True,

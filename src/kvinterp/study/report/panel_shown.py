@@ -137,7 +137,6 @@ def map_shown(made: PatchMap, measure: str, asked: Asked) -> dict[str, Any]:
         "unit": UNITS[measure] if ablates else f"recovery of the {NAMES[measure]}",
         "scale": "sequential" if ablates else "diverging",
         "limits": None if ablates else [-1, 1],
-        "beyond": 0 if ablates else sum(value is not None and abs(value) > 1 for row in filled for value in row),
     }
 
 

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
-from kvinterp._version import __version__
-from kvinterp.common.numbers import counted, number, sentence, upper
+from kvinterp.common.numbers import counted, ends_said, number, upper
 from kvinterp.common.store import write_whole
-from kvinterp.study.report.experiment import last_parts, said, shown
-from kvinterp.study.report.findings import findings_table
+from kvinterp.study.claims.base import FAILS, HOLDS, OPEN
+from kvinterp.study.reading.claims import how_decided
+from kvinterp.study.report.experiment import kicker_of, last_parts, table_of
+from kvinterp.study.report.findings import findings_table, scaled
 from kvinterp.study.report.latex import latex_of, markdown_of
-from kvinterp.study.report.page import Answer, Bullets, Column, Links, Table, Text, render
+from kvinterp.study.report.page import Answer, Bullets, Column, Fold, Folded, Interval, Links, Table, Text, render
 from kvinterp.study.report.svg import picture
 
 TITLE = "What of the FP16 paper's claims holds here"
+TEXTS = ("study.md", "tables.tex")
 _PRINTED = 60
 """Rows of a table that is set in LaTeX too."""
 
@@ -36,69 +39,90 @@ def write_study(folder: Path, outcome: Any, drawn: Mapping[Any, Sequence[Path]],
 
 def _page(outcome: Any, drawn: Mapping[Any, Sequence[Path]], chosen: Mapping[str, Any]) -> str:
     tables, summary = outcome.tables, outcome.summary
-    parts: list[Any] = [Answer(summary["reading"])]
+    contents = {"The claims": "claims"} if "claims" in tables else {}
+    contents |= {upper(part.label.replace("-", " ")): _anchor(part.label) for part in outcome.result}
+    parts: list[Any] = [Answer(summary["reading"]), Links(contents, label="On this page:")]
     if "claims" in tables:
-        parts += [Text("The claims", look="h2", name="claims"), _claims(tables["claims"], outcome, drawn)]
+        links = {claim: _links(str(table), outcome, drawn) for claim, table in tables["claims"][["id", "table"]].to_numpy()}
+        parts += [Text("The claims", look="h2", name="claims"), *claims_tables(tables["claims"], links)]
     shown_already = {"claims", "findings", "cells"}
     for part, found in outcome.result.items():
         findings = found.tables.get("findings")
         lines = [line for line in found.summary["reading" if findings is None else "headline"] if line]
         own = {name: tables[name] for name in part.experiment.TABLES if name in found.tables and name not in shown_already}
         shown_already |= set(own)
-        parts += [Text(upper(part.label.replace("-", " ")), look="h2", name=_anchor(part.label)), Bullets(lines)]
-        parts += [picture(path, _caption(path), f"figure-{path.stem}") for path in drawn[part]]
-        parts += [] if findings is None else [findings_table(findings, f"findings-{_anchor(part.label)}")]
-        parts += [shown(name, table) for name, table in own.items()]
-        parts.append(_cells(part, tables["cells"]))
-    beside = (
-        "every table as .parquet, the figures as PNG, SVG and PDF, study.md, tables.tex, prompts.jsonl, "
-        "and what was said and chosen in summary.json."
-    )
-    parts += last_parts(chosen, summary["provenance"], beside)
-    kicker = f"kvinterp {__version__} · {', '.join(summary['provenance'])}"
-    return render("report", f"kvinterp: {TITLE}", parts, TITLE, kicker)
-
-
-def _claims(claims: pd.DataFrame, outcome: Any, drawn: Mapping[Any, Sequence[Path]]) -> Table:
-    head = [
-        *(Column("claim"), Column("what it says"), Column("the paper's")),
-        *(Column("here, its protocol", "number"), Column("here, matched", "number"), Column("n", "number")),
-        *(Column("95% interval"), Column("verdict"), Column("see"), Column("why")),
-    ]
-    rows: list[list[Any]] = [
-        [
-            str(claim["id"]),
-            f"{claim['claim']} ({claim['source']}, {claim['section']})\nThe numbers: {claim['measure']}.",
-            said(claim["paper_value"]) or "–",
-            *(number(claim[name]) for name in ("paper_protocol", "matched")),
-            number(claim["n"]) if claim["n"] else "–",
-            f"{number(claim['low'])} to {number(claim['high'])}" if pd.notna(claim["low"]) else "–",
-            str(claim["verdict"]),
-            Links(_links(str(claim["table"]), outcome, drawn)),
-            "\n".join(
-                sentence(text)
-                for text in (
-                    claim["why"],
-                    f"rule: {claim['rule']}",
-                    claim["construction"] and f"decided by construction: {claim['construction']}",
-                    f"to settle it: {claim['settles']}",
-                )
-                if text
-            ),
+        figures = [picture(path, _caption(path), f"figure-{path.stem}") for path in drawn[part]]
+        parts += [
+            Text(upper(part.label.replace("-", " ")), look="h2", name=_anchor(part.label)),
+            Bullets(lines),
+            *figures[:1],
         ]
-        for claim in claims.to_dict("records")
+        parts += [Folded(counted(len(figures) - 1, "more figure"), figures[1:])] if figures[1:] else []
+        if findings is not None:
+            folded = counted(len(findings), "finding")
+            parts.append(dataclasses.replace(findings_table(findings, f"findings-{_anchor(part.label)}"), folded=folded))
+        parts += [table_of(name, table) for name, table in own.items()]
+        parts.append(_cells(part, tables["cells"]))
+    parts += [Folded("How claims are decided", [Text(how_decided(tables["claims"]))])] if "claims" in tables else []
+    parts += last_parts(chosen, summary["provenance"], [*(f"{name}.parquet" for name in tables), *TEXTS, "summary.json"])
+    return render("report", f"kvinterp: {TITLE}", parts, TITLE, kicker_of(summary["provenance"]))
+
+
+def claims_tables(claims: pd.DataFrame, links: Mapping[str, tuple[Links, str]]) -> list[Table]:
+    """The claims that were decided, and folded those that were not; each by what it says, the rest of it folded.
+
+    Args:
+        claims: As :func:`kvinterp.study.claims.claims_of` gives them.
+        links: Of each claim, where there are, links to what it rests on, and the experiment that decided it.
+    """
+    head = [
+        *(Column("verdict", "filter"), Column("claim", "text"), Column("source", "filter"), Column("decided by", "filter")),
+        *(Column("the paper's"), Column("here, its protocol", "number"), Column("here, matched (95% interval)")),
+        *(Column("drawn"), Column("n", "number"), Column("see")),
     ]
-    return Table(head, rows, name="claims-table", look="cards")
+    rows: dict[bool, list[list[Any]]] = {False: [], True: []}
+    for claim in claims.sort_values("verdict", key=lambda each: each.map(_ORDER), kind="stable").to_dict("records"):
+        see, by = links.get(claim["id"], ("", ""))
+        more = {
+            "source": f"{claim['source']}, {claim['section']}",
+            "numbers": claim["measure"],
+            "why": claim["why"],
+            "rule": claim["rule"],
+            "by construction": claim["construction"],
+            "to settle it": claim["settles"],
+            "p, corrected": f"{number(claim['p'])}, {number(claim['p_corrected'])}" if pd.notna(claim["p"]) else "",
+        }
+        rows[claim["verdict"] == OPEN].append([
+            *(str(claim["verdict"]), Fold(str(claim["claim"]), {name: text for name, text in more.items() if text})),
+            *(str(claim["source"]), by, str(claim["paper_value"] or "–"), number(claim["paper_protocol"])),
+            number(claim["matched"]) + ends_said(claim["low"], claim["high"]),
+            _drawn(claim),
+            *(number(claim["n"]) if claim["n"] else "–", see),
+        ])  # fmt: skip
+    names = ("claims-table", "claims-open")
+    made = [Table(head, each, name=name, look="cards claims") for name, each in zip(names, rows.values(), strict=True)]
+    folded = dataclasses.replace(made[1], folded=f"{counted(len(rows[True]), 'claim')} {OPEN}")
+    return [table for table in (made[0], folded) if table.rows]
 
 
-def _links(table: str, outcome: Any, drawn: Mapping[Any, Sequence[Path]]) -> dict[str, str]:
-    """Where the figure, the table and the cells are that a claim rests on."""
+def _drawn(claim: Mapping[str, Any]) -> Interval:
+    """The interval under the control beside the number under the source's protocol."""
+    table = pd.DataFrame([{name: claim[of] for name, of in _ENDS.items()}]).assign(finding="", measure="")
+    return scaled(table)[0]
+
+
+_ORDER = {HOLDS: 0, FAILS: 1, OPEN: 2}
+_ENDS = {"low": "low", "estimate": "matched", "high": "high", "null": "paper_protocol"}
+
+
+def _links(table: str, outcome: Any, drawn: Mapping[Any, Sequence[Path]]) -> tuple[Links, str]:
+    """Where the figure, the table and the cells are that a claim rests on, and of which experiment they are."""
     for part, found in outcome.result.items():
         if table in found.tables:
             figure = [path for path in drawn[part] if table in path.stem] or list(drawn[part])
             to = {"figure": f"figure-{figure[0].stem}"} if figure else {}
-            return {**to, "table": f"table-{table}", "cells": f"cells-{_anchor(part.label)}"}
-    return {}
+            return Links({**to, "table": f"table-{table}", "cells": f"cells-{_anchor(part.label)}"}), part.name
+    return Links(), ""
 
 
 def _cells(part: Any, cells: pd.DataFrame) -> Table:
@@ -124,7 +148,8 @@ def _caption(path: Path) -> str:
 def _markdown(outcome: Any, drawn: Mapping[Any, Sequence[Path]]) -> str:
     lines = [f"# {TITLE}", "", *(f"{line}\n" for line in outcome.summary["reading"])]
     if "claims" in outcome.tables:
-        lines += ["## The claims", "", markdown_of(outcome.tables["claims"])]
+        claims = outcome.tables["claims"]
+        lines += ["## The claims", "", how_decided(claims), "", markdown_of(claims)]
     for part, found in outcome.result.items():
         lines += [f"## {upper(part.label.replace('-', ' '))}", ""]
         lines += [f"- {line}" for line in found.summary["reading"] if line]

@@ -17,6 +17,7 @@ from typing import Any
 
 import matplotlib
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 
 from kvinterp.common.store import write_whole
@@ -46,8 +47,10 @@ RC: Any = {
     "text.parse_math": False,
     "text.usetex": False,
 }
-CMAP = "cividis_r"
-"""Of maps: nearest to the ground is least, on a light page and on a dark one."""
+CMAP = LinearSegmentedColormap.from_list("amount", ["#efeaf6", "#4a148c"])
+"""Of maps, the colours of ``static/draw.css``: nearest to the ground is least, on a light page and on a dark one."""
+DIVERGING = LinearSegmentedColormap.from_list("signed", ["#b04a00", "#ffffff", "#005a9e"])
+"""White at 0, orange below, blue above, as there: told apart by the colour-blind; in grey the sign in each cell tells."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,7 +186,7 @@ _VERSIONS = {
 
 def of_models(figure: Figure, provenances: Sequence[Mapping[str, Any]], more: Sequence[str] = ()) -> Figure:
     """Signs a figure with more that is said of it, and what it was made with, each value once."""
-    signed(figure, small_print(provenances, more), provenances)
+    signed(figure, small_print(provenances, more, min(130, int(18 * figure.get_figwidth()))), provenances)
     return figure
 
 
@@ -203,7 +206,7 @@ def small_print(provenances: Sequence[Mapping[str, Any]], more: Sequence[str] = 
         # Of a result that is of many models the machine alone is told.
         columns["model"].append(" ".join((*_model(about), f"weights {about['weights']}")) if "model" in about else "")
         for title, name in _VERSIONS.items():
-            columns[title].append(f"{title} {about[name]}")
+            columns[title].append(f"{title} {about.get(name, 'not given')}")
         columns["machine"].append(f"{about['device']}, threads: {about['threads']}")
     said = ["; ".join(dict.fromkeys(filter(None, column))) for column in columns.values()]
     return "\n".join(textwrap.wrap(" · ".join(filter(None, (*more, *said))), width))

@@ -38,10 +38,24 @@ _BROAD = 7.5
 # Figures ---------------------------------------------------------------------------------------------------------------
 
 
-def picture(path: Path, caption: str, name: str = "") -> Picture:
-    """A figure of a page, from its PNG: as SVG where it was saved within :func:`kvinterp.study.report.style.keeping`."""
+def picture(path: Path, caption: str, name: str = "", *, narrow: bool = False) -> Picture:
+    """A figure of a page, from its PNG: as SVG where it was saved within :func:`kvinterp.study.report.style.keeping`.
+
+    Args:
+        path: The PNG.
+        caption: What it is called.
+        name: By which a link finds it.
+        narrow: Whether it is drawn for a phone too, where it is the drawing of a chart.
+    """
     figure = kept(path)
-    return Picture(caption, path.read_bytes(), name, inline(figure, path.stem) if figure is not None else "")
+    again = getattr(figure, "narrow", None) if narrow else None
+    return Picture(
+        caption,
+        path.read_bytes(),
+        name,
+        inline(figure, path.stem) if figure is not None else "",
+        inline(again(), f"{path.stem}-narrow") if again is not None else "",
+    )
 
 
 def inline(figure: Figure, name: str) -> str:

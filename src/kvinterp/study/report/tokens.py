@@ -6,157 +6,83 @@ heads and its drift by layer, for a chosen head its attention on both paths.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from kvinterp.common.numbers import against, counted, listed, number, upper
+from kvinterp.common.numbers import against, number
 from kvinterp.comparison import Comparison
 from kvinterp.comparison.attention_rows import within
-from kvinterp.study.reading.changed import (
-    boundary_of,
-    changed_said,
-    flips_of,
-    kept_said,
-    no_boundary,
-    none_changed_said,
-    square_said,
-)
-from kvinterp.study.reading.results import kind_of, model_of, site_of
+from kvinterp.study.reading.changed import boundary_of, flips_of, kept_said, no_boundary, square_said
+from kvinterp.study.reading.results import site_of
 from kvinterp.study.report.packing import packed, signed_codes, three_digits
-from kvinterp.study.report.page import Column, Links, Packed, Table, Text, fragment, render
-from kvinterp.study.results import Result
+from kvinterp.study.report.page import Column, Links, Packed, Table, Text, fragment, opened, render
 
 SCRIPTS, SHEETS = ("tables", "draw", "page"), ("draw",)
 """What a page with these parts runs, and its styles."""
 
 MAP_NUMBERS, ROW_NUMBERS = 2**20, 2**17
 """Most numbers of maps and drift in a page, and most attention probabilities a path: about two megabytes, and less than one."""
-FLIPS, CALLS = 100, 8
-"""Most rows of the tables."""
+OPEN, FLIPS = 6, 100
+"""So many rows of a table are seen at once, and so many are on the page."""
 
 _OF = ["example", "step"]
 
 
-def called(results: Sequence[Result]) -> dict[str, Comparison]:
-    """The comparisons by what tells them apart; by nothing where there is one."""
-    found = {}
-    usual = results[0].comparison.provenance
-    for result in results:
-        provenance = result.comparison.provenance
-        name = [model_of(result), kind_of(result), provenance["protocol"]]
-        name += [provenance["dtype"]] if provenance["dtype"] != usual["dtype"] else []
-        name += [" against ".join(provenance["paths"].values())] if provenance["paths"] != usual["paths"] else []
-        found[", ".join(name)] = result.comparison
-    return {"": results[0].comparison} if len(results) == 1 else found
-
-
 def changes(found: Mapping[str, Comparison]) -> list[Any]:
-    """The parts of a page about what changed: sentences, flips first, and the texts to click on.
+    """The parts of a page about what changed: flips, or else the steps of largest KL, and the texts to click on.
 
     Args:
-        found: Comparisons with at least one step each, by what the reader calls them (one may be called ``""``).
+        found: Comparisons, by what the reader calls them (one may be called ``""``).
     """
-    parts: list[Any] = [Text("What changed", look="h2", name="changed")]
-    same = {label: comparison for label, comparison in found.items() if flips_of(comparison).empty}
-    # Flips first, in the list that is chosen from too.
-    found = {label: comparison for label, comparison in found.items() if label not in same} | same
-    folded = same if len(same) > 1 else {}
-    parts += [Text(" ".join(changed_said(each)), label=label) for label, each in found.items() if label not in folded]
-    parts += [Text(" ".join(none_changed_said(folded)))] if folded else []
-    return [*parts, *(_flip_table(found) or _call_table(found)), _texts_of(found)]
-
-
-def flips_shown(found: Mapping[str, Comparison]) -> list[Any]:
-    """The same of decodes that flip alone, of which the page says elsewhere how many there are; nothing where there is none."""
-    flips = sum(len(comparison.examples) for comparison in found.values())
-    if not flips:
+    found = {label: one for label, one in found.items() if len(one.steps)}
+    if not found:
         return []
-    said = f"{counted(flips, 'decode')} {'flips' if flips == 1 else 'flip'} a token"
-    told = Text(f"{said}; here with the text of each path, its own.")
-    return [Text("What changed", look="h2", name="changed"), told, *_flip_table(found), _texts_of(found)]
-
-
-def _texts_of(found: Mapping[str, Comparison]) -> Packed:
-    share = max(len(found), 1)
+    # Flips first, in the list that is chosen from too.
+    found = dict(sorted(found.items(), key=lambda item: flips_of(item[1]).empty))
+    share = len(found)
     blobs = {
         label: packed_comparison(comparison, MAP_NUMBERS // share, ROW_NUMBERS // share)
         for label, comparison in found.items()
     }
-    return Packed("kv-changes", blobs)
+    return [Text("Token by token", look="h2", name="changed"), *_table(found), Packed("kv-changes", blobs)]
 
 
-def _flip_table(found: Mapping[str, Comparison]) -> list[Any]:
-    """Each prompt's first flip, and folded away the later ones, which only equal inputs have."""
-    first, later = list[list[Any]](), list[list[Any]]()
+def _table(found: Mapping[str, Comparison]) -> list[Any]:
+    """The flips, each prompt's first before the others; where nothing flips the prompts by their largest KL."""
+    rows: list[tuple[bool, bool, float, list[Any]]] = []
     for place, (label, comparison) in enumerate(found.items()):
         texts, seen = _texts(comparison), set()
-        for row in flips_of(comparison).to_dict("records"):
-            cells = [*_cells(row, texts, place), *_numbers(row, ("probability", "boundary")), number(row["kl"])]
-            cells += [label] * (len(found) > 1)
-            (later if row["example"] in seen else first).append(cells)
+        for row in _told(comparison).to_dict("records"):
+            link = Links({f"{row['id']}, step {int(row['step'])}": f"at-{place}-{int(row['example'])}-{int(row['step'])}"})
+            tokens = (repr(texts.get(int(row[f"token_{side}"]), str(row[f"token_{side}"]))) for side in "ab")
+            numbers = (number(row.get(f"{name}_{side}", np.nan)) for name in ("probability", "boundary") for side in "ab")
+            cells: list[Any] = [link, *tokens, *numbers, number(row["kl"]), *[label] * (len(found) > 1)]
+            rows.append((not row["flipped"], row["example"] in seen, -row["kl"] * (not row["flipped"]), cells))
             seen.add(row["example"])
-    if not first:
-        return []
-    meanings = dict.fromkeys(map(boundary_of, found.values()))
-    units = {unit for _, unit in meanings if unit}
-    distance = f"distance, {units.pop()}" if len(units) == 1 else "distance"
-    head = [Column("prompt, step"), Column("path a chose", "code"), Column("path b chose", "code")]
-    head += [Column(f"{what}, {side}", "number") for what in ("probability", distance) for side in "ab"]
-    head += [Column("KL, nats", "number"), *_head(found)]
-    cut = f"The first {FLIPS} of {len(first)} are shown. " if len(first) > FLIPS else ""
-    meaning = "; or ".join(text for text, _ in meanings)
-    note = (
-        f"{cut}Probability: what each path gave the token that it chose, at temperature 1{_drawn_otherwise(found)}. "
-        f"Distance: {meaning}. All have two or three digits."
-    )
-    folded = f"{min(len(later), FLIPS)} of the {len(later)} flips after a prompt's first"
-    more = [Table(head, later[:FLIPS], folded=folded)] if later else []
-    return [Table(head, first[:FLIPS], name="flips"), Text(note, look="note"), *more]
-
-
-def _drawn_otherwise(found: Mapping[str, Comparison]) -> str:
-    """That a draw has probabilities of its own, where one of the comparisons draws."""
-    drawn = dict.fromkeys(s for comparison in found.values() if (s := comparison.provenance["strategy"]) != "greedy")
-    return f" (the draw is from those of {listed(list(drawn))}, in which the distance is)" if drawn else ""
-
-
-def _call_table(found: Mapping[str, Comparison]) -> list[Any]:
-    """Where nothing flips: the prompts by their largest KL."""
-    rows = []
-    for place, (label, comparison) in enumerate(found.items()):
-        texts, steps = _texts(comparison), comparison.same_text(comparison.steps)
-        ids = comparison.examples.set_index("example")["id"]
-        for row in steps.loc[steps.groupby("example")["kl"].idxmax()].to_dict("records"):
-            shown = _cells({**row, "id": ids[row["example"]]}, texts, place)[:2]
-            shown += [number(row["kl"]), *_numbers(row, ("boundary",)), *[label] * (len(found) > 1)]
-            rows.append((row["kl"], shown))
-    rows = sorted((row for row in rows if row[0] > 0), key=lambda each: -each[0])[:CALLS]
     if not rows:
         return []
-    head = [Column("prompt, step"), Column("token", "code")]
-    head += [*(Column(name, "number") for name in ("KL, nats", "distance, a", "distance, b")), *_head(found)]
-    said = "; or ".join(dict.fromkeys(boundary_of(comparison)[0] for comparison in found.values()))
-    return [
-        Text("Instead of flips, each prompt's step of largest KL, the largest first:"),
-        Table(head, [cells for _, cells in rows]),
-        Text(f"Distance: {said}.", look="note"),
-    ]
+    head = [Column("prompt, step"), Column("path a chose", "code"), Column("path b chose", "code")]
+    head += [Column(f"{what}, {side}", "number") for what in ("probability", "distance") for side in "ab"]
+    head += [Column("KL, nats", "number"), *([Column("comparison")] if len(found) > 1 else [])]
+    listed: list[list[Any]] = [cells for *_, cells in sorted(rows, key=lambda row: row[:3])][:FLIPS]
+    note = f"Distance: {'; or '.join(dict.fromkeys(boundary_of(comparison)[0] for comparison in found.values()))}."
+    known = [at for at in range(len(head)) if any(row[at] != "–" for row in listed)]
+    head, listed = [head[at] for at in known], [[row[at] for at in known] for row in listed]
+    return [*opened(Table(head, listed, name="flips"), OPEN, f"of {len(rows)}"), Text(note, look="note")]
 
 
-def _head(found: Mapping[str, Comparison]) -> list[Column]:
-    return [Column("comparison")] if len(found) > 1 else []
-
-
-def _cells(row: Mapping[str, Any], texts: Mapping[int, str], place: int) -> list[Any]:
-    link = Links({f"{row['id']}, step {int(row['step'])}": f"at-{place}-{int(row['example'])}-{int(row['step'])}"})
-    return [link, *(repr(texts.get(int(row[f"token_{side}"]), str(row[f"token_{side}"]))) for side in "ab")]
-
-
-def _numbers(row: Mapping[str, Any], names: Sequence[str]) -> list[str]:
-    return [number(row.get(f"{name}_{side}", np.nan)) for name in names for side in "ab"]
+def _told(comparison: Comparison) -> pd.DataFrame:
+    """The steps that a table names: the flips, or else each prompt's step of largest KL where that is not 0."""
+    flips = flips_of(comparison)
+    if len(flips):
+        return flips
+    steps = comparison.same_text(comparison.steps)
+    largest = steps.loc[steps.dropna(subset=["kl"]).groupby("example")["kl"].idxmax()]
+    named = largest.assign(id=largest["example"].map(comparison.examples.set_index("example")["id"]))
+    return named[named["kl"] > 0]
 
 
 def _texts(comparison: Comparison) -> dict[int, str]:
@@ -189,13 +115,12 @@ def packed_comparison(comparison: Comparison, maps: int = MAP_NUMBERS, rows: int
     prompts, columns["prompt_text"] = _prompts(comparison, steps, texts)
     mapped, of_maps = _maps(comparison, steps, maps)
     of_rows = _attention(comparison, steps, rows)
-    said, unit = boundary_of(comparison)
+    _, unit = boundary_of(comparison)
     head = {
         **{name: comparison.provenance[name] for name in ("paths", "protocol", "strategy")},
         "prompts": prompts,
         "texts": texts.found,
         "unit": unit,
-        "distance": upper(said),
         "no_distance": no_boundary(comparison),
         "said": kept_said(comparison, len(of_maps["map_step"]), len({*of_rows["row_step"].tolist()})),
         "square": square_said(comparison),

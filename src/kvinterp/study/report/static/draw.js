@@ -35,7 +35,7 @@ function known(value) {
  */
 function scaleOf(values, kind = "sequential", limits = null) {
   if (!["sequential", "diverging", "log"].includes(kind)) throw new Error(`unknown scale ${kind}`);
-  let low = Infinity, high = -Infinity, missing = 0, zeros = 0;
+  let low = Infinity, high = -Infinity, missing = 0, zeros = 0, beyond = 0;
   for (const value of values) {
     if (!known(value)) { missing += 1; continue; }
     if (value === 0) zeros += 1;
@@ -46,8 +46,11 @@ function scaleOf(values, kind = "sequential", limits = null) {
   }
   if (kind === "sequential") low = Math.min(low, 0);
   if (kind === "diverging") low = -high;
-  if (limits) [low, high] = limits;
-  return { kind, low, high, missing, zeros, empty: !(high >= low) };
+  if (limits) {
+    [low, high] = limits;
+    for (const value of values) beyond += known(value) && (value < low || value > high);
+  }
+  return { kind, low, high, missing, zeros, beyond, empty: !(high >= low) };
 }
 
 /** The class and the share of the colour (0 to 1) of a number on a scale. */
@@ -70,6 +73,8 @@ function shade(value, scale) {
 function paint(target, value, scale) {
   const [look, part] = shade(value, scale);
   target.classList.add(...look.split(" "));
+  // What has the colour of the end and lies beyond it is marked.
+  if (scale.beyond && known(value)) target.classList.toggle("kv-beyond", value < scale.low || value > scale.high);
   target.style.setProperty("--kv-part", `${(100 * part).toFixed(1)}%`);
 }
 
@@ -87,6 +92,7 @@ function legend(scale, unit, unitOf = "") {
     parts.push(element("span", {}, end(scale.low), bar, end(scale.high), `(${named}; the middle is 0)`));
   }
   if (scale.kind === "log" && scale.zeros) item("kv-zero", `exactly 0 (${scale.zeros})`);
+  if (scale.beyond) item("kv-shade kv-above kv-beyond", `beyond the scale (${scale.beyond})`);
   if (scale.missing) item("kv-missing", `no value (${scale.missing})`);
   return element("div", { class: "kv-legend" }, ...parts);
 }
@@ -234,9 +240,14 @@ function strips(root, { lines, title = "", chosen = null, onpick = null }) {
   return { choose };
 }
 
-/** A token's text with what cannot be seen made visible. */
-function seen(text) {
-  return text.replaceAll("\n", "↵").replaceAll("\t", "⇥").replaceAll("\r", "␍") || "(empty)";
+/** A token's text with what cannot be seen made visible; of a longer "text" line feeds and single spaces stay as they are. */
+function seen(text, what = "token") {
+  const plain = text.replace(/[\p{Cc}\p{Cf}\p{Cs}\p{Zl}\p{Zp}]/gu, (c) => {
+    if (what === "text" && (c === "\n" || c === "\t")) return c;
+    return { "\n": "↵", "\t": "⇥", "\r": "␍" }[c] ?? (c.codePointAt(0) < 256 ? `\\x${c.codePointAt(0).toString(16).padStart(2, "0")}`
+      : `\\u${c.codePointAt(0).toString(16).padStart(4, "0")}`);
+  });
+  return what === "text" ? plain : plain.replace(/^ +$/, (spaces) => "␣".repeat(spaces.length)) || "(empty)";
 }
 
 /** Numbers by name as horizontal bars from 0. */

@@ -188,67 +188,115 @@ function drawHead(root, comparison, prompt, step, layer, head) {
   root.append(element("p", { class: "kv-note" }, square));
 }
 
-/** One comparison, in an element: prompts to choose from, its texts, and what is chosen of them. Returns { show(example, step) }. */
-function drawComparison(root, comparison) {
+/** What holds a prompt back from the list: which ones are wanted, and what their texts must hold. */
+function wanted(comparison, { prompt, flips }, which, text) {
+  if (which && flips !== (which === "flip")) return false;
+  if (!text) return true;
+  const [start, count] = prompt.prompt;
+  const places = [...comparison.columns.prompt_text.subarray(start, start + count)];
+  for (const side of ["a", "b"]) places.push(...comparison.columns[`text_${side}`].subarray(prompt.start, prompt.start + prompt.steps));
+  return `${prompt.id} ${places.map((at) => comparison.texts[at]).join("")}`.toLowerCase().includes(text);
+}
+
+/** One comparison, in an element: prompts to choose from, its texts, and what is chosen of them.
+ *
+ * moved(example, step, head) hears what is shown. Returns { show(example, step, head), next(prompts, steps) }.
+ */
+function drawComparison(root, comparison, moved) {
   const order = inOrder(comparison);
   const texts = element("div"), detail = element("div", { class: "kv-detail" }), prompted = element("p", { class: "kv-prompt" });
-  let prompt, strip;
-  const showStep = (step) => {
+  let shown = [], prompt, step, strip;
+  const showHead = (place, layer, head) => {
+    drawHead(place, comparison, prompt, step, layer, head);
+    moved(prompt.example, step, [layer, head]);
+  };
+  const showStep = (to, head = null) => {
+    step = to;
     const row = prompt.start + step;
     const attention = element("div", { class: "kv-attention" }), beside = element("div", { class: "kv-beside" });
-    const where = comparison.other(row) ? ", after the flip: each path reads a text of its own, and what follows compares the two" : "";
-    detail.replaceChildren(element("h3", {}, `${prompt.id}, step ${step}${where}`), facts(comparison, row), beside, attention);
-    drawStep(beside, comparison, row, (layer, head) => drawHead(attention, comparison, prompt, step, layer, head));
+    const where = comparison.other(row) ? ", after the flip: each path reads a text of its own" : "";
+    detail.replaceChildren(element("h3", {}, `${seen(prompt.id)}, step ${step}${where}`), facts(comparison, row), beside, attention);
+    drawStep(beside, comparison, row, (layer, at) => showHead(attention, layer, at));
+    moved(prompt.example, step, null);
+    if (head) showHead(attention, ...head);
   };
-  const showPrompt = (at, step = order[at].step) => {
-    ({ prompt } = order[at]);
+  const showPrompt = (at, to = shown[at].step, head = null) => {
+    ({ prompt } = shown[at]);
     select.value = at;
     const [start, count] = prompt.prompt;
-    prompted.replaceChildren(element("b", {}, "prompt "), ...[...Array(count).keys()].map((place) => comparison.texts[comparison.columns.prompt_text[start + place]]));
-    strip = strips(texts, { lines: linesOf(comparison, prompt), chosen: [0, step], title: `what ${prompt.id} became`,
+    prompted.replaceChildren(element("b", {}, "prompt "), ...[...Array(count).keys()].map((place) => seen(comparison.texts[comparison.columns.prompt_text[start + place]], "text")));
+    strip = strips(texts, { lines: linesOf(comparison, prompt), chosen: [0, to], title: `what ${prompt.id} became`,
       onpick: (line, index) => showStep(index) });
-    showStep(step);
+    showStep(to, head);
   };
-  const named = ({ prompt: of, step, flips, kl }) => flips ? `${of.id}: flips at step ${step}` : `${of.id}: largest KL ${number(kl)} nats, step ${step}`;
-  const [label, select] = choice("Prompt", order.map(named), (at) => showPrompt(at));
+  const named = ({ prompt: of, step: at, flips, kl }) => flips ? `${seen(of.id)}: flips at step ${at}` : `${seen(of.id)}: largest KL ${number(kl)} nats, step ${at}`;
+  const [label, select] = choice("Prompt", [], (at) => showPrompt(at));
+  const count = element("output", { class: "kv-said" });
+  const sift = () => {
+    shown = order.filter((each) => wanted(comparison, each, which.value, search.value.trim().toLowerCase()));
+    select.replaceChildren(...shown.map((each, at) => element("option", { value: at }, named(each))));
+    count.textContent = `${shown.length} of ${order.length} prompts; keys: j and k for the next prompt, ← and → for the next token`;
+    if (shown.length) showPrompt(0);
+  };
+  const search = element("input", { type: "search", placeholder: "search prompts and texts", "aria-label": "search prompts and texts", oninput: sift });
+  const which = element("select", { "aria-label": "which prompts", onchange: sift },
+    ...[["", "all"], ["flip", "that flip"], ["same", "that do not"]].map(([value, text]) => element("option", { value }, text)));
+  label.append(" ", which, " ", search);
   const key = legend(comparison.scale, "nats", "a token's colour is the KL at its step");
   const marks = [["kv-flip", "flips: the paths chose different tokens"], ["kv-kept", "its attention rows are here"]];
   if (comparison.protocol === "free") marks.push(["kv-other", "after the flip: another text, not coloured"]);
   key.append(...marks.map(([look, text]) => element("span", {}, element("em", { class: look }, "token"), text)));
-  root.replaceChildren(label, prompted, texts, key, ...comparison.said.map((text) => element("p", { class: "kv-note" }, text)), detail);
-  if (order.length) showPrompt(0);
+  root.replaceChildren(label, count, prompted, texts, key, ...comparison.said.map((text) => element("p", { class: "kv-note" }, text)), detail);
+  sift();
+  const show = (example, to, head) => {
+    const at = shown.findIndex((each) => each.prompt.example === example);
+    if (at >= 0 && to < shown[at].prompt.steps) showPrompt(at, to, head);
+  };
   return {
-    show(example, step) {
-      const at = order.findIndex((each) => each.prompt.example === example);
-      if (at >= 0 && step < order[at].prompt.steps) showPrompt(at, step);
+    show,
+    next(prompts, steps) {
+      const at = Math.min(Math.max(Number(select.value) + prompts, 0), shown.length - 1);
+      if (prompts && shown.length) showPrompt(at);
+      else if (steps && prompt) show(prompt.example, Math.min(Math.max(step + steps, 0), prompt.steps - 1));
     },
   };
 }
 
-/** The texts of all comparisons of a page. Links to #at-COMPARISON-EXAMPLE-STEP choose. */
+/** The texts of all comparisons of a page. Links to #at-COMPARISON-EXAMPLE-STEP choose, and with -LAYER-HEAD a head too. */
 async function drawPage(root) {
   const packed = [...root.querySelectorAll("[data-packed]")];
   const made = new Map();
   const content = element("div");
+  let drawn = null, quiet = true;
   const open = async (at) => {
     if (!made.has(at)) made.set(at, new Comparison(await unpacked(packed[at].dataset.packed)));
-    return drawComparison(content, made.get(at));
+    drawn = drawComparison(content, made.get(at), (example, step, head) => {
+      // A page in a frame of a notebook has no address of its own.
+      if (!quiet && location.protocol !== "about:") history.replaceState(null, "", `#at-${[at, example, step, ...(head ?? [])].join("-")}`);
+    });
+    return drawn;
   };
   const [label, select] = choice("Comparison", packed.map((each) => each.dataset.label), (at) => open(at));
   root.querySelector(".note")?.remove();
   if (packed.length > 1) root.append(label);
   root.append(content);
   const follow = async () => {
-    const found = /^#at-(\d+)-(\d+)-(\d+)$/.exec(location.hash);
+    const found = /^#at-(\d+)-(\d+)-(\d+)(?:-(\d+)-(\d+))?$/.exec(location.hash);
     if (!found || Number(found[1]) >= packed.length) return false;
-    const [, at, example, step] = found.map(Number);
+    const [, at, example, step, layer, head] = found.map(Number);
     select.value = at;
-    (await open(at)).show(example, step);
+    (await open(at)).show(example, step, found[4] ? [layer, head] : null);
     root.scrollIntoView();
     return true;
   };
   addEventListener("hashchange", follow);
+  addEventListener("keydown", (event) => {
+    if (event.defaultPrevented || event.ctrlKey || event.metaKey || event.altKey || event.target.closest("input, select")) return;
+    const move = { j: [1, 0], k: [-1, 0], ArrowRight: [0, 1], ArrowLeft: [0, -1] }[event.key];
+    if (move) { event.preventDefault(); drawn?.next(...move); }
+  });
   if (!(await follow()) && packed.length) await open(0);
+  quiet = false;
   root.dataset.drawn = "yes";
 }
 

@@ -177,7 +177,6 @@ function render({ model, el }) {
     if (on) drawn.cell(...on.split(" ").map(Number))?.focus();
     const left = made.rows.length - made.filled;
     const said = [left ? `${made.filled} of ${made.rows.length} rows are filled.` : "Each cell is a patch of its own: click one."];
-    if (made.beyond) said.push(`${made.beyond} cells lie beyond −1 to 1 and have the colour of that end.`);
     mapNote.textContent = said.join(" ");
     filling.hidden = left === 0;
     filling.textContent = stopped ? "Go on filling the map" : "Stop filling the map";

@@ -28,7 +28,7 @@ function sortRows(table, column) {
   const heads = [...table.tHead.rows[0].cells];
   const turned = heads[column].getAttribute("aria-sort") === "ascending";
   const body = table.tBodies[0];
-  const cell = (row) => (row.cells[column] ? row.cells[column].textContent.trim() : "");
+  const cell = (row) => (row.cells[column] ? told(row.cells[column]) : "");
   const rows = [...body.rows].map((row) => ({ row, text: cell(row) }));
   const compare = comparing(rows.map(({ text }) => text));
   const [said, silent] = [rows.filter(({ text }) => !NOTHING.test(text)), rows.filter(({ text }) => NOTHING.test(text))];
@@ -54,4 +54,89 @@ function sortable(table) {
   });
 }
 
-for (const table of document.querySelectorAll("main .wide > table")) sortable(table);
+// What a cell says, without what is folded in it.
+function told(cell) {
+  return (cell.querySelector("summary") ?? cell).textContent.trim();
+}
+
+// A table as it stands, as a file that a spreadsheet opens. A quote before what it would take for a formula.
+function csvOf(table) {
+  const quoted = (cell) => `"${cell.textContent.trim().replace(/^[=+@\t\r]/, "'$&").replaceAll('"', '""')}"`;
+  return [...table.rows].filter((row) => !row.hidden).map((row) => [...row.cells].map(quoted).join(",")).join("\r\n");
+}
+
+// A button under a table that hands it to the reader.
+function offered(table, number) {
+  const button = document.createElement("button");
+  const named = table.closest("[id]")?.id || `table-${number + 1}`;
+  button.type = "button";
+  button.className = "csv";
+  button.textContent = "CSV";
+  button.title = `Save this table as ${named}.csv`;
+  button.addEventListener("click", () => {
+    const link = document.createElement("a");
+    link.href = URL.createObjectURL(new Blob([`\ufeff${csvOf(table)}\r\n`], { type: "text/csv" }));
+    link.download = `${named}.csv`;
+    link.click();
+    setTimeout(() => URL.revokeObjectURL(link.href), 1000);
+  });
+  table.parentElement.after(button);
+}
+
+// Choices above the first of the tables whose heads are marked "filter", by their values; they hold for all of these tables.
+function filtered(tables) {
+  const chosen = new Map();
+  const bar = document.createElement("p");
+  bar.className = "filters";
+  const cells = (name) => tables.flatMap((table) => [...table.tHead.rows[0].cells].flatMap((head, column) =>
+    head.textContent === name ? [...table.tBodies[0].rows].map((row) => told(row.cells[column])) : []));
+  const show = () => tables.forEach((table) => {
+    const heads = [...table.tHead.rows[0].cells];
+    for (const row of table.tBodies[0].rows) {
+      row.hidden = heads.some((head, column) => chosen.get(head.textContent) && told(row.cells[column]) !== chosen.get(head.textContent));
+    }
+  });
+  for (const name of new Set(tables.flatMap((table) => [...table.tHead.querySelectorAll("th.filter")].map((head) => head.textContent)))) {
+    const label = document.createElement("label"), select = document.createElement("select");
+    select.append(new Option("all", ""), ...[...new Set(cells(name))].filter(Boolean).map((text) => new Option(text)));
+    select.addEventListener("change", () => { chosen.set(name, select.value); show(); });
+    label.append(`${name} `, select);
+    bar.append(label);
+  }
+  tables[0].parentElement.before(bar);
+}
+
+// What is wider than its place says that it scrolls.
+function hinted(box) {
+  new ResizeObserver(() => box.classList.toggle("scrolls", box.scrollWidth > box.clientWidth + 1)).observe(box);
+}
+
+// Headings and what is folded have an address of their own; what an address leads to is unfolded.
+function addressed() {
+  for (const head of document.querySelectorAll("main h2[id]")) {
+    const link = document.createElement("a");
+    link.href = `#${head.id}`;
+    link.className = "address";
+    link.textContent = "#";
+    link.setAttribute("aria-label", "the address of this part");
+    head.append(" ", link);
+  }
+  for (const fold of document.querySelectorAll("main details[id]")) {
+    fold.addEventListener("toggle", () => { if (fold.open && location.protocol !== "about:") history.replaceState(null, "", `#${fold.id}`); });
+  }
+  const follow = () => {
+    const target = location.hash && document.getElementById(decodeURIComponent(location.hash.slice(1)));
+    for (let each = target; each; each = each.parentElement) if (each.tagName === "DETAILS") each.open = true;
+    if (target) target.scrollIntoView();
+  };
+  addEventListener("hashchange", follow);
+  follow();
+}
+
+const tables = [...document.querySelectorAll("main .wide > table")];
+tables.forEach(sortable);
+const chosenFrom = tables.filter((table) => table.tHead?.querySelector("th.filter"));
+if (chosenFrom.length) filtered(chosenFrom);
+tables.forEach(offered);
+document.querySelectorAll("main .wide, main .scroll").forEach(hinted);
+addressed();

@@ -1,0 +1,273 @@
+"""``result``, ``post`` and ``embed``: what TransformerLens shows under these names, on every kind and both paths."""
+
+from __future__ import annotations
+
+import functools
+import re
+from typing import Any
+
+import pytest
+import torch
+
+import kvinterp as kv
+from support import PROMPT, Case, assert_bitwise, assert_close, cases, plain_forward
+
+SITES = "result,post,embed"
+KINDS = [
+    Case(model, *kind) for model in ("llama-gqa", "gemma2") for kind in (("hooked",), ("bridge",), ("native", "eager"))
+]
+KINDS += [Case("gpt2", "bridge"), Case("gpt2", "native", "eager"), Case("standard", "hooked")]
+HOOKED = Case("llama-gqa", "hooked")
+CLEAN = tuple(70 if at in (3, 4) else token for at, token in enumerate(PROMPT))
+
+
+def rows(*prompts: tuple[int, ...]) -> torch.Tensor:
+    return torch.tensor(prompts)
+
+
+def seen_in(adapter: Any, tokens: torch.Tensor, sites: str = SITES) -> Any:
+    with kv.record(adapter.model, sites, positions="all") as seen:
+        plain_forward(adapter.model, tokens)
+    return seen
+
+
+def modules(adapter: Any) -> tuple[Any, Any, Any]:
+    """The output projection and the down projection of layer 1, and the embedding, of a model of transformers."""
+    source, block = adapter.source, adapter.blocks[1]
+    attention = next(getattr(block, name) for name in ("self_attn", "attn") if hasattr(block, name))
+    output, down = (
+        next(getattr(part, name) for name in names if hasattr(part, name))
+        for part, names in ((attention, ("o_proj", "c_proj")), (block.mlp, ("down_proj", "c_proj")))
+    )
+    return output, down, source.get_input_embeddings()
+
+
+# What is recorded ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.hooked
+@pytest.mark.parametrize("name", ["llama-gqa", "gemma2", "standard"])
+def test_a_hooked_transformer_shows_what_run_with_cache_shows(load: Any, name: str) -> None:
+    """Neurons and embeddings to the bit. TransformerLens multiplies and sums where it makes results: rounding apart."""
+    adapter, tokens = load(Case(name, "hooked"), "float64"), rows(PROMPT, CLEAN)
+    seen, model = seen_in(adapter, tokens), adapter.model
+    model.cfg.use_attn_result = True
+    try:
+        with torch.no_grad():
+            _, cache = model.run_with_cache(tokens)
+    finally:
+        model.cfg.use_attn_result = False
+    with torch.no_grad():
+        _, plain = model.run_with_cache(tokens)
+    for layer in range(adapter.facts.layers):
+        assert_bitwise(seen["post", layer], plain["post", layer], "neurons")
+        assert_close(seen["result", layer], cache["result", layer], "results", relative=1e-12)
+    assert_bitwise(seen["hook_embed"], plain["hook_embed"], "embeddings")
+    assert seen.to_activation_cache()["embed"].shape == plain["embed"].shape
+
+
+@cases(KINDS)
+def test_each_is_what_its_module_reads_or_gives(load: Any, case: Case) -> None:
+    adapter, tokens = load(case, "float64"), rows(PROMPT, CLEAN)
+    seen, facts = seen_in(adapter, tokens, f"{SITES},z"), adapter.facts
+    assert seen["result", 1].shape == (2, len(PROMPT), facts.query_heads, facts.width)
+    assert set(seen.kept) == {("embed", 0), *((site, layer) for site in ("result", "post", "z") for layer in range(2))}
+    if case.kind == "hooked":
+        return
+    output, down, embedding = modules(adapter)
+    kept: dict[Any, Any] = {}
+    handles = [
+        module.register_forward_hook(lambda module, given, out: kept.update({module: (given[0], out)}))
+        for module in (output, down, embedding)
+    ]
+    plain_forward(adapter.model, tokens)
+    for handle in handles:
+        handle.remove()
+    bias = 0 if getattr(output, "bias", None) is None else output.bias
+    assert_close(seen["result", 1].sum(2) + bias, kept[output][1], "results", relative=1e-12)
+    alone = torch.zeros_like(seen["z", 1])
+    alone[:, :, 2] = seen["z", 1][:, :, 2]
+    assert_close(seen["result", 1][:, :, 2] + bias, output(alone.flatten(2)).detach(), "head 2", relative=1e-12)
+    assert_bitwise(seen["post", 1], kept[down][0], "neurons")
+    assert_bitwise(seen["embed", 0], kept[embedding][1], "embeddings")
+
+
+@cases(KINDS)
+def test_both_paths_record_them(load: Any, case: Case) -> None:
+    adapter = load(case, "float64")
+    cached, recompute = (
+        kv.run(adapter, PROMPT, path, record=SITES, max_new_tokens=3, stop="length") for path in ("cached", "recompute")
+    )
+    for place in (("result", 1), ("post", 0), ("embed", 0)):
+        # transformers has float32 inside.
+        assert_close(cached[place], recompute[place], str(place), relative=1e-5)
+    assert cached["result", 1].shape == (3, adapter.facts.query_heads, adapter.facts.width)
+
+
+def test_without_a_place_one_sentence_says_so(load: Any) -> None:
+    for kind in ("hooked", "bridge", "native"):
+        model = kv.load_model("zoo:moe-mini", kind=kind)
+        with pytest.raises(kv.UnsupportedError, match=re.escape("'post' is not there")) as error:
+            kv.run(model, "1 + 1 =", record="post", max_new_tokens=1)
+        assert "\n" not in str(error.value)
+        # A filter takes of the hooks that there are.
+        with kv.record(model.model, lambda name: name.endswith(("hook_post", "hook_mlp_out"))) as seen:
+            plain_forward(model.model, rows((3, 4)))
+        assert {site for site, _ in seen.kept} == {"mlp_out"}
+    with pytest.raises(kv.InputError, match=re.escape("layers=(1,) was given")):
+        kv.Patch("hook_embed", layers=(1,), donor="zero")
+
+
+# What is patched -----------------------------------------------------------------------------------------------------------
+
+
+@cases(KINDS)
+def test_the_clean_prompt_s_embeddings_make_the_clean_prompt_s_logits(load: Any, case: Case) -> None:
+    adapter, corrupted = load(case), rows(PROMPT)
+    clean = seen_in(adapter, rows(CLEAN))["embed", 0]
+    with kv.patched(adapter.model, kv.Patch("embed", positions=(3, 5), donor=clean)):
+        patched = plain_forward(adapter.model, corrupted)
+    assert_bitwise(patched, plain_forward(adapter.model, rows(CLEAN)), "logits")
+    found = kv.activation_patching(adapter, CLEAN, PROMPT, "embed", progress="none")
+    assert found.layers == (0,)
+    assert bool((found.values[0, [0, 5, 11]] == found.corrupted).all())
+    resid = kv.activation_patching(adapter, CLEAN, PROMPT, "resid_pre", layers=0, progress="none")
+    assert torch.equal(found.values, resid.values)
+
+
+@cases(KINDS)
+def test_a_head_s_result_is_patched_as_its_z_is(load: Any, case: Case) -> None:
+    adapter = load(case, "float64")
+    how: dict[str, Any] = {"over": "heads,positions", "block": 4, "distance": "logit_difference", "answers": (11, 23)}
+    for method in ("patches", "attribution"):
+        by_z, by_result = (
+            kv.activation_patching(adapter, CLEAN, PROMPT, site, method=method, progress="none", **how)
+            for site in ("z", "result")
+        )
+        assert_close(by_result.values, by_z.values, "logit differences", relative=1e-6)
+    with kv.patched(adapter.model, kv.Patch("result", 1, heads=1, positions="all", donor="zero")):
+        silenced = plain_forward(adapter.model, rows(PROMPT))
+    with kv.patched(adapter.model, kv.Patch("z", 1, heads=1, positions="all", donor="zero")):
+        assert_close(silenced, plain_forward(adapter.model, rows(PROMPT)), "logits", relative=1e-6)
+    # What is put on z in the same forward is in the results, whichever was opened first.
+    z = kv.Patch("z", 1, heads=1, positions="all", donor="zero")
+    with kv.record(adapter.model, "result", positions="all") as seen, kv.patched(adapter.model, z):
+        plain_forward(adapter.model, rows(PROMPT))
+    assert float(seen["result", 1][:, :, 1].abs().max()) == 0
+    assert float(seen["result", 1][:, :, 0].abs().max()) > 0
+
+
+@pytest.mark.hooked
+@pytest.mark.parametrize("site", ["post", "embed"])
+def test_a_patch_is_transformer_lens_s_own(load: Any, site: str) -> None:
+    """``generic_activation_patch`` of neurons and embeddings, position by position, to the bit."""
+    from transformer_lens import patching
+
+    adapter, clean, corrupted = load(HOOKED), rows(CLEAN), rows(PROMPT)
+
+    def metric(logits: torch.Tensor) -> torch.Tensor:
+        return logits[0, -1, 11] - logits[0, -1, 23]
+
+    with torch.no_grad():
+        _, cache = adapter.model.run_with_cache(clean)
+        if site == "post":
+            setter, axes = patching.layer_pos_patch_setter, ["layer", "pos"]
+            patch = functools.partial(patching.generic_activation_patch, activation_name=site, index_axis_names=axes)
+            expected = patch(adapter.model, corrupted, cache, metric, patch_setter=setter)
+        else:
+            expected = torch.stack([_embedded(adapter.model, corrupted, cache, at, metric) for at in range(len(PROMPT))])[
+                None
+            ]
+    found = kv.activation_patching(adapter, CLEAN, PROMPT, site, distance=metric, progress="none")
+    assert_bitwise(found.values.float(), expected, site, ("layer", "position"))
+
+
+def _embedded(model: Any, corrupted: torch.Tensor, cache: Any, at: int, metric: Any) -> torch.Tensor:
+    def put(embed: torch.Tensor, hook: Any) -> torch.Tensor:
+        embed[:, at] = cache[hook.name][:, at]
+        return embed
+
+    return metric(model.run_with_hooks(corrupted, fwd_hooks=[("hook_embed", put)]))
+
+
+@cases(KINDS[:3])
+@pytest.mark.parametrize("direction", ["into-cached", "into-recompute"])
+def test_sweeps_move_them_between_the_paths(load: Any, case: Case, direction: str) -> None:
+    """Paths that differ by a wider cache: heads put back one by one, and all of them, as z and attn_out are."""
+    adapter = load(case, "float64")
+    how: dict[str, Any] = {"cached": "cached+int4", "max_new_tokens": 3, "progress": "none"}
+    how |= {"direction": direction, "controls": "none", "stop": "length"}
+    by_z, by_result = (kv.sweep(adapter, PROMPT, site, "heads", **how).recovery for site in ("z", "result"))
+    for column in ("recovery", "d_after"):
+        torch.testing.assert_close(
+            *(torch.tensor(each[column].to_numpy(float)) for each in (by_result, by_z)), rtol=1e-5, atol=1e-7
+        )
+    neurons, mlp = (kv.sweep(adapter, PROMPT, site, **how).recovery for site in ("post", "mlp_out"))
+    torch.testing.assert_close(
+        *(torch.tensor(each["d_after"].to_numpy(float)) for each in (neurons, mlp)), rtol=1e-5, atol=1e-7
+    )
+    embedded = kv.sweep(adapter, PROMPT, "embed", **how).recovery
+    assert embedded["layer"].tolist() == [0]
+    assert embedded["recovery"].tolist() == [0.0], "both paths embed the same tokens"
+
+
+# Passes, which begin at the embedding where it is heard ----------------------------------------------------------------------
+
+
+@cases([case for case in KINDS if case.kind != "hooked"])
+def test_the_embedding_is_heard_in_the_step_that_it_begins(load: Any, case: Case) -> None:
+    from transformers import DynamicCache
+
+    adapter, tokens = load(case), rows(PROMPT)
+    cache = DynamicCache(config=adapter.source.config)
+    donor = torch.zeros(adapter.facts.width)
+    steered = kv.Patch("embed", positions=(9, 11), steps=(2, 3), donor=donor)
+    # What is opened first hears first: the recorder sees what the patch made.
+    with kv.patched(adapter.model, steered) as hook, kv.record(adapter.model, "embed,resid_pre", positions="all") as seen:
+        adapter.model(tokens[:, :8], past_key_values=cache, use_cache=True)
+        for at in range(8, 12):
+            adapter.model(tokens[:, at : at + 1], past_key_values=cache, use_cache=True)
+    assert hook.moved == [2]
+    assert [kept.shape[1] for kept in seen.kept["embed", 0]] == [8, 1, 1, 1, 1]
+    whole = torch.cat(seen.kept["embed", 0], 1)
+    assert [at for at in range(12) if not bool(whole[:, at].any())] == [9, 10]
+    assert len(seen.kept["resid_pre", 0]) == 5
+
+
+@pytest.mark.hooked
+def test_the_embedding_with_transformer_lens_s_own_cache(load: Any) -> None:
+    from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache
+
+    adapter, tokens = load(HOOKED), rows(PROMPT)
+    cache = TransformerLensKeyValueCache.init_cache(adapter.model.cfg, "cpu", 1)
+    with kv.patched(adapter.model, kv.Patch("embed", positions=9, steps=(2,), donor="zero")) as hook:
+        for piece in (tokens[:, :8], tokens[:, 8:9], tokens[:, 9:10], tokens[:, 10:]):
+            adapter.model(piece, past_kv_cache=cache, attention_mask=torch.ones_like(piece))
+    assert hook.moved == [1]
+
+
+def test_a_cache_that_is_seen_too_late_is_said(load: Any) -> None:
+    """A decoder run by itself is handed its cache where nobody looks before the first block."""
+    from transformers import DynamicCache
+
+    adapter = load(Case("llama-gqa", "native", "eager"))
+    cache = DynamicCache(config=adapter.model.config)
+    with torch.no_grad():
+        adapter.model(rows(PROMPT[:4]), past_key_values=cache, use_cache=True)
+        with (
+            pytest.raises(kv.InputError, match="before its cache of 4 positions is seen"),
+            kv.record(adapter.model, "embed"),
+        ):
+            adapter.model.model(rows(PROMPT[4:6]), past_key_values=cache, use_cache=True)
+        with kv.record(adapter.model, "embed") as seen:
+            adapter.model.model(rows(PROMPT[:2]))
+    assert len(seen.kept["embed", 0]) == 1
+
+
+def test_modules_and_hooks_are_their_names(load: Any) -> None:
+    adapter, tokens = load(Case("llama-gqa", "native", "eager")), rows(PROMPT)
+    names = ["model.layers.1.mlp.down_proj.input", "blocks.0.attn.hook_result", "hook_embed"]
+    seen = seen_in(adapter, tokens, names)  # type: ignore[arg-type]
+    assert list(seen.kept) == [("post", 1), ("result", 0), ("embed", 0)]
+    by_filter = seen_in(adapter, tokens, lambda name: name == "hook_embed" or name.endswith("1.attn.hook_result"))  # type: ignore[arg-type]
+    assert set(by_filter.kept) == {("embed", 0), ("result", 1)}

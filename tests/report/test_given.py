@@ -1,0 +1,119 @@
+"""The page of another engine's log-probs: tokens shaded on one scale, the worst sequence first, and small for a rollout."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+from browser import EVIL, IN_A_BROWSER, Opened, check_markup, check_page
+
+from kvinterp.auditing.bench import Check
+from kvinterp.auditing.verdict import Verdict
+from kvinterp.study.report.given import OPEN, given_fragment, page, shaded
+from kvinterp.study.report.page import Folded, Shaded, Text
+
+RNG = np.random.default_rng(0)
+
+
+def table(sequences: int = 8, length: int = 40, **texts: str) -> pd.DataFrame:
+    """Differences of one unit of 0.01 nats; sequence 3 is far off from position 20 on, and one token is not given."""
+    at = np.tile(np.arange(length), sequences)
+    name = np.repeat([texts.get(f"s{n}", f"s{n}") for n in range(sequences)], length)
+    ours = np.where(at == 0, np.nan, -2.0)
+    engine = ours + 0.01 * RNG.choice([-0.5, 0.5], len(at))
+    engine[(name == texts.get("s3", "s3")) & (at >= 20)] += 0.31
+    engine[5] = np.nan
+    return pd.DataFrame({
+        "sequence": name, "position": at, "part": np.where(at < 10, "prompt", "tokens"), "token": at,
+        "text": texts.get("text", " word"), "engine": engine, "ours": ours, "difference": engine - ours,
+    })  # fmt: skip
+
+
+def verdict(tokens: pd.DataFrame | None, word: str = "bug", **given: Any) -> Verdict:
+    found = {"rungs": [], "tried": [], "begins": 20, "beside": "float16", "our_mean_distance": 0.01} | given
+    checks = (Check("readable", "passed", EVIL, None), Check("shape", "passed", "from position 20 on", None))
+    reading = f"FAIL  {word}  another engine's log-probs against x\n  it is reproduced (n = 9)."
+    return Verdict(word, None, 20, "", "", {}, checks, (), reading, provenance={"model": EVIL}, given=found, tokens=tokens)
+
+
+def looks(parts: list[Any]) -> list[list[tuple[str, str, str]]]:
+    inner = [part.parts[0] if isinstance(part, Folded) else part for part in parts]
+    return [list(part.tokens) for part in inner if isinstance(part, Shaded) and part.tokens]
+
+
+def test_shades_are_units_of_rounding_and_the_worst_sequence_is_first() -> None:
+    parts = shaded(table(), (0.01, "rounding"), 20)
+    first, *_ = looks(parts)
+    heads = [part.text for part in parts if isinstance(part, Text) and part.look == "h3"]
+    assert heads[0].startswith("s3: ")
+    assert [look for _, look, _ in first[8:12]] == ["p", "p", "", ""], "half a unit has no shade"
+    assert first[20][1] == "a4 s"
+    assert {look for _, look, _ in first[21:]} == {"a4"}, "31 units, above ours"
+    assert first[20][2].startswith("20: engine -1.6")
+    assert "from there on" in parts[1].text
+    assert sum(isinstance(part, Folded) for part in parts) == 8 - OPEN
+    (missing,) = (row[5] for row in looks(parts) if row[5][1].startswith("n"))
+    assert missing[2] == "5: not given"
+    assert {row[0][1] for row in looks(parts)} == {"p"}, "the first token has no log-prob, and nobody left it out"
+
+
+def test_a_difference_beyond_the_scale_is_marked_and_counted() -> None:
+    far = table()
+    far.loc[30, ["engine", "difference"]] = -4.0, -2.0
+    parts = shaded(far, (0.01, "rounding"))
+    assert "b5" in {look for row in looks(parts) for _, look, _ in row}
+    legend = next(part.legend for part in parts if isinstance(part, Shaded))
+    assert any("1 token off the scale" in part.text for part in parts if isinstance(part, Text))
+    assert ("b5", "below by 100 and more, off the scale") in legend
+
+
+def test_without_a_unit_it_is_the_mean_and_positions_left_out_are_hatched() -> None:
+    """What ``compare`` has: no part of the prompt, no rows where nothing was given."""
+    some = table().drop(columns="part").dropna(subset="difference")
+    parts = shaded(some)
+    assert any("in units of the mean difference" in part.text for part in parts if isinstance(part, Text))
+    assert [row[4] for row in looks(parts) if row[4][1] == "n"] == [(" … ", "n", "1 not given")]
+
+
+@pytest.mark.parametrize("word", ["rounding", "cannot-tell", "misaligned"])
+def test_the_verdict_is_first_in_one_plain_sentence(word: str) -> None:
+    shown = page(verdict(None, word))
+    (answer,) = re.findall(r'<div class="answer[^>]*><strong>(.*?)</strong>', shown)
+    assert f"{word}. " in answer
+    assert answer.endswith(".")
+    assert "Token by token" not in shown
+
+
+def test_a_cause_that_is_named_is_told_from_those_ruled_out() -> None:
+    tried = [{"cause": name, "left": left, "slope": 1.0, "n": 64} for name, left in (("this", 0.01), ("that", 0.9))]
+    shown = page(verdict(table(), tried=tried, named="this"))
+    assert re.findall(r"<td[^>]*>(no, it is named|yes)</td>", shown) == ["no, it is named", "yes"]
+
+
+def test_a_rollout_of_64_sequences_is_no_large_page() -> None:
+    shown = page(verdict(table(64, 512)))
+    assert shown.count("<details") == 64 - OPEN
+    assert len(shown) < 5e6
+    many = page(verdict(table(200, 512)))
+    assert len(many) < 10e6
+    assert "72 more sequences in given.parquet" in many
+
+
+@IN_A_BROWSER[0]
+@IN_A_BROWSER[1]
+def test_the_page_in_a_browser(page_opened: Callable[..., Opened], tmp_path: Path) -> None:
+    """Every shade can be read in light and dark, wide and narrow; an id and a token that are markup stay text."""
+    every = table(s3=EVIL, text=EVIL)
+    every.loc[41:52, "difference"] = 0.01 * np.array([1, -1, 4, -4, 12, -12, 40, -40, 140, -140, 0, 0.2])
+    file = tmp_path / "report.html"
+    file.write_text(page(verdict(every)), encoding="utf-8")
+    check_page(page_opened, file)
+    opened = page_opened(file)
+    check_markup(opened)
+    opened.quiet()
+    assert "<img" not in given_fragment(verdict(every))
