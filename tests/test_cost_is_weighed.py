@@ -83,8 +83,8 @@ def test_a_text_that_fits_is_tokenised_once_and_one_of_few_tokens_is_not_refused
         ({"seeds": 60_000}, "60,000 seeds.* expected at most 1,000,000 in all; give fewer"),
         ({"strategies": ("greedy",) * (MOST_LISTED + 1)}, "strategies lists 1,001: expected at most 1,000; give fewer"),
         ({"kernels": "x" * 10**6}, "kernels has 1,000,000 characters: expected at most 10,000; shorten it"),
-        ({"prompts": f"arithmetic:{10**12}"}, "expected at most 100,000; ask for fewer"),
-        ({"prompts": f"arithmetic({10**6})"}, "asked for 1,000,000 problems: expected at most 100,000; ask for fewer"),
+        ({"prompts": f"arithmetic:{10**12}"}, "expected a whole number from 1 to 1,000,000"),
+        ({"prompts": f"arithmetic({10**6})"}, "asked for 1,000,000 problems: expected at least 1, and at most 100,000"),
     ],
     ids=lambda given: next(iter(given)) if isinstance(given, dict) else "",
 )

@@ -376,6 +376,7 @@ def test_a_patch_of_what_was_there_is_said(load: Any, case: Case, caplog: pytest
     with kv.record(adapter.model, "resid_post", positions="all") as seen:
         plain_forward(adapter.model, tokens)
     own = seen["resid_post", 1]
+    caplog.clear()
     with kv.patched(adapter.model, [kv.Patch("resid_post", 1, positions="all", donor=own)]):
         plain_forward(adapter.model, tokens)
     (said,) = caplog.messages

@@ -17,13 +17,13 @@ from kvinterp.study.report.page import (
     Answer,
     Bullets,
     Column,
+    Fold,
     Folded,
     Interval,
     Links,
     Packed,
     Pairs,
     Picture,
-    Section,
     Shaded,
     Table,
     Text,
@@ -41,12 +41,11 @@ PARTS = [
     Pairs({EVIL: EVIL}),
     Picture(EVIL, b"a figure"),
     Table(HEAD, [[EVIL] * 5], EVIL, EVIL, EVIL),
-    Table([Column(EVIL)], [[Links({EVIL: EVIL}, {EVIL: EVIL})]], EVIL, EVIL, EVIL, file=EVIL),
+    Table([Column(EVIL)], [[Links({EVIL: EVIL}, {EVIL: EVIL})], [Fold(EVIL, {EVIL: EVIL})]], EVIL, EVIL, EVIL),
     Links({EVIL: EVIL}, {EVIL: EVIL}, EVIL),
     Packed(EVIL, {EVIL: b"data"}),
     Shaded([(EVIL, EVIL, EVIL)], [(EVIL, EVIL)]),
     Folded(EVIL, [Text(EVIL)], EVIL),
-    Section(EVIL, [EVIL], [EVIL] * 3, [Picture(EVIL, b"a figure")], HEAD, [[EVIL] * 5]),
 ]
 
 
@@ -62,18 +61,8 @@ def test_every_part_is_text(part: Any) -> None:
 
 def test_every_kind_of_part_was_tried() -> None:
     kinds = {value for value in vars(page).values() if isinstance(value, type) and dataclasses.is_dataclass(value)}
-    # The head of a column and a drawn interval are within the tables.
-    assert {type(part) for part in PARTS} == kinds - {Column, Interval}
-
-
-def test_a_section_shows_what_was_done_and_what_to_see() -> None:
-    shown = fragment(Section("Title", ["one", "two"], ["first", "second"]))
-    assert '<b class="label">What was done.</b> one' in shown
-    assert '<b class="label">What to see.</b> first' in shown
-    assert "<p>second</p>" in shown
-    assert "<li>" not in shown
-    assert fragment(Section("Title", [], ["first", "second", "third"])).count("<li>") == 2
-    assert "<table" not in shown
+    # The head of a column, a drawn interval and a cell that unfolds are within the tables.
+    assert {type(part) for part in PARTS} == kinds - {Column, Interval, Fold}
 
 
 def test_the_row_that_stands_out_is_the_one_named() -> None:
@@ -102,8 +91,6 @@ def test_links_go_to_files_beside_the_page_whatever_their_names() -> None:
         "./javascript%3Aalert%281%29",
         ".///a.b/%22c%20d",
     ]
-    table = Table([Column("x")], [["1"]], file="many.parquet")
-    assert '<a href="./many.parquet">many.parquet</a>' in fragment(table)
 
 
 def test_the_template_is_installed_with_the_package() -> None:

@@ -4,7 +4,7 @@ To be read in this order:
 
 - what is watched: ``blocks`` (a model and its blocks), ``attention`` (which calls are attention), ``watch`` (inside a block),
   ``comparing`` (two runs of it), ``first_difference``, ``values``;
-- one precision: ``ladder`` (its notions), ``measure``, ``accounting``;
+- one precision: ``ladder`` (its notions), ``measure``;
 - what takes a difference away: ``causes``, ``judging``;
 - what else a cache is used for: ``exercises``, on ``bench``: ``batches`` and ``lengths``;
 - all of it: ``audit``, ``reading`` (what the evidence says), ``verdict``, and ``report`` and ``junit`` for readers;

@@ -83,8 +83,8 @@ def _lines(path: Path, suffix: str, expected: str) -> list[tuple[str, str]]:
             f"{named} cannot be read ({error.strerror or error}): check the file, or copy it again."
         ) from error
     # Only a line feed ends a line: JSON strings may hold U+2028, which str.splitlines would cut at.
-    lines = text.split("\n")
-    if len(lines) > MOST + 1:
+    lines = text.removesuffix("\n").split("\n")
+    if len(lines) > MOST:
         raise InputError(f"{named} has {len(lines):,} lines: expected at most {MOST:,}; take fewer.")
     found = [(f"{named}, line {number}", line.removesuffix("\r")) for number, line in enumerate(lines, 1) if line.strip()]
     if not found:

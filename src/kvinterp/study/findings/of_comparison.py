@@ -11,6 +11,7 @@ import pandas as pd
 from kvinterp import metrics
 from kvinterp.common.numbers import against, counted, every, machine_of, most, number
 from kvinterp.comparison import PARTS
+from kvinterp.errors import in_one_line
 from kvinterp.metrics.recovery import ONLY_THE_PREFILL, TO_SEE_A_DIFFERENCE
 from kvinterp.metrics.statistics import mean_error
 from kvinterp.study.findings.charts import Chart, Panel
@@ -210,7 +211,7 @@ def where(comparison: Comparison) -> list[str]:
     said = ["no prompt could be compared."] if comparison.steps.empty else headline_of([comparison])
     machine = f"; {machine_of(about)}" if "device" in about else ""
     head = f"{against(about)} on {about['model']} ({setting}{machine}): {' '.join(said)}"
-    return [head, *lines_of(findings_of(rows_of_comparison(comparison)))]
+    return [in_one_line(head), *lines_of(findings_of(rows_of_comparison(comparison)))]
 
 
 # Several comparisons ---------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ import pandas as pd
 
 from kvinterp import metrics
 from kvinterp.common.numbers import ends_said, number
+from kvinterp.errors import in_one_line
 
 COLUMNS = (
     "finding",
@@ -114,7 +115,7 @@ def line(found: dict[str, Any]) -> str:
     null = "" if pd.isna(found["null"]) else f"null {bare(found, found['null'])}"
     within = ", ".join(filter(None, (interval, n, null, tested(found))))
     ending = "; ".join(filter(None, (found["verdict"], found["note"])))
-    return f"{said}{f' ({within})' if within else ''}{f': {ending}' if ending else ''}."
+    return in_one_line(f"{said}{f' ({within})' if within else ''}{f': {ending}' if ending else ''}.")
 
 
 def place(found: dict[str, Any]) -> str:
