@@ -142,9 +142,11 @@ def test_without_record_the_pattern_is_derived_beside_sdpa_and_it_says_so(tmp_pa
     assert "loading zoo:mistral-mini as native in float16 on cpu" in run.stderr
     assert "pattern is derived beside attention 'sdpa', which runs as it is and shows none" in run.stderr
     assert "Traceback" not in run.stderr
-    assert "cached against recompute on zoo:mistral-mini (native, float16, matched)" in run.stdout
+    assert "cached against recompute on zoo:mistral-mini (native, float16, matched; " in run.stdout
     assert (tmp_path / "out" / "figures" / "attention_by_head.png").exists()
-    assert "(derived)" in (tmp_path / "out" / "report.html").read_text()
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert "(derived)" in page
+    assert "derived beside a fused kernel, which shows no pattern" in page
     assert (tmp_path / "out" / "figures" / "kv_by_position.png").exists()
 
 

@@ -18,6 +18,7 @@ from kvinterp.comparison import Comparison
 from kvinterp.errors import InputError
 from kvinterp.study.experiments import Compare
 from kvinterp.study.experiments.decompose import Decompose
+from kvinterp.study.experiments.keeping import experiment_of, outcome_of
 from kvinterp.study.experiments.patch import Patch
 from kvinterp.study.report.latex import latex_number
 from kvinterp.study.results import load_result
@@ -52,8 +53,6 @@ def found(model: Any) -> dict[str, Kept]:
     }
 
 
-FINDING = ("patch", "decompose", "logit-lens", "logit-attribution")
-"""Those that keep what they found as findings too."""
 ALL = ("compare", "several", "patch", "patch without controls", "decompose", "localise", "localise nothing", "kernels")
 
 
@@ -85,7 +84,7 @@ def test_what_is_saved_is_read_again_to_the_bit(found: dict[str, Kept], which: s
     assert sorted(path.name for path in (tmp_path / "once").iterdir() if path.name[0] != ".") == sorted(
         [
             *(f"{name}.parquet" for name in made.written()[0]),
-            *["findings.parquet"] * (made.VERB in FINDING),
+            *["findings.parquet"] * (made.VERB != "localise"),
             "summary.json",
             *["prompts.jsonl"] * (which in ("compare", "several")),
         ]
@@ -107,9 +106,9 @@ def test_it_is_shown_in_a_line_a_card_and_a_page(found: dict[str, Kept], which: 
     assert made.sentences()[0].replace("'", "&#39;") in card
     page = made.report(tmp_path / "page")
     assert page == tmp_path / "page" / "report.html"
-    # The page of a comparison has sentences of its own.
-    said = "split_k(4,float16)" if which == "compare" else made.sentences()[0].replace("'", "&#39;")
-    assert said in page.read_text()
+    # A comparison's own first sentence says before its headline what was compared, which a page has elsewhere.
+    headline = experiment_of(made.VERB)().headline(outcome_of(made)) or made.sentences()
+    assert headline[0].replace("'", "&#39;") in page.read_text()
     assert "runs/*" not in page.read_text()
     assert "functions that are no commands" not in page.read_text()
     drawn = {path.stem for path in (tmp_path / "page").glob("figures/*.png")}

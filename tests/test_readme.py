@@ -71,7 +71,7 @@ def test_in_a_notebook(printed: Callable[[str], str]) -> None:
     first, *_, cause, counts = printed("notebook").strip().splitlines()
     # On any processor they differ or are equal, and where() says which.
     assert first.startswith("cached against recompute on zoo:mistral-mini")
-    assert re.search(r"logits differ at \d+ of \d+ steps|bitwise equal at all \d+ steps", first), first
+    assert re.search(r"different logits at \d+ of \d+ steps|same logits, bit for bit, at all \d+ steps", first), first
     assert cause.strip()
     assert all(int(count) > 0 for count in counts.split())
 

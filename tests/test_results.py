@@ -162,6 +162,7 @@ def test_files_are_the_same_however_their_tables_were_cut(tmp_path: Path) -> Non
     assert files[0].getvalue() == files[1].getvalue()
     pd.testing.assert_frame_equal(pd.read_parquet(files[0]), table, check_exact=True)
     pd.testing.assert_frame_equal(long.whole(), table, check_exact=True)
+    pd.testing.assert_frame_equal(long.head(40), table.head(40), check_exact=True)
     assert pd.read_parquet(files[0]).attrs == long.whole().attrs == table.attrs
 
 

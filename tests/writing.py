@@ -17,7 +17,7 @@ from kvinterp.study.experiments import Compare
 from kvinterp.study.experiments.compare import outcome_of
 from kvinterp.study.results import Result, ResultFolder, prompts_digest
 
-NAMES = (*(f"{table}.parquet" for table in Compare.TABLES), *Compare.FILES, "figures/kl_by_step*")
+NAMES = Compare("zoo:mistral-mini").names()
 
 
 def write_tables(

@@ -111,6 +111,23 @@ def test_its_error_on_trained_models_is_that_of_every_place(load: Any, case: Cas
 
 
 @cases(KINDS)
+def test_every_distance_has_its_gradient_or_says_that_it_has_none(load: Any, case: Case) -> None:
+    """The accurate KL carries none, so that the default distance ended in a traceback of torch's."""
+    adapter = load(case)
+    for distance in ("kl", "l2"):
+        given = (adapter, CLEAN, PROMPT, "resid_pre")
+        how: dict[str, Any] = {"distance": distance, "layers": 0, "progress": "none"}
+        found = kv.activation_patching(*given, method="attribution", check=0, **how)
+        true = kv.activation_patching(*given, **how)
+        assert found.corrupted == pytest.approx(true.corrupted, rel=1e-6)
+        assert (found.values[0] != found.corrupted).nonzero().flatten().tolist() == [3, 4]
+    with pytest.raises(kv.InputError, match="has no gradient with respect to the logits"):
+        kv.activation_patching(
+            adapter, CLEAN, PROMPT, distance=lambda logits: logits.detach().sum(), method="attribution", progress="none"
+        )
+
+
+@cases(KINDS)
 def test_it_takes_one_backward_and_leaves_nothing(load: Any, case: Case) -> None:
     """A gradient by torch alone: of the difference with respect to the block's output, times how far the clean one is."""
     adapter = load(case, "float64")

@@ -59,6 +59,15 @@ class LongTable:
             piece.attrs = dict(self.attrs)
             yield piece
 
+    def head(self, rows: int) -> pd.DataFrame:
+        """Its first rows, for which no more pieces are read than hold them."""
+        read: list[pd.DataFrame] = []
+        for piece in self.pieces():
+            read.append(piece)
+            if sum(map(len, read)) >= rows:
+                break
+        return pd.concat(read, ignore_index=True).head(rows)
+
     def whole(self) -> pd.DataFrame:
         """All of it in memory."""
         return pd.concat(self.pieces(), ignore_index=True)

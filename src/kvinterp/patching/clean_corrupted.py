@@ -331,6 +331,11 @@ class _Asked:
         gradients = Gradients(self.adapter, [(self.site, layer) for layer in rows])
         with torch.enable_grad():
             base = self._measure(pure.whole(corrupted, gradients), logits)
+            if not base.requires_grad:
+                raise InputError(
+                    f"distance={self.name!r} has no gradient with respect to the logits, which method='attribution' takes: "
+                    "give one of torch's differentiable operations, or method='patches'."
+                )
             changes = gradients.times(base, {place: donor.records[place] for place in gradients.places})
         found = torch.stack([_summed(changes[self.site, at], self.site, self.over, c) for at in rows for c in columns])
         base = base.detach()
@@ -404,6 +409,9 @@ class _Asked:
     def _of_newest(self, shown: Float[Tensor, "run vocab"], clean: Float[Tensor, "any vocab"]) -> Float64[Tensor, " run"]:
         if self.pair is not None:
             return logit_difference(shown, self.pair)
+        if self.distance == "kl" and shown.requires_grad:  # The accurate one carries no gradient.
+            before, after = (torch.log_softmax(logits.double(), -1) for logits in (clean.expand_as(shown), shown))
+            return torch.nn.functional.kl_div(after, before, reduction="none", log_target=True).sum(-1)
         return DISTANCES[str(self.distance)](clean.expand_as(shown), shown).double()
 
 

@@ -77,7 +77,7 @@ def write_experiment(
     )
     drawn = [path for path in figures if path.suffix == ".png"]
     pictures = [picture(path, path.stem.replace("_", " "), narrow=path == drawn[0]) for path in drawn]
-    rest = {name: table for name, table in tables.items() if name != "findings" and isinstance(table, pd.DataFrame)}
+    rest = {name: table for name, table in tables.items() if name != "findings"}
     shown = list(rest)[:1] if findings is None else []
     lines = list(filter(None, sentences))
     parts: list[Any] = [*([Answer(lines)] if lines else []), *pictures[:1]]
@@ -149,15 +149,16 @@ def flattened(provenance: Mapping[str, Any], prefix: str = "") -> dict[str, str]
     return rows
 
 
-def table_of(name: str, table: pd.DataFrame) -> Table:
+def table_of(name: str, table: pd.DataFrame | LongTable) -> Table:
     """The beginning of a table, folded, under the name ``table-NAME``."""
-    counts = f"{counted(len(table), 'row')} of {counted(table.shape[1], 'column')}"
+    first = table.head(_ROWS)
+    counts = f"{counted(len(table), 'row')} of {counted(first.shape[1], 'column')}"
     more = f", the first {_ROWS} here, all in {name}.parquet" if len(table) > _ROWS else ""
-    numbers = numeric(table)
+    numbers = numeric(first)
     head = [Column(column, "number" if is_number else "") for column, is_number in numbers.items()]
     rows = [
         [number(cell) if is_number else said(cell) for cell, is_number in zip(row, numbers.values(), strict=True)]
-        for row in table.head(_ROWS).itertuples(index=False)
+        for row in first.itertuples(index=False)
     ]
     return Table(head, rows, folded=f"{name}: {counts}{more}", name=f"table-{name}")
 

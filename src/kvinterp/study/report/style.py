@@ -20,6 +20,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 
+from kvinterp.common.numbers import listed
 from kvinterp.common.store import write_whole
 
 RC: Any = {
@@ -201,7 +202,9 @@ def small_print(provenances: Sequence[Mapping[str, Any]], more: Sequence[str] = 
     }
     for about in provenances:
         how = [about[name] for name in ("direction", "protocol", "strategy") if name in about]
-        columns["paths"].append(" against ".join(about.get("paths", {}).values()))
+        # Of several pairs there are several paths b.
+        paths = (path if isinstance(path, str) else listed(path) for path in about.get("paths", {}).values())
+        columns["paths"].append(" against ".join(paths))
         columns["how"].append(", ".join([*how, *([f"seed {about['seed']}"] if "seed" in about else [])]))
         # Of a result that is of many models the machine alone is told.
         columns["model"].append(" ".join((*_model(about), f"weights {about['weights']}")) if "model" in about else "")
