@@ -38,7 +38,9 @@ def test_kl_of_two_texts_is_told_apart_from_that_of_rounding() -> None:
     said = made.where()
     assert "mean KL behind a flip, where the two texts differ 2 nats (n = 4 steps)" in said
     assert "median of a prompt's mean KL 3.5 × 10⁻⁷ nats" in said.replace("\xa0", " ")
-    assert "layer 1: median relative L2 of resid_post 7.1 × 10⁻⁴" in said.replace("\xa0", " "), "rows after the flip do not count"
+    assert "layer 1: median relative L2 of resid_post 7.1 × 10⁻⁴" in said.replace("\xa0", " "), (
+        "rows after the flip do not count"
+    )
     matched = comparison((0, 1), flip=2)
     assert "behind a flip" not in matched.where(), "the contexts stay the same in the matched protocol"
 

@@ -51,7 +51,9 @@ def test_it_writes_tables_figures_report_and_picture(smoke: Path) -> None:
         steps = pd.read_parquet(out / "runs" / name / "steps.parquet")
         assert (steps.loc[steps["step"] == 0, "max_abs_logit"] == 0).all(), "step 0 is the same computation (law 3)"
     html = (out / "report.html").read_text()
-    assert html.count('class="drawn') == len(list((out / "figures").glob("*.png"))) + 1 >= 6, "the first one is drawn narrow, too"
+    assert html.count('class="drawn') == len(list((out / "figures").glob("*.png"))) + 1 >= 6, (
+        "the first one is drawn narrow, too"
+    )
     assert "derived" in html, "SDPA shows no pattern: it is worked out beside it, and called so"
     assert (smoke / "demo.png").stat().st_size > 20_000
 

@@ -137,7 +137,10 @@ def test_every_site_there_is_can_be_ablated(load: Any, case: Case) -> None:
     plain = plain_forward(adapter.model, tokens)
     for site in [site for site in case.patched if not site.startswith("cache")]:
         for name in ("zero", "mean", "resample")[: 1 if site == "pattern" else 3]:
-            with kv.patched(adapter.model, kv.Patch(site, None if site == "embed" else (LAYER,), positions="all", donor=given(name, adapter, site))):
+            with kv.patched(
+                adapter.model,
+                kv.Patch(site, None if site == "embed" else (LAYER,), positions="all", donor=given(name, adapter, site)),
+            ):
                 assert not torch.equal(plain_forward(adapter.model, tokens), plain), (site, name)
 
 

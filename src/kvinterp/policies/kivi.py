@@ -42,9 +42,7 @@ class Kivi(Selective):
             raise unexpected("policy 'kivi': bits", self.bits, "2, 4 or 8, as in kivi(2,32,128)")
         group = check_whole("policy 'kivi': group", self.group)
         if check_whole("policy 'kivi': residual", self.residual) % group:
-            raise unexpected(
-                "policy 'kivi': residual", self.residual, f"a multiple of group={group}, as in kivi(2,32,128)"
-            )
+            raise unexpected("policy 'kivi': residual", self.residual, f"a multiple of group={group}, as in kivi(2,32,128)")
         super().__post_init__()
 
     def bits_stored(self, tensor: str, width: int) -> float | None:

@@ -301,8 +301,13 @@ def _last_token(rung: PrecisionRun | None, own: str) -> list[Any]:
     position, prefill = (int(rung.layers[name].iloc[0]) for name in ("position", "prefill"))
     said = f"One token, free-running, in {own}: position {position}, fed after a prompt of {prefill} tokens"
     layers = rung.layers.assign(layer=rung.layers["layer"] + 1)
-    tables = (table[list(names)].rename(columns=names) for table, names in ((layers, _ISSUE_LAYERS), (rung.top, _ISSUE_TOP)))
-    return [Text(f"{said}. Layer n is hidden_states[n].", look="h3"), *(_table(table.to_dict("records")) for table in tables)]
+    tables = (
+        table[list(names)].rename(columns=names) for table, names in ((layers, _ISSUE_LAYERS), (rung.top, _ISSUE_TOP))
+    )
+    return [
+        Text(f"{said}. Layer n is hidden_states[n].", look="h3"),
+        *(_table(table.to_dict("records")) for table in tables),
+    ]
 
 
 _ISSUE_LAYERS = {"layer": "Layer", "max_abs": "Max Abs Diff", "mean_abs": "Mean Abs Diff"}
