@@ -137,7 +137,7 @@ def main() -> None:
             about = ("engines held out", file.stem, name, dtype, 0)
             if engine == "llama64-mini" or about in done or given.only not in file.stem:
                 continue
-            begun, found = time.perf_counter(), audit_given(model, file)
+            begun, found = time.perf_counter(), audit_given(model, file, declared=dtype)
             paths = read_given(file)
             ours = np.concatenate(
                 [planted.prefill(model.at(getattr(torch, dtype)).model, list(p.ids), 0)[1:] for p in paths]

@@ -175,6 +175,22 @@ def test_engines_that_no_rule_was_chosen_beside_pass(engine: str, model: Any) ->
     assert found.given["tokens"] == 508
 
 
+@pytest.mark.parametrize(
+    ("given", "declared", "word"),
+    [
+        ("float32", "float32", "rounding"),
+        ("bfloat16", "bfloat16", "rounding"),
+        ("bfloat16", "float32", "wrong-dtype"),
+    ],
+)
+def test_a_vllm_that_ran(given: str, declared: str, word: str, model: Any) -> None:
+    """Answers of vLLM 0.32 on a CPU as they came, recorded by record_vllm.py: 4 prompts and 16 tokens behind each."""
+    found = audit_given(model, RECORDED / f"vllm_{given}.jsonl", declared=declared)
+    assert found.verdict == word, str(found)
+    assert found.given["sequences"] == 4
+    assert found.given["tokens"] == 4 * 127 + 37  # A text that ended early has fewer than 16.
+
+
 def test_openvino_computes_a_float32_model_in_bfloat16_and_it_is_said(model: Any) -> None:
     """Its products round otherwise than torch's; what both do alike is to round the weights."""
     found = audit_given(model, RECORDED / "openvino-default_float32.jsonl")

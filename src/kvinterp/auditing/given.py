@@ -224,8 +224,9 @@ class _Judge:
             if (gap := self._of(rung)) is not None and np.isfinite(gap).all():
                 self.ours[rung.name] = np.abs(gap - self.truth)
                 # Two engines in one precision round the same weights, and often more, alike.
-                effects = [gap, self._of(WEIGHTS[rung.name]) if rung.name in WEIGHTS else None]
-                self.alike[rung.name] = max(steps.alike(seen, row - self.truth) for row in effects if row is not None)
+                effects = [gap, self._some(WEIGHTS[rung.name])] if rung.name in WEIGHTS else [gap]
+                there = [(row - self.truth, np.isfinite(row)) for row in effects if np.isfinite(row).any()]
+                self.alike[rung.name] = max(steps.alike(seen[ok], row[ok]) for row, ok in there)
         self.gap = np.abs(self.tokens.engine - self.truth)
 
     def _rows(self, path: GivenPath, way: Way) -> Any:
