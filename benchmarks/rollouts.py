@@ -1,10 +1,10 @@
 """What `kvinterp audit MODEL --against FILE` takes with many sequences: time, its ratio to a plain loop, and peak memory.
 
-    python benchmarks/rollouts.py [--counts 16 64 256] [--length 512] [--model zoo:llama64-mini] [--dtype float16]
+    python benchmarks/rollouts.py [--counts 16 64 256] [--length 512] [--model zoo:llama64-mini] [--dtype float16] [--threads 1]
 
 Two engines made of our own model, one clean and one whose positions behind the prompt are one too high, give each count of
 sequences; the second makes the audit try every cause. The plain loop is what a user would write: one forward of each sequence in
-the engine's precision, and its log-probs. Each row is a process of its own with one thread. Nothing here is a test.
+the engine's precision, and its log-probs. Each row is a process of its own, with one thread unless `--threads` says more. Nothing here is a test.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def child(given: argparse.Namespace) -> None:
     from kvinterp.recording.given import GivenPath
     from kvinterp.recording.readers.own import write_given
 
-    torch.set_num_threads(1)
+    torch.set_num_threads(given.threads)
     engine = planted.prefill if given.engine == "clean" else planted.FAULTS[given.engine][0]
     model, length, count = kv.load_model(given.model, kind="native", dtype="float32"), given.length, given.counts[0]
     text = [t for prompt in kv.load_prompts("natural:48") for t in model.encode(prompt.text)[1:]]
@@ -76,6 +76,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--model", default="zoo:llama64-mini")
     parser.add_argument("--dtype", default="float16")
+    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--engine", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.engine:
@@ -86,14 +87,25 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     for count in given.counts:
         for engine in ENGINES:
-            asked = ["--counts", count, "--length", given.length, "--model", given.model, "--dtype", given.dtype]
+            asked = [
+                "--counts",
+                count,
+                "--length",
+                given.length,
+                "--model",
+                given.model,
+                "--dtype",
+                given.dtype,
+                "--threads",
+                given.threads,
+            ]
             command = [sys.executable, __file__, *map(str, asked), "--engine", engine]
             made = subprocess.run(command, capture_output=True, text=True, check=False)
             if made.returncode:
                 raise SystemExit(made.stderr[-3000:])
             rows.append(json.loads(made.stdout.splitlines()[-1]))
             print(rows[-1], flush=True)
-    about = {"model": given.model, "dtype": given.dtype, "length": given.length}
+    about = {"model": given.model, "dtype": given.dtype, "length": given.length, "threads": given.threads}
     keep(ROOT / "benchmarks" / "results", "rollouts", {"provenance": machine(), **about, "rows": rows})
 
 
