@@ -5,6 +5,7 @@ Run as `python benchmarks/bugs/bank/table.py [OUT.md]`; without a file, to stand
 
 from __future__ import annotations
 
+import argparse
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -65,13 +66,16 @@ def lines() -> Iterator[str]:
         yield f"\n{right} of {len(cases)} right, {unsure} cannot tell.\n"
 
 
-def main(arguments: list[str]) -> None:
-    """Writes the table to the file of the first argument, or prints it."""
+def main() -> None:
+    """Writes the table to a file, or prints it."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("out", nargs="?", type=Path, help="the Markdown file; standard output unless given")
+    out = parser.parse_args().out
     torch.set_num_threads(1)
-    with Path(arguments[0]).open("w", encoding="utf-8") if arguments else nullcontext(sys.stdout) as out:
+    with nullcontext(sys.stdout) if out is None else out.open("w", encoding="utf-8") as file:
         for line in lines():
-            print(line, file=out, flush=True)
+            print(line, file=file, flush=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()
