@@ -62,7 +62,8 @@ def test_the_answer_in_higher_precision(tmp_path: Path, quick: None) -> None:
     rungs = [made(), made(size=1e-7, dtype="float32"), made(size=1e-15, dtype="float64"), made(flip=2, protocol="free")]
     text = Page(demo_page(tmp_path, *rungs).read_text(encoding="utf-8")).text
     sizes = [one.comparison.steps["max_abs_logit"].max() for one in rungs[1:3]]
-    assert f"On fewer prompts it is {number(sizes[0])} in float32 and {number(sizes[1])} in float64, at most." in text
+    said = f"{number(sizes[0])} in float32 and {number(sizes[1])} in float64"
+    assert f"On fewer prompts the largest difference of a logit is {said}." in text
     assert text.count("largest difference of a logit, the same prompts in each dtype") == 3
 
 

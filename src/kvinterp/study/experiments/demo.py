@@ -137,7 +137,8 @@ class Demo(Experiment):
             dtype, size = one.provenance["dtype"], float(one.steps["max_abs_logit"].max())
             sizes[dtype] = max(size, sizes.get(dtype, 0.0))
         higher = listed([f"{number(size)} in {dtype}" for dtype, size in sizes.items()])
-        return [*headline_of(matched(_main(outcome))), *([f"On fewer prompts it is {higher}, at most."] if higher else [])]
+        finer = [f"On fewer prompts the largest difference of a logit is {higher}."] if higher else []
+        return [*headline_of(matched(_main(outcome))), *finer]
 
     def findings(self, outcome: Outcome) -> pd.DataFrame:
         """Those of every comparison, and how large the difference is in each dtype."""
