@@ -15,7 +15,7 @@ import pytest
 
 import kvinterp as kv
 from command_line import kvinterp, wrong
-from kvinterp.comparison.given import read_paths
+from kvinterp.comparison.given import asked, read_paths
 from kvinterp.errors import InputError
 from kvinterp.recording import endpoint
 from kvinterp.recording.endpoint import Endpoint
@@ -96,6 +96,17 @@ def test_each_token_is_asked_for_cold_and_warm_and_the_witness_is_read(tmp_path:
     (one, other) = read_paths(model, found.cold)
     assert one.ids[:7] == (1, 5, 9, 10, 11, 12, 13)
     assert other.chosen[2:6].tolist() == [-0.5] * 4
+
+
+def test_a_users_prompts_are_sent_whole_and_ours_are_short(tmp_path: Path, model: Any) -> None:
+    """An engine caches whole blocks alone, of 16 to 128 tokens: a prompt that is cut shows nothing warm."""
+    ids = list(range(1, 151))
+    with serving(right) as (url, seen):
+        asked(model, url, [ids], tmp_path / "one")
+        assert seen[0]["prompt"] == ids
+        seen.clear()
+        asked(model, url, None, tmp_path / "ours")
+        assert {len(body["prompt"]) for body in seen if body["max_tokens"] > 1} == {24}
 
 
 def test_what_was_answered_before_a_server_died_is_not_asked_again(tmp_path: Path) -> None:

@@ -248,6 +248,14 @@ def test_the_command_writes_verdict_page_and_junit(model: Any, walked: Any, tmp_
     assert suite.get("failures") == "1"
 
 
+def test_the_command_rounds_no_weights_to_what_was_declared(model: Any, tmp_path: Path) -> None:
+    """--dtype is the engine's. Beside a model whose weights were rounded to it a clean vLLM stood 1.6 times too far, once."""
+    file = RECORDED / "vllm_bfloat16.jsonl"
+    kvinterp("audit", "zoo:llama64-mini", "--against", file, "--dtype", "bfloat16", "--out", tmp_path / "out")
+    made = kv.load(tmp_path / "out").given
+    assert made["rungs"] == audit_given(model, file, declared="bfloat16").given["rungs"]
+
+
 def test_the_command_cannot_tell_and_says_so(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(json.dumps({"prompt": [1, 5], "tokens": [6], "logprobs": [None]}))
     asked = ("audit", "zoo:llama64-mini", "--against", tmp_path / "a.jsonl", "--out", tmp_path / "o")

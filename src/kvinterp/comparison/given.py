@@ -36,7 +36,7 @@ from kvinterp.recording.readers import read_given
 
 TEXTS = "natural:4"
 PROMPT, STEPS = 24, 48
-"""So many tokens of each prompt are sent to a server, and so many it writes behind it: 388 requests of four prompts."""
+"""So many tokens of our own prompts are sent to a server, and so many it writes behind any: 388 requests of four prompts."""
 
 
 def compare_given(
@@ -210,7 +210,7 @@ def asked(
     plain = [adapter.encode(each.text) for each in load_prompts(TEXTS)] if prompts is None and adapter.tokenizer else None
     given = plain or (load_prompts(TEXTS if prompts is None else prompts) if isinstance(prompts, str | None) else prompts)
     room = max(2, min(STEPS, adapter.facts.context - PROMPT))
-    texts = [list(encode(adapter, each, room))[:PROMPT] for each in given]
+    texts = [list(encode(adapter, each, room))[: PROMPT if prompts is None else None] for each in given]
     folder = Path(tempfile.mkdtemp(prefix="kvinterp-answers-") if keep is None else keep)
     return Endpoint(url, folder, tell).fetch(texts, room, lambda token: adapter.pieces([token])[0])
 

@@ -168,8 +168,8 @@ class Audit(Experiment):
         from kvinterp.study.cells import Cell
 
         if self.against is not None:
-            # Of weights that were rounded to 16 bits no other precision is found again.
-            named = {**self.named(), "dtype": self.dtype or "float32"}
+            # --dtype is what the engine was said to run in. Of weights that were rounded to it no other precision is found again.
+            named = {**self.named(), "dtype": "float32"}
             given = {"file": self.against, "format": self.format, "declared": self.dtype, "prompts": self.prompts}
             given["answers"] = str(self.answers or "kvinterp-answers") if self.is_live() else None
             return [Cell("audit", f"{__name__}:judged", {"model": named, **given, "seed": self.seed, "allow": self.allow})]
