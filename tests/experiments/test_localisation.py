@@ -82,9 +82,9 @@ def test_the_headline_is_of_all_layers_together() -> None:
     both = rows("paper", [0.5, -0.2], sweep="cumulative") + rows("kv-into-cached", [0.1, 0.8], sweep="cumulative")
     first, second = said(both, "paper", "kv-into-cached").splitlines()
     assert first == (
-        "All layers together recover, at the median: the paper's patch −20\u202f%; K and V put into the cached path 80\u202f%."
+        "Patching all layers together recovers, at the median: the paper's patch −20\u202f%; K and V put into the cached path 80\u202f%."
     )
-    assert "keeps nothing between steps" in second
+    assert "carries nothing from step to step" in second
     from_0 = said(rows("kv-into-cached", [0.7, 0.1], sweep="cumulative-from"), "kv-into-cached")
     assert from_0.endswith("K and V put into the cached path 70\u202f%.")
 

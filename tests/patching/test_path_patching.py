@@ -380,7 +380,7 @@ def test_a_patch_of_what_was_there_is_said(load: Any, case: Case, caplog: pytest
     with kv.patched(adapter.model, [kv.Patch("resid_post", 1, positions="all", donor=own)]):
         plain_forward(adapter.model, tokens)
     (said,) = caplog.messages
-    assert said.startswith("kv.patched: the patch of 'resid_post' wrote the very values that were there")
+    assert said.startswith("kv.patched: the patch of 'resid_post' changed nothing")
     caplog.clear()
     with kv.patched(adapter.model, [kv.Patch("resid_post", 1, positions="all", donor=own + 1)]):
         plain_forward(adapter.model, tokens)
@@ -391,9 +391,9 @@ def test_a_patch_of_what_was_there_is_said(load: Any, case: Case, caplog: pytest
         found = kv.activation_patching(adapter, CLEAN, PROMPT, method=method, **how)
         assert found.unchanged.tolist() == [[at < 3 for at in range(len(PROMPT))]]
         assert not caplog.messages
-        assert "3 of 12 patches (layer 1) wrote the very values that were there" in " ".join(found.sentences())
+        assert "3 of 12 patches (layer 1) changed nothing" in " ".join(found.sentences())
         kv.activation_patching(adapter, CLEAN, PROMPT, method=method, positions=(0, 3), **how)
-        assert "every patch of 'resid_pre' wrote the very values" in caplog.text
+        assert "every patch of 'resid_pre' changed nothing" in caplog.text
 
 
 @cases(ZOO[:2])
@@ -404,13 +404,13 @@ def test_a_sweep_says_where_both_paths_have_the_same(load: Any, case: Case) -> N
     same = kv.sweep(adapter, PROMPT, "embed", **how)
     assert same.recovery["unchanged"].tolist() == [True]
     assert same.recovery["recovery"].tolist() == [0.0]
-    assert "1 of 1 patches (layer 0) wrote the very values that were there" in " ".join(same.sentences())
+    assert "1 of 1 patches (layer 0) changed nothing" in " ".join(same.sentences())
     controls = same.controls.set_index("control")["unchanged"]
     assert controls["self"]
     assert not controls["other-prompt"]
     other = kv.sweep(adapter, PROMPT, "kv", direction="into-cached", **how)
     assert not other.recovery["unchanged"].any()
-    assert "wrote the very values" not in " ".join(other.sentences())
+    assert "changed nothing" not in " ".join(other.sentences())
 
 
 def test_the_panel_s_bench_says_it(load: Any) -> None:
@@ -420,4 +420,4 @@ def test_the_panel_s_bench_says_it(load: Any) -> None:
     assert not bench.ask(PROMPT, "resid_post", 1, donor="zero").unchanged
     from kvinterp.study.reading.patching import recovery_said
 
-    assert "The patch wrote the very values that were there" in recovery_said(answer)[1]
+    assert "The patch changed nothing" in recovery_said(answer)[1]

@@ -171,7 +171,12 @@ def test_equal_paths_and_empty_sweeps_are_said() -> None:
     ]
     assert "has no number" in lines_of(findings_of(rows_of_sweep(equal)))[0]
     poor = _sweep({(0, -1): [-0.2]}, "single", "resid_post")
-    assert headline_of_sweep(poor)[0].startswith("No place recovers a twentieth. Layer 0 recovers most: −20\u202f%")
+    assert headline_of_sweep(poor)[0].startswith("No place recovers more than 5%; layer 0 recovers most: −20\u202f%")
+    unsure = _sweep({(0, -1): [0.5, -0.3, 0.4, 0.6, -0.2, 0.3, 0.1, 0.2]}, "single", "resid_post")
+    assert headline_of_sweep(unsure)[0].startswith(
+        "No recovery is clearly above 0; layer 0 recovers most: 25\u202f% of the KL ("
+    )
+    assert "95% interval −30\u202f% to 60\u202f%" in headline_of_sweep(unsure)[0]
     empty = _sweep({(0, -1): [0.1]}, "single")
     empty.recovery = empty.recovery.iloc[:0]
     assert charts_of_sweep(empty) == {}
@@ -231,8 +236,13 @@ def test_exact_zeros_of_the_split_stand_in_their_own_strip() -> None:
     assert below.get_xlabel() == "layer"
     # Step 1: fresh; step 2: anew; at step 3 no part is as long as the others together.
     first, second = headline_of_decomposition(_decomposition())
-    assert first == "The logits differ at 6 of 6 decode steps of 2 prompts; most of it is fresh at 2, anew at 2."
-    assert second == "A cache as such contributes nothing at 4 of the 6, and no more than its null at 2 more."
+    assert first == (
+        "The logits differ at 6 of 6 decode steps of 2 prompts. Most of the difference comes from the newest row, computed alone "
+        "(fresh), at 2, K and V of old rows, which recompute computes again (anew), at 2."
+    )
+    assert second == (
+        "Computing rows alone, as a cache does, makes no difference at 4 of the 6 steps, and no more than its null control at 2 more."
+    )
     found = "\n".join(lines_of(findings_of(rows_of_decomposition(_decomposition()))))
     assert re.search(r"fresh: mean L2 of the logits 1.7\W*×\W*10⁻⁸ \(n = 6 steps, null 0.5\)", found)
     assert "most of the difference at 2 steps; no cache makes it" in found

@@ -32,5 +32,5 @@ EMBEDDING = -1
 """The layer number that stands for what enters the first block."""
 ONE_BY_ONE = "tokens fed one by one"
 """How an audit feeds tokens where it feeds them as decoding does."""
-UNCHANGED = "wrote the very values that were there, and changed nothing"
+UNCHANGED = "changed nothing"
 """Said of a patch whose donor is equal to what it replaces."""

@@ -149,11 +149,11 @@ class Localisation(OfModels):
             if found:
                 low, high = percent(min(found)), percent(max(found))
                 said.append(f"{name} {low if low == high else f'{low} to {high}'}")
-        lines = [f"All layers together recover, at the median: {'; '.join(said)}." if said else
+        lines = [f"Patching all layers together recovers, at the median: {'; '.join(said)}." if said else
                  "There is no difference to recover, or neither the paper's patch nor K and V were asked for."]  # fmt: skip
         if "paper" in self.part and said:
-            lines.append("The recompute path keeps nothing between steps: that the paper's patch recovers nothing would not say "
-                         "where the difference is.")  # fmt: skip
+            lines.append("The recompute path carries nothing from step to step, so the paper's patch can recover nothing there, wherever "
+                         "the difference arises.")  # fmt: skip
         return lines
 
     def findings(self, outcome: Outcome) -> pd.DataFrame:

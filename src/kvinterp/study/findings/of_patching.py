@@ -58,8 +58,14 @@ def headline_of_sweep(sweep: Sweep) -> list[str]:
     }.get(best["sweep"], "layer {layer:g}, head {head:g} recovers").format(**best)
     how = f"{best['site']}, {summary['direction']}, {counted(int(best['defined']), 'prompt')}"
     how += f", along the residual stream to {sweep.provenance['receiver']}" if "receiver" in sweep.provenance else ""
-    few = "No place recovers a twentieth. " if best["median"] < 0.05 else ""
-    lead = f"{few}{upper(place)} most: {percent(best['median'])} of the {of} ({how})."
+    low, high = best["interval_low"], best["interval_high"]
+    how += "" if pd.isna(low) else f"; 95% interval {percent(low)} to {percent(high)}"
+    few = (
+        "No place recovers more than 5%" if best["median"] < 0.05 else "No recovery is clearly above 0" if low <= 0 else ""
+    )
+    lead = (
+        f"{few}{'; ' if few else ''}{place if few else upper(place)} most: {percent(best['median'])} of the {of} ({how})."
+    )
     return [lead, *_unchanged(sweep.recovery, ["sweep", "layer", "head", "positions"]), *lines]
 
 
@@ -71,7 +77,7 @@ def _unchanged(table: pd.DataFrame, labels: list[str]) -> list[str]:
     idle = table.groupby(labels, sort=False)["unchanged"].all()
     layers = sorted({int(layer) for layer in idle[idle].index.get_level_values("layer") if layer >= 0})
     where = f" (layer {', '.join(map(str, layers))})" if layers else ""
-    said = f"{int(idle.sum())} of {len(idle)} patches{where} {UNCHANGED}: what gives is equal to what takes there."
+    said = f"{int(idle.sum())} of {len(idle)} patches{where} {UNCHANGED}: the donor is equal to what it replaces there."
     return [said] if idle.any() else []
 
 
@@ -147,6 +153,12 @@ _TOLD = {
     "kept": "kept: K and V kept otherwise than written",
     "null": "null: recompute among more rows, no cache",
 }
+_MOST = {
+    "fresh": "the newest row, computed alone (fresh),",
+    "alone": "K and V of decoded rows, computed alone (alone),",
+    "anew": "K and V of old rows, which recompute computes again (anew),",
+    "kept": "K and V stored otherwise than written (kept),",
+}
 
 
 def headline_of_decomposition(split: Decomposition) -> list[str]:
@@ -157,16 +169,20 @@ def headline_of_decomposition(split: Decomposition) -> list[str]:
         return [NOTHING]
     if not differ:
         return [f"The paths' logits are bitwise equal at {every(steps, 'decode step')} of {of}.", TO_SEE_A_DIFFERENCE]
-    led = [f"{part} at {summary['most'][part]}" for part in PARTS if summary["most"].get(part)]
-    most = f"most of it is {', '.join(led)}" if led else "no part is most of it at any"
-    lines = [f"The logits differ at {differ} of {counted(steps, 'decode step')} of {of}; {most}."]
+    led = sorted((part for part in _MOST if summary["most"].get(part)), key=lambda part: -summary["most"][part])
+    most = ", ".join(f"{_MOST[part]} at {summary['most'][part]}" for part in led)
+    lines = [
+        f"The logits differ at {differ} of {counted(steps, 'decode step')} of {of}. "
+        + (f"Most of the difference comes from {most}." if led else "No part is more than half of it at any step.")
+    ]
     if "with_changed" in summary:
         changed = f"Another expert is chosen, in some row, at {summary['with_changed']} of {counted(steps, 'decode step')}"
         lines.append(f"{changed}; at the others no part of the difference is routing.")
     none, within = summary["without_cache"], summary["within_null"]
     if none or within:
         lines.append(
-            f"A cache as such contributes nothing at {none} of the {differ}, and no more than its null at {within} more."
+            f"Computing rows alone, as a cache does, makes no difference at {none} of the {differ} steps, and no more than its null "
+            f"control at {within} more."
         )
     return lines
 

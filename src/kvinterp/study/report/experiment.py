@@ -83,7 +83,8 @@ def write_experiment(
     parts: list[Any] = [*([Answer(lines)] if lines else []), *pictures[:1]]
     first = [table_of(name, rest.pop(name)) for name in shown]
     parts += [dataclasses.replace(table, folded="", caption=table.folded) for table in first]
-    parts += opened(findings_table(findings), OPEN, "findings") if findings is not None and len(findings) else []
+    if findings is not None and len(findings):
+        parts += opened(findings_table(findings), OPEN, "finding" if len(findings) == OPEN + 1 else "findings")
     parts += lead
     parts += [Folded(counted(len(pictures) - 1, "more figure"), pictures[1:], "figures")] if pictures[1:] else []
     folded = [table_of(name, table) for name, table in rest.items() if len(table)]
