@@ -152,8 +152,8 @@ class Localisation(OfModels):
         lines = [f"Patching all layers together recovers, at the median: {'; '.join(said)}." if said else
                  "There is no difference to recover, or neither the paper's patch nor K and V were asked for."]  # fmt: skip
         if "paper" in self.part and said:
-            lines.append("The recompute path carries nothing from step to step, so the paper's patch can recover nothing there, wherever "
-                         "the difference arises.")  # fmt: skip
+            lines.append("The recompute path carries nothing from step to step, so the paper's patch can recover nothing there, "
+                         "wherever the difference arises.")  # fmt: skip
         return lines
 
     def findings(self, outcome: Outcome) -> pd.DataFrame:

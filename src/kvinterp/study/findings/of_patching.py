@@ -181,8 +181,8 @@ def headline_of_decomposition(split: Decomposition) -> list[str]:
     none, within = summary["without_cache"], summary["within_null"]
     if none or within:
         lines.append(
-            f"Computing rows alone, as a cache does, makes no difference at {none} of the {differ} steps, and no more than its null "
-            f"control at {within} more."
+            f"Computing rows alone, as a cache does, makes no difference at {none} of the {differ} steps, and no more than its "
+            f"null control at {within} more."
         )
     return lines
 
