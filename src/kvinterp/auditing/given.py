@@ -24,7 +24,9 @@ from kvinterp.auditing.given_paths import FLASH, FLASH_ROW, FLOAT16, RUNGS, WEIG
 from kvinterp.auditing.given_routing import routed
 from kvinterp.auditing.given_steps import FEWEST, REPRODUCES, WINS, Tokens
 from kvinterp.auditing.verdict import CANNOT_TELL, GOOD, VERDICTS, Verdict, allowed
+from kvinterp.common.numbers import listed
 from kvinterp.comparison.given import check_paths, chosen_of, read_paths, token_table
+from kvinterp.comparison.given_experts import routed_layers
 from kvinterp.errors import InputError, UnsupportedError
 from kvinterp.metrics.rollouts import rollout_statistics
 from kvinterp.models import Adapter, wrap
@@ -36,8 +38,8 @@ from kvinterp.recording.given import GivenPath, path_of_trace, positive
 
 TRIED = 1024
 """The most tokens on which causes, alignments and semantics are tried."""
-LOGITS = 2**24
-"""The most logits that are held for it."""
+LOGITS = 2**25
+"""The most logits that are held for semantics."""
 REPLAYED = "routing, the engine's own experts replayed,"
 BEYOND = 4.0
 """So many times bfloat16's own distance is no rounding of anything."""
@@ -124,8 +126,10 @@ def audit_given(
 
 def _declared(paths: Sequence[GivenPath], declared: str | None) -> str | None:
     if declared is None:
-        said = {str(path.declared["dtype"]) for path in paths if "dtype" in path.declared}
-        declared = said.pop().removeprefix("torch.") if len(said) == 1 else None
+        said = sorted({str(path.declared["dtype"]).removeprefix("torch.") for path in paths if "dtype" in path.declared})
+        if len(said) > 1:
+            raise InputError(f"the sequences declare {listed(said)}: expected one dtype; give it, or judge them apart.")
+        declared = said[0] if said else None
     if declared not in (None, "float64", *(rung.name for rung in RUNGS)):
         raise InputError(f"dtype={declared!r} was declared: expected float64, float32, float16 or bfloat16; leave it out.")
     return "float32" if declared == "float64" else declared
@@ -185,14 +189,20 @@ class _Judge:
         said = ", ".join(f"{word} {count:,} times" for word, count in missing.most_common()) or "nothing"
         given = 0 if tokens is None else len(tokens.engine)
         where = (
-            f"{given:,} of {total:,} tokens in {len(self.paths):,} sequences have a log-prob; for not given stood {said}."
+            f"{given:,} of {total:,} tokens in {len(self.paths):,} sequences have a log-prob; where there is none, first tokens "
+            f"among them, stood {said}."
         )
         self.found |= {"sequences": len(self.paths), "tokens": given, "missing": dict(missing)}
         engine = np.array([]) if tokens is None else tokens.engine
-        why = positive(engine)
+        trainers = [path.trainer for path in self.paths if path.trainer is not None]
+        why = positive(engine) or (positive(np.concatenate(trainers)) if trainers else None)
         if why is None and (above := engine > 0).any():
             where += f" {int(above.sum()):,} above 0, by {engine.max():.1g} at most, are taken for 0, rounded."
             engine[above] = 0
+        step = max((path.declared.get("step", 0.0) for path in self.paths), default=0.0)
+        self.written = steps.written(engine, step or None) if given else None
+        if self.written is not None:
+            where += f" They are written {self.written[0]}: so are ours, before their distance is taken."
         if why is None and given < FEWEST:
             why = f"{given} tokens have a log-prob, and of fewer than {FEWEST} nothing is judged: ask the engine for more."
         self._say("readable", "passed" if why is None else "cannot tell", where if why is None else f"{why} {where}")
@@ -201,28 +211,31 @@ class _Judge:
     def _computed(self) -> None:
         """Our own distances: of all tokens in each precision, and what is kept for the steps behind."""
         assert self.tokens is not None
-        rows, self.logits, kept = self.rows, [], 0
-        self.room = min(TRIED, max(64, LOGITS // self.adapter.facts.vocabulary))
+        rows, self.logits = self.rows, []
+        self.first = self.tokens.some(TRIED)
+        self.kept = self.first & self.tokens.some(max(64, LOGITS // self.adapter.facts.vocabulary))
         for number, path in enumerate(self.paths):
             self.tell(f"float64, sequence {number + 1} of {len(self.paths)}")
             every = self._rows(path, Way("float64"))
             assert every is not None
             rows.append(chosen_of(every, path.ids))
-            at = self.tokens.position[self.tokens.sequence == number][: self.room - kept]
-            kept += len(at)
+            at = self.tokens.position[self.kept & (self.tokens.sequence == number)]
             if len(at):
                 self.logits.append(every[torch.from_numpy(at - 1).to(every.device)].cpu())
         self.truth = self.tokens.gathered(rows)
         if not np.isfinite(self.truth).all():
             raise InputError(f"{self.adapter.facts.name} gives NaN or Inf in float64 on these tokens: give another model.")
-        self.first = np.arange(len(self.truth)) < kept
         self.ids = np.array([self.paths[s].ids[p] for s, p in zip(self.tokens.sequence, self.tokens.position, strict=True)])
-        self.ours, self.alike = {}, {}
+        self.ours, self.alike, self.bands = {}, {}, {}
         seen = self.tokens.engine - self.truth
         for rung in RUNGS:
             self.tell(rung.name)
             if (gap := self._of(rung)) is not None and np.isfinite(gap).all():
-                self.ours[rung.name] = np.abs(gap - self.truth)
+                # What was written coarsely is no further from float64 than ours written so.
+                ours = gap if self.written is None else self.written[1](gap)
+                self.ours[rung.name] = np.abs(ours - self.truth)
+                coarse = (ours != gap).any() and np.abs(ours - gap).mean() > np.abs(gap - self.truth).mean()
+                self.bands[rung.name] = "" if coarse else rung.name
                 # Two engines in one precision round the same weights, and often more, alike.
                 effects = [gap, self._some(WEIGHTS[rung.name])] if rung.name in WEIGHTS else [gap]
                 there = [(row - self.truth, np.isfinite(row)) for row in effects if np.isfinite(row).any()]
@@ -298,13 +311,16 @@ class _Judge:
     def _semantics(self) -> tuple[str, str] | None:
         tokens = self.tokens
         assert tokens is not None
-        logits, first = torch.cat(self.logits), self.first
+        logits, first = torch.cat(self.logits), self.kept
         engine, held, ids = tokens.engine[first], tokens.held[first], self.ids[first]
         share, chance = steps.one_sided(tokens.engine - self.truth)
         n = f"n = {len(tokens.engine):,}"
         sided = f"the engine is above ours at {share:.0%} of the tokens (sign test p = {chance:.1g}, {n})"
         coarse = self.ours.get("float16", self.ours["float32"]).mean()
-        if held.any() and not held.all() and self.gap[first].mean() > coarse:
+        if self.gap[first].mean() > coarse and (held.all() or not held.any()):
+            self._say("semantics", "cannot tell", f"not tried: of {len(engine):,} tokens none can be held out; {sided}.")
+            return None
+        if self.gap[first].mean() > coarse:
             warm, left = steps.temperature(engine, logits, ids, held)
             cut = {name: self.truth[first] + effect for name, effect in steps.truncations(logits).items()}
             some = dataclasses.replace(tokens, engine=engine, held=held)
@@ -354,12 +370,13 @@ class _Judge:
         assert tokens is not None
         for name, ours in self.ours.items():
             found = steps.ratio(tokens, self.gap, ours, self.seed)
-            fine = self.declared is not None and name == self.declared
-            # A coarser precision than the declared one is stood on only at its own distance; a cache has to be reproduced.
-            coarser = "cache" not in name and 0.6 < found["mean"] < 1.5 and self.alike[name] > steps.ALIKE
-            lies = steps.within(name, found) and (fine or self.declared is None or coarser)
+            fine = name == self.declared or (self.declared is None and name == "float32")
             finer = self.declared in self.ours and list(self.ours).index(name) < list(self.ours).index(self.declared)
-            lies = lies or (finer and steps.within(name, found))
+            # What was not declared is stood on only where its differences go with ours, and a coarser precision than the declared
+            # one only at its own distance; a cache has to be reproduced then.
+            alike = self.alike[name] > steps.ALIKE
+            coarser = alike and (self.declared is None or ("cache" not in name and 0.6 < found["mean"] < 1.5))
+            lies = steps.within(self.bands[name], found) and (fine or finer or coarser)
             self.found["rungs"].append(
                 {
                     "precision": name,
@@ -393,9 +410,11 @@ class _Judge:
         order = list(self.ours)
         serves = stands is not None and (self.declared is None or order.index(stands) <= order.index(near))
         n = f"n = {len(tokens.engine):,}"
-        least = f"a mean difference of {steps.smallest(near, self.ours[near]):.2g} nats would have shown ({n} in {near})"
-        self.found["smallest_mean_difference_that_shows"] = steps.smallest(near, self.ours[near])
-        if serves and row["mean"] <= (4.0 if near == "float32" else 1.25):
+        band = self.bands[near]
+        mean, most = steps.smallest(band, self.ours[near])
+        least = f"a mean difference of {mean:.2g} nats, or {most:.2g} at one token, would have shown ({n} in {near})"
+        self.found |= {"smallest_mean_difference_that_shows": mean, "smallest_at_one_token_that_shows": most}
+        if serves and row["mean"] <= (4.0 if band == "float32" else 1.25):
             self._say("substitution", "not run", f"rounding in {near} is as large as what there is; {least}.")
             word = "equal" if not self.gap.any() else "rounding"
             return word, f"{VERDICTS[word] if word == 'equal' else 'no more than rounding in ' + str(stands)}; {least}."
@@ -406,24 +425,30 @@ class _Judge:
             self.found["named"] = name.name
             return name.word, why
         tried = f"none of {len(self.found['tried'])} causes of ours reproduces it held out"
-        self._say("substitution", "cannot tell", f"{tried} (n = {int(self.first.sum()):,}).")
+        held = int((self.first & tokens.held).sum())
+        self._say("substitution", "cannot tell", f"{tried} (n = {held:,} held-out tokens).")
         if serves:
             return "rounding", f"no more than rounding in {stands}; {tried}; {least}."
         if stands is not None:
             return "wrong-dtype", f"declared {self.declared}, stands on {stands}; {tried}."
         last = self.found["rungs"][-1]
         # In 32 bits a difference of 16 bits' size is no rounding either; which cause it has is not said.
-        beyond = row if near == "float32" and row["low"] > 4 * steps.BANDS["float32"][0] else last
+        beyond = row if band == "float32" and row["low"] > 4 * steps.BANDS["float32"][0] else last
+        how = "with a plain cache, once cold and once warm"
+        after = f"Next: the engine {how if self.declared == 'float32' else 'in float32 ' + how}."
         if beyond["low"] > BEYOND:
-            last = beyond
-            return "unexplained", (
-                f"{last['mean']:.3g} times our own distance in {last['precision']}, which no rounding is; {tried}. "
-                "Next: the engine in float32 with a plain cache, once cold and once warm."
-            )
-        return (
-            CANNOT_TELL,
-            f"more than rounding in {near}, and {tried}; {least}. Next: the same text from the engine in float32.",
-        )
+            said = f"{beyond['mean']:.3g} times our own distance in {beyond['precision']}, which no rounding is"
+            return "unexplained", f"{said}; {tried}. {after}"
+        # Nor is one token's, but for another expert that a router chose.
+        if (
+            band == self.declared == "float32"
+            and row["max"] > 4 * steps.BANDS["float32"][1]
+            and not routed_layers(self.adapter)
+        ):
+            said = f"at one token {row['max']:.3g} times our largest distance in float32, which no rounding is"
+            return "unexplained", f"{said}; {tried}. {after}"
+        after = after if self.declared else "Next: say with --dtype what the engine computes in, or run it in float32."
+        return CANNOT_TELL, f"more than rounding in {near}, and {tried}; {least}. {after}"
 
     def _substituted(self, near: str) -> tuple[Way | None, float, float]:
         assert self.tokens is not None

@@ -85,7 +85,7 @@ def candidates() -> list[Way]:
     for shift in (1, -1):
         found.append(Way(f"positions {shift:+d} behind the prompt", "bug", change=_shifted(shift)))
     found += [_rope_scale(size) for size in (0.25, 0.5, 0.9, 0.95, 0.98, 0.99, 1.01, 1.02, 1.05, 1.1, 2.0, 4.0)]
-    found += [_rope_base(size) for size in (0.01, 0.02, 0.1, 0.5, 2.0, 10.0, 50.0, 100.0)]
+    found += [_rope_base(size) for size in (0.01, 0.02, 0.1, 0.5, 0.9, 0.98, 1.02, 1.1, 2.0, 10.0, 50.0, 100.0)]
     found += [_norm_eps(size) for size in (0.01, 0.1, 10.0, 100.0)]
     return found
 

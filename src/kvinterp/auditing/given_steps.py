@@ -6,7 +6,8 @@ Whatever is chosen among several is chosen on one half of the positions and acce
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import scipy.optimize
@@ -21,7 +22,7 @@ WINS = 0.5
 REPRODUCES = 0.7
 """The same of a cause: noise of the engine's own precision stays."""
 BANDS = {"float32": (5.0, 10.0), "": (1.6, 3.5)}
-"""How far clean engines stand from float64 in units of ours, mean and max: in float32 up to 3.5, in 16 bits up to 1.1."""
+"""How far clean engines stand from float64 in units of ours, mean and max: in float32 up to 3.5, in 16 bits up to 1.4."""
 FEWEST = 32
 """Of fewer tokens nothing is judged."""
 DRAWS = 400
@@ -55,10 +56,28 @@ class Tokens:
         sequence = np.concatenate([np.full(len(at), n) for n, at in enumerate(usable)]).astype(int)
         position = np.concatenate(usable).astype(int)
         engine = np.concatenate([path.chosen[at] for path, at in zip(paths, usable, strict=True)])
-        several = len(np.unique(sequence)) >= 4
-        held = sequence % 2 == 1 if several else position // 8 % 2 == 1
-        unit = sequence if len(np.unique(sequence)) >= 8 else sequence * 100_000 + position // 16
+        _, rank = np.unique(sequence, return_inverse=True)
+        count = int(rank.max(initial=-1)) + 1
+        halves = [position // 8 % 2 == 1, np.arange(len(engine)) // 4 % 2 == 1]
+        halves = [rank % 2 == 1, *halves] if count >= 4 else halves
+        # The tokens may lie in few sequences or at few positions: both halves have some.
+        held = next((half for half in halves if min(half.sum(), (~half).sum()) >= FEWEST // 2), halves[-1])
+        unit = sequence if count >= 8 else sequence * 100_000 + position // 16
         return cls(engine, sequence, position, held, unit)
+
+    def some(self, most: int) -> np.ndarray:
+        """``[token]``: at most so many, drawn from the first sequences that have as many, and from at least four if there are.
+
+        Of few tokens there are some of each half, and of the end of a text as well as of its beginning.
+        """
+        found = np.zeros(len(self.engine), bool)
+        numbers = np.unique(self.sequence)
+        draw = np.random.default_rng(0)
+        for number in numbers:
+            own = np.flatnonzero(self.sequence == number)
+            count = min(len(own), most - int(found.sum()), -(-most // min(4, len(numbers))))
+            found[draw.permutation(own)[:count]] = True
+        return found
 
     def gathered(self, rows: Sequence[np.ndarray | None], offset: int = 0) -> np.ndarray:
         """``[token]``: of numbers by sequence and position those of the tokens; NaN where there are none."""
@@ -178,9 +197,9 @@ def alike(seen: np.ndarray, ours: np.ndarray) -> float:
 
 
 def within(rung: str, found: Mapping[str, float]) -> bool:
-    """Whether a distance lies in the band of clean engines: its mean may, by its interval, and its max does."""
+    """Whether a distance lies in the band of clean engines, its mean and its max."""
     mean, most = BANDS.get(rung, BANDS[""])
-    return found["low"] <= mean and found["mean"] <= 1.5 * mean and found["max"] <= most
+    return found["mean"] <= mean and found["max"] <= most
 
 
 def shape(tokens: Tokens, difference: np.ndarray, noise: np.ndarray) -> tuple[str, int | None]:
@@ -215,6 +234,40 @@ def shape(tokens: Tokens, difference: np.ndarray, noise: np.ndarray) -> tuple[st
     return "everywhere", None
 
 
-def smallest(rung: str, ours: np.ndarray) -> float:
-    """The mean difference, in nats, that would have left the band of a precision: errors of both add as squares."""
-    return float(np.sqrt(max(BANDS.get(rung, BANDS[""])[0] ** 2 - 1, 0)) * ours.mean())
+def smallest(rung: str, ours: np.ndarray) -> tuple[float, float]:
+    """The mean difference that would have left the band of a precision, and one token's, in nats: errors add as squares."""
+    mean, most = BANDS.get(rung, BANDS[""])
+    return float(np.sqrt(mean**2 - 1) * ours.mean()), float(most * ours.max())
+
+
+Written = tuple[str, Callable[[np.ndarray], np.ndarray]]
+"""How numbers were written down, and what writes others so."""
+
+
+def written(values: np.ndarray, step: float | None = None) -> Written | None:
+    """The grid that every value lies on, coarser than float32 has it; None where there is none.
+
+    Args:
+        values: ``[token]``.
+        step: The step of the format that they are from, where it has one.
+    """
+    if step is not None:
+        return f"in steps of {step:.2g}", lambda row: np.round(row / step) * step
+    if len(np.unique(values)) < FEWEST // 2:
+        return None
+    for digits in range(1, 7):
+        if np.abs(values * 10.0**digits - np.round(values * 10.0**digits)).max() < 1e-5:
+            return f"with {digits} decimal{'s' * (digits > 1)}", functools.partial(_decimals, digits=digits)
+    for dtype in (torch.bfloat16, torch.float16):
+        if np.array_equal(rounded(values, dtype), values):
+            return f"in {str(dtype).removeprefix('torch.')}", functools.partial(rounded, dtype=dtype)
+    return None
+
+
+def _decimals(values: np.ndarray, digits: int) -> np.ndarray:
+    return np.asarray(np.round(values, digits))
+
+
+def rounded(values: np.ndarray, dtype: torch.dtype) -> np.ndarray:
+    """Numbers as a dtype holds them."""
+    return torch.from_numpy(values).to(dtype).double().numpy()  # type: ignore[no-any-return]

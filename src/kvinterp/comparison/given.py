@@ -87,7 +87,8 @@ def given_tables(
     ours = None if path is None else path_named(path)
     paths, rows, routing = read_paths(adapter, file, format), [], []
     check_paths(adapter, paths)
-    if why := positive(np.concatenate([each.chosen for each in paths])):
+    sides = [side for each in paths for side in (each.chosen, each.trainer) if side is not None]
+    if why := positive(np.concatenate(sides)):
         raise InputError(f"file {str(file)!r}: {why} Give log-probs.")
     dtypes, left, pairs = [dtype if ours is None else ours.dtype or str(adapter.dtype)], Counter[str](), []
     dtypes.append(str(adapter.dtype) if dtypes == ["float64"] else "float64")
@@ -229,9 +230,11 @@ def check_paths(adapter: Adapter, paths: Sequence[GivenPath]) -> None:
     """
     facts = adapter.facts
     for path in paths:
-        if max(path.ids) >= facts.vocabulary:
+        most = max([*path.ids, *(int(ids.max()) for ids, _ in path.top.values() if len(ids))])
+        if most >= facts.vocabulary or min(path.ids) < 0:
+            wrong = most if most >= facts.vocabulary else min(path.ids)
             raise InputError(
-                f"{path.id} has the token {max(path.ids)}, and {facts.name} has {facts.vocabulary:,}: it is of another one; "
+                f"{path.id} has the token {wrong}, and {facts.name} has {facts.vocabulary:,}: it is of another one; "
                 "give the model that the engine ran."
             )
         if path.experts is not None and not routed_layers(adapter):

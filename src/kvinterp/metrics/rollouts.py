@@ -11,6 +11,8 @@ from __future__ import annotations
 import numpy as np
 
 CLAMP = 20.0
+LARGEST = 700.0
+"""Beyond this an exponential is no float64; a token that is as unlikely is taken for one of so many nats."""
 CAP = 2.0
 """The threshold that verl cuts importance weights at unless told."""
 
@@ -23,6 +25,7 @@ def rollout_statistics(trainer: np.ndarray, rollout: np.ndarray, sequence: np.nd
         rollout: The same of the engine.
         sequence: ``[token]``: which sequence each is of.
     """
+    trainer, rollout = trainer.clip(min=-LARGEST), rollout.clip(min=-LARGEST)
     r = trainer - rollout
     clamped = r.clip(-CLAMP, CLAMP)
     rho, absolute = np.exp(clamped), np.abs(r)
@@ -51,7 +54,7 @@ def rollout_statistics(trainer: np.ndarray, rollout: np.ndarray, sequence: np.nd
         "token_mult_prob_error": float(np.exp(absolute.clip(max=CLAMP)).mean()),
         "sampling_logp_difference_mean": float(absolute.mean()),
         "sampling_logp_difference_max": float(absolute.max()),
-        "training_ppl": float(np.exp(-means[0]).mean()),
-        "rollout_ppl": float(np.exp(-means[1]).mean()),
+        "training_ppl": float(np.exp((-means[0]).clip(max=LARGEST)).mean()),
+        "rollout_ppl": float(np.exp((-means[1]).clip(max=LARGEST)).mean()),
         "ppl_ratio": float(np.exp((means[1] - means[0]).clip(-CLAMP, CLAMP)).mean()),
     }

@@ -11,6 +11,8 @@ import dataclasses
 import http.client
 import json
 import re
+import socket
+import threading
 import time
 import urllib.parse
 from collections.abc import Callable, Mapping, Sequence
@@ -30,7 +32,7 @@ TOP = 20
 
 def is_endpoint(text: object) -> bool:
     """Whether a file's name is the address of a server."""
-    return str(text).startswith(("http:/", "https:/"))
+    return str(text).lower().startswith(("http:/", "https:/"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,8 +84,9 @@ class Endpoint:
         # A label of a name has at most 63 letters.
         long = any(len(label) > 63 for label in (host or "").split("."))
         if not host or extra or long or not self.url.isascii() or any(c <= " " for c in self.url):
+            typed = re.sub("//[^/]*@", "//...@", self.url)
             raise InputError(
-                f"{shown(self.url)} is no address of a server: expected one such as http://127.0.0.1:8000/v1; mend it."
+                f"{shown(typed)} is no address of a server: expected one such as http://127.0.0.1:8000/v1; mend it."
             )
         self.parts, self.files = found, {name: self.keep / f"{name}.jsonl" for name in ("made", "cold", "warm")}
         if is_file(self.keep / DONE):
@@ -133,7 +136,7 @@ class Endpoint:
                     body = {**_body(model, text[:at]), "cache_prompt": name == "warm"}
                     if name == "cold":
                         body["cache_salt"] = f"cold-{number}-{at}-{time.time_ns()}"
-                    said = _cached(self._kept(name, body))
+                    said = _cached(self._kept(name, body, self._has_log_probs))
                     used.append(self.kept[self._key(name, body)])
                     total = None if said is None or total is None else total + said
             cached[name] = total
@@ -176,6 +179,11 @@ class Endpoint:
                 f"calls token {at} {shown(text)}, and here it is {shown(piece(at))}: it runs another tokenizer"
             )
         return list(ids)
+
+    def _has_log_probs(self, answer: Mapping[str, Any]) -> None:
+        choice = answer["choices"][0]
+        if not isinstance(choice, dict) or not choice.get("logprobs"):
+            raise self._wrong(f"gives no log-probs ({shown(choice)}): it needs logprobs")
 
     def _wrong(self, what: str) -> InputError:
         done = len(self.kept)
@@ -230,15 +238,23 @@ class Endpoint:
         with contextlib.closing(kind(str(self.parts.hostname), self.parts.port, timeout=self.seconds)) as connection:
             sent = None if body is None else json.dumps(body)
             connection.request(method, self.parts.path.rstrip("/") + path, sent, {"Content-Type": "application/json"})
-            answer, content = connection.getresponse(), b""
-            while piece := answer.read1(1 << 16):
-                content += piece
-                if len(content) > MOST:
-                    raise self._wrong(f"answered more than {MOST >> 20} MiB")
-                if time.monotonic() > until:
-                    raise TimeoutError
-            if answer.length:
-                raise http.client.IncompleteRead(content)
+            # A socket's timeout is of each piece, and of one that drips there is no end.
+            cut = threading.Timer(until - time.monotonic(), _shut, [connection.sock])
+            cut.start()
+            try:
+                answer, content = connection.getresponse(), b""
+                while piece := answer.read1(1 << 16):
+                    content += piece
+                    if len(content) > MOST:
+                        raise self._wrong(f"answered more than {MOST >> 20} MiB")
+                if answer.length or time.monotonic() >= until:
+                    raise http.client.IncompleteRead(content)
+            except (OSError, http.client.HTTPException):
+                if time.monotonic() >= until:
+                    raise TimeoutError from None
+                raise
+            finally:
+                cut.cancel()
         said = shown(content[:200].decode("utf-8", "replace"))
         if answer.status in (408, 429) or answer.status >= 500:
             raise _FailedError(f"answered {answer.status} {said}")
@@ -253,6 +269,11 @@ class Endpoint:
         if not isinstance(found, dict):
             raise self._wrong(f"answered {said} where JSON was expected: it is no OpenAI-compatible server")
         return found
+
+
+def _shut(sock: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        sock.shutdown(socket.SHUT_RDWR)
 
 
 def _body(model: Any, ids: Sequence[int]) -> dict[str, Any]:

@@ -143,7 +143,13 @@ def path_of_trace(trace: Trace) -> GivenPath:
 
 
 def pairs_of(pairs: Sequence[tuple[int, Any]], where: str, missing: Counter[str]) -> Pairs:
-    """Ids and log-probs of one position; those that are not given are left out, and counted."""
+    """Ids and log-probs of one position; those that are not given are left out, and counted.
+
+    Raises:
+        InputError: An id is none; -1 stands for a text that no single token has.
+    """
+    if (wrong := next((token for token, _ in pairs if not -1 <= token < 2**31), None)) is not None:
+        raise InputError(f"{where} has {shown(wrong)} for a token id: expected a whole number of at least 0; mend it.")
     numbers = log_probs([value for _, value in pairs], where, missing, "certain")
     keep = ~np.isnan(numbers)
     return np.array([token for token, _ in pairs], dtype=np.int64)[keep], numbers[keep]

@@ -84,8 +84,12 @@ class Trace:
             prompt, tokens = np.asarray(prompt).tolist(), np.asarray(tokens).tolist()
             rows = torch.as_tensor(values).detach().cpu().double()
             places = torch.arange(rows.shape[-1]) if ids is None else torch.as_tensor(ids).detach().cpu()
+            if torch.as_tensor(values).is_complex() or torch.as_tensor(values).dtype == torch.bool:
+                raise TypeError("no real numbers")
         except (TypeError, ValueError, RuntimeError, IndexError) as error:
-            raise InputError("prompt, tokens, values and ids cannot be made arrays of numbers: expected such.") from error
+            raise InputError(
+                "prompt, tokens, values and ids cannot be made arrays of real numbers: expected such."
+            ) from error
         prompt, tokens = token_ids(prompt, "prompt"), token_ids(tokens, "tokens")
         if not prompt or rows.dim() != 2 or len(rows) != len(tokens) or not rows.numel():
             raise InputError(
@@ -94,10 +98,13 @@ class Trace:
             )
         if ids is not None and (places.shape != rows.shape or places.is_floating_point() or bool((places < 0).any())):
             raise InputError(f"ids of shape {tuple(places.shape)} were given: expected a token id for each value.")
-        # Minus infinity in a whole vocabulary is how one is padded.
-        given = ((rows > MISSING) & (rows < LARGEST)) | ((rows == -torch.inf) if ids is None else False)
-        if ids is None and bool(given.all()):
-            rows = rows.log_softmax(-1)
+        if ids is not None and bool((places.sort(-1).values.diff(dim=-1) == 0).any()):
+            raise InputError("ids has a token twice in one row: expected each once, with its own value.")
+        given = (rows > MISSING) & (rows < LARGEST)
+        # What is as low in every row is how a vocabulary is padded.
+        pads = (rows <= MISSING) & ((rows <= MISSING).all(0) | (rows == -torch.inf)) & (ids is None)
+        if ids is None and bool((given | pads).all()):
+            rows, given = rows.masked_fill(pads, -torch.inf).log_softmax(-1), given | pads
         rows = rows.masked_fill(~given, torch.nan)
         if why := positive(rows.numpy()):
             raise InputError(f"{why} Give log-probs, or the logits of the whole vocabulary.")

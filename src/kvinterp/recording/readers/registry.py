@@ -53,11 +53,18 @@ def read_given(
     if content[: len(MAGIC)] == MAGIC or format == BINARY:
         return read_kl_base(content, path.name, bos)
     records = _records(content, path.name)
-    found = [each for where, record in records for each in _paths(record, where, format, token)]
-    return _together(found)
+    found = _together([each for where, record in records for each in _paths(record, where, format, token)])
+    names: set[str] = set()
+    for number, each in enumerate(found, 1):
+        # A name that two have would make them one sequence in every table.
+        each.id = f"{each.id} ({number})" if each.id in names else each.id
+        names.add(each.id)
+    return found
 
 
 def _records(content: bytes, name: str) -> list[tuple[str, Mapping[str, Any]]]:
+    if content[:2] == b"\x1f\x8b":
+        raise InputError(f"file {name!r} is compressed (gzip): expected JSON, or JSON a line; unpack it.")
     if content[:2] in (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05") or content[:4] == b"PK\x03\x04":
         raise InputError(
             f"file {name!r} is a pickle or an archive, which may run code and is not opened: convert it to JSON a line, "

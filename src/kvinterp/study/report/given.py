@@ -153,7 +153,7 @@ def _where(table: pd.DataFrame, begins: int | None) -> list[Any]:
     first, later = (table["units"].abs()[mask].median() for mask in (~behind, behind))
     return [
         Text(
-            f"It begins at position {begins}, marked in red: there the median is {number(later)} units, before it "
+            f"It seems to begin at position {begins}, marked in red: from there the median is {number(later)} units, before it "
             f"{number(first)} (n = {int(behind.sum()):,} tokens from there on)."
         )
     ]
