@@ -51,6 +51,26 @@ def test_tokens_of_one_prompt_go_through_everywhere(load: Any, case: Case) -> No
         kv.run(adapter, [rows(CLEAN, PROMPT)], max_new_tokens=1)
 
 
+@cases([Case("zoo:gqa2-mini", "hooked"), Case("zoo:gqa2-mini", "native")])
+def test_the_padding_of_to_tokens_is_not_run(load: Any, case: Case) -> None:
+    """Each prompt gives what it gives alone; pairs that were padded to one length are refused as texts of two lengths are."""
+    adapter = load(case)
+    texts = ["Question: Leo has 4 balls, and Mia has 2.\nAnswer:", "Leo has 4"]
+    padded, others = (
+        adapter.tokenizer(each, padding=True, return_tensors="pt")["input_ids"]
+        for each in (texts, [text.replace("4", "6") for text in texts])
+    )
+    assert (padded == adapter.tokenizer.pad_token_id).any()
+    how = {"max_new_tokens": 2, **QUIET}
+    assert kv.compare(adapter, padded, **how).steps.equals(kv.compare(adapter, texts, **how).steps)
+    batched, alone = (kv.run(adapter, given, max_new_tokens=1) for given in (padded, texts))
+    assert [each.prompt for each in batched] == [each.prompt for each in alone]
+    means = [kv.mean_donor(adapter, given, "z", 1).pool["z", 1] for given in (padded, texts)]
+    assert torch.equal(*means)
+    with pytest.raises(kv.InputError, match="and a column is one position of all pairs: give pairs of one length"):
+        kv.activation_patching(adapter, padded, others, **QUIET)
+
+
 @cases(KINDS)
 def test_a_function_of_logits_is_a_metric_and_pairs_go_in_one_batch(load: Any, case: Case) -> None:
     """The named difference, the same as a function, and the mean over pairs of what each gives alone."""

@@ -22,7 +22,7 @@ from kvinterp.errors import InputError, located
 from kvinterp.models import Adapter, wrap
 from kvinterp.models.answers import LOGIT_DIFFERENCE, asked_pair, logit_difference
 from kvinterp.models.hook_names import layers_with, one_site
-from kvinterp.models.inputs import check_choice, check_known, check_unread, check_whole, chosen_layers, encode, listed
+from kvinterp.models.inputs import check_choice, check_known, check_unread, check_whole, chosen_layers, encode_all
 from kvinterp.models.provenance import provenance
 from kvinterp.models.sites import LAYOUTS
 from kvinterp.models.threads import own_threads
@@ -441,7 +441,7 @@ def _given_by(name: str, recorder: Recorder | None) -> Given:
 
 def _aligned(adapter: Adapter, clean: Any, corrupted: Any) -> list[tuple[list[int], list[int]]]:
     """The pairs of prompts, each encoded, all of as many tokens."""
-    given = [[encode(adapter, prompt, 1) for prompt in listed(prompts)[0]] for prompts in (clean, corrupted)]
+    given = [encode_all(adapter, prompts, 1) for prompts in (clean, corrupted)]
     if len(given[0]) != len(given[1]):
         raise InputError(
             f"{len(given[0])} clean prompts and {len(given[1])} corrupted ones were given: give them in pairs."

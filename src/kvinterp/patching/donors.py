@@ -240,7 +240,7 @@ def _pool(
     wanted = tuple(dict.fromkeys(stored for name in named for stored in stored_sites(adapter, name)))
     if not wanted:
         raise InputError("sites=[] was given: expected at least one name, such as 'z'.")
-    items, _ = listed(prompts)
+    items, _ = listed(prompts, adapter.tokenizer)
     traces = run(adapter, items, "recompute", max_new_tokens=1, record=wanted, layers=layers, positions="all")
     failure = next((trace.failure for trace in traces if trace.failure), "")
     if failure:
