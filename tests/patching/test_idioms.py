@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import kvinterp as kv
+from kvinterp.models.hooks import first_of, put_first
 from support import PROMPT, Case, assert_bitwise, cases, plain_forward
 
 KINDS = [Case("llama-gqa", "hooked"), Case("llama-gqa", "bridge"), Case("llama-gqa", "native", "eager")]
@@ -69,6 +70,65 @@ def test_the_padding_of_to_tokens_is_not_run(load: Any, case: Case) -> None:
     assert torch.equal(*means)
     with pytest.raises(kv.InputError, match="and a column is one position of all pairs: give pairs of one length"):
         kv.activation_patching(adapter, padded, others, **QUIET)
+
+
+@cases(KINDS)
+@pytest.mark.parametrize("site", ["resid_pre", "resid_mid", "attn_out", "z", "pattern", "result", "mlp_out", "resid_post"])
+def test_a_recorder_shows_what_the_model_went_on_with(load: Any, case: Case, site: str) -> None:
+    """A recorder that was opened first showed what was there before the patch, and what comes of the patch one site on."""
+    adapter, tokens = load(case), rows(PROMPT)
+    patches = [kv.Patch(site, layer, positions="all", donor=lambda x: x * 0.5) for layer in (0, adapter.facts.layers - 1)]
+    sites, shown = f"{site},resid_post", []
+    with kv.patched(adapter, patches), kv.record(adapter, sites, positions="all") as seen, torch.no_grad():
+        plain_forward(adapter.model, tokens)
+    shown.append(seen)
+    with kv.record(adapter, sites, positions="all") as seen, kv.patched(adapter, patches), torch.no_grad():
+        plain_forward(adapter.model, tokens)
+    shown.append(seen)
+    for place in shown[0]:
+        assert torch.equal(shown[0][place], shown[1][place]), place
+
+
+@cases(KINDS)
+@pytest.mark.parametrize("site", ["resid_pre", "attn_out", "mlp_out", "resid_post"])
+def test_a_recorder_hears_behind_the_users_hooks_and_patches_before_them(load: Any, case: Case, site: str) -> None:
+    """As TransformerLens's own cache does, whose hooks come last; of the first block and of the last, which ends the pass."""
+    adapter, tokens, last = load(case), rows(PROMPT), load(case).facts.layers - 1
+    model = adapter.model
+
+    def half(x: torch.Tensor, hook: Any = None) -> torch.Tensor:
+        return x * 0.5
+
+    def run() -> None:
+        """Twice: the hooks come off and on again between two forwards."""
+        with torch.no_grad():
+            for _ in range(2):
+                if case.kind != "native":
+                    model.run_with_hooks(tokens, fwd_hooks=[(f"blocks.{at}.hook_{site}", half) for at in (0, last)])
+                    continue
+                taps = [adapter.tap(site, at) for at in (0, last)]
+                handles = [
+                    tap.module.register_forward_pre_hook(lambda _, args: (half(args[0]), *args[1:]))
+                    if tap.side == "input"
+                    else tap.module.register_forward_hook(lambda _, __, out: put_first(out, half(first_of(out))))
+                    for tap in taps
+                ]
+                model(tokens)
+                for handle in handles:
+                    handle.remove()
+
+    patches = [kv.Patch(site, at, positions="all", donor=lambda x: x * 0.5) for at in (0, last)]
+    with kv.patched(adapter, patches), kv.record(adapter, site, positions="all") as wanted, torch.no_grad():
+        plain_forward(model, tokens)
+    with kv.record(adapter, site, positions="all") as outer, kv.record(adapter, site, positions="all") as inner:
+        run()
+    for place in wanted:
+        for seen in (outer, inner):
+            assert all(torch.equal(kept, wanted[place]) for kept in seen.kept[place]), place
+    with kv.record(adapter, site, positions="all") as seen, kv.patched(adapter, patches):
+        run()
+    assert not torch.equal(seen.kept[site, last][1], wanted[site, last]), "both halve it"
+    assert torch.equal(seen.kept[site, 0][1], wanted[site, 0] * 0.5)
 
 
 @cases(KINDS)
