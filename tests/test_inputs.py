@@ -11,9 +11,7 @@ from kvinterp.errors import InputError
 from kvinterp.models import inputs
 
 FACTS = SimpleNamespace(name="tiny", layers=3, vocabulary=100, context=8)
-MODEL = SimpleNamespace(
-    facts=FACTS, encode=lambda text: [ord(character) - 32 for character in text], tokenizer=None
-)
+MODEL = SimpleNamespace(facts=FACTS, encode=lambda text: [ord(character) - 32 for character in text], tokenizer=None)
 
 
 @pytest.mark.parametrize("given", [[3, 5], (3, 5), np.array([3, 5]), torch.tensor([3, 5]), iter([3, 5]), range(3, 6, 2)])

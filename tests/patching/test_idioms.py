@@ -255,6 +255,8 @@ def test_an_activation_cache_of_several_prompts_gives_what_transformer_lens_s_ow
         ({"donor": torch.zeros(5, 7)}, "the donor tensor has shape (5, 7) and cannot be put where 'resid_post' of layer 1"),
         ({"donor": lambda x: x[..., :3]}, "the function <lambda> gave shape (1, 12, 3)"),
         ({"donor": lambda x: 3}, "gave a int for"),
+        ({"donor": lambda: 3}, "the function <lambda> takes the arguments (): expected the activation, and"),
+        ({"donor": lambda x, hook, scale: 3}, "takes the arguments (x, hook, scale): expected the activation, and"),
         ({"positions": [1, 3, 4], "donor": "zero"}, "are not in a row"),
         ({"positions": slice(0, 4, 2), "donor": "zero"}, "positions=slice(0, 4, 2)"),
         ({"positions": slice(4, 4), "donor": "zero"}, "holds no position"),
@@ -275,7 +277,10 @@ def test_what_cannot_be_given_is_one_sentence(load: Any, patch: dict[str, Any], 
     [
         ({"clean": [CLEAN, CLEAN], "corrupted": [PROMPT]}, "2 clean prompts and 1 corrupted ones"),
         ({"clean": [CLEAN, CLEAN[:-1]], "corrupted": [PROMPT, PROMPT[:-1]]}, "have 11 to 12 tokens"),
-        ({"distance": lambda logits: logits}, "a function that gives one number"),
+        ({"distance": lambda logits: logits}, "the metric function gave the shape (1, 12, "),
+        ({"distance": lambda logits: None}, "gave a NoneType for logits of shape (1, 12, "),
+        ({"distance": lambda logits: "x"}, "gave a str for logits of shape (1, 12, "),
+        ({"distance": lambda logits: float("nan")}, "a function that gives one finite number"),
         ({"positions": (40, 42)}, "hold none of the prompt's"),
         ({"check": 3}, "true patches need no check"),
         ({"site": lambda name: "layer" in name}, "takes no hook at which a site is"),
@@ -287,6 +292,27 @@ def test_what_cannot_be_asked_is_one_sentence(load: Any, given: dict[str, Any], 
     with pytest.raises(kv.KvinterpError, match=re.escape(said)) as error:
         kv.activation_patching(load(NATIVE), **{"clean": CLEAN, "corrupted": PROMPT, **QUIET, **given})
     assert "\n" not in str(error.value)
+
+
+def test_a_steering_function_takes_the_hook_however_it_names_it(load: Any) -> None:
+    """TransformerLens calls ``hook(x, hook=hook)``, so that a keyword alone will do; here it ended in a traceback."""
+    adapter, called = load(NATIVE), []
+
+    def by_keyword(x: torch.Tensor, *, hook: Any) -> None:
+        called.append(hook.name)
+
+    def among_others(x: torch.Tensor, **more: Any) -> None:
+        called.append(more["hook"].name)
+
+    def by_place(x: torch.Tensor, here: Any) -> None:
+        called.append(here.name)
+
+    def without(x: torch.Tensor, scale: float = 1.0) -> None:
+        called.append(scale)
+
+    for function in (by_keyword, among_others, by_place, without):
+        patched(adapter, rows(PROMPT), kv.Patch("z", 1, positions="all", donor=function))
+    assert called == ["blocks.1.attn.hook_z"] * 3 + [1.0]
 
 
 def test_positions_in_one_form() -> None:

@@ -276,7 +276,7 @@ def _check_evaluating(model: nn.Module, name: str) -> None:
     if part is not None:
         where = f"the module {part!r} of model {name}" if part else f"model {name}"
         raise InputError(
-            f"{where} is in training mode, in which dropout changes what it computes: call model.eval() first."
+            f"{where} is in training mode, in which dropout may change what it computes: call model.eval() first."
         )
 
 

@@ -192,20 +192,28 @@ def _taken(names: Callable[[str], Any], every: list[str]) -> list[str]:
         raise unexpected("names_filter", names, "a function of a hook's name") from error
 
 
-def one_site(adapter: Adapter, name: Any) -> tuple[Any, tuple[int, ...] | None]:
-    """The one site that a name or a ``names_filter`` means, and its layers, None where none are said.
+def one_site(adapter: Adapter, name: Any, layers: Iterable[int] | int | None) -> tuple[Any, Iterable[int] | int | None]:
+    """The one site that a name or a ``names_filter`` means, and its layers or those that were given, None where none are said.
 
     Raises:
-        InputError: The function takes hooks of several sites.
+        InputError: The function takes hooks of several sites, or other layers were given than those that are said.
     """
     if not callable(name):
         check_module(adapter, name)
-        return site_of(name) if isinstance(name, str) else (name, None)
-    places = [place for each in names_of(adapter, name) if (place := hook_of(each)) is not None]
-    sites = list(dict.fromkeys(site for site, _ in places))
-    if len(sites) > 1:
-        raise InputError(f"the names_filter takes {', '.join(sites)}: one site is patched at a time.")
-    return sites[0], tuple(layer for _, layer in places if layer is not None)
+        site, own = site_of(name) if isinstance(name, str) else (name, None)
+    else:
+        places = [place for each in names_of(adapter, name) if (place := hook_of(each)) is not None]
+        sites = list(dict.fromkeys(site for site, _ in places))
+        if len(sites) > 1:
+            raise InputError(f"the names_filter takes {', '.join(sites)}: one site is patched at a time.")
+        site, own = sites[0], tuple(layer for _, layer in places if layer is not None)
+    if layers is None or own is None or site in WHOLE:
+        return site, own if layers is None else layers
+    chosen = chosen_layers(adapter, layers)
+    if not set(chosen) <= set(own):
+        of = "the names_filter takes layers" if callable(name) else f"hook {name!r} is of layer"
+        raise InputError(f"{of} {', '.join(map(str, own))}, and layers={list(chosen)} was given: leave layers out.")
+    return site, chosen
 
 
 def site_of(name: str) -> tuple[str, tuple[int, ...] | None]:

@@ -140,8 +140,7 @@ def sort_hooks(module: nn.Module) -> None:
         ranks = {key: getattr(hook, "rank", 0) for key, hook in hooks.items()}
         ordered = sorted(ranks, key=lambda key: ranks[key])
         if ordered != list(ranks):
-            for key in ordered:
-                hooks.move_to_end(key)
+            hooks.update({key: hooks.pop(key) for key in ordered})
 
 
 def stream_hook(change: Callable[[Tensor], Tensor | None]) -> Callable[..., Any]:

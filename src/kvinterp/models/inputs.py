@@ -301,7 +301,8 @@ def _without_padding(rows: list[list[Any]], tokenizer: Any) -> list[list[Any]]:
     pad = getattr(tokenizer, "pad_token_id", None)
     if pad is None:
         return rows
-    cuts, unclear = [], False
+    cuts: list[list[int]] = []
+    unclear = False
     for step, other in ((1, "bos_token_id"), (-1, "eos_token_id")):
         runs = [sum(1 for _ in itertools.takewhile(lambda token: token == pad, row[::step])) for row in rows]
         own = int(getattr(tokenizer, other, None) == pad)

@@ -102,7 +102,8 @@ class ActivationPatching(Kept):
         """What it is of, in one line."""
         shape = " by ".join(map(str, self.values.shape))
         ends = f"{self.distance} {self.corrupted:.3g} corrupted, {self.clean:.3g} clean"
-        how = "" if self.method == "patches" else f", {self.method} with error {self.error:.1%}"
+        checked = f"with error {self.error:.1%}" if len(self.checked) else "not checked"
+        how = "" if self.method == "patches" else f", {self.method} {checked}"
         how += f", along the stream to {self.receiver}" if self.receiver else ""
         return f"<ActivationPatching of {self.site}, layers by {self.over}, {shape}: {ends}{how}>"
 
@@ -216,8 +217,7 @@ def activation_patching(
         >>> found.recovery.shape  # layers by positions  # doctest: +SKIP
     """
     adapter = wrap(model)
-    site, own = one_site(adapter, site)
-    layers = own if layers is None else layers
+    site, layers = one_site(adapter, site, layers)
     check_known("patch site", site, PATCH_SITES)
     for name, value, known in (
         ("over", over, OVER),
@@ -250,7 +250,9 @@ def activation_patching(
     checked = pd.DataFrame(columns=_CHECKED)
     with located(f"model {adapter.facts.name}"), own_threads(adapter):
         if method == "attribution":
-            measured, unchanged, checked = asked.attributed(rows, columns, check_whole("check", check, 0))
+            # In inference mode nothing has a gradient.
+            with torch.inference_mode(False):
+                measured, unchanged, checked = asked.attributed(rows, columns, check_whole("check", check, 0))
         elif len(pairs) > 1 or callable(distance):
             measured, unchanged = asked.batched(rows, places)
         else:

@@ -169,8 +169,7 @@ def sweep(
         >>> paper.aggregate()[["sweep", "layer", "mean"]]  # doctest: +SKIP
     """
     adapter, batch_size = wrap(model), check_whole("batch_size", batch_size)
-    site, own = one_site(adapter, site)
-    layers = own if layers is None else layers
+    site, layers = one_site(adapter, site, layers)
     functions = {name_of(distance): distance} if callable(distance) else {}
     distance = name_of(distance) if callable(distance) else distance
     for name, given, known in (

@@ -42,21 +42,25 @@ _CONTROLS = {
 def headline_of_sweep(sweep: Sweep) -> list[str]:
     """Which place recovers most; or why nothing can be recovered."""
     summary = sweep.summary()
+    best, of, prompts = summary["best"], RECOVERED[summary["distance"]], counted(summary["examples"], "prompt")
+    if best is None and summary["examples_without_difference"] == summary["examples"]:
+        return [
+            f"The paths' logits are bitwise equal at the steps patched of {prompts}: there is no difference to recover.",
+            TO_SEE_A_DIFFERENCE,
+        ]
     lines = [
-        f"{count} of {counted(summary['examples'], 'prompt')}: recovery is undefined, for {why}"
-        for why, count in summary["examples_undefined"].items()
+        f"{count} of {prompts}: recovery is undefined, for {why}" for why, count in summary["examples_undefined"].items()
     ]
-    best, of = summary["best"], RECOVERED[summary["distance"]]
     if best is None:
-        equal = summary["examples_without_difference"] == summary["examples"]
-        return [*lines, *["There is no difference to recover."] * equal]
+        return lines
     place = {
         "single": "layer {layer:g} recovers",
         "cumulative": "layers 0 to {layer:g} together recover",
         "cumulative-from": "layers {layer:g} to the last together recover",
         "blocks": "positions {positions} recover",
     }.get(best["sweep"], "layer {layer:g}, head {head:g} recovers").format(**best)
-    how = f"{best['site']}, {summary['direction']}, {counted(int(best['defined']), 'prompt')}"
+    of_all = "" if best["defined"] == summary["examples"] else f"{int(best['defined'])} of "
+    how = f"{best['site']}, {summary['direction']}, {of_all}{prompts}"
     how += f", along the residual stream to {sweep.provenance['receiver']}" if "receiver" in sweep.provenance else ""
     low, high = best["interval_low"], best["interval_high"]
     how += "" if pd.isna(low) else f"; 95% interval {percent(low)} to {percent(high)}"
@@ -271,7 +275,8 @@ def headline_of_activation_patching(found: ActivationPatching) -> list[str]:
     if pd.isna(best["recovery"]):
         return [f"Both prompts show the same ({ends}), so no place can restore it: give two whose answers differ."]
     many = f", mean of {counted(found.pairs, 'pair')}" if found.pairs > 1 else ""
-    by = f"{found.site}, attributed" if found.method == "attribution" else found.site
+    checked = "" if len(found.checked) else " and not checked"
+    by = f"{found.site}, attributed{checked}" if found.method == "attribution" else found.site
     by += f" along the residual stream to {found.receiver}" if found.receiver else ""
     lines = [f"{upper(_place_of(best))} restores most: {percent(best['recovery'])} by {by} ({ends}{many})."]
     lines += _unchanged(found.frame, [name for name in ("layer", "head", "start") if name in found.frame])

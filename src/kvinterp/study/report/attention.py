@@ -280,14 +280,21 @@ def _of_caches(a: Any, b: Any) -> tuple[Trace, Trace]:
     for number, cache in (("first", a), ("second", b)):
         if not is_activation_cache(cache):
             raise InputError(
-                f"one ActivationCache and a {type(cache).__name__} were given: expected two caches of one text."
+                f"one ActivationCache and a {type(cache).__name__} were given: expected two caches of as many positions."
             )
         records = {place: [tensor] for place, tensor in records_of(cache).items() if place[0] == "pattern"}
         if not records:
             raise InputError(f"the {number} cache holds no attn.hook_pattern: let run_with_cache keep it.")
-        rows = next(iter(records.values()))[0].shape[1]
+        rows, keys = next(iter(records.values()))[0].shape[1:]
+        if rows < keys:
+            raise InputError(
+                f"the {number} cache holds {rows} of {keys} query positions: make it of all of them, as with positions='all'."
+            )
         made.append(Trace(f"{number} cache", tuple(range(rows)), (), (), records, (0,)))
-    return _given(made[0], made[1])
+    lengths = [len(each.prompt) for each in made]
+    if lengths[0] != lengths[1]:
+        raise InputError(f"the caches hold {lengths[0]} and {lengths[1]} positions: give two of prompts of as many tokens.")
+    return made[0], made[1]
 
 
 def assembled_pattern(trace: Trace, layer: int, step: int) -> Square:
