@@ -258,6 +258,9 @@ def test_an_activation_cache_of_several_prompts_gives_what_transformer_lens_s_ow
         ({"donor": lambda: 3}, "the function <lambda> takes the arguments (): expected the activation, and"),
         ({"donor": lambda x, hook, scale: 3}, "takes the arguments (x, hook, scale): expected the activation, and"),
         ({"positions": [1, 3, 4], "donor": "zero"}, "are not in a row"),
+        ({"positions": [5, 7], "donor": "zero"}, "or for a span the tuple (start, stop)."),
+        ({"site": "attn_scores", "donor": "zero"}, "can be recorded and not patched: patch 'pattern'"),
+        ({"site": "model.layers.1.mpl", "donor": "zero"}, "did you mean model.layers.1.mlp?"),
         ({"positions": slice(0, 4, 2), "donor": "zero"}, "positions=slice(0, 4, 2)"),
         ({"positions": slice(4, 4), "donor": "zero"}, "holds no position"),
         ({"positions": 40, "donor": "zero"}, "position 40 does not exist"),
@@ -268,7 +271,7 @@ def test_an_activation_cache_of_several_prompts_gives_what_transformer_lens_s_ow
 )
 def test_what_cannot_be_given_is_one_sentence(load: Any, patch: dict[str, Any], said: str) -> None:
     with pytest.raises(kv.InputError, match=re.escape(said)) as error:
-        patched(load(NATIVE), rows(PROMPT), kv.Patch("resid_post", **{"layers": 1, **patch}))
+        patched(load(NATIVE), rows(PROMPT), kv.Patch(**{"site": "resid_post", "layers": 1, **patch}))
     assert "\n" not in str(error.value)
 
 
@@ -319,12 +322,29 @@ def test_positions_in_one_form() -> None:
     for given, kept in [
         (-1, "newest"), (slice(None), "all"), (slice(None, -1), "earlier"), (slice(-1, None), "newest"), ([5], (5, 6)),
         (5, (5, 6)), (slice(2, 5), (2, 5)), (range(2, 4), (2, 4)), ([2, 3, 4], (2, 5)), (slice(3, None), (3, None)),
-        (-2, (-2, -1)), ((3, 7), (3, 7)),
+        (-2, (-2, -1)), ((3, 7), (3, 7)), ([5, 6], (5, 7)), (torch.tensor([5, 6]), (5, 7)), ([-2, -1], (-2, None)),
     ]:  # fmt: skip
         assert kv.Patch("z", positions=given).positions == kept
         assert kv.Patch("z", positions=kept).positions == kept, "what is kept is given again by dataclasses.replace"
     assert kv.Patch("z", positions=slice(3, None)).span(9) == (3, 9)
     assert kv.Patch("z", positions=-2).span(9) == (7, 8)
+
+
+def test_heads_and_positions_with_a_space(load: Any) -> None:
+    how: dict[str, Any] = {"site": "z", "layers": 1, "block": 6, **QUIET}
+    found = [
+        kv.activation_patching(load(NATIVE), CLEAN, PROMPT, over=o, **how) for o in ("heads,positions", "heads, positions")
+    ]
+    assert torch.equal(found[0].values, found[1].values)
+
+
+def test_places_are_said_in_words(load: Any) -> None:
+    """It said ``start 3, stop 4, :`` and ``kl`` without its unit; and ten rows without a number where there is none."""
+    found = kv.activation_patching(load(NATIVE), CLEAN, PROMPT, layers=1, **QUIET)
+    assert any(re.match(r"layer 1, position \d+ \('.*'\): recovery by resid_pre .* nats\.$", x) for x in found.sentences())
+    found = kv.activation_patching(load(NATIVE), CLEAN, PROMPT, layers=1, distance=lambda logits: 1.0, **QUIET)
+    assert len(found.sentences()) == 1
+    assert "function" not in found.sentences()[0]
 
 
 # Names -------------------------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ the site means is checked where the model is at hand.
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -128,9 +129,12 @@ def module_of(name: object) -> tuple[str, str, int] | None:
     elif parent in MLP and side == "input":
         site = "post" if last in DOWN else None
     if site is None:
+        known = (*ATTENTION, *MLP, *(f"{of}.{part}" for of in ATTENTION for part in (*QUERY, *KEY, *VALUE)))
+        near = difflib.get_close_matches(inside.strip("."), known, 1)
+        guess = f"did you mean {path.removesuffix(inside)}.{near[0]}? " if near and near[0] != inside.strip(".") else ""
         raise InputError(
-            f"no site is at the {side} of module {shown(name)}: expected a block, its attention or MLP, attention's q_proj, "
-            "k_proj, v_proj or o_proj.input, or mlp.down_proj.input, as in model.layers.3.mlp; see `kvinterp list sites`."
+            f"no site is at the {side} of module {shown(name)}: {guess}expected a block, its attention or MLP, attention's "
+            "q_proj, k_proj, v_proj or o_proj.input, or mlp.down_proj.input, as in model.layers.3.mlp; see `kvinterp list sites`."
         )
     return path, site, int(layer)
 

@@ -22,14 +22,14 @@ from kvinterp.errors import InputError, located
 from kvinterp.models import Adapter, wrap
 from kvinterp.models.answers import LOGIT_DIFFERENCE, asked_pair, logit_difference
 from kvinterp.models.hook_names import layers_with, one_site
-from kvinterp.models.inputs import check_choice, check_known, check_unread, check_whole, chosen_layers, encode_all
+from kvinterp.models.inputs import check_choice, check_unread, check_whole, chosen_layers, encode_all
 from kvinterp.models.provenance import provenance
 from kvinterp.models.sites import LAYOUTS
 from kvinterp.models.threads import own_threads
 from kvinterp.patching.given import Given
 from kvinterp.patching.gradients import Gradients
 from kvinterp.patching.hook import PatchHook
-from kvinterp.patching.patch import PATCH_SITES, Patch, Where, positions_of, stored_sites
+from kvinterp.patching.patch import Patch, Where, check_patch_site, positions_of, stored_sites
 from kvinterp.patching.path_patching import Sending, check_reached, path_said, reaches, receivers_of
 from kvinterp.patching.recompute import PureRecompute
 from kvinterp.patching.side_by_side import DISTANCES, check_finite, name_of, one_number
@@ -218,7 +218,8 @@ def activation_patching(
     """
     adapter = wrap(model)
     site, layers = one_site(adapter, site, layers)
-    check_known("patch site", site, PATCH_SITES)
+    check_patch_site(site)
+    over = over.replace(" ", "") if isinstance(over, str) else over
     for name, value, known in (
         ("over", over, OVER),
         *([] if callable(distance) else [("distance", distance, ("kl", "l2", LOGIT_DIFFERENCE))]),

@@ -33,8 +33,8 @@ class Gradients(PathHook):
             if adapter.derives(site):
                 raise UnsupportedError(
                     f"the {site} has no gradient under attention {adapter.facts.attention!r}, where it never leaves the kernel "
-                    "and is derived beside it: load the model with attention='eager' (attn_implementation='eager' in transformers), "
-                    "or attribute q, k, v or z."
+                    "and is derived beside it: load the model with attention='eager' (attn_implementation='eager' in "
+                    "transformers), or attribute q, k, v or z."
                 )
             if site in (*PATCHED_CACHE, "resid_mid", "experts"):
                 raise UnsupportedError(

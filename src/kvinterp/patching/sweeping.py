@@ -31,7 +31,7 @@ from kvinterp.models.threads import own_threads
 from kvinterp.patching.hook import PatchHook
 from kvinterp.patching.lanes import two_paths
 from kvinterp.patching.localising import localise
-from kvinterp.patching.patch import PATCH_SITES, PATCHED_CACHE, Patch, Positions, Where, positions_of
+from kvinterp.patching.patch import PATCHED_CACHE, Patch, Positions, Where, check_patch_site, positions_of
 from kvinterp.patching.path_patching import check_reached, path_said, reaches, receivers_of
 from kvinterp.patching.planted import Plant
 from kvinterp.patching.side_by_side import (
@@ -330,7 +330,7 @@ def _planned(
     block: int,
     length: int,
 ) -> list[PlannedLane]:
-    check_known("patch site", site, PATCH_SITES)
+    check_patch_site(site)
     facts, chosen = adapter.facts, layers_with(adapter, site, chosen_layers(adapter, layers))
     shadowed = direction == "into-recompute" and site in STREAM and positions in ("newest", "all")
 

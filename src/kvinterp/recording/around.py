@@ -24,7 +24,7 @@ def record(
     layers: Iterable[int] | int | None = None,
     heads: Iterable[int] | None = None,
     kv_heads: Iterable[int] | None = None,
-    positions: words.Positions | str = "newest",
+    positions: words.Positions | str | int = "newest",
 ) -> Iterator[Recorder]:
     """Records the user's own forwards on anyone's model; each pass through its blocks is one step.
 

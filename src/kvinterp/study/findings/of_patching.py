@@ -269,7 +269,7 @@ def charts_of_decomposition(split: Decomposition, of: str = "") -> dict[str, Cha
 
 def headline_of_activation_patching(found: ActivationPatching) -> list[str]:
     """The place that restores most of the clean prompt's answer."""
-    what = RECOVERED[found.distance]
+    what = _measure_of(found)
     ends = f"{what} {number(found.corrupted)} with the corrupted prompt, {number(found.clean)} with the clean one"
     best = found.overview().iloc[0]
     if pd.isna(best["recovery"]):
@@ -287,6 +287,11 @@ def headline_of_activation_patching(found: ActivationPatching) -> list[str]:
     return lines
 
 
+def _measure_of(found: ActivationPatching) -> str:
+    # A lambda has no name of its own.
+    return "metric" if found.distance == "function" else RECOVERED[found.distance]
+
+
 def _place_of(row: Mapping[Any, Any]) -> str:
     head = f", head {int(row['head'])}" if "head" in row else ""
     if "start" not in row:
@@ -301,9 +306,11 @@ def rows_of_activation_patching(found: ActivationPatching) -> Iterator[dict[str,
     if len(found.checked):
         what = "error of the attribution: L2 of its differences from true patches over L2 of their changes"
         yield finding(what, found.error, n=len(found.checked), unit="patches", null=0.0)
+    if not found.recovery.isfinite().any():
+        return
     for row in found.overview().to_dict("records"):
         of = {name: row[name] for name in ("layer", "head", "start", "stop", "text") if name in row}
-        note = f"{found.distance} {number(row['value'])}"
+        note = f"{_measure_of(found)} {number(row['value'])}{' nats' if found.distance == 'kl' else ''}"
         yield finding(f"recovery by {found.site}", row["recovery"], n=found.pairs, unit="pairs", note=note, **of)
 
 

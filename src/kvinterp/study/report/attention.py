@@ -357,9 +357,12 @@ def _fed(pair: tuple[Trace, Trace], step: int) -> list[int]:
 
 
 def _layers_of(trace: Trace, adapter: Adapter | None, layers: Sequence[int] | None) -> Sequence[int]:
-    if layers is not None:
-        return layers if adapter is None else chosen_layers(adapter, layers)
     recorded = sorted({layer for site, layer in trace.records if site == "pattern"})
+    if layers is not None and adapter is None:
+        end = max(recorded, default=0) + 1
+        return [layer + end if isinstance(layer, int) and -end <= layer < 0 else layer for layer in layers]
+    if layers is not None and adapter is not None:
+        return chosen_layers(adapter, layers)
     if not recorded:
         raise InputError("a trace holds no pattern: run with record='pattern', positions='all'.")
     return recorded
