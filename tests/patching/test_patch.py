@@ -594,7 +594,7 @@ def one_sentence(error):
     ("fields", "said"),
     [
         ({"site": "resid_pots"}, "did you mean 'resid_post'"),
-        ({"site": "attn_scores"}, "unknown patch site 'attn_scores'"),
+        ({"site": "attn_scores"}, "can be recorded and not patched"),
         ({"site": "resid_post", "positions": "last"}, "expected 'newest', 'all', 'earlier'"),
         ({"site": "resid_post", "positions": (4, 4)}, "holds no position"),
         ({"site": "resid_post", "positions": (-1, 4)}, "holds no position"),
