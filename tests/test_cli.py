@@ -355,6 +355,24 @@ def test_a_finished_result_is_in_the_way(done: tuple[Path, Result]) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("verb", "more", "said"),
+    [
+        ("compare", ("--dtype", "float12"), "float12"),
+        ("compare", ("--max-new-tokens", "-1"), "max_new_tokens=-1 was given"),
+        ("patch", ("--site", "foo"), "unknown patch site 'foo'"),
+        ("patch", ("--sweep", "foo"), "unknown sweep 'foo'"),
+        ("patch", ("--receiver", "q"), "a place of one layer, such as blocks.5.attn.hook_q, without a donor"),
+        ("compare-runs", ("nowhere",), "'nowhere'"),
+    ],
+)
+def test_a_bad_option_is_heard_before_the_folder(
+    done: tuple[Path, Result], verb: str, more: tuple[str, ...], said: str
+) -> None:
+    """What is wrong came one at a time: the folder first, and once that was another one the option."""
+    wrong(said, verb, str(done[0]) if verb == "compare-runs" else MODEL, *more, "--out", done[0])
+
+
 def test_usage_errors_leave_with_2() -> None:
     assert kvinterp("compare").exit_code == 2
     assert kvinterp("compare", MODEL, "--no-such").exit_code == 2

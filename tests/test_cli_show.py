@@ -54,6 +54,13 @@ def test_a_folder_without_a_page(tmp_path: Path, browser: list[str]) -> None:
     assert browser == []
 
 
+def test_a_folder_with_a_broken_summary(tmp_path: Path) -> None:
+    """It advised --rewrite, which says that there is no summary."""
+    (tmp_path / "summary.json").write_text("{")
+    wrong("no readable summary.json", "show", tmp_path)
+    wrong("no readable summary.json", "show", tmp_path, "--rewrite")
+
+
 def test_a_page_that_is_gone_is_written_again_without_a_model(
     tmp_path: Path, browser: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

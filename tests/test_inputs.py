@@ -11,7 +11,7 @@ from kvinterp.errors import InputError
 from kvinterp.models import inputs
 
 FACTS = SimpleNamespace(name="tiny", layers=3, vocabulary=100, context=8)
-MODEL = SimpleNamespace(facts=FACTS, encode=lambda text: [ord(character) - 32 for character in text])
+MODEL = SimpleNamespace(facts=FACTS, encode=lambda text: [ord(character) - 32 for character in text], tokenizer=None)
 
 
 @pytest.mark.parametrize("given", [[3, 5], (3, 5), np.array([3, 5]), torch.tensor([3, 5]), iter([3, 5]), range(3, 6, 2)])
@@ -28,6 +28,40 @@ def test_prompts_of_every_form():
     assert inputs.encode_all(MODEL, [prompt, "ab", [65, 66]], 1) == [[65, 66]] * 3
     assert inputs.encode_all(MODEL, "ab", 1) == [[65, 66]]
     assert len(inputs.encode(MODEL, "a" * 8, 1)) == 8
+
+
+GPT2 = SimpleNamespace(pad_token_id=9, bos_token_id=9, eos_token_id=9)
+LLAMA = SimpleNamespace(pad_token_id=0, bos_token_id=1, eos_token_id=2)
+UNCLEAR = "which of these belong to the text cannot be told: give the prompts as a list, each without padding."
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "rows", "kept"),
+    [
+        (LLAMA, [[1, 5, 6], [0, 1, 7]], [[1, 5, 6], [1, 7]]),
+        (LLAMA, [[1, 5, 6], [1, 7, 0]], [[1, 5, 6], [1, 7]]),
+        (LLAMA, [[5, 6], [0, 7]], [[5, 6], [7]]),
+        (LLAMA, [[5, 0, 6], [5, 6, 7]], [[5, 0, 6], [5, 6, 7]]),
+        (LLAMA, [[0, 5], [0, 7]], [[0, 5], [0, 7]]),
+        (LLAMA, [[0, 5, 6], [4, 5, 0]], None),
+        (LLAMA, [[0, 0, 6], [0, 5, 6]], None),
+        (GPT2, [[9, 5, 6], [9, 9, 7]], [[9, 5, 6], [9, 7]]),
+        (GPT2, [[5, 6], [9, 7]], None),
+        (GPT2, [[9, 5, 6], [9, 7, 9]], None),
+        (GPT2, [[5, 6, 9], [7, 9, 9]], [[5, 6, 9], [7, 9]]),
+        (GPT2, [[5, 6, 7], [9, 9, 9]], None),
+        (None, [[0, 5], [6, 7]], [[0, 5], [6, 7]]),
+    ],
+)
+def test_padding_of_a_batch_is_no_text(tokenizer, rows, kept):
+    """Pad tokens of ``to_tokens`` were run as text. Where they may be text there is no right guess, so a sentence comes instead."""
+    for batch in (torch.tensor(rows), np.array(rows)):
+        if kept is None:
+            with pytest.raises(InputError, match=UNCLEAR):
+                inputs.listed(batch, tokenizer)
+        else:
+            assert inputs.listed(batch, tokenizer) == (kept, False)
+    assert inputs.listed(rows, tokenizer) == (rows, False), "a list is taken as it is"
 
 
 @pytest.mark.parametrize(

@@ -91,6 +91,18 @@ def test_what_is_saved_is_read_again_to_the_bit(found: dict[str, Kept], which: s
     )
 
 
+def test_the_texts_of_tokens_come_back_as_they_were(model: Any, tmp_path: Path) -> None:
+    r"""A line feed came back as a backslash and an n, so that the table read could not be joined with the one saved."""
+    prompts = ("Question: 7 + 1?\nAnswer:", "Question: 5 + 1?\nAnswer:")
+    made = kv.activation_patching(model, *prompts, layers=1, progress="none")
+    assert "\n" in made.texts
+    read = kv.load(made.save(tmp_path / "out"))
+    assert read.texts == made.texts
+    pd.testing.assert_frame_equal(read.frame, made.frame)
+    assert read.sentences() == made.sentences()
+    assert not any("\n" in line for line in read.sentences())
+
+
 @pytest.mark.parametrize(
     "which",
     [pytest.param(name, marks=pytest.mark.slow) if name in ("compare", "several", "patch") else name for name in ALL],

@@ -81,3 +81,8 @@ def test_a_layer_is_not_said_twice(models):
         kv.Patch("blocks.1.attn.hook_pattern", layers=(2,))
     with pytest.raises(InputError, match="leave layers out"):
         places_of(models["native"], "blocks.1.attn.hook_pattern", [2])
+    how = {"layers": 2, "progress": "none"}
+    for site in ("blocks.1.attn.hook_z", lambda name: name == "blocks.1.attn.hook_z"):
+        for verb, prompts in ((kv.activation_patching, ("1 + 1 =", "2 + 1 =")), (kv.sweep, ("1 + 1 =",))):
+            with pytest.raises(InputError, match=r"layers? 1, and layers=\[2\] was given: leave layers out"):
+                verb(models["native"], *prompts, site, **how)

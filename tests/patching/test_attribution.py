@@ -127,6 +127,24 @@ def test_every_distance_has_its_gradient_or_says_that_it_has_none(load: Any, cas
         )
 
 
+def test_in_inference_mode_and_unchecked(load: Any) -> None:
+    """Inference mode was blamed on the user's function; and an error of nan % was said where nothing had been checked."""
+    how: dict[str, Any] = {"distance": lambda logits: logits[:, -1, 3].mean(), "method": "attribution", "check": 0}
+    found = kv.activation_patching(load(KINDS[0]), CLEAN, PROMPT, progress="none", **how)
+    with torch.inference_mode():
+        again = kv.activation_patching(load(KINDS[0]), CLEAN, PROMPT, progress="none", **how)
+        assert torch.is_inference_mode_enabled()
+    assert torch.equal(found.values, again.values)
+    assert "attribution not checked" in repr(found)
+    assert "attributed and not checked" in found.sentences()[0]
+
+
+def test_a_pattern_beside_sdpa_says_what_shows_it(load: Any) -> None:
+    """It advised method='patches', which is refused there as well."""
+    with pytest.raises(kv.UnsupportedError, match="load the model with attention='eager'"):
+        kv.activation_patching(load(ZOO[0]), "7 + 1 =", "5 + 1 =", "pattern", method="attribution", progress="none")
+
+
 @cases(KINDS)
 def test_it_takes_one_backward_and_leaves_nothing(load: Any, case: Case) -> None:
     """A gradient by torch alone: of the difference with respect to the block's output, times how far the clean one is."""

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import kvinterp as kv
+from kvinterp.models.hooks import first_of, put_first
 from support import PROMPT, Case, assert_bitwise, cases, plain_forward
 
 KINDS = [Case("llama-gqa", "hooked"), Case("llama-gqa", "bridge"), Case("llama-gqa", "native", "eager")]
@@ -49,6 +50,85 @@ def test_tokens_of_one_prompt_go_through_everywhere(load: Any, case: Case) -> No
     assert len(kv.run(adapter, rows(CLEAN, PROMPT), max_new_tokens=1)) == 2
     with pytest.raises(kv.InputError, match="holds 2 rows, each a prompt"):
         kv.run(adapter, [rows(CLEAN, PROMPT)], max_new_tokens=1)
+
+
+@cases([Case("zoo:gqa2-mini", "hooked"), Case("zoo:gqa2-mini", "native")])
+def test_the_padding_of_to_tokens_is_not_run(load: Any, case: Case) -> None:
+    """Each prompt gives what it gives alone; pairs that were padded to one length are refused as texts of two lengths are."""
+    adapter = load(case)
+    texts = ["Question: Leo has 4 balls, and Mia has 2.\nAnswer:", "Leo has 4"]
+    padded, others = (
+        adapter.tokenizer(each, padding=True, return_tensors="pt")["input_ids"]
+        for each in (texts, [text.replace("4", "6") for text in texts])
+    )
+    assert (padded == adapter.tokenizer.pad_token_id).any()
+    how = {"max_new_tokens": 2, **QUIET}
+    assert kv.compare(adapter, padded, **how).steps.equals(kv.compare(adapter, texts, **how).steps)
+    batched, alone = (kv.run(adapter, given, max_new_tokens=1) for given in (padded, texts))
+    assert [each.prompt for each in batched] == [each.prompt for each in alone]
+    means = [kv.mean_donor(adapter, given, "z", 1).pool["z", 1] for given in (padded, texts)]
+    assert torch.equal(*means)
+    with pytest.raises(kv.InputError, match="and a column is one position of all pairs: give pairs of one length"):
+        kv.activation_patching(adapter, padded, others, **QUIET)
+
+
+@cases(KINDS)
+@pytest.mark.parametrize("site", ["resid_pre", "resid_mid", "attn_out", "z", "pattern", "result", "mlp_out", "resid_post"])
+def test_a_recorder_shows_what_the_model_went_on_with(load: Any, case: Case, site: str) -> None:
+    """A recorder that was opened first showed what was there before the patch, and what comes of the patch one site on."""
+    adapter, tokens = load(case), rows(PROMPT)
+    patches = [kv.Patch(site, layer, positions="all", donor=lambda x: x * 0.5) for layer in (0, adapter.facts.layers - 1)]
+    sites, shown = f"{site},resid_post", []
+    with kv.patched(adapter, patches), kv.record(adapter, sites, positions="all") as seen, torch.no_grad():
+        plain_forward(adapter.model, tokens)
+    shown.append(seen)
+    with kv.record(adapter, sites, positions="all") as seen, kv.patched(adapter, patches), torch.no_grad():
+        plain_forward(adapter.model, tokens)
+    shown.append(seen)
+    for place in shown[0]:
+        assert torch.equal(shown[0][place], shown[1][place]), place
+
+
+@cases(KINDS)
+@pytest.mark.parametrize("site", ["resid_pre", "attn_out", "mlp_out", "resid_post"])
+def test_a_recorder_hears_behind_the_users_hooks_and_patches_before_them(load: Any, case: Case, site: str) -> None:
+    """As TransformerLens's own cache does, whose hooks come last; of the first block and of the last, which ends the pass."""
+    adapter, tokens, last = load(case), rows(PROMPT), load(case).facts.layers - 1
+    model = adapter.model
+
+    def half(x: torch.Tensor, hook: Any = None) -> torch.Tensor:
+        return x * 0.5
+
+    def run() -> None:
+        """Twice: the hooks come off and on again between two forwards."""
+        with torch.no_grad():
+            for _ in range(2):
+                if case.kind != "native":
+                    model.run_with_hooks(tokens, fwd_hooks=[(f"blocks.{at}.hook_{site}", half) for at in (0, last)])
+                    continue
+                taps = [adapter.tap(site, at) for at in (0, last)]
+                handles = [
+                    tap.module.register_forward_pre_hook(lambda _, args: (half(args[0]), *args[1:]))
+                    if tap.side == "input"
+                    else tap.module.register_forward_hook(lambda _, __, out: put_first(out, half(first_of(out))))
+                    for tap in taps
+                ]
+                model(tokens)
+                for handle in handles:
+                    handle.remove()
+
+    patches = [kv.Patch(site, at, positions="all", donor=lambda x: x * 0.5) for at in (0, last)]
+    with kv.patched(adapter, patches), kv.record(adapter, site, positions="all") as wanted, torch.no_grad():
+        plain_forward(model, tokens)
+    with kv.record(adapter, site, positions="all") as outer, kv.record(adapter, site, positions="all") as inner:
+        run()
+    for place in wanted:
+        for seen in (outer, inner):
+            assert all(torch.equal(kept, wanted[place]) for kept in seen.kept[place]), place
+    with kv.record(adapter, site, positions="all") as seen, kv.patched(adapter, patches):
+        run()
+    assert not torch.equal(seen.kept[site, last][1], wanted[site, last]), "both halve it"
+    assert torch.equal(seen.kept[site, 0][1], wanted[site, 0] * 0.5)
 
 
 @cases(KINDS)
@@ -175,7 +255,12 @@ def test_an_activation_cache_of_several_prompts_gives_what_transformer_lens_s_ow
         ({"donor": torch.zeros(5, 7)}, "the donor tensor has shape (5, 7) and cannot be put where 'resid_post' of layer 1"),
         ({"donor": lambda x: x[..., :3]}, "the function <lambda> gave shape (1, 12, 3)"),
         ({"donor": lambda x: 3}, "gave a int for"),
+        ({"donor": lambda: 3}, "the function <lambda> takes the arguments (): expected the activation, and"),
+        ({"donor": lambda x, hook, scale: 3}, "takes the arguments (x, hook, scale): expected the activation, and"),
         ({"positions": [1, 3, 4], "donor": "zero"}, "are not in a row"),
+        ({"positions": [5, 7], "donor": "zero"}, "or for a span the tuple (start, stop)."),
+        ({"site": "attn_scores", "donor": "zero"}, "can be recorded and not patched: patch 'pattern'"),
+        ({"site": "model.layers.1.mpl", "donor": "zero"}, "did you mean model.layers.1.mlp?"),
         ({"positions": slice(0, 4, 2), "donor": "zero"}, "positions=slice(0, 4, 2)"),
         ({"positions": slice(4, 4), "donor": "zero"}, "holds no position"),
         ({"positions": 40, "donor": "zero"}, "position 40 does not exist"),
@@ -186,7 +271,7 @@ def test_an_activation_cache_of_several_prompts_gives_what_transformer_lens_s_ow
 )
 def test_what_cannot_be_given_is_one_sentence(load: Any, patch: dict[str, Any], said: str) -> None:
     with pytest.raises(kv.InputError, match=re.escape(said)) as error:
-        patched(load(NATIVE), rows(PROMPT), kv.Patch("resid_post", **{"layers": 1, **patch}))
+        patched(load(NATIVE), rows(PROMPT), kv.Patch(**{"site": "resid_post", "layers": 1, **patch}))
     assert "\n" not in str(error.value)
 
 
@@ -195,7 +280,10 @@ def test_what_cannot_be_given_is_one_sentence(load: Any, patch: dict[str, Any], 
     [
         ({"clean": [CLEAN, CLEAN], "corrupted": [PROMPT]}, "2 clean prompts and 1 corrupted ones"),
         ({"clean": [CLEAN, CLEAN[:-1]], "corrupted": [PROMPT, PROMPT[:-1]]}, "have 11 to 12 tokens"),
-        ({"distance": lambda logits: logits}, "a function that gives one number"),
+        ({"distance": lambda logits: logits}, "the metric function gave the shape (1, 12, "),
+        ({"distance": lambda logits: None}, "gave a NoneType for logits of shape (1, 12, "),
+        ({"distance": lambda logits: "x"}, "gave a str for logits of shape (1, 12, "),
+        ({"distance": lambda logits: float("nan")}, "a function that gives one finite number"),
         ({"positions": (40, 42)}, "hold none of the prompt's"),
         ({"check": 3}, "true patches need no check"),
         ({"site": lambda name: "layer" in name}, "takes no hook at which a site is"),
@@ -209,16 +297,54 @@ def test_what_cannot_be_asked_is_one_sentence(load: Any, given: dict[str, Any], 
     assert "\n" not in str(error.value)
 
 
+def test_a_steering_function_takes_the_hook_however_it_names_it(load: Any) -> None:
+    """TransformerLens calls ``hook(x, hook=hook)``, so that a keyword alone will do; here it ended in a traceback."""
+    adapter, called = load(NATIVE), []
+
+    def by_keyword(x: torch.Tensor, *, hook: Any) -> None:
+        called.append(hook.name)
+
+    def among_others(x: torch.Tensor, **more: Any) -> None:
+        called.append(more["hook"].name)
+
+    def by_place(x: torch.Tensor, here: Any) -> None:
+        called.append(here.name)
+
+    def without(x: torch.Tensor, scale: float = 1.0) -> None:
+        called.append(scale)
+
+    for function in (by_keyword, among_others, by_place, without):
+        patched(adapter, rows(PROMPT), kv.Patch("z", 1, positions="all", donor=function))
+    assert called == ["blocks.1.attn.hook_z"] * 3 + [1.0]
+
+
 def test_positions_in_one_form() -> None:
     for given, kept in [
         (-1, "newest"), (slice(None), "all"), (slice(None, -1), "earlier"), (slice(-1, None), "newest"), ([5], (5, 6)),
         (5, (5, 6)), (slice(2, 5), (2, 5)), (range(2, 4), (2, 4)), ([2, 3, 4], (2, 5)), (slice(3, None), (3, None)),
-        (-2, (-2, -1)), ((3, 7), (3, 7)),
+        (-2, (-2, -1)), ((3, 7), (3, 7)), ([5, 6], (5, 7)), (torch.tensor([5, 6]), (5, 7)), ([-2, -1], (-2, None)),
     ]:  # fmt: skip
         assert kv.Patch("z", positions=given).positions == kept
         assert kv.Patch("z", positions=kept).positions == kept, "what is kept is given again by dataclasses.replace"
     assert kv.Patch("z", positions=slice(3, None)).span(9) == (3, 9)
     assert kv.Patch("z", positions=-2).span(9) == (7, 8)
+
+
+def test_heads_and_positions_with_a_space(load: Any) -> None:
+    how: dict[str, Any] = {"site": "z", "layers": 1, "block": 6, **QUIET}
+    found = [
+        kv.activation_patching(load(NATIVE), CLEAN, PROMPT, over=o, **how) for o in ("heads,positions", "heads, positions")
+    ]
+    assert torch.equal(found[0].values, found[1].values)
+
+
+def test_places_are_said_in_words(load: Any) -> None:
+    """It said ``start 3, stop 4, :`` and ``kl`` without its unit; and ten rows without a number where there is none."""
+    found = kv.activation_patching(load(NATIVE), CLEAN, PROMPT, layers=1, **QUIET)
+    assert any(re.match(r"layer 1, position \d+ \('.*'\): recovery by resid_pre .* nats\.$", x) for x in found.sentences())
+    found = kv.activation_patching(load(NATIVE), CLEAN, PROMPT, layers=1, distance=lambda logits: 1.0, **QUIET)
+    assert len(found.sentences()) == 1
+    assert "function" not in found.sentences()[0]
 
 
 # Names -------------------------------------------------------------------------------------------------------------------

@@ -488,7 +488,7 @@ def test_law_7_nothing_survives_an_error(load, case):
     ):
         accident()
         assert state_of(model) == before, accident.__name__
-        assert model._listeners == {}
+        assert model._listeners == [{}, {}]
         assert_bitwise(plain_forward(model.model, tokens), bare, f"logits after {accident.__name__}")
 
 
@@ -594,7 +594,7 @@ def one_sentence(error):
     ("fields", "said"),
     [
         ({"site": "resid_pots"}, "did you mean 'resid_post'"),
-        ({"site": "attn_scores"}, "unknown patch site 'attn_scores'"),
+        ({"site": "attn_scores"}, "can be recorded and not patched"),
         ({"site": "resid_post", "positions": "last"}, "expected 'newest', 'all', 'earlier'"),
         ({"site": "resid_post", "positions": (4, 4)}, "holds no position"),
         ({"site": "resid_post", "positions": (-1, 4)}, "holds no position"),

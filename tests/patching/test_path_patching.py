@@ -343,7 +343,12 @@ def test_a_sweep_in_batches_has_the_same_paths(load: Any, case: Case, direction:
             "nothing goes along the stream from z of layer 1 to q of layer 1",
         ),
         ({"receiver": "blocks.1.attn.hook_q", "method": "attribution"}, "has no paths"),
-        ({"receiver": "blocks.1.attn.hook_q", "site": "kv"}, "of k or v in place of the cache"),
+        (
+            {"receiver": "blocks.1.attn.hook_q", "site": "kv"},
+            "a path begins outside of the cache, and 'kv' was given: take k",
+        ),
+        ({"receiver": "blocks.0.attn.hook_q", "layers": 0}, "reads it before: name a later receiver."),
+        ({"receiver": "blocks.2.attn.hook_q", "layers": 3}, "name a later receiver or an earlier layer."),
     ],
 )
 def test_what_is_no_path_is_one_sentence(load: Any, given: dict[str, Any], said: str) -> None:

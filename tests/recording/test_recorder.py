@@ -44,6 +44,20 @@ def test_chunks_of_a_sliding_window_stand_at_their_own_keys(model: Adapter, path
         assert torch.allclose(found[seen], wanted[seen], atol=1e-5)
 
 
+def test_a_recorder_is_read_as_a_mapping_and_from_the_last_layer(model: Adapter) -> None:
+    with kv.record(model, "resid_post,z", positions=-1) as seen, torch.no_grad():
+        model.forward(torch.tensor([PROMPT]))
+    last = model.facts.layers - 1
+    assert len(seen) == len(seen.keys()) == 2 * model.facts.layers
+    assert all(torch.equal(value, seen[place]) for place, value in seen.items())
+    assert len(seen.values()) == len(seen)
+    assert torch.equal(seen["resid_post", -1], seen["resid_post", last])
+    assert ("resid_post", -1) in seen
+    assert ("resid_post", -model.facts.layers - 1) not in seen
+    with pytest.raises(kv.InputError, match="expected 'newest' or 'all', of which you then take"):
+        kv.record(model, "resid_post", positions=[5]).__enter__()
+
+
 # Forwards that were cut off ----------------------------------------------------------------------------------------------
 
 

@@ -292,6 +292,16 @@ def test_traces_that_do_not_fit_are_one_sentence(model: Any) -> None:
             attention_comparison(whole, other, step=2)
     with pytest.raises(InputError, match="ends at step 2, before step 5"):
         attention_comparison(whole, whole, step=5)
+    pytest.importorskip("transformer_lens")
+    cache, short = (traced(prompt, positions="all").to_activation_cache(0) for prompt in (PROMPT, "Question:"))
+    newest = traced(positions="newest").to_activation_cache(0)
+    for given, said in (
+        ((cache, short), r"the caches hold \d+ and \d+ positions: give two of prompts of as many tokens"),
+        ((cache, newest), r"the second cache holds 1 of \d+ query positions: make it of all of them"),
+        ((cache, None), "one ActivationCache and a NoneType were given: expected two caches of as many positions"),
+    ):
+        with pytest.raises(InputError, match=said):
+            attention_comparison(*given)
     bad = _causal([1.0], [float("nan"), 0.5])
     with pytest.raises(NonFiniteError, match="NaN or Inf"):
         attention_comparison(_trace(bad, prompt=2), _trace(bad, prompt=2), step=0)

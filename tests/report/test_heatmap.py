@@ -12,6 +12,7 @@ import pandas as pd
 import pytest
 from matplotlib.figure import Figure
 
+from kvinterp.metrics.recovery import TO_SEE_A_DIFFERENCE
 from kvinterp.patching import ANEW, PARTS, Decomposition, Sweep
 from kvinterp.study.findings import findings_of, lines_of
 from kvinterp.study.findings.of_patching import (
@@ -166,8 +167,8 @@ def test_equal_paths_and_empty_sweeps_are_said() -> None:
     equal = _sweep({(0, -1): [float("nan")]}, "single", "resid_post")
     assert recovery_figure(equal).axes
     assert headline_of_sweep(equal) == [
-        "1 of 1 prompt: recovery is undefined, for the paths' logits are bitwise equal: take others.",
-        "There is no difference to recover.",
+        "The paths' logits are bitwise equal at the steps patched of 1 prompt: there is no difference to recover.",
+        TO_SEE_A_DIFFERENCE,
     ]
     assert "has no number" in lines_of(findings_of(rows_of_sweep(equal)))[0]
     poor = _sweep({(0, -1): [-0.2]}, "single", "resid_post")

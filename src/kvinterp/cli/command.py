@@ -51,7 +51,9 @@ def wrong_use(arguments: Sequence[str]) -> Iterator[None]:
         # As every error's: what was given fills a part of it, and is safe to print.
         said = str(KvinterpError(error.format_message())).replace("Value error, ", "")
         said = said if said.endswith(" .") else said.removesuffix(".")
-        _leave_with(KvinterpError(f"{said[:1].lower()}{said[1:]}; see '{command} --help'."), arguments)
+        ending = said if said.endswith("?") else f"{said};"
+        see = "See" if said.endswith("?") else "see"
+        _leave_with(KvinterpError(f"{ending[:1].lower()}{ending[1:]} {see} '{command} --help'."), arguments)
 
 
 @contextlib.contextmanager

@@ -18,6 +18,7 @@ def page_of(folder: Path) -> Path:
         InputError: There is none, or one that kvinterp did not write.
     """
     from kvinterp.common.store import Record
+    from kvinterp.study.results import read_summary
 
     if not is_folder(folder):
         raise InputError(f"folder {str(folder)!r} is not there: give one that kvinterp wrote.")
@@ -29,6 +30,7 @@ def page_of(folder: Path) -> Path:
             )
         return folder / _PAGE
     if is_file(folder / SUMMARY):
+        read_summary(folder)
         raise InputError(
             f"folder {str(folder)!r} holds a result without a page: kvinterp show --rewrite makes one from its tables."
         )

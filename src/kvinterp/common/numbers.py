@@ -68,8 +68,8 @@ def listed(names: Sequence[str]) -> str:
 
 
 def counted(count: int, what: str) -> str:
-    """``1 step``, ``6 steps``, ``2 policies``."""
-    many = f"{what.removesuffix('cy')}cies" if what.endswith("cy") else f"{what}s"
+    """``1 step``, ``6 steps``, ``2 policies``, ``3 patches``."""
+    many = f"{what.removesuffix('cy')}cies" if what.endswith("cy") else f"{what}{'es' if what.endswith('ch') else 's'}"
     return f"{count} {what if count == 1 else many}"
 
 

@@ -177,7 +177,7 @@ def compare(  # type: ignore[misc]
     check_choice("cache_errors", cache_errors, tuple(CACHE_ERRORS))
     check_seed(seed)
     check_callable("done", done)
-    items, _ = listed(prompts)
+    items, _ = listed(prompts, adapter.tokenizer)
     if continuation is not None and (len(items) != 1 or protocol != "matched"):
         raise InputError("continuation feeds one prompt in the matched protocol: give one prompt, or leave it out.")
     forced = checked_continuation(continuation, len(items), adapter)

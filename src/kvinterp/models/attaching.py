@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from kvinterp.errors import InputError, UnsupportedError
-from kvinterp.models.hooks import Closing, Tap, tap_hooks
+from kvinterp.models.hooks import LAST, Closing, Tap, sort_hooks, tap_hooks
 
 if TYPE_CHECKING:
     from kvinterp.models.adapter import ModelInfo
@@ -94,9 +94,9 @@ class Attaching(abc.ABC):
     facts: ModelInfo
 
     def __init__(self) -> None:
-        self._heard: list[list[Mapping[Site, Sequence[Listener]]]] = []
-        self._listeners: Mapping[Site, Sequence[Listener]] = {}
-        self._attachments: dict[Site, list[Any]] = {}
+        self._heard: list[tuple[Mapping[Site, Sequence[Listener]], int]] = []
+        self._listeners: list[Mapping[Site, Sequence[Listener]]] = [{}, {}]
+        self._attachments: dict[tuple[Site, int], list[Any]] = {}
         self._relying, self._evaluating = 0, False
 
     @property
@@ -132,7 +132,7 @@ class Attaching(abc.ABC):
             yield
 
     @contextlib.contextmanager
-    def attached(self, places: Sequence[Site], context: str = "") -> Iterator[None]:
+    def attached(self, places: Sequence[Site], context: str = "", rank: int = 0) -> Iterator[None]:
         """Hooks the places once, for as long as the context lasts; :meth:`listening` says who hears them.
 
         Every hook goes through torch's own handles, so leaving the context, by an exception too, removes exactly the
@@ -141,12 +141,13 @@ class Attaching(abc.ABC):
         Args:
             places: Sites and layers.
             context: As for :meth:`alone`.
+            rank: As for :meth:`listening`.
 
         Raises:
             InputError: Another thread has the model, or a part of it is in training mode.
             UnsupportedError: A part of the model is compiled.
         """
-        mine: list[Site] = []
+        mine: list[tuple[Site, int]] = []
         hold = self.hold
         with self.alone(context):
             if not self.alike_in_training and not self._evaluating:
@@ -154,33 +155,54 @@ class Attaching(abc.ABC):
                 self._evaluating = self._relying > 0
             try:
                 for place in dict.fromkeys(places):
-                    if place not in self._attachments:
-                        self._attachments[place] = [0, self._attach(place, hold)]
-                    self._attachments[place][0] += 1
-                    mine.append(place)
+                    # What is put on heads reaches their sum alone, and so no second hook.
+                    key = place, rank if rank and self.tap(*place).side != "heads" else 0
+                    if key not in self._attachments:
+                        tap = self.tap(*place)
+                        self._attachments[key] = [0, self._attach(*key, tap, hold), tap.module]
+                    self._attachments[key][0] += 1
+                    mine.append(key)
                 yield
             finally:
-                for place in mine:
-                    self._attachments[place][0] -= 1
-                    if not self._attachments[place][0]:
-                        for handle in self._attachments.pop(place)[1]:
+                for key in mine:
+                    self._attachments[key][0] -= 1
+                    if not self._attachments[key][0]:
+                        for handle in self._attachments.pop(key)[1]:
                             handle.remove()
 
     @contextlib.contextmanager
-    def listening(self, listeners: Mapping[Site, Sequence[Listener]]) -> Iterator[None]:
+    def listening(self, listeners: Mapping[Site, Sequence[Listener]], rank: int = 0) -> Iterator[None]:
         """Sends what the attached hooks see to these listeners, in order.
 
         A tensor that a listener returns replaces the site's, for the listeners after it too. Contexts may nest, as a run
         inside a user's record() does: what was entered first hears first. They may be left in any order.
+
+        Args:
+            listeners: What is called, by site and layer.
+            rank: ``LAST`` for what only looks, and shall hear what the model goes on with.
         """
-        entry = [listeners]
+        entry = listeners, rank
         self._heard = [*self._heard, entry]
-        self._listeners = _together(self._heard)
+        self._arrange()
         try:
             yield
         finally:
             self._heard = [held for held in self._heard if held is not entry]
-            self._listeners = _together(self._heard)
+            self._arrange()
+
+    def _arrange(self) -> None:
+        ranks: list[list[Mapping[Site, Sequence[Listener]]]] = [[], []]
+        for listeners, rank in sorted(self._heard, key=lambda entry: entry[1]):
+            own = {place for place in listeners if rank and (place, rank) in self._attachments}
+            ranks[0].append({place: heard for place, heard in listeners.items() if place not in own} if own else listeners)
+            ranks[LAST].append({place: listeners[place] for place in own})
+        self._listeners = [_together(each) for each in ranks]
+
+    def put_last_hooks_last(self) -> None:
+        """Puts what hears last behind hooks that were added since, a user's among them; for the forward that begins."""
+        for (_, rank), (_, _, module) in self._attachments.items():
+            if rank == LAST:
+                sort_hooks(module)
 
     @contextlib.contextmanager
     def resumed(self, layer: int, outputs: Sequence[Any]) -> Iterator[None]:
@@ -208,34 +230,34 @@ class Attaching(abc.ABC):
 
     def close_interrupted(self) -> None:
         """Closes what hooks left open in a forward that a KeyboardInterrupt cut off, of which torch tells no hook."""
-        for _, handles in self._attachments.values():
+        for _, handles, _ in self._attachments.values():
             for handle in handles:
                 if isinstance(handle, Closing):
                     handle.remove()
 
-    def _attach(self, place: Site, hold: Hold) -> list[Any]:
-        tap, mine = self.tap(*place), hold.mine
+    def _attach(self, place: Site, rank: int, tap: Tap, hold: Hold) -> list[Any]:
+        mine = hold.mine
 
         def rows() -> str:
-            heard = self._listeners.get(place, ())
+            heard = self._listeners[rank].get(place, ())
             newest = all(getattr(listener, "newest_row", False) for listener in heard)
             return "none" if not heard else "newest" if newest else "all"
 
         def emit(raw: Tensor) -> Tensor | None:
             changed: Tensor | None = None
-            for listener in self._listeners.get(place, ()) if mine() else ():
+            for listener in self._listeners[rank].get(place, ()) if mine() else ():
                 new = listener(tap.get(raw) if changed is None else changed)
                 changed = changed if new is None else new
             return None if changed is None else tap.put(raw, changed)
 
-        return tap_hooks(tap, place[0], emit, mine, rows)
+        return tap_hooks(tap, place[0], emit, mine, rows, rank)
 
 
-def _together(heard: Sequence[Sequence[Mapping[Site, Sequence[Listener]]]]) -> Mapping[Site, Sequence[Listener]]:
+def _together(heard: Sequence[Mapping[Site, Sequence[Listener]]]) -> Mapping[Site, Sequence[Listener]]:
     if len(heard) == 1:
-        return heard[0][0]
-    places = dict.fromkeys(place for [listeners] in heard for place in listeners)
-    return {place: [one for [listeners] in heard for one in listeners.get(place, ())] for place in places}
+        return heard[0]
+    places = dict.fromkeys(place for listeners in heard for place in listeners)
+    return {place: [one for listeners in heard for one in listeners.get(place, ())] for place in places}
 
 
 def _returning(kept: Any, forward: Callable[..., Any], hold: Hold) -> Callable[..., Any]:
@@ -254,7 +276,7 @@ def _check_evaluating(model: nn.Module, name: str) -> None:
     if part is not None:
         where = f"the module {part!r} of model {name}" if part else f"model {name}"
         raise InputError(
-            f"{where} is in training mode, in which dropout changes what it computes: call model.eval() first."
+            f"{where} is in training mode, in which dropout may change what it computes: call model.eval() first."
         )
 
 

@@ -6,6 +6,7 @@ the site means is checked where the model is at hand.
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -128,9 +129,12 @@ def module_of(name: object) -> tuple[str, str, int] | None:
     elif parent in MLP and side == "input":
         site = "post" if last in DOWN else None
     if site is None:
+        known = (*ATTENTION, *MLP, *(f"{of}.{part}" for of in ATTENTION for part in (*QUERY, *KEY, *VALUE)))
+        near = difflib.get_close_matches(inside.strip("."), known, 1)
+        guess = f"did you mean {path.removesuffix(inside)}.{near[0]}? " if near and near[0] != inside.strip(".") else ""
         raise InputError(
-            f"no site is at the {side} of module {shown(name)}: expected a block, its attention or MLP, attention's q_proj, "
-            "k_proj, v_proj or o_proj.input, or mlp.down_proj.input, as in model.layers.3.mlp; see `kvinterp list sites`."
+            f"no site is at the {side} of module {shown(name)}: {guess}expected a block, its attention or MLP, attention's "
+            "q_proj, k_proj, v_proj or o_proj.input, or mlp.down_proj.input, as in model.layers.3.mlp; see `kvinterp list sites`."
         )
     return path, site, int(layer)
 
@@ -192,20 +196,28 @@ def _taken(names: Callable[[str], Any], every: list[str]) -> list[str]:
         raise unexpected("names_filter", names, "a function of a hook's name") from error
 
 
-def one_site(adapter: Adapter, name: Any) -> tuple[Any, tuple[int, ...] | None]:
-    """The one site that a name or a ``names_filter`` means, and its layers, None where none are said.
+def one_site(adapter: Adapter, name: Any, layers: Iterable[int] | int | None) -> tuple[Any, Iterable[int] | int | None]:
+    """The one site that a name or a ``names_filter`` means, and its layers or those that were given, None where none are said.
 
     Raises:
-        InputError: The function takes hooks of several sites.
+        InputError: The function takes hooks of several sites, or other layers were given than those that are said.
     """
     if not callable(name):
         check_module(adapter, name)
-        return site_of(name) if isinstance(name, str) else (name, None)
-    places = [place for each in names_of(adapter, name) if (place := hook_of(each)) is not None]
-    sites = list(dict.fromkeys(site for site, _ in places))
-    if len(sites) > 1:
-        raise InputError(f"the names_filter takes {', '.join(sites)}: one site is patched at a time.")
-    return sites[0], tuple(layer for _, layer in places if layer is not None)
+        site, own = site_of(name) if isinstance(name, str) else (name, None)
+    else:
+        places = [place for each in names_of(adapter, name) if (place := hook_of(each)) is not None]
+        sites = list(dict.fromkeys(site for site, _ in places))
+        if len(sites) > 1:
+            raise InputError(f"the names_filter takes {', '.join(sites)}: one site is patched at a time.")
+        site, own = sites[0], tuple(layer for _, layer in places if layer is not None)
+    if layers is None or own is None or site in WHOLE:
+        return site, own if layers is None else layers
+    chosen = chosen_layers(adapter, layers)
+    if not set(chosen) <= set(own):
+        of = "the names_filter takes layers" if callable(name) else f"hook {name!r} is of layer"
+        raise InputError(f"{of} {', '.join(map(str, own))}, and layers={list(chosen)} was given: leave layers out.")
+    return site, chosen
 
 
 def site_of(name: str) -> tuple[str, tuple[int, ...] | None]:

@@ -100,8 +100,12 @@ def heads_tap(z: Tap, architecture: str) -> Tap:
     return dataclasses.replace(z, side="heads")
 
 
+LAST, BEHIND = 1, 2
+"""The ranks of hooks that go behind the others of a module: what only looks at the site, and what ends a pass."""
+
+
 def own_hook(
-    module: nn.Module, hook: Callable[..., Any], side: str, *, first: bool = False, always_call: bool = False
+    module: nn.Module, hook: Callable[..., Any], side: str, *, first: bool = False, always_call: bool = False, rank: int = 0
 ) -> RemovableHandle:
     """Registers a hook of kvinterp's, which hears this module and no copy of it, and which Dynamo does not trace.
 
@@ -113,6 +117,7 @@ def own_hook(
         side: ``"input"`` or ``"output"``.
         first: Whether it goes before the hooks that are there.
         always_call: Whether it is called after an exception too.
+        rank: 0, LAST or BEHIND: where :func:`sort_hooks` puts it.
     """
 
     def own(called: nn.Module, *given: Any) -> Any:
@@ -122,10 +127,20 @@ def own_hook(
         return hook(called, *given)
 
     # Without Dynamo there is nothing to keep from tracing, and importing it takes seconds.
-    registered = torch.compiler.disable(own) if "torch._dynamo" in sys.modules else own
+    registered: Any = torch.compiler.disable(own) if "torch._dynamo" in sys.modules else own
+    registered.rank = rank
     if side == "input":
         return module.register_forward_pre_hook(registered, prepend=first, with_kwargs=True)
     return module.register_forward_hook(registered, prepend=first, with_kwargs=True, always_call=always_call)
+
+
+def sort_hooks(module: nn.Module) -> None:
+    """Puts a module's hooks in the order of their ranks; a user's, added since, come before those that only look."""
+    for hooks in (module._forward_hooks, module._forward_pre_hooks):
+        ranks = {key: getattr(hook, "rank", 0) for key, hook in hooks.items()}
+        ordered = sorted(ranks, key=lambda key: ranks[key])
+        if ordered != list(ranks):
+            hooks.update({key: hooks.pop(key) for key in ordered})
 
 
 def stream_hook(change: Callable[[Tensor], Tensor | None]) -> Callable[..., Any]:
@@ -163,6 +178,7 @@ def tap_hooks(
     emit: Callable[[Tensor], Tensor | None],
     mine: Callable[[], bool] = lambda: True,
     rows: Callable[[], str] = lambda: "all",
+    rank: int = 0,
 ) -> list[Any]:
     """Hooks a tap's module: ``emit`` is called with the raw tensor, and what it returns goes in its place.
 
@@ -172,17 +188,18 @@ def tap_hooks(
         emit: Called with the raw tensor.
         mine: Whether the thread that runs the module is the one that hears it.
         rows: Of what is derived, whether ``"all"`` query positions are wanted, the ``"newest"`` alone, or ``"none"``.
+        rank: As of :func:`own_hook`.
     """
     if tap.side == "softmax":
-        return _mode_hooks(tap.module, lambda _: _softmax(site, emit), mine)
+        return _mode_hooks(tap.module, lambda _: _softmax(site, emit), mine, rank)
     if tap.side == "fused":
-        return _mode_hooks(tap.module, lambda _: _fused(site, tap.heads or 0, emit, rows), mine)
+        return _mode_hooks(tap.module, lambda _: _fused(site, tap.heads or 0, emit, rows), mine, rank)
     if tap.side == "heads":
         return _head_hooks(tap, emit, mine, rows)
     if tap.side == "routing":
-        return _mode_hooks(tap.module, lambda given: _routing(site, tap.experts, given.shape[:-1], emit), mine)
+        return _mode_hooks(tap.module, lambda given: _routing(site, tap.experts, given.shape[:-1], emit), mine, rank)
     if tap.side == "input":
-        return [own_hook(tap.module, stream_hook(emit), "input")]
+        return [own_hook(tap.module, stream_hook(emit), "input", rank=rank)]
 
     def after(_: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         raw, given = first_of(output), args[0] if args else None
@@ -194,7 +211,7 @@ def tap_hooks(
             new = emit(raw)
         return put_first(output, new)
 
-    return [own_hook(tap.module, after, "output")]
+    return [own_hook(tap.module, after, "output", rank=rank)]
 
 
 def in_order(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -322,7 +339,10 @@ def _replayed(given: Tensor, own: Tensor, new: Tensor) -> Any:
 
 
 def _mode_hooks(
-    module: nn.Module, made: Callable[[Any], contextlib.AbstractContextManager[Any]], mine: Callable[[], bool]
+    module: nn.Module,
+    made: Callable[[Any], contextlib.AbstractContextManager[Any]],
+    mine: Callable[[], bool],
+    rank: int = 0,
 ) -> list[Any]:
     """Enters a mode around one module, inside which alone scores and pattern, or a router's choice, can be seen."""
     open_modes: list[contextlib.AbstractContextManager[Any]] = []
@@ -342,7 +362,8 @@ def _mode_hooks(
         if mine():
             close()
 
-    return [own_hook(module, enter, "input"), own_hook(module, leave, "output", always_call=True), Closing(close)]
+    around = own_hook(module, enter, "input", rank=rank), own_hook(module, leave, "output", always_call=True, rank=rank)
+    return [*around, Closing(close)]
 
 
 def _head_hooks(

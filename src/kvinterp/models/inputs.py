@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
 import re
@@ -263,20 +264,23 @@ def _existing(what: str, wanted: Iterable[object], first: int, end: float, there
 # Prompts and tokens -------------------------------------------------------------------------------------------------------
 
 
-def listed(prompts: Any) -> tuple[list[Any], bool]:
+def listed(prompts: Any, tokenizer: Any = None) -> tuple[list[Any], bool]:
     """Prompts as a list, and whether they were a single one.
 
     Args:
         prompts: A text, a :class:`Prompt` or token ids; or a list of these; or a tensor or array of token ids, of one
-            dimension for one prompt or of two for several.
+            dimension for one prompt or of two for several, whose padding is taken off.
+        tokenizer: Whose token pads them.
 
     Raises:
-        InputError: They are none of these, or there is none.
+        InputError: They are none of these, there is none, or what is padding cannot be told.
     """
     if isinstance(prompts, str | Prompt):
         return [prompts], True
     if isinstance(prompts, Tensor | np.ndarray):
         prompts = prompts.tolist()
+        if isinstance(prompts, list) and all(isinstance(row, list) for row in prompts):
+            prompts = _without_padding(prompts, tokenizer)
     if isinstance(prompts, Mapping) or not isinstance(prompts, Iterable):
         raise InputError(
             f"prompts of type {type(prompts).__name__} were given: expected a text, token ids, or a list of them."
@@ -288,9 +292,34 @@ def listed(prompts: Any) -> tuple[list[Any], bool]:
     return ([items], True) if single else (items, False)
 
 
+def _without_padding(rows: list[list[Any]], tokenizer: Any) -> list[list[Any]]:
+    """The rows of one batch without the pad tokens with which ``to_tokens`` and tokenizers make them equally long.
+
+    Pad tokens are padding where other rows have fewer of them. Where the same token also begins texts (at the right: ends
+    them), every row keeps one of its own.
+    """
+    pad = getattr(tokenizer, "pad_token_id", None)
+    if pad is None:
+        return rows
+    cuts: list[list[int]] = []
+    unclear = False
+    for step, other in ((1, "bos_token_id"), (-1, "eos_token_id")):
+        runs = [sum(1 for _ in itertools.takewhile(lambda token: token == pad, row[::step])) for row in rows]
+        own = int(getattr(tokenizer, other, None) == pad)
+        padded = len(set(runs)) > 1
+        unclear |= padded and (min(runs) != own or any(map(any, cuts)))
+        cuts.append([run - own if padded else 0 for run in runs])
+    if unclear:
+        raise InputError(
+            f"the rows of the batch hold the pad token {pad} at their ends, and which of these belong to the text cannot be "
+            "told: give the prompts as a list, each without padding."
+        )
+    return [row[left : len(row) - right] for row, left, right in zip(rows, *cuts, strict=True)]
+
+
 def encode_all(adapter: Adapter, prompts: Any, max_new_tokens: int) -> list[list[int]]:
     """Token ids of one prompt or of several, each checked as :func:`encode` does."""
-    return [encode(adapter, item, max_new_tokens) for item in listed(prompts)[0]]
+    return [encode(adapter, item, max_new_tokens) for item in listed(prompts, adapter.tokenizer)[0]]
 
 
 def encode(adapter: Adapter, prompt: Any, max_new_tokens: int) -> list[int]:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from kvinterp.errors import InputError
 from kvinterp.models.adapter import Adapter
 from kvinterp.models.attaching import Site
-from kvinterp.models.hooks import own_hook
+from kvinterp.models.hooks import BEHIND, own_hook
 
 log = logging.getLogger("kvinterp")
 
@@ -87,7 +87,7 @@ class Passes:
             for layer, block in enumerate(blocks):
                 enter, leave = (functools.partial(each, layer) for each in (self._enter, self._leave))
                 handles.append(own_hook(block, enter, "input", first=True))
-                handles.append(own_hook(block, leave, "output", always_call=True))
+                handles.append(own_hook(block, leave, "output", always_call=True, rank=BEHIND))
             if self._embeds:
                 handles.append(own_hook(self.adapter.tap("embed", 0).module, self._embed, "input", first=True))
             handles.append(own_hook(self.adapter.model, self._called, "input", first=True))
@@ -155,6 +155,7 @@ class Passes:
     def _begin(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], held: int) -> None:
         stream = next((given for given in (*args, *kwargs.values()) if isinstance(given, Tensor)), None)
         self._ran = []
+        self.adapter.put_last_hooks_last()
         with self._cut_by_errors():
             self.watcher.pass_begins(0 if stream is None else stream.shape[1], held)
 
@@ -198,6 +199,8 @@ class Passes:
     def _called(self, _: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         if self._mine():
             self._before = self.count, sys.exc_info()[1]
+            # Before the first block too, whose own hooks torch takes up as it is called.
+            self.adapter.put_last_hooks_last()
             if self._embeds:
                 self._held = self.adapter.cached_length(self.adapter.call_cache(args, kwargs))
 

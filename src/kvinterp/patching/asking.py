@@ -17,7 +17,7 @@ from kvinterp.models import Adapter
 from kvinterp.models.answers import LOGIT_DIFFERENCE, logit_difference
 from kvinterp.models.inputs import check_choice, check_known
 from kvinterp.patching.ablation import ABLATIONS, Ablation
-from kvinterp.patching.patch import PATCH_SITES, PATCHED_CACHE, Patch, Positions
+from kvinterp.patching.patch import PATCHED_CACHE, Patch, Positions, check_patch_site
 from kvinterp.patching.side_by_side import DISTANCES, check_finite
 from kvinterp.patching.sweeping import DIRECTIONS
 from kvinterp.recording import Trace
@@ -59,7 +59,7 @@ class Asked:
     def __post_init__(self) -> None:
         check_choice("direction", self.direction, DIRECTIONS)
         check_known("donor", self.donor, DONORS)
-        check_known("patch site", self.site, PATCH_SITES)
+        check_patch_site(self.site)
         if self.step != EVERY and not (
             isinstance(self.step, int) and not isinstance(self.step, bool) and self.step >= self.first
         ):

@@ -96,7 +96,7 @@ class PatchBench:
             NonFiniteError: NaN or Inf appeared in the logits.
             UnsupportedError: This model does not show the site.
         """
-        site, own = one_site(self.adapter, site)
+        site, own = one_site(self.adapter, site, None)
         layers = chosen_layers(self.adapter, own or (layer if isinstance(layer, tuple) else [layer]))
         layer = layers[0] if len(layers) == 1 else tuple(layers)
         asked = Asked(site, layer, head, step, positions, direction, donor, seed)

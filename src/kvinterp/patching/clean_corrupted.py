@@ -22,14 +22,14 @@ from kvinterp.errors import InputError, located
 from kvinterp.models import Adapter, wrap
 from kvinterp.models.answers import LOGIT_DIFFERENCE, asked_pair, logit_difference
 from kvinterp.models.hook_names import layers_with, one_site
-from kvinterp.models.inputs import check_choice, check_known, check_unread, check_whole, chosen_layers, encode, listed
+from kvinterp.models.inputs import check_choice, check_unread, check_whole, chosen_layers, encode_all
 from kvinterp.models.provenance import provenance
 from kvinterp.models.sites import LAYOUTS
 from kvinterp.models.threads import own_threads
 from kvinterp.patching.given import Given
 from kvinterp.patching.gradients import Gradients
 from kvinterp.patching.hook import PatchHook
-from kvinterp.patching.patch import PATCH_SITES, Patch, Where, positions_of, stored_sites
+from kvinterp.patching.patch import Patch, Where, check_patch_site, positions_of, stored_sites
 from kvinterp.patching.path_patching import Sending, check_reached, path_said, reaches, receivers_of
 from kvinterp.patching.recompute import PureRecompute
 from kvinterp.patching.side_by_side import DISTANCES, check_finite, name_of, one_number
@@ -102,7 +102,8 @@ class ActivationPatching(Kept):
         """What it is of, in one line."""
         shape = " by ".join(map(str, self.values.shape))
         ends = f"{self.distance} {self.corrupted:.3g} corrupted, {self.clean:.3g} clean"
-        how = "" if self.method == "patches" else f", {self.method} with error {self.error:.1%}"
+        checked = f"with error {self.error:.1%}" if len(self.checked) else "not checked"
+        how = "" if self.method == "patches" else f", {self.method} {checked}"
         how += f", along the stream to {self.receiver}" if self.receiver else ""
         return f"<ActivationPatching of {self.site}, layers by {self.over}, {shape}: {ends}{how}>"
 
@@ -216,9 +217,9 @@ def activation_patching(
         >>> found.recovery.shape  # layers by positions  # doctest: +SKIP
     """
     adapter = wrap(model)
-    site, own = one_site(adapter, site)
-    layers = own if layers is None else layers
-    check_known("patch site", site, PATCH_SITES)
+    site, layers = one_site(adapter, site, layers)
+    check_patch_site(site)
+    over = over.replace(" ", "") if isinstance(over, str) else over
     for name, value, known in (
         ("over", over, OVER),
         *([] if callable(distance) else [("distance", distance, ("kl", "l2", LOGIT_DIFFERENCE))]),
@@ -250,7 +251,9 @@ def activation_patching(
     checked = pd.DataFrame(columns=_CHECKED)
     with located(f"model {adapter.facts.name}"), own_threads(adapter):
         if method == "attribution":
-            measured, unchanged, checked = asked.attributed(rows, columns, check_whole("check", check, 0))
+            # In inference mode nothing has a gradient.
+            with torch.inference_mode(False):
+                measured, unchanged, checked = asked.attributed(rows, columns, check_whole("check", check, 0))
         elif len(pairs) > 1 or callable(distance):
             measured, unchanged = asked.batched(rows, places)
         else:
@@ -441,7 +444,7 @@ def _given_by(name: str, recorder: Recorder | None) -> Given:
 
 def _aligned(adapter: Adapter, clean: Any, corrupted: Any) -> list[tuple[list[int], list[int]]]:
     """The pairs of prompts, each encoded, all of as many tokens."""
-    given = [[encode(adapter, prompt, 1) for prompt in listed(prompts)[0]] for prompts in (clean, corrupted)]
+    given = [encode_all(adapter, prompts, 1) for prompts in (clean, corrupted)]
     if len(given[0]) != len(given[1]):
         raise InputError(
             f"{len(given[0])} clean prompts and {len(given[1])} corrupted ones were given: give them in pairs."

@@ -33,6 +33,7 @@ import torch
 
 from kvinterp import metrics
 from kvinterp.common.kept import Kept, signed
+from kvinterp.common.numbers import counted
 from kvinterp.common.progress import each
 from kvinterp.comparison.vocabulary import ANEW, PARTS
 from kvinterp.errors import UnsupportedError, located
@@ -74,8 +75,8 @@ class Decomposition(Kept):
     def __repr__(self) -> str:
         """What it is of, in one line; the tables are attributes."""
         paths, examples = self.provenance["paths"], self.steps["example"].nunique() if len(self.steps) else 0
-        of = f"{paths['cached']} against {paths['recompute']}, {len(self.steps)} steps of {examples} prompts"
-        return f"<Decomposition of {self.provenance['model']}: {of}>"
+        of = f"{counted(len(self.steps), 'step')} of {counted(examples, 'prompt')}"
+        return f"<Decomposition of {self.provenance['model']}: {paths['cached']} against {paths['recompute']}, {of}>"
 
     def written(self) -> tuple[dict[str, pd.DataFrame], dict[str, Any]]:
         """Its tables, each with what it was made with, and its summary."""

@@ -14,7 +14,6 @@ from kvinterp.models.attaching import Site
 from kvinterp.models.hook_names import site_of
 from kvinterp.models.inputs import (
     check_instance,
-    check_known,
     check_seed,
     check_whole,
     chosen_layers,
@@ -25,7 +24,7 @@ from kvinterp.models.inputs import (
 from kvinterp.models.sites import LAYOUTS, ROWS
 from kvinterp.patching.ablation import Ablation
 from kvinterp.patching.given import Given
-from kvinterp.patching.patch import PATCH_SITES, Patch, stored_sites
+from kvinterp.patching.patch import Patch, check_patch_site, stored_sites
 from kvinterp.paths import run
 from kvinterp.recording import Recorder, Trace
 from kvinterp.recording.activation_cache import is_activation_cache, records_of
@@ -231,7 +230,7 @@ def _pool(
     if layers is None and own and all(own):
         layers = sorted({layer for each in own for layer in each or ()})
     for name in named:
-        check_known("patch site", name, PATCH_SITES)
+        check_patch_site(name)
     if "pattern" in named:
         raise UnsupportedError(
             "the rows of a pattern have as many keys as there are positions, so that those of one position do not fit another: "
@@ -240,7 +239,7 @@ def _pool(
     wanted = tuple(dict.fromkeys(stored for name in named for stored in stored_sites(adapter, name)))
     if not wanted:
         raise InputError("sites=[] was given: expected at least one name, such as 'z'.")
-    items, _ = listed(prompts)
+    items, _ = listed(prompts, adapter.tokenizer)
     traces = run(adapter, items, "recompute", max_new_tokens=1, record=wanted, layers=layers, positions="all")
     failure = next((trace.failure for trace in traces if trace.failure), "")
     if failure:

@@ -27,7 +27,7 @@ class Given:
         name: What it is, for messages.
         records: For each site and layer a tensor with the batch in front; empty where there is one tensor, or a function.
         tensor: What goes in at every site and layer, of the activation's shape or of one that torch broadcasts to it.
-        function: Called with a copy of the whole activation (and, where it takes two arguments, TransformerLens's hook): what it
+        function: Called with a copy of the whole activation (and, where it takes one, TransformerLens's hook): what it
             returns, or what it made of the copy, goes in.
     """
 
@@ -90,7 +90,7 @@ class Given:
     def _called(self, function: Callable[..., Any], site: str, layer: int, like: Tensor) -> Tensor:
         hook = SimpleNamespace(name=hook_name(site, layer), layer=lambda: layer, ctx={})
         activation = like.clone()
-        made = function(activation, hook) if _arguments(function) > 1 else function(activation)
+        made = _call(self.name, function, activation, hook)
         made = activation if made is None else made
         if not isinstance(made, Tensor) or not _broadcasts(made, list(like.shape)):
             was = f"shape {tuple(made.shape)}" if isinstance(made, Tensor) else f"a {type(made).__name__}"
@@ -107,11 +107,25 @@ def _broadcasts(given: Tensor, shape: list[int]) -> bool:
         return False
 
 
-def _arguments(function: Callable[..., Any]) -> int:
-    """How many arguments must or may be handed in order; 1 where a function does not say."""
+def _call(name: str, function: Callable[..., Any], activation: Tensor, hook: Any) -> Any:
+    """Calls a function with the hook by its name, as TransformerLens does, or without it, or with it as second argument."""
     try:
-        parameters = inspect.signature(function).parameters.values()
+        signature = inspect.signature(function)
     except (TypeError, ValueError):
-        return 1
-    needed = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) and p.default is p.empty]
-    return len(needed) + ("hook" in {p.name for p in parameters} - {p.name for p in needed})
+        return function(activation)
+    kinds = {parameter.kind for parameter in signature.parameters.values()}
+    # A wrapper that takes anything does not say whether what it wraps takes a hook.
+    named = "hook" in signature.parameters or kinds & {inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL} == {
+        inspect.Parameter.VAR_KEYWORD
+    }
+    ways: list[tuple[tuple[Any, ...], dict[str, Any]]] = [((activation,), {}), ((activation, hook), {})]
+    for args, kwargs in ([((activation,), {"hook": hook})] if named else []) + ways:
+        try:
+            signature.bind(*args, **kwargs)
+        except TypeError:
+            continue
+        return function(*args, **kwargs)
+    raise InputError(
+        f"the {name} takes the arguments {signature}: expected the activation, and TransformerLens's hook if it wants it, as in "
+        "def steer(activation, hook)."
+    )

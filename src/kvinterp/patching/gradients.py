@@ -30,7 +30,13 @@ class Gradients(PathHook):
         self.shown: dict[Site, Tensor] = {}
         self.listeners: dict[Site, Listener] = {}
         for site, layer in wanted:
-            if site in (*PATCHED_CACHE, "resid_mid", "experts") or adapter.derives(site):
+            if adapter.derives(site):
+                raise UnsupportedError(
+                    f"the {site} has no gradient under attention {adapter.facts.attention!r}, where it never leaves the kernel "
+                    "and is derived beside it: load the model with attention='eager' (attn_implementation='eager' in "
+                    "transformers), or attribute q, k, v or z."
+                )
+            if site in (*PATCHED_CACHE, "resid_mid", "experts"):
                 raise UnsupportedError(
                     f"{site!r} has no one place whose gradient is its own: attribute resid_pre, attn_out, mlp_out, q, k, v or z, "
                     "or give method='patches'."

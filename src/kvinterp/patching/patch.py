@@ -43,8 +43,8 @@ class Patch:
             ``kv`` move what the cache holds.
         layers: Layers; all for None.
         heads: Query heads (q, z, pattern) or KV heads (k, v and the cache sites); all for None.
-        positions: ``"newest"``, ``"all"``, ``"earlier"`` (all but the newest), absolute positions ``(start, stop)``, a slice, one
-            position as ``5`` or ``[5]``, or ``-1``, the newest.
+        positions: ``"newest"``, ``"all"``, ``"earlier"`` (all but the newest), the span ``(start, stop)``, a slice, one position
+            such as ``5``, or ``-1``, the newest; or a list of positions in a row, such as ``[5, 6]``.
         steps: ``"every"`` (inside :func:`patched` every forward; where two paths are run, every decode step from step 1,
             since step 0 is the same on both), ``"first"`` (step 1, the first decode step), or a tuple of steps.
         donor: The trace to take from, recorded with the site at the positions moved (``positions="all"`` unless newest), of
@@ -79,7 +79,7 @@ class Patch:
             )
         object.__setattr__(self, "site", site)
         object.__setattr__(self, "layers", self.layers if layers is None else layers)
-        check_known("patch site", self.site, PATCH_SITES)
+        check_patch_site(self.site)
         if isinstance(self.donor, str) and self.donor == "zero":
             object.__setattr__(self, "donor", ZERO)
         object.__setattr__(self, "donor", given_donor(self.donor))
@@ -142,6 +142,13 @@ class Patch:
         return {"newest": (end - 1, end), "earlier": (0, end - 1), "all": (0, end)}[self.positions]
 
 
+def check_patch_site(site: object) -> None:
+    """Raises InputError where no patch goes to a site: it is none, or one that is only recorded."""
+    if site == "attn_scores":
+        raise InputError("'attn_scores' can be recorded and not patched: patch 'pattern', which is made of them.")
+    check_known("patch site", site, PATCH_SITES)
+
+
 def given_donor(donor: Any) -> Any:
     """A donor as patches take from it: a user's cache, tensor or function in a form of ours, anything else as it is."""
     if is_activation_cache(donor):
@@ -157,12 +164,15 @@ def positions_of(given: Any) -> Positions:
     """Positions in one form: a word, or (start, stop), of which negative numbers count from the end and None is the end.
 
     Args:
-        given: A word; (start, stop); a slice or a range; one position, -1 the newest, alone or in a list; or several in a row.
+        given: A word; the tuple (start, stop); a slice or a range; one position, -1 the newest; or a list, an array or a tensor
+            of one or of several in a row.
 
     Raises:
         InputError: It is something else, or holds no position.
     """
-    expected = "'newest', 'all', 'earlier', absolute positions (start, stop), a slice, or one position such as -1 or [5]"
+    expected = (
+        "'newest', 'all', 'earlier', a span (start, stop), a slice, one position such as -1, or a list such as [5, 6]"
+    )
     wrong = unexpected("positions", given, expected)
     if isinstance(given, str):
         if given not in ("newest", "all", "earlier"):
@@ -179,16 +189,19 @@ def positions_of(given: Any) -> Positions:
         one = whole_number(given)
         listed = [one] if one is not None else [*map(whole_number, given_list("positions", given, expected))]
         # What a slice was made into has None for the end.
-        if len(listed) == 2 and listed[1] is None and list(given)[1] is None and listed[0] is not None:
+        if isinstance(given, tuple) and given[1:] == (None,) and listed[0] is not None:
             start, stop = listed[0], None
         elif not listed or None in listed:
             raise wrong
-        elif len(listed) == 2:
+        elif len(listed) == 2 and isinstance(given, tuple):
             start, stop = listed[0] or 0, listed[1]
         else:
             start, stop = listed[0] or 0, (listed[-1] or 0) + 1 or None
             if listed != list(range(start, start + len(listed))):
-                raise InputError(f"positions={shown(given)} are not in a row: give a Patch for each, in a list of patches.")
+                raise InputError(
+                    f"positions={shown(given)} are not in a row: give a Patch for each, in a list of patches, or for a span "
+                    "the tuple (start, stop)."
+                )
     if (start, stop) in _WORDS:
         return _WORDS[start, stop]
     if stop is not None and (start < 0 <= stop or ((start < 0) == (stop < 0) and start >= stop)):

@@ -52,8 +52,8 @@ def check_ends(receivers: Sequence[Any]) -> None:
         check_instance("receiver", each, Patch, "a hook's name such as 'blocks.5.attn.hook_q', a Patch, or a list of them")
         if each.layers is None or each.donor is not None or each.site in PATCHED_CACHE:
             raise InputError(
-                f"receiver {each.site!r} cannot end a path: expected one of a layer, such as blocks.5.attn.hook_q or "
-                "kv.Patch('q', layers=5, heads=1, positions='all'), without a donor, and k or v in place of the cache."
+                f"receiver {each.site!r} cannot end a path: expected a place of one layer, such as "
+                "blocks.5.attn.hook_q, without a donor, and k or v in place of the cache."
             )
 
 
@@ -75,15 +75,17 @@ def reaches(site: str, layers: Iterable[int], receivers: Sequence[Patch]) -> boo
 def check_reached(sender: Patch, receivers: Sequence[Patch]) -> None:
     """Raises InputError where a sender is not of one layer, or a receiver does not read behind it."""
     layers = sender.layers or ()
-    if receivers and (len(layers) != 1 or sender.site in PATCHED_CACHE):
+    if receivers and sender.site in PATCHED_CACHE:
+        raise InputError(f"a path begins outside of the cache, and {sender.site!r} was given: take k or v in its place.")
+    if receivers and len(layers) != 1:
         raise InputError(
-            f"a path begins at one layer, outside of the cache, and {sender.site!r} of {len(layers)} layers was given: sweep "
-            "over 'single' or 'heads', of k or v in place of the cache."
+            f"a path begins at one layer, and {sender.site!r} of {len(layers)} layers was given: sweep over 'single' or 'heads'."
         )
     if not reaches(sender.site, layers, receivers):
+        earlier = any(reaches(sender.site, [layer], receivers) for layer in range(layers[0]))
         raise InputError(
             f"nothing goes along the stream from {sender.site} of layer {layers[0]} to {path_said(receivers)}, which reads it "
-            "before: name earlier layers."
+            f"before: name a later receiver{' or an earlier layer' if earlier else ''}."
         )
 
 

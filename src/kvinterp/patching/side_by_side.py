@@ -13,7 +13,7 @@ from jaxtyping import Float, Float64
 from torch import Tensor
 
 from kvinterp import metrics
-from kvinterp.errors import NonFiniteError, unexpected
+from kvinterp.errors import InputError, NonFiniteError
 from kvinterp.models import Adapter, dtype_named
 from kvinterp.models.answers import LOGIT_DIFFERENCE, logit_difference
 from kvinterp.models.attaching import Site
@@ -275,10 +275,20 @@ def one_number(name: str, function: Callable[[Tensor], Any], logits: Float[Tenso
     Raises:
         InputError: It is not one number.
     """
-    one = torch.as_tensor(function(logits))
-    if one.numel() != 1 or one.is_complex():
-        was = f"{name}(logits of shape {tuple(logits.shape)}) = shape {tuple(one.shape)}"
-        raise unexpected("distance", was, "a function that gives one number, such as the mean over the batch")
+    given = function(logits)
+    try:
+        one = torch.as_tensor(given)
+        was = f"the shape {tuple(one.shape)}" if one.numel() != 1 or one.is_complex() else ""
+    except (TypeError, ValueError, RuntimeError):
+        was = f"a {type(given).__name__}"
+    # Of logits that are not finite the number need not be, and what is to be done is another thing.
+    if not was and not one.isfinite() and logits.isfinite().all():
+        was = str(float(one))
+    if was:
+        raise InputError(
+            f"the metric {name} gave {was} for logits of shape {tuple(logits.shape)}: expected a function that gives one finite "
+            "number, such as the mean over the batch."
+        )
     return one.double().reshape(())
 
 

@@ -31,7 +31,7 @@ from kvinterp.models.threads import own_threads
 from kvinterp.patching.hook import PatchHook
 from kvinterp.patching.lanes import two_paths
 from kvinterp.patching.localising import localise
-from kvinterp.patching.patch import PATCH_SITES, PATCHED_CACHE, Patch, Positions, Where, positions_of
+from kvinterp.patching.patch import PATCHED_CACHE, Patch, Positions, Where, check_patch_site, positions_of
 from kvinterp.patching.path_patching import check_reached, path_said, reaches, receivers_of
 from kvinterp.patching.planted import Plant
 from kvinterp.patching.side_by_side import (
@@ -169,8 +169,7 @@ def sweep(
         >>> paper.aggregate()[["sweep", "layer", "mean"]]  # doctest: +SKIP
     """
     adapter, batch_size = wrap(model), check_whole("batch_size", batch_size)
-    site, own = one_site(adapter, site)
-    layers = own if layers is None else layers
+    site, layers = one_site(adapter, site, layers)
     functions = {name_of(distance): distance} if callable(distance) else {}
     distance = name_of(distance) if callable(distance) else distance
     for name, given, known in (
@@ -331,7 +330,7 @@ def _planned(
     block: int,
     length: int,
 ) -> list[PlannedLane]:
-    check_known("patch site", site, PATCH_SITES)
+    check_patch_site(site)
     facts, chosen = adapter.facts, layers_with(adapter, site, chosen_layers(adapter, layers))
     shadowed = direction == "into-recompute" and site in STREAM and positions in ("newest", "all")
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kvinterp import metrics
 from kvinterp.common.kept import Kept, signed
+from kvinterp.common.numbers import counted
 from kvinterp.patching.side_by_side import Advanced, PlannedLane, Setting
 
 LABELS = ["sweep", "site", "layer", "head", "positions"]
@@ -64,7 +65,7 @@ class Sweep(Kept):
         of = f"{provenance['sweep']} sweep of {provenance['site']} {provenance['direction']}"
         patches = self.recovery[LABELS].drop_duplicates() if len(self.recovery) else self.recovery
         examples = self.recovery["example"].nunique() if len(self.recovery) else 0
-        return f"<Sweep of {provenance['model']}: {of}, {len(patches)} patches on {examples} prompts>"
+        return f"<Sweep of {provenance['model']}: {of}, {counted(len(patches), 'patch')} on {counted(examples, 'prompt')}>"
 
     def written(self) -> tuple[dict[str, pd.DataFrame], dict[str, Any]]:
         """Its tables, each with what it was made with, and its summary."""

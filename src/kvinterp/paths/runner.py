@@ -86,7 +86,7 @@ def run(
     check_choice("logits", logits, ("keep", "discard"))
     check_choice("stop", stop, ("end of sequence", "length"))
     check_seed(seed)
-    items, single = listed(prompt)
+    items, single = listed(prompt, adapter.tokenizer)
     prompts = [encode(adapter, item, max_new_tokens) for item in items]
     forced = checked_continuation(continuation, len(prompts), adapter)
     # Made into lists here: each batch asks for them again.

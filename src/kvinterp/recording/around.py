@@ -9,6 +9,7 @@ from typing import Any
 from kvinterp.common import words
 from kvinterp.errors import InputError
 from kvinterp.models import Adapter, wrap
+from kvinterp.models.hooks import LAST
 from kvinterp.models.passes import Passes, WatchesPasses
 from kvinterp.models.sites import CACHE_SITES
 from kvinterp.recording.recorder import Recorder
@@ -23,7 +24,7 @@ def record(
     layers: Iterable[int] | int | None = None,
     heads: Iterable[int] | None = None,
     kv_heads: Iterable[int] | None = None,
-    positions: words.Positions | str = "newest",
+    positions: words.Positions | str | int = "newest",
 ) -> Iterator[Recorder]:
     """Records the user's own forwards on anyone's model; each pass through its blocks is one step.
 
@@ -31,6 +32,9 @@ def record(
     (a step a forward, whatever it decodes with), ``run_with_hooks``, ``run_with_cache`` and a decoder inside the model are
     all heard. A forward that an error or an interruption cuts off is no step, and leaves nothing in what is kept. Every
     forward of the thread that opened it is heard until it is left, whoever runs it; those of other threads are not.
+
+    It shows what the model goes on with: it hears behind all patches, and behind hooks of the user's own that are on the same
+    module when the forward begins, whichever was opened first.
 
     Cache sites are read from the cache that the user's forward used or made.
 
@@ -60,7 +64,11 @@ def record(
         recorder = Recorder(adapter, sites, layers, heads, kv_heads, None, positions)
         passes = Passes(adapter, _Recording(adapter, recorder), CONTEXT, recorder.places)
         listeners = {place: [heard] for place, heard in recorder.listeners.items()}
-        with adapter.attached(recorder.places, CONTEXT), adapter.listening(listeners), passes.heard():
+        with (
+            adapter.attached(recorder.places, CONTEXT, LAST),
+            adapter.listening(listeners, LAST),
+            passes.heard(),
+        ):
             yield recorder
     if passes.silent:
         raise InputError(f"{CONTEXT} heard nothing: {passes.silence()}")

@@ -9,18 +9,18 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from kvinterp.errors import InputError, shown
+from kvinterp.errors import InputError, shown, unexpected
 from kvinterp.models import Adapter
 from kvinterp.models.attaching import Site
 from kvinterp.models.hook_names import Names, place_of, places_of, sites_of
 from kvinterp.models.inputs import (
-    check_choice,
     check_instance,
     check_whole,
     chosen_heads,
     chosen_layers,
     chosen_steps,
     is_among,
+    whole_number,
 )
 from kvinterp.models.sites import ATTENDED_SITES, CACHE_SITES, LAYOUTS, ROWS
 from kvinterp.policies import Place
@@ -44,7 +44,7 @@ class Recorder(SiteHook):
         heads: Query heads to keep of q, z, attn_scores and pattern (default: all).
         kv_heads: KV heads to keep of k, v and the cache sites (default: all).
         steps: Decode steps to keep (default: all). Step 0 is the prefill.
-        positions: ``"newest"`` (the last query position; for cache sites the last key) or ``"all"``.
+        positions: ``"newest"``, or -1 (the last query position; for cache sites the last key), or ``"all"``.
 
     Attributes:
         heads: The query heads that are kept, None for all.
@@ -64,10 +64,13 @@ class Recorder(SiteHook):
         heads: Iterable[int] | None = None,
         kv_heads: Iterable[int] | None = None,
         steps: Iterable[int] | None = None,
-        positions: str = "newest",
+        positions: Any = "newest",
     ) -> None:
         check_instance("adapter", adapter, Adapter, "a model that kv.wrap() or kv.load_model() made")
-        check_choice("positions", positions, ("newest", "all"))
+        if whole_number(positions) == -1:
+            positions = "newest"
+        if not is_among(positions, ("newest", "all")):
+            raise unexpected("positions", positions, "'newest' or 'all', of which you then take the positions you want")
         self.adapter, self.positions = adapter, positions
         self.sites, places = places_of(adapter, sites, layers)
         self.derived = tuple(filter(adapter.derives, self.sites))
@@ -184,15 +187,35 @@ class Recorder(SiteHook):
 
     def __contains__(self, place: object) -> bool:
         """Whether a site at a layer, or a hook by its name, is kept."""
-        return is_among(place_of(place), self.kept)
+        return is_among(self._place(place), self.kept)
+
+    def __len__(self) -> int:
+        """How many sites and layers are kept."""
+        return len(self.kept)
+
+    def values(self) -> list[Tensor]:
+        """What :meth:`__getitem__` gives of each."""
+        return [self[place] for place in self.kept]
+
+    def items(self) -> list[tuple[Site, Tensor]]:
+        """Each beside its site and layer."""
+        return [(place, self[place]) for place in self.kept]
+
+    def _place(self, given: object) -> object:
+        """A site and its layer, which counts from the last where it is negative."""
+        place = place_of(given)
+        layer = whole_number(place[1]) if isinstance(place, tuple) and len(place) == 2 else None
+        if layer is not None and -self.adapter.facts.layers <= layer < 0:
+            return place[0], layer + self.adapter.facts.layers  # type: ignore[index]
+        return place
 
     def __getitem__(self, place: Site | str) -> Tensor:
-        """What was kept of a site at a layer, or of a hook or module by its name, with the batch in front.
+        """What was kept of a site at a layer (-1: the last), or of a hook or module by its name, with the batch in front.
 
         Of one forward its tensor; of several they are stacked, ``[forward, batch, ...]``, and ragged lengths padded with NaN
         (positions with -1). :attr:`kept` has them one by one.
         """
-        place = cast(Site, place_of(place))
+        place = cast(Site, self._place(place))
         if not is_among(place, self.kept):
             have = ", ".join(f"({s!r}, {layer})" for s, layer in self.kept)
             raise InputError(f"nothing was recorded as {shown(place)}: expected a site and a layer, one of {have}.")

@@ -180,7 +180,8 @@ def read_summary(folder: Path) -> dict[str, Any]:
 def _in_lines(value: Any) -> Any:
     """What a file holds, each text of it safe to print and in one line."""
     if isinstance(value, dict):
-        return {in_one_line(name): _in_lines(held) for name, held in value.items()}
+        # The texts of tokens are what they are; where they are printed they are made safe.
+        return {in_one_line(name): held if name == "texts" else _in_lines(held) for name, held in value.items()}
     if isinstance(value, list):
         return [_in_lines(held) for held in value]
     return in_one_line(value) if isinstance(value, str) else value

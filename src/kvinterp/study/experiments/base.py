@@ -377,13 +377,13 @@ class Experiment(abc.ABC):
         from kvinterp.study.cells import CellsMade, loading_once
         from kvinterp.study.results import ResultFolder
 
+        # The cheap questions first: a typing error should not cost the loading of a model, nor the freeing of a folder.
+        self.check()
         with contextlib.ExitStack() as held:
             folder = None
             if how.out is not None:
-                # The cheap questions first: a typing error should not cost the loading of a model.
                 folder = held.enter_context(ResultFolder(how.out, self.asked(), self.names(), how.existing))
             held.enter_context(loading_once())
-            self.check()
             cells = self.cells()
             self.check_steps()
             if folder is None:

@@ -58,18 +58,18 @@ class CompareRuns(Experiment):
         """With the digests of what they hold: a result that was made anew is another."""
         return {**super().asked(), "held": [_digests(folder) for folder in (self.first, self.second)]}
 
+    def check(self) -> None:
+        """The two folders too."""
+        super().check()
+        self._both()
+
     def cells(self) -> list[Cell]:
         """None: reading two folders takes no time."""
         return []
 
     def reduce(self, made: Mapping[str, Made], settings: Mapping[str, Any], folder: Path | None) -> Outcome:
         """Both results side by side."""
-        a, b = _read(self.first), _read(self.second)
-        if a.verb != b.verb:
-            raise InputError(
-                f"folder {str(self.first)!r} holds a result of {a.verb} and {str(self.second)!r} one of {b.verb}: expected two "
-                "results of one command; give another folder."
-            )
+        a, b = self._both()
         pairs = _pairs(a, b)
         tables = {
             "differences": differences_of(_made(a), _made(b)),
@@ -86,6 +86,15 @@ class CompareRuns(Experiment):
             "provenance": {**_models("A", a), **_models("B", b)},
         }
         return Outcome(tables, tables, summary)
+
+    def _both(self) -> tuple[Outcome, Outcome]:
+        a, b = _read(self.first), _read(self.second)
+        if a.verb != b.verb:
+            raise InputError(
+                f"folder {str(self.first)!r} holds a result of {a.verb} and {str(self.second)!r} one of {b.verb}: expected two "
+                "results of one command; give another folder."
+            )
+        return a, b
 
     # What was found ----------------------------------------------------------------------------------------------------
 

@@ -104,8 +104,9 @@ class Patch(Experiment):
         from kvinterp.models.answers import LOGIT_DIFFERENCE
         from kvinterp.models.hook_names import site_of
         from kvinterp.models.inputs import check_choice, check_known, check_text, check_whole
-        from kvinterp.patching import DIRECTIONS, DISTANCES, PATCH_SITES, SWEEPS
+        from kvinterp.patching import DIRECTIONS, DISTANCES, SWEEPS
         from kvinterp.patching import Patch as Moved
+        from kvinterp.patching.patch import check_patch_site
         from kvinterp.patching.path_patching import check_ends
 
         for name in _UNLESS_GIVEN.keys() - {"max_new_tokens"}:
@@ -122,7 +123,7 @@ class Patch(Experiment):
         check_choice("protocol", self.protocol, ("matched", "free"))
         check_choice("controls", self.controls, ("all", "quick", "none"))
         site, _ = site_of(self.site)
-        check_known("patch site", site, PATCH_SITES)
+        check_patch_site(site)
         Moved(site, steps=_steps(self.steps))
         if self.receiver is not None:
             check_ends([Moved(self.receiver, positions="all")])

@@ -42,21 +42,25 @@ _CONTROLS = {
 def headline_of_sweep(sweep: Sweep) -> list[str]:
     """Which place recovers most; or why nothing can be recovered."""
     summary = sweep.summary()
+    best, of, prompts = summary["best"], RECOVERED[summary["distance"]], counted(summary["examples"], "prompt")
+    if best is None and summary["examples_without_difference"] == summary["examples"]:
+        return [
+            f"The paths' logits are bitwise equal at the steps patched of {prompts}: there is no difference to recover.",
+            TO_SEE_A_DIFFERENCE,
+        ]
     lines = [
-        f"{count} of {counted(summary['examples'], 'prompt')}: recovery is undefined, for {why}"
-        for why, count in summary["examples_undefined"].items()
+        f"{count} of {prompts}: recovery is undefined, for {why}" for why, count in summary["examples_undefined"].items()
     ]
-    best, of = summary["best"], RECOVERED[summary["distance"]]
     if best is None:
-        equal = summary["examples_without_difference"] == summary["examples"]
-        return [*lines, *["There is no difference to recover."] * equal]
+        return lines
     place = {
         "single": "layer {layer:g} recovers",
         "cumulative": "layers 0 to {layer:g} together recover",
         "cumulative-from": "layers {layer:g} to the last together recover",
         "blocks": "positions {positions} recover",
     }.get(best["sweep"], "layer {layer:g}, head {head:g} recovers").format(**best)
-    how = f"{best['site']}, {summary['direction']}, {counted(int(best['defined']), 'prompt')}"
+    of_all = "" if best["defined"] == summary["examples"] else f"{int(best['defined'])} of "
+    how = f"{best['site']}, {summary['direction']}, {of_all}{prompts}"
     how += f", along the residual stream to {sweep.provenance['receiver']}" if "receiver" in sweep.provenance else ""
     low, high = best["interval_low"], best["interval_high"]
     how += "" if pd.isna(low) else f"; 95% interval {percent(low)} to {percent(high)}"
@@ -265,13 +269,14 @@ def charts_of_decomposition(split: Decomposition, of: str = "") -> dict[str, Cha
 
 def headline_of_activation_patching(found: ActivationPatching) -> list[str]:
     """The place that restores most of the clean prompt's answer."""
-    what = RECOVERED[found.distance]
+    what = _measure_of(found)
     ends = f"{what} {number(found.corrupted)} with the corrupted prompt, {number(found.clean)} with the clean one"
     best = found.overview().iloc[0]
     if pd.isna(best["recovery"]):
         return [f"Both prompts show the same ({ends}), so no place can restore it: give two whose answers differ."]
     many = f", mean of {counted(found.pairs, 'pair')}" if found.pairs > 1 else ""
-    by = f"{found.site}, attributed" if found.method == "attribution" else found.site
+    checked = "" if len(found.checked) else " and not checked"
+    by = f"{found.site}, attributed{checked}" if found.method == "attribution" else found.site
     by += f" along the residual stream to {found.receiver}" if found.receiver else ""
     lines = [f"{upper(_place_of(best))} restores most: {percent(best['recovery'])} by {by} ({ends}{many})."]
     lines += _unchanged(found.frame, [name for name in ("layer", "head", "start") if name in found.frame])
@@ -280,6 +285,11 @@ def headline_of_activation_patching(found: ActivationPatching) -> list[str]:
             f"Attribution is off by {percent(found.error)} of what {len(found.checked)} true patches change (L2 over L2)."
         )
     return lines
+
+
+def _measure_of(found: ActivationPatching) -> str:
+    # A lambda has no name of its own.
+    return "metric" if found.distance == "function" else RECOVERED[found.distance]
 
 
 def _place_of(row: Mapping[Any, Any]) -> str:
@@ -296,9 +306,11 @@ def rows_of_activation_patching(found: ActivationPatching) -> Iterator[dict[str,
     if len(found.checked):
         what = "error of the attribution: L2 of its differences from true patches over L2 of their changes"
         yield finding(what, found.error, n=len(found.checked), unit="patches", null=0.0)
+    if not found.recovery.isfinite().any():
+        return
     for row in found.overview().to_dict("records"):
         of = {name: row[name] for name in ("layer", "head", "start", "stop", "text") if name in row}
-        note = f"{found.distance} {number(row['value'])}"
+        note = f"{_measure_of(found)} {number(row['value'])}{' nats' if found.distance == 'kl' else ''}"
         yield finding(f"recovery by {found.site}", row["recovery"], n=found.pairs, unit="pairs", note=note, **of)
 
 

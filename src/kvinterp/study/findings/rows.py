@@ -121,6 +121,10 @@ def line(found: dict[str, Any]) -> str:
 def place(found: dict[str, Any]) -> str:
     """What a finding is of, by its labels: texts as they are, numbers behind their label's name."""
     known = {name: of for name, of in found.items() if name not in COLUMNS and not pd.isna(of) and of != ""}
+    if {"start", "stop"} <= known.keys():
+        first, last = known.pop("start"), known.pop("stop") - 1
+        spot = f"position {first:g}" if first == last else f"positions {first:g} to {last:g}"
+        known["spot"] = f"{spot} ({known.pop('text')!r})" if "text" in known else spot
     return ", ".join(of if isinstance(of, str) else f"{name.replace('_', ' ')} {of:g}" for name, of in known.items())
 
 

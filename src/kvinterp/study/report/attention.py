@@ -280,14 +280,21 @@ def _of_caches(a: Any, b: Any) -> tuple[Trace, Trace]:
     for number, cache in (("first", a), ("second", b)):
         if not is_activation_cache(cache):
             raise InputError(
-                f"one ActivationCache and a {type(cache).__name__} were given: expected two caches of one text."
+                f"one ActivationCache and a {type(cache).__name__} were given: expected two caches of as many positions."
             )
         records = {place: [tensor] for place, tensor in records_of(cache).items() if place[0] == "pattern"}
         if not records:
             raise InputError(f"the {number} cache holds no attn.hook_pattern: let run_with_cache keep it.")
-        rows = next(iter(records.values()))[0].shape[1]
+        rows, keys = next(iter(records.values()))[0].shape[1:]
+        if rows < keys:
+            raise InputError(
+                f"the {number} cache holds {rows} of {keys} query positions: make it of all of them, as with positions='all'."
+            )
         made.append(Trace(f"{number} cache", tuple(range(rows)), (), (), records, (0,)))
-    return _given(made[0], made[1])
+    lengths = [len(each.prompt) for each in made]
+    if lengths[0] != lengths[1]:
+        raise InputError(f"the caches hold {lengths[0]} and {lengths[1]} positions: give two of prompts of as many tokens.")
+    return made[0], made[1]
 
 
 def assembled_pattern(trace: Trace, layer: int, step: int) -> Square:
@@ -350,9 +357,12 @@ def _fed(pair: tuple[Trace, Trace], step: int) -> list[int]:
 
 
 def _layers_of(trace: Trace, adapter: Adapter | None, layers: Sequence[int] | None) -> Sequence[int]:
-    if layers is not None:
-        return layers if adapter is None else chosen_layers(adapter, layers)
     recorded = sorted({layer for site, layer in trace.records if site == "pattern"})
+    if layers is not None and adapter is None:
+        end = max(recorded, default=0) + 1
+        return [layer + end if isinstance(layer, int) and -end <= layer < 0 else layer for layer in layers]
+    if layers is not None and adapter is not None:
+        return chosen_layers(adapter, layers)
     if not recorded:
         raise InputError("a trace holds no pattern: run with record='pattern', positions='all'.")
     return recorded
