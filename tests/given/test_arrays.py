@@ -191,3 +191,26 @@ def test_arrays_of_another_vocabulary_or_text_get_a_sentence(model: Any, walked:
         kv.compare(model, a="cached", b=kv.Trace.from_arrays([99_999], tokens, logits))
     with pytest.raises(InputError, match="no trace of arrays"):
         kv.audit_given(model, kv.run(model, prompt, max_new_tokens=2))
+
+
+@pytest.mark.parametrize("pad", [-1e9, float(torch.finfo(torch.float32).min), -float("inf")])
+@pytest.mark.parametrize("shift", [0.0, -40.0])
+def test_logits_of_a_padded_vocabulary_are_logits(pad: float, shift: float, walked: Any) -> None:
+    """Where all are negative nothing else says that they are no log-probs: a clean engine was called a fault."""
+    prompt, tokens, logits = walked
+    padded = np.concatenate([logits + shift, np.full((STEPS, 7), pad)], 1)
+    found = kv.Trace.from_arrays(prompt, tokens, padded).logits.numpy()[:, :-7]
+    np.testing.assert_allclose(found, torch.from_numpy(logits).double().log_softmax(-1).numpy(), atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("values", "ids", "says"),
+    [
+        (np.full((2, 3), -1 + 1j), None, "arrays of real numbers"),
+        (np.zeros((2, 3), bool), None, "arrays of real numbers"),
+        (np.full((2, 2), -1.0), [[4, 4], [1, 2]], "a token twice in one row"),
+    ],
+)
+def test_what_is_no_log_prob_is_one_sentence(values: np.ndarray, ids: Any, says: str) -> None:
+    with pytest.raises(InputError, match=says):
+        kv.Trace.from_arrays([1], [2, 3], values, ids)

@@ -268,3 +268,35 @@ def test_the_command_asks_a_server_and_says_that_it_saw_no_cache(tmp_path: Path)
     assert "nothing shows that the second time was warm" in made.stdout
     assert (tmp_path / "kept" / "cold.jsonl").exists()
     wrong("no server was given", "audit", "zoo:gqa2-mini", "--answers", tmp_path)
+
+
+def test_a_header_that_drips_is_cut_off(tmp_path: Path) -> None:
+    """Each byte resets a socket's own timeout: "3 tries of at most 2 s" took a minute."""
+
+    def dripping(handler: Any, body: Any) -> None:
+        with contextlib.suppress(OSError):
+            for _ in range(100):
+                handler.wfile.write(b"H")
+                time.sleep(0.2)
+
+    began = time.monotonic()
+    with serving(dripping) as (url, _), pytest.raises(InputError, match="gave no answer in time"):
+        fetched(url, tmp_path, seconds=1.0)
+    assert time.monotonic() - began < 15
+
+
+def test_a_server_that_gives_no_more_log_probs_is_named(tmp_path: Path) -> None:
+    def forgetful(handler: Any, body: Any) -> None:
+        if body is None or body["max_tokens"] > 1:
+            return right(handler, body)
+        return send(handler, json.dumps({"choices": [{"text": "", "logprobs": None}]}).encode())
+
+    with serving(forgetful) as (url, seen), pytest.raises(InputError, match="gives no log-probs"):
+        fetched(url, tmp_path)
+    assert len(seen) == 3, "nothing more is asked of it"
+
+
+def test_a_password_is_not_shown(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="is no address of a server") as said:
+        fetched("http://me:secret@127.0.0.1:1/v1", tmp_path)
+    assert "secret" not in str(said.value)

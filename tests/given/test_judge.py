@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -17,6 +18,8 @@ import writing_given
 
 import kvinterp as kv
 from command_line import kvinterp, wrong
+from kvinterp.auditing import given as judging
+from kvinterp.auditing import given_steps as steps
 from kvinterp.auditing.given import audit_given, judge_given
 from kvinterp.errors import InputError
 from kvinterp.metrics.rollouts import rollout_statistics
@@ -202,6 +205,94 @@ def test_a_fault_of_bfloat16s_size_is_not_called_bfloat16(model: Any, walked: An
     found = judge_given(model, walked(planted.stale(0.005), "float32"), "float32")
     assert found.verdict == "unexplained", str(found)
     assert any(row["precision"] == "bfloat16" and 0.6 < row["mean"] < 1.5 for row in found.given["rungs"])
+
+
+@pytest.mark.parametrize("fault", ["temperature 0.9", "position off by one"])
+def test_of_a_large_vocabulary_and_of_long_texts_some_tokens_are_held_out(
+    fault: str, model: Any, walked: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is tried on few tokens is tried on tokens of several sequences: the first ones alone were all of one, and none held out."""
+    monkeypatch.setattr(judging, "LOGITS", 64 * model.facts.vocabulary)
+    monkeypatch.setattr(judging, "TRIED", 120)
+    found = judge_given(model, walked(planted.FAULTS[fault][0], "float32"), "float32")
+    assert found.verdict == ("processed" if "temperature" in fault else "bug"), str(found)
+
+
+def test_sequences_without_log_probs_leave_both_halves_some(model: Any, walked: Any) -> None:
+    paths = walked(planted.warm(0.8), "float32")
+    for path in paths[1::2]:
+        path.chosen[:] = np.nan
+    assert judge_given(model, paths, "float32").verdict == "processed"
+
+
+def rope_base(factor: float) -> planted.Engine:
+    def engine(model: Any, ids: list[int], cut: int) -> np.ndarray:
+        wrong = copy.deepcopy(model)
+        own = wrong.model.rotary_emb.inv_freq
+        own.copy_(own.double() * factor ** -(torch.arange(len(own), dtype=torch.float64) / len(own)))
+        return planted.prefill(wrong, ids, cut)
+
+    return engine
+
+
+def int8_weights(model: Any, ids: list[int], cut: int) -> np.ndarray:
+    wrong = copy.deepcopy(model)
+    for name, each in wrong.named_parameters():
+        if each.dim() == 2 and "embed" not in name and "lm_head" not in name:
+            scale = each.data.abs().amax(1, keepdim=True) / 127
+            each.data.copy_((each.data / scale).round() * scale)
+    return planted.prefill(wrong, ids, cut)
+
+
+def test_what_a_passing_run_says_would_have_shown_does(model: Any, walked: Any) -> None:
+    """A RoPE base of 2% more is .068 nats, and twice bfloat16's own distance: it passed beside "0.051 nats would have shown"."""
+    found = judge_given(model, walked(rope_base(1.02), "bfloat16"), "bfloat16")
+    assert found.verdict == "bug", str(found)
+    assert "RoPE base times 1.0" in found.reading
+
+
+def test_without_a_declared_dtype_a_fault_of_a_roundings_size_is_no_rounding(model: Any, walked: Any) -> None:
+    found = judge_given(model, walked(int8_weights, "float32"))
+    assert found.exit_code != 0, str(found)
+    for dtype in ("float32", "float16", "bfloat16"):
+        assert judge_given(model, walked(planted.decode, dtype)).verdict == "rounding"
+
+
+@pytest.mark.parametrize("written", ["3 decimals", "float16", "bfloat16"])
+def test_log_probs_that_were_written_coarsely_are_told_from_faults(written: str, model: Any, walked: Any) -> None:
+    def put(paths: list[GivenPath]) -> list[GivenPath]:
+        for path in paths:
+            row = path.chosen
+            path.chosen = np.round(row, 3) if "dec" in written else steps.rounded(row, getattr(torch, written))
+        return paths
+
+    clean = judge_given(model, put(walked(planted.decode, "float32")), "float32")
+    assert clean.verdict == "rounding", str(clean)
+    assert f"They are written {'with 3 decimals' if 'dec' in written else f'in {written}'}" in clean.reading
+    assert judge_given(model, put(walked(planted.position_off, "float32")), "float32").verdict == "bug"
+    assert judge_given(model, put(walked(planted.stale(0.01), "float32")), "float32").exit_code != 0
+
+
+def test_one_token_that_is_far_off_is_no_rounding_in_float32(model: Any, walked: Any) -> None:
+    paths = walked(planted.prefill, "float32")
+    paths[1].chosen[70] -= 3
+    found = judge_given(model, paths, "float32")
+    assert found.verdict == "unexplained", str(found)
+    assert "at one token" in found.reading
+    assert "Next: the engine with a plain cache" in found.reading, "it ran in float32 already"
+
+
+def test_sequences_that_declare_different_dtypes_are_not_judged_as_one(model: Any, walked: Any) -> None:
+    paths = walked(planted.prefill, "float32")
+    paths[0].declared, paths[1].declared = {"dtype": "float16"}, {"dtype": "torch.bfloat16"}
+    with pytest.raises(InputError, match="declare bfloat16 and float16: expected one dtype"):
+        judge_given(model, paths)
+
+
+def test_statistics_of_what_is_hardly_likely_are_numbers(recwarn: pytest.WarningsRecorder) -> None:
+    found = rollout_statistics(np.array([-8999.0, -1.0]), np.array([-8999.0, -2.0]), np.array([0, 1]))
+    assert all(np.isfinite(value) for value in found.values())
+    assert not recwarn.list
 
 
 def test_the_statistics_are_those_of_their_definitions() -> None:

@@ -217,3 +217,12 @@ def test_the_converters_of_the_docs_give_our_own_form(
     assert path.ids == tuple(ids)
     np.testing.assert_array_equal(path.chosen, want)
     assert (path.trainer is None) == (name == "slime")
+
+
+@pytest.mark.parametrize("wrong", [10**30, -5])
+def test_what_is_no_token_id_beside_a_log_prob_is_one_sentence(wrong: int, sample: Any, tmp_path: Path) -> None:
+    _, ids, rows = sample
+    record = w.chat(ids, CUT, rows)
+    beside = json.loads(json.dumps(record).replace('"id": ', f'"id": {wrong}, "was": '))
+    with pytest.raises(InputError, match="token id"):
+        read_given(w.lines([beside], tmp_path / "a.jsonl"))

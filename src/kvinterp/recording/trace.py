@@ -82,10 +82,11 @@ class Trace:
         """
         try:
             prompt, tokens = np.asarray(prompt).tolist(), np.asarray(tokens).tolist()
-            rows = torch.as_tensor(values).detach().cpu().double()
-            places = torch.arange(rows.shape[-1]) if ids is None else torch.as_tensor(ids).detach().cpu()
-            if torch.as_tensor(values).is_complex() or torch.as_tensor(values).dtype == torch.bool:
+            read = torch.as_tensor(values).detach().cpu()
+            if read.is_complex() or read.dtype == torch.bool:
                 raise TypeError("no real numbers")
+            rows = read.double()
+            places = torch.arange(rows.shape[-1]) if ids is None else torch.as_tensor(ids).detach().cpu()
         except (TypeError, ValueError, RuntimeError, IndexError) as error:
             raise InputError(
                 "prompt, tokens, values and ids cannot be made arrays of real numbers: expected such."
