@@ -186,11 +186,10 @@ class _Judge:
     def _readable(self) -> str | None:
         tokens, total = self.tokens, sum(len(path.ids) - 1 for path in self.paths)
         missing = sum((path.missing for path in self.paths), Counter[str]())
-        said = ", ".join(f"{word} {count:,} times" for word, count in missing.most_common()) or "nothing"
+        said = ", ".join(f"{word} {count:,} time{'s' * (count != 1)}" for word, count in missing.most_common())
         given = 0 if tokens is None else len(tokens.engine)
-        where = (
-            f"{given:,} of {total:,} tokens in {len(self.paths):,} sequences have a log-prob; where there is none, first tokens "
-            f"among them, stood {said}."
+        where = f"{given:,} of {total:,} tokens in {len(self.paths):,} sequences have a log-prob" + (
+            f"; instead of one (first tokens included) the file has: {said}." if said else "."
         )
         self.found |= {"sequences": len(self.paths), "tokens": given, "missing": dict(missing)}
         engine = np.array([]) if tokens is None else tokens.engine

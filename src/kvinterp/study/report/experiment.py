@@ -41,6 +41,9 @@ GLOSSARY = {
 _ROWS = 40
 """Rows of a table that the page shows; the file has them all."""
 
+SENTENCES = 3
+"""So many sentences are above the figure; of more the others are folded below."""
+
 
 def write_experiment(
     folder: Path,
@@ -80,11 +83,14 @@ def write_experiment(
     rest = {name: table for name, table in tables.items() if name != "findings"}
     shown = list(rest)[:1] if findings is None else []
     lines = list(filter(None, sentences))
-    parts: list[Any] = [*([Answer(lines)] if lines else []), *pictures[:1]]
+    parts: list[Any] = [*([Answer(lines[:SENTENCES])] if lines else []), *pictures[:1]]
     first = [table_of(name, rest.pop(name)) for name in shown]
     parts += [dataclasses.replace(table, folded="", caption=table.folded) for table in first]
     if findings is not None and len(findings):
         parts += opened(findings_table(findings), OPEN, "finding" if len(findings) == OPEN + 1 else "findings")
+    if lines[SENTENCES:]:
+        more_said = [Text(each) for each in lines[SENTENCES:]]
+        parts.append(Folded(counted(len(more_said), "more sentence"), more_said))
     parts += lead
     parts += [Folded(counted(len(pictures) - 1, "more figure"), pictures[1:], "figures")] if pictures[1:] else []
     folded = [table_of(name, table) for name, table in rest.items() if len(table)]
