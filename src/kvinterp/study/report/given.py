@@ -63,22 +63,21 @@ def page(verdict: Verdict) -> str:
         named = found.get("named")
         tried = [{**row, "ruled out": "no, it is named" if row["cause"] == named else "yes"} for row in found["tried"]]
         tried.sort(key=lambda row: row["left"])
-        parts += [Text("Causes that were tried", look="h2"), Text(_TRIED, look="note"), _table(tried)]
+        parts.append(Folded(counted(len(tried), "cause") + " that were tried", [Text(_TRIED, look="note"), _table(tried)]))
     if "statistics" in found:
         said = found["statistics"]
         names = ("sequence", "tokens", "k1", "k3", "rollout_is_max", "token_mult_prob_error", "ppl_ratio")
         rows = [{name: row[name] for name in names} for row in said["by_sequence"][:200]]
-        parts += [
-            Text("What reinforcement learning libraries print", look="h2"),
+        shown = [
             Text(f"{_RL} Trainer: {said['trainer']}.", look="note"),
             Pairs({name: f"{value:.4g}" for name, value in said["all"].items()}, look="beside"),
             _table(rows, folded=f"By sequence: {len(rows)} of {len(said['by_sequence'])}"),
         ]
+        parts.append(Folded("What reinforcement learning libraries print", shown))
     made = {name: str(value) for name, value in verdict.provenance.items()}
     files = ["verdict.json", *([] if verdict.tokens is None else ["given.parquet"])]
     parts += [
-        Text("Made with", look="h2"),
-        Pairs(made, look="beside"),
+        Folded("What this was made with", [Pairs(made, look="beside")]),
         Links(files={name: name for name in files}, label="Beside this page:"),
     ]
     return render("audit", f"Another engine against {verdict.provenance['model']}", parts, sheets=SHEETS)
