@@ -165,7 +165,7 @@ def test_a_prompt_file_in_the_folder_itself_is_left_alone(tmp_path: Path) -> Non
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"id": "q1", "prompt": "2+2?", "source": "mine"}\n')
     with pytest.raises(InputError, match=r"holds 'prompts.jsonl', which kvinterp did not write"):
-        run(dataclasses.replace(SMALL, prompts=str(file), max_new_tokens=0), tmp_path)
+        run(dataclasses.replace(SMALL, prompts=str(file), max_new_tokens=1), tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["prompts.jsonl"]
     assert "mine" in file.read_text()
 
