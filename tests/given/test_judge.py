@@ -273,6 +273,15 @@ def test_log_probs_that_were_written_coarsely_are_told_from_faults(written: str,
     assert judge_given(model, put(walked(planted.stale(0.01), "float32")), "float32").exit_code != 0
 
 
+def test_what_a_file_declares_excuses_nothing(model: Any, walked: Any) -> None:
+    """A step of its own made every distance one of writing; a text for it ended in a traceback."""
+    for step in (100.0, "x"):
+        paths = walked(planted.position_off, "float32")
+        for path in paths:
+            path.declared = {"dtype": "float32", "step": step}
+        assert judge_given(model, paths).verdict == "bug"
+
+
 def test_one_token_that_is_far_off_is_no_rounding_in_float32(model: Any, walked: Any) -> None:
     paths = walked(planted.prefill, "float32")
     paths[1].chosen[70] -= 3

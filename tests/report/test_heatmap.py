@@ -238,8 +238,8 @@ def test_exact_zeros_of_the_split_stand_in_their_own_strip() -> None:
     # Step 1: fresh; step 2: anew; at step 3 no part is as long as the others together.
     first, second = headline_of_decomposition(_decomposition())
     assert first == (
-        "The logits differ at 6 of 6 decode steps of 2 prompts. Most of the difference comes from the newest row, computed alone "
-        "(fresh), at 2, K and V of old rows, which recompute computes again (anew), at 2."
+        "The logits differ at 6 of 6 decode steps of 2 prompts. Most of the difference comes from this step's row, computed alone "
+        "(fresh), at 2; K and V of old rows, remade by recompute (anew), at 2."
     )
     assert second == (
         "Computing rows alone, as a cache does, makes no difference at 4 of the 6 steps, and no more than its null control at 2 more."

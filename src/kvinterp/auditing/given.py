@@ -198,8 +198,8 @@ class _Judge:
         if why is None and (above := engine > 0).any():
             where += f" {int(above.sum()):,} above 0, by {engine.max():.1g} at most, are taken for 0, rounded."
             engine[above] = 0
-        step = max((path.declared.get("step", 0.0) for path in self.paths), default=0.0)
-        self.written = steps.written(engine, step or None) if given else None
+        step = next((path.step for path in self.paths if path.step is not None), None)
+        self.written = steps.written(engine, step) if given else None
         if self.written is not None:
             where += f" They are written {self.written[0]}: so are ours, before their distance is taken."
         if why is None and given < FEWEST:

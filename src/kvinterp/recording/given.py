@@ -42,6 +42,7 @@ class GivenPath:
         declared: What the file says it was made with, such as ``{"dtype": "float32"}``.
         experts: ``[position, layer, chosen]`` or ``[position, layer times chosen]``: the experts that routers chose where this
             token went in, by number; -1: not given. None where the file says nothing of experts.
+        step: The step of the grid that the format writes log-probs on, in nats; None where it has none.
     """
 
     id: str
@@ -53,6 +54,7 @@ class GivenPath:
     trainer: np.ndarray | None = None
     declared: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     experts: np.ndarray | None = None
+    step: float | None = None
 
     def __post_init__(self) -> None:
         sides = {"log-probs": self.chosen, "log-probs of the trainer": self.trainer, "rows of experts": self.experts}

@@ -64,7 +64,7 @@ def read_kl_base(content: bytes, name: str, bos: int | None = None) -> list[Give
         top = {first + row: (places, whole[row]) for row in range(rows)}
         tokens = tuple(map(int, ids[chunk]))
         where = f"file {name!r}, chunk {chunk + 1}"
-        found.append(GivenPath(where, tokens[:first], tokens[first:], chosen, top, missing, declared={"step": 16 / 65535}))
+        found.append(GivenPath(where, tokens[:first], tokens[first:], chosen, top, missing, step=16 / 65535))
     return found
 
 

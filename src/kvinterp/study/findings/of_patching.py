@@ -157,12 +157,6 @@ _TOLD = {
     "kept": "kept: K and V kept otherwise than written",
     "null": "null: recompute among more rows, no cache",
 }
-_MOST = {
-    "fresh": "the newest row, computed alone (fresh),",
-    "alone": "K and V of decoded rows, computed alone (alone),",
-    "anew": "K and V of old rows, which recompute computes again (anew),",
-    "kept": "K and V stored otherwise than written (kept),",
-}
 
 
 def headline_of_decomposition(split: Decomposition) -> list[str]:
@@ -173,8 +167,8 @@ def headline_of_decomposition(split: Decomposition) -> list[str]:
         return [NOTHING]
     if not differ:
         return [f"The paths' logits are bitwise equal at {every(steps, 'decode step')} of {of}.", TO_SEE_A_DIFFERENCE]
-    led = sorted((part for part in _MOST if summary["most"].get(part)), key=lambda part: -summary["most"][part])
-    most = ", ".join(f"{_MOST[part]} at {summary['most'][part]}" for part in led)
+    led = sorted((part for part in PARTS if summary["most"].get(part)), key=lambda part: -summary["most"][part])
+    most = "; ".join(f"{_TOLD[part].partition(': ')[2]} ({part}), at {summary['most'][part]}" for part in led)
     lines = [
         f"The logits differ at {differ} of {counted(steps, 'decode step')} of {of}. "
         + (f"Most of the difference comes from {most}." if led else "No part is more than half of it at any step.")
