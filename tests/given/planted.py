@@ -88,6 +88,15 @@ def rope(scale: float) -> Engine:
     return engine
 
 
+def rope_in(dtype: torch.dtype) -> Engine:
+    def engine(model: Any, ids: list[int], cut: int) -> np.ndarray:
+        wrong = copy.deepcopy(model)
+        wrong.model.rotary_emb.inv_freq = wrong.model.rotary_emb.inv_freq.to(dtype)
+        return prefill(wrong, ids, cut)
+
+    return engine
+
+
 def eps(value: float) -> Engine:
     def engine(model: Any, ids: list[int], cut: int) -> np.ndarray:
         wrong = copy.deepcopy(model)
@@ -139,6 +148,7 @@ CLEAN: dict[str, Engine] = {"prefill": prefill, "decode": decode, "chunked": chu
 FAULTS: dict[str, tuple[Engine, str]] = {
     "rope 2% slow": (rope(0.98), "RoPE frequencies times 0.98"),
     "rope 3% slow, in no list": (rope(0.97), ""),
+    "rope in bfloat16": (rope_in(torch.bfloat16), "RoPE frequencies in bfloat16"),
     "position off by one": (position_off, "positions +1"),
     "a cached block repeated": (repeated_block, ""),
     "q8_0 prefix": (quantised(8), "q8_0 cache"),

@@ -86,6 +86,10 @@ def candidates() -> list[Way]:
         found.append(Way(f"positions {shift:+d} behind the prompt", "bug", change=_shifted(shift)))
     found += [_rope_scale(size) for size in (0.25, 0.5, 0.9, 0.95, 0.98, 0.99, 1.01, 1.02, 1.05, 1.1, 2.0, 4.0)]
     found += [_rope_base(size) for size in (0.01, 0.02, 0.1, 0.5, 0.9, 0.98, 1.02, 1.1, 2.0, 10.0, 50.0, 100.0)]
+    found += [
+        Way(f"RoPE frequencies in {dtype}", "bug", change=_turned(functools.partial(_of_dtype, dtype)))
+        for dtype in ("float16", "bfloat16")
+    ]
     found += [_norm_eps(size) for size in (0.01, 0.1, 10.0, 100.0)]
     return found
 
@@ -106,6 +110,11 @@ def _norm_eps(size: float) -> Way:
 
 def _of_scale(scale: float, frequencies: Tensor) -> Tensor:
     return frequencies.new_full((), scale)
+
+
+def _of_dtype(dtype: str, frequencies: Tensor) -> Tensor:
+    """What a model that is cast as a whole does to its frequencies too, once it has computed them."""
+    return frequencies.to(dtype_named(dtype)).to(frequencies) / frequencies
 
 
 def _of_base(factor: float, frequencies: Tensor) -> Tensor:
