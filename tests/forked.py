@@ -92,7 +92,7 @@ def forked(arguments: Sequence[str], folder: Path, environment: Mapping[str, str
 def fresh(arguments: Sequence[str], folder: Path, environment: Mapping[str, str | None]) -> Ended:
     """Runs a command line in a new interpreter, which reads all variables for itself."""
     variables = {name: value for name, value in {**os.environ, **environment}.items() if value is not None}
-    command = [sys.executable, "-m", "kvinterp.cli", *arguments]
+    command = [sys.executable, "-m", "kvinterp", *arguments]
     with (folder.parent / "said.out").open("w+b") as out, (folder.parent / "said.err").open("w+b") as err:
         child = subprocess.Popen(
             command, cwd=folder, env=variables, stdin=subprocess.DEVNULL, stdout=out, stderr=err, start_new_session=True

@@ -127,7 +127,7 @@ def test_a_cluster_that_is_killed_is_said(tmp_path: Path, request: pytest.Fixtur
     pytest.importorskip("ray")
     arguments = ["study", "--preset", "quick", "--model", "zoo:gqa2-mini", "--only", "layer-drift", "--set"]
     arguments += ["layer-drift.divergent=1", "--prompts", "arithmetic:40", "--max-new-tokens", "48", "--out", "out"]
-    command = [sys.executable, "-m", "kvinterp.cli", *arguments, "--engine", "ray(2)"]
+    command = [sys.executable, "-m", "kvinterp", *arguments, "--engine", "ray(2)"]
     study = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True, start_new_session=True)
     request.addfinalizer(study.kill)
     until, store = time.monotonic() + 300, tmp_path / "out" / ".kvinterp.db"

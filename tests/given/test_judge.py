@@ -207,6 +207,14 @@ def test_a_fault_of_bfloat16s_size_is_not_called_bfloat16(model: Any, walked: An
     assert any(row["precision"] == "bfloat16" and 0.6 < row["mean"] < 1.5 for row in found.given["rungs"])
 
 
+@pytest.mark.parametrize(("base", "dtype"), [(2, "bfloat16"), (10, "float32")])
+def test_logarithms_of_another_base_are_told_from_a_temperature(base: int, dtype: str, model: Any, walked: Any) -> None:
+    paths = walked(lambda m, ids, cut: planted.prefill(m, ids, cut) / np.log(base), dtype)
+    found = judge_given(model, paths, dtype)
+    assert found.verdict == "processed", str(found)
+    assert f"in base {base}, not in nats" in found.reading, str(found)
+
+
 @pytest.mark.parametrize("fault", ["temperature 0.9", "position off by one"])
 def test_of_a_large_vocabulary_and_of_long_texts_some_tokens_are_held_out(
     fault: str, model: Any, walked: Any, monkeypatch: pytest.MonkeyPatch

@@ -142,6 +142,16 @@ def test_a_bad_file_gets_a_sentence(content: bytes, says: str, tmp_path: Path) -
         read_given(file)
 
 
+def test_an_answer_to_another_request_is_refused(sample: Any, tmp_path: Path) -> None:
+    _, ids, rows = sample
+    record = w.sglang(ids, CUT, rows)
+    record["request"]["input_ids"] = ids[:CUT]
+    assert read_given(w.lines([record], tmp_path / "own.jsonl"))[0].ids == tuple(ids)
+    record["request"]["input_ids"] = [ids[0], *ids[: CUT - 1]]
+    with pytest.raises(InputError, match="other prompt tokens than the request"):
+        read_given(w.lines([record], tmp_path / "other.jsonl"))
+
+
 def test_an_unknown_format_is_named(tmp_path: Path) -> None:
     file = tmp_path / "a.jsonl"
     file.write_text(json.dumps({"prompt": [1], "tokens": [2], "logprobs": [-1.0]}))

@@ -326,6 +326,12 @@ class _Judge:
             name, kept = (
                 steps.winner(some, self.truth[first], cut, REPRODUCES) if share > 0.8 and chance < 1e-6 else ("", 1.0)
             )
+            bases = {f"in base {base}": self.truth / np.log(base) for base in (2, 10)}
+            base, rest = steps.winner(tokens, self.truth, bases, WINS)
+            if base and rest < left:
+                why = f"the log-probs are {base}, not in nats: that leaves {rest:.2g} of the mean difference held out ({n})."
+                self._say("semantics", "failed", why, rest)
+                return "processed", why
             # A temperature leaves the engine's own rounding; what bends logits otherwise, a soft cap say, leaves more.
             rounding = self.ours.get(self.declared or "bfloat16", coarse).mean() / max(float(self.gap.mean()), 1e-30)
             if left < min(WINS, 0.15 + 1.4 * rounding) and left < kept and abs(warm - 1) > 0.003:

@@ -34,6 +34,10 @@ class Sglang(Reader):
                 f"{where} has the log-probs of {len(before)} prompt tokens, and the request {len(prompt)}: ask with "
                 "logprob_start_len=0, or keep the request's input_ids beside the answer."
             )
+        if before and tuple(t for t, _, _ in before) != prompt[-len(before) :]:
+            raise InputError(
+                f"{where} has log-probs of other prompt tokens than the request's input_ids: keep the request of this answer."
+            )
         head: list[Any] = [(None, [])] * (len(prompt) - len(before)) + [(v, pairs) for _, v, pairs in before]
         asked = part(request, "sampling_params", dict, where, {})
         yield path_of(where, prompt, after, head, **{n: asked[n] for n in ("temperature", "top_p", "top_k") if n in asked})

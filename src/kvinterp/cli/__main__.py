@@ -1,6 +1,0 @@
-"""``python -m kvinterp.cli``: the command line where no script is installed."""
-
-from kvinterp.cli import main
-
-if __name__ == "__main__":
-    main()
