@@ -43,6 +43,8 @@ LOGITS = 2**25
 REPLAYED = "routing, the engine's own experts replayed,"
 BEYOND = 4.0
 """So many times bfloat16's own distance is no rounding of anything."""
+CERTAIN = 1e-4
+"""Of a token that is surer than this, in nats, rounding goes one way: its probability ends at 1."""
 
 
 def judge_given(
@@ -312,9 +314,12 @@ class _Judge:
         assert tokens is not None
         logits, first = torch.cat(self.logits), self.kept
         engine, held, ids = tokens.engine[first], tokens.held[first], self.ids[first]
-        share, chance = steps.one_sided(tokens.engine - self.truth)
+        unsure = self.truth < -CERTAIN
+        share, chance = steps.one_sided((tokens.engine - self.truth)[unsure])
         n = f"n = {len(tokens.engine):,}"
-        sided = f"the engine is above ours at {share:.0%} of the tokens (sign test p = {chance:.1g}, {n})"
+        sided = (
+            f"the engine is above ours at {share:.0%} of the tokens (sign test p = {chance:.1g}, n = {int(unsure.sum()):,})"
+        )
         coarse = self.ours.get("float16", self.ours["float32"]).mean()
         if self.gap[first].mean() > coarse and (held.all() or not held.any()):
             self._say("semantics", "cannot tell", f"not tried: of {len(engine):,} tokens none can be held out; {sided}.")
@@ -329,7 +334,9 @@ class _Judge:
             bases = {f"in base {base}": self.truth / np.log(base) for base in (2, 10)}
             base, rest = steps.winner(tokens, self.truth, bases, WINS)
             if base and rest < left:
-                why = f"the log-probs are {base}, not in nats: that leaves {rest:.2g} of the mean difference held out ({n})."
+                why = (
+                    f"the log-probs are {base}, not in nats: that leaves {rest:.2g} of the mean difference held out ({n})."
+                )
                 self._say("semantics", "failed", why, rest)
                 return "processed", why
             # A temperature leaves the engine's own rounding; what bends logits otherwise, a soft cap say, leaves more.
@@ -406,7 +413,7 @@ class _Judge:
 
     def _shape(self, near: str) -> None:
         assert self.tokens is not None
-        said, self.begins = steps.shape(self.tokens, self.gap, self.ours[near])
+        said, self.begins = steps.shape(self.tokens, self.gap, self.ours.get(self.declared or near, self.ours[near]))
         self._say("shape", "passed", f"the difference lies {said}: a suspicion, no cause (n = {len(self.gap):,}).")
 
     def _cause(self, stands: str | None, near: str) -> tuple[str, str]:
@@ -440,7 +447,8 @@ class _Judge:
         # In 32 bits a difference of 16 bits' size is no rounding either; which cause it has is not said.
         beyond = row if band == "float32" and row["low"] > 4 * steps.BANDS["float32"][0] else last
         how = "with a plain cache, once cold and once warm"
-        after = f"Next: the engine {how if self.declared == 'float32' else 'in float32 ' + how}."
+        how = how if self.declared == "float32" else f"in float32 {how}"
+        after = f"Next: see that both have the same checkpoint; then the engine {how}."
         if beyond["low"] > BEYOND:
             said = f"{beyond['mean']:.3g} times our own distance in {beyond['precision']}, which no rounding is"
             return "unexplained", f"{said}; {tried}. {after}"

@@ -216,22 +216,32 @@ def shape(tokens: Tokens, difference: np.ndarray, noise: np.ndarray) -> tuple[st
     few = np.sort(difference)[::-1][: max(1, len(difference) // 100)].sum() / total
     if few > 0.5:
         return f"on few tokens: 1% of them hold {few:.0%} of it", None
-    level = np.log(difference + 1e-12) - np.log(noise.mean() + 1e-12)
+    level, own = np.log(difference + 1e-12), np.log(noise + 1e-12)
     best, cut = 0.0, None
     for position in np.unique(tokens.position)[::4]:
-        before, after = level[tokens.position < position], level[tokens.position >= position]
-        if min(len(before), len(after)) >= FEWEST // 2:
-            gain = (np.median(after) - np.median(before)) * np.sqrt(min(len(before), len(after)))
-            if np.median(after) - np.median(before) > np.log(4) and gain > best:
+        late = tokens.position >= position
+        if min(late.sum(), (~late).sum()) >= FEWEST // 2:
+            # Early tokens may be surer than late ones: that shows in our own rounding too.
+            rise = _step(level, late) - _step(own, late)
+            gain = rise * np.sqrt(min(late.sum(), (~late).sum()))
+            if rise > np.log(4) and gain > best:
                 best, cut = float(gain), int(position)
     if cut is not None:
-        return f"from position {cut} on", cut
+        early = tokens.position < cut
+        if np.median(level[early]) - np.median(own[early]) < np.log(4):
+            return f"from position {cut} on", cut
+        return f"everywhere, and more of it from position {cut} on", None
+    level = level - own
     for size in (16, 32, 64, 128):
         block = tokens.position // size
         blocks = [float(np.median(level[block == b])) for b in np.unique(block) if (block == b).sum() >= 8]
         if len(blocks) >= 3 and max(blocks) - float(np.median(blocks)) > np.log(20):
             return f"in a block of {size}, from position {int(np.unique(block)[int(np.argmax(blocks))]) * size}", None
     return "everywhere", None
+
+
+def _step(level: np.ndarray, late: np.ndarray) -> float:
+    return float(np.median(level[late]) - np.median(level[~late]))
 
 
 def smallest(rung: str, ours: np.ndarray) -> tuple[float, float]:

@@ -147,7 +147,7 @@ def shaded(table: pd.DataFrame, unit: tuple[float, str] | None = None, begins: i
 
 def _where(table: pd.DataFrame, begins: int | None) -> list[Any]:
     if begins is None:
-        return [Text("No position was found from which on the difference is larger.")]
+        return [Text("No position was found at which the difference begins.")]
     behind = (table["position"] >= begins) & table["difference"].notna()
     first, later = (table["units"].abs()[mask].median() for mask in (~behind, behind))
     return [
