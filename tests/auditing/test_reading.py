@@ -94,11 +94,11 @@ CLEAN = rung(error=1e-7, logits=1e-6, null=1e-6, fixed=rung())
         ),
         (
             evidence(CLEAN, checks=[Check("left padding", "failed", "off by 1.", step=9, layer=0, tensor="attention mask")]),
-            "bug", 1, "left padding failed: off by 1. First wrong: attention mask of layer 0.", "passed too",
+            "bug", 1, "left padding failed: off by 1. First wrong: attention mask of layer 0.", "nothing wrong seen in",
         ),
         (
             evidence(CLEAN, checks=[Check("batch", "passed", ""), Check("window", "not run", "")]), "rounding", 0,
-            "passed too: batch\nnot run: window", "cannot tell",
+            "nothing wrong seen in: batch\nnot run: window", "cannot tell",
         ),
         (evidence(rung(nonfinite={"path": "recompute", "value": "NaN", "position": 0, "module": "m.0"})), "overflow", 1,
          "NaN first appears on the recompute path in m.0 in float32 at position 0", "wider range"),

@@ -231,7 +231,10 @@ def _cause(lengths, nulls=None, place="row", layer=1, share=0.9, total=1.0):
 
 
 def test_no_sentence_of_a_cause_is_written_where_it_is_false():
-    equal = "At the first decode step the paths' logits are bitwise equal."
+    equal = (
+        "At the first decode step the paths' logits are bitwise equal. compare(...).where() says from which step on they "
+        "differ; with another prompt or dtype they may differ here."
+    )
     no_cache, no_need = "No cache makes it", "A difference of that size needs no cache."
     spread, none_named = "no part makes more than half", "in no single layer"
     assert _cause({}, total=0) == equal

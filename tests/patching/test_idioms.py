@@ -53,6 +53,20 @@ def test_tokens_of_one_prompt_go_through_everywhere(load: Any, case: Case) -> No
 
 
 @cases([Case("zoo:gqa2-mini", "hooked"), Case("zoo:gqa2-mini", "native")])
+def test_an_adapter_is_called_and_makes_tokens_of_several_texts(load: Any, case: Case) -> None:
+    adapter = load(case)
+    texts = ["Question: Leo has 4 balls, and Mia has 2.\nAnswer:", "Leo has 4"]
+    tokens = adapter.to_tokens(texts)
+    assert tokens[0].tolist() == adapter.encode(texts[0])
+    assert tokens[1, -len(adapter.encode(texts[1])) :].tolist() == adapter.encode(texts[1])
+    how = {"max_new_tokens": 2, **QUIET}
+    assert kv.compare(adapter, tokens, **how).steps.equals(kv.compare(adapter, texts, **how).steps)
+    with torch.no_grad():
+        found = adapter(tokens[:1])
+        assert_bitwise(getattr(found, "logits", found), plain_forward(adapter.model, tokens[:1]))
+
+
+@cases([Case("zoo:gqa2-mini", "hooked"), Case("zoo:gqa2-mini", "native")])
 def test_the_padding_of_to_tokens_is_not_run(load: Any, case: Case) -> None:
     """Each prompt gives what it gives alone; pairs that were padded to one length are refused as texts of two lengths are."""
     adapter = load(case)

@@ -385,7 +385,7 @@ def _rung(rung: PrecisionRun, seen: Evidence) -> str:
 def _exercised(seen: Evidence) -> list[str]:
     """What was exercised, and what not."""
     far = {check.name: check.hint for check in seen.checks if check.status == NOT_RUN and check.hint}
-    named = {PASSED: "passed too", UNCLEAR: "cannot tell", "far": "not reached", NOT_RUN: "not run"}
+    named = {PASSED: "nothing wrong seen in", UNCLEAR: "cannot tell", "far": "not reached", NOT_RUN: "not run"}
     found: dict[str, list[str]] = {status: [] for status in named}
     for check in seen.checks:
         found.get("far" if check.name in far else check.status, []).append(check.name)

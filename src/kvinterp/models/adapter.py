@@ -323,13 +323,28 @@ class Adapter(Attaching):
         """Text of token ids; the ids themselves where there is no tokenizer."""
         return " ".join(map(str, tokens)) if self.tokenizer is None else self.tokenizer.decode(list(tokens))
 
-    def to_tokens(self, text: str) -> Int[Tensor, "1 position"]:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What the wrapped model gives: logits of TransformerLens's models, transformers' output of its own."""
+        return self.model(*args, **kwargs)
+
+    def to_tokens(self, text: str | Sequence[str]) -> Int[Tensor, "batch position"]:
         """Token ids of a text as every function here feeds it: with the beginning that its tokenizer itself puts there.
 
         Args:
-            text: The text. TransformerLens's ``to_tokens`` may prepend another beginning: what it gives can be given as ids.
+            text: The text, or several, which are padded on the left. TransformerLens's ``to_tokens`` may prepend another
+                beginning: what it gives can be given as ids.
+
+        Raises:
+            InputError: Texts of several lengths, and the tokenizer has no token to pad them with.
         """
-        return torch.tensor([self.encode(text)], device=self.device)
+        rows = [self.encode(each) for each in ([text] if isinstance(text, str) else text)]
+        most, pad = max(map(len, rows), default=0), getattr(self.tokenizer, "pad_token_id", None)
+        if pad is None and any(len(row) < most for row in rows):
+            raise InputError(
+                f"the tokenizer of {self.facts.name} has no pad token, and the texts have several lengths: give them as a list "
+                "of texts, or set tokenizer.pad_token."
+            )
+        return torch.tensor([[pad] * (most - len(row)) + row for row in rows], device=self.device)
 
     def to_str_tokens(self, given: str | Sequence[int] | Tensor) -> list[str]:
         """Text of each token of a text, or of token ids.

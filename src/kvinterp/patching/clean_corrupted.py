@@ -105,6 +105,7 @@ class ActivationPatching(Kept):
         checked = f"with error {self.error:.1%}" if len(self.checked) else "not checked"
         how = "" if self.method == "patches" else f", {self.method} {checked}"
         how += f", along the stream to {self.receiver}" if self.receiver else ""
+        how += "; both are equal, so no recovery is defined" if self.clean == self.corrupted else ""
         return f"<ActivationPatching of {self.site}, layers by {self.over}, {shape}: {ends}{how}>"
 
     @property

@@ -101,7 +101,10 @@ class Cause(Kept):
     def __str__(self) -> str:
         """Two or three sentences: what makes it, and how long its null is."""
         if self.part == "none":
-            return "At the first decode step the paths' logits are bitwise equal."
+            return (
+                "At the first decode step the paths' logits are bitwise equal. compare(...).where() says from which step on they "
+                "differ; with another prompt or dtype they may differ here."
+            )
         lengths = {part: self.split[f"{part}_l2"] for part in PARTS}
         if self.part == "spread":
             shares = ", ".join(

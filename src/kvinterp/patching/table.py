@@ -65,7 +65,9 @@ class Sweep(Kept):
         of = f"{provenance['sweep']} sweep of {provenance['site']} {provenance['direction']}"
         patches = self.recovery[LABELS].drop_duplicates() if len(self.recovery) else self.recovery
         examples = self.recovery["example"].nunique() if len(self.recovery) else 0
-        return f"<Sweep of {provenance['model']}: {of}, {counted(len(patches), 'patch')} on {counted(examples, 'prompt')}>"
+        said = f"<Sweep of {provenance['model']}: {of}, {counted(len(patches), 'patch')} on {counted(examples, 'prompt')}"
+        equal = self.recovery.loc[self.recovery["equal"], "example"].nunique() if len(self.recovery) else 0
+        return said + (f"; of {equal} the logits are bitwise equal unpatched, so there is nothing to recover>" if equal else ">")
 
     def written(self) -> tuple[dict[str, pd.DataFrame], dict[str, Any]]:
         """Its tables, each with what it was made with, and its summary."""

@@ -138,7 +138,11 @@ class Demo(Experiment):
             sizes[dtype] = max(size, sizes.get(dtype, 0.0))
         higher = listed([f"{number(size)} in {dtype}" for dtype, size in sizes.items()])
         finer = [f"On fewer prompts the largest difference of a logit is {higher}."] if higher else []
-        return [*headline_of(matched(_main(outcome))), *finer]
+        coarse = outcome.result[-1].comparison
+        changed = int(coarse.examples["flip_index"].notna().sum())
+        contrast = f"For contrast, a cache in 8 bits (fp8) in a third model, {coarse.provenance['model']}, changes a token in"
+        contrasts = [f"{contrast} {changed} of {len(coarse.examples)} decodes."] if len(coarse.steps) else []
+        return [*headline_of(matched(_main(outcome))), *contrasts, *finer]
 
     def findings(self, outcome: Outcome) -> pd.DataFrame:
         """Those of every comparison, and how large the difference is in each dtype."""
