@@ -157,7 +157,10 @@ class _Judge:
         passes = word in GOOD or word in allow
         if not passes and word != CANNOT_TELL:
             # In a report of tests the distance is what failed.
-            self.checks = [dataclasses.replace(c, status="failed") if c.name == "rung" and c.status != "passed" else c for c in self.checks]
+            self.checks = [
+                dataclasses.replace(check, status="failed") if check.name == "rung" and check.status != "passed" else check
+                for check in self.checks
+            ]
         code = "PASS" if passes else "CANNOT TELL" if word == CANNOT_TELL else "FAIL"
         about = provenance(self.adapter)
         name, dtype = self.adapter.facts.name, self.declared or "no dtype"

@@ -136,8 +136,11 @@ def check_hooked_code(name: str, remote_code: str) -> str:
         official = theirs.get_official_model_name(name)
     # 3.9 raises ValueError, with the names of all 250 models.
     except Exception as error:
+        from kvinterp.models import zoo
+
+        guess = f"did you mean zoo:{name}? Otherwise " if name in zoo.names() else ""
         raise InputError(
-            f"model {shown(name)} is none that TransformerLens' HookedTransformer knows: use kind='bridge' or "
+            f"model {shown(name)} is none that TransformerLens' HookedTransformer knows: {guess}use kind='bridge' or "
             "kind='native' for a hub id, or give a checkpoint folder or zoo:NAME."
         ) from error
     if remote_code == "trust":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+from collections import Counter
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,6 +16,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from kvinterp.common.files import bytes_of, is_file, read_sealed, sealed
+from kvinterp.common.numbers import counted
 from kvinterp.common.store import write_whole
 from kvinterp.errors import InputError, shown
 from kvinterp.models.attaching import Site
@@ -126,9 +128,11 @@ class Trace:
         """
         place = cast(Site, place_of(place))
         if not is_among(place, self.records):
-            have = sorted({site for site, _ in self.records}) or ["nothing"]
+            layers = Counter(site for site, _ in self.records)
+            have = [f"{site} of {counted(count, 'layer')}" for site, count in sorted(layers.items())] or ["nothing"]
             raise InputError(
-                f"this trace holds no {shown(place)}: it recorded {', '.join(have)}; record the site and layer."
+                f"this trace holds no {shown(place)}: it recorded {', '.join(have)}; ask for a site and a layer, as in "
+                "trace['pattern', 1]."
             )
         if not self.records[place]:
             raise InputError(

@@ -35,6 +35,11 @@ class Own(Reader):
         declared = part(record, "declared", dict, where, {})
         zero = "missing" if declared.get("zero") == "missing" else "certain"
         rows = [log_probs(part(record, "logprobs", list, where), where, missing, zero)]
+        if len(rows[0]) != len(tokens):
+            raise InputError(
+                f"{where} has {len(rows[0])} logprobs for {len(tokens)} tokens: expected one for each, null where none is known; "
+                "those of the prompt go to prompt_logprobs."
+            )
         if record.get("prompt_logprobs") is None:
             rows.insert(0, np.full(len(prompt), np.nan))
         else:

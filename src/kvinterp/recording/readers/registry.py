@@ -111,7 +111,8 @@ def _paths(record: Mapping[str, Any], where: str, format: str | None, token: Tok
         fields = ", ".join(map(shown, list(record)[:6])) or "none"
         raise InputError(
             f"{where} is of no format that is known{'' if format is None else f' as {format}'} (fields: {fields}): expected one "
-            f"of {', '.join([*READERS, BINARY])} with log-probs in it; see docs/engines.md."
+            f"of {', '.join([*READERS, BINARY])} with log-probs in it. The simplest is a line "
+            'for each text, {"prompt": [ids], "tokens": [ids], "logprobs": [nats]}; docs/engines.md has the others.'
         )
     found = list(reader.paths(record, where, token))
     for number, path in enumerate(found):

@@ -140,7 +140,9 @@ class Demo(Experiment):
         finer = [f"On fewer prompts the largest difference of a logit is {higher}."] if higher else []
         coarse = outcome.result[-1].comparison
         changed = int(coarse.examples["flip_index"].notna().sum())
-        contrast = f"For contrast, a cache in 8 bits (fp8) in a third model, {coarse.provenance['model']}, changes a token in"
+        contrast = (
+            f"For contrast, a cache in 8 bits (fp8) in a third model, {coarse.provenance['model']}, changes a token in"
+        )
         contrasts = [f"{contrast} {changed} of {len(coarse.examples)} decodes."] if len(coarse.steps) else []
         return [*headline_of(matched(_main(outcome))), *contrasts, *finer]
 
