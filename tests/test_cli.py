@@ -22,6 +22,7 @@ import kvinterp as kv
 from command_line import kvinterp, wrong
 from kvinterp import __version__
 from kvinterp.cli import GROUPS
+from kvinterp.cli.listing import policy_rows
 from kvinterp.models import zoo
 from kvinterp.study.experiments.base import NOTHING, SAID, WIDTH
 from kvinterp.study.experiments.registry import experiment_named, experiments
@@ -214,6 +215,15 @@ def test_list_is_short_and_says_each_kind_at_length() -> None:
     assert all(name in " ".join(short.split()) for name in ("hadamard", "cache_k_pre", "relative_l2", "flip-law"))
     assert len(short.splitlines()) < 90
     assert len(long.splitlines()) > 60
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_policies_are_listed_without_a_word_that_is_cut(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    lines = kvinterp("list", "policies").stdout.splitlines()
+    assert max(map(len, lines)) <= columns
+    words = set(" ".join(lines).split())
+    assert {word for row in policy_rows() for cell in row for word in cell.split()} <= words
 
 
 def test_help_imports_nothing_heavy() -> None:

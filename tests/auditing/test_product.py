@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ import kvinterp as kv
 from command_line import kvinterp, wrong
 from kvinterp.auditing import Check, audit
 from kvinterp.auditing.junit import junit_xml
+from kvinterp.auditing.verdict import VERDICTS
 from kvinterp.study.report.audit import page
 from kvinterp.testing import CacheInconsistency, assert_cache_consistent
 
@@ -217,6 +219,13 @@ def test_code_that_comes_with_a_checkpoint_runs_where_it_is_trusted(here: Path) 
     )
     made = kvinterp("audit", folder / "config.json", "--random-init", "--remote-code", *OPTIONS)
     assert made.exit_code == 0, made.output
+
+
+def test_help_names_every_word_and_what_matters_first() -> None:
+    said = " ".join(kvinterp("audit", "--help").stdout.partition("Arguments")[0].split())
+    assert not [word for word in VERDICTS if word != "cannot-tell" and word not in said]
+    shown = kvinterp("audit", "--help").stdout
+    assert all(re.search(rf"│ {name} ", shown) for name in ("--out", "--against", "--junit"))
 
 
 def test_help_tells_the_exit_codes() -> None:

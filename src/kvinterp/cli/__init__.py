@@ -29,7 +29,7 @@ from typer.core import TyperCommand, TyperGroup
 from kvinterp._version import __version__
 from kvinterp.cli.command import delivered, keyword, leave, refused, told, wrong_use
 from kvinterp.cli.listing import LISTED
-from kvinterp.common.console import echo, names_in, rows_of
+from kvinterp.common.console import echo, lines_of, names_in, rows_of
 from kvinterp.common.progress import shown
 from kvinterp.common.spec import check_length
 from kvinterp.errors import InputError, check_docstrings, check_epoch
@@ -56,7 +56,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 """The commands as help shows them; others come last."""
 _MATTER = (
-    "out", "prompts", "a", "b", "site", "sweep", "policy", "policies", "preset", "tasks", "dtype", "max_new_tokens", "kind",
+    "out", "prompts", "a", "b", "site", "sweep", "policy", "policies", "preset", "tasks", "against", "junit", "dtype",
+    "max_new_tokens", "kind",
 )  # fmt: skip
 """The options that help shows, the first five of them that a command has."""
 _SHOWN_OPTIONS = 5
@@ -354,6 +355,8 @@ def _export(
     return {"verb": "export", "file": str(out), "bytes": out.stat().st_size, "exit_code": 0}
 
 
+_WIDEST = 5
+"""Columns of a table that can be read on a terminal of 80."""
 What = enum.Enum("What", {name: name for name in LISTED}, type=str)  # type: ignore[misc]
 
 
@@ -375,7 +378,7 @@ def _list(
             also = f"; {table.caption}" if name == "models" else ""
             console.print(f"[bold]{name}[/bold]  {', '.join(names_in(table))}{also}")
         else:
-            console.print(table)
+            console.print(table if len(table.columns) <= _WIDEST else lines_of(table))
     if what is None:
         console.print("kvinterp list WHAT describes each, as in kvinterp list policies.")
     return {name: rows_of(table) for name, table in tables.items()}

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from kvinterp.errors import visible
 
 if TYPE_CHECKING:
+    from rich.console import Group
     from rich.table import Table
 
 
@@ -37,6 +38,26 @@ def table_of(title: str, *columns: str) -> Table:
         # A name that is cut off cannot be typed.
         table.add_column(column, no_wrap=column == "name", overflow="fold")
     return table
+
+
+def lines_of(table: Table) -> Group:
+    """A table of many columns as lines, since its cells would be a few letters wide: a name, and below it a line a column."""
+    from rich.console import Group
+    from rich.padding import Padding
+    from rich.table import Table
+    from rich.text import Text
+
+    shown: list[Text | Padding] = [Text(str(table.title), style="italic")]
+    for row in rows_of(table):
+        (_, name), *others = row.items()
+        lines = Table.grid(padding=(0, 2, 0, 0))
+        lines.add_column(no_wrap=True)
+        lines.add_column(overflow="fold")
+        for column, cell in others:
+            if cell:
+                lines.add_row(Text(column), Text(cell))
+        shown += [Text(name, style="bold"), Padding(lines, (0, 0, 0, 4))]
+    return Group(*shown, Text(str(table.caption or ""), style="dim"))
 
 
 def rows_of(table: Table) -> list[dict[str, str]]:

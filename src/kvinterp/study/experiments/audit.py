@@ -1,6 +1,7 @@
 """Say whether cached decoding is right: PASS, FAIL or CANNOT TELL, with one word that says why.
 
 Words that pass: equal, rounding, kernel. Words that fail: bug, unexplained, hidden-cast, wrong-dtype, overflow.
+Words that fail with --against alone: misaligned, processed, policy. --json prints the verdict for programs.
 
 Exit codes: 0 it passes, or --allow names its word; 1 it fails; 2 bad input, or the model cannot run; 3 cannot tell.
 """
