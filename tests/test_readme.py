@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.bits, pytest.mark.xdist_group("readme"), pytest.mark.s
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 NOTEBOOK = (ROOT / "docs" / "start" / "notebook.md").read_text(encoding="utf-8")
-SMALLER = {"arithmetic:4": "arithmetic:2", "max_new_tokens=32": "max_new_tokens=10", 'kind="hooked")': "kind=KIND)"}
+SMALLER = {"arithmetic:4": "arithmetic:2", "max_new_tokens=32": "max_new_tokens=10", 'kind="hooked"': "kind=KIND"}
 """What is replaced in the first snippet; each must be found once."""
 
 
