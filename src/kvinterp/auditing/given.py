@@ -43,7 +43,7 @@ LOGITS = 2**25
 REPLAYED = "routing, the engine's own experts replayed,"
 BEYOND = 4.0
 """So many times bfloat16's own distance is no rounding of anything."""
-CERTAIN = 1e-4
+CERTAIN = 1e-6
 """Of a token that is surer than this, in nats, rounding goes one way: its probability ends at 1."""
 
 
