@@ -36,8 +36,7 @@ def test_the_chief_reasons_why_claims_are_not_testable():
     ]
     claims = pd.DataFrame({"verdict": [*["not testable here"] * len(why), "holds here"], "why": [*why, "no token flips"]})
     assert reasons_said(claims) == (
-        "Chief reasons why claims are not testable here: their experiment was not run (3), too few tokens flip (2) and too "
-        "few examples (2)."
+        "Not testable mostly because an experiment did not run (3), tokens flip too seldom (2) and examples are too few (2)."
     )
     assert reasons_said(claims.tail(1)) == ""
 
@@ -45,7 +44,7 @@ def test_the_chief_reasons_why_claims_are_not_testable():
 def test_every_usual_reason_is_known():
     """Of a run without any table every claim is open, for one reason."""
     claims = claims_of({})
-    assert f"their experiment was not run ({len(claims)})" in reasons_said(claims)
+    assert f"an experiment did not run ({len(claims)})" in reasons_said(claims)
 
 
 def test_how_many_tests_are_corrected_for_is_said(table):

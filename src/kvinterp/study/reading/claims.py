@@ -23,11 +23,11 @@ def claims_said(claims: pd.DataFrame) -> str:
 
 
 _REASONS = {
-    "too few tokens flip": r"flip|decode parts",
-    "their experiment was not run": "^there is no table",
-    "the interval reaches both sides of the bound": "both sides",
+    "tokens flip too seldom": r"flip|decode parts",
+    "an experiment did not run": "^there is no table",
+    "intervals reach both sides": "both sides",
     "other models are asked for": "^it is of|all models share",
-    "too few examples": "fewer than|too few",
+    "examples are too few": "fewer than|too few",
 }
 """What is found in why a claim is not testable, by what is said of it; the first that fits."""
 
@@ -38,7 +38,7 @@ def reasons_said(claims: pd.DataFrame) -> str:
     found = [next((said for said, sign in _REASONS.items() if re.search(sign, each)), "") for each in why]
     counts = pd.Series([said for said in found if said], dtype=object).value_counts(sort=True).head(3)
     reasons = [f"{said} ({count})" for said, count in counts.items()]
-    return f"Chief reasons why claims are not testable here: {listed(reasons)}." if reasons else ""
+    return f"Not testable mostly because {listed(reasons)}." if reasons else ""
 
 
 def how_decided(claims: pd.DataFrame) -> str:
