@@ -189,7 +189,7 @@ def test_the_fonts_of_a_pdf_are_truetype_and_hold_no_ligature_tables() -> None:
     assert b"/Type3" not in pdf
     streams = [zlib.decompressobj().decompress(each) for each in re.findall(rb"stream\r?\n(x.*?)endstream", pdf, re.DOTALL)]
     fonts = [TTFont(io.BytesIO(each)) for each in streams if each[:4] == b"\0\1\0\0"]
-    assert len(fonts) == 2
+    assert len(fonts) >= 2
     for font in fonts:
         assert {"glyf", "loca", "hmtx"} <= {*font.keys()}
         assert not {"GSUB", "GPOS", "GDEF"} & {*font.keys()}
