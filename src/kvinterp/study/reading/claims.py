@@ -27,7 +27,7 @@ _REASONS = {
     "an experiment did not run": "^there is no table",
     "intervals reach both sides": "both sides",
     "other models are asked for": "^it is of|all models share",
-    "examples are too few": "fewer than|too few",
+    "examples are too few": "fewer than|too few|are the least|correction for many",
 }
 """What is found in why a claim is not testable, by what is said of it; the first that fits."""
 
