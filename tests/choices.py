@@ -236,7 +236,10 @@ VERBS: dict[str, tuple[dict[str, Any], dict[str, Changes]]] = {
             "seeds": Changes(2),
         },
     ),
-    "gqa": ({"models": (SMALL,), **_ONE}, _MODELS),
+    "gqa": (
+        {"models": (SMALL,), "prompts": "arithmetic:2", "most": 1},
+        {**_MODELS, "prompts": Changes("arithmetic:2:1"), "most": Changes(2)},
+    ),
     "kernels": (
         {"model": SMALL, "sizes": (1, 2)},
         {
@@ -278,7 +281,10 @@ VERBS: dict[str, tuple[dict[str, Any], dict[str, Changes]]] = {
             "dtype": Changes("float16"),
         },
     ),
-    "kv-write": ({"models": (SMALL,), **_ONE}, _MODELS),
+    "kv-write": (
+        {"models": (SMALL,), "prompts": "arithmetic:2", "most": 1},
+        {**_MODELS, "prompts": Changes("arithmetic:2:1"), "most": Changes(2)},
+    ),
     "ladder": (
         {"models": (SMALL,), "prompts": "arithmetic:2", "most": 1, "steps": 2},
         {**_MODELS, "prompts": Changes("arithmetic:2:1"), "most": Changes(2), "steps": Changes(3)},
@@ -352,7 +358,10 @@ VERBS: dict[str, tuple[dict[str, Any], dict[str, Changes]]] = {
             "controls": Changes("quick"),
         },
     ),
-    "propagation": ({"models": (SMALL,), **_ONE}, _MODELS),
+    "propagation": (
+        {"models": (SMALL,), "prompts": "arithmetic:2", "most": 1},
+        {**_MODELS, "prompts": Changes("arithmetic:2:1"), "most": Changes(2)},
+    ),
     "repeated-heads": (
         {"models": (SMALL,), "prompts": "arithmetic:2", "most": 1, "steps": 2},
         {**_MODELS, "prompts": Changes("arithmetic:2:1"), "most": Changes(2), "steps": Changes(3)},
@@ -363,6 +372,7 @@ VERBS: dict[str, tuple[dict[str, Any], dict[str, Changes]]] = {
             "prompts": "arithmetic:2",
             "flip_steps": 2,
             "flip_seeds": 1,
+            "few_prompts": 1,
             "ladder_prompts": 1,
             "ladder_steps": 2,
             "repeat_prompts": 1,
@@ -375,6 +385,7 @@ VERBS: dict[str, tuple[dict[str, Any], dict[str, Changes]]] = {
             "flip_strategy": Changes("top_p(0.5,3.0)"),
             "flip_steps": Changes(3),
             "flip_seeds": Changes(2),
+            "few_prompts": Changes(2),
             "ladder_prompts": Changes(2),
             "ladder_steps": Changes(3),
             "repeat_prompts": Changes(2),
@@ -385,7 +396,7 @@ VERBS: dict[str, tuple[dict[str, Any], dict[str, Changes]]] = {
     "study": (
         {"preset": "quick", "models": (SMALL,), "only": ("layer-drift",), **_ONE, "max_new_tokens": 4},
         {
-            "preset": Changes("zoo", {"prompts": None, "models": (SMALL,), "kinds": ("native",)}),
+            "preset": Changes("zoo", {"max_new_tokens": None, "models": (SMALL,), "kinds": ("native",)}),
             "models": Changes((OTHER,)),
             "kinds": Changes(("native(eager)", "native(sdpa)")),
             "prompts": Changes("arithmetic:1:1"),

@@ -8,7 +8,7 @@ import worlds
 from worlds import World
 
 from kvinterp.study.claims import CLAIMS, claims_of
-from kvinterp.study.reading.claims import claims_said, how_decided
+from kvinterp.study.reading.claims import claims_said, how_decided, reasons_said
 
 QUICK = ("diverges-always", "kl-large", "eight-orders", "order-causes", "layer-1", "cache-carries", "q8-instructions")
 
@@ -25,6 +25,26 @@ def test_how_many_hold(table):
     assert f"{counts.get('holds here', 0)} hold here, {counts.get('does not hold here', 0)} do not" in said
     assert "0 hold here, 0 do not and" in claims_said(claims_of({}))
     assert claims_said(claims_of({}).iloc[:0]) == "No claim was looked for."
+
+
+def test_the_chief_reasons_why_claims_are_not_testable():
+    why = [
+        *["there is no table scores"] * 3,
+        *["no token flips", "a token flips in 0 examples, and fewer than 10 are no correlation"],
+        *["the number of independent units is 4, and fewer than 6 decide nothing"] * 2,
+        *["the interval reaches both sides of the bound (n is 9)", "something else"],
+    ]
+    claims = pd.DataFrame({"verdict": [*["not testable here"] * len(why), "holds here"], "why": [*why, "no token flips"]})
+    assert reasons_said(claims) == (
+        "Not testable mostly because an experiment did not run (3), tokens flip too seldom (2) and examples are too few (2)."
+    )
+    assert reasons_said(claims.tail(1)) == ""
+
+
+def test_every_usual_reason_is_known():
+    """Of a run without any table every claim is open, for one reason."""
+    claims = claims_of({})
+    assert f"an experiment did not run ({len(claims)})" in reasons_said(claims)
 
 
 def test_how_many_tests_are_corrected_for_is_said(table):

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import base64
 import io
+import pickle
 import re
+import zlib
 from pathlib import Path
 from xml.etree import ElementTree
 
 import numpy as np
 import pytest
 from browser import EVIL
+from fontTools.subset import Options
+from fontTools.ttLib import TTFont
 from matplotlib.colors import Colormap, to_hex
+from matplotlib.figure import Figure
 from matplotlib.image import imread
 from PIL import Image
 
@@ -145,3 +150,47 @@ def test_a_figure_is_shown_as_svg_where_it_was_kept(tmp_path: Path) -> None:
         assert shown.svg.startswith("<svg")
         assert shown.png == (tmp_path / "b.png").read_bytes()
     assert picture(tmp_path / "b.png", "caption").svg == ""
+
+
+# The files beside it ---------------------------------------------------------------------------------------------------
+
+
+def test_a_figure_is_drawn_once_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``savefig`` drew each twice: half the time of a study's page."""
+    drawn_by: list[str] = []
+    draw = Figure.draw
+    monkeypatch.setattr(Figure, "draw", lambda self, by: drawn_by.append(type(by).__name__) or draw(self, by))
+    with sheet(3.0, 2.0) as figure:
+        figure.subplots().plot([0, 1])
+    save(figure, tmp_path / "one.png", ("svg", "pdf"))
+    assert drawn_by == ["RendererAgg", "MixedModeRenderer", "MixedModeRenderer"]
+
+
+def test_what_is_printed_is_what_matplotlib_prints(tmp_path: Path) -> None:
+    with sheet(3.0, 2.0) as figure:
+        axes = figure.subplots()
+        axes.plot([0, 1], label="a line")
+        axes.legend()
+        other = pickle.loads(pickle.dumps(figure))
+        other.savefig(tmp_path / "other.png", dpi=160)
+    before = figure.dpi, figure.canvas
+    ours, theirs = (np.asarray(Image.open(path)) for path in (save(figure, tmp_path / "one.png"), tmp_path / "other.png"))
+    assert ours.shape == (320, 480, 4)
+    np.testing.assert_array_equal(ours, theirs)
+    assert (figure.dpi, figure.canvas) == before
+
+
+def test_the_fonts_of_a_pdf_are_truetype_and_hold_no_ligature_tables() -> None:
+    with sheet(3.0, 2.0) as figure:
+        figure.subplots().set_title("difficult: fi, ffi")
+    pdf = drawn_as(figure, "pdf")
+    assert pdf == drawn_as(figure, "pdf")
+    assert b"/CIDFontType2" in pdf
+    assert b"/Type3" not in pdf
+    streams = [zlib.decompressobj().decompress(each) for each in re.findall(rb"stream\r?\n(x.*?)endstream", pdf, re.DOTALL)]
+    fonts = [TTFont(io.BytesIO(each)) for each in streams if each[:4] == b"\0\1\0\0"]
+    assert len(fonts) >= 2
+    for font in fonts:
+        assert {"glyf", "loca", "hmtx"} <= {*font.keys()}
+        assert not {"GSUB", "GPOS", "GDEF"} & {*font.keys()}
+    assert "GSUB" not in Options().drop_tables, "it is left as it was"

@@ -42,17 +42,28 @@ PRESETS: dict[str, dict[str, Any]] = {
             "localisation": {"kind": "native", "prompts": "arithmetic:20", "max_new_tokens": 16, "count": 5},
         },
     },
+    # Under three minutes on two cores: as many of each as a claim needs, and five tokens, the fewest with a first quarter.
     "quick": {
         "models": ("zoo:mistral-mini",),
         "kinds": ("native",),
-        "prompts": "arithmetic:4",
+        "prompts": "arithmetic:30",
         "strategies": ("greedy", "top_p(0.95,0.8)"),
         "seeds": 1,
-        "max_new_tokens": 12,
+        "max_new_tokens": 5,
         "dtype": "float16",
         "more": {
-            "root-cause": {"flip_steps": 8, "flip_seeds": 1, "ladder_prompts": 1, "ladder_steps": 4},
-            "localisation": {"count": 1, "max_new_tokens": 4},
+            "behaviour": {"controls": 30},
+            "root-cause": {
+                # Fewer than ten, all on one side, are no evidence once corrected for as many tests as there are.
+                "prompts": "arithmetic:10",
+                "few_prompts": 10,
+                "flip_steps": 1,
+                "flip_seeds": 1,
+                "ladder_steps": 4,
+                "repeat_prompts": 6,
+                "repeat_steps": 3,
+            },
+            "localisation": {"max_new_tokens": 3, "count": 6},
         },
     },
     # A model of 135 million parameters, in the 16 bits in which its tokens flip.

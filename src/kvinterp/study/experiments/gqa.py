@@ -18,7 +18,8 @@ from kvinterp.common.progress import each
 from kvinterp.models import wrap
 from kvinterp.study.cells import Cell, loaded
 from kvinterp.study.experiments.base import Outcome
-from kvinterp.study.experiments.of_models import OfModels, Place, encoded, newest_at
+from kvinterp.study.experiments.of_models import FEW, OfModels, Place, encoded, newest_at
+from kvinterp.study.experiments.options import option
 from kvinterp.study.findings import Chart, Panel, finding
 
 REACHED = "median query heads that one KV head's error reaches"
@@ -33,6 +34,8 @@ class Gqa(OfModels):
     """Does one KV head's error reach every query head that shares it?"""
 
     TABLES: ClassVar = ("gqa",)
+
+    most: int = option(FEW, "How many of the prompts to run.", min=1)
 
     def headline(self, outcome: Outcome) -> list[str]:
         """How many query heads one KV head's error reaches."""
@@ -76,14 +79,14 @@ class Gqa(OfModels):
             for model, adapter in zip(self.models, adapters, strict=True)
             if adapter.facts.width == adapters[0].facts.width and not any(adapter.facts.windows)
         ]
-        settings = {"models": alike, "prompts": self.prompts}
+        settings = {"models": alike, "prompts": self.prompts, "most": self.most}
         return [Cell("gqa-0", f"{__name__}:measured", settings, "grouped-query attention")] if alike else []
 
 
-def measured(models: Sequence[Mapping[str, Any]], prompts: str) -> pd.DataFrame:
+def measured(models: Sequence[Mapping[str, Any]], prompts: str, most: int) -> pd.DataFrame:
     """The table of all models, on the same tokens."""
     adapters = [loaded(model) for model in models]
-    return gqa_spread(adapters, encoded(adapters[0], prompts))
+    return gqa_spread(adapters, encoded(adapters[0], prompts, most))
 
 
 def gqa_spread(

@@ -23,7 +23,8 @@ from kvinterp.models import Adapter, wrap
 from kvinterp.paths import kernels_named
 from kvinterp.study.cells import loaded
 from kvinterp.study.experiments.base import Outcome
-from kvinterp.study.experiments.of_models import OfModels, encoded
+from kvinterp.study.experiments.of_models import FEW, OfModels, encoded
+from kvinterp.study.experiments.options import option
 from kvinterp.study.findings import Chart, Panel, median_of
 
 
@@ -32,6 +33,8 @@ class KvWrite(OfModels):
     """Does the difference originate where K and V are written?"""
 
     TABLES: ClassVar = ("kv_write",)
+
+    most: int = option(FEW, "How many of the prompts to run.", min=1)
 
     def headline(self, outcome: Outcome) -> list[str]:
         """Under which kernels K and V differ where they are written."""
@@ -57,10 +60,10 @@ class KvWrite(OfModels):
         return {"root_cause_kv_write": Chart(title, [panel])}
 
 
-def measured(model: Mapping[str, Any], prompts: str) -> pd.DataFrame:
+def measured(model: Mapping[str, Any], prompts: str, most: int) -> pd.DataFrame:
     """The table of one model."""
     adapter = loaded(model)
-    return kv_write_error(adapter, encoded(adapter, prompts)).assign(model=adapter.facts.name)
+    return kv_write_error(adapter, encoded(adapter, prompts, most)).assign(model=adapter.facts.name)
 
 
 def kv_write_error(

@@ -30,7 +30,7 @@ from kvinterp.study.experiments.options import SHARED, argument, option, shared
 from kvinterp.study.findings import findings_of
 
 FEW = 4
-"""Of how many prompts the experiments are that take one forward after another of the same tokens."""
+"""Of how many prompts the experiments are that take one forward after another of the same tokens, where no more are asked for."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,6 +145,6 @@ def shown_sites(adapter: Adapter) -> list[str]:
     return [site for site in sites if site in ("resid_post", "pattern")]
 
 
-def encoded(adapter: Adapter, prompts: str) -> list[list[int]]:
+def encoded(adapter: Adapter, prompts: str, most: int) -> list[list[int]]:
     """The token ids of the first few prompts."""
-    return [encode(adapter, prompt, 1) for prompt in load_prompts(prompts)[:FEW]]
+    return [encode(adapter, prompt, 1) for prompt in load_prompts(prompts)[:most]]

@@ -15,7 +15,8 @@ from kvinterp.metrics import residual_drift
 from kvinterp.models import wrap
 from kvinterp.study.cells import loaded
 from kvinterp.study.experiments.base import Outcome
-from kvinterp.study.experiments.of_models import OfModels, encoded, newest_at
+from kvinterp.study.experiments.of_models import FEW, OfModels, encoded, newest_at
+from kvinterp.study.experiments.options import option
 from kvinterp.study.findings import Chart, Panel, median_of
 
 
@@ -24,6 +25,8 @@ class Propagation(OfModels):
     """Does one layer's rounding compound over the layers?"""
 
     TABLES: ClassVar = ("propagation",)
+
+    most: int = option(FEW, "How many of the prompts to run.", min=1)
 
     def headline(self, outcome: Outcome) -> list[str]:
         """What becomes of layer 0's rounding."""
@@ -68,10 +71,10 @@ def _what(name: str) -> str:
     return f"growth of {name} from layer 0, rounded once, to the last layer"
 
 
-def measured(model: Mapping[str, Any], prompts: str) -> pd.DataFrame:
+def measured(model: Mapping[str, Any], prompts: str, most: int) -> pd.DataFrame:
     """The table of one model."""
     adapter = loaded(model)
-    return propagation(adapter, encoded(adapter, prompts)).assign(model=adapter.facts.name)
+    return propagation(adapter, encoded(adapter, prompts, most)).assign(model=adapter.facts.name)
 
 
 def propagation(model: Any, prompts: Sequence[Sequence[int]], sources: Sequence[int] | None = None) -> pd.DataFrame:

@@ -20,7 +20,7 @@ from kvinterp.study.experiments.flips import Flips
 from kvinterp.study.experiments.gqa import Gqa
 from kvinterp.study.experiments.kv_write import KvWrite
 from kvinterp.study.experiments.ladder import Ladder
-from kvinterp.study.experiments.of_models import OfModels
+from kvinterp.study.experiments.of_models import FEW, OfModels
 from kvinterp.study.experiments.options import DRAWS, option, sampled
 from kvinterp.study.experiments.propagation import Propagation
 from kvinterp.study.experiments.repeated_heads import RepeatedHeads
@@ -46,6 +46,7 @@ class RootCause(OfModels):
         "repeated_heads",
     )
 
+    few_prompts: int = option(FEW, "For propagation, kv-write and gqa: how many of the prompts to run.", min=1)
     flip_kernels: str = option("split_k(8,float16)", "For flips: kernels for both paths.")
     flip_strategy: str = option("top_p(1.0,2.0)", "For flips: the sampling strategy to run besides greedy.")
     flip_steps: int = option(48, "For flips: the most tokens to decode per prompt.", min=1)
@@ -70,12 +71,12 @@ class RootCause(OfModels):
         own: dict[type[OfModels], dict[str, Any]] = {
             # What is summed there is drawn: it has seeds of its own, and no prompts.
             **({Accumulation: {}} if seed == 0 else {}),
-            Propagation: {},
-            KvWrite: {},
+            Propagation: {"most": self.few_prompts},
+            KvWrite: {"most": self.few_prompts},
             Ladder: {"most": self.ladder_prompts, "steps": self.ladder_steps},
             Flips: flips,
             RepeatedHeads: {"most": self.repeat_prompts, "steps": self.repeat_steps},
-            Gqa: {},
+            Gqa: {"most": self.few_prompts},
         }
         return tuple(handed(kind, shared, choices) for kind, choices in own.items())
 

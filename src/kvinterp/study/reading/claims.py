@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pandas as pd
 
 from kvinterp.common.numbers import counted, listed
@@ -18,6 +20,25 @@ def claims_said(claims: pd.DataFrame) -> str:
     hold, fail, open_ = (counts.get(verdict, 0) for verdict in (HOLDS, FAILS, OPEN))
     by = f"; counted as none of these: {counted(len(known), 'verdict')} by construction" if len(known) else ""
     return f"Of {listed(sources)}, {hold} hold here, {fail} do not and {open_} are not testable here{by}."
+
+
+_REASONS = {
+    "tokens flip too seldom": r"flip|decode parts",
+    "an experiment did not run": "^there is no table",
+    "intervals reach both sides": "both sides",
+    "other models are asked for": "^it is of|all models share",
+    "examples are too few": "fewer than|too few|are the least|correction for many",
+}
+"""What is found in why a claim is not testable, by what is said of it; the first that fits."""
+
+
+def reasons_said(claims: pd.DataFrame) -> str:
+    """The chief reasons why claims are not testable; nothing where there is none."""
+    why = claims.loc[claims["verdict"] == OPEN, "why"].astype(str)
+    found = [next((said for said, sign in _REASONS.items() if re.search(sign, each)), "") for each in why]
+    counts = pd.Series([said for said in found if said], dtype=object).value_counts(sort=True).head(3)
+    reasons = [f"{said} ({count})" for said, count in counts.items()]
+    return f"Not testable mostly because {listed(reasons)}." if reasons else ""
 
 
 def how_decided(claims: pd.DataFrame) -> str:

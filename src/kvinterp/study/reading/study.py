@@ -8,13 +8,13 @@ from typing import Any
 import pandas as pd
 
 from kvinterp.common.numbers import counted, listed, machines_of
-from kvinterp.study.reading.claims import claims_said
+from kvinterp.study.reading.claims import claims_said, reasons_said
 
 
 def said_of_study(tables: Mapping[str, pd.DataFrame], summary: Mapping[str, Any]) -> list[str]:
     """Sentences about a whole study, from its tables and its summary."""
     counts = summary["counts"]
-    said = [claims_said(tables["claims"])] if "claims" in tables else []
+    said = [claims_said(tables["claims"]), reasons_said(tables["claims"])] if "claims" in tables else []
     models = list(summary["provenance"])
     said.append(
         f"This is of {listed(models)} on {machines_of(summary['provenance'].values())}: of other models and other kernels it "
@@ -23,7 +23,7 @@ def said_of_study(tables: Mapping[str, pd.DataFrame], summary: Mapping[str, Any]
     if summary["interrupted"]:
         missing = f"; not among the tables yet: {listed(summary['left_out'])}" if summary["left_out"] else ""
         said.append(f"Interrupted: {counts['finished']} of {counts['cells']} known cells are finished{missing}.")
-    return said
+    return [line for line in said if line]
 
 
 def judged_anew(before: pd.DataFrame, now: pd.DataFrame) -> list[str]:

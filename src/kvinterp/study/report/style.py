@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
+from matplotlib.backend_bases import get_registered_canvas_class
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
@@ -118,10 +119,8 @@ def signed(figure: Figure, text: str, provenances: Sequence[Mapping[str, Any]]) 
 def png(figure: Figure, dots: int = 160) -> bytes:
     """A figure as PNG of so many dots an inch, with the full provenance in its text fields."""
     provenance = json.dumps(getattr(figure, "provenance", []))
-    drawn = io.BytesIO()
     with looks():
-        figure.savefig(drawn, format="png", dpi=dots, metadata={"Software": "kvinterp", "Description": provenance})
-    return drawn.getvalue()
+        return _printed(figure, "png", dots, {"Software": "kvinterp", "Description": provenance})
 
 
 def save(figure: Figure, path: str | Path, formats: Sequence[str] = ()) -> Path:
@@ -169,10 +168,35 @@ def kept(path: Path) -> Figure | None:
 def drawn_as(figure: Figure, name: str) -> bytes:
     """A figure as ``svg`` or ``pdf``; the same figure is the same file, whenever it is drawn."""
     undated = {"Date": None} if name == "svg" else {"CreationDate": None}
-    drawn = io.BytesIO()
-    with looks(), matplotlib.rc_context({"svg.hashsalt": "kvinterp", "svg.fonttype": "none", "pdf.fonttype": 42}):
-        figure.savefig(drawn, format=name, dpi=144, metadata={"Creator": "kvinterp", **undated})
+    look: Any = {"svg.hashsalt": "kvinterp", "svg.fonttype": "none", "pdf.fonttype": 42}
+    with looks(), matplotlib.rc_context(look), _lean() if name == "pdf" else contextlib.nullcontext():
+        return _printed(figure, name, 144, {"Creator": "kvinterp", **undated})
+
+
+def _printed(figure: Figure, name: str, dots: int, metadata: Mapping[str, Any]) -> bytes:
+    """A figure in a format. ``savefig`` would draw it twice, the first time for where everything goes."""
+    drawn, before = io.BytesIO(), (figure.canvas, figure.dpi)
+    canvas = get_registered_canvas_class(name)(figure)
+    try:
+        figure.dpi = dots
+        getattr(canvas, f"print_{name}")(drawn, metadata=metadata)
+    finally:
+        figure.dpi = before[1]
+        figure.set_canvas(before[0])
     return drawn.getvalue()
+
+
+@contextlib.contextmanager
+def _lean() -> Iterator[None]:
+    """Leaves the tables of ligatures out of the fonts of a PDF: no reader uses them, and most time went into reducing them."""
+    from fontTools.subset import Options
+
+    before = Options._drop_tables_default
+    Options._drop_tables_default = [*before, "GDEF", "GPOS", "GSUB"]
+    try:
+        yield
+    finally:
+        Options._drop_tables_default = before
 
 
 # The small print -------------------------------------------------------------------------------------------------------
