@@ -46,7 +46,7 @@ PAGES: dict[str, Sequence[str]] = {
         "--policy",
         "int4",
         "--tasks",
-        "problems",
+        "kv_problems",
         "--include",
         "tests/behaviour/tasks",
         "--unsafe-code",
