@@ -67,9 +67,7 @@ class Sweep(Kept):
         examples = self.recovery["example"].nunique() if len(self.recovery) else 0
         said = f"<Sweep of {provenance['model']}: {of}, {counted(len(patches), 'patch')} on {counted(examples, 'prompt')}"
         equal = self.recovery.loc[self.recovery["equal"], "example"].nunique() if len(self.recovery) else 0
-        return said + (
-            f"; of {equal} the logits are bitwise equal unpatched, so there is nothing to recover>" if equal else ">"
-        )
+        return said + (f"; {equal} bitwise equal before any patch>" if equal else ">")
 
     def written(self) -> tuple[dict[str, pd.DataFrame], dict[str, Any]]:
         """Its tables, each with what it was made with, and its summary."""
