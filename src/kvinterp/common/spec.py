@@ -15,7 +15,7 @@ import inspect
 import pkgutil
 import re
 from collections.abc import Iterator, Mapping
-from types import ModuleType
+from types import GenericAlias, ModuleType
 from typing import Any, TypeVar
 
 from kvinterp.errors import InputError, unknown
@@ -35,6 +35,11 @@ def modules_of(folder: ModuleType) -> Iterator[ModuleType]:
             yield importlib.import_module(f"{folder.__name__}.{found.name}")
 
 
+def _is_class(value: object) -> bool:
+    # In Python 3.10 tuple[int, str] says that it is a class.
+    return isinstance(value, type) and not isinstance(value, GenericAlias)
+
+
 def plugins_of(folder: ModuleType, base: type[Plugin]) -> dict[str, type[Plugin]]:
     """The plugins of a package by name: public classes that derive from ``base`` and are whole, in the file that defines them."""
     kinds = [(value, module.__name__) for module in modules_of(folder) for value in vars(module).values()]
@@ -42,7 +47,7 @@ def plugins_of(folder: ModuleType, base: type[Plugin]) -> dict[str, type[Plugin]
         *(
             value
             for value, module in kinds
-            if isinstance(value, type)
+            if _is_class(value)
             and issubclass(value, base)
             and value.__module__ == module
             and value.__name__[0] != "_"

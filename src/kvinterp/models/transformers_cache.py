@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import cache_utils
 from transformers.cache_utils import (
-    BaseQuantizedLayer,
     Cache,
     CacheLayerMixin,
     DynamicCache,
@@ -29,6 +29,8 @@ from kvinterp.errors import InputError, UnsupportedError
 from kvinterp.models.adapter import Adapter, CacheRead, KVStore
 from kvinterp.models.caches import CacheKind, Dynamic, KeysValues, OwnCache, lead, taken
 
+# Until transformers 5.20 every quantised layer was a QuantizedLayer.
+BaseQuantizedLayer: Any = getattr(cache_utils, "BaseQuantizedLayer", cache_utils.QuantizedLayer)
 CACHES = ("past_key_values", "cache_params", "state")
 """What transformers models call the cache they take and return."""
 
