@@ -105,3 +105,9 @@ def test_a_separator_in_brackets_separates_nothing():
     ]
     assert spec.split("a(1e+5)+b", "+") == ["a(1e+5)", "b"]
     assert spec.split(" ", ",") == []
+
+
+def test_a_generic_alias_is_no_class() -> None:
+    """In Python 3.10 it says that it is one, and kvinterp could not be imported there."""
+    assert spec.is_class(int)
+    assert not spec.is_class(tuple[int, str])

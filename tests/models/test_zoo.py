@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvinterp.data import TASKS, score, split_of
 from kvinterp.errors import InputError
-from kvinterp.models import zoo
+from kvinterp.models import load_model, zoo
 from zoo.build import build_model
 from zoo.card import card_text
 from zoo.measure import answer_all, heldout_prompts, turn
@@ -203,3 +203,9 @@ zoo.describe()
 sys.exit("torch" in sys.modules and not before)
 """
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("kind", ["hooked", "native"])
+def test_a_bare_name_is_asked_about(kind: str) -> None:
+    with pytest.raises(InputError, match="did you mean zoo:llama-mini"):
+        load_model("llama-mini", kind=kind)  # type: ignore[arg-type]  # a name

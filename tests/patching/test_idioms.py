@@ -59,6 +59,8 @@ def test_an_adapter_is_called_and_makes_tokens_of_several_texts(load: Any, case:
     tokens = adapter.to_tokens(texts)
     assert tokens[0].tolist() == adapter.encode(texts[0])
     assert tokens[1, -len(adapter.encode(texts[1])) :].tolist() == adapter.encode(texts[1])
+    with pytest.raises(kv.InputError, match="no text was given"):
+        adapter.to_tokens([])
     how = {"max_new_tokens": 2, **QUIET}
     assert kv.compare(adapter, tokens, **how).steps.equals(kv.compare(adapter, texts, **how).steps)
     with torch.no_grad():

@@ -16,7 +16,7 @@ import pkgutil
 import re
 from collections.abc import Iterator, Mapping
 from types import GenericAlias, ModuleType
-from typing import Any, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 from kvinterp.errors import InputError, unknown
 
@@ -35,8 +35,8 @@ def modules_of(folder: ModuleType) -> Iterator[ModuleType]:
             yield importlib.import_module(f"{folder.__name__}.{found.name}")
 
 
-def _is_class(value: object) -> bool:
-    # In Python 3.10 tuple[int, str] says that it is a class.
+def is_class(value: object) -> TypeGuard[type]:
+    """Whether it is one: in Python 3.10 ``tuple[int, str]`` says so too, and :func:`issubclass` refuses it."""
     return isinstance(value, type) and not isinstance(value, GenericAlias)
 
 
@@ -47,7 +47,7 @@ def plugins_of(folder: ModuleType, base: type[Plugin]) -> dict[str, type[Plugin]
         *(
             value
             for value, module in kinds
-            if _is_class(value)
+            if is_class(value)
             and issubclass(value, base)
             and value.__module__ == module
             and value.__name__[0] != "_"

@@ -335,10 +335,12 @@ class Adapter(Attaching):
                 beginning: what it gives can be given as ids.
 
         Raises:
-            InputError: Texts of several lengths, and the tokenizer has no token to pad them with.
+            InputError: There is none, or texts have several lengths and the tokenizer no token to pad them with.
         """
         rows = [self.encode(each) for each in ([text] if isinstance(text, str) else text)]
-        most, pad = max(map(len, rows), default=0), getattr(self.tokenizer, "pad_token_id", None)
+        if not rows:
+            raise InputError("no text was given: expected a text, or a list of at least one.")
+        most, pad = max(map(len, rows)), getattr(self.tokenizer, "pad_token_id", None)
         if pad is None and any(len(row) < most for row in rows):
             raise InputError(
                 f"the tokenizer of {self.facts.name} has no pad token, and the texts have several lengths: give them as a list "

@@ -138,9 +138,8 @@ def check_hooked_code(name: str, remote_code: str) -> str:
     except Exception as error:
         from kvinterp.models import zoo
 
-        guess = f"did you mean zoo:{name}? Otherwise " if name in zoo.names() else ""
         raise InputError(
-            f"model {shown(name)} is none that TransformerLens' HookedTransformer knows: {guess}use kind='bridge' or "
+            f"model {shown(name)} is none that TransformerLens' HookedTransformer knows: {zoo.meant(name)}use kind='bridge' or "
             "kind='native' for a hub id, or give a checkpoint folder or zoo:NAME."
         ) from error
     if remote_code == "trust":

@@ -105,8 +105,7 @@ def cached_folder(name: str) -> Path | None:
 
 def _not_found(name: str, why: str) -> InputError:
     known = ", ".join([*(f"zoo:{n}" for n in zoo.names()), "real:smollm2-135m"])
-    guess = f"did you mean zoo:{name}? Otherwise " if name in zoo.names() else ""
     return InputError(
-        f"model {shown(name)} cannot be found ({why}): {guess}expected a hub id that can be reached from here, a transformers "
-        f"checkpoint folder, a GGUF file, or one of {known}."
+        f"model {shown(name)} cannot be found ({why}): {zoo.meant(name)}expected a hub id that can be reached from here, a "
+        f"transformers checkpoint folder, a GGUF file, or one of {known}."
     )

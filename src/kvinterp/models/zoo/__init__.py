@@ -33,6 +33,11 @@ def names() -> tuple[str, ...]:
     return _NAMES
 
 
+def meant(name: str) -> str:
+    """Asks whether a zoo model was meant, where a name lacks no more than ``zoo:``; otherwise nothing."""
+    return f"did you mean zoo:{name}? Otherwise " if name in names() else ""
+
+
 def folder(name: str) -> Path:
     """Finds the folder of a checkpoint, as ``AutoModelForCausalLM.from_pretrained`` takes it.
 

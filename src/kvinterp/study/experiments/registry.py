@@ -7,6 +7,7 @@ import importlib
 import pkgutil
 from pathlib import Path
 
+from kvinterp.common.spec import is_class
 from kvinterp.study.experiments.base import Experiment
 
 _OTHERS = (
@@ -42,6 +43,6 @@ def experiment_named(name: str) -> type[Experiment]:
     (found,) = (
         value
         for value in vars(module).values()
-        if isinstance(value, type) and issubclass(value, Experiment) and value.__module__ == module.__name__
+        if is_class(value) and issubclass(value, Experiment) and value.__module__ == module.__name__
     )
     return found
