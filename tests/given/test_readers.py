@@ -133,6 +133,8 @@ def test_texts_become_ids_only_where_one_token_has_them(sample: Any, tmp_path: P
         (b'{"token_ids": [1, 2], "generation_logprobs": [-1.0]}', "expected as many"),
         (b'{"token_ids": [], "generation_logprobs": []}', "has no token"),
         (b"[" * 100_000, "nested too deeply"),
+        (b'{"prompt": [1, 2], "tokens": [3, 4], "logprobs": [-1.0]}', "has 1 logprobs for 2 tokens: expected one for each"),
+        (b'{"answer": "yes"}', "The simplest is a line for each text"),
     ],
 )
 def test_a_bad_file_gets_a_sentence(content: bytes, says: str, tmp_path: Path) -> None:
