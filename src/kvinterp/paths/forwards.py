@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 from kvinterp.models import Adapter
@@ -35,11 +35,12 @@ class HookedForwards:
             for place, listener in heard.items():
                 self.listeners.setdefault(place, []).append(listener)
 
-    def attached(self) -> AbstractContextManager[None]:
+    def attached(self) -> contextlib.AbstractContextManager[None]:
         """Hooks what is listened to, for as long as the context lasts."""
         return self._adapter.attached([place for place in self.listeners if place != LOGITS])
 
     def call(self, forward: Callable[..., Made], *args: Any) -> Made:
         """What a forward gives under the path's kernels, heard by its hooks, on a state of its own."""
-        with self._adapter.listening(self.listeners), self._adapter.own_state(self._state), self._kernels:
+        heard = self._adapter.listening(self.listeners) if self.listeners else contextlib.nullcontext()
+        with heard, self._adapter.own_state(self._state), self._kernels:
             return forward(*args)

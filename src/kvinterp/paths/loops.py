@@ -119,11 +119,13 @@ class Runner:
         self._beside: Runner | None = None
         if path.smooth is not None:
             path = self._smoothed(path, prompt, room)
-        view = View()
-        view.writes = any(hook.writes for hook in hooks)
-        hooks = hooks if call is None else [Shown(hook, view) for hook in hooks]
-        policy = policy_listeners(path.policy, self.adapter.facts.layers, lambda: self._store)
-        heard = [policy, *(columns.cut(hook.listeners) for hook in hooks)]
+        if call is not None:
+            view = View()
+            view.writes = any(hook.writes for hook in hooks)
+            hooks = [Shown(hook, view) for hook in hooks]
+        heard = [columns.cut(hook.listeners) for hook in hooks]
+        if path.policy.sites:
+            heard.insert(0, policy_listeners(path.policy, self.adapter.facts.layers, lambda: self._store))
         self._forwards = HookedForwards(self.adapter, path.kernels.mode(self.adapter), heard)
         loop, hears = cached_loop if cached else recompute_loop, (*([columns] if columns.attended else []), *hooks)
         self._loop = loop(self.adapter, path, prompt.to(self._device), room, self._stores, hears, self._begin)

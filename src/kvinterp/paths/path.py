@@ -243,6 +243,8 @@ def _read(text: object, cache: Callable[[str], CacheKind]) -> ExecutionPath:
         raise InputError(
             f"path={shown(text)} was given: expected a text such as 'cached', or Cached(...) or Recompute(...)."
         )
+    if text in FORMS:
+        return ExecutionPath(text)
     spec.check_length("path", text)
     if given_of(text) is not None:
         raise InputError(

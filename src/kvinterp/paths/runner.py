@@ -94,12 +94,13 @@ def run(
     heads = chosen_heads(heads, adapter.facts.query_heads, "query head")
     kv_heads = chosen_heads(kv_heads, adapter.facts.kv_heads, "KV head")
     steps = None if steps is None else chosen_steps(steps)
-    record = () if record is None else record
     with located(f"model {adapter.facts.name}, path {path}"), own_threads(adapter):
         target = adapter.at(dtype_named(path.dtype))
 
-        def recorder() -> Recorder:
-            return Recorder(target, record, layers, heads, kv_heads, steps, positions)
+        def recorder() -> Recorder | None:
+            if record is None and positions == "newest":
+                return None
+            return Recorder(target, record or (), layers, heads, kv_heads, steps, positions)
 
         recorder()
         one = _Run(adapter, path, max_new_tokens, strategy, seed, forced, recorder, logits, stop)
@@ -128,7 +129,7 @@ class _Run:
     strategy: Strategy
     seed: int
     continuation: Sequence[int] | None
-    recorder: Callable[[], Recorder]
+    recorder: Callable[[], Recorder | None]
     logits: str
     stop: str
 
@@ -141,12 +142,13 @@ class _Run:
         ends = end_tokens(self.adapter, prompt.device) if self.stop == "end of sequence" else None
         recorder, collected = self.recorder(), Collected()
         kept: list[Tensor] = []
-        with Runner(self.adapter, self.path, prompt, length, [recorder] if recorder.kept else []) as runner:
+        with Runner(self.adapter, self.path, prompt, length, [recorder] if recorder and recorder.kept else []) as runner:
             for now in lockstep([runner], length, choose, given=given, ends=ends):
                 collected.add(now)
                 if self.logits == "keep":
                     kept.append(now.logits[0].clone())
-        recorder.end_step()
+        if recorder is not None:
+            recorder.end_step()
         about = provenance(
             self.adapter, path=str(self.path), strategy=str(self.strategy), seed=self.seed, cache=runner.cache
         )
@@ -159,7 +161,7 @@ class _Run:
 
     def _trace(
         self,
-        recorder: Recorder,
+        recorder: Recorder | None,
         row: int,
         prompt: Sequence[int],
         collected: tuple[Any, ...],
@@ -170,19 +172,20 @@ class _Run:
         followed = [*fed[:-1], chosen[-1]]
         count = length_of(followed, stops)
         fed = fed[: count - 1]
-        steps = [step for step in recorder.recorded_steps if step < count]
+        seen: dict[str, Any] = {"records": {}, "steps": ()}
+        if recorder is not None:
+            steps = tuple(step for step in recorder.recorded_steps if step < count)
+            records = {place: [each[row] for each in kept[: len(steps)]] for place, kept in recorder.kept.items()}
+            seen = {"records": records, "steps": steps, "heads": recorder.heads, "kv_heads": recorder.kv_heads}
+            seen["derived"] = recorder.derived
         return Trace(
             path=str(self.path),
             prompt=tuple(prompt),
             tokens=tuple(chosen[:count]),
             fed=tuple(fed),
-            records={place: [step[row] for step in seen[: len(steps)]] for place, seen in recorder.kept.items()},
-            steps=tuple(steps),
             logits=None if logits is None else logits[:count],
             ended="end of sequence" if followed[count - 1] in stops else "length",
             failure="" if all(sound[:count]) else first_nonfinite(self.adapter, self.path, prompt, fed),
             provenance=about,
-            heads=recorder.heads,
-            kv_heads=recorder.kv_heads,
-            derived=recorder.derived,
+            **seen,
         )

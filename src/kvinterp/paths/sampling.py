@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 from jaxtyping import Float, Int
@@ -17,7 +18,13 @@ from kvinterp.models.inputs import check_seed, whole_number
 
 @dataclasses.dataclass(frozen=True)
 class Strategy:
-    """A rule that chooses a token from logits and one uniform random number."""
+    """A rule that chooses a token from logits and one uniform random number.
+
+    Attributes:
+        draws: Whether the number matters.
+    """
+
+    draws: ClassVar[bool] = True
 
     def choose(self, logits: Float[Tensor, "batch vocab"], uniform: Float[Tensor, " batch"]) -> Int[Tensor, " batch"]:
         """The token ids, one for each row.
@@ -64,6 +71,8 @@ class Strategy:
 @dataclasses.dataclass(frozen=True)
 class Greedy(Strategy):
     """The token with the largest logit; the first of equals."""
+
+    draws: ClassVar = False
 
     def drawn(
         self, logits: Float[Tensor, "batch vocab"], uniform: Float[Tensor, " batch"]
@@ -171,6 +180,8 @@ class Drawing:
 
 def drawing(strategy: Strategy, seed: int, examples: Sequence[int], steps: int, device: torch.device) -> Drawing:
     """What chooses the tokens of some examples, by their own random numbers."""
+    if not strategy.draws:
+        return Drawing(strategy, torch.zeros(len(examples), steps, dtype=torch.float64, device=device))
     return Drawing(strategy, torch.stack([uniforms(seed, example, steps) for example in examples]).to(device))
 
 
