@@ -15,8 +15,11 @@ from kvinterp.common.kept import Kept
 if TYPE_CHECKING:
     from kvinterp.auditing import KernelsTable, Verdict, audit_given, kernels_table
     from kvinterp.auditing.audit import audit
-    from kvinterp.comparison import Comparison, Comparisons, compare, compare_traces, logit_attribution, logit_lens
+    from kvinterp.comparison import Comparison, Comparisons, compare
+    from kvinterp.comparison.attribution import logit_attribution
     from kvinterp.comparison.given import compare_given
+    from kvinterp.comparison.lens import logit_lens
+    from kvinterp.comparison.traces import compare_traces
     from kvinterp.data import Prompt, load_prompts
     from kvinterp.errors import InputError, KvinterpError, NonFiniteError, UnsupportedError
     from kvinterp.models import KINDS, SITES, Adapter, load_model, wrap
@@ -44,8 +47,11 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "auditing": ("KernelsTable", "Verdict", "audit", "audit_given", "kernels_table"),
-    "comparison": ("Comparison", "Comparisons", "compare", "compare_traces", "logit_attribution", "logit_lens"),
+    "comparison": ("Comparison", "Comparisons", "compare"),
+    "comparison.attribution": ("logit_attribution",),
     "comparison.given": ("compare_given",),
+    "comparison.lens": ("logit_lens",),
+    "comparison.traces": ("compare_traces",),
     "data": ("Prompt", "load_prompts"),
     "errors": ("InputError", "KvinterpError", "NonFiniteError", "UnsupportedError"),
     "study.experiments.keeping": ("experiment", "load"),

@@ -18,12 +18,10 @@ from kvinterp.common.progress import counting
 from kvinterp.comparison.cache_errors import CACHE_ERRORS
 from kvinterp.comparison.comparison import Comparison, Origin
 from kvinterp.comparison.forecast import forecast, say
-from kvinterp.comparison.given import compare_given, trace_along
 from kvinterp.comparison.recordable import COMPARED, recordable
 from kvinterp.comparison.rows import Choices, of_example
 from kvinterp.comparison.several import Comparisons
 from kvinterp.comparison.tables import Differences
-from kvinterp.comparison.traces import compare_traces
 from kvinterp.comparison.vocabulary import PROTOCOLS
 from kvinterp.data import Prompt
 from kvinterp.errors import InputError, NonFiniteError, UnsupportedError, located, shown
@@ -156,9 +154,14 @@ def compare(  # type: ignore[misc]
         NonFiniteError: NaN or Inf appeared with every prompt; where it did with some, they stand in ``failures``.
     """
     if (file := given_of(b)) is not None:
+        from kvinterp.comparison.given import compare_given
+
         check_unread("prompts", prompts, None, f"{b} holds its own texts; leave it out")
         return compare_given(model, file, path=a)
     if isinstance(b, Trace):
+        from kvinterp.comparison.given import trace_along
+        from kvinterp.comparison.traces import compare_traces
+
         check_unread("prompts", prompts, None, "the trace has its own; leave it out")
         return compare_traces(trace_along(model, a, b.prompt, b.tokens), b, cache_errors)
     if prompts is None:

@@ -73,7 +73,7 @@ class _LogitLens(_OfFunction):
     """Behind which layer does the difference become visible in token space?"""
 
     VERB: ClassVar = "logit-lens"
-    RESULT: ClassVar = "kvinterp.comparison:LogitLens"
+    RESULT: ClassVar = "kvinterp.comparison.lens:LogitLens"
     SHOWN: ClassVar = (headline_of_lens, rows_of_lens, charts_of_lens)
 
 
@@ -81,7 +81,7 @@ class _LogitAttribution(_OfFunction):
     """Which layer, head and MLP wrote the difference of the logits?"""
 
     VERB: ClassVar = "logit-attribution"
-    RESULT: ClassVar = "kvinterp.comparison:LogitAttribution"
+    RESULT: ClassVar = "kvinterp.comparison.attribution:LogitAttribution"
     SHOWN: ClassVar = (headline_of_attribution, rows_of_attribution, charts_of_attribution)
 
 

@@ -17,7 +17,8 @@ from kvinterp.study.findings.rows import finding, median_of
 from kvinterp.study.reading.results import only
 
 if TYPE_CHECKING:
-    from kvinterp.comparison import LogitAttribution, LogitLens
+    from kvinterp.comparison.attribution import LogitAttribution
+    from kvinterp.comparison.lens import LogitLens
     from kvinterp.patching import ActivationPatching, Decomposition, Sweep
 
 NOTHING = "No step was decoded after the prefill: there is nothing to compare."
