@@ -8,6 +8,7 @@ import transformers
 from torch import nn
 
 import kvinterp as kv
+from kvinterp.models import hooks
 from kvinterp.models.derived import derived_attention
 from kvinterp.models.load import wrap
 from support import Case, assert_bitwise, assert_close, cases
@@ -198,3 +199,58 @@ def test_where_it_cannot_be_derived_or_patched_a_sentence_says_so(load):
     model = wrap(transformers.LlamaForCausalLM(config).eval())
     with pytest.raises(kv.UnsupportedError, match=r"cannot be derived under attention 'flex_attention'.*attention='sdpa'"):
         kv.run(model, PROMPT, record="pattern", max_new_tokens=1)
+
+
+# transformers' own seam ------------------------------------------------------------------------------------------------
+
+
+def _sdpa():
+    return transformers.AttentionInterface()["sdpa"]
+
+
+def test_only_the_attention_function_is_looked_into_and_transformers_has_its_own_back(load, monkeypatch):
+    """Of a module that asks transformers' interface no other call of torch comes by; what stood there stands there again."""
+    adapter, before, calls = load(SDPA[0]), _sdpa(), []
+    heard = hooks.Functions.__torch_function__
+
+    def counted(self, func, *given):
+        calls.append(func)
+        return heard(self, func, *given)
+
+    monkeypatch.setattr(hooks.Functions, "__torch_function__", counted)
+    with kv.record(adapter, "pattern") as recorder:
+        assert _sdpa() is not before
+        adapter.model(torch.tensor([PROMPT]))
+    assert _sdpa() is before
+    assert len(recorder["pattern", 0]) == 1
+    assert nn.functional.scaled_dot_product_attention in calls
+    assert nn.functional.linear not in calls
+
+
+def test_it_is_given_back_after_an_error_and_what_a_user_put_there_stays(load):
+    adapter, before = load(SDPA[0]), _sdpa()
+    with pytest.raises(ZeroDivisionError), kv.record(adapter, "pattern"):
+        raise ZeroDivisionError
+    assert _sdpa() is before
+
+    def own(*given, **named):
+        return before(*given, **named)
+
+    try:
+        with kv.record(adapter, "pattern"):
+            adapter.model(torch.tensor([PROMPT]))
+            transformers.AttentionInterface.register("sdpa", own)
+        assert _sdpa() is own
+    finally:
+        transformers.AttentionInterface.register("sdpa", before)
+
+
+def test_a_module_that_calls_sdpa_itself_shows_the_same_pattern(load, monkeypatch):
+    adapter = load(SDPA[0])
+    asked = kv.run(adapter, PROMPT, "recompute", max_new_tokens=2, record="pattern")
+    assert hooks._asks_interface(adapter.blocks[0].self_attn)
+    monkeypatch.setattr(hooks, "_asks_interface", lambda module: False)
+    itself = kv.run(adapter, PROMPT, "recompute", max_new_tokens=2, record="pattern")
+    for place, rows in asked.records.items():
+        for one, other in zip(rows, itself.records[place], strict=True):
+            assert_bitwise(one, other)

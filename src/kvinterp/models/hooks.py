@@ -7,7 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import inspect
 import sys
+import threading
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -193,7 +197,10 @@ def tap_hooks(
     if tap.side == "softmax":
         return _mode_hooks(tap.module, lambda _: _softmax(site, emit), mine, rank)
     if tap.side == "fused":
-        return _mode_hooks(tap.module, lambda _: _fused(site, tap.heads or 0, emit, rows), mine, rank)
+        mode = _fused(site, tap.heads or 0, emit, rows)
+        if _asks_interface(tap.module):
+            return [_around_attention(tap.module, mode, mine)]
+        return _mode_hooks(tap.module, lambda _: mode, mine, rank)
     if tap.side == "heads":
         return _head_hooks(tap, emit, mine, rows)
     if tap.side == "routing":
@@ -336,6 +343,51 @@ def _replayed(given: Tensor, own: Tensor, new: Tensor) -> Any:
     same = (new.sort(-1).values == own.sort(-1).values).all(-1, keepdim=True)
     chosen = torch.where(same, own, new)
     return torch.return_types.topk((given.gather(-1, chosen), chosen))
+
+
+_AROUND: dict[int, list[tuple[Functions, Callable[[], bool]]]] = {}
+"""By module, what is entered around its attention function, and whether the thread that runs it hears it."""
+_CHANGING = threading.Lock()
+
+
+def _asks_interface(module: nn.Module) -> bool:
+    """Whether a module asks transformers' interface for its attention function, and its file has no SDPA of its own there."""
+    forward = inspect.unwrap(type(module).forward)
+    asked = getattr(forward, "__globals__", {}).get("ALL_ATTENTION_FUNCTIONS")
+    names = getattr(getattr(forward, "__code__", None), "co_names", ())
+    return asked is not None and "ALL_ATTENTION_FUNCTIONS" in names and asked["sdpa"] is type(asked)()["sdpa"]
+
+
+def _around_attention(module: nn.Module, mode: Functions, mine: Callable[[], bool]) -> Any:
+    """Enters a mode around a module's attention function alone, of whose calls of torch SDPA is one of a few; how to undo it."""
+    from transformers import AttentionInterface
+
+    entry = mode, mine
+    with _CHANGING:
+        if not _AROUND:
+            AttentionInterface.register("sdpa", functools.partial(_attention, AttentionInterface()["sdpa"]))
+        _AROUND.setdefault(id(module), []).append(entry)
+
+    def undo() -> None:
+        with _CHANGING:
+            _AROUND[id(module)].remove(entry)
+            if not _AROUND[id(module)]:
+                del _AROUND[id(module)]
+            now = AttentionInterface()["sdpa"]
+            # A user may have put another there meanwhile.
+            if not _AROUND and getattr(now, "func", None) is _attention:
+                AttentionInterface.register("sdpa", now.args[0])
+
+    return types.SimpleNamespace(remove=undo)
+
+
+def _attention(own: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """What transformers runs, within the modes of the module that calls it."""
+    with contextlib.ExitStack() as modes:
+        for mode, mine in _AROUND.get(id(module), ()):
+            if mine():
+                modes.enter_context(mode)
+        return own(module, *args, **kwargs)
 
 
 def _mode_hooks(
