@@ -30,6 +30,56 @@ from kvinterp.errors import InputError, UnsupportedError, unknown
 KeysValues = tuple[Float[Tensor, "batch kv_head position head_dim"], Float[Tensor, "batch kv_head position head_dim"]]
 
 
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where in the cache a policy, a recorder or a patch is looking.
+
+    Attributes:
+        layer: The block.
+        start: Absolute position of the first key.
+        stop: One past the absolute position of the last key.
+        rotated: Whether these keys are after RoPE.
+        known: Whether the positions are known; a user's cache may have let go of some and does not say of which.
+        rows: The absolute position of each row, where a policy may have let go of some: they need no longer be all from start
+            to stop, and each sequence and KV head may have kept others. None where none can be missing.
+        heads: The KV heads that the tensors hold; empty for all.
+        prompt: Positions of the pass's prompt, whose forwards come before all others; 0 where that is not known.
+        remade: Whether what is held was read by another policy of the path first, which may make of a row another at each read.
+    """
+
+    layer: int
+    start: int
+    stop: int
+    rotated: bool
+    known: bool = True
+    rows: Int[Tensor, "batch kv_head row"] | None = dataclasses.field(default=None, compare=False)
+    heads: tuple[int, ...] = ()
+    prompt: int = dataclasses.field(default=0, compare=False)
+    remade: bool = dataclasses.field(default=False, compare=False)
+
+    @property
+    def positions(self) -> Int[Tensor, "*batch_and_kv_head row"]:
+        """The absolute position of each row: of all heads alike, or a line for each sequence and KV head."""
+        return torch.arange(self.start, self.stop) if self.rows is None else self.rows
+
+    def check_known(self, site: str) -> None:
+        """Raises UnsupportedError for what is recorded or moved where the cache holds fewer positions than were put in."""
+        if not self.known:
+            raise UnsupportedError(
+                f"site {site!r} cannot be had at layer {self.layer}: the cache holds {self.stop - self.start} of {self.stop} "
+                "positions and does not say which; leave the cache sites out."
+            )
+
+    def check_whole(self, site: str) -> None:
+        """Raises UnsupportedError for what takes positions side by side where rows are missing, or not known."""
+        self.check_known(site)
+        if self.rows is not None and self.rows.shape[-1] < self.stop:
+            raise UnsupportedError(
+                f"site {site!r} cannot be lined up by position at layer {self.layer}: the policy let go of rows, and "
+                f"{self.rows.shape[-1]} of {self.stop} are left; record it with run(), or leave the cache sites out."
+            )
+
+
 @runtime_checkable
 class KVStore(Protocol):
     """Where keys and values live between forwards; ``paths.store`` holds the implementations."""

@@ -16,9 +16,8 @@ from torch import Tensor
 from kvinterp.errors import UnsupportedError
 from kvinterp.models import Adapter
 from kvinterp.models.attaching import Listener, Site
-from kvinterp.models.caches import taken
+from kvinterp.models.caches import Place, taken
 from kvinterp.models.sites import CACHE_SITES, LAYOUTS
-from kvinterp.policies import Place
 
 LOGITS: Site = ("logits", -1)
 """The place under which a hook hears, and may replace, the newest position's logits ``[batch, vocab]``."""

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from kvinterp.errors import InputError, shown, unexpected
 from kvinterp.models import Adapter
 from kvinterp.models.attaching import Site
+from kvinterp.models.caches import Place
 from kvinterp.models.hook_names import Names, place_of, places_of, sites_of
 from kvinterp.models.inputs import (
     check_instance,
@@ -23,7 +24,6 @@ from kvinterp.models.inputs import (
     whole_number,
 )
 from kvinterp.models.sites import ATTENDED_SITES, CACHE_SITES, LAYOUTS, ROWS
-from kvinterp.policies import Place
 from kvinterp.recording.hook import SiteHook
 from kvinterp.recording.trace import stacked
 
