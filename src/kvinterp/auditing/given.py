@@ -34,7 +34,8 @@ from kvinterp.models.inputs import check_callable, check_seed, check_unread
 from kvinterp.models.provenance import provenance
 from kvinterp.recording import Trace
 from kvinterp.recording.endpoint import is_endpoint
-from kvinterp.recording.given import GivenPath, path_of_trace, positive
+from kvinterp.recording.given import GivenPath, positive
+from kvinterp.recording.trace import path_of_trace
 
 TRIED = 1024
 """The most tokens on which causes, alignments and semantics are tried."""

@@ -8,14 +8,11 @@ import io
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from kvinterp.errors import InputError, shown
-
-if TYPE_CHECKING:
-    from kvinterp.recording.trace import Trace
 
 MISSING = -9000.0
 """At or below this a log-prob stands for none: vLLM writes -9999, llama.cpp the lowest float32."""
@@ -128,20 +125,6 @@ def token_ids(values: Any, where: str) -> tuple[int, ...]:
     if not isinstance(values, list) or any(type(v) is not int or not 0 <= v < 2**31 for v in values):
         raise InputError(f"{where} is {shown(values)}: expected a list of token ids, whole numbers of at least 0; mend it.")
     return tuple(values)
-
-
-def path_of_trace(trace: Trace) -> GivenPath:
-    """The log-probs of a trace of someone's arrays, as those of a file."""
-    if trace.logits is None or trace.ids is None:
-        raise InputError(
-            f"{trace!r} is no trace of arrays: make one with kv.Trace.from_arrays, or give the name of a file."
-        )
-    rows, cut = trace.logits.numpy(), len(trace.prompt)
-    places = np.broadcast_to(np.asarray(trace.ids), rows.shape)
-    top = {cut + step: (places[step][there], row[there]) for step, row in enumerate(rows) for there in [np.isfinite(row)]}
-    chosen = [math.nan] * cut + [value_in(top[cut + step], token) for step, token in enumerate(trace.tokens)]
-    missing = Counter({"NaN": int(np.isnan(rows).sum())})
-    return GivenPath(trace.path, trace.prompt, trace.tokens, np.array(chosen), top, +missing, declared=trace.provenance)
 
 
 def pairs_of(pairs: Sequence[tuple[int, Any]], where: str, missing: Counter[str]) -> Pairs:

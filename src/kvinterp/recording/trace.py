@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import math
 from collections import Counter
 from pathlib import Path
 from typing import Any, cast
@@ -22,7 +23,7 @@ from kvinterp.errors import InputError, shown
 from kvinterp.models.attaching import Site
 from kvinterp.models.hook_names import place_of
 from kvinterp.models.inputs import check_instance, is_among
-from kvinterp.recording.given import LARGEST, MISSING, positive, token_ids
+from kvinterp.recording.given import LARGEST, MISSING, GivenPath, positive, token_ids, value_in
 
 _ABOUT, _TENSORS = "trace.json", "trace.safetensors"
 
@@ -225,3 +226,17 @@ def stacked(kept: list[Tensor]) -> Tensor:
     for row, tensor in zip(whole, kept, strict=True):
         row[tuple(slice(size) for size in tensor.shape)] = tensor
     return whole
+
+
+def path_of_trace(trace: Trace) -> GivenPath:
+    """The log-probs of a trace of someone's arrays, as those of a file."""
+    if trace.logits is None or trace.ids is None:
+        raise InputError(
+            f"{trace!r} is no trace of arrays: make one with kv.Trace.from_arrays, or give the name of a file."
+        )
+    rows, cut = trace.logits.numpy(), len(trace.prompt)
+    places = np.broadcast_to(np.asarray(trace.ids), rows.shape)
+    top = {cut + step: (places[step][there], row[there]) for step, row in enumerate(rows) for there in [np.isfinite(row)]}
+    chosen = [math.nan] * cut + [value_in(top[cut + step], token) for step, token in enumerate(trace.tokens)]
+    missing = Counter({"NaN": int(np.isnan(rows).sum())})
+    return GivenPath(trace.path, trace.prompt, trace.tokens, np.array(chosen), top, +missing, declared=trace.provenance)
