@@ -14,15 +14,13 @@ import contextlib
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 
 from kvinterp.errors import InputError, UnsupportedError
+from kvinterp.models.facts import ModelInfo
 from kvinterp.models.hooks import LAST, Closing, Tap, sort_hooks, tap_hooks
-
-if TYPE_CHECKING:
-    from kvinterp.models.adapter import ModelInfo
 
 Site = tuple[str, int]
 """A site's name and the layer."""
