@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvinterp.errors import InputError, KvinterpError
 from kvinterp.study.experiments.base import Experiment, Outcome, numbered
+from kvinterp.study.experiments.choices import taken_by
 from kvinterp.study.experiments.options import DRAWS, model, option, sampled, shared
 
 if TYPE_CHECKING:
@@ -109,11 +110,12 @@ class Compare(Experiment):
 
     def cells(self) -> list[Cell]:
         """A cell a prompt."""
+        from kvinterp.comparison import compare
         from kvinterp.data import load_prompts
         from kvinterp.study.cells import Cell
 
         count = len(load_prompts(self.prompts))
-        settings = {"model": self.named(), **{name: getattr(self, name) for name in _PASSED}, **self._recorded()}
+        settings = {**taken_by(self, compare), "model": self.named(), **self._recorded()}
         return [Cell(f"example-{number}", f"{__name__}:compared", settings) for number in range(count)]
 
     def settings(self) -> dict[str, Any]:
@@ -219,9 +221,6 @@ class Compare(Experiment):
         layers = chosen_layers(adapter, self.layers)
         sites, left_out = recordable(adapter, self.record, layers)
         return {"record": list(sites), "layers": list(layers), "left_out": left_out}
-
-
-_PASSED = ("prompts", "a", "b", "protocol", "strategy", "max_new_tokens", "seed", "stop", "cache_errors", "batch_size")
 
 
 def compared(

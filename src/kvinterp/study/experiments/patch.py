@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 from kvinterp.data import load_prompts
 from kvinterp.study.cells import Cell, Made, joined, loaded
 from kvinterp.study.experiments.base import Experiment, Outcome, numbered
+from kvinterp.study.experiments.choices import taken_by
 from kvinterp.study.experiments.options import model, option, shared
 from kvinterp.study.findings.of_patching import charts_of_sweep, headline_of_sweep, rows_of_sweep
 
@@ -131,11 +132,12 @@ class Patch(Experiment):
 
     def cells(self) -> list[Cell]:
         """A cell a prompt that is patched, in the order of their KL where only some are."""
+        from kvinterp.patching import sweep
+
         count = len(load_prompts(self.prompts))
         if self.examples is not None:
             count = min(count, self.examples)
-        given = {name: getattr(self, name) for name in _PASSED}
-        settings = {"model": self.named(), **given, "over": self.sweep, "steps": _steps(self.steps)}
+        settings = {**taken_by(self, sweep), "model": self.named(), "over": self.sweep, "steps": _steps(self.steps)}
         return [Cell(f"patched-{place}", f"{__name__}:patched", settings) for place in range(count)]
 
     def reduce(self, made: Mapping[str, Made], settings: Mapping[str, Any], folder: Path | None) -> Outcome:
@@ -156,21 +158,6 @@ def _steps(given: str) -> str | tuple[int, ...]:
     """A word, or the steps that are named with commas between."""
     named = [each.strip() for each in given.strip("() ,").split(",")]
     return tuple(map(int, named)) if all(map(str.isdecimal, named)) else given
-
-
-_PASSED = (
-    "prompts",
-    "site",
-    "direction",
-    "protocol",
-    "distance",
-    "answers",
-    "receiver",
-    "examples",
-    "max_new_tokens",
-    "controls",
-    "batch_size",
-)
 
 
 def patched(
