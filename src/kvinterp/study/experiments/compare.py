@@ -40,14 +40,6 @@ class Compare(Experiment):
         "routing",
     )
     FILES: ClassVar = ("prompts.jsonl",)
-    DRAWN: ClassVar = (
-        "kl_by_step",
-        "drift_by_layer",
-        "attention_by_head",
-        "kv_by_position",
-        "routing_by_step",
-        "precision_ladder",
-    )
     UNIT: ClassVar = "prompts"
     PARTIAL: ClassVar = "yes"
 
@@ -89,6 +81,13 @@ class Compare(Experiment):
             "K and V are not recorded; leave it out, or add kv to --record",
         ),
     )
+
+    @classmethod
+    def drawn(cls) -> tuple[str, ...]:
+        """The charts of comparisons, and that of several dtypes, which a demo draws."""
+        from kvinterp.study.findings.of_comparison import NAMES
+
+        return (*NAMES, "precision_ladder")
 
     def settled(self) -> Experiment:
         """Of a path that was walked elsewhere another experiment, in which nothing is decided here but our own path."""
