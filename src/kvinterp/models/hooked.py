@@ -18,7 +18,7 @@ from kvinterp.models.adapter import Adapter, CacheRead, KVStore, ModelInfo
 from kvinterp.models.caches import CacheKind, OwnCache, check_plain, lead
 from kvinterp.models.hook_names import hook_name
 from kvinterp.models.hooks import Tap, routing_tap
-from kvinterp.models.sites import MLP_SITES, ROUTING_SITES
+from kvinterp.models.sites import LAYOUTS, MLP_SITES, ROUTING_SITES
 
 
 def _turned(pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -231,9 +231,9 @@ class HookedAdapter(Adapter):
         if site == "result":
             return Tap(block.attn, "heads", self.facts.query_heads, z=block.attn.hook_z)
         name = hook_name(site, layer)
-        if site == "post" and name not in self.model.hook_dict:  # type: ignore[operator]
+        if LAYOUTS[site].group == "mlp" and name not in self.model.hook_dict:  # type: ignore[operator]
             raise UnsupportedError(
-                f"site 'post' is not there at layer {layer} of {self.facts.name}, whose MLP is made of experts: record mlp_out "
+                f"site {site!r} is not there at layer {layer} of {self.facts.name}, whose MLP is made of experts: record mlp_out "
                 "instead."
             )
         return Tap(self.model.get_submodule(name))
