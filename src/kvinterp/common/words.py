@@ -18,7 +18,7 @@ Progress = Literal["bar", "none"]
 Existing = Literal["error", "overwrite", "use"]
 CacheErrors = Literal["aggregated", "whole"]
 Positions = Literal["newest", "all"]
-Kept = Literal["discard", "keep"]
+Kept = Literal["keep", "discard"]
 Site = Literal[
     "embed", "resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out", "q", "k", "v", "z", "result", "post",
     "attn_scores", "pattern", "cache_k", "cache_k_pre", "cache_v", "router", "experts", "kv", "resid", "routing",

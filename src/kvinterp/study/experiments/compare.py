@@ -194,14 +194,14 @@ class Compare(Experiment):
 
     def check(self) -> None:
         """Paths, strategy, protocol and sites too."""
-        from kvinterp.comparison import CACHE_ERRORS, PROTOCOLS
+        from kvinterp.common import words
         from kvinterp.models.hook_names import sites_of
         from kvinterp.models.inputs import check_choice, check_whole
 
         super().check()
-        check_choice("cache_errors", self.cache_errors, tuple(CACHE_ERRORS))
-        check_choice("protocol", self.protocol, tuple(PROTOCOLS))
-        check_choice("stop", self.stop, ("end of sequence", "length"))
+        check_choice("cache_errors", self.cache_errors, words.CacheErrors)
+        check_choice("protocol", self.protocol, words.Protocol)
+        check_choice("stop", self.stop, words.Stop)
         for name in ("max_new_tokens", "batch_size"):
             check_whole(name, getattr(self, name))
         sites_of(self.record or "")

@@ -102,6 +102,7 @@ class Patch(Experiment):
 
     def check(self) -> None:
         """What is moved, and at which steps, too."""
+        from kvinterp.common import words
         from kvinterp.models.answers import LOGIT_DIFFERENCE
         from kvinterp.models.hook_names import site_of
         from kvinterp.models.inputs import check_choice, check_known, check_text, check_whole
@@ -121,8 +122,8 @@ class Patch(Experiment):
         for name in self.distance.split(","):
             check_choice("distance", name.strip(), (*DISTANCES, LOGIT_DIFFERENCE))
         check_choice("direction", self.direction, DIRECTIONS)
-        check_choice("protocol", self.protocol, ("matched", "free"))
-        check_choice("controls", self.controls, ("all", "quick", "none"))
+        check_choice("protocol", self.protocol, words.Protocol)
+        check_choice("controls", self.controls, words.Controls)
         site, _ = site_of(self.site)
         check_patch_site(site)
         Moved(site, steps=_steps(self.steps))
