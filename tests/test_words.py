@@ -1,8 +1,14 @@
-"""The types that an editor offers are the tables that decide."""
+"""The types that an editor offers are the tables that decide.
+
+``python tests/test_words.py`` writes those that grow with the sites and the experiments anew.
+"""
 
 from __future__ import annotations
 
+import re
+import textwrap
 import typing
+from pathlib import Path
 
 import pytest
 
@@ -36,8 +42,12 @@ TABLES = {
 }
 
 
+GROWING = {"Site": words.Site, "PatchSite": words.PatchSite, "ExperimentName": words.ExperimentName}
+
+
 @pytest.mark.parametrize("word", TABLES, ids=lambda word: str(typing.get_args(word)[0]))
 def test_a_type_offers_what_there_is(word):
+    """Stale after a new site or experiment: `python tests/test_words.py` writes it anew."""
     assert sorted(typing.get_args(word)) == sorted(TABLES[word])
 
 
@@ -61,3 +71,13 @@ def test_options_have_them(function, options):
     hints = typing.get_type_hints(function)
     for name, word in options.items():
         assert word in typing.get_args(hints[name]) or hints[name] == word, name
+
+
+if __name__ == "__main__":
+    file = Path(words.__file__)
+    text = file.read_text(encoding="utf-8")
+    for name, word in GROWING.items():
+        lines = textwrap.wrap(", ".join(f'"{each}"' for each in TABLES[word]) + ",", 122, break_on_hyphens=False)
+        listed = "".join(f"    {line}\n" for line in lines)
+        text = re.sub(rf"(?m)^{name} = Literal\[\n(.*\n)*?\]", lambda _, n=name, of=listed: f"{n} = Literal[\n{of}]", text)
+    file.write_text(text, encoding="utf-8")

@@ -50,3 +50,11 @@ def test_steps_are_named_on_the_command_line_as_in_python(given: str) -> None:
     """The error advised (1, 4), which no command line took."""
     (cell,) = experiment_named("patch")(prompts="arithmetic:1", steps=given).cells()
     assert cell.settings["steps"] == (1, 3)
+
+
+@pytest.mark.parametrize(("name", "elsewhere"), [("compare", set()), ("patch", {"sweep", "preset"})])
+def test_every_option_reaches_the_work(name: str, elsewhere: set[str]) -> None:
+    """One that neither the function takes nor the experiment hands on would change nothing and be printed all the same."""
+    asked = experiment_named(name)("zoo:gqa2-mini", prompts="arithmetic:1")
+    settings = asked.cells()[0].settings
+    assert {field.name for field in dataclasses.fields(asked)} - elsewhere <= {*settings, *settings["model"]}

@@ -122,8 +122,10 @@ def _scale(here):
 def test_what_is_right_is_not_refused(tiny):
     """Only what a kind of model cannot give: of these every site is there."""
     for stem in ("Glm4", "Qwen3", "Gemma3", "Mixtral", "Llama4"):
-        routers = {"post"} if stem in ("Mixtral", "Llama4") else set(ROUTING_SITES)
-        assert recorded(tiny(stem, **ARCHITECTURES[stem]))[2] == routers, stem
+        lacking = "mlp" if stem in ("Mixtral", "Llama4") else "routing"
+        assert recorded(tiny(stem, **ARCHITECTURES[stem]))[2] == {
+            site for site in SITES if LAYOUTS[site].group == lacking
+        }, stem
 
 
 def test_a_refusal_says_why_and_what_to_record(tiny):

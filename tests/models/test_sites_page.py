@@ -1,4 +1,7 @@
-"""docs/sites.md is the table of sites, and its shapes are those that a trace has."""
+"""docs/sites.md is the table of sites, and its shapes are those that a trace has.
+
+``python tests/models/test_sites_page.py`` writes the page's table anew.
+"""
 
 from __future__ import annotations
 
@@ -10,20 +13,50 @@ import torch
 
 import kvinterp as kv
 from kvinterp.models import SITES
-from kvinterp.models.hook_names import hook_of
+from kvinterp.models.hook_names import HOOKS_READ, hook_of
+from kvinterp.models.sites import LAYOUTS
 
 PAGE = Path(__file__).parents[2] / "docs" / "sites.md"
+BEGIN, END = "<!-- the table: python tests/models/test_sites_page.py writes it -->\n", "<!-- end of the table -->\n"
 COLUMNS = ("site", "meaning", "newest", "recompute", "cached", "hook")
-ROWS = {
-    cells[0].strip("`"): dict(zip(COLUMNS, cells, strict=True))
-    for line in PAGE.read_text().splitlines()
-    if line.startswith("| `") and len(cells := [cell.strip() for cell in line.strip("|").split("|")]) == len(COLUMNS)
-}
+HEAD = ("site", "what it is", '`positions="newest"`', '`"all"`, recompute', '`"all"`, cached (step 0, later)', "hook")
+
+
+def shape(axes: list[str], rows: str, keys: str) -> str:
+    """A shape as the page has it, with so many rows and keys."""
+    lengths = {"position": rows, "query": rows, "key": keys}
+    return f"`{', '.join(lengths.get(axis, axis) for axis in axes)}`"
+
+
+def row_of(site: str) -> dict[str, str]:
+    """What the page says of a site, by :data:`COLUMNS`."""
+    layout = LAYOUTS[site]
+    axes = layout.axes.split(", ")
+    hook = next((hook for hook, of in HOOKS_READ.items() if of == site), "")
+    every, first, later = shape(axes, "T", "T"), shape(axes, "P", "P"), shape(axes, "1", "T")
+    cells = (
+        f"`{site}`",
+        layout.meaning,
+        shape([axis for axis in axes if axis not in ("position", "query")], "", "T"),
+        every,
+        every if layout.group == "cache" else f"{first}, then {later}",
+        f"`{hook}`" * bool(hook),
+    )
+    return dict(zip(COLUMNS, cells, strict=True))
+
+
+def table() -> str:
+    lines = [HEAD, ["---"] * len(HEAD), *(row.values() for row in ROWS.values())]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+ROWS = {site: row_of(site) for site in SITES}
 STEPS = 3
 
 
-def test_every_site_is_on_the_page_with_its_meaning_and_hook():
-    assert {site: row["meaning"] for site, row in ROWS.items()} == SITES
+def test_the_page_shows_every_site_with_its_meaning_shapes_and_hook():
+    """Stale after a change: `python tests/models/test_sites_page.py` writes it anew."""
+    assert BEGIN + table() + END in PAGE.read_text(encoding="utf-8")
     for site, row in ROWS.items():
         assert not row["hook"] or hook_of(row["hook"].strip("`")) in ((site, None), ("embed", 0))
 
@@ -45,7 +78,8 @@ def test_the_shapes_are_those_of_a_trace(kind, path, name):
     }
     prompt = len(model.encode("1 + 1 ="))
     for positions, column in (("newest", "newest"), ("all", path)):
-        sites = [site for site in SITES if site not in (("post",) if name == "moe-mini" else ("router", "experts"))]
+        lacking = "mlp" if name == "moe-mini" else "routing"
+        sites = [site for site in SITES if LAYOUTS[site].group != lacking]
         how = {"record": sites, "positions": positions, "layers": [1], "max_new_tokens": STEPS, "stop": "length"}
         trace = kv.run(model, "1 + 1 =", path, **how)
         for site in sites:
@@ -68,3 +102,8 @@ def test_a_ragged_pattern_is_padded_behind_as_the_page_says():
     assert whole[2, :, 1:].isnan().all()
     assert whole[0, :, :, prompt:].isnan().all()
     assert not whole[0, :, :, :prompt].isnan().any()
+
+
+if __name__ == "__main__":
+    before, rest = PAGE.read_text(encoding="utf-8").split(BEGIN)
+    PAGE.write_text(before + BEGIN + table() + END + rest.split(END)[1], encoding="utf-8")

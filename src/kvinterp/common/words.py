@@ -18,7 +18,7 @@ Progress = Literal["bar", "none"]
 Existing = Literal["error", "overwrite", "use"]
 CacheErrors = Literal["aggregated", "whole"]
 Positions = Literal["newest", "all"]
-Kept = Literal["discard", "keep"]
+Kept = Literal["keep", "discard"]
 Site = Literal[
     "embed", "resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out", "q", "k", "v", "z", "result", "post",
     "attn_scores", "pattern", "cache_k", "cache_k_pre", "cache_v", "router", "experts", "kv", "resid", "routing",
@@ -32,7 +32,7 @@ Direction = Literal["into-recompute", "into-cached"]
 Distance = Literal["kl", "l2", "margin", "logit_difference"]
 Controls = Literal["all", "quick", "none"]
 ExperimentName = Literal[
-    "accumulation", "audit", "behaviour", "bench-bugs", "boundary", "chain", "compare", "compare-runs", "decompose",
-    "demo", "equivalent-noise", "eval", "flip-law", "flips", "gqa", "kernels", "kv-error", "kv-write", "ladder", "layer-drift",
+    "accumulation", "audit", "behaviour", "bench-bugs", "boundary", "chain", "compare", "compare-runs", "decompose", "demo",
+    "equivalent-noise", "eval", "flip-law", "flips", "gqa", "kernels", "kv-error", "kv-write", "ladder", "layer-drift",
     "localisation", "mitigate", "norms", "patch", "propagation", "repeated-heads", "root-cause", "study", "susceptibility",
 ]  # fmt: skip

@@ -15,14 +15,12 @@ from torch import Tensor
 
 from kvinterp.common import words
 from kvinterp.common.progress import counting
-from kvinterp.comparison.cache_errors import CACHE_ERRORS
 from kvinterp.comparison.comparison import Comparison, Origin
 from kvinterp.comparison.forecast import forecast, say
 from kvinterp.comparison.recordable import COMPARED, recordable
 from kvinterp.comparison.rows import Choices, of_example
 from kvinterp.comparison.several import Comparisons
 from kvinterp.comparison.tables import Differences
-from kvinterp.comparison.vocabulary import PROTOCOLS
 from kvinterp.data import Prompt
 from kvinterp.errors import InputError, NonFiniteError, UnsupportedError, located, shown
 from kvinterp.models import Adapter, dtype_named, wrap
@@ -174,10 +172,10 @@ def compare(  # type: ignore[misc]
         raise InputError("b=[] was given: expected a path, or a list of at least one.")
     if (twice := next((path for path in others if others.count(path) > 1), None)) is not None:
         raise InputError(f"b names {str(twice)!r} twice: give each path once.")
-    check_choice("protocol", protocol, tuple(PROTOCOLS))
-    check_choice("stop", stop, ("end of sequence", "length"))
-    check_choice("progress", progress, ("bar", "none"))
-    check_choice("cache_errors", cache_errors, tuple(CACHE_ERRORS))
+    check_choice("protocol", protocol, words.Protocol)
+    check_choice("stop", stop, words.Stop)
+    check_choice("progress", progress, words.Progress)
+    check_choice("cache_errors", cache_errors, words.CacheErrors)
     check_seed(seed)
     check_callable("done", done)
     items, _ = listed(prompts, adapter.tokenizer)

@@ -23,7 +23,7 @@ from kvinterp.models.native import (
     plain_experts,
     transformers_facts,
 )
-from kvinterp.models.sites import ROUTING_SITES
+from kvinterp.models.sites import MLP_SITES, ROUTING_SITES
 from kvinterp.models.transformers_cache import OnTransformersCache, TransformersCache, model_cache
 
 
@@ -116,7 +116,7 @@ class BridgeAdapter(OnTransformersCache):
                 f"site {site!r} is not there: {self.facts.architecture} scales what it adds to the residual stream, and the "
                 "bridge shows that to hooks of TransformerLens' own only. Record resid_pre or resid_post instead."
             )
-        if site in ("resid_mid", "mlp_out", "post") and getattr(self.config, "model_type", "") == "opt":
+        if site in ("resid_mid", *MLP_SITES) and getattr(self.config, "model_type", "") == "opt":
             raise UnsupportedError(
                 f"site {site!r} is not there: {self.facts.architecture} runs its MLP on one row a token, without a batch, and "
                 "the bridge shows those rows. Record resid_pre, attn_out or resid_post instead."

@@ -15,31 +15,16 @@ from kvinterp.errors import InputError, shown, unexpected, unknown
 from kvinterp.models.attaching import Site
 from kvinterp.models.inputs import chosen_layers
 from kvinterp.models.native_sites import ATTENTION, DOWN, KEY, MLP, OUTPUT, QUERY, VALUE
-from kvinterp.models.sites import ROUTING_SITES, expand_sites, listed_names
+from kvinterp.models.sites import LAYOUTS, WITHIN_MLP, expand_sites, listed_names
 
 if TYPE_CHECKING:
     from kvinterp.models.adapter import Adapter
 
-HOOKS = {
-    "resid_pre": "hook_resid_pre",
-    "resid_mid": "hook_resid_mid",
-    "resid_post": "hook_resid_post",
-    "attn_out": "hook_attn_out",
-    "mlp_out": "hook_mlp_out",
-    "q": "attn.hook_q",
-    "k": "attn.hook_k",
-    "v": "attn.hook_v",
-    "z": "attn.hook_z",
-    "result": "attn.hook_result",
-    "post": "mlp.hook_post",
-    "embed": "hook_embed",
-    "attn_scores": "attn.hook_attn_scores",
-    "pattern": "attn.hook_pattern",
-}
+HOOKS = {site: layout.hook for site, layout in LAYOUTS.items() if layout.hook}
 """The hook of each site within a block, :data:`WHOLE` apart; cache sites are no hook's, but for the rotated keys."""
 WHOLE = ("embed",)
 """Sites that are the whole model's, and stand at layer 0."""
-_SITES = {hook: site for site, hook in HOOKS.items()} | {
+HOOKS_READ = {hook: site for site, hook in HOOKS.items()} | {
     "attn.hook_rot_k": "cache_k",
     # What a TransformerBridge calls them.
     "hook_in": "resid_pre",
@@ -51,6 +36,7 @@ _SITES = {hook: site for site, hook in HOOKS.items()} | {
     "mlp.gate.hook_out": "router",
     "mlp.hook_expert_indices": "experts",
 }
+"""The site of each hook that is read, those of :data:`HOOKS` and others' names for the same."""
 _MEANT = {
     "hook_pos_embed": "blocks.0.hook_resid_pre, the residual stream that enters the first block",
     "ln_final.hook_normalized": "hook_resid_post of the last block, which the final norm reads",
@@ -90,13 +76,13 @@ def hook_of(name: object) -> tuple[str, int | None] | None:
     if found is None:
         return None
     layer, hook = found.groups()
-    site = _SITES.get(hook) or _SITES.get(f"attn.{hook}")
+    site = HOOKS_READ.get(hook) or HOOKS_READ.get(f"attn.{hook}")
     if site is None:
         meant = _MEANT.get(hook) or _MEANT.get(f"attn.{hook}")
         if meant is not None:
             raise InputError(f"no site is at hook {shown(name)}: use {meant}.")
         raise unknown(
-            "hook", str(name), [f"blocks.{layer or 0}.{known}" for known in _SITES], "Every other hook is no site here."
+            "hook", str(name), [f"blocks.{layer or 0}.{known}" for known in HOOKS_READ], "Every other hook is no site here."
         )
     return site, 0 if layer is None and site in WHOLE else None if layer is None else int(layer)
 
@@ -283,5 +269,5 @@ def layers_with(adapter: Any, site: str, layers: Sequence[int]) -> Sequence[int]
     """
     if site in WHOLE:
         return [0]
-    found = [layer for layer in layers if adapter.supports(site, layer)] if site in (*ROUTING_SITES, "post") else []
+    found = [layer for layer in layers if adapter.supports(site, layer)] if site in WITHIN_MLP else []
     return found or layers

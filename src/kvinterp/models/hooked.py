@@ -18,7 +18,7 @@ from kvinterp.models.adapter import Adapter, CacheRead, KVStore, ModelInfo
 from kvinterp.models.caches import CacheKind, OwnCache, check_plain, lead
 from kvinterp.models.hook_names import hook_name
 from kvinterp.models.hooks import Tap, routing_tap
-from kvinterp.models.sites import ROUTING_SITES
+from kvinterp.models.sites import LAYOUTS, MLP_SITES, ROUTING_SITES
 
 
 def _turned(pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -218,7 +218,7 @@ class HookedAdapter(Adapter):
         if site in ("cache_k_pre", "cache_k", "cache_v"):
             raise UnsupportedError(f"site {site!r} has no hook in a HookedTransformer: it is read from the cache.")
         config: Any = self.model.cfg
-        if site in ("resid_mid", "mlp_out", "post") and config.attn_only:
+        if site in ("resid_mid", *MLP_SITES) and config.attn_only:
             raise UnsupportedError(
                 f"site {site!r} is not there in {self.facts.name}, which has attention and no MLP: record resid_pre, "
                 "attn_out or resid_post instead."
@@ -231,9 +231,9 @@ class HookedAdapter(Adapter):
         if site == "result":
             return Tap(block.attn, "heads", self.facts.query_heads, z=block.attn.hook_z)
         name = hook_name(site, layer)
-        if site == "post" and name not in self.model.hook_dict:  # type: ignore[operator]
+        if LAYOUTS[site].group == "mlp" and name not in self.model.hook_dict:  # type: ignore[operator]
             raise UnsupportedError(
-                f"site 'post' is not there at layer {layer} of {self.facts.name}, whose MLP is made of experts: record mlp_out "
+                f"site {site!r} is not there at layer {layer} of {self.facts.name}, whose MLP is made of experts: record mlp_out "
                 "instead."
             )
         return Tap(self.model.get_submodule(name))

@@ -6,6 +6,7 @@ import itertools
 import math
 import operator
 import re
+import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -93,9 +94,9 @@ def is_among(given: object, known: Iterable[Any]) -> bool:
         return False
 
 
-def check_choice(name: str, given: object, known: Iterable[str]) -> None:
-    """Raises InputError where ``given`` is not one of the known words."""
-    words = list(known)
+def check_choice(name: str, given: object, known: Any) -> None:
+    """Raises InputError where ``given`` is not one of the known words: some texts, or a type of :mod:`kvinterp.common.words`."""
+    words = list(typing.get_args(known) or known)
     if not isinstance(given, str) or given not in words:
         raise unexpected(name, given, " or ".join(map(repr, words)))
 

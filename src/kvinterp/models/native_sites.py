@@ -19,7 +19,7 @@ from kvinterp.errors import UnsupportedError
 from kvinterp.models.adapter import Adapter, ModelInfo
 from kvinterp.models.attaching import Site
 from kvinterp.models.hooks import Tap, hooks_suspended, routing_tap, tap_hooks
-from kvinterp.models.sites import ROUTING_SITES
+from kvinterp.models.sites import LAYOUTS, ROUTING_SITES
 
 ATTENTION = ("self_attn", "attn", "attention", "self_attention")
 MLP = ("mlp", "feed_forward", "block_sparse_moe", "ffn", "fc2")
@@ -31,7 +31,11 @@ DOWN = ("down_proj", "c_proj", "fc2", "dense_4h_to_h", "fc_out", "w2")
 # The norm whose input is the residual stream between attention and MLP, in the order they are looked for.
 BEFORE_MLP = ("pre_feedforward_layernorm", "ln_2", "post_attention_layernorm", "final_layer_norm")
 
-INSIDE = ("resid_mid", "attn_out", "mlp_out", "q", "k", "v", "z", "post", "attn_scores", "pattern", *ROUTING_SITES)
+INSIDE = tuple(
+    site for site, layout in LAYOUTS.items()
+    if layout.group in ("residual", "attention", "mlp", "routing") and site not in ("resid_pre", "resid_post", "result")
+)  # fmt: skip
+"""Sites that a module inside a block shows; results are made of z."""
 ROUNDING = 2.0**-6
 """What may be lost in a sum of two or three numbers, in 16 bits or with a cast inside, relative to their sizes."""
 
@@ -233,7 +237,7 @@ def check_sites(adapter: Adapter, sites: NativeSites) -> Checked:
         if site in INSIDE and times != 1:
             where = "no module of this layer shows it" if times == 0 else f"its module runs {times} times in one forward"
             checked.refused[site, layer] = where
-        elif site == "post" and shown.raw[site, layer][0].dim() == 2:
+        elif LAYOUTS[site].group == "mlp" and shown.raw[site, layer][0].dim() == 2:
             checked.refused[site, layer] = "its tensor has no dimension for the batch there"
     for layer in range(adapter.facts.layers):
         for found in (_residual(shown, layer), _projections(shown, layer, checked), _patterns(shown, layer)):

@@ -1,21 +1,6 @@
-"""The table of sites: what each is, which axis of its tensor counts what, and which group it belongs to.
+"""The table of sites: what each is, which group it belongs to, its axes, and what TransformerLens calls it.
 
-Layouts are the same for every kind of model:
-
-==================================================  =============================================
-sites                                               shape
-==================================================  =============================================
-resid_pre, resid_mid, resid_post, attn_out, mlp_out  ``[batch, position, width]``
-embed                                               ``[batch, position, width]``, of the whole model, at layer 0
-q, z                                                ``[batch, position, query_head, head_dim]``
-k, v                                                ``[batch, position, kv_head, head_dim]``
-result                                              ``[batch, position, query_head, width]``
-post                                                ``[batch, position, neuron]``
-attn_scores, pattern                                ``[batch, query_head, query, key]``
-cache_k, cache_k_pre, cache_v                       ``[batch, kv_head, position, head_dim]``
-router                                              ``[batch, position, expert]``
-experts                                             ``[batch, position, chosen]``, whole numbers
-==================================================  =============================================
+Whatever else is known of a site is read from its row. Axes are the same for every kind of model, the batch in front of them.
 """
 
 from __future__ import annotations
@@ -29,28 +14,49 @@ from kvinterp.models.inputs import check_known, given_list
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """How the tensor of a site is laid out, batch first.
+    """What a site is, and how its tensor is laid out.
 
     Attributes:
         meaning: What the site is.
         group: ``"embedding"``, ``"residual"``, ``"attention"``, ``"mlp"``, ``"cache"`` or ``"routing"``.
-        rows: The axis that numbers positions; of scores and patterns those of the queries.
-        heads: The axis that numbers heads; 0, the batch's, where there are none.
-        head_kind: ``"query"`` or ``"KV"``, or empty.
-        keys: The axis that numbers the keys that are attended to; 0 where there is none.
+        axes: What each axis behind the batch's numbers, with commas.
+        hook: TransformerLens's hook in a block, or in the whole model for the embedding; empty where it has none by which the
+            site is found.
     """
 
     meaning: str
     group: str
-    rows: int = 1
-    heads: int = 0
-    head_kind: str = ""
-    keys: int = 0
+    axes: str
+    hook: str = ""
 
-    @property
+    @functools.cached_property
+    def _axes(self) -> list[str]:
+        return ["batch", *self.axes.split(", ")]
+
+    @functools.cached_property
+    def rows(self) -> int:
+        """The axis that numbers positions; of scores and patterns those of the queries."""
+        return next(at for at, axis in enumerate(self._axes) if axis in ("position", "query", "row"))
+
+    @functools.cached_property
+    def heads(self) -> int:
+        """The axis that numbers heads; 0, the batch's, where there are none."""
+        return next((at for at, axis in enumerate(self._axes) if axis.endswith("_head")), 0)
+
+    @functools.cached_property
+    def head_kind(self) -> str:
+        """``"query"`` or ``"KV"``, or empty."""
+        return {"query_head": "query", "kv_head": "KV"}.get(self._axes[self.heads], "")
+
+    @functools.cached_property
+    def keys(self) -> int:
+        """The axis that numbers the keys that are attended to; 0 where there is none."""
+        return self._axes.index("key") if "key" in self._axes else 0
+
+    @functools.cached_property
     def dimensions(self) -> int:
-        """How many axes there are, the batch's among them; heads have a width, the positions of rows have none."""
-        return 4 if self.heads and self.group != "rows" else 3
+        """How many axes there are, the batch's among them."""
+        return len(self._axes)
 
     @property
     def gathers(self) -> bool:
@@ -61,42 +67,46 @@ class Layout:
         return self.rows == 1
 
 
-_residual = functools.partial(Layout, group="residual")
-_projected = functools.partial(Layout, group="attention", heads=2)
-_attended = functools.partial(Layout, group="attention", rows=2, heads=1, head_kind="query", keys=3)
-_cached = functools.partial(Layout, group="cache", rows=2, heads=1, head_kind="KV")
-_routed = functools.partial(Layout, group="routing")
+_STREAM = "position, width"
+_QUERIES, _KEYS = "position, query_head, head_dim", "position, kv_head, head_dim"
+_ATTENDED, _CACHED = "query_head, query, key", "kv_head, position, head_dim"
 
 LAYOUTS: dict[str, Layout] = {
-    "embed": Layout(
-        "what the token embedding gives, before positions are added (the whole model's, at layer 0)", "embedding"
-    ),
-    "resid_pre": _residual("residual stream entering the block"),
-    "resid_mid": _residual("residual stream between attention and MLP"),
-    "resid_post": _residual("residual stream leaving the block"),
-    "attn_out": _residual("what attention adds to the residual stream"),
-    "mlp_out": _residual("what the MLP adds to the residual stream"),
-    "q": _projected("queries before RoPE, after the norm on queries if there is one", head_kind="query"),
-    "k": _projected("keys of the new positions before RoPE, after the norm on keys if there is one", head_kind="KV"),
-    "v": _projected("values as projected for the new positions", head_kind="KV"),
-    "z": _projected("attention's output per head, before the output projection", head_kind="query"),
-    "result": _projected("what each head adds to attention's output: z times its part of W_O", head_kind="query"),
-    "post": Layout("neurons of the MLP, behind activation and gate: what its down projection reads", "mlp"),
-    "attn_scores": _attended("attention scores, masked, before the softmax"),
-    "pattern": _attended("attention probabilities after the softmax"),
-    "cache_k": _cached("keys of every position as attention reads them, after RoPE"),
-    "cache_k_pre": _cached("keys of every position before RoPE"),
-    "cache_v": _cached("values of every position as attention reads them"),
-    "router": _routed("logits of the router, one per expert (mixtures of experts)"),
-    "experts": _routed("the experts that the router chose, by number (mixtures of experts)"),
-}
+    "embed": Layout("what the token embedding gives, before positions are added (the whole model's, at layer 0)", "embedding",
+                    _STREAM, "hook_embed"),
+    "resid_pre": Layout("residual stream entering the block", "residual", _STREAM, "hook_resid_pre"),
+    "resid_mid": Layout("residual stream between attention and MLP", "residual", _STREAM, "hook_resid_mid"),
+    "resid_post": Layout("residual stream leaving the block", "residual", _STREAM, "hook_resid_post"),
+    "attn_out": Layout("what attention adds to the residual stream", "residual", _STREAM, "hook_attn_out"),
+    "mlp_out": Layout("what the MLP adds to the residual stream", "residual", _STREAM, "hook_mlp_out"),
+    "q": Layout("queries before RoPE, after the norm on queries if there is one", "attention", _QUERIES, "attn.hook_q"),
+    "k": Layout("keys of the new positions before RoPE, after the norm on keys if there is one", "attention", _KEYS,
+                "attn.hook_k"),
+    "v": Layout("values as projected for the new positions", "attention", _KEYS, "attn.hook_v"),
+    "z": Layout("attention's output per head, before the output projection", "attention", _QUERIES, "attn.hook_z"),
+    "result": Layout("what each head adds to attention's output: z times its part of W_O", "attention",
+                     "position, query_head, width", "attn.hook_result"),
+    "post": Layout("neurons of the MLP, behind activation and gate: what its down projection reads", "mlp",
+                   "position, neuron", "mlp.hook_post"),
+    "attn_scores": Layout("attention scores, masked, before the softmax", "attention", _ATTENDED, "attn.hook_attn_scores"),
+    "pattern": Layout("attention probabilities after the softmax", "attention", _ATTENDED, "attn.hook_pattern"),
+    "cache_k": Layout("keys of every position as attention reads them, after RoPE", "cache", _CACHED),
+    "cache_k_pre": Layout("keys of every position before RoPE", "cache", _CACHED),
+    "cache_v": Layout("values of every position as attention reads them", "cache", _CACHED),
+    "router": Layout("logits of the router, one per expert (mixtures of experts)", "routing", "position, expert"),
+    "experts": Layout("the experts that the router chose, by number (mixtures of experts)", "routing", "position, chosen"),
+}  # fmt: skip
 SITES: dict[str, str] = {site: layout.meaning for site, layout in LAYOUTS.items()}
 ROWS = "cache_positions"
 """No site to ask for: it is recorded beside others where a policy may let go of rows, ``[batch, kv_head, row]``."""
-LAYOUTS[ROWS] = Layout("absolute positions of the rows in the cache", "rows", rows=2, heads=1, head_kind="KV")
+LAYOUTS[ROWS] = Layout("absolute positions of the rows in the cache", "rows", "kv_head, row")
 RESIDUAL_SITES = tuple(site for site, layout in LAYOUTS.items() if layout.group == "residual")
 CACHE_SITES = tuple(site for site, layout in LAYOUTS.items() if layout.group == "cache")
 ROUTING_SITES = tuple(site for site, layout in LAYOUTS.items() if layout.group == "routing")
+WITHIN_MLP = tuple(site for site, layout in LAYOUTS.items() if layout.group in ("mlp", "routing"))
+"""What is within an MLP: a layer may have none of it, where another has."""
+MLP_SITES = ("mlp_out", *WITHIN_MLP)
+"""What is of the MLP, and so behind ``resid_mid``."""
 ATTENDED_SITES = tuple(site for site, layout in LAYOUTS.items() if layout.keys)
 GROUPS = {"kv": ("cache_k", "cache_v"), "resid": ("resid_pre", "resid_mid", "resid_post"), "routing": ROUTING_SITES}
 """Names for several sites."""

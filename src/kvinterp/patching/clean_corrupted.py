@@ -16,6 +16,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from kvinterp import metrics
+from kvinterp.common import words
 from kvinterp.common.kept import Kept, signed
 from kvinterp.comparison.vocabulary import UNCHANGED
 from kvinterp.errors import InputError, located
@@ -225,7 +226,7 @@ def activation_patching(
         ("over", over, OVER),
         *([] if callable(distance) else [("distance", distance, ("kl", "l2", LOGIT_DIFFERENCE))]),
         ("method", method, METHODS),
-        ("progress", progress, ("bar", "none")),
+        ("progress", progress, words.Progress),
     ):
         check_choice(name, value, known)
     pair = asked_pair(adapter, "function" if callable(distance) else distance, answers)

@@ -32,6 +32,7 @@ import pandas as pd
 import torch
 
 from kvinterp import metrics
+from kvinterp.common import words
 from kvinterp.common.kept import Kept, signed
 from kvinterp.common.numbers import counted
 from kvinterp.common.progress import each
@@ -155,7 +156,7 @@ def decompose(
     """
     adapter = wrap(model)
     check_splittable(adapter, suffix)
-    check_choice("progress", progress, ("bar", "none"))
+    check_choice("progress", progress, words.Progress)
     paths = two_paths(cached, recompute, "a decomposition")
     if plant is not None:
         check_instance("plant", plant, Plant, "a Plant, such as kv.Plant('kv', layer=1), or None")

@@ -21,13 +21,11 @@ from kvinterp.models import Adapter
 from kvinterp.models.attaching import Listener, Site
 from kvinterp.models.hook_names import WHOLE
 from kvinterp.models.inputs import check_instance, chosen_layers
-from kvinterp.models.sites import LAYOUTS, ROUTING_SITES
+from kvinterp.models.sites import LAYOUTS, MLP_SITES
 from kvinterp.patching.given import Given
 from kvinterp.patching.hook import PatchHook, Window
 from kvinterp.patching.patch import PATCHED_CACHE, Patch
 from kvinterp.patching.resid_mid import one_after_the_other
-
-_OF_MLP = ("post", "mlp_out", *ROUTING_SITES)
 
 
 def receivers_of(adapter: Adapter, given: Any) -> tuple[Patch, ...]:
@@ -104,7 +102,7 @@ def held_between(sender: Patch, receivers: Sequence[Patch]) -> list[Site]:
 def _point(site: str, layer: int, side: int) -> int:
     """Where a site reads (side 0) or writes (1) the stream: twice its layer at the block's input, one more before the MLP."""
     stream = {**dict.fromkeys(WHOLE, 0), "resid_pre": 0, "resid_mid": 1, "resid_post": 2}
-    return 2 * layer + stream.get(site, side + (site in _OF_MLP))
+    return 2 * layer + stream.get(site, side + (site in MLP_SITES))
 
 
 class Sending(PatchHook):

@@ -60,7 +60,6 @@ DIRECTIONS = {
     "into-recompute": "the cached path's tensors are put into the recompute path",
     "into-cached": "the recompute path's tensors are put into the cached path, where they persist through K and V",
 }
-PROTOCOLS = ("matched", "free")
 STREAM = ("resid_pre", "resid_mid", "resid_post")
 """Sites that are the whole residual stream: what is put back there undoes everything before it in the same rows."""
 PRESETS: dict[str, dict[str, Any]] = {
@@ -174,18 +173,18 @@ def sweep(
     distance = name_of(distance) if callable(distance) else distance
     for name, given, known in (
         ("direction", direction, DIRECTIONS),
-        ("protocol", protocol, PROTOCOLS),
+        ("protocol", protocol, words.Protocol),
         *(
             []
             if functions
             else [("distance", name.strip(), (*DISTANCES, LOGIT_DIFFERENCE)) for name in str(distance).split(",")]
         ),
-        ("controls", controls, ("all", "quick", "none")),
-        ("logits", logits, ("keep", "discard")),
-        ("stop", stop, ("end of sequence", "length")),
-        ("progress", progress, ("bar", "none")),
+        ("controls", controls, words.Controls),
+        ("logits", logits, words.Kept),
+        ("stop", stop, words.Stop),
+        ("progress", progress, words.Progress),
     ):
-        check_choice(name, given, tuple(known))
+        check_choice(name, given, known)
     tokens = encode_all(adapter, prompts, max_new_tokens)
     paths = two_paths(cached, recompute, "a sweep", calls=True)
     spot = positions_of(("all" if site in PATCHED_CACHE else "newest") if positions is None else positions)
@@ -274,7 +273,7 @@ def highest_kl(
         InputError: Something given does not fit.
     """
     adapter = wrap(model)
-    for name, given, known in (("protocol", protocol, PROTOCOLS), ("progress", progress, ("bar", "none"))):
+    for name, given, known in (("protocol", protocol, words.Protocol), ("progress", progress, words.Progress)):
         check_choice(name, given, known)
     tokens = encode_all(adapter, prompts, max_new_tokens)
     paths = two_paths(cached, recompute, "a sweep", calls=True)

@@ -22,6 +22,7 @@ from kvinterp.models import Adapter, dtype_named
 from kvinterp.models.attaching import Listener, Site
 from kvinterp.models.sites import ATTENDED_SITES
 from kvinterp.paths.calls.base import Feeder
+from kvinterp.paths.chunks import in_chunks
 from kvinterp.paths.forwards import HookedForwards
 from kvinterp.paths.model_cache import Stores, path_store, uncached
 from kvinterp.paths.path import ExecutionPath, Recompute
@@ -227,7 +228,7 @@ class _FilledColumns(PathHook):
 
 
 def _forward(adapter: Adapter, tokens: Tensor, store: Store | None, chunk: int | None) -> Tensor:
-    for piece in tokens.split(min(chunk or tokens.shape[1], tokens.shape[1]), 1):
+    for piece in in_chunks(tokens, chunk):
         logits = adapter.forward(piece, store)
         if store is not None:
             store.settle()

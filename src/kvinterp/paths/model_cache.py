@@ -19,6 +19,7 @@ from kvinterp.models import Adapter, dtype_named
 from kvinterp.models.caches import OwnCache, Preallocated
 from kvinterp.models.hooks import hooks_suspended
 from kvinterp.models.provenance import autocast
+from kvinterp.paths.chunks import in_chunks
 from kvinterp.paths.forwards import HookedForwards
 from kvinterp.paths.path import ExecutionPath
 from kvinterp.paths.store import Growing, PassThrough, ReadListener, Store, policy_listeners
@@ -216,7 +217,7 @@ def _alike(adapter: Adapter, path: ExecutionPath, batch: int, length: int, room:
     ids = (torch.arange(batch * (length + room), device=adapter.device) * 7 + turn * 31 + 3) % adapter.facts.vocabulary
     tokens, numbers = ids.reshape(batch, -1), 0
     lanes = [_Lane(adapter, path, stores, batch, length, room) for stores in (own_store, growing_store)]
-    for piece in (*tokens[:, :length].split(min(path.chunk or length, length), 1), *tokens[:, length:].split(1, 1)):
+    for piece in (*in_chunks(tokens[:, :length], path.chunk), *tokens[:, length:].split(1, 1)):
         one, other = (lane.feed(piece) for lane in lanes)
         if not all(torch.equal(a, b) for a, b in zip(one, other, strict=True)):
             return 0

@@ -83,8 +83,8 @@ def run(
         NonFiniteError: NaN or Inf logits (for a list the trace says so in ``failure`` and the rest goes on).
     """
     adapter, path, strategy = wrap(model), path_named(path), strategy_named(strategy)
-    check_choice("logits", logits, ("keep", "discard"))
-    check_choice("stop", stop, ("end of sequence", "length"))
+    check_choice("logits", logits, words.Kept)
+    check_choice("stop", stop, words.Stop)
     check_seed(seed)
     items, single = listed(prompt, adapter.tokenizer)
     prompts = [encode(adapter, item, max_new_tokens) for item in items]

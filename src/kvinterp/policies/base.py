@@ -144,6 +144,7 @@ class Selective(Policy):
 
     A policy that derives from it writes :meth:`written` (new rows on their way in), :meth:`seen` (rows held, on their way to
     attention), or both; where a layer or head is left out, its tensors go through untouched, to the very tensor.
+    One that is of K or V alone unless asked gives ``on`` another default, in a field that is ``kw_only`` as here.
 
     Attributes:
         on: ``"kv"``, ``"k"`` or ``"v"``.

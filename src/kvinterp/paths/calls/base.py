@@ -19,6 +19,7 @@ from torch import Tensor
 from kvinterp.common.spec import text_of
 from kvinterp.errors import UnsupportedError
 from kvinterp.models import Adapter
+from kvinterp.paths.chunks import in_chunks
 from kvinterp.paths.view import View
 
 log = logging.getLogger("kvinterp")
@@ -206,7 +207,7 @@ class Feeder:
     def pieces(self, tokens: Tensor, masking: Masking = NOTHING, own: Tensor | None = None) -> Tensor:
         """Logits of a prompt, ``[batch, position, vocab]``, fed in chunks where the path says so."""
         begun, made = 0, []
-        for piece in tokens.split(min(self.chunk or tokens.shape[1], tokens.shape[1]), 1):
+        for piece in in_chunks(tokens, self.chunk):
             stop = begun + piece.shape[1]
             made.append(self.forward(piece, masking.of(begun, stop), None if own is None else own[begun:stop]))
             begun = stop

@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 
 import pandas as pd
 
+from kvinterp.common import words
 from kvinterp.common.numbers import between, counted, number
 from kvinterp.common.progress import each
 from kvinterp.comparison import COLUMNS, PARTS, Comparison, compare, failures_kept
@@ -91,7 +92,7 @@ class Behaviour(OfModels):
         super().check()
         if not self.strategies:
             raise InputError("the list of strategies is empty: give at least one, such as greedy.")
-        check_choice("stop", self.stop, ("end of sequence", "length"))
+        check_choice("stop", self.stop, words.Stop)
         self.chosen_strategies()
         paths_of(self.kernels)
 

@@ -7,6 +7,7 @@ refused here, before anything runs.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -130,6 +131,15 @@ def handed(kind: type[Experiment], shared: Mapping[str, Any], own: Mapping[str, 
             taken[called] = value if called == name else value[0]
     made = kind(**taken | mine)
     return dataclasses.replace(made, **{name: fields[name].default for name in taken if not is_read(made, fields[name])})
+
+
+def taken_by(experiment: Experiment, *functions: Callable[..., Any]) -> dict[str, Any]:
+    """The choices of an experiment that one of some functions takes, by the names of its parameters.
+
+    So an option of a command that a function of kvinterp has too is handed on by being there.
+    """
+    takes = {name for function in functions for name in inspect.signature(function).parameters}
+    return {name: getattr(experiment, name) for name in _fields(type(experiment)) if name in takes}
 
 
 def check_handed(

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvinterp.errors import InputError, KvinterpError
 from kvinterp.study.experiments.base import Experiment, Outcome, numbered
+from kvinterp.study.experiments.choices import taken_by
 from kvinterp.study.experiments.options import DRAWS, model, option, sampled, shared
 
 if TYPE_CHECKING:
@@ -39,14 +40,6 @@ class Compare(Experiment):
         "routing",
     )
     FILES: ClassVar = ("prompts.jsonl",)
-    DRAWN: ClassVar = (
-        "kl_by_step",
-        "drift_by_layer",
-        "attention_by_head",
-        "kv_by_position",
-        "routing_by_step",
-        "precision_ladder",
-    )
     UNIT: ClassVar = "prompts"
     PARTIAL: ClassVar = "yes"
 
@@ -89,6 +82,13 @@ class Compare(Experiment):
         ),
     )
 
+    @classmethod
+    def drawn(cls) -> tuple[str, ...]:
+        """The charts of comparisons, and that of several dtypes, which a demo draws."""
+        from kvinterp.study.findings.of_comparison import NAMES
+
+        return (*NAMES, "precision_ladder")
+
     def settled(self) -> Experiment:
         """Of a path that was walked elsewhere another experiment, in which nothing is decided here but our own path."""
         from kvinterp.paths import given_of
@@ -109,11 +109,12 @@ class Compare(Experiment):
 
     def cells(self) -> list[Cell]:
         """A cell a prompt."""
+        from kvinterp.comparison import compare
         from kvinterp.data import load_prompts
         from kvinterp.study.cells import Cell
 
         count = len(load_prompts(self.prompts))
-        settings = {"model": self.named(), **{name: getattr(self, name) for name in _PASSED}, **self._recorded()}
+        settings = {**taken_by(self, compare), "model": self.named(), **self._recorded()}
         return [Cell(f"example-{number}", f"{__name__}:compared", settings) for number in range(count)]
 
     def settings(self) -> dict[str, Any]:
@@ -193,14 +194,14 @@ class Compare(Experiment):
 
     def check(self) -> None:
         """Paths, strategy, protocol and sites too."""
-        from kvinterp.comparison import CACHE_ERRORS, PROTOCOLS
+        from kvinterp.common import words
         from kvinterp.models.hook_names import sites_of
         from kvinterp.models.inputs import check_choice, check_whole
 
         super().check()
-        check_choice("cache_errors", self.cache_errors, tuple(CACHE_ERRORS))
-        check_choice("protocol", self.protocol, tuple(PROTOCOLS))
-        check_choice("stop", self.stop, ("end of sequence", "length"))
+        check_choice("cache_errors", self.cache_errors, words.CacheErrors)
+        check_choice("protocol", self.protocol, words.Protocol)
+        check_choice("stop", self.stop, words.Stop)
         for name in ("max_new_tokens", "batch_size"):
             check_whole(name, getattr(self, name))
         sites_of(self.record or "")
@@ -219,9 +220,6 @@ class Compare(Experiment):
         layers = chosen_layers(adapter, self.layers)
         sites, left_out = recordable(adapter, self.record, layers)
         return {"record": list(sites), "layers": list(layers), "left_out": left_out}
-
-
-_PASSED = ("prompts", "a", "b", "protocol", "strategy", "max_new_tokens", "seed", "stop", "cache_errors", "batch_size")
 
 
 def compared(

@@ -17,6 +17,7 @@ from kvinterp.common.numbers import counted, listed, number
 from kvinterp.errors import InputError
 from kvinterp.study.cells import Cell, Made, joined, loaded
 from kvinterp.study.experiments.base import Experiment, Outcome
+from kvinterp.study.experiments.choices import taken_by
 from kvinterp.study.experiments.options import model, option, shared
 from kvinterp.study.experiments.outcome import records
 from kvinterp.study.findings import Chart, Panel, finding, findings_of
@@ -80,14 +81,14 @@ class Eval(Experiment):
         from kvinterp.study.experiments.circumstances import tried
 
         paths = self.paths()
-        more = {name: getattr(self, name) for name in _PASSED}
+        more = taken_by(self, measured, _harness().evaluated)
         for adapter in self.adapters():
             tried(adapter, paths)
         return [
             Cell(
                 f"task-{place}-{turn}",
                 f"{__name__}:measured",
-                {"model": self.named(), "task": name, "path": path, **more},
+                {**more, "model": self.named(), "task": name, "path": path},
                 f"{name} on {path}",
             )
             for place, name in enumerate(self._names())
@@ -198,11 +199,6 @@ def score_named(row: Mapping[str, Any]) -> str:
     """A score's name: task, metric, and the filter where there is one."""
     kept = "" if row["filter"] == "none" else f" ({row['filter']})"
     return f"{row['task']}, {row['metric']}{kept}"
-
-
-_PASSED = (
-    "through", "include", "limit", "fewshot", "chat", "system", "seed", "unsafe_code", "batch_size",
-)  # fmt: skip
 
 
 def _harness() -> Any:

@@ -16,6 +16,7 @@ from kvinterp.errors import InputError
 from kvinterp.study.behaviour.scores import AGAIN
 from kvinterp.study.cells import Cell, Made, joined, loaded
 from kvinterp.study.experiments.base import Experiment, Outcome
+from kvinterp.study.experiments.choices import taken_by
 from kvinterp.study.experiments.equivalent_noise import error_of_policy, pooled, usable
 from kvinterp.study.experiments.options import DRAWS, argument, option, sampled, shared
 from kvinterp.study.experiments.outcome import records
@@ -165,7 +166,7 @@ class KvError(Experiment):
         policies.pop("identity", None)
         stored = {"exact": "", "stored": "[prefill=stored]"}
         tried(adapter, (f"cached{stored[reading]}+{text}" for text in policies for reading in self.chosen_readings()))
-        shared = {"model": self.named(), **{name: getattr(self, name) for name in _PASSED}}
+        shared = {"model": self.named(), **taken_by(self, behaviour_of)}
         cells = []
         arms = [(CONTROL, "identity", ["exact"]), (AGAIN, "identity", ["exact"])]
         arms += [(text, text, self.chosen_readings()) for text in policies]
@@ -309,9 +310,6 @@ class KvError(Experiment):
 def only_these(table: pd.DataFrame, names: Sequence[str]) -> pd.DataFrame:
     """The rows of some metrics."""
     return table[table["metric"].isin(list(names))]
-
-
-_PASSED = ("instructions", "problems", "texts", "strings", "strategy", "max_new_tokens")
 
 
 # One run ---------------------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 from kvinterp.data import load_prompts
 from kvinterp.study.cells import Cell, Made, joined, loaded
 from kvinterp.study.experiments.base import Experiment, Outcome, numbered
+from kvinterp.study.experiments.choices import taken_by
 from kvinterp.study.experiments.options import model, option, shared
 from kvinterp.study.findings.of_patching import charts_of_sweep, headline_of_sweep, rows_of_sweep
 
@@ -101,6 +102,7 @@ class Patch(Experiment):
 
     def check(self) -> None:
         """What is moved, and at which steps, too."""
+        from kvinterp.common import words
         from kvinterp.models.answers import LOGIT_DIFFERENCE
         from kvinterp.models.hook_names import site_of
         from kvinterp.models.inputs import check_choice, check_known, check_text, check_whole
@@ -120,8 +122,8 @@ class Patch(Experiment):
         for name in self.distance.split(","):
             check_choice("distance", name.strip(), (*DISTANCES, LOGIT_DIFFERENCE))
         check_choice("direction", self.direction, DIRECTIONS)
-        check_choice("protocol", self.protocol, ("matched", "free"))
-        check_choice("controls", self.controls, ("all", "quick", "none"))
+        check_choice("protocol", self.protocol, words.Protocol)
+        check_choice("controls", self.controls, words.Controls)
         site, _ = site_of(self.site)
         check_patch_site(site)
         Moved(site, steps=_steps(self.steps))
@@ -131,11 +133,12 @@ class Patch(Experiment):
 
     def cells(self) -> list[Cell]:
         """A cell a prompt that is patched, in the order of their KL where only some are."""
+        from kvinterp.patching import sweep
+
         count = len(load_prompts(self.prompts))
         if self.examples is not None:
             count = min(count, self.examples)
-        given = {name: getattr(self, name) for name in _PASSED}
-        settings = {"model": self.named(), **given, "over": self.sweep, "steps": _steps(self.steps)}
+        settings = {**taken_by(self, sweep), "model": self.named(), "over": self.sweep, "steps": _steps(self.steps)}
         return [Cell(f"patched-{place}", f"{__name__}:patched", settings) for place in range(count)]
 
     def reduce(self, made: Mapping[str, Made], settings: Mapping[str, Any], folder: Path | None) -> Outcome:
@@ -156,21 +159,6 @@ def _steps(given: str) -> str | tuple[int, ...]:
     """A word, or the steps that are named with commas between."""
     named = [each.strip() for each in given.strip("() ,").split(",")]
     return tuple(map(int, named)) if all(map(str.isdecimal, named)) else given
-
-
-_PASSED = (
-    "prompts",
-    "site",
-    "direction",
-    "protocol",
-    "distance",
-    "answers",
-    "receiver",
-    "examples",
-    "max_new_tokens",
-    "controls",
-    "batch_size",
-)
 
 
 def patched(
