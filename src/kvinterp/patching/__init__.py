@@ -7,6 +7,7 @@ from kvinterp.patching.asking import DONORS, Asked, PatchAnswer
 from kvinterp.patching.bench import PatchBench
 from kvinterp.patching.clean_corrupted import ActivationPatching, activation_patching
 from kvinterp.patching.decomposition import Decomposition, decompose
+from kvinterp.patching.distances import DISTANCES
 from kvinterp.patching.donors import donor_trace, mean_donor, resample_donor
 from kvinterp.patching.hook import PatchHook
 from kvinterp.patching.localising import Cause, localise
@@ -14,7 +15,7 @@ from kvinterp.patching.patch import PATCH_SITES, Patch
 from kvinterp.patching.patch_map import VIEWS, PatchMap
 from kvinterp.patching.planted import PLACES, Plant
 from kvinterp.patching.recompute import PureRecompute
-from kvinterp.patching.sweeping import DIRECTIONS, DISTANCES, PRESETS, SWEEPS, highest_kl, sweep
+from kvinterp.patching.sweeping import DIRECTIONS, PRESETS, SWEEPS, highest_kl, sweep
 from kvinterp.patching.table import Sweep
 
 __all__ = [

@@ -17,8 +17,8 @@ from kvinterp.models import Adapter
 from kvinterp.models.answers import LOGIT_DIFFERENCE, logit_difference
 from kvinterp.models.inputs import check_choice, check_known
 from kvinterp.patching.ablation import ABLATIONS, Ablation
+from kvinterp.patching.distances import DISTANCES, check_finite
 from kvinterp.patching.patch import PATCHED_CACHE, Patch, Positions, check_patch_site
-from kvinterp.patching.side_by_side import DISTANCES, check_finite
 from kvinterp.patching.sweeping import DIRECTIONS
 from kvinterp.recording import Trace
 

@@ -23,11 +23,11 @@ from kvinterp.models.threads import own_threads
 from kvinterp.patching.ablation import ZERO, Ablation
 from kvinterp.patching.asking import EVERY, MEASURED, Asked, PatchAnswer, answer_of, distance, pair_of
 from kvinterp.patching.clean_corrupted import check_aligned
+from kvinterp.patching.distances import check_finite
 from kvinterp.patching.donors import mean_donor, resample_donor
 from kvinterp.patching.hook import PatchHook
 from kvinterp.patching.patch import Patch, Positions, stored_sites
 from kvinterp.patching.recompute import PureRecompute
-from kvinterp.patching.side_by_side import check_finite
 from kvinterp.paths import Runner, path_named, run
 from kvinterp.paths.decode import fed_to_all, lockstep
 from kvinterp.recording import Trace

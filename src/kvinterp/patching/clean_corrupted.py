@@ -26,13 +26,13 @@ from kvinterp.models.inputs import check_choice, check_unread, check_whole, chos
 from kvinterp.models.provenance import provenance
 from kvinterp.models.sites import LAYOUTS
 from kvinterp.models.threads import own_threads
+from kvinterp.patching.distances import DISTANCES, check_finite, name_of, one_number
 from kvinterp.patching.given import Given
 from kvinterp.patching.gradients import Gradients
 from kvinterp.patching.hook import PatchHook
 from kvinterp.patching.patch import Patch, Where, check_patch_site, positions_of, stored_sites
 from kvinterp.patching.path_patching import Sending, check_reached, path_said, reaches, receivers_of
 from kvinterp.patching.recompute import PureRecompute
-from kvinterp.patching.side_by_side import DISTANCES, check_finite, name_of, one_number
 from kvinterp.paths import path_named, run
 from kvinterp.recording import Recorder
 
@@ -408,7 +408,7 @@ class _Asked:
     def _measure(self, logits: Tensor, clean: Tensor) -> Float64[Tensor, ""]:
         if isinstance(self.distance, str):
             return self._of_newest(logits[:, -1], clean[:, -1]).mean()
-        return one_number(self.name, self.distance, logits)
+        return one_number(self.distance, logits)
 
     def _of_newest(self, shown: Float[Tensor, "run vocab"], clean: Float[Tensor, "any vocab"]) -> Float64[Tensor, " run"]:
         if self.pair is not None:

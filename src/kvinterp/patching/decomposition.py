@@ -41,9 +41,9 @@ from kvinterp.models import Adapter, wrap
 from kvinterp.models.inputs import among, check_choice, check_instance, check_whole, encode_all
 from kvinterp.models.provenance import provenance
 from kvinterp.models.threads import own_threads
+from kvinterp.patching.distances import check_finite
 from kvinterp.patching.lanes import two_paths
 from kvinterp.patching.planted import Plant
-from kvinterp.patching.side_by_side import check_finite
 from kvinterp.patching.splitting import DIFFERENCES, Shown, Split, leading_part
 from kvinterp.paths import ExecutionPath
 

@@ -49,7 +49,7 @@ class Donor(SiteHook):
     Args:
         adapter: The model the donor path runs.
         wanted: Sites and layers to hold.
-        prompt_length: Tokens in its prompt.
+        prompt_length: Tokens in the prompt that is patched, by which the newest row is counted.
         gather: Sites of which the rows of all steps are kept, so that a cached path can give earlier positions too.
     """
 
@@ -75,11 +75,6 @@ class Donor(SiteHook):
         gathered = self._gathered.get((site, layer))
         tensor = self._now[site, layer] if gathered is None else torch.cat(gathered, 1)
         return self.end - tensor.shape[LAYOUTS[site].rows], tensor
-
-    def window_aligned_to(self, end: int, site: str, layer: int) -> tuple[int, Tensor]:
-        """As :meth:`window`, with positions shifted so that its newest is the newest of a context of ``end``."""
-        start, tensor = self.window(site, layer)
-        return start + end - self.end, tensor
 
     def see(self, site: str, layer: int, start: int, tensor: Tensor) -> None:
         """Holds the tensor; a copy of the cache's, into whose memory a patch may write."""
