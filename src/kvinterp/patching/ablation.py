@@ -7,16 +7,14 @@ equal length. For another prompt's rows position by position, its trace is the d
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from kvinterp.common.draws import draws
 from kvinterp.errors import InputError
-from kvinterp.models import Adapter
 from kvinterp.models.attaching import Site
-from kvinterp.models.inputs import chosen_layers
 from kvinterp.models.sites import LAYOUTS
 
 ABLATIONS = {
@@ -39,19 +37,6 @@ class Ablation:
     name: str
     pool: Mapping[Site, Tensor] = dataclasses.field(default_factory=dict, compare=False, repr=False)
     seed: int = 0
-
-    def check(self, adapter: Adapter, sites: Iterable[str], layers: Iterable[int] | int | None) -> None:
-        """Raises InputError where it holds no rows of a site and layer that is patched."""
-        if self.name == "zero":
-            return
-        for site in sites:
-            for layer in chosen_layers(adapter, layers):
-                if (site, layer) not in self.pool:
-                    have = ", ".join(sorted({name for name, _ in self.pool}))
-                    raise InputError(
-                        f"the {self.name} donor holds no {site!r} of layer {layer} (it has {have}): make it with that site, "
-                        f"kv.{self.name}_donor(model, prompts, {site!r})."
-                    )
 
     def rows(self, site: str, layer: int, start: int, like: Tensor) -> Tensor:
         """What replaces a tensor of a site.

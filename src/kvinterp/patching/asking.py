@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pandas as pd
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kvinterp import metrics
 from kvinterp.errors import InputError
-from kvinterp.models import Adapter
-from kvinterp.models.answers import LOGIT_DIFFERENCE, logit_difference
+from kvinterp.models.answers import LOGIT_DIFFERENCE
 from kvinterp.models.inputs import check_choice, check_known
 from kvinterp.patching.ablation import ABLATIONS, Ablation
-from kvinterp.patching.distances import DISTANCES, check_finite
+from kvinterp.patching.distances import DISTANCES
 from kvinterp.patching.patch import PATCHED_CACHE, Patch, Positions, check_patch_site
 from kvinterp.patching.sweeping import DIRECTIONS
 from kvinterp.recording import Trace
@@ -149,72 +145,6 @@ class PatchAnswer:
         return f"<PatchAnswer to {self.asked}: {share}{did}>"
 
 
-def answer_of(
-    asked: Asked,
-    steps: Sequence[int],
-    logits: Float[Tensor, "run step vocab"],
-    adapter: Adapter,
-    fed: Sequence[int],
-    top: int,
-    pair: tuple[int, int],
-) -> PatchAnswer:
-    """The answer to a patch.
-
-    Args:
-        asked: The patch.
-        steps: The steps patched.
-        logits: Of what gives, of the unpatched run and of the patched one.
-        adapter: The model, whose tokens they are.
-        fed: The tokens fed, one a step from step 1 on.
-        top: How many of each run's top tokens to show.
-        pair: The ids of the two tokens of the logit difference.
-
-    Raises:
-        NonFiniteError: NaN or Inf appeared in the logits.
-    """
-    donor, base, patched = logits
-    (before, after), (l2_before, l2_after), (pair_before, pair_after) = (
-        [distance(name, donor, other, pair) for other in (base, patched)] for name in MEASURED
-    )
-    means = torch.stack([each.mean() for each in (before, after, l2_before, l2_after, pair_before, pair_after)])
-    check_finite(means, f"the patch of {asked.site} at layer {asked.layer}")
-    columns = {
-        "step": list(steps),
-        "token": [adapter.decode([fed[step - 1]]) if step else "" for step in steps],
-        "recovery": metrics.recovery(before, after).tolist(),
-        "d_before": before.tolist(),
-        "d_after": after.tolist(),
-        "l2_recovery": metrics.recovery(l2_before, l2_after).tolist(),
-    }
-    shown = int((after if asked.ablates else before).argmax())
-    runs = {"donor": donor[shown], "unpatched": base[shown], "patched": patched[shown]}
-    if asked.ablates:
-        del runs["donor"]
-    return PatchAnswer(
-        asked=asked,
-        recovery=float(metrics.recovery(means[0], means[1])),
-        l2_recovery=float(metrics.recovery(means[2], means[3])),
-        why="" if asked.ablates else metrics.why_undefined(len(steps), float(means[2]), float(means[0])),
-        **dict(
-            zip(("d_before", "d_after", "l2_before", "l2_after", "pair_before", "pair_after"), means.tolist(), strict=True)
-        ),
-        pair=tuple(adapter.pieces(list(pair))),  # type: ignore[arg-type]
-        pair_recovery=float(metrics.recovery(means[4], means[5])),
-        steps=pd.DataFrame(columns),
-        tokens=_top_tokens(runs, adapter, top),
-        shown_step=int(steps[shown]),
-    )
-
-
-def distance(
-    name: str, donor: Float[Tensor, "step vocab"], other: Float[Tensor, "step vocab"], pair: tuple[int, int]
-) -> Float[Tensor, " step"]:
-    """How far some logits are from the donor's at each step, by one of :data:`MEASURED`."""
-    if name == LOGIT_DIFFERENCE:
-        return (logit_difference(donor, pair) - logit_difference(other, pair)).abs()
-    return DISTANCES[name](donor, other).double()
-
-
 def pair_of(donor: Float[Tensor, "step vocab"], base: Float[Tensor, "step vocab"]) -> tuple[int, int]:
     """The two tokens of the logit difference: the donor's first where the logits are farthest apart, and the other run's.
 
@@ -224,14 +154,3 @@ def pair_of(donor: Float[Tensor, "step vocab"], base: Float[Tensor, "step vocab"
     first, second = donor[at].topk(2).indices.tolist()
     other = int(base[at].argmax())
     return first, second if other == first else other
-
-
-def _top_tokens(runs: Mapping[str, Float[Tensor, " vocab"]], adapter: Adapter, top: int) -> pd.DataFrame:
-    found: list[dict[str, Any]] = []
-    for run, logits in runs.items():
-        chances = logits.double().softmax(-1)
-        best = logits.topk(min(top, len(logits))).indices.tolist()
-        for rank, (token, text) in enumerate(zip(best, adapter.pieces(best), strict=True), 1):
-            scores = {"probability": float(chances[token]), "logit": float(logits[token])}
-            found.append({"run": run, "rank": rank, "token": token, "text": text, **scores})
-    return pd.DataFrame(found)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,10 +12,8 @@ import torch
 from torch import Tensor
 
 from kvinterp.errors import InputError
-from kvinterp.models import Adapter
 from kvinterp.models.attaching import Site
 from kvinterp.models.hook_names import hook_name
-from kvinterp.models.inputs import chosen_layers
 from kvinterp.models.sites import LAYOUTS
 
 
@@ -35,19 +33,6 @@ class Given:
     records: Mapping[Site, Tensor] = dataclasses.field(default_factory=dict, repr=False)
     tensor: Tensor | None = dataclasses.field(default=None, repr=False)
     function: Callable[..., Any] | None = None
-
-    def check(self, adapter: Adapter, sites: Iterable[str], layers: Iterable[int] | int | None) -> None:
-        """Raises InputError where it holds some site or layer not that a patch takes from it."""
-        if not self.records:
-            return
-        for site in sites:
-            for layer in chosen_layers(adapter, layers):
-                if (site, layer) not in self.records:
-                    have = ", ".join(sorted({name for name, _ in self.records}))
-                    raise InputError(
-                        f"the {self.name} holds no {site!r} of layer {layer} (it has {have}): let run_with_cache keep "
-                        f"{hook_name(site, layer)}."
-                    )
 
     def rows(self, site: str, layer: int, start: int, like: Tensor, low: int, high: int) -> Tensor:
         """The rows for the positions ``low`` to ``high``, with the batch.

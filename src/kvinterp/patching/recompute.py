@@ -147,33 +147,31 @@ class PureRecompute:
             kept[-1] = last if new is None else put_first(last, new)
         return kept
 
-    def whole(
-        self, rows: Int[Tensor, "batch position"], hook: PathHook | None = None
-    ) -> Float[Tensor, "batch position vocab"]:
+    def whole(self, rows: Int[Tensor, "batch position"], *hooks: PathHook | None) -> Float[Tensor, "batch position vocab"]:
         """Logits of every position of several prompts in one forward, with gradients where they are on.
 
         Args:
             rows: Token ids, a prompt a row.
-            hook: What hears the forward, as step 0.
+            hooks: What hears the forward in this order, as step 0.
         """
-        if hook is not None:
+        heard = [hook for hook in hooks if hook is not None]
+        for hook in heard:
             hook.begin_step(0)
             hook.begin_pass()
-        return self._logits_of(rows, [], hook)
+        return self._logits_of(rows, [], heard)
 
     @torch.no_grad()
     def _forward(self, tokens: tuple[int, ...], kept: Sequence[Any], hook: PathHook | None, rows: int = 1) -> Tensor:
         row = torch.tensor([tokens] * rows, device=self.adapter.device)
         # A copy: a view would keep the logits of every position alive.
-        return self._logits_of(row, kept, hook)[:, -1].clone()
+        return self._logits_of(row, kept, [] if hook is None else [hook])[:, -1].clone()
 
-    def _logits_of(self, row: Tensor, kept: Sequence[Any], hook: PathHook | None) -> Tensor:
+    def _logits_of(self, row: Tensor, kept: Sequence[Any], hooks: Sequence[PathHook]) -> Tensor:
         adapter = self.adapter
         self.blocks_run += adapter.facts.layers - len(kept)
         self.forwards += 1
-        hooks = [] if hook is None else [hook]
         forwards = HookedForwards(adapter, self._kernels, [each.listeners for each in hooks])
-        alone = hook is None and row.shape[0] == 1
+        alone = not hooks and row.shape[0] == 1
         store = uncached(adapter, self.path, row, path_store, hooks, self._unheard if alone else None)
         self._unheard = store if alone else self._unheard
         with forwards.attached(), adapter.resumed(len(kept), kept):

@@ -17,7 +17,7 @@ from kvinterp.models import Adapter, dtype_named
 from kvinterp.models.attaching import Site
 from kvinterp.models.inputs import chosen_layers
 from kvinterp.models.sites import layout_of
-from kvinterp.patching.by_row import OneBatch, PatchesByRow, together
+from kvinterp.patching.by_row import OneRow, PatchesByRow, together
 from kvinterp.patching.distances import Distance
 from kvinterp.patching.hook import PatchHook
 from kvinterp.patching.lanes import Donor, PureLane, Until
@@ -164,8 +164,11 @@ def advance_beside(setting: Setting, lanes: Sequence[PlannedLane], prompt: Seque
                 if len(batch) == 1:
                     yield runner(setting.base, prompt, batch[0])
                 else:
-                    one = OneBatch(runner(setting.base, prompt, PatchesByRow(batch), len(batch)), len(batch))
-                    yield from map(one.row, range(len(batch)))
+                    one, shown = (
+                        runner(setting.base, prompt, PatchesByRow(batch), len(batch)),
+                        [torch.empty(0)] * len(batch),
+                    )
+                    yield from (OneRow(one, number, shown) for number in range(len(batch)))
 
         # Captured so that the lanes whose tokens agree can begin at their first patched block.
         captured = [step for step in range(room) if any(lane.patch.active(step) for lane in lanes)]
