@@ -58,18 +58,17 @@ class PatchHook(PathHook):
         self.changed: list[Tensor] = [torch.tensor(False, device=adapter.device)] * len(self.patches)
         self.step, self.end = 0, 0
         self.listeners: dict[Site, Listener] = {}
-        self._cache: dict[int, list[Patch]] = {}
+        self._cache: dict[int, list[int]] = {}
         self._thinned: dict[int, Place] = {}
-        for patch in self.patches:
+        for number, patch in enumerate(self.patches):
             self._check(patch)
             for layer in chosen_layers(adapter, patch.layers):
+                place = patch.site, layer
                 if patch.site in PATCHED_CACHE:
-                    self._cache.setdefault(layer, []).append(patch)
+                    self._cache.setdefault(layer, []).append(number)
                 else:
-                    adapter.tap(patch.site, layer)
-                    self.listeners[patch.site, layer] = self._listener(
-                        patch, layer, self.listeners.get((patch.site, layer))
-                    )
+                    adapter.tap(*place)
+                    self.listeners[place] = self._listener(number, layer, self.listeners.get(place))
         carry_on(adapter, self.listeners)
 
     @property
@@ -82,13 +81,9 @@ class PatchHook(PathHook):
         sites = {site for site, at in self.listeners if at == layer}
         return self.listeners["resid_post", layer] if sites == {"resid_post"} and layer not in self._cache else None
 
-    def reads_cache(self, step: int) -> bool:
-        """Whether it changes what attention reads from the cache at a step."""
-        return any(self.reads_cache_of(layer, step) for layer in self._cache)
-
-    def reads_cache_of(self, layer: int, step: int) -> bool:
-        """Whether it changes what attention reads from one layer's cache at a step."""
-        return any(patch.active(step, self.every_from) for patch in self._cache.get(layer, ()))
+    def reads_cache(self, layer: int, step: int) -> bool:
+        """Whether it changes what attention reads from a layer's cache at a step."""
+        return any(self.patches[number].active(step, self.every_from) for number in self._cache.get(layer, ()))
 
     def active(self, step: int) -> bool:
         """Whether any patch applies at a step."""
@@ -108,18 +103,20 @@ class PatchHook(PathHook):
         changed = False
         if place.rows is not None:
             self._thinned[place.layer] = place
-        for patch in self._cache.get(place.layer, ()):
+        for number in self._cache.get(place.layer, ()):
+            patch = self.patches[number]
             if not patch.active(self.step, self.every_from):
                 continue
             place.check_whole(patch.site)
             for site in stored_sites(self.adapter, patch.site):
                 held = values if site == "cache_v" else keys
-                new = self._moved(patch, site, place.layer, held, place.start, place.stop)
+                new = self._moved(number, site, place.layer, held, place.start, place.stop)
                 keys, values = (keys, new) if site == "cache_v" else (new, values)
             changed = True
         return (keys, values) if changed else None
 
-    def _listener(self, patch: Patch, layer: int, before: Listener | None) -> Listener:
+    def _listener(self, number: int, layer: int, before: Listener | None) -> Listener:
+        patch = self.patches[number]
         rows = LAYOUTS[patch.site].rows
 
         def listener(tensor: Tensor) -> Tensor | None:
@@ -128,21 +125,18 @@ class PatchHook(PathHook):
                 return earlier
             tensor = tensor if earlier is None else earlier
             end = self.end or tensor.shape[rows]
-            return self._moved(patch, patch.site, layer, tensor, end - tensor.shape[rows], end)
+            return self._moved(number, patch.site, layer, tensor, end - tensor.shape[rows], end)
 
         return listener
 
-    def _moved(self, patch: Patch, site: str, layer: int, tensor: Tensor, start: int, stop: int) -> Tensor:
-        layout = LAYOUTS[site]
+    def _moved(self, number: int, site: str, layer: int, tensor: Tensor, start: int, stop: int) -> Tensor:
+        patch, layout = self.patches[number], LAYOUTS[site]
         rows, heads = layout.rows, layout.heads
         low, high = patch.span(stop)
         low, high = max(low, start), min(high, stop)
         if low >= high:
             return tensor
-        if isinstance(patch.donor, Given):
-            donor_start, donor = low, patch.donor.rows(site, layer, start, tensor, low, high)
-        else:
-            donor_start, donor = self._donor(patch, site, layer, start, stop, tensor)
+        donor_start, donor = self._donor(patch, site, layer, start, tensor, low, high)
         if layout.group == "cache" and self.adapter.facts.windows[layer] is not None:
             # A cache that slides has forgotten the first positions, and the newest query does not read them.
             low = max(low, donor_start)
@@ -161,8 +155,6 @@ class PatchHook(PathHook):
             into.index_copy_(heads, index, self._fitted(site, layer, taken, into).index_select(heads, index))
         else:
             into.copy_(self._fitted(site, layer, taken, into))
-        # By identity: patches that differ in their donors alone are equal.
-        number = next(number for number, each in enumerate(self.patches) if each is patch)
         self.moved[number] += 1
         # Read at the end: a device is waited for at each read.
         self.changed[number] = self.changed[number] | (new != tensor).any().to(self.adapter.device)
@@ -202,7 +194,13 @@ class PatchHook(PathHook):
             return "a cached path computes one row of the pattern a step, so use positions='newest'"
         return "record the donor from step 0 with positions='all', or use positions='newest'"
 
-    def _donor(self, patch: Patch, site: str, layer: int, start: int, stop: int, like: Tensor) -> tuple[int, Tensor]:
+    def _donor(
+        self, patch: Patch, site: str, layer: int, start: int, like: Tensor, low: int, high: int
+    ) -> tuple[int, Tensor]:
+        """What a patch takes from for the positions from ``low`` to ``high``, and the position of its first row."""
+        stop = start + like.shape[LAYOUTS[site].rows]
+        if isinstance(patch.donor, Given):
+            return low, patch.donor.rows(site, layer, start, like, low, high)
         if isinstance(patch.donor, Ablation):
             return start, patch.donor.rows(site, layer, start, like)
         if patch.donor is None:

@@ -128,7 +128,6 @@ class Sending(PatchHook):
         window: Window | None = None,
         prompt_length: int | None = None,
     ) -> None:
-        check_reached(sender, receivers)
         between = [
             Patch(site, (layer,), None, "all", sender.steps, held) for site, layer in held_between(sender, receivers)
         ]

@@ -53,7 +53,7 @@ class PureRecompute:
         self._kernels = path.kernels.mode(self.adapter)
         self._unheard: Store | None = None
         self._beside: dict[PatchHook, PatchesByRow] = {}
-        self._found: tuple[PatchesByRow, tuple[int, ...], dict[PatchHook, Tensor]] | None = None
+        self._found: tuple[PatchesByRow | None, tuple[int, ...], dict[PatchHook, Tensor]] = None, (), {}
         self._read: tuple[Tensor, int] | None = None
 
     def together(self, hooks: Sequence[PatchHook], prompt: Sequence[int], steps: int, batch_size: int) -> None:
@@ -117,17 +117,12 @@ class PureRecompute:
             for each in batch.hooks:
                 del self._beside[each]
             batch = None
-        found = None if batch is None else self._batched(key, step, batch).pop(hook, None)
-        return self._patched(key, step, hook)[0] if found is None else found
-
-    def _batched(self, key: tuple[int, ...], step: int, batch: PatchesByRow) -> dict[PatchHook, Tensor]:
-        """What a batch gave and nobody has taken yet, computed when the first of its lanes asks."""
-        if self._found is None or self._found[:2] != (batch, key):
-            found: dict[PatchHook, Tensor] = {}
-            if all(hook.active(step) for hook in batch.hooks):
-                found = dict(zip(batch.hooks, self._patched(key, step, batch, len(batch.hooks)), strict=True))
-            self._found = batch, key, found
-        return self._found[2]
+        if batch is None:
+            return self._patched(key, step, hook)[0]
+        if self._found[:2] != (batch, key):
+            rows = self._patched(key, step, batch, len(batch.hooks))
+            self._found = batch, key, dict(zip(batch.hooks, rows, strict=True))
+        return self._found[2].pop(hook)
 
     def _patched(self, key: tuple[int, ...], step: int, hook: PatchHook | PatchesByRow, rows: int = 1) -> Tensor:
         hook.at(step, len(key))
