@@ -31,10 +31,8 @@ from kvinterp.models.threads import own_threads
 from kvinterp.patching.distances import DISTANCES, check_finite, distances_of, name_of
 from kvinterp.patching.hook import PatchHook
 from kvinterp.patching.lanes import two_paths
-from kvinterp.patching.localising import localise
 from kvinterp.patching.patch import PATCHED_CACHE, Patch, Positions, Where, check_patch_site, positions_of
 from kvinterp.patching.path_patching import check_reached, path_said, reaches, receivers_of
-from kvinterp.patching.planted import Plant
 from kvinterp.patching.side_by_side import PlannedLane, Setting, advance_beside, not_the_same
 from kvinterp.patching.table import Sweep, Tables
 from kvinterp.paths import ExecutionPath
@@ -395,6 +393,9 @@ def _planted(adapter: Adapter, prompt: Sequence[int], example: int) -> list[dict
     What is planted is far larger than float64's rounding, so where it is found is a matter of the model and not of the prompt.
     A later sweep is given what was found then, with the example -1 where that was another prompt's.
     """
+    from kvinterp.patching.localising import localise
+    from kvinterp.patching.planted import Plant
+
     middle, key = adapter.facts.layers // 2, f"autocast {autocast(adapter.device)}"
     if key not in adapter.checked_plants:
         plants = (Plant("kv", middle), Plant("row", middle), Plant("unembedding"))
