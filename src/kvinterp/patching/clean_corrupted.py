@@ -31,7 +31,7 @@ from kvinterp.patching.given import Given
 from kvinterp.patching.gradients import Gradients
 from kvinterp.patching.hook import PatchHook
 from kvinterp.patching.patch import Patch, Where, check_patch_site, positions_of, stored_sites
-from kvinterp.patching.path_patching import Sending, check_reached, path_said, reaches, receivers_of
+from kvinterp.patching.path_patching import Sending, path_said, reaching, receivers_of
 from kvinterp.patching.recompute import PureRecompute
 from kvinterp.paths import path_named
 from kvinterp.recording import Recorder
@@ -233,7 +233,7 @@ def activation_patching(
     pair = asked_pair(adapter, "function" if callable(distance) else distance, answers)
     if over == "heads":
         check_unread("block", block, 1, f"over={over!r} has no blocks; leave it out, or patch over='positions'")
-    receivers = receivers_of(adapter, receiver)
+    receivers = () if receiver is None else receivers_of(adapter, receiver)
     if receivers and method != "patches":
         raise InputError("a receiver was given with method='attribution', which has no paths: leave one of them out.")
     if method == "patches":
@@ -241,10 +241,8 @@ def activation_patching(
     pairs = _aligned(adapter, clean, corrupted)
     differ = tuple(sorted({at for each in pairs for at in check_aligned(*each)}))
     length, rows = len(pairs[0][0]), tuple(layers_with(adapter, site, chosen_layers(adapter, layers)))
-    if layers is None:
-        rows = tuple(layer for layer in rows if reaches(site, [layer], receivers)) or rows
-    for layer in rows:
-        check_reached(Patch(site, (layer,)), receivers)
+    senders = reaching([Patch(site, (layer,)) for layer in rows], receivers, layers is None)
+    rows = tuple(layer for sender in senders for layer in sender.layers or ())
     low, high = Patch(site, positions="all" if positions is None else positions_of(positions)).span(length)
     if not 0 <= low < high:
         raise InputError(f"positions={positions!r} hold none of the prompt's, which are 0 to {length - 1}.")

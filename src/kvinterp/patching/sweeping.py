@@ -32,7 +32,7 @@ from kvinterp.patching.distances import DISTANCES, check_finite, distances_of, n
 from kvinterp.patching.hook import PatchHook
 from kvinterp.patching.lanes import two_paths
 from kvinterp.patching.patch import PATCHED_CACHE, Patch, Positions, Where, check_patch_site, positions_of
-from kvinterp.patching.path_patching import check_reached, path_said, reaches, receivers_of
+from kvinterp.patching.path_patching import path_said, reaching, receivers_of
 from kvinterp.patching.side_by_side import PlannedLane, Setting, advance_beside, not_the_same
 from kvinterp.patching.table import Sweep, Tables
 from kvinterp.paths import ExecutionPath
@@ -182,13 +182,14 @@ def sweep(
     pair = asked_pair(adapter, name_of(distance) if callable(distance) else distance, answers)
     if "blocks" not in over:
         check_unread("block", block, 16, f"over={over!r} has no blocks; leave it out, or sweep over='blocks'")
-    receivers = receivers_of(adapter, receiver)
-    if receivers and protocol == "free":
-        raise InputError("a receiver was given, and with protocol='free' its run would be fed other tokens: use 'matched'.")
-    if receivers and layers is None:
-        lanes = [lane for lane in lanes if reaches(site, lane.patch.layers or (), receivers)] or lanes
-    for lane in lanes:
-        check_reached(lane.patch, receivers)
+    receivers = () if receiver is None else receivers_of(adapter, receiver)
+    if receivers:
+        if protocol == "free":
+            raise InputError(
+                "a receiver was given, and with protocol='free' its run would be fed other tokens: use 'matched'."
+            )
+        senders = reaching([lane.patch for lane in lanes], receivers, layers is None)
+        lanes = [lane for lane in lanes if lane.patch in senders]
     measures = distances_of(distance, pair)
     setting = Setting(adapter, *paths, direction, protocol, measures, max_new_tokens, logits, stop, batch_size, receivers)
     _check_reach(setting, lanes[0], shortest)
