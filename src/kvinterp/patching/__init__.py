@@ -8,9 +8,9 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from kvinterp.patching.ablation import ABLATIONS, Ablation
 from kvinterp.patching.distances import DISTANCES
 from kvinterp.patching.donors import donor_trace, mean_donor, resample_donor
+from kvinterp.patching.given import ABLATIONS, Ablation
 from kvinterp.patching.hook import PatchHook
 from kvinterp.patching.patch import PATCH_SITES, Patch
 from kvinterp.patching.recompute import PureRecompute
@@ -20,8 +20,7 @@ from kvinterp.patching.table import Sweep
 if TYPE_CHECKING:
     from kvinterp.comparison.vocabulary import ANEW, PARTS
     from kvinterp.patching.around import patched
-    from kvinterp.patching.asking import DONORS, Asked, PatchAnswer
-    from kvinterp.patching.bench import PatchBench
+    from kvinterp.patching.bench import DONORS, Asked, PatchAnswer, PatchBench
     from kvinterp.patching.clean_corrupted import ActivationPatching, activation_patching
     from kvinterp.patching.decomposition import Decomposition, decompose
     from kvinterp.patching.localising import Cause, localise
@@ -67,8 +66,7 @@ __all__ = [
 _HOMES = {
     "comparison.vocabulary": "ANEW PARTS",
     "patching.around": "patched",
-    "patching.asking": "DONORS Asked PatchAnswer",
-    "patching.bench": "PatchBench",
+    "patching.bench": "DONORS Asked PatchAnswer PatchBench",
     "patching.clean_corrupted": "ActivationPatching activation_patching",
     "patching.decomposition": "Decomposition decompose",
     "patching.localising": "Cause localise",

@@ -18,9 +18,10 @@ from tqdm.auto import tqdm
 from kvinterp import metrics
 from kvinterp.common.kept import Kept, signed
 from kvinterp.comparison.vocabulary import UNCHANGED
-from kvinterp.errors import InputError, located
+from kvinterp.errors import InputError, UnsupportedError, located
 from kvinterp.models import Adapter, wrap
 from kvinterp.models.answers import LOGIT_DIFFERENCE, asked_pair, logit_difference
+from kvinterp.models.attaching import Listener, Site
 from kvinterp.models.hook_names import layers_with, one_site
 from kvinterp.models.inputs import check_choice, check_unread, check_whole, chosen_layers, encode_all
 from kvinterp.models.provenance import provenance
@@ -28,13 +29,12 @@ from kvinterp.models.sites import LAYOUTS
 from kvinterp.models.threads import own_threads
 from kvinterp.patching.distances import DISTANCES, check_finite, name_of, one_number
 from kvinterp.patching.given import Given
-from kvinterp.patching.gradients import Gradients
 from kvinterp.patching.hook import PatchHook
-from kvinterp.patching.patch import Patch, Where, check_patch_site, positions_of, stored_sites
+from kvinterp.patching.patch import PATCHED_CACHE, Patch, Where, check_patch_site, positions_of, stored_sites
 from kvinterp.patching.path_patching import Sending, path_said, reaching, receivers_of
 from kvinterp.patching.recompute import PureRecompute
 from kvinterp.paths import path_named
-from kvinterp.recording import Recorder
+from kvinterp.recording import PathHook, Recorder
 
 log = logging.getLogger("kvinterp")
 
@@ -459,3 +459,52 @@ def _sample(found: Tensor, check: int) -> list[int]:
     largest = found.abs().argsort(descending=True, stable=True).tolist()
     spread = [round(number) for number in torch.linspace(0, len(largest) - 1, max(check - check // 2, 1)).tolist()]
     return sorted({*largest[: check // 2], *(spread if check else ())})
+
+
+class Gradients(PathHook):
+    """Adds a zero to each place, whose gradient is the place's, and so cuts no graph in two.
+
+    Args:
+        adapter: The model.
+        wanted: The places.
+
+    Raises:
+        UnsupportedError: Nothing that is put there is read, or not all that goes on from there is seen.
+    """
+
+    def __init__(self, adapter: Adapter, wanted: Sequence[Site]) -> None:
+        self.zeros: dict[Site, Tensor] = {}
+        self.shown: dict[Site, Tensor] = {}
+        self.listeners: dict[Site, Listener] = {}
+        for site, layer in wanted:
+            if adapter.derives(site):
+                raise UnsupportedError(
+                    f"the {site} has no gradient under attention {adapter.facts.attention!r}, where it never leaves the kernel "
+                    "and is derived beside it: load the model with attention='eager' (attn_implementation='eager' in "
+                    "transformers), or attribute q, k, v or z."
+                )
+            if site in (*PATCHED_CACHE, "resid_mid", "experts"):
+                raise UnsupportedError(
+                    f"{site!r} has no one place whose gradient is its own: attribute resid_pre, attn_out, mlp_out, q, k, v or z, "
+                    "or give method='patches'."
+                )
+            adapter.tap(site, layer)
+            self.listeners[site, layer] = self._listener((site, layer))
+
+    def _listener(self, place: Site) -> Listener:
+        def listener(tensor: Tensor) -> Tensor:
+            self.shown[place] = tensor.detach()
+            self.zeros[place] = torch.zeros_like(tensor, requires_grad=True)
+            return tensor + self.zeros[place]
+
+        return listener
+
+    def times(self, measured: Tensor, clean: Mapping[Site, Tensor]) -> dict[Site, Tensor]:
+        """The gradient times how far the clean activations are from those shown, element by element, in float64."""
+        found = torch.autograd.grad(measured, list(self.zeros.values()), allow_unused=True)
+        return {
+            place: torch.zeros_like(self.shown[place]).double()
+            if gradient is None
+            else gradient.double() * (clean[place].double() - self.shown[place].double())
+            for place, gradient in zip(self.zeros, found, strict=True)
+        }

@@ -42,8 +42,8 @@ from kvinterp.models.inputs import among, check_choice, check_instance, check_wh
 from kvinterp.models.provenance import provenance
 from kvinterp.models.threads import own_threads
 from kvinterp.patching.distances import check_finite
-from kvinterp.patching.lanes import two_paths
 from kvinterp.patching.planted import Plant
+from kvinterp.patching.side_by_side import two_paths
 from kvinterp.patching.splitting import DIFFERENCES, Shown, Split, leading_part
 from kvinterp.paths import ExecutionPath
 

@@ -23,8 +23,7 @@ from kvinterp.models.inputs import (
     token_ids,
 )
 from kvinterp.models.sites import LAYOUTS, ROWS
-from kvinterp.patching.ablation import Ablation
-from kvinterp.patching.given import Given
+from kvinterp.patching.given import Ablation, Given
 from kvinterp.patching.patch import Patch, check_patch_site, stored_sites
 from kvinterp.paths import run
 from kvinterp.recording import Recorder, Trace

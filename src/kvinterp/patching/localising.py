@@ -31,9 +31,9 @@ from kvinterp.models.provenance import provenance
 from kvinterp.models.threads import own_threads
 from kvinterp.patching.decomposition import check_splittable, measured
 from kvinterp.patching.hook import PatchHook
-from kvinterp.patching.lanes import two_paths
 from kvinterp.patching.patch import Patch
 from kvinterp.patching.planted import PLACES, Plant
+from kvinterp.patching.side_by_side import two_paths
 from kvinterp.patching.splitting import KeysValues, Rows, Shown, Split, StreamRunner
 from kvinterp.paths import ExecutionPath
 

@@ -17,8 +17,7 @@ from kvinterp.models import Adapter
 from kvinterp.models.hook_names import module_of, site_of
 from kvinterp.models.inputs import check_instance, check_known, given_list, whole_number
 from kvinterp.models.sites import CACHE_SITES, SITES
-from kvinterp.patching.ablation import ZERO, Ablation
-from kvinterp.patching.given import Given
+from kvinterp.patching.given import ZERO, Ablation, Given
 from kvinterp.recording import Trace
 from kvinterp.recording.activation_cache import is_activation_cache, records_of
 

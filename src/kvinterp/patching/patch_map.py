@@ -8,8 +8,7 @@ from typing import Any
 from kvinterp.errors import InputError
 from kvinterp.models.hook_names import layers_with
 from kvinterp.models.inputs import check_choice
-from kvinterp.patching.asking import EVERY, MEASURED, Asked
-from kvinterp.patching.bench import PatchBench
+from kvinterp.patching.bench import EVERY, MEASURED, Asked, PatchBench
 
 VIEWS = {
     "layer by step": ("layer", "step"),

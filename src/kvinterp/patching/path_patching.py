@@ -23,9 +23,8 @@ from kvinterp.models.hook_names import WHOLE
 from kvinterp.models.inputs import check_instance, chosen_layers
 from kvinterp.models.sites import LAYOUTS, ROUTING_SITES
 from kvinterp.patching.given import Given
-from kvinterp.patching.hook import PatchHook, Window
+from kvinterp.patching.hook import PatchHook, Window, one_after_the_other
 from kvinterp.patching.patch import PATCHED_CACHE, Patch
-from kvinterp.patching.resid_mid import one_after_the_other
 
 _OF_MLP = ("post", "mlp_out", *ROUTING_SITES)
 

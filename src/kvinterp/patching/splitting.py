@@ -40,10 +40,10 @@ from kvinterp.models import Adapter, dtype_named
 from kvinterp.models.attaching import Site
 from kvinterp.models.caches import Dynamic
 from kvinterp.patching.hook import PatchHook, Window
-from kvinterp.patching.lanes import Donor
 from kvinterp.patching.patch import Patch, stored_sites
 from kvinterp.patching.planted import Plant
 from kvinterp.patching.recompute import PureRecompute
+from kvinterp.patching.side_by_side import Donor
 from kvinterp.paths import ExecutionPath, Runner
 from kvinterp.paths.decode import lockstep
 from kvinterp.paths.vocabulary import end_tokens

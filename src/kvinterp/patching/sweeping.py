@@ -30,10 +30,9 @@ from kvinterp.models.provenance import autocast, provenance
 from kvinterp.models.threads import own_threads
 from kvinterp.patching.distances import DISTANCES, check_finite, distances_of, name_of
 from kvinterp.patching.hook import PatchHook
-from kvinterp.patching.lanes import two_paths
 from kvinterp.patching.patch import PATCHED_CACHE, Patch, Positions, Where, check_patch_site, positions_of
 from kvinterp.patching.path_patching import path_said, reaching, receivers_of
-from kvinterp.patching.side_by_side import PlannedLane, Setting, advance_beside, not_the_same
+from kvinterp.patching.side_by_side import PlannedLane, Setting, advance_beside, not_the_same, two_paths
 from kvinterp.patching.table import Sweep, Tables
 from kvinterp.paths import ExecutionPath
 
