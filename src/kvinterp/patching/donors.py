@@ -118,12 +118,12 @@ def donor_trace(recorder: Any, prompt: Sequence[int], fed: Sequence[int] = ()) -
         ...     model(clean_tokens)
         >>> donor = donor_trace(clean, clean_tokens[0].tolist())  # doctest: +SKIP
     """
+    prompt, fed = _token_ids("prompt", prompt), _token_ids("fed", fed)
     if is_activation_cache(recorder):
-        return _of_activation_cache(recorder, _token_ids("prompt", prompt), _token_ids("fed", fed))
+        return _of_activation_cache(recorder, prompt, fed)
     check_instance(
         "recorder", recorder, Recorder, "what kv.record(...) gave: with kv.record(model, 'resid_pre') as recorder"
     )
-    prompt, fed = _token_ids("prompt", prompt), _token_ids("fed", fed)
     recorder.end_step()
     steps = tuple(recorder.recorded_steps)
     if not steps:

@@ -40,6 +40,7 @@ from kvinterp.paths import ExecutionPath
 PLACES_OF = {"fresh": ("row", "unembedding"), "anew": ("prompt",), "kept": ("kv",)}
 """The places that a part can be made at; there are no decoded rows yet."""
 COLUMNS = ["place", "layer", "l2", "share"]
+_SAID = ("part", "place", "layer", "share", "suffix")
 
 
 @dataclasses.dataclass(repr=False)
@@ -77,7 +78,7 @@ class Cause(Kept):
 
     def written(self) -> tuple[dict[str, pd.DataFrame], dict[str, Any]]:
         """The shares of all places, the split as a table of one row, and the rest."""
-        found = {name: getattr(self, name) for name in ("part", "place", "layer", "share", "suffix")}
+        found = {name: getattr(self, name) for name in _SAID}
         tables = {"places": self.table, "split": pd.DataFrame([self.split])}
         return signed(tables, self.provenance), {
             **found,
@@ -89,7 +90,7 @@ class Cause(Kept):
     @classmethod
     def read(cls, tables: Mapping[str, pd.DataFrame], summary: Mapping[str, Any]) -> Cause:
         """The cause as it was written."""
-        found = {name: summary[name] for name in ("part", "place", "layer", "share", "suffix")}
+        found = {name: summary[name] for name in _SAID}
         (split,) = tables["split"].to_dict("records")
         return cls(**found, table=tables["places"], split=split, provenance=tables["places"].attrs)
 

@@ -107,7 +107,7 @@ class Shown:
 
     logits: Float[Tensor, " vocab"]
     stream: Float[Tensor, "layer width"]
-    chosen: Tensor = dataclasses.field(default_factory=lambda: torch.empty(0))
+    chosen: Tensor
 
 
 class Rows(PathHook):
@@ -241,7 +241,9 @@ class Split:
 
     def steps(self) -> Iterator[tuple[int, dict[str, Shown]]]:
         """At every step what each lane of DIFFERENCES shows."""
-        replaced = {name: Rows() for name in ("as_written", "one_row", "old_prompt", "among", *_ROWS_OF_NULLS)}
+        nulls = ("longer_prompt", "longer_remade", "longer_rows", "longer_among")
+        replaced = {name: Rows() for name in ("as_written", "one_row", "old_prompt", "among", *nulls)}
+        prompt = len(self.prompt)
         with contextlib.ExitStack() as stack:
 
             def lane(path: ExecutionPath, *hooks: PathHook, keeps: bool = False) -> StreamRunner:
@@ -257,7 +259,7 @@ class Split:
             among: KeysValues = ()
             longer_among: KeysValues = ()
             for now in lockstep([cached, recompute], self.room, ends=self.ends):
-                token, end = now.fed[0], len(self.prompt) + now.number
+                token, end = now.fed[0], prompt + now.number
                 fed += [] if token is None else [int(token)]
                 pairs = zip(("cached", "recompute"), (cached, recompute), now.logits, strict=True)
                 shown = {name: each.watched.shown(logits[0]) for name, each, logits in pairs}
@@ -273,39 +275,31 @@ class Split:
                     shown |= dict.fromkeys(same, shown["recompute"])
                 else:
                     shown["longer_newest"], _ = self._forward(fed, self.now, end - 1, self.filler)
-                    _, prompt_held = self._forward(fed, self.now, len(self.prompt), self.filler)
+                    _, prompt_held = self._forward(fed, self.now, prompt, self.filler)
                     given = {
                         "as_written": self.at_step_0,
                         "one_row": self.now,
-                        "old_prompt": self._joined(self.at_step_0, self.now),
+                        "old_prompt": _joined(self.at_step_0, prompt, self.now, end),
                         "among": among,
-                        "longer_prompt": self._joined(longer, self.now),
+                        "longer_prompt": _joined(longer, prompt, self.now, end),
                         "longer_remade": prompt_held,
                         "longer_rows": longer,
                         "longer_among": longer_among,
                     }
                     for name, held in given.items():
                         replaced[name].held, replaced[name].stop = held, end - 1
-                    replaced["as_written"].stop = len(self.prompt)
+                    replaced["as_written"].stop = prompt
                     shown |= {name: each.shows(token) for name, each in one_row.items()}
                     # The newest row's K and V, made among the prefix that it ends; in the null among more rows than that.
-                    among = _with_newest(among, self._forward(fed, among, end - 1, ())[1], end)
-                    longer_among = _with_newest(
-                        longer_among, self._forward(fed, longer_among, end - 1, self.filler)[1], end
-                    )
+                    _, made = self._forward(fed, among, end - 1, ())
+                    _, longer_made = self._forward(fed, longer_among, end - 1, self.filler)
+                    among = _joined(among, end - 1, made, end)
+                    longer_among = _joined(longer_among, end - 1, longer_made, end)
                 yield now.number, shown
 
     def _of_longer(self, _: str, layer: int) -> tuple[int, Tensor]:
         """The experts that the recompute path chose among more rows."""
         return 0, self._longer[self.routed.index(("experts", layer))][None]
-
-    def _joined(self, prompt: KeysValues, decoded: KeysValues) -> KeysValues:
-        """The prompt's rows of one and all later ones of another."""
-        n = len(self.prompt)
-        return [
-            (torch.cat([k[:, :, :n], keys[:, :, n:]], 2), torch.cat([v[:, :, :n], values[:, :, n:]], 2))
-            for (k, v), (keys, values) in zip(prompt, decoded, strict=True)
-        ]
 
     def _forward(self, fed: Sequence[int], held: KeysValues, stop: int, filler: Sequence[int]) -> tuple[Shown, KeysValues]:
         """The recompute path with some rows held, and more tokens behind the prefix, which a causal model must not see.
@@ -326,12 +320,9 @@ class Split:
         return watched.shown(logits[0, newest], newest), watched.held()
 
 
-_ROWS_OF_NULLS = ("longer_prompt", "longer_remade", "longer_rows", "longer_among")
-
-
-def _with_newest(held: KeysValues, made: KeysValues, end: int) -> KeysValues:
-    """What is held, and behind it the newest row of another forward over ``end`` positions."""
+def _joined(early: KeysValues, at: int, late: KeysValues, end: int) -> KeysValues:
+    """The rows before a position of one, and behind them those up to ``end`` of another."""
     return [
-        (torch.cat([k, keys[:, :, end - 1 : end]], 2), torch.cat([v, values[:, :, end - 1 : end]], 2))
-        for (k, v), (keys, values) in zip(held, made, strict=True)
+        (torch.cat([k[:, :, :at], keys[:, :, at:end]], 2), torch.cat([v[:, :, :at], values[:, :, at:end]], 2))
+        for (k, v), (keys, values) in zip(early, late, strict=True)
     ]
