@@ -334,10 +334,10 @@ class PatchBench:
         """The tokens that both paths are fed, one a step from step 1 on."""
         return self._any("cached").fed
 
-    def _any(self, form: str, of: str = "prompt") -> Trace:
-        """A path's run, with whatever it recorded."""
-        found = next((trace for key, trace in self._traces.items() if key[:2] == (form, of)), None)
-        return self._trace(form, of) if found is None else found
+    def _any(self, form: str) -> Trace:
+        """A path's run of the prompt, with whatever it recorded."""
+        found = next((trace for key, trace in self._traces.items() if key[:2] == (form, "prompt")), None)
+        return self._trace(form, "prompt") if found is None else found
 
     def _trace(self, form: str, of: str, asked: Asked | None = None) -> Trace:
         # All positions are recorded at one layer only, the newest of every layer.

@@ -33,11 +33,12 @@ def together(
     """
     for start in range(0, len(hooks), batch_size):
         batch = hooks[start : start + batch_size]
-        shifted = [[(token + row) % adapter.facts.vocabulary for token in prompt] for row in range(len(batch))]
-        if len(batch) > 1 and batched_alike(adapter, path, shifted, steps):
-            yield batch
-        else:
-            yield from ([hook] for hook in batch)
+        if len(batch) > 1:
+            shifted = [[(token + row) % adapter.facts.vocabulary for token in prompt] for row in range(len(batch))]
+            if batched_alike(adapter, path, shifted, steps):
+                yield batch
+                continue
+        yield from ([hook] for hook in batch)
 
 
 class PatchesByRow(PathHook):

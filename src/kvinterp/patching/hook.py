@@ -113,7 +113,7 @@ class PatchHook(PathHook):
             place.check_whole(patch.site)
             for site in stored_sites(self.adapter, patch.site):
                 held = values if site == "cache_v" else keys
-                new = self._moved(number, site, place.layer, held, place.start, place.stop)
+                new = self._moved(number, site, place.layer, held, place.start)
                 keys, values = (keys, new) if site == "cache_v" else (new, values)
             changed = True
         return (keys, values) if changed else None
@@ -127,14 +127,14 @@ class PatchHook(PathHook):
             if not patch.active(self.step, self.every_from):
                 return earlier
             tensor = tensor if earlier is None else earlier
-            end = self.end or tensor.shape[rows]
-            return self._moved(number, patch.site, layer, tensor, end - tensor.shape[rows], end)
+            return self._moved(number, patch.site, layer, tensor, (self.end or tensor.shape[rows]) - tensor.shape[rows])
 
         return listener
 
-    def _moved(self, number: int, site: str, layer: int, tensor: Tensor, start: int, stop: int) -> Tensor:
+    def _moved(self, number: int, site: str, layer: int, tensor: Tensor, start: int) -> Tensor:
         patch, layout = self.patches[number], LAYOUTS[site]
         rows, heads = layout.rows, layout.heads
+        stop = start + tensor.shape[rows]
         low, high = patch.span(stop)
         low, high = max(low, start), min(high, stop)
         if low >= high:
@@ -153,11 +153,12 @@ class PatchHook(PathHook):
             )
         new = tensor.clone()
         into, taken = new.narrow(rows, low - start, high - low), donor.narrow(rows, low - donor_start, high - low)
+        taken = self._fitted(site, layer, taken, into)
         if patch.heads is not None and heads:
             index = torch.tensor(patch.heads, device=new.device)
-            into.index_copy_(heads, index, self._fitted(site, layer, taken, into).index_select(heads, index))
+            into.index_copy_(heads, index, taken.index_select(heads, index))
         else:
-            into.copy_(self._fitted(site, layer, taken, into))
+            into.copy_(taken)
         self.moved[number] += 1
         # Read at the end: a device is waited for at each read.
         self.changed[number] = self.changed[number] | (new != tensor).any().to(self.adapter.device)
@@ -201,7 +202,6 @@ class PatchHook(PathHook):
         self, patch: Patch, site: str, layer: int, start: int, like: Tensor, low: int, high: int
     ) -> tuple[int, Tensor]:
         """What a patch takes from for the positions from ``low`` to ``high``, and the position of its first row."""
-        stop = start + like.shape[LAYOUTS[site].rows]
         if isinstance(patch.donor, Given):
             return low, patch.donor.rows(site, layer, start, like, low, high)
         if isinstance(patch.donor, Ablation):
@@ -211,6 +211,7 @@ class PatchHook(PathHook):
                 raise InputError(f"the patch of {patch.site!r} has no donor: give Patch(..., donor=trace).")
             return self.window(site, layer)
         held = len(patch.donor.prompt) + self.step
+        stop = start + like.shape[LAYOUTS[site].rows]
         if held != stop:
             raise InputError(
                 f"the donor trace holds {held} positions at step {self.step} and the patched context {stop}, so positions "

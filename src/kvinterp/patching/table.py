@@ -103,13 +103,11 @@ class Sweep(Kept):
                 row |= {"high_quartile": quartiles[2], "interval_low": interval.low, "interval_high": interval.high}
             # Those over examples where the first distance is defined, so that the medians are of the same examples.
             others = group.loc[group["defined"]]
-            row |= {f"median_{name}": others[f"recovery_{name}"].median() for name in self._others}
+            row |= {
+                f"median_{name}": others[f"recovery_{name}"].median() for name in self.provenance.get("distances", ())[1:]
+            }
             rows.append(row)
         return pd.DataFrame(rows)
-
-    @property
-    def _others(self) -> list[str]:
-        return list(self.provenance.get("distances", ()))[1:]
 
     def left(self, control: str = "together") -> dict[str, dict[str, float]]:
         """Of each distance what a control leaves: the mean, and the median share of the unpatched distance.
