@@ -20,11 +20,10 @@ from kvinterp.patching.table import Sweep
 if TYPE_CHECKING:
     from kvinterp.comparison.vocabulary import ANEW, PARTS
     from kvinterp.patching.around import patched
-    from kvinterp.patching.bench import DONORS, Asked, PatchAnswer, PatchBench
+    from kvinterp.patching.bench import DONORS, VIEWS, Asked, PatchAnswer, PatchBench, PatchMap
     from kvinterp.patching.clean_corrupted import ActivationPatching, activation_patching
     from kvinterp.patching.decomposition import Decomposition, decompose
     from kvinterp.patching.localising import Cause, localise
-    from kvinterp.patching.patch_map import VIEWS, PatchMap
     from kvinterp.patching.planted import PLACES, Plant
 
 __all__ = [
@@ -66,11 +65,10 @@ __all__ = [
 _HOMES = {
     "comparison.vocabulary": "ANEW PARTS",
     "patching.around": "patched",
-    "patching.bench": "DONORS Asked PatchAnswer PatchBench",
+    "patching.bench": "DONORS VIEWS Asked PatchAnswer PatchBench PatchMap",
     "patching.clean_corrupted": "ActivationPatching activation_patching",
     "patching.decomposition": "Decomposition decompose",
     "patching.localising": "Cause localise",
-    "patching.patch_map": "VIEWS PatchMap",
     "patching.planted": "PLACES Plant",
 }
 

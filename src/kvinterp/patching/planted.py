@@ -71,10 +71,6 @@ class Plant:
             return path
         return dataclasses.replace(path, policy=Planted(self.layer, self.units, self.bits, prompt_length))
 
-    def hook(self) -> PlantHook:
-        """What puts the difference into one-row computations, if that is the place."""
-        return PlantHook(self)
-
 
 class PlantHook(PathHook):
     """Puts the difference into the one-row computations of one path, from step 1 on."""

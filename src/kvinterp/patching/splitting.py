@@ -41,7 +41,7 @@ from kvinterp.models.attaching import Site
 from kvinterp.models.caches import Dynamic
 from kvinterp.patching.hook import PatchHook, Window
 from kvinterp.patching.patch import Patch, stored_sites
-from kvinterp.patching.planted import Plant
+from kvinterp.patching.planted import Plant, PlantHook
 from kvinterp.patching.recompute import PureRecompute
 from kvinterp.patching.side_by_side import Donor
 from kvinterp.paths import ExecutionPath, Runner
@@ -178,7 +178,7 @@ class StreamRunner(Runner):
 
     def __init__(self, split: Split, path: ExecutionPath, hooks: Sequence[PathHook] = (), keeps: bool = False) -> None:
         self.watched = _Watched(split, path, keeps)
-        planted = [split.plant.hook()] if split.plant is not None and path.form == "cached" else []
+        planted = [PlantHook(split.plant)] if split.plant is not None and path.form == "cached" else []
         prompt = torch.tensor([split.prompt], device=split.adapter.device)
         super().__init__(split.adapter, path, prompt, split.room, [*planted, *hooks, self.watched])
 
