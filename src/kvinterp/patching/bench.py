@@ -28,7 +28,7 @@ from kvinterp.patching.distances import DISTANCES, check_finite, distances_of
 from kvinterp.patching.donors import mean_donor, resample_donor
 from kvinterp.patching.given import ABLATIONS, ZERO, Ablation
 from kvinterp.patching.hook import PatchHook
-from kvinterp.patching.patch import PATCHED_CACHE, Patch, Positions, check_patch_site, stored_sites
+from kvinterp.patching.patch import PATCHED_CACHE, Patch, Positions, check_patch_site, heads_at, stored_sites
 from kvinterp.patching.recompute import PureRecompute
 from kvinterp.patching.sweeping import DIRECTIONS
 from kvinterp.paths import Runner, path_named, run
@@ -244,7 +244,7 @@ class PatchBench:
         asked = Asked(site, layer, head, step, positions, direction, donor, seed)
         if donor != "resample":
             check_unread("seed", seed, 0, f"donor {donor!r} draws nothing; leave it out, or give donor='resample'")
-        if donor in ("path", ZERO):
+        if donor in ("path", "zero"):
             check_unread("other", other, None, f"donor {donor!r} gives without another prompt; give donor='prompt'")
         self.turn_to(prompt, other)
         return self.answer(asked, top)
@@ -474,9 +474,7 @@ class PatchMap:
         check_choice("view", view, VIEWS)
         self.bench, self.asked, self.view = bench, asked, view
         layers = list(layers_with(bench.adapter, asked.site, range(bench.adapter.facts.layers)))
-        count, _ = bench.adapter.facts.heads_of(asked.site)
-        if view == "layer by head" and not count:
-            raise InputError(f"a map by head needs a site with heads, and {asked.site!r} has none: use q, k, v, z or kv.")
+        count = heads_at(bench.adapter, asked.site, "a map by head") if "head" in VIEWS[view] else 0
         axes: dict[str, list[Any]] = {
             "layer": layers,
             "step": [EVERY, *range(asked.first, len(bench.fed) + 1)],

@@ -30,7 +30,7 @@ from kvinterp.models.threads import own_threads
 from kvinterp.patching.distances import DISTANCES, check_finite, name_of, one_number
 from kvinterp.patching.given import Given
 from kvinterp.patching.hook import PatchHook
-from kvinterp.patching.patch import PATCHED_CACHE, Patch, Where, check_patch_site, positions_of, stored_sites
+from kvinterp.patching.patch import PATCHED_CACHE, Patch, Where, check_patch_site, heads_at, positions_of, stored_sites
 from kvinterp.patching.path_patching import Sending, path_said, reaching, receivers_of
 from kvinterp.patching.recompute import PureRecompute
 from kvinterp.paths import path_named
@@ -446,9 +446,7 @@ def _columns(adapter: Adapter, site: str, over: str, span: tuple[int, int], bloc
     spots = [(start, min(start + block, span[1])) for start in range(*span, block)]
     if over == "positions":
         return spots
-    count, _ = adapter.facts.heads_of(site)
-    if not count:
-        raise InputError(f"over={over!r} needs a site with heads, and {site!r} has none: use q, k, v, z, pattern or kv.")
+    count = heads_at(adapter, site, f"over={over!r}")
     return list(range(count)) if over == "heads" else [(head, *spot) for head in range(count) for spot in spots]
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, ClassVar
 
 import pandas as pd
@@ -201,34 +201,35 @@ def _table(split: Split, token: Tensor, shown: Mapping[str, Shown], lengths: Map
             rows.stop = end - 1
             return lane.shows(token)
 
-    # From the first lane of a part to its last layer by layer, and the place of each step between them.
-    rows = []
-    for part, a, between, b, places in (
+    rows_of, keys_values = [("row", layer) for layer in layers], [("kv", layer) for layer in layers]
+    # Of each part the lane it begins at, those between layer by layer, the lane it ends at, and the place of each way between.
+    # What is left with all rows of the prompt put back is how the newest row's own K and V are kept.
+    ways: list[tuple[str, str, Callable[[int], Shown], str, list[tuple[str, int]]]] = [
+        ("fresh", "one_row", lambda layer: second(one_row, now, back=layer), "recompute", [*rows_of, ("unembedding", -1)]),
         (
-            *("fresh", "one_row", lambda layer: second(one_row, now, back=layer), "recompute"),
-            [*(("row", layer) for layer in layers), ("unembedding", -1)],
-        ),
-        (
-            *("anew", "as_written", lambda layer: second(one_row, [*now[: layer + 1], *old[layer + 1 :]]), "one_row"),
+            "anew",
+            "as_written",
+            lambda layer: second(one_row, [*now[: layer + 1], *old[layer + 1 :]]),
+            "one_row",
             [("prompt", layer) for layer in layers],
         ),
-        # What is left with all rows of the prompt put back is how the newest row's own K and V are kept.
         (
-            *("kept", "cached", lambda layer: second(split.cached, old, range(layer + 1)), "as_written"),
-            [*(("kv", layer) for layer in layers), ("kv", -1)],
+            "kept",
+            "cached",
+            lambda layer: second(split.cached, old, range(layer + 1)),
+            "as_written",
+            [*keys_values, ("kv", -1)],
         ),
-    ):
+    ]
+    rows = []
+    for part, begin, between, end_at, places in ways:
         if lengths[part]:
-            lanes = [shown[a], *map(between, layers[: len(places) - 1]), shown[b]]
-            apart, share = _apart(lanes), lengths[part] / sum(lengths.values())
+            lanes = [shown[begin], *map(between, layers[: len(places) - 1]), shown[end_at]]
+            logits, share = [lane.logits.double() for lane in lanes], lengths[part] / sum(lengths.values())
+            # How far each lane is from the one before, brought to the host at once.
+            apart = torch.stack([(one - other).norm() for one, other in itertools.pairwise(logits)]).tolist()
             rows += [
                 {"place": place, "layer": layer, "l2": length, "share": share * length / sum(apart)}
                 for (place, layer), length in zip(places, apart, strict=True)
             ]
     return pd.DataFrame(rows, columns=COLUMNS)
-
-
-def _apart(lanes: Sequence[Shown]) -> list[float]:
-    """How far each lane's logits are from the one's before, brought to the host at once."""
-    logits = [lane.logits.double() for lane in lanes]
-    return torch.stack([(one - other).norm() for one, other in itertools.pairwise(logits)]).tolist()

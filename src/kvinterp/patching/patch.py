@@ -147,6 +147,18 @@ def check_patch_site(site: object) -> None:
     check_known("patch site", site, PATCH_SITES)
 
 
+def heads_at(adapter: Adapter, site: str, what: str) -> int:
+    """How many heads a site has.
+
+    Raises:
+        InputError: It has none, and ``what`` needs some.
+    """
+    count, _ = adapter.facts.heads_of(site)
+    if not count:
+        raise InputError(f"{what} needs a site with heads, and {site!r} has none: use q, k, v, z, pattern or kv.")
+    return count
+
+
 def given_donor(donor: Any) -> Any:
     """A donor as patches take from it: a word or a user's cache, tensor or function in a form of ours, else as it is."""
     if isinstance(donor, str) and donor == "zero":

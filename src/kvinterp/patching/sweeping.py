@@ -30,7 +30,7 @@ from kvinterp.models.provenance import autocast, provenance
 from kvinterp.models.threads import own_threads
 from kvinterp.patching.distances import DISTANCES, check_finite, distances_of, name_of
 from kvinterp.patching.hook import PatchHook
-from kvinterp.patching.patch import PATCHED_CACHE, Patch, Positions, Where, check_patch_site, positions_of
+from kvinterp.patching.patch import PATCHED_CACHE, Patch, Positions, Where, check_patch_site, heads_at, positions_of
 from kvinterp.patching.path_patching import path_said, reaching, receivers_of
 from kvinterp.patching.side_by_side import PlannedLane, Setting, advance_beside, not_the_same, two_paths
 from kvinterp.patching.table import Sweep, Tables
@@ -340,21 +340,14 @@ def _planned(
             for start in range(0, length, block):
                 lane(chosen, -1, spot=(start, min(start + block, length)))
         else:
-            for layer, head in itertools.product(chosen, range(_heads_swept(adapter, site, name))):
+            if name == "kv-heads" and facts.heads_of(site)[1] != "KV head":
+                raise InputError(
+                    f"sweep 'kv-heads' needs a site with KV heads, and {site!r} was given: use kv, cache_k, cache_v, k or v."
+                )
+            for layer, head in itertools.product(chosen, range(heads_at(adapter, site, f"sweep {name!r}"))):
                 lane([layer], layer, head)
     PatchHook(adapter, [each.patch for each in made])
     return made
-
-
-def _heads_swept(adapter: Adapter, site: str, over: str) -> int:
-    count, what = adapter.facts.heads_of(site)
-    if over == "kv-heads" and what != "KV head":
-        raise InputError(
-            f"sweep 'kv-heads' needs a site with KV heads, and {site!r} was given: use kv, cache_k, cache_v, k or v."
-        )
-    if not count:
-        raise InputError(f"sweep {over!r} needs a site with heads, and {site!r} has none: use q, k, v, z, pattern or kv.")
-    return count
 
 
 def _controls(
