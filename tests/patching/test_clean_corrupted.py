@@ -9,7 +9,7 @@ import torch
 
 import kvinterp as kv
 from kvinterp import metrics
-from kvinterp.patching.side_by_side import DISTANCES
+from kvinterp.patching.distances import DISTANCES
 from support import PROMPT, Case, assert_bitwise, cases, plain_forward
 
 HOOKED, NATIVE = Case("llama-gqa", "hooked"), Case("llama-gqa", "native", "sdpa")

@@ -648,7 +648,7 @@ def test_a_donor_that_does_not_fit_is_refused(load, case):
     tokens = torch.tensor([PROMPT])
     for patch, said in (
         (kv.Patch("resid_post", (0,)), "has no donor"),
-        (kv.Patch("mlp_out", (0,), donor=donor), "holds no 'mlp_out' of layer 0 (it recorded k, resid_post)"),
+        (kv.Patch("mlp_out", (0,), donor=donor), "holds no 'mlp_out' of layer 0 (it has k, resid_post)"),
         (kv.Patch("resid_post", (1,), donor=donor), "holds no 'resid_post' of layer 1"),
         (kv.Patch("kv", (0,), donor=donor), "holds no 'cache_k"),
         (kv.Patch("resid_post", (0,), steps=(7,), donor=donor), "did not record step 7 (it has 0, 1, 2)"),

@@ -314,6 +314,19 @@ def test_with_neurons_results_and_embeddings_too(load: Any, case: Case) -> None:
         assert_close(neurons.values, mlp.values, "neurons", relative=1e-6)
 
 
+@pytest.mark.parametrize("direction", ["into-recompute", "into-cached"])
+def test_a_sender_that_others_hold_is_patched(load: Any, direction: str) -> None:
+    """What attention adds at a layer is held on the paths of earlier layers, and is what goes along its own."""
+    adapter = load(Case("zoo:gqa2-mini", "native", "sdpa"))
+    how: dict[str, Any] = {"direction": direction, "receiver": "blocks.3.hook_resid_post", "max_new_tokens": 3, **HOW}
+    how |= {"cached": "cached[kernels=split_k(4,float16)]", "controls": "none"}
+    together = kv.sweep(adapter, PROMPT, "attn_out", **how)
+    for layer, row in enumerate(together.recovery.to_dict("records")):
+        (alone,) = kv.sweep(adapter, PROMPT, "attn_out", layers=layer, **how).recovery.to_dict("records")
+        assert not row["unchanged"]
+        assert row == alone
+
+
 @cases(ZOO)
 @pytest.mark.parametrize("direction", ["into-recompute", "into-cached"])
 def test_a_sweep_in_batches_has_the_same_paths(load: Any, case: Case, direction: str) -> None:

@@ -358,7 +358,7 @@ def test_controls_stand_beside_every_sweep(load, case, direction, protocol):
 
 def test_what_is_planted_is_looked_for_once_a_model(load, monkeypatch):
     """A default sweep took three times what it takes without controls, for a search that does not depend on what is swept."""
-    from kvinterp.patching import sweeping
+    from kvinterp.patching import localising
 
     model = load(NATIVE)
     monkeypatch.setattr(model, "checked_plants", {})
@@ -367,7 +367,7 @@ def test_what_is_planted_is_looked_for_once_a_model(load, monkeypatch):
     def again(*_, **__):
         raise AssertionError("the model was searched before")
 
-    monkeypatch.setattr(sweeping, "localise", again)
+    monkeypatch.setattr(localising, "localise", again)
     same, other = (swept(model, layers=[1], controls="all", prompts=each) for each in (PROMPT, PROMPT[::-1]))
 
     def planted(found, columns):

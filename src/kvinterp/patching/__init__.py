@@ -1,21 +1,30 @@
-"""WHAT IS MOVED: patches as data, sweeps over them, and the split of the difference into state and fresh."""
+"""WHAT IS MOVED: patches as data, sweeps over them, and the split of the difference into state and fresh.
 
-from kvinterp.comparison.vocabulary import ANEW, PARTS
-from kvinterp.patching.ablation import ABLATIONS, Ablation
-from kvinterp.patching.around import patched
-from kvinterp.patching.asking import DONORS, Asked, PatchAnswer
-from kvinterp.patching.bench import PatchBench
-from kvinterp.patching.clean_corrupted import ActivationPatching, activation_patching
-from kvinterp.patching.decomposition import Decomposition, decompose
+What a sweep does not need is imported when it is first asked for.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from kvinterp.patching.distances import DISTANCES
 from kvinterp.patching.donors import donor_trace, mean_donor, resample_donor
+from kvinterp.patching.given import ABLATIONS, Ablation
 from kvinterp.patching.hook import PatchHook
-from kvinterp.patching.localising import Cause, localise
 from kvinterp.patching.patch import PATCH_SITES, Patch
-from kvinterp.patching.patch_map import VIEWS, PatchMap
-from kvinterp.patching.planted import PLACES, Plant
 from kvinterp.patching.recompute import PureRecompute
-from kvinterp.patching.sweeping import DIRECTIONS, DISTANCES, PRESETS, SWEEPS, highest_kl, sweep
+from kvinterp.patching.sweeping import DIRECTIONS, PRESETS, SWEEPS, highest_kl, sweep
 from kvinterp.patching.table import Sweep
+
+if TYPE_CHECKING:
+    from kvinterp.comparison.vocabulary import ANEW, PARTS
+    from kvinterp.patching.around import patched
+    from kvinterp.patching.bench import DONORS, VIEWS, Asked, PatchAnswer, PatchBench, PatchMap
+    from kvinterp.patching.clean_corrupted import ActivationPatching, activation_patching
+    from kvinterp.patching.decomposition import Decomposition, decompose
+    from kvinterp.patching.localising import Cause, localise
+    from kvinterp.patching.planted import PLACES, Plant
 
 __all__ = [
     "ABLATIONS",
@@ -52,3 +61,20 @@ __all__ = [
     "resample_donor",
     "sweep",
 ]
+
+_HOMES = {
+    "comparison.vocabulary": "ANEW PARTS",
+    "patching.around": "patched",
+    "patching.bench": "DONORS VIEWS Asked PatchAnswer PatchBench PatchMap",
+    "patching.clean_corrupted": "ActivationPatching activation_patching",
+    "patching.decomposition": "Decomposition decompose",
+    "patching.localising": "Cause localise",
+    "patching.planted": "PLACES Plant",
+}
+
+
+def __getattr__(name: str) -> Any:
+    for home, names in _HOMES.items():
+        if name in names.split():
+            return getattr(importlib.import_module(f"kvinterp.{home}"), name)
+    raise AttributeError(f"module 'kvinterp.patching' has no attribute {name!r}")

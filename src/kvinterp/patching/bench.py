@@ -1,15 +1,17 @@
 """One patch after another on one model: what does not depend on the patch is run once, so that a question costs its own run.
 
-This is what stands behind the panel in a notebook, and its face without a front end.
+A question is data, and so is its answer; many questions are a map: layer by step, layer by head, or blocks of positions by
+layer, filled row by row. This is what stands behind the panel in a notebook, and its face without a front end.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import pandas as pd
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -17,20 +19,158 @@ from torch import Tensor
 from kvinterp import metrics
 from kvinterp.errors import InputError, located
 from kvinterp.models import wrap
-from kvinterp.models.hook_names import one_site
-from kvinterp.models.inputs import check_unread, check_whole, chosen_layers, encode
+from kvinterp.models.answers import LOGIT_DIFFERENCE
+from kvinterp.models.hook_names import layers_with, one_site
+from kvinterp.models.inputs import check_choice, check_known, check_unread, check_whole, chosen_layers, encode
 from kvinterp.models.threads import own_threads
-from kvinterp.patching.ablation import ZERO, Ablation
-from kvinterp.patching.asking import EVERY, MEASURED, Asked, PatchAnswer, answer_of, distance, pair_of
 from kvinterp.patching.clean_corrupted import check_aligned
+from kvinterp.patching.distances import DISTANCES, check_finite, distances_of
 from kvinterp.patching.donors import mean_donor, resample_donor
+from kvinterp.patching.given import ABLATIONS, ZERO, Ablation
 from kvinterp.patching.hook import PatchHook
-from kvinterp.patching.patch import Patch, Positions, stored_sites
+from kvinterp.patching.patch import PATCHED_CACHE, Patch, Positions, check_patch_site, heads_at, stored_sites
 from kvinterp.patching.recompute import PureRecompute
-from kvinterp.patching.side_by_side import check_finite
+from kvinterp.patching.sweeping import DIRECTIONS
 from kvinterp.paths import Runner, path_named, run
 from kvinterp.paths.decode import fed_to_all, lockstep
 from kvinterp.recording import Trace
+
+EVERY = "every"
+MEASURED = ("kl", "l2", LOGIT_DIFFERENCE)
+"""What is measured of every patch: KL in nats, the L2 distance of the logits, and how far apart two tokens' logits are moved."""
+DONORS = {
+    "path": "the other path, on the same prompt",
+    "prompt": "the same path, on another prompt of as many tokens",
+    **ABLATIONS,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """One patch of one prompt, as data.
+
+    Attributes:
+        site: A site of PATCH_SITES.
+        layer: The layer, or several.
+        head: Query head or KV head, as the site has them, or several; all for None.
+        step: A step, or ``"every"``: every step from ``first`` on.
+        positions: As of a :class:`Patch`; None for the newest, of the cache all.
+        direction: A direction of DIRECTIONS: into which path.
+        donor: A name of DONORS.
+        seed: Seeds the draws of ``"resample"``.
+    """
+
+    site: str = "resid_post"
+    layer: int | tuple[int, ...] = 0
+    head: int | tuple[int, ...] | None = None
+    step: int | str = EVERY
+    positions: Positions | None = None
+    direction: str = "into-recompute"
+    donor: str = "path"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_choice("direction", self.direction, DIRECTIONS)
+        check_known("donor", self.donor, DONORS)
+        check_patch_site(self.site)
+        if self.step != EVERY and not (
+            isinstance(self.step, int) and not isinstance(self.step, bool) and self.step >= self.first
+        ):
+            kind = "a decode step from 1 on" if self.first else "a step from 0 on"
+            raise InputError(f"step={self.step!r} was given: expected {kind}, or 'every'.")
+
+    @property
+    def first(self) -> int:
+        """The first step that differs: both paths of one prompt begin with the same forward."""
+        return 1 if self.donor == "path" else 0
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """The layers."""
+        return self.layer if isinstance(self.layer, tuple) else (self.layer,)
+
+    @property
+    def into(self) -> str:
+        """The form of the path that is patched."""
+        return self.direction.removeprefix("into-")
+
+    @property
+    def ablates(self) -> bool:
+        """Whether nothing is restored: rows that no run computed go in."""
+        return self.donor in ABLATIONS
+
+    def patch(self, donor: Trace | Ablation | None = None) -> Patch:
+        """The same as a :class:`Patch`."""
+        positions = self.positions
+        if positions is None:
+            positions = "all" if self.site in PATCHED_CACHE else "newest"
+        steps: Any = EVERY if self.step == EVERY else (self.step,)
+        return Patch(
+            self.site, self.layers, (self.head,) if isinstance(self.head, int) else self.head, positions, steps, donor
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PatchAnswer:
+    """What one patch did.
+
+    Distances are means over the steps patched, from what gives (the donor's logits; of an ablation the unpatched ones).
+
+    Attributes:
+        asked: The patch.
+        recovery: ``1 - d_after / d_before``; NaN where there is nothing to recover, as with an ablation.
+        l2_recovery: The same of the L2 distance of the logits, which no single step decides.
+        why: Why ``recovery`` is NaN and what to do instead; else empty.
+        d_before: KL(donor || unpatched), in nats; exactly 0 of an ablation.
+        d_after: KL(donor || patched); of an ablation KL(unpatched || patched), which is what it does.
+        l2_before: L2 distance of the logits, unpatched.
+        l2_after: The same, patched.
+        pair: The two tokens of the logit difference, whose ids are :func:`pair_of`'s.
+        pair_before: ``|difference of the donor - that of the unpatched|``, in logits.
+        pair_after: The same, patched.
+        pair_recovery: The recovery of it.
+        steps: One row a step patched: step, token (fed at it), recovery, d_before, d_after, l2_recovery.
+        tokens: The top tokens at ``shown_step`` of each run: run (donor, unpatched, patched), rank, token, text, probability,
+            logit.
+        shown_step: The step with the largest distance before; of an ablation after.
+        unchanged: Whether all that the patch wrote was there already.
+        seconds: How long the answer took.
+    """
+
+    asked: Asked
+    recovery: float
+    l2_recovery: float
+    why: str
+    d_before: float
+    d_after: float
+    l2_before: float
+    l2_after: float
+    pair: tuple[str, str]
+    pair_before: float
+    pair_after: float
+    pair_recovery: float
+    steps: pd.DataFrame
+    tokens: pd.DataFrame
+    shown_step: int
+    unchanged: bool = False
+    seconds: float = float("nan")
+
+    def __repr__(self) -> str:
+        """The patch and what it did, in one line."""
+        did = f"KL {self.d_before:.3g} to {self.d_after:.3g} nats over {len(self.steps)} steps"
+        share = f"recovery {self.recovery:.2%}, " if self.recovery == self.recovery else ""
+        return f"<PatchAnswer to {self.asked}: {share}{did}>"
+
+
+def pair_of(donor: Float[Tensor, "step vocab"], base: Float[Tensor, "step vocab"]) -> tuple[int, int]:
+    """The two tokens of the logit difference: the donor's first where the logits are farthest apart, and the other run's.
+
+    Where that is the same token, the donor's second.
+    """
+    at = int(DISTANCES["l2"](donor, base).argmax())
+    first, second = donor[at].topk(2).indices.tolist()
+    other = int(base[at].argmax())
+    return first, second if other == first else other
 
 
 class PatchBench:
@@ -45,6 +185,8 @@ class PatchBench:
 
     Attributes:
         runs: Runs made so far that do not depend on a patch, the measure of what is remembered.
+        prompt: Token ids of the prompt in hand.
+        other: Token ids of the other prompt; none where there is none.
     """
 
     def __init__(self, model: Any, max_new_tokens: int = 12, kernels: str = "native") -> None:
@@ -53,8 +195,8 @@ class PatchBench:
         self.adapter = wrap(model)
         self.max_new_tokens = max_new_tokens
         self.runs = 0
-        self._prompt: tuple[int, ...] = ()
-        self._other: tuple[tuple[int, ...], ...] = ()
+        self.prompt: tuple[int, ...] = ()
+        self.other: tuple[int, ...] = ()
         self._traces: dict[Any, Trace] = {}
         self._pools: dict[Any, Ablation] = {}
         self._paths = {form: path_named(f"{form}[kernels={kernels}]") for form in ("cached", "recompute")}
@@ -102,7 +244,7 @@ class PatchBench:
         asked = Asked(site, layer, head, step, positions, direction, donor, seed)
         if donor != "resample":
             check_unread("seed", seed, 0, f"donor {donor!r} draws nothing; leave it out, or give donor='resample'")
-        if donor in ("path", ZERO):
+        if donor in ("path", "zero"):
             check_unread("other", other, None, f"donor {donor!r} gives without another prompt; give donor='prompt'")
         self.turn_to(prompt, other)
         return self.answer(asked, top)
@@ -110,9 +252,48 @@ class PatchBench:
     def answer(self, asked: Asked, top: int = 5) -> PatchAnswer:
         """The answer to a patch of the prompt that :meth:`turn_to` turned to, as :meth:`ask` gives it."""
         started, top = time.perf_counter(), check_whole("top", top)
-        steps, pair, changed, *logits = self._answered(asked)
-        answer = answer_of(asked, steps, torch.stack(logits), self.adapter, self._fed(), top, pair)
-        return dataclasses.replace(answer, unchanged=not changed, seconds=time.perf_counter() - started)
+        steps, pair, logits, changed, found = self._answered(asked)
+        recovered = {name: metrics.recovery(*both).tolist() for name, both in found.items()}
+        (before, after), (l2_before, l2_after), (pair_before, pair_after) = (both.tolist() for both in found.values())
+        columns = {
+            "step": steps,
+            "token": [self.adapter.decode([self.fed[step - 1]]) if step else "" for step in steps],
+            "recovery": recovered["kl"][1:],
+            "d_before": before[1:],
+            "d_after": after[1:],
+            "l2_recovery": recovered["l2"][1:],
+        }
+        shown = int(found["kl"][int(asked.ablates), 1:].argmax())
+        runs = ("unpatched", "patched") if asked.ablates else ("donor", "unpatched", "patched")
+        return PatchAnswer(
+            asked=asked,
+            recovery=recovered["kl"][0],
+            l2_recovery=recovered["l2"][0],
+            why="" if asked.ablates else metrics.why_undefined(len(steps), l2_before[0], before[0]),
+            d_before=before[0],
+            d_after=after[0],
+            l2_before=l2_before[0],
+            l2_after=l2_after[0],
+            pair=tuple(self.adapter.pieces(list(pair))),  # type: ignore[arg-type]
+            pair_before=pair_before[0],
+            pair_after=pair_after[0],
+            pair_recovery=recovered[LOGIT_DIFFERENCE][0],
+            steps=pd.DataFrame(columns),
+            tokens=self._top_tokens(dict(zip(runs, logits[-len(runs) :, shown], strict=True)), top),
+            shown_step=steps[shown],
+            unchanged=not changed,
+            seconds=time.perf_counter() - started,
+        )
+
+    def _top_tokens(self, runs: Mapping[str, Float[Tensor, " vocab"]], top: int) -> pd.DataFrame:
+        found: list[dict[str, Any]] = []
+        for name, logits in runs.items():
+            chances = logits.double().softmax(-1)
+            best = logits.topk(min(top, len(logits))).indices.tolist()
+            for rank, (token, text) in enumerate(zip(best, self.adapter.pieces(best), strict=True), 1):
+                scores = {"probability": float(chances[token]), "logit": float(logits[token])}
+                found.append({"run": name, "rank": rank, "token": token, "text": text, **scores})
+        return pd.DataFrame(found)
 
     def measure(self, asked: Asked) -> dict[str, list[float]] | None:
         """By each of MEASURED the recovery, or of an ablation the distance it makes: over all steps patched, then at each.
@@ -125,14 +306,8 @@ class PatchBench:
         """
         if not self._moves(asked):
             return None
-        _, pair, _, donor, base, patched = self._answered(asked)
-        found = {}
-        for name in MEASURED:
-            before, after = (distance(name, donor, other, pair) for other in (base, patched))
-            check_finite(torch.stack([before, after]), f"the patch of {asked.site} at layer {asked.layer}")
-            before, after = (torch.cat([distances.mean()[None], distances]) for distances in (before, after))
-            found[name] = (after if asked.ablates else metrics.recovery(before, after)).tolist()
-        return found
+        *_, found = self._answered(asked)
+        return {name: (both[1] if asked.ablates else metrics.recovery(*both)).tolist() for name, both in found.items()}
 
     # What does not depend on the patch ---------------------------------------------------------------------------------
 
@@ -145,41 +320,25 @@ class PatchBench:
         given = tuple(encode(self.adapter, prompt, self.max_new_tokens))
         # A blank one in the panel is none.
         blank = other is None or (isinstance(other, str) and not other.strip())
-        others = () if blank else (tuple(encode(self.adapter, other, self.max_new_tokens)),)
-        if given != self._prompt:
+        others = () if blank else tuple(encode(self.adapter, other, self.max_new_tokens))
+        if given != self.prompt:
             self._traces.clear()
             self._pools.clear()
             self._pure = PureRecompute(self.adapter, self._paths["recompute"])
-        elif others != self._other:
+        elif others != self.other:
             self._traces = {key: trace for key, trace in self._traces.items() if key[1] == "prompt"}
             self._pools.clear()
-        self._prompt, self._other = given, others
-
-    @property
-    def prompt(self) -> tuple[int, ...]:
-        """Token ids of the prompt in hand."""
-        return self._prompt
-
-    @property
-    def other(self) -> tuple[int, ...]:
-        """Token ids of the other prompt; none where there is none."""
-        return self._other[0] if self._other else ()
+        self.prompt, self.other = given, others
 
     @property
     def fed(self) -> tuple[int, ...]:
         """The tokens that both paths are fed, one a step from step 1 on."""
-        if not self._traces:
-            with located(f"model {self.adapter.facts.name}"), own_threads(self.adapter), torch.no_grad():
-                self._any("cached")
-        return self._fed()
-
-    def _fed(self) -> tuple[int, ...]:
         return self._any("cached").fed
 
-    def _any(self, form: str, of: str = "prompt") -> Trace:
-        """A path's run, with whatever it recorded."""
-        found = next((trace for key, trace in self._traces.items() if key[:2] == (form, of)), None)
-        return self._trace(form, of) if found is None else found
+    def _any(self, form: str) -> Trace:
+        """A path's run of the prompt, with whatever it recorded."""
+        found = next((trace for key, trace in self._traces.items() if key[:2] == (form, "prompt")), None)
+        return self._trace(form, "prompt") if found is None else found
 
     def _trace(self, form: str, of: str, asked: Asked | None = None) -> Trace:
         # All positions are recorded at one layer only, the newest of every layer.
@@ -189,11 +348,11 @@ class PatchBench:
         key = (form, of, site, layers)
         if key not in self._traces:
             lead = form == "cached" and of == "prompt" and not any(k[:2] == (form, of) for k in self._traces)
-            fed = None if lead else self._fed()
+            fed = None if lead else self.fed
             self.runs += 1
             self._traces[key] = run(
                 self.adapter,
-                list(self._prompt if of == "prompt" else self._other[0]),
+                list(getattr(self, of)),
                 self._paths[form],
                 max_new_tokens=self.max_new_tokens if fed is None else len(fed) + 1,
                 continuation=fed,
@@ -209,70 +368,67 @@ class PatchBench:
         key = (asked.donor, asked.site, asked.layer, asked.seed)
         if asked.donor == "zero":
             return ZERO
-        if asked.donor == "resample" and not self._other:
+        if asked.donor == "resample" and not self.other:
             raise InputError("donor 'resample' draws another prompt's rows and none was given: give other='a text'.")
         if key not in self._pools:
             self.runs += 1
-            of, at = [list(tokens) for tokens in self._other or (self._prompt,)], list(asked.layers)
+            of: Any = (self.adapter, [list(self.other or self.prompt)], asked.site, list(asked.layers))
             drawn = asked.donor == "resample"
-            self._pools[key] = (
-                resample_donor(self.adapter, of, asked.site, at, seed=asked.seed)
-                if drawn
-                else mean_donor(self.adapter, of, asked.site, at)
-            )
+            self._pools[key] = resample_donor(*of, seed=asked.seed) if drawn else mean_donor(*of)
         return self._pools[key]
 
     # What does ---------------------------------------------------------------------------------------------------------
 
-    def _answered(self, asked: Asked) -> tuple[list[int], tuple[int, int], Tensor, Tensor, Tensor, Tensor]:
-        """The steps, the two tokens of the logit difference, whether the patch changed anything, and at each step the donor's,
-        unpatched and patched logits.
+    def _answered(
+        self, asked: Asked
+    ) -> tuple[list[int], tuple[int, int], Float[Tensor, "run step vocab"], Tensor, dict[str, Tensor]]:
+        """The steps; the two tokens of the logit difference; at each step the logits of what gives, of the unpatched run and of
+        the patched one; whether the patch changed anything; and by each of MEASURED the distance before and after, the mean over
+        the steps and then at each.
         """
         PatchHook(self.adapter, [asked.patch()])
         with located(f"model {self.adapter.facts.name}"), own_threads(self.adapter), torch.no_grad():
             source = self._source(asked)
-            base = self._kept(self._any(asked.into))
-            donor = base if isinstance(source, Ablation) else self._kept(source)
+            base: Any = self._any(asked.into).logits
+            donor: Any = base if isinstance(source, Ablation) else source.logits
             steps = list(range(asked.first, len(base))) if asked.step == EVERY else [int(asked.step)]
-            self._check_steps(asked, steps, len(base))
+            if not steps or steps[-1] >= len(base):
+                raise InputError(
+                    f"step {steps[-1] if steps else 1} does not exist: the cached path decodes steps 1 to {len(base) - 1} of "
+                    f"this prompt with max_new_tokens={self.max_new_tokens}."
+                )
+            if not self._moves(asked):
+                raise InputError(
+                    f"positions={asked.patch().positions!r} of {asked.site!r} patches nothing at "
+                    f"{'any step' if asked.step == EVERY else f'step {asked.step}'}: the cached path computes the newest "
+                    "position only at a decode step, and no path has positions yet to come; name others, patch kv, or patch "
+                    "into-recompute."
+                )
             patched, changed = self._patched(asked, asked.patch(source), steps)
-        return steps, pair_of(donor, base), changed, donor[steps], base[steps], patched
+        logits, pair, found = torch.stack([donor[steps], base[steps], patched]), pair_of(donor, base), {}
+        for name, distance in distances_of(",".join(MEASURED), pair).items():
+            both = [distance(logits[0], other).double() for other in logits[1:]]
+            found[name] = torch.stack([torch.cat([each.mean()[None], each]) for each in both])
+        check_finite(torch.stack([*found.values()]), f"the patch of {asked.site} at layer {asked.layer}")
+        return steps, pair, logits, changed, found
 
     def _source(self, asked: Asked) -> Trace | Ablation:
         if asked.ablates:
             return self._ablation(asked)
         if asked.donor == "path":
             return self._trace("recompute" if asked.into == "cached" else "cached", "prompt", asked)
-        if not self._other:
+        if not self.other:
             raise InputError("donor 'prompt' takes from another prompt and none was given: give other='a text'.")
-        check_aligned(self._other[0], self._prompt)
+        check_aligned(self.other, self.prompt)
         return self._trace(asked.into, "other", asked)
-
-    @staticmethod
-    def _kept(trace: Trace) -> Float[Tensor, "step vocab"]:
-        assert trace.logits is not None, "every run of the bench keeps its logits"
-        return trace.logits
-
-    def _check_steps(self, asked: Asked, steps: Sequence[int], ran: int) -> None:
-        if not steps or steps[-1] >= ran:
-            raise InputError(
-                f"step {steps[-1] if steps else 1} does not exist: the cached path decodes steps 1 to {ran - 1} of this prompt "
-                f"with max_new_tokens={self.max_new_tokens}."
-            )
-        if not self._moves(asked):
-            raise InputError(
-                f"positions={asked.patch().positions!r} of {asked.site!r} patches nothing at "
-                f"{'any step' if asked.step == EVERY else f'step {asked.step}'}: the cached path computes the newest position "
-                "only at a decode step, and no path has positions yet to come; name others, patch kv, or patch into-recompute."
-            )
 
     def _moves(self, asked: Asked) -> bool:
         steps = range(asked.first, len(self.fed) + 1) if asked.step == EVERY else [int(asked.step)]
         patch = dataclasses.replace(asked.patch(), steps=tuple(steps) or (1,))
-        return any(patch.moves(step, len(self._prompt), asked.into) for step in steps)
+        return any(patch.moves(step, len(self.prompt), asked.into) for step in steps)
 
     def _patched(self, asked: Asked, patch: Patch, steps: Sequence[int]) -> tuple[Float[Tensor, "step vocab"], Tensor]:
-        fed, prompt = self._fed(), list(self._prompt)
+        fed, prompt = self.fed, list(self.prompt)
         hook = PatchHook(self.adapter, [patch], None, len(prompt), asked.first)
         if asked.into == "recompute":
             if len(steps) == 1:
@@ -285,3 +441,81 @@ class PatchBench:
             given = fed_to_all(fed, 1, 1, row.device)
             rows = [now.logits[0][0].clone() for now in lockstep([runner], room, given=given)]
         return torch.stack([rows[step] for step in steps]), hook.changed[0]
+
+
+VIEWS = {
+    "layer by step": ("layer", "step"),
+    "layer by head": ("layer", "head"),
+    "block by layer": ("positions", "layer"),
+}
+"""The maps there are, by the fields of :class:`Asked` that their rows and columns set."""
+MOST_BLOCKS = 12
+
+
+class PatchMap:
+    """What each patch of a family recovers; each cell is a patch of its own.
+
+    Args:
+        bench: What answers, turned to the prompt.
+        asked: What stays as it is from cell to cell.
+        view: A name of VIEWS.
+
+    Attributes:
+        rows: The values of the field that rows set.
+        columns: Those of the field that columns set.
+        values: By each of MEASURED the rows filled so far: recovery, or the distance that an ablation makes; None where a
+            patch moves nothing, NaN where there is nothing to recover.
+
+    Raises:
+        InputError: There is no such map, or the site has no heads.
+    """
+
+    def __init__(self, bench: PatchBench, asked: Asked, view: str) -> None:
+        check_choice("view", view, VIEWS)
+        self.bench, self.asked, self.view = bench, asked, view
+        layers = list(layers_with(bench.adapter, asked.site, range(bench.adapter.facts.layers)))
+        count = heads_at(bench.adapter, asked.site, "a map by head") if "head" in VIEWS[view] else 0
+        axes: dict[str, list[Any]] = {
+            "layer": layers,
+            "step": [EVERY, *range(asked.first, len(bench.fed) + 1)],
+            "head": [None, *range(count)],
+            "positions": ["newest", "all", *blocks_of(bench)],
+        }
+        self.fields = VIEWS[view]
+        self.rows, self.columns = (axes[field] for field in self.fields)
+        self.values: dict[str, list[list[float | None]]] = {name: [] for name in MEASURED}
+
+    @property
+    def filled(self) -> int:
+        """How many rows are."""
+        return len(self.values[MEASURED[0]])
+
+    def at(self, row: int, column: int) -> Asked:
+        """The patch of a cell."""
+        where: dict[str, Any] = dict(zip(self.fields, (self.rows[row], self.columns[column]), strict=True))
+        return dataclasses.replace(self.asked, **where)
+
+    def fill_row(self) -> None:
+        """Fills the next row.
+
+        Raises:
+            KvinterpError: As :meth:`PatchBench.measure` raises.
+        """
+        row, columns = self.filled, range(len(self.columns))
+        if self.view == "layer by step" and self.asked.into == "recompute":
+            # What the recompute path does at a step rests on that step's patch alone: one run of all steps has them all.
+            every = self.bench.measure(self.at(row, 0))
+            cells = [{name: every[name][column] for name in MEASURED} if every else None for column in columns]
+        else:
+            several = (self.bench.measure(self.at(row, column)) for column in columns)
+            cells = [{name: found[name][0] for name in MEASURED} if found else None for found in several]
+        for name in MEASURED:
+            self.values[name].append([cell[name] if cell else None for cell in cells])
+
+
+def blocks_of(bench: PatchBench) -> list[tuple[int, int]]:
+    """Blocks of the prompt's positions, at most twelve of equal size, and one of what is decoded."""
+    prompt, end = len(bench.prompt), len(bench.prompt) + len(bench.fed)
+    size = -(-prompt // MOST_BLOCKS)
+    spans = [(start, min(start + size, prompt)) for start in range(0, prompt, size)]
+    return [*spans, (prompt, end)] if end > prompt else spans

@@ -33,11 +33,12 @@ def together(
     """
     for start in range(0, len(hooks), batch_size):
         batch = hooks[start : start + batch_size]
-        shifted = [[(token + row) % adapter.facts.vocabulary for token in prompt] for row in range(len(batch))]
-        if len(batch) > 1 and batched_alike(adapter, path, shifted, steps):
-            yield batch
-        else:
-            yield from ([hook] for hook in batch)
+        if len(batch) > 1:
+            shifted = [[(token + row) % adapter.facts.vocabulary for token in prompt] for row in range(len(batch))]
+            if batched_alike(adapter, path, shifted, steps):
+                yield batch
+                continue
+        yield from ([hook] for hook in batch)
 
 
 class PatchesByRow(PathHook):
@@ -100,33 +101,21 @@ def _put(tensor: Tensor, rows: Iterable[Tensor | None]) -> Tensor:
     return new
 
 
-class OneBatch:
-    """Lanes of the cached path as rows of one run: all are fed the same token.
+class OneRow:
+    """A lane of the cached path that is a row of one run, in which all are fed the same token.
 
     Args:
         runner: The run.
-        rows: How many they are.
+        number: Which row it is; the first advances them all.
+        shown: What they all show, which they share; as long as they are many.
     """
 
-    def __init__(self, runner: Runner, rows: int) -> None:
-        self.runner, self.rows, self._logits = runner, rows, torch.empty(0)
-
-    def row(self, number: int) -> _Row:
-        """One of the lanes."""
-        return _Row(self, number)
-
-    def advanced_to(self, step: int, tokens: Int[Tensor, " batch"] | None) -> Float[Tensor, "rows vocab"]:
-        """The logits of every row at a step, which the first lane that asks for it runs."""
-        if self.runner.step < step:
-            self._logits = self.runner.advance(None if tokens is None else tokens.expand(self.rows))
-        return self._logits
-
-
-class _Row:
-    def __init__(self, batch: OneBatch, number: int) -> None:
-        self.batch, self.number, self.step = batch, number, -1
+    def __init__(self, runner: Runner, number: int, shown: list[Tensor]) -> None:
+        self.runner, self.number, self.shown = runner, number, shown
 
     def advance(self, tokens: Int[Tensor, " batch"] | None = None) -> Float[Tensor, "batch vocab"]:
         """Logits of the next step; the first takes no tokens."""
-        self.step += 1
-        return self.batch.advanced_to(self.step, tokens)[self.number : self.number + 1]
+        if self.number == 0:
+            fed = None if tokens is None else tokens.expand(len(self.shown))
+            self.shown[:] = self.runner.advance(fed).split(1)
+        return self.shown[self.number]

@@ -19,23 +19,23 @@ from kvinterp import metrics
 from kvinterp.common import words
 from kvinterp.common.kept import Kept, signed
 from kvinterp.comparison.vocabulary import UNCHANGED
-from kvinterp.errors import InputError, located
+from kvinterp.errors import InputError, UnsupportedError, located
 from kvinterp.models import Adapter, wrap
 from kvinterp.models.answers import LOGIT_DIFFERENCE, asked_pair, logit_difference
+from kvinterp.models.attaching import Listener, Site
 from kvinterp.models.hook_names import layers_with, one_site
 from kvinterp.models.inputs import check_choice, check_unread, check_whole, chosen_layers, encode_all
 from kvinterp.models.provenance import provenance
 from kvinterp.models.sites import LAYOUTS
 from kvinterp.models.threads import own_threads
+from kvinterp.patching.distances import DISTANCES, check_finite, name_of, one_number
 from kvinterp.patching.given import Given
-from kvinterp.patching.gradients import Gradients
 from kvinterp.patching.hook import PatchHook
-from kvinterp.patching.patch import Patch, Where, check_patch_site, positions_of, stored_sites
-from kvinterp.patching.path_patching import Sending, check_reached, path_said, reaches, receivers_of
+from kvinterp.patching.patch import PATCHED_CACHE, Patch, Where, check_patch_site, heads_at, positions_of, stored_sites
+from kvinterp.patching.path_patching import Sending, path_said, reaching, receivers_of
 from kvinterp.patching.recompute import PureRecompute
-from kvinterp.patching.side_by_side import DISTANCES, check_finite, name_of, one_number
-from kvinterp.paths import path_named, run
-from kvinterp.recording import Recorder
+from kvinterp.paths import path_named
+from kvinterp.recording import PathHook, Recorder
 
 log = logging.getLogger("kvinterp")
 
@@ -51,6 +51,8 @@ METHODS = {
 Metric = Callable[[Float[Tensor, "batch position vocab"]], Any]
 """TransformerLens's: a number of the logits ``[batch, position, vocab]``."""
 
+Run = Callable[[Any], Float[Tensor, "batch position vocab"]]
+"""A forward with a hook."""
 _CHECKED = ["layer", "column", "attributed", "patched"]
 
 
@@ -232,7 +234,7 @@ def activation_patching(
     pair = asked_pair(adapter, "function" if callable(distance) else distance, answers)
     if over == "heads":
         check_unread("block", block, 1, f"over={over!r} has no blocks; leave it out, or patch over='positions'")
-    receivers = receivers_of(adapter, receiver)
+    receivers = () if receiver is None else receivers_of(adapter, receiver)
     if receivers and method != "patches":
         raise InputError("a receiver was given with method='attribution', which has no paths: leave one of them out.")
     if method == "patches":
@@ -240,26 +242,20 @@ def activation_patching(
     pairs = _aligned(adapter, clean, corrupted)
     differ = tuple(sorted({at for each in pairs for at in check_aligned(*each)}))
     length, rows = len(pairs[0][0]), tuple(layers_with(adapter, site, chosen_layers(adapter, layers)))
-    if layers is None:
-        rows = tuple(layer for layer in rows if reaches(site, [layer], receivers)) or rows
-    for layer in rows:
-        check_reached(Patch(site, (layer,)), receivers)
+    senders = reaching([Patch(site, (layer,)) for layer in rows], receivers, layers is None)
+    rows = tuple(layer for sender in senders for layer in sender.layers or ())
     low, high = Patch(site, positions="all" if positions is None else positions_of(positions)).span(length)
     if not 0 <= low < high:
         raise InputError(f"positions={positions!r} hold none of the prompt's, which are 0 to {length - 1}.")
     columns = _columns(adapter, site, over, (low, high), check_whole("block", block))
-    places = list(itertools.product(rows, columns))
-    asked = _Asked(adapter, site, over, (low, high), pairs, distance, pair, progress, receivers)
-    checked = pd.DataFrame(columns=_CHECKED)
+    asked = _Asked(adapter, site, over, (low, high), pairs, distance, pair, progress, receivers, rows, columns)
     with located(f"model {adapter.facts.name}"), own_threads(adapter):
         if method == "attribution":
             # In inference mode nothing has a gradient.
             with torch.inference_mode(False):
-                measured, unchanged, checked = asked.attributed(rows, columns, check_whole("check", check, 0))
-        elif len(pairs) > 1 or callable(distance):
-            measured, unchanged = asked.batched(rows, places)
+                measured, unchanged, checked = asked.attributed(check_whole("check", check, 0))
         else:
-            measured, unchanged = asked.resumed(rows, places)
+            measured, unchanged, checked = asked.patched()
     check_finite(measured, "the patched runs")
     values = measured[2:].reshape(len(rows), len(columns))
     if bool(unchanged.all()):
@@ -273,10 +269,13 @@ def activation_patching(
     )  # fmt: skip
 
 
+_Found = tuple[Float64[Tensor, " run"], Bool[Tensor, " place"], pd.DataFrame]
+
+
 @dataclasses.dataclass(frozen=True)
 class _Asked:
-    """What is patched and measured; each method gives the measure of clean, corrupted and every place, and of each place
-    whether its patch changed nothing.
+    """What is patched and measured; each method gives the measure of clean, corrupted and every place, of each place whether
+    its patch changed nothing, and the table of what was checked.
     """
 
     adapter: Adapter
@@ -287,137 +286,115 @@ class _Asked:
     distance: str | Metric
     pair: tuple[int, int] | None
     progress: str
-    receivers: tuple[Patch, ...] = ()
+    receivers: tuple[Patch, ...]
+    layers: tuple[int, ...]
+    columns: Sequence[Any]
 
     @property
     def name(self) -> str:
         """What the measure is called."""
         return self.distance if isinstance(self.distance, str) else name_of(self.distance)
 
-    def resumed(
-        self, rows: tuple[int, ...], places: Sequence[tuple[int, Any]]
-    ) -> tuple[Float64[Tensor, " run"], Bool[Tensor, " place"]]:
-        """Of one pair, each patched forward from the first patched block on."""
-        (clean, corrupted), path = self.pairs[0], path_named("recompute")
-        give: dict[str, Any] = {"record": stored_sites(self.adapter, self.site), "layers": rows, "positions": "all"}
-        with torch.no_grad():
-            donor = run(self.adapter, clean, path, max_new_tokens=1, logits="keep", **give)
-            pure = PureRecompute(self.adapter, path)
-            recorder = self._between()
-            if recorder is not None:
-                recorder.begin_step(0)
-            base = pure.capture(corrupted, recorder)
-            held = _given_by("corrupted prompt", recorder)
-            found = [
-                self._through(patch, held, len(corrupted), lambda hook: pure.patched(corrupted, 0, hook))
-                for patch in self._patches(places, donor)
-            ]
-            shown = torch.stack([donor.logits[0].to(base), base, *(logits for logits, _ in found)])
-            return self._of_newest(shown, shown[:1]), ~torch.stack([changed for _, changed in found])
+    @property
+    def places(self) -> list[tuple[int, Any]]:
+        """Layer and column of each patch."""
+        return list(itertools.product(self.layers, self.columns))
 
-    def batched(
-        self, rows: tuple[int, ...], places: Sequence[tuple[int, Any]]
-    ) -> tuple[Float64[Tensor, " run"], Bool[Tensor, " place"]]:
-        """Of several pairs, or by a function of all logits: a whole forward of all pairs a patch."""
-        with torch.no_grad():
-            pure, corrupted, donor, logits = self._given(rows)
-            recorder = self._between()
-            ends = [self._measure(shown, logits) for shown in (logits, pure.whole(corrupted, recorder))]
-            held = _given_by("corrupted prompts", recorder)
-            found, changed = self._patched(pure, corrupted, logits, places, donor, held)
-            return torch.stack([*ends, *found]), ~changed
+    @torch.no_grad()
+    def patched(self) -> _Found:
+        """By a forward a patch: of one pair from the first patched block on, of several pairs, or for a function, a whole one."""
+        pure, corrupted, donor, clean = self._given()
+        ends, between = [self._measure(clean, clean)], None
+        if self.receivers:
+            last = max(layer for each in self.receivers for layer in each.layers or ())
+            between = Recorder(self.adapter, ["attn_out", "mlp_out"], range(last + 1), positions="all")
+        if len(self.pairs) > 1 or callable(self.distance):
+            run: Run = functools.partial(pure.whole, corrupted)
+            base = run(between)
+        else:
+            (_, tokens), *_ = self.pairs
+            run = lambda hook: pure.patched(tokens, 0, hook)[None, None]  # noqa: E731
+            if between is not None:
+                between.begin_step(0)
+            base = pure.capture(tokens, between)[None, None]
+        ends.append(self._measure(base, clean))
+        held = None if between is None else _given_by("corrupted prompts", between)
+        found, changed = self._each(self.places, run, clean, donor, held)
+        return torch.stack([*ends, *found]), ~torch.stack(changed), pd.DataFrame(columns=_CHECKED)
 
-    def attributed(
-        self, rows: tuple[int, ...], columns: Sequence[Any], check: int
-    ) -> tuple[Float64[Tensor, " run"], Bool[Tensor, " place"], pd.DataFrame]:
+    def attributed(self, check: int) -> _Found:
         """By the gradient at the corrupted prompts, and some places patched in truth."""
         with torch.no_grad():
-            pure, corrupted, donor, logits = self._given(rows)
-        gradients = Gradients(self.adapter, [(self.site, layer) for layer in rows])
+            pure, corrupted, donor, clean = self._given()
+        gradients = Gradients(self.adapter, [(self.site, layer) for layer in self.layers])
         with torch.enable_grad():
-            base = self._measure(pure.whole(corrupted, gradients), logits)
+            base = self._measure(pure.whole(corrupted, gradients), clean)
             if not base.requires_grad:
                 raise InputError(
                     f"distance={self.name!r} has no gradient with respect to the logits, which method='attribution' takes: "
                     "give one of torch's differentiable operations, or method='patches'."
                 )
             changes = gradients.times(base, {place: donor.records[place] for place in gradients.places})
-        found = torch.stack([_summed(changes[self.site, at], self.site, self.over, c) for at in rows for c in columns])
-        base = base.detach()
-        places = list(itertools.product(rows, columns))
+        base, places = base.detach(), self.places
+        found = torch.stack([self._summed(changes[self.site, layer], column) for layer, column in places])
         sample = _sample(found, check)
         with torch.no_grad():
-            true, _ = self._patched(pure, corrupted, logits, [places[number] for number in sample], donor)
-            clean_end = self._measure(logits, logits)
+            run = functools.partial(pure.whole, corrupted)
+            true, _ = self._each([places[number] for number in sample], run, clean, donor)
+            clean_end = self._measure(clean, clean)
         checked = [
-            (places[number][0], number % len(columns), float(found[number]), float(value - base))
+            (places[number][0], number % len(self.columns), float(found[number]), float(value - base))
             for number, value in zip(sample, true, strict=True)
         ]
-        table = pd.DataFrame(checked, columns=_CHECKED)
         apart = {at: (donor.records[at] != shown).double() for at, shown in gradients.shown.items()}
-        changed = torch.stack([_summed(apart[self.site, at], self.site, self.over, column) for at, column in places])
-        return torch.cat([torch.stack([clean_end, base]), base + found]), changed == 0, table
+        changed = torch.stack([self._summed(apart[self.site, layer], column) for layer, column in places])
+        measured = torch.cat([torch.stack([clean_end, base]), base + found])
+        return measured, changed == 0, pd.DataFrame(checked, columns=_CHECKED)
 
-    def _given(self, rows: tuple[int, ...]) -> tuple[PureRecompute, Tensor, Given, Tensor]:
+    def _given(self) -> tuple[PureRecompute, Tensor, Given, Tensor]:
         """The path, the corrupted prompts as rows, what the clean ones give, and their logits."""
         adapter, pure = self.adapter, PureRecompute(self.adapter, path_named("recompute"))
         clean, corrupted = (torch.tensor(each, device=adapter.device) for each in zip(*self.pairs, strict=True))
-        recorder = Recorder(adapter, list(stored_sites(adapter, self.site)), rows, positions="all")
+        recorder = Recorder(adapter, list(stored_sites(adapter, self.site)), self.layers, positions="all")
         logits = pure.whole(clean, recorder)
         return pure, corrupted, _given_by("clean prompts", recorder), logits
 
-    def _between(self) -> Recorder | None:
-        """Records what is held between senders and receivers, where there are any."""
-        if not self.receivers:
-            return None
-        last = max(layer for each in self.receivers for layer in each.layers or ())
-        return Recorder(self.adapter, ["attn_out", "mlp_out"], range(last + 1), positions="all")
-
-    def _through(self, patch: Patch, held: Given, length: int, run: Callable[[PatchHook], Tensor]) -> tuple[Tensor, Tensor]:
-        """The logits with a patch, or with what it brings to the receivers alone; and whether anything was changed."""
-        if not self.receivers:
-            hook = PatchHook(self.adapter, [patch], None, length)
-        else:
-            sending = Sending(self.adapter, patch, self.receivers, held, None, length)
-            run(sending)
-            hook = sending.receiving
-        return run(hook), torch.stack(hook.changed).any()
-
-    def _patches(self, places: Sequence[tuple[int, Any]], donor: Any) -> Iterable[Patch]:
-        quiet = None if self.progress == "bar" else True
-        for layer, column in tqdm(places, "patching", unit="patch", disable=quiet):
-            head, spot = _parts(self.over, column)
-            yield Patch(self.site, (layer,), None if head is None else (head,), spot or self.span, (0,), donor)
-
-    def _patched(
-        self,
-        pure: PureRecompute,
-        corrupted: Tensor,
-        clean: Tensor,
-        places: Sequence[tuple[int, Any]],
-        donor: Given,
-        held: Given | None = None,
-    ) -> tuple[list[Tensor], Bool[Tensor, " place"]]:
+    def _each(
+        self, places: Sequence[tuple[int, Any]], run: Run, clean: Tensor, donor: Given, held: Given | None = None
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """The measure with each patch, or with what it brings to the receivers alone; and whether it changed anything."""
         found, changes = [], []
-        for patch in self._patches(places, donor):
-            run = functools.partial(pure.whole, corrupted)
-            logits, changed = self._through(patch, held or donor, corrupted.shape[1], run)
-            found.append(self._measure(logits, clean))
-            changes.append(changed)
-        return found, torch.stack(changes) if changes else torch.zeros(0, dtype=torch.bool)
+        for layer, column in tqdm(places, "patching", unit="patch", disable=None if self.progress == "bar" else True):
+            head, spot = _parts(self.over, column)
+            patch = Patch(self.site, (layer,), None if head is None else (head,), spot or self.span, (0,), donor)
+            length = len(self.pairs[0][1])
+            if self.receivers:
+                sending = Sending(self.adapter, patch, self.receivers, held, None, length)
+                run(sending)
+                hook = sending.receiving
+            else:
+                hook = PatchHook(self.adapter, [patch], None, length)
+            found.append(self._measure(run(hook), clean))
+            changes.append(torch.stack(hook.changed).any())
+        return found, changes
 
     def _measure(self, logits: Tensor, clean: Tensor) -> Float64[Tensor, ""]:
-        if isinstance(self.distance, str):
-            return self._of_newest(logits[:, -1], clean[:, -1]).mean()
-        return one_number(self.name, self.distance, logits)
-
-    def _of_newest(self, shown: Float[Tensor, "run vocab"], clean: Float[Tensor, "any vocab"]) -> Float64[Tensor, " run"]:
+        if callable(self.distance):
+            return one_number(self.distance, logits)
+        shown, clean = logits[:, -1], clean[:, -1].to(logits)
         if self.pair is not None:
-            return logit_difference(shown, self.pair)
+            return logit_difference(shown, self.pair).mean()
         if self.distance == "kl" and shown.requires_grad:  # The accurate one carries no gradient.
-            before, after = (torch.log_softmax(logits.double(), -1) for logits in (clean.expand_as(shown), shown))
-            return torch.nn.functional.kl_div(after, before, reduction="none", log_target=True).sum(-1)
-        return DISTANCES[str(self.distance)](clean.expand_as(shown), shown).double()
+            before, after = (torch.log_softmax(each.double(), -1) for each in (clean, shown))
+            return torch.nn.functional.kl_div(after, before, reduction="none", log_target=True).sum(-1).mean()
+        return DISTANCES[self.distance](clean, shown).double().mean()
+
+    def _summed(self, changes: Tensor, column: Any) -> Float64[Tensor, ""]:
+        """What one place changes: its share of the sum over batch, positions, heads and all else."""
+        layout, (head, spot) = LAYOUTS[self.site], _parts(self.over, column)
+        if spot is not None:
+            changes = changes.narrow(layout.rows, spot[0], spot[1] - spot[0])
+        return (changes if head is None else changes.select(layout.heads, head)).sum()
 
 
 def check_aligned(clean: Sequence[int], corrupted: Sequence[int]) -> tuple[int, ...]:
@@ -437,9 +414,7 @@ def check_aligned(clean: Sequence[int], corrupted: Sequence[int]) -> tuple[int, 
     return differ
 
 
-def _given_by(name: str, recorder: Recorder | None) -> Given:
-    if recorder is None:
-        return Given(name)
+def _given_by(name: str, recorder: Recorder) -> Given:
     recorder.end_step()
     return Given(name, {at: kept[-1] for at, kept in recorder.kept.items()})
 
@@ -472,9 +447,7 @@ def _columns(adapter: Adapter, site: str, over: str, span: tuple[int, int], bloc
     spots = [(start, min(start + block, span[1])) for start in range(*span, block)]
     if over == "positions":
         return spots
-    count, _ = adapter.facts.heads_of(site)
-    if not count:
-        raise InputError(f"over={over!r} needs a site with heads, and {site!r} has none: use q, k, v, z, pattern or kv.")
+    count = heads_at(adapter, site, f"over={over!r}")
     return list(range(count)) if over == "heads" else [(head, *spot) for head in range(count) for spot in spots]
 
 
@@ -487,9 +460,50 @@ def _sample(found: Tensor, check: int) -> list[int]:
     return sorted({*largest[: check // 2], *(spread if check else ())})
 
 
-def _summed(changes: Tensor, site: str, over: str, column: Any) -> Float64[Tensor, ""]:
-    """What one place changes: its share of the sum over batch, positions, heads and all else."""
-    layout, (head, spot) = LAYOUTS[site], _parts(over, column)
-    if spot is not None:
-        changes = changes.narrow(layout.rows, spot[0], spot[1] - spot[0])
-    return (changes if head is None else changes.select(layout.heads, head)).sum()
+class Gradients(PathHook):
+    """Adds a zero to each place, whose gradient is the place's, and so cuts no graph in two.
+
+    Args:
+        adapter: The model.
+        wanted: The places.
+
+    Raises:
+        UnsupportedError: Nothing that is put there is read, or not all that goes on from there is seen.
+    """
+
+    def __init__(self, adapter: Adapter, wanted: Sequence[Site]) -> None:
+        self.zeros: dict[Site, Tensor] = {}
+        self.shown: dict[Site, Tensor] = {}
+        self.listeners: dict[Site, Listener] = {}
+        for site, layer in wanted:
+            if adapter.derives(site):
+                raise UnsupportedError(
+                    f"the {site} has no gradient under attention {adapter.facts.attention!r}, where it never leaves the kernel "
+                    "and is derived beside it: load the model with attention='eager' (attn_implementation='eager' in "
+                    "transformers), or attribute q, k, v or z."
+                )
+            if site in (*PATCHED_CACHE, "resid_mid", "experts"):
+                raise UnsupportedError(
+                    f"{site!r} has no one place whose gradient is its own: attribute resid_pre, attn_out, mlp_out, q, k, v or z, "
+                    "or give method='patches'."
+                )
+            adapter.tap(site, layer)
+            self.listeners[site, layer] = self._listener((site, layer))
+
+    def _listener(self, place: Site) -> Listener:
+        def listener(tensor: Tensor) -> Tensor:
+            self.shown[place] = tensor.detach()
+            self.zeros[place] = torch.zeros_like(tensor, requires_grad=True)
+            return tensor + self.zeros[place]
+
+        return listener
+
+    def times(self, measured: Tensor, clean: Mapping[Site, Tensor]) -> dict[Site, Tensor]:
+        """The gradient times how far the clean activations are from those shown, element by element, in float64."""
+        found = torch.autograd.grad(measured, list(self.zeros.values()), allow_unused=True)
+        return {
+            place: torch.zeros_like(self.shown[place]).double()
+            if gradient is None
+            else gradient.double() * (clean[place].double() - self.shown[place].double())
+            for place, gradient in zip(self.zeros, found, strict=True)
+        }

@@ -39,12 +39,12 @@ from kvinterp.common.progress import each
 from kvinterp.comparison.vocabulary import ANEW, PARTS
 from kvinterp.errors import UnsupportedError, located
 from kvinterp.models import Adapter, wrap
-from kvinterp.models.inputs import among, check_choice, check_instance, check_whole, encode_all
+from kvinterp.models.inputs import among, check_choice, check_instance, check_whole, chosen_layers, encode_all
 from kvinterp.models.provenance import provenance
 from kvinterp.models.threads import own_threads
-from kvinterp.patching.lanes import two_paths
+from kvinterp.patching.distances import check_finite
 from kvinterp.patching.planted import Plant
-from kvinterp.patching.side_by_side import check_finite
+from kvinterp.patching.side_by_side import two_paths
 from kvinterp.patching.splitting import DIFFERENCES, Shown, Split, leading_part
 from kvinterp.paths import ExecutionPath
 
@@ -155,12 +155,9 @@ def decompose(
         UnsupportedError: The model keeps more than keys and values (Mamba, Gated DeltaNet).
     """
     adapter = wrap(model)
-    check_splittable(adapter, suffix)
+    check_splittable(adapter, suffix, plant)
     check_choice("progress", progress, words.Progress)
     paths = two_paths(cached, recompute, "a decomposition")
-    if plant is not None:
-        check_instance("plant", plant, Plant, "a Plant, such as kv.Plant('kv', layer=1), or None")
-        plant.check(adapter)
     check_whole("max_new_tokens", max_new_tokens)
     tokens = encode_all(adapter, prompts, max_new_tokens + suffix)
     steps: list[dict[str, Any]] = []
@@ -177,14 +174,17 @@ def decompose(
     return Decomposition(pd.DataFrame(steps), pd.DataFrame(layers), made)
 
 
-def check_splittable(adapter: Adapter, suffix: int) -> None:
-    """Raises UnsupportedError for a model whose state cannot be split, InputError for a suffix that is none."""
+def check_splittable(adapter: Adapter, suffix: int, plant: Plant | None = None) -> None:
+    """Raises UnsupportedError for a model whose state cannot be split, InputError for a suffix or a plant that is none."""
     if not adapter.attention_only:
         raise UnsupportedError(
             f"{adapter.facts.architecture} keeps other state than keys and values, which cannot be split this way: "
             "use audit()."
         )
     check_whole("suffix", suffix)
+    if plant is not None:
+        check_instance("plant", plant, Plant, "a Plant, such as kv.Plant('kv', layer=1), or None")
+        chosen_layers(adapter, plant.layer)
 
 
 def measured(shown: dict[str, Shown], where: str) -> dict[str, Any]:

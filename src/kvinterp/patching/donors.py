@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from kvinterp.errors import InputError, NonFiniteError, UnsupportedError, unexpected
 from kvinterp.models import Adapter, wrap
 from kvinterp.models.attaching import Site
-from kvinterp.models.hook_names import site_of
+from kvinterp.models.hook_names import hook_name, site_of
 from kvinterp.models.inputs import (
     check_instance,
     check_seed,
@@ -22,8 +23,7 @@ from kvinterp.models.inputs import (
     token_ids,
 )
 from kvinterp.models.sites import LAYOUTS, ROWS
-from kvinterp.patching.ablation import Ablation
-from kvinterp.patching.given import Given
+from kvinterp.patching.given import Ablation, Given
 from kvinterp.patching.patch import Patch, check_patch_site, stored_sites
 from kvinterp.paths import run
 from kvinterp.recording import Recorder, Trace
@@ -36,16 +36,22 @@ def check_donor(adapter: Adapter, patch: Patch, donor: Trace | Ablation | Given)
     Raises:
         InputError: It lacks a site, a layer or a step, or is of another tokenisation.
     """
-    if isinstance(donor, Ablation | Given):
-        return donor.check(adapter, stored_sites(adapter, patch.site), patch.layers)
-    for site in stored_sites(adapter, patch.site):
-        for layer in chosen_layers(adapter, patch.layers):
-            if (site, layer) not in donor.records:
-                have = ", ".join(sorted({s for s, _ in donor.records})) or "nothing"
-                raise InputError(
-                    f"the donor trace holds no {site!r} of layer {layer} (it recorded {have}): run the donor with "
-                    f"record={site!r}."
-                )
+    layers = chosen_layers(adapter, patch.layers)
+    held: Mapping[Site, Any] = donor.pool if isinstance(donor, Ablation) else donor.records
+    for site, layer in itertools.product(stored_sites(adapter, patch.site), layers):
+        if isinstance(donor, Ablation):
+            name = f"{donor.name} donor"
+            remedy = f"make it with that site, kv.{donor.name}_donor(model, prompts, {site!r})"
+        elif isinstance(donor, Given):
+            name, remedy = donor.name, f"let run_with_cache keep {hook_name(site, layer)}"
+        else:
+            name, remedy = "donor trace", f"run the donor with record={site!r}"
+        # Zeros, a tensor and a function go in anywhere.
+        if (site, layer) not in held and (held or isinstance(donor, Trace)):
+            have = ", ".join(sorted({known for known, _ in held})) or "nothing"
+            raise InputError(f"the {name} holds no {site!r} of layer {layer} (it has {have}): {remedy}.")
+    if not isinstance(donor, Trace):
+        return
     named = patch.steps if isinstance(patch.steps, tuple) else (1,) if patch.steps == "first" else ()
     missing = next((step for step in named if step not in donor.steps), None)
     if missing is not None:
@@ -112,12 +118,12 @@ def donor_trace(recorder: Any, prompt: Sequence[int], fed: Sequence[int] = ()) -
         ...     model(clean_tokens)
         >>> donor = donor_trace(clean, clean_tokens[0].tolist())  # doctest: +SKIP
     """
+    prompt, fed = _token_ids("prompt", prompt), _token_ids("fed", fed)
     if is_activation_cache(recorder):
-        return _of_activation_cache(recorder, _token_ids("prompt", prompt), _token_ids("fed", fed))
+        return _of_activation_cache(recorder, prompt, fed)
     check_instance(
         "recorder", recorder, Recorder, "what kv.record(...) gave: with kv.record(model, 'resid_pre') as recorder"
     )
-    prompt, fed = _token_ids("prompt", prompt), _token_ids("fed", fed)
     recorder.end_step()
     steps = tuple(recorder.recorded_steps)
     if not steps:

@@ -2,6 +2,11 @@
 
 Nothing is edited in place: a patch hands the model a copy in which its rows are the donor's. What it changes in a cache it
 changes in the store's own memory, so a patched cache stays patched for the steps that follow.
+
+A patch of the residual stream between attention and MLP is carried on to where the stream goes. A HookedTransformer shows that
+stream itself. A bridge and a transformers model show it only where it enters the norm before the MLP, and the stream goes around
+that norm: what is put there reaches the MLP and nothing else. So the block's output is made again as the block makes it, the
+patched stream plus what the MLP added.
 """
 
 from __future__ import annotations
@@ -17,11 +22,9 @@ from kvinterp.models.attaching import Listener, Site
 from kvinterp.models.hook_names import check_module
 from kvinterp.models.inputs import chosen_layers
 from kvinterp.models.sites import LAYOUTS
-from kvinterp.patching.ablation import Ablation
 from kvinterp.patching.donors import check_donor, rows_of
-from kvinterp.patching.given import Given
+from kvinterp.patching.given import Ablation, Given
 from kvinterp.patching.patch import PATCHED_CACHE, Patch, stored_sites
-from kvinterp.patching.resid_mid import carry_on
 from kvinterp.policies import Place
 from kvinterp.recording import PathHook
 
@@ -58,18 +61,17 @@ class PatchHook(PathHook):
         self.changed: list[Tensor] = [torch.tensor(False, device=adapter.device)] * len(self.patches)
         self.step, self.end = 0, 0
         self.listeners: dict[Site, Listener] = {}
-        self._cache: dict[int, list[Patch]] = {}
+        self._cache: dict[int, list[int]] = {}
         self._thinned: dict[int, Place] = {}
-        for patch in self.patches:
+        for number, patch in enumerate(self.patches):
             self._check(patch)
             for layer in chosen_layers(adapter, patch.layers):
+                place = patch.site, layer
                 if patch.site in PATCHED_CACHE:
-                    self._cache.setdefault(layer, []).append(patch)
+                    self._cache.setdefault(layer, []).append(number)
                 else:
-                    adapter.tap(patch.site, layer)
-                    self.listeners[patch.site, layer] = self._listener(
-                        patch, layer, self.listeners.get((patch.site, layer))
-                    )
+                    adapter.tap(*place)
+                    self.listeners[place] = self._listener(number, layer, self.listeners.get(place))
         carry_on(adapter, self.listeners)
 
     @property
@@ -82,13 +84,9 @@ class PatchHook(PathHook):
         sites = {site for site, at in self.listeners if at == layer}
         return self.listeners["resid_post", layer] if sites == {"resid_post"} and layer not in self._cache else None
 
-    def reads_cache(self, step: int) -> bool:
-        """Whether it changes what attention reads from the cache at a step."""
-        return any(self.reads_cache_of(layer, step) for layer in self._cache)
-
-    def reads_cache_of(self, layer: int, step: int) -> bool:
-        """Whether it changes what attention reads from one layer's cache at a step."""
-        return any(patch.active(step, self.every_from) for patch in self._cache.get(layer, ()))
+    def reads_cache(self, layer: int, step: int) -> bool:
+        """Whether it changes what attention reads from a layer's cache at a step."""
+        return any(self.patches[number].active(step, self.every_from) for number in self._cache.get(layer, ()))
 
     def active(self, step: int) -> bool:
         """Whether any patch applies at a step."""
@@ -108,18 +106,20 @@ class PatchHook(PathHook):
         changed = False
         if place.rows is not None:
             self._thinned[place.layer] = place
-        for patch in self._cache.get(place.layer, ()):
+        for number in self._cache.get(place.layer, ()):
+            patch = self.patches[number]
             if not patch.active(self.step, self.every_from):
                 continue
             place.check_whole(patch.site)
             for site in stored_sites(self.adapter, patch.site):
                 held = values if site == "cache_v" else keys
-                new = self._moved(patch, site, place.layer, held, place.start, place.stop)
+                new = self._moved(number, site, place.layer, held, place.start)
                 keys, values = (keys, new) if site == "cache_v" else (new, values)
             changed = True
         return (keys, values) if changed else None
 
-    def _listener(self, patch: Patch, layer: int, before: Listener | None) -> Listener:
+    def _listener(self, number: int, layer: int, before: Listener | None) -> Listener:
+        patch = self.patches[number]
         rows = LAYOUTS[patch.site].rows
 
         def listener(tensor: Tensor) -> Tensor | None:
@@ -127,22 +127,19 @@ class PatchHook(PathHook):
             if not patch.active(self.step, self.every_from):
                 return earlier
             tensor = tensor if earlier is None else earlier
-            end = self.end or tensor.shape[rows]
-            return self._moved(patch, patch.site, layer, tensor, end - tensor.shape[rows], end)
+            return self._moved(number, patch.site, layer, tensor, (self.end or tensor.shape[rows]) - tensor.shape[rows])
 
         return listener
 
-    def _moved(self, patch: Patch, site: str, layer: int, tensor: Tensor, start: int, stop: int) -> Tensor:
-        layout = LAYOUTS[site]
+    def _moved(self, number: int, site: str, layer: int, tensor: Tensor, start: int) -> Tensor:
+        patch, layout = self.patches[number], LAYOUTS[site]
         rows, heads = layout.rows, layout.heads
+        stop = start + tensor.shape[rows]
         low, high = patch.span(stop)
         low, high = max(low, start), min(high, stop)
         if low >= high:
             return tensor
-        if isinstance(patch.donor, Given):
-            donor_start, donor = low, patch.donor.rows(site, layer, start, tensor, low, high)
-        else:
-            donor_start, donor = self._donor(patch, site, layer, start, stop, tensor)
+        donor_start, donor = self._donor(patch, site, layer, start, tensor, low, high)
         if layout.group == "cache" and self.adapter.facts.windows[layer] is not None:
             # A cache that slides has forgotten the first positions, and the newest query does not read them.
             low = max(low, donor_start)
@@ -156,13 +153,12 @@ class PatchHook(PathHook):
             )
         new = tensor.clone()
         into, taken = new.narrow(rows, low - start, high - low), donor.narrow(rows, low - donor_start, high - low)
+        taken = self._fitted(site, layer, taken, into)
         if patch.heads is not None and heads:
             index = torch.tensor(patch.heads, device=new.device)
-            into.index_copy_(heads, index, self._fitted(site, layer, taken, into).index_select(heads, index))
+            into.index_copy_(heads, index, taken.index_select(heads, index))
         else:
-            into.copy_(self._fitted(site, layer, taken, into))
-        # By identity: patches that differ in their donors alone are equal.
-        number = next(number for number, each in enumerate(self.patches) if each is patch)
+            into.copy_(taken)
         self.moved[number] += 1
         # Read at the end: a device is waited for at each read.
         self.changed[number] = self.changed[number] | (new != tensor).any().to(self.adapter.device)
@@ -202,7 +198,12 @@ class PatchHook(PathHook):
             return "a cached path computes one row of the pattern a step, so use positions='newest'"
         return "record the donor from step 0 with positions='all', or use positions='newest'"
 
-    def _donor(self, patch: Patch, site: str, layer: int, start: int, stop: int, like: Tensor) -> tuple[int, Tensor]:
+    def _donor(
+        self, patch: Patch, site: str, layer: int, start: int, like: Tensor, low: int, high: int
+    ) -> tuple[int, Tensor]:
+        """What a patch takes from for the positions from ``low`` to ``high``, and the position of its first row."""
+        if isinstance(patch.donor, Given):
+            return low, patch.donor.rows(site, layer, start, like, low, high)
         if isinstance(patch.donor, Ablation):
             return start, patch.donor.rows(site, layer, start, like)
         if patch.donor is None:
@@ -210,6 +211,7 @@ class PatchHook(PathHook):
                 raise InputError(f"the patch of {patch.site!r} has no donor: give Patch(..., donor=trace).")
             return self.window(site, layer)
         held = len(patch.donor.prompt) + self.step
+        stop = start + like.shape[LAYOUTS[site].rows]
         if held != stop:
             raise InputError(
                 f"the donor trace holds {held} positions at step {self.step} and the patched context {stop}, so positions "
@@ -250,3 +252,68 @@ class PatchHook(PathHook):
             raise InputError(f"position {last} does not exist: {facts.name} has positions 0 to {facts.context - 1}.")
         if patch.donor is not None:
             check_donor(self.adapter, patch, patch.donor)
+
+
+def carry_on(adapter: Adapter, listeners: dict[Site, Listener]) -> None:
+    """Adds to the listeners of patches what their patches of ``resid_mid`` need.
+
+    Args:
+        adapter: The model.
+        listeners: What patches do at each site and layer; changed in place.
+
+    Raises:
+        UnsupportedError: This kind of model cannot show what the MLP adds.
+    """
+    for layer in [at for site, at in listeners if site == "resid_mid"]:
+        stream = _MidStream(adapter.facts.architecture, layer, listeners["resid_mid", layer])
+        mlp, post = (listeners.get((site, layer)) for site in ("mlp_out", "resid_post"))
+        adapter.tap("mlp_out", layer)
+        listeners["resid_mid", layer] = stream.mid
+        listeners["mlp_out", layer] = one_after_the_other(mlp, stream.added)
+        listeners["resid_post", layer] = one_after_the_other(stream.post, post)
+
+
+class _MidStream:
+    """The stream between attention and MLP of one layer: before and after the patch, and what the MLP adds to it."""
+
+    def __init__(self, architecture: str, layer: int, change: Listener) -> None:
+        self.architecture, self.layer, self.change = architecture, layer, change
+        self._before: Tensor | None = None
+        self._after: Tensor | None = None
+        self._added: Tensor | None = None
+
+    def mid(self, tensor: Tensor) -> Tensor | None:
+        """Patches, and remembers both."""
+        self._before, self._after, self._added = tensor, self.change(tensor), None
+        return self._after
+
+    def added(self, tensor: Tensor) -> None:
+        """Remembers what the MLP adds, after any patch of it."""
+        self._added = tensor
+
+    def post(self, tensor: Tensor) -> Tensor | None:
+        """The block's output with the patched stream in it, if it is not in it already."""
+        before, after, added = self._before, self._after, self._added
+        self._before = self._after = self._added = None
+        if before is None or after is None or added is None:
+            return None
+        patched = after + added
+        if torch.equal(tensor, patched):
+            return None
+        if not torch.equal(tensor, before + added):
+            raise UnsupportedError(
+                f"resid_mid cannot be patched at layer {self.layer}: {self.architecture} does not make a block's output as "
+                "that stream plus mlp_out; patch attn_out, mlp_out or resid_post instead."
+            )
+        return patched
+
+
+def one_after_the_other(first: Listener | None, second: Listener | None) -> Listener:
+    """Both, the second of what the first made."""
+
+    def both(tensor: Tensor) -> Tensor | None:
+        changed = None if first is None else first(tensor)
+        again = None if second is None else second(tensor if changed is None else changed)
+        return changed if again is None else again
+
+    return both

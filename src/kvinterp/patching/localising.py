@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, ClassVar
 
 import pandas as pd
@@ -25,22 +25,22 @@ from torch import Tensor
 from kvinterp.common.kept import Kept, signed
 from kvinterp.comparison.vocabulary import PARTS
 from kvinterp.errors import located
-from kvinterp.models import Adapter, dtype_named, wrap
-from kvinterp.models.inputs import check_instance, encode
+from kvinterp.models import dtype_named, wrap
+from kvinterp.models.inputs import encode
 from kvinterp.models.provenance import provenance
 from kvinterp.models.threads import own_threads
 from kvinterp.patching.decomposition import check_splittable, measured
 from kvinterp.patching.hook import PatchHook
-from kvinterp.patching.lanes import two_paths
 from kvinterp.patching.patch import Patch
 from kvinterp.patching.planted import PLACES, Plant
+from kvinterp.patching.side_by_side import two_paths
 from kvinterp.patching.splitting import KeysValues, Rows, Shown, Split, StreamRunner
 from kvinterp.paths import ExecutionPath
-from kvinterp.recording import PathHook
 
 PLACES_OF = {"fresh": ("row", "unembedding"), "anew": ("prompt",), "kept": ("kv",)}
 """The places that a part can be made at; there are no decoded rows yet."""
 COLUMNS = ["place", "layer", "l2", "share"]
+_SAID = ("part", "place", "layer", "share", "suffix")
 
 
 @dataclasses.dataclass(repr=False)
@@ -78,7 +78,7 @@ class Cause(Kept):
 
     def written(self) -> tuple[dict[str, pd.DataFrame], dict[str, Any]]:
         """The shares of all places, the split as a table of one row, and the rest."""
-        found = {name: getattr(self, name) for name in ("part", "place", "layer", "share", "suffix")}
+        found = {name: getattr(self, name) for name in _SAID}
         tables = {"places": self.table, "split": pd.DataFrame([self.split])}
         return signed(tables, self.provenance), {
             **found,
@@ -90,7 +90,7 @@ class Cause(Kept):
     @classmethod
     def read(cls, tables: Mapping[str, pd.DataFrame], summary: Mapping[str, Any]) -> Cause:
         """The cause as it was written."""
-        found = {name: summary[name] for name in ("part", "place", "layer", "share", "suffix")}
+        found = {name: summary[name] for name in _SAID}
         (split,) = tables["split"].to_dict("records")
         return cls(**found, table=tables["places"], split=split, provenance=tables["places"].attrs)
 
@@ -157,108 +157,79 @@ def localise(
         UnsupportedError: The model keeps more than keys and values (Mamba, Gated DeltaNet).
     """
     adapter = wrap(model)
-    check_splittable(adapter, suffix)
-    if plant is not None:
-        check_instance("plant", plant, Plant, "a Plant, such as kv.Plant('kv', layer=1), or None")
-        plant.check(adapter)
+    check_splittable(adapter, suffix, plant)
     tokens = encode(adapter, prompt, 2 + suffix)
     paths = two_paths(cached, recompute, "this search", dtype)
     with located(f"model {adapter.facts.name}"), own_threads(adapter):
-        found = _Search(adapter, paths, tokens, suffix, plant).cause()
+        found = _cause(Split(adapter, paths, tokens, 2, suffix, plant, stop="length"), suffix)
     sides = dict(zip(("cached", "recompute"), map(str, paths), strict=True))
     found.provenance = provenance(adapter, paths=sides, plant=None if plant is None else str(plant))
     return found
 
 
-class _Search:
-    def __init__(
-        self,
-        adapter: Adapter,
-        paths: tuple[ExecutionPath, ExecutionPath],
-        prompt: Sequence[int],
-        suffix: int,
-        plant: Plant | None,
-    ) -> None:
-        self.split, self.suffix = Split(adapter, paths, prompt, 2, suffix, plant, stop="length"), suffix
-        self.layers = range(adapter.facts.layers)
+def _cause(split: Split, suffix: int) -> Cause:
+    (_, first), (_, shown) = split.steps()
+    row = measured(shown, "step 1")
+    most, table = row["most"], pd.DataFrame(columns=COLUMNS)
+    if most != "none":
+        table = _table(split, first["cached"].logits.argmax()[None], shown, {part: row[f"{part}_l2"] for part in PARTS})
+    if most not in PLACES_OF:
+        return Cause(most, most, -1, row["share"], table, row, suffix)
+    sums = table[table["place"].isin(PLACES_OF[most])].groupby("place")["share"].sum()
+    place = str(sums.idxmax())
+    here = table[table["place"] == place].sort_values("share")
+    layer, share = int(here["layer"].iloc[-1]), float(here["share"].iloc[-1])
+    if 2 * share <= sums[place]:
+        layer, share = -1, float(sums[place])
+    return Cause(most, place, layer, share, table, row, suffix)
 
-    def cause(self) -> Cause:
-        (_, first), (_, shown) = self.split.steps()
-        row = measured(shown, "step 1")
-        self.token = first["cached"].logits.argmax()[None]
-        table = pd.DataFrame(columns=COLUMNS)
-        if row["most"] != "none":
-            table = self._table(shown, {part: row[f"{part}_l2"] for part in PARTS})
-        if row["most"] not in PLACES_OF:
-            return Cause(row["most"], row["most"], -1, row["share"], table, row, self.suffix)
-        sums = table[table["place"].isin(PLACES_OF[row["most"]])].groupby("place")["share"].sum()
-        place = str(sums.idxmax())
-        here = table[table["place"] == place].sort_values("share")
-        layer, share = int(here["layer"].iloc[-1]), float(here["share"].iloc[-1])
-        if 2 * share <= sums[place]:
-            layer, share = -1, float(sums[place])
-        return Cause(row["most"], place, layer, share, table, row, self.suffix)
 
-    def _table(self, shown: dict[str, Shown], lengths: Mapping[str, float]) -> pd.DataFrame:
-        """The lengths at every place; those of one part are scaled so that their shares add up to the part's."""
-        rows = []
-        for part, follow in (("fresh", self._fresh), ("anew", self._anew), ("kept", self._kept)):
-            found = follow(shown) if lengths[part] else []
-            whole = sum(length for *_, length in found)
-            share = lengths[part] / sum(lengths.values())
-            rows += [
-                {"place": place, "layer": layer, "l2": length, "share": share * length / whole}
-                for place, layer, length in found
-            ]
-        return pd.DataFrame(rows, columns=COLUMNS)
+def _table(split: Split, token: Tensor, shown: Mapping[str, Shown], lengths: Mapping[str, float]) -> pd.DataFrame:
+    """The lengths at every place; those of one part are scaled so that their shares add up to the part's."""
+    layers, end, streams = range(split.adapter.facts.layers), len(split.prompt) + 1, shown["recompute"].stream
+    one_row, now, old = split.one_row, split.now, split.at_step_0
+    model = split.adapter.at(dtype_named(one_row.dtype))
 
-    def _fresh(self, shown: dict[str, Shown]) -> list[tuple[str, int, float]]:
-        model = self.split.adapter.at(dtype_named(self.split.one_row.dtype))
-        streams = shown["recompute"].stream
-        end = len(self.split.prompt) + 1
-
-        def behind(layer: int) -> Shown:
-            def window(_: str, at: int) -> tuple[int, Tensor]:
-                return end - 1, streams[at][None, None]
-
-            back = PatchHook(model, [Patch("resid_post", (layer,), None, "newest", "first")], window, end - 1)
-            return self._second(self.split.one_row, self._rows(self.split.now), back)
-
-        lanes = [shown["one_row"], *map(behind, self.layers), shown["recompute"]]
-        places = [*(("row", layer) for layer in self.layers), ("unembedding", -1)]
-        return [(*place, apart) for place, apart in zip(places, _apart(lanes), strict=True)]
-
-    def _anew(self, shown: dict[str, Shown]) -> list[tuple[str, int, float]]:
-        def with_new(layer: int) -> Shown:
-            new = self._rows([*self.split.now[: layer + 1], *self.split.at_step_0[layer + 1 :]])
-            return self._second(self.split.one_row, new)
-
-        lanes = [shown["as_written"], *map(with_new, self.layers[:-1]), shown["one_row"]]
-        return [("prompt", layer, apart) for layer, apart in enumerate(_apart(lanes))]
-
-    def _kept(self, shown: dict[str, Shown]) -> list[tuple[str, int, float]]:
-        def as_written(layer: int) -> Shown:
-            return self._second(self.split.cached, self._rows(self.split.at_step_0, range(layer + 1)))
-
-        lanes = [shown["cached"], *map(as_written, self.layers), shown["as_written"]]
-        # What is left with all rows of the prompt put back is how the newest row's own K and V are kept.
-        return [("kv", layer, apart) for layer, apart in zip([*self.layers, -1], _apart(lanes), strict=True)]
-
-    def _rows(self, held: KeysValues, layers: Sequence[int] | None = None) -> Rows:
-        rows = Rows(layers)
-        rows.held = held
-        return rows
-
-    def _second(self, path: ExecutionPath, rows: Rows, *hooks: PathHook) -> Shown:
-        """Step 1 of a lane in which the prompt's rows are replaced."""
-        lane = StreamRunner(self.split, path, [rows, *hooks])
+    def second(path: ExecutionPath, held: KeysValues, reaching: Collection[int] | None = None, back: int = -1) -> Shown:
+        """Step 1 of a lane in which the prompt's rows are replaced, and the stream behind a layer is put back."""
+        patches = [] if back < 0 else [Patch("resid_post", (back,), None, "newest", "first")]
+        stream = PatchHook(model, patches, lambda _, layer: (end - 1, streams[layer][None, None]), end - 1)
+        rows = Rows(held, 0, reaching)
+        lane = StreamRunner(split, path, [rows, stream])
         with lane:
             lane.advance()
-            rows.stop = len(self.split.prompt)
-            return lane.shown(lane.advance(self.token))
+            rows.stop = end - 1
+            return lane.shows(token)
 
-
-def _apart(lanes: Sequence[Shown]) -> list[float]:
-    """How far each lane's logits are from the one's before, brought to the host at once."""
-    logits = [lane.logits.double() for lane in lanes]
-    return torch.stack([(one - other).norm() for one, other in itertools.pairwise(logits)]).tolist()
+    rows_of, keys_values = [("row", layer) for layer in layers], [("kv", layer) for layer in layers]
+    # Of each part the lane it begins at, those between layer by layer, the lane it ends at, and the place of each way between.
+    # What is left with all rows of the prompt put back is how the newest row's own K and V are kept.
+    ways: list[tuple[str, str, Callable[[int], Shown], str, list[tuple[str, int]]]] = [
+        ("fresh", "one_row", lambda layer: second(one_row, now, back=layer), "recompute", [*rows_of, ("unembedding", -1)]),
+        (
+            "anew",
+            "as_written",
+            lambda layer: second(one_row, [*now[: layer + 1], *old[layer + 1 :]]),
+            "one_row",
+            [("prompt", layer) for layer in layers],
+        ),
+        (
+            "kept",
+            "cached",
+            lambda layer: second(split.cached, old, range(layer + 1)),
+            "as_written",
+            [*keys_values, ("kv", -1)],
+        ),
+    ]
+    rows = []
+    for part, begin, between, end_at, places in ways:
+        if lengths[part]:
+            lanes = [shown[begin], *map(between, layers[: len(places) - 1]), shown[end_at]]
+            logits, share = [lane.logits.double() for lane in lanes], lengths[part] / sum(lengths.values())
+            # How far each lane is from the one before, brought to the host at once.
+            apart = torch.stack([(one - other).norm() for one, other in itertools.pairwise(logits)]).tolist()
+            rows += [
+                {"place": place, "layer": layer, "l2": length, "share": share * length / sum(apart)}
+                for (place, layer), length in zip(places, apart, strict=True)
+            ]
+    return pd.DataFrame(rows, columns=COLUMNS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,8 +17,7 @@ from kvinterp.models import Adapter
 from kvinterp.models.hook_names import module_of, site_of
 from kvinterp.models.inputs import check_instance, check_known, given_list, whole_number
 from kvinterp.models.sites import CACHE_SITES, SITES
-from kvinterp.patching.ablation import ZERO, Ablation
-from kvinterp.patching.given import Given
+from kvinterp.patching.given import ZERO, Ablation, Given
 from kvinterp.recording import Trace
 from kvinterp.recording.activation_cache import is_activation_cache, records_of
 
@@ -68,21 +68,20 @@ class Patch:
     """The module's name that said the site, to be checked with the model."""
 
     def __post_init__(self) -> None:
+        keep = functools.partial(object.__setattr__, self)
+        keep("module", self.site if module_of(self.site) else "")
         site, layers = site_of(self.site) if isinstance(self.site, str) else (self.site, None)
-        object.__setattr__(self, "module", self.site if module_of(self.site) else "")
         for name in ("layers", "heads", "steps"):
             if (number := whole_number(getattr(self, name))) is not None:
-                object.__setattr__(self, name, (number,))
+                keep(name, (number,))
         if layers is not None and self.layers not in (None, layers):
             raise InputError(
                 f"hook {self.site!r} is of layer {layers[0]}, and layers={self.layers!r} was given: leave it out."
             )
-        object.__setattr__(self, "site", site)
-        object.__setattr__(self, "layers", self.layers if layers is None else layers)
-        check_patch_site(self.site)
-        if isinstance(self.donor, str) and self.donor == "zero":
-            object.__setattr__(self, "donor", ZERO)
-        object.__setattr__(self, "donor", given_donor(self.donor))
+        keep("site", site)
+        keep("layers", self.layers if layers is None else layers)
+        check_patch_site(site)
+        keep("donor", given_donor(self.donor))
         if self.donor is not None:
             check_instance(
                 "donor",
@@ -93,23 +92,22 @@ class Patch:
                 "kv.resample_donor(model, prompts, site); or an ActivationCache, a tensor, or a function of the activation",
             )
         for name in ("layers", "heads"):
-            self._keep(name, "whole numbers such as (0, 2), or None for all", None)
-        object.__setattr__(self, "positions", positions_of(self.positions))
-        self._keep("steps", "'every', 'first' or whole numbers from 0, such as (1, 4)", "every", "first")
+            keep(name, self._read(name, "whole numbers such as (0, 2), or None for all", None))
+        keep("positions", positions_of(self.positions))
+        keep("steps", self._read("steps", "'every', 'first' or whole numbers from 0, such as (1, 4)", "every", "first"))
         if not isinstance(self.steps, str) and min(self.steps) < 0:
             raise InputError(f"steps={shown(self.steps)} names no step: expected whole numbers from 0, such as (1, 4).")
 
-    def _keep(self, name: str, expected: str, *words: str | None) -> None:
-        """Keeps a field that is one of these words, or some whole numbers of any library's type, as a tuple of ints."""
+    def _read(self, name: str, expected: str, *words: str | None) -> Any:
+        """A field that is one of these words, or some whole numbers of any library's type, as a tuple of ints."""
         given = getattr(self, name)
-        kept: Any = ()
         if given is None or isinstance(given, str):
-            kept = given if given in words else ()
+            read: Any = given if given in words else ()
         else:
-            kept = tuple(map(whole_number, given_list(name, given, expected)))
-        if kept == () or (isinstance(kept, tuple) and None in kept):
+            read = tuple(map(whole_number, given_list(name, given, expected)))
+        if read == () or (isinstance(read, tuple) and None in read):
             raise InputError(f"{name}={shown(given)} was given: expected {expected}.")
-        object.__setattr__(self, name, kept)
+        return read
 
     def active(self, step: int, every_from: int = 1) -> bool:
         """Whether it applies at a step.
@@ -149,8 +147,22 @@ def check_patch_site(site: object) -> None:
     check_known("patch site", site, PATCH_SITES)
 
 
+def heads_at(adapter: Adapter, site: str, what: str) -> int:
+    """How many heads a site has.
+
+    Raises:
+        InputError: It has none, and ``what`` needs some.
+    """
+    count, _ = adapter.facts.heads_of(site)
+    if not count:
+        raise InputError(f"{what} needs a site with heads, and {site!r} has none: use q, k, v, z, pattern or kv.")
+    return count
+
+
 def given_donor(donor: Any) -> Any:
-    """A donor as patches take from it: a user's cache, tensor or function in a form of ours, anything else as it is."""
+    """A donor as patches take from it: a word or a user's cache, tensor or function in a form of ours, else as it is."""
+    if isinstance(donor, str) and donor == "zero":
+        return ZERO
     if is_activation_cache(donor):
         return Given("ActivationCache", records_of(donor, batched=True))
     if isinstance(donor, Tensor | np.ndarray):
@@ -180,28 +192,24 @@ def positions_of(given: Any) -> Positions:
         return given
     if isinstance(given, range):
         given = slice(given.start, given.stop, given.step) if len(given) else slice(0, 0)
-    if isinstance(given, slice):
-        ends = [None if end is None else whole_number(end) for end in (given.start, given.stop, given.step)]
-        if ends != [given.start, given.stop, given.step] or ends[2] not in (None, 1):
+    spans = isinstance(given, tuple) and len(given) == 2 and given[0] is not None
+    span = slice(*given) if spans else given
+    if isinstance(span, slice):
+        ends = [None if end is None else whole_number(end) for end in (span.start, span.stop, span.step)]
+        if ends != [span.start, span.stop, span.step] or ends[2] not in (None, 1):
             raise wrong
         start, stop = ends[0] or 0, ends[1]
     else:
         one = whole_number(given)
         listed = [one] if one is not None else [*map(whole_number, given_list("positions", given, expected))]
-        # What a slice was made into has None for the end.
-        if isinstance(given, tuple) and given[1:] == (None,) and listed[0] is not None:
-            start, stop = listed[0], None
-        elif not listed or None in listed:
+        if not listed or None in listed:
             raise wrong
-        elif len(listed) == 2 and isinstance(given, tuple):
-            start, stop = listed[0] or 0, listed[1]
-        else:
-            start, stop = listed[0] or 0, (listed[-1] or 0) + 1 or None
-            if listed != list(range(start, start + len(listed))):
-                raise InputError(
-                    f"positions={shown(given)} are not in a row: give a Patch for each, in a list of patches, or for a span "
-                    "the tuple (start, stop)."
-                )
+        start, stop = listed[0] or 0, (listed[-1] or 0) + 1 or None
+        if listed != list(range(start, start + len(listed))):
+            raise InputError(
+                f"positions={shown(given)} are not in a row: give a Patch for each, in a list of patches, or for a span "
+                "the tuple (start, stop)."
+            )
     if (start, stop) in _WORDS:
         return _WORDS[start, stop]
     if stop is not None and (start < 0 <= stop or ((start < 0) == (stop < 0) and start >= stop)):

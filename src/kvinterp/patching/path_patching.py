@@ -23,9 +23,8 @@ from kvinterp.models.hook_names import WHOLE
 from kvinterp.models.inputs import check_instance, chosen_layers
 from kvinterp.models.sites import LAYOUTS, MLP_SITES
 from kvinterp.patching.given import Given
-from kvinterp.patching.hook import PatchHook, Window
+from kvinterp.patching.hook import PatchHook, Window, one_after_the_other
 from kvinterp.patching.patch import PATCHED_CACHE, Patch
-from kvinterp.patching.resid_mid import one_after_the_other
 
 
 def receivers_of(adapter: Adapter, given: Any) -> tuple[Patch, ...]:
@@ -34,9 +33,8 @@ def receivers_of(adapter: Adapter, given: Any) -> tuple[Patch, ...]:
     Raises:
         InputError: It is something else, names no layer, or is in the cache.
     """
-    made = []
-    for each in () if given is None else given if isinstance(given, list | tuple) else (given,):
-        made.append(Patch(each, positions="all") if isinstance(each, str) else each)
+    several = given if isinstance(given, list | tuple) else (given,)
+    made = [Patch(each, positions="all") if isinstance(each, str) else each for each in several]
     check_ends(made)
     for patch in made:
         for layer in chosen_layers(adapter, patch.layers):
@@ -70,21 +68,30 @@ def reaches(site: str, layers: Iterable[int], receivers: Sequence[Patch]) -> boo
     return all(_point(site, layer, 1) <= end for layer in layers for end in ends)
 
 
-def check_reached(sender: Patch, receivers: Sequence[Patch]) -> None:
-    """Raises InputError where a sender is not of one layer, or a receiver does not read behind it."""
-    layers = sender.layers or ()
-    if receivers and sender.site in PATCHED_CACHE:
-        raise InputError(f"a path begins outside of the cache, and {sender.site!r} was given: take k or v in its place.")
-    if receivers and len(layers) != 1:
-        raise InputError(
-            f"a path begins at one layer, and {sender.site!r} of {len(layers)} layers was given: sweep over 'single' or 'heads'."
-        )
-    if not reaches(sender.site, layers, receivers):
-        earlier = any(reaches(sender.site, [layer], receivers) for layer in range(layers[0]))
-        raise InputError(
-            f"nothing goes along the stream from {sender.site} of layer {layers[0]} to {path_said(receivers)}, which reads it "
-            f"before: name a later receiver{' or an earlier layer' if earlier else ''}."
-        )
+def reaching(senders: Sequence[Patch], receivers: Sequence[Patch], every: bool) -> list[Patch]:
+    """The senders whose paths there are: of every layer there is those that do, of layers that were named all of them.
+
+    Raises:
+        InputError: A sender is not of one layer, or a receiver does not read behind it.
+    """
+    if not receivers:
+        return list(senders)
+    reached = [each for each in senders if every and reaches(each.site, each.layers or (), receivers)] or list(senders)
+    for sender in reached:
+        site, layers = sender.site, sender.layers or ()
+        if site in PATCHED_CACHE:
+            raise InputError(f"a path begins outside of the cache, and {site!r} was given: take k or v in its place.")
+        if len(layers) != 1:
+            raise InputError(
+                f"a path begins at one layer, and {site!r} of {len(layers)} layers was given: sweep over 'single' or 'heads'."
+            )
+        if not reaches(site, layers, receivers):
+            earlier = any(reaches(site, [layer], receivers) for layer in range(layers[0]))
+            raise InputError(
+                f"nothing goes along the stream from {site} of layer {layers[0]} to {path_said(receivers)}, which reads it "
+                f"before: name a later receiver{' or an earlier layer' if earlier else ''}."
+            )
+    return reached
 
 
 def held_between(sender: Patch, receivers: Sequence[Patch]) -> list[Site]:
@@ -126,7 +133,6 @@ class Sending(PatchHook):
         window: Window | None = None,
         prompt_length: int | None = None,
     ) -> None:
-        check_reached(sender, receivers)
         between = [
             Patch(site, (layer,), None, "all", sender.steps, held) for site, layer in held_between(sender, receivers)
         ]

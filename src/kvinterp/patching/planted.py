@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from kvinterp.errors import InputError
-from kvinterp.models import Adapter
 from kvinterp.models.attaching import Site
 from kvinterp.models.inputs import check_known, check_number, check_whole
 from kvinterp.models.sites import LAYOUTS
@@ -66,22 +65,11 @@ class Plant:
         check_whole("layer", self.layer, 0)
         check_size(self.units, self.bits)
 
-    def check(self, adapter: Adapter) -> None:
-        """Raises InputError where the model has no such layer."""
-        if not 0 <= self.layer < adapter.facts.layers:
-            raise InputError(
-                f"layer {self.layer} does not exist: {adapter.facts.name} has layers 0 to {adapter.facts.layers - 1}."
-            )
-
     def written(self, path: ExecutionPath, prompt_length: int) -> ExecutionPath:
         """The path with the difference where the prompt's K and V are written, if that is the place."""
         if self.place != "kv":
             return path
         return dataclasses.replace(path, policy=Planted(self.layer, self.units, self.bits, prompt_length))
-
-    def hook(self) -> PlantHook:
-        """What puts the difference into one-row computations, if that is the place."""
-        return PlantHook(self)
 
 
 class PlantHook(PathHook):

@@ -53,7 +53,7 @@ class PureRecompute:
         self._kernels = path.kernels.mode(self.adapter)
         self._unheard: Store | None = None
         self._beside: dict[PatchHook, PatchesByRow] = {}
-        self._found: tuple[PatchesByRow, tuple[int, ...], dict[PatchHook, Tensor]] | None = None
+        self._found: tuple[PatchesByRow | None, tuple[int, ...], dict[PatchHook, Tensor]] = None, (), {}
         self._read: tuple[Tensor, int] | None = None
 
     def together(self, hooks: Sequence[PatchHook], prompt: Sequence[int], steps: int, batch_size: int) -> None:
@@ -117,17 +117,12 @@ class PureRecompute:
             for each in batch.hooks:
                 del self._beside[each]
             batch = None
-        found = None if batch is None else self._batched(key, step, batch).pop(hook, None)
-        return self._patched(key, step, hook)[0] if found is None else found
-
-    def _batched(self, key: tuple[int, ...], step: int, batch: PatchesByRow) -> dict[PatchHook, Tensor]:
-        """What a batch gave and nobody has taken yet, computed when the first of its lanes asks."""
-        if self._found is None or self._found[:2] != (batch, key):
-            found: dict[PatchHook, Tensor] = {}
-            if all(hook.active(step) for hook in batch.hooks):
-                found = dict(zip(batch.hooks, self._patched(key, step, batch, len(batch.hooks)), strict=True))
-            self._found = batch, key, found
-        return self._found[2]
+        if batch is None:
+            return self._patched(key, step, hook)[0]
+        if self._found[:2] != (batch, key):
+            rows = self._patched(key, step, batch, len(batch.hooks))
+            self._found = batch, key, dict(zip(batch.hooks, rows, strict=True))
+        return self._found[2].pop(hook)
 
     def _patched(self, key: tuple[int, ...], step: int, hook: PatchHook | PatchesByRow, rows: int = 1) -> Tensor:
         hook.at(step, len(key))
@@ -147,33 +142,31 @@ class PureRecompute:
             kept[-1] = last if new is None else put_first(last, new)
         return kept
 
-    def whole(
-        self, rows: Int[Tensor, "batch position"], hook: PathHook | None = None
-    ) -> Float[Tensor, "batch position vocab"]:
+    def whole(self, rows: Int[Tensor, "batch position"], *hooks: PathHook | None) -> Float[Tensor, "batch position vocab"]:
         """Logits of every position of several prompts in one forward, with gradients where they are on.
 
         Args:
             rows: Token ids, a prompt a row.
-            hook: What hears the forward, as step 0.
+            hooks: What hears the forward in this order, as step 0.
         """
-        if hook is not None:
+        heard = [hook for hook in hooks if hook is not None]
+        for hook in heard:
             hook.begin_step(0)
             hook.begin_pass()
-        return self._logits_of(rows, [], hook)
+        return self._logits_of(rows, [], heard)
 
     @torch.no_grad()
     def _forward(self, tokens: tuple[int, ...], kept: Sequence[Any], hook: PathHook | None, rows: int = 1) -> Tensor:
         row = torch.tensor([tokens] * rows, device=self.adapter.device)
         # A copy: a view would keep the logits of every position alive.
-        return self._logits_of(row, kept, hook)[:, -1].clone()
+        return self._logits_of(row, kept, [] if hook is None else [hook])[:, -1].clone()
 
-    def _logits_of(self, row: Tensor, kept: Sequence[Any], hook: PathHook | None) -> Tensor:
+    def _logits_of(self, row: Tensor, kept: Sequence[Any], hooks: Sequence[PathHook]) -> Tensor:
         adapter = self.adapter
         self.blocks_run += adapter.facts.layers - len(kept)
         self.forwards += 1
-        hooks = [] if hook is None else [hook]
         forwards = HookedForwards(adapter, self._kernels, [each.listeners for each in hooks])
-        alone = hook is None and row.shape[0] == 1
+        alone = not hooks and row.shape[0] == 1
         store = uncached(adapter, self.path, row, path_store, hooks, self._unheard if alone else None)
         self._unheard = store if alone else self._unheard
         with forwards.attached(), adapter.resumed(len(kept), kept):

@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch
@@ -39,13 +40,12 @@ from kvinterp.models import Adapter, dtype_named
 from kvinterp.models.attaching import Site
 from kvinterp.models.caches import Dynamic
 from kvinterp.patching.hook import PatchHook, Window
-from kvinterp.patching.lanes import Donor
-from kvinterp.patching.patch import Patch
-from kvinterp.patching.planted import Plant
+from kvinterp.patching.patch import Patch, stored_sites
+from kvinterp.patching.planted import Plant, PlantHook
+from kvinterp.patching.recompute import PureRecompute
+from kvinterp.patching.side_by_side import Donor
 from kvinterp.paths import ExecutionPath, Runner
 from kvinterp.paths.decode import lockstep
-from kvinterp.paths.forwards import HookedForwards
-from kvinterp.paths.store import PassThrough
 from kvinterp.paths.vocabulary import end_tokens
 from kvinterp.policies import Identity, Place
 from kvinterp.recording import PathHook
@@ -107,21 +107,20 @@ class Shown:
 
     logits: Float[Tensor, " vocab"]
     stream: Float[Tensor, "layer width"]
-    chosen: Tensor = dataclasses.field(default_factory=lambda: torch.empty(0))
+    chosen: Tensor
 
 
 class Rows(PathHook):
     """Puts given keys and values in place of those of earlier positions, as attention reads them.
 
-    Attributes:
-        held: What to put there; set before a step.
+    Args:
+        held: What to put there.
         stop: One past the last position to replace; 0 replaces nothing.
+        layers: Where; everywhere for None.
     """
 
-    def __init__(self, layers: Collection[int] | None = None) -> None:
-        self.layers = layers
-        self.held: KeysValues = ()
-        self.stop = 0
+    def __init__(self, held: KeysValues = (), stop: int = 0, layers: Collection[int] | None = None) -> None:
+        self.held, self.stop, self.layers = held, stop, layers
 
     def on_read(self, place: Place, keys: Tensor, values: Tensor) -> None:
         """Replaces the rows, in the memory where they are: a kernel may add up in another order for other strides.
@@ -139,22 +138,32 @@ class Rows(PathHook):
             tensor[:, :, : stop - place.start].copy_(given[:, :, place.start : stop])
 
 
-class _Reads(PathHook):
-    """Keeps what attention reads in a forward over the whole context."""
+class _Watched(Donor):
+    """What a split sees of one path: the stream, the experts chosen, and where it is asked for the K and V that are read.
 
-    def __init__(self, layers: int) -> None:
-        self.now: dict[int, tuple[Tensor, Tensor]] = {}
-        self.layers = layers
+    Args:
+        split: Whose model and prompt.
+        path: The path.
+        keeps: Whether K and V are.
+    """
 
-    def begin_step(self, step: int) -> None:
-        self.now = {}
+    def __init__(self, split: Split, path: ExecutionPath, keeps: bool) -> None:
+        model = split.adapter.at(dtype_named(path.dtype))
+        self.residual, self.routed, self.kv = split.residual, split.routed, split.kv if keeps else []
+        wanted = [*self.residual, *self.routed, *itertools.chain(*self.kv)]
+        # A recompute path makes the choices of all steps' rows anew at every step.
+        super().__init__(model, wanted, len(split.prompt), ("experts",) if path.form == "cached" else ())
 
-    def on_read(self, place: Place, keys: Tensor, values: Tensor) -> None:
-        # The model's own memory, which another hook may write into.
-        self.now[place.layer] = keys.clone(), values.clone()
+    def shown(self, logits: Float[Tensor, " vocab"], newest: int | None = None) -> Shown:
+        """What the path shows with these logits at a position, the last for None."""
+        stop = None if newest is None else newest + 1
+        stream, chosen = ([self.window(*place)[1][0, :stop] for place in places] for places in (self.residual, self.routed))
+        experts = torch.stack([rows.sort(-1).values for rows in chosen]) if chosen else torch.empty(0)
+        return Shown(logits.clone(), torch.stack([rows[-1] for rows in stream]), experts)
 
-    def whole(self) -> KeysValues:
-        return [self.now[layer] for layer in range(self.layers)]
+    def held(self) -> KeysValues:
+        """K and V that were read."""
+        return [(self.window(*keys)[1], self.window(*values)[1]) for keys, values in self.kv]
 
 
 class StreamRunner(Runner):
@@ -162,33 +171,20 @@ class StreamRunner(Runner):
 
     Args:
         split: Whose model, prompt and plant.
-        path: How to run it.
+        path: How to run it; the one-row difference is planted in a cached one.
         hooks: More that look in.
-        plants: Whether the planted one-row difference is made here too.
+        keeps: Whether it shows the K and V that are read, too.
     """
 
-    def __init__(self, split: Split, path: ExecutionPath, hooks: Sequence[PathHook] = (), plants: bool = True) -> None:
-        model = split.adapter.at(dtype_named(path.dtype))
-        self.donor = Donor(model, [*split.residual, *split.routed], len(split.prompt), _gathered(path))
-        self._residual, self._routed = split.residual, split.routed
-        planted = [] if split.plant is None or not plants else [split.plant.hook()]
-        prompt = torch.tensor([split.prompt], device=model.device)
-        super().__init__(split.adapter, path, prompt, split.room, [*planted, *hooks, self.donor])
+    def __init__(self, split: Split, path: ExecutionPath, hooks: Sequence[PathHook] = (), keeps: bool = False) -> None:
+        self.watched = _Watched(split, path, keeps)
+        planted = [PlantHook(split.plant)] if split.plant is not None and path.form == "cached" else []
+        prompt = torch.tensor([split.prompt], device=split.adapter.device)
+        super().__init__(split.adapter, path, prompt, split.room, [*planted, *hooks, self.watched])
 
-    def shown(self, logits: Float[Tensor, "1 vocab"]) -> Shown:
-        """What it shows at the step of these logits."""
-        rows = [self.donor.window(*place)[1][0, -1] for place in self._residual]
-        return Shown(logits[0].clone(), torch.stack(rows), _chosen(self.donor, self._routed))
-
-
-def _gathered(path: ExecutionPath) -> tuple[str, ...]:
-    """Of a cached path the choices of all steps' rows, which a recompute path makes anew at every step."""
-    return ("experts",) if path.form == "cached" else ()
-
-
-def _chosen(donor: Donor, routed: Sequence[Site], stop: int | None = None) -> Tensor:
-    chosen = [donor.window(*place)[1][0, :stop].sort(-1).values for place in routed]
-    return torch.stack(chosen) if chosen else torch.empty(0)
+    def shows(self, token: Tensor | None) -> Shown:
+        """What it shows at the next step, which is fed this token."""
+        return self.watched.shown(self.advance(token)[0])
 
 
 class Split:
@@ -223,6 +219,7 @@ class Split:
         self.adapter, self.prompt, self.room, self.plant = adapter, list(prompt), room, plant
         self.ends = end_tokens(adapter, adapter.device) if stop == "end of sequence" else None
         cached, self.recompute = paths
+        self.pure = PureRecompute(adapter, self.recompute)
         # A cache that keeps the very rows keeps them laid out in memory as the cached path's attention reads them.
         keeps = cached.cache if cached.cache.exact else Dynamic()
         self.one_row = dataclasses.replace(
@@ -230,44 +227,46 @@ class Split:
         )
         self.cached = cached if plant is None else plant.written(cached, len(self.prompt))
         self.filler = (self.prompt * (suffix // len(self.prompt) + 1))[:suffix]
-        self.residual: list[Site] = [("resid_post", layer) for layer in range(adapter.facts.layers)]
         layers = range(adapter.facts.layers)
+        self.residual: list[Site] = [("resid_post", layer) for layer in layers]
         self.routed: list[Site] = [("experts", layer) for layer in layers if adapter.supports("experts", layer)]
+        self.kv: list[list[Site]] = [[(site, layer) for site in stored_sites(adapter, "kv")] for layer in layers]
         self.at_step_0: KeysValues = ()
         self.now: KeysValues = ()
 
     def _replay(self, window: Window) -> PatchHook:
         """Has the routers of the recompute path choose the experts that another one's chose, in all rows."""
-        model = self.adapter.at(dtype_named(self.recompute.dtype))
         patch = Patch("experts", tuple(layer for _, layer in self.routed), positions="all")
-        return PatchHook(model, [patch], window, len(self.prompt))
+        return PatchHook(self.pure.adapter, [patch], window, len(self.prompt))
 
     def steps(self) -> Iterator[tuple[int, dict[str, Shown]]]:
         """At every step what each lane of DIFFERENCES shows."""
-        reads = _Reads(self.adapter.facts.layers)
-        replaced = {name: Rows() for name in ("as_written", "one_row", "old_prompt", "among", *_ROWS_OF_NULLS)}
+        nulls = ("longer_prompt", "longer_remade", "longer_rows", "longer_among")
+        replaced = {name: Rows() for name in ("as_written", "one_row", "old_prompt", "among", *nulls)}
+        prompt = len(self.prompt)
         with contextlib.ExitStack() as stack:
 
-            def lane(path: ExecutionPath, hooks: Sequence[PathHook], plants: bool = True) -> StreamRunner:
-                made = StreamRunner(self, path, hooks, plants)
+            def lane(path: ExecutionPath, *hooks: PathHook, keeps: bool = False) -> StreamRunner:
+                made = StreamRunner(self, path, hooks, keeps)
                 stack.enter_context(made)
                 return made
 
-            cached, recompute = lane(self.cached, ()), lane(self.recompute, [reads], plants=False)
-            windows = {"replayed": cached.donor.window, "longer_replayed": self._of_longer} if self.routed else {}
-            replayed = {name: lane(self.recompute, [self._replay(of)], plants=False) for name, of in windows.items()}
-            one_row = {name: lane(self.one_row, [rows]) for name, rows in replaced.items()}
+            cached, recompute = lane(self.cached), lane(self.recompute, keeps=True)
+            windows = {"replayed": cached.watched.window, "longer_replayed": self._of_longer} if self.routed else {}
+            replayed = {name: lane(self.recompute, self._replay(of)) for name, of in windows.items()}
+            one_row = {name: lane(self.one_row, rows) for name, rows in replaced.items()}
             fed: list[int] = []
             among: KeysValues = ()
             longer_among: KeysValues = ()
             for now in lockstep([cached, recompute], self.room, ends=self.ends):
-                token, end = now.fed[0], len(self.prompt) + now.number
+                token, end = now.fed[0], prompt + now.number
                 fed += [] if token is None else [int(token)]
-                shown = {"cached": cached.shown(now.logits[0]), "recompute": recompute.shown(now.logits[1])}
-                self.now = reads.whole()
+                pairs = zip(("cached", "recompute"), (cached, recompute), now.logits, strict=True)
+                shown = {name: each.watched.shown(logits[0]) for name, each, logits in pairs}
+                self.now = recompute.watched.held()
                 shown["longer"], longer = self._forward(fed, self.now, 0, self.filler)
                 self._longer = shown["longer"].chosen
-                shown |= {name: each.shown(each.advance(token)) for name, each in replayed.items()}
+                shown |= {name: each.shows(token) for name, each in replayed.items()}
                 if token is None:
                     self.at_step_0 = among = longer_among = self.now
                     for each in one_row.values():
@@ -276,39 +275,31 @@ class Split:
                     shown |= dict.fromkeys(same, shown["recompute"])
                 else:
                     shown["longer_newest"], _ = self._forward(fed, self.now, end - 1, self.filler)
-                    _, prompt_held = self._forward(fed, self.now, len(self.prompt), self.filler)
+                    _, prompt_held = self._forward(fed, self.now, prompt, self.filler)
                     given = {
                         "as_written": self.at_step_0,
                         "one_row": self.now,
-                        "old_prompt": self._joined(self.at_step_0, self.now),
+                        "old_prompt": _joined(self.at_step_0, prompt, self.now, end),
                         "among": among,
-                        "longer_prompt": self._joined(longer, self.now),
+                        "longer_prompt": _joined(longer, prompt, self.now, end),
                         "longer_remade": prompt_held,
                         "longer_rows": longer,
                         "longer_among": longer_among,
                     }
                     for name, held in given.items():
                         replaced[name].held, replaced[name].stop = held, end - 1
-                    replaced["as_written"].stop = len(self.prompt)
-                    shown |= {name: each.shown(each.advance(token)) for name, each in one_row.items()}
+                    replaced["as_written"].stop = prompt
+                    shown |= {name: each.shows(token) for name, each in one_row.items()}
                     # The newest row's K and V, made among the prefix that it ends; in the null among more rows than that.
-                    among = _with_newest(among, self._forward(fed, among, end - 1, ())[1], end)
-                    longer_among = _with_newest(
-                        longer_among, self._forward(fed, longer_among, end - 1, self.filler)[1], end
-                    )
+                    _, made = self._forward(fed, among, end - 1, ())
+                    _, longer_made = self._forward(fed, longer_among, end - 1, self.filler)
+                    among = _joined(among, end - 1, made, end)
+                    longer_among = _joined(longer_among, end - 1, longer_made, end)
                 yield now.number, shown
 
     def _of_longer(self, _: str, layer: int) -> tuple[int, Tensor]:
         """The experts that the recompute path chose among more rows."""
         return 0, self._longer[self.routed.index(("experts", layer))][None]
-
-    def _joined(self, prompt: KeysValues, decoded: KeysValues) -> KeysValues:
-        """The prompt's rows of one and all later ones of another."""
-        n = len(self.prompt)
-        return [
-            (torch.cat([k[:, :, :n], keys[:, :, n:]], 2), torch.cat([v[:, :, :n], values[:, :, n:]], 2))
-            for (k, v), (keys, values) in zip(prompt, decoded, strict=True)
-        ]
 
     def _forward(self, fed: Sequence[int], held: KeysValues, stop: int, filler: Sequence[int]) -> tuple[Shown, KeysValues]:
         """The recompute path with some rows held, and more tokens behind the prefix, which a causal model must not see.
@@ -322,30 +313,16 @@ class Split:
         Returns:
             What it shows at the newest position of the prefix, and K and V.
         """
-        model, path = self.adapter.at(dtype_named(self.recompute.dtype)), self.recompute
-        newest = len(self.prompt) + len(fed) - 1
-        tokens = torch.tensor([[*self.prompt, *fed, *filler]], device=model.device)
-        rows, reads, donor = (
-            Rows(),
-            _Reads(model.facts.layers),
-            Donor(model, [*self.residual, *self.routed], len(self.prompt)),
-        )
-        rows.held, rows.stop = held, stop
-        forwards = HookedForwards(model, path.kernels.mode(model), [donor.listeners])
-        # The recompute path's own store, so that the company is all that differs.
-        store = PassThrough(model.facts, path.policy, 1, model.dtype, model.device, [rows.on_read, reads.on_read])
-        with torch.no_grad(), forwards.attached():
-            logits = forwards.call(model.forward, tokens, store)[0, newest].clone()
-        stream = torch.stack([donor.window(*place)[1][0, newest] for place in self.residual])
-        return Shown(logits, stream, _chosen(donor, self.routed, newest + 1)), reads.whole()
+        newest, watched = len(self.prompt) + len(fed) - 1, _Watched(self, self.recompute, True)
+        tokens = torch.tensor([[*self.prompt, *fed, *filler]], device=self.adapter.device)
+        with torch.no_grad():
+            logits = self.pure.whole(tokens, Rows(held, stop), watched)
+        return watched.shown(logits[0, newest], newest), watched.held()
 
 
-_ROWS_OF_NULLS = ("longer_prompt", "longer_remade", "longer_rows", "longer_among")
-
-
-def _with_newest(held: KeysValues, made: KeysValues, end: int) -> KeysValues:
-    """What is held, and behind it the newest row of another forward over ``end`` positions."""
+def _joined(early: KeysValues, at: int, late: KeysValues, end: int) -> KeysValues:
+    """The rows before a position of one, and behind them those up to ``end`` of another."""
     return [
-        (torch.cat([k, keys[:, :, end - 1 : end]], 2), torch.cat([v, values[:, :, end - 1 : end]], 2))
-        for (k, v), (keys, values) in zip(held, made, strict=True)
+        (torch.cat([k[:, :, :at], keys[:, :, at:end]], 2), torch.cat([v[:, :, :at], values[:, :, at:end]], 2))
+        for (k, v), (keys, values) in zip(early, late, strict=True)
     ]

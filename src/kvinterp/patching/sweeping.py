@@ -28,21 +28,11 @@ from kvinterp.models.inputs import (
 )
 from kvinterp.models.provenance import autocast, provenance
 from kvinterp.models.threads import own_threads
+from kvinterp.patching.distances import DISTANCES, check_finite, distances_of, name_of
 from kvinterp.patching.hook import PatchHook
-from kvinterp.patching.lanes import two_paths
-from kvinterp.patching.localising import localise
-from kvinterp.patching.patch import PATCHED_CACHE, Patch, Positions, Where, check_patch_site, positions_of
-from kvinterp.patching.path_patching import check_reached, path_said, reaches, receivers_of
-from kvinterp.patching.planted import Plant
-from kvinterp.patching.side_by_side import (
-    DISTANCES,
-    PlannedLane,
-    Setting,
-    advance_beside,
-    check_finite,
-    name_of,
-    not_the_same,
-)
+from kvinterp.patching.patch import PATCHED_CACHE, Patch, Positions, Where, check_patch_site, heads_at, positions_of
+from kvinterp.patching.path_patching import path_said, reaching, receivers_of
+from kvinterp.patching.side_by_side import PlannedLane, Setting, advance_beside, not_the_same, two_paths
 from kvinterp.patching.table import Sweep, Tables
 from kvinterp.paths import ExecutionPath
 
@@ -169,16 +159,11 @@ def sweep(
     """
     adapter, batch_size = wrap(model), check_whole("batch_size", batch_size)
     site, layers = one_site(adapter, site, layers)
-    functions = {name_of(distance): distance} if callable(distance) else {}
-    distance = name_of(distance) if callable(distance) else distance
+    named = [] if callable(distance) else str(distance).split(",")
     for name, given, known in (
         ("direction", direction, DIRECTIONS),
         ("protocol", protocol, words.Protocol),
-        *(
-            []
-            if functions
-            else [("distance", name.strip(), (*DISTANCES, LOGIT_DIFFERENCE)) for name in str(distance).split(",")]
-        ),
+        *(("distance", name.strip(), (*DISTANCES, LOGIT_DIFFERENCE)) for name in named),
         ("controls", controls, words.Controls),
         ("logits", logits, words.Kept),
         ("stop", stop, words.Stop),
@@ -192,19 +177,19 @@ def sweep(
     lanes = _planned(adapter, site, over, direction, spot, steps, layers, block, longest)
     if batch_size > 1 and direction == "into-cached" and protocol == "free":
         log.info("batch_size=%d is not used: fed each its own tokens, patched cached paths go one by one", batch_size)
-    pair = asked_pair(adapter, distance, answers)
+    pair = asked_pair(adapter, name_of(distance) if callable(distance) else distance, answers)
     if "blocks" not in over:
         check_unread("block", block, 16, f"over={over!r} has no blocks; leave it out, or sweep over='blocks'")
-    receivers = receivers_of(adapter, receiver)
-    if receivers and protocol == "free":
-        raise InputError("a receiver was given, and with protocol='free' its run would be fed other tokens: use 'matched'.")
-    if receivers and layers is None:
-        lanes = [lane for lane in lanes if reaches(site, lane.patches[0].layers or (), receivers)] or lanes
-    for lane in lanes:
-        check_reached(lane.patches[0], receivers)
-    setting = Setting(
-        adapter, *paths, direction, protocol, distance, max_new_tokens, logits, stop, pair, batch_size, functions, receivers
-    )
+    receivers = () if receiver is None else receivers_of(adapter, receiver)
+    if receivers:
+        if protocol == "free":
+            raise InputError(
+                "a receiver was given, and with protocol='free' its run would be fed other tokens: use 'matched'."
+            )
+        senders = reaching([lane.patch for lane in lanes], receivers, layers is None)
+        lanes = [lane for lane in lanes if lane.patch in senders]
+    measures = distances_of(distance, pair)
+    setting = Setting(adapter, *paths, direction, protocol, measures, max_new_tokens, logits, stop, batch_size, receivers)
     _check_reach(setting, lanes[0], shortest)
     chosen = list(range(len(tokens)))
     if examples is not None:
@@ -212,31 +197,30 @@ def sweep(
     if only is not None:
         chosen = among("only", only, chosen)
     made = Tables(setting, str(steps))
-    beside = _controls(adapter, lanes, spot, steps) if controls != "none" else []
-    # The site of all layers at once takes no path.
-    every = lanes + [lane for lane in beside if not (receivers and lane.control == "together")]
+    if controls != "none":
+        lanes += _controls(adapter, lanes, spot, steps, bool(receivers))
     with located(f"model {adapter.facts.name}, {direction}"), own_threads(adapter):
         for example in each(chosen, "patching", "prompt", progress):
             other = not_the_same(tokens, example, adapter.facts.vocabulary)
             try:
-                advanced = advance_beside(setting, every, tokens[example], other)
+                advanced = advance_beside(setting, lanes, tokens[example], other)
             except (RuntimeError, MemoryError) as error:
                 if setting.batch_size == 1 or not out_of_memory(error):
                     raise
                 log.warning("out of memory with %d patches in a batch: they go one by one", setting.batch_size)
                 setting = dataclasses.replace(setting, batch_size=1)
-                advanced = advance_beside(setting, every, tokens[example], other)
+                advanced = advance_beside(setting, lanes, tokens[example], other)
             check_finite(advanced.distances, f"example {example}")
-            made.add(example, len(tokens[example]), every, advanced)
+            made.add(example, len(tokens[example]), lanes, advanced)
         if controls == "all" and adapter.attention_only:
             made.controls += _planted(adapter, tokens[chosen[0]], chosen[0])
     made_with = {
         "site": site, "sweep": over, "direction": direction, "protocol": protocol, "steps": str(steps),
-        "distance": setting.distances[0], "distances": list(setting.distances),
+        "distance": next(iter(measures)), "distances": list(measures),
         **({} if pair is None else {"answers": adapter.pieces(pair)}),
         "paths": {"cached": str(paths[0]), "recompute": str(paths[1])}, "positions": str(spot),
         **({"receiver": path_said(receivers)} if receivers else {}),
-        "work": made.work,
+        "work": dict(made.work),
         **provenance(adapter, max_new_tokens=max_new_tokens),
     }  # fmt: skip
     recovery, by_step, checks = (pd.DataFrame(rows) for rows in (made.recovery, made.steps, made.controls))
@@ -277,7 +261,7 @@ def highest_kl(
         check_choice(name, given, known)
     tokens = encode_all(adapter, prompts, max_new_tokens)
     paths = two_paths(cached, recompute, "a sweep", calls=True)
-    setting = Setting(adapter, *paths, "into-recompute", protocol, "kl", max_new_tokens)
+    setting = Setting(adapter, *paths, "into-recompute", protocol, distances_of("kl"), max_new_tokens)
     return _chosen_examples(setting, tokens, count, progress)
 
 
@@ -285,7 +269,7 @@ def _chosen_examples(setting: Setting, tokens: Sequence[Sequence[int]], count: i
     count = check_whole("examples", count, hint=", or None for all")
     if count >= len(tokens):
         return list(range(len(tokens)))
-    unpatched = dataclasses.replace(setting, direction="into-recompute", distance="kl", logits="discard")
+    unpatched = dataclasses.replace(setting, direction="into-recompute", distances=distances_of("kl"), logits="discard")
     means: list[float] = []
     with located(f"model {setting.adapter.facts.name}"), own_threads(setting.adapter):
         for prompt in each(tokens, "choosing", "prompt", progress):
@@ -297,7 +281,7 @@ def _chosen_examples(setting: Setting, tokens: Sequence[Sequence[int]], count: i
 
 def _check_reach(setting: Setting, lane: PlannedLane, shortest: int) -> None:
     """Raises InputError for a sweep that would patch nothing in some prompt."""
-    patch, cached, max_new_tokens = lane.patches[0], setting.cached, setting.max_new_tokens
+    patch, cached, max_new_tokens = lane.patch, setting.cached, setting.max_new_tokens
     prompt_length = shortest - max_new_tokens + 1
     if not any(patch.active(step) for step in range(max_new_tokens)):
         raise InputError(
@@ -311,7 +295,7 @@ def _check_reach(setting: Setting, lane: PlannedLane, shortest: int) -> None:
             f"position {patch.starts_at} does not exist: the shortest prompt has {prompt_length} tokens "
             f"and with max_new_tokens={max_new_tokens} never holds more than {shortest} positions."
         )
-    if lane.labels["sweep"] != "blocks" and not setting.reaches(lane, prompt_length):
+    if lane.labels["sweep"] != "blocks" and not setting.reaches(patch, prompt_length):
         raise InputError(
             f"positions={patch.positions!r} of {patch.site!r} patches nothing: a decode step of the cached path computes the "
             "newest position only; sweep into the recompute path, kv, or the newest position."
@@ -333,64 +317,66 @@ def _planned(
     facts, chosen = adapter.facts, layers_with(adapter, site, chosen_layers(adapter, layers))
     shadowed = direction == "into-recompute" and site in STREAM and positions in ("newest", "all")
 
-    def lane(where: Sequence[int], layer: int, head: int = -1, spot: Positions = positions) -> PlannedLane:
+    def lane(where: Sequence[int], layer: int, head: int | None = None, spot: Positions = positions) -> None:
         # Only the last of several patches of the stream is left standing; see the text of sweep().
-        layers = tuple(where[-1:] if shadowed and spot == positions else where)
-        patch = Patch(site, layers, None if head < 0 else (head,), spot, steps)
-        labels = {"sweep": name, "site": site, "layer": layer, "head": head, "positions": _shown(spot)}
-        return PlannedLane(labels, (patch,))
+        standing = layers_with(adapter, site, where)[-1 if shadowed and spot == positions else 0 :]
+        patch = Patch(site, tuple(standing), None if head is None else (head,), spot, steps)
+        made.append(PlannedLane({"sweep": name, **_labels(patch, layer)}, patch))
 
     made: list[PlannedLane] = []
+    layers_of = {
+        "single": lambda layer: [layer],
+        "cumulative": lambda layer: range(layer + 1),
+        "cumulative-from": lambda layer: range(layer, facts.layers),
+    }
     for name in map(str.strip, check_text("over", over, "'single' or 'single,cumulative'").split(",")):
         check_known("sweep", name, SWEEPS)
-        if name == "single":
-            made += [lane([layer], layer) for layer in chosen]
-        elif name == "cumulative":
-            made += [lane(layers_with(adapter, site, range(layer + 1)), layer) for layer in chosen]
-        elif name == "cumulative-from":
-            made += [lane(layers_with(adapter, site, range(layer, facts.layers)), layer) for layer in chosen]
+        if name in layers_of:
+            for layer in chosen:
+                lane(layers_of[name](layer), layer)
         elif name == "blocks":
             check_whole("block", block)
-            spans = [(start, min(start + block, length)) for start in range(0, length, block)]
-            made += [lane(chosen, -1, -1, span) for span in spans]
+            for start in range(0, length, block):
+                lane(chosen, -1, spot=(start, min(start + block, length)))
         else:
-            heads = range(_heads_swept(adapter, site, name))
-            made += [lane([layer], layer, head) for layer, head in itertools.product(chosen, heads)]
-    PatchHook(adapter, [patch for each in made for patch in each.patches])
+            if name == "kv-heads" and facts.heads_of(site)[1] != "KV head":
+                raise InputError(
+                    f"sweep 'kv-heads' needs a site with KV heads, and {site!r} was given: use kv, cache_k, cache_v, k or v."
+                )
+            for layer, head in itertools.product(chosen, range(heads_at(adapter, site, f"sweep {name!r}"))):
+                lane([layer], layer, head)
+    PatchHook(adapter, [each.patch for each in made])
     return made
 
 
-def _heads_swept(adapter: Adapter, site: str, over: str) -> int:
-    count, what = adapter.facts.heads_of(site)
-    if over == "kv-heads" and what != "KV head":
-        raise InputError(
-            f"sweep 'kv-heads' needs a site with KV heads, and {site!r} was given: use kv, cache_k, cache_v, k or v."
-        )
-    if not count:
-        raise InputError(f"sweep {over!r} needs a site with heads, and {site!r} has none: use q, k, v, z, pattern or kv.")
-    return count
-
-
 def _controls(
-    adapter: Adapter, lanes: Sequence[PlannedLane], positions: Positions, steps: str | tuple[int, ...]
+    adapter: Adapter, lanes: Sequence[PlannedLane], positions: Positions, steps: str | tuple[int, ...], along: bool
 ) -> list[PlannedLane]:
-    last, middle = adapter.facts.layers - 1, adapter.facts.layers // 2
-    swept = lanes[0].patches[0]
-    site, layers = swept.site, sorted({at for lane in lanes for patch in lane.patches for at in patch.layers or ()})
-
-    def lane(name: str, layer: int, spot: Positions) -> PlannedLane:
-        labels = {"site": "resid_post", "layer": layer, "head": -1, "positions": _shown(spot)}
-        return PlannedLane(labels, (Patch("resid_post", (layer,), None, spot, steps),), name)
-
-    labels = {"site": site, "layer": -1, "head": -1, "positions": _shown(positions)}
-    together = PlannedLane(labels, (Patch(site, tuple(layers), None, positions, steps),), "together")
-    return [
-        lane("self", middle, "newest"),
-        lane("other-prompt", middle, "newest"),
-        lane("floor", last, "newest"),
-        lane("all-positions", middle, "all"),
-        together,
+    middle, swept = adapter.facts.layers // 2, [lane.patch for lane in lanes]
+    places = {
+        "self": (middle, "newest"),
+        "other-prompt": (middle, "newest"),
+        "floor": (adapter.facts.layers - 1, "newest"),
+        "all-positions": (middle, "all"),
+    }
+    made = [
+        PlannedLane(_labels(patch, layer), patch, name)
+        for name, (layer, spot) in places.items()
+        for patch in [Patch("resid_post", (layer,), None, spot, steps)]
     ]
+    # The site of all layers at once takes no path.
+    layers = () if along else sorted({at for patch in swept for at in patch.layers or ()})
+    if layers:
+        together = Patch(swept[0].site, tuple(layers), None, positions, steps)
+        made.append(PlannedLane(_labels(together, -1), together, "together"))
+    return made
+
+
+def _labels(patch: Patch, layer: int) -> dict[str, Any]:
+    """The columns that say what a patch moves: those that do not vary are -1."""
+    spot = patch.positions
+    said = spot if isinstance(spot, str) else f"{spot[0]}:{'' if spot[1] is None else spot[1]}"
+    return {"site": patch.site, "layer": layer, "head": patch.heads[0] if patch.heads else -1, "positions": said}
 
 
 def _planted(adapter: Adapter, prompt: Sequence[int], example: int) -> list[dict[str, Any]]:
@@ -399,6 +385,9 @@ def _planted(adapter: Adapter, prompt: Sequence[int], example: int) -> list[dict
     What is planted is far larger than float64's rounding, so where it is found is a matter of the model and not of the prompt.
     A later sweep is given what was found then, with the example -1 where that was another prompt's.
     """
+    from kvinterp.patching.localising import localise
+    from kvinterp.patching.planted import Plant
+
     middle, key = adapter.facts.layers // 2, f"autocast {autocast(adapter.device)}"
     if key not in adapter.checked_plants:
         plants = (Plant("kv", middle), Plant("row", middle), Plant("unembedding"))
@@ -408,17 +397,6 @@ def _planted(adapter: Adapter, prompt: Sequence[int], example: int) -> list[dict
     checks = []
     for plant, found in causes:
         right = found.place == plant.place and (plant.place == "unembedding" or found.layer == plant.layer)
-        checks.append(
-            {
-                "control": f"planted {plant.place}",
-                "site": found.place,
-                "layer": found.layer,
-                "recovery": found.share if right else float("nan"),
-                "example": example if of == list(prompt) else -1,
-            }
-        )
+        where = {"site": found.place, "layer": found.layer, "recovery": found.share if right else float("nan")}
+        checks.append({"control": f"planted {plant.place}", **where, "example": example if of == list(prompt) else -1})
     return checks
-
-
-def _shown(positions: Positions) -> str:
-    return positions if isinstance(positions, str) else f"{positions[0]}:{'' if positions[1] is None else positions[1]}"

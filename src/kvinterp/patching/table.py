@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -102,13 +103,11 @@ class Sweep(Kept):
                 row |= {"high_quartile": quartiles[2], "interval_low": interval.low, "interval_high": interval.high}
             # Those over examples where the first distance is defined, so that the medians are of the same examples.
             others = group.loc[group["defined"]]
-            row |= {f"median_{name}": others[f"recovery_{name}"].median() for name in self._others}
+            row |= {
+                f"median_{name}": others[f"recovery_{name}"].median() for name in self.provenance.get("distances", ())[1:]
+            }
             rows.append(row)
         return pd.DataFrame(rows)
-
-    @property
-    def _others(self) -> list[str]:
-        return list(self.provenance.get("distances", ()))[1:]
 
     def left(self, control: str = "together") -> dict[str, dict[str, float]]:
         """Of each distance what a control leaves: the mean, and the median share of the unpatched distance.
@@ -162,61 +161,49 @@ class Tables:
         self.steps: list[dict[str, Any]] = []
         self.controls: list[dict[str, Any]] = []
         self.logits: dict[int, Tensor] = {}
-        self.work = {"forwards": 0, "blocks": 0}
+        self.work = Counter(forwards=0, blocks=0)
 
     def add(self, example: int, prompt_length: int, lanes: Sequence[PlannedLane], advanced: Advanced) -> None:
         """Adds one example."""
-        self.work = {"forwards": self.work["forwards"] + advanced.forwards, "blocks": self.work["blocks"] + advanced.blocks}
-        # The newest position of the last step that ran; a block beyond it, or that no step computes, was never there.
-        held = prompt_length + advanced.distances.shape[1] - 1
-        there = [
-            column
-            for column, lane in enumerate(lanes)
-            if lane.starts_at < held and self.setting.reaches(lane, prompt_length)
-        ]
+        self.work.update(advanced.work)
+        names, protocol, distances = tuple(self.setting.distances), self.setting.protocol, advanced.distances
+        steps, before, kept = range(distances.shape[1]), distances[:, :, 0], [0, 1]
+        for column, (lane, unchanged) in enumerate(zip(lanes, advanced.unchanged, strict=True), 2):
+            # The newest position of the last step that ran; a block beyond it, or that no step computes, was never there.
+            if lane.patch.starts_at >= prompt_length + len(steps) - 1 or not self.setting.reaches(
+                lane.patch, prompt_length
+            ):
+                continue
+            after = distances[:, :, column - 1]
+            counted = [step for step in steps if (step >= 1 if protocol == "free" else lane.patch.active(step))]
+            # Where the end of the sequence came before any step that counts, there is nothing to recover.
+            means = [(d[:, counted].mean(1) if counted else d.new_zeros(len(names))) for d in (before, after)]
+            l2 = float(means[0][names.index("l2")])
+            row = {
+                **lane.labels,
+                "step_set": self.step_set,
+                "direction": self.setting.direction,
+                "protocol": protocol,
+                "example": example,
+                **_columns(names, *means),
+                "defined": bool(means[0][0] > 0),
+                "equal": bool(counted) and l2 == 0,
+                "unchanged": unchanged,
+                "why": metrics.why_undefined(len(counted), l2, float(means[0][0])),
+                "steps": len(counted),
+                "first_step": counted[0] if counted else -1,
+            }
+            if lane.control:
+                self.controls.append({**row, "control": lane.control})
+                continue
+            kept.append(column)
+            self.recovery.append(row)
+            self.steps += [
+                {**lane.labels, "example": example, "step": step, **_columns(names, before[:, step], after[:, step])}
+                for step in counted
+            ]
         if advanced.logits is not None:
-            kept = [column for column in there if not lanes[column].control]
-            self.logits[example] = advanced.logits[:, [0, 1, *(2 + column for column in kept)]]
-        for column in there:
-            found = advanced.distances[:, :, 0], advanced.distances[:, :, 1 + column], advanced.unchanged[column]
-            self._add_lane(example, lanes[column], *found)
-
-    def _add_lane(
-        self,
-        example: int,
-        lane: PlannedLane,
-        before: Float64[Tensor, "distance step"],
-        after: Float64[Tensor, "distance step"],
-        unchanged: bool,
-    ) -> None:
-        names = self.setting.distances
-        free = self.setting.protocol == "free"
-        counted = [step for step in range(before.shape[1]) if (step >= 1 if free else lane.active(step))]
-        # Where the end of the sequence came before any step that counts, there is nothing to recover.
-        means = [(d[:, counted].mean(1) if counted else d.new_zeros(len(names))) for d in (before, after)]
-        l2 = float(means[0][names.index("l2")])
-        row = {
-            **lane.labels,
-            "step_set": self.step_set,
-            "direction": self.setting.direction,
-            "protocol": self.setting.protocol,
-            "example": example,
-            **_columns(names, *means),
-            "defined": bool(means[0][0] > 0),
-            "equal": bool(counted) and l2 == 0,
-            "unchanged": unchanged,
-            "why": metrics.why_undefined(len(counted), l2, float(means[0][0])),
-            "steps": len(counted),
-            "first_step": counted[0] if counted else -1,
-        }
-        if lane.control:
-            self.controls.append({**row, "control": lane.control})
-            return
-        self.recovery.append(row)
-        self.steps += [
-            {**lane.labels, "example": example, "step": step, **_columns(names, before[:, step], after[:, step])}
-            for step in counted
-        ]
+            self.logits[example] = advanced.logits[:, kept]
 
 
 def _columns(

@@ -17,7 +17,7 @@ from kvinterp.models import load_model, wrap
 from kvinterp.models.inputs import check_choice, check_text, check_unread, check_whole
 from kvinterp.models.load import check_loadable
 from kvinterp.patching import VIEWS, Asked, PatchAnswer, PatchBench, PatchMap
-from kvinterp.patching.asking import MEASURED
+from kvinterp.patching.bench import MEASURED
 from kvinterp.paths import kernels_named
 from kvinterp.study.reading.patching import recovery_said, said_of
 from kvinterp.study.report.panel_picture import picture

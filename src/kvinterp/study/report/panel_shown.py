@@ -8,8 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from kvinterp.patching import DIRECTIONS, DONORS, PATCH_SITES, VIEWS, Asked, PatchAnswer, PatchBench, PatchMap
-from kvinterp.patching.asking import EVERY, MEASURED
-from kvinterp.patching.patch_map import blocks_of
+from kvinterp.patching.bench import EVERY, MEASURED, blocks_of
 from kvinterp.study.reading.patching import asked_said, map_said, recovery_said, said_of
 
 UNITS = {"kl": "nats", "l2": "in logits", "logit_difference": "in logits"}
