@@ -18,14 +18,13 @@ from kvinterp.auditing.bench import (
     NotRunError,
     Recomputation,
     UnclearError,
-    lacking,
     one_line,
     singles,
 )
-from kvinterp.auditing.blocks import STATES
 from kvinterp.auditing.lengths import SHORT_WINDOW
 from kvinterp.auditing.values import apart
-from kvinterp.models.transformers_cache import CACHES
+from kvinterp.models.transformers_api import can_generate, greedy
+from kvinterp.models.transformers_cache import CACHES, refusal
 from kvinterp.paths.calls.base import Masking
 from kvinterp.paths.calls.padded import counted
 
@@ -269,14 +268,8 @@ def _moved(bench: Bench, what: str, change: Callable[[Any, Tensor], None], metho
     whole = torch.cat([before[rows], after], 1)
     reference = bench.reference(whole, first=prompt)
     _, cache = runner.decode(before, prompt)
-    if why := lacking(cache, method):
+    if why := refusal(cache, method):
         raise NotRunError(why)
-    half = next((layer for layer in (cache, *getattr(cache, "layers", [])) if _inherits_half(layer, method)), None)
-    if half is not None:
-        raise NotRunError(
-            f"{method}() of {type(half).__name__}, of this model's cache, moves keys and values only and leaves its states "
-            "where they are: it is not to be called on this model."
-        )
     try:
         change(cache, rows)
     # A cache that refuses says why.
@@ -295,17 +288,6 @@ def _moved(bench: Bench, what: str, change: Callable[[Any, Tensor], None], metho
     said = what.format(prompt=prompt, steps=whole.shape[1] - start)
     reach = min(apart(theirs, theirs[rows]), bench.reach)
     return bench.settle(Errors().add(mine, reference, start), f"{said}, against recomputation", hint, reach)
-
-
-def _inherits_half(layer: Any, method: str) -> bool:
-    """Whether a layer or cache that keeps states beside keys and values has the method of its keys and values alone."""
-    from transformers.cache_utils import Cache, DynamicLayer
-
-    if isinstance(layer, Cache):
-        own = {name for name, value in vars(layer).items() if isinstance(value, list) and name != "layers"}
-        return bool(own) and getattr(type(layer), method) is getattr(Cache, method)
-    keeps_states = any(getattr(layer, name, None) for name in STATES)
-    return keeps_states and getattr(type(layer), method) is getattr(DynamicLayer, method, None)
 
 
 # generate() ------------------------------------------------------------------------------------------------------------
@@ -357,7 +339,7 @@ def _check_native(bench: Bench) -> None:
 def _checked(bench: Bench, tokens: Tensor, mask: Any, what: str) -> Check:
     _check_native(bench)
     runner, first = bench.runner, tokens.shape[1] - 1
-    if not hasattr(runner.model, "generate") or not runner.model.can_generate():
+    if not can_generate(runner.model):
         raise NotRunError(f"{type(runner.model).__name__} has no generate() of transformers'.")
     if bench.context < 1 + bench.steps:
         raise NotRunError(f"a context of {bench.context} positions has no room for {bench.steps} new tokens.")
@@ -382,21 +364,10 @@ def _checked(bench: Bench, tokens: Tensor, mask: Any, what: str) -> Check:
 
 def _run(bench: Bench, tokens: Tensor, mask: Tensor, use_cache: bool) -> Generated:
     """Greedy, as many tokens as there are steps, none of them an end."""
-    from transformers import GenerationConfig
-
     runner = bench.runner
     known = getattr(runner.model.generation_config, "pad_token_id", None)
-    chosen = GenerationConfig(
-        max_new_tokens=bench.steps,
-        min_new_tokens=bench.steps,
-        do_sample=False,
-        num_beams=1,
-        num_return_sequences=1,
-        use_cache=use_cache,
-        return_dict_in_generate=True,
-        disable_compile=True,
-        pad_token_id=0 if known is None else known,
-    )
+    more = {"min_new_tokens": bench.steps, "num_return_sequences": 1, "return_dict_in_generate": True}
+    chosen = greedy(bench.steps, use_cache=use_cache, pad_token_id=0 if known is None else known, **more)
     calls: list[dict[str, Any]] = []
     with runner.running(), _spied(runner.model, calls):
         out = runner.model.generate(tokens, attention_mask=mask, generation_config=chosen)

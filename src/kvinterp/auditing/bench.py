@@ -156,18 +156,6 @@ def singles(tokens: Tensor, start: int) -> list[int]:
     return [1] * (tokens.shape[1] - start)
 
 
-def lacking(cache: Any, method: str) -> str:
-    """Which part of a cache has no such method, in a sentence; empty where all have it, or where the cache has its own."""
-    from transformers import Cache
-
-    if isinstance(cache, Cache) and getattr(type(cache), method, None) is not getattr(Cache, method, None):
-        return ""
-    if not hasattr(cache, method):
-        return f"{type(cache).__name__}, this model's cache, has no {method}()."
-    layer = next((layer for layer in getattr(cache, "layers", []) if not hasattr(layer, method)), None)
-    return "" if layer is None else f"{type(layer).__name__}, of this model's cache, has no {method}()."
-
-
 # What it is judged by ------------------------------------------------------------------------------------------------
 
 PASSED, FAILED, NOT_RUN, UNCLEAR = "passed", "failed", "not run", "cannot tell"

@@ -19,12 +19,10 @@ from kvinterp.errors import UnsupportedError
 from kvinterp.models import Adapter
 from kvinterp.models.hooks import first_of, put_first, stream_hook
 from kvinterp.models.inputs import check_seed
-from kvinterp.models.transformers_cache import CACHES
+from kvinterp.models.transformers_cache import CACHES, STATES
 from kvinterp.paths.calls.base import NOTHING, Masking
 from kvinterp.paths.kernels import KernelMode, Kernels, Native
 from kvinterp.paths.vocabulary import padding_of
-
-STATES = {"conv_states": "convolution state", "recurrent_states": "recurrent state"}
 
 Call = tuple[int, int]
 """A block of the model, and how often it had run before in the same forward (a few models run a block twice)."""

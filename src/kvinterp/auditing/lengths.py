@@ -19,13 +19,13 @@ from kvinterp.auditing.bench import (
     Recomputation,
     UnclearError,
     attempted,
-    lacking,
     one_line,
     singles,
 )
 from kvinterp.auditing.values import apart, by_position
 from kvinterp.errors import UnsupportedError
-from kvinterp.models.caches import Quantized
+from kvinterp.models.caches import Quantized, Static
+from kvinterp.models.transformers_cache import refusal
 from kvinterp.paths.calls.base import Masking
 
 CHUNK_NAMES = ("chunk_size", "mamba_chunk_size", "attention_chunk_size")
@@ -262,20 +262,18 @@ SHORT_WINDOW = 128
 
 def static(bench: Bench) -> Check:
     """A preallocated cache, filled to a few slots before its end; over the edge of short windows too."""
-    from transformers import StaticCache
-
     runner = bench.runner
     bench.only_plain("makes its own cache")
-    if not getattr(runner.model, "_can_compile_fullgraph", False):
+    if not runner.adapter.takes_static:
         why = f"{type(runner.model).__name__} does not say that it supports it (_can_compile_fullgraph)"
         raise NotRunError(f"{why}, and generate() refuses it.")
 
     def decoded(tokens: torch.Tensor, prompt: int, room: int) -> torch.Tensor:
-        cache = StaticCache(config=runner.adapter.config, max_cache_len=tokens.shape[1] + room)
+        cache = Static().make(runner.adapter.config, tokens.shape[1] + room)
         return runner.decode(tokens, prompt, cache=cache)[0]
 
     try:
-        StaticCache(config=runner.adapter.config, max_cache_len=PROMPT)
+        Static().make(runner.adapter.config, PROMPT)
     except (KeyError, ValueError, TypeError, AttributeError, NotImplementedError) as error:
         raise NotRunError(f"transformers makes no StaticCache for this model ({one_line(error)}).") from error
     errors, prompts = Errors(), _prompts(bench)
@@ -319,18 +317,10 @@ def crop(bench: Bench) -> Check:
         others = runner.tokens(bench.row(1, prompt + 2 * drafted)[-drafted:])
         whole = torch.cat([tokens[:, : prompt + 1], others], 1)[:, : bench.context]
         cache = runner.adapter.new_cache()
-        if hasattr(cache, "activate_past_recording"):
-            cache.activate_past_recording()
+        getattr(cache, "activate_past_recording", lambda: None)()
         _, held = runner.decode(tokens, prompt, cache=cache)
-        if why := lacking(held, "crop"):
+        if why := refusal(held, "crop"):
             raise NotRunError(why)
-        layers = getattr(held, "layers", [])
-        fixed = next((layer for layer in layers if getattr(layer, "is_croppable", True) is False), None)
-        if fixed is not None:
-            kind = type(fixed).__name__
-            raise NotRunError(
-                f"this model's cache cannot be cropped: is_croppable is False for its {kind}, a state has no past."
-            )
         try:
             held.crop(-(drafted - 1))
         # A cache that refuses says why.

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kvinterp.errors import UnsupportedError
 from kvinterp.models import Adapter
+from kvinterp.models.transformers_api import can_generate, greedy
 from kvinterp.paths.calls.base import Call, Feeder, Loop
 
 
@@ -134,19 +135,10 @@ class Generating:
                 vars(self._model)["forward"] = before
 
     def _generate(self) -> None:
-        from transformers import GenerationConfig
-
         prompt = self._feeder.prompt
-        chosen = GenerationConfig(
-            max_new_tokens=self._feeder.steps + 2,
-            do_sample=False,
-            num_beams=1,
-            disable_compile=True,
-            # No token ends it: the path says when it is over.
-            eos_token_id=self._feeder.adapter.facts.vocabulary,
-            pad_token_id=0,
-            **self._more,
-        )
+        # No token ends it: the path says when it is over.
+        ended = {"eos_token_id": self._feeder.adapter.facts.vocabulary, "pad_token_id": 0}
+        chosen = greedy(self._feeder.steps + 2, **ended, **self._more)
 
         def forced(text: Tensor, scores: Tensor) -> Tensor:
             at = text.shape[1] - prompt.shape[1]
@@ -168,11 +160,8 @@ class Generating:
 
 def check_generates(adapter: Adapter, call: Call) -> None:
     """Raises UnsupportedError for a model that has no ``generate()`` of transformers'."""
-    from transformers import GenerationMixin
-
-    model: Any = adapter.model
-    if not isinstance(model, GenerationMixin) or not model.can_generate():  # type: ignore[attr-defined]
+    if not can_generate(adapter.model):
         raise UnsupportedError(
-            f"call={call} needs transformers' generate(), and a {type(model).__name__} has none: load the model with "
+            f"call={call} needs transformers' generate(), and a {type(adapter.model).__name__} has none: load the model with "
             "kind='native'."
         )
