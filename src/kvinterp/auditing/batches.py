@@ -15,18 +15,17 @@ from kvinterp.auditing.bench import (
     Bench,
     Check,
     Errors,
+    Fed,
     NotRunError,
     Recomputation,
     UnclearError,
     one_line,
-    singles,
 )
 from kvinterp.auditing.lengths import SHORT_WINDOW
 from kvinterp.auditing.values import apart
 from kvinterp.models.transformers_api import can_generate, greedy
 from kvinterp.models.transformers_cache import CACHES, refusal
-from kvinterp.paths.calls.base import Masking
-from kvinterp.paths.calls.padded import counted
+from kvinterp.paths.calls.base import NOTHING, Masking
 
 PADS = (0, 4, 1)
 """Pads of each row of a left-padded batch."""
@@ -38,32 +37,32 @@ def side_by_side(bench: Bench) -> Check:
     """Three prompts of the same length in one batch, against each alone."""
     runner = bench.runner
     prompt, length = bench.short()
-    tokens = runner.tokens(*(bench.row(n, length) for n in range(ROWS)))
+    tokens = bench.batch(*(bench.row(n, length) for n in range(ROWS)))
     together = bench.reference(tokens)
     alone = torch.cat([runner.recompute(tokens[n : n + 1]) for n in range(ROWS)])
     null = max(together.null, apart(together.logits, alone))
     if null > bench.beyond * together.null and null > bench.reach / bench.beyond:
         said = f"without a cache a batch is off by {null:.1e} from each prompt alone, so nothing can be said of the cache"
         raise UnclearError(f"{said}.", null)
-    made, _ = runner.decode(tokens, prompt)
+    fed = bench.decoded(tokens, prompt)
 
-    def hint() -> str:
-        mixed = _mixed(tokens, made, lambda other: runner.decode(other, prompt)[0], bench.beyond * null)
+    def hint(errors: Errors) -> str:
+        mixed = _mixed(fed, lambda other: bench.decoded(other, prompt).logits, bench.beyond * null)
         return "a row reads another row's cache" if mixed else ""
 
     what = (
         f"three prompts of {prompt} tokens side by side, {length - prompt} decode steps, against each alone without a cache"
     )
-    return bench.settle(Errors().add(made, Recomputation(alone, null), prompt - 1), what, hint)
+    return bench.judge([fed], what, hint, Recomputation(alone, null))
 
 
-def _mixed(tokens: Tensor, made: Tensor, decode: Callable[[Tensor], Tensor], limit: float) -> bool:
+def _mixed(fed: Fed, decode: Callable[[Tensor], Tensor], limit: float) -> bool:
     """Whether other tokens in one row change the logits of another."""
-    for row in range(len(tokens)):
-        other = tokens.clone()
+    for row in range(ROWS):
+        other = fed.tokens.clone()
         other[row] = other[row].roll(1)
-        others = [n for n in range(len(tokens)) if n != row]
-        if apart(decode(other)[others], made[others]) > limit:
+        others = [n for n in range(ROWS) if n != row]
+        if apart(decode(other)[others], fed.logits[others]) > limit:
             return True
     return False
 
@@ -94,13 +93,11 @@ class Padded:
     def __init__(self, bench: Bench, length: int, prompt: int, pads: Sequence[int] = PADS) -> None:
         if prompt < 2:
             raise NotRunError(f"a context of {bench.context} positions has no room for a pad.")
-        self.runner, self.prompt, self.masked = bench.runner, prompt, True
+        self.bench, self.runner, self.prompt, self.masked = bench, bench.runner, prompt, True
         self.pads = [min(each, prompt - 1) for each in pads]
-        self.tokens = self.runner.tokens(
-            *(bench.row(n + ROWS, p) + bench.row(n, length - p) for n, p in enumerate(self.pads))
-        )
+        self.tokens = bench.batch(*(bench.row(n + ROWS, p) + bench.row(n, length - p) for n, p in enumerate(self.pads)))
         places = torch.arange(length, device=self.tokens.device)
-        self.masking = counted(torch.stack([places >= pads for pads in self.pads]).to(self.tokens))
+        self.masking = Masking.counting(torch.stack([places >= pads for pads in self.pads]).to(self.tokens))
 
     @property
     def lengths(self) -> str:
@@ -108,45 +105,49 @@ class Padded:
         first, *more, last = (self.prompt - pads for pads in self.pads)
         return f"{', '.join(map(str, (first, *more)))} and {last}"
 
-    def decode(self, tokens: Tensor | None = None, **otherwise: Tensor) -> Tensor:
-        """Logits from the prompt's last row on; another ``mask`` or ``positions`` hold for the decode steps only."""
-        tokens, prompt = self.tokens if tokens is None else tokens, self.prompt
-        logits, cache = self.runner.feed(tokens[:, :prompt], None, 0, self.masking.of(0, prompt))
-        later = self.masking._replace(**otherwise, **({} if self.masked else {"mask": None}))
-        made, _ = self.runner.run(tokens, singles(tokens, prompt), prompt, cache, later)
-        return torch.cat([logits[:, -1:], made], 1)
+    def decode(self, tokens: Tensor | None = None, **otherwise: Tensor) -> Fed:
+        """The prompts and the decode steps; another ``mask`` or ``positions`` hold for the steps only."""
+        tokens, fed = self.tokens if tokens is None else tokens, Fed(self.runner, self.masking)
+        fed.forward(tokens[:, : self.prompt])
+        fed.masking = (
+            self.masking._replace(**otherwise) if self.masked else NOTHING._replace(positions=self.masking.positions)
+        )
+        fed.feed(tokens[:, self.prompt :]).first = self.prompt - 1
+        return fed
 
-    def chunked(self) -> Tensor | None:
-        """Logits of the prompt's last rows, fed at once on a cache of those before, and of the steps; None of recurrent states.
+    def chunked(self) -> Fed | None:
+        """The prompts' last rows fed at once on a cache of those before, and the steps; None of recurrent states.
 
         A state is begun anew by several tokens, as the check of chunks says.
         """
-        _, cache = self.runner.feed(self.tokens[:, : self.before], None, 0, self.masking.of(0, self.before))
-        if self.runner.recurrent_layers(cache):
+        fed = Fed(self.runner, self.masking)
+        fed.forward(self.tokens[:, : self.before])
+        if self.runner.recurrent_layers(fed.cache):
             return None
-        sizes = [self.prompt - self.before, *singles(self.tokens, self.prompt)]
-        return self.runner.run(self.tokens, sizes, self.before, cache, self.masking)[0]
+        fed.feed(self.tokens[:, self.before :], self.prompt - self.before).first = self.before
+        return fed
 
     @property
     def before(self) -> int:
         """So many of the prompt's positions hold every pad and a token of each row."""
         return max(self.pads) + 1
 
-    def cause(self, made: Tensor, limit: float) -> str:
+    def cause(self, fed: Fed, limit: float) -> str:
         """What the decode steps do not look at, shown by feeding it otherwise and getting the same bits."""
-        if _mixed(self.tokens, made, lambda other: self.decode(tokens=other), limit):
+        made = fed.logits
+        if _mixed(fed, lambda other: self.decode(other).logits, limit):
             return "a row reads another row's cache"
         mask: Any = self.masking.mask
-        if self.masked and torch.equal(self.decode(mask=torch.ones_like(self.tokens)), made):
+        if self.masked and torch.equal(self.decode(mask=torch.ones_like(self.tokens)).logits, made):
             return "the attention mask is ignored in decode"
-        if not self.masked and apart(self.runner.decode(self.tokens, self.prompt, self.masking)[0], made) > limit:
+        if not self.masked and apart(self.bench.decoded(self.tokens, self.prompt, self.masking).logits, made) > limit:
             return "prepare_inputs_for_generation drops the attention mask in decode"
         mixed: Any = self.masking.positions
         mixed = mixed.clone()
         mixed[:, self.prompt :] = torch.arange(self.prompt, self.tokens.shape[1], device=self.tokens.device)
         # The recomputation in which the decoded tokens alone are numbered with the pads is what such a bug computes.
         wrong = self.runner.recompute(self.tokens, Masking(mask, mixed))[:, self.prompt - 1 :]
-        deaf = "position_ids" in self.runner.adapter.takes and torch.equal(self.decode(positions=mixed), made)
+        deaf = "position_ids" in self.runner.adapter.takes and torch.equal(self.decode(positions=mixed).logits, made)
         return "positions ignore the padding" if deaf or apart(made, wrong) <= limit else ""
 
     def wants_mask(self) -> bool:
@@ -209,16 +210,16 @@ def _padded(bench: Bench, given: Padded, length: int) -> Check:
     reference = bench.reference(given.tokens, given.masking)
     alone, reach = unpadded(bench, given.tokens, given.masking, reference, first)
     given.masked = given.wants_mask()
-    made = given.decode()
-    errors = Errors().add(made, alone, first, first).add(made, reference, first)
+    fed = given.decode()
+    errors = Errors().add(fed.logits, alone, first, first).add(fed.logits, reference, first)
     chunked = given.chunked() if given.before < first else None
     if chunked is not None:
-        errors.add(chunked, reference, given.before)
+        errors.add(chunked.logits, reference, given.before)
     what = (
         f"prompts of {given.lengths} tokens in a left-padded batch, at once and in two parts, {length - given.prompt} decode "
         "steps, against the padded batch and each prompt alone without a cache"
     )
-    return bench.settle(errors, what, lambda: given.cause(made, bench.beyond * alone.null), reach)
+    return bench.settle(errors, what, lambda _: given.cause(fed, bench.beyond * alone.null), reach)
 
 
 def _padded_prompts(bench: Bench) -> Iterator[tuple[int, int, Sequence[int]]]:
@@ -258,36 +259,35 @@ def repeated_rows(bench: Bench) -> Check:
 
 
 def _moved(bench: Bench, what: str, change: Callable[[Any, Tensor], None], method: str) -> Check:
-    runner = bench.runner
     prompt, length = bench.short(extra=1)
     start = prompt + 1
-    before = runner.tokens(*(bench.row(n, start) for n in range(ROWS)))
+    before = bench.batch(*(bench.row(n, start) for n in range(ROWS)))
     # Its inverse is another one, which a cache that moves rows the wrong way would make.
-    rows = torch.tensor([2, 0, 1], device=runner.device)
-    after = runner.tokens(*(bench.row(ROWS + n, length + 3)[3 + start :] for n in range(ROWS)))
-    whole = torch.cat([before[rows], after], 1)
-    reference = bench.reference(whole, first=prompt)
-    _, cache = runner.decode(before, prompt)
-    if why := refusal(cache, method):
+    rows = torch.tensor([2, 0, 1], device=bench.runner.device)
+    after = bench.batch(*(bench.row(ROWS + n, length + 3)[3 + start :] for n in range(ROWS)))
+    reference = bench.reference(torch.cat([before[rows], after], 1), first=prompt)
+    fed = bench.decoded(before, prompt)
+    if why := refusal(fed.cache, method):
         raise NotRunError(why)
     try:
-        change(cache, rows)
+        change(fed.cache, rows)
     # A cache that refuses says why.
     except (NotImplementedError, ValueError) as error:
         raise NotRunError(f"this model's cache refuses {method}() ({one_line(error)}).") from error
-    mine, _ = runner.run(whole, singles(whole, start), start, cache)
-    theirs = reference.logits[:, start:]
+    fed.moved(rows)
+    fed.feed(after)
 
-    def hint() -> str:
+    def hint(errors: Errors) -> str:
         if method != "reorder_cache":
             return f"{method} or batch_select_indices gives other rows than those asked for"
-        unmoved, _ = runner.decode(torch.cat([before, after], 1), start)
-        kept = apart(mine, unmoved[:, 1:]) <= bench.beyond * reference.null
+        unmoved = bench.decoded(torch.cat([before, after], 1), start).logits[:, 1:]
+        kept = apart(fed.logits, unmoved) <= bench.beyond * reference.null
         return f"{method} leaves the rows where they were" if kept else f"{method} moves some of the cache's tensors only"
 
-    said = what.format(prompt=prompt, steps=whole.shape[1] - start)
+    theirs = reference.logits[:, start:]
     reach = min(apart(theirs, theirs[rows]), bench.reach)
-    return bench.settle(Errors().add(mine, reference, start), f"{said}, against recomputation", hint, reach)
+    said = what.format(prompt=prompt, steps=after.shape[1])
+    return bench.judge([fed], f"{said}, against recomputation", hint, reference, reach)
 
 
 # generate() ------------------------------------------------------------------------------------------------------------
@@ -359,7 +359,7 @@ def _checked(bench: Bench, tokens: Tensor, mask: Any, what: str) -> Check:
         (_, null), reach = unpadded(bench, *made.fed, reference, first)
     errors = Errors().add(made.logits, Recomputation(logits, null), first)
     said = f"generate() of {what}, {bench.steps} new tokens, against recomputation of the same tokens{beside}"
-    return bench.settle(errors, said, lambda: _cause(bench, made, logits, null, uncached), reach)
+    return bench.settle(errors, said, lambda _: _cause(bench, made, logits, null, uncached), reach)
 
 
 def _run(bench: Bench, tokens: Tensor, mask: Tensor, use_cache: bool) -> Generated:
@@ -376,7 +376,7 @@ def _run(bench: Bench, tokens: Tensor, mask: Tensor, use_cache: bool) -> Generat
     if len(made) != bench.steps:
         raise ValueError(f"{len(made)} forwards were heard for {bench.steps} new tokens")
     whole = torch.cat([mask, torch.ones_like(out.sequences[:, tokens.shape[1] :])], 1)
-    return Generated(out.sequences, torch.stack(made, 1), calls, counted(whole))
+    return Generated(out.sequences, torch.stack(made, 1), calls, Masking.counting(whole))
 
 
 @contextlib.contextmanager
@@ -416,7 +416,7 @@ def _cause(bench: Bench, made: Generated, theirs: Tensor, null: float, uncached:
     # The same tokens, fed with what they should have been fed with: what remains is not generate()'s.
     prompt = made.tokens.shape[1] - bench.steps
     fed, masking = made.fed
-    left = apart(bench.runner.decode(fed, prompt, masking)[0], theirs[:, prompt - 1 :])
+    left = apart(bench.decoded(fed, prompt, masking).logits, theirs[:, prompt - 1 :])
     return f"{told}, and the forward is right when it is told so" if left <= bench.excused * null else told
 
 
