@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from kvinterp.auditing.bench import (
     PASSED,
@@ -26,6 +25,7 @@ from kvinterp.auditing.values import apart
 from kvinterp.models.transformers_api import can_generate, greedy
 from kvinterp.models.transformers_cache import CACHES, refusal
 from kvinterp.paths.calls.base import NOTHING, Masking
+from kvinterp.paths.calls.generate import Generating
 
 PADS = (0, 4, 1)
 """Pads of each row of a left-padded batch."""
@@ -299,8 +299,7 @@ class Generated(NamedTuple):
     Attributes:
         tokens: ``[batch, length]``, the prompt's and the new ones.
         logits: Of each new token, ``[batch, new, vocabulary]``.
-        calls: The tensors that each forward was given, by name, and as ``made`` the newest row that it made: what
-            ``generate()`` returns is rounded to float32. Those with a cache, filled or to be filled, are ``cached``.
+        calls: The tensors that each forward was given, by name; those with a cache, filled or to be filled, are ``cached``.
         masking: The mask, 0 where there is a pad, and the positions, counted without the pads, of all tokens.
     """
 
@@ -366,33 +365,24 @@ def _run(bench: Bench, tokens: Tensor, mask: Tensor, use_cache: bool) -> Generat
     """Greedy, as many tokens as there are steps, none of them an end."""
     runner = bench.runner
     known = getattr(runner.model.generation_config, "pad_token_id", None)
-    more = {"min_new_tokens": bench.steps, "num_return_sequences": 1, "return_dict_in_generate": True}
+    more = {"min_new_tokens": bench.steps, "num_return_sequences": 1}
     chosen = greedy(bench.steps, use_cache=use_cache, pad_token_id=0 if known is None else known, **more)
     calls: list[dict[str, Any]] = []
-    with runner.running(), _spied(runner.model, calls):
-        out = runner.model.generate(tokens, attention_mask=mask, generation_config=chosen)
+    made: list[Tensor] = []
+    with Generating(runner.model, tokens, chosen, mask) as generating:
+        for given in generating.forwards():
+            told = {name: value.clone() for name, value in given.items() if isinstance(value, Tensor)}
+            calls.append({**told, "cached": any(given.get(name) is not None for name in CACHES)})
+            with runner.running():
+                out = runner.model(**given)
+            # What generate() returns is rounded to float32.
+            made.append(out.logits[:, -1].clone())
+            generating.answer(out)
     runner.forwards += len(calls)
-    made = [call["made"] for call in calls if "made" in call]
     if len(made) != bench.steps:
         raise ValueError(f"{len(made)} forwards were heard for {bench.steps} new tokens")
-    whole = torch.cat([mask, torch.ones_like(out.sequences[:, tokens.shape[1] :])], 1)
-    return Generated(out.sequences, torch.stack(made, 1), calls, Masking.counting(whole))
-
-
-@contextlib.contextmanager
-def _spied(model: nn.Module, calls: list[dict[str, Any]]) -> Iterator[None]:
-    def heard(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given = {"input_ids": args[0] if args else None, **kwargs}
-        if isinstance(given["input_ids"], Tensor):
-            cached = any(given.get(name) is not None for name in CACHES)
-            copies = {name: value.clone() for name, value in given.items() if isinstance(value, Tensor)}
-            calls.append({**copies, "cached": cached})
-
-    def answered(_: nn.Module, __: Any, out: Any) -> None:
-        calls[-1]["made"] = out.logits[:, -1].clone()
-
-    with model.register_forward_pre_hook(heard, with_kwargs=True), model.register_forward_hook(answered):
-        yield
+    whole = torch.cat([mask, torch.ones_like(generating.made[:, tokens.shape[1] :])], 1)
+    return Generated(generating.made, torch.stack(made, 1), calls, Masking.counting(whole))
 
 
 def _uncached(bench: Bench, tokens: Tensor, mask: Tensor) -> float | None:
