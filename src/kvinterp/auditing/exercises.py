@@ -251,16 +251,17 @@ def _placed(bench: Bench, check: Check, name: str) -> Check:
     The same check is made with each block's output in the place of the logits: the first that fails holds the error, or is
     handed it. There what attention reads in the last cached step is compared with what it reads in the recomputation.
     """
-    if check.name.startswith(("generate()", CALLED)):
-        return check  # What generate() feeds is wrong, not what the blocks make of it.
     blocks = len(bench.runner.blocks)
+    seen = all(bench.runner.adapter.supports("resid_post", layer) for layer in range(blocks))
+    if check.name.startswith("generate()" if seen else ("generate()", CALLED)):
+        return check  # What generate() feeds is wrong, not what the blocks make of it.
     # What is wrong in one block stays wrong in those after it.
     layer = bisect.bisect_left(range(blocks), True, key=lambda layer: _fails(bench, check, name, layer))
     if layer == blocks:
         return dataclasses.replace(check, layer=blocks, tensor="logits")
     found = _first_tensor(bench, check, name, layer)
-    seen: dict[str, Any] = {} if found is None else {"tensor": found.tensor, "module": found.module}
-    return dataclasses.replace(check, layer=layer, **seen)
+    first: dict[str, Any] = {} if found is None else {"tensor": found.tensor, "module": found.module}
+    return dataclasses.replace(check, layer=layer, **first)
 
 
 def _fails(bench: Bench, check: Check, name: str, layer: int) -> bool:
