@@ -300,7 +300,7 @@ def _free(
     for position, mine in fed:
         theirs = _again(hooks, position + 1, "no") if prefix else _whole(hooks, position + 1)
         a, b = mine[head], theirs[head]
-        sizes, kl = _sizes(a, b), float(metrics.compare_logits(b[None], a[None])["kl"])
+        sizes, kl = _sizes(a, b), float(metrics.kl_divergence(b, a))
         null = _sizes(b, hooks.reference.logits[position])["max_abs"] if prefix else math.nan
         found.append({"position": position, **sizes, "kl": kl, "null_max_abs": null})
         # The last step that differs has something to show; among equal ones any is as good.
