@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,14 +18,15 @@ from kvinterp.auditing.bench import (
     Fed,
     NotRunError,
     Recomputation,
+    Subject,
     UnclearError,
     one_line,
 )
-from kvinterp.auditing.lengths import SHORT_WINDOW
+from kvinterp.auditing.lengths import SHORT_WINDOW, listed
 from kvinterp.auditing.values import apart
 from kvinterp.models.transformers_api import can_generate, greedy
 from kvinterp.models.transformers_cache import CACHES, refusal
-from kvinterp.paths.calls.base import NOTHING, Masking
+from kvinterp.paths.calls.base import Masking
 from kvinterp.paths.calls.generate import Generating
 
 PADS = (0, 4, 1)
@@ -45,129 +47,61 @@ def side_by_side(bench: Bench) -> Check:
         said = f"without a cache a batch is off by {null:.1e} from each prompt alone, so nothing can be said of the cache"
         raise UnclearError(f"{said}.", null)
     fed = bench.decoded(tokens, prompt)
-
-    def hint(errors: Errors) -> str:
-        mixed = _mixed(fed, lambda other: bench.decoded(other, prompt).logits, bench.beyond * null)
-        return "a row reads another row's cache" if mixed else ""
-
     what = (
         f"three prompts of {prompt} tokens side by side, {length - prompt} decode steps, against each alone without a cache"
     )
-    return bench.judge([fed], what, hint, Recomputation(alone, null))
+    again = functools.partial(bench.decoded, prompt=prompt)
+    return bench.judge([fed], what, lambda _: _mixed(fed, again, bench.beyond * null), Recomputation(alone, null))
 
 
-def _mixed(fed: Fed, decode: Callable[[Tensor], Tensor], limit: float) -> bool:
-    """Whether other tokens in one row change the logits of another."""
+def _mixed(fed: Fed, again: Callable[[Tensor], Fed], limit: float) -> str:
+    """Whether other tokens in one row, fed in the same way, change the logits of another."""
     for row in range(ROWS):
         other = fed.tokens.clone()
         other[row] = other[row].roll(1)
         others = [n for n in range(ROWS) if n != row]
-        if apart(decode(other)[others], fed.logits[others]) > limit:
-            return True
-    return False
+        if apart(again(other).logits[others], fed.logits[others]) > limit:
+            return "a row reads another row's cache"
+    return ""
 
 
 # Left padding ------------------------------------------------------------------------------------------------------------
 
 
-class Padded:
-    """Prompts of different lengths, the shorter ones padded on the left as ``generate()`` pads them.
+def _padded(bench: Bench, prompt: int, length: int, pads: Sequence[int] = PADS) -> tuple[Tensor, Masking, str]:
+    """Prompts of different lengths, the shorter ones padded on the left as ``generate()`` pads them; and what they are.
 
     Args:
         bench: Has the prompts.
-        length: Of all rows.
-        prompt: The prompt's length, pads counted.
+        prompt: The prompts' length, pads counted.
+        length: That of all rows.
         pads: How many each row has. They are ordinary tokens, which a mask hides as well: the row of the embedding that a model
             keeps for pads is often 0, and so adds nothing to a state that is not told of it.
-
-    Attributes:
-        tokens: ``[3, length]``.
-        masking: The mask, 0 where there is a pad, and the positions, counted without the pads.
-        pads: How many pads each row has.
-        masked: Whether the decode steps are given the mask.
 
     Raises:
         NotRunError: There is no room for a pad.
     """
+    if prompt < 2:
+        raise NotRunError(f"a context of {bench.context} positions has no room for a pad.")
+    pads = [min(each, prompt - 1) for each in pads]
+    tokens = bench.batch(*(bench.row(n + ROWS, p) + bench.row(n, length - p) for n, p in enumerate(pads)))
+    places = torch.arange(length, device=tokens.device)
+    masking = Masking.counting(torch.stack([places >= each for each in pads]).to(tokens))
+    return tokens, masking, f"prompts of {listed([prompt - each for each in pads])} tokens in a left-padded batch"
 
-    def __init__(self, bench: Bench, length: int, prompt: int, pads: Sequence[int] = PADS) -> None:
-        if prompt < 2:
-            raise NotRunError(f"a context of {bench.context} positions has no room for a pad.")
-        self.bench, self.runner, self.prompt, self.masked = bench, bench.runner, prompt, True
-        self.pads = [min(each, prompt - 1) for each in pads]
-        self.tokens = bench.batch(*(bench.row(n + ROWS, p) + bench.row(n, length - p) for n, p in enumerate(self.pads)))
-        places = torch.arange(length, device=self.tokens.device)
-        self.masking = Masking.counting(torch.stack([places >= pads for pads in self.pads]).to(self.tokens))
 
-    @property
-    def lengths(self) -> str:
-        """How long the prompts are, without their pads."""
-        first, *more, last = (self.prompt - pads for pads in self.pads)
-        return f"{', '.join(map(str, (first, *more)))} and {last}"
-
-    def decode(self, tokens: Tensor | None = None, **otherwise: Tensor) -> Fed:
-        """The prompts and the decode steps; another ``mask`` or ``positions`` hold for the steps only."""
-        tokens, fed = self.tokens if tokens is None else tokens, Fed(self.runner, self.masking)
-        fed.forward(tokens[:, : self.prompt])
-        fed.masking = (
-            self.masking._replace(**otherwise) if self.masked else NOTHING._replace(positions=self.masking.positions)
-        )
-        fed.feed(tokens[:, self.prompt :]).first = self.prompt - 1
-        return fed
-
-    def chunked(self) -> Fed | None:
-        """The prompts' last rows fed at once on a cache of those before, and the steps; None of recurrent states.
-
-        A state is begun anew by several tokens, as the check of chunks says.
-        """
-        fed = Fed(self.runner, self.masking)
-        fed.forward(self.tokens[:, : self.before])
-        if self.runner.recurrent_layers(fed.cache):
-            return None
-        fed.feed(self.tokens[:, self.before :], self.prompt - self.before).first = self.before
-        return fed
-
-    @property
-    def before(self) -> int:
-        """So many of the prompt's positions hold every pad and a token of each row."""
-        return max(self.pads) + 1
-
-    def cause(self, fed: Fed, limit: float) -> str:
-        """What the decode steps do not look at, shown by feeding it otherwise and getting the same bits."""
-        made = fed.logits
-        if _mixed(fed, lambda other: self.decode(other).logits, limit):
-            return "a row reads another row's cache"
-        mask: Any = self.masking.mask
-        if self.masked and torch.equal(self.decode(mask=torch.ones_like(self.tokens)).logits, made):
-            return "the attention mask is ignored in decode"
-        if not self.masked and apart(self.bench.decoded(self.tokens, self.prompt, self.masking).logits, made) > limit:
-            return "prepare_inputs_for_generation drops the attention mask in decode"
-        mixed: Any = self.masking.positions
-        mixed = mixed.clone()
-        mixed[:, self.prompt :] = torch.arange(self.prompt, self.tokens.shape[1], device=self.tokens.device)
-        # The recomputation in which the decoded tokens alone are numbered with the pads is what such a bug computes.
-        wrong = self.runner.recompute(self.tokens, Masking(mask, mixed))[:, self.prompt - 1 :]
-        deaf = "position_ids" in self.runner.adapter.takes and torch.equal(self.decode(positions=mixed).logits, made)
-        return "positions ignore the padding" if deaf or apart(made, wrong) <= limit else ""
-
-    def wants_mask(self) -> bool:
-        """Whether the model wants the mask in decode; recurrent ones as a rule drop it once the prompt is read."""
-        prepare = getattr(self.runner.model, "prepare_inputs_for_generation", None)
-        if prepare is None:
-            return True
-        try:
-            made = prepare(
-                self.tokens,
-                next_sequence_length=1,
-                attention_mask=self.masking.mask,
-                use_cache=True,
-                is_first_iteration=False,
-                **{self.runner.adapter.cache_name: self.runner.adapter.new_cache()},
-            )
-        # Code of a checkpoint's own may want other arguments: then the mask is given, as the forward's signature says.
-        except Exception:
-            return True
-        return made.get("attention_mask") is not None
+def _wants_mask(runner: Subject, tokens: Tensor, mask: Tensor | None) -> bool:
+    """Whether the model wants the mask in decode; recurrent ones as a rule drop it once the prompt is read."""
+    prepare = getattr(runner.model, "prepare_inputs_for_generation", None)
+    if prepare is None:
+        return True
+    given = {"attention_mask": mask, "use_cache": True, runner.adapter.cache_name: runner.adapter.new_cache()}
+    try:
+        made = prepare(tokens, next_sequence_length=1, is_first_iteration=False, **given)
+    # Code of a checkpoint's own may want other arguments: then the mask is given, as the forward's signature says.
+    except Exception:
+        return True
+    return made.get("attention_mask") is not None
 
 
 def unpadded(
@@ -196,40 +130,62 @@ def left_padding(bench: Bench) -> Check:
     bench.only_plain("is fed without a mask here")
     if "attention_mask" not in runner.adapter.takes:
         raise NotRunError(f"{type(runner.model).__name__} takes no attention_mask, so it cannot be told of padding.")
+    batches = [(*bench.short(), PADS)]
+    full = min((w + 1 for w in runner.adapter.facts.windows if w and 2 < w <= SHORT_WINDOW), default=bench.context)
+    if full + bench.steps <= bench.context:
+        # Decoding goes on where a short window is full and pads are still in it.
+        batches.append((full, full + bench.steps, (0, full // 2, 1)))
     checks = []
-    for prompt, length, pads in _padded_prompts(bench):
-        checks.append(_padded(bench, Padded(bench, length, prompt, pads), length))
+    for batch in batches:
+        checks.append(_left_padded(bench, *batch))
         if checks[-1].status != PASSED:
             return checks[-1]
     return dataclasses.replace(checks[-1], detail=" ".join(check.detail for check in checks))
 
 
-def _padded(bench: Bench, given: Padded, length: int) -> Check:
+def _left_padded(bench: Bench, prompt: int, length: int, pads: Sequence[int]) -> Check:
     """One left-padded batch, held against its own null."""
-    first = given.prompt - 1
-    reference = bench.reference(given.tokens, given.masking)
-    alone, reach = unpadded(bench, given.tokens, given.masking, reference, first)
-    given.masked = given.wants_mask()
-    fed = given.decode()
+    runner, first = bench.runner, prompt - 1
+    tokens, masking, said = _padded(bench, prompt, length, pads)
+    reference = bench.reference(tokens, masking)
+    alone, reach = unpadded(bench, tokens, masking, reference, first)
+    wanted = _wants_mask(runner, tokens, masking.mask)
+    again = functools.partial(bench.decoded, prompt=prompt, masking=masking)
+    later = masking if wanted else masking._replace(mask=None)
+    fed = again(tokens, later=later)
     errors = Errors().add(fed.logits, alone, first, first).add(fed.logits, reference, first)
-    chunked = given.chunked() if given.before < first else None
-    if chunked is not None:
-        errors.add(chunked.logits, reference, given.before)
+    # So many positions hold every pad and a token of each row.
+    before = min(max(pads), first) + 1
+    if before < first:
+        parts = Fed(runner, masking)
+        parts.forward(tokens[:, :before])
+        # A recurrent state is begun anew by several tokens, as the check of chunks says.
+        if not runner.recurrent_layers(parts.cache):
+            parts.feed(tokens[:, before:], prompt - before).first = before
+            errors.add(parts.logits, reference, before)
+
+    def hint(_: Errors) -> str:
+        """What the decode steps do not look at, shown by feeding it otherwise and getting the same bits."""
+        made, limit = fed.logits, bench.beyond * alone.null
+        if mixed := _mixed(fed, functools.partial(again, later=later), limit):
+            return mixed
+        if wanted and torch.equal(again(tokens, later=masking._replace(mask=torch.ones_like(tokens))).logits, made):
+            return "the attention mask is ignored in decode"
+        if not wanted and apart(again(tokens).logits, made) > limit:
+            return "prepare_inputs_for_generation drops the attention mask in decode"
+        positions: Any = masking.positions
+        positions = torch.cat([positions[:, :prompt], torch.arange(prompt, length).to(tokens).expand(ROWS, -1)], 1)
+        # The recomputation in which the decoded tokens alone are numbered with the pads is what such a bug computes.
+        wrong = runner.recompute(tokens, masking._replace(positions=positions))[:, first:]
+        deaf = torch.equal(again(tokens, later=later._replace(positions=positions)).logits, made)
+        deaf = deaf and "position_ids" in runner.adapter.takes
+        return "positions ignore the padding" if deaf or apart(made, wrong) <= limit else ""
+
     what = (
-        f"prompts of {given.lengths} tokens in a left-padded batch, at once and in two parts, {length - given.prompt} decode "
-        "steps, against the padded batch and each prompt alone without a cache"
+        f"{said}, at once and in two parts, {length - prompt} decode steps, against the padded batch and each prompt alone "
+        "without a cache"
     )
-    return bench.settle(errors, what, lambda _: given.cause(fed, bench.beyond * alone.null), reach)
-
-
-def _padded_prompts(bench: Bench) -> Iterator[tuple[int, int, Sequence[int]]]:
-    """A short prompt, and one from which decoding goes on where a short window is full and pads are still in it."""
-    prompt, length = bench.short()
-    yield prompt, length, PADS
-    windows = [w for w in bench.runner.adapter.facts.windows if w and 2 < w <= SHORT_WINDOW]
-    if windows and min(windows) + 1 + bench.steps <= bench.context:
-        full = min(windows) + 1
-        yield full, full + bench.steps, (0, full // 2, 1)
+    return bench.settle(errors, what, hint, reach)
 
 
 # Rows of a cache moved about ---------------------------------------------------------------------------------------------
@@ -277,7 +233,7 @@ def _moved(bench: Bench, what: str, change: Callable[[Any, Tensor], None], metho
     fed.moved(rows)
     fed.feed(after)
 
-    def hint(errors: Errors) -> str:
+    def hint(_: Errors) -> str:
         if method != "reorder_cache":
             return f"{method} or batch_select_indices gives other rows than those asked for"
         unmoved = bench.decoded(torch.cat([before, after], 1), start).logits[:, 1:]
@@ -297,7 +253,7 @@ class Generated(NamedTuple):
     """One ``generate()``.
 
     Attributes:
-        tokens: ``[batch, length]``, the prompt's and the new ones.
+        tokens: ``[batch, length]``, the prompt's and the new ones but the last.
         logits: Of each new token, ``[batch, new, vocabulary]``.
         calls: The tensors that each forward was given, by name; those with a cache, filled or to be filled, are ``cached``.
         masking: The mask, 0 where there is a pad, and the positions, counted without the pads, of all tokens.
@@ -310,9 +266,14 @@ class Generated(NamedTuple):
 
     @property
     def fed(self) -> tuple[Tensor, Masking]:
-        """What the model was to be fed: all tokens but the last, with their mask where there are pads, and positions."""
-        mask, positions = self.masking.of(0, self.tokens.shape[1] - 1)
-        return self.tokens[:, :-1], Masking(mask if mask is None or bool((mask == 0).any()) else None, positions)
+        """What the model was to be fed, with its mask where there are pads, and positions."""
+        return self.tokens, self.masking if bool((self.mask == 0).any()) else self.masking._replace(mask=None)
+
+    @property
+    def mask(self) -> Tensor:
+        """Of all that was fed."""
+        assert self.masking.mask is not None
+        return self.masking.mask
 
 
 def generate(bench: Bench) -> Check:
@@ -324,19 +285,13 @@ def generate(bench: Bench) -> Check:
 
 def generate_padded(bench: Bench) -> Check:
     """Greedy generation of a left-padded batch."""
-    _check_native(bench)
     prompt = bench.short()[0]
-    given = Padded(bench, prompt, prompt)
-    what = f"prompts of {given.lengths} tokens in a left-padded batch"
-    return _checked(bench, given.tokens, given.masking.mask, what)
-
-
-def _check_native(bench: Bench) -> None:
-    bench.only_plain("gives no logits from generate()")
+    tokens, masking, what = _padded(bench, prompt, prompt)
+    return _checked(bench, tokens, masking.mask, what)
 
 
 def _checked(bench: Bench, tokens: Tensor, mask: Any, what: str) -> Check:
-    _check_native(bench)
+    bench.only_plain("gives no logits from generate()")
     runner, first = bench.runner, tokens.shape[1] - 1
     if not can_generate(runner.model):
         raise NotRunError(f"{type(runner.model).__name__} has no generate() of transformers'.")
@@ -381,8 +336,8 @@ def _run(bench: Bench, tokens: Tensor, mask: Tensor, use_cache: bool) -> Generat
     runner.forwards += len(calls)
     if len(made) != bench.steps:
         raise ValueError(f"{len(made)} forwards were heard for {bench.steps} new tokens")
-    whole = torch.cat([mask, torch.ones_like(generating.made[:, tokens.shape[1] :])], 1)
-    return Generated(generating.made, torch.stack(made, 1), calls, Masking.counting(whole))
+    fed = generating.made[:, :-1]
+    return Generated(fed, torch.stack(made, 1), calls, Masking.counting(mask).of(0, fed.shape[1]))
 
 
 def _uncached(bench: Bench, tokens: Tensor, mask: Tensor) -> float | None:
@@ -404,23 +359,22 @@ def _cause(bench: Bench, made: Generated, theirs: Tensor, null: float, uncached:
         also = uncached is not None and uncached > bench.beyond * null
         return "generate() gives other logits than the forward, without a cache too" if also else ""
     # The same tokens, fed with what they should have been fed with: what remains is not generate()'s.
-    prompt = made.tokens.shape[1] - bench.steps
     fed, masking = made.fed
+    prompt = fed.shape[1] + 1 - bench.steps
     left = apart(bench.decoded(fed, prompt, masking).logits, theirs[:, prompt - 1 :])
     return f"{told}, and the forward is right when it is told so" if left <= bench.excused * null else told
 
 
 def _told(made: Generated) -> str:
-    mask: Any = made.masking.mask
-    positions: Any = made.masking.positions
+    mask, positions = made.mask, made.masking.positions
     start = 0
     for call in made.calls:
         tokens, told, hidden = call["input_ids"], call.get("position_ids"), call.get("attention_mask")
         stop = start + tokens.shape[1]
-        if stop > made.tokens.shape[1] or not torch.equal(tokens, made.tokens[:, start:stop]):
+        if not torch.equal(tokens, made.tokens[:, start:stop]):
             return f"prepare_inputs_for_generation feeds other tokens than those at position {start}"
         kept = mask[:, start:stop].bool()
-        if told is not None:
+        if told is not None and positions is not None:
             said = told.expand(*told.shape[:-2], *kept.shape)
             wrong = (said != positions[:, start:stop]) & kept
             if bool(wrong.any()):

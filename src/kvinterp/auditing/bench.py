@@ -404,10 +404,19 @@ class Bench:
         """So many tokens of the first prompt, as a batch of one."""
         return self.batch(self.row(0, length))
 
-    def decoded(self, tokens: Tensor, prompt: int, masking: Masking = NOTHING, cache: Any = None) -> Fed:
-        """A prompt fed at once and the rest one by one, judged from the prompt's last row on."""
-        fed = Fed(self.runner, masking, cache).feed(tokens, prompt)
-        fed.first = prompt - 1
+    def decoded(
+        self,
+        tokens: Tensor,
+        prompt: int,
+        masking: Masking = NOTHING,
+        cache: Any = None,
+        later: Masking | None = None,
+    ) -> Fed:
+        """A prompt fed at once and the rest one by one, judged from the prompt's last row on; ``later``: the rest's masking."""
+        fed = Fed(self.runner, masking, cache)
+        fed.forward(tokens[:, :prompt])
+        fed.masking = masking if later is None else later
+        fed.feed(tokens[:, prompt:]).first = prompt - 1
         return fed
 
     def reference(self, tokens: Tensor, masking: Masking = NOTHING, first: int = 0) -> Recomputation:

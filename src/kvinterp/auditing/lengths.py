@@ -62,10 +62,10 @@ def _too_much(bench: Bench, length: int, most: int = POSITIONS) -> str:
 def chunks(bench: Bench) -> Check:
     """A prompt fed in several chunks, each on the cache of those before."""
     runner = bench.runner
-    cuts = {"7": [7] * 5, "16": [16] * 4, _listed(UNEVEN): list(UNEVEN)}
+    cuts = {"7": [7] * 5, "16": [16] * 4, listed(UNEVEN): list(UNEVEN)}
     # Of no size that a fixed list would leave out: drawn anew for other prompts.
     drawn = random.Random(str(bench.row(0, PROMPT))).choices(range(1, 13), k=6)
-    cuts[f"{_listed(drawn)} (drawn)"] = drawn
+    cuts[f"{listed(drawn)} (drawn)"] = drawn
     fitting = {said: sizes for said, sizes in cuts.items() if sum(sizes) <= bench.context}
     if not fitting:
         raise NotRunError(f"a context of {bench.context} positions has no room for several chunks.")
@@ -88,7 +88,8 @@ def chunks(bench: Bench) -> Check:
     return bench.judge(fed, what, hint, reference)
 
 
-def _listed(sizes: Sequence[int]) -> str:
+def listed(sizes: Sequence[int]) -> str:
+    """Numbers in words."""
     return f"{', '.join(map(str, sizes[:-1]))} and {sizes[-1]}"
 
 
