@@ -230,7 +230,7 @@ def _moved(bench: Bench, what: str, change: Callable[[Any, Tensor], None], metho
     # A cache that refuses says why.
     except (NotImplementedError, ValueError) as error:
         raise NotRunError(f"this model's cache refuses {method}() ({one_line(error)}).") from error
-    fed.moved(rows)
+    fed.holds(before[rows])
     fed.feed(after)
 
     def hint(_: Errors) -> str:

@@ -122,20 +122,17 @@ class Fed(Feeding):
         cache: What holds them; default: what the model makes.
 
     Attributes:
-        tokens: ``[row, position]``, all that are on the cache.
         first: The position from which on the logits are judged.
     """
 
     def __init__(self, subject: Subject, masking: Masking = NOTHING, cache: Any = None) -> None:
         self.subject, self.masking, self.cache, self.first = subject, masking, cache, 0
-        self._tokens: list[Tensor] = []
-        self._logits: list[Tensor] = []
+        self._pieces: list[tuple[int, Tensor, Tensor]] = []
 
     def run(self, tokens: Tensor, masking: Masking) -> Tensor:
         """One forward on the cache."""
         logits, self.cache = self.subject.feed(tokens, self.cache, self.length, masking)
-        self._tokens.append(tokens)
-        self._logits.append(logits)
+        self._pieces.append((self.length, tokens, logits))
         return logits
 
     def feed(self, tokens: Tensor, *sizes: int) -> Fed:
@@ -144,31 +141,20 @@ class Fed(Feeding):
             self.forward(piece)
         return self
 
-    def crop(self, count: int) -> None:
-        """Takes back so many of the newest tokens; what is fed from then on is judged."""
-        self.cache.crop(-count)
-        self.length -= count
-        self._tokens, self._logits = ([torch.cat(kept, 1)[:, : self.length]] for kept in (self._tokens, self._logits))
-        self.first = self.length
-
-    def moved(self, rows: Tensor) -> None:
-        """Told that the cache's rows are these now; what is fed from then on is judged."""
-        self._tokens, self._logits = ([torch.cat(kept, 1)[rows]] for kept in (self._tokens, self._logits))
-        self.first = self.length
+    def holds(self, tokens: Tensor) -> None:
+        """Told what the cache holds now that somebody changed it; what is fed from then on is judged."""
+        self._pieces, self.length, self.first = [(0, tokens, tokens)], tokens.shape[1], tokens.shape[1]
 
     @property
     def tokens(self) -> Tensor:
         """``[row, position]``, all that are on the cache."""
-        return torch.cat(self._tokens, 1)
+        return torch.cat([tokens for _, tokens, _ in self._pieces], 1)
 
     @property
     def logits(self) -> Tensor:
         """Those that are judged, ``[row, position, vocabulary]``."""
-        start, kept = 0, []
-        for made in self._logits:
-            kept.append(made[:, max(self.first - start, 0) :])
-            start += made.shape[1]
-        return torch.cat(kept, 1)
+        judged = [piece for piece in self._pieces if piece[0] + piece[1].shape[1] > self.first]
+        return torch.cat([made[:, max(self.first - start, 0) :] for start, _, made in judged], 1)
 
 
 # What it is judged by ------------------------------------------------------------------------------------------------

@@ -129,10 +129,11 @@ class BlockModel:
         heard = self.mode.listeners
         with (
             self.adapter.attached(list(heard)),
-            self.adapter.listening({place: [one] for place, one in heard.items()}),
-            self.mode,
             contextlib.ExitStack() as hooks,
+            self.mode,
         ):
+            if heard:
+                hooks.enter_context(self.adapter.listening({place: [one] for place, one in heard.items()}))
             hooks.callback(self._resting, False)
             for part in self._rest:
                 hooks.enter_context(part.register_forward_pre_hook(lambda *_: self._resting(True)))

@@ -226,8 +226,8 @@ def long_prompt(bench: Bench) -> Check:
     tokens = bench.tokens(max(prompts) + bench.steps)
     reference = bench.reference(tokens)
     fed = [bench.decoded(tokens[:, : prompt + bench.steps], prompt) for prompt in prompts]
-    listed = ", ".join(map(str, prompts))
-    what = f"prompts of {listed} tokens ({said}), {bench.steps} decode steps each, against one recomputation"
+    shown = ", ".join(map(str, prompts))
+    what = f"prompts of {shown} tokens ({said}), {bench.steps} decode steps each, against one recomputation"
     return bench.judge(fed, what, "a prompt's last chunk leaves a wrong state", reference)
 
 
@@ -282,29 +282,30 @@ def _prompts(bench: Bench) -> list[int]:
 
 def crop(bench: Bench) -> Check:
     """Tokens are decoded, taken back, and others decoded in their place, as assisted decoding does."""
-    drafted, fed, prompts = bench.steps, [], _prompts(bench)
+    drafted, made, prompts = bench.steps, [], _prompts(bench)
     for prompt in prompts:
         cache = bench.runner.adapter.new_cache()
         getattr(cache, "activate_past_recording", lambda: None)()
-        fed.append(bench.decoded(bench.tokens(prompt + drafted), prompt, cache=cache))
-        if why := refusal(fed[-1].cache, "crop"):
+        fed = bench.decoded(bench.tokens(prompt + drafted), prompt, cache=cache)
+        if why := refusal(fed.cache, "crop"):
             raise NotRunError(why)
         try:
-            # One drafted token is kept, as where an assistant guessed one right.
-            fed[-1].crop(drafted - 1)
+            fed.cache.crop(1 - drafted)
         # A cache that refuses says why.
         except (RuntimeError, ValueError, NotImplementedError) as error:
             raise NotRunError(f"this model's cache refuses crop() ({one_line(error)}).") from error
-        others = bench.row(1, prompt + 2 * drafted)[-drafted:][: bench.context - prompt - 1]
-        for token in bench.batch(others).split(1, 1):
-            fed[-1].forward(token)
+        # One drafted token is kept, as where an assistant guessed one right.
+        fed.holds(bench.tokens(prompt + 1))
+        for token in bench.row(1, prompt + 2 * drafted)[-drafted:][: bench.context - prompt - 1]:
+            fed.forward(bench.batch([token]))
             # Caches that record the past are cut to their size after every forward by whoever records.
-            fed[-1].cache.crop(0)
+            fed.cache.crop(0)
+        made.append(fed)
     what = (
         f"prompts of {', '.join(map(str, prompts))} tokens, {drafted} decode steps, {drafted - 1} of them taken back by crop() "
         "and others fed in their place, against recomputation"
     )
-    return bench.judge(fed, what, "crop() leaves keys, values or a length behind")
+    return bench.judge(made, what, "crop() leaves keys, values or a length behind")
 
 
 # Quantised ---------------------------------------------------------------------------------------------------------------
