@@ -15,10 +15,9 @@ from torch import Tensor
 from kvinterp.auditing.blocks import BlockHooks, BlockModel, moving, referenced
 from kvinterp.auditing.causes import Cause, WithoutCasts, beyond_truth, coarsest, excused, wide_constants
 from kvinterp.auditing.first_difference import Differing, Feed, Finding, Sight, differing, largest, look
-from kvinterp.auditing.ladder import Plan, PrecisionRun, band, unit_roundoff
+from kvinterp.auditing.ladder import ONE_BY_ONE, Plan, PrecisionRun, band, unit_roundoff
 from kvinterp.auditing.values import apart, difference
 from kvinterp.auditing.watch import CHOICE
-from kvinterp.comparison.vocabulary import ONE_BY_ONE
 from kvinterp.errors import UnsupportedError
 from kvinterp.models import Adapter
 from kvinterp.paths.kernels import BatchInvariant, Kernels, Native

@@ -14,9 +14,8 @@ from torch import Tensor
 
 from kvinterp import metrics
 from kvinterp.auditing.blocks import BlockHooks, BlockModel, Reference, referenced
-from kvinterp.auditing.ladder import LOCAL, STEPS, Plan, PrecisionRun, band, dtype_name
+from kvinterp.auditing.ladder import EMBEDDING, LOCAL, STEPS, Plan, PrecisionRun, band, dtype_name
 from kvinterp.auditing.values import difference, first_nonfinite, first_wrong, logit_grid, row_errors
-from kvinterp.comparison.vocabulary import EMBEDDING
 from kvinterp.errors import UnsupportedError
 from kvinterp.models import Adapter
 from kvinterp.paths.kernels import BatchInvariant, Kernels, Native
