@@ -39,8 +39,8 @@ class Generate(Call):
         return "" if witness.get("cached positions read") else "generate() read no cached position"
 
 
-class _StoppedError(Exception):
-    """Ends a ``generate()`` whose path is over."""
+class _StoppedError(BaseException):
+    """Ends a ``generate()`` that is over for whoever runs its forwards; no error, which a model's own code might catch."""
 
 
 class Generating:
