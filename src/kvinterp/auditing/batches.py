@@ -15,13 +15,13 @@ from kvinterp.auditing.bench import (
     Bench,
     Check,
     Errors,
-    Fed,
     NotRunError,
     Recomputation,
     Subject,
     UnclearError,
     one_line,
 )
+from kvinterp.auditing.blocks import Fed
 from kvinterp.auditing.lengths import SHORT_WINDOW, listed
 from kvinterp.auditing.values import apart
 from kvinterp.models.transformers_api import can_generate, greedy

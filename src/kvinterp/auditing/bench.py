@@ -17,14 +17,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kvinterp.auditing.blocks import BlockModel, moving, prompts_for
+from kvinterp.auditing.blocks import BlockModel, Fed, moving, prompts_for
 from kvinterp.auditing.causes import WithoutCasts
 from kvinterp.auditing.ladder import unit_roundoff
 from kvinterp.auditing.values import apart, by_position
 from kvinterp.auditing.watch import Watch, watching
 from kvinterp.models import Adapter
 from kvinterp.models.checkpoint import reason
-from kvinterp.paths.calls.base import NOTHING, Feeding, Masking
+from kvinterp.paths.calls.base import NOTHING, Masking
 from kvinterp.paths.kernels import Kernels
 
 NARROW = (torch.float16, torch.bfloat16)
@@ -113,50 +113,6 @@ class Subject(BlockModel):
         return self.dtype in NARROW
 
 
-class Fed(Feeding):
-    """Rows of tokens on a model's own cache, and all the logits that were made of them.
-
-    Args:
-        subject: The model.
-        masking: Of all positions.
-        cache: What holds them; default: what the model makes.
-
-    Attributes:
-        first: The position from which on the logits are judged.
-    """
-
-    def __init__(self, subject: Subject, masking: Masking = NOTHING, cache: Any = None) -> None:
-        self.subject, self.masking, self.cache, self.first = subject, masking, cache, 0
-        self._pieces: list[tuple[int, Tensor, Tensor]] = []
-
-    def run(self, tokens: Tensor, masking: Masking) -> Tensor:
-        """One forward on the cache."""
-        logits, self.cache = self.subject.feed(tokens, self.cache, self.length, masking)
-        self._pieces.append((self.length, tokens, logits))
-        return logits
-
-    def feed(self, tokens: Tensor, *sizes: int) -> Fed:
-        """Feeds tokens in pieces of these sizes, and what is left one by one."""
-        for piece in tokens.split([*sizes, *[1] * (tokens.shape[1] - sum(sizes))], 1):
-            self.forward(piece)
-        return self
-
-    def holds(self, tokens: Tensor) -> None:
-        """Told what the cache holds now that somebody changed it; what is fed from then on is judged."""
-        self._pieces, self.length, self.first = [(0, tokens, tokens)], tokens.shape[1], tokens.shape[1]
-
-    @property
-    def tokens(self) -> Tensor:
-        """``[row, position]``, all that are on the cache."""
-        return torch.cat([tokens for _, tokens, _ in self._pieces], 1)
-
-    @property
-    def logits(self) -> Tensor:
-        """Those that are judged, ``[row, position, vocabulary]``."""
-        judged = [piece for piece in self._pieces if piece[0] + piece[1].shape[1] > self.first]
-        return torch.cat([made[:, max(self.first - start, 0) :] for start, _, made in judged], 1)
-
-
 # What it is judged by ------------------------------------------------------------------------------------------------
 
 PASSED, FAILED, NOT_RUN, UNCLEAR = "passed", "failed", "not run", "cannot tell"
@@ -211,6 +167,12 @@ class Check:
         """Of one that failed: what it showed, and where."""
         where = "" if self.layer is None else f" First wrong: {self.tensor or 'the output'} of layer {self.layer}."
         return f"{self.name} failed: {self.detail}{where}"
+
+
+def short(context: int, after: int) -> tuple[int, int]:
+    """Tokens of a short prompt, and with so many after it; fewer where the model's context is shorter."""
+    length = min(PROMPT + after, context)
+    return max(length - after, 1), length
 
 
 class UnclearError(Exception):
@@ -372,9 +334,8 @@ class Bench:
         return self.runner.adapter.facts.context
 
     def short(self, extra: int = 0) -> tuple[int, int]:
-        """Tokens of a short prompt, and with as many more and the steps; fewer where the model's context is shorter."""
-        length = min(PROMPT + extra + self.steps, self.context)
-        return max(length - self.steps - extra, 1), length
+        """Tokens of a short prompt, and with as many more and the steps."""
+        return short(self.context, self.steps + extra)
 
     def row(self, which: int, length: int) -> list[int]:
         """Tokens of one prompt; where the given one is too short, random ones follow."""

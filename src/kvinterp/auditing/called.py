@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvinterp.auditing.bench import PROMPT, Bench, Check, Errors, NotRunError, UnclearError
+from kvinterp.auditing.bench import Bench, Check, Errors, NotRunError, UnclearError, short
 from kvinterp.auditing.ladder import unit_roundoff
 from kvinterp.auditing.values import apart
 from kvinterp.errors import InputError, UnsupportedError
@@ -39,21 +39,15 @@ def plans_of(calls: str) -> tuple[str, ...]:
 
 def check_plans(adapter: Adapter, plans: tuple[str, ...]) -> None:
     """Raises where the model cannot run one: a plan that was named and is not run would leave a PASS that says nothing of it."""
-    prompt, length = _lengths(adapter.facts.context)
+    prompt, length = short(adapter.facts.context, STEPS)
     for plan in filter(None, map(call_named, plans)):
         ExecutionPath(call=plan)
         plan.check(adapter, prompt, length - prompt)
 
 
-def _lengths(context: int) -> tuple[int, int]:
-    """The length of the prompt, and that with the tokens fed after it."""
-    length = min(PROMPT + STEPS, context)
-    return max(length - STEPS, 1), length
-
-
 def by_call(bench: Bench, plan: Call) -> Check:
     """A prompt that reaches the model along a call plan, against recomputation of the same tokens alone."""
-    prompt, length = _lengths(bench.context)
+    prompt, length = short(bench.context, STEPS)
     adapter, block = bench.runner.adapter, bench.runner.stands_in
     if not plan.kernels and bench.runner.kernels is not None:
         # Of one whose kernels are its own the model's casts cannot be left out: there is room for them instead.

@@ -14,12 +14,12 @@ from kvinterp.auditing.bench import (
     Bench,
     Check,
     Errors,
-    Fed,
     NotRunError,
     UnclearError,
     attempted,
     one_line,
 )
+from kvinterp.auditing.blocks import Fed
 from kvinterp.auditing.values import apart, by_position
 from kvinterp.errors import UnsupportedError
 from kvinterp.models.caches import Quantized, Static
