@@ -87,7 +87,7 @@ def api() -> dict[str, tuple[Callable[..., Any], dict[str, Any], Callable[..., A
     from transformers import LlamaConfig, LlamaForCausalLM
 
     import kvinterp as kv
-    from kvinterp.auditing import random_model
+    from kvinterp.auditing.building import random_model
     from kvinterp.patching.planted import Planted
     from kvinterp.patching.sweeping import highest_kl
     from kvinterp.paths import strategy_named

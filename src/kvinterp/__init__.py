@@ -13,8 +13,10 @@ from kvinterp._version import __version__
 from kvinterp.common.kept import Kept
 
 if TYPE_CHECKING:
-    from kvinterp.auditing import KernelsTable, Verdict, audit_given, kernels_table
+    from kvinterp.auditing import Verdict
     from kvinterp.auditing.audit import audit
+    from kvinterp.auditing.given import audit_given
+    from kvinterp.auditing.shape_dependence import KernelsTable, kernels_table
     from kvinterp.comparison import Comparison, Comparisons, compare
     from kvinterp.comparison.attribution import logit_attribution
     from kvinterp.comparison.given import compare_given
@@ -46,7 +48,9 @@ if TYPE_CHECKING:
     from kvinterp.study.report.panel import patch_panel
 
 _HOMES = {
-    "auditing": ("KernelsTable", "Verdict", "audit", "audit_given", "kernels_table"),
+    "auditing": ("Verdict", "audit"),
+    "auditing.given": ("audit_given",),
+    "auditing.shape_dependence": ("KernelsTable", "kernels_table"),
     "comparison": ("Comparison", "Comparisons", "compare"),
     "comparison.attribution": ("logit_attribution",),
     "comparison.given": ("compare_given",),

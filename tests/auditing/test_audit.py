@@ -12,7 +12,8 @@ import torch
 from architectures import WINDOW, build, some
 
 import kvinterp as kv
-from kvinterp.auditing import LENGTHS, RUNGS, VERDICTS, audit, random_model
+from kvinterp.auditing import LENGTHS, RUNGS, VERDICTS, audit
+from kvinterp.auditing.building import random_model
 from kvinterp.models import wrap
 from kvinterp.testing import CacheInconsistency, assert_cache_consistent
 from pages import Page

@@ -13,7 +13,8 @@ from architectures import build
 from test_planted import on_update
 
 import kvinterp as kv
-from kvinterp.auditing import audit, random_model
+from kvinterp.auditing import audit
+from kvinterp.auditing.building import random_model
 from kvinterp.models import wrap
 
 pytestmark = [pytest.mark.bits, pytest.mark.slow]

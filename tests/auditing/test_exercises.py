@@ -514,7 +514,7 @@ def test_a_caches_own_crop_is_used() -> None:
     """One whose layers have none was said to have no crop()."""
     from transformers import DynamicCache
 
-    from kvinterp.auditing.bench import lacking
+    from kvinterp.models.transformers_cache import refusal
 
     class Layer:
         pass
@@ -525,8 +525,8 @@ def test_a_caches_own_crop_is_used() -> None:
 
     own, plain = Whole(), DynamicCache()
     own.layers, plain.layers = [Layer()], [Layer()]
-    assert lacking(own, "crop") == ""
-    assert "has no crop()" in lacking(plain, "crop")
+    assert refusal(own, "crop") == ""
+    assert "has no crop()" in refusal(plain, "crop")
 
 
 def _pads_seen_in_16_bits(model: Any) -> Any:

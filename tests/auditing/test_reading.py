@@ -12,8 +12,8 @@ import torch
 from kvinterp.auditing.causes import Cause
 from kvinterp.auditing.exercises import Check
 from kvinterp.auditing.first_difference import Finding
-from kvinterp.auditing.judging import ONE_BY_ONE, Account, Judged
-from kvinterp.auditing.ladder import LOCAL, STEPS, PrecisionRun
+from kvinterp.auditing.judging import Account, Judged
+from kvinterp.auditing.ladder import LOCAL, ONE_BY_ONE, STEPS, PrecisionRun
 from kvinterp.auditing.reading import Evidence, hint, overflow
 from kvinterp.paths.kernels import Native
 

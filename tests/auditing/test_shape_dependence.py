@@ -7,7 +7,7 @@ import torch
 from architectures import build
 
 import kvinterp as kv
-from kvinterp.auditing import kernels_table
+from kvinterp.auditing.shape_dependence import kernels_table
 from kvinterp.paths.kernels import BatchInvariant
 
 pytestmark = pytest.mark.bits

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from kvinterp.auditing.bench import NARROW, Check, Feeder
+from kvinterp.auditing.bench import NARROW, Check, Subject
 from kvinterp.auditing.blocks import BlockModel, evaluating, prompts_for
 from kvinterp.auditing.called import check_plans, plans_of
 from kvinterp.auditing.causality import check_causal
@@ -201,7 +201,7 @@ class _Auditor:
 
     def _ask_grid(self, twin: Adapter, run: PrecisionRun) -> None:
         """Whether logits that lie on a grid were put there: those of whole numbers leave it once the blocks' outputs move."""
-        runner, tokens, grid = Feeder(twin), self.plan.tokens(0, twin.device), getattr(torch, run.grid)
+        runner, tokens, grid = Subject(twin), self.plan.tokens(0, twin.device), getattr(torch, run.grid)
         if not on_grid(runner.moved(tokens), grid):
             run.grid = ""
         elif not self.seen.grid_module:

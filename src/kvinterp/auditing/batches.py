@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from kvinterp.auditing.bench import (
     PASSED,
@@ -17,17 +17,17 @@ from kvinterp.auditing.bench import (
     Errors,
     NotRunError,
     Recomputation,
+    Subject,
     UnclearError,
-    lacking,
     one_line,
-    singles,
 )
-from kvinterp.auditing.blocks import STATES
-from kvinterp.auditing.lengths import SHORT_WINDOW
+from kvinterp.auditing.blocks import Fed
+from kvinterp.auditing.lengths import SHORT_WINDOW, listed
 from kvinterp.auditing.values import apart
-from kvinterp.models.transformers_cache import CACHES
+from kvinterp.models.transformers_api import can_generate, greedy
+from kvinterp.models.transformers_cache import CACHES, refusal
 from kvinterp.paths.calls.base import Masking
-from kvinterp.paths.calls.padded import counted
+from kvinterp.paths.calls.generate import Generating
 
 PADS = (0, 4, 1)
 """Pads of each row of a left-padded batch."""
@@ -39,135 +39,69 @@ def side_by_side(bench: Bench) -> Check:
     """Three prompts of the same length in one batch, against each alone."""
     runner = bench.runner
     prompt, length = bench.short()
-    tokens = runner.tokens(*(bench.row(n, length) for n in range(ROWS)))
+    tokens = bench.batch(*(bench.row(n, length) for n in range(ROWS)))
     together = bench.reference(tokens)
     alone = torch.cat([runner.recompute(tokens[n : n + 1]) for n in range(ROWS)])
     null = max(together.null, apart(together.logits, alone))
     if null > bench.beyond * together.null and null > bench.reach / bench.beyond:
         said = f"without a cache a batch is off by {null:.1e} from each prompt alone, so nothing can be said of the cache"
         raise UnclearError(f"{said}.", null)
-    made, _ = runner.decode(tokens, prompt)
-
-    def hint() -> str:
-        mixed = _mixed(tokens, made, lambda other: runner.decode(other, prompt)[0], bench.beyond * null)
-        return "a row reads another row's cache" if mixed else ""
-
+    fed = bench.decoded(tokens, prompt)
     what = (
         f"three prompts of {prompt} tokens side by side, {length - prompt} decode steps, against each alone without a cache"
     )
-    return bench.settle(Errors().add(made, Recomputation(alone, null), prompt - 1), what, hint)
+    again = functools.partial(bench.decoded, prompt=prompt)
+    return bench.judge([fed], what, lambda _: _mixed(fed, again, bench.beyond * null), Recomputation(alone, null))
 
 
-def _mixed(tokens: Tensor, made: Tensor, decode: Callable[[Tensor], Tensor], limit: float) -> bool:
-    """Whether other tokens in one row change the logits of another."""
-    for row in range(len(tokens)):
-        other = tokens.clone()
+def _mixed(fed: Fed, again: Callable[[Tensor], Fed], limit: float) -> str:
+    """Whether other tokens in one row, fed in the same way, change the logits of another."""
+    for row in range(ROWS):
+        other = fed.tokens.clone()
         other[row] = other[row].roll(1)
-        others = [n for n in range(len(tokens)) if n != row]
-        if apart(decode(other)[others], made[others]) > limit:
-            return True
-    return False
+        others = [n for n in range(ROWS) if n != row]
+        if apart(again(other).logits[others], fed.logits[others]) > limit:
+            return "a row reads another row's cache"
+    return ""
 
 
 # Left padding ------------------------------------------------------------------------------------------------------------
 
 
-class Padded:
-    """Prompts of different lengths, the shorter ones padded on the left as ``generate()`` pads them.
+def _padded(bench: Bench, prompt: int, length: int, pads: Sequence[int] = PADS) -> tuple[Tensor, Masking, str]:
+    """Prompts of different lengths, the shorter ones padded on the left as ``generate()`` pads them; and what they are.
 
     Args:
         bench: Has the prompts.
-        length: Of all rows.
-        prompt: The prompt's length, pads counted.
+        prompt: The prompts' length, pads counted.
+        length: That of all rows.
         pads: How many each row has. They are ordinary tokens, which a mask hides as well: the row of the embedding that a model
             keeps for pads is often 0, and so adds nothing to a state that is not told of it.
-
-    Attributes:
-        tokens: ``[3, length]``.
-        masking: The mask, 0 where there is a pad, and the positions, counted without the pads.
-        pads: How many pads each row has.
-        masked: Whether the decode steps are given the mask.
 
     Raises:
         NotRunError: There is no room for a pad.
     """
+    if prompt < 2:
+        raise NotRunError(f"a context of {bench.context} positions has no room for a pad.")
+    pads = [min(each, prompt - 1) for each in pads]
+    tokens = bench.batch(*(bench.row(n + ROWS, p) + bench.row(n, length - p) for n, p in enumerate(pads)))
+    places = torch.arange(length, device=tokens.device)
+    masking = Masking.counting(torch.stack([places >= each for each in pads]).to(tokens))
+    return tokens, masking, f"prompts of {listed([prompt - each for each in pads])} tokens in a left-padded batch"
 
-    def __init__(self, bench: Bench, length: int, prompt: int, pads: Sequence[int] = PADS) -> None:
-        if prompt < 2:
-            raise NotRunError(f"a context of {bench.context} positions has no room for a pad.")
-        self.runner, self.prompt, self.masked = bench.runner, prompt, True
-        self.pads = [min(each, prompt - 1) for each in pads]
-        self.tokens = self.runner.tokens(
-            *(bench.row(n + ROWS, p) + bench.row(n, length - p) for n, p in enumerate(self.pads))
-        )
-        places = torch.arange(length, device=self.tokens.device)
-        self.masking = counted(torch.stack([places >= pads for pads in self.pads]).to(self.tokens))
 
-    @property
-    def lengths(self) -> str:
-        """How long the prompts are, without their pads."""
-        first, *more, last = (self.prompt - pads for pads in self.pads)
-        return f"{', '.join(map(str, (first, *more)))} and {last}"
-
-    def decode(self, tokens: Tensor | None = None, **otherwise: Tensor) -> Tensor:
-        """Logits from the prompt's last row on; another ``mask`` or ``positions`` hold for the decode steps only."""
-        tokens, prompt = self.tokens if tokens is None else tokens, self.prompt
-        logits, cache = self.runner.feed(tokens[:, :prompt], None, 0, self.masking.of(0, prompt))
-        later = self.masking._replace(**otherwise, **({} if self.masked else {"mask": None}))
-        made, _ = self.runner.run(tokens, singles(tokens, prompt), prompt, cache, later)
-        return torch.cat([logits[:, -1:], made], 1)
-
-    def chunked(self) -> Tensor | None:
-        """Logits of the prompt's last rows, fed at once on a cache of those before, and of the steps; None of recurrent states.
-
-        A state is begun anew by several tokens, as the check of chunks says.
-        """
-        _, cache = self.runner.feed(self.tokens[:, : self.before], None, 0, self.masking.of(0, self.before))
-        if self.runner.recurrent_layers(cache):
-            return None
-        sizes = [self.prompt - self.before, *singles(self.tokens, self.prompt)]
-        return self.runner.run(self.tokens, sizes, self.before, cache, self.masking)[0]
-
-    @property
-    def before(self) -> int:
-        """So many of the prompt's positions hold every pad and a token of each row."""
-        return max(self.pads) + 1
-
-    def cause(self, made: Tensor, limit: float) -> str:
-        """What the decode steps do not look at, shown by feeding it otherwise and getting the same bits."""
-        if _mixed(self.tokens, made, lambda other: self.decode(tokens=other), limit):
-            return "a row reads another row's cache"
-        mask: Any = self.masking.mask
-        if self.masked and torch.equal(self.decode(mask=torch.ones_like(self.tokens)), made):
-            return "the attention mask is ignored in decode"
-        if not self.masked and apart(self.runner.decode(self.tokens, self.prompt, self.masking)[0], made) > limit:
-            return "prepare_inputs_for_generation drops the attention mask in decode"
-        mixed: Any = self.masking.positions
-        mixed = mixed.clone()
-        mixed[:, self.prompt :] = torch.arange(self.prompt, self.tokens.shape[1], device=self.tokens.device)
-        # The recomputation in which the decoded tokens alone are numbered with the pads is what such a bug computes.
-        wrong = self.runner.recompute(self.tokens, Masking(mask, mixed))[:, self.prompt - 1 :]
-        deaf = "position_ids" in self.runner.adapter.takes and torch.equal(self.decode(positions=mixed), made)
-        return "positions ignore the padding" if deaf or apart(made, wrong) <= limit else ""
-
-    def wants_mask(self) -> bool:
-        """Whether the model wants the mask in decode; recurrent ones as a rule drop it once the prompt is read."""
-        prepare = getattr(self.runner.model, "prepare_inputs_for_generation", None)
-        if prepare is None:
-            return True
-        try:
-            made = prepare(
-                self.tokens,
-                next_sequence_length=1,
-                attention_mask=self.masking.mask,
-                use_cache=True,
-                is_first_iteration=False,
-                **{self.runner.adapter.cache_name: self.runner.adapter.new_cache()},
-            )
-        # Code of a checkpoint's own may want other arguments: then the mask is given, as the forward's signature says.
-        except Exception:
-            return True
-        return made.get("attention_mask") is not None
+def _wants_mask(runner: Subject, tokens: Tensor, mask: Tensor | None) -> bool:
+    """Whether the model wants the mask in decode; recurrent ones as a rule drop it once the prompt is read."""
+    prepare = getattr(runner.model, "prepare_inputs_for_generation", None)
+    if prepare is None:
+        return True
+    given = {"attention_mask": mask, "use_cache": True, runner.adapter.cache_name: runner.adapter.new_cache()}
+    try:
+        made = prepare(tokens, next_sequence_length=1, is_first_iteration=False, **given)
+    # Code of a checkpoint's own may want other arguments: then the mask is given, as the forward's signature says.
+    except Exception:
+        return True
+    return made.get("attention_mask") is not None
 
 
 def unpadded(
@@ -196,40 +130,62 @@ def left_padding(bench: Bench) -> Check:
     bench.only_plain("is fed without a mask here")
     if "attention_mask" not in runner.adapter.takes:
         raise NotRunError(f"{type(runner.model).__name__} takes no attention_mask, so it cannot be told of padding.")
+    batches = [(*bench.short(), PADS)]
+    full = min((w + 1 for w in runner.adapter.facts.windows if w and 2 < w <= SHORT_WINDOW), default=bench.context)
+    if full + bench.steps <= bench.context:
+        # Decoding goes on where a short window is full and pads are still in it.
+        batches.append((full, full + bench.steps, (0, full // 2, 1)))
     checks = []
-    for prompt, length, pads in _padded_prompts(bench):
-        checks.append(_padded(bench, Padded(bench, length, prompt, pads), length))
+    for batch in batches:
+        checks.append(_left_padded(bench, *batch))
         if checks[-1].status != PASSED:
             return checks[-1]
     return dataclasses.replace(checks[-1], detail=" ".join(check.detail for check in checks))
 
 
-def _padded(bench: Bench, given: Padded, length: int) -> Check:
+def _left_padded(bench: Bench, prompt: int, length: int, pads: Sequence[int]) -> Check:
     """One left-padded batch, held against its own null."""
-    first = given.prompt - 1
-    reference = bench.reference(given.tokens, given.masking)
-    alone, reach = unpadded(bench, given.tokens, given.masking, reference, first)
-    given.masked = given.wants_mask()
-    made = given.decode()
-    errors = Errors().add(made, alone, first, first).add(made, reference, first)
-    chunked = given.chunked() if given.before < first else None
-    if chunked is not None:
-        errors.add(chunked, reference, given.before)
+    runner, first = bench.runner, prompt - 1
+    tokens, masking, said = _padded(bench, prompt, length, pads)
+    reference = bench.reference(tokens, masking)
+    alone, reach = unpadded(bench, tokens, masking, reference, first)
+    wanted = _wants_mask(runner, tokens, masking.mask)
+    again = functools.partial(bench.decoded, prompt=prompt, masking=masking)
+    later = masking if wanted else masking._replace(mask=None)
+    fed = again(tokens, later=later)
+    errors = Errors().add(fed.logits, alone, first, first).add(fed.logits, reference, first)
+    # So many positions hold every pad and a token of each row.
+    before = min(max(pads), first) + 1
+    if before < first:
+        parts = Fed(runner, masking)
+        parts.forward(tokens[:, :before])
+        # A recurrent state is begun anew by several tokens, as the check of chunks says.
+        if not runner.recurrent_layers(parts.cache):
+            parts.feed(tokens[:, before:], prompt - before).first = before
+            errors.add(parts.logits, reference, before)
+
+    def hint(_: Errors) -> str:
+        """What the decode steps do not look at, shown by feeding it otherwise and getting the same bits."""
+        made, limit = fed.logits, bench.beyond * alone.null
+        if mixed := _mixed(fed, functools.partial(again, later=later), limit):
+            return mixed
+        if wanted and torch.equal(again(tokens, later=masking._replace(mask=torch.ones_like(tokens))).logits, made):
+            return "the attention mask is ignored in decode"
+        if not wanted and apart(again(tokens).logits, made) > limit:
+            return "prepare_inputs_for_generation drops the attention mask in decode"
+        positions: Any = masking.positions
+        positions = torch.cat([positions[:, :prompt], torch.arange(prompt, length).to(tokens).expand(ROWS, -1)], 1)
+        # The recomputation in which the decoded tokens alone are numbered with the pads is what such a bug computes.
+        wrong = runner.recompute(tokens, masking._replace(positions=positions))[:, first:]
+        deaf = torch.equal(again(tokens, later=later._replace(positions=positions)).logits, made)
+        deaf = deaf and "position_ids" in runner.adapter.takes
+        return "positions ignore the padding" if deaf or apart(made, wrong) <= limit else ""
+
     what = (
-        f"prompts of {given.lengths} tokens in a left-padded batch, at once and in two parts, {length - given.prompt} decode "
-        "steps, against the padded batch and each prompt alone without a cache"
+        f"{said}, at once and in two parts, {length - prompt} decode steps, against the padded batch and each prompt alone "
+        "without a cache"
     )
-    return bench.settle(errors, what, lambda: given.cause(made, bench.beyond * alone.null), reach)
-
-
-def _padded_prompts(bench: Bench) -> Iterator[tuple[int, int, Sequence[int]]]:
-    """A short prompt, and one from which decoding goes on where a short window is full and pads are still in it."""
-    prompt, length = bench.short()
-    yield prompt, length, PADS
-    windows = [w for w in bench.runner.adapter.facts.windows if w and 2 < w <= SHORT_WINDOW]
-    if windows and min(windows) + 1 + bench.steps <= bench.context:
-        full = min(windows) + 1
-        yield full, full + bench.steps, (0, full // 2, 1)
+    return bench.settle(errors, what, hint, reach)
 
 
 # Rows of a cache moved about ---------------------------------------------------------------------------------------------
@@ -259,53 +215,35 @@ def repeated_rows(bench: Bench) -> Check:
 
 
 def _moved(bench: Bench, what: str, change: Callable[[Any, Tensor], None], method: str) -> Check:
-    runner = bench.runner
     prompt, length = bench.short(extra=1)
     start = prompt + 1
-    before = runner.tokens(*(bench.row(n, start) for n in range(ROWS)))
+    before = bench.batch(*(bench.row(n, start) for n in range(ROWS)))
     # Its inverse is another one, which a cache that moves rows the wrong way would make.
-    rows = torch.tensor([2, 0, 1], device=runner.device)
-    after = runner.tokens(*(bench.row(ROWS + n, length + 3)[3 + start :] for n in range(ROWS)))
-    whole = torch.cat([before[rows], after], 1)
-    reference = bench.reference(whole, first=prompt)
-    _, cache = runner.decode(before, prompt)
-    if why := lacking(cache, method):
+    rows = torch.tensor([2, 0, 1], device=bench.runner.device)
+    after = bench.batch(*(bench.row(ROWS + n, length + 3)[3 + start :] for n in range(ROWS)))
+    reference = bench.reference(torch.cat([before[rows], after], 1), first=prompt)
+    fed = bench.decoded(before, prompt)
+    if why := refusal(fed.cache, method):
         raise NotRunError(why)
-    half = next((layer for layer in (cache, *getattr(cache, "layers", [])) if _inherits_half(layer, method)), None)
-    if half is not None:
-        raise NotRunError(
-            f"{method}() of {type(half).__name__}, of this model's cache, moves keys and values only and leaves its states "
-            "where they are: it is not to be called on this model."
-        )
     try:
-        change(cache, rows)
+        change(fed.cache, rows)
     # A cache that refuses says why.
     except (NotImplementedError, ValueError) as error:
         raise NotRunError(f"this model's cache refuses {method}() ({one_line(error)}).") from error
-    mine, _ = runner.run(whole, singles(whole, start), start, cache)
-    theirs = reference.logits[:, start:]
+    fed.holds(before[rows])
+    fed.feed(after)
 
-    def hint() -> str:
+    def hint(_: Errors) -> str:
         if method != "reorder_cache":
             return f"{method} or batch_select_indices gives other rows than those asked for"
-        unmoved, _ = runner.decode(torch.cat([before, after], 1), start)
-        kept = apart(mine, unmoved[:, 1:]) <= bench.beyond * reference.null
+        unmoved = bench.decoded(torch.cat([before, after], 1), start).logits[:, 1:]
+        kept = apart(fed.logits, unmoved) <= bench.beyond * reference.null
         return f"{method} leaves the rows where they were" if kept else f"{method} moves some of the cache's tensors only"
 
-    said = what.format(prompt=prompt, steps=whole.shape[1] - start)
+    theirs = reference.logits[:, start:]
     reach = min(apart(theirs, theirs[rows]), bench.reach)
-    return bench.settle(Errors().add(mine, reference, start), f"{said}, against recomputation", hint, reach)
-
-
-def _inherits_half(layer: Any, method: str) -> bool:
-    """Whether a layer or cache that keeps states beside keys and values has the method of its keys and values alone."""
-    from transformers.cache_utils import Cache, DynamicLayer
-
-    if isinstance(layer, Cache):
-        own = {name for name, value in vars(layer).items() if isinstance(value, list) and name != "layers"}
-        return bool(own) and getattr(type(layer), method) is getattr(Cache, method)
-    keeps_states = any(getattr(layer, name, None) for name in STATES)
-    return keeps_states and getattr(type(layer), method) is getattr(DynamicLayer, method, None)
+    said = what.format(prompt=prompt, steps=after.shape[1])
+    return bench.judge([fed], f"{said}, against recomputation", hint, reference, reach)
 
 
 # generate() ------------------------------------------------------------------------------------------------------------
@@ -315,10 +253,9 @@ class Generated(NamedTuple):
     """One ``generate()``.
 
     Attributes:
-        tokens: ``[batch, length]``, the prompt's and the new ones.
+        tokens: ``[batch, length]``, the prompt's and the new ones but the last.
         logits: Of each new token, ``[batch, new, vocabulary]``.
-        calls: The tensors that each forward was given, by name, and as ``made`` the newest row that it made: what
-            ``generate()`` returns is rounded to float32. Those with a cache, filled or to be filled, are ``cached``.
+        calls: The tensors that each forward was given, by name; those with a cache, filled or to be filled, are ``cached``.
         masking: The mask, 0 where there is a pad, and the positions, counted without the pads, of all tokens.
     """
 
@@ -329,9 +266,14 @@ class Generated(NamedTuple):
 
     @property
     def fed(self) -> tuple[Tensor, Masking]:
-        """What the model was to be fed: all tokens but the last, with their mask where there are pads, and positions."""
-        mask, positions = self.masking.of(0, self.tokens.shape[1] - 1)
-        return self.tokens[:, :-1], Masking(mask if mask is None or bool((mask == 0).any()) else None, positions)
+        """What the model was to be fed, with its mask where there are pads, and positions."""
+        return self.tokens, self.masking if bool((self.mask == 0).any()) else self.masking._replace(mask=None)
+
+    @property
+    def mask(self) -> Tensor:
+        """Of all that was fed."""
+        assert self.masking.mask is not None
+        return self.masking.mask
 
 
 def generate(bench: Bench) -> Check:
@@ -343,21 +285,15 @@ def generate(bench: Bench) -> Check:
 
 def generate_padded(bench: Bench) -> Check:
     """Greedy generation of a left-padded batch."""
-    _check_native(bench)
     prompt = bench.short()[0]
-    given = Padded(bench, prompt, prompt)
-    what = f"prompts of {given.lengths} tokens in a left-padded batch"
-    return _checked(bench, given.tokens, given.masking.mask, what)
-
-
-def _check_native(bench: Bench) -> None:
-    bench.only_plain("gives no logits from generate()")
+    tokens, masking, what = _padded(bench, prompt, prompt)
+    return _checked(bench, tokens, masking.mask, what)
 
 
 def _checked(bench: Bench, tokens: Tensor, mask: Any, what: str) -> Check:
-    _check_native(bench)
+    bench.only_plain("gives no logits from generate()")
     runner, first = bench.runner, tokens.shape[1] - 1
-    if not hasattr(runner.model, "generate") or not runner.model.can_generate():
+    if not can_generate(runner.model):
         raise NotRunError(f"{type(runner.model).__name__} has no generate() of transformers'.")
     if bench.context < 1 + bench.steps:
         raise NotRunError(f"a context of {bench.context} positions has no room for {bench.steps} new tokens.")
@@ -377,51 +313,31 @@ def _checked(bench: Bench, tokens: Tensor, mask: Any, what: str) -> Check:
         (_, null), reach = unpadded(bench, *made.fed, reference, first)
     errors = Errors().add(made.logits, Recomputation(logits, null), first)
     said = f"generate() of {what}, {bench.steps} new tokens, against recomputation of the same tokens{beside}"
-    return bench.settle(errors, said, lambda: _cause(bench, made, logits, null, uncached), reach)
+    return bench.settle(errors, said, lambda _: _cause(bench, made, logits, null, uncached), reach)
 
 
 def _run(bench: Bench, tokens: Tensor, mask: Tensor, use_cache: bool) -> Generated:
     """Greedy, as many tokens as there are steps, none of them an end."""
-    from transformers import GenerationConfig
-
     runner = bench.runner
     known = getattr(runner.model.generation_config, "pad_token_id", None)
-    chosen = GenerationConfig(
-        max_new_tokens=bench.steps,
-        min_new_tokens=bench.steps,
-        do_sample=False,
-        num_beams=1,
-        num_return_sequences=1,
-        use_cache=use_cache,
-        return_dict_in_generate=True,
-        disable_compile=True,
-        pad_token_id=0 if known is None else known,
-    )
+    more = {"min_new_tokens": bench.steps, "num_return_sequences": 1}
+    chosen = greedy(bench.steps, use_cache=use_cache, pad_token_id=0 if known is None else known, **more)
     calls: list[dict[str, Any]] = []
-    with runner.running(), _spied(runner.model, calls):
-        out = runner.model.generate(tokens, attention_mask=mask, generation_config=chosen)
+    made: list[Tensor] = []
+    with Generating(runner.model, tokens, chosen, mask) as generating:
+        for given in generating.forwards():
+            told = {name: value.clone() for name, value in given.items() if isinstance(value, Tensor)}
+            calls.append({**told, "cached": any(given.get(name) is not None for name in CACHES)})
+            with runner.running():
+                out = runner.model(**given)
+            # What generate() returns is rounded to float32.
+            made.append(out.logits[:, -1].clone())
+            generating.answer(out)
     runner.forwards += len(calls)
-    made = [call["made"] for call in calls if "made" in call]
     if len(made) != bench.steps:
         raise ValueError(f"{len(made)} forwards were heard for {bench.steps} new tokens")
-    whole = torch.cat([mask, torch.ones_like(out.sequences[:, tokens.shape[1] :])], 1)
-    return Generated(out.sequences, torch.stack(made, 1), calls, counted(whole))
-
-
-@contextlib.contextmanager
-def _spied(model: nn.Module, calls: list[dict[str, Any]]) -> Iterator[None]:
-    def heard(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given = {"input_ids": args[0] if args else None, **kwargs}
-        if isinstance(given["input_ids"], Tensor):
-            cached = any(given.get(name) is not None for name in CACHES)
-            copies = {name: value.clone() for name, value in given.items() if isinstance(value, Tensor)}
-            calls.append({**copies, "cached": cached})
-
-    def answered(_: nn.Module, __: Any, out: Any) -> None:
-        calls[-1]["made"] = out.logits[:, -1].clone()
-
-    with model.register_forward_pre_hook(heard, with_kwargs=True), model.register_forward_hook(answered):
-        yield
+    fed = generating.made[:, :-1]
+    return Generated(fed, torch.stack(made, 1), calls, Masking.counting(mask).of(0, fed.shape[1]))
 
 
 def _uncached(bench: Bench, tokens: Tensor, mask: Tensor) -> float | None:
@@ -443,23 +359,22 @@ def _cause(bench: Bench, made: Generated, theirs: Tensor, null: float, uncached:
         also = uncached is not None and uncached > bench.beyond * null
         return "generate() gives other logits than the forward, without a cache too" if also else ""
     # The same tokens, fed with what they should have been fed with: what remains is not generate()'s.
-    prompt = made.tokens.shape[1] - bench.steps
     fed, masking = made.fed
-    left = apart(bench.runner.decode(fed, prompt, masking)[0], theirs[:, prompt - 1 :])
+    prompt = fed.shape[1] + 1 - bench.steps
+    left = apart(bench.decoded(fed, prompt, masking).logits, theirs[:, prompt - 1 :])
     return f"{told}, and the forward is right when it is told so" if left <= bench.excused * null else told
 
 
 def _told(made: Generated) -> str:
-    mask: Any = made.masking.mask
-    positions: Any = made.masking.positions
+    mask, positions = made.mask, made.masking.positions
     start = 0
     for call in made.calls:
         tokens, told, hidden = call["input_ids"], call.get("position_ids"), call.get("attention_mask")
         stop = start + tokens.shape[1]
-        if stop > made.tokens.shape[1] or not torch.equal(tokens, made.tokens[:, start:stop]):
+        if not torch.equal(tokens, made.tokens[:, start:stop]):
             return f"prepare_inputs_for_generation feeds other tokens than those at position {start}"
         kept = mask[:, start:stop].bool()
-        if told is not None:
+        if told is not None and positions is not None:
             said = told.expand(*told.shape[:-2], *kept.shape)
             wrong = (said != positions[:, start:stop]) & kept
             if bool(wrong.any()):

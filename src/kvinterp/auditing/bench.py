@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kvinterp.auditing.blocks import BlockModel, moving, prompts_for
+from kvinterp.auditing.blocks import BlockModel, Fed, moving, prompts_for
 from kvinterp.auditing.causes import WithoutCasts
 from kvinterp.auditing.ladder import unit_roundoff
 from kvinterp.auditing.values import apart, by_position
@@ -47,8 +47,8 @@ class Seen(NamedTuple):
     watch: Watch
 
 
-class Feeder(BlockModel):
-    """A model fed with masks, positions and caches of the caller's, its forwards counted.
+class Subject(BlockModel):
+    """A model that is exercised: its forwards are counted, and a block of it can be looked at.
 
     Args:
         adapter: The model, already in its dtype.
@@ -73,14 +73,10 @@ class Feeder(BlockModel):
         self.watched: int | None = None
         self.seen: list[Seen] = []
 
-    def otherwise(self, **more: Any) -> Feeder:
+    def otherwise(self, **more: Any) -> Subject:
         """Another one of the same model, with some arguments changed."""
         given = {"kernels": self.kernels, "positions": self.positions, "unit": self.unit}
-        return Feeder(self.adapter, **{**given, **more})
-
-    def tokens(self, *rows: Sequence[int]) -> Tensor:
-        """Rows of equal length, on the model's device."""
-        return torch.tensor([list(row) for row in rows], device=self.device)
+        return Subject(self.adapter, **{**given, **more})
 
     def forward(
         self, tokens: Tensor, cache: Any = None, start: int = 0, masking: Masking = NOTHING, cached: str = "yes"
@@ -94,40 +90,6 @@ class Feeder(BlockModel):
             logits, cache = super().forward(tokens, cache, start, masking, cached)
         self.seen += [Seen(cached == "yes", tokens.shape, tokens.shape[1] + start, watch) for watch in watches]
         return (made[0] if made else logits), cache
-
-    def run(
-        self,
-        tokens: Tensor,
-        sizes: Sequence[int],
-        start: int = 0,
-        cache: Any = None,
-        masking: Masking = NOTHING,
-        first: int = 0,
-        then: Callable[[Any], Any] = lambda _: None,
-    ) -> tuple[Tensor, Any]:
-        """The logits of tokens fed in pieces, each on the cache of those before, and the cache.
-
-        Args:
-            tokens: All of them, those on the cache too.
-            sizes: How many are fed at once, piece by piece.
-            start: How many are on the cache.
-            cache: What holds them.
-            masking: Of all of them.
-            first: The position from which on logits are kept.
-            then: Called with the cache after every piece.
-        """
-        made = []
-        for size in sizes:
-            stop = start + size
-            logits, cache = self.feed(tokens[:, start:stop], cache, start, masking.of(start, stop))
-            made.append(logits[:, max(first - start, 0) :])
-            start = stop
-            then(cache)
-        return torch.cat(made, 1), cache
-
-    def decode(self, tokens: Tensor, prefill: int, masking: Masking = NOTHING, cache: Any = None) -> tuple[Tensor, Any]:
-        """Logits from the prompt's last row on, the rest fed one by one: ``[batch, 1 + steps, vocabulary]``, and the cache."""
-        return self.run(tokens, [prefill, *singles(tokens, prefill)], 0, cache, masking, prefill - 1)
 
     def moved(self, tokens: Tensor, masking: Masking = NOTHING) -> Tensor:
         """A recomputation in which what every block returns is moved by as much as its rounding may, at random."""
@@ -149,23 +111,6 @@ class Feeder(BlockModel):
     def narrow(self) -> bool:
         """Whether the model is in 16 bits."""
         return self.dtype in NARROW
-
-
-def singles(tokens: Tensor, start: int) -> list[int]:
-    """The sizes of pieces in which tokens are fed one by one from ``start`` on."""
-    return [1] * (tokens.shape[1] - start)
-
-
-def lacking(cache: Any, method: str) -> str:
-    """Which part of a cache has no such method, in a sentence; empty where all have it, or where the cache has its own."""
-    from transformers import Cache
-
-    if isinstance(cache, Cache) and getattr(type(cache), method, None) is not getattr(Cache, method, None):
-        return ""
-    if not hasattr(cache, method):
-        return f"{type(cache).__name__}, this model's cache, has no {method}()."
-    layer = next((layer for layer in getattr(cache, "layers", []) if not hasattr(layer, method)), None)
-    return "" if layer is None else f"{type(layer).__name__}, of this model's cache, has no {method}()."
 
 
 # What it is judged by ------------------------------------------------------------------------------------------------
@@ -222,6 +167,12 @@ class Check:
         """Of one that failed: what it showed, and where."""
         where = "" if self.layer is None else f" First wrong: {self.tensor or 'the output'} of layer {self.layer}."
         return f"{self.name} failed: {self.detail}{where}"
+
+
+def short(context: int, after: int) -> tuple[int, int]:
+    """Tokens of a short prompt, and with so many after it; fewer where the model's context is shorter."""
+    length = min(PROMPT + after, context)
+    return max(length - after, 1), length
 
 
 class UnclearError(Exception):
@@ -298,7 +249,7 @@ class Bench:
         far: Whether every edge is reached, whatever that costs.
     """
 
-    runner: Feeder
+    runner: Subject
     pool: list[list[int]]
     steps: int
     thorough: bool
@@ -321,7 +272,7 @@ class Bench:
         best: Bench | None = None
         for kernels in (None,) if adapter.dtype in NARROW else (None, WithoutCasts()):
             for positions in ("own", "given"):
-                bench = cls(Feeder(adapter, kernels, positions), pool, max(steps, 2), thorough, far=far)
+                bench = cls(Subject(adapter, kernels, positions), pool, max(steps, 2), thorough, far=far)
                 if positions == "given" and "position_ids" not in adapter.takes:
                     continue
                 try:
@@ -342,7 +293,7 @@ class Bench:
         prompt, length = self.short()
         tokens = self.tokens(length)
         reference = self.reference(tokens)
-        self.plain = apart(self.runner.decode(tokens, prompt)[0], reference.logits[:, prompt - 1 :])
+        self.plain = apart(self.decoded(tokens, prompt).logits, reference.logits[:, prompt - 1 :])
         self.plain_null = reference.null
         other = tokens.clone()
         other[:, min(1, prompt - 1)] = self.row(1, length)[1 % length]
@@ -383,9 +334,8 @@ class Bench:
         return self.runner.adapter.facts.context
 
     def short(self, extra: int = 0) -> tuple[int, int]:
-        """Tokens of a short prompt, and with as many more and the steps; fewer where the model's context is shorter."""
-        length = min(PROMPT + extra + self.steps, self.context)
-        return max(length - self.steps - extra, 1), length
+        """Tokens of a short prompt, and with as many more and the steps."""
+        return short(self.context, self.steps + extra)
 
     def row(self, which: int, length: int) -> list[int]:
         """Tokens of one prompt; where the given one is too short, random ones follow."""
@@ -393,9 +343,28 @@ class Bench:
         missing = length - len(given)
         return given + list(prompts_for(self.runner.adapter, which + 1, missing, seed=17)[which]) if missing else given
 
+    def batch(self, *rows: Sequence[int]) -> Tensor:
+        """Rows of equal length, on the model's device."""
+        return torch.tensor([list(row) for row in rows], device=self.runner.device)
+
     def tokens(self, length: int) -> Tensor:
         """So many tokens of the first prompt, as a batch of one."""
-        return self.runner.tokens(self.row(0, length))
+        return self.batch(self.row(0, length))
+
+    def decoded(
+        self,
+        tokens: Tensor,
+        prompt: int,
+        masking: Masking = NOTHING,
+        cache: Any = None,
+        later: Masking | None = None,
+    ) -> Fed:
+        """A prompt fed at once and the rest one by one, judged from the prompt's last row on; ``later``: the rest's masking."""
+        fed = Fed(self.runner, masking, cache)
+        fed.forward(tokens[:, :prompt])
+        fed.masking = masking if later is None else later
+        fed.feed(tokens[:, prompt:]).first = prompt - 1
+        return fed
 
     def reference(self, tokens: Tensor, masking: Masking = NOTHING, first: int = 0) -> Recomputation:
         """A recomputation, and how far rounding moves it (from the first row on, where the mask is not 0)."""
@@ -411,13 +380,35 @@ class Bench:
         if not self.runner.adapter.plain:
             raise NotRunError(f"a model of kind {self.runner.adapter.kind} {why}; kind='native' of the same model runs it.")
 
-    def settle(self, errors: Errors, what: str, hint: str | Callable[[], str] = "", reach: float | None = None) -> Check:
+    def judge(
+        self,
+        fed: Sequence[Fed],
+        what: str,
+        hint: str | Callable[[Errors], str] = "",
+        reference: Recomputation | None = None,
+        reach: float | None = None,
+    ) -> Check:
+        """Judges what was fed beside a recomputation of the very same tokens.
+
+        Args:
+            fed: Each with the position from which on its rows are judged.
+            what, hint, reach: As for :meth:`settle`.
+            reference: The recomputation, where it is one for all and made already.
+        """
+        errors = Errors()
+        for each in fed:
+            errors.add(each.logits, reference or self.reference(each.tokens, each.masking, each.first), each.first)
+        return self.settle(errors, what, hint, reach)
+
+    def settle(
+        self, errors: Errors, what: str, hint: str | Callable[[Errors], str] = "", reach: float | None = None
+    ) -> Check:
         """Judges one check.
 
         Args:
             errors: Relative error by absolute position, and without a cache.
             what: What was run, in words.
-            hint: The likely cause, or what finds it; asked only where it failed.
+            hint: The likely cause, or what finds it, given the errors; asked only where it failed.
             reach: How far the logits move where what is checked does not work; the bench's own unless given.
         """
         worst, null = max(errors.values(), default=0.0), errors.null
@@ -440,7 +431,7 @@ class Bench:
         cause = hint if isinstance(hint, str) and self.asks == "yes" else ""
         # What is wrong with the model may break the search for its cause too.
         with contextlib.suppress(Exception):
-            cause = hint() if callable(hint) and self.asks == "yes" else cause
+            cause = hint(errors) if callable(hint) and self.asks == "yes" else cause
         return settled(FAILED, f", first at position {first}" + (f"; {cause}" if cause else ""), first, cause)
 
 

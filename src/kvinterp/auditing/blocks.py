@@ -19,12 +19,10 @@ from kvinterp.errors import UnsupportedError
 from kvinterp.models import Adapter
 from kvinterp.models.hooks import first_of, put_first, stream_hook
 from kvinterp.models.inputs import check_seed
-from kvinterp.models.transformers_cache import CACHES
-from kvinterp.paths.calls.base import NOTHING, Masking
+from kvinterp.models.transformers_cache import CACHES, STATES
+from kvinterp.paths.calls.base import NOTHING, Feeding, Masking
 from kvinterp.paths.kernels import KernelMode, Kernels, Native
 from kvinterp.paths.vocabulary import padding_of
-
-STATES = {"conv_states": "convolution state", "recurrent_states": "recurrent state"}
 
 Call = tuple[int, int]
 """A block of the model, and how often it had run before in the same forward (a few models run a block twice)."""
@@ -131,10 +129,11 @@ class BlockModel:
         heard = self.mode.listeners
         with (
             self.adapter.attached(list(heard)),
-            self.adapter.listening({place: [one] for place, one in heard.items()}),
-            self.mode,
             contextlib.ExitStack() as hooks,
+            self.mode,
         ):
+            if heard:
+                hooks.enter_context(self.adapter.listening({place: [one] for place, one in heard.items()}))
             hooks.callback(self._resting, False)
             for part in self._rest:
                 hooks.enter_context(part.register_forward_pre_hook(lambda *_: self._resting(True)))
@@ -163,6 +162,50 @@ class BlockModel:
     def name_of(self, module: nn.Module) -> str:
         """The module's path in the model."""
         return self.names.get(module, type(module).__name__)
+
+
+class Fed(Feeding):
+    """Rows of tokens on a model's own cache, and all the logits that were made of them.
+
+    Args:
+        model: The model.
+        masking: Of all positions.
+        cache: What holds them; default: what the model makes.
+
+    Attributes:
+        first: The position from which on the logits are judged.
+    """
+
+    def __init__(self, model: BlockModel, masking: Masking = NOTHING, cache: Any = None) -> None:
+        self.model, self.masking, self.cache, self.first = model, masking, cache, 0
+        self._pieces: list[tuple[int, Tensor, Tensor]] = []
+
+    def run(self, tokens: Tensor, masking: Masking) -> Tensor:
+        """One forward on the cache."""
+        logits, self.cache = self.model.feed(tokens, self.cache, self.length, masking)
+        self._pieces.append((self.length, tokens, logits))
+        return logits
+
+    def feed(self, tokens: Tensor, *sizes: int) -> Fed:
+        """Feeds tokens in pieces of these sizes, and what is left one by one."""
+        for piece in tokens.split([*sizes, *[1] * (tokens.shape[1] - sum(sizes))], 1):
+            self.forward(piece)
+        return self
+
+    def holds(self, tokens: Tensor) -> None:
+        """Told what the cache holds now that somebody changed it; what is fed from then on is judged."""
+        self._pieces, self.length, self.first = [(0, tokens, tokens)], tokens.shape[1], tokens.shape[1]
+
+    @property
+    def tokens(self) -> Tensor:
+        """``[row, position]``, all that are on the cache."""
+        return torch.cat([tokens for _, tokens, _ in self._pieces], 1)
+
+    @property
+    def logits(self) -> Tensor:
+        """Those that are judged, ``[row, position, vocabulary]``."""
+        judged = [piece for piece in self._pieces if piece[0] + piece[1].shape[1] > self.first]
+        return torch.cat([made[:, max(self.first - start, 0) :] for start, _, made in judged], 1)
 
 
 @contextlib.contextmanager

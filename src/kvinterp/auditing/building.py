@@ -23,6 +23,7 @@ from kvinterp.models.gguf_file import is_gguf
 from kvinterp.models.inputs import check_known, check_seed
 from kvinterp.models.load import ATTENTION, device_named
 from kvinterp.models.soundness import check_finite, check_loaded
+from kvinterp.models.transformers_api import from_config
 
 _CODE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 
@@ -51,8 +52,6 @@ def random_model(
     Raises:
         InputError: There is no such config, or transformers knows no causal model for it.
     """
-    from transformers import AutoModelForCausalLM
-
     if attention is not None:
         check_known("attention implementation", attention, ATTENTION)
     check_known("remote_code", remote_code, ("refuse", "trust"))
@@ -63,9 +62,7 @@ def random_model(
     config = config_of(folder or text, text, remote_code, weights="none", options=options)
     with loading(text, config=config), torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(
-            config, attn_implementation=attention, trust_remote_code=remote_code == "trust"
-        )
+        model = from_config(config, attention, remote_code == "trust")
     return _made(model, dtype, place_on, text, f"{text} (random weights)")
 
 

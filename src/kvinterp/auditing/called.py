@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvinterp.auditing.bench import PROMPT, Bench, Check, Errors, NotRunError, UnclearError
+from kvinterp.auditing.bench import Bench, Check, Errors, NotRunError, UnclearError, short
 from kvinterp.auditing.ladder import unit_roundoff
 from kvinterp.auditing.values import apart
 from kvinterp.errors import InputError, UnsupportedError
@@ -39,36 +39,32 @@ def plans_of(calls: str) -> tuple[str, ...]:
 
 def check_plans(adapter: Adapter, plans: tuple[str, ...]) -> None:
     """Raises where the model cannot run one: a plan that was named and is not run would leave a PASS that says nothing of it."""
-    prompt, length = _lengths(adapter.facts.context)
+    prompt, length = short(adapter.facts.context, STEPS)
     for plan in filter(None, map(call_named, plans)):
         ExecutionPath(call=plan)
         plan.check(adapter, prompt, length - prompt)
 
 
-def _lengths(context: int) -> tuple[int, int]:
-    """The length of the prompt, and that with the tokens fed after it."""
-    length = min(PROMPT + STEPS, context)
-    return max(length - STEPS, 1), length
-
-
 def by_call(bench: Bench, plan: Call) -> Check:
     """A prompt that reaches the model along a call plan, against recomputation of the same tokens alone."""
-    prompt, length = _lengths(bench.context)
+    prompt, length = short(bench.context, STEPS)
+    adapter, block = bench.runner.adapter, bench.runner.stands_in
     if not plan.kernels and bench.runner.kernels is not None:
         # Of one whose kernels are its own the model's casts cannot be left out: there is room for them instead.
         bench = bench.otherwise(None, max(bench.runner.unit, unit_roundoff(torch.float32)))
-    adapter, tokens = bench.runner.adapter, _drafted(bench.tokens(length), prompt, bench.row(1, length))
+        bench.runner.stands_in = block
+    tokens = _drafted(bench.tokens(length), prompt, bench.row(1, length))
     path = ExecutionPath(kernels=bench.runner.kernels or Native(), call=plan)
     try:
         plan.check(adapter, prompt, length - prompt)
-        made, witness = decoded(adapter, path, tokens, prompt, plan)
+        made, witness = decoded(adapter, path, tokens, prompt, plan, block)
     except (InputError, UnsupportedError) as why:
         raise NotRunError(str(why)) from why
     if missing := plan.missing(witness):
         raise NotRunError(f"not exercised: {missing}.")
     reference = bench.reference(tokens, first=prompt - 1)
-    errors, off = Errors().add(made, reference, prompt - 1), 0.0
-    if "recompute" in plan.forms:
+    errors, off = Errors().add(made, reference, length - made.shape[1]), 0.0
+    if "recompute" in plan.forms and block is None:
         whole = decoded(adapter, dataclasses.replace(path, form="recompute"), tokens, prompt, plan)[0]
         errors.add(whole, reference, prompt - 1)
         off = apart(whole, reference.logits[:, prompt - 1 :])
@@ -80,10 +76,7 @@ def by_call(bench: Bench, plan: Call) -> Check:
     hint = (
         f"without a cache too, by {off:.1e}: it is {plan} that changes the answer, whatever the cache does" if alike else ""
     )
-    check = bench.settle(errors, what, hint)
-    return (
-        check if check.status != "failed" else dataclasses.replace(check, layer=_place(bench, path, tokens, prompt, plan))
-    )
+    return bench.settle(errors, what, hint)
 
 
 def _drafted(tokens: Tensor, prompt: int, others: Sequence[int]) -> Tensor:
@@ -103,30 +96,15 @@ def _drafted(tokens: Tensor, prompt: int, others: Sequence[int]) -> Tensor:
 
 
 def decoded(
-    adapter: Adapter,
-    path: ExecutionPath,
-    tokens: Tensor,
-    prompt: int,
-    plan: Call | None = None,
-    hooks: Sequence[Recorder] = (),
+    adapter: Adapter, path: ExecutionPath, tokens: Tensor, prompt: int, plan: Call | None = None, block: int | None = None
 ) -> tuple[Tensor, dict[str, int]]:
-    """Logits from the prompt's last token on, ``[1, step, vocab]``, and the witness; that of an option by its plan."""
-    with Runner(adapter, path, tokens[:, :prompt], tokens.shape[1] - prompt, hooks) as runner:
-        made = [runner.advance()] + [runner.advance(token) for token in tokens[:, prompt:].unbind(1)]
-    return torch.stack(made, 1), runner.witness | (plan.seen(runner.cache, prompt) if plan else {})
+    """Logits from the prompt's last token on, ``[1, step, vocab]``, and the witness; that of an option by its plan.
 
-
-def _place(bench: Bench, path: ExecutionPath, tokens: Tensor, prompt: int, plan: Call) -> int | None:
-    """The first block whose output is off by more than rounding; that behind the last where it is the logits alone."""
-    adapter = bench.runner.adapter
-    layers = range(adapter.facts.layers)
-    if not all(adapter.supports("resid_post", layer) for layer in layers):
-        return None
-    mine, theirs = (Recorder(adapter, "resid_post", positions="all") for _ in range(2))
-    decoded(adapter, path, tokens, prompt, plan, [mine])
-    decoded(adapter, ExecutionPath("recompute", kernels=path.kernels), tokens, tokens.shape[1], plan, [theirs])
-    limit = bench.excused * bench.plain_null
-    for recorder in (mine, theirs):
-        recorder.end_step()
-    streams = ([torch.cat(side.kept["resid_post", n], 1) for n in layers] for side in (mine, theirs))
-    return next((n for n, (a, b) in enumerate(zip(*streams, strict=True)) if apart(a, b) > limit), len(layers))
+    Of a cached path what a block returns for every token, in their place, where one is named.
+    """
+    recorder = Recorder(adapter, () if block is None else "resid_post", block, positions="all")
+    with Runner(adapter, path, tokens[:, :prompt], tokens.shape[1] - prompt, [recorder]) as runner:
+        made = [logits[:, None] for logits in (runner.advance(), *map(runner.advance, tokens[:, prompt:].unbind(1)))]
+    recorder.end_step()
+    made = next(iter(recorder.kept.values()), made)
+    return torch.cat(made, 1), runner.witness | (plan.seen(runner.cache, prompt) if plan else {})

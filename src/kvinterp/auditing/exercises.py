@@ -160,17 +160,13 @@ def _tried(bench: Bench, name: str) -> list[Check]:
 
 
 def _run(bench: Bench, name: str) -> list[Check]:
+    plan = _plan_of(name)
     try:
-        made: Any = attempted(bench, name, _check_of(name))
+        made: Any = attempted(bench, name, CHECKS[name] if plan is None else functools.partial(by_call, plan=plan))
     # A model that cannot be used in this way says so with whatever error its code meets first.
     except Exception as error:
         return [Check(name, UNCLEAR, f"it raised {one_line(error)}.")]
     return made if isinstance(made, list) else [made]
-
-
-def _check_of(name: str) -> Callable[[Bench], Any]:
-    plan = _plan_of(name)
-    return CHECKS[name] if plan is None else functools.partial(by_call, plan=plan)
 
 
 def _plan_of(name: str) -> Call | None:
@@ -251,27 +247,28 @@ def _placed(bench: Bench, check: Check, name: str) -> Check:
     The same check is made with each block's output in the place of the logits: the first that fails holds the error, or is
     handed it. There what attention reads in the last cached step is compared with what it reads in the recomputation.
     """
-    if check.name.startswith(("generate()", CALLED)):
-        return check  # What generate() feeds is wrong, not what the blocks make of it.
     blocks = len(bench.runner.blocks)
+    seen = all(bench.runner.adapter.supports("resid_post", layer) for layer in range(blocks))
+    if check.name.startswith("generate()" if seen else ("generate()", CALLED)):
+        return check  # What generate() feeds is wrong, not what the blocks make of it.
+
+    def fails(layer: int) -> bool:
+        other = dataclasses.replace(bench, runner=bench.runner.otherwise(), asks="no")
+        other.runner.stands_in = layer
+        try:
+            other.measure_plain()
+            return any(one.name == check.name and one.status == FAILED for one in _run(other, name))
+        # A block whose output is not one row a position cannot stand for the logits.
+        except (RuntimeError, ValueError, TypeError, IndexError):
+            return False
+
     # What is wrong in one block stays wrong in those after it.
-    layer = bisect.bisect_left(range(blocks), True, key=lambda layer: _fails(bench, check, name, layer))
+    layer = bisect.bisect_left(range(blocks), True, key=fails)
     if layer == blocks:
         return dataclasses.replace(check, layer=blocks, tensor="logits")
     found = _first_tensor(bench, check, name, layer)
-    seen: dict[str, Any] = {} if found is None else {"tensor": found.tensor, "module": found.module}
-    return dataclasses.replace(check, layer=layer, **seen)
-
-
-def _fails(bench: Bench, check: Check, name: str, layer: int) -> bool:
-    other = dataclasses.replace(bench, runner=bench.runner.otherwise(), asks="no")
-    other.runner.stands_in = layer
-    try:
-        other.measure_plain()
-        return any(one.name == check.name and one.status == FAILED for one in _run(other, name))
-    # A block whose output is not one row a position cannot stand for the logits.
-    except (RuntimeError, ValueError, TypeError, IndexError):
-        return False
+    first: dict[str, Any] = {} if found is None else {"tensor": found.tensor, "module": found.module}
+    return dataclasses.replace(check, layer=layer, **first)
 
 
 def _first_tensor(bench: Bench, check: Check, name: str, layer: int) -> Finding | None:

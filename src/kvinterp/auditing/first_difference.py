@@ -17,10 +17,9 @@ import torch
 from torch import Tensor
 
 from kvinterp.auditing.blocks import BlockHooks, BlockModel, Reference
-from kvinterp.auditing.ladder import dtype_name
+from kvinterp.auditing.ladder import EMBEDDING, dtype_name
 from kvinterp.auditing.values import difference, first_wrong, on_grid, row_errors
 from kvinterp.auditing.watch import CHOICE, RESIDUAL, Event, Watch, watching
-from kvinterp.comparison.vocabulary import EMBEDDING
 
 BLOCK_INPUT = "block input"
 

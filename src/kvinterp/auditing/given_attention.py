@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface
 
 from kvinterp.errors import UnsupportedError
-from kvinterp.models.native import text_config
+from kvinterp.models.transformers_api import register_attention
+from kvinterp.models.transformers_cache import text_config
 from kvinterp.policies.gguf import BLOCK, Q4_0, Q8_0
 
 NAME = "kvinterp_llama_cpp"
@@ -47,7 +47,7 @@ def llama_cpp(cache: str, turned: str = "", way: str = "") -> Callable[[nn.Modul
             return
         pairs = getattr(config, "model_type", "") in ("llama", "mistral")
         before = config._attn_implementation
-        AttentionInterface.register(NAME, _attention(cache, turned, way, pairs))
+        register_attention(NAME, _attention(cache, turned, way, pairs))
         config._attn_implementation = NAME
         try:
             yield True

@@ -10,11 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache
 
 from kvinterp.auditing.given_attention import ADDED, llama_cpp
 from kvinterp.models import Adapter, dtype_named
-from kvinterp.models.native import text_config
 from kvinterp.paths.model_cache import own_store
 from kvinterp.paths.path import path_named
 from kvinterp.policies import Place, policy_named
@@ -221,9 +219,9 @@ def log_probs(adapter: Adapter, ids: Sequence[int], prompt: int, way: Way) -> Te
         pieces = [model.forward(piece, store) for piece in tokens.split([begun, len(ids) - begun], 1) if piece.shape[1]]
         logits = torch.cat(pieces, 1)
     elif way.spoilt:
-        if model.kind != "native" or not model.attention_only or not 0 < prompt < len(ids):
+        if not (model.plain and model.attention_only) or not 0 < prompt < len(ids):
             return None
-        cache: Any = DynamicCache(config=text_config(model.model))
+        cache = model.new_cache()
         policy = policy_named(way.spoilt).start(model.facts)
         head = model.model(tokens[:, :prompt], past_key_values=cache).logits
         for layer, held in enumerate(cache.layers):

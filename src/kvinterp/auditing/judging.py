@@ -12,13 +12,12 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from kvinterp.auditing.blocks import BlockHooks, BlockModel, moving, referenced
+from kvinterp.auditing.blocks import BlockHooks, BlockModel, Fed, moving, referenced
 from kvinterp.auditing.causes import Cause, WithoutCasts, beyond_truth, coarsest, excused, wide_constants
 from kvinterp.auditing.first_difference import Differing, Feed, Finding, Sight, differing, largest, look
-from kvinterp.auditing.ladder import Plan, PrecisionRun, band, unit_roundoff
+from kvinterp.auditing.ladder import ONE_BY_ONE, Plan, PrecisionRun, band, unit_roundoff
 from kvinterp.auditing.values import apart, difference
 from kvinterp.auditing.watch import CHOICE
-from kvinterp.comparison.vocabulary import ONE_BY_ONE
 from kvinterp.errors import UnsupportedError
 from kvinterp.models import Adapter
 from kvinterp.paths.kernels import BatchInvariant, Kernels, Native
@@ -216,11 +215,11 @@ class RungJudge:
         """
         tokens, limit = self.run.plan.tokens(case.prompt, self.twin.device), band(torch.float64, self.terms)
         for kernels in under if case.start else ():
-            model, apart_by, cache = BlockModel(self.twin, kernels), 0.0, None
+            fed, apart_by = Fed(BlockModel(self.twin, kernels)), 0.0
             with contextlib.suppress(RuntimeError, UnsupportedError):
-                reference = model.recompute(tokens)
+                reference = fed.model.recompute(tokens)
                 for feed in case.feeds(self.run.plan):
-                    logits, cache = model.feed(tokens[:, feed.start : feed.stop], cache, feed.start)
+                    logits = fed.forward(tokens[:, feed.start : feed.stop])
                     apart_by = max(apart_by, apart(logits, reference[:, feed.start : feed.stop]))
                 if apart_by <= limit and error > APART * max(apart_by, unit_roundoff(torch.float64)):
                     return True

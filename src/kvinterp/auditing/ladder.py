@@ -30,6 +30,12 @@ SLACK = 32.0
 CHUNKS = 3
 """Chunks fed on a cache that is not empty."""
 
+EMBEDDING = -1
+"""The layer number that stands for what enters the first block."""
+
+ONE_BY_ONE = "tokens fed one by one"
+"""How tokens are fed where they are fed as decoding does."""
+
 LOCAL = ("prompt", "prefill", "start", "stop", "position", "layer", "part", "error", "null")
 """The columns of what is measured given equal inputs."""
 

@@ -8,7 +8,6 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
-from torch import Tensor
 
 from kvinterp.auditing.bench import (
     PROMPT,
@@ -16,16 +15,15 @@ from kvinterp.auditing.bench import (
     Check,
     Errors,
     NotRunError,
-    Recomputation,
     UnclearError,
     attempted,
-    lacking,
     one_line,
-    singles,
 )
+from kvinterp.auditing.blocks import Fed
 from kvinterp.auditing.values import apart, by_position
 from kvinterp.errors import UnsupportedError
-from kvinterp.models.caches import Quantized
+from kvinterp.models.caches import Quantized, Static
+from kvinterp.models.transformers_cache import refusal
 from kvinterp.paths.calls.base import Masking
 
 CHUNK_NAMES = ("chunk_size", "mamba_chunk_size", "attention_chunk_size")
@@ -64,40 +62,34 @@ def _too_much(bench: Bench, length: int, most: int = POSITIONS) -> str:
 def chunks(bench: Bench) -> Check:
     """A prompt fed in several chunks, each on the cache of those before."""
     runner = bench.runner
-    cuts = {"7": [7] * 5, "16": [16] * 4, _listed(UNEVEN): list(UNEVEN)}
+    cuts = {"7": [7] * 5, "16": [16] * 4, listed(UNEVEN): list(UNEVEN)}
     # Of no size that a fixed list would leave out: drawn anew for other prompts.
     drawn = random.Random(str(bench.row(0, PROMPT))).choices(range(1, 13), k=6)
-    cuts[f"{_listed(drawn)} (drawn)"] = drawn
+    cuts[f"{listed(drawn)} (drawn)"] = drawn
     fitting = {said: sizes for said, sizes in cuts.items() if sum(sizes) <= bench.context}
     if not fitting:
         raise NotRunError(f"a context of {bench.context} positions has no room for several chunks.")
-    tokens = runner.tokens(bench.row(0, max(sum(sizes) for sizes in fitting.values())))
+    tokens = bench.tokens(max(sum(sizes) for sizes in fitting.values()))
     reference = bench.reference(tokens)
-    errors = Errors()
+    fed, wrong = [], []
     for sizes in fitting.values():
-        logits, cache = runner.run(tokens, sizes)
-        if runner.adapter.plain and runner.recurrent_layers(cache):
-            first = _first_wrong(bench, reference, logits[:, : sizes[0] + sizes[1]])
-            if first is not None and first >= sizes[0]:
+        fed.append(Fed(runner).feed(tokens[:, : sum(sizes)], *sizes))
+        errors = by_position(fed[-1].logits, reference.logits[:, : sum(sizes)], 0)
+        first = next((at for at, error in errors.items() if error > bench.excused * reference.null), None)
+        if first is not None:
+            wrong.append(next((n, len(sizes)) for n, end in enumerate(itertools.accumulate(sizes), 1) if first < end))
+            if wrong[-1][0] == 2 and runner.adapter.plain and runner.recurrent_layers(fed[-1].cache):
                 raise NotRunError(
                     "this model keeps a recurrent state and begins it anew when it is fed several tokens on it: its prompts "
                     "are to be fed at once, or one token at a time."
                 )
-        errors.add(logits, reference, 0)
-
-    def hint() -> str:
-        for sizes in fitting.values():
-            first = _first_wrong(bench, reference, runner.run(tokens, sizes)[0])
-            if first is not None:
-                number = next(n for n, end in enumerate(itertools.accumulate(sizes), 1) if first < end)
-                return f"the mask or the positions of chunk {number} of {len(sizes)} are wrong"
-        return ""
-
+    hint = "the mask or the positions of chunk {} of {} are wrong".format(*wrong[0]) if wrong else ""
     what = f"prompts fed in chunks of {'; of '.join(fitting)} tokens, every row against recomputation"
-    return bench.settle(errors, what, hint)
+    return bench.judge(fed, what, hint, reference)
 
 
-def _listed(sizes: Sequence[int]) -> str:
+def listed(sizes: Sequence[int]) -> str:
+    """Numbers in words."""
     return f"{', '.join(map(str, sizes[:-1]))} and {sizes[-1]}"
 
 
@@ -105,9 +97,8 @@ def one_token(bench: Bench) -> Check:
     """A prompt of a single token, which some models take for a decode step."""
     if bench.context <= bench.steps:
         raise NotRunError(f"a context of {bench.context} positions has no room for a token and {bench.steps} decode steps.")
-    tokens = bench.tokens(1 + bench.steps)
-    errors = Errors().add(bench.runner.decode(tokens, 1)[0], bench.reference(tokens), 0)
-    return bench.settle(errors, f"a prompt of one token, {bench.steps} decode steps, against recomputation")
+    fed = bench.decoded(bench.tokens(1 + bench.steps), 1)
+    return bench.judge([fed], f"a prompt of one token, {bench.steps} decode steps, against recomputation")
 
 
 def told(bench: Bench) -> Check:
@@ -117,18 +108,12 @@ def told(bench: Bench) -> Check:
         raise NotRunError(f"{type(runner.model).__name__} takes neither an attention_mask nor position_ids.")
     prompt, length = bench.short()
     tokens = bench.tokens(length)
-    errors = Errors()
     places = torch.arange(length, device=runner.device)[None]
-    for masking in (Masking(torch.ones_like(tokens), places), Masking(torch.ones_like(tokens), None)):
-        errors.add(runner.decode(tokens, prompt, masking)[0], bench.reference(tokens, masking), prompt - 1)
+    errors = Errors()
+    for masking in (Masking(torch.ones_like(tokens), places), Masking(torch.ones_like(tokens))):
+        errors.add(bench.decoded(tokens, prompt, masking).logits, bench.reference(tokens, masking), prompt - 1)
     what = f"a prompt of {prompt} tokens, {length - prompt} decode steps, with a mask of ones and positions, then the mask alone"
     return bench.settle(errors, f"{what}, against recomputation with the same")
-
-
-def _first_wrong(bench: Bench, reference: Recomputation, mine: Tensor) -> int | None:
-    """The first position, from the first token on, that is off by more than rounding."""
-    errors = by_position(mine, reference.logits[:, : mine.shape[1]], 0)
-    return next((at for at, error in errors.items() if error > bench.excused * reference.null), None)
 
 
 # Windows -----------------------------------------------------------------------------------------------------------------
@@ -171,10 +156,8 @@ def context_end(bench: Bench) -> Check:
         raise NotRunError(f"the last of {size} positions is not reached: {why}.", option=REACH)
     tokens = bench.tokens(size)
     before = max(size - bench.steps - 1, 1)
-    errors = Errors().add(bench.runner.decode(tokens, before)[0], bench.reference(tokens, first=before - 1), before - 1)
-    return bench.settle(
-        errors, f"{before} tokens and then one by one to the last of {size} positions, against recomputation"
-    )
+    what = f"{before} tokens and then one by one to the last of {size} positions, against recomputation"
+    return bench.judge([bench.decoded(tokens, before)], what)
 
 
 def _switch(bench: Bench, size: int, said: str) -> Check:
@@ -183,7 +166,7 @@ def _switch(bench: Bench, size: int, said: str) -> Check:
         raise NotRunError(f"{said}: not reached; {REACH} goes there.", option=REACH)
     before, errors = size - 1, Errors()
     tokens = bench.tokens(size + 2)
-    for n, row in enumerate(bench.runner.decode(tokens, before)[0].unbind(1), before):
+    for n, row in enumerate(bench.decoded(tokens, before).logits.unbind(1), before):
         errors.add(row[:, None], bench.reference(tokens[:, :n], first=n - 1), n - 1)
     what = f"{said}: {before} tokens and then one by one to {size + 2}, each against the recomputation of its own prefix"
     return bench.settle(errors, what, "keys on the cache keep the frequencies that the recomputation gives up")
@@ -205,24 +188,23 @@ def _edge(bench: Bench, size: int, said: str) -> Check:
     tokens = bench.tokens(whole)
     before, full = max(size - 2, 1), size + 2
     reference = bench.reference(tokens, first=before - 1)
-    made, cache = runner.decode(tokens, before)
-    errors = Errors().add(made, reference, before - 1)
+    over = bench.decoded(tokens, before)
     how = f"in chunks of up to {FILL}" if full > FILL else "at once"
     filled = [min(FILL, full - start) for start in range(0, full, FILL)]
-    if runner.adapter.plain and runner.recurrent_layers(cache):
+    if runner.adapter.plain and runner.recurrent_layers(over.cache):
         how, filled = "at once", [full]
-    made, _ = runner.run(tokens, [*filled, *singles(tokens, full)], first=full - 1)
-    errors.add(made, reference, full - 1)
+    then = Fed(runner).feed(tokens, *filled)
+    then.first = full - 1
     what = (
         f"{said}: {before} tokens and then one by one over this edge to {whole}, and {full} filled {how} and then one by one, "
         "against recomputation"
     )
 
-    def hint() -> str:
+    def hint(errors: Errors) -> str:
         first = min(at for at, error in errors.items() if error > bench.excused * reference.null)
         return "the cache of a window is wrong once it is full" if first >= size - 1 else ""
 
-    return bench.settle(errors, what, hint)
+    return bench.judge([over, then], what, hint, reference)
 
 
 # Long prompts ------------------------------------------------------------------------------------------------------------
@@ -243,12 +225,10 @@ def long_prompt(bench: Bench) -> Check:
             raise NotRunError(f"prompts beyond {said} are not run: {why}.", option=REACH)
     tokens = bench.tokens(max(prompts) + bench.steps)
     reference = bench.reference(tokens)
-    errors = Errors()
-    for prompt in prompts:
-        errors.add(runner.decode(tokens[:, : prompt + bench.steps], prompt)[0], reference, prompt - 1)
-    listed = ", ".join(map(str, prompts))
-    what = f"prompts of {listed} tokens ({said}), {bench.steps} decode steps each, against one recomputation"
-    return bench.settle(errors, what, "a prompt's last chunk leaves a wrong state")
+    fed = [bench.decoded(tokens[:, : prompt + bench.steps], prompt) for prompt in prompts]
+    shown = ", ".join(map(str, prompts))
+    what = f"prompts of {shown} tokens ({said}), {bench.steps} decode steps each, against one recomputation"
+    return bench.judge(fed, what, "a prompt's last chunk leaves a wrong state", reference)
 
 
 # Other caches ----------------------------------------------------------------------------------------------------------
@@ -262,40 +242,32 @@ SHORT_WINDOW = 128
 
 def static(bench: Bench) -> Check:
     """A preallocated cache, filled to a few slots before its end; over the edge of short windows too."""
-    from transformers import StaticCache
-
     runner = bench.runner
     bench.only_plain("makes its own cache")
-    if not getattr(runner.model, "_can_compile_fullgraph", False):
+    if not runner.adapter.takes_static:
         why = f"{type(runner.model).__name__} does not say that it supports it (_can_compile_fullgraph)"
         raise NotRunError(f"{why}, and generate() refuses it.")
 
-    def decoded(tokens: torch.Tensor, prompt: int, room: int) -> torch.Tensor:
-        cache = StaticCache(config=runner.adapter.config, max_cache_len=tokens.shape[1] + room)
-        return runner.decode(tokens, prompt, cache=cache)[0]
+    def decoded(prompt: int, room: int) -> Fed:
+        cache = Static().make(runner.adapter.config, prompt + bench.steps + room)
+        return bench.decoded(bench.tokens(prompt + bench.steps), prompt, cache=cache)
 
     try:
-        StaticCache(config=runner.adapter.config, max_cache_len=PROMPT)
+        Static().make(runner.adapter.config, PROMPT)
     except (KeyError, ValueError, TypeError, AttributeError, NotImplementedError) as error:
         raise NotRunError(f"transformers makes no StaticCache for this model ({one_line(error)}).") from error
-    errors, prompts = Errors(), _prompts(bench)
-    listed = ", ".join(map(str, prompts))
-    for prompt in prompts:
-        tokens = bench.tokens(prompt + bench.steps)
-        reference = bench.reference(tokens, first=prompt - 1)
-        errors.add(decoded(tokens, prompt, ROOM), reference, prompt - 1)
+    prompts = _prompts(bench)
 
-    def hint() -> str:
-        tokens = bench.tokens(prompts[0] + bench.steps)
-        a, b = (decoded(tokens, prompts[0], room) for room in (ROOM, 2 * ROOM))
+    def hint(errors: Errors) -> str:
+        a, b = (decoded(prompts[0], room).logits for room in (ROOM, 2 * ROOM))
         empty = apart(a, b) > bench.beyond * errors.null
         return "empty slots are read" if empty else "slots are written or read at the wrong place"
 
     what = (
-        f"prompts of {listed} tokens, {bench.steps} decode steps each, {ROOM} slots of the cache left empty, against "
-        "recomputation"
+        f"prompts of {', '.join(map(str, prompts))} tokens, {bench.steps} decode steps each, {ROOM} slots of the cache left "
+        "empty, against recomputation"
     )
-    return bench.settle(errors, what, hint)
+    return bench.judge([decoded(prompt, ROOM) for prompt in prompts], what, hint)
 
 
 def _prompts(bench: Bench) -> list[int]:
@@ -310,41 +282,30 @@ def _prompts(bench: Bench) -> list[int]:
 
 def crop(bench: Bench) -> Check:
     """Tokens are decoded, taken back, and others decoded in their place, as assisted decoding does."""
-    runner, drafted = bench.runner, bench.steps
-    errors, prompts = Errors(), _prompts(bench)
-    listed = ", ".join(map(str, prompts))
+    drafted, made, prompts = bench.steps, [], _prompts(bench)
     for prompt in prompts:
-        tokens = bench.tokens(prompt + drafted)
-        # One drafted token is kept, as where an assistant guessed one right.
-        others = runner.tokens(bench.row(1, prompt + 2 * drafted)[-drafted:])
-        whole = torch.cat([tokens[:, : prompt + 1], others], 1)[:, : bench.context]
-        cache = runner.adapter.new_cache()
-        if hasattr(cache, "activate_past_recording"):
-            cache.activate_past_recording()
-        _, held = runner.decode(tokens, prompt, cache=cache)
-        if why := lacking(held, "crop"):
+        cache = bench.runner.adapter.new_cache()
+        getattr(cache, "activate_past_recording", lambda: None)()
+        fed = bench.decoded(bench.tokens(prompt + drafted), prompt, cache=cache)
+        if why := refusal(fed.cache, "crop"):
             raise NotRunError(why)
-        layers = getattr(held, "layers", [])
-        fixed = next((layer for layer in layers if getattr(layer, "is_croppable", True) is False), None)
-        if fixed is not None:
-            kind = type(fixed).__name__
-            raise NotRunError(
-                f"this model's cache cannot be cropped: is_croppable is False for its {kind}, a state has no past."
-            )
         try:
-            held.crop(-(drafted - 1))
+            fed.cache.crop(1 - drafted)
         # A cache that refuses says why.
         except (RuntimeError, ValueError, NotImplementedError) as error:
             raise NotRunError(f"this model's cache refuses crop() ({one_line(error)}).") from error
-        # Caches that record the past are cut to their size after every forward by whoever records.
-        at = prompt + 1
-        made, _ = runner.run(whole, singles(whole, at), at, held, then=lambda cache: cache.crop(0))
-        errors.add(made, bench.reference(whole, first=at), at)
+        # One drafted token is kept, as where an assistant guessed one right.
+        fed.holds(bench.tokens(prompt + 1))
+        for token in bench.row(1, prompt + 2 * drafted)[-drafted:][: bench.context - prompt - 1]:
+            fed.forward(bench.batch([token]))
+            # Caches that record the past are cut to their size after every forward by whoever records.
+            fed.cache.crop(0)
+        made.append(fed)
     what = (
-        f"prompts of {listed} tokens, {drafted} decode steps, {drafted - 1} of them taken back by crop() and "
-        "others fed in their place, against recomputation"
+        f"prompts of {', '.join(map(str, prompts))} tokens, {drafted} decode steps, {drafted - 1} of them taken back by crop() "
+        "and others fed in their place, against recomputation"
     )
-    return bench.settle(errors, what, "crop() leaves keys, values or a length behind")
+    return bench.judge(made, what, "crop() leaves keys, values or a length behind")
 
 
 # Quantised ---------------------------------------------------------------------------------------------------------------
@@ -371,7 +332,7 @@ def _quantised(bench: Bench, backend: str) -> Check:
     tokens = bench.tokens(prompt + bench.steps)
     reference = bench.reference(tokens)
     try:
-        made, _ = runner.run(tokens, [prompt, *singles(tokens, prompt)], cache=cache)
+        made = Fed(runner, cache=cache).feed(tokens, prompt).logits
     # A backend's kernels do not run on every device and dtype.
     except (RuntimeError, ValueError, TypeError, AttributeError, NotImplementedError) as error:
         said = f"a prompt of {prompt} tokens and {bench.steps} decode steps raised {one_line(error)}."

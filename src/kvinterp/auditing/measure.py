@@ -14,9 +14,8 @@ from torch import Tensor
 
 from kvinterp import metrics
 from kvinterp.auditing.blocks import BlockHooks, BlockModel, Reference, referenced
-from kvinterp.auditing.ladder import LOCAL, STEPS, Plan, PrecisionRun, band, dtype_name
+from kvinterp.auditing.ladder import EMBEDDING, LOCAL, STEPS, Plan, PrecisionRun, band, dtype_name
 from kvinterp.auditing.values import difference, first_nonfinite, first_wrong, logit_grid, row_errors
-from kvinterp.comparison.vocabulary import EMBEDDING
 from kvinterp.errors import UnsupportedError
 from kvinterp.models import Adapter
 from kvinterp.paths.kernels import BatchInvariant, Kernels, Native
@@ -300,7 +299,7 @@ def _free(
     for position, mine in fed:
         theirs = _again(hooks, position + 1, "no") if prefix else _whole(hooks, position + 1)
         a, b = mine[head], theirs[head]
-        sizes, kl = _sizes(a, b), float(metrics.compare_logits(b[None], a[None])["kl"])
+        sizes, kl = _sizes(a, b), float(metrics.kl_divergence(b, a))
         null = _sizes(b, hooks.reference.logits[position])["max_abs"] if prefix else math.nan
         found.append({"position": position, **sizes, "kl": kl, "null_max_abs": null})
         # The last step that differs has something to show; among equal ones any is as good.

@@ -9,11 +9,10 @@ import torch
 
 from kvinterp.auditing.bench import FAILED, NOT_RUN, PASSED, UNCLEAR, Check
 from kvinterp.auditing.first_difference import Place
-from kvinterp.auditing.judging import ONE_BY_ONE, ROOM, Account, Judged
-from kvinterp.auditing.ladder import PrecisionRun, band
+from kvinterp.auditing.judging import ROOM, Account, Judged
+from kvinterp.auditing.ladder import EMBEDDING, ONE_BY_ONE, PrecisionRun, band
 from kvinterp.auditing.values import narrower
 from kvinterp.auditing.verdict import CANNOT_TELL, GOOD, Verdict
-from kvinterp.comparison.vocabulary import EMBEDDING
 
 NOWHERE: Place = (None, None, "", "")
 """The place of what has none."""

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvinterp.auditing.blocks import BlockModel
+from kvinterp.auditing.blocks import BlockModel, Fed
 from kvinterp.auditing.ladder import dtype_name
 from kvinterp.models.hooks import first_of
 
@@ -144,10 +144,11 @@ def first_nonfinite(model: BlockModel, tokens: Tensor, prefill: int | None) -> d
         if prefill is None:
             model.recompute(tokens)
         else:
-            _, cache = model.feed(tokens[:, :prefill])
+            feeding = Fed(model)
+            feeding.forward(tokens[:, :prefill])
             for fed in range(prefill, tokens.shape[1]):
                 if not found:
-                    _, cache = model.feed(tokens[:, fed : fed + 1], cache, fed)
+                    feeding.forward(tokens[:, fed : fed + 1])
     name = found.get("module", "")
     blocks = {model.name_of(block): layer for layer, block in enumerate(model.blocks)}
     found["layer"] = next((layer for block, layer in blocks.items() if name == block or name.startswith(block + ".")), None)

@@ -28,9 +28,5 @@ class _Named(dict[str, str]):
 
 RECOVERED = _Named(kl="KL", l2="L2 of the logits", margin="margin", logit_difference="logit difference")
 """What a recovery is of, by the name of the distance."""
-EMBEDDING = -1
-"""The layer number that stands for what enters the first block."""
-ONE_BY_ONE = "tokens fed one by one"
-"""How an audit feeds tokens where it feeds them as decoding does."""
 UNCHANGED = "changed nothing"
 """Said of a patch whose donor is equal to what it replaces."""

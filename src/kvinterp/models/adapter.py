@@ -163,6 +163,11 @@ class Adapter(Attaching):
         """Whether its forward can be told which positions hold no token."""
         return False
 
+    @property
+    def takes_static(self) -> bool:
+        """Whether its library lets ``generate()`` give it a cache of a fixed size."""
+        return False
+
     # What every kind shares ----------------------------------------------------------------------------------------
 
     @property

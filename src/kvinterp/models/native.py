@@ -196,6 +196,11 @@ class NativeAdapter(OnTransformersCache):
         """Whether the model's own forward takes a mask, and all its layers attend."""
         return self._attention_only and "attention_mask" in self.takes
 
+    @property
+    def takes_static(self) -> bool:
+        """Whether the model says that it runs on a StaticCache."""
+        return bool(getattr(self.model, "_can_compile_fullgraph", False))
+
     def forward(
         self,
         tokens: Tensor,

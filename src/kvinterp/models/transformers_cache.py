@@ -33,6 +33,8 @@ from kvinterp.models.caches import CacheKind, Dynamic, KeysValues, OwnCache, lea
 BaseQuantizedLayer: Any = getattr(cache_utils, "BaseQuantizedLayer", cache_utils.QuantizedLayer)
 CACHES = ("past_key_values", "cache_params", "state")
 """What transformers models call the cache they take and return."""
+STATES = {"conv_states": "convolution state", "recurrent_states": "recurrent state"}
+"""What layers that attend to nothing keep, by the attribute that holds it."""
 
 
 def text_config(model: nn.Module) -> Any:
@@ -134,6 +136,34 @@ def model_cache(store: KVStore, config: Callable[[], Any], architecture: str) ->
                 store.model_cache.layers[index] = StoreLayer(store, index, getattr(layer, "sliding_window", None))
     made: Cache = store.model_cache
     return made
+
+
+def refusal(cache: Any, method: str) -> str:
+    """Why a cache is not to be asked for ``crop``, ``reorder_cache`` or the like, in a sentence; empty where it is."""
+    layers, shared = getattr(cache, "layers", []), getattr(Cache, method, None)
+    if not isinstance(cache, Cache) or getattr(type(cache), method, None) is shared:
+        if not hasattr(cache, method):
+            return f"{type(cache).__name__}, this model's cache, has no {method}()."
+        lacks = next((layer for layer in layers if not hasattr(layer, method)), None)
+        if lacks is not None:
+            return f"{type(lacks).__name__}, of this model's cache, has no {method}()."
+    if method == "crop":
+        fixed = next((type(layer).__name__ for layer in layers if getattr(layer, "is_croppable", True) is False), "")
+        why = f"this model's cache cannot be cropped: is_croppable is False for its {fixed}, a state has no past."
+        return why if fixed else ""
+    half = next((type(part).__name__ for part in (cache, *layers) if _moves_half(part, method)), "")
+    why = f"{method}() of {half}, of this model's cache, moves keys and values only and leaves its states where they are"
+    return f"{why}: it is not to be called on this model." if half else ""
+
+
+def _moves_half(part: Any, method: str) -> bool:
+    """Whether a cache or layer that keeps states beside keys and values has the method of its keys and values alone."""
+    whole = isinstance(part, Cache)
+    if whole:
+        states = any(isinstance(value, list) and name != "layers" for name, value in vars(part).items())
+    else:
+        states = any(getattr(part, name, None) for name in STATES)
+    return states and getattr(type(part), method) is getattr(Cache if whole else DynamicLayer, method, None)
 
 
 class TransformersCache(OwnCache):

@@ -8,7 +8,7 @@ from kvinterp.errors import UnsupportedError
 from kvinterp.models import Adapter
 from kvinterp.models.inputs import check_whole
 from kvinterp.paths.calls.base import Call, Feeder, Loop
-from kvinterp.paths.calls.generate import Generating, check_generates
+from kvinterp.paths.calls.generate import check_generates, generating, run
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,16 +40,16 @@ class Assisted(Call):
                 f"call={self} shows the rows of a draft after their forward, where nothing can be put in their place: use "
                 f"verified({self.drafts}), which then takes no draft."
             )
-        with Generating(feeder, self, prompt_lookup_num_tokens=self.drafts) as generating:
-            for given in generating.forwards():
-                left = int(generating.cache.get_seq_length())
+        with generating(feeder, self, prompt_lookup_num_tokens=self.drafts) as asked:
+            for given in asked.forwards():
+                left = int(asked.cache.get_seq_length())
                 feeder.store.cropped(left)
                 view.crop(left)
                 tokens = given["input_ids"]
-                drafts = tokens[:, length + len(generating.sent) - left :]
-                made = generating.run(given, tokens.shape[1] - drafts.shape[1])
+                drafts = tokens[:, length + len(asked.sent) - left :]
+                made = run(feeder, asked, given, tokens.shape[1] - drafts.shape[1])
                 sent = yield from feeder.checked(made.logits[:, -1 - drafts.shape[1] :], drafts)
-                generating.answer(made, sent)
+                asked.answer(made, sent)
 
     def missing(self, witness: dict[str, int]) -> str:
         """Drafts, right or wrong."""

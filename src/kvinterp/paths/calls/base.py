@@ -113,17 +113,52 @@ class Masking(NamedTuple):
     mask: Tensor | None = None
     positions: Tensor | None = None
 
+    @classmethod
+    def counting(cls, mask: Tensor) -> Masking:
+        """A mask, with the positions that it leaves where what is masked is not counted."""
+        return cls(mask, (mask.cumsum(-1) - 1).clamp(min=0))
+
+    def rows(self, rows: Tensor) -> Masking:
+        """What is said of these rows."""
+        return Masking(*(None if said is None else said[rows] for said in self))
+
     def of(self, start: int, stop: int) -> Masking:
-        """What belongs to the tokens from ``start`` to ``stop``, of what is said of all."""
+        """What belongs to the tokens from ``start`` to ``stop``; none is masked that nothing is said of."""
         mask, positions = self
+        if mask is not None and mask.shape[1] < stop:
+            mask = torch.cat([mask, mask.new_ones(len(mask), stop - mask.shape[1])], 1)
+            positions = None if positions is None else Masking.counting(mask).positions
         return Masking(None if mask is None else mask[:, :stop], None if positions is None else positions[:, start:stop])
 
 
 NOTHING = Masking()
 
 
+class Feeding:
+    """Rows of tokens on one cache: what feeds a model, under a call plan and in an audit.
+
+    Attributes:
+        length: Positions that are on the cache.
+        masking: Of all positions.
+    """
+
+    length: int = 0
+    masking: Masking = NOTHING
+
+    def run(self, tokens: Tensor, masking: Masking) -> Tensor:
+        """Logits of new tokens, ``[batch, new, vocab]``, of one forward on the cache."""
+        raise NotImplementedError
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """The same, told what belongs to their positions."""
+        stop = self.length + tokens.shape[1]
+        logits = self.run(tokens, self.masking.of(self.length, stop))
+        self.length = stop
+        return logits
+
+
 @dataclasses.dataclass
-class Feeder:
+class Feeder(Feeding):
     """What a plan drives a model with.
 
     Attributes:
@@ -150,23 +185,25 @@ class Feeder:
     witness: dict[str, int] = dataclasses.field(default_factory=dict)
     store: Any = None
 
-    def start(self, tokens: Tensor, room: int) -> None:
+    def start(self, tokens: Tensor, room: int, masking: Masking = NOTHING) -> None:
         """Begins a pass."""
         self.view.crop(0)
+        self.length, self.masking = 0, masking
         self.store = self.begin(tokens, room)
 
-    def forward(
-        self, tokens: Tensor, masking: Masking = NOTHING, own: Tensor | None = None, shown: int | None = None
-    ) -> Tensor:
+    def forward(self, tokens: Tensor, own: Tensor | None = None, shown: int | None = None) -> Tensor:
         """Logits of new tokens, ``[batch, new, vocab]``, on the store of the pass.
 
         Args:
             tokens: ``[batch, new]``.
-            masking: What the model is told beside them.
             own: Which of them are the path's, ``[new]``; all of them by default.
             shown: How many of them are shown; all by default.
         """
         self.view.feed(torch.ones(tokens.shape[1], dtype=torch.bool) if own is None else own.cpu(), shown)
+        return super().forward(tokens)
+
+    def run(self, tokens: Tensor, masking: Masking) -> Tensor:
+        """One forward on the store."""
         logits = self.adapter.forward(tokens, self.store, **masking._asdict())
         if self.store is not None:
             self.store.settle()
@@ -204,20 +241,23 @@ class Feeder:
         self.count("drafts rejected", drafts.shape[1] - len(sent) + 1)
         return sent
 
-    def pieces(self, tokens: Tensor, masking: Masking = NOTHING, own: Tensor | None = None) -> Tensor:
+    def pieces(self, tokens: Tensor, own: Tensor | None = None) -> Tensor:
         """Logits of a prompt, ``[batch, position, vocab]``, fed in chunks where the path says so."""
-        begun, made = 0, []
-        for piece in in_chunks(tokens, self.chunk):
-            stop = begun + piece.shape[1]
-            made.append(self.forward(piece, masking.of(begun, stop), None if own is None else own[begun:stop]))
-            begun = stop
-        return torch.cat(made, 1)
+        pieces = list(in_chunks(tokens, self.chunk))
+        owned = [None] * len(pieces) if own is None else own.split([piece.shape[1] for piece in pieces])
+        return torch.cat([self.forward(piece, mine) for piece, mine in zip(pieces, owned, strict=True)], 1)
 
     def crop(self, length: int) -> None:
         """Takes back all positions from ``length`` on, and counts them."""
         self.count("positions taken back", len(self.view.own) - length)
         self.store.crop(length)
         self.view.crop(length)
+        self.length = length
+
+    def select(self, rows: Tensor) -> None:
+        """Keeps these rows, in this order."""
+        self.store.select(rows)
+        self.masking = self.masking.rows(rows)
 
     def count(self, name: str, more: int = 1) -> None:
         """Counts what happened."""

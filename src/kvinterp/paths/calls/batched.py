@@ -5,11 +5,9 @@ from __future__ import annotations
 import dataclasses
 
 import torch
-from torch import Tensor
 
 from kvinterp.models.inputs import MOST_LISTED, check_whole
 from kvinterp.paths.calls.base import NOTHING, Call, Feeder, Loop, Masking
-from kvinterp.paths.calls.padded import counted
 
 EVERY = 2
 """Steps from one leaving to the next joining."""
@@ -42,30 +40,27 @@ class Batched(Call):
         view.row = self.rows // 2
         pads = [(abs(row - view.row) % length) * masks for row in range(self.rows)]
         tokens = torch.cat([prompt.roll(row - view.row, 1) for row in range(self.rows)])
-        mask: Tensor = torch.stack([torch.arange(length) >= pad for pad in pads]).to(tokens)
-        feeder.start(tokens, feeder.steps)
-        logits = feeder.pieces(tokens, counted(mask) if any(pads) else NOTHING)
+        mask = torch.stack([torch.arange(length) >= pad for pad in pads]).to(tokens)
+        feeder.start(tokens, feeder.steps, Masking.counting(mask) if any(pads) else NOTHING)
+        logits, rows = feeder.pieces(tokens), self.rows
         feeder.witness |= {"rows": self.rows, "pads masked": sum(pads)}
         for step in range(feeder.steps + 1):
             token = yield logits[view.row : view.row + 1, -1]
-            if step % (2 * EVERY) == EVERY - 1 and len(mask) > 2 and feeder.store.can_select:
+            if step % (2 * EVERY) == EVERY - 1 and rows > 2 and feeder.store.can_select:
                 # One before the prompt's, whose own place changes then.
-                keep = torch.tensor([row for row in range(len(mask)) if row != (view.row - 1) % len(mask)])
-                feeder.store.select(keep.to(mask.device))
-                mask, view.row = mask[keep], int((keep == view.row).nonzero())
+                keep = torch.tensor([row for row in range(rows) if row != (view.row - 1) % rows])
+                feeder.select(keep.to(tokens.device))
+                rows, view.row = rows - 1, int((keep == view.row).nonzero())
                 feeder.count("neighbours that left")
             elif step % (2 * EVERY) == 2 * EVERY - 1 and feeder.store.can_select:
-                mask = self._joined(feeder, mask)
-            new = (token + torch.arange(len(mask), device=token.device) - view.row) % feeder.adapter.facts.vocabulary
-            mask = torch.cat([mask, mask.new_ones(len(mask), 1)], 1)
-            told = counted(mask)
-            assert told.positions is not None
-            masking = Masking(mask, told.positions[:, -1:]) if any(pads) else NOTHING
-            logits = feeder.forward(new[:, None], masking)
+                self._join(feeder)
+                rows += 1
+            new = (token + torch.arange(rows, device=token.device) - view.row) % feeder.adapter.facts.vocabulary
+            logits = feeder.forward(new[:, None])
 
-    def _joined(self, feeder: Feeder, mask: Tensor) -> Tensor:
+    def _join(self, feeder: Feeder) -> None:
         """Another request joins: its own prefill of as many tokens as there are positions, put under the others."""
-        total = mask.shape[1]
+        total = feeder.length
         tokens = feeder.prompt.repeat(1, total // feeder.prompt.shape[1] + 1)[:, :total].roll(1, 1)
         store = feeder.aside(tokens, 1)
         feeder.view.silent = True
@@ -74,8 +69,10 @@ class Batched(Call):
         finally:
             feeder.view.silent = False
         feeder.store.join(store)
+        mask = feeder.masking.of(0, total).mask
+        if mask is not None:
+            feeder.masking = Masking.counting(torch.cat([mask, mask.new_ones(1, total)]))
         feeder.count("neighbours that joined")
-        return torch.cat([mask, mask.new_ones(1, total)])
 
     def missing(self, witness: dict[str, int]) -> str:
         """Rows beside the prompt's."""

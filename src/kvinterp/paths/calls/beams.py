@@ -40,7 +40,7 @@ class Beams(Call):
         order = torch.arange(self.beams, device=tokens.device).roll(1)
         while True:
             token = yield logits[view.row : view.row + 1, -1]
-            feeder.store.select(order)
+            feeder.select(order)
             view.row = (view.row + 1) % self.beams
             feeder.count("rows moved", self.beams)
             new = (token + torch.arange(self.beams, device=token.device) - view.row) % feeder.adapter.facts.vocabulary

@@ -38,7 +38,7 @@ class Compiled(Call):
 
     def check(self, adapter: Adapter, length: int, steps: int) -> None:
         """Refuses what is no transformers model itself, and a backend that lacks its compiler."""
-        if adapter.kind != "native":
+        if not adapter.plain:
             raise UnsupportedError(
                 f"call={self} compiles a transformers model's own forward, and this is a {adapter.kind}: load the model with "
                 "kind='native'."

@@ -7,14 +7,15 @@ import dataclasses
 import functools
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from kvinterp.errors import UnsupportedError
 from kvinterp.models import Adapter
+from kvinterp.models.transformers_api import can_generate, greedy
 from kvinterp.paths.calls.base import Call, Feeder, Loop
 
 
@@ -28,44 +29,44 @@ class Generate(Call):
 
     def feed(self, feeder: Feeder) -> Loop:
         """Runs each forward that ``generate()`` asks for, and tells it which token was chosen."""
-        with Generating(feeder, self) as generating:
-            for given in generating.forwards():
-                made = generating.run(given)
-                generating.answer(made, [(yield made.logits[:, -1])])
+        with generating(feeder, self) as asked:
+            for given in asked.forwards():
+                made = run(feeder, asked, given)
+                asked.answer(made, [(yield made.logits[:, -1])])
 
     def missing(self, witness: dict[str, int]) -> str:
         """Forwards on the cache."""
         return "" if witness.get("cached positions read") else "generate() read no cached position"
 
 
-class _StoppedError(Exception):
-    """Ends a ``generate()`` whose path is over."""
+class _StoppedError(BaseException):
+    """Ends a ``generate()`` that is over for whoever runs its forwards; no error, which a model's own code might catch."""
 
 
 class Generating:
     """A ``generate()`` in a thread of its own that only prepares forwards: they are run where the hooks are, in the caller's.
 
     Args:
-        feeder: The path's.
-        call: The plan, as errors name it.
-        more: What ``generate()`` is configured with besides.
+        model: A transformers model.
+        prompt: ``[row, position]``.
+        chosen: The config of its ``generate()``.
+        mask: Of the prompt, 0 where there is no token; ones by default.
+        cache: What it is to use; its own by default.
 
     Attributes:
-        cache: The path's.
-        sent: The path's tokens, as far as they are known.
-
-    Raises:
-        UnsupportedError: The model keeps its own cache.
+        cache: The cache that it was given.
+        sent: The tokens that it is made to take, as far as they are known; those that it chooses where there are none.
+        made: What it returned, once it has.
     """
 
-    def __init__(self, feeder: Feeder, call: Call, **more: Any) -> None:
-        feeder.start(feeder.prompt, feeder.steps)
-        self.cache: Any = getattr(feeder.store.own, "model_cache", None)
-        if self.cache is None:
-            raise UnsupportedError(
-                f"call={call} needs a cache of transformers', and this model keeps its own: leave it out."
-            )
-        self._feeder, self._model, self._call, self._more = feeder, feeder.adapter.model, call, more
+    made: Any = None
+
+    def __init__(
+        self, model: nn.Module, prompt: Tensor, chosen: Any, mask: Tensor | None = None, cache: Any = None
+    ) -> None:
+        self._model: Any = model
+        self._prompt, self._chosen, self.cache = prompt, chosen, cache
+        self._mask = torch.ones_like(prompt) if mask is None else mask
         self.sent: list[Tensor] = []
         self._asked: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -83,25 +84,13 @@ class Generating:
         self._stack.close()
 
     def forwards(self) -> Iterator[dict[str, Any]]:
-        """What ``generate()`` gives each forward, by name."""
-        while True:
-            asked = self._asked.get()
+        """What ``generate()`` gives each forward, by name, until it returns."""
+        while (asked := self._asked.get()) is not None:
             if isinstance(asked, BaseException):
                 raise asked
-            new, chunk = asked["input_ids"].shape[1], self._feeder.chunk
-            if chunk is not None and not self.sent and new > chunk:
-                raise UnsupportedError(f"call={self._call} feeds its prompt as it likes: leave chunk={chunk} out.")
             yield asked
 
-    def run(self, given: dict[str, Any], shown: int | None = None) -> Any:
-        """A forward's output; so many of its first tokens are shown, all of them for None."""
-        new = given["input_ids"].shape[1]
-        made = self._feeder.shown(new, functools.partial(self._model, **given), shown)
-        self._feeder.count("forwards of generate()")
-        self._feeder.count("cached positions read", int(self.cache.get_seq_length()) - new)
-        return made
-
-    def answer(self, made: Any, sent: list[Tensor]) -> None:
+    def answer(self, made: Any, sent: Sequence[Tensor] = ()) -> None:
         """Hands back a forward's output, and the tokens that follow."""
         self.sent += sent
         self._answers.put(made)
@@ -118,7 +107,7 @@ class Generating:
         def led(*args: Any, **given: Any) -> Any:
             if threading.current_thread() is not self._thread:
                 return forward(*args, **given)
-            self._asked.put(given)
+            self._asked.put({**dict(zip(("input_ids",), args, strict=False)), **given})
             made = self._answers.get()
             if made is None:
                 raise _StoppedError
@@ -134,45 +123,59 @@ class Generating:
                 vars(self._model)["forward"] = before
 
     def _generate(self) -> None:
-        from transformers import GenerationConfig
-
-        prompt = self._feeder.prompt
-        chosen = GenerationConfig(
-            max_new_tokens=self._feeder.steps + 2,
-            do_sample=False,
-            num_beams=1,
-            disable_compile=True,
-            # No token ends it: the path says when it is over.
-            eos_token_id=self._feeder.adapter.facts.vocabulary,
-            pad_token_id=0,
-            **self._more,
-        )
-
         def forced(text: Tensor, scores: Tensor) -> Tensor:
-            at = text.shape[1] - prompt.shape[1]
+            at = text.shape[1] - self._prompt.shape[1]
             if at >= len(self.sent):
                 return scores
             return torch.full_like(scores, -torch.inf).scatter(1, self.sent[at][:, None].to(scores.device), 0.0)
 
+        given = {} if self.cache is None else {"past_key_values": self.cache}
+        given |= {"attention_mask": self._mask, "generation_config": self._chosen, "logits_processor": [forced]}
+        ended: Any = None
         try:
-            given = {"attention_mask": torch.ones_like(prompt), "past_key_values": self.cache}
-            generate: Any = self._model.generate
-            generate(prompt, generation_config=chosen, logits_processor=[forced], **given)
-            self._asked.put(UnsupportedError(f"generate() of this model ended by itself: leave call={self._call} out."))
+            self.made = self._model.generate(self._prompt, **given)
         except _StoppedError:
             pass
-        # Whatever a model's own generate() meets first is raised where the path runs.
+        # Whatever a model's own generate() meets first is raised where its forwards run.
         except BaseException as error:
-            self._asked.put(error)
+            ended = error
+        self._asked.put(ended)
+
+
+@contextlib.contextmanager
+def generating(feeder: Feeder, call: Call, **more: Any) -> Iterator[Generating]:
+    """The ``generate()`` of a path; ``more``: what it is configured with besides.
+
+    Raises:
+        UnsupportedError: The model keeps its own cache, or it ended by itself.
+    """
+    feeder.start(feeder.prompt, feeder.steps)
+    cache = getattr(feeder.store.own, "model_cache", None)
+    if cache is None:
+        raise UnsupportedError(f"call={call} needs a cache of transformers', and this model keeps its own: leave it out.")
+    # No token ends it: the path says when it is over.
+    ends = {"eos_token_id": feeder.adapter.facts.vocabulary, "pad_token_id": 0}
+    chosen = greedy(feeder.steps + 2, **ends, **more)
+    with Generating(feeder.adapter.model, feeder.prompt, chosen, cache=cache) as asked:
+        yield asked
+    raise UnsupportedError(f"generate() of this model ended by itself: leave call={call} out.")
+
+
+def run(feeder: Feeder, asked: Generating, given: dict[str, Any], shown: int | None = None) -> Any:
+    """The output of a forward that was asked for; so many of its first tokens are shown, all of them for None."""
+    new, chunk = given["input_ids"].shape[1], feeder.chunk
+    if chunk is not None and not asked.sent and new > chunk:
+        raise UnsupportedError("generate() feeds its prompt as it likes: leave the chunk out of the path.")
+    made = feeder.shown(new, functools.partial(feeder.adapter.model, **given), shown)
+    feeder.count("forwards of generate()")
+    feeder.count("cached positions read", int(asked.cache.get_seq_length()) - new)
+    return made
 
 
 def check_generates(adapter: Adapter, call: Call) -> None:
     """Raises UnsupportedError for a model that has no ``generate()`` of transformers'."""
-    from transformers import GenerationMixin
-
-    model: Any = adapter.model
-    if not isinstance(model, GenerationMixin) or not model.can_generate():  # type: ignore[attr-defined]
+    if not can_generate(adapter.model):
         raise UnsupportedError(
-            f"call={call} needs transformers' generate(), and a {type(model).__name__} has none: load the model with "
+            f"call={call} needs transformers' generate(), and a {type(adapter.model).__name__} has none: load the model with "
             "kind='native'."
         )

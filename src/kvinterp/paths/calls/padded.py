@@ -53,17 +53,13 @@ class Padded(Call):
         prompt = feeder.prompt
         while True:
             tokens, own = self._padded(prompt, feeder.adapter.facts.vocabulary)
-            masking = counted(own[None].to(tokens))
-            feeder.start(tokens, feeder.steps)
-            logits = feeder.pieces(tokens, masking, own)[:, int(own.nonzero()[-1])]
+            feeder.start(tokens, feeder.steps, Masking.counting(own[None].to(tokens)))
+            logits = feeder.pieces(tokens, own)[:, int(own.nonzero()[-1])]
             feeder.witness |= {"pads masked": self.pads}
             while feeder.form == "cached":
                 token = yield logits
-                own = torch.cat([own, own.new_ones(1)])
-                mask, positions = counted(own[None].to(tokens))
-                assert positions is not None
-                logits = feeder.forward(token[:, None], Masking(mask, positions[:, -1:]))[:, -1]
-                feeder.witness["last position given"] = int(own.sum()) - 1
+                logits = feeder.forward(token[:, None])[:, -1]
+                feeder.witness["last position given"] = feeder.length - self.pads - 1
             token = yield logits
             prompt = torch.cat([prompt, token[:, None]], 1)
 
@@ -75,8 +71,3 @@ class Padded(Call):
         if self.side == "left":
             return torch.cat([pads, prompt], 1), torch.cat([none, ones])
         return torch.cat([prompt, pads], 1), torch.cat([ones, none])
-
-
-def counted(mask: Tensor) -> Masking:
-    """A mask ``[batch, position]``, with the positions that it leaves when what is masked is not counted."""
-    return Masking(mask, (mask.cumsum(-1) - 1).clamp(min=0))

@@ -28,7 +28,7 @@ class Static(Call):
 
     def check(self, adapter: Adapter, length: int, steps: int) -> None:
         """Refuses a transformers model that does not say that it can, as ``generate()`` does."""
-        if adapter.kind == "native" and not getattr(adapter.model, "_can_compile_fullgraph", False):
+        if adapter.plain and not adapter.takes_static:
             raise UnsupportedError(
                 f"call={self} needs a model that says it runs on a StaticCache, and {adapter.facts.architecture} does not "
                 "(_can_compile_fullgraph): leave it out."

@@ -51,7 +51,7 @@ class Kernels(Experiment):
 
     def reduce(self, made: Mapping[str, Made], settings: Mapping[str, Any], folder: Path | None) -> Outcome:
         """The table, and the first operation that differs."""
-        from kvinterp.auditing import KernelsTable
+        from kvinterp.auditing.shape_dependence import KernelsTable
 
         tables, about = made["kernels"]
         found = KernelsTable(tables["kernels"], about["first"], about["provenance"])
@@ -108,7 +108,7 @@ def measured(
     model: Mapping[str, Any], sizes: Sequence[int], kernels: str, seed: int
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """The kernels table of a model."""
-    from kvinterp.auditing import kernels_table
+    from kvinterp.auditing.shape_dependence import kernels_table
 
     made = kernels_table(loaded(model), sizes=sizes, kernels=kernels, seed=seed)
     return {"kernels": made.table}, {"first": made.first, "provenance": made.provenance}

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from kvinterp.auditing.folder import put, tables_of
+from kvinterp.auditing.ladder import EMBEDDING
 from kvinterp.common.numbers import counted
-from kvinterp.comparison.vocabulary import EMBEDDING
 from kvinterp.errors import InputError
 from kvinterp.models.adapter import DTYPES
 from kvinterp.study.findings.of_comparison import ladder_chart
