@@ -14,8 +14,8 @@ from browser import EVIL, IN_A_BROWSER, check_markup, faults_of
 
 import kvinterp as kv
 from kvinterp.errors import InputError, UnsupportedError
+from kvinterp.study.report.page import script, styles
 from kvinterp.study.report.panel import PatchPanel, patch_panel
-from kvinterp.study.report.script import script, styles
 from support import Case
 
 pytest.importorskip("anywidget")

@@ -32,8 +32,7 @@ from kvinterp.study.report.axes import (
     whole_numbers,
     zero_aware,
 )
-from kvinterp.study.report.ink import ink_on
-from kvinterp.study.report.style import CMAP, DIVERGING, line_of, of_models, series_of, sheet
+from kvinterp.study.report.style import CMAP, DIVERGING, ink_on, line_of, of_models, series_of, sheet
 
 _GREY = "#808080"
 _WRITTEN = 96

@@ -11,12 +11,13 @@ import dataclasses
 import functools
 import hashlib
 from collections.abc import Mapping, Sequence
+from importlib import resources
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
 
 from kvinterp.errors import visible
-from kvinterp.study.report.script import script, styles
 
 # Parts: each is shown by the macro that bears its name -----------------------------------------------------------------
 
@@ -164,6 +165,22 @@ class Shaded:
 
 
 # Rendering -------------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _static(ending: str, *names: str) -> Markup:
+    """Files of ``static/`` by their names without ending, joined; they hold no "</", and nothing of a user's is in them."""
+    folder = resources.files("kvinterp.study.report").joinpath("static")
+    return Markup("\n".join(folder.joinpath(f"{name}.{ending}").read_text(encoding="utf-8") for name in names))
+
+
+script = functools.partial(_static, "js")
+"""The code of several scripts as one module, the one that others use first: ``script("draw", "page")``.
+
+No script imports another, so that one text serves a page, which allows it by its hash, and a notebook's widget.
+"""
+styles = functools.partial(_static, "css")
+"""The styles that go with scripts, as one style sheet."""
 
 
 _STYLES = {"report": ("page",), "audit": ("page", "audit"), "attention": ("page", "attention")}
