@@ -16,6 +16,7 @@ from kvinterp.study.report import page
 from kvinterp.study.report.page import (
     Answer,
     Bullets,
+    Cell,
     Column,
     Fold,
     Folded,
@@ -42,6 +43,7 @@ PARTS = [
     Picture(EVIL, b"a figure"),
     Table(HEAD, [[EVIL] * 5], EVIL, EVIL, EVIL),
     Table([Column(EVIL)], [[Links({EVIL: EVIL}, {EVIL: EVIL})], [Fold(EVIL, {EVIL: EVIL})]], EVIL, EVIL, EVIL),
+    Table([Column(EVIL)], [[Cell(EVIL, EVIL, EVIL, True)]]),
     Links({EVIL: EVIL}, {EVIL: EVIL}, EVIL),
     Packed(EVIL, {EVIL: b"data"}),
     Shaded([(EVIL, EVIL, EVIL)], [(EVIL, EVIL)]),
@@ -61,8 +63,8 @@ def test_every_part_is_text(part: Any) -> None:
 
 def test_every_kind_of_part_was_tried() -> None:
     kinds = {value for value in vars(page).values() if isinstance(value, type) and dataclasses.is_dataclass(value)}
-    # The head of a column, a drawn interval and a cell that unfolds are within the tables.
-    assert {type(part) for part in PARTS} == kinds - {Column, Interval, Fold}
+    # The head of a column, a drawn interval, a shaded cell and one that unfolds are within the tables.
+    assert {type(part) for part in PARTS} == kinds - {Column, Interval, Fold, Cell}
 
 
 def test_the_row_that_stands_out_is_the_one_named() -> None:

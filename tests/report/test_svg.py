@@ -21,7 +21,7 @@ from matplotlib.image import imread
 from PIL import Image
 
 from kvinterp.study.report.page import styles
-from kvinterp.study.report.panel_picture import LESS, MORE
+from kvinterp.study.report.panel_shown import _cell
 from kvinterp.study.report.style import CMAP, DIVERGING, SERIES, drawn_as, ink_on, keeping, save, sheet
 from kvinterp.study.report.svg import inline, picture
 
@@ -87,7 +87,8 @@ def test_figures_panel_and_page_have_one_colour_for_one_meaning() -> None:
     light = dict(re.findall(r"--kv-(\w+): light-dark\((#\w+)", styles("draw")))
     ends = {"low": CMAP(0.0), "high": CMAP(1.0), "less": DIVERGING(0.0), "more": DIVERGING(1.0)}
     assert {name: to_hex(color) for name, color in ends.items()} == {name: light[name] for name in ends}
-    assert [to_hex([c / 255 for c in end]) for end in (LESS, MORE)] == [light["less"], light["more"]]
+    cells = [_cell(value, 1.0, False, True) for value in (-1.0, 1.0)]
+    assert [cell.ground for cell in cells] == [light["less"], light["more"]], "the panel's picture"
 
 
 def drawn(title: str = "a title", name: str = "one", marks: int = 9) -> str:

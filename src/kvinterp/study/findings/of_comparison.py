@@ -9,14 +9,15 @@ import numpy as np
 import pandas as pd
 
 from kvinterp import metrics
+from kvinterp.auditing.ladder import unit_roundoff
 from kvinterp.common.numbers import against, counted, every, machine_of, most, number
 from kvinterp.comparison import PARTS
 from kvinterp.errors import in_one_line
 from kvinterp.metrics.recovery import ONLY_THE_PREFILL, TO_SEE_A_DIFFERENCE
 from kvinterp.metrics.statistics import mean_error
+from kvinterp.models.adapter import DTYPES
 from kvinterp.study.findings.charts import Chart, Panel
-from kvinterp.study.findings.rows import finding, findings_of, lines_of, median_of
-from kvinterp.study.reading.results import (
+from kvinterp.study.findings.results import (
     alike,
     decoded,
     let_go_of,
@@ -24,8 +25,8 @@ from kvinterp.study.reading.results import (
     right_answers,
     site_of,
     sites_of,
-    unit_roundoff,
 )
+from kvinterp.study.findings.rows import finding, findings_of, lines_of, median_of
 
 if TYPE_CHECKING:
     from kvinterp.comparison import Comparison
@@ -269,7 +270,7 @@ def rows_of_ladder(rungs: Mapping[str, Sequence[Comparison]]) -> Iterator[dict[s
     for label, group in rungs.items():
         for one in group:
             dtype, largest = one.provenance["dtype"], float(one.steps["max_abs_logit"].max())
-            note = f"{number(largest / unit_roundoff(dtype))} unit roundoffs"
+            note = f"{number(largest / unit_roundoff(DTYPES[dtype]))} unit roundoffs"
             what = "largest difference of a logit, the same prompts in each dtype"
             yield finding(what, largest, n=len(one.steps), unit="steps", note=note, of=label, dtype=dtype)
 
@@ -379,7 +380,9 @@ def ladder_of_comparisons(rungs: Mapping[str, Sequence[Comparison]]) -> Chart:
     Args:
         rungs: For each model its comparisons, one a dtype, on the same prompts.
     """
-    units = {one.provenance["dtype"]: unit_roundoff(one.provenance["dtype"]) for group in rungs.values() for one in group}
+    units = {
+        one.provenance["dtype"]: unit_roundoff(DTYPES[one.provenance["dtype"]]) for group in rungs.values() for one in group
+    }
     lines = {
         model: {one.provenance["dtype"]: float(one.steps["max_abs_logit"].max()) for one in group if len(one.steps)}
         for model, group in rungs.items()

@@ -13,8 +13,8 @@ from kvinterp.common.numbers import against, counted, every, number, percent, up
 from kvinterp.comparison.vocabulary import ANEW, PARTS, RECOVERED, UNCHANGED
 from kvinterp.metrics.recovery import TO_SEE_A_DIFFERENCE
 from kvinterp.study.findings.charts import Chart, Panel
+from kvinterp.study.findings.results import only
 from kvinterp.study.findings.rows import finding, median_of
-from kvinterp.study.reading.results import only
 
 if TYPE_CHECKING:
     from kvinterp.comparison import LogitAttribution, LogitLens

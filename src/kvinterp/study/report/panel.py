@@ -19,10 +19,17 @@ from kvinterp.models.load import check_loadable
 from kvinterp.patching import VIEWS, Asked, PatchAnswer, PatchBench, PatchMap
 from kvinterp.patching.asking import MEASURED
 from kvinterp.paths import kernels_named
-from kvinterp.study.reading.patching import recovery_said, said_of
 from kvinterp.study.report.page import script, styles
-from kvinterp.study.report.panel_picture import picture
-from kvinterp.study.report.panel_shown import answer_shown, choices, code_of, map_shown, plain
+from kvinterp.study.report.panel_shown import (
+    answer_shown,
+    choices,
+    code_of,
+    map_shown,
+    picture,
+    plain,
+    recovery_said,
+    said_of,
+)
 
 PROMPT = "Question: Nora has 88 boxes and Jack has 53. How many more boxes does Nora have than Jack?\nAnswer:"
 OTHER = PROMPT.replace("88", "78")
