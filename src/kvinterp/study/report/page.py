@@ -154,7 +154,7 @@ class Folded:
 
 @dataclasses.dataclass(frozen=True)
 class Packed:
-    """Data that the page's script draws, compressed, by what the reader calls them; see :mod:`kvinterp.study.report.packing`."""
+    """Data that the page's script draws, JSON compressed with gzip, by what the reader calls them."""
 
     name: str
     blobs: Mapping[str, bytes]
