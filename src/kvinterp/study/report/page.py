@@ -137,6 +137,28 @@ class Table:
     """``cards``: on a phone each row is a card."""
 
 
+def told(value: Any) -> str:
+    """A value as text: three digits of a number, what a list or a mapping holds, nothing where there is none."""
+    if value is None or value != value:
+        return ""
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {told(each) or 'none'}" for name, each in value.items())
+    if isinstance(value, list | tuple):
+        return ", ".join(told(each) or "none" for each in value)
+    return f"{value or 0:.3g}" if isinstance(value, float) else str(value)
+
+
+def table_of_rows(rows: Sequence[Mapping[str, Any]], text: str = "", here: str | None = None, folded: str = "") -> Table:
+    """A table of rows that all have the same names; where one column is a ``text``, each row is a card on a phone."""
+    head = [Column(name.replace("_", " "), "text" if name == text else "") for name in (rows[0] if rows else ())]
+    return Table(head, [list(map(told, row.values())) for row in rows], here, folded=folded, look="cards" if text else "")
+
+
+def pairs_of(found: Mapping[str, Any]) -> Pairs:
+    """Values beside their names."""
+    return Pairs({name.replace("_", " "): told(value) or "none" for name, value in found.items()}, look="beside")
+
+
 def opened(table: Table, count: int, what: str) -> list[Table]:
     """A table of which the first rows are seen, and the others behind a line that says how many more there are of what."""
     rest = dataclasses.replace(table, rows=table.rows[count:], name="", folded=f"{len(table.rows) - count} more {what}")
