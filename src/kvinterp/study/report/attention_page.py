@@ -92,19 +92,26 @@ class ShownHead:
     @property
     def newest(self) -> str:
         """The KL of the newest row."""
-        return nats(self.row["kl"])
+        return _nats(self.row["kl"])
 
     @property
     def largest(self) -> str:
         """The row with the largest KL."""
-        return largest_row(self.row["largest_row_kl"], self.row["largest_row"])
+        kl = self.row["largest_row_kl"]
+        return f"largest row: {_nats(kl)} at position {self.row['largest_row']}" if kl else "and 0 in every row"
 
     @property
     def scale(self) -> str:
-        """The scale of the difference, and in how many cells there is one."""
-        side = len(self.a)
-        largest, differing = float(np.abs(self.a - self.b).max()), int(np.count_nonzero(self.a != self.b))
-        return scale_of(largest, differing, side * (side + 1) // 2)
+        """The scale of the difference; one far below the largest is as good as white, so those that are not 0 are counted."""
+        difference, cells = self.a - self.b, len(self.a) * (len(self.a) + 1) // 2
+        differing = np.count_nonzero(difference)
+        return (
+            f"±{np.abs(difference).max():.2g}, in {differing} of {cells} cells" if differing else f"0 in all {cells} cells"
+        )
+
+
+def _nats(value: float) -> str:
+    return "exactly 0 nats" if value == 0 else f"{value:.2e} nats"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -167,15 +174,39 @@ def page_of(
     pair: tuple[Trace, Trace], step: int, compared: int, view: View, names: Sequence[str], heads: Sequence[ShownHead]
 ) -> AttentionPage:
     """The page about some heads, of so many that were compared, of two traces at a step; ``names`` are all positions' texts."""
-    prompt, length, (a, b) = len(pair[0].prompt), len(names), (trace.path for trace in pair)
-    sentences = [*what_is_compared(pair, step, length), heads_shown(len(heads), compared)]
+    prompt, length, (a, b), made = len(pair[0].prompt), len(names), (trace.path for trace in pair), pair[0].provenance
+    what = ", ".join(str(made[key]) for key in ("model", "kind", "dtype") if key in made) or "a model"
+    sentences = [
+        f"{what}. Step {step}: {length} positions, of which {prompt} are the prompt's. KL is of the newest row, "
+        f"KL({a} || {b}), before any cropping or pooling."
+    ]
+    for side, path in (("first", a), ("second", b)):
+        rows = f"all {length} rows computed at this step"
+        if step and path.startswith("cached"):
+            later = f"{prompt} to {length - 1} from steps 1 to {step}, one a step"
+            rows = f"rows 0 to {prompt - 1} from the prefill, rows {later}"
+        sentences.append(f"The {side} path, {path}: {rows}.")
+    if len(heads) < compared:
+        sentences.append(f"{len(heads)} of {compared} heads are shown, those with the largest KL.")
+    else:
+        all_heads = f"All {compared} heads are shown, the largest KL first."
+        sentences.append("The one head that was compared is shown." if compared == 1 else all_heads)
     if any("pattern" in trace.derived for trace in pair):
-        sentences.append(DERIVED)
+        sentences.append(
+            "Attention ran in a fused kernel (SDPA), which shows no pattern: these are derived beside it, from the queries "
+            "and keys that it was given."
+        )
     if view.block > 1:
-        sentences.append(pooled(view.block))
+        sentences.append(
+            f"Positions are pooled in blocks of {view.block}: attention to a block is summed over its keys and averaged "
+            "over its queries, so differences inside a block can cancel. The numbers in brackets count blocks."
+        )
     elif view.side < length:
         inside = np.mean([pattern.sum(1).mean() for head in heads for pattern in (head.a, head.b)])
-        sentences.append(cropped(view.start, view.stop, float(inside)))
+        sentences.append(
+            f"Positions {view.start} to {view.stop - 1} are shown; their rows give {inside:.1%} of their attention to keys "
+            "that are shown. The numbers in brackets count from the first position shown."
+        )
     tokens = view.labels(names)
     places = [view.place(number, prompt) for number in range(len(tokens))]
     if view.stop == length and view.block == 1:
@@ -183,72 +214,3 @@ def page_of(
     return AttentionPage(
         f"Attention at step {step}: {a} against {b}", tuple(sentences), (a, b), tokens, tuple(places), tuple(heads)
     )
-
-
-# Its sentences ---------------------------------------------------------------------------------------------------------
-
-DERIVED = (
-    "Attention ran in a fused kernel (SDPA), which shows no pattern: these are derived beside it, from the queries and "
-    "keys that it was given."
-)
-
-
-def what_is_compared(pair: Sequence[Trace], step: int, length: int) -> list[str]:
-    """The model, the step, how many positions there are at it, and the rows of each path."""
-    prompt, (a, b), made = len(pair[0].prompt), (trace.path for trace in pair), pair[0].provenance
-    what = ", ".join(str(made[key]) for key in ("model", "kind", "dtype") if key in made) or "a model"
-    return [
-        f"{what}. Step {step}: {length} positions, of which {prompt} are the prompt's. KL is of the newest row, "
-        f"KL({a} || {b}), before any cropping or pooling.",
-        *(
-            f"The {side} path, {_rows_of(trace, step, prompt)}."
-            for side, trace in zip(("first", "second"), pair, strict=True)
-        ),
-    ]
-
-
-def _rows_of(trace: Trace, step: int, prompt: int) -> str:
-    if step == 0 or not trace.path.startswith("cached"):
-        return f"{trace.path}: all {prompt + step} rows computed at this step"
-    later = f"{prompt} to {prompt + step - 1} from steps 1 to {step}, one a step"
-    return f"{trace.path}: rows 0 to {prompt - 1} from the prefill, rows {later}"
-
-
-def heads_shown(shown: int, compared: int) -> str:
-    """How many heads are shown of those that were compared."""
-    if shown < compared:
-        return f"{shown} of {compared} heads are shown, those with the largest KL."
-    if compared == 1:
-        return "The one head that was compared is shown."
-    return f"All {compared} heads are shown, the largest KL first."
-
-
-def pooled(block: int) -> str:
-    """What a cell of several positions stands for."""
-    return (
-        f"Positions are pooled in blocks of {block}: attention to a block is summed over its keys and averaged "
-        "over its queries, so differences inside a block can cancel. The numbers in brackets count blocks."
-    )
-
-
-def cropped(start: int, stop: int, inside: float) -> str:
-    """Which positions are shown, and what share of their attention goes to keys that are shown."""
-    return (
-        f"Positions {start} to {stop - 1} are shown; their rows give {inside:.1%} of their attention to keys "
-        "that are shown. The numbers in brackets count from the first position shown."
-    )
-
-
-def nats(value: float) -> str:
-    """A KL of two patterns."""
-    return "exactly 0 nats" if value == 0 else f"{value:.2e} nats"
-
-
-def largest_row(kl: float, position: int) -> str:
-    """Which row of a head differs most."""
-    return f"largest row: {nats(kl)} at position {position}" if kl else "and 0 in every row"
-
-
-def scale_of(largest: float, differing: int, cells: int) -> str:
-    """The scale of a difference; one far below the largest is as good as white, so those that are not 0 are counted."""
-    return f"±{largest:.2g}, in {differing} of {cells} cells" if differing else f"0 in all {cells} cells"
