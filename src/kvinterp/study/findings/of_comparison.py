@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
-from kvinterp import metrics
 from kvinterp.auditing.ladder import unit_roundoff
 from kvinterp.common.numbers import against, counted, every, machine_of, most, number
 from kvinterp.comparison import PARTS
@@ -26,7 +25,7 @@ from kvinterp.study.findings.results import (
     site_of,
     sites_of,
 )
-from kvinterp.study.findings.rows import finding, findings_of, lines_of, median_of
+from kvinterp.study.findings.rows import finding, findings_of, lines_of, median_of, share_of
 
 if TYPE_CHECKING:
     from kvinterp.comparison import Comparison
@@ -46,7 +45,6 @@ def _of_logits(comparison: Comparison) -> Iterator[dict[str, Any]]:
     steps, examples = comparison.same_text(comparison.steps), comparison.examples
     known = steps.dropna(subset=["max_abs_logit"])
     differ = (known["max_abs_logit"] > 0).to_numpy()
-    rate = metrics.rate_of(differ, known["example"].to_numpy(str))
     advice = TO_SEE_A_DIFFERENCE.rstrip(".") if steps["step"].any() and not comparison.provenance.get("lets_go") else ""
     first = f"first at step {int(known.loc[differ, 'step'].min())}" if differ.any() else advice
     if "compared" in steps:
@@ -54,7 +52,7 @@ def _of_logits(comparison: Comparison) -> Iterator[dict[str, Any]]:
         first = f"compared at {steps['compared'].min()} to {steps['compared'].max()} tokens a step"
         first += f"; KL not given at {without} of {counted(len(steps), 'step')}, where some token's log-prob is not"
         first += f"; no token is given by both sides at {counted(none, 'step')}" if none else ""
-    yield finding("steps whose logits differ", rate.effect, (rate.low, rate.high), len(known), "steps", "%", note=first)
+    yield share_of("steps whose logits differ", differ, known["example"], unit="steps", note=first)
     yield finding("largest difference of a logit", steps["max_abs_logit"].max(), n=len(steps), unit="steps")
     mean = f"mean {number(float(steps['kl'].mean()))} over all steps, largest {number(float(steps['kl'].max()))}"
     yield median_of("median of a prompt's mean KL", steps.groupby("example")["kl"].mean(), measure="nats", note=mean)
@@ -63,9 +61,8 @@ def _of_logits(comparison: Comparison) -> Iterator[dict[str, Any]]:
         what = "mean KL behind a flip, where the two texts differ"
         yield finding(what, after["kl"].mean(), n=len(after), unit="steps", measure="nats")
     flips = examples["flip_index"].notna().to_numpy()
-    rate = metrics.share_of(flips)
     first = f"the earliest at step {int(examples['flip_index'].min())}" if flips.any() else ""
-    yield finding("prompts in which a token flips", rate.effect, (rate.low, rate.high), len(flips), measure="%", note=first)
+    yield share_of("prompts in which a token flips", flips, note=first)
     margins = steps[["margin_a", "margin_b"]].min(axis=1, skipna=False)
     # A token drawn by lot is not decided by the margin.
     if comparison.provenance["strategy"] == "greedy" and np.isfinite(margins).any():
@@ -80,8 +77,7 @@ def _of_logits(comparison: Comparison) -> Iterator[dict[str, Any]]:
 
 def _of_answers(comparison: Comparison) -> Iterator[dict[str, Any]]:
     for path, right in right_answers(comparison).items():
-        rate = metrics.share_of(right)
-        yield finding("prompts answered right", rate.effect, (rate.low, rate.high), len(right), measure="%", path=path)
+        yield share_of("prompts answered right", right, path=path)
 
 
 _ENOUGH = 20
@@ -122,7 +118,7 @@ def _of_routing(comparison: Comparison) -> Iterator[dict[str, Any]]:
     table = decoded(comparison, "routing", "example", "layer", "changed", "difference", "margin_a", "margin_b")
     if table.empty:
         return
-    margins, of = table[["margin_a", "margin_b"]].min(axis=1), table["example"].to_numpy(str)
+    margins = table[["margin_a", "margin_b"]].min(axis=1)
     # A logit of each of two experts may move that far.
     near = (margins > 0) & (margins <= 2 * table["difference"])
     said = {
@@ -137,14 +133,13 @@ def _of_routing(comparison: Comparison) -> Iterator[dict[str, Any]]:
     for name, (events, note) in said.items():
         if name == "choices that the logits alone do not decide" and not events.any():
             continue
-        rate = metrics.rate_of(events.to_numpy(bool), of)
-        yield finding(name, rate.effect, (rate.low, rate.high), len(table), "choices", "%", note=note)
+        yield share_of(name, events, table["example"], unit="choices", note=note)
     for layer, mine in table.groupby("layer"):
-        rate = metrics.rate_of(mine["changed"].to_numpy(bool), mine["example"].to_numpy(str))
         least = number(float(mine[["margin_a", "margin_b"]].min(axis=None)))
         note = f"smallest margin {least}, largest difference of a router's logit {number(float(mine['difference'].max()))}"
-        yield finding("choices of experts that change", rate.effect, (rate.low, rate.high), len(mine), "choices", "%", note=note,
-                      layer=layer)  # fmt: skip
+        yield share_of(
+            "choices of experts that change", mine["changed"], mine["example"], unit="choices", note=note, layer=layer
+        )
 
 
 def _of_cache(comparison: Comparison) -> Iterator[dict[str, Any]]:

@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
-from kvinterp import metrics
 from kvinterp.common.numbers import against, counted, every, number, percent, upper
 from kvinterp.comparison.vocabulary import ANEW, PARTS, RECOVERED, UNCHANGED
 from kvinterp.metrics.recovery import TO_SEE_A_DIFFERENCE
 from kvinterp.study.findings.charts import Chart, Panel
 from kvinterp.study.findings.results import only
-from kvinterp.study.findings.rows import finding, median_of
+from kvinterp.study.findings.rows import finding, median_of, share_of
 
 if TYPE_CHECKING:
     from kvinterp.comparison import LogitAttribution, LogitLens
@@ -215,17 +214,15 @@ def _of_routing(split: Decomposition) -> Iterator[dict[str, Any]]:
     later = split.steps[split.steps["step"] > 0]
     if "changed" not in later:
         return
-    of, total = later["example"].to_numpy(str), later["choices"].sum()
-    rate = metrics.rate_of(later["changed"].to_numpy(float), of, later["choices"].to_numpy(float))
-    yield finding("choices of experts that differ, in all rows", rate.effect, (rate.low, rate.high), int(total), "choices", "%",
-                  null=later["null_changed"].sum() / total)  # fmt: skip
+    total = later["choices"].sum()
+    yield share_of("choices of experts that differ, in all rows", later["changed"], later["example"], later["choices"],
+                   unit="choices", null=later["null_changed"].sum() / total)  # fmt: skip
     differ, changed, newest = later["total_l2"] > 0, later["changed"] > 0, later["changed_newest"] > 0
     groups = {"with a changed choice in the newest row": newest, "with a changed choice in earlier rows alone": changed & ~newest,
               "without a changed choice": ~changed}  # fmt: skip
     for name, among in groups.items():
         steps, mine = f"decode steps {name}", later[differ & among]
-        rate = metrics.rate_of((among & differ).to_numpy(bool), of)
-        yield finding(f"{steps} whose logits differ", rate.effect, (rate.low, rate.high), len(later), "steps", "%")
+        yield share_of(f"{steps} whose logits differ", among & differ, later["example"], unit="steps")
         if len(mine):
             rest = "the rest, to 100%, is continuous: weights, experts and attention"
             note = (

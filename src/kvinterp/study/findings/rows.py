@@ -88,6 +88,22 @@ def median_of(what: str, values: Any, clusters: Any = None, **more: Any) -> dict
     return finding(what, middle.median, middle.interval, middle.n, **{"note": zeros, **more})
 
 
+def share_of(what: str, events: Any, clusters: Any = None, of: Any = None, **more: Any) -> dict[str, Any]:
+    """A finding that is the share of events, with its interval.
+
+    Args:
+        what: What was estimated.
+        events: Whether each happened, or how often.
+        clusters: What each belongs to, where there are several for each.
+        of: Out of how many each is, where not of one.
+        more: As for :func:`finding`.
+    """
+    events = np.asarray(events, dtype=float)
+    rate = metrics.share_of(events) if clusters is None else metrics.rate_of(events, np.asarray(clusters, dtype=str), of)
+    n = len(events) if of is None else int(np.sum(of))
+    return finding(what, rate.effect, (rate.low, rate.high), n, measure="%", **more)
+
+
 def findings_of(rows: Iterable[dict[str, Any]]) -> pd.DataFrame:
     """Findings as a table: labels first, then :data:`COLUMNS`."""
     table = pd.DataFrame(list(rows))

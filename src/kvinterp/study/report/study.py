@@ -13,8 +13,7 @@ from kvinterp.common.numbers import counted, ends_said, number, upper
 from kvinterp.common.store import write_whole
 from kvinterp.study.claims.base import FAILS, HOLDS, OPEN
 from kvinterp.study.claims.said import how_decided
-from kvinterp.study.report.experiment import kicker_of, last_parts, table_of
-from kvinterp.study.report.findings import findings_table, scaled
+from kvinterp.study.report.experiment import findings_table, kicker_of, last_parts, scaled, table_of
 from kvinterp.study.report.latex import latex_of, markdown_of
 from kvinterp.study.report.page import Answer, Bullets, Column, Fold, Folded, Interval, Links, Table, Text, render
 from kvinterp.study.report.svg import picture
