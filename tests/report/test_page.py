@@ -100,3 +100,14 @@ def test_the_template_is_installed_with_the_package() -> None:
     # tomllib is there from Python 3.11 on.
     settings = (Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8")
     assert re.search(r'package-data\]\nkvinterp = \[[^\]]*"study/report/\*\.j2", "study/report/static/\*"', settings)
+
+
+@pytest.mark.parametrize(
+    "part",
+    [Text(""), Answer([]), Bullets([]), Pairs({}), Links(), Table(HEAD, []), Folded("a line", []),
+     Folded("a line", [Text(""), Table(HEAD, [], folded="rows"), Folded("another", [Bullets([])])])],
+    ids=repr,
+)  # fmt: skip
+def test_what_is_empty_is_not_shown(part: Any) -> None:
+    assert fragment(part).strip() == ""
+    assert "a line" in fragment(Folded("a line", [part, Text("words")]))

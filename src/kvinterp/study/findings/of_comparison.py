@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
@@ -25,13 +25,13 @@ from kvinterp.study.findings.results import (
     site_of,
     sites_of,
 )
-from kvinterp.study.findings.rows import finding, findings_of, lines_of, median_of, share_of
+from kvinterp.study.findings.rows import Finding, finding, findings_of, lines_of, median_of, share_of
 
 if TYPE_CHECKING:
     from kvinterp.comparison import Comparison
 
 
-def rows_of_comparison(comparison: Comparison) -> list[dict[str, Any]]:
+def rows_of_comparison(comparison: Comparison) -> list[Finding]:
     """The findings of one comparison, of the steps at which both paths hold the same text unless they say otherwise."""
     left = [finding("prompt left out", np.nan, note=row["message"], prompt=row["id"])
             for row in comparison.failures.to_dict("records")]  # fmt: skip
@@ -41,7 +41,7 @@ def rows_of_comparison(comparison: Comparison) -> list[dict[str, Any]]:
             *_of_routing(comparison), *_of_cache(comparison), *left]  # fmt: skip
 
 
-def _of_logits(comparison: Comparison) -> Iterator[dict[str, Any]]:
+def _of_logits(comparison: Comparison) -> Iterator[Finding]:
     steps, examples = comparison.same_text(comparison.steps), comparison.examples
     known = steps.dropna(subset=["max_abs_logit"])
     differ = (known["max_abs_logit"] > 0).to_numpy()
@@ -75,7 +75,7 @@ def _of_logits(comparison: Comparison) -> Iterator[dict[str, Any]]:
             yield median_of(f"median rank correlation of KL and {of}, over the steps of a prompt", known, note="")
 
 
-def _of_answers(comparison: Comparison) -> Iterator[dict[str, Any]]:
+def _of_answers(comparison: Comparison) -> Iterator[Finding]:
     for path, right in right_answers(comparison).items():
         yield share_of("prompts answered right", right, path=path)
 
@@ -88,7 +88,7 @@ def _varies(steps: pd.DataFrame, name: str) -> bool:
     return min(steps["kl"].nunique(), steps[name].nunique()) > 2
 
 
-def _of_layers(comparison: Comparison) -> Iterator[dict[str, Any]]:
+def _of_layers(comparison: Comparison) -> Iterator[Finding]:
     table = decoded(comparison, "layers", "site", "layer", "example", "relative_l2")
     for site in dict.fromkeys(filter(None, [site_of(comparison), *sites_of(comparison)])):
         rows = table[table["site"] == site]
@@ -102,7 +102,7 @@ def _of_layers(comparison: Comparison) -> Iterator[dict[str, Any]]:
             yield median_of(f"median relative L2 of {site}", by, note=note, layer=layer)
 
 
-def _of_attention(comparison: Comparison) -> Iterator[dict[str, Any]]:
+def _of_attention(comparison: Comparison) -> Iterator[Finding]:
     means = means_of(comparison, "heads", ("layer", "head"), "kl").dropna()
     if means.empty:
         return
@@ -114,7 +114,7 @@ def _of_attention(comparison: Comparison) -> Iterator[dict[str, Any]]:
     yield finding(what, largest, n=prompts, measure="nats", note=derived, layer=layer, head=head)
 
 
-def _of_routing(comparison: Comparison) -> Iterator[dict[str, Any]]:
+def _of_routing(comparison: Comparison) -> Iterator[Finding]:
     table = decoded(comparison, "routing", "example", "layer", "changed", "difference", "margin_a", "margin_b")
     if table.empty:
         return
@@ -142,7 +142,7 @@ def _of_routing(comparison: Comparison) -> Iterator[dict[str, Any]]:
         )
 
 
-def _of_cache(comparison: Comparison) -> Iterator[dict[str, Any]]:
+def _of_cache(comparison: Comparison) -> Iterator[Finding]:
     means, sums = means_of(comparison, "kv_positions", ("tensor", "layer", "kv_head"), "relative_error"), []
     if means.empty and comparison.count("kv_positions"):
         note = "there is no step after the prefill at which both paths hold the same text"
@@ -233,7 +233,7 @@ def called(comparisons: Sequence[Comparison]) -> dict[str, Comparison]:
     return {", ".join(labels.values()): one for labels, one in labelled(comparisons)}
 
 
-def rows_between(comparisons: Sequence[Comparison]) -> list[dict[str, Any]]:
+def rows_between(comparisons: Sequence[Comparison]) -> list[Finding]:
     """The findings of all comparisons, each with what tells it from the others."""
     return [{**labels, **row} for labels, one in labelled(comparisons) for row in rows_of_comparison(one)]
 
@@ -260,7 +260,7 @@ def _only(comparison: Comparison, examples: pd.Series) -> Comparison:
     return type(comparison)(**tables, provenance=comparison.provenance)
 
 
-def rows_of_ladder(rungs: Mapping[str, Sequence[Comparison]]) -> Iterator[dict[str, Any]]:
+def rows_of_ladder(rungs: Mapping[str, Sequence[Comparison]]) -> Iterator[Finding]:
     """The largest difference of a logit in each dtype, in its unit roundoff too."""
     for label, group in rungs.items():
         for one in group:

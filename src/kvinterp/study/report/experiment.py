@@ -17,7 +17,7 @@ from kvinterp.common.store import write_whole
 from kvinterp.comparison.vocabulary import PROTOCOLS
 from kvinterp.study.findings.rows import bare, labels_of, of_how_many, place, tested, value
 from kvinterp.study.report.latex import cells_of, numeric
-from kvinterp.study.report.page import Answer, Column, Folded, Interval, Links, Pairs, Table, Text, opened, render
+from kvinterp.study.report.page import Answer, Column, Folded, Interval, Links, Pairs, Parts, Table, Text, opened, render
 from kvinterp.study.report.svg import picture
 from kvinterp.study.report.tokens import SCRIPTS, SHEETS
 
@@ -90,21 +90,20 @@ def write_experiment(
     rest = {name: table for name, table in tables.items() if name != "findings"}
     shown = list(rest)[:1] if findings is None else []
     lines = list(filter(None, sentences))
-    parts: list[Any] = [*([Answer(lines[:SENTENCES])] if lines else []), *pictures[:1]]
+    parts: Parts = [Answer(lines[:SENTENCES]), *pictures[:1]]
     first = [table_of(name, rest.pop(name)) for name in shown]
     parts += [dataclasses.replace(table, folded="", caption=table.folded) for table in first]
     if findings is not None and len(findings):
         parts += opened(findings_table(findings), OPEN, "finding" if len(findings) == OPEN + 1 else "findings")
-    if lines[SENTENCES:]:
-        more_said = [Text(each) for each in lines[SENTENCES:]]
-        parts.append(Folded(counted(len(more_said), "more sentence"), more_said))
-    parts += lead
-    parts += [Folded(counted(len(pictures) - 1, "more figure"), pictures[1:], "figures")] if pictures[1:] else []
     folded = [table_of(name, table) for name, table in rest.items() if len(table)]
-    parts += [Folded(counted(len(folded), "table"), folded, "tables")] if folded else []
-    if more.strip():
-        parts.append(Folded("What was asked", [Text(text) for text in more.strip().split("\n\n")]))
-    parts += last_parts(chosen, several, beside)
+    parts += [
+        Folded(counted(len(lines) - SENTENCES, "more sentence"), [Text(each) for each in lines[SENTENCES:]]),
+        *lead,
+        Folded(counted(len(pictures) - 1, "more figure"), pictures[1:], "figures"),
+        Folded(counted(len(folded), "table"), folded, "tables"),
+        Folded("What was asked", [Text(text) for text in more.strip().split("\n\n")]),
+        *last_parts(chosen, several, beside),
+    ]
     more_of = {"scripts": SCRIPTS, "sheets": (*SHEETS, "shaded")} if lead else {}
     path = folder / "report.html"
     write_whole(path, render("report", f"kvinterp: {heading}", parts, heading, kicker_of(several), **more_of))
@@ -125,17 +124,17 @@ def kicker_of(several: Mapping[str, Mapping[str, Any]]) -> str:
     return " · ".join(filter(None, said))
 
 
-def last_parts(chosen: Mapping[str, Any], several: Mapping[str, Mapping[str, Any]], files: Sequence[str]) -> list[Any]:
+def last_parts(chosen: Mapping[str, Any], several: Mapping[str, Mapping[str, Any]], files: Sequence[str]) -> Parts:
     """How a page of experiments ends: how to read it, what was chosen, what made it, and the files beside it."""
     return [
         Folded("How to read this", [Pairs(GLOSSARY)]),
         Folded("What was chosen", [Pairs({name: said(value) for name, value in chosen.items()}, "beside")]),
         *made_with_parts(several, "model"),
-        *([Links(files={name: name for name in files}, label="Beside this page:")] if files else []),
+        Links(files={name: name for name in files}, label="Beside this page:"),
     ]
 
 
-def made_with_parts(several: Mapping[str, Mapping[str, Any]], what: str) -> list[Any]:
+def made_with_parts(several: Mapping[str, Mapping[str, Any]], what: str) -> Parts:
     """What some things were made with, by their provenances: what they share, and what differs."""
     rows = {name: flattened(one) for name, one in several.items()}
     if not any(rows.values()):
@@ -144,7 +143,7 @@ def made_with_parts(several: Mapping[str, Mapping[str, Any]], what: str) -> list
     varying = [key for key in keys if len({row.get(key) for row in rows.values()}) > 1]
     (first, *_) = rows.values()
     common = [[key, first[key]] for key in keys if key not in varying]
-    parts: list[Any] = [
+    parts: Parts = [
         Text("The same on every line of the tables and in every figure:"),
         Table([Column("what"), Column("value")], common),
     ]

@@ -12,7 +12,19 @@ import pandas as pd
 from kvinterp.auditing.verdict import Verdict
 from kvinterp.common.numbers import counted, number
 from kvinterp.errors import in_one_line, visible
-from kvinterp.study.report.page import Answer, Folded, Links, Pairs, Shaded, Text, fragment, pairs_of, render, table_of_rows
+from kvinterp.study.report.page import (
+    Answer,
+    Folded,
+    Links,
+    Pairs,
+    Parts,
+    Shaded,
+    Text,
+    fragment,
+    pairs_of,
+    render,
+    table_of_rows,
+)
 
 SHEETS = ("shaded",)
 """The styles of a page with shaded tokens."""
@@ -96,14 +108,14 @@ def given_fragment(verdict: Verdict) -> str:
     return fragment(Text("In short; .report() writes the whole page.", look="note"), Text(shown, look="frame"))
 
 
-def _answer(verdict: Verdict) -> list[Any]:
+def _answer(verdict: Verdict) -> Parts:
     code, why = verdict.reading.splitlines()[0].split()[0], verdict.reading.splitlines()[1].strip()
     code = "CANNOT TELL" if code == "CANNOT" else code
     head = f"{code}: {verdict.verdict}. {_SAID[verdict.verdict]}"
     return [Answer([head, f"{why[:1].upper()}{why[1:]}"], {0: "good", 3: "unsure"}.get(verdict.exit_code, "bad"))]
 
 
-def _tokens_of(verdict: Verdict) -> list[Any]:
+def _tokens_of(verdict: Verdict) -> Parts:
     if verdict.tokens is None:
         return []
     found = verdict.given
@@ -115,7 +127,7 @@ def _tokens_of(verdict: Verdict) -> list[Any]:
     return shaded(verdict.tokens, unit, found["begins"])
 
 
-def shaded(table: pd.DataFrame, unit: tuple[float, str] | None = None, begins: int | None = None) -> list[Any]:
+def shaded(table: pd.DataFrame, unit: tuple[float, str] | None = None, begins: int | None = None) -> Parts:
     """Parts of a page: the texts, their tokens shaded by engine less ours, the sequences of the largest mean difference first.
 
     Args:
@@ -132,7 +144,7 @@ def shaded(table: pd.DataFrame, unit: tuple[float, str] | None = None, begins: i
     means, most, counts = of.mean(), of.max(), of.count()
     order = means.sort_values(ascending=False, na_position="last", kind="stable").index
     rows = dict(iter(table.groupby("sequence", observed=True, sort=False)))
-    parts: list[Any] = [Text("Token by token", look="h2"), *_where(table, begins)]
+    parts: Parts = [Text("Token by token", look="h2"), *_where(table, begins)]
     parts += _scale(table, size, what, begins)
     room, shown = TOKENS, 0
     for place, name in enumerate(order):
@@ -151,7 +163,7 @@ def shaded(table: pd.DataFrame, unit: tuple[float, str] | None = None, begins: i
     return [*parts, *_largest(table, what)]
 
 
-def _where(table: pd.DataFrame, begins: int | None) -> list[Any]:
+def _where(table: pd.DataFrame, begins: int | None) -> Parts:
     if begins is None:
         return [Text("No position was found at which the difference begins.")]
     behind = (table["position"] >= begins) & table["difference"].notna()
@@ -164,7 +176,7 @@ def _where(table: pd.DataFrame, begins: int | None) -> list[Any]:
     ]
 
 
-def _scale(table: pd.DataFrame, size: float, what: str, begins: int | None) -> list[Any]:
+def _scale(table: pd.DataFrame, size: float, what: str, begins: int | None) -> Parts:
     """What the shades mean."""
     last, off = len(BOUNDS), int((table["units"].abs() >= BOUNDS[-1]).sum())
     steps = [*(f"{low} to {high}" for low, high in itertools.pairwise(BOUNDS)), f"{BOUNDS[-1]} and more, off the scale"]
@@ -202,7 +214,7 @@ def _looks(rows: pd.DataFrame, begins: int | None) -> list[tuple[str, str, str]]
     return found
 
 
-def _largest(table: pd.DataFrame, what: str) -> list[Any]:
+def _largest(table: pd.DataFrame, what: str) -> Parts:
     top = table.loc[table["difference"].abs().nlargest(LARGEST).index]
     names = [
         name for name in ("sequence", "position", "text", "token", "engine", "ours", "difference", "units") if name in top

@@ -18,7 +18,7 @@ from kvinterp.common.numbers import against, number
 from kvinterp.comparison import Comparison
 from kvinterp.comparison.attention_rows import within
 from kvinterp.study.findings.results import site_of
-from kvinterp.study.report.page import Column, Links, Packed, Table, Text, fragment, opened, render
+from kvinterp.study.report.page import Column, Links, Packed, Parts, Table, Text, fragment, opened, render
 
 SCRIPTS, SHEETS = ("tables", "draw", "page"), ("draw",)
 """What a page with these parts runs, and its styles."""
@@ -31,7 +31,7 @@ OPEN, FLIPS = 6, 100
 _OF = ["example", "step"]
 
 
-def changes(found: Mapping[str, Comparison]) -> list[Any]:
+def changes(found: Mapping[str, Comparison]) -> Parts:
     """The parts of a page about what changed: flips, or else the steps of largest KL, and the texts to click on.
 
     Args:
@@ -50,7 +50,7 @@ def changes(found: Mapping[str, Comparison]) -> list[Any]:
     return [Text("Token by token", look="h2", name="changed"), *_table(found), Packed("kv-changes", blobs)]
 
 
-def _table(found: Mapping[str, Comparison]) -> list[Any]:
+def _table(found: Mapping[str, Comparison]) -> Parts:
     """The flips, each prompt's first before the others; where nothing flips the prompts by their largest KL."""
     rows: list[tuple[bool, bool, float, list[Any]]] = []
     for place, (label, comparison) in enumerate(found.items()):
