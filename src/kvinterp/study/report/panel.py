@@ -302,8 +302,8 @@ def _widget_class() -> Any:
 
 
 def _asked(given: Mapping[str, Any]) -> Asked:
-    fields: dict[str, Any] = {field.name: given[field.name] for field in dataclasses.fields(Asked)}
-    settled: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
+    found = {field.name: given[field.name] for field in dataclasses.fields(Asked)}
+    settled: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
     return Asked(**settled)
 
 

@@ -19,7 +19,6 @@ from kvinterp.study.report.page import Cell, Column, Table, Text, fragment
 from kvinterp.study.report.style import DIVERGING, ink_on
 
 UNITS = {"kl": "nats", "l2": "in logits", "logit_difference": "in logits"}
-NAMES = {"kl": "KL", "l2": "L2 distance", "logit_difference": "logit difference"}
 
 
 def choices(models: Iterable[str], bench: PatchBench | None, asked: Asked | None) -> dict[str, Any]:
@@ -106,7 +105,10 @@ def answer_shown(answer: PatchAnswer, bench: PatchBench, measure: str) -> dict[s
         "lead": lead,
         "rest": rest,
         "said": asked_said(asked, bench.adapter.facts.heads_of(asked.site), len(bench.fed)),
-        "distances": [_row(*distances[name]) for name in order],
+        "distances": [
+            [name, f"{before:.4g}", f"{after:.4g}", "undefined" if math.isnan(share) else f"{share:.2%}"]
+            for name, before, after, share in map(distances.__getitem__, order)
+        ],
         "lists": lists,
         "step": f"Most likely tokens at step {answer.shown_step}{', where the KL is largest' * (len(answer.steps) > 1)}",
         "seconds": f"answered in {answer.seconds:.2f} s",
@@ -121,7 +123,8 @@ def map_shown(made: PatchMap, measure: str, asked: Asked) -> dict[str, Any]:
     def label(value: Any) -> str:
         return "all" if value in (None, EVERY) else _block(value, pieces) if isinstance(value, tuple) else str(value)
 
-    filled = [[_finite(value) for value in row] for row in made.values[measure]]
+    # As JSON has them: without NaN.
+    filled = [[v if v is not None and math.isfinite(v) else None for v in row] for row in made.values[measure]]
     empty = [[None] * len(made.columns)] * (len(made.rows) - made.filled)
     fields = made.fields
     chosen = [
@@ -140,7 +143,7 @@ def map_shown(made: PatchMap, measure: str, asked: Asked) -> dict[str, Any]:
         "filled": made.filled,
         "chosen": chosen if min(chosen) >= 0 else None,
         "title": map_said(measure, ablates),
-        "unit": UNITS[measure] if ablates else f"recovery of the {NAMES[measure]}",
+        "unit": UNITS[measure] if ablates else f"recovery of the {_DISTANCES[measure]}",
         "scale": "sequential" if ablates else "diverging",
         "limits": None if ablates else [-1, 1],
     }
@@ -149,19 +152,6 @@ def map_shown(made: PatchMap, measure: str, asked: Asked) -> dict[str, Any]:
 def plain(value: Any) -> Any:
     """The value as JSON has it: a tuple becomes a list."""
     return list(value) if isinstance(value, tuple) else value
-
-
-def _finite(value: float | None) -> float | None:
-    """The value as JSON has it: without NaN."""
-    return value if value is not None and math.isfinite(value) else None
-
-
-def _row(name: str, before: float, after: float, recovery: float) -> list[str]:
-    return [name, _number(before), _number(after), "undefined" if math.isnan(recovery) else f"{recovery:.2%}"]
-
-
-def _number(value: float) -> str:
-    return "0" if value == 0 else f"{value:.4g}"
 
 
 def _several(numbers: Any) -> list[list[Any]]:
