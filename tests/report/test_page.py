@@ -105,9 +105,15 @@ def test_the_template_is_installed_with_the_package() -> None:
 @pytest.mark.parametrize(
     "part",
     [Text(""), Answer([]), Bullets([]), Pairs({}), Links(), Table(HEAD, []), Folded("a line", []),
-     Folded("a line", [Text(""), Table(HEAD, [], folded="rows"), Folded("another", [Bullets([])])])],
+     Folded("a line", [Text(""), Table(HEAD, []), Folded("another", [Bullets([])])])],
     ids=repr,
 )  # fmt: skip
 def test_what_is_empty_is_not_shown(part: Any) -> None:
     assert fragment(part).strip() == ""
     assert "a line" in fragment(Folded("a line", [part, Text("words")]))
+
+
+def test_a_table_without_rows_keeps_the_line_that_says_so() -> None:
+    shown = fragment(Table([Column("a")], [], folded="flips: 0 rows", name="table-flips"))
+    assert 'id="table-flips"' in shown
+    assert "flips: 0 rows" in shown

@@ -20,7 +20,8 @@ from markupsafe import Markup
 from kvinterp.errors import visible
 
 Parts: TypeAlias = list[Any]
-"""What a page consists of, one under the other; what is empty (a table without rows, a text without words) is not shown."""
+"""What a page consists of, one under the other; what is empty (a text without words, a table without rows or a line that
+unfolds it) is not shown."""
 
 # Parts: each is shown by the macro that bears its name -----------------------------------------------------------------
 
@@ -165,7 +166,7 @@ def pairs_of(found: Mapping[str, Any]) -> Pairs:
 def opened(table: Table, count: int, what: str) -> list[Table]:
     """A table of which the first rows are seen, and the others behind a line that says how many more there are of what."""
     rest = dataclasses.replace(table, rows=table.rows[count:], name="", folded=f"{len(table.rows) - count} more {what}")
-    return [dataclasses.replace(table, rows=table.rows[:count]), rest]
+    return [dataclasses.replace(table, rows=table.rows[:count]), *([rest] if rest.rows else [])]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -103,7 +103,8 @@ def claims_tables(claims: pd.DataFrame, links: Mapping[str, tuple[Links, str]]) 
         ])  # fmt: skip
     names = ("claims-table", "claims-open")
     made = [Table(head, each, name=name, look="cards claims") for name, each in zip(names, rows.values(), strict=True)]
-    return [made[0], dataclasses.replace(made[1], folded=f"{counted(len(rows[True]), 'claim')} {OPEN}")]
+    folded = dataclasses.replace(made[1], folded=f"{counted(len(rows[True]), 'claim')} {OPEN}")
+    return [table for table in (made[0], folded) if table.rows]
 
 
 _ORDER = {HOLDS: 0, FAILS: 1, OPEN: 2}
