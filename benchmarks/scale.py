@@ -167,7 +167,7 @@ SWEEPS: dict[str, Callable[[str], Iterator[Row]]] = {
 
 def draw(fits: list[Row], here: dict[str, Any], picture: Path) -> None:
     """A panel a sweep: the mean difference and its line, a dtype each."""
-    from kvinterp.study.report.axes import legend_outside, log_ticks
+    from kvinterp.study.report.charts import legend_outside, log_ticks
     from kvinterp.study.report.style import line_of, save, sheet, signed
 
     labels = {"depth": "layers", "width": "width", "logit scale": "head multiplied by", "length": "prompt (tokens)"}

@@ -8,7 +8,7 @@ import worlds
 from worlds import World
 
 from kvinterp.study.claims import CLAIMS, claims_of
-from kvinterp.study.reading.claims import claims_said, how_decided, reasons_said
+from kvinterp.study.claims.said import claims_said, how_decided, reasons_said
 
 QUICK = ("diverges-always", "kl-large", "eight-orders", "order-causes", "layer-1", "cache-carries", "q8-instructions")
 

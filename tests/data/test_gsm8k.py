@@ -15,7 +15,7 @@ from command_line import wrong
 from kvinterp.data import Prompt, extracted, load_prompts, score
 from kvinterp.data.gsm8k import Gsm8k
 from kvinterp.errors import InputError
-from kvinterp.study.reading.results import judged
+from kvinterp.study.findings.results import judged
 
 FOLDER = Path(__file__).with_name("problems")
 TEST, TRAIN = FOLDER / "test.jsonl", FOLDER / "train.jsonl"

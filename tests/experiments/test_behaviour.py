@@ -15,7 +15,7 @@ from kvinterp.study.behaviour.decoding import write
 from kvinterp.study.experiments.base import Outcome
 from kvinterp.study.experiments.behaviour import Behaviour, decodes_of, null_of
 from kvinterp.study.findings import findings_of, lines_of
-from kvinterp.study.reading.results import judged
+from kvinterp.study.findings.results import judged
 from support import Case
 
 KERNELS = "split_k(8,float16)"

@@ -436,6 +436,6 @@ def test_the_panel_s_bench_says_it(load: Any) -> None:
     answer = bench.ask(PROMPT, "embed", donor="path")
     assert answer.unchanged
     assert not bench.ask(PROMPT, "resid_post", 1, donor="zero").unchanged
-    from kvinterp.study.reading.patching import recovery_said
+    from kvinterp.study.report.panel_shown import recovery_said
 
     assert "The patch changed nothing" in recovery_said(answer)[1]

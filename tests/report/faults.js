@@ -13,16 +13,20 @@ async () => {
   // Colours: as the browser paints them, blended with what lies behind.
   const pixel = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
   const known = new Map();
-  const colour = (text) => {
-    if (!known.has(text)) {
+  const colour = (text, filter = "none") => {
+    const key = `${filter} ${text}`;
+    if (!known.has(key)) {
       pixel.clearRect(0, 0, 1, 1);
+      pixel.filter = filter;
       pixel.fillStyle = text;
       pixel.fillRect(0, 0, 1, 1);
       const [r, g, b, a] = pixel.getImageData(0, 0, 1, 1).data;
-      known.set(text, [r, g, b, a / 255]);
+      known.set(key, [r, g, b, a / 255]);
     }
-    return known.get(text);
+    return known.get(key);
   };
+  // What a style sheet does to all colours of a figure or a canvas.
+  const filterOf = (element) => getComputedStyle(element.ownerSVGElement || element).filter;
   const over = ([r, g, b, a], [x, y, z]) => [r * a + x * (1 - a), g * a + y * (1 - a), b * a + z * (1 - a), 1];
   const linear = (c) => (c / 255 <= 0.04045 ? c / 255 / 12.92 : ((c / 255 + 0.055) / 1.055) ** 2.4);
   const light = ([r, g, b]) => 0.2126 * linear(r) + 0.7152 * linear(g) + 0.0722 * linear(b);
@@ -56,6 +60,7 @@ async () => {
       const source = sources.get(element) || element;
       const [width, height] = [source.naturalWidth || source.width, source.naturalHeight || source.height];
       const drawn = Object.assign(document.createElement("canvas"), { width: width || 1, height: height || 1 }).getContext("2d");
+      drawn.filter = filterOf(element);
       if (width) drawn.drawImage(source, 0, 0);
       pixels.set(element, drawn.getImageData(0, 0, width || 1, height || 1));
     }
@@ -73,12 +78,8 @@ async () => {
   };
   const isLight = (element) => {
     const { data } = raster(element);
-    const turned = /invert\(1\)/.test(getComputedStyle(element).filter);
     let sum = 0;
-    for (let n = 0; n < data.length; n += 4) {
-      const found = light(over([data[n], data[n + 1], data[n + 2], data[n + 3] / 255], turned ? [255, 255, 255] : page));
-      sum += turned ? 1 - found : found;
-    }
+    for (let n = 0; n < data.length; n += 4) sum += light(over([data[n], data[n + 1], data[n + 2], data[n + 3] / 255], page));
     return sum / (data.length / 4) > 0.5;
   };
 
@@ -110,7 +111,7 @@ async () => {
   for (const svg of document.querySelectorAll("svg")) {
     if (!seen(svg)) continue;
     const frame = svg.getBoundingClientRect();
-    const ground = groundOf(svg);
+    const [ground, filter] = [groundOf(svg), filterOf(svg)];
     const images = [...svg.querySelectorAll("image")].filter(seen);
     if (isDark) for (const image of images) if (isLight(image)) say(svg, "holds a light picture on a dark page");
     const texts = [...svg.querySelectorAll("text")].filter((text) => seen(text) && text.textContent.trim());
@@ -120,14 +121,14 @@ async () => {
       if (box.left < frame.left - 2 || box.right > frame.right + 2 || box.top < frame.top - 2 || box.bottom > frame.bottom + 2) say(text, "leaves its figure");
       const below = images.map((image) => at(image, x, y)).filter((found) => found && found[3] > 0).pop();
       const behind = below ? over(below, ground) : ground;
-      const found = contrast(over(colour(getComputedStyle(text).fill), behind), behind);
+      const found = contrast(over(colour(getComputedStyle(text).fill, filter), behind), behind);
       if (found < (below ? 3 : 4.5)) say(text, `contrast ${found.toFixed(2)} in a figure`);
     }
     for (const line of svg.querySelectorAll("path, line, polyline, use, circle, rect")) {
       const style = getComputedStyle(line);
       if (!seen(line) || style.stroke === "none" || parseFloat(style.strokeWidth) < 1) continue;
       if (style.strokeOpacity * style.opacity < 0.5) continue;
-      const found = contrast(over(colour(style.stroke), ground), ground);
+      const found = contrast(over(colour(style.stroke, filter), ground), ground);
       // What has the ground's own colour is a halo.
       if (found > 1.05 && found < 3) say(svg, `a line ${style.stroke} of contrast ${found.toFixed(2)}`);
     }

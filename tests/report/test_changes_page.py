@@ -6,6 +6,8 @@ Every number that is read from the page is held against the tables.
 from __future__ import annotations
 
 import base64
+import gzip
+import json
 import math
 import re
 from collections.abc import Callable
@@ -20,9 +22,8 @@ from browser import EVIL, IN_A_BROWSER, Opened, check_markup, check_page
 from kvinterp.comparison import Comparison
 from kvinterp.study.experiments.behaviour import flipped_decodes
 from kvinterp.study.report.experiment import write_experiment
-from kvinterp.study.report.packing import packed, signed_codes, three_digits
 from kvinterp.study.report.page import render
-from kvinterp.study.report.tokens import SCRIPTS, SHEETS, changes, packed_comparison, tokens_fragment
+from kvinterp.study.report.tokens import SCRIPTS, SHEETS, changes, packed_comparison, three_digits, tokens_fragment
 from synthetic import comparison, comparison_page
 
 pytestmark = IN_A_BROWSER
@@ -191,32 +192,27 @@ def test_a_notebook_shows_it_in_a_frame(page_opened: Callable[..., Opened], tmp_
 def test_a_number_is_kept_to_three_digits(page_opened: Callable[..., Opened], tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     sizes = 10.0 ** rng.uniform(-23, 11, 300) * (1 + rng.uniform(size=300))
-    edges = [0.0, 1.0, 9.996, 0.09994999, 999.6, 1e-23, 5e-324, 1e300, math.inf, math.nan]
-    numbers = np.array([*edges, *sizes, *10.0 ** np.arange(-20, 10)])
-    signed = np.array([0.0, -1.0, -9.996e-5, math.nan, *-sizes, *sizes])
-    columns = {"size": three_digits(numbers), "signed": signed_codes(signed), "whole": np.arange(70_000, dtype="<u4")}
-    blob = packed({"said": "</script>"}, columns)
-    assert blob == packed({"said": "</script>"}, columns)
+    edges = [0.0, 1.0, 9.996, 0.09994999, 999.6, 1e-23, 5e-324, 1e300, math.inf, math.nan, -1.0, -9.996e-5, -math.inf]
+    numbers = np.array([*edges, *sizes, *-sizes, *10.0 ** np.arange(-20, 10)])
+    assert three_digits(np.array([[1.0, math.nan], [2.0, 3.0004]])) == [[1, None], [2, 3]]
+    assert three_digits(np.full((0, 2, 3), 1.0)) == []
+    assert three_digits(np.full((2, 1), 1.0)) == [[1], [1]]
+    text = json.dumps({"said": "</script> NaN", "numbers": three_digits(numbers)}, allow_nan=False)
     path = tmp_path / "numbers.html"
     more = render("report", "x", [], scripts=("draw",))
-    path.write_text(
-        more.replace("</script>", "\nObject.assign(globalThis, { unpacked, decoded, decodedSigned });</script>")
-    )
+    path.write_text(more.replace("</script>", "\nObject.assign(globalThis, { unpacked, number, known });</script>"))
     path.write_text(re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", path.read_text()))
     page = page_opened(path).page
-    found = page.evaluate(
-        "async (text) => { const { said, columns } = await unpacked(text);"
-        " return [said, [...columns.size].map(decoded).map(String), [...columns.signed].map(decodedSigned).map(String),"
-        " [...columns.whole].every((value, at) => value === at)]; }",
-        base64.b64encode(blob).decode(),
+    said, shown, there = page.evaluate(
+        "async (text) => { const { said, numbers } = await unpacked(text);"
+        " return [said, numbers.map(number), numbers.map(known)]; }",
+        base64.b64encode(gzip.compress(text.encode())).decode(),
     )
-    assert found[0] == "</script>"
-    assert found[3]
-    assert found[1][:6] == ["0", "1", "10", "0.0999", "1000", "1e-23"]
-    assert found[1][8:10] == ["Infinity", "null"]
-    assert all(alike(float(text), number) for text, number in zip(found[1][10:], numbers[10:], strict=True))
-    assert found[2][:4] == ["0", "-1", "-0.0001", "null"]
-    assert all(alike(float(text), number) for text, number in zip(found[2][4:], signed[4:], strict=True))
+    assert said == "</script> NaN"
+    assert shown[:6] == ["0", "1", "10", "0.0999", "1000", "1.00e-23"]
+    assert shown[8:13] == ["∞", "no value", "−1", "−1.00e-4", "−∞"]
+    assert there == np.isfinite(numbers).tolist()
+    assert all(alike(read(text), number) for text, number in zip(shown[13:], numbers[13:], strict=True))
 
 
 def test_where_there_is_no_room_flips_and_the_largest_kl_come_first(

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 from browser import IN_A_BROWSER, Opened
 
-from kvinterp.errors import InputError
-from kvinterp.study.report.script import script, styles
+from kvinterp.study.report.page import script, styles
 
 pytestmark = IN_A_BROWSER
 
@@ -44,7 +43,7 @@ def drawn(page_opened: Callable[..., Opened], tmp_path: Path) -> Iterator[Any]:
 
 
 def test_a_script_that_is_not_there_is_named() -> None:
-    with pytest.raises(InputError, match="did you mean 'draw'"):
+    with pytest.raises(FileNotFoundError, match=r"drew\.js"):
         script("drew")
 
 

@@ -16,6 +16,7 @@ from kvinterp.study.report import page
 from kvinterp.study.report.page import (
     Answer,
     Bullets,
+    Cell,
     Column,
     Fold,
     Folded,
@@ -42,6 +43,7 @@ PARTS = [
     Picture(EVIL, b"a figure"),
     Table(HEAD, [[EVIL] * 5], EVIL, EVIL, EVIL),
     Table([Column(EVIL)], [[Links({EVIL: EVIL}, {EVIL: EVIL})], [Fold(EVIL, {EVIL: EVIL})]], EVIL, EVIL, EVIL),
+    Table([Column(EVIL)], [[Cell(EVIL, EVIL, EVIL, True)]]),
     Links({EVIL: EVIL}, {EVIL: EVIL}, EVIL),
     Packed(EVIL, {EVIL: b"data"}),
     Shaded([(EVIL, EVIL, EVIL)], [(EVIL, EVIL)]),
@@ -61,8 +63,8 @@ def test_every_part_is_text(part: Any) -> None:
 
 def test_every_kind_of_part_was_tried() -> None:
     kinds = {value for value in vars(page).values() if isinstance(value, type) and dataclasses.is_dataclass(value)}
-    # The head of a column, a drawn interval and a cell that unfolds are within the tables.
-    assert {type(part) for part in PARTS} == kinds - {Column, Interval, Fold}
+    # The head of a column, a drawn interval, a shaded cell and one that unfolds are within the tables.
+    assert {type(part) for part in PARTS} == kinds - {Column, Interval, Fold, Cell}
 
 
 def test_the_row_that_stands_out_is_the_one_named() -> None:
@@ -98,3 +100,20 @@ def test_the_template_is_installed_with_the_package() -> None:
     # tomllib is there from Python 3.11 on.
     settings = (Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8")
     assert re.search(r'package-data\]\nkvinterp = \[[^\]]*"study/report/\*\.j2", "study/report/static/\*"', settings)
+
+
+@pytest.mark.parametrize(
+    "part",
+    [Text(""), Answer([]), Bullets([]), Pairs({}), Links(), Table(HEAD, []), Folded("a line", []),
+     Folded("a line", [Text(""), Table(HEAD, []), Folded("another", [Bullets([])])])],
+    ids=repr,
+)  # fmt: skip
+def test_what_is_empty_is_not_shown(part: Any) -> None:
+    assert fragment(part).strip() == ""
+    assert "a line" in fragment(Folded("a line", [part, Text("words")]))
+
+
+def test_a_table_without_rows_keeps_the_line_that_says_so() -> None:
+    shown = fragment(Table([Column("a")], [], folded="flips: 0 rows", name="table-flips"))
+    assert 'id="table-flips"' in shown
+    assert "flips: 0 rows" in shown

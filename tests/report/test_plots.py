@@ -17,8 +17,7 @@ from PIL import Image
 
 from kvinterp.comparison import Comparison
 from kvinterp.study.findings.of_comparison import NAMES, charts_of_comparisons, ladder_of_comparisons, rows_of_comparison
-from kvinterp.study.report.axes import zero_aware
-from kvinterp.study.report.charts import drawn
+from kvinterp.study.report.charts import drawn, zero_aware
 from kvinterp.study.report.style import looks, save, small_print
 from synthetic import comparison
 
@@ -77,20 +76,23 @@ def test_without_a_step_of_the_same_text_k_and_v_have_no_figure_and_a_finding_sa
 def test_zeros_get_a_strip_of_their_own_under_every_positive_value() -> None:
     with looks():
         axes = Figure().subplots()
-        height = zero_aware(axes, [np.array([0.0, 3e-9, np.nan]), np.array([2e-4])])
-        shown = height(np.array([0.0, 3e-9, 2e-4]))
+        zero_aware(axes, np.array([0.0, 3e-9, np.nan, 2e-4]))
         axes.figure.draw_without_rendering()
         labels = [tick.get_text() for tick in axes.get_yticklabels()]
-    assert shown[0] < 1e-9
-    np.testing.assert_array_equal(shown[1:], [3e-9, 2e-4])
+        heights = axes.transAxes.inverted().transform(
+            axes.transData.transform([(0, y) for y in (0, 1e-9, 1e-8, 1e-4, 1e-3)])
+        )
+    zero, least, second, fourth, last = heights[:, 1]
+    assert 0 < zero < least < last < 1
+    assert second - least == pytest.approx(last - fourth), "above the strip decades are alike"
+    assert least - zero > 0.5 * (second - least)
     assert labels[0] == "exactly 0"
-    assert axes.get_ylim()[0] < shown[0]
 
 
 def test_no_strip_where_nothing_is_zero() -> None:
     with looks():
         axes = Figure().subplots()
-        zero_aware(axes, [np.array([1e-3, 2e-2])])
+        zero_aware(axes, np.array([1e-3, 2e-2]))
         axes.figure.draw_without_rendering()
         assert "exactly 0" not in [tick.get_text() for tick in axes.get_yticklabels()]
 
@@ -123,7 +125,7 @@ def test_the_line_of_kl_is_the_median_over_examples() -> None:
     line = next(line for line in axes.lines if line.get_label() == "matched")
     medians = usual.steps.groupby("step")["kl"].median().to_numpy()
     np.testing.assert_array_equal(np.asarray(line.get_ydata())[1:], medians[1:])
-    assert np.asarray(line.get_ydata())[0] < medians[1:].min() / 2
+    assert np.asarray(line.get_ydata())[0] == medians[0] == 0
 
 
 def test_the_heatmap_leaves_equal_heads_white() -> None:

@@ -13,7 +13,7 @@ from kvinterp.common.numbers import number
 from kvinterp.data import Prompt
 from kvinterp.study.experiments.base import Experiment
 from kvinterp.study.findings.of_comparison import NAMES, ladder_of
-from kvinterp.study.reading.results import right_answers
+from kvinterp.study.findings.results import right_answers
 from kvinterp.study.results import Result
 from pages import Page
 from synthetic import comparison, comparison_page, demo_page, failed, result

@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 
 from kvinterp.comparison import Comparison
-from kvinterp.study.reading.changed import boundary_of, flips_of, kept_said, no_boundary, square_said
 from kvinterp.study.report.page import Packed, Table
-from kvinterp.study.report.tokens import changes
+from kvinterp.study.report.tokens import boundary_of, changes, flips_of, kept_said, no_boundary, square_said
 from synthetic import comparison
 
 

@@ -4,7 +4,7 @@ import pandas as pd
 
 from kvinterp import metrics
 from kvinterp.patching import Asked, PatchAnswer
-from kvinterp.study.reading.patching import asked_said, map_said, recovery_said
+from kvinterp.study.report.panel_shown import asked_said, map_said, recovery_said
 
 # A patch by hand -------------------------------------------------------------------------------------------------------
 

@@ -20,41 +20,66 @@ from matplotlib.figure import Figure
 from matplotlib.image import imread
 from PIL import Image
 
-from kvinterp.study.report.ink import DARK, INK, contrast, ink_on, luminance, on_dark, on_dark_hex
-from kvinterp.study.report.panel_picture import LESS, MORE
-from kvinterp.study.report.script import styles
-from kvinterp.study.report.style import CMAP, DIVERGING, SERIES, drawn_as, keeping, save, sheet
-from kvinterp.study.report.svg import _address, _pictures, inline, picture
+from kvinterp.study.report.page import styles
+from kvinterp.study.report.panel_shown import _cell
+from kvinterp.study.report.style import CMAP, DIVERGING, SERIES, drawn_as, ink_on, keeping, save, sheet
+from kvinterp.study.report.svg import inline, picture
 
-GROUND = float(luminance(np.array([int(DARK[n : n + 2], 16) / 255 for n in (1, 3, 5)])))
+DARK = re.findall(r"--page: (#\w+)", styles("page"))[1]
+
+
+def of_hex(color: str) -> np.ndarray:
+    return np.array([int(color[n : n + 2], 16) / 255 for n in (1, 3, 5)])
+
+
+def luminance(rgb: np.ndarray) -> np.ndarray:
+    """Relative luminance of sRGB colours (WCAG 2.2)."""
+    linear = np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
+    return linear @ np.array([0.2126, 0.7152, 0.0722])
+
+
+def contrast(one: np.ndarray, other: np.ndarray) -> np.ndarray:
+    low, high = np.sort(np.broadcast_arrays(luminance(one), luminance(other)), axis=0)
+    return (high + 0.05) / (low + 0.05)
+
+
+def in_the_dark(rgb: np.ndarray) -> np.ndarray:
+    """What the page's own filter makes of colours (https://www.w3.org/TR/filter-effects-1/#ShorthandEquivalents)."""
+    invert, degrees, saturate = map(
+        float, re.search(r"\.drawn, [^}]*invert\((\S+)\) hue-rotate\((\S+)deg\) saturate\((\S+)\)", styles("page")).groups()
+    )
+    assert (invert, degrees) == (1, 180)
+    weights, own = np.array([0.213, 0.715, 0.072]), np.eye(3)
+    turned = np.clip((1 - rgb) @ (2 * weights - own).T, 0, 1)
+    return np.clip(turned @ (weights + saturate * (own - weights)).T, 0, 1)
 
 
 def test_every_line_is_legible_on_both_grounds() -> None:
     for series in SERIES:
-        assert contrast(series.color, "#ffffff") >= 4, series
-        assert contrast(on_dark_hex(series.color.lower()), DARK) >= 4, series
+        assert contrast(of_hex(series.color), np.ones(3)) >= 4, series
+        assert contrast(in_the_dark(of_hex(series.color)), of_hex(DARK)) >= 4, series
 
 
-def test_the_dark_mirrors_the_contrast_of_every_colour() -> None:
-    """The law that all figures rest on: with the ground, and so of any two colours with each other, as it was on white."""
-    rgb = np.random.default_rng(0).uniform(size=(500, 3))
-    rgb = rgb[luminance(rgb) > 0.01]
-    dark = on_dark(rgb)
-    assert ((dark >= 0) & (dark <= 1)).all()
-    np.testing.assert_allclose((luminance(dark) + 0.05) / (GROUND + 0.05), 1.05 / (luminance(rgb) + 0.05), rtol=1e-9)
+def test_what_is_legible_on_white_is_as_legible_in_the_dark() -> None:
+    """The law that all figures rest on, for every colour that a line or a text may have."""
+    rgb = np.random.default_rng(0).uniform(size=(5000, 3))
+    before, after = contrast(rgb, np.ones(3)), contrast(in_the_dark(rgb), of_hex(DARK))
+    for least in (3, 3.5, 4, 4.5, 5, 6, 7):
+        assert after[before >= least].min() >= least
     # The hue is kept: the channels keep their order.
-    assert (dark.argmax(-1) == rgb.argmax(-1)).all()
-    assert on_dark_hex("#ffffff") == DARK
-    assert on_dark_hex("#000000") == INK
-    assert contrast("#000000", "#ffffff") == pytest.approx(21)
+    ours = [of_hex(series.color) for series in SERIES if series.color != "#000000"]
+    ours += [np.array(ramp(end)[:3]) for ramp in (CMAP, DIVERGING) for end in (0.0, 1.0)]
+    assert all((in_the_dark(color).argsort() == color.argsort()).all() for color in ours)
+    assert contrast(in_the_dark(np.ones(3)), of_hex(DARK)) < 1.2, "white is as dark as the ground"
+    assert contrast(np.zeros(3), np.ones(3)) == pytest.approx(21)
 
 
 @pytest.mark.parametrize("ramp", [CMAP, DIVERGING], ids=lambda ramp: ramp.name)
 def test_what_stands_in_a_cell_is_legible_on_both_grounds(ramp: Colormap) -> None:
     for cell in ramp(np.linspace(0, 1, 64)):
-        shade, ink = "#" + "".join(f"{round(255 * c):02x}" for c in cell[:3]), ink_on(cell)
+        shade, ink = np.array(cell[:3]), of_hex(ink_on(cell))
         assert contrast(ink, shade) >= 4.4
-        assert contrast(on_dark_hex(ink), on_dark_hex(shade)) >= 3
+        assert contrast(in_the_dark(ink), in_the_dark(shade)) >= 3
 
 
 def test_figures_panel_and_page_have_one_colour_for_one_meaning() -> None:
@@ -62,7 +87,8 @@ def test_figures_panel_and_page_have_one_colour_for_one_meaning() -> None:
     light = dict(re.findall(r"--kv-(\w+): light-dark\((#\w+)", styles("draw")))
     ends = {"low": CMAP(0.0), "high": CMAP(1.0), "less": DIVERGING(0.0), "more": DIVERGING(1.0)}
     assert {name: to_hex(color) for name, color in ends.items()} == {name: light[name] for name in ends}
-    assert [to_hex([c / 255 for c in end]) for end in (LESS, MORE)] == [light["less"], light["more"]]
+    cells = [_cell(value, 1.0, False, True) for value in (-1.0, 1.0)]
+    assert [cell.ground for cell in cells] == [light["less"], light["more"]], "the panel's picture"
 
 
 def drawn(title: str = "a title", name: str = "one", marks: int = 9) -> str:
@@ -107,30 +133,13 @@ def test_ids_of_two_figures_do_not_meet() -> None:
         assert {a or b for a, b in refers} == ids, "what is referred to is there, and nothing else has an id"
 
 
-def test_no_ground_and_no_colour_of_its_own() -> None:
+def test_there_is_no_ground_and_one_picture_of_a_map_which_keeps_every_colour() -> None:
     svg = drawn()
-    body = svg[svg.index("</style>") :]
-    assert not re.search(r"(?<!,)#[0-9a-f]{6}", re.sub(r"base64,[^\"]*", "", body)), "every colour is a variable"
-    assert "var(--ffffff" not in body, "no white ground"
-    assert svg.count('class="on-light"') == svg.count('class="on-dark"') >= 1
-    dark = re.findall(r'class="on-dark"[^>]*href="data:image/png;base64,\s*([^"]+)"', svg) or re.findall(
-        r'href="data:image/png;base64,\s*([^"]+)"[^>]*class="on-dark"', svg
-    )
-    points = imread(io.BytesIO(base64.b64decode(dark[0])))[..., :3]
-    # Zeros and ones: the least is near the dark ground, the most far from it.
-    assert luminance(points).min() < 0.04
-    assert luminance(points).max() > 0.6
-
-
-@pytest.mark.parametrize("shape", [(2, 3), (40, 7)])
-def test_a_map_keeps_every_colour(shape: tuple[int, int]) -> None:
-    points = (255 * np.random.default_rng(0).uniform(size=(*shape, 4))).astype(np.uint8)
-    points[0, 0] = 255
-    kept = Image.open(io.BytesIO(base64.b64decode(_address(points).partition(",")[2]))).convert("RGBA")
-    np.testing.assert_array_equal(np.asarray(kept), points)
-    light, dark = (Image.open(io.BytesIO(base64.b64decode(each.partition(",")[2]))) for each in _pictures(_address(points)))
-    np.testing.assert_array_equal(np.asarray(light.convert("RGBA")), points)
-    assert "#{:02x}{:02x}{:02x}".format(*dark.convert("RGBA").getpixel((0, 0))[:3]) == DARK
+    assert "fill: #ffffff" not in re.sub(r"<use[^>]*>", "", svg), "no white ground"
+    points = [imread(io.BytesIO(base64.b64decode(each)))[..., :3] for each in re.findall(r'base64,\s*([^"]+)"', svg)]
+    assert len(points) == 2, "the map and its bar"
+    colours = {tuple(each) for each in np.round(255 * points[0].reshape(-1, 3)).astype(int)}
+    assert colours == {tuple(round(255 * c) for c in CMAP(end)[:3]) for end in (0.0, 1.0)}
 
 
 @pytest.mark.slow

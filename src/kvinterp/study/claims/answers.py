@@ -9,6 +9,7 @@ from kvinterp import metrics
 from kvinterp.study.claims.base import (
     FAILS,
     LEAST,
+    LEVEL,
     OPEN,
     Found,
     Tables,
@@ -21,8 +22,6 @@ from kvinterp.study.claims.base import (
 )
 from kvinterp.study.claims.rows import FREE, Column, greedy_copies, rows
 
-LEVEL = 0.05
-"""That of all tests together, which one verdict rests on."""
 SMALLEST = 0.011
 """The smallest difference in accuracy that the paper reports as significant: LLaMA-2 under top-p, 2.8% against 1.7%."""
 ALMOST = 8 / 9

@@ -25,6 +25,8 @@ HOLDS, FAILS, OPEN = "holds here", "does not hold here", "not testable here"
 """The verdicts."""
 LEAST = metrics.FEWEST
 """Fewer independent units (examples, seeds of made-up numbers) decide nothing."""
+LEVEL = 0.05
+"""The chance that any verdict of a table which rests on a test is wrong, to each side."""
 MANY = 30
 """So many units without a counterexample are asked for before "every" or "none" is taken to hold; the share of
 exceptions may then still be a ninth (Clopper and Pearson)."""

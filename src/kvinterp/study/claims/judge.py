@@ -9,11 +9,9 @@ import numpy as np
 import pandas as pd
 
 from kvinterp import metrics
-from kvinterp.study.claims.base import FAILS, HOLDS, OPEN, Claim, Found, NotTestableError, Tables
+from kvinterp.study.claims.base import FAILS, HOLDS, LEVEL, OPEN, Claim, Found, NotTestableError, Tables
 from kvinterp.study.claims.table import CLAIMS
 
-LEVEL = 0.05
-"""The chance that any verdict of a table which rests on a test is wrong, to each side."""
 COLUMNS = (
     "id", "source", "section", "claim", "measure", "paper_value", "paper_protocol", "matched", "n", "low", "high", "p",
     "p_corrected", "verdict", "why", "rule", "settles", "construction",

@@ -19,7 +19,7 @@ from kvinterp.study.experiments.base import Outcome
 from kvinterp.study.experiments.of_models import OfModels
 from kvinterp.study.experiments.options import withheld
 from kvinterp.study.findings import Chart, Panel, median_of
-from kvinterp.study.reading.results import only
+from kvinterp.study.findings.results import only
 
 MEASURES = {"mean_relative": "the terms' magnitudes", "relative_to_result": "the result"}
 """What an error is relative to."""

@@ -172,7 +172,7 @@ class Experiment(abc.ABC):
 
     def _headed(self, outcome: Outcome) -> list[str]:
         """What leads: the headline, and how many of a source's claims hold."""
-        from kvinterp.study.reading.claims import claims_said
+        from kvinterp.study.claims.said import claims_said
 
         return [*self.headline(outcome), *([claims_said(outcome.tables["claims"])] if "claims" in outcome.tables else ())]
 

@@ -33,7 +33,7 @@ from kvinterp.study.experiments.circumstances import tried
 from kvinterp.study.experiments.of_models import OfModels
 from kvinterp.study.experiments.options import DRAWS, option, sampled, shared
 from kvinterp.study.findings import Chart, Panel, finding
-from kvinterp.study.reading.results import judged, only
+from kvinterp.study.findings.results import judged, only
 
 TRUTH = "recompute@float64"
 NULLS = ("same path twice", "longer suffix")

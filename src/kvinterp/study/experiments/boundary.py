@@ -22,7 +22,7 @@ from kvinterp.study.experiments.base import Outcome
 from kvinterp.study.experiments.behaviour import Behaviour
 from kvinterp.study.experiments.options import option, withheld
 from kvinterp.study.findings import Chart, Panel, finding
-from kvinterp.study.reading.results import only
+from kvinterp.study.findings.results import only
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,7 +21,7 @@ from kvinterp.study.experiments.base import Experiment, Outcome
 from kvinterp.study.experiments.options import argument, option, shared
 from kvinterp.study.experiments.outcome import records
 from kvinterp.study.findings import Chart, Panel, finding, findings_of
-from kvinterp.study.reading.results import only
+from kvinterp.study.findings.results import only
 
 if TYPE_CHECKING:
     from kvinterp.models import Adapter

@@ -130,7 +130,7 @@ class Demo(Experiment):
         """Whether the paths agree bit for bit, and what becomes of it in higher precision."""
         from kvinterp.common.numbers import listed, number
         from kvinterp.study.findings.of_comparison import headline_of
-        from kvinterp.study.reading.results import matched
+        from kvinterp.study.findings.results import matched
 
         sizes: dict[str, float] = {}
         for one in (one for group in _rungs(outcome).values() for one in group[1:]):
@@ -156,7 +156,7 @@ class Demo(Experiment):
     def charts(self, outcome: Outcome) -> dict[str, Chart]:
         """Those of the comparisons on equal inputs, and the ladder of precisions."""
         from kvinterp.study.findings.of_comparison import called, charts_of_comparisons, ladder_of_comparisons
-        from kvinterp.study.reading.results import matched
+        from kvinterp.study.findings.results import matched
 
         rungs = _rungs(outcome)
         ladder = {"precision_ladder": ladder_of_comparisons(rungs)} if rungs else {}

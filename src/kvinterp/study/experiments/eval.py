@@ -21,7 +21,7 @@ from kvinterp.study.experiments.choices import taken_by
 from kvinterp.study.experiments.options import model, option, shared
 from kvinterp.study.experiments.outcome import records
 from kvinterp.study.findings import Chart, Panel, finding, findings_of
-from kvinterp.study.reading.results import only
+from kvinterp.study.findings.results import only
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,7 +21,7 @@ from kvinterp.study.experiments.base import Outcome
 from kvinterp.study.experiments.of_models import OfModels
 from kvinterp.study.experiments.options import option
 from kvinterp.study.findings import Chart, Panel, median_of
-from kvinterp.study.reading.results import only
+from kvinterp.study.findings.results import only
 
 LADDER = (
     ("float16", "native"),

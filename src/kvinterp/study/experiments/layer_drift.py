@@ -39,7 +39,7 @@ from kvinterp.study.experiments.base import Outcome, numbered
 from kvinterp.study.experiments.of_models import OfModels, shown_sites
 from kvinterp.study.experiments.options import DRAWS, option, sampled, shared
 from kvinterp.study.findings import Chart, Panel, finding, findings_of
-from kvinterp.study.reading.results import only
+from kvinterp.study.findings.results import only
 
 EVERY_STEP, ONE_STEP, NULL = "every decode step", "decode step 1", "same-path null"
 """Which rows a mean is of: all that a path decodes after the prefill, or those of the paper; and what is held against them."""

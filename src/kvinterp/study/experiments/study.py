@@ -277,7 +277,7 @@ class Study(Experiment):
         self, parts: Mapping[Part, Outcome], tables: Mapping[str, pd.DataFrame], summary: Mapping[str, Any]
     ) -> Outcome:
         """The claims beside what the experiments found."""
-        from kvinterp.study.reading.study import said_of_study
+        from kvinterp.study.claims.said import said_of_study
 
         return Outcome(dict(parts), dict(tables), {**summary, "reading": said_of_study(tables, summary)})
 
@@ -345,7 +345,7 @@ class Study(Experiment):
         Raises:
             InputError: A table is missing, or is not the one that the summary was written with.
         """
-        from kvinterp.study.reading.study import judged_anew
+        from kvinterp.study.claims.said import judged_anew
         from kvinterp.study.results import read_summary, read_tables
 
         summary = read_summary(folder)

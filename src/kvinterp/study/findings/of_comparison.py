@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
 
-from kvinterp import metrics
+from kvinterp.auditing.ladder import unit_roundoff
 from kvinterp.common.numbers import against, counted, every, machine_of, most, number
 from kvinterp.comparison import PARTS
 from kvinterp.errors import in_one_line
 from kvinterp.metrics.recovery import ONLY_THE_PREFILL, TO_SEE_A_DIFFERENCE
 from kvinterp.metrics.statistics import mean_error
+from kvinterp.models.adapter import DTYPES
 from kvinterp.study.findings.charts import Chart, Panel
-from kvinterp.study.findings.rows import finding, findings_of, lines_of, median_of
-from kvinterp.study.reading.results import (
+from kvinterp.study.findings.results import (
     alike,
     decoded,
     let_go_of,
@@ -24,14 +24,14 @@ from kvinterp.study.reading.results import (
     right_answers,
     site_of,
     sites_of,
-    unit_roundoff,
 )
+from kvinterp.study.findings.rows import Finding, finding, findings_of, lines_of, median_of, share_of
 
 if TYPE_CHECKING:
     from kvinterp.comparison import Comparison
 
 
-def rows_of_comparison(comparison: Comparison) -> list[dict[str, Any]]:
+def rows_of_comparison(comparison: Comparison) -> list[Finding]:
     """The findings of one comparison, of the steps at which both paths hold the same text unless they say otherwise."""
     left = [finding("prompt left out", np.nan, note=row["message"], prompt=row["id"])
             for row in comparison.failures.to_dict("records")]  # fmt: skip
@@ -41,11 +41,10 @@ def rows_of_comparison(comparison: Comparison) -> list[dict[str, Any]]:
             *_of_routing(comparison), *_of_cache(comparison), *left]  # fmt: skip
 
 
-def _of_logits(comparison: Comparison) -> Iterator[dict[str, Any]]:
+def _of_logits(comparison: Comparison) -> Iterator[Finding]:
     steps, examples = comparison.same_text(comparison.steps), comparison.examples
     known = steps.dropna(subset=["max_abs_logit"])
     differ = (known["max_abs_logit"] > 0).to_numpy()
-    rate = metrics.rate_of(differ, known["example"].to_numpy(str))
     advice = TO_SEE_A_DIFFERENCE.rstrip(".") if steps["step"].any() and not comparison.provenance.get("lets_go") else ""
     first = f"first at step {int(known.loc[differ, 'step'].min())}" if differ.any() else advice
     if "compared" in steps:
@@ -53,7 +52,7 @@ def _of_logits(comparison: Comparison) -> Iterator[dict[str, Any]]:
         first = f"compared at {steps['compared'].min()} to {steps['compared'].max()} tokens a step"
         first += f"; KL not given at {without} of {counted(len(steps), 'step')}, where some token's log-prob is not"
         first += f"; no token is given by both sides at {counted(none, 'step')}" if none else ""
-    yield finding("steps whose logits differ", rate.effect, (rate.low, rate.high), len(known), "steps", "%", note=first)
+    yield share_of("steps whose logits differ", differ, known["example"], unit="steps", note=first)
     yield finding("largest difference of a logit", steps["max_abs_logit"].max(), n=len(steps), unit="steps")
     mean = f"mean {number(float(steps['kl'].mean()))} over all steps, largest {number(float(steps['kl'].max()))}"
     yield median_of("median of a prompt's mean KL", steps.groupby("example")["kl"].mean(), measure="nats", note=mean)
@@ -62,9 +61,8 @@ def _of_logits(comparison: Comparison) -> Iterator[dict[str, Any]]:
         what = "mean KL behind a flip, where the two texts differ"
         yield finding(what, after["kl"].mean(), n=len(after), unit="steps", measure="nats")
     flips = examples["flip_index"].notna().to_numpy()
-    rate = metrics.share_of(flips)
     first = f"the earliest at step {int(examples['flip_index'].min())}" if flips.any() else ""
-    yield finding("prompts in which a token flips", rate.effect, (rate.low, rate.high), len(flips), measure="%", note=first)
+    yield share_of("prompts in which a token flips", flips, note=first)
     margins = steps[["margin_a", "margin_b"]].min(axis=1, skipna=False)
     # A token drawn by lot is not decided by the margin.
     if comparison.provenance["strategy"] == "greedy" and np.isfinite(margins).any():
@@ -77,10 +75,9 @@ def _of_logits(comparison: Comparison) -> Iterator[dict[str, Any]]:
             yield median_of(f"median rank correlation of KL and {of}, over the steps of a prompt", known, note="")
 
 
-def _of_answers(comparison: Comparison) -> Iterator[dict[str, Any]]:
+def _of_answers(comparison: Comparison) -> Iterator[Finding]:
     for path, right in right_answers(comparison).items():
-        rate = metrics.share_of(right)
-        yield finding("prompts answered right", rate.effect, (rate.low, rate.high), len(right), measure="%", path=path)
+        yield share_of("prompts answered right", right, path=path)
 
 
 _ENOUGH = 20
@@ -91,7 +88,7 @@ def _varies(steps: pd.DataFrame, name: str) -> bool:
     return min(steps["kl"].nunique(), steps[name].nunique()) > 2
 
 
-def _of_layers(comparison: Comparison) -> Iterator[dict[str, Any]]:
+def _of_layers(comparison: Comparison) -> Iterator[Finding]:
     table = decoded(comparison, "layers", "site", "layer", "example", "relative_l2")
     for site in dict.fromkeys(filter(None, [site_of(comparison), *sites_of(comparison)])):
         rows = table[table["site"] == site]
@@ -105,7 +102,7 @@ def _of_layers(comparison: Comparison) -> Iterator[dict[str, Any]]:
             yield median_of(f"median relative L2 of {site}", by, note=note, layer=layer)
 
 
-def _of_attention(comparison: Comparison) -> Iterator[dict[str, Any]]:
+def _of_attention(comparison: Comparison) -> Iterator[Finding]:
     means = means_of(comparison, "heads", ("layer", "head"), "kl").dropna()
     if means.empty:
         return
@@ -117,11 +114,11 @@ def _of_attention(comparison: Comparison) -> Iterator[dict[str, Any]]:
     yield finding(what, largest, n=prompts, measure="nats", note=derived, layer=layer, head=head)
 
 
-def _of_routing(comparison: Comparison) -> Iterator[dict[str, Any]]:
+def _of_routing(comparison: Comparison) -> Iterator[Finding]:
     table = decoded(comparison, "routing", "example", "layer", "changed", "difference", "margin_a", "margin_b")
     if table.empty:
         return
-    margins, of = table[["margin_a", "margin_b"]].min(axis=1), table["example"].to_numpy(str)
+    margins = table[["margin_a", "margin_b"]].min(axis=1)
     # A logit of each of two experts may move that far.
     near = (margins > 0) & (margins <= 2 * table["difference"])
     said = {
@@ -136,17 +133,16 @@ def _of_routing(comparison: Comparison) -> Iterator[dict[str, Any]]:
     for name, (events, note) in said.items():
         if name == "choices that the logits alone do not decide" and not events.any():
             continue
-        rate = metrics.rate_of(events.to_numpy(bool), of)
-        yield finding(name, rate.effect, (rate.low, rate.high), len(table), "choices", "%", note=note)
+        yield share_of(name, events, table["example"], unit="choices", note=note)
     for layer, mine in table.groupby("layer"):
-        rate = metrics.rate_of(mine["changed"].to_numpy(bool), mine["example"].to_numpy(str))
         least = number(float(mine[["margin_a", "margin_b"]].min(axis=None)))
         note = f"smallest margin {least}, largest difference of a router's logit {number(float(mine['difference'].max()))}"
-        yield finding("choices of experts that change", rate.effect, (rate.low, rate.high), len(mine), "choices", "%", note=note,
-                      layer=layer)  # fmt: skip
+        yield share_of(
+            "choices of experts that change", mine["changed"], mine["example"], unit="choices", note=note, layer=layer
+        )
 
 
-def _of_cache(comparison: Comparison) -> Iterator[dict[str, Any]]:
+def _of_cache(comparison: Comparison) -> Iterator[Finding]:
     means, sums = means_of(comparison, "kv_positions", ("tensor", "layer", "kv_head"), "relative_error"), []
     if means.empty and comparison.count("kv_positions"):
         note = "there is no step after the prefill at which both paths hold the same text"
@@ -237,7 +233,7 @@ def called(comparisons: Sequence[Comparison]) -> dict[str, Comparison]:
     return {", ".join(labels.values()): one for labels, one in labelled(comparisons)}
 
 
-def rows_between(comparisons: Sequence[Comparison]) -> list[dict[str, Any]]:
+def rows_between(comparisons: Sequence[Comparison]) -> list[Finding]:
     """The findings of all comparisons, each with what tells it from the others."""
     return [{**labels, **row} for labels, one in labelled(comparisons) for row in rows_of_comparison(one)]
 
@@ -264,12 +260,12 @@ def _only(comparison: Comparison, examples: pd.Series) -> Comparison:
     return type(comparison)(**tables, provenance=comparison.provenance)
 
 
-def rows_of_ladder(rungs: Mapping[str, Sequence[Comparison]]) -> Iterator[dict[str, Any]]:
+def rows_of_ladder(rungs: Mapping[str, Sequence[Comparison]]) -> Iterator[Finding]:
     """The largest difference of a logit in each dtype, in its unit roundoff too."""
     for label, group in rungs.items():
         for one in group:
             dtype, largest = one.provenance["dtype"], float(one.steps["max_abs_logit"].max())
-            note = f"{number(largest / unit_roundoff(dtype))} unit roundoffs"
+            note = f"{number(largest / unit_roundoff(DTYPES[dtype]))} unit roundoffs"
             what = "largest difference of a logit, the same prompts in each dtype"
             yield finding(what, largest, n=len(one.steps), unit="steps", note=note, of=label, dtype=dtype)
 
@@ -379,7 +375,9 @@ def ladder_of_comparisons(rungs: Mapping[str, Sequence[Comparison]]) -> Chart:
     Args:
         rungs: For each model its comparisons, one a dtype, on the same prompts.
     """
-    units = {one.provenance["dtype"]: unit_roundoff(one.provenance["dtype"]) for group in rungs.values() for one in group}
+    units = {
+        one.provenance["dtype"]: unit_roundoff(DTYPES[one.provenance["dtype"]]) for group in rungs.values() for one in group
+    }
     lines = {
         model: {one.provenance["dtype"]: float(one.steps["max_abs_logit"].max()) for one in group if len(one.steps)}
         for model, group in rungs.items()

@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
-from kvinterp import metrics
 from kvinterp.common.numbers import against, counted, every, number, percent, upper
 from kvinterp.comparison.vocabulary import ANEW, PARTS, RECOVERED, UNCHANGED
 from kvinterp.metrics.recovery import TO_SEE_A_DIFFERENCE
 from kvinterp.study.findings.charts import Chart, Panel
-from kvinterp.study.findings.rows import finding, median_of
-from kvinterp.study.reading.results import only
+from kvinterp.study.findings.results import only
+from kvinterp.study.findings.rows import Finding, finding, median_of, place, share_of
 
 if TYPE_CHECKING:
     from kvinterp.comparison.attribution import LogitAttribution
@@ -86,7 +85,7 @@ def _unchanged(table: pd.DataFrame, labels: list[str]) -> list[str]:
     return [said] if idle.any() else []
 
 
-def rows_of_sweep(sweep: Sweep) -> Iterator[dict[str, Any]]:
+def rows_of_sweep(sweep: Sweep) -> Iterator[Finding]:
     """The median recovery of every patch, the largest first, then the controls and what no patch reaches."""
     distance = sweep.provenance["distance"]
     table = sweep.aggregate()
@@ -186,7 +185,7 @@ def headline_of_decomposition(split: Decomposition) -> list[str]:
     return lines
 
 
-def rows_of_decomposition(split: Decomposition) -> Iterator[dict[str, Any]]:
+def rows_of_decomposition(split: Decomposition) -> Iterator[Finding]:
     """The mean length of every part beside its null, its KL, and at how many steps it is most of the difference."""
     summary = split.summary()
     if not summary["differ"]:
@@ -211,22 +210,20 @@ def rows_of_decomposition(split: Decomposition) -> Iterator[dict[str, Any]]:
     yield from _of_routing(split)
 
 
-def _of_routing(split: Decomposition) -> Iterator[dict[str, Any]]:
+def _of_routing(split: Decomposition) -> Iterator[Finding]:
     """How many choices of experts differ, and what part of the logits' difference they make, apart where none does."""
     later = split.steps[split.steps["step"] > 0]
     if "changed" not in later:
         return
-    of, total = later["example"].to_numpy(str), later["choices"].sum()
-    rate = metrics.rate_of(later["changed"].to_numpy(float), of, later["choices"].to_numpy(float))
-    yield finding("choices of experts that differ, in all rows", rate.effect, (rate.low, rate.high), int(total), "choices", "%",
-                  null=later["null_changed"].sum() / total)  # fmt: skip
+    total = later["choices"].sum()
+    yield share_of("choices of experts that differ, in all rows", later["changed"], later["example"], later["choices"],
+                   unit="choices", null=later["null_changed"].sum() / total)  # fmt: skip
     differ, changed, newest = later["total_l2"] > 0, later["changed"] > 0, later["changed_newest"] > 0
     groups = {"with a changed choice in the newest row": newest, "with a changed choice in earlier rows alone": changed & ~newest,
               "without a changed choice": ~changed}  # fmt: skip
     for name, among in groups.items():
         steps, mine = f"decode steps {name}", later[differ & among]
-        rate = metrics.rate_of((among & differ).to_numpy(bool), of)
-        yield finding(f"{steps} whose logits differ", rate.effect, (rate.low, rate.high), len(later), "steps", "%")
+        yield share_of(f"{steps} whose logits differ", among & differ, later["example"], unit="steps")
         if len(mine):
             rest = "the rest, to 100%, is continuous: weights, experts and attention"
             note = (
@@ -273,7 +270,7 @@ def headline_of_activation_patching(found: ActivationPatching) -> list[str]:
     checked = "" if len(found.checked) else " and not checked"
     by = f"{found.site}, attributed{checked}" if found.method == "attribution" else found.site
     by += f" along the residual stream to {found.receiver}" if found.receiver else ""
-    lines = [f"{upper(_place_of(best))} restores most: {percent(best['recovery'])} by {by} ({ends}{many})."]
+    lines = [f"{upper(place(_labels_of(best)))} restores most: {percent(best['recovery'])} by {by} ({ends}{many})."]
     lines += _unchanged(found.frame, [name for name in ("layer", "head", "start") if name in found.frame])
     if len(found.checked):
         lines.append(
@@ -287,16 +284,11 @@ def _measure_of(found: ActivationPatching) -> str:
     return "metric" if found.distance == "function" else RECOVERED[found.distance]
 
 
-def _place_of(row: Mapping[Any, Any]) -> str:
-    head = f", head {int(row['head'])}" if "head" in row else ""
-    if "start" not in row:
-        return f"layer {int(row['layer'])}{head}"
-    start, last = int(row["start"]), int(row["stop"]) - 1
-    spot = f"position {start}" if start == last else f"positions {start} to {last}"
-    return f"layer {int(row['layer'])}{head}, {spot} ({row['text']!r})"
+def _labels_of(row: Mapping[Any, Any]) -> Finding:
+    return {name: row[name] for name in ("layer", "head", "start", "stop", "text") if name in row}
 
 
-def rows_of_activation_patching(found: ActivationPatching) -> Iterator[dict[str, Any]]:
+def rows_of_activation_patching(found: ActivationPatching) -> Iterator[Finding]:
     """The places that restore most, and how far an attribution is from the truth."""
     if len(found.checked):
         what = "error of the attribution: L2 of its differences from true patches over L2 of their changes"
@@ -304,9 +296,10 @@ def rows_of_activation_patching(found: ActivationPatching) -> Iterator[dict[str,
     if not found.recovery.isfinite().any():
         return
     for row in found.overview().to_dict("records"):
-        of = {name: row[name] for name in ("layer", "head", "start", "stop", "text") if name in row}
         note = f"{_measure_of(found)} {number(row['value'])}{' nats' if found.distance == 'kl' else ''}"
-        yield finding(f"recovery by {found.site}", row["recovery"], n=found.pairs, unit="pairs", note=note, **of)
+        yield finding(
+            f"recovery by {found.site}", row["recovery"], n=found.pairs, unit="pairs", note=note, **_labels_of(row)
+        )
 
 
 def charts_of_activation_patching(found: ActivationPatching) -> dict[str, Chart]:
@@ -348,7 +341,7 @@ def headline_of_lens(lens: LogitLens) -> list[str]:
     ]
 
 
-def rows_of_lens(lens: LogitLens) -> Iterator[dict[str, Any]]:
+def rows_of_lens(lens: LogitLens) -> Iterator[Finding]:
     """Mean KL behind every layer, and at how many steps another token is read; both are read in float64."""
     table = lens.overview()
     for row in table.to_dict("records"):
@@ -389,7 +382,7 @@ def headline_of_attribution(attribution: LogitAttribution) -> list[str]:
     return lines
 
 
-def rows_of_attribution(attribution: LogitAttribution) -> Iterator[dict[str, Any]]:
+def rows_of_attribution(attribution: LogitAttribution) -> Iterator[Finding]:
     """The mean length of what every part wrote, the longest first."""
     steps = _steps(attribution)
     for row in attribution.overview().sort_values("l2", ascending=False, kind="stable").to_dict("records"):

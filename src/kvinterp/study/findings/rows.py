@@ -7,7 +7,7 @@ The columns of :data:`COLUMNS` are always there. Every other column is a label t
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import pandas as pd
@@ -16,6 +16,8 @@ from kvinterp import metrics
 from kvinterp.common.numbers import ends_said, number
 from kvinterp.errors import in_one_line
 
+Finding: TypeAlias = dict[str, Any]
+"""A row: :data:`COLUMNS` and labels."""
 COLUMNS = (
     "finding",
     "estimate",
@@ -49,7 +51,7 @@ def finding(
     verdict: str = "",
     note: str = "",
     **of: Any,
-) -> dict[str, Any]:
+) -> Finding:
     """A finding.
 
     Args:
@@ -72,7 +74,7 @@ def finding(
     return {**of, **dict(zip(COLUMNS, values, strict=True))}
 
 
-def median_of(what: str, values: Any, clusters: Any = None, **more: Any) -> dict[str, Any]:
+def median_of(what: str, values: Any, clusters: Any = None, **more: Any) -> Finding:
     """A finding that is the median of some numbers, with its interval by order statistics.
 
     Args:
@@ -88,7 +90,23 @@ def median_of(what: str, values: Any, clusters: Any = None, **more: Any) -> dict
     return finding(what, middle.median, middle.interval, middle.n, **{"note": zeros, **more})
 
 
-def findings_of(rows: Iterable[dict[str, Any]]) -> pd.DataFrame:
+def share_of(what: str, events: Any, clusters: Any = None, of: Any = None, **more: Any) -> Finding:
+    """A finding that is the share of events, with its interval.
+
+    Args:
+        what: What was estimated.
+        events: Whether each happened, or how often.
+        clusters: What each belongs to, where there are several for each.
+        of: Out of how many each is, where not of one.
+        more: As for :func:`finding`.
+    """
+    events = np.asarray(events, dtype=float)
+    rate = metrics.share_of(events) if clusters is None else metrics.rate_of(events, np.asarray(clusters, dtype=str), of)
+    n = len(events) if of is None else int(np.sum(of))
+    return finding(what, rate.effect, (rate.low, rate.high), n, measure="%", **more)
+
+
+def findings_of(rows: Iterable[Finding]) -> pd.DataFrame:
     """Findings as a table: labels first, then :data:`COLUMNS`."""
     table = pd.DataFrame(list(rows))
     labels = [name for name in table.columns if name not in COLUMNS]
@@ -105,7 +123,7 @@ def lines_of(table: pd.DataFrame) -> list[str]:
     return [line(each) for each in table.to_dict("records")]
 
 
-def line(found: dict[str, Any]) -> str:
+def line(found: Finding) -> str:
     """A finding in one line: of what, what, how much, its interval and n, and what it is held against."""
     of = place(found)
     amount = "has no number" if pd.isna(found["estimate"]) else value(found, found["estimate"])
@@ -118,7 +136,7 @@ def line(found: dict[str, Any]) -> str:
     return in_one_line(f"{said}{f' ({within})' if within else ''}{f': {ending}' if ending else ''}.")
 
 
-def place(found: dict[str, Any]) -> str:
+def place(found: Finding) -> str:
     """What a finding is of, by its labels: texts as they are, numbers behind their label's name."""
     known = {name: of for name, of in found.items() if name not in COLUMNS and not pd.isna(of) and of != ""}
     if {"start", "stop"} <= known.keys():
@@ -128,25 +146,25 @@ def place(found: dict[str, Any]) -> str:
     return ", ".join(of if isinstance(of, str) else f"{name.replace('_', ' ')} {of:g}" for name, of in known.items())
 
 
-def of_how_many(found: dict[str, Any]) -> str:
+def of_how_many(found: Finding) -> str:
     """How many units a finding rests on."""
     unit = found["unit"].removesuffix("s") if found["n"] == 1 else found["unit"]
     return f"{found['n']:,g} {unit}" if found["n"] else ""
 
 
-def value(found: dict[str, Any], given: float) -> str:
+def value(found: Finding, given: float) -> str:
     """A number with the finding's unit of measure."""
     return bare(found, given) if found["measure"] == "%" else f"{number(given)} {found['measure']}".rstrip()
 
 
-def bare(found: dict[str, Any], given: float) -> str:
+def bare(found: Finding, given: float) -> str:
     """A number without its unit, which stands beside it already; a share in percent."""
     if found["measure"] != "%" or pd.isna(given):
         return number(given)
     return f"{100 * given:.3g}%" if abs(given) < 100 else f"{number(100 * given)}%"
 
 
-def tested(found: dict[str, Any]) -> str:
+def tested(found: Finding) -> str:
     """The test of a finding and its p-values; nothing where nothing was tested."""
     if pd.isna(found["p"]):
         return str(found["test"])

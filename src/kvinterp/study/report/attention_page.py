@@ -18,7 +18,6 @@ from torch import Tensor
 
 from kvinterp.errors import InputError
 from kvinterp.recording import Trace
-from kvinterp.study.reading import attention as say
 from kvinterp.study.report.page import render
 
 
@@ -93,19 +92,26 @@ class ShownHead:
     @property
     def newest(self) -> str:
         """The KL of the newest row."""
-        return say.nats(self.row["kl"])
+        return _nats(self.row["kl"])
 
     @property
     def largest(self) -> str:
         """The row with the largest KL."""
-        return say.largest_row(self.row["largest_row_kl"], self.row["largest_row"])
+        kl = self.row["largest_row_kl"]
+        return f"largest row: {_nats(kl)} at position {self.row['largest_row']}" if kl else "and 0 in every row"
 
     @property
     def scale(self) -> str:
-        """The scale of the difference, and in how many cells there is one."""
-        side = len(self.a)
-        largest, differing = float(np.abs(self.a - self.b).max()), int(np.count_nonzero(self.a != self.b))
-        return say.scale_of(largest, differing, side * (side + 1) // 2)
+        """The scale of the difference; one far below the largest is as good as white, so those that are not 0 are counted."""
+        difference, cells = self.a - self.b, len(self.a) * (len(self.a) + 1) // 2
+        differing = np.count_nonzero(difference)
+        return (
+            f"±{np.abs(difference).max():.2g}, in {differing} of {cells} cells" if differing else f"0 in all {cells} cells"
+        )
+
+
+def _nats(value: float) -> str:
+    return "exactly 0 nats" if value == 0 else f"{value:.2e} nats"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -168,15 +174,39 @@ def page_of(
     pair: tuple[Trace, Trace], step: int, compared: int, view: View, names: Sequence[str], heads: Sequence[ShownHead]
 ) -> AttentionPage:
     """The page about some heads, of so many that were compared, of two traces at a step; ``names`` are all positions' texts."""
-    prompt, length, (a, b) = len(pair[0].prompt), len(names), (trace.path for trace in pair)
-    sentences = [*say.what_is_compared(pair, step, length), say.heads_shown(len(heads), compared)]
+    prompt, length, (a, b), made = len(pair[0].prompt), len(names), (trace.path for trace in pair), pair[0].provenance
+    what = ", ".join(str(made[key]) for key in ("model", "kind", "dtype") if key in made) or "a model"
+    sentences = [
+        f"{what}. Step {step}: {length} positions, of which {prompt} are the prompt's. KL is of the newest row, "
+        f"KL({a} || {b}), before any cropping or pooling."
+    ]
+    for side, path in (("first", a), ("second", b)):
+        rows = f"all {length} rows computed at this step"
+        if step and path.startswith("cached"):
+            later = f"{prompt} to {length - 1} from steps 1 to {step}, one a step"
+            rows = f"rows 0 to {prompt - 1} from the prefill, rows {later}"
+        sentences.append(f"The {side} path, {path}: {rows}.")
+    if len(heads) < compared:
+        sentences.append(f"{len(heads)} of {compared} heads are shown, those with the largest KL.")
+    else:
+        all_heads = f"All {compared} heads are shown, the largest KL first."
+        sentences.append("The one head that was compared is shown." if compared == 1 else all_heads)
     if any("pattern" in trace.derived for trace in pair):
-        sentences.append(say.DERIVED)
+        sentences.append(
+            "Attention ran in a fused kernel (SDPA), which shows no pattern: these are derived beside it, from the queries "
+            "and keys that it was given."
+        )
     if view.block > 1:
-        sentences.append(say.pooled(view.block))
+        sentences.append(
+            f"Positions are pooled in blocks of {view.block}: attention to a block is summed over its keys and averaged "
+            "over its queries, so differences inside a block can cancel. The numbers in brackets count blocks."
+        )
     elif view.side < length:
         inside = np.mean([pattern.sum(1).mean() for head in heads for pattern in (head.a, head.b)])
-        sentences.append(say.cropped(view.start, view.stop, float(inside)))
+        sentences.append(
+            f"Positions {view.start} to {view.stop - 1} are shown; their rows give {inside:.1%} of their attention to keys "
+            "that are shown. The numbers in brackets count from the first position shown."
+        )
     tokens = view.labels(names)
     places = [view.place(number, prompt) for number in range(len(tokens))]
     if view.stop == length and view.block == 1:

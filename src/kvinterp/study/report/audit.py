@@ -18,7 +18,19 @@ from kvinterp.study.findings.of_comparison import ladder_chart
 from kvinterp.study.report import given
 from kvinterp.study.report.charts import drawn
 from kvinterp.study.report.experiment import kicker_of
-from kvinterp.study.report.page import Answer, Bullets, Column, Folded, Links, Pairs, Picture, Table, Text, render
+from kvinterp.study.report.page import (
+    Answer,
+    Bullets,
+    Folded,
+    Links,
+    Pairs,
+    Parts,
+    Picture,
+    Text,
+    pairs_of,
+    render,
+    table_of_rows,
+)
 from kvinterp.study.report.study import claims_tables
 from kvinterp.study.report.style import png
 from kvinterp.study.report.svg import inline
@@ -113,18 +125,19 @@ def page_of(verdict: Verdict, blocks: Sequence[Any], files: Sequence[str] = (), 
     """
     first, why, _ = verdict.parts
     figure = ladder_figure(verdict.evidence)
-    rungs = _table([_rung_row(name, found) for name, found in verdict.evidence.items()])
+    rungs = table_of_rows([_rung_row(name, found) for name, found in verdict.evidence.items()])
     parts = [
         Answer([first, *why], {0: "good", 3: "unsure"}.get(verdict.exit_code, "bad")),
-        *_place(verdict),
+        _place(verdict),
         *([] if figure is None else [Picture("The precision ladder", png(figure), svg=inline(figure, "ladder"))]),
         *_exercised(verdict),
         Folded("The ladder, precision by precision", [Text(_LADDER, look="note"), rungs]),
         Folded("The first tensor that differs, given equal inputs", _first_tensors(verdict)),
         Folded("Block by block, given equal inputs", blocks),
         *more,
-        *_seconds(pd.DataFrame(verdict.seconds)),
-        Folded("What this was made with", [_pairs(verdict.provenance)]),
+        # An audit that was kept before that was written down has none.
+        Folded("What took how long", [table_of_rows(pd.DataFrame(verdict.seconds).to_dict("records"))]),
+        Folded("What this was made with", [pairs_of(verdict.provenance)]),
         Links(files={name: name for name in (*files, "verdict.json")}, label="Beside this page:"),
     ]
     return render("audit", f"Audit of {verdict.provenance['model']}", parts, kicker=kicker_of({"": verdict.provenance}))
@@ -133,15 +146,14 @@ def page_of(verdict: Verdict, blocks: Sequence[Any], files: Sequence[str] = (), 
 # The verdict and what was exercised ------------------------------------------------------------------------------------
 
 
-def _place(verdict: Verdict) -> list[Pairs]:
+def _place(verdict: Verdict) -> Pairs:
     found = (_layer_name(verdict.first_layer), verdict.first_position, verdict.tensor, verdict.module)
     what = "first wrong" if verdict.exit_code == 1 else "first that differs"
     named = zip(("layer", "position", "tensor", "module"), found, strict=True)
-    known = {f"{what}: {name}": value for name, value in named if value not in (None, "")}
-    return [_pairs(known)] if known else []
+    return pairs_of({f"{what}: {name}": value for name, value in named if value not in (None, "")})
 
 
-def _exercised(verdict: Verdict) -> list[Any]:
+def _exercised(verdict: Verdict) -> Parts:
     """The checks that did not pass, and folded those that did; what was run, and notes."""
     run = verdict.parts[2]
     detail = "what it showed, or why it was not run"
@@ -154,40 +166,17 @@ def _exercised(verdict: Verdict) -> list[Any]:
             "without a cache": check.null,
             detail: check.detail + (f" Hint: {check.hint}" if check.hint else ""),
         })  # fmt: skip
-    parts: list[Any] = [_table(rows[False], text=detail)] if rows[False] else []
-    told: list[Any] = [Text(run)] if run else []
-    told += [Text(_CHECKS, look="note"), _table(rows[True], text=detail)] if rows[True] else []
-    none = [] if verdict.checks else [Text("Nothing else was asked for: the audit was made without further checks.")]
-    parts.append(Folded(f"What was exercised: {counted(len(rows[True]), 'check')} passed", [*told, *none]))
-    return [*parts, *([Folded("Notes", [Bullets(verdict.notes)])] if verdict.notes else [])]
-
-
-def _number(value: Any) -> str:
-    if value is None:
-        return ""
-    if isinstance(value, float):
-        return "" if math.isnan(value) else f"{value:.3g}" if value else "0"
-    return str(value)
-
-
-def _pairs(values: Row) -> Pairs:
-    return Pairs({name.replace("_", " "): _words(value) for name, value in values.items()}, look="beside")
-
-
-def _words(value: Any) -> str:
-    if value is None or value == "":
-        return "none"
-    if isinstance(value, Mapping):
-        return ", ".join(f"{k} {_words(v)}" for k, v in value.items())
-    return ", ".join(map(_words, value)) if isinstance(value, list | tuple) else str(value)
-
-
-def _table(rows: Sequence[Row], here: str | None = None, text: str = "") -> Table:
-    """A table; the row whose first cell is ``here`` stands out, and the column of text is broken into lines; on a phone
-    a row with a text is a card.
-    """
-    head = [Column(name, "text" if name == text else "") for name in (rows[0] if rows else ())]
-    return Table(head, [list(map(_number, row.values())) for row in rows], here, look="cards" if text else "")
+    passed = [
+        Text(run),
+        Text(_CHECKS if rows[True] else "", look="note"),
+        table_of_rows(rows[True], text=detail),
+        Text("" if verdict.checks else "Nothing else was asked for: the audit was made without further checks."),
+    ]
+    return [
+        table_of_rows(rows[False], text=detail),
+        Folded(f"What was exercised: {counted(len(rows[True]), 'check')} passed", passed),
+        Folded("Notes", [Bullets(verdict.notes)]),
+    ]
 
 
 # The ladder ------------------------------------------------------------------------------------------------------------
@@ -229,7 +218,7 @@ def _rung_row(name: str, found: Row) -> dict[str, Any]:
     }
 
 
-def _first_tensors(verdict: Verdict) -> list[Any]:
+def _first_tensors(verdict: Verdict) -> Parts:
     rows = []
     for name, evidence in verdict.evidence.items():
         found = evidence.get("first_tensor")
@@ -250,7 +239,7 @@ def _first_tensors(verdict: Verdict) -> list[Any]:
         )
     if not rows:
         return [Text("Given equal inputs no tensor differs in any precision.")]
-    return [Text(_FIRST_TENSORS, look="note"), _table(rows, text="what takes it away")]
+    return [Text(_FIRST_TENSORS, look="note"), table_of_rows(rows, text="what takes it away")]
 
 
 def _layer_name(layer: int | None) -> str | None:
@@ -271,16 +260,11 @@ def _taken_away(found: Row) -> str:
     return plain.get(word, f"it is {detail}")
 
 
-def _seconds(table: pd.DataFrame) -> list[Any]:
-    """What took how long; nothing for an audit that was kept before that was written down."""
-    return [] if table.empty else [Folded("What took how long", [_table(table.to_dict("records"))])]
-
-
 # Blocks ----------------------------------------------------------------------------------------------------------------
 
 
-def _layers(audit: Audit, marked: int | None) -> list[Any]:
-    parts: list[Any] = []
+def _layers(audit: Audit, marked: int | None) -> Parts:
+    parts: Parts = []
     for order, title in (("native", "With the machine's own kernels"), ("fixed", "With a fixed order of additions")):
         table = layer_table(audit, order)
         if table.empty:
@@ -289,12 +273,12 @@ def _layers(audit: Audit, marked: int | None) -> list[Any]:
         names = {EMBEDDING: "embedding", int(table.index.max()): "head"}
         named = table.reset_index().assign(layer=[names.get(int(n), str(int(n))) for n in table.index])
         here = None if marked is None else names.get(marked, str(marked))
-        parts += [Text(title, look="h3"), _table(named.to_dict("records"), here)]
+        parts += [Text(title, look="h3"), table_of_rows(named.to_dict("records"), here=here)]
     why = {rung.name: rung.unfixed for rung in audit.rungs if rung.unfixed}
     return parts + [Text(f"{name}: no fixed order, since {text}.", look="note") for name, text in why.items()]
 
 
-def _last_token(rung: PrecisionRun | None, own: str) -> list[Any]:
+def _last_token(rung: PrecisionRun | None, own: str) -> Parts:
     """The report format of transformers issue 46190, for a step that differs where there is one."""
     if rung is None or rung.layers.empty:
         return []
@@ -306,7 +290,7 @@ def _last_token(rung: PrecisionRun | None, own: str) -> list[Any]:
     )
     return [
         Text(f"{said}. Layer n is hidden_states[n].", look="h3"),
-        *(_table(table.to_dict("records")) for table in tables),
+        *(table_of_rows(table.to_dict("records")) for table in tables),
     ]
 
 

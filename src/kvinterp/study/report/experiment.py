@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pandas as pd
 
 from kvinterp._version import __version__
-from kvinterp.common.numbers import counted, listed, machines_of, number, sentence
+from kvinterp.common.numbers import counted, ends_said, listed, machines_of, number, sentence
 from kvinterp.common.store import write_whole
 from kvinterp.comparison.vocabulary import PROTOCOLS
-from kvinterp.study.report.findings import OPEN, findings_table
-from kvinterp.study.report.latex import numeric
-from kvinterp.study.report.page import Answer, Column, Folded, Links, Pairs, Table, Text, opened, render
+from kvinterp.study.findings.rows import bare, labels_of, of_how_many, place, tested, value
+from kvinterp.study.report.latex import cells_of, numeric
+from kvinterp.study.report.page import Answer, Column, Folded, Interval, Links, Pairs, Parts, Table, Text, opened, render
 from kvinterp.study.report.svg import picture
 from kvinterp.study.report.tokens import SCRIPTS, SHEETS
 
@@ -41,6 +43,11 @@ GLOSSARY = {
 _ROWS = 40
 """Rows of a table that the page shows; the file has them all."""
 
+OPEN = 12
+"""So many findings are seen before one unfolds the others."""
+_DRAWN = ("low", "estimate", "high", "null")
+_WIDE = 100
+"""Above this ratio of the largest to the smallest a scale is logarithmic."""
 SENTENCES = 3
 """So many sentences are above the figure; of more the others are folded below."""
 
@@ -83,21 +90,20 @@ def write_experiment(
     rest = {name: table for name, table in tables.items() if name != "findings"}
     shown = list(rest)[:1] if findings is None else []
     lines = list(filter(None, sentences))
-    parts: list[Any] = [*([Answer(lines[:SENTENCES])] if lines else []), *pictures[:1]]
+    parts: Parts = [Answer(lines[:SENTENCES]), *pictures[:1]]
     first = [table_of(name, rest.pop(name)) for name in shown]
     parts += [dataclasses.replace(table, folded="", caption=table.folded) for table in first]
     if findings is not None and len(findings):
         parts += opened(findings_table(findings), OPEN, "finding" if len(findings) == OPEN + 1 else "findings")
-    if lines[SENTENCES:]:
-        more_said = [Text(each) for each in lines[SENTENCES:]]
-        parts.append(Folded(counted(len(more_said), "more sentence"), more_said))
-    parts += lead
-    parts += [Folded(counted(len(pictures) - 1, "more figure"), pictures[1:], "figures")] if pictures[1:] else []
     folded = [table_of(name, table) for name, table in rest.items() if len(table)]
-    parts += [Folded(counted(len(folded), "table"), folded, "tables")] if folded else []
-    if more.strip():
-        parts.append(Folded("What was asked", [Text(text) for text in more.strip().split("\n\n")]))
-    parts += last_parts(chosen, several, beside)
+    parts += [
+        Folded(counted(len(lines) - SENTENCES, "more sentence"), [Text(each) for each in lines[SENTENCES:]]),
+        *lead,
+        Folded(counted(len(pictures) - 1, "more figure"), pictures[1:], "figures"),
+        Folded(counted(len(folded), "table"), folded, "tables"),
+        Folded("What was asked", [Text(text) for text in more.strip().split("\n\n")]),
+        *last_parts(chosen, several, beside),
+    ]
     more_of = {"scripts": SCRIPTS, "sheets": (*SHEETS, "shaded")} if lead else {}
     path = folder / "report.html"
     write_whole(path, render("report", f"kvinterp: {heading}", parts, heading, kicker_of(several), **more_of))
@@ -118,17 +124,17 @@ def kicker_of(several: Mapping[str, Mapping[str, Any]]) -> str:
     return " · ".join(filter(None, said))
 
 
-def last_parts(chosen: Mapping[str, Any], several: Mapping[str, Mapping[str, Any]], files: Sequence[str]) -> list[Any]:
+def last_parts(chosen: Mapping[str, Any], several: Mapping[str, Mapping[str, Any]], files: Sequence[str]) -> Parts:
     """How a page of experiments ends: how to read it, what was chosen, what made it, and the files beside it."""
     return [
         Folded("How to read this", [Pairs(GLOSSARY)]),
         Folded("What was chosen", [Pairs({name: said(value) for name, value in chosen.items()}, "beside")]),
         *made_with_parts(several, "model"),
-        *([Links(files={name: name for name in files}, label="Beside this page:")] if files else []),
+        Links(files={name: name for name in files}, label="Beside this page:"),
     ]
 
 
-def made_with_parts(several: Mapping[str, Mapping[str, Any]], what: str) -> list[Any]:
+def made_with_parts(several: Mapping[str, Mapping[str, Any]], what: str) -> Parts:
     """What some things were made with, by their provenances: what they share, and what differs."""
     rows = {name: flattened(one) for name, one in several.items()}
     if not any(rows.values()):
@@ -137,7 +143,7 @@ def made_with_parts(several: Mapping[str, Mapping[str, Any]], what: str) -> list
     varying = [key for key in keys if len({row.get(key) for row in rows.values()}) > 1]
     (first, *_) = rows.values()
     common = [[key, first[key]] for key in keys if key not in varying]
-    parts: list[Any] = [
+    parts: Parts = [
         Text("The same on every line of the tables and in every figure:"),
         Table([Column("what"), Column("value")], common),
     ]
@@ -150,9 +156,9 @@ def made_with_parts(several: Mapping[str, Mapping[str, Any]], what: str) -> list
 def flattened(provenance: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
     """Nested values by dotted keys, as text."""
     rows: dict[str, str] = {}
-    for key, value in provenance.items():
-        nested = isinstance(value, Mapping)
-        rows |= flattened(value, f"{prefix}{key}.") if nested else {f"{prefix}{key}": str(value)}
+    for key, held in provenance.items():
+        nested = isinstance(held, Mapping)
+        rows |= flattened(held, f"{prefix}{key}.") if nested else {f"{prefix}{key}": str(held)}
     return rows
 
 
@@ -161,13 +167,8 @@ def table_of(name: str, table: pd.DataFrame | LongTable) -> Table:
     first = table.head(_ROWS)
     counts = f"{counted(len(table), 'row')} of {counted(first.shape[1], 'column')}"
     more = f", the first {_ROWS} here, all in {name}.parquet" if len(table) > _ROWS else ""
-    numbers = numeric(first)
-    head = [Column(column, "number" if is_number else "") for column, is_number in numbers.items()]
-    rows = [
-        [number(cell) if is_number else said(cell) for cell, is_number in zip(row, numbers.values(), strict=True)]
-        for row in first.itertuples(index=False)
-    ]
-    return Table(head, rows, folded=f"{name}: {counts}{more}", name=f"table-{name}")
+    head = [Column(column, "number" if is_number else "") for column, is_number in numeric(first).items()]
+    return Table(head, cells_of(first, number, said), folded=f"{name}: {counts}{more}", name=f"table-{name}")
 
 
 def said(value: Any) -> str:
@@ -175,3 +176,44 @@ def said(value: Any) -> str:
     if value is None:
         return "not given"
     return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+
+
+# Findings --------------------------------------------------------------------------------------------------------------
+
+
+def findings_table(table: pd.DataFrame, name: str = "findings") -> Table:
+    """The table of findings; what no row says, and what all are of, is left out.
+
+    Args:
+        table: Findings, as :func:`kvinterp.study.findings.findings_of` makes them.
+        name: By which a link finds it.
+    """
+    alike = [label for label in labels_of(table) if len(table) > 1 and table[label].nunique(dropna=False) == 1]
+    rows: list[list[str | Interval]] = []
+    for drawn, found in zip(scaled(table), table.drop(columns=alike).to_dict("records"), strict=True):
+        ends = ends_said(found["low"], found["high"], " ({})", functools.partial(bare, found))
+        null = "" if pd.isna(found["null"]) else f"null {bare(found, found['null'])}"
+        said = [str(found["verdict"]), str(found["note"]), null, tested(found)]
+        said += ["nothing that it could be of"] * (pd.isna(found["estimate"]) and not any(said))
+        cells = (value(found, found["estimate"]) + ends, drawn, of_how_many(found), "; ".join(filter(None, said)))
+        rows.append([str(found["finding"]), place(found), *cells])
+    names = ("finding", "of", "estimate (95% interval)", "drawn", "n", "note")
+    kept = [at for at in range(len(names)) if any(row[at] for row in rows)]
+    head = [Column(names[at], "text" if names[at] in ("finding", "of", "note") else "") for at in kept]
+    return Table(head, [[row[at] for at in kept] for row in rows], name=name, look="cards findings")
+
+
+def scaled(table: pd.DataFrame) -> list[Interval]:
+    """Where each row's numbers are, from 0 to 1, between the smallest and the largest of the same finding."""
+    values = table[list(_DRAWN)].to_numpy(float, copy=True)
+    for _, places in table.reset_index(drop=True).groupby(["finding", "measure"], sort=False).groups.items():
+        own = values[places]
+        known = own[np.isfinite(own)]
+        if not known.size:
+            continue
+        if known.min() > 0 and known.max() > _WIDE * known.min():
+            own, known = np.log(own), np.log(known)
+        low, high = known.min(), known.max()
+        # A number that stands alone has no place on a scale.
+        values[places] = (own - low) / (high - low) if high > low else np.nan
+    return [Interval(*(None if not np.isfinite(each) else round(float(each), 3) for each in row)) for row in values]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,19 @@ import pandas as pd
 from kvinterp.auditing.verdict import Verdict
 from kvinterp.common.numbers import counted, number
 from kvinterp.errors import in_one_line, visible
-from kvinterp.study.report.page import Answer, Column, Folded, Links, Pairs, Shaded, Table, Text, fragment, render
+from kvinterp.study.report.page import (
+    Answer,
+    Folded,
+    Links,
+    Pairs,
+    Parts,
+    Shaded,
+    Text,
+    fragment,
+    pairs_of,
+    render,
+    table_of_rows,
+)
 
 SHEETS = ("shaded",)
 """The styles of a page with shaded tokens."""
@@ -53,17 +65,24 @@ def page(verdict: Verdict) -> str:
     """The page, self-contained; whatever comes from the file is escaped."""
     found: Mapping[str, Any] = verdict.given
     steps = [{"step": each.name, "status": each.status, "what it showed": each.detail} for each in verdict.checks]
-    parts = [*_answer(verdict), *_tokens_of(verdict), Text("Step by step", look="h2"), _table(steps, text="what it showed")]
+    parts = [
+        *_answer(verdict),
+        *_tokens_of(verdict),
+        Text("Step by step", look="h2"),
+        table_of_rows(steps, text="what it showed"),
+    ]
     if found["rungs"]:
         note = (
             "The engine's distance to our float64 over that of each of our precisions; low, high: 95% of resampled means."
         )
-        parts += [Text("Distances", look="h2"), Text(note, look="note"), _table(found["rungs"])]
+        parts += [Text("Distances", look="h2"), Text(note, look="note"), table_of_rows(found["rungs"])]
     if found["tried"]:
         named = found.get("named")
         tried = [{**row, "ruled out": "no, it is named" if row["cause"] == named else "yes"} for row in found["tried"]]
         tried.sort(key=lambda row: row["left"])
-        parts.append(Folded(counted(len(tried), "cause") + " that were tried", [Text(_TRIED, look="note"), _table(tried)]))
+        parts.append(
+            Folded(counted(len(tried), "cause") + " that were tried", [Text(_TRIED, look="note"), table_of_rows(tried)])
+        )
     if "statistics" in found:
         said = found["statistics"]
         names = ("sequence", "tokens", "k1", "k3", "rollout_is_max", "token_mult_prob_error", "ppl_ratio")
@@ -71,13 +90,12 @@ def page(verdict: Verdict) -> str:
         shown = [
             Text(f"{_RL} Trainer: {said['trainer']}.", look="note"),
             Pairs({name: f"{value:.4g}" for name, value in said["all"].items()}, look="beside"),
-            _table(rows, folded=f"By sequence: {len(rows)} of {len(said['by_sequence'])}"),
+            table_of_rows(rows, folded=f"By sequence: {len(rows)} of {len(said['by_sequence'])}"),
         ]
         parts.append(Folded("What reinforcement learning libraries print", shown))
-    made = {name: str(value) for name, value in verdict.provenance.items()}
     files = ["verdict.json", *([] if verdict.tokens is None else ["given.parquet"])]
     parts += [
-        Folded("What this was made with", [Pairs(made, look="beside")]),
+        Folded("What this was made with", [pairs_of(verdict.provenance)]),
         Links(files={name: name for name in files}, label="Beside this page:"),
     ]
     return render("audit", f"Another engine against {verdict.provenance['model']}", parts, sheets=SHEETS)
@@ -90,14 +108,14 @@ def given_fragment(verdict: Verdict) -> str:
     return fragment(Text("In short; .report() writes the whole page.", look="note"), Text(shown, look="frame"))
 
 
-def _answer(verdict: Verdict) -> list[Any]:
+def _answer(verdict: Verdict) -> Parts:
     code, why = verdict.reading.splitlines()[0].split()[0], verdict.reading.splitlines()[1].strip()
     code = "CANNOT TELL" if code == "CANNOT" else code
     head = f"{code}: {verdict.verdict}. {_SAID[verdict.verdict]}"
     return [Answer([head, f"{why[:1].upper()}{why[1:]}"], {0: "good", 3: "unsure"}.get(verdict.exit_code, "bad"))]
 
 
-def _tokens_of(verdict: Verdict) -> list[Any]:
+def _tokens_of(verdict: Verdict) -> Parts:
     if verdict.tokens is None:
         return []
     found = verdict.given
@@ -109,7 +127,7 @@ def _tokens_of(verdict: Verdict) -> list[Any]:
     return shaded(verdict.tokens, unit, found["begins"])
 
 
-def shaded(table: pd.DataFrame, unit: tuple[float, str] | None = None, begins: int | None = None) -> list[Any]:
+def shaded(table: pd.DataFrame, unit: tuple[float, str] | None = None, begins: int | None = None) -> Parts:
     """Parts of a page: the texts, their tokens shaded by engine less ours, the sequences of the largest mean difference first.
 
     Args:
@@ -126,7 +144,7 @@ def shaded(table: pd.DataFrame, unit: tuple[float, str] | None = None, begins: i
     means, most, counts = of.mean(), of.max(), of.count()
     order = means.sort_values(ascending=False, na_position="last", kind="stable").index
     rows = dict(iter(table.groupby("sequence", observed=True, sort=False)))
-    parts: list[Any] = [Text("Token by token", look="h2"), *_where(table, begins)]
+    parts: Parts = [Text("Token by token", look="h2"), *_where(table, begins)]
     parts += _scale(table, size, what, begins)
     room, shown = TOKENS, 0
     for place, name in enumerate(order):
@@ -145,7 +163,7 @@ def shaded(table: pd.DataFrame, unit: tuple[float, str] | None = None, begins: i
     return [*parts, *_largest(table, what)]
 
 
-def _where(table: pd.DataFrame, begins: int | None) -> list[Any]:
+def _where(table: pd.DataFrame, begins: int | None) -> Parts:
     if begins is None:
         return [Text("No position was found at which the difference begins.")]
     behind = (table["position"] >= begins) & table["difference"].notna()
@@ -158,7 +176,7 @@ def _where(table: pd.DataFrame, begins: int | None) -> list[Any]:
     ]
 
 
-def _scale(table: pd.DataFrame, size: float, what: str, begins: int | None) -> list[Any]:
+def _scale(table: pd.DataFrame, size: float, what: str, begins: int | None) -> Parts:
     """What the shades mean."""
     last, off = len(BOUNDS), int((table["units"].abs() >= BOUNDS[-1]).sum())
     steps = [*(f"{low} to {high}" for low, high in itertools.pairwise(BOUNDS)), f"{BOUNDS[-1]} and more, off the scale"]
@@ -196,7 +214,7 @@ def _looks(rows: pd.DataFrame, begins: int | None) -> list[tuple[str, str, str]]
     return found
 
 
-def _largest(table: pd.DataFrame, what: str) -> list[Any]:
+def _largest(table: pd.DataFrame, what: str) -> Parts:
     top = table.loc[table["difference"].abs().nlargest(LARGEST).index]
     names = [
         name for name in ("sequence", "position", "text", "token", "engine", "ours", "difference", "units") if name in top
@@ -206,10 +224,4 @@ def _largest(table: pd.DataFrame, what: str) -> list[Any]:
         for row in top[names].to_dict("records")
     ]
     note = f"Engine, ours and difference (engine less ours) in nats; units of {what}."
-    return [Text("The largest", look="h3"), Text(note, look="note"), _table(rows)] if rows else []
-
-
-def _table(rows: Sequence[Mapping[str, Any]], text: str = "", folded: str = "") -> Table:
-    head = [Column(name.replace("_", " "), "text" if name == text else "") for name in rows[0]]
-    cells = [[f"{v:.3g}" if isinstance(v, float) else str(v) for v in row.values()] for row in rows]
-    return Table(head, cells, look="cards" if text else "", folded=folded)
+    return [Text("The largest", look="h3"), Text(note, look="note"), table_of_rows(rows)] if rows else []

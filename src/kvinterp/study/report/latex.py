@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pandas as pd
 from pandas.api.types import is_bool_dtype, is_numeric_dtype
 
+from kvinterp.common.numbers import number
 from kvinterp.errors import visible
 
 _SPECIAL = {
@@ -43,21 +45,15 @@ def latex_number(value: Any) -> str:
 
 def latex_of(name: str, table: pd.DataFrame, caption: str) -> str:
     """A table in the style of booktabs, over as many pages as it needs, under a caption; its label is ``tab:NAME``."""
-    numbers = numeric(table)
+    columns = "".join("r" if is_number else "l" for is_number in numeric(table).values())
+    label = "".join(c for c in name if c.isalnum() or c in "-_")
     lines = [
-        rf"\begin{{longtable}}{{{''.join('r' if is_number else 'l' for is_number in numbers.values())}}}",
-        rf"\caption{{{latex_text(caption)}}}\label{{tab:{''.join(c for c in name if c.isalnum() or c in '-_')}}}\\",
+        rf"\begin{{longtable}}{{{columns}}}",
+        rf"\caption{{{latex_text(caption)}}}\label{{tab:{label}}}\\",
         r"\toprule",
         " & ".join(map(latex_text, table)) + r" \\",
         r"\midrule\endhead",
-        *(
-            " & ".join(
-                (latex_number if is_number else latex_text)(cell)
-                for cell, is_number in zip(row, numbers.values(), strict=True)
-            )
-            + r" \\"
-            for row in table.itertuples(index=False)
-        ),
+        *(" & ".join(row) + r" \\" for row in cells_of(table, latex_number, latex_text)),
         r"\bottomrule",
         r"\end{longtable}",
     ]
@@ -66,20 +62,20 @@ def latex_of(name: str, table: pd.DataFrame, caption: str) -> str:
 
 def markdown_of(table: pd.DataFrame) -> str:
     """A table as Markdown; what a text holds is no markup."""
-    from kvinterp.common.numbers import number
-
-    numbers = numeric(table)
-    head = [f"| {' | '.join(map(_plain, table))} |", f"|{'|'.join('---:' if n else '---' for n in numbers.values())}|"]
-    rows = [
-        "| " + " | ".join(number(cell) if n else _plain(cell) for cell, n in zip(row, numbers.values(), strict=True)) + " |"
-        for row in table.itertuples(index=False)
-    ]
-    return "\n".join([*head, *rows]) + "\n"
+    rules = ["---:" if is_number else "---" for is_number in numeric(table).values()]
+    rows = [[*map(_plain, table)], rules, *cells_of(table, number, _plain)]
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
 def numeric(table: pd.DataFrame) -> dict[str, bool]:
     """Of each column whether it holds numbers."""
     return {str(name): is_numeric_dtype(column) and not is_bool_dtype(column) for name, column in table.items()}
+
+
+def cells_of(table: pd.DataFrame, written: Callable[[Any], str], said: Callable[[Any], str]) -> list[list[str]]:
+    """The rows of a table as text: its numbers as they are written, all else as it is said."""
+    forms = [written if is_number else said for is_number in numeric(table).values()]
+    return [[form(cell) for form, cell in zip(forms, row, strict=True)] for row in table.itertuples(index=False)]
 
 
 def _plain(text: object) -> str:

@@ -11,12 +11,17 @@ import dataclasses
 import functools
 import hashlib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from importlib import resources
+from typing import Any, TypeAlias
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
 
 from kvinterp.errors import visible
-from kvinterp.study.report.script import script, styles
+
+Parts: TypeAlias = list[Any]
+"""What a page consists of, one under the other; what is empty (a text without words, a table without rows or a line that
+unfolds it) is not shown."""
 
 # Parts: each is shown by the macro that bears its name -----------------------------------------------------------------
 
@@ -102,6 +107,16 @@ class Interval:
 
 
 @dataclasses.dataclass(frozen=True)
+class Cell:
+    """A cell with a ground of its own, which brings the colour of its text, so that it reads on any page."""
+
+    text: str
+    ground: str
+    ink: str
+    framed: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
 class Column:
     """The head of a column, and what its cells are: ``number``, ``text`` (broken into lines), ``pre``, ``code`` or ``filter``,
     by whose values the reader chooses among the rows.
@@ -116,7 +131,7 @@ class Table:
     """A table; the row whose first cell is ``here`` stands out, and ``folded`` is what one clicks on to see it."""
 
     head: Sequence[Column]
-    rows: Sequence[Sequence[str | Links | Fold | Interval]]
+    rows: Sequence[Sequence[str | Links | Fold | Interval | Cell]]
     here: str | None = None
     caption: str = ""
     folded: str = ""
@@ -124,6 +139,28 @@ class Table:
     """By which a link finds it."""
     look: str = ""
     """``cards``: on a phone each row is a card."""
+
+
+def told(value: Any) -> str:
+    """A value as text: three digits of a number, what a list or a mapping holds, nothing where there is none."""
+    if value is None or value != value:
+        return ""
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {told(each) or 'none'}" for name, each in value.items())
+    if isinstance(value, list | tuple):
+        return ", ".join(told(each) or "none" for each in value)
+    return f"{value or 0:.3g}" if isinstance(value, float) else str(value)
+
+
+def table_of_rows(rows: Sequence[Mapping[str, Any]], text: str = "", here: str | None = None, folded: str = "") -> Table:
+    """A table of rows that all have the same names; where one column is a ``text``, each row is a card on a phone."""
+    head = [Column(name.replace("_", " "), "text" if name == text else "") for name in (rows[0] if rows else ())]
+    return Table(head, [list(map(told, row.values())) for row in rows], here, folded=folded, look="cards" if text else "")
+
+
+def pairs_of(found: Mapping[str, Any]) -> Pairs:
+    """Values beside their names."""
+    return Pairs({name.replace("_", " "): told(value) or "none" for name, value in found.items()}, look="beside")
 
 
 def opened(table: Table, count: int, what: str) -> list[Table]:
@@ -143,7 +180,7 @@ class Folded:
 
 @dataclasses.dataclass(frozen=True)
 class Packed:
-    """Data that the page's script draws, compressed, by what the reader calls them; see :mod:`kvinterp.study.report.packing`."""
+    """Data that the page's script draws, JSON compressed with gzip, by what the reader calls them."""
 
     name: str
     blobs: Mapping[str, bytes]
@@ -164,6 +201,22 @@ class Shaded:
 
 
 # Rendering -------------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _static(ending: str, *names: str) -> Markup:
+    """Files of ``static/`` by their names without ending, joined; they hold no "</", and nothing of a user's is in them."""
+    folder = resources.files("kvinterp.study.report").joinpath("static")
+    return Markup("\n".join(folder.joinpath(f"{name}.{ending}").read_text(encoding="utf-8") for name in names))
+
+
+script = functools.partial(_static, "js")
+"""The code of several scripts as one module, the one that others use first: ``script("draw", "page")``.
+
+No script imports another, so that one text serves a page, which allows it by its hash, and a notebook's widget.
+"""
+styles = functools.partial(_static, "css")
+"""The styles that go with scripts, as one style sheet."""
 
 
 _STYLES = {"report": ("page",), "audit": ("page", "audit"), "attention": ("page", "attention")}

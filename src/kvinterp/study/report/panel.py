@@ -19,10 +19,17 @@ from kvinterp.models.load import check_loadable
 from kvinterp.patching import VIEWS, Asked, PatchAnswer, PatchBench, PatchMap
 from kvinterp.patching.bench import MEASURED
 from kvinterp.paths import kernels_named
-from kvinterp.study.reading.patching import recovery_said, said_of
-from kvinterp.study.report.panel_picture import picture
-from kvinterp.study.report.panel_shown import answer_shown, choices, code_of, map_shown, plain
-from kvinterp.study.report.script import script, styles
+from kvinterp.study.report.page import script, styles
+from kvinterp.study.report.panel_shown import (
+    answer_shown,
+    choices,
+    code_of,
+    map_shown,
+    picture,
+    plain,
+    recovery_said,
+    said_of,
+)
 
 PROMPT = "Question: Nora has 88 boxes and Jack has 53. How many more boxes does Nora have than Jack?\nAnswer:"
 OTHER = PROMPT.replace("88", "78")
@@ -295,8 +302,8 @@ def _widget_class() -> Any:
 
 
 def _asked(given: Mapping[str, Any]) -> Asked:
-    fields: dict[str, Any] = {field.name: given[field.name] for field in dataclasses.fields(Asked)}
-    settled: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
+    found = {field.name: given[field.name] for field in dataclasses.fields(Asked)}
+    settled: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
     return Asked(**settled)
 
 

@@ -1,18 +1,23 @@
-"""What the panel shows, as plain data: the choices, the answer and the map, every word of them made here."""
+"""What the panel shows, as plain data and as a picture: the choices, the answer and the map, every word of them made here."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+from matplotlib.colors import to_hex
+
+from kvinterp.common.numbers import counted, upper
+from kvinterp.comparison.vocabulary import RECOVERED, UNCHANGED
 from kvinterp.patching import DIRECTIONS, DONORS, PATCH_SITES, VIEWS, Asked, PatchAnswer, PatchBench, PatchMap
 from kvinterp.patching.bench import EVERY, MEASURED, blocks_of
-from kvinterp.study.reading.patching import asked_said, map_said, recovery_said, said_of
+from kvinterp.study.report.page import Cell, Column, Table, Text, fragment
+from kvinterp.study.report.style import DIVERGING, ink_on
 
 UNITS = {"kl": "nats", "l2": "in logits", "logit_difference": "in logits"}
-NAMES = {"kl": "KL", "l2": "L2 distance", "logit_difference": "logit difference"}
 
 
 def choices(models: Iterable[str], bench: PatchBench | None, asked: Asked | None) -> dict[str, Any]:
@@ -99,7 +104,10 @@ def answer_shown(answer: PatchAnswer, bench: PatchBench, measure: str) -> dict[s
         "lead": lead,
         "rest": rest,
         "said": asked_said(asked, bench.adapter.facts.heads_of(asked.site), len(bench.fed)),
-        "distances": [_row(*distances[name]) for name in order],
+        "distances": [
+            [name, f"{before:.4g}", f"{after:.4g}", "undefined" if math.isnan(share) else f"{share:.2%}"]
+            for name, before, after, share in map(distances.__getitem__, order)
+        ],
         "lists": lists,
         "step": f"Most likely tokens at step {answer.shown_step}{', where the KL is largest' * (len(answer.steps) > 1)}",
         "seconds": f"answered in {answer.seconds:.2f} s",
@@ -114,7 +122,8 @@ def map_shown(made: PatchMap, measure: str, asked: Asked) -> dict[str, Any]:
     def label(value: Any) -> str:
         return "all" if value in (None, EVERY) else _block(value, pieces) if isinstance(value, tuple) else str(value)
 
-    filled = [[_finite(value) for value in row] for row in made.values[measure]]
+    # As JSON has them: without NaN.
+    filled = [[v if v is not None and math.isfinite(v) else None for v in row] for row in made.values[measure]]
     empty = [[None] * len(made.columns)] * (len(made.rows) - made.filled)
     fields = made.fields
     chosen = [
@@ -133,7 +142,7 @@ def map_shown(made: PatchMap, measure: str, asked: Asked) -> dict[str, Any]:
         "filled": made.filled,
         "chosen": chosen if min(chosen) >= 0 else None,
         "title": map_said(measure, ablates),
-        "unit": UNITS[measure] if ablates else f"recovery of the {NAMES[measure]}",
+        "unit": UNITS[measure] if ablates else f"recovery of the {_DISTANCES[measure]}",
         "scale": "sequential" if ablates else "diverging",
         "limits": None if ablates else [-1, 1],
     }
@@ -142,19 +151,6 @@ def map_shown(made: PatchMap, measure: str, asked: Asked) -> dict[str, Any]:
 def plain(value: Any) -> Any:
     """The value as JSON has it: a tuple becomes a list."""
     return list(value) if isinstance(value, tuple) else value
-
-
-def _finite(value: float | None) -> float | None:
-    """The value as JSON has it: without NaN."""
-    return value if value is not None and math.isfinite(value) else None
-
-
-def _row(name: str, before: float, after: float, recovery: float) -> list[str]:
-    return [name, _number(before), _number(after), "undefined" if math.isnan(recovery) else f"{recovery:.2%}"]
-
-
-def _number(value: float) -> str:
-    return "0" if value == 0 else f"{value:.4g}"
 
 
 def _several(numbers: Any) -> list[list[Any]]:
@@ -180,3 +176,129 @@ def code_of(asked: Asked, prompt: str, other: str, max_new_tokens: int, kernels:
 def _block(span: Any, pieces: list[str]) -> str:
     text = "".join(pieces[slice(*span)])
     return f"{_span(span)} {text if len(text) <= 12 else text[:11] + '…'!s}"
+
+
+# The picture -----------------------------------------------------------------------------------------------------------
+
+
+def picture(asked: Mapping[str, Any], answer: Mapping[str, Any], made: Mapping[str, Any], error: str) -> str:
+    """The panel as it stands, for a page that has no kernel: its answer and its map may be empty, all is escaped."""
+    parts: list[Any] = [
+        Text("A picture of the panel as it last stood. To change it, run the cell in a notebook."),
+        Text(asked["prompt"], "Prompt:"),
+    ]
+    if asked["donor"] not in ("path", "zero") and asked["other"]:
+        parts.append(Text(asked["other"], "Other prompt:"))
+    if error:
+        parts.append(Text(error, look="alert"))
+    if answer:
+        head = map(Column, ("distance", "before", "after", "recovery"))
+        parts += [Text(answer["rest"], answer["lead"]), Text(answer["said"]), Table([*head], answer["distances"])]
+    if made and made["filled"]:
+        parts += _heat(made)
+    if answer:
+        lists = answer["lists"]
+        tokens = [Column(name) for found in lists for name in (found["title"], "probability", "logit")]
+        beside = zip(*(found["rows"] for found in lists), strict=True)
+        parts += [Text(answer["step"]), Table(tokens, [list(itertools.chain(*rows)) for rows in beside])]
+    return fragment(*parts)
+
+
+def _heat(made: Mapping[str, Any]) -> list[Any]:
+    limit = made["limits"][1] if made["limits"] else max((v for row in made["cells"] for v in row if v), default=1.0)
+    rows: list[list[str | Cell]] = []
+    for at, (name, values) in enumerate(zip(made["rows"], made["cells"], strict=True)):
+        places = [made["chosen"] == [at, column] for column in range(len(values))]
+        rows.append(
+            [name, *(_cell(v, limit, framed, bool(made["limits"])) for v, framed in zip(values, places, strict=True))]
+        )
+    left = len(made["rows"]) - made["filled"]
+    notes = [
+        made["title"] + ("." if made["limits"] else f", {made['unit']}."),
+        "– is no value." if any(None in row for row in made["cells"][: made["filled"]]) else "",
+        f"{left} of {len(made['rows'])} rows were not filled." if left else "",
+        "The framed cell is the patch above." if made["chosen"] else "",
+    ]
+    head = [Column("{} ↓ {} →".format(*made["fields"])), *map(Column, made["columns"])]
+    return [Text(" ".join(filter(None, notes))), Table(head, rows)]
+
+
+def _cell(value: float | None, limit: float, framed: bool, share: bool) -> Cell:
+    if value is None:
+        return Cell("–", "#ffffff", "#000000", framed)
+    color = DIVERGING((min(max(value / limit, -1.0), 1.0) + 1) / 2)
+    return Cell(f"{round(value, 2) + 0.0:.2f}" if share else f"{value:.3g}", to_hex(color), ink_on(color), framed)
+
+
+# Sentences -------------------------------------------------------------------------------------------------------------
+
+_DISTANCES = {**RECOVERED, "l2": "L2 distance of the logits"}
+
+
+def recovery_said(answer: PatchAnswer) -> tuple[str, str]:
+    """What one patch by hand did: the share that it recovered, or the distance that an ablation made, and what it is of."""
+    over = f"over {counted(len(answer.steps), 'step')}" + (f". The patch {UNCHANGED}" if answer.unchanged else "")
+    if answer.asked.ablates:
+        kl, l2 = _exactly(answer.d_after, "nats"), _exactly(answer.l2_after)
+        lead = f"KL(unpatched || patched) {kl}, L2 distance of the logits {l2}"
+        return lead, f"mean {over}. An ablation restores nothing, so there is no recovery: this is what it changes."
+    shares = {"KL": answer.recovery, "L2 distance of the logits": answer.l2_recovery}
+    share = ", ".join(f"{value:.2%} of the {name}" for name, value in shares.items() if value == value)
+    before, after = _exactly(answer.d_before, "nats"), _exactly(answer.d_after, "nats")
+    rest = f"{over}. KL to the donor: {before} before, {after} after the patch."
+    if not share:
+        return "Recovery undefined", f"{rest} {upper(answer.why)}"
+    return f"Recovery {share}" + (f"; undefined: {answer.why.rstrip('.')}" if answer.why else ""), rest
+
+
+def _exactly(value: float, unit: str = "") -> str:
+    return "exactly 0" if value == 0 else f"{value:.3g} {unit}".strip()
+
+
+def asked_said(asked: Asked, heads: tuple[int, str], last_step: int) -> str:
+    """What a patch by hand moves, and from where, in words; "all" is said with how many ``heads`` the site has of which kind."""
+    count, kind = heads
+    head = (
+        "" if not count else f", all {count} {kind}s at once" if asked.head is None else f", {kind} {said_of(asked.head)}"
+    )
+    spots = {
+        "newest": "at the newest position",
+        "all": "at all positions that attention reads" if asked.site in _IN_CACHE else "at all positions computed",
+        "earlier": "at all positions but the newest",
+    }
+    positions = asked.patch().positions
+    where = (
+        spots[positions]
+        if isinstance(positions, str)
+        else f"at positions {positions[0]} to {'the newest' if positions[1] is None else positions[1] - 1}"
+    )
+    every = f"at every step from {asked.first} to {last_step}, and the distances are means over them"
+    when = every if asked.step == "every" else f"at step {asked.step} alone"
+    giving = {
+        "path": f"the {'cached' if asked.into == 'recompute' else 'recompute'} path's",
+        "prompt": "those of the other prompt, which is fed the same tokens",
+        "zero": "zeros",
+        "mean": "the mean over the positions of the other prompt, or without one of this prompt",
+        "resample": f"rows drawn from the other prompt's positions (seed {asked.seed})",
+    }[asked.donor]
+    return f"{asked.site} of layer {said_of(asked.layer)}{head}, {where}, {when}: replaced in the {asked.into} path by {giving}."
+
+
+def said_of(number: int | tuple[int, ...] | None) -> str:
+    """A layer or a head, or several."""
+    return ", ".join(map(str, number)) if isinstance(number, tuple) else str(number)
+
+
+def map_said(measure: str, ablates: bool) -> str:
+    """What a map of patches by hand shows."""
+    if ablates:
+        return f"What each ablation alone changes: {_EFFECT[measure]}, mean over the steps ablated"
+    return f"What each patch alone recovers of the {_DISTANCES[measure]} (1 all of it, 0 nothing, below 0 farther apart)"
+
+
+_EFFECT = {
+    "kl": "KL(unpatched || patched)",
+    "l2": "L2 distance of the logits",
+    "logit_difference": "logit difference of two tokens",
+}
+_IN_CACHE = ("kv", "cache_k", "cache_v")

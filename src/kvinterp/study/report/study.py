@@ -12,11 +12,10 @@ import pandas as pd
 from kvinterp.common.numbers import counted, ends_said, number, upper
 from kvinterp.common.store import write_whole
 from kvinterp.study.claims.base import FAILS, HOLDS, OPEN
-from kvinterp.study.reading.claims import how_decided
-from kvinterp.study.report.experiment import kicker_of, last_parts, table_of
-from kvinterp.study.report.findings import findings_table, scaled
+from kvinterp.study.claims.said import how_decided
+from kvinterp.study.report.experiment import findings_table, kicker_of, last_parts, scaled, table_of
 from kvinterp.study.report.latex import latex_of, markdown_of
-from kvinterp.study.report.page import Answer, Bullets, Column, Fold, Folded, Interval, Links, Table, Text, render
+from kvinterp.study.report.page import Answer, Bullets, Column, Fold, Folded, Links, Parts, Table, Text, render
 from kvinterp.study.report.svg import picture
 
 TITLE = "What of the FP16 paper's claims holds here"
@@ -41,7 +40,7 @@ def _page(outcome: Any, drawn: Mapping[Any, Sequence[Path]], chosen: Mapping[str
     tables, summary = outcome.tables, outcome.summary
     contents = {"The claims": "claims"} if "claims" in tables else {}
     contents |= {upper(part.label.replace("-", " ")): _anchor(part.label) for part in outcome.result}
-    parts: list[Any] = [Answer(summary["reading"]), Links(contents, label="On this page:")]
+    parts: Parts = [Answer(summary["reading"]), Links(contents, label="On this page:")]
     if "claims" in tables:
         links = {claim: _links(str(table), outcome, drawn) for claim, table in tables["claims"][["id", "table"]].to_numpy()}
         parts += [Text("The claims", look="h2", name="claims"), *claims_tables(tables["claims"], links)]
@@ -56,8 +55,8 @@ def _page(outcome: Any, drawn: Mapping[Any, Sequence[Path]], chosen: Mapping[str
             Text(upper(part.label.replace("-", " ")), look="h2", name=_anchor(part.label)),
             Bullets(lines),
             *figures[:1],
+            Folded(counted(len(figures) - 1, "more figure"), figures[1:]),
         ]
-        parts += [Folded(counted(len(figures) - 1, "more figure"), figures[1:])] if figures[1:] else []
         if findings is not None:
             folded = counted(len(findings), "finding")
             parts.append(dataclasses.replace(findings_table(findings, f"findings-{_anchor(part.label)}"), folded=folded))
@@ -81,7 +80,10 @@ def claims_tables(claims: pd.DataFrame, links: Mapping[str, tuple[Links, str]]) 
         *(Column("drawn"), Column("n", "number"), Column("see")),
     ]
     rows: dict[bool, list[list[Any]]] = {False: [], True: []}
-    for claim in claims.sort_values("verdict", key=lambda each: each.map(_ORDER), kind="stable").to_dict("records"):
+    claims = claims.sort_values("verdict", key=lambda each: each.map(_ORDER), kind="stable")
+    # The interval under the control beside the number under the source's protocol.
+    ends = claims.rename(columns=_ENDS).assign(finding=claims["id"], measure="")
+    for claim, drawn in zip(claims.to_dict("records"), scaled(ends), strict=True):
         see, by = links.get(claim["id"], ("", ""))
         more = {
             "source": f"{claim['source']}, {claim['section']}",
@@ -96,7 +98,7 @@ def claims_tables(claims: pd.DataFrame, links: Mapping[str, tuple[Links, str]]) 
             *(str(claim["verdict"]), Fold(str(claim["claim"]), {name: text for name, text in more.items() if text})),
             *(str(claim["source"]), by, str(claim["paper_value"] or "–"), number(claim["paper_protocol"])),
             number(claim["matched"]) + ends_said(claim["low"], claim["high"]),
-            _drawn(claim),
+            drawn,
             *(number(claim["n"]) if claim["n"] else "–", see),
         ])  # fmt: skip
     names = ("claims-table", "claims-open")
@@ -105,14 +107,8 @@ def claims_tables(claims: pd.DataFrame, links: Mapping[str, tuple[Links, str]]) 
     return [table for table in (made[0], folded) if table.rows]
 
 
-def _drawn(claim: Mapping[str, Any]) -> Interval:
-    """The interval under the control beside the number under the source's protocol."""
-    table = pd.DataFrame([{name: claim[of] for name, of in _ENDS.items()}]).assign(finding="", measure="")
-    return scaled(table)[0]
-
-
 _ORDER = {HOLDS: 0, FAILS: 1, OPEN: 2}
-_ENDS = {"low": "low", "estimate": "matched", "high": "high", "null": "paper_protocol"}
+_ENDS = {"matched": "estimate", "paper_protocol": "null"}
 
 
 def _links(table: str, outcome: Any, drawn: Mapping[Any, Sequence[Path]]) -> tuple[Links, str]:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
+import numpy as np
 from matplotlib.backend_bases import get_registered_canvas_class
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import LinearSegmentedColormap
@@ -36,7 +37,7 @@ RC: Any = {
     "axes.axisbelow": True,
     "axes.grid": True,
     "axes.grid.axis": "y",
-    "grid.color": "#dddddd",
+    "grid.color": "#d4d4d4",
     "grid.linewidth": 0.6,
     "legend.frameon": False,
     "legend.fontsize": 8.0,
@@ -89,6 +90,13 @@ def line_of(index: int, width: float = 1.4, **otherwise: Any) -> dict[str, Any]:
     hollow = {"markerfacecolor": "#ffffff"} if (index + index // len(SERIES)) % 2 else {}
     look = {"color": series.color, "marker": series.marker, "linestyle": series.line}
     return {**look, "linewidth": width, "markersize": 4, **hollow, **otherwise}
+
+
+def ink_on(color: Any) -> str:
+    """Black or white: what can be read better on a colour of a map, red, green and blue first, and where lightness is turned."""
+    # Relative luminance (WCAG 2.2, https://www.w3.org/TR/WCAG22/#dfn-relative-luminance).
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in color[:3]]
+    return "#ffffff" if np.dot([0.2126, 0.7152, 0.0722], linear) < 0.188 else "#000000"
 
 
 # The sheet -------------------------------------------------------------------------------------------------------------
@@ -165,10 +173,16 @@ def kept(path: Path) -> Figure | None:
     return (_KEPT.get() or {}).get(path)
 
 
-def drawn_as(figure: Figure, name: str) -> bytes:
-    """A figure as ``svg`` or ``pdf``; the same figure is the same file, whenever it is drawn."""
+def drawn_as(figure: Figure, name: str, ids: str = "kvinterp") -> bytes:
+    """A figure as ``svg`` or ``pdf``; the same figure is the same file, whenever it is drawn.
+
+    Args:
+        figure: The figure.
+        name: The format.
+        ids: What the ids of an SVG are made of.
+    """
     undated = {"Date": None} if name == "svg" else {"CreationDate": None}
-    look: Any = {"svg.hashsalt": "kvinterp", "svg.fonttype": "none", "pdf.fonttype": 42}
+    look: Any = {"svg.hashsalt": ids, "svg.fonttype": "none", "pdf.fonttype": 42}
     with looks(), matplotlib.rc_context(look), _lean() if name == "pdf" else contextlib.nullcontext():
         return _printed(figure, name, 144, {"Creator": "kvinterp", **undated})
 

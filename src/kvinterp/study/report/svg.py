@@ -1,18 +1,15 @@
-"""A figure as SVG that stands inside a page and follows its ground, light or dark.
+"""A figure as SVG that stands inside a page, where text stays text.
 
-matplotlib draws every figure once, for a white ground; on a dark one each of its colours is what :mod:`kvinterp.study.report.ink`
-makes of it. Text stays text.
+matplotlib draws every figure once, for a white ground; on a dark one the page turns its lightness round (``.drawn`` in
+``static/page.css``): what has a contrast of 3 and more on white has no less there.
 """
 
 from __future__ import annotations
 
-import base64
-import io
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -20,22 +17,17 @@ from matplotlib.collections import Collection
 from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
 from matplotlib.lines import Line2D
-from PIL import Image
 
-from kvinterp.study.report.ink import on_dark, on_dark_hex
 from kvinterp.study.report.page import Picture
 from kvinterp.study.report.style import drawn_as, kept
 
-_SVG, _LINK = "{http://www.w3.org/2000/svg}", "{http://www.w3.org/1999/xlink}href"
-_FONTS = "font-family:'DejaVu Sans', Verdana, 'Bitstream Vera Sans', Arial, sans-serif"
+_LOOK = (
+    "stroke-linejoin:round;stroke-linecap:butt;font-family:'DejaVu Sans', Verdana, 'Bitstream Vera Sans', Arial, sans-serif"
+)
 _MANY = 1000
 """Marks and segments from which on an artist's are drawn as a picture of points."""
-_LARGE = 50_000
-"""Points from which on a picture has 128 colours at most: one of marks, and not a map of few cells."""
 _BROAD = 7.5
 """Inches from which on a figure has a row of the page to itself."""
-
-# Figures ---------------------------------------------------------------------------------------------------------------
 
 
 def picture(path: Path, caption: str, name: str = "", *, narrow: bool = False) -> Picture:
@@ -59,35 +51,36 @@ def picture(path: Path, caption: str, name: str = "", *, narrow: bool = False) -
 
 
 def inline(figure: Figure, name: str) -> str:
-    """A figure as an ``<svg>`` element without ground, whose colours follow the page.
+    """A figure as an ``<svg>`` element without ground.
 
     Args:
         figure: The figure, laid out; it is left as it was.
-        name: What tells it apart from the other figures of its page: its ids begin with it.
+        name: What tells it apart from the other figures of its page: its ids are made of it.
     """
     restore = list(_made_ready(figure))
     try:
-        text = drawn_as(figure, "svg").decode()
+        text = drawn_as(figure, "svg", name).decode()
     finally:
         for undo in restore:
             undo()
     # XML has no name for these; a model's name may hold them.
-    root = ElementTree.fromstring(re.sub("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ufffe\uffff]", "\ufffd", text))
-    for parent in [*root.iter()]:
-        for child in [*parent]:
-            if child.tag in (f"{_SVG}metadata", f"{_SVG}style"):
-                parent.remove(child)
-    _name_ids(root, re.sub(r"[^\w-]", "-", name))
-    _follow(root)
-    _shorten(root)
+    text = re.sub("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ufffe\uffff]", "\ufffd", text[text.index("<svg") :])
+    body = re.sub(r"(?s)<metadata>.*?</metadata>|<style.*?</style>", "", text.partition(">")[2])
+    named = {found[1] for found in re.finditer(r"""[("]#([^")]+)""", body)}
+    # matplotlib escapes what ends a tag, in texts and in what is quoted.
+    body = re.sub("(?s)<[^>]*>", lambda tag: _shortened(tag[0], named), re.sub(r">\s+<", "><", body))
     width, height = figure.get_size_inches()
-    look = f"--inches:{width:g};stroke-linejoin:round;stroke-linecap:butt;fill:{_variable('#000000')};{_FONTS}"
-    view = root.get("viewBox", f"0 0 {72 * width:g} {72 * height:g}")
-    root.attrib.clear()
-    root.attrib.update({"viewBox": view, "class": "drawn broad" if width > _BROAD else "drawn", "style": look})
-    ElementTree.register_namespace("", _SVG[1:-1])
-    # Within HTML the namespace goes without saying.
-    return ElementTree.tostring(root, encoding="unicode").replace(f' xmlns="{_SVG[1:-1]}"', "", 1)
+    broad = " broad" * bool(width > _BROAD)
+    view = f'viewBox="0 0 {72 * width:g} {72 * height:g}" class="drawn{broad}" style="--inches:{width:g};{_LOOK}"'
+    return f"<svg {view}>{body}"
+
+
+def _shortened(tag: str, named: set[str]) -> str:
+    """A tag without ids that nothing refers to, and with short numbers but where a picture lies."""
+    tag = re.sub(' id="([^"]*)"', lambda found: found[0] if found[1] in named else "", tag)
+    if not tag.startswith("<image"):
+        tag = re.sub(r"\d+\.\d{3,}", lambda found: f"{float(found[0]):.2f}".rstrip("0").rstrip("."), tag)
+    return tag.replace("xlink:href", "href").replace(" font-family: 'DejaVu Sans';", "")
 
 
 def _made_ready(figure: Figure) -> Iterator[Callable[[], None]]:
@@ -113,95 +106,3 @@ def _changed(artist: Any, what: str, value: Any) -> Callable[[], None]:
     before, change = getattr(artist, f"get_{what}")(), getattr(artist, f"set_{what}")
     change(value)
     return lambda: change(before)
-
-
-def _name_ids(root: ElementTree.Element, name: str) -> None:
-    """Ids that something refers to are the figure's name and a number; the others go."""
-    named: dict[str, str] = {}
-
-    def new(found: str) -> str:
-        return named.setdefault(found, f"{name}-{len(named)}")
-
-    for element in root.iter():
-        link = element.attrib.pop(_LINK, None)
-        if link is not None:
-            element.set("href", f"#{new(link[1:])}" if link.startswith("#") else link)
-        for key, value in element.attrib.items():
-            element.set(key, re.sub(r"url\(#([^)]+)\)", lambda found: f"url(#{new(found[1])})", value))
-    for element in root.iter():
-        found = element.attrib.pop("id", None)
-        if found in named:
-            element.set("id", named[found])
-
-
-def _shorten(root: ElementTree.Element) -> None:
-    """Without blanks between elements; the look of marks that are alike stands once, above them."""
-    for parent in root.iter():
-        for child in parent:
-            child.tail = None
-        if len(parent):
-            parent.text = None
-        looks = {child.get("style") for child in parent}
-        if len(parent) > 1 and len(looks) == 1 and {child.tag for child in parent} == {f"{_SVG}use"} and None not in looks:
-            parent.set("style", f"{parent.get('style', '')};{looks.pop()}".lstrip(";"))
-            for child in parent:
-                del child.attrib["style"]
-
-
-def _follow(root: ElementTree.Element) -> None:
-    """Colours become variables that the scheme sets, every picture of points is there for both, numbers are short."""
-    colors = {"#000000"}
-
-    def variable(found: re.Match[str]) -> str:
-        colors.add(found[0])
-        return _variable(found[0])
-
-    for parent in [*root.iter()]:
-        for key, value in parent.attrib.items():
-            if key in ("style", "fill", "stroke"):
-                parent.set(key, re.sub("#[0-9a-f]{6}", variable, value).replace(" font-family: 'DejaVu Sans';", ""))
-            elif key in ("d", "x", "y", "width", "height"):
-                parent.set(
-                    key, re.sub(r"\d+\.\d{3,}", lambda found: f"{float(found[0]):.2f}".rstrip("0").rstrip("."), value)
-                )
-        for place, child in reversed([*enumerate(parent)]):
-            if child.tag == f"{_SVG}image":
-                on_white, mirrored = _pictures(child.get("href", ""))
-                dark = ElementTree.Element(child.tag, {**child.attrib, "class": "on-dark", "href": mirrored})
-                child.attrib.update({"class": "on-light", "href": on_white})
-                parent.insert(place + 1, dark)
-    light, night = (
-        "".join(f"--{color[1:]}:{to(color)};" for color in sorted(colors)) for to in (lambda color: color, on_dark_hex)
-    )
-    style = ElementTree.Element(f"{_SVG}style")
-    style.text = (
-        f":root{{{light}}}.on-dark{{display:none}}"
-        f"@media(prefers-color-scheme:dark){{:root{{{night}}}.on-dark{{display:inline}}.on-light{{display:none}}}}"
-    )
-    root.insert(0, style)
-
-
-def _variable(color: str) -> str:
-    return f"var(--{color[1:]},{color})"
-
-
-def _pictures(address: str) -> tuple[str, str]:
-    """A PNG within an address, and the same in the colours of the dark ground."""
-    light = Image.open(io.BytesIO(base64.b64decode(address.partition(",")[2]))).convert("RGBA")
-    if light.width * light.height > _LARGE:
-        light = light.quantize(128, Image.Quantize.FASTOCTREE).convert("RGBA")
-    points = np.asarray(light) / 255
-    dark = np.concatenate([on_dark(points[..., :3]), points[..., 3:]], axis=-1)
-    return _address(np.asarray(light)), _address((255 * dark).round().astype(np.uint8))
-
-
-def _address(points: np.ndarray) -> str:
-    """Points as the address of a PNG: by a list of their colours, where those are few."""
-    colors, numbers = np.unique(points.reshape(-1, 4), axis=0, return_inverse=True)
-    picture = Image.fromarray(points)
-    if len(colors) <= 256:
-        picture = Image.fromarray(numbers.reshape(points.shape[:2]).astype(np.uint8), mode="P")
-        picture.putpalette(colors.tobytes(), "RGBA")
-    written = io.BytesIO()
-    picture.save(written, format="png", optimize=True)
-    return f"data:image/png;base64,{base64.b64encode(written.getvalue()).decode()}"

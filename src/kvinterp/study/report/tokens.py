@@ -6,6 +6,8 @@ heads and its drift by layer, for a chosen head its attention on both paths.
 
 from __future__ import annotations
 
+import gzip
+import json
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -15,10 +17,8 @@ import pandas as pd
 from kvinterp.common.numbers import against, number
 from kvinterp.comparison import Comparison
 from kvinterp.comparison.attention_rows import within
-from kvinterp.study.reading.changed import boundary_of, flips_of, kept_said, no_boundary, square_said
-from kvinterp.study.reading.results import site_of
-from kvinterp.study.report.packing import packed, signed_codes, three_digits
-from kvinterp.study.report.page import Column, Links, Packed, Table, Text, fragment, opened, render
+from kvinterp.study.findings.results import site_of
+from kvinterp.study.report.page import Column, Links, Packed, Parts, Table, Text, fragment, opened, render
 
 SCRIPTS, SHEETS = ("tables", "draw", "page"), ("draw",)
 """What a page with these parts runs, and its styles."""
@@ -31,7 +31,7 @@ OPEN, FLIPS = 6, 100
 _OF = ["example", "step"]
 
 
-def changes(found: Mapping[str, Comparison]) -> list[Any]:
+def changes(found: Mapping[str, Comparison]) -> Parts:
     """The parts of a page about what changed: flips, or else the steps of largest KL, and the texts to click on.
 
     Args:
@@ -50,7 +50,7 @@ def changes(found: Mapping[str, Comparison]) -> list[Any]:
     return [Text("Token by token", look="h2", name="changed"), *_table(found), Packed("kv-changes", blobs)]
 
 
-def _table(found: Mapping[str, Comparison]) -> list[Any]:
+def _table(found: Mapping[str, Comparison]) -> Parts:
     """The flips, each prompt's first before the others; where nothing flips the prompts by their largest KL."""
     rows: list[tuple[bool, bool, float, list[Any]]] = []
     for place, (label, comparison) in enumerate(found.items()):
@@ -98,11 +98,67 @@ def tokens_fragment(comparison: Comparison) -> str:
     return fragment(Text(page, look="frame"))
 
 
+# What is said of it ----------------------------------------------------------------------------------------------------
+
+
+def flips_of(comparison: Comparison) -> pd.DataFrame:
+    """The steps at which the paths chose different tokens on the same text, with ``id``; by example and step."""
+    steps = comparison.same_text(comparison.steps)
+    flips = steps[steps["flipped"].astype(bool)]
+    ids = comparison.examples.set_index("example")["id"]
+    return flips.assign(id=flips["example"].map(ids)).sort_values(["example", "step"], ignore_index=True)
+
+
+def boundary_of(comparison: Comparison) -> tuple[str, str]:
+    """What the distance to the decision boundary is under the strategy in use, and its unit."""
+    strategy = str(comparison.provenance["strategy"])
+    if strategy == "greedy":
+        return "how many logits a path's token was ahead of its next best", "logits"
+    if strategy.startswith(("top_k", "top_p")):
+        said = "how far the number drawn lay from where another token begins, in the cumulative probability of"
+        return f"{said} {strategy}", "cumulative probability"
+    return "not known under this strategy", ""
+
+
+def no_boundary(comparison: Comparison) -> str:
+    """What it means that a step has no distance."""
+    drawn = str(comparison.provenance["strategy"]).startswith(("top_k", "top_p"))
+    return "no other token could be drawn" if drawn and "boundary_a" in comparison.steps else "not recorded"
+
+
+def kept_said(comparison: Comparison, maps: int, rows: int) -> list[str]:
+    """What of a comparison the page holds, maps and attention rows of so many steps, and why not more."""
+    if not comparison.count("heads") and not comparison.count("layers"):
+        return ["No activation was recorded."]
+    said, steps = [], len(comparison.steps)
+    if not comparison.count("heads"):
+        said.append("No attention pattern was recorded.")
+    elif "pattern" in comparison.derived:
+        said.append("Attention was derived from queries and keys, beside a kernel that shows none.")
+    if maps < steps or (rows < steps and comparison.count("heads")):
+        said.append(
+            f"Of {steps} steps {maps} have their map here and {rows} their attention (dotted): flips and the largest KL first."
+        )
+    return said
+
+
+def square_said(comparison: Comparison) -> str:
+    """How to see the attention of every query, and not of the newest alone."""
+    call = (
+        "kv.attention_comparison(both, prompts[{example}], model=model, example={example}, step={step}, layers=[{layer}])"
+    )
+    if comparison.provenance["protocol"] == "matched":
+        return f"Every query's attention, for any step, where both is this comparison (kv.load(FOLDER)): {call}."
+    return f"Every query's attention is compared on one text: kv.compare(..., protocol='matched'), then {call}."
+
+
 # The data of one comparison --------------------------------------------------------------------------------------------
 
 
 def packed_comparison(comparison: Comparison, maps: int = MAP_NUMBERS, rows: int = ROW_NUMBERS) -> bytes:
-    """Everything that is drawn of one comparison, as :func:`kvinterp.study.report.packing.packed` gives it.
+    """Everything that is drawn of one comparison, as compressed JSON; the same comparison gives the same bytes.
+
+    A number on the page has three digits, and so many are in it.
 
     Args:
         comparison: The comparison.
@@ -110,79 +166,64 @@ def packed_comparison(comparison: Comparison, maps: int = MAP_NUMBERS, rows: int
         rows: Most attention probabilities a path.
     """
     steps = comparison.steps.sort_values(_OF, ignore_index=True)
-    texts = _Texts(_texts(comparison))
-    columns = _of_steps(steps, texts)
-    prompts, columns["prompt_text"] = _prompts(comparison, steps, texts)
-    mapped, of_maps = _maps(comparison, steps, maps)
-    of_rows = _attention(comparison, steps, rows)
-    _, unit = boundary_of(comparison)
-    head = {
+    prompts = comparison.tokens[comparison.tokens["path"] == "prompt"].sort_values(["example", "position"])
+    # Each text is there once, and named by its number.
+    chosen = [steps["token_a"], steps["token_b"], prompts["token"]]
+    places, tokens = pd.factorize(pd.concat(chosen).astype(int))
+    text_a, text_b, prompted = np.split(places, np.cumsum([len(steps), len(steps)]))
+    texts, unknown = _texts(comparison), pd.Series(np.nan, steps.index)
+    numbers = ("kl", "max_abs_logit", "probability_a", "probability_b", "boundary_a", "boundary_b", "margin_a", "margin_b")
+    mapped, attention = _maps(comparison, steps, maps), _attention(comparison, steps, rows)
+    data = {
         **{name: comparison.provenance[name] for name in ("paths", "protocol", "strategy")},
-        "prompts": prompts,
-        "texts": texts.found,
-        "unit": unit,
+        "prompts": _prompts(comparison, steps, prompts.assign(place=prompted).groupby("example")["place"].agg(list)),
+        "texts": [texts.get(token, str(token)) for token in tokens],
+        "columns": {
+            "text_a": text_a.tolist(),
+            "text_b": text_b.tolist(),
+            **{name: three_digits(steps.get(name, unknown)) for name in numbers},
+            **{name: steps[name].astype(bool).tolist() for name in ("flipped", "after_flip")},
+        },
+        "unit": boundary_of(comparison)[1],
         "no_distance": no_boundary(comparison),
-        "said": kept_said(comparison, len(of_maps["map_step"]), len({*of_rows["row_step"].tolist()})),
+        "said": kept_said(comparison, len(mapped["maps"]), len(attention)),
         "square": square_said(comparison),
         "patterns": comparison.count("heads") > 0,
         **mapped,
+        "rows": attention,
     }
-    return packed(head, {**columns, **of_maps, **of_rows})
+    return gzip.compress(json.dumps(data, separators=(",", ":")).encode(), mtime=0)
 
 
-class _Texts:
-    """The texts of tokens, each once, by number."""
-
-    def __init__(self, texts: Mapping[int, str]) -> None:
-        self._texts, self._places, self.found = texts, dict[int, int](), list[str]()
-
-    def places(self, tokens: pd.Series) -> np.ndarray:
-        """The number of the text of each token."""
-        return np.fromiter(map(self._place, tokens.astype(int)), "<u4", len(tokens))
-
-    def _place(self, token: int) -> int:
-        if token not in self._places:
-            self._places[token] = len(self.found)
-            self.found.append(self._texts.get(token, str(token)))
-        return self._places[token]
+def three_digits(values: Any) -> list[Any]:
+    """Numbers to three digits as JSON has them: none for NaN, and infinity as a text that JavaScript reads as a number."""
+    array = np.asarray(values, float)
+    told = [
+        None if v != v else float(f"{v:.3g}") if abs(v) < np.inf else f"{'-' * (v < 0)}Infinity"
+        for v in array.ravel().tolist()
+    ]
+    return list(np.array(told, dtype=object).reshape(array.shape).tolist())
 
 
-def _of_steps(steps: pd.DataFrame, texts: _Texts) -> dict[str, np.ndarray]:
-    unknown = pd.Series(np.nan, steps.index)
-    numbers = ("kl", "max_abs_logit", "probability_a", "probability_b", "boundary_a", "boundary_b", "margin_a", "margin_b")
-    flags = steps["flipped"].astype(np.uint8) + 2 * steps["after_flip"].astype(np.uint8)
-    return {
-        **{f"text_{side}": texts.places(steps[f"token_{side}"]) for side in "ab"},
-        **{name: three_digits(steps.get(name, unknown)) for name in numbers},
-        "flags": flags.to_numpy(np.uint8),
-    }
-
-
-def _prompts(comparison: Comparison, steps: pd.DataFrame, texts: _Texts) -> tuple[list[dict[str, Any]], np.ndarray]:
-    """Each prompt, with where its rows begin, and the texts of all of their tokens."""
-    starts = steps.groupby("example")["step"].agg(["size"])
-    starts["start"] = starts["size"].cumsum() - starts["size"]
-    tokens = comparison.tokens[comparison.tokens["path"] == "prompt"].sort_values(["example", "position"])
-    lengths = tokens.groupby("example").size()
-    ends = lengths.cumsum()
-    found = []
-    for row in comparison.examples.sort_values("example").to_dict("records"):
-        example = row["example"]
-        if example not in starts.index:
-            continue
-        count = int(lengths.get(example, 0))
-        found.append({
+def _prompts(comparison: Comparison, steps: pd.DataFrame, texts: pd.Series) -> list[dict[str, Any]]:
+    """Each prompt, with where its rows begin, how many there are, and its texts."""
+    sizes = steps.groupby("example").size()
+    starts = sizes.cumsum() - sizes
+    return [
+        {
             "id": str(row["id"]),
-            "example": int(example),
-            "start": int(starts.loc[example, "start"]),
-            "steps": int(starts.loc[example, "size"]),
+            "example": int(row["example"]),
+            "start": int(starts[row["example"]]),
+            "steps": int(sizes[row["example"]]),
             "tokens": int(row["prompt_tokens"]),
-            "prompt": [int(ends.get(example, 0)) - count, count],
-        })  # fmt: skip
-    return found, texts.places(tokens["token"])
+            "texts": texts.get(row["example"], []),
+        }
+        for row in comparison.examples.sort_values("example").to_dict("records")
+        if row["example"] in sizes.index
+    ]
 
 
-def _maps(comparison: Comparison, steps: pd.DataFrame, most: int) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+def _maps(comparison: Comparison, steps: pd.DataFrame, most: int) -> dict[str, Any]:
     """The KL of each head and the drift of each layer at as many steps as there is room for."""
     site = site_of(comparison)
 
@@ -190,28 +231,19 @@ def _maps(comparison: Comparison, steps: pd.DataFrame, most: int) -> tuple[dict[
         for piece in comparison.pieces(table, *columns, "site"):
             yield piece[piece["site"] == site] if site and "site" in piece else piece
 
+    named = (("map_layers", "heads", "layer"), ("map_heads", "heads", "head"), ("drift_layers", "layers", "layer"))
     names = {
         name: sorted({label for piece in rows(table, column) for label in piece[column].unique().tolist()})
-        for name, table, column in (
-            ("map_layers", "heads", "layer"),
-            ("map_heads", "heads", "head"),
-            ("drift_layers", "layers", "layer"),
-        )
+        for name, table, column in named
     }
-    size = len(names["map_layers"]) * len(names["map_heads"]) + len(names["drift_layers"])
+    layers, heads, drifts = names.values()
+    size = len(layers) * len(heads) + len(drifts)
     kept = _first(comparison, steps, most // size if size else 0)
     chosen = steps.loc[kept, _OF]
-    return {**names, "site": site}, {
-        "map_step": kept.astype("<u4"),
-        "map": three_digits(
-            _grid(
-                rows("heads", *_OF, "layer", "head", "kl"), chosen, "kl", layer=names["map_layers"], head=names["map_heads"]
-            )
-        ),
-        "drift": three_digits(
-            _grid(rows("layers", *_OF, "layer", "relative_l2"), chosen, "relative_l2", layer=names["drift_layers"])
-        ),
-    }
+    maps = _grid(rows("heads", *_OF, "layer", "head", "kl"), chosen, "kl", layer=layers, head=heads)
+    drift = _grid(rows("layers", *_OF, "layer", "relative_l2"), chosen, "relative_l2", layer=drifts)
+    each = zip(kept.tolist(), three_digits(maps), three_digits(drift), strict=True)
+    return {**names, "site": site, "maps": {step: {"heads": of_heads, "drift": drift} for step, of_heads, drift in each}}
 
 
 def _first(comparison: Comparison, steps: pd.DataFrame, most: int) -> np.ndarray:
@@ -234,21 +266,17 @@ def _grid(pieces: Iterable[pd.DataFrame], chosen: pd.DataFrame, value: str, **la
     return grid
 
 
-def _attention(comparison: Comparison, steps: pd.DataFrame, most: int) -> dict[str, np.ndarray]:
-    """The attention rows there is room for: one a step, layer and head, with where its keys begin."""
-    rows = comparison.attention_rows
-    if len(rows):
-        rows = within(rows, steps, most).sort_values([*_OF, "layer", "head", "position"], ignore_index=True)
-        rows = rows.merge(steps[_OF].assign(place=np.arange(len(steps))), on=_OF)
-    else:
-        rows = pd.DataFrame(columns=["place", "layer", "head", "position", "a", "b"], dtype=float)
-    groups = rows.groupby(["place", "layer", "head"], sort=True)["position"].agg(["min", "size"]).reset_index()
-    columns = {"step": "place", "layer": "layer", "head": "head", "first": "min", "size": "size"}
-    a, b = (three_digits(rows[side]) for side in "ab")
-    return {
-        **{f"row_{name}": groups[column].to_numpy("<u4") for name, column in columns.items()},
-        "row_a": a,
-        # Both paths read nearly alike: what b's number is beyond a's is mostly 0, which takes no room.
-        "row_b": b - a,
-        "row_difference": signed_codes(rows["a"].astype(float) - rows["b"].astype(float)),
-    }
+def _attention(comparison: Comparison, steps: pd.DataFrame, most: int) -> dict[int, list[dict[str, Any]]]:
+    """By step, the attention rows there is room for, with where their keys begin."""
+    rows, found = comparison.attention_rows, dict[int, list[dict[str, Any]]]()
+    if rows.empty:
+        return found
+    rows = within(rows, steps, most).sort_values([*_OF, "layer", "head", "position"], ignore_index=True)
+    rows = rows.merge(steps[_OF].assign(place=np.arange(len(steps))), on=_OF)
+    rows = rows.assign(difference=rows["a"].astype(float) - rows["b"].astype(float))
+    for (place, layer, head), own in rows.groupby(["place", "layer", "head"]):
+        # Both paths read nearly alike: beside each other they take little room.
+        values = {name: three_digits(own[name]) for name in ("a", "b", "difference")}
+        row = {"layer": int(layer), "head": int(head), "first": int(own["position"].min()), **values}
+        found.setdefault(int(place), []).append(row)
+    return found

@@ -265,49 +265,8 @@ function bars(root, { labels, values, title = "", unit = "", rowName = "" }) {
   root.classList.add("kv");
 }
 
-/** The head and the columns of data that Python packed (report/packing.py). */
+/** The data that Python packed (report/tokens.py). */
 async function unpacked(base64) {
-  const text = atob(base64);
-  const bytes = new Uint8Array(text.length);
-  for (let at = 0; at < text.length; at += 1) bytes[at] = text.charCodeAt(at);
-  const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
-  const buffer = await new Response(stream).arrayBuffer();
-  const all = new Uint8Array(buffer);
-  const length = new DataView(buffer).getUint32(0, true);
-  const head = JSON.parse(new TextDecoder().decode(all.subarray(4, 4 + length)));
-  const columns = {};
-  let start = 4 + length;
-  for (const [name, kind, size] of head.columns) {
-    const Kind = { u1: Uint8Array, u2: Uint16Array, i2: Int16Array, u4: Uint32Array }[kind];
-    const column = new Kind(size);
-    const wide = Kind.BYTES_PER_ELEMENT;
-    const flat = new Uint8Array(column.buffer);
-    for (let plane = 0; plane < wide; plane += 1) {
-      for (let at = 0; at < size; at += 1) flat[at * wide + plane] = all[start + plane * size + at];
-    }
-    start += size * wide;
-    columns[name] = column;
-  }
-  return { ...head, columns };
-}
-
-/** The number of a three-digit code of packing.py. */
-function decoded(code) {
-  if (code === 0) return 0;
-  if (code === 65535) return null;
-  if (code === 65534) return Infinity;
-  return ofDigits(code, -40);
-}
-
-/** The number of a signed code. */
-function decodedSigned(code) {
-  if (code === 0) return 0;
-  if (code === -32768) return null;
-  return code < 0 ? -ofDigits(-code, -24) : ofDigits(code, -24);
-}
-
-function ofDigits(code, least) {
-  const exponent = Math.floor((code - 1) / 900) + least;
-  // Read as decimal text: no rounding of its own is added.
-  return Number(`${((code - 1) % 900) + 100}e${exponent - 2}`);
+  const bytes = Uint8Array.from(atob(base64), (letter) => letter.charCodeAt(0));
+  return new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"))).json();
 }

@@ -4,22 +4,13 @@
 class Comparison {
   constructor(data) {
     Object.assign(this, data);
-    this.mapOf = new Map([...data.columns.map_step].map((row, at) => [row, at]));
-    this.rowsOf = new Map();
-    let start = 0;
-    data.columns.row_step.forEach((row, at) => {
-      const size = data.columns.row_size[at];
-      if (!this.rowsOf.has(row)) this.rowsOf.set(row, []);
-      this.rowsOf.get(row).push({ layer: data.columns.row_layer[at], head: data.columns.row_head[at], first: data.columns.row_first[at], start, size });
-      start += size;
-    });
     const seenKl = [];
     for (let row = 0; row < data.columns.kl.length; row += 1) if (!this.other(row)) seenKl.push(this.value("kl", row));
     this.scale = scaleOf(seenKl, "log");
   }
 
   value(name, row) {
-    return decoded(this.columns[name][row]);
+    return this.columns[name][row];
   }
 
   text(side, row) {
@@ -27,12 +18,12 @@ class Comparison {
   }
 
   flipped(row) {
-    return (this.columns.flags[row] & 1) === 1;
+    return this.columns.flipped[row];
   }
 
   /** Whether the paths hold different texts at a step. */
   other(row) {
-    return this.protocol === "free" && (this.columns.flags[row] & 2) === 2;
+    return this.protocol === "free" && this.columns.after_flip[row];
   }
 
   /** The step of a prompt that is looked at first: its first flip, or its largest KL. */
@@ -49,9 +40,7 @@ class Comparison {
 
   /** The texts at the positions before a step, as a path read them. */
   positions(prompt, step, side) {
-    const [start, count] = prompt.prompt;
-    const found = [];
-    for (let at = 0; at < count; at += 1) found.push(this.texts[this.columns.prompt_text[start + at]]);
+    const found = prompt.texts.map((at) => this.texts[at]);
     while (found.length < prompt.tokens) found.push("?");
     const fed = this.protocol === "free" ? side : "a";
     for (let at = 0; at < step; at += 1) found.push(this.text(fed, prompt.start + at));
@@ -109,7 +98,7 @@ function linesOf(comparison, prompt) {
     for (let step = 0; step < prompt.steps; step += 1) {
       const row = prompt.start + step;
       const other = comparison.other(row), flipped = comparison.flipped(row);
-      const look = [other && "kv-other", flipped && !other && "kv-flip", comparison.rowsOf.has(row) && "kv-kept"].filter(Boolean).join(" ");
+      const look = [other && "kv-other", flipped && !other && "kv-flip", row in comparison.rows && "kv-kept"].filter(Boolean).join(" ");
       const token = { text: comparison.text(side, row), said: saidOf(comparison, row, step, side), look };
       if (!other) token.value = comparison.value("kl", row);
       if (comparison.protocol !== "free" && flipped) token.below = comparison.text("b", row);
@@ -122,31 +111,27 @@ function linesOf(comparison, prompt) {
 
 /** The map of heads and the drift by layer of one step; a click on a head is told to onhead(layer, head). */
 function drawStep(root, comparison, row, onhead) {
-  const at = comparison.mapOf.get(row);
+  const map = comparison.maps[row];
   const { map_layers: layers, map_heads: heads, drift_layers: drifts } = comparison;
   root.replaceChildren();
-  if (at === undefined) {
+  if (!map) {
     if (comparison.patterns || drifts.length) {
       root.append(element("p", {}, "The map of this step is not in the page, which has room for some: first flips and the largest KL first."));
     }
     return;
   }
   if (heads.length) {
-    const size = layers.length * heads.length;
-    const codes = comparison.columns.map.subarray(at * size, (at + 1) * size);
-    const values = layers.map((_, layer) => heads.map((_, head) => decoded(codes[layer * heads.length + head])));
     const place = element("div");
     heatmap(place, {
-      rows: layers, columns: heads, values, unit: "nats", scale: "log", rowName: "layer", columnName: "head",
+      rows: layers, columns: heads, values: map.heads, unit: "nats", scale: "log", rowName: "layer", columnName: "head",
       title: "KL of the newest query's attention, a against b: click a head",
       onpick: (layer, head) => onhead(layers[layer], heads[head]),
     });
     root.append(place);
   }
   if (drifts.length) {
-    const codes = comparison.columns.drift.subarray(at * drifts.length, (at + 1) * drifts.length);
     const place = element("div");
-    bars(place, { labels: drifts, values: [...codes].map(decoded), title: `Drift of ${comparison.site} by layer`,
+    bars(place, { labels: drifts, values: map.drift, title: `Drift of ${comparison.site} by layer`,
       unit: "relative L2 at the newest position", rowName: "layer" });
     root.append(place);
   }
@@ -154,7 +139,7 @@ function drawStep(root, comparison, row, onhead) {
 
 /** The attention of one head on both paths and their difference, over the tokens it looks at. */
 function drawHead(root, comparison, prompt, step, layer, head) {
-  const rows = comparison.rowsOf.get(prompt.start + step);
+  const rows = comparison.rows[prompt.start + step];
   const row = rows?.find((each) => each.layer === layer && each.head === head);
   const square = comparison.square.replaceAll("{example}", prompt.example).replace("{step}", step).replace("{layer}", layer);
   root.replaceChildren(element("p", { class: "kv-title" }, `Attention of layer ${layer}, head ${head}, at step ${step}`));
@@ -163,11 +148,8 @@ function drawHead(root, comparison, prompt, step, layer, head) {
       : "The attention of this step was not kept: tokens with dots under them have theirs."} ${square}`));
     return;
   }
-  const { row_a: codes, row_b: more, row_difference: differences } = comparison.columns;
-  const places = [...Array(row.size).keys()];
-  const a = places.map((at) => decoded(codes[row.start + at]));
-  const b = places.map((at) => decoded((codes[row.start + at] + more[row.start + at]) & 0xffff));
-  const difference = places.map((at) => decodedSigned(differences[row.start + at]));
+  const { a, b, difference } = row;
+  const places = [...a.keys()];
   const texts = comparison.positions(prompt, step, "a");
   const both = scaleOf([...a, ...b], "sequential"), apart = scaleOf(difference, "diverging");
   const line = (name, values, scale) => ({ name, scale, tokens: places.map((at) => ({ text: texts[row.first + at] ?? "?", value: values[at],
@@ -182,7 +164,7 @@ function drawHead(root, comparison, prompt, step, layer, head) {
     const head = element("tr", {}, ...["position", "token", "path a", "path b", "a − b"].map((text) => element("th", { scope: "col" }, text)));
     const body = largest.map((at) => element("tr", {}, element("td", {}, String(row.first + at)), element("td", {}, element("code", {}, seen(texts[row.first + at] ?? "?"))),
       ...[a[at], b[at], difference[at]].map((value) => element("td", { class: "kv-number" }, number(value)))));
-    root.append(element("p", { class: "kv-title" }, `Where they differ most (${largest.length} of ${row.size} positions)`),
+    root.append(element("p", { class: "kv-title" }, `Where they differ most (${largest.length} of ${a.length} positions)`),
       element("div", { class: "kv-wide" }, element("table", { class: "kv-facts" }, element("thead", {}, head), element("tbody", {}, ...body))));
   }
   root.append(element("p", { class: "kv-note" }, square));
@@ -192,9 +174,8 @@ function drawHead(root, comparison, prompt, step, layer, head) {
 function wanted(comparison, { prompt, flips }, which, text) {
   if (which && flips !== (which === "flip")) return false;
   if (!text) return true;
-  const [start, count] = prompt.prompt;
-  const places = [...comparison.columns.prompt_text.subarray(start, start + count)];
-  for (const side of ["a", "b"]) places.push(...comparison.columns[`text_${side}`].subarray(prompt.start, prompt.start + prompt.steps));
+  const places = [...prompt.texts];
+  for (const side of ["a", "b"]) places.push(...comparison.columns[`text_${side}`].slice(prompt.start, prompt.start + prompt.steps));
   return `${prompt.id} ${places.map((at) => comparison.texts[at]).join("")}`.toLowerCase().includes(text);
 }
 
@@ -223,8 +204,7 @@ function drawComparison(root, comparison, moved) {
   const showPrompt = (at, to = shown[at].step, head = null) => {
     ({ prompt } = shown[at]);
     select.value = at;
-    const [start, count] = prompt.prompt;
-    prompted.replaceChildren(element("b", {}, "prompt "), ...[...Array(count).keys()].map((place) => seen(comparison.texts[comparison.columns.prompt_text[start + place]], "text")));
+    prompted.replaceChildren(element("b", {}, "prompt "), ...prompt.texts.map((at) => seen(comparison.texts[at], "text")));
     strip = strips(texts, { lines: linesOf(comparison, prompt), chosen: [0, to], title: `what ${prompt.id} became`,
       onpick: (line, index) => showStep(index) });
     showStep(to, head);

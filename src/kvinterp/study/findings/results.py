@@ -6,19 +6,12 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
-import torch
 
 from kvinterp.data import JUDGES, score
-from kvinterp.models import dtype_named
 
 if TYPE_CHECKING:
     from kvinterp.comparison import Comparison
     from kvinterp.data import Prompt
-
-
-def model_of(comparison: Comparison) -> str:
-    """The model's name without ``zoo:``."""
-    return str(comparison.provenance["model"]).removeprefix("zoo:")
 
 
 def matched(comparisons: Sequence[Comparison]) -> list[Comparison]:
@@ -45,13 +38,6 @@ def only(table: pd.DataFrame, **values: Any) -> pd.DataFrame:
     for column, value in values.items():
         table = table[table[column] == value]
     return table
-
-
-def unit_roundoff(dtype: str) -> float:
-    """Half the distance from 1 to the next number of a dtype."""
-    named = dtype_named(dtype)
-    assert named is not None, "a comparison names its dtype"
-    return float(torch.finfo(named).eps / 2)
 
 
 def alike(comparison: Comparison, table: str, *columns: str, first: int = 1) -> Iterator[pd.DataFrame]:
