@@ -467,7 +467,7 @@ def test_interrupted_before_anything_is_finished_it_says_so(tmp_path: Path, monk
     def interrupted(*given: Any, **named: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("kvinterp.study.cells.run_alike", interrupted)
+    monkeypatch.setattr("kvinterp.study.cells.Local.__call__", interrupted)
     made = kvinterp(*THREE, "--out", tmp_path / "out")
     assert (made.exit_code, made.stderr.strip().splitlines()[-1]) == (130, f"interrupted: {NOTHING}.")
     assert not (tmp_path / "out").exists() or not any((tmp_path / "out").iterdir())

@@ -20,9 +20,8 @@ from kvinterp.common.store import _SCHEMA, Lock, Parts, Record, write_whole
 from kvinterp.comparison import TABLES, Comparison
 from kvinterp.errors import InputError
 from kvinterp.recording import Trace
-from kvinterp.study.results import load_result
 from synthetic import comparison, prompts
-from writing import Compared, cells_of, write_tables
+from writing import Compared, cells_of, read_result, write_tables
 
 TABLE = {"recovery": pd.DataFrame({"x": [1.0, 2.0]})}
 
@@ -296,7 +295,7 @@ def test_no_flipped_bit_of_a_comparison_gives_other_numbers(tmp_path: Path, flip
             found = Comparison(*[read["example-0"][0][name] for name in (*TABLES, "failures")], {}) if read else None
         else:
             with contextlib.suppress(InputError):
-                found = load_result(tmp_path / "tables").comparison
+                found = read_result(tmp_path / "tables")
         if found is not None:
             accepted += 1
             for name in TABLES:

@@ -22,12 +22,11 @@ from kvinterp.comparison import PARTS, TABLES, Comparison
 from kvinterp.data import Prompt
 from kvinterp.errors import InputError
 from kvinterp.study.cells import CellsMade
-from kvinterp.study.experiments.compare import outcome_of
 from kvinterp.study.findings.of_comparison import charts_of_comparisons, rows_of_comparison
 from kvinterp.study.report.tokens import packed_comparison
-from kvinterp.study.results import load_result
+from kvinterp.study.results import prompts_of
 from synthetic import comparison, failed, prompts
-from writing import Compared, cells_of, change_cell, write_tables
+from writing import Compared, cells_of, change_cell, joined, read_result, summed, write_tables
 
 SETTINGS = {"model": "zoo:mistral-mini", "dtype": "float16", "made_with": {"threads": 1}}
 
@@ -98,10 +97,10 @@ def test_loading_gives_back_what_was_written(tmp_path: Path) -> None:
     made = Compared(tmp_path, SETTINGS, asked)
     made.add(comparison((0, 1), flip=2))
     made.close()
-    read = load_result(tmp_path)
+    read = read_result(tmp_path)
     assert read.prompts == asked
-    same({n: getattr(read.comparison, n) for n in TABLES}, {n: getattr(comparison((0, 1), flip=2), n) for n in TABLES})
-    assert read.comparison.where() == comparison((0, 1), flip=2).where()
+    same({n: getattr(read, n) for n in TABLES}, {n: getattr(comparison((0, 1), flip=2), n) for n in TABLES})
+    assert read.where() == comparison((0, 1), flip=2).where()
 
 
 def test_a_killed_run_goes_on_and_gives_the_same_tables(tmp_path: Path) -> None:
@@ -134,10 +133,9 @@ def test_memory_does_not_grow_with_the_prompts(tmp_path: Path, monkeypatch: pyte
             parts.keep(f"example-{number}", tables, one.provenance)
             cells[f"example-{number}"] = parts
         tracemalloc.start()
-        outcome = outcome_of(CellsMade(cells), made.asked, made.folder.settings, made.folder.folder)
-        found = outcome.result.comparison
+        found = joined(CellsMade(cells), made.asked)
         rows_of_comparison(found), charts_of_comparisons({"": found}), packed_comparison(found)
-        made.folder.finish(outcome.tables, outcome.summary, outcome.texts)
+        made.folder.finish(*summed(found, made.folder), prompts_of(found))
         most = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
         made.folder.release()
@@ -289,9 +287,9 @@ def test_failed_examples_are_done_and_keep_the_others_types(tmp_path: Path) -> N
     assert done is not None
     expected = comparison((0, 2, 3))
     same({n: getattr(expected, n) for n in TABLES}, tables(tmp_path))
-    assert done.summary["counts"] == {"examples": 3, "steps": 15, "failed": 1, "planned": 4}
-    assert done.summary["failures"][0]["id"] == "p1"
-    assert load_result(tmp_path).comparison.failures["message"].tolist() == done.comparison.failures["message"].tolist()
+    assert done.written()[1]["counts"] == {"examples": 3, "steps": 15, "failed": 1, "planned": 4}
+    assert done.written()[1]["failures"][0]["id"] == "p1"
+    assert read_result(tmp_path).failures["message"].tolist() == done.failures["message"].tolist()
 
 
 def test_parts_made_differently_are_not_joined(tmp_path: Path) -> None:
@@ -308,7 +306,7 @@ def test_what_is_no_result_cannot_be_loaded(tmp_path: Path, content: str | None)
     if content is not None:
         (tmp_path / "summary.json").write_text(content)
     with pytest.raises(InputError, match="holds no readable"):
-        load_result(tmp_path)
+        read_result(tmp_path)
 
 
 def test_only_failures_still_make_a_result(tmp_path: Path) -> None:
@@ -316,9 +314,9 @@ def test_only_failures_still_make_a_result(tmp_path: Path) -> None:
     made.add(failed(0))
     done = made.close()
     assert done is not None
-    assert isinstance(load_result(tmp_path).comparison, Comparison)
-    assert done.summary["mean_kl"] is None
-    assert done.summary["counts"]["failed"] == 1
+    assert isinstance(read_result(tmp_path), Comparison)
+    assert done.written()[1]["mean_kl"] is None
+    assert done.written()[1]["counts"]["failed"] == 1
 
 
 # Whose files they are ------------------------------------------------------------------------------------------------
@@ -377,7 +375,7 @@ def test_an_interrupted_run_does_not_take_the_place_of_a_finished_result(tmp_pat
     again.add(comparison((0,)))
     assert again.close("interrupted") is None
     assert (tmp_path / "summary.json").read_bytes() == before
-    assert len(load_result(tmp_path).comparison.examples) == 4
+    assert len(read_result(tmp_path).examples) == 4
 
 
 def test_a_figure_that_says_kvinterp_drew_it_may_be_replaced(tmp_path: Path) -> None:

@@ -14,10 +14,11 @@ import pytest
 import torch
 
 from cutting import same
+from kvinterp.common.result import Result
 from kvinterp.common.store import Made, Parts
 from kvinterp.models import load_model, zoo
 from kvinterp.study.cells import Cell, joined
-from kvinterp.study.experiments import Compare, Experiment, Outcome
+from kvinterp.study.experiments import Compare, Experiment
 from kvinterp.study.experiments.circumstances import circumstances
 from kvinterp.study.experiments.decompose import Decompose
 from kvinterp.study.experiments.patch import Patch
@@ -157,8 +158,8 @@ class Twice(Experiment):
         largest = joined(made)["table"].nlargest(2, "value")["name"]
         return [Cell(f"two-{name}", f"{__name__}:valued", {"name": f"two-{name}", "value": 0}) for name in largest]
 
-    def reduce(self, made: Mapping[str, Made], settings: Mapping[str, Any], folder: Path | None) -> Outcome:
-        return Outcome(None, joined(made), {"settings": settings})
+    def reduce(self, made: Mapping[str, Made]) -> Result:
+        return Result(joined(made), {})
 
 
 @pytest.mark.parametrize("cut", range(1, 6))

@@ -13,9 +13,9 @@ from kvinterp.common.files import digest_of, sealed
 from kvinterp.common.store import Made, Record
 from kvinterp.comparison import PARTS, Comparison
 from kvinterp.data import Prompt
+from kvinterp.study.cells import CellsMade
 from kvinterp.study.experiments import Compare
-from kvinterp.study.experiments.compare import outcome_of
-from kvinterp.study.results import Result, ResultFolder, prompts_digest
+from kvinterp.study.results import ResultFolder, prompts_digest, prompts_of
 
 NAMES = Compare("zoo:mistral-mini").names()
 
@@ -65,16 +65,34 @@ class Compared:
         """The numbers of the examples that are there."""
         return frozenset(int(key.rpartition("-")[2]) for key in self.made())
 
-    def close(self, ending: str = "finished") -> Result | None:
+    def close(self, ending: str = "finished") -> Comparison | None:
         """Writes the tables, as finished or as interrupted."""
         made = self.made()
         if not made:
             self.folder.release()
             return None
-        outcome = outcome_of(made, self.asked, self.folder.settings, self.folder.folder)
-        files = self.folder.finish(outcome.tables, outcome.summary, outcome.texts, ending=ending)
+        found = joined(CellsMade(dict.fromkeys(made, self.folder.parts)), self.asked)
+        files = self.folder.finish(*summed(found, self.folder), prompts_of(found), ending=ending)
         self.folder.release()
-        return outcome.result if files else None
+        return found if files else None
+
+
+def joined(made: Mapping[str, Made], asked: list[Prompt]) -> Any:
+    """The comparison that its cells come to."""
+    found: Any = Compare().reduce(made)
+    found.prompts = asked
+    return found
+
+
+def summed(found: Any, folder: ResultFolder) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What is written of a comparison."""
+    tables, summary = found.written()
+    return tables, {**summary, "settings": folder.settings}
+
+
+def read_result(folder: Path) -> Any:
+    """The comparison in a folder."""
+    return Compare().read(folder)
 
 
 def cells_of(path: Path) -> list[str]:

@@ -17,7 +17,7 @@ from kvinterp.models import Adapter
 from kvinterp.paths import strategy_named
 from kvinterp.study.experiments import Compare
 from kvinterp.study.report.tokens import packed_comparison
-from kvinterp.study.results import load_result
+from writing import read_result
 
 OTHER = "cached+int4"
 PROMPTS = ["What is one and one? The answer is", "Anna has 3 apples. She buys"]
@@ -173,7 +173,7 @@ def test_a_run_that_was_cut_off_gives_the_same_page(tmp_path: Path, monkeypatch:
     with pytest.raises(KeyboardInterrupt):
         asked.run(tmp_path / "cut", figures="none")
     monkeypatch.undo()
-    made = [asked.run(tmp_path / name, figures="none").result.comparison for name in ("cut", "whole")]
-    read = load_result(tmp_path / "whole").comparison
+    made = [asked.run(tmp_path / name, figures="none") for name in ("cut", "whole")]
+    read = read_result(tmp_path / "whole")
     assert {packed_comparison(each) for each in (*made, read)} == {packed_comparison(made[1])}
     assert set(made[0].attention_rows["example"]) == {0, 1}

@@ -16,7 +16,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from kvinterp import metrics
-from kvinterp.common.kept import Kept, signed
+from kvinterp.common.result import Result, signed
 from kvinterp.comparison.vocabulary import UNCHANGED
 from kvinterp.errors import InputError, located
 from kvinterp.models import Adapter, wrap
@@ -54,7 +54,7 @@ _CHECKED = ["layer", "column", "attributed", "patched"]
 
 
 @dataclasses.dataclass(eq=False, repr=False)
-class ActivationPatching(Kept):
+class ActivationPatching(Result):
     """What each place of a clean prompt brings into a corrupted one.
 
     Attributes:

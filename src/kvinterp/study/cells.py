@@ -79,8 +79,9 @@ def run_cells(
     missing = [cell for cell in cells if parts.read(cell.key) is None]
     if len(missing) < len(cells):
         log.info("going on in %s: %d of %d %s are already there", parts.path, len(cells) - len(missing), len(cells), unit)
-    offered = {"keep": parts.keep, "tell": tell or (lambda *_: None), "progress": progress}
-    (engine or Local())(missing, offered)
+    if missing:
+        offered = {"keep": parts.keep, "tell": tell or (lambda *_: None), "progress": progress}
+        (engine or Local())(missing, offered)
     return CellsMade({cell.key: parts for cell in cells})
 
 
@@ -94,11 +95,16 @@ class CellsMade(UserDict[str, Any]):
             )
         return part
 
+    @property
+    def folder(self) -> Path | None:
+        """The folder that they are kept in; None in memory."""
+        return next((parts.path for parts in self.data.values()), None)
+
 
 class _InMemory(dict[str, Made]):
     """Parts of a run that writes nothing."""
 
-    path, read = Path(), dict.get
+    path, read = None, dict.get
 
     def keep(self, key: str, tables: Mapping[str, pd.DataFrame], about: Mapping[str, Any] | None = None) -> None:
         self[key] = dict(tables), dict(about or {})
@@ -109,37 +115,32 @@ class Local:
     """Does cells in this process, one after another."""
 
     def __call__(self, cells: Sequence[Cell], offered: Mapping[str, Any]) -> None:
-        """Does the cells."""
+        """Does the cells.
+
+        Args:
+            cells: The cells.
+            offered: ``keep``, ``tell`` and ``progress``.
+        """
         for group in groups(cells):
-            run_alike(group, offered)
+            function = imported(group[0].function)
+            takes = inspect.signature(function).parameters
+            given = {name: offered[name] for name in offered if name in takes}
+            if "keep" in given:
+                with unshared():
+                    function(keys=[cell.key for cell in group], **group[0].settings, **given)
+                continue
+            for cell in group:
+                if cell.told:
+                    offered["tell"](cell.told)
+                made = function(**cell.settings, **given)
+                tables, about = made if isinstance(made, tuple) else (made, {})
+                offered["keep"](cell.key, {"table": tables} if isinstance(tables, pd.DataFrame) else tables, about)
 
 
 def groups(cells: Sequence[Cell]) -> Iterator[list[Cell]]:
     """Cells that follow each other with the same function and settings, together."""
     for _, group in itertools.groupby(cells, lambda cell: (cell.function, cell.settings)):
         yield list(group)
-
-
-def run_alike(cells: Sequence[Cell], offered: Mapping[str, Any]) -> None:
-    """Does cells that have their function and settings in common.
-
-    Args:
-        cells: The cells.
-        offered: ``keep``, ``tell`` and ``progress``.
-    """
-    function = imported(cells[0].function)
-    takes = inspect.signature(function).parameters
-    given = {name: offered[name] for name in offered if name in takes}
-    if "keep" in given:
-        with unshared():
-            function(keys=[cell.key for cell in cells], **cells[0].settings, **given)
-        return
-    for cell in cells:
-        if cell.told:
-            offered["tell"](cell.told)
-        made = function(**cell.settings, **given)
-        tables, about = made if isinstance(made, tuple) else (made, {})
-        offered["keep"](cell.key, {"table": tables} if isinstance(tables, pd.DataFrame) else tables, about)
 
 
 def joined(made: Mapping[str, Made]) -> dict[str, pd.DataFrame]:

@@ -9,7 +9,6 @@ before is removed last, and what kvinterp did not write neither replaced nor rem
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import hashlib
 import io
@@ -24,32 +23,14 @@ from pyarrow import ArrowException
 
 from kvinterp._version import __version__
 from kvinterp.common.files import SUMMARY, bytes_with, differences, read_json, read_sealed, sealed, strict_json, told
-from kvinterp.common.kept import flat
 from kvinterp.common.parquet import LongTable, write_table
+from kvinterp.common.result import flat
 from kvinterp.common.store import ADVICE, Lock, Parts, Record, check_free, choices_of, unlike, write_whole
-from kvinterp.comparison import TABLES, Comparison
-from kvinterp.data import Prompt, load_prompts
+from kvinterp.data import Prompt
 from kvinterp.errors import InputError, KvinterpError, in_one_line
 
 PROMPTS = "prompts.jsonl"
 """The file of the prompts that a result was made on."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Result:
-    """One comparison with the prompts it was made on and the folder it is kept in.
-
-    Attributes:
-        folder: Where it is.
-        comparison: The tables.
-        prompts: The prompts, in the order of the example numbers.
-        summary: What ``summary.json`` holds.
-    """
-
-    folder: Path
-    comparison: Comparison
-    prompts: list[Prompt]
-    summary: dict[str, Any]
 
 
 class ResultFolder(Lock):
@@ -144,26 +125,6 @@ class ResultFolder(Lock):
         return [*files, place, *figures]
 
 
-def load_result(folder: str | Path) -> Result:
-    """Reads a finished or interrupted comparison.
-
-    Raises:
-        InputError: The folder holds none that can be read.
-    """
-    path = Path(folder)
-    summary = read_summary(path)
-    # A result of before there were routers has no table of them.
-    tables = read_tables(path, summary, [name for name in TABLES if name != "routing"])
-    with reading(path, summary):
-        about = summary["provenance"]
-        if not isinstance(about, Mapping) or not {"paths", "protocol", "strategy"} <= about.keys():
-            raise ValueError("summary.json does not say which paths were compared")
-        for column in ("kl", "max_abs_logit"):
-            pd.to_numeric(tables["steps"][column])
-        prompts = load_prompts(path / PROMPTS) if PROMPTS in summary["sha256"] else []
-        return Result(path, Comparison.read(tables, summary, prompts), prompts, summary)
-
-
 def read_summary(folder: Path) -> dict[str, Any]:
     """What ``summary.json`` in a folder says.
 
@@ -187,13 +148,12 @@ def _in_lines(value: Any) -> Any:
     return in_one_line(value) if isinstance(value, str) else value
 
 
-def read_tables(folder: Path, summary: Mapping[str, Any], needed: Iterable[str] = ()) -> dict[str, pd.DataFrame]:
+def read_tables(folder: Path, summary: Mapping[str, Any]) -> dict[str, pd.DataFrame]:
     """The tables that a summary was written with, by name, once every file that it was written with is as it was.
 
     Args:
         folder: Where they are.
         summary: What :func:`read_summary` gave.
-        needed: Tables that have to be among them.
 
     Raises:
         InputError: A file is missing, cannot be read, or is not the one that the summary was written with.
@@ -211,8 +171,6 @@ def read_tables(folder: Path, summary: Mapping[str, Any], needed: Iterable[str] 
             if dot:
                 tables[table] = pd.read_parquet(io.BytesIO(content))
                 tables[table].attrs = _in_lines(flat(tables[table].attrs))
-        if missing := [name for name in needed if name not in tables]:
-            raise ValueError(f"{missing[0]}.parquet is not among its tables")
         return tables
 
 
@@ -241,6 +199,17 @@ def prompt_lines(prompts: Sequence[Prompt]) -> str:
         more = {name: value for name, value in vars(prompt).items() if value and name not in ("id", "text")}
         rows.append({"id": prompt.id, "prompt": prompt.text, **more})
     return "".join(json.dumps(row, default=dict) + "\n" for row in rows)
+
+
+def prompts_of(found: Any) -> dict[str, str]:
+    """The prompts of a result as the text of their file, where it knows them."""
+    prompts = getattr(found, "prompts", ())
+    return {PROMPTS: prompt_lines(prompts)} if len(prompts) else {}
+
+
+def records(table: pd.DataFrame) -> list[dict[str, Any]]:
+    """The rows of a table as a summary holds them: what is not there is None."""
+    return table.astype(object).where(table.notna(), None).to_dict("records")  # type: ignore[return-value]
 
 
 def prompts_digest(prompts: Sequence[Prompt]) -> dict[str, Any]:

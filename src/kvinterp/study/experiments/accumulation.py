@@ -13,9 +13,9 @@ from torch import Tensor
 from kvinterp.auditing.ladder import unit_roundoff
 from kvinterp.common.numbers import between
 from kvinterp.common.progress import each
+from kvinterp.common.result import Result
 from kvinterp.models import dtype_named
 from kvinterp.study.cells import Cell
-from kvinterp.study.experiments.base import Outcome
 from kvinterp.study.experiments.of_models import OfModels
 from kvinterp.study.experiments.options import withheld
 from kvinterp.study.findings import Chart, Panel, median_of
@@ -35,10 +35,10 @@ class Accumulation(OfModels):
 
     prompts: str = withheld("")
 
-    def headline(self, outcome: Outcome) -> list[str]:
+    def headline(self, result: Result) -> list[str]:
         """How the error of the longest sums is beside that of the shortest."""
-        found = [each["estimate"] for each in self.rows(outcome.tables) if each["finding"].endswith("the result")]
-        low, high = outcome.tables["accumulation"]["length"].agg(["min", "max"])
+        found = [each["estimate"] for each in self.rows(result.tables) if each["finding"].endswith("the result")]
+        low, high = result.tables["accumulation"]["length"].agg(["min", "max"])
         return [
             f"From {low} to {high} positions the error of a sum of random signs, relative to its result, changes "
             f"{between(found)}-fold (medians over seeds)."
@@ -55,9 +55,9 @@ class Accumulation(OfModels):
                 rows.append(median_of(what, by[high] / by[low], unit="seeds", measure="times", sum_in=name))
         return rows
 
-    def charts(self, outcome: Outcome) -> dict[str, Chart]:
+    def charts(self, result: Result) -> dict[str, Chart]:
         """Error against length, of scores and of values."""
-        table = outcome.tables["accumulation"]
+        table = result.tables["accumulation"]
         table = table[table["head_dim"].isna() | (table["head_dim"] == table["head_dim"].min())]
         means = table.groupby(["product", "accumulate", "length"], sort=False)[list(MEASURES)].mean().reset_index()
         names = {name: f"sums kept in {name}" for name in dict.fromkeys(means["accumulate"])}

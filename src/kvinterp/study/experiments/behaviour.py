@@ -17,6 +17,7 @@ import pandas as pd
 
 from kvinterp.common.numbers import between, counted, number
 from kvinterp.common.progress import each
+from kvinterp.common.result import Result
 from kvinterp.comparison import COLUMNS, PARTS, Comparison, compare, failures_kept
 from kvinterp.data import Prompt, load_prompts
 from kvinterp.errors import InputError
@@ -27,7 +28,6 @@ from kvinterp.paths import Cached, Recompute, Runner, strategy_named
 from kvinterp.paths.lanes import Memory, Suffixed
 from kvinterp.study.behaviour.divergence import behaviour_tables
 from kvinterp.study.cells import Cell, Made, joined, loaded
-from kvinterp.study.experiments.base import Outcome
 from kvinterp.study.experiments.circumstances import tried
 from kvinterp.study.experiments.of_models import OfModels
 from kvinterp.study.experiments.options import DRAWS, option, sampled, shared
@@ -150,16 +150,16 @@ class Behaviour(OfModels):
 
     # What was found ----------------------------------------------------------------------------------------------------
 
-    def headline(self, outcome: Outcome) -> list[str]:
+    def headline(self, result: Result) -> list[str]:
         """How many decodes flip a token, and how far apart the paths are until then."""
-        table = only(outcome.tables["divergence"], protocol="matched")
+        table = only(result.tables["divergence"], protocol="matched")
         flips, decodes = int(table["diverged"].sum()), int(table["decodes"].sum())
         kl = [float(each) for each in table["typical_kl"].fillna(table["mean_kl"])]
         lines = [
             f"A token flips in {flips} of {counted(decodes, 'decode')}; fed the same tokens, the paths are {between(kl)} nats "
             "of KL apart (median example)."
         ]
-        if failed := len(outcome.tables["failures"]):
+        if failed := len(result.tables["failures"]):
             lines.append(f"{counted(failed, 'decode')} gave NaN or Inf and stand apart, in failures.")
         return lines
 
@@ -213,9 +213,9 @@ class Behaviour(OfModels):
                                 note=f"neither in {int((mine['nearer'] == 'equal').sum())}"))  # fmt: skip
         return rows
 
-    def charts(self, outcome: Outcome) -> dict[str, Chart]:
+    def charts(self, result: Result) -> dict[str, Chart]:
         """KL of every step, how long decodes stay the same, and the answers of both paths."""
-        tables, notes = outcome.tables, self.notes(outcome)
+        tables, notes = result.tables, self.notes(result)
         by: dict[str, Any] = {"x": "step", "color": "strategy", "facet": "model", "xlabel": "decode step", "ends": "band"}
         found = {}
         if len(tables["kl_by_step"]):
@@ -240,18 +240,18 @@ class Behaviour(OfModels):
             ], notes)  # fmt: skip
         return found
 
-    def notes(self, outcome: Outcome) -> list[str]:
+    def notes(self, result: Result) -> list[str]:
         """How it was decoded."""
-        first = next(iter(outcome.summary["provenance"].values()))
+        first = next(iter(result.summary["provenance"].values()))
         return [f"kernels {first['kernels']}", f"{first['max_new_tokens']} tokens at most", f"until {first['stop']}"]
 
-    def lead(self, outcome: Outcome) -> list[Any]:
+    def lead(self, result: Result) -> list[Any]:
         """The decodes that flip, token by token; an experiment that keeps no decodes has none to show."""
-        if "decodes" not in outcome.tables:
+        if "decodes" not in result.tables:
             return []
         from kvinterp.study.report.tokens import changes
 
-        return changes(flipped_decodes(outcome.tables, paths_of(self.kernels)))
+        return changes(flipped_decodes(result.tables, paths_of(self.kernels)))
 
 
 _PASSED = ("prompts", "max_new_tokens", "stop", "kernels")

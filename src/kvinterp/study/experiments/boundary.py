@@ -16,9 +16,9 @@ from typing import Any, ClassVar
 import pandas as pd
 
 from kvinterp.common.numbers import between, counted, number
+from kvinterp.common.result import Result
 from kvinterp.study.behaviour.boundary import boundary_tables
 from kvinterp.study.cells import Made, joined
-from kvinterp.study.experiments.base import Outcome
 from kvinterp.study.experiments.behaviour import Behaviour
 from kvinterp.study.experiments.options import option, withheld
 from kvinterp.study.findings import Chart, Panel, finding
@@ -43,11 +43,11 @@ class Boundary(Behaviour):
 
     # What was found ----------------------------------------------------------------------------------------------------
 
-    def headline(self, outcome: Outcome) -> list[str]:
+    def headline(self, result: Result) -> list[str]:
         """How well the margin tells a flip, and why the paper's correlation needs no cause."""
-        table = outcome.tables["prediction"]
+        table = result.tables["prediction"]
         known = table["auc"].dropna()
-        flips = f"{counted(len(outcome.tables['boundary_flips']), 'decode')} flip a token"
+        flips = f"{counted(len(result.tables['boundary_flips']), 'decode')} flip a token"
         if known.empty:
             return [f"{flips}: no margin tells anything of flips."]
         area = between([float(each) for each in known])
@@ -91,9 +91,9 @@ class Boundary(Behaviour):
                                     note="1 would be perfect, 0 is no better than the rate", **of))  # fmt: skip
         return rows
 
-    def charts(self, outcome: Outcome) -> dict[str, Chart]:
+    def charts(self, result: Result) -> dict[str, Chart]:
         """The step of the first flip against the mean KL; how well the margin tells a flip; how well the chance is foretold."""
-        tables, notes, found = outcome.tables, self.notes(outcome), {}
+        tables, notes, found = result.tables, self.notes(result), {}
         if len(flips := tables["boundary_flips"]):
             long = (
                 flips.reset_index(drop=True)

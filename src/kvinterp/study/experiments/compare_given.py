@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from kvinterp.study.experiments.base import Experiment, Outcome
+from kvinterp.common.result import Result
+from kvinterp.study.experiments.base import Experiment
 from kvinterp.study.experiments.options import model, option, shared
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class CompareGiven(Experiment):
 
         return [Cell("given", f"{__name__}:compared", {"model": self.named(), "a": self.a, "given": self.given})]
 
-    def reduce(self, made: Mapping[str, Made], settings: Mapping[str, Any], folder: Path | None) -> Outcome:
+    def reduce(self, made: Mapping[str, Made]) -> Result:
         """The table, and what it says."""
         tables, about = made["given"]
         table, said = tables["given"], about["provenance"]
@@ -53,13 +53,13 @@ class CompareGiven(Experiment):
             *[f"Routing: {about['routing']}"] * bool(about["routing"]),
             "Whether that is rounding: kvinterp audit MODEL --against FILE.",
         ]
-        return Outcome(table, tables, {"provenance": said, "reading": reading})
+        return Result(tables, {"provenance": said, "reading": reading})
 
-    def lead(self, outcome: Outcome) -> list[Any]:
+    def lead(self, found: Result) -> list[Any]:
         """The tokens, shaded by their difference."""
         from kvinterp.study.report.given import shaded
 
-        return shaded(outcome.tables["given"])
+        return shaded(found.tables["given"])
 
 
 def compared(model: Mapping[str, Any], a: str, given: str) -> tuple[dict[str, Any], dict[str, Any]]:

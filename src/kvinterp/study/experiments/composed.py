@@ -12,9 +12,10 @@ from typing import Any
 
 import pandas as pd
 
+from kvinterp.common.result import Result
 from kvinterp.errors import InputError
 from kvinterp.study.cells import Cell, Made
-from kvinterp.study.experiments.base import Experiment, Outcome
+from kvinterp.study.experiments.base import Experiment
 from kvinterp.study.findings import labels_of
 
 PRESETS: dict[str, dict[str, Any]] = {
@@ -174,7 +175,7 @@ def cells_table(cells: Mapping[Part, Sequence[Cell]], finished: Iterable[str]) -
 # Tables ----------------------------------------------------------------------------------------------------------------
 
 
-def labelled(found: Mapping[Part, Outcome]) -> dict[str, pd.DataFrame]:
+def labelled(found: Mapping[Part, Result]) -> dict[str, pd.DataFrame]:
     """The tables of all experiments by name, those of one kind below those of another.
 
     Where there are several kinds, a model is called by both: ``zoo:llama-mini (hooked)``. A table that two experiments have in
@@ -182,8 +183,8 @@ def labelled(found: Mapping[Part, Outcome]) -> dict[str, pd.DataFrame]:
     """
     kinds = {part.kind for part in found}
     tables: dict[str, dict[Any, pd.DataFrame]] = {}
-    for part, outcome in found.items():
-        for name, table in outcome.tables.items():
+    for part, result in found.items():
+        for name, table in result.tables.items():
             if len(kinds) > 1:
                 named = {"model": table["model"] + f" ({part.kind})"} if "model" in table else {"kind": part.kind}
                 table = table.assign(**named)

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, ClassVar
 
+from kvinterp.common.result import Result
 from kvinterp.data import load_prompts
 from kvinterp.study.cells import Cell, Made, joined, loaded
-from kvinterp.study.experiments.base import Experiment, Outcome, numbered
+from kvinterp.study.experiments.base import Experiment, numbered
 from kvinterp.study.experiments.options import model, option, shared
 from kvinterp.study.findings.of_patching import charts_of_decomposition, headline_of_decomposition, rows_of_decomposition
 
@@ -42,14 +42,13 @@ class Decompose(Experiment):
         settings = {"model": self.named(), "prompts": self.prompts, "max_new_tokens": self.max_new_tokens}
         return [Cell(f"example-{number}", f"{__name__}:decomposed", settings) for number in range(count)]
 
-    def reduce(self, made: Mapping[str, Made], settings: Mapping[str, Any], folder: Path | None) -> Outcome:
+    def reduce(self, made: Mapping[str, Made]) -> Result:
         """The split over all of them."""
         from kvinterp.patching import Decomposition
 
         tables = joined(made)
         about = next(about for _, about in made.values())
-        found = Decomposition(tables["decomposition"], tables["layers"], about)
-        return Outcome(found, *found.written())
+        return Decomposition(tables["decomposition"], tables["layers"], about)
 
 
 def decomposed(

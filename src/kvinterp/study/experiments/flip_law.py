@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, ClassVar
 
 import pandas as pd
@@ -20,6 +19,7 @@ import torch
 
 from kvinterp import metrics
 from kvinterp.common.numbers import counted
+from kvinterp.common.result import Result
 from kvinterp.data import load_prompts
 from kvinterp.errors import InputError
 from kvinterp.models.inputs import check_whole
@@ -27,7 +27,7 @@ from kvinterp.models.provenance import provenance
 from kvinterp.models.unembedding import Unembedding
 from kvinterp.paths import path_named, run
 from kvinterp.study.cells import Cell, Made, joined, loaded
-from kvinterp.study.experiments.base import Experiment, Outcome
+from kvinterp.study.experiments.base import Experiment
 from kvinterp.study.experiments.circumstances import tried
 from kvinterp.study.experiments.options import DRAWS, SHARED, model, option, sampled, shared
 from kvinterp.study.findings import Chart, Panel, finding, findings_of
@@ -78,7 +78,7 @@ class FlipLaw(Experiment):
             for number, prompt in enumerate(prompts)
         ]
 
-    def reduce(self, made: Mapping[str, Made], settings: Mapping[str, Any], folder: Path | None) -> Outcome:
+    def reduce(self, made: Mapping[str, Made]) -> Result:
         """What was foretold of each path, and what came."""
         (adapter,) = self.adapters()
         steps = joined(made)["table"]
@@ -90,13 +90,13 @@ class FlipLaw(Experiment):
             "as_rounded": {"steps": len(rounded), "alike": int(rounded.sum())},
             "provenance": provenance(adapter, max_new_tokens=self.max_new_tokens, strategy=self.strategy, seed=self.seed),
         }
-        return Outcome(tables, tables, summary)
+        return Result(tables, summary)
 
     # What was found ----------------------------------------------------------------------------------------------------
 
-    def headline(self, outcome: Outcome) -> list[str]:
+    def headline(self, result: Result) -> list[str]:
         """At how many counts the flips came as foretold."""
-        law, alike = outcome.tables["law"], outcome.summary["as_rounded"]
+        law, alike = result.tables["law"], result.summary["as_rounded"]
         by = law["verdict"].value_counts()
         decided = int(by.get("holds", 0) + by.get("fails", 0))
         of = f"({counted(int(law['prompts'].iloc[0]), 'prompt')}, {law['steps'].iloc[0]} decode steps)"
@@ -111,10 +111,10 @@ class FlipLaw(Experiment):
             )
         return lines
 
-    def findings(self, outcome: Outcome) -> pd.DataFrame:
+    def findings(self, result: Result) -> pd.DataFrame:
         """The flips that came at each path and unembedding, beside those foretold."""
         rows: list[dict[str, Any]] = []
-        for row in outcome.tables["law"].to_dict("records"):
+        for row in result.tables["law"].to_dict("records"):
             of = {"path": row["path"], "unembedding": row["unembedding"]}
             third = f"{row['third']} to or from a third token, which are not foretold" if row["third"] else ""
             ends, steps = (row["low"], row["high"]), row["steps"]
@@ -122,9 +122,9 @@ class FlipLaw(Experiment):
             rows.append(finding("flips that came", row["flips"], n=steps, unit="steps", note=third, **of))
         return findings_of(rows)
 
-    def charts(self, outcome: Outcome) -> dict[str, Chart]:
+    def charts(self, result: Result) -> dict[str, Chart]:
         """Foretold flips with the interval of such counts, and those that came."""
-        law = outcome.tables["law"]
+        law = result.tables["law"]
         came = law.drop(columns=["low", "high"]).assign(line="came, " + law["unembedding"], count=law["flips"])
         both = pd.concat([law.assign(line="foretold, " + law["unembedding"], count=law["foretold"]), came])
         label = f"flips of {int(law['steps'].iloc[0])} steps"

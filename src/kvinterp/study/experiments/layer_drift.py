@@ -19,6 +19,7 @@ import torch
 
 from kvinterp import metrics
 from kvinterp.common.numbers import between, counted
+from kvinterp.common.result import Result
 from kvinterp.comparison import PARTS, Comparison, compare, failures_kept
 from kvinterp.comparison.by_layer import (
     CONTRASTS,
@@ -35,7 +36,7 @@ from kvinterp.models import Adapter
 from kvinterp.models.inputs import check_known, encode_all
 from kvinterp.paths import run
 from kvinterp.study.cells import Cell, Made, joined, loaded
-from kvinterp.study.experiments.base import Outcome, numbered
+from kvinterp.study.experiments.base import numbered
 from kvinterp.study.experiments.of_models import OfModels, shown_sites
 from kvinterp.study.experiments.options import DRAWS, option, sampled, shared
 from kvinterp.study.findings import Chart, Panel, finding, findings_of
@@ -121,9 +122,9 @@ class LayerDrift(OfModels):
 
     # What was found ----------------------------------------------------------------------------------------------------
 
-    def headline(self, outcome: Outcome) -> list[str]:
+    def headline(self, result: Result) -> list[str]:
         """How the relative drift changes from the first layer to the last, and what was left out."""
-        tables = outcome.tables
+        tables = result.tables
         every = only(tables["drift_by_layer"], selection=EVERY_STEP, protocol="matched", measure="relative_l2")
         ends = [(g["median"].iloc[0], g["median"].iloc[-1]) for _, g in every.sort_values("layer").groupby("model")]
         failed = tables["drift_examples"].query("message != ''")
@@ -141,17 +142,17 @@ class LayerDrift(OfModels):
             lines.append(f"{counted(len(failed), 'example')} left out: {failed['message'].iloc[0]}")
         return lines
 
-    def findings(self, outcome: Outcome) -> pd.DataFrame:
+    def findings(self, result: Result) -> pd.DataFrame:
         """Drift in the first and last layer, its growth, what the rule of equal tokens removed, the tests, and the heads."""
-        tables, rows = outcome.tables, []
+        tables, rows = result.tables, []
         for model in dict.fromkeys(tables["drift_examples"]["model"]):
             mine = {name: only(table, model=model) for name, table in tables.items() if "model" in table}
             rows += [{"model": model, **found} for found in _found(mine)]
         return findings_of(rows)
 
-    def charts(self, outcome: Outcome) -> dict[str, Chart]:
+    def charts(self, result: Result) -> dict[str, Chart]:
         """Drift by layer, the paper's step, growth from layer to layer, and attention by head."""
-        tables = outcome.tables
+        tables = result.tables
         means = tables["drift_by_layer"].rename(columns={"median": "drift"})
         if means.empty:
             return {}

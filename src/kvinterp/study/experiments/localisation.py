@@ -12,14 +12,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 import pandas as pd
 
-from kvinterp.common.kept import flat
 from kvinterp.common.numbers import counted, percent
+from kvinterp.common.result import Result, flat
 from kvinterp.comparison import Comparison, compare
 from kvinterp.comparison.vocabulary import RECOVERED
 from kvinterp.data import load_prompts
@@ -29,7 +28,7 @@ from kvinterp.models.provenance import provenance
 from kvinterp.patching import PRESETS, Decomposition, Sweep, decompose, sweep
 from kvinterp.patching.decomposition import check_splittable
 from kvinterp.study.cells import Cell, Made, joined, loaded, stacked
-from kvinterp.study.experiments.base import Outcome, numbered
+from kvinterp.study.experiments.base import numbered
 from kvinterp.study.experiments.of_models import OfModels
 from kvinterp.study.experiments.options import option, shared
 from kvinterp.study.findings import Chart, Panel, findings_of, median_of
@@ -108,7 +107,7 @@ class Localisation(OfModels):
                 found.append(Cell(f"{_PATCHED}-{number}-{example}", f"{__name__}:localised", settings, told))
         return found
 
-    def reduce(self, made: Mapping[str, Made], settings: Mapping[str, Any], folder: Path | None) -> Outcome:
+    def reduce(self, made: Mapping[str, Made]) -> Result:
         """The sweeps and the split of every model, and their tables one below the other."""
         patched = {key: made[key] for key in made if key.startswith(_PATCHED)}
         tables = {**dict.fromkeys(self.TABLES, pd.DataFrame()), **joined(patched)}
@@ -128,19 +127,13 @@ class Localisation(OfModels):
             "provenance": about,
             "told": {each["model"]: each["parts"] for _, each in patched.values()},
         }
-        return Outcome((sweeps, splits), tables, summary)
-
-    def again(self, tables: Mapping[str, pd.DataFrame], summary: Mapping[str, Any]) -> Outcome:
-        """The sweeps and the splits from their tables."""
-        own = {name: table for name, table in tables.items() if name not in ("chosen", "recovery_by_layer")}
-        told: dict[str, Made] = {name: ({}, {"model": name, "parts": each}) for name, each in summary["told"].items()}
-        return Outcome(_found(own, told), tables, summary)
+        return Result(tables, summary)
 
     # What was found ----------------------------------------------------------------------------------------------------
 
-    def headline(self, outcome: Outcome) -> list[str]:
+    def headline(self, result: Result) -> list[str]:
         """What the paper's patch and K and V recover with all layers together."""
-        table, said = pd.DataFrame(outcome.summary["by_layer"]), []
+        table, said = pd.DataFrame(result.summary["by_layer"]), []
         for part, name in (("paper", "the paper's patch"), ("kv-into-cached", "K and V put into the cached path")):
             known = table[(table["part"] == part) & (table["defined"] > 0)] if len(table) else table
             found = (
@@ -156,27 +149,27 @@ class Localisation(OfModels):
                          "wherever the difference arises.")  # fmt: skip
         return lines
 
-    def findings(self, outcome: Outcome) -> pd.DataFrame:
+    def findings(self, result: Result) -> pd.DataFrame:
         """Of each model: which examples, what each patch recovers, and the split."""
         rows = []
-        for model, mine in outcome.tables["chosen"].groupby("model", sort=False):
+        for model, mine in result.tables["chosen"].groupby("model", sort=False):
             flips, of = int(mine["flip_index"].notna().sum()), int(mine["of"].iloc[0])
             note = f"the highest of {counted(of, 'example')}; {flips} flip a token"
             more = {"unit": "examples", "measure": "nats", "model": model, "note": note}
             rows.append(median_of("mean KL of an example that is patched, free protocol", mine["mean_kl"], **more))
-        sweeps, splits = outcome.result
+        sweeps, splits = _of_result(result)
         for (model, part), found in sweeps.items():
             rows += [{"model": model, "part": part, **row} for row in rows_of_sweep(found)]
         for model, split in splits.items():
             rows += [{"model": model, **row, "part": f"split, {row['part']}"} for row in rows_of_decomposition(split)]
         return findings_of(rows)
 
-    def charts(self, outcome: Outcome) -> dict[str, Chart]:
+    def charts(self, result: Result) -> dict[str, Chart]:
         """The map of all patches, and of each model the paper's patch by example and the split."""
-        sweeps, splits = outcome.result
+        sweeps, splits = _of_result(result)
         drawn: dict[str, Chart] = {}
         if sweeps:
-            table = pd.DataFrame(outcome.summary["by_layer"])
+            table = pd.DataFrame(result.summary["by_layer"])
             of = {part: RECOVERED[found.provenance["distance"]] for (_, part), found in sweeps.items()}
             table["patch"] = [f"{row.part}, {row.sweep} ({of[row.part]})" for row in table.iloc[::-1].itertuples()][::-1]
             panel = Panel(table, "layer", "patch", "map", "median", facet="model", scale="signed", label="median recovery")
@@ -211,6 +204,11 @@ def _named(name: str, place: int, model: str) -> str:
     """The name of a figure of one model: its place, and what of its name every file system takes."""
     bare = "".join(letter if letter.isascii() and letter.isalnum() else "_" for letter in model.rpartition(":")[2])
     return f"{name}_{place}_{bare[-40:]}"
+
+
+def _of_result(result: Result) -> tuple[dict[tuple[str, str], Sweep], dict[str, Decomposition]]:
+    own = {name: result.tables[name] for name in ("recovery", "steps", "controls", "decomposition", "layers")}
+    return _found(own, {name: ({}, {"model": name, "parts": each}) for name, each in result.summary["told"].items()})
 
 
 def _found(

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -19,6 +18,7 @@ import pandas as pd
 
 from kvinterp import metrics
 from kvinterp.common.numbers import counted, number
+from kvinterp.common.result import Result
 from kvinterp.comparison import compare, failures_kept
 from kvinterp.data import load_prompts
 from kvinterp.errors import InputError
@@ -28,7 +28,7 @@ from kvinterp.models.provenance import provenance
 from kvinterp.paths import Cached, Recompute, path_named, run
 from kvinterp.policies import policy_named
 from kvinterp.study.cells import Cell, Made, joined, loaded
-from kvinterp.study.experiments.base import Experiment, Outcome
+from kvinterp.study.experiments.base import Experiment
 from kvinterp.study.experiments.circumstances import tried
 from kvinterp.study.experiments.options import SHARED, model, option, shared
 from kvinterp.study.findings import Chart, Panel, finding, findings_of
@@ -103,7 +103,7 @@ class Mitigate(Experiment):
             for number, (what, a, b) in enumerate(pairs)
         ]
 
-    def reduce(self, made: Mapping[str, Made], settings: Mapping[str, Any], folder: Path | None) -> Outcome:
+    def reduce(self, made: Mapping[str, Made]) -> Result:
         """What each leaves and costs, and how each policy's error goes with the path's."""
         (adapter,) = self.adapters()
         examples = joined(made)["table"]
@@ -118,13 +118,13 @@ class Mitigate(Experiment):
             "interactions": tables["interactions"].to_dict("records"),
             "provenance": provenance(adapter, max_new_tokens=self.max_new_tokens),
         }
-        return Outcome(tables, tables, summary)
+        return Result(tables, summary)
 
     # What was found ----------------------------------------------------------------------------------------------------
 
-    def headline(self, outcome: Outcome) -> list[str]:
+    def headline(self, result: Result) -> list[str]:
         """Which path leaves least."""
-        table = outcome.tables["mitigations"]
+        table = result.tables["mitigations"]
         least = table.sort_values(["mean_kl", "rows_a_token", "bytes_a_token"], kind="stable").iloc[0]
         alike = int((table["mean_kl"] == least["mean_kl"]).sum())
         who = f"{least['path']} leaves" if alike == 1 else f"{least['path']} and {counted(alike - 1, 'other')} leave"
@@ -134,10 +134,10 @@ class Mitigate(Experiment):
             f"({counted(int(least['prompts']), 'prompt')}). Costs are rows computed and bytes stored, not seconds."
         ]
 
-    def findings(self, outcome: Outcome) -> pd.DataFrame:
+    def findings(self, result: Result) -> pd.DataFrame:
         """What each path leaves and costs, and whether each policy's error adds to the path's."""
         rows: list[dict[str, Any]] = []
-        for row in outcome.tables["mitigations"].to_dict("records"):
+        for row in result.tables["mitigations"].to_dict("records"):
             of = {"path": row["path"]}
             rows += [
                 finding("median KL left, of the path's own recompute path", row["typical_kl"], (row["low"], row["high"]),
@@ -148,7 +148,7 @@ class Mitigate(Experiment):
                 finding("rows that a block computes for a new token", row["rows_a_token"], **of),
                 finding("bytes of K and V a token", row["bytes_a_token"], **of),
             ]  # fmt: skip
-        for row in outcome.tables["interactions"].to_dict("records"):
+        for row in result.tables["interactions"].to_dict("records"):
             word = "more than their sum" if row["low"] > 0 else "less than their sum" if row["high"] < 0 else ""
             word = word or ("too few prompts" if pd.isna(row["low"]) else "not told apart from their sum")
             what = "median of the squared logit error of policy and path together, less each alone"
@@ -159,9 +159,9 @@ class Mitigate(Experiment):
             )
         return findings_of(rows)
 
-    def charts(self, outcome: Outcome) -> dict[str, Chart]:
+    def charts(self, result: Result) -> dict[str, Chart]:
         """Divergence left against rows computed; and of policies and paths where they were crossed."""
-        table = outcome.tables["mitigations"]
+        table = result.tables["mitigations"]
         table = table.assign(line=table["pareto"].map({True: FRONT, False: "behind it"}))
         left = "KL from its recompute path (nats, median, 95% interval)"
         cost = "rows that a block computes for each new token"
@@ -174,7 +174,7 @@ class Mitigate(Experiment):
                 ],
             )
         }
-        crossed = outcome.tables["interactions"]
+        crossed = result.tables["interactions"]
         if len(crossed):
             crossed = crossed.assign(added=crossed["policy_alone"] + crossed["path_alone"])
             bars = {

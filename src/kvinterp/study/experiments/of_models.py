@@ -10,22 +10,21 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
 from typing import Any, ClassVar
 
 import pandas as pd
 import torch
 from torch import Tensor
 
+from kvinterp.common.result import Result
 from kvinterp.comparison import recordable
 from kvinterp.data import load_prompts
 from kvinterp.errors import InputError
 from kvinterp.models import Adapter
 from kvinterp.models.inputs import encode
-from kvinterp.models.provenance import provenance
 from kvinterp.models.threads import own_threads
-from kvinterp.study.cells import Cell, Made, joined, loaded
-from kvinterp.study.experiments.base import Experiment, Outcome
+from kvinterp.study.cells import Cell
+from kvinterp.study.experiments.base import Experiment
 from kvinterp.study.experiments.options import SHARED, argument, option, shared
 from kvinterp.study.findings import findings_of
 
@@ -48,10 +47,6 @@ class OfModels(Experiment):
     def named(self, name: str | None = None) -> dict[str, Any]:
         """A model with its weights in float16, where no other dtype can be chosen."""
         return {"dtype": "float16", **super().named(name)}
-
-    def adapters(self) -> list[Adapter]:
-        """The models, loaded."""
-        return [loaded(self.named(model)) for model in self.models]
 
     def check(self) -> None:
         """The list of models too."""
@@ -79,28 +74,14 @@ class OfModels(Experiment):
             for number, (model, adapter) in enumerate(zip(self.models, self.adapters(), strict=True))
         ]
 
-    def tables(self, made: Mapping[str, Made]) -> dict[str, pd.DataFrame]:
-        """Its tables, those of all models one below the other."""
-        return {self.TABLES[0]: joined(made)["table"]} if made else {}
-
-    def reduce(self, made: Mapping[str, Made], settings: Mapping[str, Any], folder: Path | None) -> Outcome:
-        """The tables, and what they say."""
-        tables = self.tables(made)
-        about = {adapter.facts.name: provenance(adapter, **self.noted()) for adapter in self.adapters()}
-        return Outcome(tables, tables, {"provenance": about})
-
     def rows(self, tables: Mapping[str, pd.DataFrame]) -> list[dict[str, Any]]:
         """What its tables come to, a finding each."""
         return []
 
-    def findings(self, outcome: Outcome) -> pd.DataFrame | None:
+    def findings(self, result: Result) -> pd.DataFrame | None:
         """Those of :meth:`rows`."""
-        rows = self.rows(outcome.tables)
+        rows = self.rows(result.tables)
         return findings_of(rows) if rows else None
-
-    def noted(self) -> dict[str, Any]:
-        """What the provenance says beside the model."""
-        return {}
 
 
 Place = tuple[str, int]

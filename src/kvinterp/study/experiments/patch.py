@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, ClassVar
 
+from kvinterp.common.result import Result
 from kvinterp.data import load_prompts
 from kvinterp.study.cells import Cell, Made, joined, loaded
-from kvinterp.study.experiments.base import Experiment, Outcome, numbered
+from kvinterp.study.experiments.base import Experiment, numbered
 from kvinterp.study.experiments.options import model, option, shared
 from kvinterp.study.findings.of_patching import charts_of_sweep, headline_of_sweep, rows_of_sweep
 
@@ -138,7 +138,7 @@ class Patch(Experiment):
         settings = {"model": self.named(), **given, "over": self.sweep, "steps": _steps(self.steps)}
         return [Cell(f"patched-{place}", f"{__name__}:patched", settings) for place in range(count)]
 
-    def reduce(self, made: Mapping[str, Made], settings: Mapping[str, Any], folder: Path | None) -> Outcome:
+    def reduce(self, made: Mapping[str, Made]) -> Result:
         """The sweep over all of them."""
         from kvinterp.patching import Sweep
 
@@ -148,8 +148,7 @@ class Patch(Experiment):
             planted = tables["controls"]["control"].str.startswith("planted")
             tables["controls"] = tables["controls"].loc[planted.sort_values(kind="stable").index].reset_index(drop=True)
         work = {name: sum(about["work"][name] for about in abouts) for name in abouts[0]["work"]}
-        found = Sweep(**tables, provenance={**abouts[0], "work": work})
-        return Outcome(found, *found.written())
+        return Sweep(**tables, provenance={**abouts[0], "work": work})
 
 
 def _steps(given: str) -> str | tuple[int, ...]:

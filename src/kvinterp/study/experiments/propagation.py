@@ -11,10 +11,10 @@ import torch
 
 from kvinterp.common.numbers import between, listed
 from kvinterp.common.progress import each
+from kvinterp.common.result import Result
 from kvinterp.metrics import residual_drift
 from kvinterp.models import wrap
 from kvinterp.study.cells import loaded
-from kvinterp.study.experiments.base import Outcome
 from kvinterp.study.experiments.of_models import FEW, OfModels, encoded, newest_at
 from kvinterp.study.experiments.options import option
 from kvinterp.study.findings import Chart, Panel, median_of
@@ -28,9 +28,9 @@ class Propagation(OfModels):
 
     most: int = option(FEW, "How many of the prompts to run.", min=1)
 
-    def headline(self, outcome: Outcome) -> list[str]:
+    def headline(self, result: Result) -> list[str]:
         """What becomes of layer 0's rounding."""
-        rows = self.rows(outcome.tables)
+        rows = self.rows(result.tables)
         if not rows:
             return ["A model of one layer has nothing behind it: no growth was measured."]
         grown = [
@@ -51,9 +51,9 @@ class Propagation(OfModels):
             for model, mine in deepest.groupby("model", sort=False)
         ]
 
-    def charts(self, outcome: Outcome) -> dict[str, Chart]:
+    def charts(self, result: Result) -> dict[str, Chart]:
         """Absolute and relative L2 of the residual stream behind one rounded block."""
-        table = outcome.tables["propagation"]
+        table = result.tables["propagation"]
         middle = table.groupby(["model", "source", "layer"], sort=False)[list(MEASURES)].median().reset_index()
         names = {source: f"rounded in layer {source}" for source in sorted(set(middle["source"]))}
         rows = [

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import pandas as pd
 
 from kvinterp.common.numbers import between
+from kvinterp.common.result import Result
 from kvinterp.data import TASKS, load_prompts
 from kvinterp.errors import InputError
 from kvinterp.study.cells import stacked
 from kvinterp.study.experiments.accumulation import Accumulation
-from kvinterp.study.experiments.base import Outcome
 from kvinterp.study.experiments.choices import handed
 from kvinterp.study.experiments.flips import Flips
 from kvinterp.study.experiments.gqa import Gqa
@@ -130,10 +130,10 @@ class RootCause(OfModels):
         """The experiments that have a table."""
         return [part for part in self.parts() if len(tables.get(part.TABLES[0], ()))]
 
-    def headline(self, outcome: Outcome) -> list[str]:
+    def headline(self, result: Result) -> list[str]:
         """What the ladder found first: it takes the cause away; then what each other found."""
-        first = sorted(self.among(outcome.tables), key=lambda part: not isinstance(part, Ladder))
-        return [line for part in first for line in part.headline(outcome)]
+        first = sorted(self.among(result.tables), key=lambda part: not isinstance(part, Ladder))
+        return [line for part in first for line in part.headline(result)]
 
     def rows(self, tables: Mapping[str, pd.DataFrame]) -> list[dict[str, Any]]:
         """The findings of all of them; of several sets of prompts, how far they lie apart."""
@@ -151,9 +151,9 @@ class RootCause(OfModels):
                 )
         return rows
 
-    def charts(self, outcome: Outcome) -> dict[str, Chart]:
+    def charts(self, result: Result) -> dict[str, Chart]:
         """Those of all of them."""
-        return {name: chart for part in self.among(outcome.tables) for name, chart in part.charts(outcome).items()}
+        return {name: chart for part in self.among(result.tables) for name, chart in part.charts(result).items()}
 
     def noted(self) -> dict[str, Any]:
         """Under which kernels and strategy flips were looked for."""

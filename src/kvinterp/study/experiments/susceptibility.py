@@ -12,7 +12,6 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -21,13 +20,14 @@ from scipy import stats
 
 from kvinterp import metrics
 from kvinterp.common.numbers import counted, short
+from kvinterp.common.result import Result
 from kvinterp.comparison import compare, failures_kept
 from kvinterp.data import load_prompts
 from kvinterp.errors import InputError
 from kvinterp.models.inputs import check_choice, check_whole
 from kvinterp.models.provenance import provenance
 from kvinterp.study.cells import Cell, Made, joined, loaded
-from kvinterp.study.experiments.base import Experiment, Outcome
+from kvinterp.study.experiments.base import Experiment
 from kvinterp.study.experiments.options import SHARED, model, option, shared
 from kvinterp.study.findings import Chart, Panel, finding, findings_of
 
@@ -71,7 +71,7 @@ class Susceptibility(Experiment):
                 found.append(Cell(f"size-{size:g}-{seed}".replace(".", "_"), f"{__name__}:measured", settings, policy))
         return found
 
-    def reduce(self, made: Mapping[str, Made], settings: Mapping[str, Any], folder: Path | None) -> Outcome:
+    def reduce(self, made: Mapping[str, Made]) -> Result:
         """Rates, thresholds, predictions and certificates of all steps."""
         (adapter,) = self.adapters()
         steps = predicted(binned(joined(made)["table"], self.bins))
@@ -99,13 +99,13 @@ class Susceptibility(Experiment):
             },
             "provenance": provenance(adapter, noise=self.noise, max_new_tokens=self.max_new_tokens),
         }
-        return Outcome(tables, tables, summary)
+        return Result(tables, summary)
 
     # What was found ----------------------------------------------------------------------------------------------------
 
-    def headline(self, outcome: Outcome) -> list[str]:
+    def headline(self, result: Result) -> list[str]:
         """How much noise flips half of the tokens, and how far below it the model's own rounding is."""
-        summary, whole = outcome.summary, outcome.tables["thresholds"].iloc[0]
+        summary, whole = result.summary, result.tables["thresholds"].iloc[0]
         size = "standard deviation" if summary["noise"] == "normal" else "half width"
         at = f"Half of the tokens flip at multiplicative noise of a {size} of {short(whole['threshold'], 2)} in K and V"
         if whole["why"]:
@@ -115,20 +115,20 @@ class Susceptibility(Experiment):
         if own and not whole["why"]:
             times = f"{whole['rms_logit'] / own:.3g}"
             lines.append(f"The model's own rounding, cached against recompute, moves the logits {times} times less.")
-        wrong = int(outcome.tables["certificates"]["flips_certified"].sum())
+        wrong = int(result.tables["certificates"]["flips_certified"].sum())
         if wrong:
             lines.append(f"{counted(wrong, 'step')} certified not to flip did, which cannot be: report it.")
         return lines
 
-    def findings(self, outcome: Outcome) -> pd.DataFrame:
+    def findings(self, result: Result) -> pd.DataFrame:
         """Thresholds by class of margin, certified steps, how well flips are foretold, and the model's own rounding."""
         rows = []
-        for row in outcome.tables["thresholds"].to_dict("records"):
+        for row in result.tables["thresholds"].to_dict("records"):
             of = "all" if row["bin"] == -1 else f"margin {short(row['margin_low'])} to {short(row['margin_high'])}"
             rows.append(finding("noise in K and V at which half of the steps flip", row["threshold"], (row["low"], row["high"]),
                                 row["prompts"], note=f"{row['why']} tried" if row["why"] else "", steps=of))  # fmt: skip
-        certain = outcome.tables["certificates"].sum()
-        brier, own = outcome.summary["brier"], outcome.summary["rounding"]
+        certain = result.tables["certificates"].sum()
+        brier, own = result.summary["brier"], result.summary["rounding"]
         # Read again, what was NaN is null.
         skill, *ends = (float("nan") if brier[name] is None else brier[name] for name in ("skill", "low", "high"))
         scale = "no step flips, or all do" if np.isnan(skill) else "1 would be perfect, 0 is no better than the rate"
@@ -136,16 +136,16 @@ class Susceptibility(Experiment):
             *rows,
             finding("steps certified not to flip", certain["certified"] / certain["steps"], n=certain["steps"], unit="steps",
                     measure="%", note="their margin exceeds twice the largest change of a logit"),
-            finding("skill of the chance foretold from margin and logit noise", skill, ends, outcome.summary["prompts"],
+            finding("skill of the chance foretold from margin and logit noise", skill, ends, result.summary["prompts"],
                     note=scale),
             finding("flips by the model's own rounding", own["flips"] / max(own["steps"], 1), n=own["steps"], unit="steps",
                     measure="%"),
             finding("RMS of the logits' change by the model's own rounding", own["rms_logit"], n=own["steps"], unit="steps"),
         ])  # fmt: skip
 
-    def charts(self, outcome: Outcome) -> dict[str, Chart]:
+    def charts(self, result: Result) -> dict[str, Chart]:
         """Flip rate against the size of the noise, and the observed rate against the chance foretold."""
-        rates, foretold = outcome.tables["rates"], outcome.tables["calibration"]
+        rates, foretold = result.tables["rates"], result.tables["calibration"]
         groups = rates.groupby("bin")
         names = {number: f"margin {short(line['margin_low'].min())} to {short(line['margin_high'].max())} logits"
                  for number, line in groups}  # fmt: skip
