@@ -18,7 +18,7 @@ from typing import Any
 
 import pandas as pd
 
-from kvinterp.common.store import Record
+from kvinterp.common.store import Store
 
 MODEL = "zoo:gqa2-mini"
 SMALL = ("--prompts", "arithmetic:2", "--device", "cpu")
@@ -190,9 +190,9 @@ def same(one: Path, other: Path) -> None:
             pd.testing.assert_frame_equal(*tables, check_exact=True, obj=name)
             assert tables[0].attrs == tables[1].attrs, name
         elif left.name == ".kvinterp.db":
-            assert [Record(folder.parent).rows("select * from run") for folder in (left, right)] == [[], []]
-            assert [Record(folder.parent).rows("select * from cell") for folder in (left, right)] == [[], []]
-            assert Record(left.parent).names() == Record(right.parent).names()
+            assert [Store(folder.parent).rows("select * from run") for folder in (left, right)] == [[], []]
+            assert [Store(folder.parent).rows("select * from cell") for folder in (left, right)] == [[], []]
+            assert Store(left.parent).names() == Store(right.parent).names()
         else:
             assert _untimed(left) == _untimed(right), name
 

@@ -10,7 +10,7 @@ from typing import Any
 import pandas as pd
 
 from kvinterp.common.files import digest_of, sealed
-from kvinterp.common.store import Made, Record
+from kvinterp.common.store import Made, Store
 from kvinterp.comparison import PARTS, Comparison
 from kvinterp.data import Prompt
 from kvinterp.study.cells import CellsMade
@@ -54,12 +54,12 @@ class Compared:
         for number in sorted({int(n) for frame in (part.examples, part.failures) for n in frame["example"]}):
             tables = {name: getattr(part, name) for name in PARTS}
             one = {name: table[table["example"] == number] for name, table in tables.items()}
-            self.folder.parts.keep(f"example-{number}", one, part.provenance)
+            self.folder.keep(f"example-{number}", one, part.provenance)
 
     def made(self) -> dict[str, Made]:
         """What is there."""
         keys = [f"example-{number}" for number in range(len(self.asked))]
-        return {key: part for key in keys if (part := self.folder.parts.read(key)) is not None}
+        return {key: part for key in keys if (part := self.folder.read(key)) is not None}
 
     def done(self) -> frozenset[int]:
         """The numbers of the examples that are there."""
@@ -71,7 +71,7 @@ class Compared:
         if not made:
             self.folder.release()
             return None
-        found = joined(CellsMade(dict.fromkeys(made, self.folder.parts)), self.asked)
+        found = joined(CellsMade(dict.fromkeys(made, self.folder)), self.asked)
         files = self.folder.finish(*summed(found, self.folder), prompts_of(found), ending=ending)
         self.folder.release()
         return found if files else None
@@ -97,11 +97,11 @@ def read_result(folder: Path) -> Any:
 
 def cells_of(path: Path) -> list[str]:
     """The keys of the cells of unfinished runs that the store of a folder holds."""
-    return [key for (key,) in Record(path).rows("select key from cell order by key")]
+    return [key for (key,) in Store(path).rows("select key from cell order by key")]
 
 
 def change_cell(path: Path, key: str, changed: Callable[[bytes], bytes]) -> None:
     """Changes what the store of a folder holds of a cell, as a fault of the disk would."""
-    with Record(path).changed() as store:
+    with Store(path).changed() as store:
         ((content,),) = store.execute("select content from cell where key=?", (key,)).fetchall()
         store.execute("update cell set content=? where key=?", (changed(content), key))

@@ -18,7 +18,7 @@ import kvinterp as kv
 import kvinterp.study.behaviour as behaviour
 from command_line import wrong
 from kvinterp.common.result import Result
-from kvinterp.common.store import Parts
+from kvinterp.common.store import Store
 from kvinterp.data import load_prompts, score
 from kvinterp.models import Adapter
 from kvinterp.paths import Greedy, TopK, TopP
@@ -252,16 +252,16 @@ def test_what_tasks_sample_with() -> None:
 @pytest.mark.slow
 def test_the_command_writes_scores_a_page_and_goes_on(tasks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     what = asked(tasks, "kv_chooses,kv_reads", path="cached[cache=float32]", limit=4)
-    keep, kept = Parts.keep, []
+    keep, kept = Store.keep, []
 
-    def cut(self: Parts, key: str, *part: Any) -> None:
+    def cut(self: Store, key: str, *part: Any) -> None:
         keep(self, key, *part)
         kept.append(key)
         if len(kept) == 2:
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(Parts, "keep", cut)
+        patch.setattr(Store, "keep", cut)
         with pytest.raises(KeyboardInterrupt):
             what.run(tmp_path / "out", progress="none")
     outcome = what.run(tmp_path / "out", progress="none")

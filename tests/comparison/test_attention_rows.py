@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import kvinterp as kv
-from kvinterp.common.store import Parts
+from kvinterp.common.store import Store
 from kvinterp.comparison import Comparison, attention_rows
 from kvinterp.models import Adapter
 from kvinterp.paths import strategy_named
@@ -163,13 +163,13 @@ def test_where_one_token_alone_can_be_drawn_there_is_no_distance() -> None:
 @pytest.mark.slow
 def test_a_run_that_was_cut_off_gives_the_same_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = Compare("zoo:mqa-mini", "arithmetic:2", b=OTHER, record="pattern", max_new_tokens=3, device="cpu")
-    keep = Parts.keep
+    keep = Store.keep
 
-    def cut(self: Parts, *part: Any) -> None:
+    def cut(self: Store, *part: Any) -> None:
         keep(self, *part)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Parts, "keep", cut)
+    monkeypatch.setattr(Store, "keep", cut)
     with pytest.raises(KeyboardInterrupt):
         asked.run(tmp_path / "cut", figures="none")
     monkeypatch.undo()

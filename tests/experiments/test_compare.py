@@ -12,7 +12,7 @@ import pandas as pd
 import pytest
 import torch
 
-from kvinterp.common.store import Parts
+from kvinterp.common.store import Store
 from kvinterp.comparison import TABLES, Comparison
 from kvinterp.errors import InputError
 from kvinterp.models.hooks import Tap
@@ -54,15 +54,15 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def cut_after(count: int, error: type[BaseException], monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets ``count`` prompts finish and then raises."""
-    keep, seen = Parts.keep, []
+    keep, seen = Store.keep, []
 
-    def keeping(self: Parts, key: str, *part: Any) -> None:
+    def keeping(self: Store, key: str, *part: Any) -> None:
         keep(self, key, *part)
         seen.append(key)
         if len(seen) == count:
             raise error
 
-    monkeypatch.setattr(Parts, "keep", keeping)
+    monkeypatch.setattr(Store, "keep", keeping)
 
 
 @pytest.mark.parametrize("count", [1, pytest.param(3, marks=pytest.mark.long)])
@@ -89,9 +89,9 @@ def test_only_what_is_missing_is_run_again(tmp_path: Path, whole: Path, monkeypa
         with pytest.raises(MemoryError):
             run(SMALL, tmp_path)
     added: list[str] = []
-    keep = Parts.keep
+    keep = Store.keep
     with monkeypatch.context() as patch:
-        patch.setattr(Parts, "keep", lambda self, key, *part: (added.append(key), keep(self, key, *part))[1])
+        patch.setattr(Store, "keep", lambda self, key, *part: (added.append(key), keep(self, key, *part))[1])
         run(SMALL, tmp_path)
     assert len(added) == 1
     same(tmp_path, whole)

@@ -19,7 +19,7 @@ import kvinterp.study.experiments.study as study
 from command_line import kvinterp, wrong
 from cutting import same
 from kvinterp.common.result import Result
-from kvinterp.common.store import Made, Parts
+from kvinterp.common.store import Made, Store
 from kvinterp.data import load_prompts
 from kvinterp.errors import InputError
 from kvinterp.models.inputs import encode
@@ -201,15 +201,15 @@ def test_the_prompts_are_kept(whole: Path) -> None:
 
 
 def stopping(monkeypatch: pytest.MonkeyPatch, count: int, error: BaseException) -> None:
-    keep, kept = Parts.keep, list[str]()
+    keep, kept = Store.keep, list[str]()
 
-    def cut(self: Parts, key: str, *part: Any) -> None:
+    def cut(self: Store, key: str, *part: Any) -> None:
         keep(self, key, *part)
         kept.append(key)
         if len(kept) == count:
             raise error
 
-    monkeypatch.setattr(Parts, "keep", cut)
+    monkeypatch.setattr(Store, "keep", cut)
 
 
 @pytest.mark.slow

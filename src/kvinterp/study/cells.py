@@ -23,7 +23,7 @@ from typing import Any
 import pandas as pd
 
 from kvinterp.common.progress import Tell, unshared
-from kvinterp.common.store import Made, Parts
+from kvinterp.common.store import Made, Store
 from kvinterp.errors import InputError
 
 log = logging.getLogger("kvinterp")
@@ -55,7 +55,7 @@ class Cell:
 
 def run_cells(
     cells: Sequence[Cell],
-    parts: Parts | _InMemory | None = None,
+    parts: Store | _InMemory | None = None,
     tell: Tell | None = None,
     progress: str = "bar",
     unit: str = "parts",
@@ -78,7 +78,7 @@ def run_cells(
     parts = parts or _InMemory()
     missing = [cell for cell in cells if parts.read(cell.key) is None]
     if len(missing) < len(cells):
-        log.info("going on in %s: %d of %d %s are already there", parts.path, len(cells) - len(missing), len(cells), unit)
+        log.info("going on in %s: %d of %d %s are already there", parts.folder, len(cells) - len(missing), len(cells), unit)
     if missing:
         offered = {"keep": parts.keep, "tell": tell or (lambda *_: None), "progress": progress}
         (engine or Local())(missing, offered)
@@ -91,20 +91,20 @@ class CellsMade(UserDict[str, Any]):
     def __getitem__(self, key: str) -> Made:
         if (part := self.data[key].read(key)) is None:
             raise InputError(
-                f"part {key!r} in folder {str(self.data[key].path)!r} is not what was written: check the disk."
+                f"part {key!r} in folder {str(self.data[key].folder)!r} is not what was written: check the disk."
             )
         return part
 
     @property
     def folder(self) -> Path | None:
         """The folder that they are kept in; None in memory."""
-        return next((parts.path for parts in self.data.values()), None)
+        return next((parts.folder for parts in self.data.values()), None)
 
 
 class _InMemory(dict[str, Made]):
     """Parts of a run that writes nothing."""
 
-    path, read = None, dict.get
+    folder, read = None, dict.get
 
     def keep(self, key: str, tables: Mapping[str, pd.DataFrame], about: Mapping[str, Any] | None = None) -> None:
         self[key] = dict(tables), dict(about or {})

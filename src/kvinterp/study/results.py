@@ -25,7 +25,7 @@ from kvinterp._version import __version__
 from kvinterp.common.files import SUMMARY, bytes_with, differences, read_json, read_sealed, sealed, strict_json, told
 from kvinterp.common.parquet import LongTable, write_table
 from kvinterp.common.result import flat
-from kvinterp.common.store import ADVICE, Lock, Parts, Record, check_free, choices_of, unlike, write_whole
+from kvinterp.common.store import ADVICE, Store, choices_of, unlike, write_whole
 from kvinterp.data import Prompt
 from kvinterp.errors import InputError, KvinterpError, in_one_line
 
@@ -33,7 +33,7 @@ PROMPTS = "prompts.jsonl"
 """The file of the prompts that a result was made on."""
 
 
-class ResultFolder(Lock):
+class ResultFolder(Store):
     """A folder that a run fills, cell by cell and at the end with its files; nobody else writes there meanwhile.
 
     Args:
@@ -42,30 +42,26 @@ class ResultFolder(Lock):
         names: The files that will be written, beside the summary and figures.
         existing: What to do about what is already there, see :data:`kvinterp.common.store.EXISTING`.
 
-    Attributes:
-        parts: What is finished of it, once it is taken up.
-
     Raises:
         InputError: The folder cannot be written, or holds something this run must not touch.
     """
-
-    parts: Parts
 
     def __init__(
         self, folder: str | Path, settings: Mapping[str, Any], names: Iterable[str] = (), existing: str = "error"
     ) -> None:
         super().__init__(Path(folder))
+        self.hold()
         self.settings: dict[str, Any] = json.loads(strict_json(settings))
         self._choices, self._existing = choices_of(self.settings), existing
         try:
             with told(self.folder):
-                self._there = check_free(self.folder, existing, names, self._choices)
+                self._there = self.check_free(existing, names, self._choices)
         except BaseException:
             self.release()
             raise
 
     def take_up(self, settings: Mapping[str, Any] | None = None) -> bool:
-        """Says whether the very result is there, finished, and is to be read; else what there is of it is in ``parts``.
+        """Says whether the very result is there, finished, and is to be read; else its cells are read and kept here.
 
         Args:
             settings: All that decides what the tables will hold, where that is more than was given before.
@@ -82,7 +78,7 @@ class ResultFolder(Lock):
                 raise InputError(unlike(self.folder, "a result", one, other))
             if whole:
                 return True
-        self.parts = Parts(self.folder, self.settings, self._choices)
+        self.for_run(self.settings, self._choices)
         return False
 
     def finish(
@@ -110,10 +106,10 @@ class ResultFolder(Lock):
         Raises:
             InputError: It cannot be written.
         """
-        place, before, record = self.folder / SUMMARY, read_json(self.folder / SUMMARY), Record(self.folder)
+        place, before = self.folder / SUMMARY, read_json(self.folder / SUMMARY)
         if ending != "finished" and (before or {}).get("interrupted") is False:
             return []
-        record.begin(self._choices, record.names() if self._existing == "overwrite" or before is not None else ())
+        self.begin(self._choices, self.names() if self._existing == "overwrite" or before is not None else ())
         digests = {name: write_whole(self.folder / name, text) for name, text in (texts or {}).items()}
         files = [self.folder / f"{name}.parquet" for name in tables]
         for file, table in zip(files, tables.values(), strict=True):
@@ -121,7 +117,7 @@ class ResultFolder(Lock):
                 digests[file.name] = write_whole(file, functools.partial(write_table, table))
         figures = [] if draw is None else list(draw(self.folder / "figures"))
         write_whole(place, sealed(SUMMARY, summary, digests))
-        record.finish("go" if ending == "finished" else "stay")
+        self.settle("go" if ending == "finished" else "stay")
         return [*files, place, *figures]
 
 

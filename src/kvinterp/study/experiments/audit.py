@@ -201,13 +201,13 @@ class Audit(Experiment):
         """Audits, and writes page, tables and verdict over an earlier audit's."""
         from kvinterp.auditing.folder import check_own, put
         from kvinterp.common.files import check_target
-        from kvinterp.common.store import Lock, write_whole
+        from kvinterp.common.store import Store, write_whole
 
         if existing == "use":
             raise InputError("existing='use' was given, and an audit is made anew each time: leave it out.")
         if out is not None:
             check_own(out)
-        with contextlib.nullcontext() if out is None else Lock(out):
+        with contextlib.nullcontext() if out is None else Store(out):
             if self.junit is not None:
                 check_target(self.junit, "--junit")
             result = super().answered(None, existing, *how)

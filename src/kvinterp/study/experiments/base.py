@@ -365,7 +365,7 @@ class Experiment:
         settled = self.settled()
         settled.check_reached()
         from kvinterp.common.progress import shown
-        from kvinterp.common.store import EXISTING, Record
+        from kvinterp.common.store import EXISTING, Store
         from kvinterp.models.inputs import check_choice, check_known, check_unread
 
         check_known("way to treat an existing result", existing, EXISTING)
@@ -379,7 +379,7 @@ class Experiment:
                     tell = held.enter_context(shown(elsewhere="nothing"))
                 return settled.answered(None if out is None else Path(out), existing, progress, figures, tell, engine)
         except KeyboardInterrupt as error:
-            if out is None or not Record(Path(out)).rows("select run from cell"):
+            if out is None or not Store(Path(out)).rows("select run from cell"):
                 error.args = (NOTHING,)
             raise
 
@@ -402,7 +402,7 @@ class Experiment:
             if folder is not None and folder.take_up(self.settings()):
                 return self.read(folder.folder)
             worker = worker if tell is None else Remaining(worker, self.UNIT, self.LOGGED)
-            given = (None if folder is None else folder.parts, tell, progress, self.UNIT, worker)
+            given = (folder, tell, progress, self.UNIT, worker)
             try:
                 made = run_cells(cells, *given)
                 if more := self.then(made):
@@ -410,7 +410,7 @@ class Experiment:
                     made |= run_cells(more, *given)
             except KeyboardInterrupt:
                 if folder is not None and self.PARTIAL == "yes":
-                    made = CellsMade({cell.key: folder.parts for cell in cells if folder.parts.read(cell.key) is not None})
+                    made = CellsMade({cell.key: folder for cell in cells if folder.read(cell.key) is not None})
                     if made:
                         self.write(folder, self.reduce(made), ending="interrupted")
                 raise

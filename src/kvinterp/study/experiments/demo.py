@@ -106,14 +106,14 @@ class Demo(Experiment):
             InputError: The folder holds a finished demo, or comparisons made with other settings.
         """
         from kvinterp.common.progress import Pace
-        from kvinterp.common.store import Lock, Record
+        from kvinterp.common.store import Store
 
         if out is None:
             raise InputError("a demo is a folder of comparisons: give one.")
         plan, results = {**self.plan(), FLIPS: self.flips()}, []
         for run in plan.values():
             run.check()
-        with Lock(out):
+        with Store(out) as store:
             self._check_free(out, existing)
             pace = Pace({name: run.dtype for name, run in plan.items()}, "comparisons", tell or (lambda *_: None))
             kept = "overwrite" if existing == "overwrite" else "use"
@@ -128,8 +128,7 @@ class Demo(Experiment):
                 pace.done(name)
             if existing == "overwrite":
                 # The old page and its figures go last, when what they showed is replaced.
-                record = Record(out)
-                record.remove(record.names())
+                store.remove(store.names())
             result = result_of(results, out)
             if figures == "drawn":
                 result.files = self.drawn_into(result, out / "figures")
@@ -216,7 +215,7 @@ class Demo(Experiment):
     def held_runs(cls, folder: Path) -> tuple[Path, list[str]] | None:
         """The page of a demo's folder, made again from its comparisons, and the first line of each; None: it holds none."""
         from kvinterp.common.files import SUMMARY, is_file
-        from kvinterp.common.store import Lock
+        from kvinterp.common.store import Store
 
         runs = folder / "runs"
         if is_file(folder / SUMMARY) or not is_file(runs / FLIPS / SUMMARY):
@@ -224,7 +223,7 @@ class Demo(Experiment):
         planned = [
             name for kinds in (("hooked", "native"), ("bridge",)) for name in dataclasses.replace(cls(), kinds=kinds).plan()
         ]
-        with Lock(folder):
+        with Store(folder):
             names = [name for name in dict.fromkeys(planned) if is_file(runs / name / SUMMARY)]
             results: list[Any] = [Compare().read(runs / name) for name in (*names, FLIPS)]
             page = cls().drawn_into(result_of(results, folder), folder / "figures")[-1]
@@ -232,14 +231,16 @@ class Demo(Experiment):
 
     def _check_free(self, folder: Path, existing: str) -> None:
         from kvinterp.common.files import check_target, is_there, told
-        from kvinterp.common.store import check_names
+        from kvinterp.common.store import Store
 
         if existing == "error" and (folder / "report.html").exists():
             raise InputError(
                 f"folder {str(folder)!r} already holds a report: choose another folder with --out, or pass --overwrite."
             )
         with told(folder):
-            check_names(folder, ["report.html", "findings.parquet", *(f"figures/{name}*" for name in Compare.drawn())])
+            Store(folder).check_names(
+                ["report.html", "findings.parquet", *(f"figures/{name}*" for name in Compare.drawn())]
+            )
             for place in (folder / "runs", *(folder / "runs" / name for name in (*self.plan(), FLIPS))):
                 if is_there(place) and (place.is_symlink() or not place.is_dir()):
                     raise InputError(

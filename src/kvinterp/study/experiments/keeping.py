@@ -80,13 +80,13 @@ def save(found: Result, folder: str | os.PathLike[str], existing: str = "error",
 def report(found: Result, folder: str | os.PathLike[str] | None = None, existing: str = "error") -> Path:
     """Does what :meth:`Result.report` says."""
     from kvinterp.common.files import is_file
-    from kvinterp.common.store import Lock
+    from kvinterp.common.store import Store
 
     place = _folder(folder or found.folder or tempfile.mkdtemp(prefix="kvinterp-"))
     if found.folder is None or found.folder.resolve() != place.resolve() or existing != "error":
         save(found, place, existing, "drawn")
     else:
-        with Lock(place):
+        with Store(place):
             keeper_of(found).drawn_into(found, place / "figures")
     page = place / "report.html"
     if not is_file(page):
