@@ -16,7 +16,7 @@ from kvinterp.common.parquet import LongTable
 from kvinterp.common.result import Result, flat
 from kvinterp.comparison import Comparison
 from kvinterp.errors import InputError
-from kvinterp.study.experiments import Compare
+from kvinterp.study.experiments.compare import Compare
 from kvinterp.study.experiments.decompose import Decompose
 from kvinterp.study.experiments.keeping import keeper_of
 from kvinterp.study.experiments.patch import Patch

@@ -18,8 +18,9 @@ from kvinterp.common.result import Result
 from kvinterp.common.store import Made, Store
 from kvinterp.models import load_model, zoo
 from kvinterp.study.cells import Cell, joined
-from kvinterp.study.experiments import Compare, Experiment
+from kvinterp.study.experiments.base import Experiment
 from kvinterp.study.experiments.circumstances import circumstances
+from kvinterp.study.experiments.compare import Compare
 from kvinterp.study.experiments.decompose import Decompose
 from kvinterp.study.experiments.patch import Patch
 

@@ -14,7 +14,7 @@ from kvinterp.common.store import Made, Store
 from kvinterp.comparison import PARTS, Comparison
 from kvinterp.data import Prompt
 from kvinterp.study.cells import CellsMade
-from kvinterp.study.experiments import Compare
+from kvinterp.study.experiments.compare import Compare
 from kvinterp.study.results import ResultFolder, prompts_digest, prompts_of
 
 NAMES = Compare("zoo:mistral-mini").names()

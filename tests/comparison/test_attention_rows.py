@@ -15,7 +15,7 @@ from kvinterp.common.store import Store
 from kvinterp.comparison import Comparison, attention_rows
 from kvinterp.models import Adapter
 from kvinterp.paths import strategy_named
-from kvinterp.study.experiments import Compare
+from kvinterp.study.experiments.compare import Compare
 from kvinterp.study.report.tokens import packed_comparison
 from writing import read_result
 

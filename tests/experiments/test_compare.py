@@ -18,7 +18,8 @@ from kvinterp.errors import InputError
 from kvinterp.models.hooks import Tap
 from kvinterp.models.native import NativeAdapter
 from kvinterp.models.native_sites import NativeSites
-from kvinterp.study.experiments import Compare, Demo
+from kvinterp.study.experiments.compare import Compare
+from kvinterp.study.experiments.demo import Demo
 from kvinterp.study.experiments.registry import experiment_named, experiments
 from kvinterp.study.results import read_summary
 

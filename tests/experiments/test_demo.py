@@ -14,8 +14,7 @@ from typer.testing import CliRunner
 import kvinterp.comparison
 from kvinterp.cli import app
 from kvinterp.errors import InputError
-from kvinterp.study.experiments import Demo
-from kvinterp.study.experiments.demo import FLIPS, SMOKE
+from kvinterp.study.experiments.demo import FLIPS, SMOKE, Demo
 
 pytestmark = [pytest.mark.xdist_group("demo"), pytest.mark.slow]
 

@@ -20,7 +20,7 @@ import torch
 from kvinterp import metrics
 from kvinterp.common.numbers import between, counted
 from kvinterp.common.result import Result
-from kvinterp.comparison import PARTS, Comparison, compare, failures_kept
+from kvinterp.comparison import Comparison, compare, failures_kept
 from kvinterp.comparison.by_layer import (
     CONTRASTS,
     amplification_of,
@@ -273,28 +273,22 @@ def measured(
 
     Until the first flip both protocols feed the same tokens, so that only an example that flips is run free too.
     """
-    adapter, given, numbers = loaded(model), load_prompts(prompts), numbered(keys)
+    adapter, given = loaded(model), load_prompts(prompts)
     tail = f"[kernels={kernels}]"
     paths = f"cached{tail}", f"recompute{tail}"
     sites = shown_sites(adapter)
     settings: dict[str, Any] = {"strategy": strategy, "seed": seed, "max_new_tokens": max_new_tokens, "progress": "none"}
-
-    def done(part: Comparison) -> None:
-        for row in part.failures.to_dict("records"):
-            keep(numbers[row["example"]], {"examples": pd.DataFrame([row]).assign(model=adapter.facts.name)}, {})
-        for example in part.examples["example"]:
-            frames = {name: (frame := getattr(part, name))[frame["example"] == example] for name in PARTS}
-            mine = free = Comparison(**frames, provenance=part.provenance)
-            if mine.examples["flip_index"].notna().any():
-                apart = {**settings, "protocol": "free", "record": "resid_post", "examples": [int(example)]}
-                apart["done"] = failures_kept
-                free = compare(adapter, given[example], *paths, **apart)
-            tables = of_example(mine, free, adapter.facts.query_heads // adapter.facts.kv_heads)
-            tables["null"] = null_drift(adapter, given[example], mine.steps, paths[1], suffix).assign(example=example)
-            keep(numbers[int(example)], {name: t.assign(model=adapter.facts.name) for name, t in tables.items()}, {})
-
-    told: dict[str, Any] = {**settings, "record": sites, "done": done}
-    compare(adapter, [given[number] for number in numbers], *paths, examples=list(numbers), **told)
+    for example, key in numbered(keys).items():
+        how = {**settings, "examples": [example], "done": failures_kept}
+        matched = free = compare(adapter, given[example], *paths, record=sites, **how)
+        if len(matched.failures):
+            tables = {"examples": matched.failures}
+        else:
+            if matched.examples["flip_index"].notna().any():
+                free = compare(adapter, given[example], *paths, protocol="free", record="resid_post", **how)
+            tables = of_example(matched, free, adapter.facts.query_heads // adapter.facts.kv_heads)
+            tables["null"] = null_drift(adapter, given[example], matched.steps, paths[1], suffix).assign(example=example)
+        keep(key, {name: table.assign(model=adapter.facts.name) for name, table in tables.items()})
 
 
 def of_example(matched: Comparison, free: Comparison, sharing: int) -> dict[str, pd.DataFrame]:

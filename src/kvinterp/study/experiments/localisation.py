@@ -19,7 +19,7 @@ import pandas as pd
 
 from kvinterp.common.numbers import counted, percent
 from kvinterp.common.result import Result, flat
-from kvinterp.comparison import Comparison, compare
+from kvinterp.comparison import compare, failures_kept
 from kvinterp.comparison.vocabulary import RECOVERED
 from kvinterp.data import load_prompts
 from kvinterp.errors import InputError
@@ -270,22 +270,16 @@ def ranked(
     max_new_tokens: int,
 ) -> None:
     """How far apart the paths of some prompts are in the free protocol, as :func:`kvinterp.patching.highest_kl` has it."""
-    adapter, given, numbers = loaded(model), load_prompts(prompts), numbered(keys)
-
-    def done(part: Comparison) -> None:
-        later = part.steps[part.steps["step"] > 0].groupby("example")["kl"].mean()
-        failed = part.failures.assign(mean_kl=np.nan, model=adapter.facts.name)
-        columns = ["example", "id", "prompt_tokens", "steps", "flip_index"]
-        finished = part.examples[columns]
+    adapter, given = loaded(model), load_prompts(prompts)
+    how: dict[str, Any] = {"protocol": "free", "max_new_tokens": max_new_tokens, "record": "", "progress": "none"}
+    for example, key in numbered(keys).items():
+        part = compare(adapter, given[example], *paths.values(), examples=[example], done=failures_kept, **how)
         # A prompt that ends with the prefill's token has no step that could differ.
-        finished = finished.assign(mean_kl=finished["example"].map(lambda number: later.get(number, 0.0)))
-        finished.insert(0, "model", adapter.facts.name)
-        for row in (*failed.to_dict("records"), *finished.to_dict("records")):
-            keep(numbers[row["example"]], {"table": pd.DataFrame([row])})
-
-    chosen = [given[number] for number in numbers]
-    settings: dict[str, Any] = {"protocol": "free", "max_new_tokens": max_new_tokens, "record": "", "progress": "none"}
-    compare(adapter, chosen, *paths.values(), examples=list(numbers), done=done, **settings)
+        later = part.steps[part.steps["step"] > 0].groupby("example")["kl"].mean().get(example, 0.0)
+        columns = ["example", "id", "prompt_tokens", "steps", "flip_index"]
+        row = part.failures.assign(mean_kl=np.nan) if len(part.failures) else part.examples[columns].assign(mean_kl=later)
+        row.insert(0, "model", adapter.facts.name)
+        keep(key, {"table": row})
 
 
 def localised(
