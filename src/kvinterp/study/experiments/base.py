@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvinterp.common.result import Result
 from kvinterp.errors import InputError
-from kvinterp.study.experiments.options import OPTION
+from kvinterp.study.experiments.options import OPTION, model, shared
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -464,3 +464,15 @@ class Experiment:
         from kvinterp.study.results import prompts_of
 
         return [*(f"{name}.parquet" for name in result.tables), *(result.others or prompts_of(result)), "summary.json"]
+
+
+@dataclasses.dataclass(frozen=True)
+class OfModel(Experiment):
+    """An experiment on one model."""
+
+    model: str = model()
+    _: dataclasses.KW_ONLY
+    kind: str = shared("kind")
+    dtype: str = shared("dtype")
+    device: str | None = shared("device")
+    attention: str | None = shared("attention")

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvinterp.common.result import Result
 from kvinterp.errors import InputError, KvinterpError
-from kvinterp.study.experiments.base import Experiment, numbered
-from kvinterp.study.experiments.options import DRAWS, model, option, sampled, shared
+from kvinterp.study.experiments.base import Experiment, OfModel, numbered
+from kvinterp.study.experiments.options import DRAWS, option, sampled, shared
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -24,7 +24,7 @@ log = logging.getLogger("kvinterp")
 
 
 @dataclasses.dataclass(frozen=True)
-class Compare(Experiment):
+class Compare(OfModel):
     """How far apart are two paths of one model, at which step, layer, head and cache position?"""
 
     TABLES: ClassVar = (
@@ -52,12 +52,9 @@ class Compare(Experiment):
     UNIT: ClassVar = "prompts"
     PARTIAL: ClassVar = "yes"
 
-    model: str = model()
     prompts: str = shared("prompts")
     a: str = option("cached", "Path A. In the matched protocol it chooses the tokens for both paths.")
     b: str = option("recompute", "Path B; given(FILE) stands for the log-probs of another engine (docs/engines.md).")
-    kind: str = shared("kind")
-    dtype: str = shared("dtype")
     protocol: str = option("matched", "matched: both paths get the same tokens. free: each gets its own.")
     strategy: str = option("greedy", "How tokens are chosen: greedy, top_k(50,0.8), top_p(0.95,0.8).")
     max_new_tokens: int = option(48, "The most tokens to decode per prompt.")
@@ -74,8 +71,6 @@ class Compare(Experiment):
         only=(lambda asked: asked.record != "", "no site is recorded; leave it out, or name sites with --record"),
     )
     seed: int = option(0, "Seed for the strategy's random numbers.", only=(lambda asked: sampled(asked.strategy), DRAWS))
-    device: str | None = shared("device")
-    attention: str | None = shared("attention")
     batch_size: int = option(
         1, "The most prompts in one batch. Batching is used only where it gives the same bits.", decides="nothing"
     )

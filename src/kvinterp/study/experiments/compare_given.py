@@ -7,27 +7,22 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvinterp.common.result import Result
-from kvinterp.study.experiments.base import Experiment
-from kvinterp.study.experiments.options import model, option, shared
+from kvinterp.study.experiments.base import OfModel
+from kvinterp.study.experiments.options import option
 
 if TYPE_CHECKING:
     from kvinterp.study.cells import Cell, Made
 
 
 @dataclasses.dataclass(frozen=True)
-class CompareGiven(Experiment):
+class CompareGiven(OfModel):
     """How far are another engine's log-probs from those of one of our paths, token by token?"""
 
     TABLES: ClassVar = ("given", "routing")
     STEPS: ClassVar = ()
 
-    model: str = model()
     a: str = option("cached", "The path that kvinterp runs.")
     given: str = option("", "The file with the other engine's log-probs, written given(FILE).")
-    kind: str = shared("kind")
-    dtype: str = shared("dtype")
-    device: str | None = shared("device")
-    attention: str | None = shared("attention")
 
     @classmethod
     def verb(cls) -> str:

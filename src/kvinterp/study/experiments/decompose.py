@@ -13,13 +13,13 @@ from typing import Any, ClassVar
 from kvinterp.common.result import Result
 from kvinterp.data import load_prompts
 from kvinterp.study.cells import Cell, Made, joined, loaded
-from kvinterp.study.experiments.base import Experiment, numbered
-from kvinterp.study.experiments.options import model, option, shared
+from kvinterp.study.experiments.base import OfModel, numbered
+from kvinterp.study.experiments.options import option, shared
 from kvinterp.study.findings.of_patching import charts_of_decomposition, headline_of_decomposition, rows_of_decomposition
 
 
 @dataclasses.dataclass(frozen=True)
-class Decompose(Experiment):
+class Decompose(OfModel):
     """What makes the difference at every step, each part beside its null?"""
 
     TABLES: ClassVar = ("decomposition", "layers")
@@ -28,13 +28,8 @@ class Decompose(Experiment):
     SHOWN: ClassVar = (headline_of_decomposition, rows_of_decomposition, charts_of_decomposition)
     UNIT: ClassVar = "prompts"
 
-    model: str = model()
     prompts: str = shared("prompts")
-    kind: str = shared("kind")
-    dtype: str = shared("dtype")
     max_new_tokens: int = option(32, "The most tokens to decode per prompt.")
-    device: str | None = shared("device")
-    attention: str | None = shared("attention")
 
     def cells(self) -> list[Cell]:
         """A cell a prompt."""

@@ -14,7 +14,7 @@ from kvinterp.common.result import Result
 from kvinterp.data import load_prompts
 from kvinterp.errors import InputError, NonFiniteError, UnsupportedError
 from kvinterp.study.cells import Cell, Made, joined, loaded
-from kvinterp.study.experiments.base import Experiment
+from kvinterp.study.experiments.base import OfModel
 from kvinterp.study.experiments.options import argument, option, shared
 from kvinterp.study.findings import Chart, Panel, finding, findings_of
 
@@ -34,7 +34,7 @@ PLACE = ("layer", "tensor", "kv_head")
 
 
 @dataclasses.dataclass(frozen=True)
-class EquivalentNoise(Experiment):
+class EquivalentNoise(OfModel):
     """How large, how skewed and how heavy-tailed is the error of a policy on real K and V, and at how many bits?"""
 
     TABLES: ClassVar = ("equivalent_noise",)
@@ -45,13 +45,9 @@ class EquivalentNoise(Experiment):
         POLICIES, "A policy, such as q8_0 or normal(0,0.25); may be given several times.", flag="--policy"
     )
     prompts: str = shared("prompts")
-    kind: str = shared("kind")
-    dtype: str = shared("dtype")
     max_new_tokens: int = option(
         32, "How many tokens to decode after each prompt; their K and V are written one at a time.", min=1
     )
-    device: str | None = shared("device")
-    attention: str | None = shared("attention")
 
     def cells(self) -> list[Cell]:
         """A cell a policy; what it does not fit is said before any is measured."""

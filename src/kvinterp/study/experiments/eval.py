@@ -17,22 +17,21 @@ from kvinterp.common.numbers import counted, listed, number
 from kvinterp.common.result import Result
 from kvinterp.errors import InputError
 from kvinterp.study.cells import Cell, Made, joined, loaded
-from kvinterp.study.experiments.base import Experiment
-from kvinterp.study.experiments.options import model, option, shared
+from kvinterp.study.experiments.base import OfModel
+from kvinterp.study.experiments.options import option
 from kvinterp.study.findings import Chart, Panel, finding, findings_of
 from kvinterp.study.reading.results import only
 from kvinterp.study.results import records
 
 
 @dataclasses.dataclass(frozen=True)
-class Eval(Experiment):
+class Eval(OfModel):
     """What does a policy on K and V cost in the scores that models are judged by?"""
 
     TABLES: ClassVar = ("results", "samples", "changed")
     DRAWN: ClassVar = ("eval_scores",)
     UNIT: ClassVar = "tasks"
 
-    model: str = model()
     tasks: str = option(
         "gsm8k", "Tasks, groups or tags of lm-evaluation-harness, with commas; `lm-eval ls tasks` lists them."
     )
@@ -59,10 +58,6 @@ class Eval(Experiment):
     batch_size: int = option(
         1, "The most requests in one batch. Batching is used only where it gives the same bits.", decides="nothing", min=1
     )
-    kind: str = shared("kind")
-    dtype: str = shared("dtype")
-    device: str | None = shared("device")
-    attention: str | None = shared("attention")
 
     def paths(self) -> list[str]:
         """The paths it is run on, the one that is compared with first."""

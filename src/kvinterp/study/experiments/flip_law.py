@@ -27,9 +27,9 @@ from kvinterp.models.provenance import provenance
 from kvinterp.models.unembedding import Unembedding
 from kvinterp.paths import path_named, run
 from kvinterp.study.cells import Cell, Made, joined, loaded
-from kvinterp.study.experiments.base import Experiment
+from kvinterp.study.experiments.base import OfModel
 from kvinterp.study.experiments.circumstances import tried
-from kvinterp.study.experiments.options import DRAWS, SHARED, model, option, sampled, shared
+from kvinterp.study.experiments.options import DRAWS, SHARED, option, sampled
 from kvinterp.study.findings import Chart, Panel, finding, findings_of
 
 LEADER = "recompute"
@@ -37,25 +37,21 @@ WIDE = "float32 unembedding"
 
 
 @dataclasses.dataclass(frozen=True)
-class FlipLaw(Experiment):
+class FlipLaw(OfModel):
     """Do as many tokens flip as margins, errors and the grid of the logits foretell?"""
 
     TABLES: ClassVar = ("steps", "law")
     UNIT: ClassVar = "prompts"
 
-    model: str = model()
     prompts: str = option("arithmetic:12", SHARED["prompts"][1] + " natural:48 has chat, stories and word problems.")
     path: tuple[str, ...] = option(
         ("cached", "cached+int8", "cached+int4", "cached+normal(0,0.03)"),
         "A path to compare with recompute; may be given several times.",
     )
-    kind: str = shared("kind")
     dtype: str = option("bfloat16", SHARED["dtype"][1])
     max_new_tokens: int = option(48, "The most tokens to decode per prompt.")
     strategy: str = option("greedy", "How the recompute path chooses the tokens: greedy, top_k(50,2), top_p(0.95,0.8).")
     seed: int = option(0, "Seed for the strategy's random numbers.", only=(lambda asked: sampled(asked.strategy), DRAWS))
-    device: str | None = shared("device")
-    attention: str | None = shared("attention")
 
     def cells(self) -> list[Cell]:
         """A cell a prompt, of all paths: the recompute path, which takes longest, is run once."""

@@ -15,9 +15,9 @@ from kvinterp.data import load_prompts
 from kvinterp.errors import InputError
 from kvinterp.study.behaviour.scores import AGAIN
 from kvinterp.study.cells import Cell, Made, joined, loaded
-from kvinterp.study.experiments.base import Experiment
+from kvinterp.study.experiments.base import OfModel
 from kvinterp.study.experiments.equivalent_noise import error_of_policy, pooled, usable
-from kvinterp.study.experiments.options import DRAWS, argument, option, sampled, shared
+from kvinterp.study.experiments.options import DRAWS, argument, option, sampled
 from kvinterp.study.findings import Chart, Panel, finding, findings_of
 from kvinterp.study.results import records
 
@@ -43,7 +43,7 @@ def _in_design(*users: str) -> tuple[Callable[[Any], bool], str]:
 
 
 @dataclasses.dataclass(frozen=True)
-class KvError(Experiment):
+class KvError(OfModel):
     """How much error in K and V does behaviour bear, and of which kind, where, and under which reading of the prompt?"""
 
     TABLES: ClassVar = ("scores", "contrasts", "examples", "noise", "claims")
@@ -82,10 +82,7 @@ class KvError(Experiment):
     strings: str = option("instructions:24", "Prompts from which strings of ten words are cut.")
     strategy: str = option("top_p(0.95,0.8)", "How tokens are chosen. The default is llama.cpp's, without its top-k of 40.")
     max_new_tokens: int = option(100, "The most tokens to generate per text.", min=1)
-    kind: str = shared("kind")
     dtype: str = option("float32", "The dtype of every run, the control included.")
-    device: str | None = shared("device")
-    attention: str | None = shared("attention")
 
     # What is run ---------------------------------------------------------------------------------------------------------
 

@@ -28,9 +28,9 @@ from kvinterp.models.provenance import provenance
 from kvinterp.paths import Cached, Recompute, path_named, run
 from kvinterp.policies import policy_named
 from kvinterp.study.cells import Cell, Made, joined, loaded
-from kvinterp.study.experiments.base import Experiment
+from kvinterp.study.experiments.base import OfModel
 from kvinterp.study.experiments.circumstances import tried
-from kvinterp.study.experiments.options import SHARED, model, option, shared
+from kvinterp.study.experiments.options import SHARED, option
 from kvinterp.study.findings import Chart, Panel, finding, findings_of
 
 TRUTH = "recompute@float64"
@@ -39,13 +39,12 @@ FRONT = "on the front: no path is better in one and as good in all"
 
 
 @dataclasses.dataclass(frozen=True)
-class Mitigate(Experiment):
+class Mitigate(OfModel):
     """What does a mitigation leave of the divergence, and at what cost?"""
 
     DRAWN: ClassVar = ("mitigations",)
     TABLES: ClassVar = ("examples", "mitigations", "interactions")
 
-    model: str = model()
     prompts: str = option("arithmetic:8", SHARED["prompts"][1])
     path: tuple[str, ...] = option(
         (
@@ -64,11 +63,7 @@ class Mitigate(Experiment):
     policy: tuple[str, ...] = option(
         ("int8", "int4"), "A policy to combine with cached and recompute; may be given several times."
     )
-    kind: str = shared("kind")
-    dtype: str = shared("dtype")
     max_new_tokens: int = option(24, "The most tokens to decode per prompt.")
-    device: str | None = shared("device")
-    attention: str | None = shared("attention")
 
     def cells(self) -> list[Cell]:
         """A cell a path, beside its reference and beside float64; three a policy."""

@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 from kvinterp.common.result import Result
 from kvinterp.data import load_prompts
 from kvinterp.study.cells import Cell, Made, joined, loaded
-from kvinterp.study.experiments.base import Experiment, numbered
-from kvinterp.study.experiments.options import model, option, shared
+from kvinterp.study.experiments.base import OfModel, numbered
+from kvinterp.study.experiments.options import option, shared
 from kvinterp.study.findings.of_patching import charts_of_sweep, headline_of_sweep, rows_of_sweep
 
 _UNLESS_GIVEN = {
@@ -30,7 +30,7 @@ def _of_preset(name: str, help: str) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
-class Patch(Experiment):
+class Patch(OfModel):
     """What carries the difference: which layer, head or block of positions, moved from one path into the other?"""
 
     TABLES: ClassVar = ("recovery", "steps", "controls")
@@ -39,7 +39,6 @@ class Patch(Experiment):
     SHOWN: ClassVar = (headline_of_sweep, rows_of_sweep, charts_of_sweep)
     UNIT: ClassVar = "prompts"
 
-    model: str = model()
     site: str = _of_preset("site", "What to patch: kv, cache_k, cache_v, resid_post, attn_out, ... (kvinterp list sites).")
     sweep: str = _of_preset(
         "sweep",
@@ -73,11 +72,7 @@ class Patch(Experiment):
         "you give them.",
     )
     prompts: str = shared("prompts")
-    kind: str = shared("kind")
-    dtype: str = shared("dtype")
     max_new_tokens: int = _of_preset("max_new_tokens", "The most tokens to decode per prompt.")
-    device: str | None = shared("device")
-    attention: str | None = shared("attention")
     batch_size: int = option(
         1,
         "The most patches in one forward pass. Batching is used only where it gives the same bits.",

@@ -27,8 +27,8 @@ from kvinterp.errors import InputError
 from kvinterp.models.inputs import check_choice, check_whole
 from kvinterp.models.provenance import provenance
 from kvinterp.study.cells import Cell, Made, joined, loaded
-from kvinterp.study.experiments.base import Experiment
-from kvinterp.study.experiments.options import SHARED, model, option, shared
+from kvinterp.study.experiments.base import OfModel
+from kvinterp.study.experiments.options import SHARED, option
 from kvinterp.study.findings import Chart, Panel, finding, findings_of
 
 NOISE = {"normal": "normal(0,{size:g},seed={seed})", "uniform": "uniform(-{size:g},{size:g},seed={seed})"}
@@ -39,15 +39,12 @@ RESAMPLES = 300
 
 
 @dataclasses.dataclass(frozen=True)
-class Susceptibility(Experiment):
+class Susceptibility(OfModel):
     """How much noise in K and V flips a token?"""
 
     TABLES: ClassVar = ("steps", "rates", "thresholds", "calibration", "certificates")
 
-    model: str = model()
     prompts: str = option("arithmetic:8", SHARED["prompts"][1])
-    kind: str = shared("kind")
-    dtype: str = shared("dtype")
     noise: str = option(
         "normal", "Multiplicative noise: normal (sizes are standard deviations) or uniform (sizes are half widths)."
     )
@@ -55,8 +52,6 @@ class Susceptibility(Experiment):
     bins: int = option(4, "How many classes of margin to form, with equally many steps in each.", min=1)
     seeds: int = option(3, "How many times to draw the noise.", min=2, times="yes")
     max_new_tokens: int = option(24, "The most tokens to decode per prompt.")
-    device: str | None = shared("device")
-    attention: str | None = shared("attention")
 
     def cells(self) -> list[Cell]:
         """A cell a size and seed of the noise, and one of the model's own rounding."""
