@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import pandas as pd
@@ -16,6 +16,7 @@ from kvinterp.common.progress import each
 from kvinterp.common.result import Result
 from kvinterp.models import dtype_named
 from kvinterp.study.cells import Cell
+from kvinterp.study.experiments.base import Charts, Rows, Tables
 from kvinterp.study.experiments.of_models import OfModels
 from kvinterp.study.experiments.options import withheld
 from kvinterp.study.findings import Chart, Panel, median_of
@@ -44,7 +45,7 @@ class Accumulation(OfModels):
             f"{between(found)}-fold (medians over seeds)."
         ]
 
-    def rows(self, tables: Mapping[str, pd.DataFrame]) -> list[dict[str, Any]]:
+    def rows(self, tables: Tables) -> Rows:
         """How the error of the value product changes from the shortest length to the longest."""
         values, rows = only(tables["accumulation"], product="values"), []
         low, high = values["length"].min(), values["length"].max()
@@ -55,7 +56,7 @@ class Accumulation(OfModels):
                 rows.append(median_of(what, by[high] / by[low], unit="seeds", measure="times", sum_in=name))
         return rows
 
-    def charts(self, result: Result) -> dict[str, Chart]:
+    def charts(self, result: Result) -> Charts:
         """Error against length, of scores and of values."""
         table = result.tables["accumulation"]
         table = table[table["head_dim"].isna() | (table["head_dim"] == table["head_dim"].min())]

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvinterp.common.result import Result
 from kvinterp.errors import InputError, KvinterpError, UnsupportedError, shown
-from kvinterp.study.experiments.base import NOTHING, Experiment
+from kvinterp.study.experiments.base import NOTHING, Experiment, Parts, Tables
 from kvinterp.study.experiments.options import argument, option, shared
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from kvinterp.common.progress import Tell
     from kvinterp.models import Adapter
-    from kvinterp.study.cells import Cell, Made
+    from kvinterp.study.cells import Cell
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,7 +185,7 @@ class Audit(Experiment):
         }
         return [Cell("audit", f"{__name__}:audited", settings)]
 
-    def reduce(self, made: Mapping[str, Made]) -> Result:
+    def reduce(self, made: Parts) -> Result:
         """What the audit says."""
         tables, about = made["audit"]
         verdict = json.loads(about["texts"]["verdict.json"])
@@ -231,7 +231,7 @@ class Audit(Experiment):
 
 def audited(
     model: Mapping[str, Any], prompts: str | None, tell: Tell, rungs: Sequence[str], **settings: Any
-) -> tuple[dict[str, pd.DataFrame], dict[str, Any]]:
+) -> tuple[Tables, dict[str, Any]]:
     """The audit of a model: its tables, and page and verdict as texts."""
     from kvinterp.auditing import audit
     from kvinterp.auditing.folder import tables_of
@@ -288,7 +288,7 @@ def judged(
     return tables, {**said, "texts": texts_of(found), "junit": junit_xml(made)}
 
 
-def claims_of(tables: Mapping[str, pd.DataFrame], model: str) -> pd.DataFrame:
+def claims_of(tables: Tables, model: str) -> pd.DataFrame:
     """What an audit says of the claims of transformers#46190: its steps are rungs of a ladder."""
     from kvinterp.study import claims
 

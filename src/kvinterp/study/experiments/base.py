@@ -15,7 +15,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 from kvinterp.common.result import Result
 from kvinterp.errors import InputError
@@ -34,6 +34,13 @@ if TYPE_CHECKING:
 
 NOTHING = "nothing was finished; run the same command again"
 """What an interruption of a single piece of work leaves behind."""
+
+Tables: TypeAlias = "dict[str, pd.DataFrame]"
+Rows: TypeAlias = "list[dict[str, Any]]"
+"""What findings are made of, a row each."""
+Charts: TypeAlias = "dict[str, Chart]"
+Parts: TypeAlias = "Mapping[str, Made]"
+"""What each cell gave, by its key."""
 
 _LONGEST = 80
 """So many characters has the name of a folder that nobody named."""
@@ -121,7 +128,7 @@ class Experiment:
         """The pieces of work, once :meth:`check` has looked at what was given."""
         return []
 
-    def then(self, made: Mapping[str, Made]) -> list[Cell]:
+    def then(self, made: Parts) -> list[Cell]:
         """The cells of a second stage, which are known only from what the first gave: on the examples of the highest KL, say.
 
         Args:
@@ -130,7 +137,7 @@ class Experiment:
         """
         return []
 
-    def reduce(self, made: Mapping[str, Made]) -> Result:
+    def reduce(self, made: Parts) -> Result:
         """What the cells come to: its tables, and what ran.
 
         Args:
@@ -141,7 +148,7 @@ class Experiment:
         about = {adapter.facts.name: provenance(adapter, **self.noted()) for adapter in self.adapters()}
         return Result(self.tables(made), {"provenance": about})
 
-    def tables(self, made: Mapping[str, Made]) -> dict[str, pd.DataFrame]:
+    def tables(self, made: Parts) -> Tables:
         """Its tables, those of all models one below the other."""
         from kvinterp.study.cells import joined
 
@@ -161,7 +168,7 @@ class Experiment:
         """What was found in one or two sentences, and warnings; the rest stands in :meth:`findings`."""
         return list(self.SHOWN[0](result)) if self.SHOWN else []
 
-    def charts(self, result: Result) -> dict[str, Chart]:
+    def charts(self, result: Result) -> Charts:
         """Its figures by name, as data."""
         return dict(self.SHOWN[2](result)) if self.SHOWN else {}
 
@@ -275,7 +282,7 @@ class Experiment:
         """What the names of its figures begin with: its command's, unless it says otherwise."""
         return cls.DRAWN or (cls.verb().replace("-", "_"),)
 
-    def again(self, tables: Mapping[str, pd.DataFrame], summary: Mapping[str, Any]) -> Result:
+    def again(self, tables: Tables, summary: Mapping[str, Any]) -> Result:
         """What was found, from its tables and summary alone: without a model its figures and sentences are made again."""
         from kvinterp.study.cells import imported
 

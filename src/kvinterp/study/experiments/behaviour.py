@@ -27,7 +27,8 @@ from kvinterp.models.threads import own_threads
 from kvinterp.paths import Cached, Recompute, Runner, strategy_named
 from kvinterp.paths.lanes import Memory, Suffixed
 from kvinterp.study.behaviour.divergence import behaviour_tables
-from kvinterp.study.cells import Cell, Made, joined, loaded
+from kvinterp.study.cells import Cell, joined, loaded
+from kvinterp.study.experiments.base import Charts, Parts, Rows, Tables
 from kvinterp.study.experiments.circumstances import tried
 from kvinterp.study.experiments.of_models import OfModels
 from kvinterp.study.experiments.options import DRAWS, option, sampled, shared
@@ -134,7 +135,7 @@ class Behaviour(OfModels):
 
     # What it comes to ----------------------------------------------------------------------------------------------------
 
-    def tables(self, made: Mapping[str, Made]) -> dict[str, pd.DataFrame]:
+    def tables(self, made: Parts) -> Tables:
         """What the decodes say, and the controls."""
         controls = ("-null-", "-oracle")
         decodes = joined({key: made[key] for key in made if not any(name in key for name in controls)})
@@ -163,9 +164,9 @@ class Behaviour(OfModels):
             lines.append(f"{counted(failed, 'decode')} gave NaN or Inf and stand apart, in failures.")
         return lines
 
-    def rows(self, tables: Mapping[str, pd.DataFrame]) -> list[dict[str, Any]]:
+    def rows(self, tables: Tables) -> Rows:
         """Flips, KL and its growth, answers, examples, nulls, and which path is nearer to float64."""
-        rows: list[dict[str, Any]] = []
+        rows: Rows = []
         of_examples: dict[str, Any] = {"unit": "examples"}
         free = only(tables["divergence"], protocol="free").set_index(["model", "strategy"])
         for row in only(tables["divergence"], protocol="matched").to_dict("records"):
@@ -213,7 +214,7 @@ class Behaviour(OfModels):
                                 note=f"neither in {int((mine['nearer'] == 'equal').sum())}"))  # fmt: skip
         return rows
 
-    def charts(self, result: Result) -> dict[str, Chart]:
+    def charts(self, result: Result) -> Charts:
         """KL of every step, how long decodes stay the same, and the answers of both paths."""
         tables, notes = result.tables, self.notes(result)
         by: dict[str, Any] = {"x": "step", "color": "strategy", "facet": "model", "xlabel": "decode step", "ends": "band"}
@@ -270,7 +271,7 @@ def _power(row: Mapping[str, Any]) -> str:
     return "" if pd.isna(least) else f"so many would show a difference of {number(least)} with 80%"
 
 
-def flipped_decodes(tables: Mapping[str, pd.DataFrame], paths: tuple[str, str]) -> dict[str, Comparison]:
+def flipped_decodes(tables: Tables, paths: tuple[str, str]) -> dict[str, Comparison]:
     """The decodes that flip, each path on its own text, as comparisons without activations: one a model, strategy and seed."""
     found = {}
     of = ["model", "strategy", "seed"]
@@ -312,7 +313,7 @@ def decoded(
     """
     adapter = loaded(model)
     given = list(enumerate(load_prompts(prompts)))[first : first + most]
-    made: dict[str, list[dict[str, pd.DataFrame]]] = {key: [] for key in keys}
+    made: dict[str, list[Tables]] = {key: [] for key in keys}
     # Looked at once: whether the weights are those that were loaded takes longer than a step.
     with own_threads(adapter):
         blocks = [given] if batch_size > 1 else [[one] for one in given]
@@ -337,7 +338,7 @@ def decodes_of(
     stop: str = "end of sequence",
     batch_size: int = 1,
     memory: Memory | None = None,
-) -> dict[str, pd.DataFrame]:
+) -> Tables:
     """Prompts decoded in the matched protocol, and those that flip in the free one too.
 
     Args:
@@ -384,9 +385,7 @@ def decodes_of(
     return {name: table.assign(strategy=strategy, seed=seed) for name, table in tables.items()}
 
 
-def _tables(
-    found: Mapping[str, Comparison], prompts: Mapping[int, Prompt], written: pd.DataFrame, end: str
-) -> dict[str, pd.DataFrame]:
+def _tables(found: Mapping[str, Comparison], prompts: Mapping[int, Prompt], written: pd.DataFrame, end: str) -> Tables:
     rows = {protocol: _rows(each) for protocol, each in found.items()}
     matched = rows["matched"]
     stays = matched[matched["flip_index"].isna()]

@@ -22,8 +22,8 @@ import pandas as pd
 from kvinterp.common.result import Result
 from kvinterp.errors import InputError
 from kvinterp.models.inputs import check_known, check_seed
-from kvinterp.study.cells import Cell, Made, joined
-from kvinterp.study.experiments.base import Experiment
+from kvinterp.study.cells import Cell, joined
+from kvinterp.study.experiments.base import Experiment, Parts
 from kvinterp.study.experiments.options import option
 from kvinterp.study.findings import finding, findings_of
 
@@ -96,7 +96,7 @@ class BenchBugs(Experiment):
             for number, name, by in pairs
         ]
 
-    def reduce(self, made: Mapping[str, Made]) -> Result:
+    def reduce(self, made: Parts) -> Result:
         """All verdicts, and the scores by split."""
         from kvinterp.models.provenance import machine
 

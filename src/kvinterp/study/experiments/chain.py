@@ -16,8 +16,8 @@ from kvinterp.common.numbers import between, counted, number
 from kvinterp.common.result import Result
 from kvinterp.data import Prompt, load_prompts
 from kvinterp.errors import InputError
-from kvinterp.study.cells import Cell, Made, joined, loaded
-from kvinterp.study.experiments.base import Experiment
+from kvinterp.study.cells import Cell, joined, loaded
+from kvinterp.study.experiments.base import Charts, Experiment, Parts, Tables
 from kvinterp.study.experiments.options import argument, option, shared
 from kvinterp.study.findings import Chart, Panel, finding, findings_of
 from kvinterp.study.reading.results import only
@@ -141,7 +141,7 @@ class Chain(Experiment):
         """With the texts themselves: a file may change."""
         return {**super().settings(), "restated": [text.text for text in self._texts()]}
 
-    def reduce(self, made: Mapping[str, Made]) -> Result:
+    def reduce(self, made: Parts) -> Result:
         """What the chains come to."""
         from kvinterp.models.provenance import provenance
         from kvinterp.study.behaviour.chains import attractors_of, curves_of, cycles_of, deltas_of
@@ -213,7 +213,7 @@ class Chain(Experiment):
                                 temperature=row["temperature"], note="successive hops taken as independent"))  # fmt: skip
         return findings_of(rows)
 
-    def charts(self, result: Result) -> dict[str, Chart]:
+    def charts(self, result: Result) -> Charts:
         """Similarity by hop, the final difference of every arm beside no policy, and a map of them."""
         tables = {name: _placed(result.tables[name]) for name in ("curves", "deltas")}
         notes = [f"{similarity_named(result.summary['embedder'])}"]
@@ -303,7 +303,7 @@ def measured(
     embedder: str,
     batch_size: int,
     progress: str = "none",
-) -> tuple[dict[str, pd.DataFrame], dict[str, Any]]:
+) -> tuple[Tables, dict[str, Any]]:
     """The chains of one text."""
     from kvinterp.common.progress import counting
     from kvinterp.study.behaviour.chains import cosines, embedder_named, played, share_kept, tokens_of

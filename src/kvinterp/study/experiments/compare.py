@@ -10,15 +10,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvinterp.common.result import Result
 from kvinterp.errors import InputError, KvinterpError
-from kvinterp.study.experiments.base import Experiment, OfModel, numbered
+from kvinterp.study.experiments.base import Charts, Experiment, OfModel, Parts, Tables, numbered
 from kvinterp.study.experiments.options import DRAWS, option, sampled, shared
 
 if TYPE_CHECKING:
     import pandas as pd
 
     from kvinterp.comparison import Comparison
-    from kvinterp.study.cells import Cell, Made
-    from kvinterp.study.findings import Chart
+    from kvinterp.study.cells import Cell
 
 log = logging.getLogger("kvinterp")
 
@@ -117,7 +116,7 @@ class Compare(OfModel):
         """With the sites and layers that this model can give."""
         return {**super().settings(), **self._recorded()}
 
-    def reduce(self, made: Mapping[str, Made]) -> Result:
+    def reduce(self, made: Parts) -> Result:
         """The comparison of all prompts that are finished, in the order of their numbers."""
         from kvinterp.comparison import Comparison
         from kvinterp.data import load_prompts
@@ -146,7 +145,7 @@ class Compare(OfModel):
         lacking = [finding("not recorded", float("nan"), note=why, site=site) for site, why in left_out.items()]
         return findings_of([*rows_of_comparison(found), *lacking])
 
-    def charts(self, found: Any) -> dict[str, Chart]:
+    def charts(self, found: Any) -> Charts:
         """KL by step, and where inside the paths differ."""
         from kvinterp.study.findings.of_comparison import charts_of_comparisons
 
@@ -179,7 +178,7 @@ class Compare(OfModel):
 
         return CompareGiven() if is_file(folder / "given.parquet") else cls()
 
-    def again(self, tables: Mapping[str, pd.DataFrame], summary: Mapping[str, Any]) -> Result:
+    def again(self, tables: Tables, summary: Mapping[str, Any]) -> Result:
         """The comparison of its tables, once they are what a comparison has."""
         import pandas as pd
 

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvinterp.common.result import Result
-from kvinterp.study.experiments.base import OfModel
+from kvinterp.study.experiments.base import OfModel, Parts
 from kvinterp.study.experiments.options import option
 
 if TYPE_CHECKING:
-    from kvinterp.study.cells import Cell, Made
+    from kvinterp.study.cells import Cell
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +35,7 @@ class CompareGiven(OfModel):
 
         return [Cell("given", f"{__name__}:compared", {"model": self.named(), "a": self.a, "given": self.given})]
 
-    def reduce(self, made: Mapping[str, Made]) -> Result:
+    def reduce(self, made: Parts) -> Result:
         """The table, and what it says."""
         tables, about = made["given"]
         table, said = tables["given"], about["provenance"]

@@ -18,8 +18,8 @@ from kvinterp import metrics
 from kvinterp.common.numbers import counted, ends_said, listed
 from kvinterp.common.result import Result, flat
 from kvinterp.errors import InputError
-from kvinterp.study.cells import Cell, Made
-from kvinterp.study.experiments.base import Experiment
+from kvinterp.study.cells import Cell
+from kvinterp.study.experiments.base import Charts, Experiment, Parts, Tables
 from kvinterp.study.experiments.options import argument
 from kvinterp.study.findings import Chart, Panel, finding, findings_of
 from kvinterp.study.findings.rows import bare, median_of, place, value
@@ -67,7 +67,7 @@ class CompareRuns(Experiment):
         """None: reading two folders takes no time."""
         return []
 
-    def reduce(self, made: Mapping[str, Made]) -> Result:
+    def reduce(self, made: Parts) -> Result:
         """Both results side by side."""
         a, b = self._both()
         pairs = _pairs(a, b)
@@ -144,9 +144,9 @@ class CompareRuns(Experiment):
                     rows.append(finding(what, rate.effect, (rate.low, rate.high), len(own), measure="%", note=note, **of))
         return findings_of(rows)
 
-    def charts(self, result: Result) -> dict[str, Chart]:
+    def charts(self, result: Result) -> Charts:
         """The findings of both with their intervals, those that changed most plainly first; and prompt against prompt."""
-        found: dict[str, Chart] = {}
+        found: Charts = {}
         if (beside := result.tables.get("beside")) is not None:
             order = list(_FORMS)
             both = beside[beside["reading"].isin(order)].dropna(subset=["estimate_a", "estimate_b"])
@@ -260,7 +260,7 @@ def _findings(result: Result) -> pd.DataFrame:
     return result.tables.get("findings", findings_of([]))
 
 
-def _of_audit(tables: Mapping[str, pd.DataFrame]) -> Iterator[dict[str, Any]]:
+def _of_audit(tables: Tables) -> Iterator[dict[str, Any]]:
     """How far apart the logits are in each precision, and the error of every check that was made."""
     for row in tables["rungs"].to_dict("records"):
         for name in ("max_abs_logit", "max_kl", "bitwise_equal_steps"):

@@ -12,8 +12,8 @@ from typing import Any, ClassVar
 
 from kvinterp.common.result import Result
 from kvinterp.data import load_prompts
-from kvinterp.study.cells import Cell, Made, joined, loaded
-from kvinterp.study.experiments.base import OfModel, numbered
+from kvinterp.study.cells import Cell, joined, loaded
+from kvinterp.study.experiments.base import OfModel, Parts, numbered
 from kvinterp.study.experiments.options import option, shared
 from kvinterp.study.findings.of_patching import charts_of_decomposition, headline_of_decomposition, rows_of_decomposition
 
@@ -37,7 +37,7 @@ class Decompose(OfModel):
         settings = {"model": self.named(), "prompts": self.prompts, "max_new_tokens": self.max_new_tokens}
         return [Cell(f"example-{number}", f"{__name__}:decomposed", settings) for number in range(count)]
 
-    def reduce(self, made: Mapping[str, Made]) -> Result:
+    def reduce(self, made: Parts) -> Result:
         """The split over all of them."""
         from kvinterp.patching import Decomposition
 

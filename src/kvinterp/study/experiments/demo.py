@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvinterp.common.result import Result
 from kvinterp.errors import InputError, UnsupportedError
-from kvinterp.study.experiments.base import Experiment
+from kvinterp.study.experiments.base import Charts, Experiment
 from kvinterp.study.experiments.compare import Compare
 from kvinterp.study.experiments.options import option
 
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
     from kvinterp.common.progress import Tell
     from kvinterp.comparison import Comparison
-    from kvinterp.study.findings import Chart
 
 log = logging.getLogger("kvinterp")
 
@@ -163,7 +162,7 @@ class Demo(Experiment):
 
         return findings_of([*rows_of_ladder(_rungs(result)), *rows_between(_main(result))])
 
-    def charts(self, result: Result) -> dict[str, Chart]:
+    def charts(self, result: Result) -> Charts:
         """Those of the comparisons on equal inputs, and the ladder of precisions."""
         from kvinterp.study.findings.of_comparison import called, charts_of_comparisons, ladder_of_comparisons
         from kvinterp.study.reading.results import matched

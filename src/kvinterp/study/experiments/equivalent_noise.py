@@ -13,8 +13,8 @@ from kvinterp.common.numbers import counted, listed, number
 from kvinterp.common.result import Result
 from kvinterp.data import load_prompts
 from kvinterp.errors import InputError, NonFiniteError, UnsupportedError
-from kvinterp.study.cells import Cell, Made, joined, loaded
-from kvinterp.study.experiments.base import OfModel
+from kvinterp.study.cells import Cell, joined, loaded
+from kvinterp.study.experiments.base import Charts, OfModel, Parts
 from kvinterp.study.experiments.options import argument, option, shared
 from kvinterp.study.findings import Chart, Panel, finding, findings_of
 
@@ -58,7 +58,7 @@ class EquivalentNoise(OfModel):
             for number, policy in enumerate(map(str, usable(self.policies, adapter)))
         ]
 
-    def reduce(self, made: Mapping[str, Made]) -> Result:
+    def reduce(self, made: Parts) -> Result:
         """By policy, layer, tensor and head over all prompts; the summary has each policy's K and V as a whole."""
         from kvinterp.models.provenance import provenance
 
@@ -107,7 +107,7 @@ class EquivalentNoise(OfModel):
                     rows.append(finding(what, row[name], n=prompts, measure="%", **of))
         return findings_of(rows)
 
-    def charts(self, result: Result) -> dict[str, Chart]:
+    def charts(self, result: Result) -> Charts:
         """Size, bias and flipped signs of the error of every policy, smallest first."""
         table = _smallest_first(result)
         places = result.tables["equivalent_noise"].groupby(["policy", "tensor"])

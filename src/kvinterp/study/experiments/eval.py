@@ -16,8 +16,8 @@ from kvinterp.common.files import is_folder
 from kvinterp.common.numbers import counted, listed, number
 from kvinterp.common.result import Result
 from kvinterp.errors import InputError
-from kvinterp.study.cells import Cell, Made, joined, loaded
-from kvinterp.study.experiments.base import OfModel
+from kvinterp.study.cells import Cell, joined, loaded
+from kvinterp.study.experiments.base import Charts, OfModel, Parts, Tables
 from kvinterp.study.experiments.options import option
 from kvinterp.study.findings import Chart, Panel, finding, findings_of
 from kvinterp.study.reading.results import only
@@ -96,7 +96,7 @@ class Eval(OfModel):
         found["made_with"] = {**found["made_with"], "lm_eval": importlib.metadata.version("lm_eval")}
         return {**found, "included": None if self.include is None else _digest(Path(self.include))}
 
-    def reduce(self, made: Mapping[str, Made]) -> Result:
+    def reduce(self, made: Parts) -> Result:
         """The scores, each with its interval and beside the other path's."""
         from kvinterp.study.behaviour.evaluating import changed, compared
 
@@ -161,7 +161,7 @@ class Eval(OfModel):
                                 test="" if pd.isna(row["p"]) else "McNemar's exact, not corrected,", **more))  # fmt: skip
         return findings_of(rows)
 
-    def charts(self, result: Result) -> dict[str, Chart]:
+    def charts(self, result: Result) -> Charts:
         """Each score in its own unit, a line a path."""
         panels = []
         for _, mine in result.tables["results"].groupby(["task", "metric", "filter"], sort=False):
@@ -224,7 +224,7 @@ def measured(
     batch_size: int,
     progress: str = "none",
     **settings: Any,
-) -> tuple[dict[str, pd.DataFrame], dict[str, Any]]:
+) -> tuple[Tables, dict[str, Any]]:
     """One task on one path."""
     from kvinterp.models.provenance import provenance
     from kvinterp.study.behaviour.harness import PathLM

@@ -26,8 +26,8 @@ from kvinterp.models.inputs import check_whole
 from kvinterp.models.provenance import provenance
 from kvinterp.models.unembedding import Unembedding
 from kvinterp.paths import path_named, run
-from kvinterp.study.cells import Cell, Made, joined, loaded
-from kvinterp.study.experiments.base import OfModel
+from kvinterp.study.cells import Cell, joined, loaded
+from kvinterp.study.experiments.base import Charts, OfModel, Parts, Rows, Tables
 from kvinterp.study.experiments.circumstances import tried
 from kvinterp.study.experiments.options import DRAWS, SHARED, option, sampled
 from kvinterp.study.findings import Chart, Panel, finding, findings_of
@@ -74,7 +74,7 @@ class FlipLaw(OfModel):
             for number, prompt in enumerate(prompts)
         ]
 
-    def reduce(self, made: Mapping[str, Made]) -> Result:
+    def reduce(self, made: Parts) -> Result:
         """What was foretold of each path, and what came."""
         (adapter,) = self.adapters()
         steps = joined(made)["table"]
@@ -109,7 +109,7 @@ class FlipLaw(OfModel):
 
     def findings(self, result: Result) -> pd.DataFrame:
         """The flips that came at each path and unembedding, beside those foretold."""
-        rows: list[dict[str, Any]] = []
+        rows: Rows = []
         for row in result.tables["law"].to_dict("records"):
             of = {"path": row["path"], "unembedding": row["unembedding"]}
             third = f"{row['third']} to or from a third token, which are not foretold" if row["third"] else ""
@@ -118,7 +118,7 @@ class FlipLaw(OfModel):
             rows.append(finding("flips that came", row["flips"], n=steps, unit="steps", note=third, **of))
         return findings_of(rows)
 
-    def charts(self, result: Result) -> dict[str, Chart]:
+    def charts(self, result: Result) -> Charts:
         """Foretold flips with the interval of such counts, and those that came."""
         law = result.tables["law"]
         came = law.drop(columns=["low", "high"]).assign(line="came, " + law["unembedding"], count=law["flips"])
@@ -128,9 +128,7 @@ class FlipLaw(OfModel):
         return {"flip_law": Chart("Flips foretold from margins, errors and the grid, and those that came", [panel])}
 
 
-def measured(
-    model: Mapping[str, Any], prompts: str, paths: list[str], number: int, **settings: Any
-) -> dict[str, pd.DataFrame]:
+def measured(model: Mapping[str, Any], prompts: str, paths: list[str], number: int, **settings: Any) -> Tables:
     """One prompt along all paths."""
     return {"table": steps_of(loaded(model), load_prompts(prompts)[number], paths, **settings).assign(example=number)}
 

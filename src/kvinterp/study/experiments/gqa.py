@@ -18,6 +18,7 @@ from kvinterp.common.progress import each
 from kvinterp.common.result import Result
 from kvinterp.models import wrap
 from kvinterp.study.cells import Cell, loaded
+from kvinterp.study.experiments.base import Charts, Rows, Tables
 from kvinterp.study.experiments.of_models import FEW, OfModels, Place, encoded, newest_at
 from kvinterp.study.experiments.options import option
 from kvinterp.study.findings import Chart, Panel, finding
@@ -43,7 +44,7 @@ class Gqa(OfModels):
         found = listed([f"{row['estimate']:g} where {row['query_heads_per_kv_head']:g} share it" for row in rows])
         return [f"An error in one KV head reaches so many query heads: {found}."]
 
-    def rows(self, tables: Mapping[str, pd.DataFrame]) -> list[dict[str, Any]]:
+    def rows(self, tables: Tables) -> Rows:
         """How far the error spreads at each ratio."""
         return [
             finding(what, mine[column].median(), n=mine["prompt"].nunique(), query_heads_per_kv_head=count)
@@ -51,7 +52,7 @@ class Gqa(OfModels):
             for count, mine in tables["gqa"].groupby("query_heads_per_kv_head")
         ]
 
-    def charts(self, result: Result) -> dict[str, Chart]:
+    def charts(self, result: Result) -> Charts:
         """Query heads reached, and the drift of attention's output and of the last stream."""
         columns = ["share_touched", *DRIFTS]
         by = result.tables["gqa"].groupby(["tensor", "query_heads_per_kv_head"])[columns].median().reset_index()

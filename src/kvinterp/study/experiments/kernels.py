@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvinterp.common.result import Result
-from kvinterp.study.cells import Cell, Made, loaded
-from kvinterp.study.experiments.base import Experiment
+from kvinterp.study.cells import Cell, loaded
+from kvinterp.study.experiments.base import Charts, Experiment, Parts
 from kvinterp.study.experiments.options import option, shared
 from kvinterp.study.findings import Chart, Panel, finding, findings_of
 
@@ -49,7 +49,7 @@ class Kernels(Experiment):
         names = ("model", "random_init", "kind", "dtype", "seed", "device", "attention", "remote_code")
         return {"loader": "kvinterp.study.experiments.audit:subject", **{each: getattr(self, each) for each in names}}
 
-    def reduce(self, made: Mapping[str, Made]) -> Result:
+    def reduce(self, made: Parts) -> Result:
         """The table, and the first operation that differs."""
         from kvinterp.auditing import KernelsTable
 
@@ -73,7 +73,7 @@ class Kernels(Experiment):
             rows.append(finding(what, row["max_ulp_of_row"], n=row["calls"], unit="calls", measure="ULP", note=note, **of))
         return findings_of(rows)
 
-    def charts(self, found: Any) -> dict[str, Chart]:
+    def charts(self, found: Any) -> Charts:
         """How far the bits of each operation move, by what was varied."""
         table = found.summary()
         table["line"] = table["operation"] + ", " + table["shape"]

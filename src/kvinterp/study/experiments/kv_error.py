@@ -14,8 +14,8 @@ from kvinterp.common.result import Result
 from kvinterp.data import load_prompts
 from kvinterp.errors import InputError
 from kvinterp.study.behaviour.scores import AGAIN
-from kvinterp.study.cells import Cell, Made, joined, loaded
-from kvinterp.study.experiments.base import OfModel
+from kvinterp.study.cells import Cell, joined, loaded
+from kvinterp.study.experiments.base import Charts, OfModel, Parts, Rows
 from kvinterp.study.experiments.equivalent_noise import error_of_policy, pooled, usable
 from kvinterp.study.experiments.options import DRAWS, argument, option, sampled
 from kvinterp.study.findings import Chart, Panel, finding, findings_of
@@ -182,7 +182,7 @@ class KvError(OfModel):
                 cells.append(Cell(f"noise-{place}", f"{__name__}:noise", more, f"equivalent noise of {text}"))
         return cells
 
-    def reduce(self, made: Mapping[str, Made]) -> Result:
+    def reduce(self, made: Parts) -> Result:
         """Scores beside control, the designs' contrasts, every text, and the noise that each policy amounts to."""
         from kvinterp.models.provenance import provenance
         from kvinterp.study.behaviour.scores import contrasted, scored
@@ -235,7 +235,7 @@ class KvError(OfModel):
         """Every score as percent of control (a share where the control has little of it), then the designs' contrasts."""
         from kvinterp.study.behaviour.scores import METRICS
 
-        rows: list[dict[str, Any]] = []
+        rows: Rows = []
         for row in result.tables["scores"].sort_values("q", kind="stable").to_dict("records"):
             meaning, more = METRICS[row["metric"]].meaning, {"n": row["prompts"], "p": row["p"], "p_corrected": row["q"]}
             more |= {"measure": "%", "policy": row["policy"], "reading": f"prefill={row['reading']}"}
@@ -256,7 +256,7 @@ class KvError(OfModel):
                                 row["prompts"], null=0, p=row["p"]))  # fmt: skip
         return findings_of(rows)
 
-    def charts(self, result: Result) -> dict[str, Chart]:
+    def charts(self, result: Result) -> Charts:
         """Every policy's scores; percent of control against the error in K and V; the contrasts of the designs."""
         from kvinterp.study.behaviour.scores import METRICS
 
@@ -373,7 +373,7 @@ def behaviour_of(
     from kvinterp.study.behaviour.designs import reseeded
 
     named = policy_named(policy)
-    rows: list[dict[str, Any]] = []
+    rows: Rows = []
 
     def add(task: str, number: int, name: str, answer: Any) -> None:
         path = Cached(reseeded(named, 100_000 * repeat + number), prefill=reading)

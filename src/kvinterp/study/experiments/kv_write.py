@@ -23,6 +23,7 @@ from kvinterp.metrics import vector_errors
 from kvinterp.models import Adapter, wrap
 from kvinterp.paths import kernels_named
 from kvinterp.study.cells import loaded
+from kvinterp.study.experiments.base import Charts, Rows, Tables
 from kvinterp.study.experiments.of_models import FEW, OfModels, encoded
 from kvinterp.study.experiments.options import option
 from kvinterp.study.findings import Chart, Panel, median_of
@@ -46,13 +47,13 @@ class KvWrite(OfModels):
             f"K and V of a new token, computed alone and with its prefix, differ where they are written under {listed(differ)}."
         ]
 
-    def rows(self, tables: Mapping[str, pd.DataFrame]) -> list[dict[str, Any]]:
+    def rows(self, tables: Tables) -> Rows:
         """The error of each kernel mode."""
         what = "median relative error of K and V, written alone against written with the prefix"
         groups = tables["kv_write"].groupby("kernels", sort=False) if len(tables["kv_write"]) else ()
         return [median_of(what, mine["relative_error"], mine["prompt"], kernels=name) for name, mine in groups]
 
-    def charts(self, result: Result) -> dict[str, Chart]:
+    def charts(self, result: Result) -> Charts:
         """The error by layer, a line a kernel mode."""
         mean = result.tables["kv_write"].groupby(["tensor", "kernels", "layer"], sort=False)["relative_error"].mean()
         title, label = "K and V of a new token, computed alone and with its prefix", "mean relative error"

@@ -18,6 +18,7 @@ from kvinterp.comparison import Comparison, compare, failures_kept
 from kvinterp.data import load_prompts
 from kvinterp.models import dtype_named
 from kvinterp.study.cells import loaded
+from kvinterp.study.experiments.base import Charts, Rows, Tables
 from kvinterp.study.experiments.of_models import OfModels
 from kvinterp.study.experiments.options import option
 from kvinterp.study.findings import Chart, Panel, median_of
@@ -73,7 +74,7 @@ class Ladder(OfModels):
         )
         return [said, *lines]
 
-    def rows(self, tables: Mapping[str, pd.DataFrame]) -> list[dict[str, Any]]:
+    def rows(self, tables: Tables) -> Rows:
         """The logit difference on every rung."""
         table = only(tables["ladder"], protocol="matched")
         known = table[~table["failed"].astype(bool)]
@@ -84,7 +85,7 @@ class Ladder(OfModels):
             for (dtype, kernels, model), mine in known.groupby(["dtype", "kernels", "model"], sort=False)
         ]
 
-    def charts(self, result: Result) -> dict[str, Chart]:
+    def charts(self, result: Result) -> Charts:
         """Logit error and KL on every rung."""
         table = only(result.tables["ladder"], protocol="matched")
         table = table.assign(rung=table["dtype"] + ", " + table["kernels"])

@@ -35,8 +35,8 @@ from kvinterp.metrics.massive import SUFFIX
 from kvinterp.models import Adapter
 from kvinterp.models.inputs import check_known, encode_all
 from kvinterp.paths import run
-from kvinterp.study.cells import Cell, Made, joined, loaded
-from kvinterp.study.experiments.base import numbered
+from kvinterp.study.cells import Cell, joined, loaded
+from kvinterp.study.experiments.base import Charts, Parts, Rows, Tables, numbered
 from kvinterp.study.experiments.of_models import OfModels, shown_sites
 from kvinterp.study.experiments.options import DRAWS, option, sampled, shared
 from kvinterp.study.findings import Chart, Panel, finding, findings_of
@@ -112,7 +112,7 @@ class LayerDrift(OfModels):
                 found.append(Cell(f"layer-drift-{number}-{example}", f"{__name__}:measured", settings, told))
         return found
 
-    def tables(self, made: Mapping[str, Made]) -> dict[str, pd.DataFrame]:
+    def tables(self, made: Parts) -> Tables:
         """What the examples of all models come to."""
         return tables_of(joined(made), self.step, self.divergent, self.contrast)
 
@@ -150,7 +150,7 @@ class LayerDrift(OfModels):
             rows += [{"model": model, **found} for found in _found(mine)]
         return findings_of(rows)
 
-    def charts(self, result: Result) -> dict[str, Chart]:
+    def charts(self, result: Result) -> Charts:
         """Drift by layer, the paper's step, growth from layer to layer, and attention by head."""
         tables = result.tables
         means = tables["drift_by_layer"].rename(columns={"median": "drift"})
@@ -199,9 +199,9 @@ class LayerDrift(OfModels):
         return found
 
 
-def _found(mine: Mapping[str, pd.DataFrame]) -> list[dict[str, Any]]:
+def _found(mine: Tables) -> Rows:
     """The findings of one model."""
-    rows: list[dict[str, Any]] = []
+    rows: Rows = []
     means = mine["drift_by_layer"]
     every, null = (
         only(means, selection=EVERY_STEP, protocol=name).set_index(["measure", "layer"]) for name in ("matched", NULL)
@@ -239,7 +239,7 @@ def _found(mine: Mapping[str, pd.DataFrame]) -> list[dict[str, Any]]:
     return rows + _found_of_heads(mine["head_kl"], mine["head_correlation"])
 
 
-def _found_of_heads(heads: pd.DataFrame, correlations: pd.DataFrame) -> list[dict[str, Any]]:
+def _found_of_heads(heads: pd.DataFrame, correlations: pd.DataFrame) -> Rows:
     if heads.empty:
         return []
     most = heads.loc[heads["kl"].idxmax()]
@@ -291,7 +291,7 @@ def measured(
         keep(key, {name: table.assign(model=adapter.facts.name) for name, table in tables.items()})
 
 
-def of_example(matched: Comparison, free: Comparison, sharing: int) -> dict[str, pd.DataFrame]:
+def of_example(matched: Comparison, free: Comparison, sharing: int) -> Tables:
     """The tables of one example.
 
     Args:
@@ -349,9 +349,7 @@ def null_drift(adapter: Adapter, prompt: Any, steps: pd.DataFrame, path: str, su
 # All examples ----------------------------------------------------------------------------------------------------------
 
 
-def tables_of(
-    parts: Mapping[str, pd.DataFrame], step: int, divergent: int, contrasts: Sequence[str]
-) -> dict[str, pd.DataFrame]:
+def tables_of(parts: Tables, step: int, divergent: int, contrasts: Sequence[str]) -> Tables:
     """The tables of all models.
 
     Args:

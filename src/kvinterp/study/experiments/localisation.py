@@ -27,8 +27,8 @@ from kvinterp.models.inputs import check_known, encode_all
 from kvinterp.models.provenance import provenance
 from kvinterp.patching import PRESETS, Decomposition, Sweep, decompose, sweep
 from kvinterp.patching.decomposition import check_splittable
-from kvinterp.study.cells import Cell, Made, joined, loaded, stacked
-from kvinterp.study.experiments.base import numbered
+from kvinterp.study.cells import Cell, joined, loaded, stacked
+from kvinterp.study.experiments.base import Charts, Parts, Rows, Tables, numbered
 from kvinterp.study.experiments.of_models import OfModels
 from kvinterp.study.experiments.options import option, shared
 from kvinterp.study.findings import Chart, Panel, findings_of, median_of
@@ -96,7 +96,7 @@ class Localisation(OfModels):
                 found.append(Cell(f"{_RANKED}-{number}-{example}", f"{__name__}:ranked", self._given(model), told))
         return found
 
-    def then(self, made: Mapping[str, Made]) -> list[Cell]:
+    def then(self, made: Parts) -> list[Cell]:
         """The second stage, a cell a model and example of the highest KL, which is known from the first."""
         found, chosen, parts = [], self._chosen(made), list(dict.fromkeys(self.part))
         for number, model in enumerate(self.models):
@@ -107,7 +107,7 @@ class Localisation(OfModels):
                 found.append(Cell(f"{_PATCHED}-{number}-{example}", f"{__name__}:localised", settings, told))
         return found
 
-    def reduce(self, made: Mapping[str, Made]) -> Result:
+    def reduce(self, made: Parts) -> Result:
         """The sweeps and the split of every model, and their tables one below the other."""
         patched = {key: made[key] for key in made if key.startswith(_PATCHED)}
         tables = {**dict.fromkeys(self.TABLES, pd.DataFrame()), **joined(patched)}
@@ -164,10 +164,10 @@ class Localisation(OfModels):
             rows += [{"model": model, **row, "part": f"split, {row['part']}"} for row in rows_of_decomposition(split)]
         return findings_of(rows)
 
-    def charts(self, result: Result) -> dict[str, Chart]:
+    def charts(self, result: Result) -> Charts:
         """The map of all patches, and of each model the paper's patch by example and the split."""
         sweeps, splits = _of_result(result)
-        drawn: dict[str, Chart] = {}
+        drawn: Charts = {}
         if sweeps:
             table = pd.DataFrame(result.summary["by_layer"])
             of = {part: RECOVERED[found.provenance["distance"]] for (_, part), found in sweeps.items()}
@@ -187,13 +187,13 @@ class Localisation(OfModels):
         paths = {form: f"{form}[kernels={self.kernels}]" for form in ("cached", "recompute")}
         return {"model": self.named(model), "prompts": self.prompts, "paths": paths, "max_new_tokens": self.max_new_tokens}
 
-    def _chosen(self, made: Mapping[str, Made]) -> pd.DataFrame:
+    def _chosen(self, made: Parts) -> pd.DataFrame:
         ranked = {key: made[key][0]["table"] for key in made if key.startswith(_RANKED)}
         numbered = [table.assign(number=int(key.split("-")[2])) for key, table in ranked.items()]
         return chosen_of(pd.concat(numbered, ignore_index=True), self.count)
 
 
-def _all_layers(rows: pd.DataFrame) -> list[dict[str, Any]]:
+def _all_layers(rows: pd.DataFrame) -> Rows:
     """The row of a sweep in which every layer is patched together, where there is one."""
     places = rows["sweep"].eq("cumulative") & rows["layer"].eq(rows["layer"].max())
     places |= rows["sweep"].eq("cumulative-from") & rows["layer"].eq(0)
@@ -211,9 +211,7 @@ def _of_result(result: Result) -> tuple[dict[tuple[str, str], Sweep], dict[str, 
     return _found(own, {name: ({}, {"model": name, "parts": each}) for name, each in result.summary["told"].items()})
 
 
-def _found(
-    tables: Mapping[str, pd.DataFrame], made: Mapping[str, Made]
-) -> tuple[dict[tuple[str, str], Sweep], dict[str, Decomposition]]:
+def _found(tables: Tables, made: Parts) -> tuple[dict[tuple[str, str], Sweep], dict[str, Decomposition]]:
     """The sweeps by model and part and the splits by model, as what made them gives them of one model."""
     sweeps: dict[tuple[str, str], Sweep] = {}
     splits: dict[str, Decomposition] = {}
@@ -295,7 +293,7 @@ def localised(
     """Patches and splits some of the chosen examples, and keeps what each gave."""
     adapter, given = loaded(model), load_prompts(prompts)
     for number, key in numbered(keys).items():
-        tables, told = list[dict[str, pd.DataFrame]](), dict[str, Any]()
+        tables, told = list[Tables](), dict[str, Any]()
         for part in parts:
             settings: dict[str, Any] = {**paths, "max_new_tokens": max_new_tokens, "only": [number], "progress": "none"}
             if part == SPLIT:

@@ -27,8 +27,8 @@ from kvinterp.models.inputs import check_whole
 from kvinterp.models.provenance import provenance
 from kvinterp.paths import Cached, Recompute, path_named, run
 from kvinterp.policies import policy_named
-from kvinterp.study.cells import Cell, Made, joined, loaded
-from kvinterp.study.experiments.base import OfModel
+from kvinterp.study.cells import Cell, joined, loaded
+from kvinterp.study.experiments.base import Charts, OfModel, Parts, Rows
 from kvinterp.study.experiments.circumstances import tried
 from kvinterp.study.experiments.options import SHARED, option
 from kvinterp.study.findings import Chart, Panel, finding, findings_of
@@ -98,7 +98,7 @@ class Mitigate(OfModel):
             for number, (what, a, b) in enumerate(pairs)
         ]
 
-    def reduce(self, made: Mapping[str, Made]) -> Result:
+    def reduce(self, made: Parts) -> Result:
         """What each leaves and costs, and how each policy's error goes with the path's."""
         (adapter,) = self.adapters()
         examples = joined(made)["table"]
@@ -131,7 +131,7 @@ class Mitigate(OfModel):
 
     def findings(self, result: Result) -> pd.DataFrame:
         """What each path leaves and costs, and whether each policy's error adds to the path's."""
-        rows: list[dict[str, Any]] = []
+        rows: Rows = []
         for row in result.tables["mitigations"].to_dict("records"):
             of = {"path": row["path"]}
             rows += [
@@ -154,7 +154,7 @@ class Mitigate(OfModel):
             )
         return findings_of(rows)
 
-    def charts(self, result: Result) -> dict[str, Chart]:
+    def charts(self, result: Result) -> Charts:
         """Divergence left against rows computed; and of policies and paths where they were crossed."""
         table = result.tables["mitigations"]
         table = table.assign(line=table["pareto"].map({True: FRONT, False: "behind it"}))

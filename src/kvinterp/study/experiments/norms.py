@@ -18,8 +18,8 @@ import pandas as pd
 
 from kvinterp.common.result import Result
 from kvinterp.errors import InputError
-from kvinterp.study.cells import Cell, Made, joined, loaded
-from kvinterp.study.experiments.base import Experiment
+from kvinterp.study.cells import Cell, joined, loaded
+from kvinterp.study.experiments.base import Experiment, Parts
 from kvinterp.study.experiments.options import argument, option, shared
 from kvinterp.study.findings import findings_of, median_of
 
@@ -93,7 +93,7 @@ class Norms(Experiment):
             for n, name in enumerate(dict.fromkeys(self.models))
         ]
 
-    def reduce(self, made: Mapping[str, Made]) -> Result:
+    def reduce(self, made: Parts) -> Result:
         """The rows, those that were added, and their quantiles."""
         from kvinterp.auditing.norms import read_norms
         from kvinterp.models.provenance import machine

@@ -24,7 +24,7 @@ from kvinterp.models import Adapter
 from kvinterp.models.inputs import encode
 from kvinterp.models.threads import own_threads
 from kvinterp.study.cells import Cell
-from kvinterp.study.experiments.base import Experiment
+from kvinterp.study.experiments.base import Experiment, Rows, Tables
 from kvinterp.study.experiments.options import SHARED, argument, option, shared
 from kvinterp.study.findings import findings_of
 
@@ -74,7 +74,7 @@ class OfModels(Experiment):
             for number, (model, adapter) in enumerate(zip(self.models, self.adapters(), strict=True))
         ]
 
-    def rows(self, tables: Mapping[str, pd.DataFrame]) -> list[dict[str, Any]]:
+    def rows(self, tables: Tables) -> Rows:
         """What its tables come to, a finding each."""
         return []
 

@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 
 from kvinterp.common.result import Result
 from kvinterp.data import load_prompts
-from kvinterp.study.cells import Cell, Made, joined, loaded
-from kvinterp.study.experiments.base import OfModel, numbered
+from kvinterp.study.cells import Cell, joined, loaded
+from kvinterp.study.experiments.base import OfModel, Parts, numbered
 from kvinterp.study.experiments.options import option, shared
 from kvinterp.study.findings.of_patching import charts_of_sweep, headline_of_sweep, rows_of_sweep
 
@@ -133,7 +133,7 @@ class Patch(OfModel):
         settings = {"model": self.named(), **given, "over": self.sweep, "steps": _steps(self.steps)}
         return [Cell(f"patched-{place}", f"{__name__}:patched", settings) for place in range(count)]
 
-    def reduce(self, made: Mapping[str, Made]) -> Result:
+    def reduce(self, made: Parts) -> Result:
         """The sweep over all of them."""
         from kvinterp.patching import Sweep
 

@@ -15,6 +15,7 @@ from kvinterp.common.result import Result
 from kvinterp.metrics import residual_drift
 from kvinterp.models import wrap
 from kvinterp.study.cells import loaded
+from kvinterp.study.experiments.base import Charts, Rows, Tables
 from kvinterp.study.experiments.of_models import FEW, OfModels, encoded, newest_at
 from kvinterp.study.experiments.options import option
 from kvinterp.study.findings import Chart, Panel, median_of
@@ -39,7 +40,7 @@ class Propagation(OfModels):
         ]
         return [f"The error of layer 0's output, rounded once, is at the last layer {listed(grown)} what it was."]
 
-    def rows(self, tables: Mapping[str, pd.DataFrame]) -> list[dict[str, Any]]:
+    def rows(self, tables: Tables) -> Rows:
         """Growth from layer 0 to the last."""
         table = tables["propagation"]
         deepest = table[(table["layer"] == table["layer"].max()) & (table["source"] == 0)]
@@ -51,7 +52,7 @@ class Propagation(OfModels):
             for model, mine in deepest.groupby("model", sort=False)
         ]
 
-    def charts(self, result: Result) -> dict[str, Chart]:
+    def charts(self, result: Result) -> Charts:
         """Absolute and relative L2 of the residual stream behind one rounded block."""
         table = result.tables["propagation"]
         middle = table.groupby(["model", "source", "layer"], sort=False)[list(MEASURES)].median().reset_index()

@@ -29,6 +29,7 @@ from kvinterp.errors import UnsupportedError
 from kvinterp.models import Adapter, load_model, wrap
 from kvinterp.paths import run
 from kvinterp.study.cells import Cell, loaded
+from kvinterp.study.experiments.base import Charts, Rows, Tables
 from kvinterp.study.experiments.of_models import OfModels, shown_sites
 from kvinterp.study.experiments.options import option
 from kvinterp.study.findings import Chart, Panel, finding, median_of
@@ -66,7 +67,7 @@ class RepeatedHeads(OfModels):
             f"in {alike} of {counted(len(rows), 'case')} (a case is a model under some kernels)."
         ]
 
-    def rows(self, tables: Mapping[str, pd.DataFrame]) -> list[dict[str, Any]]:
+    def rows(self, tables: Tables) -> Rows:
         """What repeating the heads changes, and how nearly the copies compute the same in float64."""
         rows = []
         for (model, kernels), mine in tables["repeated_heads"].groupby(["model", "kernels"], sort=False):
@@ -83,7 +84,7 @@ class RepeatedHeads(OfModels):
                                 mine["float64_difference"].max(), n=mine["id"].nunique(), model=model))  # fmt: skip
         return rows
 
-    def charts(self, result: Result) -> dict[str, Chart]:
+    def charts(self, result: Result) -> Charts:
         """How far apart the paths are at each ratio."""
         groups = result.tables["repeated_heads"].groupby(["kernels", "model", "query_heads_per_kv_head"], sort=False)
         panel = Panel(groups["rms_logit"].mean().reset_index().sort_values("query_heads_per_kv_head"), "query_heads_per_kv_head",

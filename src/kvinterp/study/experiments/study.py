@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvinterp.common.result import Result
 from kvinterp.errors import InputError, unknown
-from kvinterp.study.experiments.base import OPTION, Experiment
+from kvinterp.study.experiments.base import OPTION, Experiment, Parts, Tables
 from kvinterp.study.experiments.choices import check_handed, handed
 from kvinterp.study.experiments.composed import (
     PRESETS,
@@ -39,12 +39,11 @@ from kvinterp.study.experiments.options import SHARED, option, shared
 from kvinterp.study.experiments.registry import experiment_named
 
 if TYPE_CHECKING:
-    import pandas as pd
     from matplotlib.figure import Figure
 
     from kvinterp.common.progress import Tell
     from kvinterp.models import Adapter
-    from kvinterp.study.cells import Cell, Made
+    from kvinterp.study.cells import Cell
 
 log = logging.getLogger("kvinterp")
 
@@ -224,13 +223,13 @@ class Study(Experiment):
         """Those of all its experiments, one that several of them have once."""
         return united(self._first)
 
-    def then(self, made: Mapping[str, Made]) -> list[Cell]:
+    def then(self, made: Parts) -> list[Cell]:
         """The second stages of its experiments."""
         for part, cells in self._first.items():
             self._second[part] = part.experiment.then(of_part(part, cells, made))
         return [cell for cell in united(self._second) if cell.key not in made]
 
-    def reduce(self, made: Mapping[str, Made]) -> Result:
+    def reduce(self, made: Parts) -> Result:
         """Every experiment that is finished, and the claims.
 
         Where the study was interrupted an experiment is left out that cannot be reduced from some of its cells.
@@ -274,9 +273,7 @@ class Study(Experiment):
         result.others = {PROMPTS: prompt_lines(list(prompts.values()))}
         return result
 
-    def found(
-        self, members: Mapping[Part, Result], tables: Mapping[str, pd.DataFrame], summary: Mapping[str, Any]
-    ) -> Result:
+    def found(self, members: Mapping[Part, Result], tables: Tables, summary: Mapping[str, Any]) -> Result:
         """The claims beside what the experiments found."""
         from kvinterp.study.reading.study import said_of_study
 

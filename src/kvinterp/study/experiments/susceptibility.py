@@ -26,8 +26,8 @@ from kvinterp.data import load_prompts
 from kvinterp.errors import InputError
 from kvinterp.models.inputs import check_choice, check_whole
 from kvinterp.models.provenance import provenance
-from kvinterp.study.cells import Cell, Made, joined, loaded
-from kvinterp.study.experiments.base import OfModel
+from kvinterp.study.cells import Cell, joined, loaded
+from kvinterp.study.experiments.base import Charts, OfModel, Parts
 from kvinterp.study.experiments.options import SHARED, option
 from kvinterp.study.findings import Chart, Panel, finding, findings_of
 
@@ -66,7 +66,7 @@ class Susceptibility(OfModel):
                 found.append(Cell(f"size-{size:g}-{seed}".replace(".", "_"), f"{__name__}:measured", settings, policy))
         return found
 
-    def reduce(self, made: Mapping[str, Made]) -> Result:
+    def reduce(self, made: Parts) -> Result:
         """Rates, thresholds, predictions and certificates of all steps."""
         (adapter,) = self.adapters()
         steps = predicted(binned(joined(made)["table"], self.bins))
@@ -138,7 +138,7 @@ class Susceptibility(OfModel):
             finding("RMS of the logits' change by the model's own rounding", own["rms_logit"], n=own["steps"], unit="steps"),
         ])  # fmt: skip
 
-    def charts(self, result: Result) -> dict[str, Chart]:
+    def charts(self, result: Result) -> Charts:
         """Flip rate against the size of the noise, and the observed rate against the chance foretold."""
         rates, foretold = result.tables["rates"], result.tables["calibration"]
         groups = rates.groupby("bin")
