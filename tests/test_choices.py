@@ -167,7 +167,6 @@ def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
         module = __import__(experiment_named(verb).__module__, fromlist=["loaded"])
         if hasattr(module, "loaded"):
             monkeypatch.setattr(module, "loaded", loaded)
-    monkeypatch.setattr("kvinterp.study.experiments.of_models.loaded", loaded)
     monkeypatch.setattr(cells, "loaded", loaded)
 
 

@@ -7,7 +7,7 @@ import json
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pandas as pd
 import pytest
@@ -149,7 +149,6 @@ def valued(name: str, value: int) -> pd.DataFrame:
 class Twice(Experiment):
     """The largest of some values are looked at again."""
 
-    PAGE: ClassVar = ""
     values: tuple[int, ...] = (3, 9, 4, 7)
 
     def cells(self) -> list[Cell]:

@@ -79,8 +79,6 @@ class Experiment:
     """The names of its tables."""
     FILES: ClassVar[tuple[str, ...]] = ()
     """The names of what else it writes, beside tables, figures and the summary."""
-    PAGE: ClassVar[str] = "report.html"
-    """The page that every experiment gets; ``""``: it has none, or one of its own among its files."""
     DRAWN: ClassVar[tuple[str, ...]] = ()
     """What the names of its figures begin with, where it is not the command's."""
     RESULT: ClassVar[str] = ""
@@ -270,7 +268,7 @@ class Experiment:
         """The names of the files that it writes, beside the summary; of figures what they begin with, and a star."""
         finds = bool(self.SHOWN) or type(self).findings is not Experiment.findings
         tables = (f"{table}.parquet" for table in (*["findings"] * finds, *self.TABLES))
-        return [*tables, *self.FILES, *filter(None, [self.PAGE]), *(f"figures/{name}*" for name in self.drawn())]
+        return [*tables, *self.FILES, "report.html", *(f"figures/{name}*" for name in self.drawn())]
 
     @classmethod
     def asks(cls) -> str:
@@ -394,12 +392,15 @@ class Experiment:
         self, out: Path | None, existing: str, progress: str, figures: str, tell: Tell | None, engine: str
     ) -> Result:
         """Does what :meth:`run` promises; an experiment that keeps its work otherwise has its own."""
-        from kvinterp.study.cells import CellsMade, loading_once, run_cells
-        from kvinterp.study.engines import Remaining, engine_named
+        from kvinterp.study.cells import CellsMade, Local, loading_once, run_cells
         from kvinterp.study.results import ResultFolder
 
         # The cheap questions first: a typing error should not cost the loading of a model, nor the freeing of a folder.
-        worker = engine_named(engine)
+        worker: Any = Local()
+        if engine != "local" or tell is not None:
+            from kvinterp.study.engines import Remaining, engine_named
+
+            worker = engine_named(engine) if tell is None else Remaining(engine_named(engine), self.UNIT, self.LOGGED)
         self.check()
         with contextlib.ExitStack() as held:
             folder = None if out is None else held.enter_context(ResultFolder(out, self.asked(), self.names(), existing))
@@ -408,7 +409,6 @@ class Experiment:
             self.check_steps()
             if folder is not None and folder.take_up(self.settings()):
                 return self.read(folder.folder)
-            worker = worker if tell is None else Remaining(worker, self.UNIT, self.LOGGED)
             given = (folder, tell, progress, self.UNIT, worker)
             try:
                 made = run_cells(cells, *given)
@@ -455,8 +455,6 @@ class Experiment:
 
         with keeping():
             files, about = self.figures(result, folder), result.written()[1].get("provenance") or {}
-            if not self.PAGE:
-                return files
             findings = self.judged(result).tables.get("findings")
             said = self.sentences(result) if findings is None else self._headed(result)
             shown = (said, result.tables, files, result.choices or {}, about, self.lead(result), findings)

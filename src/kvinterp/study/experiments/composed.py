@@ -217,7 +217,7 @@ def tables_of_part(part: Part, tables: Tables, kinds: Iterable[str]) -> Tables:
     return found
 
 
-class _Asked(Tables):
+class _Asked(dict[str, pd.DataFrame]):
     """Tables that are not there; it notes for which one is asked first."""
 
     name = ""

@@ -281,10 +281,6 @@ class Study(Experiment):
         result.members = dict(members)
         return result
 
-    def figures(self, result: Result, folder: Path) -> list[Path]:
-        """Those of its experiments, as PNG, SVG and PDF; the PNGs are returned."""
-        return [file for files in self.drawn_by_part(result, folder).values() for file in files]
-
     def drawn_by_part(self, result: Result, folder: Path) -> dict[Part, list[Path]]:
         """The files of the figures of each experiment."""
         from kvinterp.study.report.style import save
