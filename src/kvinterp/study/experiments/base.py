@@ -156,11 +156,16 @@ class Experiment:
         """What the provenance says beside the model."""
         return {}
 
+    def rows(self, tables: Tables) -> Any:
+        """What its tables come to, a finding each (:func:`kvinterp.study.findings.finding`); None where its sentences say it."""
+        return None
+
     def findings(self, result: Result) -> pd.DataFrame | None:
-        """What was result, a row each (:func:`kvinterp.study.findings.findings_of`); None where its sentences say it."""
+        """What was found, a row each: :meth:`rows`, unless it rests on more than the tables."""
         from kvinterp.study.findings import findings_of
 
-        return findings_of(self.SHOWN[1](result)) if self.SHOWN else None
+        rows = self.SHOWN[1](result) if self.SHOWN else self.rows(result.tables)
+        return None if rows is None else findings_of(rows)
 
     def headline(self, result: Result) -> list[str]:
         """What was found in one or two sentences, and warnings; the rest stands in :meth:`findings`."""
@@ -266,8 +271,9 @@ class Experiment:
 
     def names(self) -> list[str]:
         """The names of the files that it writes, beside the summary; of figures what they begin with, and a star."""
-        finds = bool(self.SHOWN) or type(self).findings is not Experiment.findings
-        tables = (f"{table}.parquet" for table in (*["findings"] * finds, *self.TABLES))
+        own = type(self)
+        finds = self.SHOWN or own.findings is not Experiment.findings or own.rows is not Experiment.rows
+        tables = (f"{table}.parquet" for table in (*["findings"] * bool(finds), *self.TABLES))
         return [*tables, *self.FILES, "report.html", *(f"figures/{name}*" for name in self.drawn())]
 
     @classmethod

@@ -23,9 +23,9 @@ from kvinterp.common.result import Result
 from kvinterp.errors import InputError
 from kvinterp.models.inputs import check_known, check_seed
 from kvinterp.study.cells import Cell, joined
-from kvinterp.study.experiments.base import Experiment, Parts
+from kvinterp.study.experiments.base import Experiment, Parts, Rows, Tables
 from kvinterp.study.experiments.options import option
-from kvinterp.study.findings import finding, findings_of
+from kvinterp.study.findings import finding
 
 BANK = Path(__file__).parents[4] / "benchmarks" / "bugs"
 """Where the bugs are: in a checkout; a wheel does not carry them, as they are twenty thousand tokens of tests."""
@@ -126,10 +126,10 @@ class BenchBugs(Experiment):
         split = result.summary["split"]
         return [*lines, *(f"Kinds {name}: {', '.join(kinds) or 'none'}." for name, kinds in split.items())]
 
-    def findings(self, result: Result) -> pd.DataFrame:
+    def rows(self, tables: Tables) -> Rows:
         """The rates of every detector, with their exact intervals."""
         rows = []
-        for row in result.tables["scores"].to_dict("records"):
+        for row in tables["scores"].to_dict("records"):
             of = {"detector": row["detector"], "split": row["split"]}
             for what, count, n, unit in (
                 ("planted bugs found", row["found"], row["bugs"], "bugs"),
@@ -139,7 +139,7 @@ class BenchBugs(Experiment):
             ):
                 if n and (what != "places right, of those found" or row["names_places"]):
                     rows.append(finding(what, count / n, exact(count, n), n, unit, "%", **of))
-        return findings_of(rows)
+        return rows
 
 
 def scores_of(cases: pd.DataFrame) -> pd.DataFrame:

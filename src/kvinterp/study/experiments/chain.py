@@ -17,9 +17,9 @@ from kvinterp.common.result import Result
 from kvinterp.data import Prompt, load_prompts
 from kvinterp.errors import InputError
 from kvinterp.study.cells import Cell, joined, loaded
-from kvinterp.study.experiments.base import Charts, Experiment, Parts, Tables
+from kvinterp.study.experiments.base import Charts, Experiment, Parts, Rows, Tables
 from kvinterp.study.experiments.options import argument, option, shared
-from kvinterp.study.findings import Chart, Panel, finding, findings_of
+from kvinterp.study.findings import Chart, Panel, finding
 from kvinterp.study.reading.results import only
 from kvinterp.study.results import records
 
@@ -181,9 +181,9 @@ class Chain(Experiment):
             f"temperature {row['temperature']:g}{alone} ({measured_by})."
         ]
 
-    def findings(self, result: Result) -> pd.DataFrame:
+    def rows(self, tables: Tables) -> Rows:
         """Where the chains of each arm end beside those without a policy, which come back to a text, what draws their lengths."""
-        tables, rows = result.tables, []
+        tables, rows = tables, []
         texts = tables["chains"].groupby("model")["text"].nunique()
         for row in tables["deltas"].to_dict("records"):
             of = {"model": row["model"], "temperature": row["temperature"], "arm": row["arm"]}
@@ -211,7 +211,7 @@ class Chain(Experiment):
             rows.append(finding(f"pull to {number(row['position'])} words (1: in one hop)", row["strength"],
                                 (row["strength_low"], row["strength_high"]), row["pairs"], "hops", model=row["model"],
                                 temperature=row["temperature"], note="successive hops taken as independent"))  # fmt: skip
-        return findings_of(rows)
+        return rows
 
     def charts(self, result: Result) -> Charts:
         """Similarity by hop, the final difference of every arm beside no policy, and a map of them."""

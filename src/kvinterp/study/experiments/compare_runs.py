@@ -19,7 +19,7 @@ from kvinterp.common.numbers import counted, ends_said, listed
 from kvinterp.common.result import Result, flat
 from kvinterp.errors import InputError
 from kvinterp.study.cells import Cell
-from kvinterp.study.experiments.base import Charts, Experiment, Parts, Tables
+from kvinterp.study.experiments.base import Charts, Experiment, Parts, Rows, Tables
 from kvinterp.study.experiments.options import argument
 from kvinterp.study.findings import Chart, Panel, finding, findings_of
 from kvinterp.study.findings.rows import bare, median_of, place, value
@@ -119,10 +119,10 @@ class CompareRuns(Experiment):
         made = f"They differ in {listed([*names, *rest])}" if names else "They were chosen and made alike"
         return [f"{said}.", f"{made}."]
 
-    def findings(self, result: Result) -> pd.DataFrame:
+    def rows(self, tables: Tables) -> Rows:
         """Prompt by prompt: the median change of what was measured, and the flips that one result has alone."""
         rows = []
-        if (table := result.tables.get("by_prompt")) is not None:
+        if (table := tables.get("by_prompt")) is not None:
             labels = [name for name in table.columns if name in ("quantity", "measure", *LABELS)]
             for key, own in table.groupby(labels, sort=False, dropna=False):
                 of = dict(zip(labels, key, strict=True))
@@ -132,7 +132,7 @@ class CompareRuns(Experiment):
                 rows.append(
                     median_of(f"median change of a prompt's {what}, B less A", change, measure=measure, note=note, **of)
                 )
-        if (flips := result.tables.get("flips")) is not None:
+        if (flips := tables.get("flips")) is not None:
             labels = [name for name in flips.columns if name in LABELS]
             for key, own in flips.groupby(labels, sort=False) if labels else [((), flips)]:
                 for change, which in (("gained", "B"), ("lost", "A")):
@@ -142,7 +142,7 @@ class CompareRuns(Experiment):
                     of = dict(zip(labels, key, strict=True))
                     what = f"prompts that flip in {which} only"
                     rows.append(finding(what, rate.effect, (rate.low, rate.high), len(own), measure="%", note=note, **of))
-        return findings_of(rows)
+        return rows
 
     def charts(self, result: Result) -> Charts:
         """The findings of both with their intervals, those that changed most plainly first; and prompt against prompt."""

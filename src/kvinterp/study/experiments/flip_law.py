@@ -30,7 +30,7 @@ from kvinterp.study.cells import Cell, joined, loaded
 from kvinterp.study.experiments.base import Charts, OfModel, Parts, Rows, Tables
 from kvinterp.study.experiments.circumstances import tried
 from kvinterp.study.experiments.options import DRAWS, SHARED, option, sampled
-from kvinterp.study.findings import Chart, Panel, finding, findings_of
+from kvinterp.study.findings import Chart, Panel, finding
 
 LEADER = "recompute"
 WIDE = "float32 unembedding"
@@ -107,16 +107,16 @@ class FlipLaw(OfModel):
             )
         return lines
 
-    def findings(self, result: Result) -> pd.DataFrame:
+    def rows(self, tables: Tables) -> Rows:
         """The flips that came at each path and unembedding, beside those foretold."""
         rows: Rows = []
-        for row in result.tables["law"].to_dict("records"):
+        for row in tables["law"].to_dict("records"):
             of = {"path": row["path"], "unembedding": row["unembedding"]}
             third = f"{row['third']} to or from a third token, which are not foretold" if row["third"] else ""
             ends, steps = (row["low"], row["high"]), row["steps"]
             rows.append(finding("flips foretold", row["foretold"], ends, steps, "steps", verdict=row["verdict"], **of))
             rows.append(finding("flips that came", row["flips"], n=steps, unit="steps", note=third, **of))
-        return findings_of(rows)
+        return rows
 
     def charts(self, result: Result) -> Charts:
         """Foretold flips with the interval of such counts, and those that came."""

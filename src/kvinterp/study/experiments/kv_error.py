@@ -15,10 +15,10 @@ from kvinterp.data import load_prompts
 from kvinterp.errors import InputError
 from kvinterp.study.behaviour.scores import AGAIN
 from kvinterp.study.cells import Cell, joined, loaded
-from kvinterp.study.experiments.base import Charts, OfModel, Parts, Rows
+from kvinterp.study.experiments.base import Charts, OfModel, Parts, Rows, Tables
 from kvinterp.study.experiments.equivalent_noise import error_of_policy, pooled, usable
 from kvinterp.study.experiments.options import DRAWS, argument, option, sampled
-from kvinterp.study.findings import Chart, Panel, finding, findings_of
+from kvinterp.study.findings import Chart, Panel, finding
 from kvinterp.study.results import records
 
 if TYPE_CHECKING:
@@ -231,12 +231,12 @@ class KvError(OfModel):
             lines.append(f"{counted(failed, 'run')} of a prompt gave NaN or Inf logits and counts as wrong.")
         return lines
 
-    def findings(self, result: Result) -> pd.DataFrame:
+    def rows(self, tables: Tables) -> Rows:
         """Every score as percent of control (a share where the control has little of it), then the designs' contrasts."""
         from kvinterp.study.behaviour.scores import METRICS
 
         rows: Rows = []
-        for row in result.tables["scores"].sort_values("q", kind="stable").to_dict("records"):
+        for row in tables["scores"].sort_values("q", kind="stable").to_dict("records"):
             meaning, more = METRICS[row["metric"]].meaning, {"n": row["prompts"], "p": row["p"], "p_corrected": row["q"]}
             more |= {"measure": "%", "policy": row["policy"], "reading": f"prefill={row['reading']}"}
             more["verdict"] = "differs from control" if row["q"] < SIGNIFICANT else ""
@@ -249,12 +249,12 @@ class KvError(OfModel):
             else:
                 ends = row["percent_low"] / 100, row["percent_high"] / 100
                 rows.append(finding(f"{meaning}, of control", row["percent"] / 100, ends, null=1, **more))
-        for row in result.tables["contrasts"].to_dict("records"):
+        for row in tables["contrasts"].to_dict("records"):
             meaning = METRICS[row["metric"]].meaning
             what = f"log of {meaning}" if row["metric"] == "perplexity" else meaning
             rows.append(finding(f"{row['contrast']}: difference in {what}", row["difference"], (row["low"], row["high"]),
                                 row["prompts"], null=0, p=row["p"]))  # fmt: skip
-        return findings_of(rows)
+        return rows
 
     def charts(self, result: Result) -> Charts:
         """Every policy's scores; percent of control against the error in K and V; the contrasts of the designs."""

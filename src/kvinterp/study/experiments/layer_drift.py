@@ -39,7 +39,7 @@ from kvinterp.study.cells import Cell, joined, loaded
 from kvinterp.study.experiments.base import Charts, Parts, Rows, Tables, numbered
 from kvinterp.study.experiments.of_models import OfModels, shown_sites
 from kvinterp.study.experiments.options import DRAWS, option, sampled, shared
-from kvinterp.study.findings import Chart, Panel, finding, findings_of
+from kvinterp.study.findings import Chart, Panel, finding
 from kvinterp.study.reading.results import only
 
 EVERY_STEP, ONE_STEP, NULL = "every decode step", "decode step 1", "same-path null"
@@ -142,13 +142,13 @@ class LayerDrift(OfModels):
             lines.append(f"{counted(len(failed), 'example')} left out: {failed['message'].iloc[0]}")
         return lines
 
-    def findings(self, result: Result) -> pd.DataFrame:
+    def rows(self, tables: Tables) -> Rows:
         """Drift in the first and last layer, its growth, what the rule of equal tokens removed, the tests, and the heads."""
-        tables, rows = result.tables, []
+        tables, rows = tables, []
         for model in dict.fromkeys(tables["drift_examples"]["model"]):
             mine = {name: only(table, model=model) for name, table in tables.items() if "model" in table}
             rows += [{"model": model, **found} for found in _found(mine)]
-        return findings_of(rows)
+        return rows
 
     def charts(self, result: Result) -> Charts:
         """Drift by layer, the paper's step, growth from layer to layer, and attention by head."""

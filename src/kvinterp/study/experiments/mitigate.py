@@ -28,10 +28,10 @@ from kvinterp.models.provenance import provenance
 from kvinterp.paths import Cached, Recompute, path_named, run
 from kvinterp.policies import policy_named
 from kvinterp.study.cells import Cell, joined, loaded
-from kvinterp.study.experiments.base import Charts, OfModel, Parts, Rows
+from kvinterp.study.experiments.base import Charts, OfModel, Parts, Rows, Tables
 from kvinterp.study.experiments.circumstances import tried
 from kvinterp.study.experiments.options import SHARED, option
-from kvinterp.study.findings import Chart, Panel, finding, findings_of
+from kvinterp.study.findings import Chart, Panel, finding
 
 TRUTH = "recompute@float64"
 
@@ -129,10 +129,10 @@ class Mitigate(OfModel):
             f"({counted(int(least['prompts']), 'prompt')}). Costs are rows computed and bytes stored, not seconds."
         ]
 
-    def findings(self, result: Result) -> pd.DataFrame:
+    def rows(self, tables: Tables) -> Rows:
         """What each path leaves and costs, and whether each policy's error adds to the path's."""
         rows: Rows = []
-        for row in result.tables["mitigations"].to_dict("records"):
+        for row in tables["mitigations"].to_dict("records"):
             of = {"path": row["path"]}
             rows += [
                 finding("median KL left, of the path's own recompute path", row["typical_kl"], (row["low"], row["high"]),
@@ -143,7 +143,7 @@ class Mitigate(OfModel):
                 finding("rows that a block computes for a new token", row["rows_a_token"], **of),
                 finding("bytes of K and V a token", row["bytes_a_token"], **of),
             ]  # fmt: skip
-        for row in result.tables["interactions"].to_dict("records"):
+        for row in tables["interactions"].to_dict("records"):
             word = "more than their sum" if row["low"] > 0 else "less than their sum" if row["high"] < 0 else ""
             word = word or ("too few prompts" if pd.isna(row["low"]) else "not told apart from their sum")
             what = "median of the squared logit error of policy and path together, less each alone"
@@ -152,7 +152,7 @@ class Mitigate(OfModel):
                     what, row["contrast"], (row["low"], row["high"]), row["prompts"], verdict=word, policy=row["policy"]
                 )
             )
-        return findings_of(rows)
+        return rows
 
     def charts(self, result: Result) -> Charts:
         """Divergence left against rows computed; and of policies and paths where they were crossed."""

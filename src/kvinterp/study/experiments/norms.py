@@ -19,9 +19,9 @@ import pandas as pd
 from kvinterp.common.result import Result
 from kvinterp.errors import InputError
 from kvinterp.study.cells import Cell, joined, loaded
-from kvinterp.study.experiments.base import Experiment, Parts
+from kvinterp.study.experiments.base import Experiment, Parts, Rows, Tables
 from kvinterp.study.experiments.options import argument, option, shared
-from kvinterp.study.findings import findings_of, median_of
+from kvinterp.study.findings import median_of
 
 if TYPE_CHECKING:
     from kvinterp.models import Adapter
@@ -113,16 +113,15 @@ class Norms(Experiment):
             f"difference of a model's steps is {low:.1e} to {high:.1e}."
         ]
 
-    def findings(self, result: Result) -> pd.DataFrame:
+    def rows(self, tables: Tables) -> Rows:
         """The median over models of each way of running."""
         what = "relative logit difference of a model, median over its steps"
-        groups = result.tables["norms"].groupby(GROUP)
-        return findings_of(
+        return [
             median_of(
                 what, group["median"], unit="models", **{name: str(value) for name, value in zip(GROUP, key, strict=True)}
             )
-            for key, group in groups
-        )
+            for key, group in tables["norms"].groupby(GROUP)
+        ]
 
 
 def quantiles_of(table: pd.DataFrame) -> pd.DataFrame:

@@ -12,11 +12,9 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar
 
-import pandas as pd
 import torch
 from torch import Tensor
 
-from kvinterp.common.result import Result
 from kvinterp.comparison import recordable
 from kvinterp.data import load_prompts
 from kvinterp.errors import InputError
@@ -24,9 +22,8 @@ from kvinterp.models import Adapter
 from kvinterp.models.inputs import encode
 from kvinterp.models.threads import own_threads
 from kvinterp.study.cells import Cell
-from kvinterp.study.experiments.base import Experiment, Rows, Tables
+from kvinterp.study.experiments.base import Experiment
 from kvinterp.study.experiments.options import SHARED, argument, option, shared
-from kvinterp.study.findings import findings_of
 
 FEW = 4
 """Of how many prompts the experiments are that take one forward after another of the same tokens, where no more are asked for."""
@@ -73,15 +70,6 @@ class OfModels(Experiment):
             )
             for number, (model, adapter) in enumerate(zip(self.models, self.adapters(), strict=True))
         ]
-
-    def rows(self, tables: Tables) -> Rows:
-        """What its tables come to, a finding each."""
-        return []
-
-    def findings(self, result: Result) -> pd.DataFrame | None:
-        """Those of :meth:`rows`."""
-        rows = self.rows(result.tables)
-        return findings_of(rows) if rows else None
 
 
 Place = tuple[str, int]
