@@ -176,7 +176,7 @@ class Audit(Experiment):
             given["answers"] = str(self.answers or "kvinterp-answers") if self.is_live() else None
             return [Cell("audit", f"{__name__}:judged", {"model": named, **given, "seed": self.seed, "allow": self.allow})]
         settings = {
-            **{name: getattr(self, name) for name in ("prompts", "steps", "seed", "allow", "lengths")},
+            **self.taken("prompts", "steps", "seed", "allow", "lengths"),
             "model": self.named(),
             "rungs": [part.strip() for part in self.rungs.split(",")],
             "checks": "thorough" if self.thorough else self.checks,
@@ -194,7 +194,7 @@ class Audit(Experiment):
     def named(self, name: str | None = None) -> dict[str, Any]:
         """How the model is built: of a checkpoint, a config, or the user's code."""
         names = ("model", "own_class", "random_init", "kind", "dtype", "seed", "device", "attention", "remote_code")
-        given = {each: getattr(self, each) for each in names}
+        given = self.taken(*names)
         return {"loader": f"{__name__}:subject", **given, "config": self.config and str(self.config)}
 
     def answered(self, out: Path | None, existing: str, *how: Any) -> Result:

@@ -182,7 +182,7 @@ class Experiment:
         return [save(figure, folder / f"{name}.png") for name, figure in self.drawings(result).items()]
 
     def sentences(self, result: Result) -> list[str]:
-        """What was result, a sentence a line."""
+        """What was found, a sentence a line."""
         said = result.written()[1].get("reading")
         if said is None and "findings" in self.judged(result).tables:
             from kvinterp.study.findings import lines_of
@@ -298,6 +298,10 @@ class Experiment:
         given = [field for field in dataclasses.fields(self) if field.init]
         fields = {field.name: field.metadata.get(OPTION, {}).get("decides") for field in given}
         return {name: getattr(self, name) for name, decides in fields.items() if decides != "nothing"}
+
+    def taken(self, *names: str) -> dict[str, Any]:
+        """Some of its choices."""
+        return {name: getattr(self, name) for name in names}
 
     def named(self, name: str | None = None) -> dict[str, Any]:
         """The plain settings of a model, by which a cell loads it.

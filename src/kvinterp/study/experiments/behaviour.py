@@ -115,7 +115,7 @@ class Behaviour(OfModels):
     def _decodes(self, key: str, model: Mapping[str, Any]) -> Iterator[Cell]:
         strategies = self.chosen_strategies()
         # The same for all of a block: they share what they compute.
-        given = {"model": model, "strategies": strategies, **{name: getattr(self, name) for name in _PASSED}}
+        given = {"model": model, "strategies": strategies, **self.taken(*_PASSED)}
         for block, first in enumerate(range(0, len(load_prompts(self.prompts)), self.block)):
             settings = {**given, "first": first, "most": self.block, "batch_size": self.batch_size}
             for turn, strategy in enumerate(strategies):
@@ -123,7 +123,7 @@ class Behaviour(OfModels):
                     yield Cell(f"{key}-{block}-{turn}-{seed}", f"{__name__}:decoded", settings)
 
     def _controls(self, key: str, model: Mapping[str, Any], name: str) -> Iterator[Cell]:
-        given = {"model": model, "most": self.controls, **{name: getattr(self, name) for name in _PASSED}}
+        given = {"model": model, "most": self.controls, **self.taken(*_PASSED)}
         if not self.controls:
             return
         for turn, strategy in enumerate(self.chosen_strategies()):

@@ -113,7 +113,7 @@ class Chain(Experiment):
 
         texts, arms, temperatures = self._texts(), self.arms(), self.drawn_at()
         names = ("template", "system", "chat", "hops", "max_new_tokens", "embedder", "batch_size")
-        more = {name: getattr(self, name) for name in names}
+        more = self.taken(*names)
         for adapter in self.adapters():
             # What is not there is said before anything runs.
             embedder_named(self.embedder, adapter)
@@ -156,7 +156,7 @@ class Chain(Experiment):
         }
         about = {adapter.facts.name: provenance(adapter) for adapter in self.adapters()}
         rows = {name: records(tables[name]) for name in ("deltas", "cycles", "attractors")}
-        chosen = {name: getattr(self, name) for name in ("hops", "seeds", "embedder")}
+        chosen = self.taken("hops", "seeds", "embedder")
         summary = {**rows, **chosen, "control": CONTROL, "null": NULL, "provenance": about}
         return Result(tables, summary)
 

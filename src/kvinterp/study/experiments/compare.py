@@ -109,7 +109,7 @@ class Compare(OfModel):
         from kvinterp.study.cells import Cell
 
         count = len(load_prompts(self.prompts))
-        settings = {"model": self.named(), **{name: getattr(self, name) for name in _PASSED}, **self._recorded()}
+        settings = {"model": self.named(), **self.taken(*_PASSED), **self._recorded()}
         return [Cell(f"example-{number}", f"{__name__}:compared", settings) for number in range(count)]
 
     def settings(self) -> dict[str, Any]:

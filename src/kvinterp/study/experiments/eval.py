@@ -76,7 +76,7 @@ class Eval(OfModel):
         from kvinterp.study.experiments.circumstances import tried
 
         paths = self.paths()
-        more = {name: getattr(self, name) for name in _PASSED}
+        more = self.taken(*_PASSED)
         for adapter in self.adapters():
             tried(adapter, paths)
         return [

@@ -47,7 +47,7 @@ class Kernels(Experiment):
     def named(self, name: str | None = None) -> dict[str, Any]:
         """The model, which may be of a config alone."""
         names = ("model", "random_init", "kind", "dtype", "seed", "device", "attention", "remote_code")
-        return {"loader": "kvinterp.study.experiments.audit:subject", **{each: getattr(self, each) for each in names}}
+        return {"loader": "kvinterp.study.experiments.audit:subject", **self.taken(*names)}
 
     def reduce(self, made: Parts) -> Result:
         """The table, and the first operation that differs."""

@@ -162,7 +162,7 @@ class KvError(OfModel):
         policies.pop("identity", None)
         stored = {"exact": "", "stored": "[prefill=stored]"}
         tried(adapter, (f"cached{stored[reading]}+{text}" for text in policies for reading in self.chosen_readings()))
-        shared = {"model": self.named(), **{name: getattr(self, name) for name in _PASSED}}
+        shared = {"model": self.named(), **self.taken(*_PASSED)}
         cells = []
         arms = [(CONTROL, "identity", ["exact"]), (AGAIN, "identity", ["exact"])]
         arms += [(text, text, self.chosen_readings()) for text in policies]

@@ -106,7 +106,7 @@ class LayerDrift(OfModels):
         names = ("prompts", "strategy", "seed", "kernels", "max_new_tokens", "suffix")
         for number, (model, adapter) in enumerate(zip(self.models, self.adapters(), strict=True)):
             encode_all(adapter, prompts, self.max_new_tokens + self.suffix)
-            settings = {"model": self.named(model), **{name: getattr(self, name) for name in names}}
+            settings = {"model": self.named(model), **self.taken(*names)}
             for example in range(len(prompts)):
                 told = f"layer drift of {adapter.facts.name}" * (example == 0)
                 found.append(Cell(f"layer-drift-{number}-{example}", f"{__name__}:measured", settings, told))
@@ -118,7 +118,7 @@ class LayerDrift(OfModels):
 
     def noted(self) -> dict[str, Any]:
         """How the paths were run."""
-        return {name: getattr(self, name) for name in ("kernels", "strategy", "seed", "max_new_tokens")}
+        return self.taken("kernels", "strategy", "seed", "max_new_tokens")
 
     # What was found ----------------------------------------------------------------------------------------------------
 

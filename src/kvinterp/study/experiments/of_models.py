@@ -60,7 +60,7 @@ class OfModels(Experiment):
         """A cell a model: the function ``measured`` of the experiment's file, given prompts and the fields of its own."""
         shared_by_all = {field.name for field in dataclasses.fields(OfModels)}
         own = [field.name for field in dataclasses.fields(self) if field.name not in shared_by_all]
-        more = {name: getattr(self, name) for name in own}
+        more = self.taken(*own)
         return [
             Cell(
                 f"{self.verb()}-{number}",

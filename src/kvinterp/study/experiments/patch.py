@@ -129,7 +129,7 @@ class Patch(OfModel):
         count = len(load_prompts(self.prompts))
         if self.examples is not None:
             count = min(count, self.examples)
-        given = {name: getattr(self, name) for name in _PASSED}
+        given = self.taken(*_PASSED)
         settings = {"model": self.named(), **given, "over": self.sweep, "steps": _steps(self.steps)}
         return [Cell(f"patched-{place}", f"{__name__}:patched", settings) for place in range(count)]
 

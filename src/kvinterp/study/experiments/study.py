@@ -129,7 +129,7 @@ class Study(Experiment):
         Raises:
             InputError: A name is unknown, or a choice does not fit.
         """
-        shared = {name: getattr(self, name) for name in ("models", *_HANDED)}
+        shared = self.taken("models", *_HANDED)
         parts = []
         for way in self.kinds:
             way_of(way)
