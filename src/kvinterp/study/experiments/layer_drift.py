@@ -278,17 +278,21 @@ def measured(
     paths = f"cached{tail}", f"recompute{tail}"
     sites = shown_sites(adapter)
     settings: dict[str, Any] = {"strategy": strategy, "seed": seed, "max_new_tokens": max_new_tokens, "progress": "none"}
-    for example, key in numbered(keys).items():
-        how = {**settings, "examples": [example], "done": failures_kept}
-        matched = free = compare(adapter, given[example], *paths, record=sites, **how)
-        if len(matched.failures):
-            tables = {"examples": matched.failures}
-        else:
-            if matched.examples["flip_index"].notna().any():
-                free = compare(adapter, given[example], *paths, protocol="free", record="resid_post", **how)
-            tables = of_example(matched, free, adapter.facts.query_heads // adapter.facts.kv_heads)
-            tables["null"] = null_drift(adapter, given[example], matched.steps, paths[1], suffix).assign(example=example)
-        keep(key, {name: table.assign(model=adapter.facts.name) for name, table in tables.items()})
+    # Whether the model was changed is asked once, and not for each prompt.
+    with adapter.unchanged():
+        for example, key in numbered(keys).items():
+            how = {**settings, "examples": [example], "done": failures_kept}
+            matched = free = compare(adapter, given[example], *paths, record=sites, **how)
+            if len(matched.failures):
+                tables = {"examples": matched.failures}
+            else:
+                if matched.examples["flip_index"].notna().any():
+                    free = compare(adapter, given[example], *paths, protocol="free", record="resid_post", **how)
+                tables = of_example(matched, free, adapter.facts.query_heads // adapter.facts.kv_heads)
+                tables["null"] = null_drift(adapter, given[example], matched.steps, paths[1], suffix).assign(
+                    example=example
+                )
+            keep(key, {name: table.assign(model=adapter.facts.name) for name, table in tables.items()})
 
 
 def of_example(matched: Comparison, free: Comparison, sharing: int) -> Tables:

@@ -270,14 +270,18 @@ def ranked(
     """How far apart the paths of some prompts are in the free protocol, as :func:`kvinterp.patching.highest_kl` has it."""
     adapter, given = loaded(model), load_prompts(prompts)
     how: dict[str, Any] = {"protocol": "free", "max_new_tokens": max_new_tokens, "record": "", "progress": "none"}
-    for example, key in numbered(keys).items():
-        part = compare(adapter, given[example], *paths.values(), examples=[example], done=failures_kept, **how)
-        # A prompt that ends with the prefill's token has no step that could differ.
-        later = part.steps[part.steps["step"] > 0].groupby("example")["kl"].mean().get(example, 0.0)
-        columns = ["example", "id", "prompt_tokens", "steps", "flip_index"]
-        row = part.failures.assign(mean_kl=np.nan) if len(part.failures) else part.examples[columns].assign(mean_kl=later)
-        row.insert(0, "model", adapter.facts.name)
-        keep(key, {"table": row})
+    # Whether the model was changed is asked once, and not for each prompt.
+    with adapter.unchanged():
+        for example, key in numbered(keys).items():
+            part = compare(adapter, given[example], *paths.values(), examples=[example], done=failures_kept, **how)
+            # A prompt that ends with the prefill's token has no step that could differ.
+            later = part.steps[part.steps["step"] > 0].groupby("example")["kl"].mean().get(example, 0.0)
+            columns = ["example", "id", "prompt_tokens", "steps", "flip_index"]
+            row = (
+                part.failures.assign(mean_kl=np.nan) if len(part.failures) else part.examples[columns].assign(mean_kl=later)
+            )
+            row.insert(0, "model", adapter.facts.name)
+            keep(key, {"table": row})
 
 
 def localised(
