@@ -18,7 +18,7 @@ from typing import Any
 
 import pandas as pd
 
-from kvinterp.common.store import Record
+from kvinterp.common.store import Store
 
 MODEL = "zoo:gqa2-mini"
 SMALL = ("--prompts", "arithmetic:2", "--device", "cpu")
@@ -190,9 +190,9 @@ def same(one: Path, other: Path) -> None:
             pd.testing.assert_frame_equal(*tables, check_exact=True, obj=name)
             assert tables[0].attrs == tables[1].attrs, name
         elif left.name == ".kvinterp.db":
-            assert [Record(folder.parent).rows("select * from run") for folder in (left, right)] == [[], []]
-            assert [Record(folder.parent).rows("select * from cell") for folder in (left, right)] == [[], []]
-            assert Record(left.parent).names() == Record(right.parent).names()
+            assert [Store(folder.parent).rows("select * from run") for folder in (left, right)] == [[], []]
+            assert [Store(folder.parent).rows("select * from cell") for folder in (left, right)] == [[], []]
+            assert Store(left.parent).names() == Store(right.parent).names()
         else:
             assert _untimed(left) == _untimed(right), name
 
@@ -201,8 +201,8 @@ def _untimed(path: Path) -> bytes:
     # An audit says how long each check took, and its digest is also of that.
     content = path.read_bytes()
     if path.name == "report.html":
-        before, _, behind = content.partition(b"<h2>What took how long</h2>")
-        return before + behind[behind.find(b"<h2>") :]
+        before, _, behind = content.partition(b"<summary>What took how long</summary>")
+        return before + behind[behind.find(b"</details>") :]
     if path.name == "summary.json":
         # What it took stands in a table of its own, and its digest here.
         return re.sub(rb'"(seconds.csv|summary.json)": "\w+"', b"", content)

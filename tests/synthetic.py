@@ -11,7 +11,6 @@ import pandas as pd
 from kvinterp.comparison import COLUMNS, TABLES, Comparison
 from kvinterp.data import Prompt
 from kvinterp.metrics.massive import SUFFIX
-from kvinterp.study.results import Result
 
 ABOUT: dict[str, Any] = {
     "kvinterp": "0.1.0",
@@ -112,26 +111,24 @@ def prompts(count: int, text: str = "Question: one and one?\nAnswer:") -> list[P
     return [Prompt(id=f"p{number}", text=text) for number in range(count)]
 
 
-def result(made: Comparison, folder: Path = Path("result"), **more: Any) -> Result:
-    made.prompts = more.get("prompts", prompts(2))
-    summary = {"interrupted": False, "settings": {"left_out": more.get("left_out", {})}, "provenance": made.provenance}
-    return Result(folder, made, list(made.prompts), summary)
+def result(made: Comparison, folder: Path = Path("result"), **more: Any) -> Comparison:
+    made.prompts, made.folder = more.get("prompts", prompts(2)), folder
+    made.settings = {"left_out": more.get("left_out", {})}
+    return made
 
 
 def comparison_page(folder: Path, made: Comparison, **more: Any) -> Path:
     """The page of one comparison, as its command writes it."""
-    from kvinterp.study.experiments.compare import Compare, outcome_with
+    from kvinterp.study.experiments.compare import Compare
 
-    made.prompts = more.get("prompts", prompts(2))
-    outcome = outcome_with(made, {"left_out": more.get("left_out", {})}, folder)
-    return Compare().drawn_into(outcome, folder / "figures")[-1]
+    return Compare().drawn_into(result(made, folder, **more), folder / "figures")[-1]
 
 
-def demo_page(folder: Path, *results: Result) -> Path:
+def demo_page(folder: Path, *results: Comparison) -> Path:
     """The page of several comparisons, of which the last is to show flips."""
-    from kvinterp.study.experiments.demo import Demo, outcome_of
+    from kvinterp.study.experiments.demo import Demo, result_of
 
-    return Demo().drawn_into(outcome_of(list(results), folder), folder / "figures")[-1]
+    return Demo().drawn_into(result_of(list(results), folder), folder / "figures")[-1]
 
 
 def experiment_page(folder: Path, text: str, rows: int, **changed: Any) -> Path:

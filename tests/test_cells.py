@@ -13,7 +13,7 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from kvinterp.common.store import Lock, Parts, Record
+from kvinterp.common.store import Store
 from kvinterp.study.cells import Cell, loaded, loading_once, run_cells
 from writing import change_cell
 
@@ -54,21 +54,21 @@ def values(made: Any) -> list[int]:
 
 def test_what_is_finished_is_not_done_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     told: list[str] = []
-    parts = Parts(tmp_path, {"verb": "x"})
+    parts = Store(tmp_path, {"verb": "x"})
     run_cells(cells()[1:2], parts)
     with caplog.at_level(logging.INFO, "kvinterp"):
-        made = run_cells(cells(), Parts(tmp_path, {"verb": "x"}), told.append, unit="prompts")
+        made = run_cells(cells(), Store(tmp_path, {"verb": "x"}), told.append, unit="prompts")
     assert CALLED == [1, 0, 2]
     assert told == ["cell 0", "cell 2"]
     assert f"going on in {tmp_path}: 1 of 3 prompts are already there" in caplog.text
     assert list(made) == ["cell-0", "cell-1", "cell-2"]
     assert values(made) == values(run_cells(cells())) == [0, 2, 4]
-    Record(tmp_path).finish("go")
-    assert not Record(tmp_path).rows("select * from cell") + Record(tmp_path).rows("select * from run")
+    Store(tmp_path).settle("go")
+    assert not Store(tmp_path).rows("select * from cell") + Store(tmp_path).rows("select * from run")
 
 
 def test_a_part_that_was_changed_is_made_again(tmp_path: Path) -> None:
-    parts = Parts(tmp_path, {"verb": "x"})
+    parts = Store(tmp_path, {"verb": "x"})
     run_cells(cells(), parts)
     change_cell(tmp_path, "cell-1", lambda content: b"")
     assert values(run_cells(cells(), parts)) == [0, 2, 4]
@@ -77,7 +77,7 @@ def test_a_part_that_was_changed_is_made_again(tmp_path: Path) -> None:
 
 def test_cells_that_share_their_settings_may_share_a_call(tmp_path: Path) -> None:
     wanted = [Cell(str(n), f"{__name__}:together", {"by": 10}) for n in range(3)]
-    parts = Parts(tmp_path, {"verb": "x"})
+    parts = Store(tmp_path, {"verb": "x"})
     run_cells(wanted[:1], parts)
     made = run_cells(wanted, parts)
     assert CALLED == [["0"], ["1", "2"]]
@@ -98,9 +98,9 @@ KEEPING = """
 import itertools, sys
 from pathlib import Path
 import pandas as pd
-from kvinterp.common.store import Lock, Parts
-with Lock(Path(sys.argv[1])):
-    parts = Parts(Path(sys.argv[1]), {"verb": "x"})
+from kvinterp.common.store import Store
+with Store(Path(sys.argv[1])):
+    parts = Store(Path(sys.argv[1]), {"verb": "x"})
     print("began", flush=True)
     for number in itertools.count():
         parts.keep(f"cell-{number}", {"table": pd.DataFrame({"x": [number] * 50_000})})
@@ -118,8 +118,8 @@ def test_killed_while_cells_are_kept_every_one_that_was_kept_is_there(tmp_path: 
         time.sleep(delay)
         process.kill()
         kept = [int(line) for line in process.stdout.read().split("\n") if line]
-    with Lock(tmp_path / "out"):
-        parts = Parts(tmp_path / "out", {"verb": "x"})
+    with Store(tmp_path / "out"):
+        parts = Store(tmp_path / "out", {"verb": "x"})
         there = [number for number in range(len(kept) + 2) if parts.read(f"cell-{number}") is not None]
         # The last may have been kept before it could be said.
         assert there in (kept, [*kept, len(kept)])

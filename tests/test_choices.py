@@ -53,9 +53,7 @@ def ran(verb: str, choices: dict[str, Any], folder: Path) -> tuple[str, str]:
         tables = {name: _rounded(table) for name, table in outcome.tables.items()}
         if verb == "demo":
             tables = {
-                f"{one.folder.name} {n}": _rounded(getattr(one.comparison, n))
-                for one in outcome.result
-                for n in one.comparison.written()[0]
+                f"{one.folder.name} {n}": _rounded(getattr(one, n)) for one in outcome.members for n in one.written()[0]
             }
         told = {
             name: said for name, said in outcome.summary.items() if name not in ("settings", "choices", "sha256", "cells")
@@ -169,7 +167,6 @@ def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
         module = __import__(experiment_named(verb).__module__, fromlist=["loaded"])
         if hasattr(module, "loaded"):
             monkeypatch.setattr(module, "loaded", loaded)
-    monkeypatch.setattr("kvinterp.study.experiments.of_models.loaded", loaded)
     monkeypatch.setattr(cells, "loaded", loaded)
 
 

@@ -424,12 +424,12 @@ def test_interrupted_while_the_options_are_read_nothing_was_begun() -> None:
 SLOW = """
 import time
 import kvinterp.common.store as store
-keep = store.Parts.keep
+keep = store.Store.keep
 def slow(self, *part):
     keep(self, *part)
-    (self.path / "kept").touch()
+    (self.folder / "kept").touch()
     time.sleep(120)  # the parent interrupts here
-store.Parts.keep = slow
+store.Store.keep = slow
 import sys
 sys.argv = ["kvinterp", *{arguments!r}]
 from kvinterp.cli import main
@@ -446,15 +446,15 @@ THREE = (
 
 def test_interrupted_after_one_prompt_it_says_what_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """That it goes on from there is tests/experiments/test_compare.py's, and every verb's with a real signal."""
-    from kvinterp.common.store import Parts
+    from kvinterp.common.store import Store
 
-    keep = Parts.keep
+    keep = Store.keep
 
-    def interrupted(self: Parts, *part: Any) -> None:
+    def interrupted(self: Store, *part: Any) -> None:
         keep(self, *part)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Parts, "keep", interrupted)
+    monkeypatch.setattr(Store, "keep", interrupted)
     made = kvinterp(*THREE, "--out", tmp_path)
     _says_what_is_there(tmp_path, made.exit_code, made.stderr)
     made = kvinterp("show", tmp_path, "--rewrite", "--no-open")
@@ -468,7 +468,7 @@ def test_interrupted_before_anything_is_finished_it_says_so(tmp_path: Path, monk
     def interrupted(*given: Any, **named: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("kvinterp.study.cells.run_alike", interrupted)
+    monkeypatch.setattr("kvinterp.study.cells.Local.__call__", interrupted)
     made = kvinterp(*THREE, "--out", tmp_path / "out")
     assert (made.exit_code, made.stderr.strip().splitlines()[-1]) == (130, f"interrupted: {NOTHING}.")
     assert not (tmp_path / "out").exists() or not any((tmp_path / "out").iterdir())

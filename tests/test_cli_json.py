@@ -50,10 +50,10 @@ def test_list_gives_rows_by_column() -> None:
 
 
 def test_numbers_that_json_does_not_know(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvinterp.study.experiments.base import Outcome
+    from kvinterp.common.result import Result
 
     summary = {"mean": math.nan, "worst": math.inf, "each": [math.nan, 1.0]}
-    monkeypatch.setattr("kvinterp.study.experiments.kernels.Kernels.run", lambda *_, **__: Outcome(None, summary=summary))
+    monkeypatch.setattr("kvinterp.study.experiments.kernels.Kernels.run", lambda *_, **__: Result(summary=summary))
     monkeypatch.setattr("kvinterp.study.experiments.kernels.Kernels.say", lambda *_: None)
     found = said(kvinterp("kernels", "--json"))
     assert (found["mean"], found["worst"], found["each"]) == (None, "inf", [None, 1.0])
@@ -86,7 +86,7 @@ def test_an_interruption_is_an_object_too(tmp_path: Path, monkeypatch: pytest.Mo
     def interrupted(*given: Any, **named: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("kvinterp.study.cells.run_alike", interrupted)
+    monkeypatch.setattr("kvinterp.study.cells.Local.__call__", interrupted)
     made = kvinterp("compare", MODEL, "--out", tmp_path / "out", "--record", "", *QUICK, "--json")
     found = said(made)
     assert (made.exit_code, found["exit_code"]) == (130, 130)

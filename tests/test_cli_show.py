@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from command_line import kvinterp, wrong
-from kvinterp.common.store import Lock, write_whole
+from kvinterp.common.store import Store, write_whole
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def browser(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def paged(folder: Path, name: str) -> Path:
     """A page that kvinterp wrote."""
     folder.mkdir(exist_ok=True)
-    with Lock(folder):
+    with Store(folder):
         write_whole(folder / name, "x")
     return folder / name
 

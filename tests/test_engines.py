@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import kvinterp
-from kvinterp.common.store import Parts, Record
+from kvinterp.common.store import Store
 from kvinterp.errors import InputError, KvinterpError
 from kvinterp.models.provenance import machine
 from kvinterp.study.cells import Cell, Local, run_cells
@@ -75,14 +75,14 @@ def cells_of(folder: Path, count: int = 3) -> list[Cell]:
 
 
 def kept(folder: Path) -> dict[str, bytes]:
-    return dict(Record(folder).rows("select key, content from cell"))
+    return dict(Store(folder).rows("select key, content from cell"))
 
 
 def test_ray_gives_what_this_process_gives(cluster: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Bits, order, threads, and the very bytes of the parts; a worker that ends costs its cell; an error stays an error."""
     for name, engine in (("local", Local()), ("ray", Ray(2))):
         (tmp_path / name).mkdir()
-        made = run_cells(cells_of(tmp_path), Parts(tmp_path / name, {"verb": "x"}), engine=engine)
+        made = run_cells(cells_of(tmp_path), Store(tmp_path / name, {"verb": "x"}), engine=engine)
         assert list(made) == ["x-0", "x-1", "x-2"]
         assert {int(tables["table"]["threads"][0]) for tables, _ in made.values()} == {torch.get_num_threads()}
     assert kept(tmp_path / "local") == kept(tmp_path / "ray")
@@ -104,7 +104,7 @@ def test_ray_gives_what_this_process_gives(cluster: Any, tmp_path: Path, caplog:
 
 @pytest.mark.long
 def test_what_ends_its_worker_every_time_is_said_once(cluster: Any, tmp_path: Path) -> None:
-    parts = Parts(tmp_path, {"verb": "x"})
+    parts = Store(tmp_path, {"verb": "x"})
     group = [Cell(f"k-{n}", f"{HERE}:fatal", {"folder": str(tmp_path), "at": "k-1", "times": 9}) for n in range(3)]
     with pytest.raises(KvinterpError, match="part 'k-1' ended its worker 3 times"):
         run_cells(group, parts, engine=Ray(1))
@@ -143,7 +143,7 @@ def test_a_cluster_that_is_killed_is_said(tmp_path: Path, request: pytest.Fixtur
                 os.kill(int(place.name), signal.SIGKILL)
     _, errors = study.communicate(timeout=120)
     assert (study.returncode, errors.splitlines()[-1].count(said)) == (2, 1), errors[-2000:]
-    assert Record(store.parent).rows("select key from cell")
+    assert Store(store.parent).rows("select key from cell")
 
 
 # Without Ray -----------------------------------------------------------------------------------------------------------

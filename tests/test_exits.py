@@ -20,7 +20,7 @@ import kvinterp as kv
 from command_line import kvinterp, wrong
 from kvinterp.cli import app
 from kvinterp.common.files import sealed
-from kvinterp.common.store import Lock, write_whole
+from kvinterp.common.store import Store, write_whole
 from kvinterp.errors import UnsupportedError, returning
 from kvinterp.testing import assert_cache_consistent
 
@@ -257,7 +257,7 @@ COMMANDS = [("list", "kinds"), ("list", "kinds", "--json"), ("--help",), ("--ver
 
 
 def _called(arguments: tuple[str, ...], folder: Path) -> int | str | None:
-    with Lock(folder):
+    with Store(folder):
         write_whole(folder / "report.html", b"a page")
     with pytest.raises(SystemExit) as left:
         app([each.replace("FOLDER", str(folder)) for each in arguments])

@@ -16,13 +16,12 @@ import torch
 
 from kvinterp.cli.showing import page_of
 from kvinterp.common.files import digest_of, partial_name
-from kvinterp.common.store import _SCHEMA, Lock, Parts, Record, write_whole
+from kvinterp.common.store import _SCHEMA, Store, write_whole
 from kvinterp.comparison import TABLES, Comparison
 from kvinterp.errors import InputError
 from kvinterp.recording import Trace
-from kvinterp.study.results import load_result
 from synthetic import comparison, prompts
-from writing import Compared, cells_of, write_tables
+from writing import Compared, cells_of, read_result, write_tables
 
 TABLE = {"recovery": pd.DataFrame({"x": [1.0, 2.0]})}
 
@@ -49,12 +48,12 @@ def test_a_record_that_names_what_it_cannot_is_refused(tmp_path: Path, name: str
     out.mkdir()
     victim.write_text("mine")
     (out / "summary.json").write_text("{}")
-    with Record(out).changed() as store:
+    with Store(out).changed() as store:
         store.execute("insert into written values(?, ?, 0)", (name, digest_of(victim)))
     with pytest.raises(InputError, match="lies outside of the folder or is hidden"):
         write_tables(out, TABLE, {}, "overwrite")
     with pytest.raises(InputError, match="lies outside of the folder or is hidden"):
-        Record(out).remove([name])
+        Store(out).remove([name])
     assert victim.read_text() == "mine"
     assert sorted(path.name for path in out.iterdir()) == [".kvinterp.db", "summary.json"]
 
@@ -168,22 +167,22 @@ def test_a_damaged_store_is_set_aside_and_its_cells_are_made_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     for number in range(20):
-        Parts(tmp_path, {"verb": "patch"}).keep(f"cell-{number}", TABLE)
+        Store(tmp_path, {"verb": "patch"}).keep(f"cell-{number}", TABLE)
     file = tmp_path / ".kvinterp.db"
     content = bytearray(file.read_bytes())
     content[4096:8192] = bytes(4096)
     file.write_bytes(content)
-    with Lock(tmp_path):
-        assert Parts(tmp_path, {"verb": "patch"}).read("cell-0") is None
-        Parts(tmp_path, {"verb": "patch"}).keep("cell-0", TABLE)
-        assert Parts(tmp_path, {"verb": "patch"}).read("cell-0") is not None
+    with Store(tmp_path):
+        assert Store(tmp_path, {"verb": "patch"}).read("cell-0") is None
+        Store(tmp_path, {"verb": "patch"}).keep("cell-0", TABLE)
+        assert Store(tmp_path, {"verb": "patch"}).read("cell-0") is not None
     assert "is damaged: it is set aside, and what it held is made again" in caplog.text
     (aside,) = tmp_path.glob(".kvinterp.db.damaged.*")
     assert aside.stat().st_size == len(content)
 
 
 def test_an_unfinished_result_of_another_verb_is_not_removed_without_a_word(tmp_path: Path) -> None:
-    Parts(tmp_path, {"verb": "root-cause"}).keep("one", TABLE)
+    Store(tmp_path, {"verb": "root-cause"}).keep("one", TABLE)
     with pytest.raises(InputError, match="holds an unfinished result of 'root-cause'"):
         write_tables(tmp_path, TABLE, {}, about={"verb": "patch"})
     write_tables(tmp_path, TABLE, {}, "overwrite", about={"verb": "patch"})
@@ -233,11 +232,11 @@ def test_cut_off_while_figures_are_drawn_it_is_not_finished_and_the_same_again_f
 @pytest.mark.parametrize("flips", [150, pytest.param(1000, marks=pytest.mark.long)])
 def test_no_flipped_bit_gives_other_numbers(tmp_path: Path, flips: int) -> None:
     """Of 150 bits flipped in kv.parquet 73 were read as other numbers."""
-    parts, table = Parts(tmp_path, {"a": 1}), TABLE["recovery"]
+    parts, table = Store(tmp_path, {"a": 1}), TABLE["recovery"]
     parts.keep("one", {"table": table}, {"paths": "ab"})
     path = tmp_path / ".kvinterp.db"
     content = path.read_bytes()
-    ((packed,),) = Record(tmp_path).rows("select content from cell")
+    ((packed,),) = Store(tmp_path).rows("select content from cell")
     draw, refused = random.Random(0), 0
     for number in range(flips):
         # Half of them anywhere in the store, half in what the cell gave.
@@ -247,8 +246,8 @@ def test_no_flipped_bit_gives_other_numbers(tmp_path: Path, flips: int) -> None:
         changed[bit // 8] ^= 1 << bit % 8
         path.write_bytes(changed)
         found = None
-        with contextlib.suppress(InputError), Lock(tmp_path):
-            found = Parts(tmp_path, {"a": 1}).read("one")
+        with contextlib.suppress(InputError), Store(tmp_path):
+            found = Store(tmp_path, {"a": 1}).read("one")
         if found is None:
             refused += 1
         else:
@@ -261,12 +260,12 @@ def test_no_flipped_bit_gives_other_numbers(tmp_path: Path, flips: int) -> None:
 
 
 def test_other_circumstances_are_never_joined_and_never_lost(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    one = Parts(tmp_path, {"verb": "root-cause", "made_with": {"threads": 1}})
+    one = Store(tmp_path, {"verb": "root-cause", "made_with": {"threads": 1}})
     one.keep("a", TABLE)
-    other = Parts(tmp_path, {"verb": "root-cause", "made_with": {"threads": 2}})
+    other = Store(tmp_path, {"verb": "root-cause", "made_with": {"threads": 2}})
     assert other.read("a") is None
     assert "made with other threads: 1, now 2" in caplog.text
-    assert Parts(tmp_path, {"verb": "root-cause", "made_with": {"threads": 1}}).read("a") is not None
+    assert Store(tmp_path, {"verb": "root-cause", "made_with": {"threads": 1}}).read("a") is not None
 
 
 @pytest.mark.parametrize("flips", [60, pytest.param(1000, marks=pytest.mark.long)])
@@ -282,7 +281,7 @@ def test_no_flipped_bit_of_a_comparison_gives_other_numbers(tmp_path: Path, flip
     held = tmp_path / "parts" / ".kvinterp.db"
     content = {path: path.read_bytes() for path in (held, *(tmp_path / "tables").glob("*.parquet"))}
     draw, accepted = random.Random(0), 0
-    ((packed,),) = Record(held.parent).rows("select content from cell")
+    ((packed,),) = Store(held.parent).rows("select content from cell")
     for _ in range(flips):
         path = draw.choice(sorted(content))
         begin, count = (0, len(content[path])) if path != held else (content[path].index(packed[:200]), 200)
@@ -296,7 +295,7 @@ def test_no_flipped_bit_of_a_comparison_gives_other_numbers(tmp_path: Path, flip
             found = Comparison(*[read["example-0"][0][name] for name in (*TABLES, "failures")], {}) if read else None
         else:
             with contextlib.suppress(InputError):
-                found = load_result(tmp_path / "tables").comparison
+                found = read_result(tmp_path / "tables")
         if found is not None:
             accepted += 1
             for name in TABLES:

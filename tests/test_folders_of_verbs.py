@@ -16,7 +16,7 @@ import kvinterp.study.experiments.root_cause  # noqa: F401  # what no_model take
 import kvinterp.study.report.audit as report
 from command_line import wrong
 from cutting import MODEL, SMALL, VERBS
-from kvinterp.common.store import Lock, Parts, Record, write_whole
+from kvinterp.common.store import Store, write_whole
 from kvinterp.errors import InputError
 from writing import write_tables
 
@@ -38,7 +38,7 @@ def at_work(tmp_path: Path) -> Iterator[Path]:
     begun, over = threading.Event(), threading.Event()
 
     def work() -> None:
-        with Lock(tmp_path / "out"):
+        with Store(tmp_path / "out"):
             begun.set()
             over.wait(60)
 
@@ -146,9 +146,9 @@ def test_a_bad_option_costs_no_result_and_leaves_no_lock(tmp_path: Path, command
 @pytest.mark.usefixtures("no_model")
 def test_an_unfinished_result_of_another_verb_is_in_the_way(tmp_path: Path, verb: str) -> None:
     """It was removed without a word."""
-    Record(tmp_path / "marked").begin({"verb": "survey"})
+    Store(tmp_path / "marked").begin({"verb": "survey"})
     write_whole(tmp_path / "marked" / "table.parquet", b"half")
-    Parts(tmp_path / "parts", {"verb": "survey"}).keep("one", {"table": TABLE})
+    Store(tmp_path / "parts", {"verb": "survey"}).keep("one", {"table": TABLE})
     before = content(tmp_path)
     wrong("holds an unfinished result of 'survey'", *VERBS[verb], "--out", tmp_path / "marked")
     if verb != "audit":  # An audit leaves parts alone.
@@ -172,7 +172,7 @@ def test_an_audit_takes_the_place_of_audits_alone(tmp_path: Path, audited: Any) 
 
 @pytest.mark.usefixtures("no_model")
 def test_a_demos_page_is_not_replaced_by_a_comparisons(tmp_path: Path) -> None:
-    with Lock(tmp_path):
+    with Store(tmp_path):
         write_whole(tmp_path / "report.html", "the demo's")
     wrong("already holds 'report.html' of another result", *VERBS["compare"], "--out", tmp_path)
     assert (tmp_path / "report.html").read_text() == "the demo's"
@@ -185,8 +185,8 @@ def test_an_audit_cut_off_while_it_is_written_says_so(
         patch.setattr(folder_of_audit, "write_whole", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             folder_of_audit.put(report.texts_of(audited), tmp_path, folder_of_audit.tables_of(audited))
-    assert Record(tmp_path).unfinished() == {"verb": "audit"}
+    assert Store(tmp_path).unfinished() == {"verb": "audit"}
     with pytest.raises(InputError, match="holds an unfinished result of 'audit'"):
         write_tables(tmp_path, {"recovery": TABLE}, {}, about={"verb": "patch"})
     folder_of_audit.put(report.texts_of(audited), tmp_path, folder_of_audit.tables_of(audited))
-    assert Record(tmp_path).unfinished() is None
+    assert Store(tmp_path).unfinished() is None

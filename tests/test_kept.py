@@ -12,18 +12,17 @@ import pandas as pd
 import pytest
 
 import kvinterp as kv
-from kvinterp.common.kept import Kept, flat
 from kvinterp.common.parquet import LongTable
+from kvinterp.common.result import Result, flat
 from kvinterp.comparison import Comparison
 from kvinterp.errors import InputError
-from kvinterp.study.experiments import Compare
+from kvinterp.study.experiments.compare import Compare
 from kvinterp.study.experiments.decompose import Decompose
-from kvinterp.study.experiments.keeping import experiment_of, outcome_of
+from kvinterp.study.experiments.keeping import keeper_of
 from kvinterp.study.experiments.patch import Patch
 from kvinterp.study.report.latex import latex_number
-from kvinterp.study.results import load_result
 from synthetic import comparison, prompts
-from writing import resealed
+from writing import read_result, resealed
 
 MODEL = "zoo:gqa2-mini"
 OTHER = "recompute[kernels=split_k(4,float16)]"
@@ -38,7 +37,7 @@ def model() -> Any:
 
 
 @pytest.fixture(scope="module")
-def found(model: Any) -> dict[str, Kept]:
+def found(model: Any) -> dict[str, Result]:
     """One of each."""
     asked, how = kv.load_prompts("arithmetic:2"), {"max_new_tokens": 3, "progress": "none"}
     return {
@@ -56,7 +55,11 @@ def found(model: Any) -> dict[str, Kept]:
 ALL = ("compare", "several", "patch", "patch without controls", "decompose", "localise", "localise nothing", "kernels")
 
 
-def same(one: Kept, other: Kept) -> None:
+PLACED = ("VERB", "folder", "files", "settings", "choices", "experiment", "tables")
+"""What a result says of where it is kept, and what was added to its own tables."""
+
+
+def same(one: Result, other: Result) -> None:
     """Everything but where it is kept is the same, to the bit, with dtypes and NaN."""
     assert type(one) is type(other)
     for name, value in vars(one).items():
@@ -66,12 +69,12 @@ def same(one: Kept, other: Kept) -> None:
         elif name == "pairs":
             for mine, others in zip(value, held, strict=True):
                 same(mine, others)
-        elif name not in ("held", "origin", "logits", "_tables"):
+        elif name not in ("origin", "logits", "_tables", *PLACED):
             assert held == value, name
 
 
 @pytest.mark.parametrize("which", ALL)
-def test_what_is_saved_is_read_again_to_the_bit(found: dict[str, Kept], which: str, tmp_path: Path) -> None:
+def test_what_is_saved_is_read_again_to_the_bit(found: dict[str, Result], which: str, tmp_path: Path) -> None:
     """Twice: what was read is written as it was, choices included."""
     made = found[which]
     read = kv.load(made.save(tmp_path / "once"))
@@ -107,7 +110,7 @@ def test_the_texts_of_tokens_come_back_as_they_were(model: Any, tmp_path: Path) 
     "which",
     [pytest.param(name, marks=pytest.mark.slow) if name in ("compare", "several", "patch") else name for name in ALL],
 )
-def test_it_is_shown_in_a_line_a_card_and_a_page(found: dict[str, Kept], which: str, tmp_path: Path) -> None:
+def test_it_is_shown_in_a_line_a_card_and_a_page(found: dict[str, Result], which: str, tmp_path: Path) -> None:
     made = found[which]
     assert re.fullmatch(r"<\w+ .{10,140}>", repr(made)), repr(made)
     assert MODEL in repr(made)
@@ -119,7 +122,7 @@ def test_it_is_shown_in_a_line_a_card_and_a_page(found: dict[str, Kept], which: 
     page = made.report(tmp_path / "page")
     assert page == tmp_path / "page" / "report.html"
     # A comparison's own first sentence says before its headline what was compared, which a page has elsewhere.
-    headline = experiment_of(made.VERB)().headline(outcome_of(made)) or made.sentences()
+    headline = keeper_of(made).headline(made) or made.sentences()
     assert headline[0].replace("'", "&#39;") in page.read_text()
     assert "runs/*" not in page.read_text()
     assert "functions that are no commands" not in page.read_text()
@@ -128,7 +131,7 @@ def test_it_is_shown_in_a_line_a_card_and_a_page(found: dict[str, Kept], which: 
     same(made, kv.load(tmp_path / "page"))
 
 
-def test_a_page_is_written_again_where_the_result_is_kept(found: dict[str, Kept], tmp_path: Path) -> None:
+def test_a_page_is_written_again_where_the_result_is_kept(found: dict[str, Result], tmp_path: Path) -> None:
     folder = found["decompose"].save(tmp_path / "out")
     before = (folder / "summary.json").read_bytes()
     read = kv.load(folder)
@@ -153,7 +156,7 @@ def test_a_page_is_written_again_where_the_result_is_kept(found: dict[str, Kept]
     ],
     ids=["compare", "patch", "decompose"],
 )
-def test_what_the_command_line_wrote_is_read(experiment: Any, kind: type[Kept], tmp_path: Path) -> None:
+def test_what_the_command_line_wrote_is_read(experiment: Any, kind: type[Result], tmp_path: Path) -> None:
     folder = tmp_path / "out"
     ran = experiment.run(folder, progress="none")
     page = (folder / "report.html").read_text()
@@ -168,11 +171,11 @@ def test_what_the_command_line_wrote_is_read(experiment: Any, kind: type[Kept], 
     assert read.report().read_text() == page, "the page is the one that the command wrote"
 
 
-def test_what_was_saved_is_a_folder_of_the_command_line(found: dict[str, Kept], tmp_path: Path) -> None:
+def test_what_was_saved_is_a_folder_of_the_command_line(found: dict[str, Result], tmp_path: Path) -> None:
     folder = found["compare"].save(tmp_path / "out")
-    held = load_result(folder)
+    held = read_result(folder)
     assert [prompt.id for prompt in held.prompts] == list(found["compare"].examples["id"])
-    assert held.summary["settings"]["b"] == OTHER
+    assert held.settings["b"] == OTHER
     asked = Compare(MODEL, "arithmetic:2", b=OTHER, max_new_tokens=3)
     with pytest.raises(InputError, match="already holds a result"):
         asked.run(folder, progress="none")
@@ -189,7 +192,7 @@ def test_an_outcome_of_any_experiment_is_kept_too(tmp_path: Path) -> None:
     asked.run(tmp_path / "ran", progress="none")
     saved, ran = (kv.load(tmp_path / name) for name in ("saved", "ran"))
     same(saved, ran)
-    assert saved.held.choices == ran.held.choices
+    assert saved.choices == ran.choices
 
 
 # What cannot be read ---------------------------------------------------------------------------------------------------

@@ -17,17 +17,16 @@ import pandas as pd
 import pytest
 
 from kvinterp.common.parquet import GROUP, LongTable, write_table
-from kvinterp.common.store import Lock, Record, check_free, write_whole
+from kvinterp.common.store import Store, write_whole
 from kvinterp.comparison import PARTS, TABLES, Comparison
 from kvinterp.data import Prompt
 from kvinterp.errors import InputError
 from kvinterp.study.cells import CellsMade
-from kvinterp.study.experiments.compare import outcome_of
 from kvinterp.study.findings.of_comparison import charts_of_comparisons, rows_of_comparison
 from kvinterp.study.report.tokens import packed_comparison
-from kvinterp.study.results import load_result
+from kvinterp.study.results import prompts_of
 from synthetic import comparison, failed, prompts
-from writing import Compared, cells_of, change_cell, write_tables
+from writing import Compared, cells_of, change_cell, joined, read_result, summed, write_tables
 
 SETTINGS = {"model": "zoo:mistral-mini", "dtype": "float16", "made_with": {"threads": 1}}
 
@@ -98,10 +97,10 @@ def test_loading_gives_back_what_was_written(tmp_path: Path) -> None:
     made = Compared(tmp_path, SETTINGS, asked)
     made.add(comparison((0, 1), flip=2))
     made.close()
-    read = load_result(tmp_path)
+    read = read_result(tmp_path)
     assert read.prompts == asked
-    same({n: getattr(read.comparison, n) for n in TABLES}, {n: getattr(comparison((0, 1), flip=2), n) for n in TABLES})
-    assert read.comparison.where() == comparison((0, 1), flip=2).where()
+    same({n: getattr(read, n) for n in TABLES}, {n: getattr(comparison((0, 1), flip=2), n) for n in TABLES})
+    assert read.where() == comparison((0, 1), flip=2).where()
 
 
 def test_a_killed_run_goes_on_and_gives_the_same_tables(tmp_path: Path) -> None:
@@ -128,16 +127,15 @@ def test_memory_does_not_grow_with_the_prompts(tmp_path: Path, monkeypatch: pyte
         part[name] = pd.concat([part[name]] * (2**15 // max(len(part[name]), 1)))
 
     def peak(count: int) -> int:
-        parts, cells = (made := folder(tmp_path / str(count), count)).folder.parts, {}
+        parts, cells = (made := folder(tmp_path / str(count), count)).folder, {}
         for number in range(count):
             tables = {name: table.assign(example=number) for name, table in part.items()}
             parts.keep(f"example-{number}", tables, one.provenance)
             cells[f"example-{number}"] = parts
         tracemalloc.start()
-        outcome = outcome_of(CellsMade(cells), made.asked, made.folder.settings, made.folder.folder)
-        found = outcome.result.comparison
+        found = joined(CellsMade(cells), made.asked)
         rows_of_comparison(found), charts_of_comparisons({"": found}), packed_comparison(found)
-        made.folder.finish(outcome.tables, outcome.summary, outcome.texts)
+        made.folder.finish(*summed(found, made.folder), prompts_of(found))
         most = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
         made.folder.release()
@@ -213,13 +211,13 @@ def test_a_table_cut_off_while_written_leaves_the_one_before(tmp_path: Path, mon
     made.close("interrupted")
     made.add(comparison((1,)))
 
-    def cut(self: Record, name: str, digest: str) -> None:
+    def cut(self: Store, name: str, digest: str) -> None:
         """Called when a file is written and not yet in its place."""
         assert [part.stat().st_size for part in tmp_path.glob(".*partial")] != []
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Record, "expect", cut)
+        patch.setattr(Store, "expect", cut)
         with pytest.raises(InputError, match="No space left on device"):
             made.close("interrupted")
     same({n: getattr(comparison((0,)), n) for n in TABLES}, tables(tmp_path))
@@ -289,9 +287,9 @@ def test_failed_examples_are_done_and_keep_the_others_types(tmp_path: Path) -> N
     assert done is not None
     expected = comparison((0, 2, 3))
     same({n: getattr(expected, n) for n in TABLES}, tables(tmp_path))
-    assert done.summary["counts"] == {"examples": 3, "steps": 15, "failed": 1, "planned": 4}
-    assert done.summary["failures"][0]["id"] == "p1"
-    assert load_result(tmp_path).comparison.failures["message"].tolist() == done.comparison.failures["message"].tolist()
+    assert done.written()[1]["counts"] == {"examples": 3, "steps": 15, "failed": 1, "planned": 4}
+    assert done.written()[1]["failures"][0]["id"] == "p1"
+    assert read_result(tmp_path).failures["message"].tolist() == done.failures["message"].tolist()
 
 
 def test_parts_made_differently_are_not_joined(tmp_path: Path) -> None:
@@ -308,7 +306,7 @@ def test_what_is_no_result_cannot_be_loaded(tmp_path: Path, content: str | None)
     if content is not None:
         (tmp_path / "summary.json").write_text(content)
     with pytest.raises(InputError, match="holds no readable"):
-        load_result(tmp_path)
+        read_result(tmp_path)
 
 
 def test_only_failures_still_make_a_result(tmp_path: Path) -> None:
@@ -316,9 +314,9 @@ def test_only_failures_still_make_a_result(tmp_path: Path) -> None:
     made.add(failed(0))
     done = made.close()
     assert done is not None
-    assert isinstance(load_result(tmp_path).comparison, Comparison)
-    assert done.summary["mean_kl"] is None
-    assert done.summary["counts"]["failed"] == 1
+    assert isinstance(read_result(tmp_path), Comparison)
+    assert done.written()[1]["mean_kl"] is None
+    assert done.written()[1]["counts"]["failed"] == 1
 
 
 # Whose files they are ------------------------------------------------------------------------------------------------
@@ -377,17 +375,17 @@ def test_an_interrupted_run_does_not_take_the_place_of_a_finished_result(tmp_pat
     again.add(comparison((0,)))
     assert again.close("interrupted") is None
     assert (tmp_path / "summary.json").read_bytes() == before
-    assert len(load_result(tmp_path).comparison.examples) == 4
+    assert len(read_result(tmp_path).examples) == 4
 
 
 def test_a_figure_that_says_kvinterp_drew_it_may_be_replaced(tmp_path: Path) -> None:
     """Figures saved beside a result are in no record; they carry the mark in their text fields."""
     (tmp_path / "figures").mkdir()
     (tmp_path / "figures" / "recovery.png").write_bytes(b"\x89PNG....tEXtSoftware\0kvinterp....")
-    check_free(tmp_path, "error", ["figures/recovery*"], {})
+    Store(tmp_path).check_free("error", ["figures/recovery*"], {})
     (tmp_path / "figures" / "recovery.png").write_bytes(b"\x89PNG....tEXtSoftware\0Matplotlib....")
     with pytest.raises(InputError, match=r"figures/recovery.png"):
-        check_free(tmp_path, "error", ["figures/recovery*"], {})
+        Store(tmp_path).check_free("error", ["figures/recovery*"], {})
 
 
 def test_tables_replace_their_own_and_no_others(tmp_path: Path) -> None:
@@ -402,7 +400,7 @@ def test_tables_replace_their_own_and_no_others(tmp_path: Path) -> None:
 
 def test_the_record_knows_a_file_before_it_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Killed between the record and the file: the file that was there stays kvinterp's, and so would the new one."""
-    record, lock = Record(tmp_path), Lock(tmp_path)
+    record = Store(tmp_path).hold()
     write_whole(tmp_path / "a.txt", "old")
     with monkeypatch.context() as patch:
         replace = os.replace
@@ -413,7 +411,7 @@ def test_the_record_knows_a_file_before_it_is_there(tmp_path: Path, monkeypatch:
     assert record.foreign(["a.txt"]) == []
     (tmp_path / "a.txt").write_text("new")
     assert record.foreign(["a.txt"]) == []
-    lock.release()
+    record.release()
 
 
 @pytest.mark.parametrize("name", ["a\0b", "y" * 400])
@@ -427,7 +425,7 @@ def test_a_name_no_folder_can_have_is_one_sentence(tmp_path: Path, name: str) ->
 
 def test_a_second_process_is_refused_until_the_first_is_gone(tmp_path: Path) -> None:
     """Two processes in one folder wrote each other's parts; the second one failed with a raw error."""
-    code = "import sys, pathlib, kvinterp.common.store as f; kept = f.Lock(pathlib.Path(sys.argv[1])); print(1, flush=True); input()"
+    code = "import sys, pathlib, kvinterp.common.store as f; kept = f.Store(pathlib.Path(sys.argv[1])).hold(); print(1, flush=True); input()"
     other = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert other.stdin is not None
     assert other.stdout is not None
@@ -456,17 +454,17 @@ def test_under_a_lock_on_a_store_that_was_removed_meanwhile_nothing_is_written(
         place.write_bytes(content)
         return opened
 
-    with Lock(tmp_path):
+    with Store(tmp_path):
         write_whole(tmp_path / "b.txt", "x")
 
     with monkeypatch.context() as patch:
         patch.setattr(sqlite3, "connect", late)
-        first = Lock(tmp_path)
+        first = Store(tmp_path).hold()
     with pytest.raises(InputError, match="cannot be written"):
         write_whole(tmp_path / "a.txt", "x")
     assert not (tmp_path / "a.txt").exists()
     first.release()
-    Lock(tmp_path).release()
+    Store(tmp_path).hold().release()
 
 
 # Parts that something happened to --------------------------------------------------------------------------------------
@@ -482,7 +480,7 @@ def test_a_part_of_other_bytes_is_made_again(tmp_path: Path, content: bytes) -> 
 def test_parts_under_other_names_never_duplicate_a_row(tmp_path: Path) -> None:
     filled(tmp_path / "whole").close()
     made = filled(tmp_path / "cut", (0, 1))
-    with Record(tmp_path / "cut").changed() as store:
+    with Store(tmp_path / "cut").changed() as store:
         store.execute("insert into cell select run, 'example-2', sha, content from cell where key='example-0'")
     again = folder(tmp_path / "cut")
     assert again.done() == {0, 1}
@@ -493,7 +491,7 @@ def test_parts_under_other_names_never_duplicate_a_row(tmp_path: Path) -> None:
 
 def test_unreadable_settings_are_one_sentence(tmp_path: Path) -> None:
     filled(tmp_path, (0,))
-    with Record(tmp_path).changed() as store:
+    with Store(tmp_path).changed() as store:
         store.execute("update run set choices='{{{'")
     with pytest.raises(
         InputError, match=r"an unfinished result whose settings cannot be read: choose .*--overwrite"

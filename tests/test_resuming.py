@@ -7,18 +7,20 @@ import json
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pandas as pd
 import pytest
 import torch
 
 from cutting import same
-from kvinterp.common.store import Made, Parts
+from kvinterp.common.result import Result
+from kvinterp.common.store import Made, Store
 from kvinterp.models import load_model, zoo
 from kvinterp.study.cells import Cell, joined
-from kvinterp.study.experiments import Compare, Experiment, Outcome
+from kvinterp.study.experiments.base import Experiment
 from kvinterp.study.experiments.circumstances import circumstances
+from kvinterp.study.experiments.compare import Compare
 from kvinterp.study.experiments.decompose import Decompose
 from kvinterp.study.experiments.patch import Patch
 
@@ -53,14 +55,14 @@ def test_a_checkpoint_edited_between_gives_the_table_of_the_edited_one(
 ) -> None:
     """`compare` was killed, rope_theta or the tokenizer edited, and it went on: old and new rows in one table."""
     asked = Compare(str(model), "arithmetic:2", max_new_tokens=3, stop="length", device="cpu", record="")
-    keep = Parts.keep
+    keep = Store.keep
 
-    def cut(self: Parts, *part: Any) -> None:
+    def cut(self: Store, *part: Any) -> None:
         keep(self, *part)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(Parts, "keep", cut)
+        patch.setattr(Store, "keep", cut)
         with pytest.raises(KeyboardInterrupt):
             asked.run(tmp_path / "cut" / "out", progress="none", figures="none")
     edit(model)
@@ -115,15 +117,15 @@ def test_a_prompt_that_is_finished_is_not_run_again(
 ) -> None:
     """`patch` and `decompose` began anew; the tables are those of one uninterrupted run, byte for byte."""
     kept: list[str] = []
-    keep = Parts.keep
+    keep = Store.keep
 
-    def counting(self: Parts, key: str, *part: Any) -> None:
+    def counting(self: Store, key: str, *part: Any) -> None:
         keep(self, key, *part)
         kept.append(key)
         if len(kept) == 1:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(Parts, "keep", counting)
+    monkeypatch.setattr(Store, "keep", counting)
     with pytest.raises(KeyboardInterrupt):
         asked.run(tmp_path / "cut" / "out", progress="none", figures="none")
     asked.run(tmp_path / "cut" / "out", progress="none", figures="none")
@@ -147,7 +149,6 @@ def valued(name: str, value: int) -> pd.DataFrame:
 class Twice(Experiment):
     """The largest of some values are looked at again."""
 
-    PAGE: ClassVar = ""
     values: tuple[int, ...] = (3, 9, 4, 7)
 
     def cells(self) -> list[Cell]:
@@ -157,8 +158,8 @@ class Twice(Experiment):
         largest = joined(made)["table"].nlargest(2, "value")["name"]
         return [Cell(f"two-{name}", f"{__name__}:valued", {"name": f"two-{name}", "value": 0}) for name in largest]
 
-    def reduce(self, made: Mapping[str, Made], settings: Mapping[str, Any], folder: Path | None) -> Outcome:
-        return Outcome(None, joined(made), {"settings": settings})
+    def reduce(self, made: Mapping[str, Made]) -> Result:
+        return Result(joined(made), {})
 
 
 @pytest.mark.parametrize("cut", range(1, 6))
@@ -167,16 +168,16 @@ def test_a_second_stage_is_known_from_the_first_and_taken_up_again(
 ) -> None:
     whole = Twice().run(None).tables["table"]
     assert list(whole["name"])[4:] == ["two-one-1", "two-one-3"]
-    keep = Parts.keep
+    keep = Store.keep
     CALLED.clear()
 
-    def stopping(self: Parts, *part: Any) -> None:
+    def stopping(self: Store, *part: Any) -> None:
         keep(self, *part)
         if len(CALLED) == cut:
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(Parts, "keep", stopping)
+        patch.setattr(Store, "keep", stopping)
         with pytest.raises(KeyboardInterrupt):
             Twice().run(tmp_path / "out")
     again = Twice().run(tmp_path / "out")

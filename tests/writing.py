@@ -10,12 +10,12 @@ from typing import Any
 import pandas as pd
 
 from kvinterp.common.files import digest_of, sealed
-from kvinterp.common.store import Made, Record
+from kvinterp.common.store import Made, Store
 from kvinterp.comparison import PARTS, Comparison
 from kvinterp.data import Prompt
-from kvinterp.study.experiments import Compare
-from kvinterp.study.experiments.compare import outcome_of
-from kvinterp.study.results import Result, ResultFolder, prompts_digest
+from kvinterp.study.cells import CellsMade
+from kvinterp.study.experiments.compare import Compare
+from kvinterp.study.results import ResultFolder, prompts_digest, prompts_of
 
 NAMES = Compare("zoo:mistral-mini").names()
 
@@ -54,36 +54,54 @@ class Compared:
         for number in sorted({int(n) for frame in (part.examples, part.failures) for n in frame["example"]}):
             tables = {name: getattr(part, name) for name in PARTS}
             one = {name: table[table["example"] == number] for name, table in tables.items()}
-            self.folder.parts.keep(f"example-{number}", one, part.provenance)
+            self.folder.keep(f"example-{number}", one, part.provenance)
 
     def made(self) -> dict[str, Made]:
         """What is there."""
         keys = [f"example-{number}" for number in range(len(self.asked))]
-        return {key: part for key in keys if (part := self.folder.parts.read(key)) is not None}
+        return {key: part for key in keys if (part := self.folder.read(key)) is not None}
 
     def done(self) -> frozenset[int]:
         """The numbers of the examples that are there."""
         return frozenset(int(key.rpartition("-")[2]) for key in self.made())
 
-    def close(self, ending: str = "finished") -> Result | None:
+    def close(self, ending: str = "finished") -> Comparison | None:
         """Writes the tables, as finished or as interrupted."""
         made = self.made()
         if not made:
             self.folder.release()
             return None
-        outcome = outcome_of(made, self.asked, self.folder.settings, self.folder.folder)
-        files = self.folder.finish(outcome.tables, outcome.summary, outcome.texts, ending=ending)
+        found = joined(CellsMade(dict.fromkeys(made, self.folder)), self.asked)
+        files = self.folder.finish(*summed(found, self.folder), prompts_of(found), ending=ending)
         self.folder.release()
-        return outcome.result if files else None
+        return found if files else None
+
+
+def joined(made: Mapping[str, Made], asked: list[Prompt]) -> Any:
+    """The comparison that its cells come to."""
+    found: Any = Compare().reduce(made)
+    found.prompts = asked
+    return found
+
+
+def summed(found: Any, folder: ResultFolder) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What is written of a comparison."""
+    tables, summary = found.written()
+    return tables, {**summary, "settings": folder.settings}
+
+
+def read_result(folder: Path) -> Any:
+    """The comparison in a folder."""
+    return Compare().read(folder)
 
 
 def cells_of(path: Path) -> list[str]:
     """The keys of the cells of unfinished runs that the store of a folder holds."""
-    return [key for (key,) in Record(path).rows("select key from cell order by key")]
+    return [key for (key,) in Store(path).rows("select key from cell order by key")]
 
 
 def change_cell(path: Path, key: str, changed: Callable[[bytes], bytes]) -> None:
     """Changes what the store of a folder holds of a cell, as a fault of the disk would."""
-    with Record(path).changed() as store:
+    with Store(path).changed() as store:
         ((content,),) = store.execute("select content from cell where key=?", (key,)).fetchall()
         store.execute("update cell set content=? where key=?", (changed(content), key))

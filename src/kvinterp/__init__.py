@@ -10,7 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from kvinterp._version import __version__
-from kvinterp.common.kept import Kept
+from kvinterp.common.result import Result
 
 if TYPE_CHECKING:
     from kvinterp.auditing import Verdict
@@ -148,7 +148,7 @@ def __getattr__(name: str) -> Any:
 
 
 # What finds something may not import what draws and writes it: it is handed in here, and loaded when it is asked for.
-Kept.behind = staticmethod(lambda home="experiments.keeping": importlib.import_module(f"kvinterp.study.{home}"))
+Result.behind = staticmethod(lambda home="experiments.keeping": importlib.import_module(f"kvinterp.study.{home}"))
 
 
 def __dir__() -> list[str]:

@@ -14,6 +14,7 @@ import pytest
 
 import kvinterp as kv
 from command_line import wrong
+from kvinterp.common.result import Result
 from kvinterp.data import Prompt
 from kvinterp.models import Adapter
 from kvinterp.study.behaviour.chains import (
@@ -30,7 +31,6 @@ from kvinterp.study.behaviour.chains import (
     spoken,
     tokens_of,
 )  # fmt: skip
-from kvinterp.study.experiments.base import Outcome
 from kvinterp.study.experiments.chain import Chain
 from kvinterp.study.findings import lines_of
 from support import Case
@@ -179,7 +179,7 @@ def test_arms_are_compared_chain_by_chain() -> None:
     curve = curves_of(many).query("arm == 'bad' and hop == 1").iloc[0]
     assert curve["similarity_low"] <= curve["similarity"] <= curve["similarity_high"]
     empty = {"cycles": cycles_of(chains), "attractors": attractors_of(chains)}
-    outcome = Outcome({}, {"chains": chains, "curves": curves_of(chains), "deltas": deltas, **empty}, {})
+    outcome = Result({"chains": chains, "curves": curves_of(chains), "deltas": deltas, **empty}, {})
     outcome.summary = {"hops": 1, "embedder": "counts"}
     (said,) = Chain().headline(outcome)
     assert "bad changes the last similarity to the first text most, by -0.133 on m at temperature" in said

@@ -17,14 +17,14 @@ import torch
 import kvinterp as kv
 import kvinterp.study.behaviour as behaviour
 from command_line import wrong
-from kvinterp.common.store import Parts
+from kvinterp.common.result import Result
+from kvinterp.common.store import Store
 from kvinterp.data import load_prompts, score
 from kvinterp.models import Adapter
 from kvinterp.paths import Greedy, TopK, TopP
 from kvinterp.policies import Place, Policy
 from kvinterp.policies.base import KV
 from kvinterp.study.behaviour.decoding import likelihoods, write
-from kvinterp.study.experiments.base import Outcome
 from kvinterp.study.experiments.eval import Eval
 from kvinterp.study.findings import lines_of
 from plain import plain_loop
@@ -252,16 +252,16 @@ def test_what_tasks_sample_with() -> None:
 @pytest.mark.slow
 def test_the_command_writes_scores_a_page_and_goes_on(tasks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     what = asked(tasks, "kv_chooses,kv_reads", path="cached[cache=float32]", limit=4)
-    keep, kept = Parts.keep, []
+    keep, kept = Store.keep, []
 
-    def cut(self: Parts, key: str, *part: Any) -> None:
+    def cut(self: Store, key: str, *part: Any) -> None:
         keep(self, key, *part)
         kept.append(key)
         if len(kept) == 2:
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(Parts, "keep", cut)
+        patch.setattr(Store, "keep", cut)
         with pytest.raises(KeyboardInterrupt):
             what.run(tmp_path / "out", progress="none")
     outcome = what.run(tmp_path / "out", progress="none")
@@ -316,7 +316,7 @@ def test_documents_are_compared_one_by_one() -> None:
     assert (second["low"], second["high"]) == pytest.approx((0.0433, 0.7772), abs=1e-4)  # Exact for 2 of 6.
     counts = {path: {"requests": 6, "answered_by_prefill": 0, "truncated": 0, "sampled": 0} for path in right}
     tables = {"results": pd.DataFrame([first, second]).assign(higher_is_better=True)}
-    outcome = Outcome(tables, tables, {"paths": ["cached", "other"], "counts": counts})
+    outcome = Result(tables, {"paths": ["cached", "other"], "counts": counts})
     (said,) = Eval().headline(outcome)
     assert said == "other scores 0.333 in t, acc (6 documents), cached 0.5: 3 score otherwise."
     found = " ".join(lines_of(Eval().findings(outcome)))
@@ -327,9 +327,7 @@ def test_documents_are_compared_one_by_one() -> None:
     said = " ".join(Eval().headline(outcome))
     assert "5 of 6 requests never read the cache" in said
     assert "cut from the left to fit the model's: 2 on cached" in said
-    assert "McNemar" not in " ".join(
-        lines_of(Eval().findings(Outcome(tables, {"results": tables["results"][:1]}, outcome.summary)))
-    )
+    assert "McNemar" not in " ".join(lines_of(Eval().findings(Result({"results": tables["results"][:1]}, outcome.summary))))
 
 
 def test_a_folder_of_tasks_runs_no_code_unless_it_may(tmp_path: Path) -> None:

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 import kvinterp as kv
-from kvinterp.common.store import Parts
+from kvinterp.common.store import Store
 from kvinterp.comparison import Comparison, attention_rows
 from kvinterp.models import Adapter
 from kvinterp.paths import strategy_named
-from kvinterp.study.experiments import Compare
+from kvinterp.study.experiments.compare import Compare
 from kvinterp.study.report.tokens import packed_comparison
-from kvinterp.study.results import load_result
+from writing import read_result
 
 OTHER = "cached+int4"
 PROMPTS = ["What is one and one? The answer is", "Anna has 3 apples. She buys"]
@@ -163,17 +163,17 @@ def test_where_one_token_alone_can_be_drawn_there_is_no_distance() -> None:
 @pytest.mark.slow
 def test_a_run_that_was_cut_off_gives_the_same_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = Compare("zoo:mqa-mini", "arithmetic:2", b=OTHER, record="pattern", max_new_tokens=3, device="cpu")
-    keep = Parts.keep
+    keep = Store.keep
 
-    def cut(self: Parts, *part: Any) -> None:
+    def cut(self: Store, *part: Any) -> None:
         keep(self, *part)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Parts, "keep", cut)
+    monkeypatch.setattr(Store, "keep", cut)
     with pytest.raises(KeyboardInterrupt):
         asked.run(tmp_path / "cut", figures="none")
     monkeypatch.undo()
-    made = [asked.run(tmp_path / name, figures="none").result.comparison for name in ("cut", "whole")]
-    read = load_result(tmp_path / "whole").comparison
+    made = [asked.run(tmp_path / name, figures="none") for name in ("cut", "whole")]
+    read = read_result(tmp_path / "whole")
     assert {packed_comparison(each) for each in (*made, read)} == {packed_comparison(made[1])}
     assert set(made[0].attention_rows["example"]) == {0, 1}

@@ -90,7 +90,8 @@ from typing import ClassVar
 import pandas as pd
 
 from kvinterp.study.cells import Cell
-from kvinterp.study.experiments.base import Experiment, Outcome
+from kvinterp.common.result import Result
+from kvinterp.study.experiments.base import Experiment
 from kvinterp.study.experiments.options import option
 
 
@@ -108,7 +109,7 @@ class Counting(Experiment):
 
     def reduce(self, made, settings, folder):
         tables = {"numbers": pd.concat([tables["table"] for tables, _ in made.values()], ignore_index=True)}
-        return Outcome(tables, tables, {"count": len(made)})
+        return Result(tables, {"count": len(made)})
 
     def sentences(self, outcome):
         return [f"counted to {outcome.summary['count']}"]

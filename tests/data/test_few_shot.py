@@ -15,8 +15,9 @@ from kvinterp.data import TASKS, Prompt, load_prompts, score
 from kvinterp.data.few_shot import cut_at
 from kvinterp.models import Adapter
 from kvinterp.models.inputs import encode
-from kvinterp.study.results import load_result, prompt_lines, prompts_digest
+from kvinterp.study.results import prompt_lines, prompts_digest
 from support import Case
+from writing import read_result
 
 TEST = Path(__file__).with_name("problems") / "test.jsonl"
 CHAT = "{% for m in messages %}[{{ m.role }}] {{ m.content }} {% endfor %}[assistant]"
@@ -136,9 +137,9 @@ def test_a_comparison_keeps_which_problems_were_asked_and_which_shown(tmp_path: 
     made = kvinterp("compare", "zoo:gqa2-mini", "--prompts", source, "--max-new-tokens", "2", "--record", "", "--device",
                     "cpu", "--out", str(out))  # fmt: skip
     assert made.exit_code == 0, made.output
-    kept = load_result(out)
+    kept = read_result(out)
     assert kept.prompts == load_prompts(source)
-    assert list(kept.comparison.examples["id"]) == [prompt.id for prompt in kept.prompts]
+    assert list(kept.examples["id"]) == [prompt.id for prompt in kept.prompts]
     assert kept.prompts[0].meta["shots"]
 
 

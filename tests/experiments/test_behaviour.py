@@ -9,10 +9,10 @@ import pandas as pd
 import pytest
 
 import kvinterp as kv
+from kvinterp.common.result import Result
 from kvinterp.paths.lanes import Memory
 from kvinterp.study.behaviour import divergence as d
 from kvinterp.study.behaviour.decoding import write
-from kvinterp.study.experiments.base import Outcome
 from kvinterp.study.experiments.behaviour import Behaviour, decodes_of, null_of
 from kvinterp.study.findings import findings_of, lines_of
 from kvinterp.study.findings.results import judged
@@ -265,7 +265,7 @@ def test_the_sentences_follow_the_numbers() -> None:
 
 def read(tables: dict[str, pd.DataFrame]) -> tuple[str, str]:
     """The headline, and all findings a line each."""
-    headline = Behaviour().headline(Outcome(tables, tables, {}))
+    headline = Behaviour().headline(Result(tables, {}))
     return "\n".join(headline), "\n".join(lines_of(findings_of(Behaviour().rows(tables))))
 
 

@@ -12,10 +12,10 @@ import statsmodels.api as sm
 from scipy import stats
 
 from kvinterp.common.numbers import number
+from kvinterp.common.result import Result
 from kvinterp.metrics import cox
 from kvinterp.study.behaviour import boundary as b
 from kvinterp.study.behaviour.divergence import DECODE
-from kvinterp.study.experiments.base import Outcome
 from kvinterp.study.experiments.behaviour import Behaviour
 from kvinterp.study.experiments.boundary import Boundary
 from kvinterp.study.findings import findings_of, lines_of
@@ -159,7 +159,7 @@ def test_the_sentences_follow_the_numbers(tables: Any) -> None:
 
 def read(tables: Any) -> tuple[str, str]:
     """The headline, and all findings a line each."""
-    headline = Boundary().headline(Outcome(tables, tables, {}))
+    headline = Boundary().headline(Result(tables, {}))
     return "\n".join(headline), "\n".join(lines_of(findings_of(Boundary().rows(tables))))
 
 

@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 
 import synthetic
-from kvinterp.study.experiments.base import Outcome
+from kvinterp.common.result import Result
 from kvinterp.study.experiments.flips import correlations_of
 from kvinterp.study.experiments.root_cause import RootCause
 
@@ -54,7 +54,7 @@ def read(tables: dict[str, pd.DataFrame]) -> tuple[str, str]:
     from kvinterp.study.findings import lines_of
 
     asked = RootCause(tuple(tables["propagation"]["model"].unique()))
-    outcome = Outcome(tables, tables, {"provenance": {"m0": synthetic.ABOUT}})
+    outcome = Result(tables, {"provenance": {"m0": synthetic.ABOUT}})
     return " ".join(asked.headline(outcome)), "\n".join(lines_of(asked.findings(outcome)))
 
 

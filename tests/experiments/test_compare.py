@@ -12,15 +12,16 @@ import pandas as pd
 import pytest
 import torch
 
-from kvinterp.common.store import Parts
-from kvinterp.comparison import TABLES
+from kvinterp.common.store import Store
+from kvinterp.comparison import TABLES, Comparison
 from kvinterp.errors import InputError
 from kvinterp.models.hooks import Tap
 from kvinterp.models.native import NativeAdapter
 from kvinterp.models.native_sites import NativeSites
-from kvinterp.study.experiments import Compare, Demo
+from kvinterp.study.experiments.compare import Compare
+from kvinterp.study.experiments.demo import Demo
 from kvinterp.study.experiments.registry import experiment_named, experiments
-from kvinterp.study.results import Result, load_result
+from kvinterp.study.results import read_summary
 
 pytestmark = pytest.mark.xdist_group("compare")
 SMALL = Compare(
@@ -28,9 +29,9 @@ SMALL = Compare(
 )
 
 
-def run(asked: Compare, folder: Path, existing: str = "error") -> Result:
+def run(asked: Compare, folder: Path, existing: str = "error") -> Comparison:
     """Its tables, without a page."""
-    made: Result = asked.run(folder, existing, "none", figures="none").result
+    made: Comparison = asked.run(folder, existing, "none", figures="none")
     return made
 
 
@@ -54,15 +55,15 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def cut_after(count: int, error: type[BaseException], monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets ``count`` prompts finish and then raises."""
-    keep, seen = Parts.keep, []
+    keep, seen = Store.keep, []
 
-    def keeping(self: Parts, key: str, *part: Any) -> None:
+    def keeping(self: Store, key: str, *part: Any) -> None:
         keep(self, key, *part)
         seen.append(key)
         if len(seen) == count:
             raise error
 
-    monkeypatch.setattr(Parts, "keep", keeping)
+    monkeypatch.setattr(Store, "keep", keeping)
 
 
 @pytest.mark.parametrize("count", [1, pytest.param(3, marks=pytest.mark.long)])
@@ -74,13 +75,13 @@ def test_interrupted_and_gone_on_with_gives_the_uninterrupted_tables(
         cut_after(count, KeyboardInterrupt, patch)
         with pytest.raises(KeyboardInterrupt):
             run(SMALL, tmp_path)
-    partly = load_result(tmp_path)
-    assert partly.summary["interrupted"] is True
-    assert partly.summary["counts"]["examples"] == count
-    assert partly.summary["counts"]["planned"] == 4
+    partly = read_summary(tmp_path)
+    assert partly["interrupted"] is True
+    assert partly["counts"]["examples"] == count
+    assert partly["counts"]["planned"] == 4
     run(SMALL, tmp_path)
     same(tmp_path, whole)
-    assert load_result(tmp_path).summary == load_result(whole).summary
+    assert read_summary(tmp_path) == read_summary(whole)
 
 
 def test_only_what_is_missing_is_run_again(tmp_path: Path, whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,9 +90,9 @@ def test_only_what_is_missing_is_run_again(tmp_path: Path, whole: Path, monkeypa
         with pytest.raises(MemoryError):
             run(SMALL, tmp_path)
     added: list[str] = []
-    keep = Parts.keep
+    keep = Store.keep
     with monkeypatch.context() as patch:
-        patch.setattr(Parts, "keep", lambda self, key, *part: (added.append(key), keep(self, key, *part))[1])
+        patch.setattr(Store, "keep", lambda self, key, *part: (added.append(key), keep(self, key, *part))[1])
         run(SMALL, tmp_path)
     assert len(added) == 1
     same(tmp_path, whole)
@@ -129,7 +130,9 @@ def test_every_choice_that_changes_numbers_is_held_against_what_is_there(
 
 def test_a_finished_result_is_read_where_that_is_asked(whole: Path) -> None:
     result = run(SMALL, whole, "use")
-    assert result.summary == load_result(whole).summary
+    held = read_summary(whole)
+    assert result.settings == held["settings"]
+    assert {name: said for name, said in result.written()[1].items() if held[name] != said} == {}
 
 
 def test_a_finished_result_is_refused_before_the_model_is_loaded(
@@ -157,7 +160,7 @@ def test_cut_off_before_its_page_it_is_not_made_again(whole: Path, tmp_path: Pat
     monkeypatch.setattr("kvinterp.comparison.compare", lambda *_, **__: pytest.fail("it was made again"))
     run(SMALL, tmp_path)
     same(tmp_path, whole)
-    assert load_result(tmp_path).summary == load_result(whole).summary
+    assert read_summary(tmp_path) == read_summary(whole)
 
 
 def test_a_prompt_file_in_the_folder_itself_is_left_alone(tmp_path: Path) -> None:
@@ -173,7 +176,7 @@ def test_a_prompt_file_in_the_folder_itself_is_left_alone(tmp_path: Path) -> Non
 def test_unasked_it_records_what_the_model_can_give(
     whole: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    summary = load_result(whole).summary
+    summary = read_summary(whole)
     assert summary["settings"]["record"] == ["resid_post", "pattern", "cache_k", "cache_v"]
     assert not summary["settings"]["left_out"]
     find = NativeSites.find
@@ -186,9 +189,9 @@ def test_unasked_it_records_what_the_model_can_give(
     monkeypatch.setattr(NativeSites, "find", blind)
     with caplog.at_level(logging.INFO, "kvinterp"):
         result = run(dataclasses.replace(SMALL, prompts="arithmetic:1"), tmp_path)
-    assert result.comparison.heads.empty
+    assert result.heads.empty
     assert "pattern is not recorded" in caplog.text
-    assert "no attention" in result.summary["settings"]["left_out"]["pattern"]
+    assert "no attention" in result.settings["left_out"]["pattern"]
 
 
 def test_a_site_asked_for_by_name_must_be_there(tmp_path: Path) -> None:
@@ -201,8 +204,8 @@ def test_nan_in_one_prompt_leaves_the_others_as_they_are(
 ) -> None:
     poison_second_prompt(monkeypatch)
     result = run(SMALL, tmp_path)
-    assert result.summary["counts"] == {"examples": 3, "steps": 12, "failed": 1, "planned": 4}
-    (failure,) = result.summary["failures"]
+    assert result.written()[1]["counts"] == {"examples": 3, "steps": 12, "failed": 1, "planned": 4}
+    (failure,) = result.written()[1]["failures"]
     assert failure["id"] == "arithmetic-0-1"
     assert "NaN first appeared" in failure["message"]
     for (name, frame), found in zip(tables(whole).items(), tables(tmp_path).values(), strict=True):
@@ -239,10 +242,10 @@ def test_the_registry_finds_every_experiment() -> None:
 def test_a_pattern_that_was_asked_for_leaves_the_kernel_as_it_is(whole: Path, tmp_path: Path) -> None:
     """It brought eager attention, under which the difference that was looked for may be gone."""
     result = run(dataclasses.replace(SMALL, record="pattern"), tmp_path / "out")
-    assert result.summary["provenance"]["attention"] == "sdpa"
-    assert set(result.comparison.heads["pattern"]) == {"derived"}
+    assert result.provenance["attention"] == "sdpa"
+    assert set(result.heads["pattern"]) == {"derived"}
     bare = run(dataclasses.replace(SMALL, record=""), tmp_path / "bare")
-    pd.testing.assert_frame_equal(result.comparison.steps, bare.comparison.steps, check_exact=True)
+    pd.testing.assert_frame_equal(result.steps, bare.steps, check_exact=True)
     eager = run(dataclasses.replace(SMALL, record="pattern", attention="eager"), tmp_path / "eager")
-    assert eager.summary["provenance"]["attention"] == "eager"
-    assert set(eager.comparison.heads["pattern"]) == {"recorded"}
+    assert eager.provenance["attention"] == "eager"
+    assert set(eager.heads["pattern"]) == {"recorded"}

@@ -30,7 +30,7 @@ def kept(
     return made.save(folder)
 
 
-def compared(tmp_path: Path, **b: object) -> kv.Kept:
+def compared(tmp_path: Path, **b: object) -> kv.Result:
     one = kept(tmp_path / "one", flips={0: 1.0, 1: 2.0, 2: 3.0})
     other = kept(tmp_path / "other", **b)  # type: ignore[arg-type]
     return kv.experiment("compare-runs", first=one, second=str(other), progress="none")

@@ -14,8 +14,7 @@ from typer.testing import CliRunner
 import kvinterp.comparison
 from kvinterp.cli import app
 from kvinterp.errors import InputError
-from kvinterp.study.experiments import Demo
-from kvinterp.study.experiments.demo import FLIPS, SMOKE
+from kvinterp.study.experiments.demo import FLIPS, SMOKE, Demo
 
 pytestmark = [pytest.mark.xdist_group("demo"), pytest.mark.slow]
 
@@ -64,8 +63,8 @@ def test_it_holds_a_case_in_which_a_token_flips(tmp_path: Path) -> None:
     """On every processor: eight bits for K and V move the logits a thousand times further than the order of additions does."""
     # Some of the 40: eight are enough on most processors.
     ways = {"progress": "none", "figures": "none"}
-    made = (Demo(flip_problems=count).flips().run(tmp_path / str(count), **ways).result for count in (8, 32))
-    assert any(result.comparison.examples["flip_index"].notna().any() for result in made)
+    made = (Demo(flip_problems=count).flips().run(tmp_path / str(count), **ways) for count in (8, 32))
+    assert any(result.examples["flip_index"].notna().any() for result in made)
 
 
 def test_a_finished_demo_is_not_touched(smoke: Path) -> None:
@@ -99,7 +98,7 @@ def test_an_unfinished_demo_makes_only_what_is_missing(
         return compare(adapter, *args, **named)
 
     monkeypatch.setattr(kvinterp.comparison, "compare", counting)
-    results = SMOKE.run(tmp_path / "out", progress="none", figures="none").result
+    results = SMOKE.run(tmp_path / "out", progress="none", figures="none").members
     assert compared == ["zoo:mistral-mini native float16 free"]
     assert [r.folder.name for r in results] == [*SMOKE.plan(), FLIPS]
 

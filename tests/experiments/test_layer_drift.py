@@ -11,6 +11,7 @@ from scipy import stats
 
 import kvinterp as kv
 import synthetic
+from kvinterp.common.result import Result
 from kvinterp.comparison.by_layer import (
     CONTRASTS,
     GROWING,
@@ -20,7 +21,6 @@ from kvinterp.comparison.by_layer import (
     means_of,
     pairs_of,
 )
-from kvinterp.study.experiments.base import Outcome
 from kvinterp.study.experiments.layer_drift import (
     EVERY_STEP,
     MEASURES,
@@ -146,7 +146,7 @@ def test_where_no_heads_share_there_is_no_correlation_within() -> None:
 
 def found_of(tables: dict[str, pd.DataFrame]) -> tuple[str, pd.DataFrame]:
     """The headline and the findings of made-up tables."""
-    outcome = LayerDrift().with_findings(Outcome(tables, dict(tables), {"provenance": {"m": synthetic.ABOUT}}))
+    outcome = LayerDrift().judged(Result(tables, {"provenance": {"m": synthetic.ABOUT}}))
     return "\n".join(LayerDrift().headline(outcome)), outcome.tables["findings"].set_index("finding")
 
 

@@ -9,8 +9,8 @@ import pandas as pd
 import pytest
 
 import kvinterp as kv
+from kvinterp.common.result import Result
 from kvinterp.patching import decompose, highest_kl, sweep
-from kvinterp.study.experiments.base import Outcome
 from kvinterp.study.experiments.localisation import SETS, Localisation, chosen_of
 
 pytestmark = pytest.mark.bits
@@ -71,7 +71,7 @@ def rows(part: str, values: list[float], defined: int = 4, sweep: str = "single"
 
 
 def said(by_layer: list[dict[str, Any]], *parts: str) -> str:
-    return "\n".join(Localisation(part=parts).headline(Outcome(None, {}, {"by_layer": by_layer})))
+    return "\n".join(Localisation(part=parts).headline(Result({}, {"by_layer": by_layer})))
 
 
 def test_where_nothing_differs_nothing_is_said_to_recover() -> None:

@@ -5,8 +5,8 @@ import pandas as pd
 import pytest
 
 import kvinterp as kv
+from kvinterp.common.result import Result
 from kvinterp.study.experiments import mitigate as m
-from kvinterp.study.experiments.base import Outcome
 from kvinterp.study.findings import lines_of
 
 
@@ -67,7 +67,7 @@ PATH = {**LEFT, "prompts": 2, "rows_a_token": 1.0, "bytes_a_token": 64.0, "paret
 def read(mitigations: list[dict[str, object]] | None = None, interactions: list[dict[str, object]] | None = None) -> str:
     """Headline and findings of made-up rows."""
     tables = {"mitigations": pd.DataFrame(mitigations or [PATH]), "interactions": pd.DataFrame(interactions or [])}
-    outcome = Outcome(tables, tables, {})
+    outcome = Result(tables, {})
     return "\n".join([*m.Mitigate().headline(outcome), *lines_of(m.Mitigate().findings(outcome))])
 
 

@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 
 import kvinterp as kv
-from kvinterp.study.experiments.base import Outcome
+from kvinterp.common.result import Result
 from kvinterp.study.experiments.repeated_heads import ALIKE, CHANGE, RepeatedHeads, repeated_heads, with_repeated_heads
 from kvinterp.study.experiments.root_cause import RootCause, prompts_of_seed
 
@@ -81,11 +81,11 @@ def test_what_is_found_of_the_ratio() -> None:
 
     same, other = ({"repeated_heads": copies(size)} for size in (0.0, 1e-3))
     assert (change(same)["estimate"], change(same)["verdict"]) == (0, ALIKE)
-    assert "in 1 of 1 case" in RepeatedHeads().headline(Outcome(same, same))[0]
+    assert "in 1 of 1 case" in RepeatedHeads().headline(Result(same))[0]
     assert change(other)["estimate"] == pytest.approx(1e-3)
     assert np.isnan(change(other)["low"]), "four prompts are too few for an interval"
     assert change(other)["verdict"] == ""
-    assert "in 0 of 1 case" in RepeatedHeads().headline(Outcome(other, other))[0]
+    assert "in 0 of 1 case" in RepeatedHeads().headline(Result(other))[0]
 
 
 def test_prompts_are_drawn_with_another_seed() -> None:

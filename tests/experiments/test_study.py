@@ -18,12 +18,12 @@ from matplotlib.figure import Figure
 import kvinterp.study.experiments.study as study
 from command_line import kvinterp, wrong
 from cutting import same
-from kvinterp.common.store import Made, Parts
+from kvinterp.common.result import Result
+from kvinterp.common.store import Made, Store
 from kvinterp.data import load_prompts
 from kvinterp.errors import InputError
 from kvinterp.models.inputs import encode
 from kvinterp.study.cells import Cell, joined, loaded
-from kvinterp.study.experiments.base import Outcome
 from kvinterp.study.experiments.of_models import OfModels
 from kvinterp.study.experiments.registry import experiment_named
 from kvinterp.study.experiments.study import Study
@@ -62,11 +62,11 @@ class Lengths(OfModels):
     def tables(self, made: Mapping[str, Made]) -> dict[str, pd.DataFrame]:
         return {self.TABLES[0]: joined(made)["table"]}
 
-    def reduce(self, made: Mapping[str, Made], settings: Mapping[str, Any], folder: Path | None) -> Outcome:
+    def reduce(self, made: Mapping[str, Made]) -> Result:
         tables = self.tables(made)
-        return Outcome(tables, tables, {"reading": [f"{len(tables[self.TABLES[0]])} <b>rows</b>."]})
+        return Result(tables, {"reading": [f"{len(tables[self.TABLES[0]])} <b>rows</b>."]})
 
-    def drawings(self, outcome: Outcome) -> dict[str, Figure]:
+    def drawings(self, outcome: Result) -> dict[str, Figure]:
         with sheet(2, 1) as figure:
             figure.subplots().plot(outcome.tables[self.TABLES[0]]["tokens"])
         return {f"root_cause_{self.TABLES[0]}": figure}
@@ -114,7 +114,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvinterp.study.cells.run_alike", lambda *_: pytest.fail("a cell was done"))
+    monkeypatch.setattr("kvinterp.study.cells.Local.__call__", lambda *_: pytest.fail("a cell was done"))
 
 
 # What is in it ---------------------------------------------------------------------------------------------------------
@@ -201,15 +201,15 @@ def test_the_prompts_are_kept(whole: Path) -> None:
 
 
 def stopping(monkeypatch: pytest.MonkeyPatch, count: int, error: BaseException) -> None:
-    keep, kept = Parts.keep, list[str]()
+    keep, kept = Store.keep, list[str]()
 
-    def cut(self: Parts, key: str, *part: Any) -> None:
+    def cut(self: Store, key: str, *part: Any) -> None:
         keep(self, key, *part)
         kept.append(key)
         if len(kept) == count:
             raise error
 
-    monkeypatch.setattr(Parts, "keep", cut)
+    monkeypatch.setattr(Store, "keep", cut)
 
 
 @pytest.mark.slow

@@ -6,8 +6,8 @@ import pytest
 from scipy import stats
 
 import kvinterp as kv
+from kvinterp.common.result import Result
 from kvinterp.study.experiments import susceptibility as s
-from kvinterp.study.experiments.base import Outcome
 from kvinterp.study.findings import lines_of
 
 SIZES = (0.1, 0.2, 0.4, 0.8, 1.6)
@@ -109,7 +109,7 @@ def read(whole: dict[str, object], one: dict[str, object], wrong: int = 0, brier
     certificates = pd.DataFrame([{"steps": 9, "certified": 4, "flips": 3, "flips_certified": wrong}])
     tables = {"thresholds": pd.DataFrame([whole, {**one, "bin": 0}]), "certificates": certificates}
     made = {"noise": "normal", "seeds": 3, "prompts": 2, "positions": 9, "brier": brier or BRIER, "rounding": own or OWN}
-    outcome = Outcome(tables, tables, made)
+    outcome = Result(tables, made)
     return "\n".join([*s.Susceptibility().headline(outcome), *lines_of(s.Susceptibility().findings(outcome))])
 
 
@@ -136,7 +136,7 @@ def test_the_headline_follows_the_numbers() -> None:
 
 
 def test_what_was_said_is_said_again() -> None:
-    assert s.Susceptibility().sentences(Outcome({}, {}, {"reading": ["as it was said"]})) == ["as it was said"]
+    assert s.Susceptibility().sentences(Result({}, {"reading": ["as it was said"]})) == ["as it was said"]
 
 
 @pytest.mark.parametrize("none", [np.nan, None], ids=["measured", "read again"])

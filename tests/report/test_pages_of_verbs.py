@@ -14,9 +14,9 @@ import pandas as pd
 import pytest
 from browser import EVIL, IN_A_BROWSER, Opened, check_markup, check_page, check_sorting
 
+from kvinterp.common.result import Result
 from kvinterp.models import zoo
 from kvinterp.study.claims import COLUMNS
-from kvinterp.study.experiments.base import Outcome
 from kvinterp.study.experiments.demo import SMOKE
 from kvinterp.study.experiments.eval import Eval
 from kvinterp.study.experiments.registry import experiment_named
@@ -90,9 +90,9 @@ def eval_of(folder: Path) -> Path:
     table = pd.DataFrame(rows).assign(difference=float("nan"), changed=0)
     tables = {"results": table}
     held = {path: {"requests": 8, "answered_by_prefill": 0, "truncated": 0, "sampled": 0} for path in paths}
-    outcome = Outcome(tables, tables, {"paths": paths, "counts": held, "provenance": {**ABOUT, "model": NAME}})
+    outcome = Result(tables, {"paths": paths, "counts": held, "provenance": {**ABOUT, "model": NAME}})
     outcome.choices = {"path": paths[1]}
-    return Eval().with_findings(outcome) and Eval().drawn_into(outcome, folder / "figures")[-1]
+    return Eval().judged(outcome) and Eval().drawn_into(outcome, folder / "figures")[-1]
 
 
 @dataclasses.dataclass(frozen=True)

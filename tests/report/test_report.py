@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from kvinterp.common.numbers import number
+from kvinterp.comparison import Comparison
 from kvinterp.data import Prompt
 from kvinterp.study.experiments.base import Experiment
 from kvinterp.study.findings.of_comparison import NAMES, ladder_of
 from kvinterp.study.findings.results import right_answers
-from kvinterp.study.results import Result
 from pages import Page
 from synthetic import comparison, comparison_page, demo_page, failed, result
 
@@ -23,12 +23,12 @@ ALL = [name for name in NAMES if name != "routing_by_step"]
 ATTACK = "<script>alert('x')</script> & <img src=http://example.com/x.png> \"quoted\""
 
 
-def made(size: float = 1e-3, flip: int | None = None, **changed: Any) -> Result:
+def made(size: float = 1e-3, flip: int | None = None, **changed: Any) -> Comparison:
     return result(comparison(size=size, flip=flip, **changed), Path("-".join(["run", *map(str, changed.values())])))
 
 
-def page(folder: Path, one: Result, **more: Any) -> Page:
-    return Page(comparison_page(folder, one.comparison, **more).read_text(encoding="utf-8"))
+def page(folder: Path, one: Comparison, **more: Any) -> Page:
+    return Page(comparison_page(folder, one, **more).read_text(encoding="utf-8"))
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_answer_of_an_ordinary_run(tmp_path: Path, quick: None) -> None:
     one = made()
     text = page(tmp_path, one).text
-    steps = one.comparison.steps
+    steps = one.steps
     assert "cached and recompute give different logits at 8 of 10 steps" in text
     assert number(steps["max_abs_logit"].max()) in text
     assert "No token changes in 2 decodes." in text
@@ -63,7 +63,7 @@ def test_the_answer_when_tokens_flip(tmp_path: Path, quick: None) -> None:
 def test_the_answer_in_higher_precision(tmp_path: Path, quick: None) -> None:
     rungs = [made(), made(size=1e-7, dtype="float32"), made(size=1e-15, dtype="float64"), made(flip=2, protocol="free")]
     text = Page(demo_page(tmp_path, *rungs).read_text(encoding="utf-8")).text
-    sizes = [one.comparison.steps["max_abs_logit"].max() for one in rungs[1:3]]
+    sizes = [one.steps["max_abs_logit"].max() for one in rungs[1:3]]
     said = f"{number(sizes[0])} in float32 and {number(sizes[1])} in float64"
     assert f"On fewer prompts the largest difference of a logit is {said}." in text
     assert text.count("largest difference of a logit, the same prompts in each dtype") == 3

@@ -27,7 +27,7 @@ from kvinterp.auditing.norms import known, standing
 from kvinterp.auditing.reading import Evidence
 from kvinterp.auditing.values import difference, grid_module, on_grid
 from kvinterp.auditing.verdict import Audit, allowed
-from kvinterp.common.store import Lock
+from kvinterp.common.store import Store
 from kvinterp.data import Prompt
 from kvinterp.data.chat import prompt_ids
 from kvinterp.errors import InputError, KvinterpError, UnsupportedError, located, shown
@@ -135,7 +135,7 @@ def audit(
 
             # Held until it is written: another audit of the folder is told now, not overwritten then.
             check_own(Path(out))
-            held.enter_context(Lock(Path(out)))
+            held.enter_context(Store(Path(out)))
         with located(f"audit of {adapter.facts.name}"), own_threads(adapter), _torchs_own_words(), evaluating(adapter):
             check_causal(adapter)
             room = min(adapter.facts.context, max(lengths) + steps)

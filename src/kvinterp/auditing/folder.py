@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pandas as pd
 
 from kvinterp.common.files import SUMMARY, check_writable, digest_of, is_file, sealed, told
-from kvinterp.common.store import Lock, Record, refuse_foreign, write_whole
+from kvinterp.common.store import Store, write_whole
 from kvinterp.errors import InputError
 
 if TYPE_CHECKING:
@@ -36,7 +36,8 @@ def check_own(folder: Path) -> None:
             folder.lstat()  # A name that none can have is said now, not after the work.
         if folder.exists() and not folder.is_dir():
             raise InputError(f"{str(folder)!r} is a file, and an audit writes a folder: choose another with --out.")
-        other = (Record(folder).unfinished() or _ABOUT).get("verb")
+        store = Store(folder)
+        other = (store.unfinished() or _ABOUT).get("verb")
         if other != "audit":
             raise InputError(
                 f"folder {str(folder)!r} holds an unfinished result of {other!r}: choose another folder with --out, or run "
@@ -44,7 +45,7 @@ def check_own(folder: Path) -> None:
             )
         if is_file(folder / SUMMARY):
             raise InputError(f"folder {str(folder)!r} holds another command's result: choose another folder with --out.")
-        refuse_foreign(Record(folder), NAMES)
+        store.refuse_foreign(NAMES)
         check_writable(folder)
 
 
@@ -64,16 +65,15 @@ def put(texts: Mapping[str, str], folder: Path, tables: Mapping[str, pd.DataFram
     Raises:
         InputError: As :func:`check_own` says.
     """
-    with Lock(folder):
+    with Store(folder) as store:
         check_own(folder)
-        record = Record(folder)
         # Nothing of an earlier audit stays beside this one.
-        record.begin(_ABOUT, record.names() & set(NAMES))
+        store.begin(_ABOUT, store.names() & set(NAMES))
         digests: dict[str, str] = {}
         files = {f"{name}.parquet": table.to_parquet(None, index=False) for name, table in (tables or {}).items()}
         for name, text in [*files.items(), *texts.items()]:
             # The verdict is written last: where it is, everything is. It holds the digests of all.
             write_whole(folder / name, text if name != "verdict.json" else sealed(name, json.loads(text), digests))
             digests[name] = digest_of(folder / name)
-        record.finish()
+        store.settle()
     return folder

@@ -22,8 +22,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from kvinterp.auditing.blocks import BlockModel, prompts_for, referenced
 from kvinterp.auditing.first_difference import Feed, Finding, look
 from kvinterp.auditing.watch import MATMUL, Fused, Product, Recogniser, Scores, Values
-from kvinterp.common.kept import Kept, signed
 from kvinterp.common.progress import each
+from kvinterp.common.result import Result, signed
 from kvinterp.errors import InputError, shown
 from kvinterp.metrics.kv import units_in_last_place
 from kvinterp.models import Adapter, wrap
@@ -43,7 +43,7 @@ LARGEST = 16_384
 
 
 @dataclasses.dataclass(repr=False)
-class KernelsTable(Kept):
+class KernelsTable(Result):
     """What was found.
 
     Attributes:

@@ -17,7 +17,7 @@ from kvinterp.auditing.bench import Check
 from kvinterp.auditing.folder import GIVEN, put, tables_of
 from kvinterp.auditing.ladder import Plan, PrecisionRun
 from kvinterp.common.files import bytes_with, read_sealed, strict_json
-from kvinterp.common.kept import Held, Kept
+from kvinterp.common.result import Result
 from kvinterp.errors import InputError
 from kvinterp.models.inputs import check_choice, check_known, given_list
 
@@ -43,7 +43,7 @@ CANNOT_TELL = "cannot-tell"
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Verdict(Kept):
+class Verdict(Result):
     """What an audit found.
 
     Attributes:
@@ -146,7 +146,7 @@ class Verdict(Kept):
                 f"folder {str(place)!r} holds no readable verdict.json ({error}): it is damaged or of another version of "
                 "kvinterp; make the audit again."
             ) from error
-        object.__setattr__(found, "held", Held(place, {}, {}))
+        vars(found).update(folder=place, settings={}, choices={})
         return found
 
     def written(self) -> tuple[dict[str, pd.DataFrame], dict[str, Any]]:
@@ -181,10 +181,9 @@ class Verdict(Kept):
         Returns:
             The page's path.
         """
-        if folder is None and self.held is not None and (self.held.folder / "report.html").is_file():
-            return self.held.folder / "report.html"
-        kept = None if self.held is None else self.held.folder
-        return self.save(folder or kept or tempfile.mkdtemp(prefix="kvinterp-"), existing) / "report.html"
+        if folder is None and self.folder is not None and (self.folder / "report.html").is_file():
+            return self.folder / "report.html"
+        return self.save(folder or self.folder or tempfile.mkdtemp(prefix="kvinterp-"), existing) / "report.html"
 
     def figures(self) -> dict[str, Figure]:
         """The ladder of precisions."""
@@ -207,7 +206,7 @@ class Verdict(Kept):
 
 
 @dataclasses.dataclass(repr=False)
-class Audit(Kept):
+class Audit(Result):
     """Everything an audit measured; ``verdict`` is its conclusion, and what :func:`kvinterp.load` reads again.
 
     Attributes:

@@ -2,8 +2,8 @@
 
 It holds the names and digests of the files that kvinterp wrote there (no other is replaced or removed), what result is being
 written, and what the cells of an unfinished one gave. A change is a transaction: it is there whole or not at all, whenever the
-process is killed. Who writes holds the file (:class:`Lock`), so that a second writer is refused, and the system lets go of it
-with the process, however that ends. Each cell has a digest that is checked when it is read. The file may come from anybody: a
+process is killed. Who writes holds the file, so that a second writer is refused, and the system lets go of it with the
+process, however that ends. Each cell has a digest that is checked when it is read. The file may come from anybody: a
 name in it that leads out of the folder, or to a hidden file, is refused.
 """
 
@@ -76,8 +76,8 @@ _KEPT = 2
 """So many digests of a file are known: killed before a new content is there, the old one is still kvinterp's."""
 _PNG_MARK = b"Software\0kvinterp"
 _OWN_NAME = re.compile(r"[^./\\\x00-\x1f\x7f][^/\\\x00-\x1f\x7f]*")
-_Lock = TypeVar("_Lock", bound="Lock")
-_held: weakref.WeakValueDictionary[tuple[Path, int], Lock] = weakref.WeakValueDictionary()
+_Store = TypeVar("_Store", bound="Store")
+_held: weakref.WeakValueDictionary[tuple[Path, int], Store] = weakref.WeakValueDictionary()
 
 
 def _refuse_older(folder: Path) -> None:
@@ -149,37 +149,54 @@ def _answers(folder: Path) -> Iterator[None]:
             raise OSError(str(error)) from error
 
 
-class Lock:
-    """Keeps everybody else out of a folder; within the thread that holds it, it may be taken again.
+class Store:
+    """The store of a folder; it is made when something is first written to it.
+
+    Within ``with store:`` everybody else is kept out, and the thread that holds it may hold it again; asked without that, the
+    store is open for a moment.
+
+    A run, whose cells it keeps, has the digest of everything that decides its numbers: one under other threads, kernels, weights
+    or versions has cells of its own, so what was made differently is never joined. Whoever keeps cells holds the store.
 
     Args:
-        folder: The folder; it is made where it is missing, and removed again at the release where nothing came into it.
+        folder: The folder; it need not exist. One that is made for nothing is removed again at the release.
+        settings: What decides the numbers of a run, see :meth:`for_run`.
 
     Raises:
         InputError: Another process or thread is at work there, or the folder cannot be written.
     """
 
-    def __init__(self, folder: Path) -> None:
+    run = ""
+
+    def __init__(self, folder: Path, settings: Mapping[str, Any] | None = None) -> None:
         self.db: Any = None
         self.folder, self._made = folder, list[Path]()
-        with _answers(folder):
-            self._made = [place for place in (folder, *folder.parents) if not place.exists()]
+        if settings is not None:
+            self.for_run(settings)
+
+    # Who is at work ----------------------------------------------------------------------------------------------------
+
+    def __enter__(self: _Store) -> _Store:
+        return self if self.db is not None else self.hold()
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    def hold(self: _Store) -> _Store:
+        """Keeps everybody else out, until it is released."""
+        with _answers(self.folder):
+            self._made = [place for place in (self.folder, *self.folder.parents) if not place.exists()]
             try:
-                self._key = folder.resolve(), threading.get_ident()
-                # Kept, so that it is held for as long as anybody within counts on it.
+                self._key = self.folder.resolve(), threading.get_ident()
+                # Referred to, so that it is held for as long as anybody within counts on it.
                 self._outer = _held.get(self._key)
                 if self._outer is None:
-                    self.db = _taken(folder)
+                    self.db = _taken(self.folder)
                     _held[self._key] = self
             except BaseException:
                 self._leave()
                 raise
-
-    def __enter__(self: _Lock) -> _Lock:
         return self
-
-    def __exit__(self, *_: object) -> None:
-        self.release()
 
     def release(self) -> None:
         """Lets others in; what was made for nothing is gone again."""
@@ -204,46 +221,11 @@ class Lock:
             with contextlib.suppress(OSError):
                 place.rmdir()
 
-
-def _taken(folder: Path) -> sqlite3.Connection:
-    db, place = _opened(folder), folder / FILE
-    try:
-        db.execute("pragma locking_mode=exclusive")
-        # Of a file that has lost its name meanwhile SQLite gives a lock as well, but it makes no change there.
-        db.executescript("begin exclusive; commit")
-        # Whoever was half-way through a file when killed is gone.
-        sweep_partials(folder)
-        if _is_sound(db):
-            return db
-    except BaseException:
-        db.close()
-        raise
-    log.warning("the store %s is damaged: it is set aside, and what it held is made again", place)
-    db.close()
-    place.rename(folder / f"{FILE}.damaged.{secrets.token_hex(8)}")
-    return _taken(folder)
-
-
-def _is_sound(db: sqlite3.Connection) -> bool:
-    try:
-        return bool(db.execute("pragma quick_check(1)").fetchone() == ("ok",))
-    except sqlite3.DatabaseError:
-        return False
-
-
-class Record:
-    """What the store of a folder says; under this thread's :class:`Lock`, or for a moment without one.
-
-    Args:
-        folder: The folder; it need not exist.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    # What is written -----------------------------------------------------------------------------------------------------
 
     @classmethod
-    def over(cls, path: Path) -> Record | None:
-        """The record that a file belongs in: of its folder or of the one above, None where neither has one."""
+    def over(cls, path: Path) -> Store | None:
+        """The store that a file belongs in: of its folder or of the one above, None where neither has one."""
         return next((cls(folder) for folder in (path.parent, path.parent.parent) if is_there(folder / FILE)), None)
 
     @contextlib.contextmanager
@@ -269,7 +251,7 @@ class Record:
             return db.execute(sql, given).fetchall()
 
     def begin(self, about: Mapping[str, Any], leaving: Iterable[str] = ()) -> None:
-        """Says that a result is being written: until :meth:`finish` it is not finished, whatever files are there.
+        """Says that a result is being written: until :meth:`settle` it is not finished, whatever files are there.
 
         Args:
             about: What the result is, as plain JSON values.
@@ -285,7 +267,7 @@ class Record:
         found = [_object(text) for (text,) in self.rows("select choices from run where run=?", _RESULT)]
         return (found[0] or {}) if found else None
 
-    def finish(self, cells: str = "stay") -> None:
+    def settle(self, cells: str = "stay") -> None:
         """Says that the result is whole, and removes what it takes the place of; ``cells="go"``: what cells gave too."""
         self.remove(name for (name,) in self.rows("select name from written where state=?", _LEAVING))
         with self.changed() as db:
@@ -356,6 +338,169 @@ class Record:
         path = self.folder / name
         return is_plain(path) and (path.parent == self.folder or not path.parent.is_symlink())
 
+    def refuse_foreign(self, names: Iterable[str]) -> None:
+        """Raises where a file that kvinterp did not write has one of the names, relative to the folder, that it needs."""
+        foreign = self.foreign(names)
+        if foreign:
+            more = f" (and {len(foreign) - 1} more)" if len(foreign) > 1 else ""
+            raise InputError(
+                f"folder {str(self.folder)!r} holds {foreign[0]!r}{more}, which kvinterp did not write or which was changed "
+                "since, and which would have to be replaced: choose another folder with --out, or move it away."
+            )
+
+    # What is in the way ------------------------------------------------------------------------------------------------
+
+    def check_free(self, existing: str, names: Iterable[str], choices: Mapping[str, Any]) -> bool:
+        """Raises where something is in the way: asked before anything slow, such as loading a model, begins.
+
+        Args:
+            existing: What to do about what is already there, see :data:`EXISTING`.
+            names: The files that will be written; ``figures/recovery*`` are all that begin so.
+            choices: What was chosen, ``verb`` among it; an unfinished result of other choices is in the way.
+
+        Returns:
+            Whether a finished result is there, which is to be read if it is the same.
+
+        Raises:
+            InputError: The folder cannot be written; it holds a finished result, an unfinished one of something else or a file of
+                another result under one of the names, and ``existing`` is ``"error"``; or a file that kvinterp did not write.
+        """
+        folder = self.folder
+        if existing not in EXISTING:
+            raise unknown("way to treat an existing result", existing, EXISTING)
+        unfinished = self.rows("select choices from run where run=? or run in (select run from cell)", _RESULT)
+        finished = not unfinished and (folder / SUMMARY).exists()
+        if existing == "error" and finished:
+            raise InputError(f"folder {str(folder)!r} already holds a result: {ADVICE}")
+        for held in (_object(text) for (text,) in unfinished):
+            if held == choices:
+                continue
+            if existing == "overwrite":
+                log.warning(
+                    "an unfinished result in %s is removed once this one is finished: --overwrite was given", folder
+                )
+            elif held is None:
+                raise InputError(
+                    f"folder {str(folder)!r} holds an unfinished result whose settings cannot be read: {ADVICE}"
+                )
+            elif held.get("verb") != choices.get("verb"):
+                raise InputError(f"folder {str(folder)!r} holds an unfinished result of {held.get('verb')!r}: {ADVICE}")
+            else:
+                raise InputError(unlike(folder, "an unfinished result", held, choices))
+        if existing == "use" and finished:
+            return True
+        names = [*names, SUMMARY]
+        self.check_names(names)
+        if existing == "error" and not unfinished and (taken := [name for name in names if is_there(folder / name)]):
+            raise InputError(f"folder {str(folder)!r} already holds {taken[0]!r} of another result: {ADVICE}")
+        check_writable(folder)
+        return False
+
+    def check_names(self, names: Iterable[str]) -> None:
+        """Raises where a file that kvinterp did not write has one of these names, or is in the place of a folder.
+
+        Args:
+            names: The files that will be written, as :func:`check_free` takes them.
+
+        Raises:
+            InputError: There is such a file.
+        """
+        folder, figures = self.folder, self.folder / "figures"
+        if is_there(figures):
+            if figures.is_symlink() or not figures.is_dir():
+                raise InputError(
+                    f"folder {str(folder)!r} holds 'figures', which is no folder and which kvinterp did not write: {_MOVE}"
+                )
+            check_writable(figures)
+        there: dict[str, None] = {}
+        for name in names:
+            matching = sorted(folder.glob(name)) if "*" in name else [folder / name]
+            there |= dict.fromkeys(path.relative_to(folder).as_posix() for path in matching)
+        self.refuse_foreign(there)
+
+    # Cells -------------------------------------------------------------------------------------------------------------
+
+    def for_run(self, settings: Mapping[str, Any], choices: Mapping[str, Any] | None = None) -> None:
+        """From now on the cells of a run are kept and read, so that an interrupted one goes on where it stopped.
+
+        Args:
+            settings: What decides the numbers, as plain JSON values: ``made_with`` holds the circumstances (versions, device,
+                threads, weights), the rest what was chosen, ``verb`` among it.
+            choices: What of them was known before a model was loaded; all but ``made_with`` unless given.
+        """
+        self._texts = strict_json(choices_of(settings) if choices is None else choices), strict_json(settings)
+        self.run = hashlib.sha256(self._texts[1].encode()).hexdigest()[:16]
+        beside = "select settings from run where run in (select run from cell) and run<>? and choices=?"
+        for (held,) in self.rows(beside, self.run, self._texts[0]):
+            changed = differences(_object(held) or {}, json.loads(self._texts[1])).replace("made_with.", "")
+            log.warning("what an unfinished run left in %s was made with other %s: it is made again", self.folder, changed)
+
+    def keep(self, key: str, tables: Mapping[str, pd.DataFrame], about: Mapping[str, Any] | None = None) -> None:
+        """Keeps what one cell gave, whole or not at all.
+
+        Raises:
+            InputError: It cannot be written, for instance because the disk is full.
+        """
+        packed = io.BytesIO()
+        with zipfile.ZipFile(packed, "w") as archive:
+            for name, table in tables.items():
+                # Without a date, so that equal cells are equal bytes.
+                archive.writestr(zipfile.ZipInfo(f"{name}.parquet"), table.to_parquet(None, index=False))
+            archive.writestr(zipfile.ZipInfo(_ABOUT), json.dumps(dict(about or {})))
+        content = packed.getvalue()
+        with self.changed() as db:
+            db.execute("insert or ignore into run values(?, ?, ?)", (self.run, *self._texts))
+            db.execute(
+                "insert or replace into cell values(?, ?, ?, ?)", (self.run, key, self._digest(key, content), content)
+            )
+
+    def read(self, key: str) -> Made | None:
+        """The tables of a cell and what belongs to it; None where there is none, or not what was written."""
+        where = "from cell where run=? and key=?"
+        for digest, content in self.rows(f"select sha, content {where}", self.run, key):
+            # Whatever a store that others made holds.
+            with contextlib.suppress(ValueError, KeyError, TypeError, zipfile.BadZipFile, ArrowException):
+                if digest == self._digest(key, content):
+                    with zipfile.ZipFile(io.BytesIO(content)) as archive:
+                        found = {name: archive.read(name) for name in archive.namelist()}
+                    about = json.loads(found.pop(_ABOUT))
+                    return {
+                        name.removesuffix(".parquet"): pd.read_parquet(io.BytesIO(c)) for name, c in found.items()
+                    }, about
+            log.warning("part %s in %s is damaged: it is made again", key, self.folder)
+            with self.changed() as db:
+                db.execute(f"delete {where}", (self.run, key))
+        return None
+
+    def _digest(self, key: str, content: bytes) -> str:
+        return hashlib.sha256(f"{self.run} {key} ".encode() + content).hexdigest()
+
+
+def _taken(folder: Path) -> sqlite3.Connection:
+    db, place = _opened(folder), folder / FILE
+    try:
+        db.execute("pragma locking_mode=exclusive")
+        # Of a file that has lost its name meanwhile SQLite gives a lock as well, but it makes no change there.
+        db.executescript("begin exclusive; commit")
+        # Whoever was half-way through a file when killed is gone.
+        sweep_partials(folder)
+        if _is_sound(db):
+            return db
+    except BaseException:
+        db.close()
+        raise
+    log.warning("the store %s is damaged: it is set aside, and what it held is made again", place)
+    db.close()
+    place.rename(folder / f"{FILE}.damaged.{secrets.token_hex(8)}")
+    return _taken(folder)
+
+
+def _is_sound(db: sqlite3.Connection) -> bool:
+    try:
+        return bool(db.execute("pragma quick_check(1)").fetchone() == ("ok",))
+    except sqlite3.DatabaseError:
+        return False
+
 
 def _object(text: Any) -> dict[str, Any] | None:
     try:
@@ -385,10 +530,10 @@ def write_whole(path: Path, content: str | bytes | Callable[[IO[bytes]], object]
         InputError: It cannot be written, or it would replace a file that kvinterp did not write into a result's folder.
     """
     with told(path.parent):
-        record = Record.over(path)
+        record = Store.over(path)
         name = "" if record is None else path.relative_to(record.folder).as_posix()
         if record is not None:
-            refuse_foreign(record, [name])
+            record.refuse_foreign([name])
         with replaced(path) as file:
             if callable(content):
                 content(file)
@@ -402,91 +547,6 @@ def write_whole(path: Path, content: str | bytes | Callable[[IO[bytes]], object]
     return digest
 
 
-def refuse_foreign(record: Record, names: Iterable[str]) -> None:
-    """Raises where a file that kvinterp did not write has one of the names that it needs.
-
-    Args:
-        record: The folder's record.
-        names: The names, relative to the folder.
-
-    Raises:
-        InputError: There is one.
-    """
-    foreign = record.foreign(names)
-    if foreign:
-        more = f" (and {len(foreign) - 1} more)" if len(foreign) > 1 else ""
-        raise InputError(
-            f"folder {str(record.folder)!r} holds {foreign[0]!r}{more}, which kvinterp did not write or which was changed "
-            "since, and which would have to be replaced: choose another folder with --out, or move it away."
-        )
-
-
-# Cells -----------------------------------------------------------------------------------------------------------------
-
-
-class Parts:
-    """What cells gave, kept as it is made, so that an interrupted run of many goes on where it stopped.
-
-    A run has the digest of everything that decides its numbers: one under other threads, kernels, weights or versions has
-    cells of its own, so what was made differently is never joined. Whoever uses it holds the folder's :class:`Lock`.
-
-    Args:
-        path: The folder of the result.
-        settings: What decides the numbers, as plain JSON values: ``made_with`` holds the circumstances (versions, device,
-            threads, weights), the rest what was chosen, ``verb`` among it.
-        choices: What of them was known before a model was loaded; all but ``made_with`` unless given.
-    """
-
-    def __init__(self, path: Path, settings: Mapping[str, Any], choices: Mapping[str, Any] | None = None) -> None:
-        self.path, self._record = path, Record(path)
-        self._texts = strict_json(choices_of(settings) if choices is None else choices), strict_json(settings)
-        self.run = hashlib.sha256(self._texts[1].encode()).hexdigest()[:16]
-        beside = "select settings from run where run in (select run from cell) and run<>? and choices=?"
-        for (held,) in self._record.rows(beside, self.run, self._texts[0]):
-            changed = differences(_object(held) or {}, json.loads(self._texts[1])).replace("made_with.", "")
-            log.warning("what an unfinished run left in %s was made with other %s: it is made again", path, changed)
-
-    def keep(self, key: str, tables: Mapping[str, pd.DataFrame], about: Mapping[str, Any] | None = None) -> None:
-        """Keeps what one cell gave, whole or not at all.
-
-        Raises:
-            InputError: It cannot be written, for instance because the disk is full.
-        """
-        packed = io.BytesIO()
-        with zipfile.ZipFile(packed, "w") as archive:
-            for name, table in tables.items():
-                # Without a date, so that equal cells are equal bytes.
-                archive.writestr(zipfile.ZipInfo(f"{name}.parquet"), table.to_parquet(None, index=False))
-            archive.writestr(zipfile.ZipInfo(_ABOUT), json.dumps(dict(about or {})))
-        content = packed.getvalue()
-        with self._record.changed() as db:
-            db.execute("insert or ignore into run values(?, ?, ?)", (self.run, *self._texts))
-            db.execute(
-                "insert or replace into cell values(?, ?, ?, ?)", (self.run, key, self._digest(key, content), content)
-            )
-
-    def read(self, key: str) -> Made | None:
-        """The tables of a cell and what belongs to it; None where there is none, or not what was written."""
-        where = "from cell where run=? and key=?"
-        for digest, content in self._record.rows(f"select sha, content {where}", self.run, key):
-            # Whatever a store that others made holds.
-            with contextlib.suppress(ValueError, KeyError, TypeError, zipfile.BadZipFile, ArrowException):
-                if digest == self._digest(key, content):
-                    with zipfile.ZipFile(io.BytesIO(content)) as archive:
-                        found = {name: archive.read(name) for name in archive.namelist()}
-                    about = json.loads(found.pop(_ABOUT))
-                    return {
-                        name.removesuffix(".parquet"): pd.read_parquet(io.BytesIO(c)) for name, c in found.items()
-                    }, about
-            log.warning("part %s in %s is damaged: it is made again", key, self.path)
-            with self._record.changed() as db:
-                db.execute(f"delete {where}", (self.run, key))
-        return None
-
-    def _digest(self, key: str, content: bytes) -> str:
-        return hashlib.sha256(f"{self.run} {key} ".encode() + content).hexdigest()
-
-
 def choices_of(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Settings without the circumstances: what was chosen."""
     return {name: value for name, value in settings.items() if name != "made_with"}
@@ -495,73 +555,3 @@ def choices_of(settings: Mapping[str, Any]) -> dict[str, Any]:
 def unlike(path: Path, what: str, held: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """The sentence about a result that was made with other settings."""
     return f"folder {str(path)!r} holds {what} made with other settings ({differences(held, now)}): {ADVICE}"
-
-
-# What is in the way ----------------------------------------------------------------------------------------------------
-
-
-def check_free(folder: Path, existing: str, names: Iterable[str], choices: Mapping[str, Any]) -> bool:
-    """Raises where something is in the way: asked before anything slow, such as loading a model, begins.
-
-    Args:
-        folder: The folder to be written.
-        existing: What to do about what is already there, see :data:`EXISTING`.
-        names: The files that will be written; ``figures/recovery*`` are all that begin so.
-        choices: What was chosen, ``verb`` among it; an unfinished result of other choices is in the way.
-
-    Returns:
-        Whether a finished result is there, which is to be read if it is the same.
-
-    Raises:
-        InputError: The folder cannot be written; it holds a finished result, an unfinished one of something else or a file of
-            another result under one of the names, and ``existing`` is ``"error"``; or a file that kvinterp did not write.
-    """
-    if existing not in EXISTING:
-        raise unknown("way to treat an existing result", existing, EXISTING)
-    unfinished = Record(folder).rows("select choices from run where run=? or run in (select run from cell)", _RESULT)
-    finished = not unfinished and (folder / SUMMARY).exists()
-    if existing == "error" and finished:
-        raise InputError(f"folder {str(folder)!r} already holds a result: {ADVICE}")
-    for held in (_object(text) for (text,) in unfinished):
-        if held == choices:
-            continue
-        if existing == "overwrite":
-            log.warning("an unfinished result in %s is removed once this one is finished: --overwrite was given", folder)
-        elif held is None:
-            raise InputError(f"folder {str(folder)!r} holds an unfinished result whose settings cannot be read: {ADVICE}")
-        elif held.get("verb") != choices.get("verb"):
-            raise InputError(f"folder {str(folder)!r} holds an unfinished result of {held.get('verb')!r}: {ADVICE}")
-        else:
-            raise InputError(unlike(folder, "an unfinished result", held, choices))
-    if existing == "use" and finished:
-        return True
-    names = [*names, SUMMARY]
-    check_names(folder, names)
-    if existing == "error" and not unfinished and (taken := [name for name in names if is_there(folder / name)]):
-        raise InputError(f"folder {str(folder)!r} already holds {taken[0]!r} of another result: {ADVICE}")
-    check_writable(folder)
-    return False
-
-
-def check_names(folder: Path, names: Iterable[str]) -> None:
-    """Raises where a file that kvinterp did not write has one of these names, or is in the place of a folder.
-
-    Args:
-        folder: The folder to be written.
-        names: The files that will be written, as :func:`check_free` takes them.
-
-    Raises:
-        InputError: There is such a file.
-    """
-    figures = folder / "figures"
-    if is_there(figures):
-        if figures.is_symlink() or not figures.is_dir():
-            raise InputError(
-                f"folder {str(folder)!r} holds 'figures', which is no folder and which kvinterp did not write: {_MOVE}"
-            )
-        check_writable(figures)
-    there: dict[str, None] = {}
-    for name in names:
-        matching = sorted(folder.glob(name)) if "*" in name else [folder / name]
-        there |= dict.fromkeys(path.relative_to(folder).as_posix() for path in matching)
-    refuse_foreign(Record(folder), there)

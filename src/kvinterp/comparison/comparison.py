@@ -12,9 +12,9 @@ import pandas as pd
 from torch import nn
 
 from kvinterp import metrics
-from kvinterp.common.kept import Kept, signed
 from kvinterp.common.numbers import counted
 from kvinterp.common.parquet import LongTable
+from kvinterp.common.result import Result, signed
 from kvinterp.comparison.attention_rows import within
 from kvinterp.comparison.tables import Differences
 from kvinterp.data import Prompt
@@ -58,7 +58,7 @@ class Origin:
 
 
 @dataclasses.dataclass(repr=False)
-class Comparison(Kept):
+class Comparison(Result):
     """How far apart two paths are. Every table is tidy: a row a number, named columns; divergences are in nats.
 
     Attributes:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kvinterp import metrics
-from kvinterp.common.kept import Kept, signed
+from kvinterp.common.result import Result, signed
 from kvinterp.errors import NonFiniteError
 from kvinterp.models import Adapter, wrap
 from kvinterp.models.inputs import check_whole, encode_all
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(repr=False)
-class OfTwoPaths(Kept):
+class OfTwoPaths(Result):
     """One table of two paths fed the same tokens."""
 
     TABLE: ClassVar = ""

@@ -9,14 +9,14 @@ from typing import Any, ClassVar
 
 import pandas as pd
 
-from kvinterp.common.kept import Kept, signed
+from kvinterp.common.result import Result, signed
 from kvinterp.comparison.comparison import PARTS, TABLES, Comparison
 from kvinterp.data import Prompt
 from kvinterp.errors import unknown
 
 
 @dataclasses.dataclass(repr=False)
-class Comparisons(Kept):
+class Comparisons(Result):
     """A path beside several others. Its tables are those of a :class:`Comparison`, with a first column ``pair``, the other path.
 
     ``found["recompute@float64"]`` is the comparison with that path, and ``for one in found`` goes through all.

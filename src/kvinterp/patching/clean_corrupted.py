@@ -17,7 +17,7 @@ from tqdm.auto import tqdm
 
 from kvinterp import metrics
 from kvinterp.common import words
-from kvinterp.common.kept import Kept, signed
+from kvinterp.common.result import Result, signed
 from kvinterp.comparison.vocabulary import UNCHANGED
 from kvinterp.errors import InputError, UnsupportedError, located
 from kvinterp.models import Adapter, wrap
@@ -57,7 +57,7 @@ _CHECKED = ["layer", "column", "attributed", "patched"]
 
 
 @dataclasses.dataclass(eq=False, repr=False)
-class ActivationPatching(Kept):
+class ActivationPatching(Result):
     """What each place of a clean prompt brings into a corrupted one.
 
     Attributes:

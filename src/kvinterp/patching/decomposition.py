@@ -33,9 +33,9 @@ import torch
 
 from kvinterp import metrics
 from kvinterp.common import words
-from kvinterp.common.kept import Kept, signed
 from kvinterp.common.numbers import counted
 from kvinterp.common.progress import each
+from kvinterp.common.result import Result, signed
 from kvinterp.comparison.vocabulary import ANEW, PARTS
 from kvinterp.errors import UnsupportedError, located
 from kvinterp.models import Adapter, wrap
@@ -50,7 +50,7 @@ from kvinterp.paths import ExecutionPath
 
 
 @dataclasses.dataclass(repr=False)
-class Decomposition(Kept):
+class Decomposition(Result):
     """The split at every step, in nats, and layer by layer.
 
     Attributes:

@@ -22,7 +22,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from kvinterp.common.kept import Kept, signed
+from kvinterp.common.result import Result, signed
 from kvinterp.comparison.vocabulary import PARTS
 from kvinterp.errors import located
 from kvinterp.models import dtype_named, wrap
@@ -44,7 +44,7 @@ _SAID = ("part", "place", "layer", "share", "suffix")
 
 
 @dataclasses.dataclass(repr=False)
-class Cause(Kept):
+class Cause(Result):
     """What makes the difference at the first decode step.
 
     Attributes:

@@ -13,8 +13,8 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from kvinterp import metrics
-from kvinterp.common.kept import Kept, signed
 from kvinterp.common.numbers import counted
+from kvinterp.common.result import Result, signed
 from kvinterp.patching.side_by_side import Advanced, PlannedLane, Setting
 
 LABELS = ["sweep", "site", "layer", "head", "positions"]
@@ -30,7 +30,7 @@ ASKED = (
 
 
 @dataclasses.dataclass(repr=False)
-class Sweep(Kept):
+class Sweep(Result):
     """Recovery of every patch of a sweep: ``1 - D(patched, donor) / D(unpatched, donor)``.
 
     Attributes:

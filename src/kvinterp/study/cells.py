@@ -23,7 +23,7 @@ from typing import Any
 import pandas as pd
 
 from kvinterp.common.progress import Tell, unshared
-from kvinterp.common.store import Made, Parts
+from kvinterp.common.store import Made, Store
 from kvinterp.errors import InputError
 
 log = logging.getLogger("kvinterp")
@@ -55,7 +55,7 @@ class Cell:
 
 def run_cells(
     cells: Sequence[Cell],
-    parts: Parts | _InMemory | None = None,
+    parts: Store | _InMemory | None = None,
     tell: Tell | None = None,
     progress: str = "bar",
     unit: str = "parts",
@@ -78,9 +78,10 @@ def run_cells(
     parts = parts or _InMemory()
     missing = [cell for cell in cells if parts.read(cell.key) is None]
     if len(missing) < len(cells):
-        log.info("going on in %s: %d of %d %s are already there", parts.path, len(cells) - len(missing), len(cells), unit)
-    offered = {"keep": parts.keep, "tell": tell or (lambda *_: None), "progress": progress}
-    (engine or Local())(missing, offered)
+        log.info("going on in %s: %d of %d %s are already there", parts.folder, len(cells) - len(missing), len(cells), unit)
+    if missing:
+        offered = {"keep": parts.keep, "tell": tell or (lambda *_: None), "progress": progress}
+        (engine or Local())(missing, offered)
     return CellsMade({cell.key: parts for cell in cells})
 
 
@@ -90,15 +91,20 @@ class CellsMade(UserDict[str, Any]):
     def __getitem__(self, key: str) -> Made:
         if (part := self.data[key].read(key)) is None:
             raise InputError(
-                f"part {key!r} in folder {str(self.data[key].path)!r} is not what was written: check the disk."
+                f"part {key!r} in folder {str(self.data[key].folder)!r} is not what was written: check the disk."
             )
         return part
+
+    @property
+    def folder(self) -> Path | None:
+        """The folder that they are kept in; None in memory."""
+        return next((parts.folder for parts in self.data.values()), None)
 
 
 class _InMemory(dict[str, Made]):
     """Parts of a run that writes nothing."""
 
-    path, read = Path(), dict.get
+    folder, read = None, dict.get
 
     def keep(self, key: str, tables: Mapping[str, pd.DataFrame], about: Mapping[str, Any] | None = None) -> None:
         self[key] = dict(tables), dict(about or {})
@@ -109,37 +115,32 @@ class Local:
     """Does cells in this process, one after another."""
 
     def __call__(self, cells: Sequence[Cell], offered: Mapping[str, Any]) -> None:
-        """Does the cells."""
+        """Does the cells.
+
+        Args:
+            cells: The cells.
+            offered: ``keep``, ``tell`` and ``progress``.
+        """
         for group in groups(cells):
-            run_alike(group, offered)
+            function = imported(group[0].function)
+            takes = inspect.signature(function).parameters
+            given = {name: offered[name] for name in offered if name in takes}
+            if "keep" in given:
+                with unshared():
+                    function(keys=[cell.key for cell in group], **group[0].settings, **given)
+                continue
+            for cell in group:
+                if cell.told:
+                    offered["tell"](cell.told)
+                made = function(**cell.settings, **given)
+                tables, about = made if isinstance(made, tuple) else (made, {})
+                offered["keep"](cell.key, {"table": tables} if isinstance(tables, pd.DataFrame) else tables, about)
 
 
 def groups(cells: Sequence[Cell]) -> Iterator[list[Cell]]:
     """Cells that follow each other with the same function and settings, together."""
     for _, group in itertools.groupby(cells, lambda cell: (cell.function, cell.settings)):
         yield list(group)
-
-
-def run_alike(cells: Sequence[Cell], offered: Mapping[str, Any]) -> None:
-    """Does cells that have their function and settings in common.
-
-    Args:
-        cells: The cells.
-        offered: ``keep``, ``tell`` and ``progress``.
-    """
-    function = imported(cells[0].function)
-    takes = inspect.signature(function).parameters
-    given = {name: offered[name] for name in offered if name in takes}
-    if "keep" in given:
-        with unshared():
-            function(keys=[cell.key for cell in cells], **cells[0].settings, **given)
-        return
-    for cell in cells:
-        if cell.told:
-            offered["tell"](cell.told)
-        made = function(**cell.settings, **given)
-        tables, about = made if isinstance(made, tuple) else (made, {})
-        offered["keep"](cell.key, {"table": tables} if isinstance(tables, pd.DataFrame) else tables, about)
 
 
 def joined(made: Mapping[str, Made]) -> dict[str, pd.DataFrame]:

@@ -28,7 +28,7 @@ from kvinterp.common.progress import Pace, listening
 from kvinterp.common.spec import named, read
 from kvinterp.errors import InputError, KvinterpError, shown
 from kvinterp.models.checkpoint import reason
-from kvinterp.study.cells import Cell, Engine, Local, groups, imported, loading_once, run_alike
+from kvinterp.study.cells import Cell, Engine, Local, groups, imported, loading_once
 
 log = logging.getLogger("kvinterp")
 
@@ -395,7 +395,7 @@ class _Worker:
         log.setLevel(logging.INFO)
         offered = {"keep": lambda *made: said.put(("keep", *made)), "tell": lambda text: said.put(("tell", text))}
         try:
-            run_alike(piece, {**offered, "progress": "none"})
+            Local()(piece, {**offered, "progress": "none"})
         except BaseException as error:
             said.put(error)
         finally:

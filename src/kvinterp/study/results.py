@@ -9,7 +9,6 @@ before is removed last, and what kvinterp did not write neither replaced nor rem
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import hashlib
 import io
@@ -24,35 +23,17 @@ from pyarrow import ArrowException
 
 from kvinterp._version import __version__
 from kvinterp.common.files import SUMMARY, bytes_with, differences, read_json, read_sealed, sealed, strict_json, told
-from kvinterp.common.kept import flat
 from kvinterp.common.parquet import LongTable, write_table
-from kvinterp.common.store import ADVICE, Lock, Parts, Record, check_free, choices_of, unlike, write_whole
-from kvinterp.comparison import TABLES, Comparison
-from kvinterp.data import Prompt, load_prompts
+from kvinterp.common.result import flat
+from kvinterp.common.store import ADVICE, Store, choices_of, unlike, write_whole
+from kvinterp.data import Prompt
 from kvinterp.errors import InputError, KvinterpError, in_one_line
 
 PROMPTS = "prompts.jsonl"
 """The file of the prompts that a result was made on."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Result:
-    """One comparison with the prompts it was made on and the folder it is kept in.
-
-    Attributes:
-        folder: Where it is.
-        comparison: The tables.
-        prompts: The prompts, in the order of the example numbers.
-        summary: What ``summary.json`` holds.
-    """
-
-    folder: Path
-    comparison: Comparison
-    prompts: list[Prompt]
-    summary: dict[str, Any]
-
-
-class ResultFolder(Lock):
+class ResultFolder(Store):
     """A folder that a run fills, cell by cell and at the end with its files; nobody else writes there meanwhile.
 
     Args:
@@ -61,30 +42,26 @@ class ResultFolder(Lock):
         names: The files that will be written, beside the summary and figures.
         existing: What to do about what is already there, see :data:`kvinterp.common.store.EXISTING`.
 
-    Attributes:
-        parts: What is finished of it, once it is taken up.
-
     Raises:
         InputError: The folder cannot be written, or holds something this run must not touch.
     """
-
-    parts: Parts
 
     def __init__(
         self, folder: str | Path, settings: Mapping[str, Any], names: Iterable[str] = (), existing: str = "error"
     ) -> None:
         super().__init__(Path(folder))
+        self.hold()
         self.settings: dict[str, Any] = json.loads(strict_json(settings))
         self._choices, self._existing = choices_of(self.settings), existing
         try:
             with told(self.folder):
-                self._there = check_free(self.folder, existing, names, self._choices)
+                self._there = self.check_free(existing, names, self._choices)
         except BaseException:
             self.release()
             raise
 
     def take_up(self, settings: Mapping[str, Any] | None = None) -> bool:
-        """Says whether the very result is there, finished, and is to be read; else what there is of it is in ``parts``.
+        """Says whether the very result is there, finished, and is to be read; else its cells are read and kept here.
 
         Args:
             settings: All that decides what the tables will hold, where that is more than was given before.
@@ -101,7 +78,7 @@ class ResultFolder(Lock):
                 raise InputError(unlike(self.folder, "a result", one, other))
             if whole:
                 return True
-        self.parts = Parts(self.folder, self.settings, self._choices)
+        self.for_run(self.settings, self._choices)
         return False
 
     def finish(
@@ -129,10 +106,10 @@ class ResultFolder(Lock):
         Raises:
             InputError: It cannot be written.
         """
-        place, before, record = self.folder / SUMMARY, read_json(self.folder / SUMMARY), Record(self.folder)
+        place, before = self.folder / SUMMARY, read_json(self.folder / SUMMARY)
         if ending != "finished" and (before or {}).get("interrupted") is False:
             return []
-        record.begin(self._choices, record.names() if self._existing == "overwrite" or before is not None else ())
+        self.begin(self._choices, self.names() if self._existing == "overwrite" or before is not None else ())
         digests = {name: write_whole(self.folder / name, text) for name, text in (texts or {}).items()}
         files = [self.folder / f"{name}.parquet" for name in tables]
         for file, table in zip(files, tables.values(), strict=True):
@@ -140,28 +117,8 @@ class ResultFolder(Lock):
                 digests[file.name] = write_whole(file, functools.partial(write_table, table))
         figures = [] if draw is None else list(draw(self.folder / "figures"))
         write_whole(place, sealed(SUMMARY, summary, digests))
-        record.finish("go" if ending == "finished" else "stay")
+        self.settle("go" if ending == "finished" else "stay")
         return [*files, place, *figures]
-
-
-def load_result(folder: str | Path) -> Result:
-    """Reads a finished or interrupted comparison.
-
-    Raises:
-        InputError: The folder holds none that can be read.
-    """
-    path = Path(folder)
-    summary = read_summary(path)
-    # A result of before there were routers has no table of them.
-    tables = read_tables(path, summary, [name for name in TABLES if name != "routing"])
-    with reading(path, summary):
-        about = summary["provenance"]
-        if not isinstance(about, Mapping) or not {"paths", "protocol", "strategy"} <= about.keys():
-            raise ValueError("summary.json does not say which paths were compared")
-        for column in ("kl", "max_abs_logit"):
-            pd.to_numeric(tables["steps"][column])
-        prompts = load_prompts(path / PROMPTS) if PROMPTS in summary["sha256"] else []
-        return Result(path, Comparison.read(tables, summary, prompts), prompts, summary)
 
 
 def read_summary(folder: Path) -> dict[str, Any]:
@@ -187,13 +144,12 @@ def _in_lines(value: Any) -> Any:
     return in_one_line(value) if isinstance(value, str) else value
 
 
-def read_tables(folder: Path, summary: Mapping[str, Any], needed: Iterable[str] = ()) -> dict[str, pd.DataFrame]:
+def read_tables(folder: Path, summary: Mapping[str, Any]) -> dict[str, pd.DataFrame]:
     """The tables that a summary was written with, by name, once every file that it was written with is as it was.
 
     Args:
         folder: Where they are.
         summary: What :func:`read_summary` gave.
-        needed: Tables that have to be among them.
 
     Raises:
         InputError: A file is missing, cannot be read, or is not the one that the summary was written with.
@@ -211,8 +167,6 @@ def read_tables(folder: Path, summary: Mapping[str, Any], needed: Iterable[str] 
             if dot:
                 tables[table] = pd.read_parquet(io.BytesIO(content))
                 tables[table].attrs = _in_lines(flat(tables[table].attrs))
-        if missing := [name for name in needed if name not in tables]:
-            raise ValueError(f"{missing[0]}.parquet is not among its tables")
         return tables
 
 
@@ -241,6 +195,17 @@ def prompt_lines(prompts: Sequence[Prompt]) -> str:
         more = {name: value for name, value in vars(prompt).items() if value and name not in ("id", "text")}
         rows.append({"id": prompt.id, "prompt": prompt.text, **more})
     return "".join(json.dumps(row, default=dict) + "\n" for row in rows)
+
+
+def prompts_of(found: Any) -> dict[str, str]:
+    """The prompts of a result as the text of their file, where it knows them."""
+    prompts = getattr(found, "prompts", ())
+    return {PROMPTS: prompt_lines(prompts)} if len(prompts) else {}
+
+
+def records(table: pd.DataFrame) -> list[dict[str, Any]]:
+    """The rows of a table as a summary holds them: what is not there is None."""
+    return table.astype(object).where(table.notna(), None).to_dict("records")  # type: ignore[return-value]
 
 
 def prompts_digest(prompts: Sequence[Prompt]) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import pandas as pd
@@ -13,9 +13,10 @@ from torch import Tensor
 from kvinterp.auditing.ladder import unit_roundoff
 from kvinterp.common.numbers import between
 from kvinterp.common.progress import each
+from kvinterp.common.result import Result
 from kvinterp.models import dtype_named
 from kvinterp.study.cells import Cell
-from kvinterp.study.experiments.base import Outcome
+from kvinterp.study.experiments.base import Charts, Rows, Tables
 from kvinterp.study.experiments.of_models import OfModels
 from kvinterp.study.experiments.options import withheld
 from kvinterp.study.findings import Chart, Panel, median_of
@@ -35,16 +36,16 @@ class Accumulation(OfModels):
 
     prompts: str = withheld("")
 
-    def headline(self, outcome: Outcome) -> list[str]:
+    def headline(self, result: Result) -> list[str]:
         """How the error of the longest sums is beside that of the shortest."""
-        found = [each["estimate"] for each in self.rows(outcome.tables) if each["finding"].endswith("the result")]
-        low, high = outcome.tables["accumulation"]["length"].agg(["min", "max"])
+        found = [each["estimate"] for each in self.rows(result.tables) if each["finding"].endswith("the result")]
+        low, high = result.tables["accumulation"]["length"].agg(["min", "max"])
         return [
             f"From {low} to {high} positions the error of a sum of random signs, relative to its result, changes "
             f"{between(found)}-fold (medians over seeds)."
         ]
 
-    def rows(self, tables: Mapping[str, pd.DataFrame]) -> list[dict[str, Any]]:
+    def rows(self, tables: Tables) -> Rows:
         """How the error of the value product changes from the shortest length to the longest."""
         values, rows = only(tables["accumulation"], product="values"), []
         low, high = values["length"].min(), values["length"].max()
@@ -55,9 +56,9 @@ class Accumulation(OfModels):
                 rows.append(median_of(what, by[high] / by[low], unit="seeds", measure="times", sum_in=name))
         return rows
 
-    def charts(self, outcome: Outcome) -> dict[str, Chart]:
+    def charts(self, result: Result) -> Charts:
         """Error against length, of scores and of values."""
-        table = outcome.tables["accumulation"]
+        table = result.tables["accumulation"]
         table = table[table["head_dim"].isna() | (table["head_dim"] == table["head_dim"].min())]
         means = table.groupby(["product", "accumulate", "length"], sort=False)[list(MEASURES)].mean().reset_index()
         names = {name: f"sums kept in {name}" for name in dict.fromkeys(means["accumulate"])}

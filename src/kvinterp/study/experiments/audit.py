@@ -18,8 +18,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from kvinterp.common.result import Result
 from kvinterp.errors import InputError, KvinterpError, UnsupportedError, shown
-from kvinterp.study.experiments.base import NOTHING, Experiment, How, Outcome
+from kvinterp.study.experiments.base import NOTHING, Experiment, Parts, Tables
 from kvinterp.study.experiments.options import argument, option, shared
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
     from kvinterp.common.progress import Tell
     from kvinterp.models import Adapter
-    from kvinterp.study.cells import Cell, Made
+    from kvinterp.study.cells import Cell
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,7 +176,7 @@ class Audit(Experiment):
             given["answers"] = str(self.answers or "kvinterp-answers") if self.is_live() else None
             return [Cell("audit", f"{__name__}:judged", {"model": named, **given, "seed": self.seed, "allow": self.allow})]
         settings = {
-            **{name: getattr(self, name) for name in ("prompts", "steps", "seed", "allow", "lengths")},
+            **self.taken("prompts", "steps", "seed", "allow", "lengths"),
             "model": self.named(),
             "rungs": [part.strip() for part in self.rungs.split(",")],
             "checks": "thorough" if self.thorough else self.checks,
@@ -184,46 +185,45 @@ class Audit(Experiment):
         }
         return [Cell("audit", f"{__name__}:audited", settings)]
 
-    def reduce(self, made: Mapping[str, Made], settings: Mapping[str, Any], folder: Path | None) -> Outcome:
+    def reduce(self, made: Parts) -> Result:
         """What the audit says."""
         tables, about = made["audit"]
         verdict = json.loads(about["texts"]["verdict.json"])
-        summary = {**verdict, "claims": about["claims"]}
-        return Outcome(about, tables, summary, texts=about["texts"], exit_code=about["exit_code"])
+        return Result(tables, {**verdict, "claims": about["claims"]}, {**about["texts"], "junit": about["junit"]})
 
     def named(self, name: str | None = None) -> dict[str, Any]:
         """How the model is built: of a checkpoint, a config, or the user's code."""
         names = ("model", "own_class", "random_init", "kind", "dtype", "seed", "device", "attention", "remote_code")
-        given = {each: getattr(self, each) for each in names}
+        given = self.taken(*names)
         return {"loader": f"{__name__}:subject", **given, "config": self.config and str(self.config)}
 
-    def answered(self, how: How) -> Outcome:
+    def answered(self, out: Path | None, existing: str, *how: Any) -> Result:
         """Audits, and writes page, tables and verdict over an earlier audit's."""
         from kvinterp.auditing.folder import check_own, put
         from kvinterp.common.files import check_target
-        from kvinterp.common.store import Lock, write_whole
+        from kvinterp.common.store import Store, write_whole
 
-        if how.existing == "use":
+        if existing == "use":
             raise InputError("existing='use' was given, and an audit is made anew each time: leave it out.")
-        folder = None if how.out is None else Path(how.out)
-        if folder is not None:
-            check_own(folder)
-        with contextlib.nullcontext() if folder is None else Lock(folder):
+        if out is not None:
+            check_own(out)
+        with contextlib.nullcontext() if out is None else Store(out):
             if self.junit is not None:
                 check_target(self.junit, "--junit")
-            outcome = super().answered(dataclasses.replace(how, out=None))
-            if folder is not None:
-                put(outcome.texts, folder, outcome.tables)
+            result = super().answered(None, existing, *how)
+            junit = result.others.pop("junit")
+            if out is not None:
+                put(result.others, out, result.tables)
             if self.junit is not None:
-                write_whole(self.junit, outcome.result["junit"])
-        outcome.folder = folder
-        return outcome
+                write_whole(self.junit, junit)
+        result.folder = out
+        return result
 
-    def say(self, outcome: Outcome, echo: Callable[..., None]) -> None:
+    def say(self, result: Result, echo: Callable[..., None]) -> None:
         """The verdict, and where it is."""
-        echo(f"{outcome.result['reading']}\n")
-        assert outcome.folder is not None, "the command writes a folder"
-        written = {"page": outcome.folder / "report.html", "verdict": outcome.folder / "verdict.json", "junit": self.junit}
+        echo(f"{result.summary['reading']}\n")
+        assert result.folder is not None, "the command writes a folder"
+        written = {"page": result.folder / "report.html", "verdict": result.folder / "verdict.json", "junit": self.junit}
         for what, path in written.items():
             if path is not None:
                 echo(f"{what:<8} {path}")
@@ -231,15 +231,15 @@ class Audit(Experiment):
 
 def audited(
     model: Mapping[str, Any], prompts: str | None, tell: Tell, rungs: Sequence[str], **settings: Any
-) -> tuple[dict[str, pd.DataFrame], dict[str, Any]]:
+) -> tuple[Tables, dict[str, Any]]:
     """The audit of a model: its tables, and page and verdict as texts."""
     from kvinterp.auditing import audit
     from kvinterp.auditing.folder import tables_of
     from kvinterp.auditing.junit import junit_xml
     from kvinterp.data import load_prompts
     from kvinterp.study.cells import loaded
-    from kvinterp.study.experiments.outcome import records
     from kvinterp.study.report.audit import texts_of
+    from kvinterp.study.results import records
 
     given = None if prompts is None else load_prompts(prompts)
     # What a user's code prints is no part of what this command says.
@@ -288,7 +288,7 @@ def judged(
     return tables, {**said, "texts": texts_of(found), "junit": junit_xml(made)}
 
 
-def claims_of(tables: Mapping[str, pd.DataFrame], model: str) -> pd.DataFrame:
+def claims_of(tables: Tables, model: str) -> pd.DataFrame:
     """What an audit says of the claims of transformers#46190: its steps are rungs of a ladder."""
     from kvinterp.study import claims
 

@@ -7,7 +7,6 @@ are imported where they are used, so that the help of the command line answers a
 
 from __future__ import annotations
 
-import abc
 import contextlib
 import dataclasses
 import inspect
@@ -16,25 +15,32 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
+from kvinterp.common.result import Result
 from kvinterp.errors import InputError
-from kvinterp.study.experiments.options import OPTION
-from kvinterp.study.experiments.outcome import How, Outcome, records
+from kvinterp.study.experiments.options import OPTION, model, shared
 
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
 
     from kvinterp.common.progress import Tell
-    from kvinterp.common.store import Made, Parts
+    from kvinterp.common.store import Made
     from kvinterp.models import Adapter
-    from kvinterp.study.cells import Cell, CellsMade
+    from kvinterp.study.cells import Cell
     from kvinterp.study.findings import Chart
     from kvinterp.study.results import ResultFolder
 
 NOTHING = "nothing was finished; run the same command again"
 """What an interruption of a single piece of work leaves behind."""
+
+Tables: TypeAlias = "dict[str, pd.DataFrame]"
+Rows: TypeAlias = "list[dict[str, Any]]"
+"""What findings are made of, a row each."""
+Charts: TypeAlias = "dict[str, Chart]"
+Parts: TypeAlias = "Mapping[str, Made]"
+"""What each cell gave, by its key."""
 
 _LONGEST = 80
 """So many characters has the name of a folder that nobody named."""
@@ -62,7 +68,7 @@ def brief(sentences: Sequence[str]) -> list[str]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Experiment(abc.ABC):
+class Experiment:
     """A question asked of one or more models; the fields are its choices."""
 
     OUT: ClassVar[str | None] = ""
@@ -73,12 +79,10 @@ class Experiment(abc.ABC):
     """The names of its tables."""
     FILES: ClassVar[tuple[str, ...]] = ()
     """The names of what else it writes, beside tables, figures and the summary."""
-    PAGE: ClassVar[str] = "report.html"
-    """The page that every experiment gets; ``""``: it has none, or one of its own among its files."""
     DRAWN: ClassVar[tuple[str, ...]] = ()
     """What the names of its figures begin with, where it is not the command's."""
     RESULT: ClassVar[str] = ""
-    """The import name of the class of its result, which is read from tables and summary; ``""``: the tables are its result."""
+    """The import name of the class of its result, which is read from tables and summary; ``""``: one of tables alone."""
     SHOWN: ClassVar[tuple[Callable[[Any], Any], ...]] = ()
     """Of its result: the headline, the findings and the charts, where it does not say them itself."""
     CLAIMS: ClassVar[str] = ""
@@ -118,11 +122,11 @@ class Experiment(abc.ABC):
                         "fewer steps."
                     )
 
-    @abc.abstractmethod
     def cells(self) -> list[Cell]:
         """The pieces of work, once :meth:`check` has looked at what was given."""
+        return []
 
-    def then(self, made: Mapping[str, Made]) -> list[Cell]:
+    def then(self, made: Parts) -> list[Cell]:
         """The cells of a second stage, which are known only from what the first gave: on the examples of the highest KL, say.
 
         Args:
@@ -131,113 +135,127 @@ class Experiment(abc.ABC):
         """
         return []
 
-    @abc.abstractmethod
-    def reduce(self, made: Mapping[str, Made], settings: Mapping[str, Any], folder: Path | None) -> Outcome:
-        """What the cells come to.
+    def reduce(self, made: Parts) -> Result:
+        """What the cells come to: its tables, and what ran.
 
         Args:
             made: What each cell gave, by its key; some where an interrupted run writes what it has.
-            settings: As :meth:`settings` gave them.
-            folder: Where it will be written; None where it will not.
         """
+        from kvinterp.models.provenance import provenance
 
-    def findings(self, outcome: Outcome) -> pd.DataFrame | None:
-        """What was found, a row each (:func:`kvinterp.study.findings.findings_of`); None where its sentences say it."""
+        about = {adapter.facts.name: provenance(adapter, **self.noted()) for adapter in self.adapters()}
+        return Result(self.tables(made), {"provenance": about})
+
+    def tables(self, made: Parts) -> Tables:
+        """Its tables, those of all models one below the other."""
+        from kvinterp.study.cells import joined
+
+        return {self.TABLES[0]: joined(made)["table"]} if made else {}
+
+    def noted(self) -> dict[str, Any]:
+        """What the provenance says beside the model."""
+        return {}
+
+    def rows(self, tables: Tables) -> Any:
+        """What its tables come to, a finding each (:func:`kvinterp.study.findings.finding`); None where its sentences say it."""
+        return None
+
+    def findings(self, result: Result) -> pd.DataFrame | None:
+        """What was found, a row each: :meth:`rows`, unless it rests on more than the tables."""
         from kvinterp.study.findings import findings_of
 
-        return findings_of(self.SHOWN[1](outcome.result)) if self.SHOWN else None
+        rows = self.SHOWN[1](result) if self.SHOWN else self.rows(result.tables)
+        return None if rows is None else findings_of(rows)
 
-    def headline(self, outcome: Outcome) -> list[str]:
+    def headline(self, result: Result) -> list[str]:
         """What was found in one or two sentences, and warnings; the rest stands in :meth:`findings`."""
-        return list(self.SHOWN[0](outcome.result)) if self.SHOWN else []
+        return list(self.SHOWN[0](result)) if self.SHOWN else []
 
-    def charts(self, outcome: Outcome) -> dict[str, Chart]:
+    def charts(self, result: Result) -> Charts:
         """Its figures by name, as data."""
-        return dict(self.SHOWN[2](outcome.result)) if self.SHOWN else {}
+        return dict(self.SHOWN[2](result)) if self.SHOWN else {}
 
-    def figures(self, outcome: Outcome, folder: Path) -> list[Path]:
+    def figures(self, result: Result, folder: Path) -> list[Path]:
         """Writes its figures into a folder and returns their files."""
         from kvinterp.study.report.style import save
 
-        return [save(figure, folder / f"{name}.png") for name, figure in self.drawings(outcome).items()]
+        return [save(figure, folder / f"{name}.png") for name, figure in self.drawings(result).items()]
 
-    def sentences(self, outcome: Outcome) -> list[str]:
+    def sentences(self, result: Result) -> list[str]:
         """What was found, a sentence a line."""
-        said = outcome.summary.get("reading")
-        if said is None and "findings" in self.with_findings(outcome).tables:
+        said = result.written()[1].get("reading")
+        if said is None and "findings" in self.judged(result).tables:
             from kvinterp.study.findings import lines_of
 
-            said = [*self._headed(outcome), *lines_of(outcome.tables["findings"])]
+            said = [*self._headed(result), *lines_of(result.tables["findings"])]
         return list(said or ())
 
-    def _headed(self, outcome: Outcome) -> list[str]:
+    def _headed(self, result: Result) -> list[str]:
         """What leads: the headline, and how many of a source's claims hold."""
         from kvinterp.study.claims.said import claims_said
 
-        return [*self.headline(outcome), *([claims_said(outcome.tables["claims"])] if "claims" in outcome.tables else ())]
+        return [*self.headline(result), *([claims_said(result.tables["claims"])] if "claims" in result.tables else ())]
 
-    def read(self, folder: Path) -> Outcome:
+    def read(self, folder: Path) -> Result:
         """A finished result as it is in its folder.
 
         Raises:
             InputError: A table is missing or damaged, or is of another version of kvinterp.
         """
-        from kvinterp.study.results import read_summary, read_tables, reading
+        from kvinterp.data import load_prompts
+        from kvinterp.study.results import PROMPTS, read_summary, read_tables, reading
 
         summary = read_summary(folder)
         tables = read_tables(folder, summary)
         with reading(folder, summary):
-            choices = summary.get("choices", summary["settings"])
-            return self._of(self.again(tables, summary), summary["settings"], choices, folder)
+            result = self.again(tables, summary)
+            result.tables, result.folder = tables, folder
+            result.settings = summary["settings"]
+            result.choices = summary.get("choices", result.settings)
+            if self.RESULT and PROMPTS in summary["sha256"]:
+                one: Any
+                for one in getattr(result, "pairs", (result,)):
+                    one.prompts = load_prompts(folder / PROMPTS)
+            return self.judged(result)
 
     @classmethod
     def held(cls, folder: Path) -> Experiment:
         """The experiment whose result is in a folder; with its defaults, where it reads without its choices."""
         return cls()
 
-    def with_findings(self, outcome: Outcome) -> Outcome:
-        """The same with its findings among its tables."""
-        if "findings" not in outcome.tables and (found := self.findings(outcome)) is not None:
-            outcome.tables = {"findings": found.assign(experiment=self.verb()), **outcome.tables}
-        return outcome
-
-    def _of(
-        self,
-        outcome: Outcome,
-        settings: Mapping[str, Any],
-        choices: Mapping[str, Any] | None = None,
-        folder: Path | None = None,
-    ) -> Outcome:
-        self.with_findings(outcome)
-        if self.CLAIMS and "claims" not in outcome.tables:
+    def judged(self, result: Result) -> Result:
+        """The same with its findings among its tables, and with the claims that these decide."""
+        vars(result).update(VERB=self.verb(), experiment=self)
+        if "findings" not in result.tables and (rows := self.findings(result)) is not None:
+            result.tables = {"findings": rows.assign(experiment=self.verb()), **result.tables}
+        if self.CLAIMS and "claims" not in result.tables:
             from kvinterp.study.claims import CLAIMS, claims_of
+            from kvinterp.study.results import records
 
-            judged = claims_of(outcome.tables, [claim for claim in CLAIMS if claim.source == self.CLAIMS])
-            outcome.tables = {**outcome.tables, "claims": judged}
-            outcome.summary = {**outcome.summary, "claims": records(judged)}
-        outcome.verb, outcome.settings, outcome.folder = self.verb(), settings, folder
-        outcome.choices = self.chosen() if choices is None else choices
-        return outcome
+            claims = claims_of(result.tables, [claim for claim in CLAIMS if claim.source == self.CLAIMS])
+            result.tables["claims"] = claims
+            result.summary["claims"] = records(claims)
+        return result
 
-    def drawings(self, outcome: Outcome) -> dict[str, Figure]:
+    def drawings(self, result: Result) -> dict[str, Figure]:
         """Its figures by name; nothing is written."""
         from kvinterp.study.report.charts import drawn
 
-        about = outcome.summary.get("provenance") or {}
+        about = result.written()[1].get("provenance") or {}
         models = list(about.values()) if all(isinstance(one, Mapping) for one in about.values()) else [about]
-        return {name: drawn(chart, models) for name, chart in self.charts(outcome).items()}
+        return {name: drawn(chart, models) for name, chart in self.charts(result).items()}
 
-    def say(self, outcome: Outcome, echo: Callable[..., None]) -> None:
+    def say(self, result: Result, echo: Callable[..., None]) -> None:
         """Prints what the command prints.
 
         Args:
-            outcome: What was found.
+            result: What was found.
             echo: Prints a line; with ``err=True`` on standard error.
         """
-        for line in brief(self.sentences(outcome)):
+        for line in brief(self.sentences(result)):
             echo(line)
-        if outcome.folder is not None:
-            echo(f"\npage  {outcome.folder / 'report.html'}\nmore  {outcome.folder}: tables, figures, summary.json")
+        if result.folder is not None:
+            echo(f"\npage  {result.folder / 'report.html'}\nmore  {result.folder}: tables, figures, summary.json")
 
     # What all of them share --------------------------------------------------------------------------------------------
 
@@ -253,9 +271,10 @@ class Experiment(abc.ABC):
 
     def names(self) -> list[str]:
         """The names of the files that it writes, beside the summary; of figures what they begin with, and a star."""
-        finds = bool(self.SHOWN) or type(self).findings is not Experiment.findings
-        tables = (f"{table}.parquet" for table in (*["findings"] * finds, *self.TABLES))
-        return [*tables, *self.FILES, *filter(None, [self.PAGE]), *(f"figures/{name}*" for name in self.drawn())]
+        own = type(self)
+        finds = self.SHOWN or own.findings is not Experiment.findings or own.rows is not Experiment.rows
+        tables = (f"{table}.parquet" for table in (*["findings"] * bool(finds), *self.TABLES))
+        return [*tables, *self.FILES, "report.html", *(f"figures/{name}*" for name in self.drawn())]
 
     @classmethod
     def asks(cls) -> str:
@@ -267,18 +286,22 @@ class Experiment(abc.ABC):
         """What the names of its figures begin with: its command's, unless it says otherwise."""
         return cls.DRAWN or (cls.verb().replace("-", "_"),)
 
-    def again(self, tables: Mapping[str, pd.DataFrame], summary: Mapping[str, Any]) -> Outcome:
+    def again(self, tables: Tables, summary: Mapping[str, Any]) -> Result:
         """What was found, from its tables and summary alone: without a model its figures and sentences are made again."""
         from kvinterp.study.cells import imported
 
         kind: Any = imported(self.RESULT) if self.RESULT else None
-        return Outcome(tables if kind is None else kind.read(tables, summary), tables, summary)
+        return Result(tables, summary) if kind is None else kind.read(tables, summary)
 
     def chosen(self) -> dict[str, Any]:
         """The choices that decide the numbers."""
         given = [field for field in dataclasses.fields(self) if field.init]
         fields = {field.name: field.metadata.get(OPTION, {}).get("decides") for field in given}
         return {name: getattr(self, name) for name, decides in fields.items() if decides != "nothing"}
+
+    def taken(self, *names: str) -> dict[str, Any]:
+        """Some of its choices."""
+        return {name: getattr(self, name) for name in names}
 
     def named(self, name: str | None = None) -> dict[str, Any]:
         """The plain settings of a model, by which a cell loads it.
@@ -301,10 +324,11 @@ class Experiment(abc.ABC):
                 check_reached(name)
 
     def adapters(self) -> list[Adapter]:
-        """The models it is asked of, loaded: that of the option ``model``, where there is one."""
+        """The models it is asked of, loaded: those of the option ``models`` or ``model``, where there is one."""
         from kvinterp.study.cells import loaded
 
-        return [loaded(self.named())] if "model" in vars(self) else []
+        given = vars(self)
+        return [loaded(self.named(name)) for name in given.get("models", [given["model"]] if "model" in given else [])]
 
     def asked(self) -> dict[str, Any]:
         """The choices that decide the numbers, with what the prompts hold."""
@@ -334,7 +358,7 @@ class Experiment(abc.ABC):
         figures: str = "drawn",
         tell: Tell | None = None,
         engine: str = "local",
-    ) -> Outcome:
+    ) -> Any:
         """Answers it, or the rest of it.
 
         Args:
@@ -345,6 +369,9 @@ class Experiment(abc.ABC):
             tell: Told what runs now, and which share is done where that is known.
             engine: Where the cells are done: ``"local"``, in this process; ``"ray"`` or ``"ray(4)"``, by workers of Ray.
 
+        Returns:
+            Its result: of the experiment's class of results, where it has one.
+
         Raises:
             InputError: Something given does not exist or does not fit.
             UnsupportedError: This kind of model cannot give what was asked for.
@@ -353,9 +380,8 @@ class Experiment(abc.ABC):
         settled = self.settled()
         settled.check_reached()
         from kvinterp.common.progress import shown
-        from kvinterp.common.store import EXISTING, Record
+        from kvinterp.common.store import EXISTING, Store
         from kvinterp.models.inputs import check_choice, check_known, check_unread
-        from kvinterp.study.engines import engine_named
 
         check_known("way to treat an existing result", existing, EXISTING)
         check_choice("progress", progress, ("bar", "none"))
@@ -366,89 +392,102 @@ class Experiment(abc.ABC):
             with contextlib.ExitStack() as held:
                 if tell is None and progress == "bar":
                     tell = held.enter_context(shown(elsewhere="nothing"))
-                return settled.answered(How(out, existing, progress, figures, tell, engine_named(engine)))
+                return settled.answered(None if out is None else Path(out), existing, progress, figures, tell, engine)
         except KeyboardInterrupt as error:
-            if out is None or not Record(Path(out)).rows("select run from cell"):
+            if out is None or not Store(Path(out)).rows("select run from cell"):
                 error.args = (NOTHING,)
             raise
 
-    def answered(self, how: How) -> Outcome:
+    def answered(
+        self, out: Path | None, existing: str, progress: str, figures: str, tell: Tell | None, engine: str
+    ) -> Result:
         """Does what :meth:`run` promises; an experiment that keeps its work otherwise has its own."""
-        from kvinterp.study.cells import CellsMade, loading_once
+        from kvinterp.study.cells import CellsMade, Local, loading_once, run_cells
         from kvinterp.study.results import ResultFolder
 
         # The cheap questions first: a typing error should not cost the loading of a model, nor the freeing of a folder.
+        worker: Any = Local()
+        if engine != "local" or tell is not None:
+            from kvinterp.study.engines import Remaining, engine_named
+
+            worker = engine_named(engine) if tell is None else Remaining(engine_named(engine), self.UNIT, self.LOGGED)
         self.check()
         with contextlib.ExitStack() as held:
-            folder = None
-            if how.out is not None:
-                folder = held.enter_context(ResultFolder(how.out, self.asked(), self.names(), how.existing))
+            folder = None if out is None else held.enter_context(ResultFolder(out, self.asked(), self.names(), existing))
             held.enter_context(loading_once())
             cells = self.cells()
             self.check_steps()
-            if folder is None:
-                made, settings = self._made(cells, None, how), self.asked()
-                return self._of(self.reduce(made, settings, None), settings)
-            if folder.take_up(self.settings()):
+            if folder is not None and folder.take_up(self.settings()):
                 return self.read(folder.folder)
+            given = (folder, tell, progress, self.UNIT, worker)
             try:
-                made = self._made(cells, folder.parts, how)
+                made = run_cells(cells, *given)
+                if more := self.then(made):
+                    cells += more
+                    made |= run_cells(more, *given)
             except KeyboardInterrupt:
-                if self.PARTIAL == "yes" and (
-                    done := [cell.key for cell in cells if folder.parts.read(cell.key) is not None]
-                ):
-                    made = CellsMade(dict.fromkeys(done, folder.parts))
-                    self.written(folder, self.reduce(made, folder.settings, folder.folder), ending="interrupted")
+                if folder is not None and self.PARTIAL == "yes":
+                    made = CellsMade({cell.key: folder for cell in cells if folder.read(cell.key) is not None})
+                    if made:
+                        self.write(folder, self.reduce(made), ending="interrupted")
                 raise
-            if how.tell is not None:
-                how.tell("writing tables, figures and page")
-            return self.written(folder, self.reduce(made, folder.settings, folder.folder), how.figures)
+            result = self.reduce(made)
+            if folder is None:
+                result.settings, result.choices = self.asked(), self.chosen()
+                return self.judged(result)
+            if tell is not None:
+                tell("writing tables, figures and page")
+            return self.write(folder, result, figures)
 
-    def _made(self, cells: list[Cell], parts: Parts | None, how: How) -> CellsMade:
-        """What the cells of both stages gave; the second's are added to the list, for whoever is cut off among them."""
-        from kvinterp.study.cells import run_cells
-        from kvinterp.study.engines import Remaining
+    def write(self, folder: ResultFolder, result: Result, figures: str = "none", ending: str = "finished") -> Result:
+        """Writes a result into its folder, which is then finished."""
+        from kvinterp.study.results import prompts_of
 
-        engine = how.engine if how.tell is None else Remaining(how.engine, self.UNIT, self.LOGGED)
-        given = (parts, how.tell, how.progress, self.UNIT, engine)
-        made = run_cells(cells, *given)
-        cells += (more := self.then(made))
-        return made | run_cells(more, *given)
-
-    def written(self, folder: ResultFolder, outcome: Outcome, figures: str = "none", ending: str = "finished") -> Outcome:
-        """Writes it into its folder, which is then finished."""
-        self._of(outcome, folder.settings, outcome.choices or None, folder.folder)
-        draw = (lambda place: self.drawn_into(outcome, place)) if figures == "drawn" else None
-        summary = {**outcome.summary, "choices": outcome.choices, "settings": folder.settings}
+        result.settings, result.choices, result.folder = folder.settings, result.choices or self.chosen(), folder.folder
+        self.judged(result)
+        summary = {**result.written()[1], "choices": result.choices, "settings": folder.settings}
         if "reading" not in summary:
             # Kept as they are said now: what is read again has no NaN, which JSON does not know.
-            summary["reading"] = self.sentences(outcome)
-        outcome.files = folder.finish(outcome.tables, summary, outcome.texts, draw, ending)
-        return outcome
+            summary["reading"] = self.sentences(result)
+        draw = (lambda place: self.drawn_into(result, place)) if figures == "drawn" else None
+        result.files = folder.finish(result.tables, summary, result.others or prompts_of(result), draw, ending)
+        return result
 
-    def drawn_into(self, outcome: Outcome, folder: Path) -> list[Path]:
+    def drawn_into(self, result: Result, folder: Path) -> list[Path]:
         """The figures, and the page with them.
 
         Args:
-            outcome: What was found.
+            result: What was found.
             folder: The folder of the figures; the page lies beside it.
         """
         from kvinterp.study.report.experiment import write_experiment
         from kvinterp.study.report.style import keeping
 
         with keeping():
-            files, about = self.figures(outcome, folder), outcome.summary.get("provenance") or {}
-            if not self.PAGE:
-                return files
-            findings = self.with_findings(outcome).tables.get("findings")
-            said = self.sentences(outcome) if findings is None else self._headed(outcome)
-            found = (said, outcome.tables, files, outcome.choices, about, self.lead(outcome), findings)
-            return [*files, write_experiment(folder.parent, self.asks(), *found, self.beside(outcome))]
+            files, about = self.figures(result, folder), result.written()[1].get("provenance") or {}
+            findings = self.judged(result).tables.get("findings")
+            said = self.sentences(result) if findings is None else self._headed(result)
+            shown = (said, result.tables, files, result.choices or {}, about, self.lead(result), findings)
+            return [*files, write_experiment(folder.parent, self.asks(), *shown, self.beside(result))]
 
-    def lead(self, outcome: Outcome) -> list[Any]:
+    def lead(self, result: Result) -> list[Any]:
         """What stands on the page behind the findings; nothing unless an experiment says so."""
         return []
 
-    def beside(self, outcome: Outcome) -> list[str]:
+    def beside(self, result: Result) -> list[str]:
         """The files that lie beside the page, for its links."""
-        return [*(f"{name}.parquet" for name in outcome.tables), *outcome.texts, "summary.json"]
+        from kvinterp.study.results import prompts_of
+
+        return [*(f"{name}.parquet" for name in result.tables), *(result.others or prompts_of(result)), "summary.json"]
+
+
+@dataclasses.dataclass(frozen=True)
+class OfModel(Experiment):
+    """An experiment on one model."""
+
+    model: str = model()
+    _: dataclasses.KW_ONLY
+    kind: str = shared("kind")
+    dtype: str = shared("dtype")
+    device: str | None = shared("device")
+    attention: str | None = shared("attention")

@@ -18,6 +18,7 @@ import pandas as pd
 from kvinterp.common import words
 from kvinterp.common.numbers import between, counted, number
 from kvinterp.common.progress import each
+from kvinterp.common.result import Result
 from kvinterp.comparison import COLUMNS, PARTS, Comparison, compare, failures_kept
 from kvinterp.data import Prompt, load_prompts
 from kvinterp.errors import InputError
@@ -27,8 +28,8 @@ from kvinterp.models.threads import own_threads
 from kvinterp.paths import Cached, Recompute, Runner, strategy_named
 from kvinterp.paths.lanes import Memory, Suffixed
 from kvinterp.study.behaviour.divergence import behaviour_tables
-from kvinterp.study.cells import Cell, Made, joined, loaded
-from kvinterp.study.experiments.base import Outcome
+from kvinterp.study.cells import Cell, joined, loaded
+from kvinterp.study.experiments.base import Charts, Parts, Rows, Tables
 from kvinterp.study.experiments.circumstances import tried
 from kvinterp.study.experiments.of_models import OfModels
 from kvinterp.study.experiments.options import DRAWS, option, sampled, shared
@@ -115,7 +116,7 @@ class Behaviour(OfModels):
     def _decodes(self, key: str, model: Mapping[str, Any]) -> Iterator[Cell]:
         strategies = self.chosen_strategies()
         # The same for all of a block: they share what they compute.
-        given = {"model": model, "strategies": strategies, **{name: getattr(self, name) for name in _PASSED}}
+        given = {"model": model, "strategies": strategies, **self.taken(*_PASSED)}
         for block, first in enumerate(range(0, len(load_prompts(self.prompts)), self.block)):
             settings = {**given, "first": first, "most": self.block, "batch_size": self.batch_size}
             for turn, strategy in enumerate(strategies):
@@ -123,7 +124,7 @@ class Behaviour(OfModels):
                     yield Cell(f"{key}-{block}-{turn}-{seed}", f"{__name__}:decoded", settings)
 
     def _controls(self, key: str, model: Mapping[str, Any], name: str) -> Iterator[Cell]:
-        given = {"model": model, "most": self.controls, **{name: getattr(self, name) for name in _PASSED}}
+        given = {"model": model, "most": self.controls, **self.taken(*_PASSED)}
         if not self.controls:
             return
         for turn, strategy in enumerate(self.chosen_strategies()):
@@ -135,7 +136,7 @@ class Behaviour(OfModels):
 
     # What it comes to ----------------------------------------------------------------------------------------------------
 
-    def tables(self, made: Mapping[str, Made]) -> dict[str, pd.DataFrame]:
+    def tables(self, made: Parts) -> Tables:
         """What the decodes say, and the controls."""
         controls = ("-null-", "-oracle")
         decodes = joined({key: made[key] for key in made if not any(name in key for name in controls)})
@@ -151,22 +152,22 @@ class Behaviour(OfModels):
 
     # What was found ----------------------------------------------------------------------------------------------------
 
-    def headline(self, outcome: Outcome) -> list[str]:
+    def headline(self, result: Result) -> list[str]:
         """How many decodes flip a token, and how far apart the paths are until then."""
-        table = only(outcome.tables["divergence"], protocol="matched")
+        table = only(result.tables["divergence"], protocol="matched")
         flips, decodes = int(table["diverged"].sum()), int(table["decodes"].sum())
         kl = [float(each) for each in table["typical_kl"].fillna(table["mean_kl"])]
         lines = [
             f"A token flips in {flips} of {counted(decodes, 'decode')}; fed the same tokens, the paths are {between(kl)} nats "
             "of KL apart (median example)."
         ]
-        if failed := len(outcome.tables["failures"]):
+        if failed := len(result.tables["failures"]):
             lines.append(f"{counted(failed, 'decode')} gave NaN or Inf and stand apart, in failures.")
         return lines
 
-    def rows(self, tables: Mapping[str, pd.DataFrame]) -> list[dict[str, Any]]:
+    def rows(self, tables: Tables) -> Rows:
         """Flips, KL and its growth, answers, examples, nulls, and which path is nearer to float64."""
-        rows: list[dict[str, Any]] = []
+        rows: Rows = []
         of_examples: dict[str, Any] = {"unit": "examples"}
         free = only(tables["divergence"], protocol="free").set_index(["model", "strategy"])
         for row in only(tables["divergence"], protocol="matched").to_dict("records"):
@@ -214,9 +215,9 @@ class Behaviour(OfModels):
                                 note=f"neither in {int((mine['nearer'] == 'equal').sum())}"))  # fmt: skip
         return rows
 
-    def charts(self, outcome: Outcome) -> dict[str, Chart]:
+    def charts(self, result: Result) -> Charts:
         """KL of every step, how long decodes stay the same, and the answers of both paths."""
-        tables, notes = outcome.tables, self.notes(outcome)
+        tables, notes = result.tables, self.notes(result)
         by: dict[str, Any] = {"x": "step", "color": "strategy", "facet": "model", "xlabel": "decode step", "ends": "band"}
         found = {}
         if len(tables["kl_by_step"]):
@@ -241,18 +242,18 @@ class Behaviour(OfModels):
             ], notes)  # fmt: skip
         return found
 
-    def notes(self, outcome: Outcome) -> list[str]:
+    def notes(self, result: Result) -> list[str]:
         """How it was decoded."""
-        first = next(iter(outcome.summary["provenance"].values()))
+        first = next(iter(result.summary["provenance"].values()))
         return [f"kernels {first['kernels']}", f"{first['max_new_tokens']} tokens at most", f"until {first['stop']}"]
 
-    def lead(self, outcome: Outcome) -> list[Any]:
+    def lead(self, result: Result) -> list[Any]:
         """The decodes that flip, token by token; an experiment that keeps no decodes has none to show."""
-        if "decodes" not in outcome.tables:
+        if "decodes" not in result.tables:
             return []
         from kvinterp.study.report.tokens import changes
 
-        return changes(flipped_decodes(outcome.tables, paths_of(self.kernels)))
+        return changes(flipped_decodes(result.tables, paths_of(self.kernels)))
 
 
 _PASSED = ("prompts", "max_new_tokens", "stop", "kernels")
@@ -271,7 +272,7 @@ def _power(row: Mapping[str, Any]) -> str:
     return "" if pd.isna(least) else f"so many would show a difference of {number(least)} with 80%"
 
 
-def flipped_decodes(tables: Mapping[str, pd.DataFrame], paths: tuple[str, str]) -> dict[str, Comparison]:
+def flipped_decodes(tables: Tables, paths: tuple[str, str]) -> dict[str, Comparison]:
     """The decodes that flip, each path on its own text, as comparisons without activations: one a model, strategy and seed."""
     found = {}
     of = ["model", "strategy", "seed"]
@@ -313,7 +314,7 @@ def decoded(
     """
     adapter = loaded(model)
     given = list(enumerate(load_prompts(prompts)))[first : first + most]
-    made: dict[str, list[dict[str, pd.DataFrame]]] = {key: [] for key in keys}
+    made: dict[str, list[Tables]] = {key: [] for key in keys}
     # Looked at once: whether the weights are those that were loaded takes longer than a step.
     with own_threads(adapter):
         blocks = [given] if batch_size > 1 else [[one] for one in given]
@@ -338,7 +339,7 @@ def decodes_of(
     stop: str = "end of sequence",
     batch_size: int = 1,
     memory: Memory | None = None,
-) -> dict[str, pd.DataFrame]:
+) -> Tables:
     """Prompts decoded in the matched protocol, and those that flip in the free one too.
 
     Args:
@@ -385,9 +386,7 @@ def decodes_of(
     return {name: table.assign(strategy=strategy, seed=seed) for name, table in tables.items()}
 
 
-def _tables(
-    found: Mapping[str, Comparison], prompts: Mapping[int, Prompt], written: pd.DataFrame, end: str
-) -> dict[str, pd.DataFrame]:
+def _tables(found: Mapping[str, Comparison], prompts: Mapping[int, Prompt], written: pd.DataFrame, end: str) -> Tables:
     rows = {protocol: _rows(each) for protocol, each in found.items()}
     matched = rows["matched"]
     stays = matched[matched["flip_index"].isna()]

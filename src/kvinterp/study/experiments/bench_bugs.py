@@ -19,12 +19,13 @@ from typing import Any, ClassVar
 
 import pandas as pd
 
+from kvinterp.common.result import Result
 from kvinterp.errors import InputError
 from kvinterp.models.inputs import check_known, check_seed
-from kvinterp.study.cells import Cell, Made, joined
-from kvinterp.study.experiments.base import Experiment, Outcome
+from kvinterp.study.cells import Cell, joined
+from kvinterp.study.experiments.base import Experiment, Parts, Rows, Tables
 from kvinterp.study.experiments.options import option
-from kvinterp.study.findings import finding, findings_of
+from kvinterp.study.findings import finding
 
 BANK = Path(__file__).parents[4] / "benchmarks" / "bugs"
 """Where the bugs are: in a checkout; a wheel does not carry them, as they are twenty thousand tokens of tests."""
@@ -95,7 +96,7 @@ class BenchBugs(Experiment):
             for number, name, by in pairs
         ]
 
-    def reduce(self, made: Mapping[str, Made], settings: Mapping[str, Any], folder: Path | None) -> Outcome:
+    def reduce(self, made: Parts) -> Result:
         """All verdicts, and the scores by split."""
         from kvinterp.models.provenance import machine
 
@@ -110,25 +111,25 @@ class BenchBugs(Experiment):
         kinds = {kind: name for kind, name in zip(cases["kind"], cases["split"], strict=True) if kind != CLEAN}
         split = {name: sorted(kind for kind, given in kinds.items() if given == name) for name in (SHOWN, HELD_OUT)}
         texts = {"seconds.csv": seconds.to_csv(index=False, float_format="%.3f")}
-        return Outcome(tables, tables, {"split": split, "provenance": machine()}, texts=texts)
+        return Result(tables, {"split": split, "provenance": machine()}, texts)
 
     # What was found ----------------------------------------------------------------------------------------------------
 
-    def headline(self, outcome: Outcome) -> list[str]:
+    def headline(self, result: Result) -> list[str]:
         """What each detector found, and the split."""
-        whole = outcome.tables["scores"]
+        whole = result.tables["scores"]
         lines = [
             f"{row['detector']}: {row['found']} of {row['bugs']} planted bugs found, {row['false_alarms']} false alarms on "
             f"{row['clean']} clean models."
             for row in whole[whole["split"] == "all"].to_dict("records")
         ]
-        split = outcome.summary["split"]
+        split = result.summary["split"]
         return [*lines, *(f"Kinds {name}: {', '.join(kinds) or 'none'}." for name, kinds in split.items())]
 
-    def findings(self, outcome: Outcome) -> pd.DataFrame:
+    def rows(self, tables: Tables) -> Rows:
         """The rates of every detector, with their exact intervals."""
         rows = []
-        for row in outcome.tables["scores"].to_dict("records"):
+        for row in tables["scores"].to_dict("records"):
             of = {"detector": row["detector"], "split": row["split"]}
             for what, count, n, unit in (
                 ("planted bugs found", row["found"], row["bugs"], "bugs"),
@@ -138,7 +139,7 @@ class BenchBugs(Experiment):
             ):
                 if n and (what != "places right, of those found" or row["names_places"]):
                     rows.append(finding(what, count / n, exact(count, n), n, unit, "%", **of))
-        return findings_of(rows)
+        return rows
 
 
 def scores_of(cases: pd.DataFrame) -> pd.DataFrame:

@@ -10,15 +10,13 @@ flips.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Any, ClassVar
 
-import pandas as pd
-
 from kvinterp.common.numbers import between, counted, number
+from kvinterp.common.result import Result
 from kvinterp.study.behaviour.boundary import boundary_tables
-from kvinterp.study.cells import Made, joined
-from kvinterp.study.experiments.base import Outcome
+from kvinterp.study.cells import joined
+from kvinterp.study.experiments.base import Charts, Parts, Rows, Tables
 from kvinterp.study.experiments.behaviour import Behaviour
 from kvinterp.study.experiments.options import option, withheld
 from kvinterp.study.findings import Chart, Panel, finding
@@ -36,18 +34,18 @@ class Boundary(Behaviour):
     controls: int = withheld(0)
     above: int = option(8, "The paper's second restriction: count only flips after this step.", min=0)
 
-    def tables(self, made: Mapping[str, Made]) -> dict[str, pd.DataFrame]:
+    def tables(self, made: Parts) -> Tables:
         """What the decodes say of their flips."""
         decodes = joined({key: each for key, each in made.items() if "decodes" in each[0]})
         return boundary_tables(decodes["decodes"], decodes["steps"], self.above)
 
     # What was found ----------------------------------------------------------------------------------------------------
 
-    def headline(self, outcome: Outcome) -> list[str]:
+    def headline(self, result: Result) -> list[str]:
         """How well the margin tells a flip, and why the paper's correlation needs no cause."""
-        table = outcome.tables["prediction"]
+        table = result.tables["prediction"]
         known = table["auc"].dropna()
-        flips = f"{counted(len(outcome.tables['boundary_flips']), 'decode')} flip a token"
+        flips = f"{counted(len(result.tables['boundary_flips']), 'decode')} flip a token"
         if known.empty:
             return [f"{flips}: no margin tells anything of flips."]
         area = between([float(each) for each in known])
@@ -56,9 +54,9 @@ class Boundary(Behaviour):
             "An early flip leaves more steps of two texts, so that its free KL is higher by counting alone.",
         ]
 
-    def rows(self, tables: Mapping[str, pd.DataFrame]) -> list[dict[str, Any]]:
+    def rows(self, tables: Tables) -> Rows:
         """How the step of the flip goes with each KL, how well the margin tells a flip, and how well the chance is foretold."""
-        rows: list[dict[str, Any]] = []
+        rows: Rows = []
         for row in tables["boundary"].to_dict("records"):
             if row["quantity"] in QUANTITIES and row["method"] in METHODS:
                 what = f"{METHODS[row['method']]} of flip step and {QUANTITIES[row['quantity']]}"
@@ -91,9 +89,9 @@ class Boundary(Behaviour):
                                     note="1 would be perfect, 0 is no better than the rate", **of))  # fmt: skip
         return rows
 
-    def charts(self, outcome: Outcome) -> dict[str, Chart]:
+    def charts(self, result: Result) -> Charts:
         """The step of the first flip against the mean KL; how well the margin tells a flip; how well the chance is foretold."""
-        tables, notes, found = outcome.tables, self.notes(outcome), {}
+        tables, notes, found = result.tables, self.notes(result), {}
         if len(flips := tables["boundary_flips"]):
             long = (
                 flips.reset_index(drop=True)

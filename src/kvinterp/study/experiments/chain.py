@@ -8,23 +8,22 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import pandas as pd
 
 from kvinterp.common.numbers import between, counted, number
+from kvinterp.common.result import Result
 from kvinterp.data import Prompt, load_prompts
 from kvinterp.errors import InputError
-from kvinterp.study.cells import Cell, Made, joined, loaded
-from kvinterp.study.experiments.base import Experiment, Outcome
+from kvinterp.study.cells import Cell, joined, loaded
+from kvinterp.study.experiments.base import Charts, Experiment, Parts, Rows, Tables
 from kvinterp.study.experiments.options import argument, option, shared
-from kvinterp.study.experiments.outcome import records
-from kvinterp.study.findings import Chart, Panel, finding, findings_of
+from kvinterp.study.findings import Chart, Panel, finding
 from kvinterp.study.findings.results import only
+from kvinterp.study.results import records
 
 if TYPE_CHECKING:
-    from kvinterp.models import Adapter
     from kvinterp.policies import Policy
 
 CONTROL, NULL = "cached", "cached, other seeds"
@@ -90,10 +89,6 @@ class Chain(Experiment):
     device: str | None = shared("device")
     attention: str | None = shared("attention")
 
-    def adapters(self) -> list[Adapter]:
-        """The models, loaded."""
-        return [loaded(self.named(model)) for model in dict.fromkeys(self.models)]
-
     def arms(self) -> dict[str, str]:
         """The paths by the names of their arms: no policy, the same with other seeds, and each policy on each tensor."""
         from kvinterp.paths import Cached
@@ -118,7 +113,7 @@ class Chain(Experiment):
 
         texts, arms, temperatures = self._texts(), self.arms(), self.drawn_at()
         names = ("template", "system", "chat", "hops", "max_new_tokens", "embedder", "batch_size")
-        more = {name: getattr(self, name) for name in names}
+        more = self.taken(*names)
         for adapter in self.adapters():
             # What is not there is said before anything runs.
             embedder_named(self.embedder, adapter)
@@ -146,7 +141,7 @@ class Chain(Experiment):
         """With the texts themselves: a file may change."""
         return {**super().settings(), "restated": [text.text for text in self._texts()]}
 
-    def reduce(self, made: Mapping[str, Made], settings: Mapping[str, Any], folder: Path | None) -> Outcome:
+    def reduce(self, made: Parts) -> Result:
         """What the chains come to."""
         from kvinterp.models.provenance import provenance
         from kvinterp.study.behaviour.chains import attractors_of, curves_of, cycles_of, deltas_of
@@ -161,18 +156,18 @@ class Chain(Experiment):
         }
         about = {adapter.facts.name: provenance(adapter) for adapter in self.adapters()}
         rows = {name: records(tables[name]) for name in ("deltas", "cycles", "attractors")}
-        chosen = {name: getattr(self, name) for name in ("hops", "seeds", "embedder")}
-        summary = {**rows, **chosen, "control": CONTROL, "null": NULL, "provenance": about, "settings": settings}
-        return Outcome(tables, tables, summary)
+        chosen = self.taken("hops", "seeds", "embedder")
+        summary = {**rows, **chosen, "control": CONTROL, "null": NULL, "provenance": about}
+        return Result(tables, summary)
 
     # What was found ----------------------------------------------------------------------------------------------------
 
-    def headline(self, outcome: Outcome) -> list[str]:
+    def headline(self, result: Result) -> list[str]:
         """The arm that ends farthest from no policy, beside what other seeds alone change."""
-        deltas = outcome.tables["deltas"]
+        deltas = result.tables["deltas"]
         arms = deltas[~deltas["arm"].isin((CONTROL, NULL))]
-        texts = counted(outcome.tables["chains"]["text"].nunique(), "text")
-        measured_by = f"{counted(outcome.summary['hops'], 'hop')}, {texts}, {similarity_named(outcome.summary['embedder'])}"
+        texts = counted(result.tables["chains"]["text"].nunique(), "text")
+        measured_by = f"{counted(result.summary['hops'], 'hop')}, {texts}, {similarity_named(result.summary['embedder'])}"
         if arms.empty:
             ends = between(list(only(deltas, arm=CONTROL)["similarity"]))
             return [f"Without a policy, chains end at a similarity of {ends} to the first text ({measured_by})."]
@@ -186,9 +181,9 @@ class Chain(Experiment):
             f"temperature {row['temperature']:g}{alone} ({measured_by})."
         ]
 
-    def findings(self, outcome: Outcome) -> pd.DataFrame:
+    def rows(self, tables: Tables) -> Rows:
         """Where the chains of each arm end beside those without a policy, which come back to a text, what draws their lengths."""
-        tables, rows = outcome.tables, []
+        tables, rows = tables, []
         texts = tables["chains"].groupby("model")["text"].nunique()
         for row in tables["deltas"].to_dict("records"):
             of = {"model": row["model"], "temperature": row["temperature"], "arm": row["arm"]}
@@ -216,12 +211,12 @@ class Chain(Experiment):
             rows.append(finding(f"pull to {number(row['position'])} words (1: in one hop)", row["strength"],
                                 (row["strength_low"], row["strength_high"]), row["pairs"], "hops", model=row["model"],
                                 temperature=row["temperature"], note="successive hops taken as independent"))  # fmt: skip
-        return findings_of(rows)
+        return rows
 
-    def charts(self, outcome: Outcome) -> dict[str, Chart]:
+    def charts(self, result: Result) -> Charts:
         """Similarity by hop, the final difference of every arm beside no policy, and a map of them."""
-        tables = {name: _placed(outcome.tables[name]) for name in ("curves", "deltas")}
-        notes = [f"{similarity_named(outcome.summary['embedder'])}"]
+        tables = {name: _placed(result.tables[name]) for name in ("curves", "deltas")}
+        notes = [f"{similarity_named(result.summary['embedder'])}"]
         curves = tables["curves"].rename(columns={"similarity_low": "low", "similarity_high": "high"})
         deltas = tables["deltas"].rename(columns={"delta_low": "low", "delta_high": "high"})
         deltas = deltas[deltas["arm"] != CONTROL].assign(what="a policy")
@@ -308,7 +303,7 @@ def measured(
     embedder: str,
     batch_size: int,
     progress: str = "none",
-) -> tuple[dict[str, pd.DataFrame], dict[str, Any]]:
+) -> tuple[Tables, dict[str, Any]]:
     """The chains of one text."""
     from kvinterp.common.progress import counting
     from kvinterp.study.behaviour.chains import cosines, embedder_named, played, share_kept, tokens_of

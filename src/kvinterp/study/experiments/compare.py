@@ -8,23 +8,23 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from kvinterp.common.result import Result
 from kvinterp.errors import InputError, KvinterpError
-from kvinterp.study.experiments.base import Experiment, Outcome, numbered
+from kvinterp.study.experiments.base import Charts, Experiment, OfModel, Parts, Tables, numbered
 from kvinterp.study.experiments.choices import taken_by
-from kvinterp.study.experiments.options import DRAWS, model, option, sampled, shared
+from kvinterp.study.experiments.options import DRAWS, option, sampled, shared
 
 if TYPE_CHECKING:
     import pandas as pd
 
     from kvinterp.comparison import Comparison
-    from kvinterp.study.cells import Cell, Made
-    from kvinterp.study.findings import Chart
+    from kvinterp.study.cells import Cell
 
 log = logging.getLogger("kvinterp")
 
 
 @dataclasses.dataclass(frozen=True)
-class Compare(Experiment):
+class Compare(OfModel):
     """How far apart are two paths of one model, at which step, layer, head and cache position?"""
 
     TABLES: ClassVar = (
@@ -40,15 +40,13 @@ class Compare(Experiment):
         "routing",
     )
     FILES: ClassVar = ("prompts.jsonl",)
+    RESULT: ClassVar = "kvinterp.comparison:Comparison"
     UNIT: ClassVar = "prompts"
     PARTIAL: ClassVar = "yes"
 
-    model: str = model()
     prompts: str = shared("prompts")
     a: str = option("cached", "Path A. In the matched protocol it chooses the tokens for both paths.")
     b: str = option("recompute", "Path B; given(FILE) stands for the log-probs of another engine (docs/engines.md).")
-    kind: str = shared("kind")
-    dtype: str = shared("dtype")
     protocol: str = option("matched", "matched: both paths get the same tokens. free: each gets its own.")
     strategy: str = option("greedy", "How tokens are chosen: greedy, top_k(50,0.8), top_p(0.95,0.8).")
     max_new_tokens: int = option(48, "The most tokens to decode per prompt.")
@@ -65,8 +63,6 @@ class Compare(Experiment):
         only=(lambda asked: asked.record != "", "no site is recorded; leave it out, or name sites with --record"),
     )
     seed: int = option(0, "Seed for the strategy's random numbers.", only=(lambda asked: sampled(asked.strategy), DRAWS))
-    device: str | None = shared("device")
-    attention: str | None = shared("attention")
     batch_size: int = option(
         1, "The most prompts in one batch. Batching is used only where it gives the same bits.", decides="nothing"
     )
@@ -121,57 +117,57 @@ class Compare(Experiment):
         """With the sites and layers that this model can give."""
         return {**super().settings(), **self._recorded()}
 
-    def reduce(self, made: Mapping[str, Made], settings: Mapping[str, Any], folder: Path | None) -> Outcome:
-        """The tables of all prompts."""
+    def reduce(self, made: Parts) -> Result:
+        """The comparison of all prompts that are finished, in the order of their numbers."""
+        from kvinterp.comparison import Comparison
         from kvinterp.data import load_prompts
 
-        return outcome_of(made, load_prompts(self.prompts), settings, folder)
+        parts = (made[key] for _, key in sorted(numbered(made).items()))
+        # Of many prompts the tables are kept on disk.
+        place = getattr(made, "folder", None)
+        found = Comparison.joined((Comparison(**tables, provenance=about) for tables, about in parts), place)
+        found.prompts = load_prompts(self.prompts)
+        return found
 
     # What was found ----------------------------------------------------------------------------------------------------
 
-    def headline(self, outcome: Outcome) -> list[str]:
+    def headline(self, found: Any) -> list[str]:
         """Whether the paths agree bit for bit, and whether a token flips."""
         from kvinterp.study.findings.of_comparison import headline_of
 
-        return headline_of([outcome.result.comparison])
+        return headline_of([found])
 
-    def findings(self, outcome: Outcome) -> pd.DataFrame | None:
+    def findings(self, found: Any) -> pd.DataFrame:
         """How far the paths are apart, how often a token flips, and where inside; what could not be recorded, and why."""
         from kvinterp.study.findings import finding, findings_of
         from kvinterp.study.findings.of_comparison import rows_of_comparison
 
-        if "given" in outcome.tables:
-            return None
-        left_out = (outcome.summary.get("settings") or {}).get("left_out") or {}
+        left_out = (found.settings or {}).get("left_out") or {}
         lacking = [finding("not recorded", float("nan"), note=why, site=site) for site, why in left_out.items()]
-        return findings_of([*rows_of_comparison(outcome.result.comparison), *lacking])
+        return findings_of([*rows_of_comparison(found), *lacking])
 
-    def charts(self, outcome: Outcome) -> dict[str, Chart]:
+    def charts(self, found: Any) -> Charts:
         """KL by step, and where inside the paths differ."""
         from kvinterp.study.findings.of_comparison import charts_of_comparisons
 
-        found = outcome.result.comparison
         return charts_of_comparisons({found.provenance["protocol"]: found})
 
-    def lead(self, outcome: Outcome) -> list[Any]:
+    def lead(self, found: Any) -> list[Any]:
         """The texts of both paths."""
         from kvinterp.study.report.tokens import changes
 
-        return changes({"": outcome.result.comparison})
+        return changes({"": found})
 
-    def drawn_into(self, outcome: Outcome, folder: Path) -> list[Path]:
+    def drawn_into(self, found: Any, folder: Path) -> list[Path]:
         """Figures and page, where there is anything to show."""
-        found = outcome.result.comparison
         for row in found.failures.to_dict("records"):
             log.warning("prompt %s is left out: %s", row["id"], row["message"])
-        return [] if found.steps.empty else super().drawn_into(outcome, folder)
+        return [] if found.steps.empty else super().drawn_into(found, folder)
 
-    def sentences(self, outcome: Outcome) -> list[str]:
+    def sentences(self, found: Any) -> list[str]:
         """Where the paths differ."""
-        if "given" in outcome.tables:
-            return list(outcome.summary["reading"])
-        found, place = outcome.result.comparison, outcome.result.folder / "summary.json"
         if found.steps.empty:
+            place = Path(found.folder or "") / "summary.json"
             raise KvinterpError(f"none of the {len(found.failures)} prompts could be compared; {place} says why.")
         return list(found.where().splitlines())
 
@@ -183,14 +179,21 @@ class Compare(Experiment):
 
         return CompareGiven() if is_file(folder / "given.parquet") else cls()
 
-    def read(self, folder: Path) -> Outcome:
-        """The comparison in a folder."""
-        from kvinterp.study.results import load_result
+    def again(self, tables: Tables, summary: Mapping[str, Any]) -> Result:
+        """The comparison of its tables, once they are what a comparison has."""
+        import pandas as pd
 
-        found = load_result(folder)
-        settings = found.summary.get("settings") or {}
-        outcome = Outcome(found, found.comparison.written()[0], found.summary)
-        return self._of(outcome, settings, found.summary.get("choices", settings), folder)
+        from kvinterp.comparison import TABLES
+
+        # A result of before there were routers has no table of them.
+        if missing := [name for name in TABLES if name not in tables and name != "routing"]:
+            raise ValueError(f"{missing[0]}.parquet is not among its tables")
+        about = summary["provenance"]
+        if not isinstance(about, Mapping) or not {"paths", "protocol", "strategy"} <= about.keys():
+            raise ValueError("summary.json does not say which paths were compared")
+        for column in ("kl", "max_abs_logit"):
+            pd.to_numeric(tables["steps"][column])
+        return super().again(tables, summary)
 
     def check(self) -> None:
         """Paths, strategy, protocol and sites too."""
@@ -251,27 +254,3 @@ def compared(
 
     chosen = [given[number] for number in numbers]
     compare(adapter, chosen, examples=list(numbers), record=record, progress="none", done=done, **settings)
-
-
-def outcome_of(
-    made: Mapping[str, Made], prompts: Sequence[Any], settings: Mapping[str, Any], folder: Path | None = None
-) -> Outcome:
-    """The comparison of all examples that are finished, in the order of their numbers."""
-    from kvinterp.comparison import Comparison
-
-    parts = (made[key] for _, key in sorted(numbered(made).items()))
-    comparison = Comparison.joined((Comparison(**tables, provenance=about) for tables, about in parts), folder)
-    comparison.prompts = list(prompts)
-    return outcome_with(comparison, settings, folder)
-
-
-def outcome_with(comparison: Comparison, settings: Mapping[str, Any], folder: Path | None = None) -> Outcome:
-    """A comparison as what an experiment found."""
-    from kvinterp.study.results import PROMPTS, Result, prompt_lines
-
-    tables, summary = comparison.written()
-    summary |= {"settings": settings}
-    prompts = list(comparison.prompts)
-    result = Result(folder or Path(), comparison, prompts, summary)
-    # Where token ids were compared there are no prompts to keep.
-    return Outcome(result, tables, summary, {PROMPTS: prompt_lines(prompts)} if prompts else {})

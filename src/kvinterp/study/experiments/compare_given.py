@@ -4,30 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from kvinterp.study.experiments.base import Experiment, Outcome
-from kvinterp.study.experiments.options import model, option, shared
+from kvinterp.common.result import Result
+from kvinterp.study.experiments.base import OfModel, Parts
+from kvinterp.study.experiments.options import option
 
 if TYPE_CHECKING:
-    from kvinterp.study.cells import Cell, Made
+    from kvinterp.study.cells import Cell
 
 
 @dataclasses.dataclass(frozen=True)
-class CompareGiven(Experiment):
+class CompareGiven(OfModel):
     """How far are another engine's log-probs from those of one of our paths, token by token?"""
 
     TABLES: ClassVar = ("given", "routing")
     STEPS: ClassVar = ()
 
-    model: str = model()
     a: str = option("cached", "The path that kvinterp runs.")
     given: str = option("", "The file with the other engine's log-probs, written given(FILE).")
-    kind: str = shared("kind")
-    dtype: str = shared("dtype")
-    device: str | None = shared("device")
-    attention: str | None = shared("attention")
 
     @classmethod
     def verb(cls) -> str:
@@ -40,7 +35,7 @@ class CompareGiven(Experiment):
 
         return [Cell("given", f"{__name__}:compared", {"model": self.named(), "a": self.a, "given": self.given})]
 
-    def reduce(self, made: Mapping[str, Made], settings: Mapping[str, Any], folder: Path | None) -> Outcome:
+    def reduce(self, made: Parts) -> Result:
         """The table, and what it says."""
         tables, about = made["given"]
         table, said = tables["given"], about["provenance"]
@@ -53,13 +48,13 @@ class CompareGiven(Experiment):
             *[f"Routing: {about['routing']}"] * bool(about["routing"]),
             "Whether that is rounding: kvinterp audit MODEL --against FILE.",
         ]
-        return Outcome(table, tables, {"provenance": said, "reading": reading})
+        return Result(tables, {"provenance": said, "reading": reading})
 
-    def lead(self, outcome: Outcome) -> list[Any]:
+    def lead(self, found: Result) -> list[Any]:
         """The tokens, shaded by their difference."""
         from kvinterp.study.report.given import shaded
 
-        return shaded(outcome.tables["given"])
+        return shaded(found.tables["given"])
 
 
 def compared(model: Mapping[str, Any], a: str, given: str) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -15,15 +15,15 @@ import numpy as np
 import pandas as pd
 
 from kvinterp import metrics
-from kvinterp.common.kept import Kept, flat
 from kvinterp.common.numbers import counted, ends_said, listed
+from kvinterp.common.result import Result, flat
 from kvinterp.errors import InputError
-from kvinterp.study.cells import Cell, Made
-from kvinterp.study.experiments.base import Experiment, Outcome
+from kvinterp.study.cells import Cell
+from kvinterp.study.experiments.base import Charts, Experiment, Parts, Rows, Tables
 from kvinterp.study.experiments.options import argument
-from kvinterp.study.experiments.outcome import records
 from kvinterp.study.findings import Chart, Panel, finding, findings_of
 from kvinterp.study.findings.rows import bare, median_of, place, value
+from kvinterp.study.results import records
 
 EQUAL, OUTSIDE, WITHIN, OPEN = "equal", "outside each other's interval", "within an interval", "no interval to tell by"
 ONLY = ("only in A", "only in B")
@@ -67,7 +67,7 @@ class CompareRuns(Experiment):
         """None: reading two folders takes no time."""
         return []
 
-    def reduce(self, made: Mapping[str, Made], settings: Mapping[str, Any], folder: Path | None) -> Outcome:
+    def reduce(self, made: Parts) -> Result:
         """Both results side by side."""
         a, b = self._both()
         pairs = _pairs(a, b)
@@ -80,28 +80,28 @@ class CompareRuns(Experiment):
         tables = {name: table for name, table in tables.items() if len(table)}
         of_both = None if pairs is None else len(set(pairs[0].values()) & set(pairs[1].values()))
         summary = {
-            "command": a.verb,
+            "command": a.VERB,
             "prompts_of_both": of_both,
             "differences": records(tables.get("differences", pd.DataFrame())),
             "provenance": {**_models("A", a), **_models("B", b)},
         }
-        return Outcome(tables, tables, summary)
+        return Result(tables, summary)
 
-    def _both(self) -> tuple[Outcome, Outcome]:
+    def _both(self) -> tuple[Any, Any]:
         a, b = _read(self.first), _read(self.second)
-        if a.verb != b.verb:
+        if a.VERB != b.VERB:
             raise InputError(
-                f"folder {str(self.first)!r} holds a result of {a.verb} and {str(self.second)!r} one of {b.verb}: expected two "
+                f"folder {str(self.first)!r} holds a result of {a.VERB} and {str(self.second)!r} one of {b.VERB}: expected two "
                 "results of one command; give another folder."
             )
         return a, b
 
     # What was found ----------------------------------------------------------------------------------------------------
 
-    def headline(self, outcome: Outcome) -> list[str]:
+    def headline(self, result: Result) -> list[str]:
         """How the findings lie to each other, and what differs in how the two were made."""
-        beside, flips, differ = (outcome.tables.get(name) for name in ("beside", "flips", "differences"))
-        said = f"The two results of {outcome.summary['command']} have no finding in common"
+        beside, flips, differ = (result.tables.get(name) for name in ("beside", "flips", "differences"))
+        said = f"The two results of {result.summary['command']} have no finding in common"
         if beside is not None and not beside["reading"].isin(ONLY).all():
             counts = beside["reading"].value_counts()
             forms = {**_FORMS, **dict.fromkeys(ONLY, "")}
@@ -111,7 +111,7 @@ class CompareRuns(Experiment):
             by = flips["change"].value_counts()
             pairs = counted(len(flips), "pair")
             said += f"; flips of {pairs} of one prompt: {by.get('gained', 0)} in B only, {by.get('lost', 0)} in A only"
-        elif outcome.summary["prompts_of_both"] == 0:
+        elif result.summary["prompts_of_both"] == 0:
             said += "; no prompt is in both"
         names = [] if differ is None else [f"{row.what} ({row.a}; {row.b})" for row in differ.head(2).itertuples()]
         more = 0 if differ is None else len(differ) - len(names)
@@ -119,10 +119,10 @@ class CompareRuns(Experiment):
         made = f"They differ in {listed([*names, *rest])}" if names else "They were chosen and made alike"
         return [f"{said}.", f"{made}."]
 
-    def findings(self, outcome: Outcome) -> pd.DataFrame:
+    def rows(self, tables: Tables) -> Rows:
         """Prompt by prompt: the median change of what was measured, and the flips that one result has alone."""
         rows = []
-        if (table := outcome.tables.get("by_prompt")) is not None:
+        if (table := tables.get("by_prompt")) is not None:
             labels = [name for name in table.columns if name in ("quantity", "measure", *LABELS)]
             for key, own in table.groupby(labels, sort=False, dropna=False):
                 of = dict(zip(labels, key, strict=True))
@@ -132,7 +132,7 @@ class CompareRuns(Experiment):
                 rows.append(
                     median_of(f"median change of a prompt's {what}, B less A", change, measure=measure, note=note, **of)
                 )
-        if (flips := outcome.tables.get("flips")) is not None:
+        if (flips := tables.get("flips")) is not None:
             labels = [name for name in flips.columns if name in LABELS]
             for key, own in flips.groupby(labels, sort=False) if labels else [((), flips)]:
                 for change, which in (("gained", "B"), ("lost", "A")):
@@ -142,12 +142,12 @@ class CompareRuns(Experiment):
                     of = dict(zip(labels, key, strict=True))
                     what = f"prompts that flip in {which} only"
                     rows.append(finding(what, rate.effect, (rate.low, rate.high), len(own), measure="%", note=note, **of))
-        return findings_of(rows)
+        return rows
 
-    def charts(self, outcome: Outcome) -> dict[str, Chart]:
+    def charts(self, result: Result) -> Charts:
         """The findings of both with their intervals, those that changed most plainly first; and prompt against prompt."""
-        found: dict[str, Chart] = {}
-        if (beside := outcome.tables.get("beside")) is not None:
+        found: Charts = {}
+        if (beside := result.tables.get("beside")) is not None:
             order = list(_FORMS)
             both = beside[beside["reading"].isin(order)].dropna(subset=["estimate_a", "estimate_b"])
             both = both.sort_values("reading", key=lambda each: each.map(order.index), kind="stable")
@@ -163,22 +163,22 @@ class CompareRuns(Experiment):
                 panels.append(Panel(long, "estimate", "line", "dots", color="run", label=label, scale=scale))
             if panels:
                 found["compare_runs"] = Chart("What A and B found", panels)
-        if (table := outcome.tables.get("by_prompt")) is not None:
+        if (table := result.tables.get("by_prompt")) is not None:
             # Of places only the first: a cloud for each would say less than their medians.
             one = table.drop_duplicates(["quantity", "id"])
             panel = Panel(one, "a", "b", "points", facet="quantity", label="B", xlabel="A", xscale="linear", scale="linear")
             found["compare_runs_by_prompt"] = Chart("Each prompt in A and in B", [panel])
         return found
 
-    def lead(self, outcome: Outcome) -> list[Any]:
+    def lead(self, result: Result) -> list[Any]:
         """What differs in how they were made, and the findings beside each other."""
         from kvinterp.study.report.page import Column, Table, opened
 
         parts: list[Any] = []
-        if (differ := outcome.tables.get("differences")) is not None:
+        if (differ := result.tables.get("differences")) is not None:
             head = [Column("what differs"), Column("in A", "text"), Column("in B", "text")]
             parts.append(Table(head, differ.to_numpy(str).tolist(), name="differences"))
-        if (beside := outcome.tables.get("beside")) is not None:
+        if (beside := result.tables.get("beside")) is not None:
             head = [Column("finding", "text"), Column("of", "text"), Column("A"), Column("B"), Column("reading", "text")]
             rows = [
                 [row["finding"], row["of"], *(_side(row, side) for side in "ab"), row["reading"]]
@@ -220,47 +220,47 @@ def _digests(folder: Path) -> Any:
         return read_sealed(folder / "verdict.json").get("sha256") if is_file(folder / "verdict.json") else None
 
 
-def _read(folder: Path) -> Outcome:
-    """A result, as what its command found."""
-    from kvinterp.study.experiments.keeping import experiment_of, load, outcome_of
+def _read(folder: Path) -> Any:
+    """A result with its findings among its tables."""
+    from kvinterp.study.experiments.keeping import keeper_of, load
 
     found = load(folder)
-    if not isinstance(found, Kept):
+    if not isinstance(found, Result):
         raise InputError(
             f"folder {str(folder)!r} holds a trace, which has no findings: give the folder of a command's result."
         )
-    outcome = outcome_of(found)
-    return experiment_of(outcome.verb)().with_findings(outcome)
+    return found if found.VERB == "audit" else keeper_of(found).judged(found)
 
 
-def _about(outcome: Outcome) -> dict[str, Any]:
-    about = outcome.summary.get("provenance")
+def _about(result: Result) -> dict[str, Any]:
+    about = result.written()[1].get("provenance")
     return flat(about) if isinstance(about, Mapping) else {}
 
 
-def _models(side: str, outcome: Outcome) -> dict[str, Any]:
+def _models(side: str, result: Result) -> dict[str, Any]:
     """What each model of a result was run with, by a name of its own."""
-    about = _about(outcome)
+    about = _about(result)
     if all(isinstance(each, Mapping) for each in about.values()):
         return {f"{side}, {name}": each for name, each in about.items()}
     return {side: about}
 
 
-def _made(outcome: Outcome) -> dict[str, Any]:
+def _made(result: Result) -> dict[str, Any]:
     """What was chosen, and what made it."""
-    choices = {name: given for name, given in outcome.choices.items() if name != "verb"}
-    ended = {"interrupted": "yes"} if outcome.summary.get("interrupted") else {}
-    said = {"verdict": outcome.summary["verdict"]} if "verdict" in outcome.summary else {}
-    return {**said, **ended, **choices, "prompts in it": outcome.settings.get("prompts"), **_about(outcome)}
+    choices = {name: given for name, given in result.choices.items() if name != "verb"}
+    summary = result.written()[1]
+    ended = {"interrupted": "yes"} if summary.get("interrupted") else {}
+    said = {"verdict": summary["verdict"]} if "verdict" in summary else {}
+    return {**said, **ended, **choices, "prompts in it": result.settings.get("prompts"), **_about(result)}
 
 
-def _findings(outcome: Outcome) -> pd.DataFrame:
-    if outcome.verb == "audit":
-        return findings_of(_of_audit(outcome.tables))
-    return outcome.tables.get("findings", findings_of([]))
+def _findings(result: Result) -> pd.DataFrame:
+    if result.VERB == "audit":
+        return findings_of(_of_audit(result.tables))
+    return result.tables.get("findings", findings_of([]))
 
 
-def _of_audit(tables: Mapping[str, pd.DataFrame]) -> Iterator[dict[str, Any]]:
+def _of_audit(tables: Tables) -> Iterator[dict[str, Any]]:
     """How far apart the logits are in each precision, and the error of every check that was made."""
     for row in tables["rungs"].to_dict("records"):
         for name in ("max_abs_logit", "max_kl", "bitwise_equal_steps"):
@@ -269,14 +269,14 @@ def _of_audit(tables: Mapping[str, pd.DataFrame]) -> Iterator[dict[str, Any]]:
         yield finding("passes", float(row["status"] == "passed"), n=1, unit="checks", check=row["name"])
 
 
-def _pairs(a: Outcome, b: Outcome) -> tuple[dict[int, str], dict[int, str]] | None:
+def _pairs(a: Any, b: Any) -> tuple[dict[int, str], dict[int, str]] | None:
     """Of each result its prompts by their number, each as a line that holds all of it; None where they are not known."""
     from kvinterp.study.results import prompt_lines
 
     held = []
-    for outcome in (a, b):
-        kept = getattr(getattr(outcome.result, "comparison", outcome.result), "prompts", ())
-        digest, names = outcome.settings.get("prompts"), {number: prompt_lines([each]) for number, each in enumerate(kept)}
+    for result in (a, b):
+        kept = getattr(result, "prompts", ())
+        digest, names = result.settings.get("prompts"), {number: prompt_lines([each]) for number, each in enumerate(kept)}
         if not names and isinstance(digest, Mapping):
             names = {number: f"{digest['blake2']} {number}" for number in range(digest["count"])}
         held.append(names)

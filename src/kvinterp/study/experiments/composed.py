@@ -12,9 +12,10 @@ from typing import Any
 
 import pandas as pd
 
+from kvinterp.common.result import Result
 from kvinterp.errors import InputError
 from kvinterp.study.cells import Cell, Made
-from kvinterp.study.experiments.base import Experiment, Outcome
+from kvinterp.study.experiments.base import Experiment, Parts, Tables
 from kvinterp.study.findings import labels_of
 
 PRESETS: dict[str, dict[str, Any]] = {
@@ -148,7 +149,7 @@ def key_of(part: Part, cell: Cell) -> str:
     return f"{part.prefix}-{hashlib.sha256(given.encode()).hexdigest()[:8]}-{cell.key}"
 
 
-def of_part(part: Part, cells: Sequence[Cell], made: Mapping[str, Made]) -> dict[str, Made]:
+def of_part(part: Part, cells: Sequence[Cell], made: Parts) -> dict[str, Made]:
     """What the cells of one experiment gave, by its own keys."""
     return {cell.key: made[key] for cell in cells if (key := key_of(part, cell)) in made}
 
@@ -174,7 +175,7 @@ def cells_table(cells: Mapping[Part, Sequence[Cell]], finished: Iterable[str]) -
 # Tables ----------------------------------------------------------------------------------------------------------------
 
 
-def labelled(found: Mapping[Part, Outcome]) -> dict[str, pd.DataFrame]:
+def labelled(found: Mapping[Part, Result]) -> Tables:
     """The tables of all experiments by name, those of one kind below those of another.
 
     Where there are several kinds, a model is called by both: ``zoo:llama-mini (hooked)``. A table that two experiments have in
@@ -182,8 +183,8 @@ def labelled(found: Mapping[Part, Outcome]) -> dict[str, pd.DataFrame]:
     """
     kinds = {part.kind for part in found}
     tables: dict[str, dict[Any, pd.DataFrame]] = {}
-    for part, outcome in found.items():
-        for name, table in outcome.tables.items():
+    for part, result in found.items():
+        for name, table in result.tables.items():
             if len(kinds) > 1:
                 named = {"model": table["model"] + f" ({part.kind})"} if "model" in table else {"kind": part.kind}
                 table = table.assign(**named)
@@ -191,7 +192,7 @@ def labelled(found: Mapping[Part, Outcome]) -> dict[str, pd.DataFrame]:
     return {name: pd.concat(list(each.values()), ignore_index=True) for name, each in tables.items()}
 
 
-def tables_of_part(part: Part, tables: Mapping[str, pd.DataFrame], kinds: Iterable[str]) -> dict[str, pd.DataFrame]:
+def tables_of_part(part: Part, tables: Tables, kinds: Iterable[str]) -> Tables:
     """What :func:`labelled` made of the tables of one experiment, taken out again.
 
     Args:
@@ -226,7 +227,7 @@ class _Asked(dict[str, pd.DataFrame]):
         return default
 
 
-def claims_table(tables: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
+def claims_table(tables: Tables) -> pd.DataFrame:
     """What tables say of each claim, and in ``table`` which of them it rests on first."""
     from kvinterp.study.claims import CLAIMS, claims_of
     from kvinterp.study.claims.base import NotTestableError

@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, ClassVar
 
+from kvinterp.common.result import Result
 from kvinterp.data import load_prompts
-from kvinterp.study.cells import Cell, Made, joined, loaded
-from kvinterp.study.experiments.base import Experiment, Outcome, numbered
-from kvinterp.study.experiments.options import model, option, shared
+from kvinterp.study.cells import Cell, joined, loaded
+from kvinterp.study.experiments.base import OfModel, Parts, numbered
+from kvinterp.study.experiments.options import option, shared
 from kvinterp.study.findings.of_patching import charts_of_decomposition, headline_of_decomposition, rows_of_decomposition
 
 
 @dataclasses.dataclass(frozen=True)
-class Decompose(Experiment):
+class Decompose(OfModel):
     """What makes the difference at every step, each part beside its null?"""
 
     TABLES: ClassVar = ("decomposition", "layers")
@@ -28,13 +28,8 @@ class Decompose(Experiment):
     SHOWN: ClassVar = (headline_of_decomposition, rows_of_decomposition, charts_of_decomposition)
     UNIT: ClassVar = "prompts"
 
-    model: str = model()
     prompts: str = shared("prompts")
-    kind: str = shared("kind")
-    dtype: str = shared("dtype")
     max_new_tokens: int = option(32, "The most tokens to decode per prompt.")
-    device: str | None = shared("device")
-    attention: str | None = shared("attention")
 
     def cells(self) -> list[Cell]:
         """A cell a prompt."""
@@ -42,14 +37,13 @@ class Decompose(Experiment):
         settings = {"model": self.named(), "prompts": self.prompts, "max_new_tokens": self.max_new_tokens}
         return [Cell(f"example-{number}", f"{__name__}:decomposed", settings) for number in range(count)]
 
-    def reduce(self, made: Mapping[str, Made], settings: Mapping[str, Any], folder: Path | None) -> Outcome:
+    def reduce(self, made: Parts) -> Result:
         """The split over all of them."""
         from kvinterp.patching import Decomposition
 
         tables = joined(made)
         about = next(about for _, about in made.values())
-        found = Decomposition(tables["decomposition"], tables["layers"], about)
-        return Outcome(found, *found.written())
+        return Decomposition(tables["decomposition"], tables["layers"], about)
 
 
 def decomposed(

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from kvinterp.common.result import Result
 from kvinterp.errors import InputError, UnsupportedError
-from kvinterp.study.experiments.base import Experiment, How, Outcome
+from kvinterp.study.experiments.base import Charts, Experiment
 from kvinterp.study.experiments.compare import Compare
 from kvinterp.study.experiments.options import option
 
 if TYPE_CHECKING:
     import pandas as pd
 
+    from kvinterp.common.progress import Tell
     from kvinterp.comparison import Comparison
-    from kvinterp.study.cells import Cell, Made
-    from kvinterp.study.findings import Chart
-    from kvinterp.study.results import Result
 
 log = logging.getLogger("kvinterp")
 
@@ -96,7 +94,9 @@ class Demo(Experiment):
                 check_unread(field.name, getattr(self, field.name), field.default, said)
         return dataclasses.replace(SMOKE, picture=self.picture)
 
-    def answered(self, how: How) -> Outcome:
+    def answered(
+        self, out: Path | None, existing: str, progress: str, figures: str, tell: Tell | None, engine: str
+    ) -> Result:
         """Makes every comparison that is not there yet, each in a folder of its own under ``runs``, and the page last.
 
         A demo is finished when its ``report.html`` is there; until then finished comparisons are read, not made again.
@@ -104,77 +104,86 @@ class Demo(Experiment):
         Raises:
             InputError: The folder holds a finished demo, or comparisons made with other settings.
         """
-        from kvinterp.common.store import Lock, Record
+        from kvinterp.common.progress import Pace
+        from kvinterp.common.store import Store
 
-        if how.out is None:
+        if out is None:
             raise InputError("a demo is a folder of comparisons: give one.")
-        folder = Path(how.out)
-        for run in (*self.plan().values(), self.flips()):
+        plan, results = {**self.plan(), FLIPS: self.flips()}, []
+        for run in plan.values():
             run.check()
-        with Lock(folder):
-            self._check_free(folder, how.existing)
-            results = self._runs(folder / "runs", how)
-            flips = results.pop(FLIPS)
-            if how.existing == "overwrite":
+        with Store(out) as store:
+            self._check_free(out, existing)
+            pace = Pace({name: run.dtype for name, run in plan.items()}, "comparisons", tell or (lambda *_: None))
+            kept = "overwrite" if existing == "overwrite" else "use"
+            for number, (name, run) in enumerate(plan.items(), start=1):
+                if name == FLIPS:
+                    log.info("and one in which tokens flip: %s, %s beside %s", run.model, run.a, run.b)
+                else:
+                    log.info(
+                        "%d of %d: %s, %s, %s, %s", number, len(plan) - 1, run.model, run.kind, run.dtype, run.protocol
+                    )
+                results.append(run.answered(out / "runs" / name, kept, progress, "none", pace.say, engine))
+                pace.done(name)
+            if existing == "overwrite":
                 # The old page and its figures go last, when what they showed is replaced.
-                record = Record(folder)
-                record.remove(record.names())
-            outcome = outcome_of([*results.values(), flips], folder)
-            if how.figures == "drawn":
-                outcome.files = self.drawn_into(outcome, folder / "figures")
-        return outcome
+                store.remove(store.names())
+            result = result_of(results, out)
+            if figures == "drawn":
+                result.files = self.drawn_into(result, out / "figures")
+        return result
 
     # What was found ----------------------------------------------------------------------------------------------------
 
-    def headline(self, outcome: Outcome) -> list[str]:
+    def headline(self, result: Result) -> list[str]:
         """Whether the paths agree bit for bit, and what becomes of it in higher precision."""
         from kvinterp.common.numbers import listed, number
         from kvinterp.study.findings.of_comparison import headline_of
         from kvinterp.study.findings.results import matched
 
         sizes: dict[str, float] = {}
-        for one in (one for group in _rungs(outcome).values() for one in group[1:]):
+        for one in (one for group in _rungs(result).values() for one in group[1:]):
             dtype, size = one.provenance["dtype"], float(one.steps["max_abs_logit"].max())
             sizes[dtype] = max(size, sizes.get(dtype, 0.0))
         higher = listed([f"{number(size)} in {dtype}" for dtype, size in sizes.items()])
         finer = [f"On fewer prompts the largest difference of a logit is {higher}."] if higher else []
-        coarse = outcome.result[-1].comparison
+        coarse = result.members[-1]
         changed = int(coarse.examples["flip_index"].notna().sum())
         contrast = (
             f"For contrast, a cache in 8 bits (fp8) in a third model, {coarse.provenance['model']}, changes a token in"
         )
         contrasts = [f"{contrast} {changed} of {len(coarse.examples)} decodes."] if len(coarse.steps) else []
-        return [*headline_of(matched(_main(outcome))), *contrasts, *finer]
+        return [*headline_of(matched(_main(result))), *contrasts, *finer]
 
-    def findings(self, outcome: Outcome) -> pd.DataFrame:
+    def findings(self, result: Result) -> pd.DataFrame:
         """Those of every comparison, and how large the difference is in each dtype."""
         from kvinterp.study.findings import findings_of
         from kvinterp.study.findings.of_comparison import rows_between, rows_of_ladder
 
-        return findings_of([*rows_of_ladder(_rungs(outcome)), *rows_between(_main(outcome))])
+        return findings_of([*rows_of_ladder(_rungs(result)), *rows_between(_main(result))])
 
-    def charts(self, outcome: Outcome) -> dict[str, Chart]:
+    def charts(self, result: Result) -> Charts:
         """Those of the comparisons on equal inputs, and the ladder of precisions."""
         from kvinterp.study.findings.of_comparison import called, charts_of_comparisons, ladder_of_comparisons
         from kvinterp.study.findings.results import matched
 
-        rungs = _rungs(outcome)
+        rungs = _rungs(result)
         ladder = {"precision_ladder": ladder_of_comparisons(rungs)} if rungs else {}
-        return {**charts_of_comparisons(called(matched(_main(outcome)))), **ladder}
+        return {**charts_of_comparisons(called(matched(_main(result)))), **ladder}
 
-    def lead(self, outcome: Outcome) -> list[Any]:
+    def lead(self, result: Result) -> list[Any]:
         """The texts of both paths in every comparison, that in which tokens flip among them."""
         from kvinterp.study.findings.of_comparison import called
         from kvinterp.study.report.tokens import changes
 
-        *_, flips = outcome.result
-        return changes(called([*_main(outcome), *([] if flips.comparison.steps.empty else [flips.comparison])]))
+        *_, flips = result.members
+        return changes(called([*_main(result), *([] if flips.steps.empty else [flips])]))
 
-    def beside(self, outcome: Outcome) -> list[str]:
+    def beside(self, result: Result) -> list[str]:
         """The findings, and the summary of each comparison, in whose folder its tables are."""
-        return ["findings.parquet", *(f"runs/{result.folder.name}/summary.json" for result in outcome.result)]
+        return ["findings.parquet", *(f"runs/{one.folder.name}/summary.json" for one in result.members)]
 
-    def drawn_into(self, outcome: Outcome, folder: Path) -> list[Path]:
+    def drawn_into(self, result: Result, folder: Path) -> list[Path]:
         """The picture where one was asked for, the findings, and the page with its figures last: where it is, everything is."""
         import functools
 
@@ -187,26 +196,25 @@ class Demo(Experiment):
         if self.picture is not None:
             panels = [
                 panel if panel.facet else dataclasses.replace(panel, table=panel.table.assign(at=chart.title), facet="at")
-                for name, chart in self.charts(outcome).items()
+                for name, chart in self.charts(result).items()
                 if name != "precision_ladder"
                 for panel in chart.panels
             ]
             whole = Chart("Two executions of one computation", panels)
-            save(drawn(whole, [one.provenance for one in _main(outcome)]), self.picture)
-        table = self.with_findings(outcome).tables["findings"]
+            save(drawn(whole, [one.provenance for one in _main(result)]), self.picture)
+        table = self.judged(result).tables["findings"]
         write_whole(folder.parent / "findings.parquet", functools.partial(write_table, table))
-        return super().drawn_into(outcome, folder)
+        return super().drawn_into(result, folder)
 
-    def sentences(self, outcome: Outcome) -> list[str]:
+    def sentences(self, result: Result) -> list[str]:
         """What each comparison found, in a sentence."""
-        return [result.comparison.where().splitlines()[0] for result in outcome.result]
+        return [one.where().splitlines()[0] for one in result.members]
 
     @classmethod
     def held_runs(cls, folder: Path) -> tuple[Path, list[str]] | None:
         """The page of a demo's folder, made again from its comparisons, and the first line of each; None: it holds none."""
         from kvinterp.common.files import SUMMARY, is_file
-        from kvinterp.common.store import Lock
-        from kvinterp.study.results import load_result
+        from kvinterp.common.store import Store
 
         runs = folder / "runs"
         if is_file(folder / SUMMARY) or not is_file(runs / FLIPS / SUMMARY):
@@ -214,29 +222,24 @@ class Demo(Experiment):
         planned = [
             name for kinds in (("hooked", "native"), ("bridge",)) for name in dataclasses.replace(cls(), kinds=kinds).plan()
         ]
-        with Lock(folder):
-            results = [load_result(runs / name) for name in dict.fromkeys(planned) if is_file(runs / name / SUMMARY)]
-            page = cls().drawn_into(outcome_of([*results, load_result(runs / FLIPS)], folder), folder / "figures")[-1]
-        return page, [result.comparison.where().splitlines()[0] for result in results]
-
-    def cells(self) -> list[Cell]:
-        """None of its own: they are those of its comparisons."""
-        return []
-
-    def reduce(self, made: Mapping[str, Made], settings: Mapping[str, Any], folder: Path | None) -> Outcome:
-        """Nothing, without a folder of comparisons."""
-        return Outcome(None)
+        with Store(folder):
+            names = [name for name in dict.fromkeys(planned) if is_file(runs / name / SUMMARY)]
+            results: list[Any] = [Compare().read(runs / name) for name in (*names, FLIPS)]
+            page = cls().drawn_into(result_of(results, folder), folder / "figures")[-1]
+        return page, [one.where().splitlines()[0] for one in results[:-1]]
 
     def _check_free(self, folder: Path, existing: str) -> None:
         from kvinterp.common.files import check_target, is_there, told
-        from kvinterp.common.store import check_names
+        from kvinterp.common.store import Store
 
         if existing == "error" and (folder / "report.html").exists():
             raise InputError(
                 f"folder {str(folder)!r} already holds a report: choose another folder with --out, or pass --overwrite."
             )
         with told(folder):
-            check_names(folder, ["report.html", "findings.parquet", *(f"figures/{name}*" for name in Compare.drawn())])
+            Store(folder).check_names(
+                ["report.html", "findings.parquet", *(f"figures/{name}*" for name in Compare.drawn())]
+            )
             for place in (folder / "runs", *(folder / "runs" / name for name in (*self.plan(), FLIPS))):
                 if is_there(place) and (place.is_symlink() or not place.is_dir()):
                     raise InputError(
@@ -245,22 +248,6 @@ class Demo(Experiment):
         if self.picture is not None:
             check_target(self.picture, "--picture", ".png")
 
-    def _runs(self, folder: Path, how: How) -> dict[str, Result]:
-        from kvinterp.common.progress import Pace
-
-        plan = {**self.plan(), FLIPS: self.flips()}
-        pace = Pace({name: run.dtype for name, run in plan.items()}, "comparisons", how.tell or (lambda *_: None))
-        kept, results = "overwrite" if how.existing == "overwrite" else "use", {}
-        for number, (name, run) in enumerate(plan.items(), start=1):
-            if name == FLIPS:
-                log.info("and one in which tokens flip: %s, %s beside %s", run.model, run.a, run.b)
-            else:
-                log.info("%d of %d: %s, %s, %s, %s", number, len(plan) - 1, run.model, run.kind, run.dtype, run.protocol)
-            mine = dataclasses.replace(how, out=folder / name, existing=kept, figures="none", tell=pace.say)
-            results[name] = run.answered(mine).result
-            pace.done(name)
-        return results
-
 
 FLIPS = "a-token-that-flips"
 """The folder of that comparison."""
@@ -268,25 +255,26 @@ FLIPS = "a-token-that-flips"
 SMOKE = Demo(problems=1, rung_problems=1, max_new_tokens=5, flip_problems=1)
 
 
-def outcome_of(results: list[Result], folder: Path) -> Outcome:
+def result_of(comparisons: list[Any], folder: Path) -> Result:
     """Comparisons, of which the last is to show flips, as what the demo found."""
-    summaries = {result.folder.name: result.summary for result in results}
+    summaries = {one.folder.name: one.written()[1] for one in comparisons}
     about = {name: summary["provenance"] for name, summary in summaries.items()}
-    return Outcome(results, {}, {"comparisons": summaries, "provenance": about}, folder=folder, choices=Demo().chosen())
+    result = Result({}, {"comparisons": summaries, "provenance": about})
+    result.members, result.folder, result.choices = comparisons, folder, Demo().chosen()
+    return result
 
 
-def _main(outcome: Outcome) -> list[Comparison]:
+def _main(result: Result) -> list[Comparison]:
     """Those in the dtype of the first, in which there is a step."""
-    first = outcome.result[0].comparison.provenance["dtype"]
-    comparisons = [result.comparison for result in outcome.result[:-1]]
-    return [one for one in comparisons if one.provenance["dtype"] == first and not one.steps.empty]
+    first = result.members[0].provenance["dtype"]
+    return [one for one in result.members[:-1] if one.provenance["dtype"] == first and not one.steps.empty]
 
 
-def _rungs(outcome: Outcome) -> dict[str, list[Comparison]]:
+def _rungs(result: Result) -> dict[str, list[Comparison]]:
     from kvinterp.study.findings.of_comparison import ladder_of
 
-    comparisons = [result.comparison for result in outcome.result[:-1] if not result.comparison.steps.empty]
-    return ladder_of(comparisons, outcome.result[0].comparison.provenance["dtype"])
+    comparisons = [one for one in result.members[:-1] if not one.steps.empty]
+    return ladder_of(comparisons, result.members[0].provenance["dtype"])
 
 
 def _available(kinds: tuple[str, ...]) -> list[str]:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import pandas as pd
 
 from kvinterp.common.numbers import counted, listed, number
+from kvinterp.common.result import Result
 from kvinterp.data import load_prompts
 from kvinterp.errors import InputError, NonFiniteError, UnsupportedError
-from kvinterp.study.cells import Cell, Made, joined, loaded
-from kvinterp.study.experiments.base import Experiment, Outcome
+from kvinterp.study.cells import Cell, joined, loaded
+from kvinterp.study.experiments.base import Charts, OfModel, Parts
 from kvinterp.study.experiments.options import argument, option, shared
 from kvinterp.study.findings import Chart, Panel, finding, findings_of
 
@@ -34,7 +34,7 @@ PLACE = ("layer", "tensor", "kv_head")
 
 
 @dataclasses.dataclass(frozen=True)
-class EquivalentNoise(Experiment):
+class EquivalentNoise(OfModel):
     """How large, how skewed and how heavy-tailed is the error of a policy on real K and V, and at how many bits?"""
 
     TABLES: ClassVar = ("equivalent_noise",)
@@ -45,13 +45,9 @@ class EquivalentNoise(Experiment):
         POLICIES, "A policy, such as q8_0 or normal(0,0.25); may be given several times.", flag="--policy"
     )
     prompts: str = shared("prompts")
-    kind: str = shared("kind")
-    dtype: str = shared("dtype")
     max_new_tokens: int = option(
         32, "How many tokens to decode after each prompt; their K and V are written one at a time.", min=1
     )
-    device: str | None = shared("device")
-    attention: str | None = shared("attention")
 
     def cells(self) -> list[Cell]:
         """A cell a policy; what it does not fit is said before any is measured."""
@@ -62,7 +58,7 @@ class EquivalentNoise(Experiment):
             for number, policy in enumerate(map(str, usable(self.policies, adapter)))
         ]
 
-    def reduce(self, made: Mapping[str, Made], settings: Mapping[str, Any], folder: Path | None) -> Outcome:
+    def reduce(self, made: Parts) -> Result:
         """By policy, layer, tensor and head over all prompts; the summary has each policy's K and V as a whole."""
         from kvinterp.models.provenance import provenance
 
@@ -81,26 +77,26 @@ class EquivalentNoise(Experiment):
         # The smallest and the largest of a layer and head, of each policy and tensor.
         places = table.groupby(["policy", "tensor"], sort=False)["relative_rms"].agg(["min", "max"]).reset_index()
         of_policies = {"policies": wholes.to_dict("records"), "places": places.to_dict("records")}
-        return self.again({"equivalent_noise": table}, {"settings": settings, **about, **of_policies})
+        return Result({"equivalent_noise": table}, {**about, **of_policies})
 
     # What was found ----------------------------------------------------------------------------------------------------
 
-    def headline(self, outcome: Outcome) -> list[str]:
+    def headline(self, result: Result) -> list[str]:
         """The smallest and the largest error."""
-        table = _smallest_first(outcome)
+        table = _smallest_first(result)
         last = table.iloc[-1]
         none = sorted(set(table["policy"]) - set(table.loc[table["relative_rms"] > 0, "policy"]))
         lines = [
             f"Of {counted(table['policy'].nunique(), 'policy')}, {last['policy']} makes the largest error: "
             f"{number(last['relative_rms'])} times the root mean square of {last['tensor']} "
-            f"({counted(outcome.summary['prompts'], 'prompt')})."
+            f"({counted(result.summary['prompts'], 'prompt')})."
         ] if last["relative_rms"] > 0 else []  # fmt: skip
         return [*lines, *([f"No error at all: {listed(none)}."] if none else [])]
 
-    def findings(self, outcome: Outcome) -> pd.DataFrame:
+    def findings(self, result: Result) -> pd.DataFrame:
         """Size, bias, flipped signs and zeros of the error of every policy on K and on V, smallest first."""
-        rows, prompts = [], outcome.summary["prompts"]
-        for row in _smallest_first(outcome).to_dict("records"):
+        rows, prompts = [], result.summary["prompts"]
+        for row in _smallest_first(result).to_dict("records"):
             of = {"policy": row["policy"], "tensor": row["tensor"]}
             rows.append(finding("root mean square of the error", row["relative_rms"], (row["low"], row["high"]), prompts,
                                 measure="of the tensor's own", note=f"stored in {number(row['bits'])} bits", **of))  # fmt: skip
@@ -111,10 +107,10 @@ class EquivalentNoise(Experiment):
                     rows.append(finding(what, row[name], n=prompts, measure="%", **of))
         return findings_of(rows)
 
-    def charts(self, outcome: Outcome) -> dict[str, Chart]:
+    def charts(self, result: Result) -> Charts:
         """Size, bias and flipped signs of the error of every policy, smallest first."""
-        table = _smallest_first(outcome)
-        places = outcome.tables["equivalent_noise"].groupby(["policy", "tensor"])
+        table = _smallest_first(result)
+        places = result.tables["equivalent_noise"].groupby(["policy", "tensor"])
         table["line"] = [f"{row.policy} ({number(row.bits)} bits)" for row in table.itertuples()]
         panels = []
         for name, (label, scale) in QUANTITIES.items():
@@ -132,9 +128,9 @@ QUANTITIES = {
 }
 
 
-def _smallest_first(outcome: Outcome) -> pd.DataFrame:
+def _smallest_first(result: Result) -> pd.DataFrame:
     """The policies' K and V as a whole."""
-    table = pd.DataFrame(outcome.summary["policies"])
+    table = pd.DataFrame(result.summary["policies"])
     largest = table.groupby("policy")["relative_rms"].transform("max")
     return table.iloc[np.lexsort((table["tensor"], table["policy"], largest))].reset_index(drop=True)
 

@@ -14,25 +14,25 @@ import pandas as pd
 
 from kvinterp.common.files import is_folder
 from kvinterp.common.numbers import counted, listed, number
+from kvinterp.common.result import Result
 from kvinterp.errors import InputError
-from kvinterp.study.cells import Cell, Made, joined, loaded
-from kvinterp.study.experiments.base import Experiment, Outcome
+from kvinterp.study.cells import Cell, joined, loaded
+from kvinterp.study.experiments.base import Charts, OfModel, Parts, Tables
 from kvinterp.study.experiments.choices import taken_by
-from kvinterp.study.experiments.options import model, option, shared
-from kvinterp.study.experiments.outcome import records
+from kvinterp.study.experiments.options import option
 from kvinterp.study.findings import Chart, Panel, finding, findings_of
 from kvinterp.study.findings.results import only
+from kvinterp.study.results import records
 
 
 @dataclasses.dataclass(frozen=True)
-class Eval(Experiment):
+class Eval(OfModel):
     """What does a policy on K and V cost in the scores that models are judged by?"""
 
     TABLES: ClassVar = ("results", "samples", "changed")
     DRAWN: ClassVar = ("eval_scores",)
     UNIT: ClassVar = "tasks"
 
-    model: str = model()
     tasks: str = option(
         "gsm8k", "Tasks, groups or tags of lm-evaluation-harness, with commas; `lm-eval ls tasks` lists them."
     )
@@ -59,10 +59,6 @@ class Eval(Experiment):
     batch_size: int = option(
         1, "The most requests in one batch. Batching is used only where it gives the same bits.", decides="nothing", min=1
     )
-    kind: str = shared("kind")
-    dtype: str = shared("dtype")
-    device: str | None = shared("device")
-    attention: str | None = shared("attention")
 
     def paths(self) -> list[str]:
         """The paths it is run on, the one that is compared with first."""
@@ -101,7 +97,7 @@ class Eval(Experiment):
         found["made_with"] = {**found["made_with"], "lm_eval": importlib.metadata.version("lm_eval")}
         return {**found, "included": None if self.include is None else _digest(Path(self.include))}
 
-    def reduce(self, made: Mapping[str, Made], settings: Mapping[str, Any], folder: Path | None) -> Outcome:
+    def reduce(self, made: Parts) -> Result:
         """The scores, each with its interval and beside the other path's."""
         from kvinterp.study.behaviour.evaluating import changed, compared
 
@@ -119,16 +115,15 @@ class Eval(Experiment):
             "versions": {name: version for about in abouts for name, version in about["versions"].items()},
             "lm_eval": importlib.metadata.version("lm_eval"),
             "provenance": abouts[0]["provenance"],
-            "settings": settings,
         }
         tables = {"results": results, "samples": tables["samples"], "changed": changed(tables["samples"], paths)}
-        return Outcome(tables, tables, summary)
+        return Result(tables, summary)
 
     # What was found ----------------------------------------------------------------------------------------------------
 
-    def headline(self, outcome: Outcome) -> list[str]:
+    def headline(self, result: Result) -> list[str]:
         """The first score on both paths, and which requests never read the cache."""
-        summary, results = outcome.summary, outcome.tables["results"]
+        summary, results = result.summary, result.tables["results"]
         first, asked = summary["paths"][0], summary["paths"][-1]
         row = only(results, path=asked).iloc[0]
         lines = [f"{asked} scores {number(row['value'])} in {score_named(row)} ({counted(row['documents'], 'document')})."]
@@ -149,10 +144,10 @@ class Eval(Experiment):
             lines.append(f"Contexts were cut from the left to fit the model's: {said}.")
         return lines
 
-    def findings(self, outcome: Outcome) -> pd.DataFrame:
+    def findings(self, result: Result) -> pd.DataFrame:
         """Each score on each path, and the difference on the same documents."""
-        rows, first = [], outcome.summary["paths"][0]
-        for row in outcome.tables["results"].to_dict("records"):
+        rows, first = [], result.summary["paths"][0]
+        for row in result.tables["results"].to_dict("records"):
             more: dict[str, Any] = {"n": row["documents"], "unit": "documents", "path": row["path"]}
             rows.append(finding(score_named(row), row["value"], (row["low"], row["high"]), **more))
             if row["path"] == first or pd.isna(row["difference"]):
@@ -167,10 +162,10 @@ class Eval(Experiment):
                                 test="" if pd.isna(row["p"]) else "McNemar's exact, not corrected,", **more))  # fmt: skip
         return findings_of(rows)
 
-    def charts(self, outcome: Outcome) -> dict[str, Chart]:
+    def charts(self, result: Result) -> Charts:
         """Each score in its own unit, a line a path."""
         panels = []
-        for _, mine in outcome.tables["results"].groupby(["task", "metric", "filter"], sort=False):
+        for _, mine in result.tables["results"].groupby(["task", "metric", "filter"], sort=False):
             row = mine.iloc[0]
             better = {True: ", higher is better", False: ", lower is better"}.get(row["higher_is_better"], "")
             label = f"{score_named(row)}{better}, {row['documents']} documents"
@@ -225,7 +220,7 @@ def measured(
     batch_size: int,
     progress: str = "none",
     **settings: Any,
-) -> tuple[dict[str, pd.DataFrame], dict[str, Any]]:
+) -> tuple[Tables, dict[str, Any]]:
     """One task on one path."""
     from kvinterp.models.provenance import provenance
     from kvinterp.study.behaviour.harness import PathLM

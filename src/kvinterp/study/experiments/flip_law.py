@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, ClassVar
 
 import pandas as pd
@@ -20,42 +19,39 @@ import torch
 
 from kvinterp import metrics
 from kvinterp.common.numbers import counted
+from kvinterp.common.result import Result
 from kvinterp.data import load_prompts
 from kvinterp.errors import InputError
 from kvinterp.models.inputs import check_whole
 from kvinterp.models.provenance import provenance
 from kvinterp.models.unembedding import Unembedding
 from kvinterp.paths import path_named, run
-from kvinterp.study.cells import Cell, Made, joined, loaded
-from kvinterp.study.experiments.base import Experiment, Outcome
+from kvinterp.study.cells import Cell, joined, loaded
+from kvinterp.study.experiments.base import Charts, OfModel, Parts, Rows, Tables
 from kvinterp.study.experiments.circumstances import tried
-from kvinterp.study.experiments.options import DRAWS, SHARED, model, option, sampled, shared
-from kvinterp.study.findings import Chart, Panel, finding, findings_of
+from kvinterp.study.experiments.options import DRAWS, SHARED, option, sampled
+from kvinterp.study.findings import Chart, Panel, finding
 
 LEADER = "recompute"
 WIDE = "float32 unembedding"
 
 
 @dataclasses.dataclass(frozen=True)
-class FlipLaw(Experiment):
+class FlipLaw(OfModel):
     """Do as many tokens flip as margins, errors and the grid of the logits foretell?"""
 
     TABLES: ClassVar = ("steps", "law")
     UNIT: ClassVar = "prompts"
 
-    model: str = model()
     prompts: str = option("arithmetic:12", SHARED["prompts"][1] + " natural:48 has chat, stories and word problems.")
     path: tuple[str, ...] = option(
         ("cached", "cached+int8", "cached+int4", "cached+normal(0,0.03)"),
         "A path to compare with recompute; may be given several times.",
     )
-    kind: str = shared("kind")
     dtype: str = option("bfloat16", SHARED["dtype"][1])
     max_new_tokens: int = option(48, "The most tokens to decode per prompt.")
     strategy: str = option("greedy", "How the recompute path chooses the tokens: greedy, top_k(50,2), top_p(0.95,0.8).")
     seed: int = option(0, "Seed for the strategy's random numbers.", only=(lambda asked: sampled(asked.strategy), DRAWS))
-    device: str | None = shared("device")
-    attention: str | None = shared("attention")
 
     def cells(self) -> list[Cell]:
         """A cell a prompt, of all paths: the recompute path, which takes longest, is run once."""
@@ -72,13 +68,13 @@ class FlipLaw(Experiment):
         tried(adapter, paths)
         prompts = load_prompts(self.prompts)
         passed = ("prompts", "max_new_tokens", "strategy", "seed")
-        given = {"model": self.named(), "paths": paths, **{name: getattr(self, name) for name in passed}}
+        given = {"model": self.named(), "paths": paths, **self.taken(*passed)}
         return [
             Cell(f"prompt-{number}", f"{__name__}:measured", {**given, "number": number}, f"prompt {prompt.id}")
             for number, prompt in enumerate(prompts)
         ]
 
-    def reduce(self, made: Mapping[str, Made], settings: Mapping[str, Any], folder: Path | None) -> Outcome:
+    def reduce(self, made: Parts) -> Result:
         """What was foretold of each path, and what came."""
         (adapter,) = self.adapters()
         steps = joined(made)["table"]
@@ -90,13 +86,13 @@ class FlipLaw(Experiment):
             "as_rounded": {"steps": len(rounded), "alike": int(rounded.sum())},
             "provenance": provenance(adapter, max_new_tokens=self.max_new_tokens, strategy=self.strategy, seed=self.seed),
         }
-        return Outcome(tables, tables, summary)
+        return Result(tables, summary)
 
     # What was found ----------------------------------------------------------------------------------------------------
 
-    def headline(self, outcome: Outcome) -> list[str]:
+    def headline(self, result: Result) -> list[str]:
         """At how many counts the flips came as foretold."""
-        law, alike = outcome.tables["law"], outcome.summary["as_rounded"]
+        law, alike = result.tables["law"], result.summary["as_rounded"]
         by = law["verdict"].value_counts()
         decided = int(by.get("holds", 0) + by.get("fails", 0))
         of = f"({counted(int(law['prompts'].iloc[0]), 'prompt')}, {law['steps'].iloc[0]} decode steps)"
@@ -111,20 +107,20 @@ class FlipLaw(Experiment):
             )
         return lines
 
-    def findings(self, outcome: Outcome) -> pd.DataFrame:
+    def rows(self, tables: Tables) -> Rows:
         """The flips that came at each path and unembedding, beside those foretold."""
-        rows: list[dict[str, Any]] = []
-        for row in outcome.tables["law"].to_dict("records"):
+        rows: Rows = []
+        for row in tables["law"].to_dict("records"):
             of = {"path": row["path"], "unembedding": row["unembedding"]}
             third = f"{row['third']} to or from a third token, which are not foretold" if row["third"] else ""
             ends, steps = (row["low"], row["high"]), row["steps"]
             rows.append(finding("flips foretold", row["foretold"], ends, steps, "steps", verdict=row["verdict"], **of))
             rows.append(finding("flips that came", row["flips"], n=steps, unit="steps", note=third, **of))
-        return findings_of(rows)
+        return rows
 
-    def charts(self, outcome: Outcome) -> dict[str, Chart]:
+    def charts(self, result: Result) -> Charts:
         """Foretold flips with the interval of such counts, and those that came."""
-        law = outcome.tables["law"]
+        law = result.tables["law"]
         came = law.drop(columns=["low", "high"]).assign(line="came, " + law["unembedding"], count=law["flips"])
         both = pd.concat([law.assign(line="foretold, " + law["unembedding"], count=law["foretold"]), came])
         label = f"flips of {int(law['steps'].iloc[0])} steps"
@@ -132,9 +128,7 @@ class FlipLaw(Experiment):
         return {"flip_law": Chart("Flips foretold from margins, errors and the grid, and those that came", [panel])}
 
 
-def measured(
-    model: Mapping[str, Any], prompts: str, paths: list[str], number: int, **settings: Any
-) -> dict[str, pd.DataFrame]:
+def measured(model: Mapping[str, Any], prompts: str, paths: list[str], number: int, **settings: Any) -> Tables:
     """One prompt along all paths."""
     return {"table": steps_of(loaded(model), load_prompts(prompts)[number], paths, **settings).assign(example=number)}
 

@@ -13,11 +13,12 @@ from scipy import stats
 
 from kvinterp import metrics
 from kvinterp.common.numbers import between, counted
+from kvinterp.common.result import Result
 from kvinterp.comparison import compare, failures_kept
 from kvinterp.data import load_prompts
 from kvinterp.study.behaviour.divergence import conditions
-from kvinterp.study.cells import Cell, Made, loaded
-from kvinterp.study.experiments.base import Outcome
+from kvinterp.study.cells import Cell, loaded
+from kvinterp.study.experiments.base import Charts, Parts, Rows, Tables
 from kvinterp.study.experiments.of_models import OfModels
 from kvinterp.study.experiments.options import DRAWS, option, sampled
 from kvinterp.study.findings import Chart, Panel, finding, median_of
@@ -36,9 +37,9 @@ class Flips(OfModels):
     STEPS: ClassVar = ("steps",)
     TABLES: ClassVar = ("flips", "correlations")
 
-    def headline(self, outcome: Outcome) -> list[str]:
+    def headline(self, result: Result) -> list[str]:
         """How many decodes flip, and whether an early flip goes with a high KL in the matched protocol too."""
-        flips, found = outcome.tables["flips"], outcome.tables["correlations"]
+        flips, found = result.tables["flips"], result.tables["correlations"]
         flipped = int(flips["flip_index"].notna().sum())
         lines = [f"A token flips in {flipped} of {counted(len(flips), 'decode')}."]
         free, matched = (found[found["against"] == name]["pearson"].dropna() for name in ("mean_kl", "matched_mean_kl"))
@@ -49,7 +50,7 @@ class Flips(OfModels):
             )
         return lines
 
-    def rows(self, tables: Mapping[str, pd.DataFrame]) -> list[dict[str, Any]]:
+    def rows(self, tables: Tables) -> Rows:
         """How many decodes flip, the KL of those, and how it goes with the step of the flip."""
         rows = []
         for (strategy, kernels), mine in tables["flips"].groupby(["strategy", "kernels"], sort=False):
@@ -71,9 +72,9 @@ class Flips(OfModels):
             rows.append(finding(what, row["pearson"], (row["pearson_low"], row["pearson_high"]), row["prompts"], **of))
         return rows
 
-    def charts(self, outcome: Outcome) -> dict[str, Chart]:
+    def charts(self, result: Result) -> Charts:
         """The first flipped step against the KL: free, up to the flip, and matched."""
-        table = outcome.tables["flips"].dropna(subset=["flip_index"])
+        table = result.tables["flips"].dropna(subset=["flip_index"])
         if table.empty:
             return {}
         table = table.assign(way=table["kernels"] + " kernels, " + table["strategy"]).reset_index(drop=True)
@@ -104,7 +105,7 @@ class Flips(OfModels):
                     found.append(Cell(key, f"{__name__}:measured", settings | more, told * (seed == 0)))
         return found
 
-    def tables(self, made: Mapping[str, Made]) -> dict[str, pd.DataFrame]:
+    def tables(self, made: Parts) -> Tables:
         """The decodes, and how the step of the first flip goes with each KL: of each model, and of all."""
         flips = super().tables(made)["flips"]
         pooled = [flips.assign(model="all")] if len(self.models) > 1 else []

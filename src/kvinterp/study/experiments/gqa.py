@@ -15,9 +15,10 @@ from torch import Tensor
 from kvinterp import metrics
 from kvinterp.common.numbers import listed
 from kvinterp.common.progress import each
+from kvinterp.common.result import Result
 from kvinterp.models import wrap
 from kvinterp.study.cells import Cell, loaded
-from kvinterp.study.experiments.base import Outcome
+from kvinterp.study.experiments.base import Charts, Rows, Tables
 from kvinterp.study.experiments.of_models import FEW, OfModels, Place, encoded, newest_at
 from kvinterp.study.experiments.options import option
 from kvinterp.study.findings import Chart, Panel, finding
@@ -37,13 +38,13 @@ class Gqa(OfModels):
 
     most: int = option(FEW, "How many of the prompts to run.", min=1)
 
-    def headline(self, outcome: Outcome) -> list[str]:
+    def headline(self, result: Result) -> list[str]:
         """How many query heads one KV head's error reaches."""
-        rows = [row for row in self.rows(outcome.tables) if row["finding"] == REACHED]
+        rows = [row for row in self.rows(result.tables) if row["finding"] == REACHED]
         found = listed([f"{row['estimate']:g} where {row['query_heads_per_kv_head']:g} share it" for row in rows])
         return [f"An error in one KV head reaches so many query heads: {found}."]
 
-    def rows(self, tables: Mapping[str, pd.DataFrame]) -> list[dict[str, Any]]:
+    def rows(self, tables: Tables) -> Rows:
         """How far the error spreads at each ratio."""
         return [
             finding(what, mine[column].median(), n=mine["prompt"].nunique(), query_heads_per_kv_head=count)
@@ -51,10 +52,10 @@ class Gqa(OfModels):
             for count, mine in tables["gqa"].groupby("query_heads_per_kv_head")
         ]
 
-    def charts(self, outcome: Outcome) -> dict[str, Chart]:
+    def charts(self, result: Result) -> Charts:
         """Query heads reached, and the drift of attention's output and of the last stream."""
         columns = ["share_touched", *DRIFTS]
-        by = outcome.tables["gqa"].groupby(["tensor", "query_heads_per_kv_head"])[columns].median().reset_index()
+        by = result.tables["gqa"].groupby(["tensor", "query_heads_per_kv_head"])[columns].median().reset_index()
         drifts = by.melt(["tensor", "query_heads_per_kv_head"], list(DRIFTS), "quantity", "drift")
         names = {tensor: f"error planted in {tensor}" for tensor in ("K", "V")}
         how: dict[str, Any] = {"color": "tensor", "names": names, "xscale": "doubling", "xlabel": "query heads a KV head"}

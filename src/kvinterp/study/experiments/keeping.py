@@ -1,4 +1,4 @@
-"""What stands behind a result that is kept, shown and read again (:class:`~kvinterp.common.kept.Kept`): folders, pages, cards.
+"""What stands behind a :class:`~kvinterp.common.result.Result` that is kept, shown and read again: folders, pages, cards.
 
 A result is kept as its command keeps it, so that whatever was found in a notebook is a folder of the command line, and the
 other way round.
@@ -13,12 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvinterp.common import words
-from kvinterp.common.kept import Held, Kept
+from kvinterp.common.result import Result
 from kvinterp.errors import InputError, unexpected, unknown
 from kvinterp.models.inputs import given_list
 from kvinterp.study.experiments.base import Experiment
-from kvinterp.study.experiments.functions import FUNCTIONS, prompts_of
-from kvinterp.study.experiments.outcome import Outcome
 from kvinterp.study.experiments.registry import experiment_named, experiments
 
 if TYPE_CHECKING:
@@ -38,6 +36,8 @@ def experiment_of(verb: str) -> type[Experiment]:
     Raises:
         InputError: There is no such command.
     """
+    from kvinterp.study.experiments.functions import FUNCTIONS
+
     if verb in FUNCTIONS:
         return FUNCTIONS[verb]
     if verb not in experiments():
@@ -45,61 +45,49 @@ def experiment_of(verb: str) -> type[Experiment]:
     return experiment_named(verb)
 
 
-def outcome_of(found: Kept, folder: Path | None = None) -> Outcome:
-    """A result as what its command found.
-
-    Args:
-        found: The result.
-        folder: Where it will be written; where it is kept unless given.
-    """
-    if isinstance(found, Outcome):
-        return found
-    experiment, held = experiment_of(found.VERB), found.held
-    choices = _choices(found) if held is None else held.choices
-    settings = {"verb": found.VERB, **choices} if held is None else held.settings
-    if found.VERB == "compare":
-        from kvinterp.study.experiments.compare import outcome_with
-
-        place = folder or (held and held.folder)
-        outcome = outcome_with(found, settings, place)  # type: ignore[arg-type]
-    else:
-        outcome = Outcome(found, *found.written(), texts=prompts_of(found))
-    outcome.verb, outcome.settings, outcome.choices = experiment.verb(), settings, choices
-    return outcome
-
-
-def _choices(found: Any) -> dict[str, Any]:
-    """What is known of the choices of a result that no command made."""
-    about = found.provenance
-    made, own = about.get("provenance", about), about if "provenance" in about else {}
-    paths = about.get("paths", {})
-    named = {name: made[name] for name in _MADE if name in made}
-    return {**named, **paths, **{name: value for name, value in own.items() if name not in _NO_CHOICES}}
+def keeper_of(found: Any) -> Experiment:
+    """The experiment that made a result, or keeps it: then its choices are noted, as far as the result knows them."""
+    if found.others is None:
+        # Its own tables may have been changed since they were last asked for.
+        vars(found).pop("tables", None)
+    if found.choices is None:
+        about = found.provenance
+        made, own = about.get("provenance", about), about if "provenance" in about else {}
+        named = {name: made[name] for name in _MADE if name in made}
+        own = {name: value for name, value in own.items() if name not in _NO_CHOICES}
+        found.choices = {**named, **about.get("paths", {}), **own}
+        found.settings = {"verb": found.VERB, **found.choices}
+    return found.experiment or experiment_of(found.VERB)()
 
 
 # Folders ---------------------------------------------------------------------------------------------------------------
 
 
-def save(found: Kept, folder: str | os.PathLike[str], existing: str = "error") -> Path:
-    """Does what :meth:`Kept.save` says."""
-    return _written(found, _folder(folder), existing, "none")
+def save(found: Result, folder: str | os.PathLike[str], existing: str = "error", figures: str = "none") -> Path:
+    """Does what :meth:`Result.save` says."""
+    from kvinterp.study.results import ResultFolder, prompts_of
+
+    place, keeper = _folder(folder), keeper_of(found)
+    keeper.judged(found)
+    names = [*(f"{name}.parquet" for name in found.tables), *(found.others or prompts_of(found)), "report.html"]
+    names += [f"figures/{name}*" for name in keeper.drawn()]
+    with ResultFolder(place, found.settings, names, existing) as opened:
+        if not opened.take_up():
+            keeper.write(opened, found, figures)
+    return place
 
 
-def report(found: Kept, folder: str | os.PathLike[str] | None = None, existing: str = "error") -> Path:
-    """Does what :meth:`Kept.report` says."""
+def report(found: Result, folder: str | os.PathLike[str] | None = None, existing: str = "error") -> Path:
+    """Does what :meth:`Result.report` says."""
     from kvinterp.common.files import is_file
-    from kvinterp.common.store import Lock
+    from kvinterp.common.store import Store
 
-    held = found.held
-    if folder is None:
-        folder = tempfile.mkdtemp(prefix="kvinterp-") if held is None else held.folder
-    place = _folder(folder)
-    if held is None or held.folder.resolve() != place.resolve() or existing != "error":
-        place = _written(found, place, existing, "drawn")
+    place = _folder(folder or found.folder or tempfile.mkdtemp(prefix="kvinterp-"))
+    if found.folder is None or found.folder.resolve() != place.resolve() or existing != "error":
+        save(found, place, existing, "drawn")
     else:
-        outcome = outcome_of(found)
-        with Lock(place):
-            experiment_of(outcome.verb).held(place).drawn_into(outcome, place / "figures")
+        with Store(place):
+            keeper_of(found).drawn_into(found, place / "figures")
     page = place / "report.html"
     if not is_file(page):
         raise InputError(
@@ -114,21 +102,6 @@ def _folder(given: Any) -> Path:
     return Path(given)
 
 
-def _written(found: Kept, folder: Path, existing: str, figures: str) -> Path:
-    from kvinterp.study.results import ResultFolder
-
-    outcome = outcome_of(found, folder)
-    experiment = experiment_of(outcome.verb)()
-    experiment.with_findings(outcome)
-    names = [*(f"{name}.parquet" for name in outcome.tables), *outcome.texts, "report.html"]
-    names += [f"figures/{name}*" for name in experiment.drawn()]
-    with ResultFolder(folder, outcome.settings, names, existing) as place:
-        if not place.take_up():
-            experiment.written(place, outcome, figures)
-    found.held = Held(folder, outcome.settings, outcome.choices)
-    return folder
-
-
 def load(folder: str | os.PathLike[str]) -> Any:
     """Reads what ``save`` or a command of kvinterp wrote into a folder.
 
@@ -137,8 +110,8 @@ def load(folder: str | os.PathLike[str]) -> Any:
 
     Returns:
         What is kept there: a :class:`Comparison`, a :class:`Sweep`, a :class:`Decomposition`, a :class:`KernelsTable`, a
-        :class:`Verdict`, a :class:`Trace`, what :func:`kvinterp.localise` found, or the :class:`Outcome` of an experiment, with
-        its ``tables`` and its ``summary``.
+        :class:`Verdict`, a :class:`Trace`, what :func:`kvinterp.localise` found, or the :class:`Result` of another experiment,
+        with its ``tables`` and its ``summary``.
 
     Raises:
         InputError: It holds none of these, or one that is damaged or of another version.
@@ -163,18 +136,7 @@ def load(folder: str | os.PathLike[str]) -> Any:
             f"folder {str(place)!r} holds a summary.json that does not say what wrote it: give one that kvinterp wrote."
         )
     with reading(place, summary):
-        return _found(experiment_of(verb).held(place).read(place), place)
-
-
-def _found(outcome: Outcome, folder: Path | None) -> Kept:
-    """What a user is given of an outcome: the comparison, the sweep, ... in it where there is one."""
-    found: Kept = outcome.result if isinstance(outcome.result, Kept) else outcome
-    # Log-probs that were given have a table, and no comparison.
-    if outcome.verb == "compare" and "given" not in outcome.tables:
-        found = outcome.result.comparison
-    if folder is not None:
-        found.held = Held(folder, outcome.settings, outcome.choices)
-    return found
+        return experiment_of(verb).held(place).read(place)
 
 
 def _without_a_summary(place: Path) -> Any:
@@ -196,25 +158,23 @@ def _without_a_summary(place: Path) -> Any:
 # What is shown ---------------------------------------------------------------------------------------------------------
 
 
-def figures(found: Kept) -> dict[str, Figure]:
-    """Does what :meth:`Kept.figures` says."""
-    outcome = outcome_of(found)
-    return experiment_of(outcome.verb)().drawings(outcome)
+def figures(found: Result) -> dict[str, Figure]:
+    """Does what :meth:`Result.figures` says."""
+    return keeper_of(found).drawings(found)
 
 
-def sentences(found: Kept) -> list[str]:
-    """Does what :meth:`Kept.sentences` says."""
-    outcome = outcome_of(found)
-    return [line for line in experiment_of(outcome.verb)().sentences(outcome) if line]
+def sentences(found: Result) -> list[str]:
+    """Does what :meth:`Result.sentences` says."""
+    return [line for line in keeper_of(found).sentences(found) if line]
 
 
-def latex(found: Kept, table: str | None = None) -> str:
-    """Does what :meth:`Kept.to_latex` says."""
+def latex(found: Result, table: str | None = None) -> str:
+    """Does what :meth:`Result.to_latex` says."""
     from kvinterp.common.parquet import LongTable
     from kvinterp.study.report.latex import latex_of
 
     if table is None:
-        return latex_of(found.VERB or outcome_of(found).verb, found.overview(), repr(found)[1:-1])
+        return latex_of(found.VERB, found.overview(), repr(found)[1:-1])
     tables, _ = found.written()
     if table not in tables:
         raise unknown("table", table, tables)
@@ -222,7 +182,7 @@ def latex(found: Kept, table: str | None = None) -> str:
     return latex_of(table, held.whole() if isinstance(held, LongTable) else held, f"{table}: {repr(found)[1:-1]}")
 
 
-def card(found: Kept) -> str:
+def card(found: Result) -> str:
     """A card for a notebook: one line, the first sentences, and the first figure, small."""
     from kvinterp.study.report.page import Answer, Picture, Text, fragment
     from kvinterp.study.report.style import png
@@ -277,8 +237,7 @@ def experiment(
         choice: Path(value) if choice in files and isinstance(value, str) else _option(choice, value, defaults[choice])
         for choice, value in choices.items()
     }
-    outcome = kind(**given).run(None if out is None else _folder(out), existing, progress)
-    return _found(outcome, outcome.folder)
+    return kind(**given).run(None if out is None else _folder(out), existing, progress)
 
 
 def _option(name: str, value: Any, default: Any) -> Any:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from kvinterp.study.cells import Cell, Made, loaded
-from kvinterp.study.experiments.base import Experiment, Outcome
+from kvinterp.common.result import Result
+from kvinterp.study.cells import Cell, loaded
+from kvinterp.study.experiments.base import Charts, Experiment, Parts
 from kvinterp.study.experiments.options import option, shared
 from kvinterp.study.findings import Chart, Panel, finding, findings_of
 
@@ -47,24 +47,23 @@ class Kernels(Experiment):
     def named(self, name: str | None = None) -> dict[str, Any]:
         """The model, which may be of a config alone."""
         names = ("model", "random_init", "kind", "dtype", "seed", "device", "attention", "remote_code")
-        return {"loader": "kvinterp.study.experiments.audit:subject", **{each: getattr(self, each) for each in names}}
+        return {"loader": "kvinterp.study.experiments.audit:subject", **self.taken(*names)}
 
-    def reduce(self, made: Mapping[str, Made], settings: Mapping[str, Any], folder: Path | None) -> Outcome:
+    def reduce(self, made: Parts) -> Result:
         """The table, and the first operation that differs."""
         from kvinterp.auditing.shape_dependence import KernelsTable
 
         tables, about = made["kernels"]
-        found = KernelsTable(tables["kernels"], about["first"], about["provenance"])
-        return Outcome(found, *found.written())
+        return KernelsTable(tables["kernels"], about["first"], about["provenance"])
 
-    def headline(self, outcome: Outcome) -> list[str]:
+    def headline(self, found: Any) -> list[str]:
         """How many operations depend on the shape they are called with, and where the first of them stands."""
-        first, _, rest = str(outcome.result).partition(". ")
+        first, _, rest = str(found).partition(". ")
         return [f"{first}.", rest]
 
-    def findings(self, outcome: Outcome) -> pd.DataFrame:
+    def findings(self, found: Any) -> pd.DataFrame:
         """A row an operation and what was varied: those whose bits change first."""
-        table = outcome.result.summary().sort_values("max_ulp_of_row", ascending=False, kind="stable")
+        table = found.summary().sort_values("max_ulp_of_row", ascending=False, kind="stable")
         rows = []
         for row in table.to_dict("records"):
             away = f", not with {row['flags_that_fix']}" if row["flags_that_fix"] else ""
@@ -74,20 +73,20 @@ class Kernels(Experiment):
             rows.append(finding(what, row["max_ulp_of_row"], n=row["calls"], unit="calls", measure="ULP", note=note, **of))
         return findings_of(rows)
 
-    def charts(self, outcome: Outcome) -> dict[str, Chart]:
+    def charts(self, found: Any) -> Charts:
         """How far the bits of each operation move, by what was varied."""
-        table = outcome.result.summary()
+        table = found.summary()
         table["line"] = table["operation"] + ", " + table["shape"]
         panel = Panel(table, "max_ulp_of_row", "line", "dots", color="varied", label="ULP of a row's largest number")
         return {"kernels": Chart("How far other sizes move an operation's numbers", [panel])}
 
-    def say(self, outcome: Outcome, echo: Callable[..., None]) -> None:
+    def say(self, found: Any, echo: Callable[..., None]) -> None:
         """A line an operation: from which size its bits change."""
         from rich.console import Console
 
         from kvinterp.common.console import escaped, table_of
 
-        found, varied = outcome.result, ("rows", "keys", "batch")
+        varied = ("rows", "keys", "batch")
         table = table_of(
             f"{found.provenance['model']} ({self.kind}, {self.dtype}, {self.kernels} kernels)",
             *("operation", "shape", *varied, "fixed by"),
@@ -100,7 +99,7 @@ class Kernels(Experiment):
             "=: a row's bits stay the same; else the size from which they differ, and by how many ULP of its largest"
         )
         Console().print(table)
-        for line in (found, *outcome.files):
+        for line in (found, *found.files):
             echo(line)
 
 

@@ -5,22 +5,22 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import pandas as pd
 
 from kvinterp.common.numbers import counted, number
+from kvinterp.common.result import Result
 from kvinterp.data import load_prompts
 from kvinterp.errors import InputError
 from kvinterp.study.behaviour.scores import AGAIN
-from kvinterp.study.cells import Cell, Made, joined, loaded
-from kvinterp.study.experiments.base import Experiment, Outcome
+from kvinterp.study.cells import Cell, joined, loaded
+from kvinterp.study.experiments.base import Charts, OfModel, Parts, Rows, Tables
 from kvinterp.study.experiments.choices import taken_by
 from kvinterp.study.experiments.equivalent_noise import error_of_policy, pooled, usable
-from kvinterp.study.experiments.options import DRAWS, argument, option, sampled, shared
-from kvinterp.study.experiments.outcome import records
-from kvinterp.study.findings import Chart, Panel, finding, findings_of
+from kvinterp.study.experiments.options import DRAWS, argument, option, sampled
+from kvinterp.study.findings import Chart, Panel, finding
+from kvinterp.study.results import records
 
 if TYPE_CHECKING:
     from kvinterp.models import Adapter
@@ -44,7 +44,7 @@ def _in_design(*users: str) -> tuple[Callable[[Any], bool], str]:
 
 
 @dataclasses.dataclass(frozen=True)
-class KvError(Experiment):
+class KvError(OfModel):
     """How much error in K and V does behaviour bear, and of which kind, where, and under which reading of the prompt?"""
 
     TABLES: ClassVar = ("scores", "contrasts", "examples", "noise", "claims")
@@ -83,10 +83,7 @@ class KvError(Experiment):
     strings: str = option("instructions:24", "Prompts from which strings of ten words are cut.")
     strategy: str = option("top_p(0.95,0.8)", "How tokens are chosen. The default is llama.cpp's, without its top-k of 40.")
     max_new_tokens: int = option(100, "The most tokens to generate per text.", min=1)
-    kind: str = shared("kind")
     dtype: str = option("float32", "The dtype of every run, the control included.")
-    device: str | None = shared("device")
-    attention: str | None = shared("attention")
 
     # What is run ---------------------------------------------------------------------------------------------------------
 
@@ -186,7 +183,7 @@ class KvError(Experiment):
                 cells.append(Cell(f"noise-{place}", f"{__name__}:noise", more, f"equivalent noise of {text}"))
         return cells
 
-    def reduce(self, made: Mapping[str, Made], settings: Mapping[str, Any], folder: Path | None) -> Outcome:
+    def reduce(self, made: Parts) -> Result:
         """Scores beside control, the designs' contrasts, every text, and the noise that each policy amounts to."""
         from kvinterp.models.provenance import provenance
         from kvinterp.study.behaviour.scores import contrasted, scored
@@ -202,7 +199,6 @@ class KvError(Experiment):
         scores.insert(0, "design", scores["policy"].map(group))
         contrasts = contrasted(runs, dict(self._contrasts(designs)))
         summary = {
-            "settings": settings,
             "strategy": self.strategy,
             "repeats": self.repeats,
             "max_new_tokens": self.max_new_tokens,
@@ -216,9 +212,9 @@ class KvError(Experiment):
 
     # What was found ----------------------------------------------------------------------------------------------------
 
-    def headline(self, outcome: Outcome) -> list[str]:
+    def headline(self, result: Result) -> list[str]:
         """How many policies change a score, and how large an error changes none."""
-        scores = outcome.tables["scores"]
+        scores = result.tables["scores"]
         scores = scores[scores["policy"] != AGAIN]
         changed = set(scores.loc[scores["q"] < SIGNIFICANT, "policy"])
         lines = [
@@ -232,16 +228,16 @@ class KvError(Experiment):
                 f" The largest error that is not shown to change any is {most['policy']}, {number(most['relative_rms'])} "
             )
             lines[0] += "times the root mean square of K and V."
-        if failed := outcome.summary["failed"]:
+        if failed := result.summary["failed"]:
             lines.append(f"{counted(failed, 'run')} of a prompt gave NaN or Inf logits and counts as wrong.")
         return lines
 
-    def findings(self, outcome: Outcome) -> pd.DataFrame:
+    def rows(self, tables: Tables) -> Rows:
         """Every score as percent of control (a share where the control has little of it), then the designs' contrasts."""
         from kvinterp.study.behaviour.scores import METRICS
 
-        rows: list[dict[str, Any]] = []
-        for row in outcome.tables["scores"].sort_values("q", kind="stable").to_dict("records"):
+        rows: Rows = []
+        for row in tables["scores"].sort_values("q", kind="stable").to_dict("records"):
             meaning, more = METRICS[row["metric"]].meaning, {"n": row["prompts"], "p": row["p"], "p_corrected": row["q"]}
             more |= {"measure": "%", "policy": row["policy"], "reading": f"prefill={row['reading']}"}
             more["verdict"] = "differs from control" if row["q"] < SIGNIFICANT else ""
@@ -254,18 +250,18 @@ class KvError(Experiment):
             else:
                 ends = row["percent_low"] / 100, row["percent_high"] / 100
                 rows.append(finding(f"{meaning}, of control", row["percent"] / 100, ends, null=1, **more))
-        for row in outcome.tables["contrasts"].to_dict("records"):
+        for row in tables["contrasts"].to_dict("records"):
             meaning = METRICS[row["metric"]].meaning
             what = f"log of {meaning}" if row["metric"] == "perplexity" else meaning
             rows.append(finding(f"{row['contrast']}: difference in {what}", row["difference"], (row["low"], row["high"]),
                                 row["prompts"], null=0, p=row["p"]))  # fmt: skip
-        return findings_of(rows)
+        return rows
 
-    def charts(self, outcome: Outcome) -> dict[str, Chart]:
+    def charts(self, result: Result) -> Charts:
         """Every policy's scores; percent of control against the error in K and V; the contrasts of the designs."""
         from kvinterp.study.behaviour.scores import METRICS
 
-        scores, contrasts = outcome.tables["scores"], outcome.tables["contrasts"]
+        scores, contrasts = result.tables["scores"], result.tables["contrasts"]
         titles = {name: measure.meaning for name, measure in METRICS.items()}
         percent = scores.assign(low=scores["percent_low"], high=scores["percent_high"])
         shares = scores.assign(**{end: scores["control"] + scores[end] for end in ("low", "high")})
@@ -375,7 +371,7 @@ def behaviour_of(
     from kvinterp.study.behaviour.designs import reseeded
 
     named = policy_named(policy)
-    rows: list[dict[str, Any]] = []
+    rows: Rows = []
 
     def add(task: str, number: int, name: str, answer: Any) -> None:
         path = Cached(reseeded(named, 100_000 * repeat + number), prefill=reading)

@@ -17,12 +17,13 @@ from torch import Tensor
 from kvinterp.auditing.blocks import BlockHooks, BlockModel, referenced
 from kvinterp.common.numbers import listed
 from kvinterp.common.progress import each
+from kvinterp.common.result import Result
 from kvinterp.errors import InputError
 from kvinterp.metrics import vector_errors
 from kvinterp.models import Adapter, wrap
 from kvinterp.paths import kernels_named
 from kvinterp.study.cells import loaded
-from kvinterp.study.experiments.base import Outcome
+from kvinterp.study.experiments.base import Charts, Rows, Tables
 from kvinterp.study.experiments.of_models import FEW, OfModels, encoded
 from kvinterp.study.experiments.options import option
 from kvinterp.study.findings import Chart, Panel, median_of
@@ -36,9 +37,9 @@ class KvWrite(OfModels):
 
     most: int = option(FEW, "How many of the prompts to run.", min=1)
 
-    def headline(self, outcome: Outcome) -> list[str]:
+    def headline(self, result: Result) -> list[str]:
         """Under which kernels K and V differ where they are written."""
-        found = outcome.tables["kv_write"].groupby("kernels", sort=False)["relative_error"].max()
+        found = result.tables["kv_write"].groupby("kernels", sort=False)["relative_error"].max()
         differ = [str(name) for name, most in found.items() if most > 0]
         if not differ:
             return ["K and V of a new token, computed alone and with its prefix, are equal under all kernels tried."]
@@ -46,15 +47,15 @@ class KvWrite(OfModels):
             f"K and V of a new token, computed alone and with its prefix, differ where they are written under {listed(differ)}."
         ]
 
-    def rows(self, tables: Mapping[str, pd.DataFrame]) -> list[dict[str, Any]]:
+    def rows(self, tables: Tables) -> Rows:
         """The error of each kernel mode."""
         what = "median relative error of K and V, written alone against written with the prefix"
         groups = tables["kv_write"].groupby("kernels", sort=False) if len(tables["kv_write"]) else ()
         return [median_of(what, mine["relative_error"], mine["prompt"], kernels=name) for name, mine in groups]
 
-    def charts(self, outcome: Outcome) -> dict[str, Chart]:
+    def charts(self, result: Result) -> Charts:
         """The error by layer, a line a kernel mode."""
-        mean = outcome.tables["kv_write"].groupby(["tensor", "kernels", "layer"], sort=False)["relative_error"].mean()
+        mean = result.tables["kv_write"].groupby(["tensor", "kernels", "layer"], sort=False)["relative_error"].mean()
         title, label = "K and V of a new token, computed alone and with its prefix", "mean relative error"
         panel = Panel(mean.reset_index(), "layer", "relative_error", color="kernels", facet="tensor", label=label)
         return {"root_cause_kv_write": Chart(title, [panel])}

@@ -13,11 +13,12 @@ import pandas as pd
 from kvinterp.auditing.ladder import unit_roundoff
 from kvinterp.common.numbers import counted, listed
 from kvinterp.common.progress import each
+from kvinterp.common.result import Result
 from kvinterp.comparison import Comparison, compare, failures_kept
 from kvinterp.data import load_prompts
 from kvinterp.models import dtype_named
 from kvinterp.study.cells import loaded
-from kvinterp.study.experiments.base import Outcome
+from kvinterp.study.experiments.base import Charts, Rows, Tables
 from kvinterp.study.experiments.of_models import OfModels
 from kvinterp.study.experiments.options import option
 from kvinterp.study.findings import Chart, Panel, median_of
@@ -47,9 +48,9 @@ class Ladder(OfModels):
     STEPS: ClassVar = ("steps",)
     TABLES: ClassVar = ("ladder",)
 
-    def headline(self, outcome: Outcome) -> list[str]:
+    def headline(self, result: Result) -> list[str]:
         """Whether one fixed order of additions leaves a difference where the machine's kernels make one."""
-        table = only(outcome.tables["ladder"], protocol="matched")
+        table = only(result.tables["ladder"], protocol="matched")
         known, failed = table[~table["failed"].astype(bool)], int(table["failed"].sum())
         lines = [f"{counted(failed, 'run')} could not be compared."] if failed else []
         fixed, native = (
@@ -73,7 +74,7 @@ class Ladder(OfModels):
         )
         return [said, *lines]
 
-    def rows(self, tables: Mapping[str, pd.DataFrame]) -> list[dict[str, Any]]:
+    def rows(self, tables: Tables) -> Rows:
         """The logit difference on every rung."""
         table = only(tables["ladder"], protocol="matched")
         known = table[~table["failed"].astype(bool)]
@@ -84,9 +85,9 @@ class Ladder(OfModels):
             for (dtype, kernels, model), mine in known.groupby(["dtype", "kernels", "model"], sort=False)
         ]
 
-    def charts(self, outcome: Outcome) -> dict[str, Chart]:
+    def charts(self, result: Result) -> Charts:
         """Logit error and KL on every rung."""
-        table = only(outcome.tables["ladder"], protocol="matched")
+        table = only(result.tables["ladder"], protocol="matched")
         table = table.assign(rung=table["dtype"] + ", " + table["kernels"])
         labels = {"rms_logit": "RMS logit difference, a mark a prompt", "mean_kl": "mean KL (nats), a mark a prompt"}
         rows = [

@@ -19,7 +19,8 @@ import torch
 
 from kvinterp import metrics
 from kvinterp.common.numbers import between, counted
-from kvinterp.comparison import PARTS, Comparison, compare, failures_kept
+from kvinterp.common.result import Result
+from kvinterp.comparison import Comparison, compare, failures_kept
 from kvinterp.comparison.by_layer import (
     CONTRASTS,
     amplification_of,
@@ -34,11 +35,11 @@ from kvinterp.metrics.massive import SUFFIX
 from kvinterp.models import Adapter
 from kvinterp.models.inputs import check_known, encode_all
 from kvinterp.paths import run
-from kvinterp.study.cells import Cell, Made, joined, loaded
-from kvinterp.study.experiments.base import Outcome, numbered
+from kvinterp.study.cells import Cell, joined, loaded
+from kvinterp.study.experiments.base import Charts, Parts, Rows, Tables, numbered
 from kvinterp.study.experiments.of_models import OfModels, shown_sites
 from kvinterp.study.experiments.options import DRAWS, option, sampled, shared
-from kvinterp.study.findings import Chart, Panel, finding, findings_of
+from kvinterp.study.findings import Chart, Panel, finding
 from kvinterp.study.findings.results import only
 
 EVERY_STEP, ONE_STEP, NULL = "every decode step", "decode step 1", "same-path null"
@@ -105,25 +106,25 @@ class LayerDrift(OfModels):
         names = ("prompts", "strategy", "seed", "kernels", "max_new_tokens", "suffix")
         for number, (model, adapter) in enumerate(zip(self.models, self.adapters(), strict=True)):
             encode_all(adapter, prompts, self.max_new_tokens + self.suffix)
-            settings = {"model": self.named(model), **{name: getattr(self, name) for name in names}}
+            settings = {"model": self.named(model), **self.taken(*names)}
             for example in range(len(prompts)):
                 told = f"layer drift of {adapter.facts.name}" * (example == 0)
                 found.append(Cell(f"layer-drift-{number}-{example}", f"{__name__}:measured", settings, told))
         return found
 
-    def tables(self, made: Mapping[str, Made]) -> dict[str, pd.DataFrame]:
+    def tables(self, made: Parts) -> Tables:
         """What the examples of all models come to."""
         return tables_of(joined(made), self.step, self.divergent, self.contrast)
 
     def noted(self) -> dict[str, Any]:
         """How the paths were run."""
-        return {name: getattr(self, name) for name in ("kernels", "strategy", "seed", "max_new_tokens")}
+        return self.taken("kernels", "strategy", "seed", "max_new_tokens")
 
     # What was found ----------------------------------------------------------------------------------------------------
 
-    def headline(self, outcome: Outcome) -> list[str]:
+    def headline(self, result: Result) -> list[str]:
         """How the relative drift changes from the first layer to the last, and what was left out."""
-        tables = outcome.tables
+        tables = result.tables
         every = only(tables["drift_by_layer"], selection=EVERY_STEP, protocol="matched", measure="relative_l2")
         ends = [(g["median"].iloc[0], g["median"].iloc[-1]) for _, g in every.sort_values("layer").groupby("model")]
         failed = tables["drift_examples"].query("message != ''")
@@ -141,17 +142,17 @@ class LayerDrift(OfModels):
             lines.append(f"{counted(len(failed), 'example')} left out: {failed['message'].iloc[0]}")
         return lines
 
-    def findings(self, outcome: Outcome) -> pd.DataFrame:
+    def rows(self, tables: Tables) -> Rows:
         """Drift in the first and last layer, its growth, what the rule of equal tokens removed, the tests, and the heads."""
-        tables, rows = outcome.tables, []
+        tables, rows = tables, []
         for model in dict.fromkeys(tables["drift_examples"]["model"]):
             mine = {name: only(table, model=model) for name, table in tables.items() if "model" in table}
             rows += [{"model": model, **found} for found in _found(mine)]
-        return findings_of(rows)
+        return rows
 
-    def charts(self, outcome: Outcome) -> dict[str, Chart]:
+    def charts(self, result: Result) -> Charts:
         """Drift by layer, the paper's step, growth from layer to layer, and attention by head."""
-        tables = outcome.tables
+        tables = result.tables
         means = tables["drift_by_layer"].rename(columns={"median": "drift"})
         if means.empty:
             return {}
@@ -198,9 +199,9 @@ class LayerDrift(OfModels):
         return found
 
 
-def _found(mine: Mapping[str, pd.DataFrame]) -> list[dict[str, Any]]:
+def _found(mine: Tables) -> Rows:
     """The findings of one model."""
-    rows: list[dict[str, Any]] = []
+    rows: Rows = []
     means = mine["drift_by_layer"]
     every, null = (
         only(means, selection=EVERY_STEP, protocol=name).set_index(["measure", "layer"]) for name in ("matched", NULL)
@@ -238,7 +239,7 @@ def _found(mine: Mapping[str, pd.DataFrame]) -> list[dict[str, Any]]:
     return rows + _found_of_heads(mine["head_kl"], mine["head_correlation"])
 
 
-def _found_of_heads(heads: pd.DataFrame, correlations: pd.DataFrame) -> list[dict[str, Any]]:
+def _found_of_heads(heads: pd.DataFrame, correlations: pd.DataFrame) -> Rows:
     if heads.empty:
         return []
     most = heads.loc[heads["kl"].idxmax()]
@@ -272,31 +273,29 @@ def measured(
 
     Until the first flip both protocols feed the same tokens, so that only an example that flips is run free too.
     """
-    adapter, given, numbers = loaded(model), load_prompts(prompts), numbered(keys)
+    adapter, given = loaded(model), load_prompts(prompts)
     tail = f"[kernels={kernels}]"
     paths = f"cached{tail}", f"recompute{tail}"
     sites = shown_sites(adapter)
     settings: dict[str, Any] = {"strategy": strategy, "seed": seed, "max_new_tokens": max_new_tokens, "progress": "none"}
-
-    def done(part: Comparison) -> None:
-        for row in part.failures.to_dict("records"):
-            keep(numbers[row["example"]], {"examples": pd.DataFrame([row]).assign(model=adapter.facts.name)}, {})
-        for example in part.examples["example"]:
-            frames = {name: (frame := getattr(part, name))[frame["example"] == example] for name in PARTS}
-            mine = free = Comparison(**frames, provenance=part.provenance)
-            if mine.examples["flip_index"].notna().any():
-                apart = {**settings, "protocol": "free", "record": "resid_post", "examples": [int(example)]}
-                apart["done"] = failures_kept
-                free = compare(adapter, given[example], *paths, **apart)
-            tables = of_example(mine, free, adapter.facts.query_heads // adapter.facts.kv_heads)
-            tables["null"] = null_drift(adapter, given[example], mine.steps, paths[1], suffix).assign(example=example)
-            keep(numbers[int(example)], {name: t.assign(model=adapter.facts.name) for name, t in tables.items()}, {})
-
-    told: dict[str, Any] = {**settings, "record": sites, "done": done}
-    compare(adapter, [given[number] for number in numbers], *paths, examples=list(numbers), **told)
+    # Whether the model was changed is asked once, and not for each prompt.
+    with adapter.unchanged():
+        for example, key in numbered(keys).items():
+            how = {**settings, "examples": [example], "done": failures_kept}
+            matched = free = compare(adapter, given[example], *paths, record=sites, **how)
+            if len(matched.failures):
+                tables = {"examples": matched.failures}
+            else:
+                if matched.examples["flip_index"].notna().any():
+                    free = compare(adapter, given[example], *paths, protocol="free", record="resid_post", **how)
+                tables = of_example(matched, free, adapter.facts.query_heads // adapter.facts.kv_heads)
+                tables["null"] = null_drift(adapter, given[example], matched.steps, paths[1], suffix).assign(
+                    example=example
+                )
+            keep(key, {name: table.assign(model=adapter.facts.name) for name, table in tables.items()})
 
 
-def of_example(matched: Comparison, free: Comparison, sharing: int) -> dict[str, pd.DataFrame]:
+def of_example(matched: Comparison, free: Comparison, sharing: int) -> Tables:
     """The tables of one example.
 
     Args:
@@ -354,9 +353,7 @@ def null_drift(adapter: Adapter, prompt: Any, steps: pd.DataFrame, path: str, su
 # All examples ----------------------------------------------------------------------------------------------------------
 
 
-def tables_of(
-    parts: Mapping[str, pd.DataFrame], step: int, divergent: int, contrasts: Sequence[str]
-) -> dict[str, pd.DataFrame]:
+def tables_of(parts: Tables, step: int, divergent: int, contrasts: Sequence[str]) -> Tables:
     """The tables of all models.
 
     Args:

@@ -12,15 +12,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 import pandas as pd
 
-from kvinterp.common.kept import flat
 from kvinterp.common.numbers import counted, percent
-from kvinterp.comparison import Comparison, compare
+from kvinterp.common.result import Result, flat
+from kvinterp.comparison import compare, failures_kept
 from kvinterp.comparison.vocabulary import RECOVERED
 from kvinterp.data import load_prompts
 from kvinterp.errors import InputError
@@ -28,8 +27,8 @@ from kvinterp.models.inputs import check_known, encode_all
 from kvinterp.models.provenance import provenance
 from kvinterp.patching import PRESETS, Decomposition, Sweep, decompose, sweep
 from kvinterp.patching.decomposition import check_splittable
-from kvinterp.study.cells import Cell, Made, joined, loaded, stacked
-from kvinterp.study.experiments.base import Outcome, numbered
+from kvinterp.study.cells import Cell, joined, loaded, stacked
+from kvinterp.study.experiments.base import Charts, Parts, Rows, Tables, numbered
 from kvinterp.study.experiments.of_models import OfModels
 from kvinterp.study.experiments.options import option, shared
 from kvinterp.study.findings import Chart, Panel, findings_of, median_of
@@ -97,7 +96,7 @@ class Localisation(OfModels):
                 found.append(Cell(f"{_RANKED}-{number}-{example}", f"{__name__}:ranked", self._given(model), told))
         return found
 
-    def then(self, made: Mapping[str, Made]) -> list[Cell]:
+    def then(self, made: Parts) -> list[Cell]:
         """The second stage, a cell a model and example of the highest KL, which is known from the first."""
         found, chosen, parts = [], self._chosen(made), list(dict.fromkeys(self.part))
         for number, model in enumerate(self.models):
@@ -108,7 +107,7 @@ class Localisation(OfModels):
                 found.append(Cell(f"{_PATCHED}-{number}-{example}", f"{__name__}:localised", settings, told))
         return found
 
-    def reduce(self, made: Mapping[str, Made], settings: Mapping[str, Any], folder: Path | None) -> Outcome:
+    def reduce(self, made: Parts) -> Result:
         """The sweeps and the split of every model, and their tables one below the other."""
         patched = {key: made[key] for key in made if key.startswith(_PATCHED)}
         tables = {**dict.fromkeys(self.TABLES, pd.DataFrame()), **joined(patched)}
@@ -128,19 +127,13 @@ class Localisation(OfModels):
             "provenance": about,
             "told": {each["model"]: each["parts"] for _, each in patched.values()},
         }
-        return Outcome((sweeps, splits), tables, summary)
-
-    def again(self, tables: Mapping[str, pd.DataFrame], summary: Mapping[str, Any]) -> Outcome:
-        """The sweeps and the splits from their tables."""
-        own = {name: table for name, table in tables.items() if name not in ("chosen", "recovery_by_layer")}
-        told: dict[str, Made] = {name: ({}, {"model": name, "parts": each}) for name, each in summary["told"].items()}
-        return Outcome(_found(own, told), tables, summary)
+        return Result(tables, summary)
 
     # What was found ----------------------------------------------------------------------------------------------------
 
-    def headline(self, outcome: Outcome) -> list[str]:
+    def headline(self, result: Result) -> list[str]:
         """What the paper's patch and K and V recover with all layers together."""
-        table, said = pd.DataFrame(outcome.summary["by_layer"]), []
+        table, said = pd.DataFrame(result.summary["by_layer"]), []
         for part, name in (("paper", "the paper's patch"), ("kv-into-cached", "K and V put into the cached path")):
             known = table[(table["part"] == part) & (table["defined"] > 0)] if len(table) else table
             found = (
@@ -156,27 +149,27 @@ class Localisation(OfModels):
                          "wherever the difference arises.")  # fmt: skip
         return lines
 
-    def findings(self, outcome: Outcome) -> pd.DataFrame:
+    def findings(self, result: Result) -> pd.DataFrame:
         """Of each model: which examples, what each patch recovers, and the split."""
         rows = []
-        for model, mine in outcome.tables["chosen"].groupby("model", sort=False):
+        for model, mine in result.tables["chosen"].groupby("model", sort=False):
             flips, of = int(mine["flip_index"].notna().sum()), int(mine["of"].iloc[0])
             note = f"the highest of {counted(of, 'example')}; {flips} flip a token"
             more = {"unit": "examples", "measure": "nats", "model": model, "note": note}
             rows.append(median_of("mean KL of an example that is patched, free protocol", mine["mean_kl"], **more))
-        sweeps, splits = outcome.result
+        sweeps, splits = _of_result(result)
         for (model, part), found in sweeps.items():
             rows += [{"model": model, "part": part, **row} for row in rows_of_sweep(found)]
         for model, split in splits.items():
             rows += [{"model": model, **row, "part": f"split, {row['part']}"} for row in rows_of_decomposition(split)]
         return findings_of(rows)
 
-    def charts(self, outcome: Outcome) -> dict[str, Chart]:
+    def charts(self, result: Result) -> Charts:
         """The map of all patches, and of each model the paper's patch by example and the split."""
-        sweeps, splits = outcome.result
-        drawn: dict[str, Chart] = {}
+        sweeps, splits = _of_result(result)
+        drawn: Charts = {}
         if sweeps:
-            table = pd.DataFrame(outcome.summary["by_layer"])
+            table = pd.DataFrame(result.summary["by_layer"])
             of = {part: RECOVERED[found.provenance["distance"]] for (_, part), found in sweeps.items()}
             table["patch"] = [f"{row.part}, {row.sweep} ({of[row.part]})" for row in table.iloc[::-1].itertuples()][::-1]
             panel = Panel(table, "layer", "patch", "map", "median", facet="model", scale="signed", label="median recovery")
@@ -194,13 +187,13 @@ class Localisation(OfModels):
         paths = {form: f"{form}[kernels={self.kernels}]" for form in ("cached", "recompute")}
         return {"model": self.named(model), "prompts": self.prompts, "paths": paths, "max_new_tokens": self.max_new_tokens}
 
-    def _chosen(self, made: Mapping[str, Made]) -> pd.DataFrame:
+    def _chosen(self, made: Parts) -> pd.DataFrame:
         ranked = {key: made[key][0]["table"] for key in made if key.startswith(_RANKED)}
         numbered = [table.assign(number=int(key.split("-")[2])) for key, table in ranked.items()]
         return chosen_of(pd.concat(numbered, ignore_index=True), self.count)
 
 
-def _all_layers(rows: pd.DataFrame) -> list[dict[str, Any]]:
+def _all_layers(rows: pd.DataFrame) -> Rows:
     """The row of a sweep in which every layer is patched together, where there is one."""
     places = rows["sweep"].eq("cumulative") & rows["layer"].eq(rows["layer"].max())
     places |= rows["sweep"].eq("cumulative-from") & rows["layer"].eq(0)
@@ -213,9 +206,12 @@ def _named(name: str, place: int, model: str) -> str:
     return f"{name}_{place}_{bare[-40:]}"
 
 
-def _found(
-    tables: Mapping[str, pd.DataFrame], made: Mapping[str, Made]
-) -> tuple[dict[tuple[str, str], Sweep], dict[str, Decomposition]]:
+def _of_result(result: Result) -> tuple[dict[tuple[str, str], Sweep], dict[str, Decomposition]]:
+    own = {name: result.tables[name] for name in ("recovery", "steps", "controls", "decomposition", "layers")}
+    return _found(own, {name: ({}, {"model": name, "parts": each}) for name, each in result.summary["told"].items()})
+
+
+def _found(tables: Tables, made: Parts) -> tuple[dict[tuple[str, str], Sweep], dict[str, Decomposition]]:
     """The sweeps by model and part and the splits by model, as what made them gives them of one model."""
     sweeps: dict[tuple[str, str], Sweep] = {}
     splits: dict[str, Decomposition] = {}
@@ -272,22 +268,20 @@ def ranked(
     max_new_tokens: int,
 ) -> None:
     """How far apart the paths of some prompts are in the free protocol, as :func:`kvinterp.patching.highest_kl` has it."""
-    adapter, given, numbers = loaded(model), load_prompts(prompts), numbered(keys)
-
-    def done(part: Comparison) -> None:
-        later = part.steps[part.steps["step"] > 0].groupby("example")["kl"].mean()
-        failed = part.failures.assign(mean_kl=np.nan, model=adapter.facts.name)
-        columns = ["example", "id", "prompt_tokens", "steps", "flip_index"]
-        finished = part.examples[columns]
-        # A prompt that ends with the prefill's token has no step that could differ.
-        finished = finished.assign(mean_kl=finished["example"].map(lambda number: later.get(number, 0.0)))
-        finished.insert(0, "model", adapter.facts.name)
-        for row in (*failed.to_dict("records"), *finished.to_dict("records")):
-            keep(numbers[row["example"]], {"table": pd.DataFrame([row])})
-
-    chosen = [given[number] for number in numbers]
-    settings: dict[str, Any] = {"protocol": "free", "max_new_tokens": max_new_tokens, "record": "", "progress": "none"}
-    compare(adapter, chosen, *paths.values(), examples=list(numbers), done=done, **settings)
+    adapter, given = loaded(model), load_prompts(prompts)
+    how: dict[str, Any] = {"protocol": "free", "max_new_tokens": max_new_tokens, "record": "", "progress": "none"}
+    # Whether the model was changed is asked once, and not for each prompt.
+    with adapter.unchanged():
+        for example, key in numbered(keys).items():
+            part = compare(adapter, given[example], *paths.values(), examples=[example], done=failures_kept, **how)
+            # A prompt that ends with the prefill's token has no step that could differ.
+            later = part.steps[part.steps["step"] > 0].groupby("example")["kl"].mean().get(example, 0.0)
+            columns = ["example", "id", "prompt_tokens", "steps", "flip_index"]
+            row = (
+                part.failures.assign(mean_kl=np.nan) if len(part.failures) else part.examples[columns].assign(mean_kl=later)
+            )
+            row.insert(0, "model", adapter.facts.name)
+            keep(key, {"table": row})
 
 
 def localised(
@@ -303,7 +297,7 @@ def localised(
     """Patches and splits some of the chosen examples, and keeps what each gave."""
     adapter, given = loaded(model), load_prompts(prompts)
     for number, key in numbered(keys).items():
-        tables, told = list[dict[str, pd.DataFrame]](), dict[str, Any]()
+        tables, told = list[Tables](), dict[str, Any]()
         for part in parts:
             settings: dict[str, Any] = {**paths, "max_new_tokens": max_new_tokens, "only": [number], "progress": "none"}
             if part == SPLIT:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -19,6 +18,7 @@ import pandas as pd
 
 from kvinterp import metrics
 from kvinterp.common.numbers import counted, number
+from kvinterp.common.result import Result
 from kvinterp.comparison import compare, failures_kept
 from kvinterp.data import load_prompts
 from kvinterp.errors import InputError
@@ -27,11 +27,11 @@ from kvinterp.models.inputs import check_whole
 from kvinterp.models.provenance import provenance
 from kvinterp.paths import Cached, Recompute, path_named, run
 from kvinterp.policies import policy_named
-from kvinterp.study.cells import Cell, Made, joined, loaded
-from kvinterp.study.experiments.base import Experiment, Outcome
+from kvinterp.study.cells import Cell, joined, loaded
+from kvinterp.study.experiments.base import Charts, OfModel, Parts, Rows, Tables
 from kvinterp.study.experiments.circumstances import tried
-from kvinterp.study.experiments.options import SHARED, model, option, shared
-from kvinterp.study.findings import Chart, Panel, finding, findings_of
+from kvinterp.study.experiments.options import SHARED, option
+from kvinterp.study.findings import Chart, Panel, finding
 
 TRUTH = "recompute@float64"
 
@@ -39,13 +39,12 @@ FRONT = "on the front: no path is better in one and as good in all"
 
 
 @dataclasses.dataclass(frozen=True)
-class Mitigate(Experiment):
+class Mitigate(OfModel):
     """What does a mitigation leave of the divergence, and at what cost?"""
 
     DRAWN: ClassVar = ("mitigations",)
     TABLES: ClassVar = ("examples", "mitigations", "interactions")
 
-    model: str = model()
     prompts: str = option("arithmetic:8", SHARED["prompts"][1])
     path: tuple[str, ...] = option(
         (
@@ -64,11 +63,7 @@ class Mitigate(Experiment):
     policy: tuple[str, ...] = option(
         ("int8", "int4"), "A policy to combine with cached and recompute; may be given several times."
     )
-    kind: str = shared("kind")
-    dtype: str = shared("dtype")
     max_new_tokens: int = option(24, "The most tokens to decode per prompt.")
-    device: str | None = shared("device")
-    attention: str | None = shared("attention")
 
     def cells(self) -> list[Cell]:
         """A cell a path, beside its reference and beside float64; three a policy."""
@@ -103,7 +98,7 @@ class Mitigate(Experiment):
             for number, (what, a, b) in enumerate(pairs)
         ]
 
-    def reduce(self, made: Mapping[str, Made], settings: Mapping[str, Any], folder: Path | None) -> Outcome:
+    def reduce(self, made: Parts) -> Result:
         """What each leaves and costs, and how each policy's error goes with the path's."""
         (adapter,) = self.adapters()
         examples = joined(made)["table"]
@@ -118,13 +113,13 @@ class Mitigate(Experiment):
             "interactions": tables["interactions"].to_dict("records"),
             "provenance": provenance(adapter, max_new_tokens=self.max_new_tokens),
         }
-        return Outcome(tables, tables, summary)
+        return Result(tables, summary)
 
     # What was found ----------------------------------------------------------------------------------------------------
 
-    def headline(self, outcome: Outcome) -> list[str]:
+    def headline(self, result: Result) -> list[str]:
         """Which path leaves least."""
-        table = outcome.tables["mitigations"]
+        table = result.tables["mitigations"]
         least = table.sort_values(["mean_kl", "rows_a_token", "bytes_a_token"], kind="stable").iloc[0]
         alike = int((table["mean_kl"] == least["mean_kl"]).sum())
         who = f"{least['path']} leaves" if alike == 1 else f"{least['path']} and {counted(alike - 1, 'other')} leave"
@@ -134,10 +129,10 @@ class Mitigate(Experiment):
             f"({counted(int(least['prompts']), 'prompt')}). Costs are rows computed and bytes stored, not seconds."
         ]
 
-    def findings(self, outcome: Outcome) -> pd.DataFrame:
+    def rows(self, tables: Tables) -> Rows:
         """What each path leaves and costs, and whether each policy's error adds to the path's."""
-        rows: list[dict[str, Any]] = []
-        for row in outcome.tables["mitigations"].to_dict("records"):
+        rows: Rows = []
+        for row in tables["mitigations"].to_dict("records"):
             of = {"path": row["path"]}
             rows += [
                 finding("median KL left, of the path's own recompute path", row["typical_kl"], (row["low"], row["high"]),
@@ -148,7 +143,7 @@ class Mitigate(Experiment):
                 finding("rows that a block computes for a new token", row["rows_a_token"], **of),
                 finding("bytes of K and V a token", row["bytes_a_token"], **of),
             ]  # fmt: skip
-        for row in outcome.tables["interactions"].to_dict("records"):
+        for row in tables["interactions"].to_dict("records"):
             word = "more than their sum" if row["low"] > 0 else "less than their sum" if row["high"] < 0 else ""
             word = word or ("too few prompts" if pd.isna(row["low"]) else "not told apart from their sum")
             what = "median of the squared logit error of policy and path together, less each alone"
@@ -157,11 +152,11 @@ class Mitigate(Experiment):
                     what, row["contrast"], (row["low"], row["high"]), row["prompts"], verdict=word, policy=row["policy"]
                 )
             )
-        return findings_of(rows)
+        return rows
 
-    def charts(self, outcome: Outcome) -> dict[str, Chart]:
+    def charts(self, result: Result) -> Charts:
         """Divergence left against rows computed; and of policies and paths where they were crossed."""
-        table = outcome.tables["mitigations"]
+        table = result.tables["mitigations"]
         table = table.assign(line=table["pareto"].map({True: FRONT, False: "behind it"}))
         left = "KL from its recompute path (nats, median, 95% interval)"
         cost = "rows that a block computes for each new token"
@@ -174,7 +169,7 @@ class Mitigate(Experiment):
                 ],
             )
         }
-        crossed = outcome.tables["interactions"]
+        crossed = result.tables["interactions"]
         if len(crossed):
             crossed = crossed.assign(added=crossed["policy_alone"] + crossed["path_alone"])
             bars = {

@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 import pandas as pd
 
+from kvinterp.common.result import Result
 from kvinterp.errors import InputError
-from kvinterp.study.cells import Cell, Made, joined, loaded
-from kvinterp.study.experiments.base import Experiment, Outcome
+from kvinterp.study.cells import Cell, joined, loaded
+from kvinterp.study.experiments.base import Experiment, Parts, Rows, Tables
 from kvinterp.study.experiments.options import argument, option, shared
-from kvinterp.study.findings import findings_of, median_of
+from kvinterp.study.findings import median_of
 
 if TYPE_CHECKING:
     from kvinterp.models import Adapter
@@ -76,10 +77,6 @@ class Norms(Experiment):
         """A model in the first of the dtypes."""
         return {"loader": f"{__name__}:subject", "name": str(name), "dtype": self._dtypes()[0], "device": self.device}
 
-    def adapters(self) -> list[Adapter]:
-        """The models, loaded."""
-        return [loaded(self.named(name)) for name in self.models]
-
     def check_reached(self) -> None:
         """Nothing: what is on a hub is asked for where it is loaded."""
 
@@ -96,7 +93,7 @@ class Norms(Experiment):
             for n, name in enumerate(dict.fromkeys(self.models))
         ]
 
-    def reduce(self, made: Mapping[str, Made], settings: Mapping[str, Any], folder: Path | None) -> Outcome:
+    def reduce(self, made: Parts) -> Result:
         """The rows, those that were added, and their quantiles."""
         from kvinterp.auditing.norms import read_norms
         from kvinterp.models.provenance import machine
@@ -105,27 +102,26 @@ class Norms(Experiment):
         table = pd.concat(rows, ignore_index=True)
         tables = {"norms": table, "quantiles": quantiles_of(table)}
         summary = {"models": int(table["model"].nunique()), "provenance": machine()}
-        return Outcome(tables, tables, summary, texts={"norms.csv": table.to_csv(index=False, float_format="%.3g")})
+        return Result(tables, summary, {"norms.csv": table.to_csv(index=False, float_format="%.3g")})
 
-    def headline(self, outcome: Outcome) -> list[str]:
+    def headline(self, result: Result) -> list[str]:
         """How many models and ways of running, and how far they spread."""
-        table = outcome.tables["norms"]
+        table = result.tables["norms"]
         low, high = table["median"].min(), table["median"].max()
         return [
-            f"{table['model'].nunique()} models in {len(outcome.tables['quantiles'])} ways of running: the median relative logit "
+            f"{table['model'].nunique()} models in {len(result.tables['quantiles'])} ways of running: the median relative logit "
             f"difference of a model's steps is {low:.1e} to {high:.1e}."
         ]
 
-    def findings(self, outcome: Outcome) -> pd.DataFrame:
+    def rows(self, tables: Tables) -> Rows:
         """The median over models of each way of running."""
         what = "relative logit difference of a model, median over its steps"
-        groups = outcome.tables["norms"].groupby(GROUP)
-        return findings_of(
+        return [
             median_of(
                 what, group["median"], unit="models", **{name: str(value) for name, value in zip(GROUP, key, strict=True)}
             )
-            for key, group in groups
-        )
+            for key, group in tables["norms"].groupby(GROUP)
+        ]
 
 
 def quantiles_of(table: pd.DataFrame) -> pd.DataFrame:

@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
 from typing import Any, ClassVar
 
-import pandas as pd
 import torch
 from torch import Tensor
 
@@ -22,12 +20,10 @@ from kvinterp.data import load_prompts
 from kvinterp.errors import InputError
 from kvinterp.models import Adapter
 from kvinterp.models.inputs import encode
-from kvinterp.models.provenance import provenance
 from kvinterp.models.threads import own_threads
-from kvinterp.study.cells import Cell, Made, joined, loaded
-from kvinterp.study.experiments.base import Experiment, Outcome
+from kvinterp.study.cells import Cell
+from kvinterp.study.experiments.base import Experiment
 from kvinterp.study.experiments.options import SHARED, argument, option, shared
-from kvinterp.study.findings import findings_of
 
 FEW = 4
 """Of how many prompts the experiments are that take one forward after another of the same tokens, where no more are asked for."""
@@ -49,10 +45,6 @@ class OfModels(Experiment):
         """A model with its weights in float16, where no other dtype can be chosen."""
         return {"dtype": "float16", **super().named(name)}
 
-    def adapters(self) -> list[Adapter]:
-        """The models, loaded."""
-        return [loaded(self.named(model)) for model in self.models]
-
     def check(self) -> None:
         """The list of models too."""
         super().check()
@@ -68,7 +60,7 @@ class OfModels(Experiment):
         """A cell a model: the function ``measured`` of the experiment's file, given prompts and the fields of its own."""
         shared_by_all = {field.name for field in dataclasses.fields(OfModels)}
         own = [field.name for field in dataclasses.fields(self) if field.name not in shared_by_all]
-        more = {name: getattr(self, name) for name in own}
+        more = self.taken(*own)
         return [
             Cell(
                 f"{self.verb()}-{number}",
@@ -78,29 +70,6 @@ class OfModels(Experiment):
             )
             for number, (model, adapter) in enumerate(zip(self.models, self.adapters(), strict=True))
         ]
-
-    def tables(self, made: Mapping[str, Made]) -> dict[str, pd.DataFrame]:
-        """Its tables, those of all models one below the other."""
-        return {self.TABLES[0]: joined(made)["table"]} if made else {}
-
-    def reduce(self, made: Mapping[str, Made], settings: Mapping[str, Any], folder: Path | None) -> Outcome:
-        """The tables, and what they say."""
-        tables = self.tables(made)
-        about = {adapter.facts.name: provenance(adapter, **self.noted()) for adapter in self.adapters()}
-        return Outcome(tables, tables, {"provenance": about})
-
-    def rows(self, tables: Mapping[str, pd.DataFrame]) -> list[dict[str, Any]]:
-        """What its tables come to, a finding each."""
-        return []
-
-    def findings(self, outcome: Outcome) -> pd.DataFrame | None:
-        """Those of :meth:`rows`."""
-        rows = self.rows(outcome.tables)
-        return findings_of(rows) if rows else None
-
-    def noted(self) -> dict[str, Any]:
-        """What the provenance says beside the model."""
-        return {}
 
 
 Place = tuple[str, int]

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, ClassVar
 
+from kvinterp.common.result import Result
 from kvinterp.data import load_prompts
-from kvinterp.study.cells import Cell, Made, joined, loaded
-from kvinterp.study.experiments.base import Experiment, Outcome, numbered
+from kvinterp.study.cells import Cell, joined, loaded
+from kvinterp.study.experiments.base import OfModel, Parts, numbered
 from kvinterp.study.experiments.choices import taken_by
-from kvinterp.study.experiments.options import model, option, shared
+from kvinterp.study.experiments.options import option, shared
 from kvinterp.study.findings.of_patching import charts_of_sweep, headline_of_sweep, rows_of_sweep
 
 _UNLESS_GIVEN = {
@@ -31,7 +31,7 @@ def _of_preset(name: str, help: str) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
-class Patch(Experiment):
+class Patch(OfModel):
     """What carries the difference: which layer, head or block of positions, moved from one path into the other?"""
 
     TABLES: ClassVar = ("recovery", "steps", "controls")
@@ -40,7 +40,6 @@ class Patch(Experiment):
     SHOWN: ClassVar = (headline_of_sweep, rows_of_sweep, charts_of_sweep)
     UNIT: ClassVar = "prompts"
 
-    model: str = model()
     site: str = _of_preset("site", "What to patch: kv, cache_k, cache_v, resid_post, attn_out, ... (kvinterp list sites).")
     sweep: str = _of_preset(
         "sweep",
@@ -74,11 +73,7 @@ class Patch(Experiment):
         "you give them.",
     )
     prompts: str = shared("prompts")
-    kind: str = shared("kind")
-    dtype: str = shared("dtype")
     max_new_tokens: int = _of_preset("max_new_tokens", "The most tokens to decode per prompt.")
-    device: str | None = shared("device")
-    attention: str | None = shared("attention")
     batch_size: int = option(
         1,
         "The most patches in one forward pass. Batching is used only where it gives the same bits.",
@@ -141,7 +136,7 @@ class Patch(Experiment):
         settings = {**taken_by(self, sweep), "model": self.named(), "over": self.sweep, "steps": _steps(self.steps)}
         return [Cell(f"patched-{place}", f"{__name__}:patched", settings) for place in range(count)]
 
-    def reduce(self, made: Mapping[str, Made], settings: Mapping[str, Any], folder: Path | None) -> Outcome:
+    def reduce(self, made: Parts) -> Result:
         """The sweep over all of them."""
         from kvinterp.patching import Sweep
 
@@ -151,8 +146,7 @@ class Patch(Experiment):
             planted = tables["controls"]["control"].str.startswith("planted")
             tables["controls"] = tables["controls"].loc[planted.sort_values(kind="stable").index].reset_index(drop=True)
         work = {name: sum(about["work"][name] for about in abouts) for name in abouts[0]["work"]}
-        found = Sweep(**tables, provenance={**abouts[0], "work": work})
-        return Outcome(found, *found.written())
+        return Sweep(**tables, provenance={**abouts[0], "work": work})
 
 
 def _steps(given: str) -> str | tuple[int, ...]:

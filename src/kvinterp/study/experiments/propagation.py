@@ -11,10 +11,11 @@ import torch
 
 from kvinterp.common.numbers import between, listed
 from kvinterp.common.progress import each
+from kvinterp.common.result import Result
 from kvinterp.metrics import residual_drift
 from kvinterp.models import wrap
 from kvinterp.study.cells import loaded
-from kvinterp.study.experiments.base import Outcome
+from kvinterp.study.experiments.base import Charts, Rows, Tables
 from kvinterp.study.experiments.of_models import FEW, OfModels, encoded, newest_at
 from kvinterp.study.experiments.options import option
 from kvinterp.study.findings import Chart, Panel, median_of
@@ -28,9 +29,9 @@ class Propagation(OfModels):
 
     most: int = option(FEW, "How many of the prompts to run.", min=1)
 
-    def headline(self, outcome: Outcome) -> list[str]:
+    def headline(self, result: Result) -> list[str]:
         """What becomes of layer 0's rounding."""
-        rows = self.rows(outcome.tables)
+        rows = self.rows(result.tables)
         if not rows:
             return ["A model of one layer has nothing behind it: no growth was measured."]
         grown = [
@@ -39,7 +40,7 @@ class Propagation(OfModels):
         ]
         return [f"The error of layer 0's output, rounded once, is at the last layer {listed(grown)} what it was."]
 
-    def rows(self, tables: Mapping[str, pd.DataFrame]) -> list[dict[str, Any]]:
+    def rows(self, tables: Tables) -> Rows:
         """Growth from layer 0 to the last."""
         table = tables["propagation"]
         deepest = table[(table["layer"] == table["layer"].max()) & (table["source"] == 0)]
@@ -51,9 +52,9 @@ class Propagation(OfModels):
             for model, mine in deepest.groupby("model", sort=False)
         ]
 
-    def charts(self, outcome: Outcome) -> dict[str, Chart]:
+    def charts(self, result: Result) -> Charts:
         """Absolute and relative L2 of the residual stream behind one rounded block."""
-        table = outcome.tables["propagation"]
+        table = result.tables["propagation"]
         middle = table.groupby(["model", "source", "layer"], sort=False)[list(MEASURES)].median().reset_index()
         names = {source: f"rounded in layer {source}" for source in sorted(set(middle["source"]))}
         rows = [

@@ -20,7 +20,6 @@ _OTHERS = (
     "keeping",
     "of_models",
     "options",
-    "outcome",
     "registry",
 )
 

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from kvinterp.common.numbers import counted
 from kvinterp.common.progress import each
+from kvinterp.common.result import Result
 from kvinterp.comparison import Comparison, compare, failures_kept
 from kvinterp.comparison.by_layer import pairs_of
 from kvinterp.data import load_prompts
@@ -28,7 +29,7 @@ from kvinterp.errors import UnsupportedError
 from kvinterp.models import Adapter, load_model, wrap
 from kvinterp.paths import run
 from kvinterp.study.cells import Cell, loaded
-from kvinterp.study.experiments.base import Outcome
+from kvinterp.study.experiments.base import Charts, Rows, Tables
 from kvinterp.study.experiments.of_models import OfModels, shown_sites
 from kvinterp.study.experiments.options import option
 from kvinterp.study.findings import Chart, Panel, finding, median_of
@@ -55,9 +56,9 @@ class RepeatedHeads(OfModels):
     STEPS: ClassVar = ("steps",)
     TABLES: ClassVar = ("repeated_heads",)
 
-    def headline(self, outcome: Outcome) -> list[str]:
+    def headline(self, result: Result) -> list[str]:
         """Whether the ratio of query heads to KV heads changes the difference between the paths."""
-        rows = [row for row in self.rows(outcome.tables) if row["finding"] == CHANGE]
+        rows = [row for row in self.rows(result.tables) if row["finding"] == CHANGE]
         alike = sum(row["verdict"] == ALIKE for row in rows)
         if not rows:
             return ["No model has query heads that share a KV head: there is nothing to repeat."]
@@ -66,7 +67,7 @@ class RepeatedHeads(OfModels):
             f"in {alike} of {counted(len(rows), 'case')} (a case is a model under some kernels)."
         ]
 
-    def rows(self, tables: Mapping[str, pd.DataFrame]) -> list[dict[str, Any]]:
+    def rows(self, tables: Tables) -> Rows:
         """What repeating the heads changes, and how nearly the copies compute the same in float64."""
         rows = []
         for (model, kernels), mine in tables["repeated_heads"].groupby(["model", "kernels"], sort=False):
@@ -83,9 +84,9 @@ class RepeatedHeads(OfModels):
                                 mine["float64_difference"].max(), n=mine["id"].nunique(), model=model))  # fmt: skip
         return rows
 
-    def charts(self, outcome: Outcome) -> dict[str, Chart]:
+    def charts(self, result: Result) -> Charts:
         """How far apart the paths are at each ratio."""
-        groups = outcome.tables["repeated_heads"].groupby(["kernels", "model", "query_heads_per_kv_head"], sort=False)
+        groups = result.tables["repeated_heads"].groupby(["kernels", "model", "query_heads_per_kv_head"], sort=False)
         panel = Panel(groups["rms_logit"].mean().reset_index().sort_values("query_heads_per_kv_head"), "query_heads_per_kv_head",
                       "rms_logit", color="model", facet="kernels", xscale="doubling", xlabel="query heads a KV head",
                       label="RMS logit difference\n(mean over prompts)")  # fmt: skip

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import pandas as pd
 
 from kvinterp.common.numbers import between
+from kvinterp.common.result import Result
 from kvinterp.data import TASKS, load_prompts
 from kvinterp.errors import InputError
 from kvinterp.study.cells import stacked
 from kvinterp.study.experiments.accumulation import Accumulation
-from kvinterp.study.experiments.base import Outcome
+from kvinterp.study.experiments.base import Charts, Parts, Rows, Tables
 from kvinterp.study.experiments.choices import handed
 from kvinterp.study.experiments.flips import Flips
 from kvinterp.study.experiments.gqa import Gqa
@@ -24,10 +25,10 @@ from kvinterp.study.experiments.of_models import FEW, OfModels
 from kvinterp.study.experiments.options import DRAWS, option, sampled
 from kvinterp.study.experiments.propagation import Propagation
 from kvinterp.study.experiments.repeated_heads import RepeatedHeads
-from kvinterp.study.findings import COLUMNS, Chart
+from kvinterp.study.findings import COLUMNS
 
 if TYPE_CHECKING:
-    from kvinterp.study.cells import Cell, Made
+    from kvinterp.study.cells import Cell
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,7 +106,7 @@ class RootCause(OfModels):
         ordered = sorted(made, key=place)
         return [dataclasses.replace(cell, told=cell.told and f"root cause: {cell.told}") for cell in ordered]
 
-    def tables(self, made: Mapping[str, Made]) -> dict[str, pd.DataFrame]:
+    def tables(self, made: Parts) -> Tables:
         """The tables of all of them, with the seed of the prompts where there are several."""
         found = []
         for seed in range(self.seeds):
@@ -126,16 +127,16 @@ class RootCause(OfModels):
 
     # What was found ----------------------------------------------------------------------------------------------------
 
-    def among(self, tables: Mapping[str, pd.DataFrame]) -> list[OfModels]:
+    def among(self, tables: Tables) -> list[OfModels]:
         """The experiments that have a table."""
         return [part for part in self.parts() if len(tables.get(part.TABLES[0], ()))]
 
-    def headline(self, outcome: Outcome) -> list[str]:
+    def headline(self, result: Result) -> list[str]:
         """What the ladder found first: it takes the cause away; then what each other found."""
-        first = sorted(self.among(outcome.tables), key=lambda part: not isinstance(part, Ladder))
-        return [line for part in first for line in part.headline(outcome)]
+        first = sorted(self.among(result.tables), key=lambda part: not isinstance(part, Ladder))
+        return [line for part in first for line in part.headline(result)]
 
-    def rows(self, tables: Mapping[str, pd.DataFrame]) -> list[dict[str, Any]]:
+    def rows(self, tables: Tables) -> Rows:
         """The findings of all of them; of several sets of prompts, how far they lie apart."""
         rows = [row for part in self.among(tables) for row in part.rows(tables)]
         seeds = sorted({seed for table in tables.values() if "data_seed" in table for seed in table["data_seed"]})
@@ -151,9 +152,9 @@ class RootCause(OfModels):
                 )
         return rows
 
-    def charts(self, outcome: Outcome) -> dict[str, Chart]:
+    def charts(self, result: Result) -> Charts:
         """Those of all of them."""
-        return {name: chart for part in self.among(outcome.tables) for name, chart in part.charts(outcome).items()}
+        return {name: chart for part in self.among(result.tables) for name, chart in part.charts(result).items()}
 
     def noted(self) -> dict[str, Any]:
         """Under which kernels and strategy flips were looked for."""

@@ -19,8 +19,9 @@ from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from kvinterp.common.result import Result
 from kvinterp.errors import InputError, unknown
-from kvinterp.study.experiments.base import OPTION, Experiment, How, Outcome
+from kvinterp.study.experiments.base import OPTION, Experiment, Parts, Tables
 from kvinterp.study.experiments.choices import check_handed, handed
 from kvinterp.study.experiments.composed import (
     PRESETS,
@@ -38,11 +39,11 @@ from kvinterp.study.experiments.options import SHARED, option, shared
 from kvinterp.study.experiments.registry import experiment_named
 
 if TYPE_CHECKING:
-    import pandas as pd
     from matplotlib.figure import Figure
 
+    from kvinterp.common.progress import Tell
     from kvinterp.models import Adapter
-    from kvinterp.study.cells import Cell, Made
+    from kvinterp.study.cells import Cell
 
 log = logging.getLogger("kvinterp")
 
@@ -128,7 +129,7 @@ class Study(Experiment):
         Raises:
             InputError: A name is unknown, or a choice does not fit.
         """
-        shared = {name: getattr(self, name) for name in ("models", *_HANDED)}
+        shared = self.taken("models", *_HANDED)
         parts = []
         for way in self.kinds:
             way_of(way)
@@ -171,13 +172,12 @@ class Study(Experiment):
 
     # As an experiment --------------------------------------------------------------------------------------------------
 
-    def answered(self, how: How) -> Outcome:
-        """As any experiment, with what remains said; a finished study with the same settings is read."""
-        from kvinterp.study.engines import engine_named
-
-        engine = engine_named(self.engine) if self.engine != "local" else how.engine
-        existing = "use" if how.existing == "error" else how.existing
-        return super().answered(dataclasses.replace(how, engine=engine, existing=existing))
+    def answered(
+        self, out: Path | None, existing: str, progress: str, figures: str, tell: Tell | None, engine: str
+    ) -> Result:
+        """As any experiment; a finished study with the same settings is read."""
+        existing = "use" if existing == "error" else existing
+        return super().answered(out, existing, progress, figures, tell, engine if self.engine == "local" else self.engine)
 
     def names(self) -> list[str]:
         """The tables of all its experiments, and its own files."""
@@ -223,13 +223,13 @@ class Study(Experiment):
         """Those of all its experiments, one that several of them have once."""
         return united(self._first)
 
-    def then(self, made: Mapping[str, Made]) -> list[Cell]:
+    def then(self, made: Parts) -> list[Cell]:
         """The second stages of its experiments."""
         for part, cells in self._first.items():
             self._second[part] = part.experiment.then(of_part(part, cells, made))
         return [cell for cell in united(self._second) if cell.key not in made]
 
-    def reduce(self, made: Mapping[str, Made], settings: Mapping[str, Any], folder: Path | None) -> Outcome:
+    def reduce(self, made: Parts) -> Result:
         """Every experiment that is finished, and the claims.
 
         Where the study was interrupted an experiment is left out that cannot be reduced from some of its cells.
@@ -238,17 +238,18 @@ class Study(Experiment):
         from kvinterp.models.provenance import provenance
         from kvinterp.study.results import PROMPTS, prompt_lines
 
-        found: dict[Part, Outcome] = {}
+        found: dict[Part, Result] = {}
         known = {part: [*first, *self._second.get(part, ())] for part, first in self._first.items()}
         for part, cells in known.items():
             staged = type(part.experiment).then is not Experiment.then
             own = of_part(part, cells, made)
             whole = len(own) == len({cell.key for cell in cells}) and (part in self._second or not staged)
             if whole or (own and part.experiment.PARTIAL == "yes"):
-                one = part.experiment.with_findings(part.experiment.reduce(own, part.experiment.asked(), None))
+                one = part.experiment.judged(part.experiment.reduce(own))
                 # Kept as they are said now: what is read again has no NaN, which JSON does not know.
                 said = {"headline": part.experiment.headline(one), "reading": part.experiment.sentences(one)}
-                found[part] = dataclasses.replace(one, summary={**one.summary, **said})
+                one.summary |= said
+                found[part] = one
         left_out = [part.label for part in known if part not in found]
         listed = cells_table(known, made)
         several = len({part.kind for part in known}) > 1
@@ -261,57 +262,52 @@ class Study(Experiment):
             "counts": {"cells": int(listed["key"].nunique()), "finished": len(made)},
             "interrupted": bool(left_out) or not listed["finished"].all(),
             "left_out": left_out,
-            "parts": {part.label: dict(outcome.summary) for part, outcome in found.items()},
+            "parts": {part.label: dict(result.summary) for part, result in found.items()},
             "provenance": about,
-            "settings": settings,
         }
         tables = labelled(found)
-        outcome = self.found(found, {"claims": claims_table(tables), **tables, "cells": listed}, summary)
+        result = self.found(found, {"claims": claims_table(tables), **tables, "cells": listed}, summary)
         # The prompts of all its experiments, those that several have once.
         sources = filter(None, dict.fromkeys(getattr(part.experiment, "prompts", None) for part in self.parts))
         prompts = {(prompt.id, prompt.text): prompt for source in sources for prompt in load_prompts(source)}
-        outcome.texts = {PROMPTS: prompt_lines(list(prompts.values()))}
-        return outcome
+        result.others = {PROMPTS: prompt_lines(list(prompts.values()))}
+        return result
 
-    def found(
-        self, parts: Mapping[Part, Outcome], tables: Mapping[str, pd.DataFrame], summary: Mapping[str, Any]
-    ) -> Outcome:
+    def found(self, members: Mapping[Part, Result], tables: Tables, summary: Mapping[str, Any]) -> Result:
         """The claims beside what the experiments found."""
         from kvinterp.study.claims.said import said_of_study
 
-        return Outcome(dict(parts), dict(tables), {**summary, "reading": said_of_study(tables, summary)})
+        result = Result(tables, {**summary, "reading": said_of_study(tables, summary)})
+        result.members = dict(members)
+        return result
 
-    def figures(self, outcome: Outcome, folder: Path) -> list[Path]:
-        """Those of its experiments, as PNG, SVG and PDF; the PNGs are returned."""
-        return [file for files in self.drawn_by_part(outcome, folder).values() for file in files]
-
-    def drawn_by_part(self, outcome: Outcome, folder: Path) -> dict[Part, list[Path]]:
+    def drawn_by_part(self, result: Result, folder: Path) -> dict[Part, list[Path]]:
         """The files of the figures of each experiment."""
         from kvinterp.study.report.style import save
 
         return {
-            part: [save(figure, folder / f"{name}.png", ("svg", "pdf")) for name, figure in self._drawings(outcome, part)]
-            for part in outcome.result
+            part: [save(figure, folder / f"{name}.png", ("svg", "pdf")) for name, figure in self._drawings(result, part)]
+            for part in result.members
         }
 
-    def drawings(self, outcome: Outcome) -> dict[str, Figure]:
+    def drawings(self, result: Result) -> dict[str, Figure]:
         """Those of its experiments."""
-        return {name: figure for part in outcome.result for name, figure in self._drawings(outcome, part)}
+        return {name: figure for part in result.members for name, figure in self._drawings(result, part)}
 
-    def _drawings(self, outcome: Outcome, part: Part) -> Iterator[tuple[str, Figure]]:
+    def _drawings(self, result: Result, part: Part) -> Iterator[tuple[str, Figure]]:
         """The figures of an experiment; where there are several kinds, each has the kind before its name."""
-        before = f"{part.prefix}-" if len({each.kind for each in outcome.result}) > 1 else ""
-        for name, figure in part.experiment.drawings(outcome.result[part]).items():
+        before = f"{part.prefix}-" if len({each.kind for each in result.members}) > 1 else ""
+        for name, figure in part.experiment.drawings(result.members[part]).items():
             yield f"{before}{name}", figure
 
-    def drawn_into(self, outcome: Outcome, folder: Path) -> list[Path]:
+    def drawn_into(self, result: Result, folder: Path) -> list[Path]:
         """The figures of its experiments, the page, and the tables for a paper."""
         from kvinterp.study.report.study import write_study
         from kvinterp.study.report.style import keeping
 
         with keeping():
-            drawn = self.drawn_by_part(outcome, folder)
-            page = write_study(folder.parent, outcome, drawn, self.chosen())
+            drawn = self.drawn_by_part(result, folder)
+            page = write_study(folder.parent, result, drawn, self.chosen())
         return [*(file for files in drawn.values() for file in files), *page]
 
     # Again, without a model --------------------------------------------------------------------------------------------
@@ -339,7 +335,7 @@ class Study(Experiment):
         given: dict[str, Any] = {n: tuple(v) if isinstance(v := settings[n], list) else v for n in names}
         return cls(**given)
 
-    def read(self, folder: Path) -> Outcome:
+    def read(self, folder: Path) -> Result:
         """What is in a folder, with what its experiments found, from the tables alone; the claims are judged anew.
 
         Raises:
@@ -358,6 +354,7 @@ class Study(Experiment):
         }
         before = tables.get("claims")
         tables["claims"] = claims_table({name: table for name, table in tables.items() if name != "claims"})
-        outcome = self._of(self.found(found, tables, summary), summary["settings"], folder=folder)
-        said = [] if before is None else judged_anew(before, tables["claims"])
-        return dataclasses.replace(outcome, summary={**outcome.summary, "reading": [*self.sentences(outcome), *said]})
+        result = self.judged(self.found(found, tables, summary))
+        result.settings, result.choices, result.folder = summary["settings"], self.chosen(), folder
+        result.summary["reading"] += [] if before is None else judged_anew(before, tables["claims"])
+        return result

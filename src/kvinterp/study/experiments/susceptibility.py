@@ -12,7 +12,6 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -21,14 +20,15 @@ from scipy import stats
 
 from kvinterp import metrics
 from kvinterp.common.numbers import counted, short
+from kvinterp.common.result import Result
 from kvinterp.comparison import compare, failures_kept
 from kvinterp.data import load_prompts
 from kvinterp.errors import InputError
 from kvinterp.models.inputs import check_choice, check_whole
 from kvinterp.models.provenance import provenance
-from kvinterp.study.cells import Cell, Made, joined, loaded
-from kvinterp.study.experiments.base import Experiment, Outcome
-from kvinterp.study.experiments.options import SHARED, model, option, shared
+from kvinterp.study.cells import Cell, joined, loaded
+from kvinterp.study.experiments.base import Charts, OfModel, Parts
+from kvinterp.study.experiments.options import SHARED, option
 from kvinterp.study.findings import Chart, Panel, finding, findings_of
 
 NOISE = {"normal": "normal(0,{size:g},seed={seed})", "uniform": "uniform(-{size:g},{size:g},seed={seed})"}
@@ -39,15 +39,12 @@ RESAMPLES = 300
 
 
 @dataclasses.dataclass(frozen=True)
-class Susceptibility(Experiment):
+class Susceptibility(OfModel):
     """How much noise in K and V flips a token?"""
 
     TABLES: ClassVar = ("steps", "rates", "thresholds", "calibration", "certificates")
 
-    model: str = model()
     prompts: str = option("arithmetic:8", SHARED["prompts"][1])
-    kind: str = shared("kind")
-    dtype: str = shared("dtype")
     noise: str = option(
         "normal", "Multiplicative noise: normal (sizes are standard deviations) or uniform (sizes are half widths)."
     )
@@ -55,8 +52,6 @@ class Susceptibility(Experiment):
     bins: int = option(4, "How many classes of margin to form, with equally many steps in each.", min=1)
     seeds: int = option(3, "How many times to draw the noise.", min=2, times="yes")
     max_new_tokens: int = option(24, "The most tokens to decode per prompt.")
-    device: str | None = shared("device")
-    attention: str | None = shared("attention")
 
     def cells(self) -> list[Cell]:
         """A cell a size and seed of the noise, and one of the model's own rounding."""
@@ -71,7 +66,7 @@ class Susceptibility(Experiment):
                 found.append(Cell(f"size-{size:g}-{seed}".replace(".", "_"), f"{__name__}:measured", settings, policy))
         return found
 
-    def reduce(self, made: Mapping[str, Made], settings: Mapping[str, Any], folder: Path | None) -> Outcome:
+    def reduce(self, made: Parts) -> Result:
         """Rates, thresholds, predictions and certificates of all steps."""
         (adapter,) = self.adapters()
         steps = predicted(binned(joined(made)["table"], self.bins))
@@ -99,13 +94,13 @@ class Susceptibility(Experiment):
             },
             "provenance": provenance(adapter, noise=self.noise, max_new_tokens=self.max_new_tokens),
         }
-        return Outcome(tables, tables, summary)
+        return Result(tables, summary)
 
     # What was found ----------------------------------------------------------------------------------------------------
 
-    def headline(self, outcome: Outcome) -> list[str]:
+    def headline(self, result: Result) -> list[str]:
         """How much noise flips half of the tokens, and how far below it the model's own rounding is."""
-        summary, whole = outcome.summary, outcome.tables["thresholds"].iloc[0]
+        summary, whole = result.summary, result.tables["thresholds"].iloc[0]
         size = "standard deviation" if summary["noise"] == "normal" else "half width"
         at = f"Half of the tokens flip at multiplicative noise of a {size} of {short(whole['threshold'], 2)} in K and V"
         if whole["why"]:
@@ -115,20 +110,20 @@ class Susceptibility(Experiment):
         if own and not whole["why"]:
             times = f"{whole['rms_logit'] / own:.3g}"
             lines.append(f"The model's own rounding, cached against recompute, moves the logits {times} times less.")
-        wrong = int(outcome.tables["certificates"]["flips_certified"].sum())
+        wrong = int(result.tables["certificates"]["flips_certified"].sum())
         if wrong:
             lines.append(f"{counted(wrong, 'step')} certified not to flip did, which cannot be: report it.")
         return lines
 
-    def findings(self, outcome: Outcome) -> pd.DataFrame:
+    def findings(self, result: Result) -> pd.DataFrame:
         """Thresholds by class of margin, certified steps, how well flips are foretold, and the model's own rounding."""
         rows = []
-        for row in outcome.tables["thresholds"].to_dict("records"):
+        for row in result.tables["thresholds"].to_dict("records"):
             of = "all" if row["bin"] == -1 else f"margin {short(row['margin_low'])} to {short(row['margin_high'])}"
             rows.append(finding("noise in K and V at which half of the steps flip", row["threshold"], (row["low"], row["high"]),
                                 row["prompts"], note=f"{row['why']} tried" if row["why"] else "", steps=of))  # fmt: skip
-        certain = outcome.tables["certificates"].sum()
-        brier, own = outcome.summary["brier"], outcome.summary["rounding"]
+        certain = result.tables["certificates"].sum()
+        brier, own = result.summary["brier"], result.summary["rounding"]
         # Read again, what was NaN is null.
         skill, *ends = (float("nan") if brier[name] is None else brier[name] for name in ("skill", "low", "high"))
         scale = "no step flips, or all do" if np.isnan(skill) else "1 would be perfect, 0 is no better than the rate"
@@ -136,16 +131,16 @@ class Susceptibility(Experiment):
             *rows,
             finding("steps certified not to flip", certain["certified"] / certain["steps"], n=certain["steps"], unit="steps",
                     measure="%", note="their margin exceeds twice the largest change of a logit"),
-            finding("skill of the chance foretold from margin and logit noise", skill, ends, outcome.summary["prompts"],
+            finding("skill of the chance foretold from margin and logit noise", skill, ends, result.summary["prompts"],
                     note=scale),
             finding("flips by the model's own rounding", own["flips"] / max(own["steps"], 1), n=own["steps"], unit="steps",
                     measure="%"),
             finding("RMS of the logits' change by the model's own rounding", own["rms_logit"], n=own["steps"], unit="steps"),
         ])  # fmt: skip
 
-    def charts(self, outcome: Outcome) -> dict[str, Chart]:
+    def charts(self, result: Result) -> Charts:
         """Flip rate against the size of the noise, and the observed rate against the chance foretold."""
-        rates, foretold = outcome.tables["rates"], outcome.tables["calibration"]
+        rates, foretold = result.tables["rates"], result.tables["calibration"]
         groups = rates.groupby("bin")
         names = {number: f"margin {short(line['margin_low'].min())} to {short(line['margin_high'].max())} logits"
                  for number, line in groups}  # fmt: skip

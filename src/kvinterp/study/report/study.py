@@ -39,13 +39,13 @@ def write_study(folder: Path, outcome: Any, drawn: Mapping[Any, Sequence[Path]],
 def _page(outcome: Any, drawn: Mapping[Any, Sequence[Path]], chosen: Mapping[str, Any]) -> str:
     tables, summary = outcome.tables, outcome.summary
     contents = {"The claims": "claims"} if "claims" in tables else {}
-    contents |= {upper(part.label.replace("-", " ")): _anchor(part.label) for part in outcome.result}
+    contents |= {upper(part.label.replace("-", " ")): _anchor(part.label) for part in outcome.members}
     parts: Parts = [Answer(summary["reading"]), Links(contents, label="On this page:")]
     if "claims" in tables:
         links = {claim: _links(str(table), outcome, drawn) for claim, table in tables["claims"][["id", "table"]].to_numpy()}
         parts += [Text("The claims", look="h2", name="claims"), *claims_tables(tables["claims"], links)]
     shown_already = {"claims", "findings", "cells"}
-    for part, found in outcome.result.items():
+    for part, found in outcome.members.items():
         findings = found.tables.get("findings")
         lines = [line for line in found.summary["reading" if findings is None else "headline"] if line]
         own = {name: tables[name] for name in part.experiment.TABLES if name in found.tables and name not in shown_already}
@@ -113,7 +113,7 @@ _ENDS = {"matched": "estimate", "paper_protocol": "null"}
 
 def _links(table: str, outcome: Any, drawn: Mapping[Any, Sequence[Path]]) -> tuple[Links, str]:
     """Where the figure, the table and the cells are that a claim rests on, and of which experiment they are."""
-    for part, found in outcome.result.items():
+    for part, found in outcome.members.items():
         if table in found.tables:
             figure = [path for path in drawn[part] if table in path.stem] or list(drawn[part])
             to = {"figure": f"figure-{figure[0].stem}"} if figure else {}
@@ -146,7 +146,7 @@ def _markdown(outcome: Any, drawn: Mapping[Any, Sequence[Path]]) -> str:
     if "claims" in outcome.tables:
         claims = outcome.tables["claims"]
         lines += ["## The claims", "", how_decided(claims), "", markdown_of(claims)]
-    for part, found in outcome.result.items():
+    for part, found in outcome.members.items():
         lines += [f"## {upper(part.label.replace('-', ' '))}", ""]
         lines += [f"- {line}" for line in found.summary["reading"] if line]
         lines += ["", *(f"![{_caption(path)}](figures/{path.name})\n" for path in drawn[part])]

@@ -1,35 +1,24 @@
 """What was found, as an object: shown in a notebook, kept in a folder as the command line keeps it, and read again.
 
-Only the face is here, so that whatever finds something can have it. What stands behind it
-(:mod:`kvinterp.study.experiments.keeping`) knows folders, figures and pages, which no finder may import; the package hands it in.
+There is one class of results, so that whatever finds something can have it: a comparison or a sweep only adds its own tables
+and properties. What stands behind it (:mod:`kvinterp.study.experiments.keeping`) knows folders, figures and pages, which no
+finder may import; the package hands it in.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
+
+from kvinterp.common.files import SUMMARY, read_json
+from kvinterp.errors import InputError
 
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
-
-
-@dataclasses.dataclass(frozen=True)
-class Held:
-    """Where a result is kept.
-
-    Attributes:
-        folder: The folder.
-        settings: What its ``summary.json`` says it was made with.
-        choices: And what was chosen, as the page shows it.
-    """
-
-    folder: Path
-    settings: Mapping[str, Any]
-    choices: Mapping[str, Any]
 
 
 def signed(tables: dict[str, pd.DataFrame], about: Mapping[str, Any]) -> dict[str, pd.DataFrame]:
@@ -46,23 +35,70 @@ def flat(provenance: Mapping[str, Any]) -> dict[str, Any]:
     return {**rest, **within} if isinstance(within, Mapping) else dict(provenance)
 
 
-class Kept:
-    """A result that can be shown, kept and read again; a subclass says what is written of it, and how it is read."""
+class Result:
+    """A result that can be shown, kept and read again; a subclass says what is written of it, and how it is read.
+
+    Args:
+        tables: The tables by the names of their files: data frames, or on disk (:class:`kvinterp.common.parquet.LongTable`).
+        summary: What ``summary.json`` holds.
+        others: Other files by their names.
+
+    Attributes:
+        folder: Where it is kept; None where it never was.
+        files: What was written there.
+        settings: Everything that decides what the tables hold.
+        choices: What was chosen, as the page shows it.
+        members: The results that it is made of, where it is made of several.
+        experiment: The experiment that made it or read it, if one did.
+    """
 
     VERB: ClassVar[str] = ""
     """The command whose folder it is kept in."""
     behind: ClassVar[Any]
     """A function that gives what stands behind every result; set where the package puts its rooms together."""
-    held: Held | None = None
-    """Where it is kept; None where it never was."""
+    folder: Path | None = None
+    files: Sequence[Path] = ()
+    settings: Any = None
+    choices: Any = None
+    members: Any = ()
+    experiment: Any = None
+    others: Any = None
+    # A subclass has a function of this name.
+    summary: Any
+
+    def __init__(
+        self,
+        tables: Mapping[str, Any] | None = None,
+        summary: Mapping[str, Any] | None = None,
+        others: Mapping[str, str] | None = None,
+    ) -> None:
+        self.tables, self.summary, self.others = dict(tables or {}), dict(summary or {}), dict(others or {})
+
+    @functools.cached_property
+    def tables(self) -> dict[str, Any]:
+        """Its tables by the names of their files, its findings among them once they are asked for."""
+        return dict(self.written()[0])
+
+    def __repr__(self) -> str:
+        """What it is of, in one line; the tables are in ``tables``."""
+        tables = ", ".join(f"{name} ({len(table)} rows)" for name, table in self.tables.items())
+        return f"<Result of {self.VERB or 'an experiment'}: {tables or 'no tables'}>"
 
     def overview(self) -> pd.DataFrame:
         """The table that says most in few rows: what :meth:`to_latex` writes unless another is named."""
-        raise TypeError(f"{type(self).__name__} has no table.")
+        for table in self.tables.values():
+            return table  # type: ignore[no-any-return]
+        raise InputError(f"{self!r} has no table to show.")
 
-    def written(self) -> tuple[dict[str, pd.DataFrame], dict[str, Any]]:
+    def written(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Its tables by the names of their files, and what ``summary.json`` holds."""
-        raise TypeError(f"{type(self).__name__} is not kept.")
+        return dict(self.tables), dict(self.summary)
+
+    def told(self) -> dict[str, Any]:
+        """What ``--json`` prints: the folder, and what ``summary.json`` holds."""
+        # The file says more: the digests of the tables, which were written after this was made.
+        held = next((read_json(file) for file in self.files if file.name == SUMMARY), None) or self.written()[1]
+        return {"folder": self.folder and str(self.folder), "exit_code": 0, **held}
 
     def save(self, folder: str | os.PathLike[str], existing: str = "error") -> Path:
         """Writes tables and ``summary.json``, each whole or not at all, as the command does; :meth:`report` draws besides.
