@@ -14,8 +14,8 @@ import bad_arguments
 import bad_commands
 import kvinterp as kv
 from command_line import kvinterp, wrong
+from kvinterp.common.checks import check_number, check_seed, check_whole
 from kvinterp.errors import InputError, shown
-from kvinterp.models.inputs import check_number, check_seed, check_whole
 from kvinterp.paths.sampling import uniforms
 from support import TINY
 

@@ -6,11 +6,11 @@ import pytest
 
 import kvinterp as kv
 from command_line import wrong
+from kvinterp.common.checks import MOST_LISTED
 from kvinterp.common.spec import LONGEST
 from kvinterp.data import load_prompts
 from kvinterp.data.example import MOST, Prompt, check_characters
 from kvinterp.errors import InputError
-from kvinterp.models.inputs import MOST_LISTED
 from kvinterp.study.experiments.behaviour import Behaviour
 from kvinterp.study.experiments.compare import Compare
 

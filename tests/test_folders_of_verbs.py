@@ -158,10 +158,10 @@ def test_an_unfinished_result_of_another_verb_is_in_the_way(tmp_path: Path, verb
 
 def test_an_audit_takes_the_place_of_audits_alone(tmp_path: Path, audited: Any) -> None:
     """Its page has the name of every page: beside another command's result it would take that one's place."""
-    folder_of_audit.put(report.texts_of(audited), tmp_path / "audit", folder_of_audit.tables_of(audited))
+    folder_of_audit.put(report.texts_of(audited), tmp_path / "audit", folder_of_audit.tables_of(audited.rungs))
     before = content(tmp_path / "audit").keys()
     audited.rungs = []
-    folder_of_audit.put(report.texts_of(audited), tmp_path / "audit", folder_of_audit.tables_of(audited))
+    folder_of_audit.put(report.texts_of(audited), tmp_path / "audit", folder_of_audit.tables_of(audited.rungs))
     assert content(tmp_path / "audit").keys() == before - {"steps.parquet"} < before
     write_tables(tmp_path / "patch", {"recovery": TABLE}, {}, about={"verb": "patch"})
     kept = content(tmp_path / "patch")
@@ -184,9 +184,9 @@ def test_an_audit_cut_off_while_it_is_written_says_so(
     with monkeypatch.context() as patch:
         patch.setattr(folder_of_audit, "write_whole", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
-            folder_of_audit.put(report.texts_of(audited), tmp_path, folder_of_audit.tables_of(audited))
+            folder_of_audit.put(report.texts_of(audited), tmp_path, folder_of_audit.tables_of(audited.rungs))
     assert Store(tmp_path).unfinished() == {"verb": "audit"}
     with pytest.raises(InputError, match="holds an unfinished result of 'audit'"):
         write_tables(tmp_path, {"recovery": TABLE}, {}, about={"verb": "patch"})
-    folder_of_audit.put(report.texts_of(audited), tmp_path, folder_of_audit.tables_of(audited))
+    folder_of_audit.put(report.texts_of(audited), tmp_path, folder_of_audit.tables_of(audited.rungs))
     assert Store(tmp_path).unfinished() is None

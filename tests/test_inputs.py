@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from kvinterp.common import checks
 from kvinterp.data import Prompt
 from kvinterp.errors import InputError
 from kvinterp.models import inputs
@@ -107,15 +108,15 @@ def test_prompts_that_are_none(prompt, more, said):
         (lambda: inputs.chosen_heads(1, 4, "query head"), "query heads=1 was given: expected a list of whole numbers"),
         (lambda: inputs.chosen_steps([-1]), "step -1 does not exist: steps are numbered 0, 1, 2, ..."),
         (lambda: inputs.chosen_steps(3), "steps=3 was given: expected a list of whole numbers, or None for all."),
-        (lambda: inputs.whole_numbers("examples", [0, -1], "numbers"), "examples=[0, -1] was given: expected numbers."),
-        (lambda: inputs.check_choice("stop", "x", ("a", "b")), "stop='x' was given: expected 'a' or 'b'."),
-        (lambda: inputs.check_known("site", "resid_pots", ("resid_post", "k")), "did you mean 'resid_post'? known are"),
+        (lambda: checks.whole_numbers("examples", [0, -1], "numbers"), "examples=[0, -1] was given: expected numbers."),
+        (lambda: checks.check_choice("stop", "x", ("a", "b")), "stop='x' was given: expected 'a' or 'b'."),
+        (lambda: checks.check_known("site", "resid_pots", ("resid_post", "k")), "did you mean 'resid_post'? known are"),
         (
-            lambda: inputs.check_whole("n", 9, 2, 8, ", or None"),
+            lambda: checks.check_whole("n", 9, 2, 8, ", or None"),
             "n=9 was given: expected a whole number from 2 to 8, or None.",
         ),
-        (lambda: inputs.check_text("policy", 3, "'identity'"), "policy=3 was given: expected a text, as in 'identity'."),
-        (lambda: inputs.check_callable("done", 3), "done=3 was given: expected a function, or None."),
+        (lambda: checks.check_text("policy", 3, "'identity'"), "policy=3 was given: expected a text, as in 'identity'."),
+        (lambda: checks.check_callable("done", 3), "done=3 was given: expected a function, or None."),
     ],
 )
 def test_arguments_that_are_none(call, said):

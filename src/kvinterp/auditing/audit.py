@@ -27,13 +27,7 @@ from kvinterp.auditing.norms import known, standing
 from kvinterp.auditing.reading import Evidence
 from kvinterp.auditing.values import difference, grid_module, on_grid
 from kvinterp.auditing.verdict import Audit, allowed
-from kvinterp.common.store import Store
-from kvinterp.data import Prompt
-from kvinterp.data.chat import prompt_ids
-from kvinterp.errors import InputError, KvinterpError, UnsupportedError, located, shown
-from kvinterp.models import Adapter, dtype_named, wrap
-from kvinterp.models.checkpoint import reason
-from kvinterp.models.inputs import (
+from kvinterp.common.checks import (
     check_callable,
     check_choice,
     check_instance,
@@ -41,9 +35,15 @@ from kvinterp.models.inputs import (
     check_seed,
     check_text,
     given_list,
-    token_ids,
     whole_number,
 )
+from kvinterp.common.store import Store
+from kvinterp.data import Prompt
+from kvinterp.data.chat import prompt_ids
+from kvinterp.errors import InputError, KvinterpError, UnsupportedError, located, shown
+from kvinterp.models import Adapter, dtype_named, wrap
+from kvinterp.models.checkpoint import reason
+from kvinterp.models.inputs import token_ids
 from kvinterp.models.provenance import provenance
 from kvinterp.models.threads import own_threads
 from kvinterp.paths.kernels import BatchInvariant

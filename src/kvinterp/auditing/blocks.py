@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kvinterp.common.checks import check_seed
 from kvinterp.errors import UnsupportedError
 from kvinterp.models import Adapter
 from kvinterp.models.hooks import first_of, put_first, stream_hook
-from kvinterp.models.inputs import check_seed
 from kvinterp.models.transformers_cache import CACHES, STATES
 from kvinterp.paths.calls.base import NOTHING, Feeding, Masking
 from kvinterp.paths.kernels import KernelMode, Kernels, Native

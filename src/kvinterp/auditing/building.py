@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from kvinterp.auditing.causality import check_causal
+from kvinterp.common.checks import check_known, check_seed
 from kvinterp.common.files import is_folder
 from kvinterp.errors import InputError, returning, shown, unknown
 from kvinterp.models import Adapter, wrap
@@ -20,7 +21,6 @@ from kvinterp.models.checkpoint import check_config, check_files, read_object, r
 from kvinterp.models.door import config_of, loading, weights_of
 from kvinterp.models.finding import NAMED, cached_folder, local_folder, reach
 from kvinterp.models.gguf_file import is_gguf
-from kvinterp.models.inputs import check_known, check_seed
 from kvinterp.models.load import ATTENTION, device_named
 from kvinterp.models.soundness import check_finite, check_loaded
 from kvinterp.models.transformers_api import from_config

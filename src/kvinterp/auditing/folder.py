@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,7 +15,7 @@ from kvinterp.common.store import Store, write_whole
 from kvinterp.errors import InputError
 
 if TYPE_CHECKING:
-    from kvinterp.auditing.verdict import Audit
+    from kvinterp.auditing.ladder import PrecisionRun
 
 TABLES = ("steps", "local", "sweep", "chunks")
 _ABOUT = {"verb": "audit"}
@@ -49,11 +49,11 @@ def check_own(folder: Path) -> None:
         check_writable(folder)
 
 
-def tables_of(audit: Audit) -> dict[str, pd.DataFrame]:
+def tables_of(rungs: Sequence[PrecisionRun]) -> dict[str, pd.DataFrame]:
     """The tables of all precisions, those of one below those of another; none that is empty."""
     found = {}
     for name in TABLES:
-        frames = [getattr(rung, name).assign(rung=rung.name) for rung in audit.rungs if len(getattr(rung, name))]
+        frames = [getattr(rung, name).assign(rung=rung.name) for rung in rungs if len(getattr(rung, name))]
         if frames:
             found[name] = pd.concat(frames, ignore_index=True)
     return found

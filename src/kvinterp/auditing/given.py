@@ -24,13 +24,13 @@ from kvinterp.auditing.given_paths import FLASH, FLASH_ROW, FLOAT16, RUNGS, WEIG
 from kvinterp.auditing.given_routing import routed
 from kvinterp.auditing.given_steps import FEWEST, REPRODUCES, WINS, Tokens
 from kvinterp.auditing.verdict import CANNOT_TELL, GOOD, VERDICTS, Verdict, allowed
+from kvinterp.common.checks import check_callable, check_seed, check_unread
 from kvinterp.common.numbers import listed
 from kvinterp.comparison.given import check_paths, chosen_of, read_paths, token_table
 from kvinterp.comparison.given_experts import routed_layers
 from kvinterp.errors import InputError, UnsupportedError
 from kvinterp.metrics.rollouts import rollout_statistics
 from kvinterp.models import Adapter, wrap
-from kvinterp.models.inputs import check_callable, check_seed, check_unread
 from kvinterp.models.provenance import provenance
 from kvinterp.recording import Trace
 from kvinterp.recording.endpoint import is_endpoint

@@ -22,13 +22,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from kvinterp.auditing.blocks import BlockModel, prompts_for, referenced
 from kvinterp.auditing.first_difference import Feed, Finding, look
 from kvinterp.auditing.watch import MATMUL, Fused, Product, Recogniser, Scores, Values
+from kvinterp.common.checks import check_whole, given_list, whole_number
 from kvinterp.common.progress import each
 from kvinterp.common.result import Result, signed
 from kvinterp.errors import InputError, shown
 from kvinterp.metrics.kv import units_in_last_place
 from kvinterp.models import Adapter, wrap
 from kvinterp.models.hooks import Functions, in_order
-from kvinterp.models.inputs import check_whole, given_list, whole_number
 from kvinterp.models.provenance import provenance
 from kvinterp.models.threads import own_threads
 from kvinterp.paths.kernels import KernelMode, Kernels, Native, kernels_named

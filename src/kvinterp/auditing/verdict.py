@@ -16,10 +16,10 @@ import pandas as pd
 from kvinterp.auditing.bench import Check
 from kvinterp.auditing.folder import GIVEN, put, tables_of
 from kvinterp.auditing.ladder import Plan, PrecisionRun
+from kvinterp.common.checks import check_choice, check_known, given_list
 from kvinterp.common.files import bytes_with, read_sealed, strict_json
 from kvinterp.common.result import Result
 from kvinterp.errors import InputError
-from kvinterp.models.inputs import check_choice, check_known, given_list
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -233,12 +233,12 @@ class Audit(Result):
 
     def written(self) -> tuple[dict[str, pd.DataFrame], dict[str, Any]]:
         """The tables of all precisions, and the fields of the JSON."""
-        return tables_of(self), self.verdict.written()[1]
+        return tables_of(self.rungs), self.verdict.written()[1]
 
     def save(self, folder: str | os.PathLike[str], existing: str = "overwrite") -> Path:
         """Writes verdict.json, report.html and the tables as Parquet, over an earlier audit's; returns the folder."""
         check_choice("existing", existing, ("overwrite",))
-        return put(self.behind("report.audit").texts_of(self), Path(folder), tables_of(self))
+        return put(self.behind("report.audit").texts_of(self), Path(folder), tables_of(self.rungs))
 
     report, overview, figures = Verdict.report, Verdict.overview, Verdict.figures
 

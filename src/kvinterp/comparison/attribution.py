@@ -22,10 +22,11 @@ import pandas as pd
 import torch
 from torch import Tensor
 
+from kvinterp.common.checks import check_whole
 from kvinterp.comparison.lens import OfTwoPaths, beside, told
 from kvinterp.models import Adapter, wrap
 from kvinterp.models.answers import answer_pair
-from kvinterp.models.inputs import check_whole, encode_all
+from kvinterp.models.inputs import encode_all
 from kvinterp.models.unembedding import Unembedding, head_outputs
 from kvinterp.paths import ExecutionPath, path_named
 from kvinterp.recording import Trace

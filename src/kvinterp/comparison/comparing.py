@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kvinterp.common import words
+from kvinterp.common.checks import check_callable, check_choice, check_listed, check_seed, check_unread, whole_numbers
 from kvinterp.common.progress import counting
 from kvinterp.comparison.comparison import Comparison, Origin
 from kvinterp.comparison.forecast import forecast, say
@@ -26,18 +27,7 @@ from kvinterp.errors import InputError, NonFiniteError, UnsupportedError, locate
 from kvinterp.models import Adapter, dtype_named, wrap
 from kvinterp.models.attaching import Site
 from kvinterp.models.hook_names import Names, names_of, places_of, sites_of
-from kvinterp.models.inputs import (
-    check_callable,
-    check_choice,
-    check_listed,
-    check_seed,
-    check_unread,
-    checked_continuation,
-    chosen_layers,
-    encode,
-    listed,
-    whole_numbers,
-)
+from kvinterp.models.inputs import checked_continuation, chosen_layers, encode, listed
 from kvinterp.models.provenance import provenance
 from kvinterp.models.sites import LAYOUTS, ROUTING_SITES, ROWS
 from kvinterp.models.threads import own_threads

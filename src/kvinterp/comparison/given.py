@@ -13,6 +13,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
+from kvinterp.common.checks import check_choice
 from kvinterp.comparison.given_experts import (
     Choices,
     choices_along,
@@ -26,7 +27,7 @@ from kvinterp.comparison.given_experts import (
 from kvinterp.data import load_prompts
 from kvinterp.errors import InputError
 from kvinterp.models import Adapter, dtype_named, wrap
-from kvinterp.models.inputs import check_choice, encode
+from kvinterp.models.inputs import encode
 from kvinterp.models.sites import ROUTING_SITES
 from kvinterp.paths import ExecutionPath, path_named, run
 from kvinterp.recording import Trace

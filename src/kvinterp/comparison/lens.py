@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from kvinterp import metrics
+from kvinterp.common.checks import check_whole
 from kvinterp.common.result import Result, signed
 from kvinterp.errors import NonFiniteError
 from kvinterp.models import Adapter, wrap
-from kvinterp.models.inputs import check_whole, encode_all
+from kvinterp.models.inputs import encode_all
 from kvinterp.models.provenance import provenance
 from kvinterp.models.unembedding import Unembedding
 from kvinterp.paths import ExecutionPath, path_named, run

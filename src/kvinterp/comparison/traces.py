@@ -9,6 +9,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
+from kvinterp.common.checks import check_choice, check_instance
 from kvinterp.comparison.cache_errors import CACHE_ERRORS
 from kvinterp.comparison.comparison import Comparison
 from kvinterp.comparison.recordable import COMPARED
@@ -16,7 +17,6 @@ from kvinterp.comparison.rows import chance, of_example
 from kvinterp.comparison.tables import Differences
 from kvinterp.errors import InputError
 from kvinterp.models.attaching import Site
-from kvinterp.models.inputs import check_choice, check_instance
 from kvinterp.models.sites import CACHE_SITES, LAYOUTS, ROWS
 from kvinterp.paths.vocabulary import padding_of
 from kvinterp.recording import Trace

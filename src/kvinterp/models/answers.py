@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from jaxtyping import Float, Float64
 from torch import Tensor
 
+from kvinterp.common.checks import check_unread, given_list, whole_number
 from kvinterp.data.tokenizing import ids_of
 from kvinterp.errors import InputError, unexpected
 from kvinterp.models import Adapter
-from kvinterp.models.inputs import check_unread, given_list, whole_number
 
 LOGIT_DIFFERENCE = "logit_difference"
 """The distance that is of two answers."""

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from kvinterp.common.checks import check_choice
 from kvinterp.common.files import check_target, is_there
 from kvinterp.common.store import write_whole
 from kvinterp.errors import InputError, UnsupportedError, shown
 from kvinterp.models.adapter import Adapter
 from kvinterp.models.gguf_file import is_gguf
-from kvinterp.models.inputs import check_choice
 from kvinterp.models.load import wrap
 
 if TYPE_CHECKING:

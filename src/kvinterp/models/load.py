@@ -12,13 +12,13 @@ import torch
 from torch import nn
 
 from kvinterp.common import words
+from kvinterp.common.checks import check_known, check_text, check_unread
 from kvinterp.errors import InputError, UnsupportedError, shown, unexpected
 from kvinterp.models.adapter import Adapter, dtype_named
 from kvinterp.models.checkpoint import reason
 from kvinterp.models.door import check_hooked_code, config_of, loading, weights_of
 from kvinterp.models.finding import cached_folder, local_folder, reach
 from kvinterp.models.gguf_file import as_given, header_of, is_gguf
-from kvinterp.models.inputs import check_known, check_text, check_unread
 from kvinterp.models.soundness import check_finite, check_loaded, check_plain_weights, check_runs
 
 KINDS = {

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 from collections.abc import Sequence
 
-from kvinterp.models.inputs import check_known, given_list
+from kvinterp.common.checks import check_known, given_list
 
 
 @dataclasses.dataclass(frozen=True)

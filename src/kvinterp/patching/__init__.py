@@ -18,7 +18,7 @@ from kvinterp.patching.sweeping import DIRECTIONS, PRESETS, SWEEPS, highest_kl, 
 from kvinterp.patching.table import Sweep
 
 if TYPE_CHECKING:
-    from kvinterp.comparison.vocabulary import ANEW, PARTS
+    from kvinterp.common.vocabulary import ANEW, PARTS
     from kvinterp.patching.around import patched
     from kvinterp.patching.bench import DONORS, VIEWS, Asked, PatchAnswer, PatchBench, PatchMap
     from kvinterp.patching.clean_corrupted import ActivationPatching, activation_patching

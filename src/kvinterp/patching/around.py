@@ -9,10 +9,11 @@ from typing import Any
 
 from torch import Tensor
 
-from kvinterp.comparison.vocabulary import UNCHANGED
+from kvinterp.common.checks import check_instance, given_list
+from kvinterp.common.vocabulary import UNCHANGED
 from kvinterp.errors import InputError
 from kvinterp.models import Adapter, wrap
-from kvinterp.models.inputs import check_instance, chosen_layers, given_list
+from kvinterp.models.inputs import chosen_layers
 from kvinterp.models.passes import Passes, WatchesPasses
 from kvinterp.patching.hook import PatchHook
 from kvinterp.patching.patch import Patch

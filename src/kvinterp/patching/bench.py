@@ -17,11 +17,12 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvinterp import metrics
+from kvinterp.common.checks import check_choice, check_known, check_unread, check_whole
 from kvinterp.errors import InputError, located
 from kvinterp.models import wrap
 from kvinterp.models.answers import LOGIT_DIFFERENCE
 from kvinterp.models.hook_names import layers_with, one_site
-from kvinterp.models.inputs import check_choice, check_known, check_unread, check_whole, chosen_layers, encode
+from kvinterp.models.inputs import chosen_layers, encode
 from kvinterp.models.threads import own_threads
 from kvinterp.patching.clean_corrupted import check_aligned
 from kvinterp.patching.distances import DISTANCES, check_finite, distances_of

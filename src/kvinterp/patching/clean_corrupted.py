@@ -17,14 +17,15 @@ from tqdm.auto import tqdm
 
 from kvinterp import metrics
 from kvinterp.common import words
+from kvinterp.common.checks import check_choice, check_unread, check_whole
 from kvinterp.common.result import Result, signed
-from kvinterp.comparison.vocabulary import UNCHANGED
+from kvinterp.common.vocabulary import UNCHANGED
 from kvinterp.errors import InputError, UnsupportedError, located
 from kvinterp.models import Adapter, wrap
 from kvinterp.models.answers import LOGIT_DIFFERENCE, asked_pair, logit_difference
 from kvinterp.models.attaching import Listener, Site
 from kvinterp.models.hook_names import layers_with, one_site
-from kvinterp.models.inputs import check_choice, check_unread, check_whole, chosen_layers, encode_all
+from kvinterp.models.inputs import chosen_layers, encode_all
 from kvinterp.models.provenance import provenance
 from kvinterp.models.sites import LAYOUTS
 from kvinterp.models.threads import own_threads

@@ -33,13 +33,14 @@ import torch
 
 from kvinterp import metrics
 from kvinterp.common import words
+from kvinterp.common.checks import among, check_choice, check_instance, check_whole
 from kvinterp.common.numbers import counted
 from kvinterp.common.progress import each
 from kvinterp.common.result import Result, signed
-from kvinterp.comparison.vocabulary import ANEW, PARTS
+from kvinterp.common.vocabulary import ANEW, PARTS
 from kvinterp.errors import UnsupportedError, located
 from kvinterp.models import Adapter, wrap
-from kvinterp.models.inputs import among, check_choice, check_instance, check_whole, chosen_layers, encode_all
+from kvinterp.models.inputs import chosen_layers, encode_all
 from kvinterp.models.provenance import provenance
 from kvinterp.models.threads import own_threads
 from kvinterp.patching.distances import check_finite

@@ -9,19 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvinterp.common.checks import check_instance, check_seed, check_whole, given_list
 from kvinterp.errors import InputError, NonFiniteError, UnsupportedError, unexpected
 from kvinterp.models import Adapter, wrap
 from kvinterp.models.attaching import Site
 from kvinterp.models.hook_names import hook_name, site_of
-from kvinterp.models.inputs import (
-    check_instance,
-    check_seed,
-    check_whole,
-    chosen_layers,
-    given_list,
-    listed,
-    token_ids,
-)
+from kvinterp.models.inputs import chosen_layers, listed, token_ids
 from kvinterp.models.sites import LAYOUTS, ROWS
 from kvinterp.patching.given import Ablation, Given
 from kvinterp.patching.patch import Patch, check_patch_site, stored_sites

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from kvinterp.common.result import Result, signed
-from kvinterp.comparison.vocabulary import PARTS
+from kvinterp.common.vocabulary import PARTS
 from kvinterp.errors import located
 from kvinterp.models import dtype_named, wrap
 from kvinterp.models.inputs import encode

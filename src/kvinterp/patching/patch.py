@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from kvinterp.common import words
+from kvinterp.common.checks import check_instance, check_known, given_list, whole_number
 from kvinterp.errors import InputError, shown, unexpected
 from kvinterp.models import Adapter
 from kvinterp.models.hook_names import module_of, site_of
-from kvinterp.models.inputs import check_instance, check_known, given_list, whole_number
 from kvinterp.models.sites import CACHE_SITES, SITES
 from kvinterp.patching.given import ZERO, Ablation, Given
 from kvinterp.recording import Trace

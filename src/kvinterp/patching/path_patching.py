@@ -16,11 +16,12 @@ from typing import Any
 
 from torch import Tensor
 
+from kvinterp.common.checks import check_instance
 from kvinterp.errors import InputError
 from kvinterp.models import Adapter
 from kvinterp.models.attaching import Listener, Site
 from kvinterp.models.hook_names import WHOLE
-from kvinterp.models.inputs import check_instance, chosen_layers
+from kvinterp.models.inputs import chosen_layers
 from kvinterp.models.sites import LAYOUTS, MLP_SITES
 from kvinterp.patching.given import Given
 from kvinterp.patching.hook import PatchHook, Window, one_after_the_other

@@ -7,9 +7,9 @@ import dataclasses
 import torch
 from torch import Tensor
 
+from kvinterp.common.checks import check_known, check_number, check_whole
 from kvinterp.errors import InputError
 from kvinterp.models.attaching import Site
-from kvinterp.models.inputs import check_known, check_number, check_whole
 from kvinterp.models.sites import LAYOUTS
 from kvinterp.paths import ExecutionPath
 from kvinterp.policies import Place, Policy

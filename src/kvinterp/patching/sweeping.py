@@ -11,21 +11,13 @@ from typing import Any
 import pandas as pd
 
 from kvinterp.common import words
+from kvinterp.common.checks import among, check_choice, check_known, check_text, check_unread, check_whole
 from kvinterp.common.progress import each
 from kvinterp.errors import InputError, located, out_of_memory
 from kvinterp.models import Adapter, wrap
 from kvinterp.models.answers import LOGIT_DIFFERENCE, asked_pair
 from kvinterp.models.hook_names import layers_with, one_site
-from kvinterp.models.inputs import (
-    among,
-    check_choice,
-    check_known,
-    check_text,
-    check_unread,
-    check_whole,
-    chosen_layers,
-    encode_all,
-)
+from kvinterp.models.inputs import chosen_layers, encode_all
 from kvinterp.models.provenance import autocast, provenance
 from kvinterp.models.threads import own_threads
 from kvinterp.patching.distances import DISTANCES, check_finite, distances_of, name_of

@@ -10,9 +10,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from kvinterp.common.checks import check_whole
 from kvinterp.errors import InputError, out_of_memory
 from kvinterp.models import Adapter, dtype_named
-from kvinterp.models.inputs import check_whole
 from kvinterp.models.provenance import autocast
 from kvinterp.paths.decode import lockstep
 from kvinterp.paths.loops import Runner

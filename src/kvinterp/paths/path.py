@@ -8,11 +8,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from kvinterp.common import spec
+from kvinterp.common.checks import check_choice, check_instance, check_known, check_number, check_whole
 from kvinterp.errors import InputError, shown, unexpected
 from kvinterp.models import dtype_named
 from kvinterp.models.adapter import DTYPES
 from kvinterp.models.caches import CacheKind, Dynamic, Preallocated, Quantized, cache_named, cache_read
-from kvinterp.models.inputs import check_choice, check_instance, check_known, check_number, check_whole
 from kvinterp.paths.calls import Call, call_named
 from kvinterp.paths.kernels import Kernels, Native, kernels_named
 from kvinterp.policies import Identity, Policy, policy_named

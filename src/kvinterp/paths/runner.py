@@ -10,18 +10,10 @@ import torch
 from torch import Tensor
 
 from kvinterp.common import words
+from kvinterp.common.checks import check_choice, check_seed
 from kvinterp.errors import NonFiniteError, located
 from kvinterp.models import Adapter, dtype_named, wrap
-from kvinterp.models.inputs import (
-    check_choice,
-    check_seed,
-    checked_continuation,
-    chosen_heads,
-    chosen_layers,
-    chosen_steps,
-    encode,
-    listed,
-)
+from kvinterp.models.inputs import checked_continuation, chosen_heads, chosen_layers, chosen_steps, encode, listed
 from kvinterp.models.provenance import provenance
 from kvinterp.models.threads import own_threads
 from kvinterp.paths.batches import in_batches

@@ -11,9 +11,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvinterp.common import spec
+from kvinterp.common.checks import check_seed, whole_number
 from kvinterp.common.draws import draws
 from kvinterp.errors import InputError, shown
-from kvinterp.models.inputs import check_seed, whole_number
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,11 +10,11 @@ from typing import Any, ClassVar, Literal, TypeVar
 from jaxtyping import Int
 from torch import Tensor
 
+from kvinterp.common.checks import check_choice
 from kvinterp.common.spec import name_of, text_of
 from kvinterp.errors import InputError, UnsupportedError, unexpected
 from kvinterp.models.adapter import ModelInfo
 from kvinterp.models.caches import KeysValues, Place, taken
-from kvinterp.models.inputs import check_choice
 
 KV = KeysValues
 

@@ -9,9 +9,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from kvinterp.common.checks import check_choice
 from kvinterp.errors import InputError, unexpected
 from kvinterp.models.adapter import ModelInfo
-from kvinterp.models.inputs import check_choice
 from kvinterp.policies.base import TENSORS, Place, Policy, Selective, running
 from kvinterp.policies.blocks import Memory, Settled
 

@@ -8,8 +8,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from kvinterp.common.checks import check_whole
 from kvinterp.models.adapter import ModelInfo
-from kvinterp.models.inputs import check_whole
 from kvinterp.policies.base import TENSORS, Place, Policy, Selective
 from kvinterp.policies.blocks import affine, check_blocks, cut
 

@@ -8,9 +8,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from kvinterp.common.checks import check_whole
 from kvinterp.errors import UnsupportedError, unexpected
 from kvinterp.models.adapter import ModelInfo
-from kvinterp.models.inputs import check_whole
 from kvinterp.policies.base import TENSORS, Place, Policy, Selective, running
 from kvinterp.policies.blocks import Memory, Settled, affine, check_blocks, cut
 

@@ -8,9 +8,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from kvinterp.common.checks import check_whole
 from kvinterp.errors import InputError, UnsupportedError
 from kvinterp.models.adapter import ModelInfo
-from kvinterp.models.inputs import check_whole
 from kvinterp.policies.base import Place, Policy, Selective, running
 
 

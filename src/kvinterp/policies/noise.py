@@ -25,11 +25,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from kvinterp.common.checks import check_choice, check_number, check_seed
 from kvinterp.common.draws import draws
 from kvinterp.common.spec import name_of
 from kvinterp.errors import InputError
 from kvinterp.models.adapter import ModelInfo
-from kvinterp.models.inputs import check_choice, check_number, check_seed
 from kvinterp.policies.base import Place, Policy, Selective, running
 
 PRESERVED = ("nothing", "sign", "magnitude", "mean", "sign+mean", "magnitude+mean")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import kvinterp.policies as folder
 from kvinterp.common import spec
-from kvinterp.models.inputs import check_text
+from kvinterp.common.checks import check_text
 from kvinterp.policies.base import Chain, Policy
 
 POLICIES = spec.plugins_of(folder, Policy)

@@ -11,10 +11,10 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
+from kvinterp.common.checks import check_number
 from kvinterp.common.spec import name_of
 from kvinterp.errors import unexpected
 from kvinterp.models.adapter import ModelInfo
-from kvinterp.models.inputs import check_number
 from kvinterp.policies.base import Place, Policy, running
 
 

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from kvinterp.models.inputs import check_whole
+from kvinterp.common.checks import check_whole
 from kvinterp.policies.base import Place, Policy
 
 

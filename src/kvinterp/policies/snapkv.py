@@ -8,8 +8,8 @@ from typing import ClassVar
 from torch import Tensor
 from torch.nn.functional import avg_pool1d, pad
 
+from kvinterp.common.checks import check_whole
 from kvinterp.errors import unexpected
-from kvinterp.models.inputs import check_whole
 from kvinterp.policies.base import Place
 from kvinterp.policies.scored import Budgeted
 

@@ -15,8 +15,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from kvinterp.common.checks import check_whole
 from kvinterp.errors import UnsupportedError
-from kvinterp.models.inputs import check_whole
 from kvinterp.policies.base import Place, Selective
 
 WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}

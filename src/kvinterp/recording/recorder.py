@@ -9,20 +9,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from kvinterp.common.checks import check_instance, check_whole, is_among, whole_number
 from kvinterp.errors import InputError, shown, unexpected
 from kvinterp.models import Adapter
 from kvinterp.models.attaching import Site
 from kvinterp.models.caches import Place
 from kvinterp.models.hook_names import Names, place_of, places_of, sites_of
-from kvinterp.models.inputs import (
-    check_instance,
-    check_whole,
-    chosen_heads,
-    chosen_layers,
-    chosen_steps,
-    is_among,
-    whole_number,
-)
+from kvinterp.models.inputs import chosen_heads, chosen_layers, chosen_steps
 from kvinterp.models.sites import ATTENDED_SITES, CACHE_SITES, LAYOUTS, ROWS
 from kvinterp.recording.hook import SiteHook
 from kvinterp.recording.trace import stacked

@@ -16,13 +16,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
+from kvinterp.common.checks import check_instance, is_among
 from kvinterp.common.files import bytes_of, is_file, read_sealed, sealed
 from kvinterp.common.numbers import counted
 from kvinterp.common.store import write_whole
 from kvinterp.errors import InputError, shown
 from kvinterp.models.attaching import Site
 from kvinterp.models.hook_names import place_of
-from kvinterp.models.inputs import check_instance, is_among
 from kvinterp.recording.given import LARGEST, MISSING, GivenPath, positive, token_ids, value_in
 
 _ABOUT, _TENSORS = "trace.json", "trace.safetensors"

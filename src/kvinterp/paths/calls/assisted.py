@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
+from kvinterp.common.checks import check_whole
 from kvinterp.errors import UnsupportedError
 from kvinterp.models import Adapter
-from kvinterp.models.inputs import check_whole
 from kvinterp.paths.calls.base import Call, Feeder, Loop
 from kvinterp.paths.calls.generate import check_generates, generating, run
 

@@ -6,7 +6,7 @@ import dataclasses
 
 import torch
 
-from kvinterp.models.inputs import MOST_LISTED, check_whole
+from kvinterp.common.checks import MOST_LISTED, check_whole
 from kvinterp.paths.calls.base import NOTHING, Call, Feeder, Loop, Masking
 
 EVERY = 2

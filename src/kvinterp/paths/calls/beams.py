@@ -6,8 +6,8 @@ import dataclasses
 
 import torch
 
+from kvinterp.common.checks import MOST_LISTED, check_whole
 from kvinterp.errors import UnsupportedError
-from kvinterp.models.inputs import MOST_LISTED, check_whole
 from kvinterp.paths.calls.base import Call, Feeder, Loop
 
 

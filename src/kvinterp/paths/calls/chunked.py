@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, ClassVar
 
-from kvinterp.models.inputs import check_whole
+from kvinterp.common.checks import check_whole
 from kvinterp.paths.calls.base import Call
 
 

@@ -6,9 +6,9 @@ import dataclasses
 
 import torch
 
+from kvinterp.common.checks import check_whole
 from kvinterp.errors import InputError
 from kvinterp.models import Adapter
-from kvinterp.models.inputs import check_whole
 from kvinterp.paths.calls.base import Call, Feeder, Loop
 
 OTHERS = 3

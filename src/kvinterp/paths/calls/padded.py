@@ -8,9 +8,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from kvinterp.common.checks import check_choice, check_whole
 from kvinterp.errors import UnsupportedError
 from kvinterp.models import Adapter
-from kvinterp.models.inputs import check_choice, check_whole
 from kvinterp.paths.calls.base import Call, Feeder, Loop, Masking, check_masks
 
 

@@ -7,7 +7,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from kvinterp.models.inputs import check_whole
+from kvinterp.common.checks import check_whole
 from kvinterp.paths.calls.base import Call, Feeder, Loop
 
 

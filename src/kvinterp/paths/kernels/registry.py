@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import kvinterp.paths.kernels as folder
 from kvinterp.common import spec
-from kvinterp.models.inputs import check_text
+from kvinterp.common.checks import check_text
 from kvinterp.paths.kernels.base import Kernels
 
 KERNELS = spec.plugins_of(folder, Kernels)

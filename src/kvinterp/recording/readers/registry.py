@@ -11,9 +11,9 @@ import numpy as np
 
 import kvinterp.recording.readers as folder
 from kvinterp.common import spec
+from kvinterp.common.checks import check_instance
 from kvinterp.common.files import bytes_of, is_file
 from kvinterp.errors import InputError, shown, unknown
-from kvinterp.models.inputs import check_instance
 from kvinterp.recording.given import GivenPath, experts_of, value_in
 from kvinterp.recording.readers.base import Reader, Token
 from kvinterp.recording.readers.kl_base import MAGIC, read_kl_base

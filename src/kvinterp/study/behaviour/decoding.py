@@ -12,9 +12,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from kvinterp.common.checks import check_seed, check_whole
 from kvinterp.errors import NonFiniteError, located
 from kvinterp.models import Adapter
-from kvinterp.models.inputs import check_seed, check_whole, encode
+from kvinterp.models.inputs import encode
 from kvinterp.models.threads import own_threads
 from kvinterp.paths import ExecutionPath, Runner, Strategy, path_named, strategy_named
 from kvinterp.paths.batches import in_batches

@@ -130,8 +130,8 @@ class Audit(Experiment):
         from kvinterp.auditing.audit import CHECKS
         from kvinterp.auditing.called import plans_of
         from kvinterp.auditing.verdict import VERDICTS
+        from kvinterp.common.checks import check_known
         from kvinterp.models import dtype_named
-        from kvinterp.models.inputs import check_known
 
         super().check()
         if self.against is not None:
@@ -234,7 +234,6 @@ def audited(
 ) -> tuple[Tables, dict[str, Any]]:
     """The audit of a model: its tables, and page and verdict as texts."""
     from kvinterp.auditing import audit
-    from kvinterp.auditing.folder import tables_of
     from kvinterp.auditing.junit import junit_xml
     from kvinterp.data import load_prompts
     from kvinterp.study.cells import loaded
@@ -254,7 +253,7 @@ def audited(
                 detail="everything",
                 progress=_share(tell, adapter.facts.name, len(rungs)),
             )
-    verdict, tables = found.verdict, tables_of(found)
+    verdict, tables = found.verdict, found.written()[0]
     claims = claims_of(tables, adapter.facts.name)
     said = {"reading": str(verdict.reading), "exit_code": verdict.exit_code, "claims": records(claims)}
     return tables, {**said, "texts": texts_of(found, claims), "junit": junit_xml(found)}

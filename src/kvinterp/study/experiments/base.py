@@ -379,9 +379,9 @@ class Experiment:
         """
         settled = self.settled()
         settled.check_reached()
+        from kvinterp.common.checks import check_choice, check_known, check_unread
         from kvinterp.common.progress import shown
         from kvinterp.common.store import EXISTING, Store
-        from kvinterp.models.inputs import check_choice, check_known, check_unread
 
         check_known("way to treat an existing result", existing, EXISTING)
         check_choice("progress", progress, ("bar", "none"))

@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 import pandas as pd
 
 from kvinterp.common import words
+from kvinterp.common.checks import check_choice
 from kvinterp.common.numbers import between, counted, number
 from kvinterp.common.progress import each
 from kvinterp.common.result import Result
@@ -23,7 +24,6 @@ from kvinterp.comparison import COLUMNS, PARTS, Comparison, compare, failures_ke
 from kvinterp.data import Prompt, load_prompts
 from kvinterp.errors import InputError
 from kvinterp.models import Adapter
-from kvinterp.models.inputs import check_choice
 from kvinterp.models.threads import own_threads
 from kvinterp.paths import Cached, Recompute, Runner, strategy_named
 from kvinterp.paths.lanes import Memory, Suffixed

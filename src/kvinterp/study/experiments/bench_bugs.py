@@ -19,9 +19,9 @@ from typing import Any, ClassVar
 
 import pandas as pd
 
+from kvinterp.common.checks import check_known, check_seed
 from kvinterp.common.result import Result
 from kvinterp.errors import InputError
-from kvinterp.models.inputs import check_known, check_seed
 from kvinterp.study.cells import Cell, joined
 from kvinterp.study.experiments.base import Experiment, Parts, Rows, Tables
 from kvinterp.study.experiments.options import option

@@ -241,7 +241,7 @@ class Chain(Experiment):
 
     def check(self) -> None:
         """Models, template, temperatures, texts and policies too."""
-        from kvinterp.models.inputs import check_choice
+        from kvinterp.common.checks import check_choice
         from kvinterp.study.behaviour.chains import TEXT, check_embedder
 
         super().check()

@@ -31,7 +31,7 @@ def check_choices(experiment: Experiment) -> None:
         InputError: One is none there is, or is not read beside the others.
         UnsupportedError: A path has no such policy.
     """
-    from kvinterp.models.inputs import check_unread
+    from kvinterp.common.checks import check_unread
 
     known = _known()
     check_work(experiment)
@@ -54,9 +54,9 @@ def check_work(experiment: Experiment) -> None:
     Raises:
         InputError: A number is no count, or more than any run has, alone or times the others; or a text is too long.
     """
+    from kvinterp.common.checks import MOST, check_listed, check_whole
     from kvinterp.common.spec import check_length
     from kvinterp.data import load_prompts
-    from kvinterp.models.inputs import MOST, check_listed, check_whole
 
     runs: dict[str, int] = {}
     for field in dataclasses.fields(experiment):
@@ -83,7 +83,7 @@ def check_work(experiment: Experiment) -> None:
 
 def _known() -> dict[str, Callable[[Any], Any]]:
     """What reads the text forms that experiments have in common, by the names of their fields."""
-    from kvinterp.models.inputs import check_seed
+    from kvinterp.common.checks import check_seed
     from kvinterp.paths import kernels_named, path_named, strategy_named
     from kvinterp.policies import policy_named
 
@@ -156,7 +156,7 @@ def check_handed(
     Raises:
         InputError: One is used by none of them, or not the whole of it.
     """
-    from kvinterp.models.inputs import check_unread
+    from kvinterp.common.checks import check_unread
 
     for name, value in shared.items():
         taken = [_taken(each, name, value, own) for each, own in among.items()]

@@ -198,8 +198,8 @@ class Compare(OfModel):
     def check(self) -> None:
         """Paths, strategy, protocol and sites too."""
         from kvinterp.common import words
+        from kvinterp.common.checks import check_choice, check_whole
         from kvinterp.models.hook_names import sites_of
-        from kvinterp.models.inputs import check_choice, check_whole
 
         super().check()
         check_choice("cache_errors", self.cache_errors, words.CacheErrors)

@@ -247,8 +247,8 @@ def claims_table(tables: Tables) -> pd.DataFrame:
 
 def way_of(text: str) -> dict[str, Any]:
     """Kind and attention of ``native`` or ``native(eager)``."""
+    from kvinterp.common.checks import check_known
     from kvinterp.models import KINDS
-    from kvinterp.models.inputs import check_known
 
     match = re.fullmatch(r"([\w-]+)(?:\((\w+)\))?", text)
     if match is None:

@@ -86,7 +86,7 @@ class Demo(Experiment):
         """The smallest one, where that was asked for."""
         if not self.smoke:
             return self
-        from kvinterp.models.inputs import check_unread
+        from kvinterp.common.checks import check_unread
 
         for field in dataclasses.fields(self):
             if field.name not in ("smoke", "picture"):

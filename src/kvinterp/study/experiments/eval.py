@@ -177,7 +177,7 @@ class Eval(OfModel):
 
     def check(self) -> None:
         """Tasks, paths and folder too."""
-        from kvinterp.models.inputs import check_choice, check_seed
+        from kvinterp.common.checks import check_choice, check_seed
 
         super().check()
         if not (names := self._names()):

@@ -18,11 +18,11 @@ import pandas as pd
 import torch
 
 from kvinterp import metrics
+from kvinterp.common.checks import check_whole
 from kvinterp.common.numbers import counted
 from kvinterp.common.result import Result
 from kvinterp.data import load_prompts
 from kvinterp.errors import InputError
-from kvinterp.models.inputs import check_whole
 from kvinterp.models.provenance import provenance
 from kvinterp.models.unembedding import Unembedding
 from kvinterp.paths import path_named, run

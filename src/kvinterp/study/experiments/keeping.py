@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvinterp.common import words
+from kvinterp.common.checks import given_list
 from kvinterp.common.result import Result
 from kvinterp.errors import InputError, unexpected, unknown
-from kvinterp.models.inputs import given_list
 from kvinterp.study.experiments.base import Experiment
 from kvinterp.study.experiments.registry import experiment_named, experiments
 

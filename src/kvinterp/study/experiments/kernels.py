@@ -22,7 +22,7 @@ class Kernels(Experiment):
 
     OUT: ClassVar = None
     TABLES: ClassVar = ("kernels",)
-    RESULT: ClassVar = "kvinterp.auditing:KernelsTable"
+    RESULT: ClassVar = "kvinterp.auditing.shape_dependence:KernelsTable"
 
     model: str = option("zoo:mistral-mini", "zoo:NAME, a checkpoint folder or a hub id.")
     random_init: bool = shared("random_init")

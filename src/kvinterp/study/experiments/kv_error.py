@@ -106,7 +106,7 @@ class KvError(OfModel):
 
     def chosen_designs(self) -> list[str]:
         """The names of the designs, checked."""
-        from kvinterp.models.inputs import check_known
+        from kvinterp.common.checks import check_known
         from kvinterp.study.behaviour.designs import DESIGNS
 
         names = [name.strip() for name in self.design.split(",") if name.strip()]
@@ -125,7 +125,7 @@ class KvError(OfModel):
 
     def chosen_readings(self) -> list[str]:
         """The readings, checked."""
-        from kvinterp.models.inputs import check_known
+        from kvinterp.common.checks import check_known
 
         names = list(dict.fromkeys(name.strip() for name in self.readings.split(",")))
         for name in names:
@@ -134,7 +134,7 @@ class KvError(OfModel):
 
     def check(self) -> None:
         """Designs, policies and what the prompts are of too."""
-        from kvinterp.models.inputs import check_number
+        from kvinterp.common.checks import check_number
 
         super().check()
         self.chosen_designs(), self.chosen_readings()

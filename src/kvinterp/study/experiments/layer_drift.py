@@ -18,6 +18,7 @@ import pandas as pd
 import torch
 
 from kvinterp import metrics
+from kvinterp.common.checks import check_known
 from kvinterp.common.numbers import between, counted
 from kvinterp.common.result import Result
 from kvinterp.comparison import Comparison, compare, failures_kept
@@ -33,7 +34,7 @@ from kvinterp.data import load_prompts
 from kvinterp.errors import InputError
 from kvinterp.metrics.massive import SUFFIX
 from kvinterp.models import Adapter
-from kvinterp.models.inputs import check_known, encode_all
+from kvinterp.models.inputs import encode_all
 from kvinterp.paths import run
 from kvinterp.study.cells import Cell, joined, loaded
 from kvinterp.study.experiments.base import Charts, Parts, Rows, Tables, numbered

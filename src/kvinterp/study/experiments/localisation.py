@@ -17,13 +17,14 @@ from typing import Any, ClassVar
 import numpy as np
 import pandas as pd
 
+from kvinterp.common.checks import check_known
 from kvinterp.common.numbers import counted, percent
 from kvinterp.common.result import Result, flat
+from kvinterp.common.vocabulary import RECOVERED
 from kvinterp.comparison import compare, failures_kept
-from kvinterp.comparison.vocabulary import RECOVERED
 from kvinterp.data import load_prompts
 from kvinterp.errors import InputError
-from kvinterp.models.inputs import check_known, encode_all
+from kvinterp.models.inputs import encode_all
 from kvinterp.models.provenance import provenance
 from kvinterp.patching import PRESETS, Decomposition, Sweep, decompose, sweep
 from kvinterp.patching.decomposition import check_splittable

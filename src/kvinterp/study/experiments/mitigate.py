@@ -17,13 +17,13 @@ import numpy as np
 import pandas as pd
 
 from kvinterp import metrics
+from kvinterp.common.checks import check_whole
 from kvinterp.common.numbers import counted, number
 from kvinterp.common.result import Result
 from kvinterp.comparison import compare, failures_kept
 from kvinterp.data import load_prompts
 from kvinterp.errors import InputError
 from kvinterp.models import dtype_named
-from kvinterp.models.inputs import check_whole
 from kvinterp.models.provenance import provenance
 from kvinterp.paths import Cached, Recompute, path_named, run
 from kvinterp.policies import policy_named

@@ -208,7 +208,7 @@ def subject(name: str, dtype: str, device: str | None) -> Adapter:
 
     if not name.startswith(TINY):
         return load_model(name, kind="native", dtype=dtype, device=device)
-    from kvinterp.models.inputs import check_known
+    from kvinterp.common.checks import check_known
     from kvinterp.study.experiments.bench_bugs import clean_models
 
     found = clean_models()

@@ -86,7 +86,7 @@ class Patch(OfModel):
         # Here and not when it is run: what was not given is told from what was given as its default.
         found: dict[str, Any] = dict(_UNLESS_GIVEN)
         if self.preset is not None:
-            from kvinterp.models.inputs import check_known
+            from kvinterp.common.checks import check_known
             from kvinterp.patching import PRESETS
 
             check_known("preset", self.preset, PRESETS)
@@ -98,9 +98,9 @@ class Patch(OfModel):
     def check(self) -> None:
         """What is moved, and at which steps, too."""
         from kvinterp.common import words
+        from kvinterp.common.checks import check_choice, check_known, check_text, check_whole
         from kvinterp.models.answers import LOGIT_DIFFERENCE
         from kvinterp.models.hook_names import site_of
-        from kvinterp.models.inputs import check_choice, check_known, check_text, check_whole
         from kvinterp.patching import DIRECTIONS, DISTANCES, SWEEPS
         from kvinterp.patching import Patch as Moved
         from kvinterp.patching.patch import check_patch_site

@@ -96,7 +96,7 @@ class Study(Experiment):
         Raises:
             InputError: A name is unknown, or something was given that none of its experiments takes.
         """
-        from kvinterp.models.inputs import check_unread
+        from kvinterp.common.checks import check_unread
 
         if self.preset not in PRESETS:
             raise unknown("preset", self.preset, PRESETS)

@@ -19,12 +19,12 @@ import pandas as pd
 from scipy import stats
 
 from kvinterp import metrics
+from kvinterp.common.checks import check_choice, check_whole
 from kvinterp.common.numbers import counted, short
 from kvinterp.common.result import Result
 from kvinterp.comparison import compare, failures_kept
 from kvinterp.data import load_prompts
 from kvinterp.errors import InputError
-from kvinterp.models.inputs import check_choice, check_whole
 from kvinterp.models.provenance import provenance
 from kvinterp.study.cells import Cell, joined, loaded
 from kvinterp.study.experiments.base import Charts, OfModel, Parts

@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 
 from kvinterp.common.numbers import against, counted, every, number, percent, upper
-from kvinterp.comparison.vocabulary import ANEW, PARTS, RECOVERED, UNCHANGED
+from kvinterp.common.vocabulary import ANEW, PARTS, RECOVERED, UNCHANGED
 from kvinterp.metrics.recovery import TO_SEE_A_DIFFERENCE
 from kvinterp.study.findings.charts import Chart, Panel
 from kvinterp.study.findings.results import only

@@ -16,11 +16,12 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvinterp import metrics
+from kvinterp.common.checks import check_choice, check_text, check_unread, check_whole, given_list
 from kvinterp.common.store import write_whole
 from kvinterp.comparison import Comparison
 from kvinterp.errors import InputError, NonFiniteError, UnsupportedError, located
 from kvinterp.models import Adapter, wrap
-from kvinterp.models.inputs import check_choice, check_text, check_unread, check_whole, chosen_layers, encode, given_list
+from kvinterp.models.inputs import chosen_layers, encode
 from kvinterp.paths import ExecutionPath, path_named, path_read, run
 from kvinterp.recording import Trace
 from kvinterp.recording.activation_cache import is_activation_cache, records_of

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from kvinterp.auditing.folder import put, tables_of
+from kvinterp.auditing.folder import put
 from kvinterp.auditing.ladder import EMBEDDING
 from kvinterp.common.numbers import counted
 from kvinterp.errors import InputError
@@ -111,7 +111,7 @@ def page(audit: Audit, claims: pd.DataFrame | None = None) -> str:
         *_layers(audit, verdict.first_layer if verdict.exit_code else None),
         *_last_token(audit.rung(own), own),
     ]
-    return page_of(verdict, blocks, [f"{name}.parquet" for name in tables_of(audit)], elsewhere)
+    return page_of(verdict, blocks, [f"{name}.parquet" for name in audit.written()[0]], elsewhere)
 
 
 def page_of(verdict: Verdict, blocks: Sequence[Any], files: Sequence[str] = (), more: Sequence[Any] = ()) -> str:

@@ -14,7 +14,7 @@ import pandas as pd
 from kvinterp._version import __version__
 from kvinterp.common.numbers import counted, ends_said, listed, machines_of, number, sentence
 from kvinterp.common.store import write_whole
-from kvinterp.comparison.vocabulary import PROTOCOLS
+from kvinterp.common.vocabulary import PROTOCOLS
 from kvinterp.study.findings.rows import bare, labels_of, of_how_many, place, tested, value
 from kvinterp.study.report.latex import cells_of, numeric
 from kvinterp.study.report.page import Answer, Column, Folded, Interval, Links, Pairs, Parts, Table, Text, opened, render

@@ -11,10 +11,10 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from kvinterp.common.checks import check_choice, check_text, check_unread, check_whole
 from kvinterp.data import Prompt
 from kvinterp.errors import InputError, KvinterpError, UnsupportedError, unexpected
 from kvinterp.models import load_model, wrap
-from kvinterp.models.inputs import check_choice, check_text, check_unread, check_whole
 from kvinterp.models.load import check_loadable
 from kvinterp.patching import VIEWS, Asked, PatchAnswer, PatchBench, PatchMap
 from kvinterp.patching.bench import MEASURED

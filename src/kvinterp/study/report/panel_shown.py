@@ -11,7 +11,7 @@ from typing import Any
 from matplotlib.colors import to_hex
 
 from kvinterp.common.numbers import counted, upper
-from kvinterp.comparison.vocabulary import RECOVERED, UNCHANGED
+from kvinterp.common.vocabulary import RECOVERED, UNCHANGED
 from kvinterp.patching import DIRECTIONS, DONORS, PATCH_SITES, VIEWS, Asked, PatchAnswer, PatchBench, PatchMap
 from kvinterp.patching.bench import EVERY, MEASURED, blocks_of
 from kvinterp.study.report.page import Cell, Column, Table, Text, fragment
