@@ -212,10 +212,11 @@ class Experiment:
             result.tables, result.folder = tables, folder
             result.settings = summary["settings"]
             result.choices = summary.get("choices", result.settings)
-            if self.RESULT and PROMPTS in summary["sha256"]:
-                one: Any
-                for one in getattr(result, "pairs", (result,)):
-                    one.prompts = load_prompts(folder / PROMPTS)
+            one: Any
+            several = getattr(result, "pairs", None)
+            for one in several if isinstance(several, list) else [result]:
+                if "prompts" in vars(one):
+                    one.prompts = load_prompts(folder / PROMPTS) if PROMPTS in summary["sha256"] else []
             return self.judged(result)
 
     @classmethod
