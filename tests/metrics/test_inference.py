@@ -338,6 +338,12 @@ CANNOT = {
         lambda: metrics.cox(np.arange(12.0), SAME == 1, np.arange(12.0)),
         "orders the flips whole",
     ),
+    "cox of one cluster's flips": (
+        lambda: metrics.cox(
+            np.arange(24.0), np.repeat(np.arange(6), 4) == 3, np.arange(24.0) ** 2, np.repeat(np.arange(6), 4)
+        ),
+        "of one cluster",
+    ),
     "no event to predict": (lambda: metrics.auc(np.arange(12.0), SAME == 0), "no event"),
     "no event to score": (lambda: metrics.brier(SAME / 2, SAME == 0), "no event"),
     "share of nothing": (lambda: metrics.share_of([]), "no observations"),

@@ -65,6 +65,8 @@ def cox(steps: Column, flipped: Column, x: Column, clusters: Column | None = Non
     what = ("Cox", n, "hazard ratio")
     if n < 5 or event.sum() < 3:
         return Test(*what, why=f"there are {int(event.sum())} flips of {n} clusters: fewer than 3 or 5")
+    if len(np.unique(names[event.astype(bool)])) < 2:
+        return Test(*what, why="all flips are of one cluster")
     scale = number.std()
     if not scale > 1e-12 * np.abs(number).max():
         return Test(*what, why="the number does not vary")
