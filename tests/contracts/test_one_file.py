@@ -107,7 +107,7 @@ class Counting(Experiment):
     def cells(self):
         return [Cell(f"number-{n}", f"{__name__}:counted", {"n": n, "more": list(self.by_names)}) for n in range(self.most)]
 
-    def reduce(self, made, settings, folder):
+    def reduce(self, made):
         tables = {"numbers": pd.concat([tables["table"] for tables, _ in made.values()], ignore_index=True)}
         return Result(tables, {"count": len(made)})
 

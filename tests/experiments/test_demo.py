@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 from pathlib import Path
@@ -93,6 +94,7 @@ def test_an_unfinished_demo_makes_only_what_is_missing(
     compared: list[str] = []
     compare = kvinterp.comparison.compare
 
+    @functools.wraps(compare)
     def counting(adapter: Any, *args: Any, **named: Any) -> Any:
         compared.append(f"{adapter.facts.name} {adapter.kind} {str(adapter.dtype)[6:]} {named['protocol']}")
         return compare(adapter, *args, **named)

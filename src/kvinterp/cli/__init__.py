@@ -203,7 +203,7 @@ def _command_of(experiment: type[Experiment]) -> Callable[..., None]:
         out = asked.place() if out is None and experiment.OUT == "" else out
         with shown() as tell:
             outcome = asked.run(out, "overwrite" if overwrite else "error", tell=tell)
-        asked.say(outcome, echo)
+        (outcome.experiment or asked).say(outcome, echo)
         return {"verb": asked.verb(), **outcome.told()}
 
     hints = typing.get_type_hints(experiment)
