@@ -49,18 +49,17 @@ def ran(verb: str, choices: dict[str, Any], folder: Path) -> tuple[str, str]:
         outcome = experiment_named(verb)(**choices).run(
             folder if verb in ("demo", "study") else None, progress="none", figures="none"
         )
-        comparisons = outcome.summary.get("comparisons", {})
+        summary = outcome.written()[1]
+        comparisons = summary.get("comparisons", {})
         tables = {name: _rounded(table) for name, table in outcome.tables.items()}
         if verb == "demo":
             tables = {
                 f"{one.folder.name} {n}": _rounded(getattr(one, n)) for one in outcome.members for n in one.written()[0]
             }
-        told = {
-            name: said for name, said in outcome.summary.items() if name not in ("settings", "choices", "sha256", "cells")
-        }
+        told = {name: said for name, said in summary.items() if name not in ("settings", "choices", "sha256", "cells")}
         _MADE[key] = (
             strict_json([tables, _without(told, "provenance"), sorted(comparisons)]),
-            strict_json(_only(outcome.summary, "provenance")),
+            strict_json(_only(summary, "provenance")),
         )
     return _MADE[key]
 
