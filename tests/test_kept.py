@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import re
 import shutil
 from pathlib import Path
@@ -55,7 +56,7 @@ def found(model: Any) -> dict[str, Result]:
 ALL = ("compare", "several", "patch", "patch without controls", "decompose", "localise", "localise nothing", "kernels")
 
 
-PLACED = ("VERB", "folder", "files", "settings", "choices", "experiment", "tables")
+PLACED = ("VERB", "folder", "files", "settings", "choices", "experiment", "_found", "_of")
 """What a result says of where it is kept, and what was added to its own tables."""
 
 
@@ -92,6 +93,28 @@ def test_what_is_saved_is_read_again_to_the_bit(found: dict[str, Result], which:
             *["prompts.jsonl"] * (which in ("compare", "several")),
         ]
     )
+
+
+@pytest.mark.parametrize("which", ALL)
+def test_what_was_shown_is_pickled_and_has_all_its_tables(found: dict[str, Result], which: str) -> None:
+    made = found[which]
+    made.sentences()
+    again = pickle.loads(pickle.dumps(made))
+    same(again, made)
+    assert again.sentences() == made.sentences()
+    for name in made.tables:
+        assert made.to_latex(name).startswith("\\begin"), name
+
+
+def test_a_table_that_was_changed_is_the_one_that_is_shown(model: Any) -> None:
+    made = kv.compare(model, kv.load_prompts("arithmetic:2"), b=OTHER, max_new_tokens=3, progress="none")
+    made.to_latex("findings")
+    assert "findings" in made.tables
+    made.steps = made.steps.assign(kl=1.0)
+    assert (made.tables["steps"]["kl"] == 1).all()
+    assert "findings" not in made.tables, "what was found in another table is not said of this one"
+    made.to_latex("findings")
+    assert "findings" in made.tables
 
 
 def test_the_texts_of_tokens_come_back_as_they_were(model: Any, tmp_path: Path) -> None:

@@ -245,6 +245,20 @@ def test_it_is_given_back_after_an_error_and_what_a_user_put_there_stays(load):
         transformers.AttentionInterface.register("sdpa", before)
 
 
+def test_a_function_of_a_users_that_keeps_ours_does_not_show_twice(load):
+    adapter, before = load(SDPA[0]), _sdpa()
+    try:
+        with kv.record(adapter, "pattern") as first:
+            ours = _sdpa()
+            transformers.AttentionInterface.register("sdpa", lambda *given, **named: ours(*given, **named))
+            adapter.model(torch.tensor([PROMPT]))
+        with kv.record(adapter, "pattern") as second:
+            adapter.model(torch.tensor([PROMPT]))
+        assert_bitwise(first["pattern", 0][0], second["pattern", 0][0])
+    finally:
+        transformers.AttentionInterface.register("sdpa", before)
+
+
 def test_a_module_that_calls_sdpa_itself_shows_the_same_pattern(load, monkeypatch):
     adapter = load(SDPA[0])
     asked = kv.run(adapter, PROMPT, "recompute", max_new_tokens=2, record="pattern")

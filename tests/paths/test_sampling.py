@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import kvinterp as kv
 from kvinterp.paths import Strategy, strategy_named
 
 STRATEGIES = ("greedy", "top_k(20,0.8)", "top_p(0.9,1.3)", "top_p(1.0,1.0)")
@@ -96,3 +97,17 @@ def test_nan_draws_a_token_that_exists() -> None:
     logits = torch.full((2, 5), torch.nan)
     for text in STRATEGIES:
         assert strategy_named(text).choose(logits, torch.tensor([0.1, 0.9]).double()).lt(5).all()
+
+
+class Sometimes(kv.Greedy):
+    """The second of the largest where the number that is drawn is small."""
+
+    def drawn(self, logits, uniform):
+        second = logits.topk(2, -1).indices[:, 1]
+        return torch.where(uniform < 0.5, second, logits.argmax(-1)), torch.full_like(uniform, torch.nan)
+
+
+def test_a_strategy_that_derives_from_greedy_draws_numbers_of_its_own():
+    model = kv.load_model("zoo:gqa2-mini", kind="native", dtype="float32")
+    texts = {seed: kv.run(model, "3 + 4 =", strategy=Sometimes(), seed=seed, max_new_tokens=8).tokens for seed in (1, 2, 3)}
+    assert len(set(texts.values())) > 1

@@ -7,7 +7,6 @@ finder may import; the package hands it in.
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -63,6 +62,8 @@ class Result:
     members: Any = ()
     experiment: Any = None
     others: Any = None
+    _found: dict[str, Any] = {}  # noqa: RUF012  # a class of data has it
+    _of: Mapping[str, int] = {}
     # A subclass has a function of this name.
     summary: Any
 
@@ -72,12 +73,29 @@ class Result:
         summary: Mapping[str, Any] | None = None,
         others: Mapping[str, str] | None = None,
     ) -> None:
-        self.tables, self.summary, self.others = dict(tables or {}), dict(summary or {}), dict(others or {})
+        self.others = dict(others or {})
+        self.tables, self.summary = dict(tables or {}), dict(summary or {})
 
-    @functools.cached_property
+    @property
     def tables(self) -> dict[str, Any]:
-        """Its tables by the names of their files, its findings among them once they are asked for."""
-        return dict(self.written()[0])
+        """Its tables by the names of their files, its findings among them once they are asked for.
+
+        Of a result that has tables of its own, such as a comparison, those it has now: they are changed there.
+        """
+        if self.others is not None:
+            return self._found
+        if self._of != self._frames():
+            vars(self).update(_found={}, _of={})
+        return {**self._found, **self.written()[0]}
+
+    @tables.setter
+    def tables(self, tables: Mapping[str, Any]) -> None:
+        own = {} if self.others is not None else self.written()[0]
+        vars(self).update(_found={n: t for n, t in tables.items() if n not in own}, _of=self._frames())
+
+    def _frames(self) -> dict[str, int]:
+        """Which tables it has as attributes: what was found in others is not said of these."""
+        return {name: id(held) for name, held in vars(self).items() if hasattr(held, "columns")}
 
     def __repr__(self) -> str:
         """What it is of, in one line; the tables are in ``tables``."""

@@ -348,6 +348,7 @@ def _replayed(given: Tensor, own: Tensor, new: Tensor) -> Any:
 _AROUND: dict[int, list[tuple[Functions, Callable[[], bool]]]] = {}
 """By module, what is entered around its attention function, and whether the thread that runs it hears it."""
 _CHANGING = threading.Lock()
+_INSIDE: set[int] = set()
 
 
 def _asks_interface(module: nn.Module) -> bool:
@@ -383,10 +384,15 @@ def _around_attention(module: nn.Module, mode: Functions, mine: Callable[[], boo
 
 def _attention(own: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """What transformers runs, within the modes of the module that calls it."""
+    around = [mode for mode, mine in _AROUND.get(id(module), ()) if mine()]
+    # A user's function that was put there meanwhile may have kept this one, and call it within another of the same.
+    if not around or id(module) in _INSIDE:
+        return own(module, *args, **kwargs)
     with contextlib.ExitStack() as modes:
-        for mode, mine in _AROUND.get(id(module), ()):
-            if mine():
-                modes.enter_context(mode)
+        _INSIDE.add(id(module))
+        modes.callback(_INSIDE.discard, id(module))
+        for mode in around:
+            modes.enter_context(mode)
         return own(module, *args, **kwargs)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import ClassVar
 
 import torch
 from jaxtyping import Float, Int
@@ -18,13 +17,7 @@ from kvinterp.errors import InputError, shown
 
 @dataclasses.dataclass(frozen=True)
 class Strategy:
-    """A rule that chooses a token from logits and one uniform random number.
-
-    Attributes:
-        draws: Whether the number matters.
-    """
-
-    draws: ClassVar[bool] = True
+    """A rule that chooses a token from logits and one uniform random number."""
 
     def choose(self, logits: Float[Tensor, "batch vocab"], uniform: Float[Tensor, " batch"]) -> Int[Tensor, " batch"]:
         """The token ids, one for each row.
@@ -71,8 +64,6 @@ class Strategy:
 @dataclasses.dataclass(frozen=True)
 class Greedy(Strategy):
     """The token with the largest logit; the first of equals."""
-
-    draws: ClassVar = False
 
     def drawn(
         self, logits: Float[Tensor, "batch vocab"], uniform: Float[Tensor, " batch"]
@@ -180,7 +171,7 @@ class Drawing:
 
 def drawing(strategy: Strategy, seed: int, examples: Sequence[int], steps: int, device: torch.device) -> Drawing:
     """What chooses the tokens of some examples, by their own random numbers."""
-    if not strategy.draws:
+    if type(strategy) is Greedy:  # A user's own may draw all the same.
         return Drawing(strategy, torch.zeros(len(examples), steps, dtype=torch.float64, device=device))
     return Drawing(strategy, torch.stack([uniforms(seed, example, steps) for example in examples]).to(device))
 

@@ -29,6 +29,14 @@ class OfFunction(Experiment):
         """What the class says: several share this file."""
         return inspect.cleandoc(cls.__doc__ or "")
 
+    def __reduce__(self) -> Any:
+        """By its name, under which no module has its class."""
+        return _named, (self.VERB,)
+
+
+def _named(verb: str) -> Experiment:
+    return FUNCTIONS[verb]()
+
 
 def _charts_of_several(found: Any) -> dict[str, Chart]:
     """KL by step and drift by layer, a line a pair."""

@@ -48,8 +48,8 @@ def experiment_of(verb: str) -> type[Experiment]:
 def keeper_of(found: Any) -> Experiment:
     """The experiment that made a result, or keeps it: then its choices are noted, as far as the result knows them."""
     if found.others is None:
-        # Its own tables may have been changed since they were last asked for.
-        vars(found).pop("tables", None)
+        # Its own tables may have been changed within since what is in them was found.
+        vars(found).pop("_of", None)
     if found.choices is None:
         about = found.provenance
         made, own = about.get("provenance", about), about if "provenance" in about else {}
@@ -175,7 +175,7 @@ def latex(found: Result, table: str | None = None) -> str:
 
     if table is None:
         return latex_of(found.VERB, found.overview(), repr(found)[1:-1])
-    tables, _ = found.written()
+    tables = keeper_of(found).judged(found).tables
     if table not in tables:
         raise unknown("table", table, tables)
     held = tables[table]

@@ -26,7 +26,7 @@ _SHARE = (-0.03, 1.03)
 _EDGE = 1.12
 _NARROW = 4.6
 """Inches that a phone shows without scrolling."""
-_ON_WHITE = {"facecolor": "#ffffff", "edgecolor": "none", "alpha": 0.85, "pad": 0.8}
+_ON_WHITE = {"facecolor": "#ffffff", "edgecolor": "none", "alpha": 0.6, "pad": 0.8}
 _PERCENT = FuncFormatter(lambda value, _: percent(value))
 
 
