@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import kvinterp as kv
+from kvinterp import patching
 from kvinterp.patching import PatchHook, donor_trace
 from kvinterp.paths import Runner
 from kvinterp.recording import PathHook
@@ -712,3 +713,9 @@ def test_donor_trace_refuses_what_it_cannot_place(load, case):
         plain_forward(model.model, torch.tensor([PROMPT, PROMPT]))
     with pytest.raises(kv.InputError, match="several prompts at once"):
         donor_trace(seen, PROMPT)
+
+
+def test_every_name_of_the_room_is_there_where_it_is_asked_for():
+    """Most are imported when they are first asked for, from files named by a text."""
+    for name in patching.__all__:
+        assert getattr(patching, name) is not None

@@ -63,7 +63,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "comparison.vocabulary": "ANEW PARTS",
+    "common.vocabulary": "ANEW PARTS",
     "patching.around": "patched",
     "patching.bench": "DONORS VIEWS Asked PatchAnswer PatchBench PatchMap",
     "patching.clean_corrupted": "ActivationPatching activation_patching",
