@@ -122,7 +122,8 @@ class _Recording(WatchesPasses):
         if layer in ran:
             return (
                 f"a forward of {name} ran layer {layer} and did not show its {site!r}: that part of the model was replaced after "
-                "kv.record was opened, or torch.compile compiled it before, so that it runs no hooks: run the model uncompiled."
+                "kv.record was opened (its attention by AttentionInterface.register, say), or torch.compile compiled it before, "
+                "so that it runs no hooks: replace it before, and run the model uncompiled."
             )
         return (
             f"{site!r} of layer {layer} was asked for, and a forward of {name} ran the layers {ran[0]} to {ran[-1]} only: leave "
