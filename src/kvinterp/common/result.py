@@ -63,7 +63,8 @@ class Result:
     experiment: Any = None
     others: Any = None
     _found: dict[str, Any] = {}  # noqa: RUF012  # a class of data has it
-    _of: Mapping[str, int] = {}
+    _own: Any = None
+    _of: Mapping[str, int] | None = None
     # A subclass has a function of this name.
     summary: Any
 
@@ -84,18 +85,26 @@ class Result:
         """
         if self.others is not None:
             return self._found
-        if self._of != self._frames():
-            vars(self).update(_found={}, _of={})
-        return {**self._found, **self.written()[0]}
+        own, _ = self.contents()  # Which may find that what was found is of other tables.
+        return {**self._found, **own}
 
     @tables.setter
     def tables(self, tables: Mapping[str, Any]) -> None:
-        own = {} if self.others is not None else self.written()[0]
-        vars(self).update(_found={n: t for n, t in tables.items() if n not in own}, _of=self._frames())
+        own = {} if self.others is not None else self.contents()[0]
+        vars(self).update(_found={name: table for name, table in tables.items() if name not in own})
+
+    def contents(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What :meth:`written` gives, worked out once for the tables that it has now; then nothing was found in them yet."""
+        if self.others is not None:
+            return self.written()
+        if self._of != (frames := self._frames()):
+            vars(self).update(_own=self.written(), _found={}, _of=frames)
+        return self._own
 
     def _frames(self) -> dict[str, int]:
-        """Which tables it has as attributes: what was found in others is not said of these."""
-        return {name: id(held) for name, held in vars(self).items() if hasattr(held, "columns")}
+        """Which tables it has as fields: what was found in others is not said of these."""
+        fields = getattr(type(self), "__dataclass_fields__", ())
+        return {name: id(held) for name in fields if hasattr(held := vars(self).get(name), "columns")}
 
     def __repr__(self) -> str:
         """What it is of, in one line; the tables are in ``tables``."""
@@ -115,7 +124,7 @@ class Result:
     def told(self) -> dict[str, Any]:
         """What ``--json`` prints: the folder, and what ``summary.json`` holds."""
         # The file says more: the digests of the tables, which were written after this was made.
-        held = next((read_json(file) for file in self.files if file.name == SUMMARY), None) or self.written()[1]
+        held = next((read_json(file) for file in self.files if file.name == SUMMARY), None) or self.contents()[1]
         return {"folder": self.folder and str(self.folder), "exit_code": 0, **held}
 
     def save(self, folder: str | os.PathLike[str], existing: str = "error") -> Path:

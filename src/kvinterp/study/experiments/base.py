@@ -183,7 +183,7 @@ class Experiment:
 
     def sentences(self, result: Result) -> list[str]:
         """What was found, a sentence a line."""
-        said = result.written()[1].get("reading")
+        said = result.contents()[1].get("reading")
         if said is None and "findings" in self.judged(result).tables:
             from kvinterp.study.findings import lines_of
 
@@ -242,7 +242,7 @@ class Experiment:
         """Its figures by name; nothing is written."""
         from kvinterp.study.report.charts import drawn
 
-        about = result.written()[1].get("provenance") or {}
+        about = result.contents()[1].get("provenance") or {}
         models = list(about.values()) if all(isinstance(one, Mapping) for one in about.values()) else [about]
         return {name: drawn(chart, models) for name, chart in self.charts(result).items()}
 
@@ -446,7 +446,7 @@ class Experiment:
 
         result.settings, result.choices, result.folder = folder.settings, result.choices or self.chosen(), folder.folder
         self.judged(result)
-        summary = {**result.written()[1], "choices": result.choices, "settings": folder.settings}
+        summary = {**result.contents()[1], "choices": result.choices, "settings": folder.settings}
         if "reading" not in summary:
             # Kept as they are said now: what is read again has no NaN, which JSON does not know.
             summary["reading"] = self.sentences(result)
@@ -465,7 +465,7 @@ class Experiment:
         from kvinterp.study.report.style import keeping
 
         with keeping():
-            files, about = self.figures(result, folder), result.written()[1].get("provenance") or {}
+            files, about = self.figures(result, folder), result.contents()[1].get("provenance") or {}
             findings = self.judged(result).tables.get("findings")
             said = self.sentences(result) if findings is None else self._headed(result)
             shown = (said, result.tables, files, result.choices or {}, about, self.lead(result), findings)
