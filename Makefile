@@ -31,7 +31,7 @@ PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
 test: $(STAMP)
 	$(PYTEST)
 
-# And with them whole commands, audits and notebooks, as CI runs them.
+# And with them whole commands, audits and notebooks: minutes more. CI runs `make test`; run this before you call an issue resolved.
 test-slow: $(STAMP)
 	$(PYTEST) --slow
 

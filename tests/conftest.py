@@ -41,7 +41,7 @@ pytest_plugins = ["pytester"]
 def pytest_addoption(parser: pytest.Parser) -> None:
     """What may be asked of the whole suite."""
     parser.addoption("--everything", action="store_true", help="also run what takes long, and every case of every law")
-    parser.addoption("--slow", action="store_true", help="also run whole commands, audits and notebooks, as CI does")
+    parser.addoption("--slow", action="store_true", help="also run whole commands, audits and notebooks")
     parser.addoption("--share", default="1/1", metavar="N/OF", help="run one in OF of the tests: the Nth share of them")
 
 

@@ -57,7 +57,7 @@ def main() -> int:
         }
         command = [sys.executable, "-m", "pytest", "-q", "-m", "bits", "-p", "no:cacheprovider"]
         command += ["-n", given.workers, "--dist", "loadgroup"]
-        command += ["--everything" if given.everything else "--slow"]
+        command += ["--everything"] * given.everything
         if given.share > 1:
             command += ["--share", f"{number % given.share + 1}/{given.share}"]
         began = time.perf_counter()

@@ -16,7 +16,7 @@ They are chosen greedily, the one that meets most new pairs first; among equals 
 choice is the same on every machine and in every worker, and differs from law to law: together the laws meet far more than
 pairs. ``pytest --everything`` runs the full product. A case marked ``long`` is never chosen; one marked ``always`` always is.
 
-What is marked ``slow`` (a whole command, audit or notebook) is for ``pytest --slow``, as the project's CI calls it. Without, a
+What is marked ``slow`` (a whole command, audit or notebook) is for ``pytest --slow``. Without, as the project's CI runs it, a
 function that is marked and has several cases runs one of those that were chosen; a test that stands alone, or a module that is
 marked, none.
 """
