@@ -8,18 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-import functools
 import os
 import re
-import signal
 import sys
-import threading
 import traceback
 import unicodedata
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 
 def visible(text: object) -> str:
@@ -164,87 +159,3 @@ def located(where: str) -> Iterator[None]:
         yield
     except KvinterpError as error:
         raise type(error)(f"{where}: {error}") from error
-
-
-# Code of others that leaves --------------------------------------------------------------------------------------------
-
-
-_HERE = os.path.dirname(__file__) + os.sep
-
-
-@contextlib.contextmanager
-def returning(whose: str) -> Iterator[None]:
-    """Within it code of others has to return: that it ends the process (``sys.exit``, ``os._exit``, ``os.exec*``) is an error.
-
-    Seen is what this thread calls; ``os._exit`` in another ends the process, though never with 0. What a library in C or a
-    handler of ``atexit`` does is not seen.
-
-    Args:
-        whose: Whose code runs, for the message.
-
-    Raises:
-        UnsupportedError: It left.
-    """
-    try:
-        with _staying:
-            yield
-    except SystemExit as error:
-        frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith((_HERE, "<frozen"))]
-        where = (
-            f" in {frames[-1].name}, {os.path.basename(frames[-1].filename)} line {frames[-1].lineno}," if frames else ""
-        )
-        raise UnsupportedError(
-            f"{whose} left the process{where} with exit code {shown(error.code or 0)}, and so gave nothing: expected code that "
-            "returns, or raises an error; take what ends it (sys.exit, os._exit, os.abort, os.exec*, os.kill) out of it."
-        ) from error
-
-
-def _ended(number: int, pid: int = 0) -> int | None:
-    """The exit code, as a shell has it, where a signal to a process ends this one."""
-    mine = pid in (0, os.getpid()) and number not in _HARMLESS
-    return 128 + number if mine and signal.getsignal(number) == signal.SIG_DFL else None
-
-
-_HARMLESS = {0, *(getattr(signal, name, 0) for name in ("SIGCHLD", "SIGCONT", "SIGURG", "SIGWINCH"))}
-_WAYS: tuple[tuple[Any, str, Callable[..., int | None]], ...] = (
-    (os, "_exit", lambda status: status),
-    (sys.modules[os._exit.__module__], "_exit", lambda status: status),
-    (os, "abort", lambda: 128 + signal.SIGABRT),
-    (os, "execv", lambda *_: 0),
-    (os, "execve", lambda *_: 0),
-    (os, "kill", lambda pid, number: _ended(number, pid)),
-    (signal, "raise_signal", _ended),
-)
-"""What ends a process, by module and name, and the exit code that it then has; None where it does not end."""
-
-
-class _Staying:
-    """Takes the place of what ends a process for as long as any thread is within it."""
-
-    def __init__(self) -> None:
-        self._within, self._changing = Counter[int](), threading.Lock()
-        self._ways = [(where, name, getattr(where, name), code) for where, name, code in _WAYS]
-
-    def __enter__(self) -> None:
-        with self._changing:
-            self._process = os.getpid()
-            self._within[threading.get_ident()] += 1
-            for where, name, leave, code in self._ways:
-                setattr(where, name, functools.partial(self._left, leave, code))
-
-    def __exit__(self, *_: object) -> None:
-        with self._changing:
-            self._within -= Counter([threading.get_ident()])
-            if not self._within:
-                for where, name, leave, _code in self._ways:
-                    setattr(where, name, leave)
-
-    def _left(self, leave: Callable[..., Any], code: Callable[..., int | None], *given: Any) -> Any:
-        mine = os.getpid() == self._process
-        if mine and threading.get_ident() in self._within and (left := code(*given)) is not None:
-            raise SystemExit(left)
-        # Of another thread, but never with 0.
-        return leave(2) if mine and given == (0,) and leave.__name__ == "_exit" else leave(*given)
-
-
-_staying = _Staying()

@@ -15,7 +15,7 @@ from torch import nn
 from kvinterp.auditing.causality import check_causal
 from kvinterp.common.checks import check_known, check_seed
 from kvinterp.common.files import is_folder
-from kvinterp.errors import InputError, returning, shown, unknown
+from kvinterp.errors import InputError, shown, unknown
 from kvinterp.models import Adapter, wrap
 from kvinterp.models.checkpoint import check_config, check_files, read_object, reason
 from kvinterp.models.door import config_of, loading, weights_of
@@ -113,11 +113,10 @@ def users_model(
 
     Raises:
         InputError: There is no such module or name in it, or no model can be made of it; the message says what is needed.
-        UnsupportedError: The code left the process.
     """
     check_seed(seed)
     place_on = device_named(device)
-    with returning(repr(code)), torch.random.fork_rng():
+    with torch.random.fork_rng():
         found = _imported(code)
         torch.manual_seed(seed)
         if inspect.isclass(found) and "PreTrainedModel" in {base.__name__ for base in found.__mro__}:

@@ -18,7 +18,7 @@ from typing import Annotated, Any
 import typer
 
 from kvinterp.common.console import echo
-from kvinterp.errors import KvinterpError, imported_by, out_of_memory, returning
+from kvinterp.errors import KvinterpError, imported_by, out_of_memory
 
 
 def keyword(name: str, hint: Any, default: Any, info: Any) -> inspect.Parameter:
@@ -129,10 +129,7 @@ def told(interrupted: str) -> Callable[[Callable[..., Mapping[str, Any]]], Calla
 def _outcome(command: Callable[[], Mapping[str, Any]], interrupted: str, as_json: bool) -> Mapping[str, Any]:
     """What a command gave, or the error that it ended with."""
     try:
-        with (
-            returning("code that was run"),
-            contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext(),
-        ):
+        with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
             return command()
     except KvinterpError as error:
         return _refusal(error)
@@ -145,7 +142,7 @@ def _outcome(command: Callable[[], Mapping[str, Any]], interrupted: str, as_json
         if whose := _of_others(error, interrupted):
             return _refusal(whose)
         raise
-    # A test's own skip, or a panic in Rust.
+    # sys.exit in a model's code, a test's own skip, or a panic in Rust.
     except BaseException as error:
         said = f"code that was run raised {type(error).__name__} ({error}): expected code that returns, or raises an error."
         return _refusal(KvinterpError(said))

@@ -14,7 +14,7 @@ from jinja2 import TemplateError
 from kvinterp.data.example import Prompt
 from kvinterp.data.rendering import SECONDS, UNBOUNDED
 from kvinterp.data.tokenizing import ids_of, kept_of
-from kvinterp.errors import InputError, returning, shown
+from kvinterp.errors import InputError, shown
 
 
 def rendered(tokenizer: Any, messages: Sequence[Mapping[str, str]], model: str, **how: Any) -> str:
@@ -86,7 +86,6 @@ def _is_bounded(template: str, messages: list[dict[str, str]], tokenizer: Any, h
     return True
 
 
-@returning("the tokenizer's code")
 def chat_tokens(tokenizer: Any, messages: Sequence[Mapping[str, str]], model: str) -> list[int]:
     """Token ids of messages, up to where the model's own turn begins.
 

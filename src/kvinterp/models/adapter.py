@@ -18,7 +18,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from kvinterp.data.tokenizing import ids_of
-from kvinterp.errors import InputError, UnsupportedError, returning, unknown
+from kvinterp.errors import InputError, UnsupportedError, unknown
 from kvinterp.models.attaching import Attaching
 from kvinterp.models.caches import CacheKind, KVStore, OwnCache
 from kvinterp.models.facts import ModelInfo
@@ -245,7 +245,6 @@ class Adapter(Attaching):
         """Whether a site is worked out beside a kernel that does not show it: it can be recorded, and not be patched."""
         return False
 
-    @returning("the tokenizer's code")
     def encode(self, text: str) -> list[int]:
         """Token ids of a prompt, with the special tokens the tokenizer puts in front.
 
@@ -279,7 +278,6 @@ class Adapter(Attaching):
                 )
             length *= 4
 
-    @returning("the tokenizer's code")
     def decode(self, tokens: Sequence[int]) -> str:
         """Text of token ids; the ids themselves where there is no tokenizer."""
         return " ".join(map(str, tokens)) if self.tokenizer is None else self.tokenizer.decode(list(tokens))

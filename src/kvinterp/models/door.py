@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from kvinterp.errors import InputError, KvinterpError, UnsupportedError, check_docstrings, returning, shown
+from kvinterp.errors import InputError, KvinterpError, UnsupportedError, check_docstrings, shown
 from kvinterp.models.checkpoint import check_config, check_files, read_object, reason
 from kvinterp.models.finding import reach
 from kvinterp.models.gguf_file import as_given, header_of, is_gguf
@@ -210,12 +210,11 @@ def loading(name: str, part: str = "", config: Any = None) -> Iterator[None]:
 
     Raises:
         InputError: In the place of anything that is no error of kvinterp's own.
-        UnsupportedError: The model's code left the process.
     """
     try:
         check_docstrings()
         entries = {} if config is None else config.to_dict()
-        with returning("the model's code"), quiet_transformers(), explained(entries, f"the config of {shown(name)}"):
+        with quiet_transformers(), explained(entries, f"the config of {shown(name)}"):
             yield
     except (KvinterpError, KeyboardInterrupt, GeneratorExit):
         raise

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from kvinterp.errors import InputError, KvinterpError, UnsupportedError, returning, shown
+from kvinterp.errors import InputError, KvinterpError, UnsupportedError, shown
 from kvinterp.models.checkpoint import reason, stored_tensors
 from kvinterp.models.door import too_large
 from kvinterp.models.gguf_file import is_gguf
@@ -143,7 +143,6 @@ def _not_finite(tensor: torch.Tensor) -> str:
     return "NaN" if bool(ends.isnan().any()) else "Inf" if bool(ends.isinf().any()) else ""
 
 
-@returning("the model's code")
 @torch.no_grad()
 def check_runs(adapter: Any, given: bool = False) -> None:
     """Runs two tokens once, so that a model that cannot run at all is one sentence here and no traceback later.

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 
 import torch
 
-from kvinterp.errors import InputError, returning
+from kvinterp.errors import InputError
 from kvinterp.models.adapter import Adapter
 
 SMALL = 5_000_000
@@ -47,15 +47,14 @@ def threads_for(adapter: Adapter) -> int:
 def own_threads(adapter: Adapter) -> Iterator[None]:
     """Runs what is inside with the threads this model is run with, and with no other thread's hooks on it.
 
-    Every verb comes in here, so this is also where the model is asked once whether it was changed since the last, and where
-    its code may not leave.
+    Every verb comes in here, so this is also where the model is asked once whether it was changed since the last.
 
     Raises:
         InputError: Another thread has the model, in a context that its user left open.
-        UnsupportedError: A part of the model is compiled; or its code left the process.
+        UnsupportedError: A part of the model is compiled.
     """
     wanted = threads_for(adapter)
-    with returning("the model's code"), adapter.alone():
+    with adapter.alone():
         before = torch.get_num_threads()
         try:
             if wanted != before:
