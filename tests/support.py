@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -373,30 +372,6 @@ def nothing_left(model: nn.Module, warm: Callable[[], object] = lambda: None) ->
     yield
     assert hooks_of(model) == before
     assert_bitwise(plain_forward(model, tokens), bits, "logits afterwards")
-
-
-def in_threads(works: list[Callable[[], Any]]) -> list[Any]:
-    """Runs them at once; raises the first error there was."""
-    results: dict[int, Any] = {}
-    errors: list[BaseException] = []
-    start = threading.Barrier(len(works))
-
-    def one(number: int) -> None:
-        start.wait()
-        try:
-            results[number] = works[number]()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=one, args=(number,), name=f"worker {number}") for number in range(len(works))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert not any(thread.is_alive() for thread in threads), "the threads wait for each other"
-    if errors:
-        raise errors[0]
-    return [results[number] for number in range(len(works))]
 
 
 def steps_of(tokens: list[int]) -> Iterator[Tensor]:

@@ -1,9 +1,8 @@
-"""What record and patched say when they heard nothing, and what they leave behind: errors, copies, threads, compiled code."""
+"""What record and patched say when they heard nothing, and what they leave behind: errors, copies, compiled code."""
 
 from __future__ import annotations
 
 import copy
-import logging
 from typing import Any
 
 import pytest
@@ -17,7 +16,6 @@ from support import (
     bare_hooked_transformer,
     cases,
     hooks_of,
-    in_threads,
     nothing_left,
     plain_forward,
 )
@@ -133,7 +131,7 @@ def test_a_forward_that_was_cut_off_is_no_step(load: Any, case: Case, error: typ
     assert {len(kept) for kept in seen.kept.values()} == {2}
 
 
-# Contexts, copies and threads -------------------------------------------------------------------------------------------
+# Contexts and copies ----------------------------------------------------------------------------------------------------
 
 
 @cases(KINDS)
@@ -171,46 +169,6 @@ def test_a_deep_copy_inside_is_another_model(load: Any, case: Case) -> None:
         assert {place: len(kept) for place, kept in hooks_of(copied).items()} == {
             place: len(kept) for place, kept in before.items()
         }
-
-
-@cases(KINDS)
-def test_another_thread_runs_the_model_as_it_is(load: Any, case: Case, caplog: Any) -> None:
-    """A plain forward of another thread got patched logits, and was recorded as one of this thread's."""
-    adapter = load(case)
-    model = adapter.model
-    sites = SITES if case.attention == "sdpa" else f"{SITES},pattern"
-    donor = kv.run(adapter, PROMPT[::-1], "recompute", record="resid_post", positions="all", max_new_tokens=1)
-    patch = kv.Patch("resid_post", (0,), donor=donor)
-    with torch.no_grad(), nothing_left(model):
-        plain = plain_forward(model, TOKENS)
-        with caplog.at_level(logging.WARNING, "kvinterp"), kv.patched(model, patch), kv.record(model, sites) as seen:
-            [theirs] = in_threads([lambda: plain_forward(model, TOKENS)])
-            assert_bitwise(theirs, plain, "logits in the other thread")
-            assert not torch.equal(plain_forward(model, TOKENS), plain)
-        assert len(seen.kept["resid_post", 0]) == 1
-        assert "1 forwards of" in caplog.text
-        assert "worker 0" in caplog.text
-        for opened in (lambda: kv.record(model, sites), lambda: kv.patched(model, patch)):
-            with pytest.raises(kv.InputError, match="ran in another thread \\('worker 0'\\)"), opened():
-                in_threads([lambda: plain_forward(model, TOKENS)])
-
-
-@cases(KINDS)
-def test_another_thread_may_not_hook_a_model_that_is_open_here(load: Any, case: Case) -> None:
-    adapter = load(case)
-    model = adapter.model
-
-    def recorded() -> None:
-        with kv.record(model, SITES):
-            model(TOKENS)
-
-    with torch.no_grad(), nothing_left(model):
-        with kv.record(model, SITES):
-            model(TOKENS)
-            for work in (recorded, lambda: kv.run(model, PROMPT, max_new_tokens=1)):
-                with pytest.raises(kv.InputError, match=r"in use by the thread 'MainThread', which has kv\.record open"):
-                    in_threads([work])
-        in_threads([recorded])
 
 
 # What cannot be heard --------------------------------------------------------------------------------------------------

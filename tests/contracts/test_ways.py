@@ -16,7 +16,7 @@ from torch import Tensor
 
 import kvinterp as kv
 from kvinterp.models import Adapter
-from support import PROMPT, Case, assert_bitwise, cases, in_threads, nothing_left, plain_forward
+from support import PROMPT, Case, assert_bitwise, cases, nothing_left, plain_forward
 
 KINDS = [
     Case("llama-gqa", "hooked"), Case("llama-gqa", "bridge"), Case("llama-gqa", "native", "eager"),
@@ -290,20 +290,6 @@ def test_run_before_within_and_behind_every_way(load: Any, case: Case, way: Way)
         with pytest.raises(kv.InputError, match="began within another one"), kv.record(model, "resid_post"):
             way.run(model, TOKENS)
         handle.remove()
-
-
-@cases(KINDS)
-def test_run_in_another_thread_and_in_turns(load: Any, case: Case) -> None:
-    """Two threads on one model ended in errors, in up to 31 hooks left, and once in a model that ran no more."""
-    adapter = load(case)
-    told = {"record": "resid_post,kv", "max_new_tokens": 3, "stop": "length", "logits": "keep"}
-    jobs = [(prompt, path) for prompt in (PROMPT, PROMPT[::-1]) for path in ("cached", "recompute")]
-    with nothing_left(adapter.model):
-        wanted = [kv.run(adapter, prompt, path, **told) for prompt, path in jobs]
-        found = in_threads([lambda p=prompt, q=path: kv.run(adapter.model, p, q, **told) for prompt, path in jobs])
-    for one, other in zip(found, wanted, strict=True):
-        assert one.tokens == other.tokens
-        assert_bitwise(one.logits, other.logits, "logits")
 
 
 @cases(KINDS[:3])

@@ -78,7 +78,7 @@ def judge_given(
     check_callable("tell", tell)
     allow = allowed(allow)
     check_paths(adapter, paths)
-    with adapter.alone("kv.audit"), adapter.unchanged(), torch.no_grad():
+    with adapter.unchanged(), torch.no_grad():
         return _Judge(adapter, paths, _declared(paths, declared), seed, tell).verdict(allow)
 
 

@@ -93,7 +93,7 @@ def given_tables(
         raise InputError(f"file {str(file)!r}: {why} Give log-probs.")
     dtypes, left, pairs = [dtype if ours is None else ours.dtype or str(adapter.dtype)], Counter[str](), []
     dtypes.append(str(adapter.dtype) if dtypes == ["float64"] else "float64")
-    with adapter.alone("kv.compare_given"), adapter.unchanged(), torch.no_grad():
+    with adapter.unchanged(), torch.no_grad():
         for each in paths:
             begun, every, choices = _ours(adapter, each, ours, dtype)
             if choices is not None:

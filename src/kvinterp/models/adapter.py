@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from kvinterp.data.tokenizing import ids_of
 from kvinterp.errors import InputError, UnsupportedError, unknown
-from kvinterp.models.attaching import Attaching
+from kvinterp.models.attaching import Attaching, check_uncompiled
 from kvinterp.models.caches import CacheKind, KVStore, OwnCache
 from kvinterp.models.facts import ModelInfo
 from kvinterp.models.hooks import remove_own_hooks
@@ -199,7 +199,13 @@ class Adapter(Attaching):
 
     @contextlib.contextmanager
     def unchanged(self) -> Iterator[None]:
-        """Asks once whether the model was changed since it was last looked at; what runs inside relies on the answer."""
+        """Asks once whether the model was changed since it was last looked at; what runs inside relies on the answer.
+
+        Raises:
+            UnsupportedError: A part of the model is compiled.
+        """
+        if not self._relying:
+            check_uncompiled(self.model, self.facts.name)
         self._look()
         self._relying += 1
         try:

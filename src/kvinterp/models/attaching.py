@@ -1,18 +1,13 @@
 """How an adapter's hooks are attached, who hears them, and how a forward begins in the middle.
 
-Hooks belong to modules, and modules to every thread. Two runs at once would hear and patch each other's forwards, and take
-off hooks that the other still needs. So whatever hooks a model holds it while it does. Work that ends by itself (``run``,
-``compare``, a sweep) waits for its turn. What stays open for as long as its user likes (``record``, ``patched``) is not waited
-for, since its user may be waiting for this thread: that is an error which says so. A thread that only runs the model needs
-no turn: no hook of another thread's hears or changes what it computes.
+Hooks belong to modules: what hooks a model hears every forward of it, whichever thread runs it. Threads that use verbs at once
+need a model each.
 """
 
 from __future__ import annotations
 
 import abc
 import contextlib
-import threading
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -26,63 +21,6 @@ Site = tuple[str, int]
 """A site's name and the layer."""
 
 Listener = Callable[[Tensor], "Tensor | None"]
-_HOLDS: weakref.WeakKeyDictionary[nn.Module, Hold] = weakref.WeakKeyDictionary()
-_MAKING = threading.Lock()
-
-
-def hold_of(blocks: nn.Module) -> Hold:
-    """The hold on a model, by its list of blocks: whatever wraps the same blocks is the same model."""
-    with _MAKING:
-        return _HOLDS.setdefault(blocks, Hold())
-
-
-class Hold:
-    """Which thread has a model, and what it has open."""
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._open: dict[object, str] = {}
-        self._thread: threading.Thread | None = None
-
-    def mine(self) -> bool:
-        """Whether the thread that asks is the one that has the model."""
-        return self._thread is threading.current_thread()
-
-    @contextlib.contextmanager
-    def taken(self, name: str, context: str = "") -> Iterator[None]:
-        """Takes the model for this thread, again and again if it likes.
-
-        Args:
-            name: The model's name, for the message.
-            context: What its user leaves open, such as ``"kv.record"``; empty for work that ends by itself.
-
-        Raises:
-            InputError: Another thread has such a context open.
-        """
-        token, me = object(), threading.current_thread()
-        with self._changed:
-            while self._open and self._thread is not None and self._thread is not me:
-                theirs = next(filter(None, self._open.values()), None)
-                if theirs is not None:
-                    raise InputError(
-                        f"{name} is in use by the thread {self._thread.name!r}, which has {theirs} open: leave that first, or "
-                        "give each thread a model of its own (copy.deepcopy(model))."
-                    )
-                if not self._thread.is_alive():
-                    break
-                # Not for ever: a thread may end without saying so.
-                self._changed.wait(1.0)
-            if self._thread is not me:
-                self._open.clear()
-            self._thread = me
-            self._open[token] = context
-        try:
-            yield
-        finally:
-            with self._changed:
-                if self._open.pop(token, None) is not None and not self._open:
-                    self._thread = None
-                self._changed.notify_all()
 
 
 class Attaching(abc.ABC):
@@ -111,26 +49,8 @@ class Attaching(abc.ABC):
         """Whether the model computes the same in training mode."""
         return False
 
-    @property
-    def hold(self) -> Hold:
-        """Which thread has the model."""
-        return hold_of(self.blocks)
-
     @contextlib.contextmanager
-    def alone(self, context: str = "") -> Iterator[None]:
-        """Keeps other threads from hooking the model; ``context`` and what is raised as for :meth:`Hold.taken`.
-
-        Raises:
-            UnsupportedError: The model, or a part of it, is compiled, so that it runs no hook.
-        """
-        with self.hold.taken(self.facts.name, context):
-            # A verb asks at its door: each of its forwards would walk through every module again.
-            if not self._relying:
-                _check_uncompiled(self.model, self.facts.name)
-            yield
-
-    @contextlib.contextmanager
-    def attached(self, places: Sequence[Site], context: str = "", rank: int = 0) -> Iterator[None]:
+    def attached(self, places: Sequence[Site], rank: int = 0) -> Iterator[None]:
         """Hooks the places once, for as long as the context lasts; :meth:`listening` says who hears them.
 
         Every hook goes through torch's own handles, so leaving the context, by an exception too, removes exactly the
@@ -138,35 +58,35 @@ class Attaching(abc.ABC):
 
         Args:
             places: Sites and layers.
-            context: As for :meth:`alone`.
             rank: As for :meth:`listening`.
 
         Raises:
-            InputError: Another thread has the model, or a part of it is in training mode.
+            InputError: A part of the model is in training mode.
             UnsupportedError: A part of the model is compiled.
         """
+        # A verb asks at its door: each of its forwards would walk through every module again.
+        if not self._relying:
+            check_uncompiled(self.model, self.facts.name)
+        if not self.alike_in_training and not self._evaluating:
+            _check_evaluating(self.model, self.facts.name)
+            self._evaluating = self._relying > 0
         mine: list[tuple[Site, int]] = []
-        hold = self.hold
-        with self.alone(context):
-            if not self.alike_in_training and not self._evaluating:
-                _check_evaluating(self.model, self.facts.name)
-                self._evaluating = self._relying > 0
-            try:
-                for place in dict.fromkeys(places):
-                    # What is put on heads reaches their sum alone, and so no second hook.
-                    key = place, rank if rank and self.tap(*place).side != "heads" else 0
-                    if key not in self._attachments:
-                        tap = self.tap(*place)
-                        self._attachments[key] = [0, self._attach(*key, tap, hold), tap.module]
-                    self._attachments[key][0] += 1
-                    mine.append(key)
-                yield
-            finally:
-                for key in mine:
-                    self._attachments[key][0] -= 1
-                    if not self._attachments[key][0]:
-                        for handle in self._attachments.pop(key)[1]:
-                            handle.remove()
+        try:
+            for place in dict.fromkeys(places):
+                # What is put on heads reaches their sum alone, and so no second hook.
+                key = place, rank if rank and self.tap(*place).side != "heads" else 0
+                if key not in self._attachments:
+                    tap = self.tap(*place)
+                    self._attachments[key] = [0, self._attach(*key, tap), tap.module]
+                self._attachments[key][0] += 1
+                mine.append(key)
+            yield
+        finally:
+            for key in mine:
+                self._attachments[key][0] -= 1
+                if not self._attachments[key][0]:
+                    for handle in self._attachments.pop(key)[1]:
+                        handle.remove()
 
     @contextlib.contextmanager
     def listening(self, listeners: Mapping[Site, Sequence[Listener]], rank: int = 0) -> Iterator[None]:
@@ -211,13 +131,12 @@ class Attaching(abc.ABC):
             outputs: What each block before it returned on the same tokens, as the block itself returns it.
         """
         skipped = list(self.blocks)[:layer]
-        hold = self.hold
         # Libraries that spread a model over devices put a forward of their own there, which must come back.
         before = [block.__dict__.get("forward") for block in skipped]
         try:
             for block, output in zip(skipped, outputs, strict=False):
                 # Straight into __dict__: a bridge's blocks pass attributes that are set on to what they wrap.
-                block.__dict__["forward"] = _returning(output, block.forward, hold)
+                block.__dict__["forward"] = _returning(output)
             yield
         finally:
             for block, forward in zip(skipped, before, strict=True):
@@ -233,9 +152,7 @@ class Attaching(abc.ABC):
                 if isinstance(handle, Closing):
                     handle.remove()
 
-    def _attach(self, place: Site, rank: int, tap: Tap, hold: Hold) -> list[Any]:
-        mine = hold.mine
-
+    def _attach(self, place: Site, rank: int, tap: Tap) -> list[Any]:
         def rows() -> str:
             heard = self._listeners[rank].get(place, ())
             newest = all(getattr(listener, "newest_row", False) for listener in heard)
@@ -243,12 +160,12 @@ class Attaching(abc.ABC):
 
         def emit(raw: Tensor) -> Tensor | None:
             changed: Tensor | None = None
-            for listener in self._listeners[rank].get(place, ()) if mine() else ():
+            for listener in self._listeners[rank].get(place, ()):
                 new = listener(tap.get(raw) if changed is None else changed)
                 changed = changed if new is None else new
             return None if changed is None else tap.put(raw, changed)
 
-        return tap_hooks(tap, place[0], emit, mine, rows, rank)
+        return tap_hooks(tap, place[0], emit, rows, rank)
 
 
 def _together(heard: Sequence[Mapping[Site, Sequence[Listener]]]) -> Mapping[Site, Sequence[Listener]]:
@@ -258,11 +175,8 @@ def _together(heard: Sequence[Mapping[Site, Sequence[Listener]]]) -> Mapping[Sit
     return {place: [one for listeners in heard for one in listeners.get(place, ())] for place in places}
 
 
-def _returning(kept: Any, forward: Callable[..., Any], hold: Hold) -> Callable[..., Any]:
-    def returned(*args: Any, **kwargs: Any) -> Any:
-        return kept if hold.mine() else forward(*args, **kwargs)
-
-    return returned
+def _returning(kept: Any) -> Callable[..., Any]:
+    return lambda *_, **__: kept
 
 
 # Whether a model computes what its hooks will see ---------------------------------------------------------------------
@@ -278,7 +192,7 @@ def _check_evaluating(model: nn.Module, name: str) -> None:
         )
 
 
-def _check_uncompiled(model: nn.Module, name: str) -> None:
+def check_uncompiled(model: nn.Module, name: str) -> None:
     """Raises UnsupportedError where any part was compiled in place: what Dynamo compiled runs no hook that came later.
 
     By ``module.compile()`` or ``module.forward = torch.compile(module.forward)``.

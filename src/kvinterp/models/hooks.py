@@ -10,7 +10,6 @@ import dataclasses
 import functools
 import inspect
 import sys
-import threading
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -180,7 +179,6 @@ def tap_hooks(
     tap: Tap,
     site: str,
     emit: Callable[[Tensor], Tensor | None],
-    mine: Callable[[], bool] = lambda: True,
     rows: Callable[[], str] = lambda: "all",
     rank: int = 0,
 ) -> list[Any]:
@@ -190,21 +188,20 @@ def tap_hooks(
         tap: Where the site is.
         site: Its name.
         emit: Called with the raw tensor.
-        mine: Whether the thread that runs the module is the one that hears it.
         rows: Of what is derived, whether ``"all"`` query positions are wanted, the ``"newest"`` alone, or ``"none"``.
         rank: As of :func:`own_hook`.
     """
     if tap.side == "softmax":
-        return _mode_hooks(tap.module, lambda _: _softmax(site, emit), mine, rank)
+        return _mode_hooks(tap.module, lambda _: _softmax(site, emit), rank)
     if tap.side == "fused":
         mode = _fused(site, tap.heads or 0, emit, rows)
         if _asks_interface(tap.module):
-            return [_around_attention(tap.module, mode, mine)]
-        return _mode_hooks(tap.module, lambda _: mode, mine, rank)
+            return [_around_attention(tap.module, mode)]
+        return _mode_hooks(tap.module, lambda _: mode, rank)
     if tap.side == "heads":
-        return _head_hooks(tap, emit, mine, rows)
+        return _head_hooks(tap, emit, rows)
     if tap.side == "routing":
-        return _mode_hooks(tap.module, lambda given: _routing(site, tap.experts, given.shape[:-1], emit), mine, rank)
+        return _mode_hooks(tap.module, lambda given: _routing(site, tap.experts, given.shape[:-1], emit), rank)
     if tap.side == "input":
         return [own_hook(tap.module, stream_hook(emit), "input", rank=rank)]
 
@@ -345,9 +342,8 @@ def _replayed(given: Tensor, own: Tensor, new: Tensor) -> Any:
     return torch.return_types.topk((given.gather(-1, chosen), chosen))
 
 
-_AROUND: dict[int, list[tuple[Functions, Callable[[], bool]]]] = {}
-"""By module, what is entered around its attention function, and whether the thread that runs it hears it."""
-_CHANGING = threading.Lock()
+_AROUND: dict[int, list[Functions]] = {}
+"""By module, what is entered around its attention function."""
 _INSIDE: set[int] = set()
 
 
@@ -359,32 +355,29 @@ def _asks_interface(module: nn.Module) -> bool:
     return asked is not None and "ALL_ATTENTION_FUNCTIONS" in names and asked["sdpa"] is type(asked)()["sdpa"]
 
 
-def _around_attention(module: nn.Module, mode: Functions, mine: Callable[[], bool]) -> Any:
+def _around_attention(module: nn.Module, mode: Functions) -> Any:
     """Enters a mode around a module's attention function alone, of whose calls of torch SDPA is one of a few; how to undo it."""
     from transformers import AttentionInterface
 
-    entry = mode, mine
-    with _CHANGING:
-        if not _AROUND:
-            AttentionInterface.register("sdpa", functools.partial(_attention, AttentionInterface()["sdpa"]))
-        _AROUND.setdefault(id(module), []).append(entry)
+    if not _AROUND:
+        AttentionInterface.register("sdpa", functools.partial(_attention, AttentionInterface()["sdpa"]))
+    _AROUND.setdefault(id(module), []).append(mode)
 
     def undo() -> None:
-        with _CHANGING:
-            _AROUND[id(module)].remove(entry)
-            if not _AROUND[id(module)]:
-                del _AROUND[id(module)]
-            now = AttentionInterface()["sdpa"]
-            # A user may have put another there meanwhile.
-            if not _AROUND and getattr(now, "func", None) is _attention:
-                AttentionInterface.register("sdpa", now.args[0])
+        _AROUND[id(module)].remove(mode)
+        if not _AROUND[id(module)]:
+            del _AROUND[id(module)]
+        now = AttentionInterface()["sdpa"]
+        # A user may have put another there meanwhile.
+        if not _AROUND and getattr(now, "func", None) is _attention:
+            AttentionInterface.register("sdpa", now.args[0])
 
     return types.SimpleNamespace(remove=undo)
 
 
 def _attention(own: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """What transformers runs, within the modes of the module that calls it."""
-    around = [mode for mode, mine in _AROUND.get(id(module), ()) if mine()]
+    around = _AROUND.get(id(module), ())
     # A user's function that was put there meanwhile may have kept this one, and call it within another of the same.
     if not around or id(module) in _INSIDE:
         return own(module, *args, **kwargs)
@@ -399,7 +392,6 @@ def _attention(own: Callable[..., Any], module: nn.Module, *args: Any, **kwargs:
 def _mode_hooks(
     module: nn.Module,
     made: Callable[[Any], contextlib.AbstractContextManager[Any]],
-    mine: Callable[[], bool],
     rank: int = 0,
 ) -> list[Any]:
     """Enters a mode around one module, inside which alone scores and pattern, or a router's choice, can be seen."""
@@ -410,23 +402,18 @@ def _mode_hooks(
             open_modes.pop().__exit__(None, None, None)
 
     def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if mine():
-            mode = made(args[0] if args else kwargs.get(_named_stream(kwargs)))
-            mode.__enter__()
-            open_modes.append(mode)
+        mode = made(args[0] if args else kwargs.get(_named_stream(kwargs)))
+        mode.__enter__()
+        open_modes.append(mode)
 
     def leave(*_: Any) -> None:
-        # Torch keeps modes by thread: another one's forward has none open here.
-        if mine():
-            close()
+        close()
 
     around = own_hook(module, enter, "input", rank=rank), own_hook(module, leave, "output", always_call=True, rank=rank)
     return [*around, Closing(close)]
 
 
-def _head_hooks(
-    tap: Tap, emit: Callable[[Tensor], Tensor | None], mine: Callable[[], bool], rows: Callable[[], str]
-) -> list[Any]:
+def _head_hooks(tap: Tap, emit: Callable[[Tensor], Tensor | None], rows: Callable[[], str]) -> list[Any]:
     """Shows what each head adds to an output projection's sum, made beside it; what is put there is added as it differs."""
     seen: list[Tensor] = []
     source = tap.z
@@ -442,7 +429,7 @@ def _head_hooks(
             handle.remove()
 
     def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        if not mine() or (wanted := rows()) == "none":
+        if (wanted := rows()) == "none":
             return None
         z = seen.pop() if source is not None else args[0] if args else kwargs["input"]
         z = z if z.dim() == 4 else z.unflatten(-1, (tap.heads, -1))
@@ -452,7 +439,7 @@ def _head_hooks(
         new = emit(heads)
         return None if new is None else put_first(output, first_of(output) + (new - heads).sum(2))
 
-    around = [] if source is None else _mode_hooks(tap.module, lambda _: hears_z(source), mine)
+    around = [] if source is None else _mode_hooks(tap.module, lambda _: hears_z(source))
     return [*around, own_hook(tap.module, after, "output")]
 
 

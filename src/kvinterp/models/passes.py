@@ -11,9 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import logging
 import sys
-import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -23,8 +21,6 @@ from kvinterp.errors import InputError
 from kvinterp.models.adapter import Adapter
 from kvinterp.models.attaching import Site
 from kvinterp.models.hooks import BEHIND, own_hook
-
-log = logging.getLogger("kvinterp")
 
 
 class WatchesPasses:
@@ -62,21 +58,18 @@ class Passes:
     Attributes:
         count: Passes that ended.
         cut: Passes that were cut off.
-        elsewhere: Passes that other threads began, which are not told of, by the thread's name.
     """
 
     def __init__(self, adapter: Adapter, watcher: WatchesPasses, context: str, places: Collection[Site] = ()) -> None:
         self.adapter, self.watcher, self.context = adapter, watcher, context
         self._embeds, self._held, self._embedded = ("embed", 0) in places, 0, False
         self.count = self.cut = 0
-        self.elsewhere: dict[str, int] = {}
         self._ran: list[int] | None = None
         self._inside: int | None = None
         self._undo: Callable[[], None] | None = None
         self._errors: BaseException | None = None
         self._before: tuple[int, BaseException | None] = (0, None)
         self._last = adapter.facts.layers - 1
-        self._mine = adapter.hold.mine
 
     @contextlib.contextmanager
     def heard(self) -> Iterator[None]:
@@ -102,8 +95,6 @@ class Passes:
         finally:
             for handle in handles:
                 handle.remove()
-        if self.count and self.elsewhere:
-            log.warning("%s of %s: %s", self.context, self.adapter.facts.name, self._said_of_others())
 
     @property
     def silent(self) -> bool:
@@ -112,27 +103,12 @@ class Passes:
 
     def silence(self) -> str:
         """Why no pass was heard, and what to do."""
-        name = self.adapter.facts.name
-        if self.elsewhere:
-            return self._said_of_others()
         return (
-            f"no forward of {name} ran in it. Run this very model inside: a copy of it, a run in another dtype (which runs on a "
-            "copy), and code that torch.compile compiled before are not heard."
-        )
-
-    def _said_of_others(self) -> str:
-        threads = ", ".join(map(repr, self.elsewhere))
-        return (
-            f"{sum(self.elsewhere.values())} forwards of {self.adapter.facts.name} ran in another thread ({threads}), and only "
-            f"those of the thread that opened it are heard: open {self.context} in the thread that runs the model."
+            f"no forward of {self.adapter.facts.name} ran in it. Run this very model inside: a copy of it, a run in another "
+            "dtype (which runs on a copy), and code that torch.compile compiled before are not heard."
         )
 
     def _enter(self, layer: int, _: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        if not self._mine():
-            if layer == 0:
-                thread = threading.current_thread().name
-                self.elsewhere[thread] = self.elsewhere.get(thread, 0) + 1
-            return
         if self._inside is not None or (self._ran and layer <= self._ran[-1]):
             self._check_alone()
             self._settle()
@@ -160,7 +136,7 @@ class Passes:
             self.watcher.pass_begins(0 if stream is None else stream.shape[1], held)
 
     def _embed(self, _: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        if self._mine() and self._inside is None:
+        if self._inside is None:
             self._settle()
             self._embedded = True
             self._begin(args, kwargs, self._held)
@@ -180,7 +156,7 @@ class Passes:
             )
 
     def _leave(self, layer: int, _: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], __: Any) -> None:
-        if not self._mine() or self._inside != layer:
+        if self._inside != layer:
             return
         self._left()
         error = sys.exc_info()[1]
@@ -197,16 +173,13 @@ class Passes:
                 self._settle()
 
     def _called(self, _: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        if self._mine():
-            self._before = self.count, sys.exc_info()[1]
-            # Before the first block too, whose own hooks torch takes up as it is called.
-            self.adapter.put_last_hooks_last()
-            if self._embeds:
-                self._held = self.adapter.cached_length(self.adapter.call_cache(args, kwargs))
+        self._before = self.count, sys.exc_info()[1]
+        # Before the first block too, whose own hooks torch takes up as it is called.
+        self.adapter.put_last_hooks_last()
+        if self._embeds:
+            self._held = self.adapter.cached_length(self.adapter.call_cache(args, kwargs))
 
     def _returned(self, *_: Any) -> None:
-        if not self._mine():
-            return
         self._held = 0
         (count, handled), error = self._before, sys.exc_info()[1]
         if error is None or error is handled:

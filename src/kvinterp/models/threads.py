@@ -45,22 +45,20 @@ def threads_for(adapter: Adapter) -> int:
 
 @contextlib.contextmanager
 def own_threads(adapter: Adapter) -> Iterator[None]:
-    """Runs what is inside with the threads this model is run with, and with no other thread's hooks on it.
+    """Runs what is inside with the threads this model is run with.
 
     Every verb comes in here, so this is also where the model is asked once whether it was changed since the last.
 
     Raises:
-        InputError: Another thread has the model, in a context that its user left open.
         UnsupportedError: A part of the model is compiled.
     """
     wanted = threads_for(adapter)
-    with adapter.alone():
-        before = torch.get_num_threads()
-        try:
-            if wanted != before:
-                torch.set_num_threads(wanted)
-            with adapter.unchanged():
-                yield
-        finally:
-            if wanted != before:
-                torch.set_num_threads(before)
+    before = torch.get_num_threads()
+    try:
+        if wanted != before:
+            torch.set_num_threads(wanted)
+        with adapter.unchanged():
+            yield
+    finally:
+        if wanted != before:
+            torch.set_num_threads(before)

@@ -141,7 +141,7 @@ def _run(adapter: Adapter, rows: int, listeners: dict[Any, Any]) -> Tensor:
     """One forward of a token a row, in which the listeners replace what they hear."""
     tokens = torch.zeros(rows, 1, dtype=torch.long, device=adapter.device)
     heard = {place: [listener] for place, listener in listeners.items()}
-    with own_threads(adapter), adapter.alone("kv.logit_lens"), adapter.attached(list(heard)), adapter.listening(heard):
+    with own_threads(adapter), adapter.attached(list(heard)), adapter.listening(heard):
         return adapter.forward(tokens)
 
 

@@ -38,8 +38,8 @@ def patched(model: Any, patches: Patch | Iterable[Patch]) -> Iterator[PatchHook]
         patches: Patches that each carry a donor trace, which recorded every step that is patched.
 
     Raises:
-        InputError: A patch does not fit the model or its donor, several prompts are run at once, a patch moved nothing
-            until the end, or another thread has the model.
+        InputError: A patch does not fit the model or its donor, several prompts are run at once, or a patch moved nothing
+            until the end.
         UnsupportedError: The model cannot be patched there, or a part of it is compiled.
 
     A patch that wrote nothing but the values that were there already is said by a warning of the logger ``kvinterp``.
@@ -56,13 +56,12 @@ def patched(model: Any, patches: Patch | Iterable[Patch]) -> Iterator[PatchHook]
         check_instance("patches", patch, Patch, expected)
         if patch.donor is None:
             raise InputError(f"the patch of {patch.site!r} has no donor: give Patch(..., donor=trace).")
-    with adapter.alone(CONTEXT):
-        hook = PatchHook(adapter, given, every_from=0)
-        patching = _Patching(adapter, hook)
-        passes = Passes(adapter, patching, CONTEXT, hook.places)
-        listeners = {place: [heard] for place, heard in hook.listeners.items()}
-        with adapter.attached(hook.places, CONTEXT), adapter.listening(listeners), passes.heard():
-            yield hook
+    hook = PatchHook(adapter, given, every_from=0)
+    patching = _Patching(adapter, hook)
+    passes = Passes(adapter, patching, CONTEXT, hook.places)
+    listeners = {place: [heard] for place, heard in hook.listeners.items()}
+    with adapter.attached(hook.places), adapter.listening(listeners), passes.heard():
+        yield hook
     if passes.silent:
         raise InputError(f"{CONTEXT} changed nothing: {passes.silence()}")
     for patch, moved, changed in zip(given, hook.moved, hook.changed, strict=True):

@@ -31,7 +31,7 @@ def record(
     Passes are counted where the model computes, not where it is called: ``model(...)``, ``model.forward(...)``, ``generate``
     (a step a forward, whatever it decodes with), ``run_with_hooks``, ``run_with_cache`` and a decoder inside the model are
     all heard. A forward that an error or an interruption cuts off is no step, and leaves nothing in what is kept. Every
-    forward of the thread that opened it is heard until it is left, whoever runs it; those of other threads are not.
+    forward is heard until it is left, whoever runs it.
 
     It shows what the model goes on with: it hears behind all patches, and behind hooks of the user's own that are on the same
     module when the forward begins, whichever was opened first.
@@ -50,8 +50,7 @@ def record(
         The recorder; ``recorder["resid_post", 3]`` is a tensor, of several forwards stacked; ``.kept`` has each.
 
     Raises:
-        InputError: No forward was heard until it was left, or one did not run a layer that was asked for, or another
-            thread has the model.
+        InputError: No forward was heard until it was left, or one did not run a layer that was asked for.
         UnsupportedError: The model cannot give a site, or a part of it is compiled.
 
     Example:
@@ -60,16 +59,11 @@ def record(
         >>> seen["pattern", 0].shape  # doctest: +SKIP
     """
     adapter = wrap(model)
-    with adapter.alone(CONTEXT):
-        recorder = Recorder(adapter, sites, layers, heads, kv_heads, None, positions)
-        passes = Passes(adapter, _Recording(adapter, recorder), CONTEXT, recorder.places)
-        listeners = {place: [heard] for place, heard in recorder.listeners.items()}
-        with (
-            adapter.attached(recorder.places, CONTEXT, LAST),
-            adapter.listening(listeners, LAST),
-            passes.heard(),
-        ):
-            yield recorder
+    recorder = Recorder(adapter, sites, layers, heads, kv_heads, None, positions)
+    passes = Passes(adapter, _Recording(adapter, recorder), CONTEXT, recorder.places)
+    listeners = {place: [heard] for place, heard in recorder.listeners.items()}
+    with adapter.attached(recorder.places, LAST), adapter.listening(listeners, LAST), passes.heard():
+        yield recorder
     if passes.silent:
         raise InputError(f"{CONTEXT} heard nothing: {passes.silence()}")
 
