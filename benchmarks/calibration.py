@@ -1,9 +1,8 @@
-"""How often intervals hold the truth and rules judge wrongly, on numbers as they really come: measured tables, resampled.
+"""How often intervals hold the truth, on numbers as they really come: measured tables, resampled.
 
 ``python benchmarks/calibration.py --measure`` compares two models of the zoo and, where it was fetched, a real one, over many
 prompts, and keeps what it measured a prompt and step. ``python benchmarks/calibration.py`` takes the prompts of each as a whole
-population, draws studies of 5, 12 and 40 prompts from it, and counts: how often an interval holds the population's value, and how
-often a rule whose bound stands on that value says "holds" or "does not hold", each of which would be false.
+population, draws studies of 5, 12 and 40 prompts from it, and counts how often an interval holds the population's value.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ from scipy import stats
 from kvinterp import metrics
 from kvinterp.metrics.statistics import mean_error
 from kvinterp.models.provenance import machine
-from kvinterp.study.claims import base
 
 HERE = Path(__file__).parent
 SIZES = (5, 12, 40)
@@ -36,8 +34,6 @@ MODELS = {
 """Each with its dtype, prompts and steps."""
 RESAMPLES = 400
 """Of the intervals that resample on their own."""
-LEVEL = 0.05
-SHUFFLE = np.random.default_rng(0)
 BEGINS, ENDS = "<!-- calibration -->\n", "<!-- end of calibration -->"
 
 
@@ -145,71 +141,6 @@ def _boot(values: np.ndarray) -> tuple[float, float, float]:
     ).confidence_interval
 
 
-def rules() -> dict[str, tuple[str, Callable[[pd.DataFrame], float], Callable[[pd.DataFrame, float], base.Found]]]:
-    """What claims are judged by: the column, the number that the rule is about, and the rule with its bound on that number."""
-
-    def by(rows: pd.DataFrame, column: str) -> pd.Series:
-        return rows.groupby("prompt")[column].mean()
-
-    def ratios(rows: pd.DataFrame) -> pd.Series:
-        both = rows.groupby("prompt")[["error_K", "error_V"]].mean()
-        return (both["error_K"] / both["error_V"]).dropna()
-
-    def middle(values: pd.Series) -> float:
-        return float(np.median(values))
-
-    return {
-        "KL is larger than": (
-            "kl",
-            lambda rows: middle(by(rows, "kl")),
-            lambda rows, bound: base.larger(rows["kl"], rows["prompt"], bound),
-        ),
-        "the stream's relative L2 is larger than": (
-            "relative_l2",
-            lambda rows: middle(by(rows, "relative_l2")),
-            lambda rows, bound: base.larger(rows["relative_l2"], rows["prompt"], bound),
-        ),
-        "K's error is so many times V's": (
-            "error_K",
-            lambda rows: middle(ratios(rows)),
-            lambda rows, bound: base.ratio(by(rows, "error_K"), by(rows, "error_V"), rows["prompt"].unique(), bound),
-        ),
-        "recovery is larger than": (
-            "recovery",
-            lambda rows: middle(by(rows, "recovery")),
-            lambda rows, bound: base.larger(rows["recovery"], rows["prompt"], bound),
-        ),
-        "share of prompts that flip is larger than": (
-            "flipped",
-            lambda rows: float(rows.groupby("prompt")["flipped"].max().mean()),
-            lambda rows, bound: base.larger(
-                rows.groupby("prompt")["flipped"].max(), rows["prompt"].unique(), bound, of="share"
-            ),
-        ),
-        "share of steps that flip is smaller than": (
-            "flipped",
-            lambda rows: float(by(rows, "flipped").mean()),
-            lambda rows, bound: base.smaller(rows["flipped"], rows["prompt"], bound, of="share"),
-        ),
-        "mean probability moved is larger than": (
-            "probability",
-            lambda rows: float(by(rows, "probability").mean()),
-            lambda rows, bound: base.larger(rows["probability"], rows["prompt"], bound, of="mean"),
-        ),
-        "KL and margin, shuffled over prompts, go together by more than": (
-            "kl",
-            lambda rows: 0.0,
-            lambda rows, bound: _correlated(by(rows, "kl"), by(rows, "margin_a")),
-        ),
-    }
-
-
-def _correlated(one: pd.Series, other: pd.Series) -> base.Found:
-    test = metrics.correlation(one.rank(), pd.Series(SHUFFLE.permutation(other)).rank(), resamples=1)
-    above = test.p / 2 if test.effect > 0 else 1 - test.p / 2
-    return base.Found.of(test, holds=above, fails=1 - above)
-
-
 def studies(population: pd.DataFrame, size: int, repeats: int) -> Iterator[pd.DataFrame]:
     """Studies of so many prompts, drawn with all their steps from a population; every prompt drawn counts as one."""
     groups = [part for _, part in population.groupby("prompt")]
@@ -220,7 +151,7 @@ def studies(population: pd.DataFrame, size: int, repeats: int) -> Iterator[pd.Da
 
 
 def calibrated(model: str, rows: pd.DataFrame, repeats: int, only: str = "") -> Iterator[dict[str, Any]]:
-    """A row an interval or rule and size of study."""
+    """A row an interval and size of study."""
     for name, (column, study) in intervals().items():
         if only not in name or column not in rows or rows[column].isna().all():
             continue
@@ -236,41 +167,16 @@ def calibrated(model: str, rows: pd.DataFrame, repeats: int, only: str = "") -> 
                 "intervals": int(given.sum()),
                 "held": float(held.mean()) if given.any() else None,
             }
-            yield {"model": model, "what": "interval", "name": name, **numbers}
-    for name, (column, number, rule) in rules().items():
-        if only not in name or column not in rows or rows[column].isna().all():
-            continue
-        known = rows.dropna(subset=[column])
-        truth = number(known)
-        for size in SIZES:
-            said = [_judged(rule, sample, truth) for sample in studies(known, size, repeats)]
-            shares = {verdict: said.count(verdict) / repeats for verdict in ("holds", "fails", "open")}
-            yield {"model": model, "what": "rule", "name": name, "truth": truth, "n": size, **shares}
-
-
-def _judged(rule: Callable[[pd.DataFrame, float], base.Found], rows: pd.DataFrame, bound: float) -> str:
-    try:
-        found = rule(rows, bound)
-    except base.NotTestableError:
-        return "open"
-    return "holds" if found.holds <= LEVEL else "fails" if found.fails <= LEVEL else "open"
+            yield {"model": model, "name": name, **numbers}
 
 
 def lines(rows: list[dict[str, Any]]) -> Iterator[str]:
-    """Both tables in Markdown: shares of intervals that hold, of false "holds" and false "does not", a model after another."""
-    frame = pd.DataFrame(rows)
+    """A table in Markdown: shares of intervals that hold, a model after another."""
     sizes = " | ".join(f"n = {size}" for size in SIZES)
-    for what, columns in (("interval", ["held"]), ("rule", ["holds", "fails"])):
-        yield from ("", f"| {what} | {sizes} |", "|---" * (1 + len(SIZES)) + "|")
-        for name, part in frame[frame["what"] == what].groupby("name", sort=False):
-            cells = [
-                ", ".join(
-                    " / ".join("–" if pd.isna(row[one]) else f"{row[one]:.1%}" for one in columns)
-                    for _, row in of.iterrows()
-                )
-                for _, of in part.groupby("n")
-            ]
-            yield f"| {name} | {' | '.join(cells)} |"
+    yield from ("", f"| interval | {sizes} |", "|---" * (1 + len(SIZES)) + "|")
+    for name, part in pd.DataFrame(rows).groupby("name", sort=False):
+        cells = [", ".join("–" if pd.isna(held) else f"{held:.1%}" for held in of["held"]) for _, of in part.groupby("n")]
+        yield f"| {name} | {' | '.join(cells)} |"
     yield ""
 
 
@@ -286,9 +192,7 @@ def main() -> None:
     """Measures, or resamples what was measured."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--measure", action="store_true")
-    parser.add_argument(
-        "--only", default="", help="intervals and rules with this in their name; the others are not written"
-    )
+    parser.add_argument("--only", default="", help="intervals with this in their name; the others are not written")
     parser.add_argument("--repeats", type=int, default=500)
     parser.add_argument("--tables", type=Path, default=HERE / "results" / "measured.json")
     parser.add_argument("--from", dest="kept", type=Path, help="write the page again from what was kept")
@@ -298,7 +202,7 @@ def main() -> None:
         given.tables.write_text(json.dumps({model: measure(model) for model in MODELS}) + "\n")
         return
     if given.kept:
-        write(json.loads(given.kept.read_text())["rows"], HERE.parent / "docs" / "claims.md")
+        write(json.loads(given.kept.read_text())["rows"], HERE.parent / "docs" / "statistics.md")
         return
     tables = {model: pd.DataFrame(columns) for model, columns in json.loads(given.tables.read_text()).items()}
     rows = []
@@ -307,7 +211,7 @@ def main() -> None:
     Console(width=200).print("\n".join(lines(rows)))
     if given.only:
         return
-    write(rows, HERE.parent / "docs" / "claims.md")
+    write(rows, HERE.parent / "docs" / "statistics.md")
     keep(given.out, "calibration", {"provenance": {**machine(), "repeats": given.repeats}, "rows": rows})
 
 

@@ -414,7 +414,7 @@ STORE = {
 
 def of_results(chosen: random.Random, results: Results) -> Case:
     """One file of a result is bad, and the result is read."""
-    verb = chosen.choice(["compare", "compare", "patch", "audit", "study"])
+    verb = chosen.choice(["compare", "compare", "patch", "audit", "root-cause"])
     source = results.folder(verb) / "out"
     files = sorted(
         path.name for path in source.iterdir() if path.is_file() and path.suffix in (".parquet", ".json", ".jsonl")
@@ -465,7 +465,7 @@ def _long(place: Path) -> None:
 
 PATHS = {
     "prompts": ["compare", "decompose", "behaviour", "patch", "root-cause"],
-    "out": ["compare", "audit", "kernels", "study", "behaviour"],
+    "out": ["compare", "audit", "kernels", "behaviour"],
     "junit": ["audit"],
     "config": ["audit"],
     "texts": ["chain"],

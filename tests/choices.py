@@ -393,23 +393,6 @@ VERBS: dict[str, tuple[dict[str, Any], dict[str, Changes]]] = {
             "seeds": Changes(2),
         },
     ),
-    "study": (
-        {"preset": "quick", "models": (SMALL,), "only": ("layer-drift",), **_ONE, "max_new_tokens": 4},
-        {
-            "preset": Changes("zoo", {"max_new_tokens": None, "models": (SMALL,), "kinds": ("native",)}),
-            "models": Changes((OTHER,)),
-            "kinds": Changes(("native(eager)", "native(sdpa)")),
-            "prompts": Changes("arithmetic:1:1"),
-            "strategies": Changes(("top_k(50,50.0)",)),
-            "seeds": Changes(2, {"only": ("boundary",), "strategies": ("top_p(1.0,2.0)",)}),
-            "max_new_tokens": Changes(5),
-            "dtype": Changes("float32"),
-            "device": Keeps("cpu"),
-            "only": Changes(("localisation",), {"more": ()}),
-            "more": Changes(("layer-drift.step=3", "layer-drift.kernels=split_k(2,float16)")),
-            "engine": Keeps("local"),
-        },
-    ),
     "susceptibility": (
         {"model": SMALL, **_ONE, "sizes": "0.1,1,4", "seeds": 2, "max_new_tokens": 3},
         {
@@ -482,41 +465,6 @@ REFUSED: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("audit", {"thorough": True, "checks": "none"}, "--thorough was given with --checks 'none'"),
     ("eval", {"policy": "int4", "path": "cached+int8"}, "--policy int4 and --path cached+int8 were both given"),
     ("demo", {"smoke": True, "problems": 3}, "problems=3 was given, and nothing reads it: the smallest demo has its own"),
-    (
-        "study",
-        {"only": ("root-cause",), "max_new_tokens": 3},
-        "max_new_tokens=3 was given, and nothing reads it: root-cause",
-    ),
-    ("study", {"only": ("root-cause",), "dtype": "float32"}, "dtype='float32' was given, and nothing reads it: root-cause"),
-    ("study", {"only": ("localisation",), "strategies": ("greedy",)}, "and nothing reads it: localisation takes none such"),
-    (
-        "study",
-        {"only": ("layer-drift",), "strategies": ("greedy", "top_p(1.0,2.0)")},
-        "and nothing reads it: layer-drift takes one alone",
-    ),
-    (
-        "study",
-        {"only": ("layer-drift",), "seeds": 3},
-        "seeds=3 was given, and nothing reads it: layer-drift takes none such",
-    ),
-    (
-        "study",
-        {"only": ("layer-drift",), "prompts": "arithmetic:1", "more": ("layer-drift.prompts=arithmetic:2",)},
-        "prompts='arithmetic:1' was given, and nothing reads it",
-    ),
-    (
-        "study",
-        {"only": ("layer-drift",), "kinds": ("hooked",), "more": ("layer-drift.kind=native",)},
-        "kinds=('hooked',) was given, and nothing reads it: each experiment has a kind of its own",
-    ),
-    ("study", {"only": ("layer-drift",), "more": ("boundary.above=3",)}, "'boundary.above=3' was given without boundary"),
-    (
-        "study",
-        {"more": ("boundary.above=3", "boundary.above=4")},
-        "boundary.above was set before: leave one of the two out",
-    ),
-    ("study", {"more": ("boundary.controls=3",)}, "unknown choice of boundary 'controls'"),
-    ("study", {"seeds": 0}, "seeds=0 was given: expected a whole number of at least 1"),
 )
 """Choices that are refused before a model is loaded, since nothing would read them."""
 

@@ -5,16 +5,25 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+import typer
 from typer.testing import CliRunner, Result
 
 from kvinterp.cli import app
+from kvinterp.study.experiments.registry import command_of, experiments
+
+
+def written(arguments: Sequence[str | Path]) -> list[str]:
+    """Arguments as a user writes them: before the name of a study stands ``study``."""
+    name, *rest = map(str, arguments) if arguments else ("",)
+    return [*(command_of(name) if name in experiments() else (name,)), *rest] if arguments else []
 
 
 def kvinterp(*arguments: str | Path) -> Result:
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+    return CliRunner().invoke(app, written(arguments))
 
 
 def wrong(said: str, *arguments: str | Path) -> None:
@@ -25,6 +34,14 @@ def wrong(said: str, *arguments: str | Path) -> None:
     errors = [line for line in made.stderr.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1
     assert "Traceback" not in made.stderr
+
+
+def parsed(arguments: Sequence[str]) -> Any:
+    """Arguments as the command line reads them; nothing is run."""
+    command, rest = typer.main.get_command(app), list(arguments)
+    while rest and (found := getattr(command, "commands", {}).get(rest[0])):
+        command, rest = found, rest[1:]
+    return command.make_context(command.name, rest)
 
 
 _ONE_AFTER_ANOTHER = """
@@ -70,4 +87,4 @@ def one_after_another(sources: dict[str, str], folder: Path, environment: Mappin
 
 def program(*arguments: str) -> str:
     """The source of a program that is the command line with these arguments."""
-    return f"import sys\nfrom kvinterp.cli import main\nsys.argv = {['kvinterp', *arguments]!r}\nmain()\n"
+    return f"import sys\nfrom kvinterp.cli import main\nsys.argv = {['kvinterp', *written(arguments)]!r}\nmain()\n"

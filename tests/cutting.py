@@ -80,17 +80,6 @@ VERBS = {
         "cpu",
     ),
     "chain": ("chain", MODEL, "--policy", "int4", "--on", "kv", "--texts", "restate:1", *BRIEF, "--device", "cpu"),
-    "study": (
-        *("study", "--preset", "quick", "--only", "root-cause", "--model", MODEL, "--device", "cpu"),
-        *(
-            "--set",
-            "root-cause.prompts=arithmetic:2",
-            "--set",
-            "root-cause.flip_steps=1",
-            "--set",
-            "root-cause.ladder_steps=1",
-        ),
-    ),
     "bench-bugs": ("bench-bugs", "--detector", "top1", "--only", "stale-slot", "--most", "2"),
     "norms": ("norms", MODEL, "--dtypes", "float32", "--lengths", "8", "--steps", "2", "--device", "cpu"),
     "demo": ("demo", "--smoke"),
@@ -251,12 +240,13 @@ def _run(arguments: list[str], out: str, cut: tuple[signal.Signals, int] | None,
         count += 1
 
     sys.addaudithook(watched)
+    from command_line import written
     from kvinterp.cli import app
 
     os.write(file, b"began\n")
     begun = time.monotonic()
     try:
-        app(arguments)
+        app(written(arguments))
         code = 0
     except SystemExit as left:
         code = left.code if isinstance(left.code, int) else 1

@@ -25,6 +25,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from command_line import written
+
 LONGEST, LARGEST = 60.0, 3 * 2**30
 """Seconds, of work and of waiting together but not of waiting for a processor; and bytes of memory."""
 _TICKS, _PAGE = os.sysconf("SC_CLK_TCK"), os.sysconf("SC_PAGE_SIZE")
@@ -92,7 +94,7 @@ def forked(arguments: Sequence[str], folder: Path, environment: Mapping[str, str
 def fresh(arguments: Sequence[str], folder: Path, environment: Mapping[str, str | None]) -> Ended:
     """Runs a command line in a new interpreter, which reads all variables for itself."""
     variables = {name: value for name, value in {**os.environ, **environment}.items() if value is not None}
-    command = [sys.executable, "-m", "kvinterp", *arguments]
+    command = [sys.executable, "-m", "kvinterp", *written(arguments)]
     with (folder.parent / "said.out").open("w+b") as out, (folder.parent / "said.err").open("w+b") as err:
         child = subprocess.Popen(
             command, cwd=folder, env=variables, stdin=subprocess.DEVNULL, stdout=out, stderr=err, start_new_session=True
@@ -135,7 +137,7 @@ def _become(
         stream = os.fdopen(number, "w", errors="strict" if number == 1 else "backslashreplace", closefd=False)
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
-    sys.argv = ["kvinterp", *arguments]
+    sys.argv = ["kvinterp", *written(arguments)]
 
 
 def _called() -> int:

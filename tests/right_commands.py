@@ -68,10 +68,6 @@ RIGHT: dict[str, list[str]] = {
     "propagation": _MODELS,
     "repeated-heads": [*_MODELS, "--steps", "2", "--most", "1"],
     "root-cause": [*_MODELS, *_FEW, "--repeat-steps", "2"],
-    "study": [
-        *["--preset", "quick", "--model", MODEL, "--only", "layer-drift", "--prompts", "arithmetic:1", "--out", "out"],
-        *["--max-new-tokens", "3", "--set", "layer-drift.divergent=1"],
-    ],
     "susceptibility": [MODEL, "--out", "out", *_SHORT, "--sizes", "1", "--seeds", "2", "--bins", "1"],
 }
 """Every command that can be short, with options that are right. ``eval`` needs data sets, ``demo`` takes none of the options."""

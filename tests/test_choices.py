@@ -46,9 +46,7 @@ def ran(verb: str, choices: dict[str, Any], folder: Path) -> tuple[str, str]:
     """What a verb's tables and summary hold, and what the summary says of what made it."""
     key = f"{verb} {sorted(choices.items())!r}"
     if key not in _MADE:
-        outcome = experiment_named(verb)(**choices).run(
-            folder if verb in ("demo", "study") else None, progress="none", figures="none"
-        )
+        outcome = experiment_named(verb)(**choices).run(folder if verb == "demo" else None, progress="none", figures="none")
         summary = outcome.written()[1]
         comparisons = summary.get("comparisons", {})
         tables = {name: _rounded(table) for name, table in outcome.tables.items()}
@@ -198,52 +196,3 @@ def test_a_word_that_is_none_is_refused_before_a_model_is_loaded(
         )
     assert "no such thing" in str(refused.value)
     assert not list(tmp_path.rglob("*.parquet"))
-
-
-# What the folder says ----------------------------------------------------------------------------------------------------
-
-
-GIVEN = {"prompts": "arithmetic:1", "max_new_tokens": 4, "strategies": ("top_p(0.9,0.8)",), "kinds": ("native(eager)",)}
-
-
-@pytest.mark.parametrize("preset", ["quick", "zoo"])
-@pytest.mark.parametrize("name", ["behaviour", "boundary", "layer-drift", "root-cause", "localisation"])
-def test_what_a_study_was_given_its_experiments_are(name: str, preset: str) -> None:
-    """A preset's own choice for one experiment won over what was typed, and one strategy is not called several."""
-    given = dict(GIVEN)
-    if name in ("root-cause", "localisation"):
-        del given["strategies"]
-    if name == "root-cause":
-        del given["max_new_tokens"]
-    study = experiment_named("study")(preset=preset, models=("zoo:gqa2-mini",), only=(name,), **given).settled()
-    (part,) = study.parts
-    asked = vars(part.experiment)
-    assert (asked["kind"], asked["attention"], asked["prompts"]) == ("native", "eager", "arithmetic:1")
-    assert asked.get("max_new_tokens", 4) == 4
-    assert asked.get("strategies", GIVEN["strategies"]) == GIVEN["strategies"]
-    assert asked.get("strategy", "top_p(0.9,0.8)") == "top_p(0.9,0.8)"
-    assert not [text for text in study.more if text.split("=")[0].split(".")[1] in ("prompts", "kind", "max_new_tokens")]
-    assert study.settled() == study
-
-
-def test_what_a_preset_sets_of_one_experiment_is_among_what_the_folder_says() -> None:
-    study = experiment_named("study")(preset="zoo", only=("layer-drift",)).settled()
-    assert study.more == ("layer-drift.prompts=arithmetic:20", "layer-drift.max_new_tokens=24")
-    assert study.chosen()["more"] == study.more
-    assert study.parts[0].experiment.prompts == "arithmetic:20"
-
-
-@pytest.mark.slow
-def test_what_the_folder_of_a_study_says_was_used_was_used(tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    found = kv.experiment(
-        "study", preset="quick", models=["zoo:gqa2-mini"], only=["layer-drift"], strategies=["top_p(0.9,0.8)"],
-        prompts="arithmetic:1", max_new_tokens=4, out=out, progress="none",
-    )  # fmt: skip
-    summary = json.loads((out / "summary.json").read_text())
-    assert (summary["settings"]["prompts"], len(found.tables["drift_examples"])) == ("arithmetic:1", 1)
-    assert summary["settings"]["max_new_tokens"] == 4
-    assert found.tables["layer_drift"]["step"].max() <= 3
-    (about,) = summary["parts"]["layer-drift, native"]["provenance"].values()
-    assert [about["strategy"]] == summary["settings"]["strategies"] == ["top_p(0.9,0.8)"]
-    assert about["max_new_tokens"] == 4

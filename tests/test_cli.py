@@ -16,16 +16,16 @@ from typing import Any
 import pandas as pd
 import pytest
 import torch
-from typer.testing import Result
+from typer.testing import CliRunner, Result
 
 import kvinterp as kv
 from command_line import kvinterp, wrong
 from kvinterp import __version__
-from kvinterp.cli import GROUPS
+from kvinterp.cli import GROUPS, app
 from kvinterp.cli.listing import policy_rows
 from kvinterp.models import zoo
 from kvinterp.study.experiments.base import NOTHING, SAID, WIDTH
-from kvinterp.study.experiments.registry import experiment_named, experiments
+from kvinterp.study.experiments.registry import command_of, experiment_named, experiments
 from kvinterp.study.findings.of_comparison import NAMES
 from writing import cells_of
 
@@ -175,17 +175,33 @@ def test_prompts_from_a_file_and_free_sampling(tmp_path: Path) -> None:
 def test_version_and_help() -> None:
     assert kvinterp("--version").stdout == f"kvinterp {__version__}\n"
     shown = kvinterp("--help").stdout
-    assert all(verb in shown for verb in ("compare", "demo", "list"))
+    assert all(verb in shown for verb in ("compare", "audit", "list"))
 
 
 def test_alone_it_prints_the_commands_in_groups() -> None:
     made = kvinterp()
     assert made.exit_code == 0
     assert made.stdout.strip() == kvinterp("--help").stdout.strip()
-    titles = [made.stdout.index(title) for title in (*GROUPS, "compare ", "audit ", "list ")]
-    assert titles[: len(GROUPS)] == sorted(titles[: len(GROUPS)])
-    assert titles[0] < titles[-3] < titles[1] < titles[-2]
-    assert {name for names in GROUPS.values() for name in names} == {*experiments(), "show", "report", "list", "export"}
+    panels = re.findall(r"─ ([^─]+) ─", made.stdout)[1:]
+    assert panels == [title for title in GROUPS if title in panels]
+    named = re.findall(r"(?m)^│ ([a-z][a-z-]*) ", made.stdout)
+    assert len(named) <= 12, "all that one keeps in mind"
+    alone = [name for name in experiments() if command_of(name) == (name,)]
+    assert {*named} == {*alone, "study", "show", "report", "list", "export"}
+
+
+def test_studies_are_listed_under_study() -> None:
+    made = kvinterp("study")
+    assert made.exit_code == 0
+    named = re.findall(r"(?m)^│ ([a-z][a-z-]*) ", made.stdout)
+    assert {*named} == {name for name in experiments() if command_of(name) == ("study", name)}
+    assert CliRunner().invoke(app, ["study", "--help"]).stdout.strip() == made.stdout.strip()
+
+
+def test_a_study_without_the_word_study_says_how_it_is_called() -> None:
+    made = CliRunner().invoke(app, ["behaviour", MODEL])
+    assert made.exit_code == 2
+    assert "error: behaviour is a study: give 'kvinterp study behaviour'" in made.stderr
 
 
 def test_help_has_the_options_that_matter_and_help_all_the_others(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -125,8 +125,18 @@ def test_a_worker_unlike_this_machine_is_refused(cluster: Any, tmp_path: Path, m
 def test_a_cluster_that_is_killed_is_said(tmp_path: Path, request: pytest.FixtureRequest, who: str, said: str) -> None:
     """Ray itself waits for ever, or ends the process with an audit's exit code; what is finished is gone on from."""
     pytest.importorskip("ray")
-    arguments = ["study", "--preset", "quick", "--model", "zoo:gqa2-mini", "--only", "layer-drift", "--set"]
-    arguments += ["layer-drift.divergent=1", "--prompts", "arithmetic:40", "--max-new-tokens", "48", "--out", "out"]
+    arguments = [
+        "study",
+        "layer-drift",
+        "zoo:gqa2-mini",
+        "--divergent",
+        "1",
+        "--prompts",
+        "arithmetic:40",
+        "--max-new-tokens",
+        "48",
+    ]
+    arguments += ["--out", "out"]
     command = [sys.executable, "-m", "kvinterp", *arguments, "--engine", "ray(2)"]
     study = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True, start_new_session=True)
     request.addfinalizer(study.kill)

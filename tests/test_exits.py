@@ -356,7 +356,7 @@ def test_a_ray_address_that_does_not_answer_is_said_at_once(
             server.close()
         monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{port}")
         began = time.monotonic()
-        wrong(f"RAY_ADDRESS='127.0.0.1:{port}' is set, and no Ray cluster answers there", "study", "--out", tmp_path / "out", "--engine", "ray(2)")  # fmt: skip
+        wrong(f"RAY_ADDRESS='127.0.0.1:{port}' is set, and no Ray cluster answers there", "behaviour", "zoo:gqa2-mini", "--out", tmp_path / "out", "--engine", "ray(2)")  # fmt: skip
         assert time.monotonic() - began < 20
     assert not (tmp_path / "out").exists()
 

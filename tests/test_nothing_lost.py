@@ -108,8 +108,8 @@ def test_killed_under_ray_a_study_finishes_with_what_one_process_makes(
     place: int, tmp_path: Path, whole: Callable[[str], tuple[Path, Run]]
 ) -> None:
     pytest.importorskip("ray")
-    (expected, run), out = whole("study"), tmp_path / "out"
-    command = (*VERBS["study"], "--engine", "ray(2)")
+    (expected, run), out = whole("root-cause"), tmp_path / "out"
+    command = (*VERBS["root-cause"], "--engine", "ray(2)")
     # Ray itself takes seconds to start.
     cut = cut_after(command, out, KILL, random.Random(f"ray {place}").uniform(0, 15 + run.seconds))
     assert cut.code in (0, -9), cut.said

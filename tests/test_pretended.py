@@ -473,10 +473,12 @@ def test_the_host_reads_no_more_often_for_a_second_device(device: Device, on_two
 # Whole commands' work ------------------------------------------------------------------------------------------------------
 
 
-MARKED = {"compare": pytest.mark.always, "root-cause": pytest.mark.long, "study": pytest.mark.long}
+MARKED = {
+    "compare": pytest.mark.always,
+    "root-cause": pytest.mark.long,
+}
 OF_THE_DEVICE = {
     "kernels": ["bitwise_equal", "rows_differing", "max_ulp", "max_ulp_of_row", "estimate", "note"],
-    "study": ["key", "settings"],
     "norms": ["device"],
 }
 """Columns that hang on the kernels a device chooses, or name it."""

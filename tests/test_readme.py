@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from command_line import one_after_another, program
+from command_line import one_after_another, parsed, program
 from kvinterp.paths import path_named
 from support import SUITES_OWN_SETTINGS, has_hooked_transformer, write_checkpoint
 
@@ -119,13 +119,7 @@ def commands() -> list[list[str]]:
 @pytest.mark.parametrize("command", commands(), ids=" ".join)
 def test_a_command_is_one_that_there_is(command: list[str]) -> None:
     """Its verb and options are parsed as the command line would; nothing is run."""
-    import typer
-
-    from kvinterp.cli import app
-
-    root = typer.main.get_command(app)
-    verb = root.commands[command[0]]  # type: ignore[attr-defined]  # a group, as there is more than one verb
-    verb.make_context(command[0], command[1:])
+    parsed(command)
 
 
 @pytest.mark.long

@@ -30,7 +30,7 @@ VERBS: dict[str, list[str]] = {
                    "--ladder-steps", "3"],
     "audit": [],
 }  # fmt: skip
-COMMANDS = {"free": "compare", "split": "compare", "stream": "patch"}
+COMMANDS = {"free": ["compare"], "split": ["compare"], "stream": ["patch"], "root-cause": ["study", "root-cause"]}
 """The command of a verb that does not bear its name."""
 MOVING = ("provenance", "seconds", "kvinterp", "when", "made", "finished", "started", "work",
           "about", "sha256")  # fmt: skip
@@ -62,7 +62,16 @@ def written(folder: Path, models: list[str], kinds: list[str], verbs: list[str])
         for kind in kinds:
             for verb in verbs:
                 out = folder / model.replace(":", "-") / kind / verb
-                command = [COMMANDS.get(verb, verb), model, "--kind", kind, "--out", str(out), "--overwrite", *VERBS[verb]]
+                command = [
+                    *COMMANDS.get(verb, [verb]),
+                    model,
+                    "--kind",
+                    kind,
+                    "--out",
+                    str(out),
+                    "--overwrite",
+                    *VERBS[verb],
+                ]
                 call = "import sys; from kvinterp.cli import main; sys.argv[0] = 'kvinterp'; main()"
                 done = subprocess.run([sys.executable, "-c", call, *command], capture_output=True, text=True, check=False)
                 out.mkdir(parents=True, exist_ok=True)

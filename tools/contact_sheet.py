@@ -15,6 +15,8 @@ from pathlib import Path
 
 from PIL import Image, ImageDraw
 
+from kvinterp.study.experiments.registry import command_of, experiments
+
 MODEL = "zoo:mistral-mini"
 SPLIT = "split_k(8,float16)"
 SHORT = ("--prompts", "arithmetic:8", "--max-new-tokens", "16")
@@ -57,7 +59,6 @@ PAGES: dict[str, Sequence[str]] = {
     "against": ("zoo:llama64-mini", "--against", "tests/given/recorded/llama64-mini_F16-q8_0.jsonl", "--dtype", "float16"),
     "bench-bugs": ("--detector", "top1", "--only", "stale-slot"),
     "compare-runs": ("build/pages/layer-drift", "build/pages/layer-drift-float32"),
-    "study": ("--preset", "quick"),
 }
 """The verbs with a page, and what each is run with."""
 LOOKS = {"light": (1280, "light"), "dark": (1280, "dark"), "phone": (420, "light")}
@@ -92,7 +93,8 @@ def page_of(verb: str, out: Path, again: bool) -> Path | None:
     if page.exists() and again:
         _run("show", str(folder), "--rewrite", "--no-open")
     elif not page.exists():
-        _run({"against": "audit", "layer-drift-float32": "layer-drift"}.get(verb, verb), *PAGES[verb], "--out", str(folder))
+        name = {"against": "audit", "layer-drift-float32": "layer-drift"}.get(verb, verb)
+        _run(*(command_of(name) if name in experiments() else (name,)), *PAGES[verb], "--out", str(folder))
     return page if page.exists() else None
 
 

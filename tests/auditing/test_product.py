@@ -118,9 +118,6 @@ def test_a_users_class_passes_with_exit_code_0_and_is_audited_again_into_the_sam
     again = kvinterp("audit", "users_code:Stale", "--json", "--out", "out/audit-Mine", *OPTIONS)
     assert again.exit_code == 1, again.output
     verdict = json.loads(again.stdout)
-    claims = {claim["id"]: claim["why"] for claim in verdict.pop("claims")}
-    assert claims.keys() == {"float32-as-large", "last-layer-jumps"}
-    assert "not testable" in (folder / "report.html").read_text(), "two prompts decide nothing"
     held = json.loads((folder / "verdict.json").read_text())
     assert set(held.pop("sha256")) == {path.name for path in folder.iterdir() if path.name[0] != "."}
     assert verdict == {**held, "verb": "audit", "folder": "out/audit-Mine"}

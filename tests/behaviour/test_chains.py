@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -224,10 +223,6 @@ def test_the_command_plays_every_arm_and_draws(tmp_path: Path) -> None:
     page = (tmp_path / "out" / "report.html").read_text()
     assert "cosine of word counts" in page
     assert chains["said"].iloc[0] in page
-    claims = json.loads((tmp_path / "out" / "summary.json").read_text())["claims"]
-    assert [claim["id"] for claim in claims] == ["exact-chains", "keys-matter", "not-monotone"]
-    assert claims[1]["why"] == "the number of independent units is 1, and fewer than 6 decide nothing", "one text"
-    assert "Of 3 claims of the drift post, 0 hold here, 0 do not and 3 are not testable here." in page
 
 
 def test_wrong_input_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from urllib.parse import unquote
 
@@ -16,12 +14,9 @@ from browser import EVIL, IN_A_BROWSER, Opened, check_markup, check_page, check_
 
 from kvinterp.common.result import Result
 from kvinterp.models import zoo
-from kvinterp.study.claims import COLUMNS
 from kvinterp.study.experiments.demo import SMOKE
 from kvinterp.study.experiments.eval import Eval
 from kvinterp.study.experiments.registry import experiment_named
-from kvinterp.study.report.study import write_study
-from kvinterp.study.report.style import keeping, save, sheet
 from synthetic import ABOUT
 
 pytestmark = [*IN_A_BROWSER, pytest.mark.long]
@@ -95,38 +90,9 @@ def eval_of(folder: Path) -> Path:
     return Eval().judged(outcome) and Eval().drawn_into(outcome, folder / "figures")[-1]
 
 
-@dataclasses.dataclass(frozen=True)
-class Part:
-    """An experiment of a study that drew and tabled one thing."""
-
-    label: str = "lengths"
-    name: str = "lengths"
-    kind: str = "native"
-
-    @property
-    def experiment(self) -> Any:
-        return SimpleNamespace(TABLES=("lengths",))
-
-
-def study_of(folder: Path) -> Path:
-    """Made up: claims as cards, each with links to its figure and table, and an experiment with markup in all it says."""
-    claim = dict.fromkeys(COLUMNS, EVIL) | {"paper_protocol": 0.5, "matched": 1e-7, "n": 12, "low": 0.25, "high": 0.75}
-    lengths = pd.DataFrame({"model": [NAME] * 3, "tokens": [1, 2, 3]})
-    part = Part()
-    cells = {"experiment": "lengths", "kind": "native", "key": ["a", "b"], "function": "a:b", "settings": EVIL}
-    tables = {"claims": pd.DataFrame([claim | {"table": "lengths"}] * 2), "cells": pd.DataFrame(cells), "lengths": lengths}
-    summary = {"reading": [f"{EVIL} rows."], "provenance": {NAME: {**ABOUT, "model": NAME}}}
-    found = SimpleNamespace(tables={"lengths": lengths}, summary=summary)
-    with keeping(), sheet(4, 3) as figure:
-        figure.subplots().plot([1, 2, 3])
-        drawn = {part: [save(figure, folder / "figures" / "lengths.png")]}
-        outcome = SimpleNamespace(tables=tables, summary=summary, result={part: found})
-        return next(path for path in write_study(folder, outcome, drawn, {"models": NAME}) if path.suffix == ".html")
-
-
-@pytest.mark.parametrize("verb", [*VERBS, "demo", "eval", "study"])
+@pytest.mark.parametrize("verb", [*VERBS, "demo", "eval"])
 def test_the_page_of_a_verb(page_opened: Callable[..., Opened], tmp_path: Path, verb: str) -> None:
-    other = {"demo": demo_of, "eval": eval_of, "study": study_of}.get(verb)
+    other = {"demo": demo_of, "eval": eval_of}.get(verb)
     page = page_of(verb, tmp_path) if other is None else other(tmp_path)
     check_page(page_opened, page)
     opened = page_opened(page)

@@ -35,7 +35,7 @@ from kvinterp.common.spec import check_length
 from kvinterp.errors import InputError, check_docstrings, check_epoch
 from kvinterp.models.finding import check_reached
 from kvinterp.study.experiments.base import NOTHING, OPTION, Experiment
-from kvinterp.study.experiments.registry import experiment_named, experiments, question_of
+from kvinterp.study.experiments.registry import command_of, experiment_named, experiments, question_of
 
 # Experiments as commands -----------------------------------------------------------------------------------------------
 
@@ -45,16 +45,17 @@ _NARROWEST = 20
 GROUPS: dict[str, tuple[str, ...]] = {
     "Two paths side by side": ("compare", "patch", "decompose", "demo"),
     "Is it correct?": ("audit", "kernels", "norms", "bench-bugs"),
+    "Many prompts": ("study",),
+    "Results and names": ("show", "report", "compare-runs", "list", "export"),
     "What errors in the cache do": (
         "kv-error", "equivalent-noise", "susceptibility", "flip-law", "mitigate", "chain", "eval",
     ),
     "The FP16 paper": (
-        "study", "behaviour", "boundary", "layer-drift", "localisation", "root-cause", "flips", "gqa", "ladder", "kv-write",
+        "behaviour", "boundary", "layer-drift", "localisation", "root-cause", "flips", "gqa", "ladder", "kv-write",
         "accumulation", "propagation", "repeated-heads",
     ),
-    "Results and names": ("show", "report", "compare-runs", "list", "export"),
 }  # fmt: skip
-"""The commands as help shows them; others come last."""
+"""Commands and studies as help shows them; others come last."""
 _MATTER = (
     "out", "prompts", "a", "b", "site", "sweep", "policy", "policies", "preset", "tasks", "against", "junit", "dtype",
     "max_new_tokens", "kind",
@@ -62,7 +63,7 @@ _MATTER = (
 """The options that help shows, the first five of them that a command has."""
 _SHOWN_OPTIONS = 5
 _PANELS: dict[str, tuple[str, ...]] = {
-    "How": ("kind", "dtype", "device", "attention", "random_init", "remote_code", "batch_size", "seed"),
+    "How": ("kind", "dtype", "device", "attention", "random_init", "remote_code", "batch_size", "seed", "engine"),
     "Where to": ("out", "overwrite", "as_json", "junit", "picture"),
 }
 """The groups in which --help-all shows the options; what is in none of them is what is asked."""
@@ -113,16 +114,33 @@ class _Verb(TyperCommand):
         super().format_help(ctx, formatter)
 
 
-class _Verbs(TyperGroup):
+class _Experiments(TyperGroup):
+    """Commands, some of them experiments."""
+
+    COMMAND: typing.ClassVar[tuple[str, ...]] = ()
+    """What stands on the command line before the name of one."""
+
     def __init__(self, **given: Any) -> None:
         super().__init__(**given)
         panels = {name: panel for panel, names in GROUPS.items() for name in names}
-        verbs = {**{name: _Verb(name, panels.get(name, "Others")) for name in experiments()}, **self.commands}
-        order = [*(name for name in panels if name in verbs), *(name for name in verbs if name not in panels)]
-        self.commands = {name: verbs[name] for name in order}
+        own = [name for name in experiments() if command_of(name) == (*self.COMMAND, name)]
+        commands = {**{name: _Verb(name, panels.get(name, "Others")) for name in own}, **self.commands}
+        order = [*(name for name in panels if name in commands), *(name for name in commands if name not in panels)]
+        self.commands = {name: commands[name] for name in order}
 
     def list_commands(self, ctx: Any) -> list[str]:
         return list(self.commands)
+
+
+class _Studies(_Experiments):
+    COMMAND = ("study",)
+
+
+class _Verbs(_Experiments):
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args and args[0] not in self.commands and args[0] in experiments():
+            ctx.fail(f"{args[0]} is a study: give 'kvinterp {' '.join(command_of(args[0]))}'")
+        return super().resolve_command(ctx, args)
 
     def main(self, *given: Any, **named: Any) -> Any:
         # In so few columns nothing is shown at all.
@@ -164,6 +182,19 @@ def main() -> None:
     raise SystemExit(2)
 
 
+studies = typer.Typer(
+    cls=_Studies,
+    help="Ask many prompts a question of the literature: each study by its name, as in kvinterp study behaviour MODEL.",
+)
+app.add_typer(studies, name="study", rich_help_panel="Many prompts")
+
+
+@studies.callback(invoke_without_command=True)
+def _studies(ctx: typer.Context) -> None:
+    if ctx.invoked_subcommand is None:
+        _help(ctx)
+
+
 @app.callback(invoke_without_command=True)
 def _root(
     ctx: typer.Context, version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False
@@ -194,7 +225,9 @@ def _command_of(experiment: type[Experiment]) -> Callable[..., None]:
     fields = [field for field in dataclasses.fields(experiment) if OPTION in field.metadata]
     examples = {field.name: field.metadata[OPTION]["example"] for field in fields if "example" in field.metadata[OPTION]}
 
-    def command(out: Path | None, overwrite: bool, help_all: bool = False, **given: Any) -> Mapping[str, Any]:
+    def command(
+        out: Path | None, overwrite: bool, help_all: bool = False, engine: str = "local", **given: Any
+    ) -> Mapping[str, Any]:
         for name, example in examples.items():
             given[name] = _numbers(f"--{name.replace('_', '-')}", given[name], example)
         lists = {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
@@ -202,13 +235,14 @@ def _command_of(experiment: type[Experiment]) -> Callable[..., None]:
         asked = experiment(**given | lists)
         out = asked.place() if out is None and experiment.OUT == "" else out
         with shown() as tell:
-            outcome = asked.run(out, "overwrite" if overwrite else "error", tell=tell)
+            outcome = asked.run(out, "overwrite" if overwrite else "error", tell=tell, engine=engine)
         (outcome.experiment or asked).say(outcome, echo)
         return {"verb": asked.verb(), **outcome.told()}
 
     hints = typing.get_type_hints(experiment)
     parameters = [_parameter(field, hints[field.name]) for field in fields]
     parameters += [_out(experiment.OUT), _overwrite(experiment.OVERWRITES), _EVERY]
+    parameters += [_ENGINE] if command_of(experiment.verb()) != (experiment.verb(),) else []
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {}
     command.__doc__ = question_of(experiment.verb())
@@ -257,6 +291,10 @@ _EVERY = keyword(
     False,
     typer.Option("--help-all", is_eager=True, expose_value=False, callback=_help_all, help="Show every option."),
 )
+
+
+_ENGINE = keyword("engine", str, "local", typer.Option("--engine", help="Where to run: local, ray or ray(WORKERS)."))
+"""An option of every study."""
 
 
 def _numbers(option: str, text: str | None, example: str) -> tuple[int, ...] | None:

@@ -24,8 +24,6 @@ from kvinterp.study.experiments.base import NOTHING, Experiment, Parts, Tables
 from kvinterp.study.experiments.options import argument, option, shared
 
 if TYPE_CHECKING:
-    import pandas as pd
-
     from kvinterp.common.progress import Tell
     from kvinterp.models import Adapter
     from kvinterp.study.cells import Cell
@@ -189,7 +187,7 @@ class Audit(Experiment):
         """What the audit says."""
         tables, about = made["audit"]
         verdict = json.loads(about["texts"]["verdict.json"])
-        return Result(tables, {**verdict, "claims": about["claims"]}, {**about["texts"], "junit": about["junit"]})
+        return Result(tables, verdict, {**about["texts"], "junit": about["junit"]})
 
     def named(self, name: str | None = None) -> dict[str, Any]:
         """How the model is built: of a checkpoint, a config, or the user's code."""
@@ -238,7 +236,6 @@ def audited(
     from kvinterp.data import load_prompts
     from kvinterp.study.cells import loaded
     from kvinterp.study.report.audit import texts_of
-    from kvinterp.study.results import records
 
     given = None if prompts is None else load_prompts(prompts)
     # What a user's code prints is no part of what this command says.
@@ -254,9 +251,8 @@ def audited(
                 progress=_share(tell, adapter.facts.name, len(rungs)),
             )
     verdict, tables = found.verdict, found.written()[0]
-    claims = claims_of(tables, adapter.facts.name)
-    said = {"reading": str(verdict.reading), "exit_code": verdict.exit_code, "claims": records(claims)}
-    return tables, {**said, "texts": texts_of(found, claims), "junit": junit_xml(found)}
+    said = {"reading": str(verdict.reading), "exit_code": verdict.exit_code}
+    return tables, {**said, "texts": texts_of(found), "junit": junit_xml(found)}
 
 
 def judged(
@@ -282,21 +278,9 @@ def judged(
         told = (allow, seed, lambda said: tell(f"against {file}: {said}", 0.5), prompts, answers)
         found = audit_given(adapter, file, format, declared, *told)
     made = Audited(found, [], None, dict(found.provenance))  # type: ignore[arg-type]
-    said = {"reading": str(found), "exit_code": found.exit_code, "claims": []}
+    said = {"reading": str(found), "exit_code": found.exit_code}
     tables = {} if found.tokens is None else {"given": found.tokens}
     return tables, {**said, "texts": texts_of(found), "junit": junit_xml(made)}
-
-
-def claims_of(tables: Tables, model: str) -> pd.DataFrame:
-    """What an audit says of the claims of transformers#46190: its steps are rungs of a ladder."""
-    from kvinterp.study import claims
-
-    ladder = {}
-    if "steps" in tables:
-        steps = tables["steps"].groupby(["rung", "prompt"]).agg(max_abs_logit=("max_abs", "max"), mean_kl=("kl", "mean"))
-        steps = steps.reset_index().rename(columns={"rung": "dtype", "prompt": "id"})
-        ladder["ladder"] = steps.assign(model=model, kernels="native", protocol="matched", failed=False, flipped=False)
-    return claims.claims_of(ladder, [claim for claim in claims.CLAIMS if claim.source == "transformers issue"])
 
 
 def _share(tell: Tell, model: str, rungs: int) -> Callable[[str], None]:

@@ -85,8 +85,6 @@ class Experiment:
     """The import name of the class of its result, which is read from tables and summary; ``""``: one of tables alone."""
     SHOWN: ClassVar[tuple[Callable[[Any], Any], ...]] = ()
     """Of its result: the headline, the findings and the charts, where it does not say them itself."""
-    CLAIMS: ClassVar[str] = ""
-    """The source whose claims its tables decide: they are judged among what it found; ``""``: none."""
     STEPS: ClassVar[tuple[str, ...]] = ("max_new_tokens",)
     """The fields that say how many steps are decoded, where there are any: no model is asked for more than its context."""
     UNIT: ClassVar[str] = "parts"
@@ -187,14 +185,8 @@ class Experiment:
         if said is None and "findings" in self.judged(result).tables:
             from kvinterp.study.findings import lines_of
 
-            said = [*self._headed(result), *lines_of(result.tables["findings"])]
+            said = [*self.headline(result), *lines_of(result.tables["findings"])]
         return list(said or ())
-
-    def _headed(self, result: Result) -> list[str]:
-        """What leads: the headline, and how many of a source's claims hold."""
-        from kvinterp.study.claims.said import claims_said
-
-        return [*self.headline(result), *([claims_said(result.tables["claims"])] if "claims" in result.tables else ())]
 
     def read(self, folder: Path) -> Result:
         """A finished result as it is in its folder.
@@ -225,17 +217,10 @@ class Experiment:
         return cls()
 
     def judged(self, result: Result) -> Result:
-        """The same with its findings among its tables, and with the claims that these decide."""
+        """The same with its findings among its tables."""
         vars(result).update(VERB=self.verb(), experiment=self)
         if "findings" not in result.tables and (rows := self.findings(result)) is not None:
             result.tables = {"findings": rows.assign(experiment=self.verb()), **result.tables}
-        if self.CLAIMS and "claims" not in result.tables:
-            from kvinterp.study.claims import CLAIMS, claims_of
-            from kvinterp.study.results import records
-
-            claims = claims_of(result.tables, [claim for claim in CLAIMS if claim.source == self.CLAIMS])
-            result.tables["claims"] = claims
-            result.summary["claims"] = records(claims)
         return result
 
     def drawings(self, result: Result) -> dict[str, Figure]:
@@ -467,7 +452,7 @@ class Experiment:
         with keeping():
             files, about = self.figures(result, folder), result.contents()[1].get("provenance") or {}
             findings = self.judged(result).tables.get("findings")
-            said = self.sentences(result) if findings is None else self._headed(result)
+            said = self.sentences(result) if findings is None else self.headline(result)
             shown = (said, result.tables, files, result.choices or {}, about, self.lead(result), findings)
             return [*files, write_experiment(folder.parent, self.asks(), *shown, self.beside(result))]
 

@@ -38,8 +38,7 @@ def _policies(asked: Any) -> bool:
 class Chain(Experiment):
     """Does the precision of the cache change where a text goes that is restated again and again?"""
 
-    TABLES: ClassVar = ("chains", "curves", "deltas", "cycles", "attractors", "claims")
-    CLAIMS: ClassVar = "drift post"
+    TABLES: ClassVar = ("chains", "curves", "deltas", "cycles", "attractors")
     DRAWN: ClassVar = ("chain_",)
     UNIT: ClassVar = "sets of chains"
 

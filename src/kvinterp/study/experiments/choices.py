@@ -142,39 +142,6 @@ def taken_by(experiment: Experiment, *functions: Callable[..., Any]) -> dict[str
     return {name: getattr(experiment, name) for name in _fields(type(experiment)) if name in takes}
 
 
-def check_handed(
-    shared: Mapping[str, Any], defaults: Mapping[str, Any], among: Mapping[Experiment, Mapping[str, Any]], remedy: str
-) -> None:
-    """Looks whether each of some choices is used by one of the experiments that :func:`handed` gave it to.
-
-    Args:
-        shared: The choices.
-        defaults: What each of them is where it was not given.
-        among: The experiments, each with the choices that were its alone.
-        remedy: What to do.
-
-    Raises:
-        InputError: One is used by none of them, or not the whole of it.
-    """
-    from kvinterp.common.checks import check_unread
-
-    for name, value in shared.items():
-        taken = [_taken(each, name, value, own) for each, own in among.items()]
-        if "all" not in taken:
-            verbs = ", ".join(dict.fromkeys(each.verb() for each in among))
-            takes = f"{verbs} {'take' if ', ' in verbs else 'takes'} {'one alone' if 'one' in taken else 'none such'}"
-            check_unread(name, value, defaults[name], f"{takes}; {remedy}")
-
-
-def _taken(experiment: Experiment, name: str, value: Any, own: Mapping[str, Any]) -> str:
-    """How much of a choice an experiment took: all, one of several, or nothing."""
-    fields = _fields(type(experiment))
-    called = _called(name, fields)
-    if called not in fields or called in own or not is_read(experiment, fields[called]):
-        return "nothing"
-    return "all" if called == name or len(value) == 1 else "one"
-
-
 def _fields(kind: type[Experiment]) -> dict[str, dataclasses.Field[Any]]:
     return {field.name: field for field in dataclasses.fields(kind) if field.init}
 

@@ -201,7 +201,7 @@ def error_of_policy(adapter: Adapter, prompts: Sequence[Any], policy: Policy, ma
     if policy.sites:
         raise UnsupportedError(
             f"policy {policy} chooses rows by what it sees ({', '.join(policy.sites)}) and has no error of its own apart from "
-            "a run: measure it with kvinterp kv-error."
+            "a run: measure it with kvinterp study kv-error."
         )
     rows = []
     for index, prompt in enumerate(prompts):

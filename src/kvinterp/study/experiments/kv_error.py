@@ -47,8 +47,7 @@ def _in_design(*users: str) -> tuple[Callable[[Any], bool], str]:
 class KvError(OfModel):
     """How much error in K and V does behaviour bear, and of which kind, where, and under which reading of the prompt?"""
 
-    TABLES: ClassVar = ("scores", "contrasts", "examples", "noise", "claims")
-    CLAIMS: ClassVar = "cache-error paper"
+    TABLES: ClassVar = ("scores", "contrasts", "examples", "noise")
 
     model: str = argument("zoo:llama64-mini", "zoo:NAME, a transformers checkpoint folder, or a hub id.")
     design: str = option(

@@ -15,7 +15,6 @@ _OTHERS = (
     "choices",
     "circumstances",
     "compare_given",
-    "composed",
     "functions",
     "keeping",
     "of_models",
@@ -28,6 +27,15 @@ def experiments() -> tuple[str, ...]:
     """The names of their commands; no file is imported for them."""
     found = pkgutil.iter_modules([str(Path(__file__).parent)])
     return tuple(module.name.replace("_", "-") for module in found if module.name not in _OTHERS)
+
+
+VERBS = ("compare", "patch", "decompose", "audit", "kernels")
+"""Those that are commands of their own; the others are studies."""
+
+
+def command_of(name: str) -> tuple[str, ...]:
+    """What stands behind ``kvinterp`` on the command line: ``study behaviour``, but ``compare``."""
+    return (name,) if name in VERBS else ("study", name)
 
 
 def question_of(name: str) -> str:

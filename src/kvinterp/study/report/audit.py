@@ -31,7 +31,6 @@ from kvinterp.study.report.page import (
     render,
     table_of_rows,
 )
-from kvinterp.study.report.study import claims_tables
 from kvinterp.study.report.style import png
 from kvinterp.study.report.svg import inline
 
@@ -68,9 +67,9 @@ _CHECKS = (
 )
 
 
-def texts_of(audit: Audit, claims: pd.DataFrame | None = None) -> dict[str, str]:
-    """Page and verdict by the names of their files; what was claimed elsewhere stands on the page too."""
-    return {"report.html": page(audit, claims), "verdict.json": audit.verdict.to_json()}
+def texts_of(audit: Audit) -> dict[str, str]:
+    """Page and verdict by the names of their files."""
+    return {"report.html": page(audit), "verdict.json": audit.verdict.to_json()}
 
 
 def layer_table(audit: Audit, order: str = "native") -> pd.DataFrame:
@@ -102,26 +101,24 @@ def save_verdict(verdict: Verdict, folder: Path) -> Path:
     return put({"report.html": page_of(verdict, [Text(_BLOCKS_ELSEWHERE)]), "verdict.json": verdict.to_json()}, folder)
 
 
-def page(audit: Audit, claims: pd.DataFrame | None = None) -> str:
+def page(audit: Audit) -> str:
     """The page, self-contained; whatever comes from the model is escaped."""
     verdict, own = audit.verdict, audit.provenance["dtype"]
-    elsewhere = [] if claims is None else [Folded("What was claimed elsewhere", claims_tables(claims, {}))]
     blocks = [
         Text(_BLOCKS, look="note"),
         *_layers(audit, verdict.first_layer if verdict.exit_code else None),
         *_last_token(audit.rung(own), own),
     ]
-    return page_of(verdict, blocks, [f"{name}.parquet" for name in audit.written()[0]], elsewhere)
+    return page_of(verdict, blocks, [f"{name}.parquet" for name in audit.written()[0]])
 
 
-def page_of(verdict: Verdict, blocks: Sequence[Any], files: Sequence[str] = (), more: Sequence[Any] = ()) -> str:
+def page_of(verdict: Verdict, blocks: Sequence[Any], files: Sequence[str] = ()) -> str:
     """The page of a verdict: word and reason, the ladder, what did not pass; all else is folded.
 
     Args:
         verdict: The verdict.
         blocks: What is shown of every block: parts of a page.
         files: The tables that are written beside it.
-        more: Parts that stand behind those.
     """
     first, why, _ = verdict.parts
     figure = ladder_figure(verdict.evidence)
@@ -134,7 +131,6 @@ def page_of(verdict: Verdict, blocks: Sequence[Any], files: Sequence[str] = (), 
         Folded("The ladder, precision by precision", [Text(_LADDER, look="note"), rungs]),
         Folded("The first tensor that differs, given equal inputs", _first_tensors(verdict)),
         Folded("Block by block, given equal inputs", blocks),
-        *more,
         # An audit that was kept before that was written down has none.
         Folded("What took how long", [table_of_rows(pd.DataFrame(verdict.seconds).to_dict("records"))]),
         Folded("What this was made with", [pairs_of(verdict.provenance)]),
