@@ -162,7 +162,6 @@ CONTRADICTIONS: list[list[str]] = [
     ["compare", *RIGHT["compare"], "--layers", "0"],
     ["compare", *RIGHT["compare"], "--kind", "hooked", "--attention", "eager"],
     ["compare", *RIGHT["compare"], "--kind", "bridge", "--attention", "nosuch"],
-    ["compare", *RIGHT["compare"], "--a", "cached+int8", "--b", "given(x.jsonl)"],
     ["compare", *RIGHT["compare"], "--a", "cached[cache=static]+sinks(2,8)"],
     ["compare", *RIGHT["compare"], "--a", "cached@float64[cache=float16,cache=float32]"],
     *[

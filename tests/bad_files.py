@@ -472,7 +472,6 @@ PATHS = {
     "instructions": ["kv-error"],
     "examples": ["patch"],
     "model": ["compare", "audit", "patch"],
-    "given": ["compare"],
     "against": ["audit"],
     "include": ["eval"],
     "gsm8k": ["compare"],
@@ -518,8 +517,6 @@ def of_special(chosen: random.Random) -> Case:
     match option:
         case "model":
             arguments = with_option(arguments, "", name)
-        case "given":
-            arguments = with_option(arguments, "--b", f"given({name})")
         case "against":
             arguments = [MODEL, "--against", name, "--out", "out"]
         case "gsm8k":

@@ -420,7 +420,6 @@ ELSEWHERE = {
     ("audit", "own_class"): "code of one's own, in tests/auditing/test_product.py",
     ("audit", "against"): "another engine's log-probs, in tests/given/test_judge.py",
     ("audit", "format"): "how they are written, in tests/given/test_readers.py",
-    ("audit", "answers"): "the folder of what a server answered, in tests/given/test_endpoint.py",
     ("norms", "add"): "rows of a file beside those that were measured, in tests/experiments/test_norms.py",
     ("norms", "seed"): "the tokens that are fed, in tests/experiments/test_norms.py",
     ("audit", "config"): "the config of code of one's own, in tests/auditing/test_product.py",

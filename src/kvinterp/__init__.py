@@ -15,11 +15,9 @@ from kvinterp.common.result import Result
 if TYPE_CHECKING:
     from kvinterp.auditing import Verdict
     from kvinterp.auditing.audit import audit
-    from kvinterp.auditing.given import audit_given
     from kvinterp.auditing.shape_dependence import KernelsTable, kernels_table
     from kvinterp.comparison import Comparison, Comparisons, compare
     from kvinterp.comparison.attribution import logit_attribution
-    from kvinterp.comparison.given import compare_given
     from kvinterp.comparison.lens import logit_lens
     from kvinterp.comparison.traces import compare_traces
     from kvinterp.data import Prompt, load_prompts
@@ -49,11 +47,9 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "auditing": ("Verdict", "audit"),
-    "auditing.given": ("audit_given",),
     "auditing.shape_dependence": ("KernelsTable", "kernels_table"),
     "comparison": ("Comparison", "Comparisons", "compare"),
     "comparison.attribution": ("logit_attribution",),
-    "comparison.given": ("compare_given",),
     "comparison.lens": ("logit_lens",),
     "comparison.traces": ("compare_traces",),
     "data": ("Prompt", "load_prompts"),
@@ -113,9 +109,7 @@ __all__ = [
     "activation_patching",
     "attention_comparison",
     "audit",
-    "audit_given",
     "compare",
-    "compare_given",
     "compare_traces",
     "decompose",
     "donor_trace",

@@ -161,30 +161,3 @@ FAULTS: dict[str, tuple[Engine, str]] = {
     "weights 0.1% stale": (stale(0.001), ""),
     "weights 1% stale": (stale(0.01), ""),
 }
-
-
-class Routed(torch.overrides.TorchFunctionMode):
-    """Keeps which experts routers choose, ``[position, chosen]`` a layer, and has them choose otherwise where it is told to."""
-
-    def __init__(self, experts: int, forced: dict[tuple[int, int], list[int]]) -> None:
-        super().__init__()
-        self.experts, self.forced, self.seen = experts, forced, list[Tensor]()
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        if func not in (torch.topk, Tensor.topk) or args[0].shape[-1] != self.experts:
-            return found
-        indices, layer = found.indices.clone(), len(self.seen)
-        for (position, at), experts in self.forced.items():
-            if at == layer:
-                indices[position] = torch.tensor(experts)
-        self.seen.append(indices)
-        return torch.return_types.topk((args[0].gather(-1, indices), indices))
-
-
-@torch.no_grad()
-def routed(model: Any, ids: list[int], forced: dict[tuple[int, int], list[int]]) -> tuple[np.ndarray, np.ndarray]:
-    """Log-probs of a mixture of experts, some of whose choices are forced at a position and layer, and all its choices."""
-    with Routed(model.config.num_local_experts, forced) as mode:
-        logits = model(torch.tensor([ids])).logits[0]
-    return chosen(logits, ids), torch.stack(mode.seen, 1).numpy()

@@ -29,6 +29,12 @@ def walked(model: Any) -> Any:
     return list(trace.prompt), list(trace.tokens), trace.logits.numpy()
 
 
+def beside(model: Any, given: kv.Trace, path: str = "cached") -> Any:
+    """A path of ours, fed the tokens of a trace of arrays, and the trace."""
+    fed: dict[str, Any] = {"continuation": given.tokens, "max_new_tokens": len(given.tokens), "stop": "length"}
+    return kv.compare_traces(kv.run(model, given.prompt, path, logits="keep", **fed), given)
+
+
 def likeliest(logits: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
     rows = torch.from_numpy(logits).double().log_softmax(-1)
     best = rows.topk(k)
@@ -40,7 +46,7 @@ def test_dense_logits_of_our_own_path_are_equal_to_it(shift: float, model: Any, 
     """A number added to all logits says nothing: log-probs are compared."""
     prompt, tokens, logits = walked
     given = kv.Trace.from_arrays(prompt, tokens, torch.from_numpy(logits).double() + shift)
-    found = kv.compare(model, a="cached", b=given)
+    found = beside(model, given)
     assert found.steps["max_abs_logit"].max() < 1e-12
     assert found.steps["kl"].max() < 1e-20
     assert found.steps["compared"].tolist() == [model.facts.vocabulary] * STEPS
@@ -55,7 +61,7 @@ def test_dense_log_probs_of_another_path_give_the_numbers_of_a_comparison(model:
     )
     other = kv.run(model, prompt, "recompute", max_new_tokens=STEPS, continuation=tokens, logits="keep", stop="length")
     given = kv.Trace.from_arrays(np.array(prompt), np.array(tokens), other.logits.double().log_softmax(-1).numpy())
-    found = kv.compare(model, a="cached", b=given)
+    found = beside(model, given)
     np.testing.assert_allclose(found.steps["kl"], want.steps["kl"], rtol=1e-3, atol=1e-18)
     np.testing.assert_array_equal(found.steps["top1_agree"], want.steps["top1_agree"])
 
@@ -64,7 +70,7 @@ def test_of_the_likeliest_tokens_what_cannot_be_computed_is_not_given_and_counte
     prompt, tokens, logits = walked
     values, ids = likeliest(logits, 20)
     given = kv.Trace.from_arrays(prompt, tokens, values, ids, path="engine", dtype="float32")
-    for found in (kv.compare(model, a="cached", b=given), kv.compare_traces(given, given)):
+    for found in (beside(model, given), kv.compare_traces(given, given)):
         steps = found.steps
         assert steps["kl"].isna().all()
         assert steps["js"].isna().all()
@@ -81,7 +87,7 @@ def test_a_difference_planted_in_one_log_prob_is_found_at_its_step(model: Any, w
     prompt, tokens, logits = walked
     values, ids = likeliest(logits, 5)
     values[7, 2] -= 0.25
-    steps = kv.compare(model, a="cached", b=kv.Trace.from_arrays(prompt, tokens, values, ids)).steps
+    steps = beside(model, kv.Trace.from_arrays(prompt, tokens, values, ids)).steps
     assert steps["max_abs_logit"].idxmax() == 7
     assert steps["max_abs_logit"][7] == pytest.approx(0.25)
     assert steps["max_abs_logit"].drop(7).max() < 1e-12
@@ -113,7 +119,7 @@ def test_a_trace_of_arrays_goes_through_a_folder(walked: Any, tmp_path: Path) ->
 def test_a_comparison_with_arrays_is_kept_and_read(model: Any, walked: Any, tmp_path: Path) -> None:
     prompt, tokens, logits = walked
     given = kv.Trace.from_arrays(prompt, tokens, *likeliest(logits, 4))
-    for number, found in enumerate((kv.compare(model, a="cached", b=given), kv.compare_traces(given, given))):
+    for number, found in enumerate((beside(model, given), kv.compare_traces(given, given))):
         again = kv.load(found.save(tmp_path / str(number)))
         assert again.where() == found.where()
         assert found.report(tmp_path / f"page{number}").is_file()
@@ -126,10 +132,10 @@ def test_arrays_are_judged_as_a_file_is(model: Any) -> None:
         model, text[:20], "cached@float16", max_new_tokens=180, continuation=text[20:], logits="keep", stop="length"
     )
     given = kv.Trace.from_arrays(text[:20], text[20:], run.logits, dtype="float16")
-    assert kv.audit_given(model, given).verdict == "rounding"
+    assert kv.audit(model, against=given).verdict == "rounding"
     values = run.logits.double().log_softmax(-1).gather(1, torch.tensor(text[20:])[:, None]) - 0.3
     given = kv.Trace.from_arrays(text[:20], text[20:], values, torch.tensor(text[20:])[:, None], dtype="float16")
-    assert kv.audit_given(model, given).exit_code != 0
+    assert kv.audit(model, against=given).exit_code != 0
 
 
 def test_the_example_of_the_docs_runs(model: Any) -> None:
@@ -180,17 +186,15 @@ def test_a_trace_without_provenance_is_compared_all_the_same(walked: Any) -> Non
 def test_arrays_of_another_vocabulary_or_text_get_a_sentence(model: Any, walked: Any) -> None:
     prompt, tokens, logits = walked
     with pytest.raises(InputError, match="of one vocabulary"):
-        kv.compare(model, a="cached", b=kv.Trace.from_arrays(prompt, tokens, logits[:, :-3]))
+        beside(model, kv.Trace.from_arrays(prompt, tokens, logits[:, :-3]))
     with pytest.raises(InputError, match="of one vocabulary"):
-        kv.compare(
-            model, a="cached", b=kv.Trace.from_arrays(prompt, tokens, -np.ones((STEPS, 1)), np.full((STEPS, 1), 99_999))
+        beside(model, kv.Trace.from_arrays(prompt, tokens, -np.ones((STEPS, 1)), np.full((STEPS, 1), 99_999)))
+    with pytest.raises(InputError, match="different prompts"):
+        kv.compare_traces(
+            kv.run(model, prompt[1:], max_new_tokens=2, logits="keep"), kv.Trace.from_arrays(prompt, tokens, logits)
         )
-    with pytest.raises(InputError, match="prompts"):
-        kv.compare(model, "a text", a="cached", b=kv.Trace.from_arrays(prompt, tokens, logits))
-    with pytest.raises(InputError):
-        kv.compare(model, a="cached", b=kv.Trace.from_arrays([99_999], tokens, logits))
     with pytest.raises(InputError, match="no trace of arrays"):
-        kv.audit_given(model, kv.run(model, prompt, max_new_tokens=2))
+        kv.audit(model, against=kv.run(model, prompt, max_new_tokens=2))
 
 
 @pytest.mark.parametrize("pad", [-1e9, float(torch.finfo(torch.float32).min), -float("inf")])

@@ -6,7 +6,6 @@ import copy
 import json
 import re
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree as Tree
@@ -15,7 +14,6 @@ import numpy as np
 import planted
 import pytest
 import torch
-import writing_given
 
 import kvinterp as kv
 from command_line import kvinterp, wrong
@@ -126,18 +124,16 @@ def test_what_cannot_be_read_fails_closed(model: Any, walked: Any) -> None:
         judge_given(model, [GivenPath("0", (5,), (6,) * 2000, np.full(2001, -1.0))])
 
 
-def test_a_log_prob_above_0_is_rounding_and_said_or_none(model: Any, walked: Any, tmp_path: Path) -> None:
-    """Of a small positive one nothing was said, and beside ours in a table even 0.5 was taken."""
+def test_a_log_prob_above_0_is_rounding_and_said_or_none(model: Any, walked: Any) -> None:
     paths = walked(planted.prefill, "float32")
     for path in paths:
         path.chosen[-1] = 1e-6
     found = judge_given(model, paths)
     assert f"{len(paths)} above 0, by 1e-06 at most, are taken for 0, rounded." in str(found)
-    for value, refused in ((1e-6, False), (0.5, True)):
-        paths[0].chosen[-1] = value
-        file = write_given(paths, tmp_path / "given.jsonl")
-        with pytest.raises(InputError, match=r"1 of .* are above 0, which no log-prob is") if refused else nullcontext():
-            kv.compare_given(model, file)
+    paths[0].chosen[-1] = 0.5
+    refused = judge_given(model, paths, "float32")
+    assert refused.exit_code == 3
+    assert "1 of 508 values are above 0, which no log-prob is" in str(refused)
 
 
 def test_generate_with_scores_is_a_clean_engine(model: Any, tmp_path: Path) -> None:
@@ -415,19 +411,6 @@ def test_the_command_cannot_tell_and_says_so(tmp_path: Path) -> None:
     wrong("does not exist", *asked[:3], tmp_path / "none.jsonl")
 
 
-def test_the_table_beside_ours_says_where_a_kl_is_not_given(model: Any, tmp_path: Path) -> None:
-    ids = model.encode(kv.load_prompts("natural:1")[0].text)[:20]
-    rows = writing_given.all_log_probs(model, ids, torch.float32)
-    records = [writing_given.own(ids, 5, rows)]
-    whole = [None, *([[t, float(v)] for t, v in enumerate(row)] for row in rows[:-1])]
-    records.append({**records[0], "top": whole})
-    table = kv.compare_given(model, writing_given.lines(records, tmp_path / "a.jsonl"))
-    assert len(table) == 2 * (len(ids) - 1)
-    assert table["difference"].abs().max() < 1e-3
-    assert table.groupby("kl_is")["kl"].count().to_dict() == {"not given": 0, "of the whole vocabulary": len(ids) - 1}
-    assert table["kl"].max() < 1e-6
-
-
 def test_a_cause_that_a_model_cannot_have_is_not_tried() -> None:
     """Heads of 16 are no blocks of 32; the other causes are tried all the same."""
     narrow = kv.load_model("zoo:mistral-mini", kind="native", dtype="float32")
@@ -436,19 +419,3 @@ def test_a_cause_that_a_model_cannot_have_is_not_tried() -> None:
     found = judge_given(narrow, [path], "float32")
     assert found.verdict == "bug", str(found)
     assert not any("q8_0" in row["cause"] for row in found.given["tried"])
-
-
-def test_compare_with_a_file_shades_its_tokens(model: Any, tmp_path: Path) -> None:
-    """Behind the prompt, as ours has them; a token that was not given is a gap."""
-    ids = model.encode(kv.load_prompts("natural:1")[0].text)[:20]
-    record = writing_given.own(ids, 5, writing_given.all_log_probs(model, ids, torch.float32))
-    record["logprobs"][4], record["id"] = None, "<script>alert(1)</script>"
-    file, out = writing_given.lines([record], tmp_path / "a.jsonl"), tmp_path / "out"
-    made = kvinterp("compare", "zoo:llama64-mini", "--b", f"given({file})", "--kind", "native", "--out", out)
-    assert made.exit_code == 0, made.output
-    table, shown = kv.load(out).tables["given"], (out / "report.html").read_text()
-    assert len(table) == len(ids) - 5 - 1
-    assert table["text"].tolist() == [model.pieces([token])[0] for token in table["token"]]
-    assert "Token by token" in shown
-    assert '<i class="n" title="1 not given">' in shown
-    assert "<script>alert(1)" not in shown

@@ -184,12 +184,25 @@ def test_a_name_that_is_no_text_is_made_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "given", [{"file": 3}, {"file": None}, {"seed": "x"}, {"seed": 1.5}, {"allow": "xroundingx"}, {"allow": 3}, {"tell": 3}]
+    "given",
+    [
+        {"against": 3},
+        {"format": "x"},
+        {"declared": "int8"},
+        {"seed": "x"},
+        {"seed": 1.5},
+        {"allow": "xroundingx"},
+        {"allow": 3},
+        {"progress": 3},
+        {"steps": 5},
+        {"detail": "everything"},
+        {"against": None, "format": "own"},
+    ],
 )
 def test_choices_of_a_judgement_are_checked(sample: Any, given: dict[str, Any], tmp_path: Path) -> None:
     (file := tmp_path / "given.jsonl").write_text(json.dumps(OWN))
     with pytest.raises(InputError):
-        kv.audit_given(sample[0], **{"file": file, **given})
+        kv.audit(sample[0], **{"against": file, **given})
 
 
 CONVERTERS = re.findall(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import io
 import json
 import math
 from collections.abc import Sequence
@@ -121,18 +119,3 @@ def own(ids: Ids, cut: int, rows: np.ndarray, **declared: Any) -> dict[str, Any]
     chosen = [None, *(float(v) if math.isfinite(v := rows[at - 1][ids[at]]) else None for at in range(1, len(ids)))]
     return {"prompt": list(ids[:cut]), "tokens": list(ids[cut:]), "prompt_logprobs": chosen[:cut], "logprobs": chosen[cut:],
             "declared": declared}  # fmt: skip
-
-
-def with_experts(record: dict[str, Any], name: str, experts: np.ndarray) -> dict[str, Any]:
-    """A record with the experts that were chosen, ``[position, layer, chosen]`` of all tokens but the last, as each format has them."""
-    if name == "sglang":
-        record["response"]["meta_info"]["routed_experts"] = base64.b64encode(experts.astype("<i4").tobytes()).decode()
-    elif name in ("completions", "chat"):
-        np.save(file := io.BytesIO(), experts.astype(np.uint8))
-        answer = record.get("response", record)
-        answer["choices"][0]["routed_experts"] = base64.b64encode(file.getvalue()).decode()
-    else:
-        # Zeros where rollouts are padded: an expert twice.
-        pad = np.zeros((len(record.get("token_ids", range(len(experts) + 1))) - len(experts), *experts.shape[1:]), int)
-        record["routed_experts"] = [*experts.tolist(), *(pad if name != "own" else pad[:0]).tolist()]
-    return record

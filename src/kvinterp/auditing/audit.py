@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
 import math
 import os
 import time
@@ -19,6 +20,7 @@ from kvinterp.auditing.called import check_plans, plans_of
 from kvinterp.auditing.causality import check_causal
 from kvinterp.auditing.causes import other_attention
 from kvinterp.auditing.exercises import exercise, served
+from kvinterp.auditing.given import audit_given
 from kvinterp.auditing.judging import RungJudge, account
 from kvinterp.auditing.ladder import Plan, PrecisionRun, band, dtype_name, prefix_plan, unit_roundoff
 from kvinterp.auditing.lengths import CHUNK_NAMES
@@ -34,6 +36,7 @@ from kvinterp.common.checks import (
     check_known,
     check_seed,
     check_text,
+    check_unread,
     given_list,
     whole_number,
 )
@@ -47,6 +50,7 @@ from kvinterp.models.inputs import token_ids
 from kvinterp.models.provenance import provenance
 from kvinterp.models.threads import own_threads
 from kvinterp.paths.kernels import BatchInvariant
+from kvinterp.recording import Trace
 
 RUNGS = ("bfloat16", "float16", "float32", "float64")
 LENGTHS = (5, 63, 64, 65, 96, 97, 128)
@@ -85,6 +89,9 @@ def audit(
     out: str | os.PathLike[str] | None = None,
     detail: str = "verdict",
     progress: Callable[[str], None] | None = None,
+    against: str | Path | Trace | None = None,
+    format: str | None = None,
+    declared: str | None = None,
 ) -> Any:
     """Says whether a model's cached decoding is right, and if not what is wrong and where.
 
@@ -106,10 +113,26 @@ def audit(
         out: A folder for verdict.json and the page, or None.
         detail: ``"verdict"`` returns the :class:`Verdict`, ``"everything"`` the :class:`Audit`.
         progress: Told what runs next.
+        against: What another engine gave: a file of its log-probs (docs/engines.md), or what
+            :meth:`kvinterp.Trace.from_arrays` made of arrays. Then these are judged, on their own tokens.
+        format: The format of that file; known by its content unless given.
+        declared: The dtype that the engine was said to compute in; what the file says unless given.
 
     Raises:
         InputError: Something given does not fit.
     """
+    if against is not None:
+        read = {"prompts": prompts, "rungs": rungs, "lengths": lengths, "steps": steps, "sweep": sweep, "checks": checks,
+                "reach": reach, "calls": calls, "detail": detail}  # fmt: skip
+        for name, value in read.items():
+            default = inspect.signature(audit).parameters[name].default
+            check_unread(name, value, default, "against feeds the tokens of its file and runs no checks; leave it out")
+        found = audit_given(model, against, format, declared, allow, seed, progress or (lambda _: None))
+        if out is not None:
+            found.save(out)
+        return found
+    for name, value in {"format": format, "declared": declared}.items():
+        check_unread(name, value, None, "nothing is given to judge the model against; leave it out")
     with evaluating(model):
         adapter = wrap(model)
     check_choice("detail", detail, ("verdict", "everything"))

@@ -19,21 +19,17 @@ import torch
 
 from kvinterp.auditing import given_steps as steps
 from kvinterp.auditing.bench import Check
-from kvinterp.auditing.given_live import audit_endpoint
 from kvinterp.auditing.given_paths import FLASH, FLASH_ROW, FLOAT16, RUNGS, WEIGHTS, Way, candidates, log_probs
-from kvinterp.auditing.given_routing import routed
 from kvinterp.auditing.given_steps import FEWEST, REPRODUCES, WINS, Tokens
+from kvinterp.auditing.given_tokens import check_paths, chosen_of, read_paths, token_table
 from kvinterp.auditing.verdict import CANNOT_TELL, GOOD, VERDICTS, Verdict, allowed
-from kvinterp.common.checks import check_callable, check_seed, check_unread
+from kvinterp.common.checks import check_callable, check_seed
 from kvinterp.common.numbers import listed
-from kvinterp.comparison.given import check_paths, chosen_of, read_paths, token_table
-from kvinterp.comparison.given_experts import routed_layers
 from kvinterp.errors import InputError, UnsupportedError
 from kvinterp.metrics.rollouts import rollout_statistics
 from kvinterp.models import Adapter, wrap
 from kvinterp.models.provenance import provenance
 from kvinterp.recording import Trace
-from kvinterp.recording.endpoint import is_endpoint
 from kvinterp.recording.given import GivenPath, positive
 from kvinterp.recording.trace import path_of_trace
 
@@ -41,7 +37,6 @@ TRIED = 1024
 """The most tokens on which causes, alignments and semantics are tried."""
 LOGITS = 2**25
 """The most logits that are held for semantics."""
-REPLAYED = "routing, the engine's own experts replayed,"
 BEYOND = 4.0
 """So many times bfloat16's own distance is no rounding of anything."""
 CERTAIN = 1e-6
@@ -90,40 +85,24 @@ def audit_given(
     allow: Sequence[str] = (),
     seed: int = 0,
     tell: Callable[[str], None] = lambda said: None,
-    prompts: Any = None,
-    keep: str | Path | None = None,
 ) -> Verdict:
-    """Reads what another engine wrote, or asks a server that runs, and judges it.
+    """Reads what another engine wrote and judges it.
 
     Args:
         model: As for :func:`judge_given`.
-        file: What it wrote, see docs/engines.md; or a server's address, as ``"http://127.0.0.1:8000/v1"``; or what
-            :meth:`kvinterp.Trace.from_arrays` made.
+        file: What it wrote, see docs/engines.md; or what :meth:`kvinterp.Trace.from_arrays` made.
         format: The format's name; known by the content unless given.
         declared: As for :func:`judge_given`.
         allow: As for :func:`judge_given`.
         seed: As for :func:`judge_given`.
         tell: As for :func:`judge_given`.
-        prompts: What a server goes on from; four texts of ours unless given.
-        keep: The folder of what a server answered, from which an interrupted run goes on; one of its own unless given.
 
     Raises:
-        InputError: The file cannot be read, or the server does not answer as one does.
+        InputError: The file cannot be read.
     """
     adapter = wrap(model)
     if isinstance(file, Trace):
         return judge_given(adapter, [path_of_trace(file)], declared, allow, seed, tell)
-    if is_endpoint(file):
-        check_unread("format", format, None, "a server answers in its own; leave it out")
-        check_seed(seed)
-        allowed(allow)
-        _declared((), declared)
-        return audit_endpoint(
-            adapter, str(file), prompts, keep, lambda answers: read_paths(adapter, answers),
-            lambda paths: judge_given(adapter, paths, declared, allow, seed, tell), tell,
-        )  # fmt: skip
-    for name, value in (("prompts", prompts), ("keep", keep)):
-        check_unread(name, value, None, "a file holds its own texts; leave it out")
     return judge_given(adapter, read_paths(adapter, file, format), declared, allow, seed, tell)
 
 
@@ -180,7 +159,7 @@ class _Judge:
             return CANNOT_TELL, why
         self._computed()
         self._statistics()
-        for step in (self._alignment, self._semantics, self._routing):
+        for step in (self._alignment, self._semantics):
             if (named := step()) is not None:
                 return named
         stands, near = self._rung()
@@ -359,28 +338,6 @@ class _Judge:
         self._say("semantics", "passed", f"no temperature and no truncation; {sided}. Penalties cannot be told.")
         return None
 
-    def _routing(self) -> tuple[str, str] | None:
-        """Whether the experts that were given made the log-probs that were."""
-        tokens = self.tokens
-        assert tokens is not None
-        self.tell("routing")
-        dtype = next((rung.dtype for rung in RUNGS if rung.name == self.declared), "bfloat16")
-        self.routing = found = routed(self.adapter, self.paths, dtype)
-        if found is None:
-            return None
-        by = found.table.groupby("layer")["changed"]
-        self.found["routing"] = by.agg(choices="count", changed="sum").reset_index().to_dict("records")
-        self.replayed, why = tokens.gathered(found.rows), ""
-        name, left = steps.winner(tokens, self.replayed, {"ours": self.truth}, WINS)
-        if found.elsewhere:
-            why = f"the experts that were given belong elsewhere: {found.elsewhere}"
-        elif name and found.table["changed"].any():
-            why = (
-                f"the experts that were given did not make the log-probs: ours leave {left:.2g} of what they leave held out"
-            )
-        self._say("routing", "failed" if why else "passed", found.said, None)
-        return ("misaligned", f"{why}; {found.said}") if why else None
-
     # (d), (e), (f) --------------------------------------------------------------------------------------------------------
 
     def _rung(self) -> tuple[str | None, str]:
@@ -463,7 +420,7 @@ class _Judge:
         if (
             band == self.declared == "float32"
             and row["max"] > 4 * steps.BANDS["float32"][1]
-            and not routed_layers(self.adapter)
+            and not any(self.adapter.supports("router", layer) for layer in range(self.adapter.facts.layers))
         ):
             said = f"at one token {row['max']:.3g} times our largest distance in float32, which no rounding is"
             return "unexplained", f"{said}; {tried}. {after}"
@@ -483,19 +440,12 @@ class _Judge:
             # Of a request a position: a prompt of 64 rows on is computed in tiles, which are added up in float32.
             rows[FLASH] = np.where(self.tokens.position < 64, rows[FLASH_ROW], rows[FLOAT16])
             ways[FLASH] = dataclasses.replace(ways[FLASH_ROW], name=FLASH)
-        if self.routing is not None and self.routing.table["changed"].any():
-            ways[REPLAYED] = Way(REPLAYED, self.routing.word)
-            rows[REPLAYED] = np.where(self.first, self.replayed, np.nan)
         for name, row in rows.items():
             ok = np.isfinite(row)
             left = steps.mean_gap(self.tokens.engine, row, ok) / max(float(self.gap[ok].mean()), 1e-30)
             by = steps.slope(row - self.truth, seen)
             self.found["tried"].append({"cause": name, "left": left, "slope": by, "n": int(ok.sum())})
         name, left = steps.winner(self.tokens, self.truth, rows, 0.9)
-        if not name and REPLAYED in rows:
-            # Other choices may be in few sequences; nothing was fitted to them, so that any half of the positions is held out.
-            halves = dataclasses.replace(self.tokens, held=self.tokens.position // 8 % 2 == 1)
-            name, left = steps.winner(halves, self.truth, {REPLAYED: rows[REPLAYED]}, 0.9)
         if not name:
             return None, left, 0.0
         share = self._left_by(ways[name], rows[name], near)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kvinterp.common import words
-from kvinterp.common.checks import check_callable, check_choice, check_listed, check_seed, check_unread, whole_numbers
+from kvinterp.common.checks import check_callable, check_choice, check_listed, check_seed, whole_numbers
 from kvinterp.common.progress import counting
 from kvinterp.comparison.comparison import Comparison, Origin
 from kvinterp.comparison.forecast import forecast, say
@@ -31,7 +31,7 @@ from kvinterp.models.inputs import checked_continuation, chosen_layers, encode, 
 from kvinterp.models.provenance import provenance
 from kvinterp.models.sites import LAYOUTS, ROUTING_SITES, ROWS
 from kvinterp.models.threads import own_threads
-from kvinterp.paths import ExecutionPath, Runner, Strategy, given_of, path_named, strategy_named
+from kvinterp.paths import ExecutionPath, Runner, Strategy, path_named, strategy_named
 from kvinterp.paths.batches import in_batches
 from kvinterp.paths.calls.base import witnessed
 from kvinterp.paths.decode import Collected, fed_to_all, length_of, lockstep
@@ -39,7 +39,7 @@ from kvinterp.paths.finite import first_nonfinite
 from kvinterp.paths.sampling import drawing
 from kvinterp.paths.vocabulary import end_tokens
 from kvinterp.policies import Place
-from kvinterp.recording import SiteHook, Trace
+from kvinterp.recording import SiteHook
 
 log = logging.getLogger("kvinterp")
 
@@ -49,7 +49,7 @@ def compare(
     model: Any,
     prompts: Any = None,
     a: str | ExecutionPath = ...,
-    b: str | ExecutionPath | Trace = ...,
+    b: str | ExecutionPath = ...,
     *,
     protocol: words.Protocol | str = ...,
     strategy: words.Strategy | str | Strategy = ...,
@@ -84,7 +84,7 @@ def compare(  # type: ignore[misc]
     model: Any,
     prompts: Any = None,
     a: str | ExecutionPath = "cached",
-    b: str | ExecutionPath | Trace | Sequence[str | ExecutionPath] = "recompute",
+    b: str | ExecutionPath | Sequence[str | ExecutionPath] = "recompute",
     *,
     protocol: words.Protocol | str = "matched",
     strategy: words.Strategy | str | Strategy = "greedy",
@@ -108,9 +108,7 @@ def compare(  # type: ignore[misc]
         prompts: One prompt or a list: texts, :class:`Prompt`, or token ids.
         a: The leading path: in the matched protocol both are fed the tokens it chooses.
         b: The path it is compared with; of a list each, which gives :class:`Comparisons`: in the matched protocol all of them
-            run beside one run of ``a``, and each pair gets the numbers that it gets alone. ``"given(FILE)"``: log-probs that
-            another engine gave, whose tokens ``a`` is fed; there are no prompts then, and :func:`compare_given` says what the
-            table holds. A trace that :meth:`kvinterp.Trace.from_arrays` made: the same, as a comparison.
+            run beside one run of ``a``, and each pair gets the numbers that it gets alone.
         protocol: ``"matched"`` or ``"free"``; see PROTOCOLS.
         strategy: How tokens are chosen; both paths draw from the same random number at each step.
         max_new_tokens: Most steps; step 0 is the token the prefill decides.
@@ -134,24 +132,13 @@ def compare(  # type: ignore[misc]
         lanes: What advances each path, made as a :class:`kvinterp.paths.Runner` is; another one has no sites to compare.
 
     Returns:
-        A :class:`Comparison`; of a list of paths :class:`Comparisons`; of ``given(FILE)`` a table.
+        A :class:`Comparison`; of a list of paths :class:`Comparisons`.
 
     Raises:
         InputError: Something given does not exist or does not fit.
         UnsupportedError: This kind of model cannot give a site.
         NonFiniteError: NaN or Inf appeared with every prompt; where it did with some, they stand in ``failures``.
     """
-    if (file := given_of(b)) is not None:
-        from kvinterp.comparison.given import compare_given
-
-        check_unread("prompts", prompts, None, f"{b} holds its own texts; leave it out")
-        return compare_given(model, file, path=a)
-    if isinstance(b, Trace):
-        from kvinterp.comparison.given import trace_along
-        from kvinterp.comparison.traces import compare_traces
-
-        check_unread("prompts", prompts, None, "the trace has its own; leave it out")
-        return compare_traces(trace_along(model, a, b.prompt, b.tokens), b, cache_errors)
     if prompts is None:
         raise InputError("no prompts were given: expected a text, a Prompt, token ids or a list of them; give some.")
     adapter, path_a, strategy = wrap(model), path_named(a), strategy_named(strategy)

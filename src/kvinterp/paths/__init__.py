@@ -11,7 +11,7 @@ from kvinterp.paths.kernels import (
     kernels_named,
 )
 from kvinterp.paths.loops import Runner
-from kvinterp.paths.path import Cached, ExecutionPath, Recompute, given_of, path_named, path_read
+from kvinterp.paths.path import Cached, ExecutionPath, Recompute, path_named, path_read
 from kvinterp.paths.runner import run
 from kvinterp.paths.sampling import STRATEGIES, Greedy, Strategy, TopK, TopP, strategy_named
 
@@ -32,7 +32,6 @@ __all__ = [
     "Strategy",
     "TopK",
     "TopP",
-    "given_of",
     "kernels_named",
     "path_named",
     "path_read",

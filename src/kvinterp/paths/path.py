@@ -210,23 +210,6 @@ def path_named(text: object) -> ExecutionPath:
     return _read(text, cache_named)
 
 
-def given_of(text: object) -> str | None:
-    """The file or address of a path that was walked elsewhere, ``given(FILE)``; None of any other text.
-
-    Raises:
-        InputError: A policy, kernels or a dtype was given with it.
-    """
-    match = re.fullmatch(r"given\((.*)\)(.*)", text.strip(), re.DOTALL) if isinstance(text, str) else None
-    if match is None:
-        return None
-    if match[2] or not match[1].strip():
-        raise InputError(
-            f"path {shown(text)} was given: expected given(FILE) or given(http://127.0.0.1:PORT/v1) alone; what was walked "
-            "elsewhere takes no policy, kernels or dtype."
-        )
-    return match[1].strip()
-
-
 def path_read(text: object) -> ExecutionPath:
     """Reads the text form of a path that stands in a file: a class that it names is not imported, and can not be run.
 
@@ -246,11 +229,6 @@ def _read(text: object, cache: Callable[[str], CacheKind]) -> ExecutionPath:
     if text in FORMS:
         return ExecutionPath(text)
     spec.check_length("path", text)
-    if given_of(text) is not None:
-        raise InputError(
-            f"path {text!r} was walked elsewhere and has log-probs alone, no tensors: give it to compare as b, or to audit with "
-            "--against; nothing else takes it."
-        )
     match = re.fullmatch(r"(cached|recompute)(?:\[([^\]]*)\])?(?:\+(.+?))?(?:@(\w+))?", text.strip())
     if match is None:
         raise InputError(

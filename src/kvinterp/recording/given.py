@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import base64
 import dataclasses
-import io
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -37,8 +35,6 @@ class GivenPath:
         missing: What stood where no log-prob was given, and how often.
         trainer: As ``chosen``, of a second side in the same file; None where there is none.
         declared: What the file says it was made with, such as ``{"dtype": "float32"}``.
-        experts: ``[position, layer, chosen]`` or ``[position, layer times chosen]``: the experts that routers chose where this
-            token went in, by number; -1: not given. None where the file says nothing of experts.
         step: The step of the grid that the format writes log-probs on, in nats; None where it has none.
     """
 
@@ -50,11 +46,10 @@ class GivenPath:
     missing: Counter[str] = dataclasses.field(default_factory=Counter)
     trainer: np.ndarray | None = None
     declared: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    experts: np.ndarray | None = None
     step: float | None = None
 
     def __post_init__(self) -> None:
-        sides = {"log-probs": self.chosen, "log-probs of the trainer": self.trainer, "rows of experts": self.experts}
+        sides = {"log-probs": self.chosen, "log-probs of the trainer": self.trainer}
         for name, row in sides.items():
             if row is not None and len(row) != len(self.ids):
                 raise InputError(
@@ -174,55 +169,3 @@ def path_of(
         if at in top and not math.isnan(found := value_in(top[at], every[at][0])):
             chosen[at] = found
     return GivenPath(where, prompt, tuple(row[0] for row in rows), chosen, top, +missing, declared=declared)
-
-
-def experts_of(pieces: Sequence[Any], where: str, prompt: int, tokens: int, start: int | None = None) -> np.ndarray | None:
-    """The experts that an engine says it chose, as :attr:`GivenPath.experts` has them; None of no pieces.
-
-    Args:
-        pieces: One behind the other (prompt and answer, or both in one): lists ``[position][layer][chosen]``, null where none is
-            given, or base64 of an ``.npy`` file or of int32.
-        where: What errors call it.
-        prompt: How many tokens the prompt has.
-        tokens: How many stand behind it; the last went in nowhere, so that its row may be left out.
-        start: The position of the first row, where it is known.
-
-    Raises:
-        InputError: It is nothing of the kind, or not of these tokens.
-    """
-    if not pieces:
-        return None
-    count = prompt + tokens
-    try:
-        read = [_rows(piece) for piece in pieces]
-        if read[0].ndim == 1:
-            read = [read[0].reshape(count - 1 - (start or 0), -1)]
-        rows = np.concatenate([each for each in read if len(each)])
-        if rows.dtype.kind not in "iu" or rows.ndim not in (2, 3) or not rows.size:
-            raise ValueError(rows.shape)
-    except (ValueError, TypeError, OverflowError, RecursionError, MemoryError) as error:
-        raise InputError(
-            f"{where}: its experts cannot be read: expected whole numbers as lists [position][layer][chosen], or base64 of such "
-            "an array; ask again."
-        ) from error
-    begins = {count: 0, count - 1: 0} if start is None else {count - start: start, count - 1 - start: start}
-    begins = {tokens: prompt, tokens - 1: prompt, **begins} if start is None else begins
-    if len(rows) not in begins:
-        raise InputError(
-            f"{where} has the experts of {len(rows):,} positions for {prompt:,} prompt tokens and {tokens:,} more: expected one "
-            "for each, or all but the last; ask again."
-        )
-    found = np.full((count, *rows.shape[1:]), -1)
-    found[begins[len(rows)] :][: len(rows)] = rows
-    return found
-
-
-def _rows(piece: Any) -> np.ndarray:
-    if isinstance(piece, str):
-        content = base64.b64decode(piece, validate=True)
-        npy = content.startswith(b"\x93NUMPY")
-        return np.load(io.BytesIO(content), allow_pickle=False) if npy else np.frombuffer(content, "<i4")
-    if not isinstance(piece, list):
-        raise TypeError(shown(piece))
-    blank = np.full(np.shape(next((row for row in piece if row is not None), [])), -1).tolist()
-    return np.array([blank if row is None else row for row in piece])

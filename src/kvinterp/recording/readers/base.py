@@ -33,14 +33,6 @@ class Reader(abc.ABC):
             InputError: It lacks what is needed, or holds what cannot be.
         """
 
-    def experts(self, record: Mapping[str, Any], number: int, where: str) -> tuple[list[Any], int | None]:
-        """The experts that a path of a record chose, in pieces, and the position where the first begins if it is said."""
-        given = record.get("choices")
-        choices = [each for each in given if isinstance(each, Mapping)] if isinstance(given, list) else []
-        choice = choices[number] if number < len(choices) else record
-        pieces = record.get("prompt_routed_experts"), choice.get("routed_experts")
-        return [piece for piece in pieces if piece is not None], None
-
 
 def part(record: Any, name: str, kind: type, where: str, default: Any = None) -> Any:
     """A field of a record, of a type.

@@ -40,11 +40,6 @@ class Nemo(Reader):
         begun = int(mask.argmax()) if mask.any() else len(ids)
         yield GivenPath(where, ids[:begun], ids[begun:], engine, {}, missing, trainer if len(trainer) else None)
 
-    def experts(self, record: Mapping[str, Any], number: int, where: str) -> tuple[list[Any], int | None]:
-        """Without the padding."""
-        pieces, start = super().experts(record, number, where)
-        return [piece[: _length(record)] if isinstance(piece, list) else piece for piece in pieces], start
-
     def _side(self, record: Mapping[str, Any], name: str, count: int, where: str, missing: Counter[str]) -> np.ndarray:
         return log_probs(part(record, name, list, where, [])[:count], where, missing)
 

@@ -1,8 +1,7 @@
 """Our own JSONL: ``{"prompt": [IDS], "tokens": [IDS], "logprobs": [NATS or null]}`` a line, which any engine's answer can become.
 
 Also, where wanted: ``prompt_logprobs`` (one a prompt token), ``top`` (for each token of both a list of ``[id, log-prob]``, or
-null), ``trainer_logprobs`` (as ``logprobs``), ``routed_experts`` (for each token of both its experts by layer, or null),
-``declared`` (an object), ``id``.
+null), ``trainer_logprobs`` (as ``logprobs``), ``declared`` (an object), ``id``.
 """
 
 from __future__ import annotations
@@ -81,8 +80,6 @@ def write_given(paths: Iterable[GivenPath], file: str | Path) -> Path:
             pairs = [path.top.get(at) for at in range(len(path.ids))]
             record["top"] = [None if p is None else [list(each) for each in zip(*map(np.ndarray.tolist, p), strict=True)]
                              for p in pairs]  # fmt: skip
-        if path.experts is not None:
-            record["routed_experts"] = [row.tolist() if (row >= 0).any() else None for row in path.experts]
         lines.append(json.dumps({**record, "declared": dict(path.declared)}))
     write_whole(Path(file), "\n".join(lines) + "\n")
     return Path(file)

@@ -14,7 +14,7 @@ from kvinterp.common import spec
 from kvinterp.common.checks import check_instance
 from kvinterp.common.files import bytes_of, is_file
 from kvinterp.errors import InputError, shown, unknown
-from kvinterp.recording.given import GivenPath, experts_of, value_in
+from kvinterp.recording.given import GivenPath, value_in
 from kvinterp.recording.readers.base import Reader, Token
 from kvinterp.recording.readers.kl_base import MAGIC, read_kl_base
 
@@ -114,11 +114,7 @@ def _paths(record: Mapping[str, Any], where: str, format: str | None, token: Tok
             f"of {', '.join([*READERS, BINARY])} with log-probs in it. The simplest is a line "
             'for each text, {"prompt": [ids], "tokens": [ids], "logprobs": [nats]}; docs/engines.md has the others.'
         )
-    found = list(reader.paths(record, where, token))
-    for number, path in enumerate(found):
-        pieces, start = reader.experts(record, number, path.id)
-        path.experts = experts_of(pieces, path.id, len(path.prompt), len(path.tokens), start)
-    return found
+    return list(reader.paths(record, where, token))
 
 
 def _together(paths: list[GivenPath]) -> list[GivenPath]:

@@ -42,12 +42,6 @@ class Sglang(Reader):
         asked = part(request, "sampling_params", dict, where, {})
         yield path_of(where, prompt, after, head, **{n: asked[n] for n in ("temperature", "top_p", "top_k") if n in asked})
 
-    def experts(self, record: Mapping[str, Any], number: int, where: str) -> tuple[list[Any], int | None]:
-        """Those of ``meta_info``: int32 without a shape, from ``routed_experts_start_len`` on."""
-        given, start = record["meta_info"].get("routed_experts"), part(record, "request", dict, where, {})
-        begun = start.get("routed_experts_start_len")
-        return [] if given is None else [given], begun if type(begun) is int and begun >= 0 else 0
-
 
 def _side(held: Mapping[str, Any], side: str, where: str) -> list[tuple[int, Any, list[tuple[int, Any]]]]:
     rows = part(held, f"{side}_token_logprobs", list, where, [])

@@ -93,16 +93,8 @@ class Audit(Experiment):
     remote_code: bool = shared("remote_code")
     against: str | None = option(
         None,
-        "Judge the log-probs of another engine instead: a file, or the address of a server such as "
-        "http://127.0.0.1:8000/v1 (docs/engines.md).",
+        "Judge the log-probs of another engine instead, read from this file (docs/engines.md).",
         show_default=False,
-    )
-    answers: Path | None = option(
-        None,
-        "Folder that keeps the server's answers, so that an interrupted run can go on. Default: kvinterp-answers.",
-        show_default=False,
-        decides="nothing",
-        only=(lambda asked: asked.is_live(), "no server was given; give its address with --against, or leave it out"),
     )
     format: str | None = option(
         None,
@@ -110,12 +102,6 @@ class Audit(Experiment):
         show_default=False,
         only=(lambda asked: asked.against is not None, "no file was given; give one with --against, or leave it out"),
     )
-
-    def is_live(self) -> bool:
-        """Whether a server is asked."""
-        from kvinterp.recording.endpoint import is_endpoint
-
-        return is_endpoint(self.against or "")
 
     def is_own_code(self) -> bool:
         """Whether the model is the user's own code."""
@@ -151,14 +137,13 @@ class Audit(Experiment):
         """Refuses what is read of the audit of a cache alone, and a file that is not there."""
         from kvinterp.common.files import is_file
 
-        if not self.is_live() and not is_file(Path(str(self.against))):
+        if not is_file(Path(str(self.against))):
             raise InputError(
-                f"--against {shown(str(self.against))} does not exist or is no file: give another engine's log-probs, or the "
-                "address of a server, such as http://127.0.0.1:8080/v1."
+                f"--against {shown(str(self.against))} does not exist or is no file: give a file of another engine's log-probs."
             )
         fields = {field.name: field.default for field in dataclasses.fields(self)}
         for name in ("prompts", "rungs", "lengths", "steps", "checks", "thorough", "reach", "calls"):
-            if getattr(self, name) != fields[name] and not (name == "prompts" and self.is_live()):
+            if getattr(self, name) != fields[name]:
                 raise InputError(
                     f"--{name} was given with --against, which feeds the tokens of its file and runs no checks: leave it out."
                 )
@@ -170,8 +155,7 @@ class Audit(Experiment):
         if self.against is not None:
             # --dtype is what the engine was said to run in. Of weights that were rounded to it no other precision is found again.
             named = {**self.named(), "dtype": "float32"}
-            given = {"file": self.against, "format": self.format, "declared": self.dtype, "prompts": self.prompts}
-            given["answers"] = str(self.answers or "kvinterp-answers") if self.is_live() else None
+            given = {"file": self.against, "format": self.format, "declared": self.dtype}
             return [Cell("audit", f"{__name__}:judged", {"model": named, **given, "seed": self.seed, "allow": self.allow})]
         settings = {
             **self.taken("prompts", "steps", "seed", "allow", "lengths"),
@@ -263,8 +247,6 @@ def judged(
     declared: str | None,
     seed: int,
     allow: Sequence[str],
-    prompts: str | None = None,
-    answers: str | None = None,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """The verdict on another engine's log-probs, as texts."""
     from kvinterp.auditing.given import audit_given
@@ -275,8 +257,7 @@ def judged(
 
     with contextlib.redirect_stdout(sys.stderr):
         adapter = loaded(model)
-        told = (allow, seed, lambda said: tell(f"against {file}: {said}", 0.5), prompts, answers)
-        found = audit_given(adapter, file, format, declared, *told)
+        found = audit_given(adapter, file, format, declared, allow, seed, lambda said: tell(f"against {file}: {said}", 0.5))
     made = Audited(found, [], None, dict(found.provenance))  # type: ignore[arg-type]
     said = {"reading": str(found), "exit_code": found.exit_code}
     tables = {} if found.tokens is None else {"given": found.tokens}

@@ -211,11 +211,6 @@ class Experiment:
                     one.prompts = load_prompts(folder / PROMPTS) if PROMPTS in summary["sha256"] else []
             return self.judged(result)
 
-    @classmethod
-    def held(cls, folder: Path) -> Experiment:
-        """The experiment whose result is in a folder; with its defaults, where it reads without its choices."""
-        return cls()
-
     def judged(self, result: Result) -> Result:
         """The same with its findings among its tables."""
         vars(result).update(VERB=self.verb(), experiment=self)

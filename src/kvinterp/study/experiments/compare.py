@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvinterp.common.result import Result
-from kvinterp.errors import InputError, KvinterpError
-from kvinterp.study.experiments.base import Charts, Experiment, OfModel, Parts, Tables, numbered
+from kvinterp.errors import KvinterpError
+from kvinterp.study.experiments.base import Charts, OfModel, Parts, Tables, numbered
 from kvinterp.study.experiments.choices import taken_by
 from kvinterp.study.experiments.options import DRAWS, option, sampled, shared
 
@@ -85,24 +85,6 @@ class Compare(OfModel):
 
         return (*NAMES, "precision_ladder")
 
-    def settled(self) -> Experiment:
-        """Of a path that was walked elsewhere another experiment, in which nothing is decided here but our own path."""
-        from kvinterp.paths import given_of
-        from kvinterp.study.experiments.compare_given import CompareGiven
-
-        if given_of(self.a) is not None:
-            raise InputError(f"--a {self.a} was given: expected a path of ours, which leads; give the file as --b.")
-        if given_of(self.b) is None:
-            return self
-        taken = {field.name for field in dataclasses.fields(CompareGiven)}
-        for field in dataclasses.fields(self):
-            if field.name not in (*taken, "b") and getattr(self, field.name) != field.default:
-                raise InputError(
-                    f"--{field.name.replace('_', '-')} was given with --b {self.b}, whose tokens are there already: "
-                    "leave it out."
-                )
-        return CompareGiven(**{name: getattr(self, name) for name in taken - {"given"}}, given=self.b)
-
     def cells(self) -> list[Cell]:
         """A cell a prompt."""
         from kvinterp.comparison import compare
@@ -170,14 +152,6 @@ class Compare(OfModel):
             place = Path(found.folder or "") / "summary.json"
             raise KvinterpError(f"none of the {len(found.failures)} prompts could be compared; {place} says why.")
         return list(found.where().splitlines())
-
-    @classmethod
-    def held(cls, folder: Path) -> Experiment:
-        """Of log-probs that were given, what compares those."""
-        from kvinterp.common.files import is_file
-        from kvinterp.study.experiments.compare_given import CompareGiven
-
-        return CompareGiven() if is_file(folder / "given.parquet") else cls()
 
     def again(self, tables: Tables, summary: Mapping[str, Any]) -> Result:
         """The comparison of its tables, once they are what a comparison has."""

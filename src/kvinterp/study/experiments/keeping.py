@@ -136,7 +136,7 @@ def load(folder: str | os.PathLike[str]) -> Any:
             f"folder {str(place)!r} holds a summary.json that does not say what wrote it: give one that kvinterp wrote."
         )
     with reading(place, summary):
-        return experiment_of(verb).held(place).read(place)
+        return experiment_of(verb)().read(place)
 
 
 def _without_a_summary(place: Path) -> Any:

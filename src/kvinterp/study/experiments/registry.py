@@ -14,7 +14,6 @@ _OTHERS = (
     "base",
     "choices",
     "circumstances",
-    "compare_given",
     "functions",
     "keeping",
     "of_models",
