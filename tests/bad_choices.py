@@ -195,7 +195,6 @@ CONTRADICTIONS: list[list[str]] = [
     ["root-cause", *RIGHT["root-cause"], "--seeds", "2", "--prompts", "a b c"],
     ["list", "models", "kinds"],
     ["show", "out", "--rewrite"],
-    ["demo", "--picture", "x.txt", "--smoke", "--out", "out"],
 ]
 """Lines in which a choice is unknown, has no meaning beside another, or would not be used: run, it would be printed as if."""
 

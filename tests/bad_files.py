@@ -476,7 +476,6 @@ PATHS = {
     "include": ["eval"],
     "gsm8k": ["compare"],
     "train": ["compare"],
-    "picture": ["demo"],
     "show": ["show", "report"],
 }
 NAMES = [
@@ -529,11 +528,9 @@ def of_special(chosen: random.Random) -> Case:
             arguments = [MODEL, "--tasks", "mine", "--include", name, "--out", "out", "--limit", "1"]
         case "config":
             arguments = ["--config", name, "--random-init", "--out", "out"]
-        case "picture":
-            arguments = ["--smoke", "--picture", name, "--out", "out"]
         case _:
             arguments = with_option(arguments, f"--{option}", name)
-    if option in ("junit", "picture", "out") and what in ("a link to nothing", "a link to /dev/full"):
+    if option in ("junit", "out") and what in ("a link to nothing", "a link to /dev/full"):
         judged = "any"
 
     def prepare(folder: Path) -> None:

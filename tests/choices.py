@@ -89,15 +89,6 @@ VERBS: dict[str, tuple[dict[str, Any], dict[str, Changes]]] = {
         {"models": (SMALL,), **_ONE, "strategies": ("greedy",), "max_new_tokens": 3, "controls": 0},
         {**_DECODES, "controls": Changes(1)},
     ),
-    "bench-bugs": (
-        {"detectors": ("top1",), "only": ("stale-slot",), "most": 1},
-        {
-            "detectors": Changes(("allclose-assert",)),
-            "only": Changes(("keys-shifted-by-one",)),
-            "most": Changes(2),
-            "seed": Changes(1),
-        },
-    ),
     "boundary": (
         {
             "models": (SMALL,),
@@ -162,29 +153,6 @@ VERBS: dict[str, tuple[dict[str, Any], dict[str, Changes]]] = {
         },
     ),
     "decompose": ({"model": SMALL, **_ONE, "max_new_tokens": 3}, {**_MODEL, **_PROMPTS, "max_new_tokens": Changes(4)}),
-    "demo": (
-        {
-            "models": (SMALL,),
-            "kinds": ("native",),
-            "protocols": ("matched",),
-            "rungs": ("float32",),
-            "problems": 1,
-            "rung_problems": 1,
-            "max_new_tokens": 3,
-            "flip_problems": 1,
-        },
-        {
-            "models": Changes((OTHER,)),
-            "kinds": Changes(("bridge",)),
-            "protocols": Changes(("free",)),
-            "dtype": Changes("float32", {"rungs": ("float64",)}),
-            "rungs": Changes(("float64",)),
-            "problems": Changes(2),
-            "rung_problems": Changes(2, {"problems": 2}),
-            "max_new_tokens": Changes(4),
-            "flip_problems": Changes(2),
-        },
-    ),
     "equivalent-noise": (
         {"model": SMALL, **_ONE, "policies": ("int4",), "max_new_tokens": 2},
         {**_MODEL, **_PROMPTS, "policies": Changes(("int8",)), "max_new_tokens": Changes(3)},
@@ -327,17 +295,6 @@ VERBS: dict[str, tuple[dict[str, Any], dict[str, Changes]]] = {
             "max_new_tokens": Changes(4),
         },
     ),
-    "norms": (
-        {"models": (SMALL,), "dtypes": "float32", "lengths": (8,), "steps": 2},
-        {
-            "models": Changes((OTHER,)),
-            "dtypes": Changes("float16"),
-            "lengths": Changes((9,)),
-            "calls": Changes("padded(left,5)"),
-            "steps": Changes(3),
-            "device": Keeps("cpu"),
-        },
-    ),
     "patch": (
         {"model": SMALL, "prompts": "arithmetic:2", "examples": 1, "max_new_tokens": 3, "controls": "none"},
         {
@@ -409,19 +366,13 @@ VERBS: dict[str, tuple[dict[str, Any], dict[str, Changes]]] = {
 """By verb its smallest choices, and for every option what it does to the result of these."""
 
 ELSEWHERE = {
-    ("demo", "picture"): "a file beside the result, in tests/experiments/test_demo.py",
-    ("demo", "smoke"): "the smallest demo, which tests/experiments/test_demo.py runs",
     ("eval", "unsafe_code"): "without it --include is refused, in tests/behaviour/test_evaluators.py",
     ("boundary", "above"): "the tables of made-up decodes with flips, in tests/experiments/test_boundary.py",
     ("chain", "prefill"): "policies under both readings, in tests/behaviour/test_chains.py and tests/policies",
     ("kernels", "seed"): "the prompt that is fed, in tests/auditing/test_shape_dependence.py",
-    ("compare-runs", "first"): "two results, in tests/experiments/test_compare_runs.py",
-    ("compare-runs", "second"): "two results, in tests/experiments/test_compare_runs.py",
     ("audit", "own_class"): "code of one's own, in tests/auditing/test_product.py",
     ("audit", "against"): "another engine's log-probs, in tests/given/test_judge.py",
     ("audit", "format"): "how they are written, in tests/given/test_readers.py",
-    ("norms", "add"): "rows of a file beside those that were measured, in tests/experiments/test_norms.py",
-    ("norms", "seed"): "the tokens that are fed, in tests/experiments/test_norms.py",
     ("audit", "config"): "the config of code of one's own, in tests/auditing/test_product.py",
 }
 """Options that are shown to be used by another test, and which."""
@@ -463,12 +414,11 @@ REFUSED: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("audit", {"calls": "nosuch"}, "unknown call plan 'nosuch'"),
     ("audit", {"thorough": True, "checks": "none"}, "--thorough was given with --checks 'none'"),
     ("eval", {"policy": "int4", "path": "cached+int8"}, "--policy int4 and --path cached+int8 were both given"),
-    ("demo", {"smoke": True, "problems": 3}, "problems=3 was given, and nothing reads it: the smallest demo has its own"),
 )
 """Choices that are refused before a model is loaded, since nothing would read them."""
 
 FREE = {
-    "model", "models", "prompts", "text", "texts", "template", "system", "tasks", "include", "picture", "junit", "own_class", "config",
+    "model", "models", "prompts", "text", "texts", "template", "system", "tasks", "include", "junit", "own_class", "config",
     "instructions", "problems", "strings", "embedder",
 }  # fmt: skip
 """Options whose value may be any text: what they name is looked for where it is used."""

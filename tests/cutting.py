@@ -80,9 +80,6 @@ VERBS = {
         "cpu",
     ),
     "chain": ("chain", MODEL, "--policy", "int4", "--on", "kv", "--texts", "restate:1", *BRIEF, "--device", "cpu"),
-    "bench-bugs": ("bench-bugs", "--detector", "top1", "--only", "stale-slot", "--most", "2"),
-    "norms": ("norms", MODEL, "--dtypes", "float32", "--lengths", "8", "--steps", "2", "--device", "cpu"),
-    "demo": ("demo", "--smoke"),
 }
 """Every verb that writes, as small as it goes."""
 
@@ -223,7 +220,6 @@ def _run(arguments: list[str], out: str, cut: tuple[signal.Signals, int] | None,
     os.dup2(said, 2)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.stdout, sys.stderr = os.fdopen(1, "w", 1), os.fdopen(2, "w", 1)
-    _small_demo()
     count = 0
 
     def watched(event: str, given: tuple[Any, ...]) -> None:
@@ -254,9 +250,3 @@ def _run(arguments: list[str], out: str, cut: tuple[signal.Signals, int] | None,
         code = 130
     os.write(file, f"seconds: {time.monotonic() - begun}\n".encode())
     os._exit(code)
-
-
-def _small_demo() -> None:
-    import kvinterp.study.experiments.demo as demo
-
-    demo.SMOKE = demo.Demo((MODEL,), ("native",), ("matched",), "float16", ("float32",), 1, 1, 2, 1)

@@ -41,7 +41,6 @@ RIGHT: dict[str, list[str]] = {
     "accumulation": _MODELS,
     "audit": [MODEL, "--out", "out", "--lengths", "5", "--steps", "1", "--rungs", "float32", "--checks", "none"],
     "behaviour": [*_MODELS, "--max-new-tokens", "2", "--strategy", "greedy", "--controls", "0"],
-    "bench-bugs": ["--out", "out", "--detector", "top1", "--only", "stale-slot", "--most", "1"],
     "boundary": [*_MODELS, "--max-new-tokens", "2", "--strategy", "greedy", "--controls", "0"],
     "chain": [
         *[MODEL, "--out", "out", "--policy", "int8", "--on", "kv", "--texts", "restate:1", "--hops", "1"],
@@ -63,14 +62,13 @@ RIGHT: dict[str, list[str]] = {
     "list": [],
     "localisation": [*_MODELS, "--max-new-tokens", "3", "--count", "1", "--part", "residual"],
     "mitigate": [MODEL, "--out", "out", *_SHORT, "--path", "cached", "--policy", "int8"],
-    "norms": [MODEL, "--out", "out", "--dtypes", "float32", "--lengths", "8", "--steps", "2"],
     "patch": [MODEL, "--out", "out", *_SHORT, "--controls", "none"],
     "propagation": _MODELS,
     "repeated-heads": [*_MODELS, "--steps", "2", "--most", "1"],
     "root-cause": [*_MODELS, *_FEW, "--repeat-steps", "2"],
     "susceptibility": [MODEL, "--out", "out", *_SHORT, "--sizes", "1", "--seeds", "2", "--bins", "1"],
 }
-"""Every command that can be short, with options that are right. ``eval`` needs data sets, ``demo`` takes none of the options."""
+"""Every command that can be short, with options that are right. ``eval`` needs data sets."""
 
 
 def options_of(verb: str) -> dict[str, tuple[str, Any]]:

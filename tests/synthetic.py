@@ -124,13 +124,6 @@ def comparison_page(folder: Path, made: Comparison, **more: Any) -> Path:
     return Compare().drawn_into(result(made, folder, **more), folder / "figures")[-1]
 
 
-def demo_page(folder: Path, *results: Comparison) -> Path:
-    """The page of several comparisons, of which the last is to show flips."""
-    from kvinterp.study.experiments.demo import Demo, result_of
-
-    return Demo().drawn_into(result_of(list(results), folder), folder / "figures")[-1]
-
-
 def experiment_page(folder: Path, text: str, rows: int, **changed: Any) -> Path:
     """The page of an experiment with a text wherever one can stand, and a table of some rows."""
     from kvinterp.study.report.experiment import write_experiment

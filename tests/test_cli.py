@@ -367,7 +367,12 @@ def test_a_prompt_longer_than_the_context(tmp_path: Path) -> None:
           "--prompts", file, "--out", tmp_path / "out", *QUICK)  # fmt: skip
 
 
-@pytest.mark.parametrize("verb", [("compare", MODEL, "--prompts", "arithmetic:1", *QUICK), ("demo", "--smoke")])
+@pytest.mark.parametrize(
+    "verb",
+    [
+        ("compare", MODEL, "--prompts", "arithmetic:1", *QUICK),
+    ],
+)
 @pytest.mark.parametrize("more", [(), ("--overwrite",)])
 def test_a_folder_that_cannot_be_written(tmp_path: Path, verb: tuple[str, ...], more: tuple[str, ...]) -> None:
     (tmp_path / "file").write_text("")
@@ -390,14 +395,13 @@ def test_a_finished_result_is_in_the_way(done: tuple[Path, Result]) -> None:
         ("patch", ("--site", "foo"), "unknown patch site 'foo'"),
         ("patch", ("--sweep", "foo"), "unknown sweep 'foo'"),
         ("patch", ("--receiver", "q"), "a place of one layer, such as blocks.5.attn.hook_q, without a donor"),
-        ("compare-runs", ("nowhere",), "'nowhere'"),
     ],
 )
 def test_a_bad_option_is_heard_before_the_folder(
     done: tuple[Path, Result], verb: str, more: tuple[str, ...], said: str
 ) -> None:
     """What is wrong came one at a time: the folder first, and once that was another one the option."""
-    wrong(said, verb, str(done[0]) if verb == "compare-runs" else MODEL, *more, "--out", done[0])
+    wrong(said, verb, MODEL, *more, "--out", done[0])
 
 
 def test_usage_errors_leave_with_2() -> None:

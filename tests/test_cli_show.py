@@ -82,14 +82,3 @@ def test_a_page_that_is_gone_is_written_again_without_a_model(
     (out / "kernels.parquet").write_bytes(b"other")
     wrong("kernels.parquet is not the one", "show", out, "--rewrite")
     assert browser == []
-
-
-@pytest.mark.slow
-def test_a_demos_page_is_written_again(tmp_path: Path, browser: list[str]) -> None:
-    out = tmp_path / "demo"
-    assert kvinterp("demo", "--smoke", "--out", out).exit_code == 0
-    (out / "report.html").rename(tmp_path / "before.html")
-    made = kvinterp("show", out, "--rewrite")
-    assert made.exit_code == 0, made.output
-    assert (out / "report.html").read_text() == (tmp_path / "before.html").read_text()
-    assert browser == [(out / "report.html").as_uri()]

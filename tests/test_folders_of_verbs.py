@@ -99,8 +99,6 @@ def test_a_file_where_figures_belong_is_found_before_the_work(tmp_path: Path, ve
         ("kernels", "kernels.parquet"),
         ("root-cause", "gqa.parquet"),
         ("audit", "verdict.json"),
-        ("demo", "report.html"),
-        ("demo", "runs"),
     ],
 )
 @pytest.mark.usefixtures("no_model")
@@ -142,7 +140,7 @@ def test_a_bad_option_costs_no_result_and_leaves_no_lock(tmp_path: Path, command
     assert content(tmp_path) == before
 
 
-@pytest.mark.parametrize("verb", [verb for verb in VERBS if verb != "demo"])
+@pytest.mark.parametrize("verb", VERBS)
 @pytest.mark.usefixtures("no_model")
 def test_an_unfinished_result_of_another_verb_is_in_the_way(tmp_path: Path, verb: str) -> None:
     """It was removed without a word."""
@@ -171,11 +169,11 @@ def test_an_audit_takes_the_place_of_audits_alone(tmp_path: Path, audited: Any) 
 
 
 @pytest.mark.usefixtures("no_model")
-def test_a_demos_page_is_not_replaced_by_a_comparisons(tmp_path: Path) -> None:
+def test_a_page_of_another_result_is_not_replaced(tmp_path: Path) -> None:
     with Store(tmp_path):
-        write_whole(tmp_path / "report.html", "the demo's")
+        write_whole(tmp_path / "report.html", "another's")
     wrong("already holds 'report.html' of another result", *VERBS["compare"], "--out", tmp_path)
-    assert (tmp_path / "report.html").read_text() == "the demo's"
+    assert (tmp_path / "report.html").read_text() == "another's"
 
 
 def test_an_audit_cut_off_while_it_is_written_says_so(

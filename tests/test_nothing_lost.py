@@ -38,8 +38,7 @@ def verbs(*by_default: str) -> Any:
 
 
 def test_every_experiment_is_cut_off() -> None:
-    # What lays two results side by side does no work that could be lost.
-    assert set(VERBS) == set(experiments()) - {"compare-runs"}
+    assert set(VERBS) == set(experiments())
 
 
 @pytest.fixture(scope="session")

@@ -479,7 +479,6 @@ MARKED = {
 }
 OF_THE_DEVICE = {
     "kernels": ["bitwise_equal", "rows_differing", "max_ulp", "max_ulp_of_row", "estimate", "note"],
-    "norms": ["device"],
 }
 """Columns that hang on the kernels a device chooses, or name it."""
 
@@ -494,7 +493,7 @@ def of_any_device(path: Path, verb: str) -> pd.DataFrame:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "verb",
-    [pytest.param(verb, marks=MARKED.get(verb, ())) for verb in COMMANDS if verb not in ("demo", "bench-bugs")],
+    [pytest.param(verb, marks=MARKED.get(verb, ())) for verb in COMMANDS],
 )
 def test_a_command_gives_what_it_gives_on_the_cpu(
     device: Device, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, verb: str

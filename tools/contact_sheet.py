@@ -21,7 +21,6 @@ MODEL = "zoo:mistral-mini"
 SPLIT = "split_k(8,float16)"
 SHORT = ("--prompts", "arithmetic:8", "--max-new-tokens", "16")
 PAGES: dict[str, Sequence[str]] = {
-    "demo": (),
     "compare": (MODEL, "--b", f"recompute[kernels={SPLIT}]", "--prompts", "arithmetic:12", "--protocol", "free"),
     "patch": (MODEL, "--site", "kv", "--sweep", "single", *SHORT),
     "decompose": (MODEL, *SHORT),
@@ -42,7 +41,6 @@ PAGES: dict[str, Sequence[str]] = {
     "chain": (MODEL, "--policy", "int4", "--texts", "restate:2", "--hops", "2", "--seeds", "2", "--max-new-tokens", "16"),
     "accumulation": (MODEL,),
     "flip-law": (MODEL, "--prompts", "arithmetic:6", "--max-new-tokens", "24"),
-    "norms": (MODEL, "--lengths", "8,64", "--steps", "4"),
     "eval": (
         MODEL,
         "--policy",
@@ -57,8 +55,6 @@ PAGES: dict[str, Sequence[str]] = {
     ),
     "audit": (MODEL, "--lengths", "5,64", "--steps", "2", "--rungs", "float16,float32", "--checks", "none"),
     "against": ("zoo:llama64-mini", "--against", "tests/given/recorded/llama64-mini_F16-q8_0.jsonl", "--dtype", "float16"),
-    "bench-bugs": ("--detector", "top1", "--only", "stale-slot"),
-    "compare-runs": ("build/pages/layer-drift", "build/pages/layer-drift-float32"),
 }
 """The verbs with a page, and what each is run with."""
 LOOKS = {"light": (1280, "light"), "dark": (1280, "dark"), "phone": (420, "light")}

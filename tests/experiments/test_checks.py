@@ -24,7 +24,7 @@ def test_a_number_below_the_least_of_its_option_is_refused_by_its_name(name: str
                 kind(**{field.name: least - 1}).check()
 
 
-@pytest.mark.parametrize("name", [name for name in experiments() if name not in ("audit", "demo")])
+@pytest.mark.parametrize("name", [name for name in experiments() if name != "audit"])
 def test_prompts_that_cannot_be_read_are_refused(name: str) -> None:
     kind = experiment_named(name)
     if "prompts" in {field.name for field in dataclasses.fields(kind) if field.init}:

@@ -19,7 +19,6 @@ from kvinterp.models.hooks import Tap
 from kvinterp.models.native import NativeAdapter
 from kvinterp.models.native_sites import NativeSites
 from kvinterp.study.experiments.compare import Compare
-from kvinterp.study.experiments.demo import Demo
 from kvinterp.study.experiments.registry import experiment_named, experiments
 from kvinterp.study.results import read_summary
 
@@ -229,7 +228,6 @@ def poison_second_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_registry_finds_every_experiment() -> None:
     assert experiment_named("compare") is Compare
-    assert experiment_named("demo") is Demo
     for name in experiments():
         found = experiment_named(name)
         assert found.verb() == name

@@ -18,7 +18,7 @@ from kvinterp.study.report import attention_comparison
 from kvinterp.study.report.attention_page import readable
 from kvinterp.study.report.page import Column, Table, render
 from support import Case
-from synthetic import comparison, demo_page, experiment_page, result
+from synthetic import comparison, comparison_page, experiment_page
 
 pytestmark = IN_A_BROWSER
 
@@ -36,11 +36,9 @@ def test_the_page_of_an_experiment(page_opened: Callable[..., Opened], tmp_path:
 
 def test_the_page_of_a_comparison(page_opened: Callable[..., Opened], tmp_path: Path) -> None:
     """Lines, maps and hatching in light and dark; names, prompts and texts that are markup, and one that is long."""
-    whole = [comparison(flip=3, layers=4, heads=8, model=EVIL), comparison(dtype="float32", size=1e-7, model=EVIL)]
-    whole[0].examples[["text_a", "text_b"]] = EVIL, "long" * 200
-    hostile = [Prompt("p0", EVIL), Prompt("p1", "x" * 500)]
-    several = [*whole, comparison(flip=1, model=EVIL)]
-    page = demo_page(tmp_path, *(result(each, tmp_path / f"run {n}", prompts=hostile) for n, each in enumerate(several)))
+    whole = comparison(flip=3, layers=4, heads=8, model=EVIL)
+    whole.examples[["text_a", "text_b"]] = EVIL, "long" * 200
+    page = comparison_page(tmp_path, whole, prompts=[Prompt("p0", EVIL), Prompt("p1", "x" * 500)])
     check_page(page_opened, page)
     opened = page_opened(page)
     check_sorting(opened)

@@ -14,7 +14,6 @@ from browser import EVIL, IN_A_BROWSER, Opened, check_markup, check_page, check_
 
 from kvinterp.common.result import Result
 from kvinterp.models import zoo
-from kvinterp.study.experiments.demo import SMOKE
 from kvinterp.study.experiments.eval import Eval
 from kvinterp.study.experiments.registry import experiment_named
 from synthetic import ABOUT
@@ -68,11 +67,6 @@ def page_of(verb: str, folder: Path) -> Path:
     return page
 
 
-def demo_of(folder: Path) -> Path:
-    SMOKE.run(folder, progress="none")
-    return folder / "report.html"
-
-
 def eval_of(folder: Path) -> Path:
     """Made up, since the harness takes long to load: scores with and without an interval, of paths with long names."""
     paths = ["cached", "cached+uniform(-1,1,on=k,layers=0.1.2.3)[prefill=stored,kernels=split_k(4,float16)]"]
@@ -90,15 +84,14 @@ def eval_of(folder: Path) -> Path:
     return Eval().judged(outcome) and Eval().drawn_into(outcome, folder / "figures")[-1]
 
 
-@pytest.mark.parametrize("verb", [*VERBS, "demo", "eval"])
+@pytest.mark.parametrize("verb", [*VERBS, "eval"])
 def test_the_page_of_a_verb(page_opened: Callable[..., Opened], tmp_path: Path, verb: str) -> None:
-    other = {"demo": demo_of, "eval": eval_of}.get(verb)
+    other = {"eval": eval_of}.get(verb)
     page = page_of(verb, tmp_path) if other is None else other(tmp_path)
     check_page(page_opened, page)
     opened = page_opened(page)
     check_sorting(opened)
-    if verb != "demo":
-        check_markup(opened, NAME)
+    check_markup(opened, NAME)
     opened.quiet()
     missing = [link for link in opened.page.evaluate(_LINKS) if not (page.parent / unquote(link)).exists()]
     assert other is not None or not missing, "a link to a file leads nowhere"

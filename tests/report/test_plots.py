@@ -16,7 +16,7 @@ from matplotlib.text import Text
 from PIL import Image
 
 from kvinterp.comparison import Comparison
-from kvinterp.study.findings.of_comparison import NAMES, charts_of_comparisons, ladder_of_comparisons, rows_of_comparison
+from kvinterp.study.findings.of_comparison import NAMES, charts_of_comparisons, rows_of_comparison
 from kvinterp.study.report.charts import drawn, zero_aware
 from kvinterp.study.report.style import looks, save, small_print
 from synthetic import comparison
@@ -170,17 +170,6 @@ def test_figures_leave_out_what_was_not_recorded() -> None:
     )
     assert list(figures({"matched": bare})) == ["kl_by_step"]
     assert list(figures({"matched": usual})) == [name for name in NAMES if name != "routing_by_step"]
-
-
-def test_the_ladder_has_every_dtype_beside_its_unit_roundoff() -> None:
-    falling = [
-        comparison(size=size, dtype=dtype) for size, dtype in ((1e-2, "float16"), (1e-6, "float32"), (0.0, "float64"))
-    ]
-    (panel,) = ladder_of_comparisons({"m": falling}).panels
-    table = panel.table.set_index(["line", "dtype"])["size"]
-    assert table["unit roundoff"].to_dict() == {"float16": 2**-11, "float32": 2**-24, "float64": 2**-53}
-    assert table["m", "float64"] == 0
-    assert inside(drawn(ladder_of_comparisons({"m": falling, "n": falling[:2]}), []))
 
 
 def test_a_saved_figure_carries_its_whole_provenance(tmp_path: Path) -> None:

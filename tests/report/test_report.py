@@ -13,10 +13,10 @@ from kvinterp.common.numbers import number
 from kvinterp.comparison import Comparison
 from kvinterp.data import Prompt
 from kvinterp.study.experiments.base import Experiment
-from kvinterp.study.findings.of_comparison import NAMES, ladder_of
+from kvinterp.study.findings.of_comparison import NAMES
 from kvinterp.study.findings.results import right_answers
 from pages import Page
-from synthetic import comparison, comparison_page, demo_page, failed, result
+from synthetic import comparison, comparison_page, failed, result
 
 ALL = [name for name in NAMES if name != "routing_by_step"]
 """The charts of a model without experts."""
@@ -60,15 +60,6 @@ def test_the_answer_when_tokens_flip(tmp_path: Path, quick: None) -> None:
     assert "No token changes" not in text
 
 
-def test_the_answer_in_higher_precision(tmp_path: Path, quick: None) -> None:
-    rungs = [made(), made(size=1e-7, dtype="float32"), made(size=1e-15, dtype="float64"), made(flip=2, protocol="free")]
-    text = Page(demo_page(tmp_path, *rungs).read_text(encoding="utf-8")).text
-    sizes = [one.steps["max_abs_logit"].max() for one in rungs[1:3]]
-    said = f"{number(sizes[0])} in float32 and {number(sizes[1])} in float64"
-    assert f"On fewer prompts the largest difference of a logit is {said}." in text
-    assert text.count("largest difference of a logit, the same prompts in each dtype") == 3
-
-
 def test_texts_of_models_and_prompts_are_text(tmp_path: Path) -> None:
     """A prompt is whatever someone found on the web; it must not run in the reader's browser."""
     whole = comparison(model=ATTACK, strategy=ATTACK)
@@ -93,7 +84,7 @@ def test_characters_that_control_are_shown_and_do_nothing(tmp_path: Path, quick:
 
 @pytest.mark.slow
 def test_the_page_asks_the_network_for_nothing(tmp_path: Path) -> None:
-    path = demo_page(tmp_path, made(), made(kind="hooked"), made(protocol="free"), made(flip=1))
+    path = comparison_page(tmp_path, made(flip=1))
     shown = Page(path.read_text(encoding="utf-8"))
     assert shown.wanted
     # Marks and pictures of points within the figures, and links to the files beside the page.
@@ -106,17 +97,6 @@ def test_the_page_asks_the_network_for_nothing(tmp_path: Path) -> None:
     )
     assert "default-src 'none'" in html.replace("&#39;", "'")
     assert 'name="viewport"' in html
-
-
-@pytest.mark.slow
-def test_every_figure_is_on_the_page_and_on_disk(tmp_path: Path) -> None:
-    several = (made(), made(protocol="free"), made(kind="hooked"), made(dtype="float32", size=1e-7), made(flip=1))
-    shown = Page(demo_page(tmp_path, *several).read_text(encoding="utf-8"))
-    names = {path.stem for path in (tmp_path / "figures").glob("*.png")}
-    assert names == {*ALL, "precision_ladder"}
-    drawn = sum(("class", "interval") in attributes.items() for _, attributes in shown.elements)
-    assert shown.tags.count("svg") == len(names) + drawn + 1, "the first one is drawn narrow, too"
-    assert (tmp_path / "findings.parquet").is_file()
 
 
 def test_one_result_has_plain_figure_names(tmp_path: Path) -> None:
@@ -151,13 +131,6 @@ def test_where_nothing_could_be_compared_there_is_no_page(tmp_path: Path) -> Non
     assert not list(tmp_path.iterdir())
 
 
-def test_equal_provenance_is_told_once_and_the_rest_by_comparison(tmp_path: Path, quick: None) -> None:
-    path = demo_page(tmp_path, made(), made(kind="hooked", weights="fedcba9876543210"), made(flip=1))
-    text = Page(path.read_text(encoding="utf-8")).text
-    assert text.count("kernel_flags.allow_tf32_cudnn") == 1
-    assert "run-hooked-fedcba9876543210 hooked fedcba9876543210" in text
-
-
 @pytest.mark.parametrize(
     ("value", "text"),
     [
@@ -172,18 +145,6 @@ def test_equal_provenance_is_told_once_and_the_rest_by_comparison(tmp_path: Path
 )
 def test_numbers_a_person_can_read(value: float, text: str) -> None:
     assert number(value) == text
-
-
-def test_the_ladder_takes_the_same_prompts_only() -> None:
-    base = comparison((0, 1, 2))
-    rung = comparison((0, 1), size=1e-7, dtype="float32")
-    other = comparison((0, 1), size=1e-7, dtype="float32", model="zoo:gemma2-mini")
-    ladder = ladder_of([rung, base, other], "float16")
-    assert list(ladder) == ["mistral-mini"]
-    assert [sorted(c.examples["example"]) for c in ladder["mistral-mini"]] == [[0, 1], [0, 1]]
-    assert [c.provenance["dtype"] for c in ladder["mistral-mini"]] == ["float16", "float32"]
-    every = [comparison(size=s, dtype=d, kind=k) for s, d in ((1e-3, "float16"), (1e-7, "float32")) for k in ("a", "b")]
-    assert list(ladder_of(every, "float16")) == ["mistral-mini, a, matched", "mistral-mini, b, matched"]
 
 
 def test_answers_are_judged_by_the_prompts_own_task() -> None:

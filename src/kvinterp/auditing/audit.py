@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
-import math
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -25,7 +24,6 @@ from kvinterp.auditing.judging import RungJudge, account
 from kvinterp.auditing.ladder import Plan, PrecisionRun, band, dtype_name, prefix_plan, unit_roundoff
 from kvinterp.auditing.lengths import CHUNK_NAMES
 from kvinterp.auditing.measure import climb, onset
-from kvinterp.auditing.norms import known, standing
 from kvinterp.auditing.reading import Evidence
 from kvinterp.auditing.values import difference, grid_module, on_grid
 from kvinterp.auditing.verdict import Audit, allowed
@@ -136,8 +134,6 @@ def audit(
     with evaluating(model):
         adapter = wrap(model)
     check_choice("detail", detail, ("verdict", "everything"))
-    # A table that cannot be read is said now, not once all is measured.
-    known()
     check_choice("sweep", sweep, ("yes", "no"))
     check_choice("reach", reach, ("yes", "no"))
     check_known("checks", checks, CHECKS)
@@ -166,7 +162,6 @@ def audit(
             seen = _Auditor(adapter, plan, dtypes, sweep, checks, reach, plans, progress or (lambda _: None)).run()
             about = provenance(adapter, lengths=list(plan.prefills), steps=plan.steps)
         verdict = dataclasses.replace(seen.judge(allow), provenance=about, seconds=tuple(seen.seconds))
-        verdict = verdict.standing(_norm(adapter, seen))
         result = Audit(verdict, list(seen.rungs.values()), plan, about)
         if out is not None:
             result.save(out)
@@ -357,29 +352,6 @@ class _Auditor:
         kept = first.isfinite() & again.isfinite()
         size = difference(first[kept], again[kept]) if bool(kept.any()) else 0.0
         return size if size > band(model.dtype, self.adapter.facts.width) else 0.0
-
-
-NORMAL = 64
-"""The prompt length near which a model is placed in the table of norms."""
-
-
-def _norm(adapter: Adapter, seen: Evidence) -> dict[str, Any]:
-    """Where the model stands in the table of norms, in the precision that serves; empty where it shows no numbers."""
-    run = seen.rungs.get(seen.own)
-    if run is None or run.nonfinite or not len(run.steps):
-        return {}
-    length = min(run.steps["prefill"].unique(), key=lambda prefill: abs(math.log(prefill / NORMAL)))
-    difference = float(run.steps[run.steps["prefill"] == length]["relative"].median())
-    facts = adapter.facts
-    of = {
-        "architecture": facts.architecture,
-        "layers": facts.layers,
-        "width": facts.width,
-        "dtype": seen.own,
-        "plan": "cached",
-    }
-    place = standing({**of, "length": int(length), "device": adapter.device.type}, difference)
-    return {"length": int(length), "difference": difference, **place._asdict()}
 
 
 # What is given ---------------------------------------------------------------------------------------------------------

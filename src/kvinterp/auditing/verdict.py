@@ -62,7 +62,6 @@ class Verdict(Result):
         allowed: Whether the word is one that the caller allows.
         provenance: Provenance.
         seconds: What took how long: a row a rung and part of it, with seconds of the clock and of the processor.
-        norms: Where the model stands in the table of norms: ``said``, ``percentile``, ``models``, ``difference``, ``length``.
         given: Of another engine's log-probs the distances, what was tried, and the statistics of reinforcement learning.
         tokens: Of another engine's log-probs every token: ``sequence``, ``position``, ``part`` (prompt or tokens), ``token``,
             ``text``, and in nats ``engine``, ``ours`` (float64) and ``difference`` (engine less ours); None where none were read.
@@ -82,23 +81,12 @@ class Verdict(Result):
     allowed: str = "no"
     provenance: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     seconds: tuple[Mapping[str, Any], ...] = ()
-    norms: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     given: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     tokens: pd.DataFrame | None = dataclasses.field(default=None, compare=False)
 
     def __repr__(self) -> str:
         """Its first line."""
         return f"<Verdict: {' '.join(self.reading.splitlines()[0].split())}>"
-
-    def standing(self, norms: Mapping[str, Any]) -> Verdict:
-        """The same with where the model stands in the table of norms: where others are like it, a line of the reading too."""
-        if not norms:
-            return self
-        lines = self.reading.splitlines()
-        cut = next((i for i, line in enumerate(lines) if line.startswith("exercised: ")), len(lines))
-        said = [] if norms["percentile"] is None else [f"norms: {norms['said']}."]
-        reading = "\n".join([*lines[:cut], *said, *lines[cut:]])
-        return dataclasses.replace(self, norms=norms, reading=reading)
 
     @property
     def exit_code(self) -> int:

@@ -43,10 +43,10 @@ from kvinterp.study.experiments.registry import command_of, experiment_named, ex
 _NARROWEST = 20
 """Columns of a terminal that a help text needs."""
 GROUPS: dict[str, tuple[str, ...]] = {
-    "Two paths side by side": ("compare", "patch", "decompose", "demo"),
-    "Is it correct?": ("audit", "kernels", "norms", "bench-bugs"),
+    "Two paths side by side": ("compare", "patch", "decompose"),
+    "Is it correct?": ("audit", "kernels"),
     "Many prompts": ("study",),
-    "Results and names": ("show", "report", "compare-runs", "list", "export"),
+    "Results and names": ("show", "report", "list", "export"),
     "What errors in the cache do": (
         "kv-error", "equivalent-noise", "susceptibility", "flip-law", "mitigate", "chain", "eval",
     ),
@@ -68,8 +68,6 @@ _PANELS: dict[str, tuple[str, ...]] = {
 }
 """The groups in which --help-all shows the options; what is in none of them is what is asked."""
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
-_OF_RESULTS = ("compare-runs",)
-"""The commands whose arguments are results, and no models."""
 
 
 class _Verb(TyperCommand):
@@ -89,7 +87,7 @@ class _Verb(TyperCommand):
         models = itertools.takewhile(lambda each: not each.startswith("-"), args)
         # What an experiment's file imports takes longer than a hub that is not there.
         with refused(args):
-            for name in filter(_HUB_ID.fullmatch, () if self.name in _OF_RESULTS else models):
+            for name in filter(_HUB_ID.fullmatch, models):
                 check_reached(name)
         return super().make_context(info_name, args, *given, **extra)
 

@@ -54,14 +54,11 @@ def rewritten(folder: Path) -> list[str]:
     Raises:
         InputError: The folder holds no result, one that is damaged, or cannot be written.
     """
-    from kvinterp.study.experiments.demo import Demo
     from kvinterp.study.experiments.keeping import load
     from kvinterp.study.results import read_summary
 
     if not is_folder(folder):
         raise InputError(f"folder {str(folder)!r} is not there: give one that kvinterp wrote.")
-    if (demo := Demo.held_runs(folder)) is not None:
-        return demo[1]
     found = load(folder)
     found.report()
     cut = is_file(folder / SUMMARY) and read_summary(folder).get("interrupted")

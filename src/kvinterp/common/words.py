@@ -32,7 +32,7 @@ Direction = Literal["into-recompute", "into-cached"]
 Distance = Literal["kl", "l2", "margin", "logit_difference"]
 Controls = Literal["all", "quick", "none"]
 ExperimentName = Literal[
-    "accumulation", "audit", "behaviour", "bench-bugs", "boundary", "chain", "compare", "compare-runs", "decompose", "demo",
-    "equivalent-noise", "eval", "flip-law", "flips", "gqa", "kernels", "kv-error", "kv-write", "ladder", "layer-drift",
-    "localisation", "mitigate", "norms", "patch", "propagation", "repeated-heads", "root-cause", "study", "susceptibility",
+    "accumulation", "audit", "behaviour", "boundary", "chain", "compare", "decompose", "equivalent-noise", "eval", "flip-law",
+    "flips", "gqa", "kernels", "kv-error", "kv-write", "ladder", "layer-drift", "localisation", "mitigate", "patch",
+    "propagation", "repeated-heads", "root-cause", "susceptibility",
 ]  # fmt: skip

@@ -80,10 +80,10 @@ class Compare(OfModel):
 
     @classmethod
     def drawn(cls) -> tuple[str, ...]:
-        """The charts of comparisons, and that of several dtypes, which a demo draws."""
+        """The charts of comparisons."""
         from kvinterp.study.findings.of_comparison import NAMES
 
-        return (*NAMES, "precision_ladder")
+        return tuple(NAMES)
 
     def cells(self) -> list[Cell]:
         """A cell a prompt."""

@@ -8,13 +8,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pandas as pd
 
-from kvinterp.auditing.ladder import unit_roundoff
 from kvinterp.common.numbers import against, counted, every, machine_of, most, number
-from kvinterp.comparison import PARTS
 from kvinterp.errors import in_one_line
 from kvinterp.metrics.recovery import ONLY_THE_PREFILL, TO_SEE_A_DIFFERENCE
 from kvinterp.metrics.statistics import mean_error
-from kvinterp.models.adapter import DTYPES
 from kvinterp.study.findings.charts import Chart, Panel
 from kvinterp.study.findings.results import (
     alike,
@@ -228,46 +225,9 @@ def labelled(comparisons: Sequence[Comparison]) -> list[tuple[dict[str, str], Co
     return [({name: _LABELS[name](one.provenance) for name in varying}, one) for one in comparisons]
 
 
-def called(comparisons: Sequence[Comparison]) -> dict[str, Comparison]:
-    """The comparisons by what tells them apart; by nothing where there is one."""
-    return {", ".join(labels.values()): one for labels, one in labelled(comparisons)}
-
-
 def rows_between(comparisons: Sequence[Comparison]) -> list[Finding]:
     """The findings of all comparisons, each with what tells it from the others."""
     return [{**labels, **row} for labels, one in labelled(comparisons) for row in rows_of_comparison(one)]
-
-
-def ladder_of(comparisons: Sequence[Comparison], dtype: str) -> dict[str, list[Comparison]]:
-    """The same model, kind, protocol, paths and prompts in more than one dtype, ``dtype`` first, by what tells them apart."""
-    names = ("model", "kind", "protocol", "pair")
-    found: dict[tuple[str, ...], list[Comparison]] = {}
-    for one in sorted(comparisons, key=lambda each: each.provenance["dtype"] != dtype):
-        setting = tuple(_LABELS[name](one.provenance) for name in names)
-        if one.provenance["dtype"] == dtype:
-            found[setting] = [one]
-        elif setting in found:
-            base = found[setting][0]
-            found[setting][0] = _only(base, base.examples.loc[base.examples["id"].isin(one.examples["id"]), "example"])
-            found[setting].append(one)
-    several = {setting: group for setting, group in found.items() if len(group) > 1}
-    models = [setting[0] for setting in several]
-    return {name[0] if models.count(name[0]) == 1 else ", ".join(name[:3]): group for name, group in several.items()}
-
-
-def _only(comparison: Comparison, examples: pd.Series) -> Comparison:
-    tables = {name: (table := getattr(comparison, name))[table["example"].isin(examples)] for name in PARTS}
-    return type(comparison)(**tables, provenance=comparison.provenance)
-
-
-def rows_of_ladder(rungs: Mapping[str, Sequence[Comparison]]) -> Iterator[Finding]:
-    """The largest difference of a logit in each dtype, in its unit roundoff too."""
-    for label, group in rungs.items():
-        for one in group:
-            dtype, largest = one.provenance["dtype"], float(one.steps["max_abs_logit"].max())
-            note = f"{number(largest / unit_roundoff(DTYPES[dtype]))} unit roundoffs"
-            what = "largest difference of a logit, the same prompts in each dtype"
-            yield finding(what, largest, n=len(one.steps), unit="steps", note=note, of=label, dtype=dtype)
 
 
 # Charts ----------------------------------------------------------------------------------------------------------------
@@ -367,22 +327,6 @@ def _routing_by_step(comparison: Comparison) -> list[Panel]:
 def _first(comparison: Comparison, table: str) -> int:
     """The first step that is drawn: 1, or 0 where a table has no other at which both paths hold the same text."""
     return int(any(map(len, alike(comparison, table, "step"))))
-
-
-def ladder_of_comparisons(rungs: Mapping[str, Sequence[Comparison]]) -> Chart:
-    """Largest logit difference by dtype, with each dtype's unit roundoff beside it.
-
-    Args:
-        rungs: For each model its comparisons, one a dtype, on the same prompts.
-    """
-    units = {
-        one.provenance["dtype"]: unit_roundoff(DTYPES[one.provenance["dtype"]]) for group in rungs.values() for one in group
-    }
-    lines = {
-        model: {one.provenance["dtype"]: float(one.steps["max_abs_logit"].max()) for one in group if len(one.steps)}
-        for model, group in rungs.items()
-    }
-    return ladder_chart({"unit roundoff": units, **lines}, "largest logit difference")
 
 
 def ladder_chart(lines: Mapping[str, Mapping[str, float]], label: str) -> Chart:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
+import bugbench
 import pandas as pd
 import pytest
 from bank.detector import Detector, Found
 from bank.detectors import DETECTORS
 from bank.subjects import subjects
-
-import kvinterp as kv
-from command_line import wrong
-from kvinterp.study.experiments import bench_bugs
-from kvinterp.study.experiments.bench_bugs import CLEAN, BenchBugs, exact, held_out, scores_of, tried
+from bugbench import CLEAN, held_out, scores_of, share, tried
 
 
 def cases(*rows):
@@ -39,8 +36,8 @@ def test_scores_count_bugs_false_alarms_and_places():
 
 
 def test_an_interval_is_exact():
-    """Of 0 of 10 the upper end is 1 - 0.025 ** 0.1."""
-    assert exact(0, 10) == (0.0, pytest.approx(1 - 0.025**0.1))
+    """Of 0 of 10 the upper end is 1 - 0.025 ** 0.1, which is 30.8%."""
+    assert share(0, 10) == "0 of 10 (0.0% to 30.8%)"
 
 
 def test_half_of_the_kinds_are_held_out_by_the_seed():
@@ -83,7 +80,7 @@ def test_the_bank_is_found_by_itself_and_names_each_subject_once():
     ],
 )
 def test_detectors_see_what_they_look_at_and_nothing_else(detector, subject, alarm):
-    row = tried(detector, subject).iloc[0]
+    row = tried(detector, subject)
     assert row["alarm"] == alarm, row["said"]
 
 
@@ -97,7 +94,7 @@ def test_detectors_see_what_they_look_at_and_nothing_else(detector, subject, ala
     ],
 )
 def test_the_audit_as_a_detector_names_the_place(detector, subject, alarm, placed):
-    row = tried(detector, subject).iloc[0]
+    row = tried(detector, subject)
     assert (row["alarm"], row["placed"]) == (alarm, placed), row["said"]
 
 
@@ -114,37 +111,28 @@ def test_a_model_that_a_bug_breaks_is_seen(monkeypatch):
         raise RuntimeError("shapes do not fit")
 
     monkeypatch.setitem(DETECTORS, "breaks", Detector("breaks", "", breaks))
-    row = tried("breaks", "stale-slot").iloc[0]
+    row = tried("breaks", "stale-slot")
     assert (row["alarm"], row["said"]) == ("yes", "it raised RuntimeError: shapes do not fit")
 
 
-def test_a_run_prints_its_split_and_keeps_every_verdict(tmp_path, monkeypatch):
+def test_a_run_prints_its_split_and_keeps_every_verdict(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(DETECTORS, "always", Detector("always", "", lambda subject, model: Found("yes", "so", 1, "K")))
-    made = BenchBugs(detectors=("always",), most=3).run(tmp_path / "out", progress="none")
-    assert len(made.tables["cases"]) == 6
-    said = BenchBugs().headline(made)
-    assert said[0] == "always: 3 of 3 planted bugs found, 3 false alarms on 3 clean models."
-    assert said[1].startswith("Kinds shown: ")
-    assert said[2].startswith("Kinds held out: ")
-    assert (tmp_path / "out" / "seconds.csv").read_text().startswith("detector,subject,seconds\n")
-    of = made.tables["findings"].set_index(["finding", "split"])["estimate"]
-    assert of[("false alarms", "all")] == 1
+    line = ["bugbench.py", "--detector", "always", "--most", "3", "--out", str(tmp_path)]
+    monkeypatch.setattr("sys.argv", line)
+    bugbench.main()
+    assert len(pd.read_csv(tmp_path / "cases.csv")) == 6
+    said = capsys.readouterr().out
+    assert "always, all: found 3 of 3 (29.2% to 100.0%), false alarms 3 of 3" in said
+    assert "Kinds shown: " in said
+    assert "Kinds held out: " in said
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (["--detector", "audits"], "audit"),
-        (["--only", "no such thing"], "leave --only out"),
-        (["--most", "0"], "most"),
-        (["--seed", "x"], "seed"),
-    ],
+    "options", [["--detector", "audits"], ["--only", "no such thing"], ["--most", "0"], ["--seed", "x"]]
 )
-def test_bad_input_is_one_sentence(options, said, tmp_path):
-    wrong(said, "bench-bugs", *options, "--out", str(tmp_path / "o"))
-
-
-def test_where_the_bugs_are_not_there_it_says_where_they_are(monkeypatch, tmp_path):
-    monkeypatch.setattr(bench_bugs, "BANK", tmp_path)
-    with pytest.raises(kv.InputError, match="clone its repository"):
-        BenchBugs().run(None, progress="none")
+def test_bad_input_is_refused(options, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["bugbench.py", *options])
+    with pytest.raises(SystemExit) as left:
+        bugbench.main()
+    assert left.value.code == 2
+    assert "error: " in capsys.readouterr().err
