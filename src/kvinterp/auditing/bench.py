@@ -19,7 +19,7 @@ from torch import Tensor
 
 from kvinterp.auditing.blocks import BlockModel, Fed, moving, prompts_for
 from kvinterp.auditing.causes import WithoutCasts
-from kvinterp.auditing.ladder import unit_roundoff
+from kvinterp.auditing.ladder import part_named, unit_roundoff
 from kvinterp.auditing.values import apart, by_position
 from kvinterp.auditing.watch import Watch, watching
 from kvinterp.models import Adapter
@@ -86,7 +86,7 @@ class Subject(BlockModel):
         made: list[Tensor] = []
         watches = [] if self.watched is None else [Watch(self, self.watched, tokens.shape[1])]
         looked = [] if self.stands_in is None else [self.blocks[self.stands_in]]
-        with moving(looked, lambda _, output: made.append(output)), watching(watches):
+        with moving(looked, lambda _, output: made.append(output.clone())), watching(watches):
             logits, cache = super().forward(tokens, cache, start, masking, cached)
         self.seen += [Seen(cached == "yes", tokens.shape, tokens.shape[1] + start, watch) for watch in watches]
         return (made[0] if made else logits), cache
@@ -165,7 +165,11 @@ class Check:
     @property
     def failure(self) -> str:
         """Of one that failed: what it showed, and where."""
-        where = "" if self.layer is None else f" First wrong: {self.tensor or 'the output'} of layer {self.layer}."
+        where = (
+            ""
+            if self.layer is None
+            else f" First wrong: {self.tensor or 'the output'} of {part_named(self.layer, self.tensor)}."
+        )
         return f"{self.name} failed: {self.detail}{where}"
 
 

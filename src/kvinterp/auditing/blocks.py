@@ -312,13 +312,14 @@ class BlockHooks:
             # Positions are last but one, but where a model carries several streams at once and keeps them there.
             axes = [axis for axis in (tensor.dim() - 2, 1) if tensor.shape[axis] == self._count]
             self._axes[call] = axes[0] if axes else tensor.dim() - 2
-        seen[call] = tensor.movedim(self._axes.get(call, tensor.dim() - 2), -2)
+        # Copies, of what is seen and of what is put there: a block may compute in the memory that it is given.
+        seen[call] = tensor.clone().movedim(self._axes.get(call, tensor.dim() - 2), -2)
         start = self._forced_from
         rows = None if start is None else getattr(self.reference, side).get(call)
         if rows is None or start is None:
             return None
         count = self.inputs[call].shape[-2]
-        return rows[..., start : start + count, :].movedim(-2, self._axes.get(call, rows.dim() - 2))
+        return rows[..., start : start + count, :].movedim(-2, self._axes.get(call, rows.dim() - 2)).clone()
 
     def refer_to(self, tokens: Tensor) -> Reference:
         """Runs these tokens without a cache and keeps every row, as the reference from now on."""
@@ -330,8 +331,7 @@ class BlockHooks:
             self._count = None
         self.model.padding = padding_of([logits])
         logits = self.model.unpadded(logits)
-        inputs, outputs = ({c: t.clone() for c, t in side.items()} for side in (self.inputs, self.outputs))
-        self.reference = Reference(tokens, logits, inputs, outputs)
+        self.reference = Reference(tokens, logits, self.inputs, self.outputs)
         return self.reference
 
     def feed(self, start: int, stop: int, cache: Any = None, forced: str = "yes") -> tuple[Tensor, Any]:

@@ -70,6 +70,19 @@ def band(dtype: torch.dtype, terms: int) -> float:
     return SLACK * math.sqrt(terms) * unit_roundoff(dtype)
 
 
+def part_named(layer: int, tensor: str = "", head: int | None = None) -> str:
+    """A layer in words: the embedding is no layer, nor the head, which alone makes logits.
+
+    Args:
+        layer: Its number.
+        tensor: What was seen there, where it is known.
+        head: The number that stands for the head, where it is known.
+    """
+    return (
+        "the embedding" if layer == EMBEDDING else "the head" if tensor == "logits" or layer == head else f"layer {layer}"
+    )
+
+
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """What is run on each rung.

@@ -10,7 +10,7 @@ import torch
 from kvinterp.auditing.bench import FAILED, NOT_RUN, PASSED, UNCLEAR, Check
 from kvinterp.auditing.first_difference import Place
 from kvinterp.auditing.judging import ROOM, Account, Judged
-from kvinterp.auditing.ladder import EMBEDDING, ONE_BY_ONE, PrecisionRun, band
+from kvinterp.auditing.ladder import ONE_BY_ONE, PrecisionRun, band, part_named
 from kvinterp.auditing.values import narrower
 from kvinterp.auditing.verdict import CANNOT_TELL, GOOD, Verdict
 
@@ -84,6 +84,10 @@ class Evidence:
         """What a rung is shown by: the first that nothing takes away, else the first."""
         judged = self.judged.get(name, [])
         return next((j for j in judged if not j.cause.word), judged[0] if judged else None)
+
+    def _part(self, layer: int) -> str:
+        numbers = [int(run.every_error["layer"].max()) for run in self.rungs.values() if len(run.every_error)]
+        return part_named(layer, head=max(numbers, default=None))
 
     # What it says -----------------------------------------------------------------------------------------------------
 
@@ -214,7 +218,7 @@ class Evidence:
 
     def _unexplained(self) -> Reading | None:
         name, short = next(((n, a) for n, a in self.accounts.items() if not a.holds), ("", None))
-        if short is None:
+        if short is None or short.layer is None:
             return None
         parts = (
             f"errors of the parts' sizes change them by at most {short.explained:.1e} ({ROOM:.0f} times what was simulated)"
@@ -223,7 +227,7 @@ class Evidence:
             parts = "given equal inputs no part differs by a bit"
         line = (
             f"In {name} ({short.kernels}) the logits differ by {short.found:.1e} relative, but {parts}: something between the "
-            f"parts is wrong, first seen in the output of layer {short.layer} at position {short.position}."
+            f"parts is wrong, first seen in the output of {self._part(short.layer)} at position {short.position}."
         )
         return "unexplained", (short.layer, short.position, "logits", ""), [line]
 
@@ -257,7 +261,7 @@ class Evidence:
         worst = errors.loc[errors["error"].idxmax()]
         layer, position = int(worst["layer"]), int(worst["position"])
         line = (
-            f"In {name}, given equal inputs, layer {layer} is off by {worst['error'] / run.unit:.2g} unit roundoffs at "
+            f"In {name}, given equal inputs, {self._part(layer)} is off by {worst['error'] / run.unit:.2g} unit roundoffs at "
             f"position {position}, and nothing was shown to take that away."
         )
         return "unexplained", (layer, position, "residual sum", ""), [line]
@@ -313,8 +317,7 @@ class Evidence:
 def _place(judged: Judged) -> str:
     """A finding's layer, tensor and module."""
     found = judged.finding
-    where = "the embedding" if found.layer == EMBEDDING else f"layer {found.layer}"
-    return f"{found.tensor} of {where}" + (f" ({found.module})" if found.module else "")
+    return f"{found.tensor} of {part_named(found.layer, found.tensor)}" + (f" ({found.module})" if found.module else "")
 
 
 def _tried(judged: Judged) -> str:

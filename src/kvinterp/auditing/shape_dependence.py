@@ -21,6 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kvinterp.auditing.blocks import BlockModel, prompts_for, referenced
 from kvinterp.auditing.first_difference import Feed, Finding, look
+from kvinterp.auditing.ladder import part_named
 from kvinterp.auditing.watch import MATMUL, Fused, Product, Recogniser, Scores, Values
 from kvinterp.common.checks import check_whole, given_list, whole_number
 from kvinterp.common.progress import each
@@ -112,7 +113,8 @@ class KernelsTable(Result):
         what = "" if first["tensor"] == first["module"] else f"{first['tensor']} of "
         by = f" ({first['operation']})" if first["operation"] else ""
         return said + (
-            f"Given equal inputs, the newest row first differs in {what}{first['module']}{by}, layer {first['layer']}, "
+            f"Given equal inputs, the newest row first differs in {what}{first['module']}{by}, "
+            f"{part_named(first['layer'], first['tensor'])}, "
             f"relative error {first['error']:.1e}."
         )
 

@@ -370,10 +370,12 @@ class _Newest(SiteHook):
                 f"{site} of {self.architecture} is several residual streams side by side, of shape "
                 f"{tuple(tensor.shape)}, and cannot be compared as one: leave it out, as in record='kv'."
             )
-        if (ROWS, layer) in self.seen and layout.group == "cache":
+        if layout.group != "cache":
+            tensor = tensor.select(layout.rows, -1).clone()
+        elif (ROWS, layer) in self.seen:
             # What is left is moved to the front of a preallocated cache before anyone compares.
             tensor = tensor.clone()
-        self.seen[site, layer] = tensor if layout.group == "cache" else tensor.select(layout.rows, -1)
+        self.seen[site, layer] = tensor
 
 
 def _compared(adapter: Adapter, record: Names | None, layers: Iterable[int] | int | None) -> tuple[str, ...]:

@@ -284,12 +284,14 @@ class _MidStream:
 
     def mid(self, tensor: Tensor) -> Tensor | None:
         """Patches, and remembers both."""
-        self._before, self._after, self._added = tensor, self.change(tensor), None
-        return self._after
+        before = tensor.clone()
+        changed = self.change(tensor)
+        self._before, self._after, self._added = before, None if changed is None else changed.clone(), None
+        return changed
 
     def added(self, tensor: Tensor) -> None:
         """Remembers what the MLP adds, after any patch of it."""
-        self._added = tensor
+        self._added = tensor.clone()
 
     def post(self, tensor: Tensor) -> Tensor | None:
         """The block's output with the patched stream in it, if it is not in it already."""

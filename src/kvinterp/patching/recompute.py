@@ -99,7 +99,11 @@ class PureRecompute:
         key = tuple(tokens)
         if self._captured != key:
             outputs: list[Any] = []
-            hooks = [b.register_forward_hook(lambda _, __, output: outputs.append(output)) for b in self.adapter.blocks]
+
+            def keep(_: Any, __: Any, output: Any) -> None:
+                outputs.append(_in_rows(output, 1))
+
+            hooks = [block.register_forward_hook(keep) for block in self.adapter.blocks]
             try:
                 self._logits[key] = self._forward(key, [], heard)[0]
             finally:
@@ -174,7 +178,7 @@ class PureRecompute:
 
 
 def _in_rows(output: Any, rows: int) -> Any:
-    """What a block returned of one row, as it returns it of several alike."""
-    if rows > 1 and isinstance(output, Tensor):
-        return output.expand(rows, *output.shape[1:]).contiguous()
-    return tuple(_in_rows(each, rows) for each in output) if isinstance(output, tuple) else output
+    """A copy of what a block returned of one row, as it returns it of several alike; the next block may write into it."""
+    if isinstance(output, Tensor):
+        return output.expand(rows, *output.shape[1:]).contiguous() if rows > 1 else output.clone()
+    return type(output)(_in_rows(each, rows) for each in output) if isinstance(output, tuple | list) else output

@@ -87,10 +87,10 @@ class Donor(SiteHook):
         return self.end - tensor.shape[LAYOUTS[site].rows], tensor
 
     def see(self, site: str, layer: int, start: int, tensor: Tensor) -> None:
-        """Holds the tensor; a copy of the cache's, into whose memory a patch may write."""
-        self._now[site, layer] = tensor.clone() if LAYOUTS[site].group == "cache" else tensor
+        """Holds a copy: into the cache's memory a patch may write, and into any other the model itself."""
+        held = self._now[site, layer] = tensor.clone()
         if site in self.gather:
-            self._gathered.setdefault((site, layer), []).append(tensor)
+            self._gathered.setdefault((site, layer), []).append(held)
 
 
 class PureLane:

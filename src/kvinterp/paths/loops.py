@@ -158,8 +158,9 @@ class Runner:
         for listener in forwards.listeners.get(LOGITS, ()):
             changed = listener(logits)
             logits = logits if changed is None else changed
-        # Of a model that is spread over devices, where the tokens are.
-        return logits.to(self._device)
+        # Of a model that is spread over devices, where the tokens are. What a call plan was given lies in memory of the
+        # library's: assisted generation writes into its logits, and a compiled graph into those of the forward before.
+        return logits.to(self._device, copy=self.path.call is not None)
 
     def _smoothed(self, path: ExecutionPath, prompt: Tensor, room: int) -> ExecutionPath:
         """The path with a policy that reads what a recompute path, run beside it, reads at the same step."""

@@ -43,6 +43,10 @@ class View:
         self.own, self.new, self.first, self.shown = torch.cat([self.own, own]), len(own), 0, shown
         self._told = []
 
+    def lasting(self, tensor: Tensor) -> Tensor:
+        """What is told later is told of a copy: a model may go on computing in the memory that it showed."""
+        return tensor if self.shown is None else tensor.clone()
+
     def tell(self, hear: Callable[[], Any]) -> Any:
         """What a hook makes of this forward's shown rows; where others may be shown later it is kept until the next forward."""
         if self.shown is not None:
@@ -96,6 +100,7 @@ class Shown(PathHook):
 
     def on_read(self, place: Place, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor] | None:
         """Shows the path's own keys and values."""
+        keys, values = self._view.lasting(keys), self._view.lasting(values)
         return self._view.tell(functools.partial(self._read, place, keys, values))
 
     def _read(self, place: Place, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor] | None:
@@ -113,8 +118,7 @@ class Shown(PathHook):
         layout, view = LAYOUTS[place[0]], self._view
 
         def heard(tensor: Tensor) -> Tensor | None:
-            # What is told later is told of a copy: a model may go on computing in the memory that it showed.
-            return view.tell(functools.partial(told, tensor if view.shown is None else tensor.clone()))
+            return view.tell(functools.partial(told, view.lasting(tensor)))
 
         def told(tensor: Tensor) -> Tensor | None:
             cached = layout.group == "cache"

@@ -98,7 +98,8 @@ class SiteHook(PathHook):
             site: Its name.
             layer: The layer.
             start: The absolute position of the first key of a cache site, 0 for other sites.
-            tensor: What the path computed, in its own memory.
+            tensor: What the path computed, in its own memory: what is kept is copied now, since some models go on computing in
+                it (Falcon adds attention to what its MLP returned, Gemma 4 scales its stream).
         """
 
     def begin_pass(self) -> None:
@@ -164,7 +165,8 @@ class SiteHook(PathHook):
         tell = self._tell("k", layer) if ("k", layer) in self.listeners else None
 
         def gather(tensor: Tensor) -> None:
-            self._keys_before_rope.setdefault(layer, []).append(tensor.transpose(1, 2))
+            # A copy: a model may turn its keys in the memory that it showed.
+            self._keys_before_rope.setdefault(layer, []).append(tensor.transpose(1, 2).clone())
             if tell is not None:
                 tell(tensor)
 

@@ -89,7 +89,7 @@ class Trace:
             if read.is_complex() or read.dtype == torch.bool:
                 raise TypeError("no real numbers")
             rows = read.double()
-            places = torch.arange(rows.shape[-1]) if ids is None else torch.as_tensor(ids).detach().cpu()
+            places = torch.arange(rows.shape[-1]) if ids is None else torch.as_tensor(ids).detach().cpu().clone()
         except (TypeError, ValueError, RuntimeError, IndexError) as error:
             raise InputError(
                 "prompt, tokens, values and ids cannot be made arrays of real numbers: expected such."

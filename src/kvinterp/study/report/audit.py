@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from kvinterp.auditing.folder import put
-from kvinterp.auditing.ladder import EMBEDDING
+from kvinterp.auditing.ladder import EMBEDDING, part_named
 from kvinterp.common.numbers import counted
 from kvinterp.errors import InputError
 from kvinterp.models.adapter import DTYPES
@@ -143,7 +143,7 @@ def page_of(verdict: Verdict, blocks: Sequence[Any], files: Sequence[str] = ()) 
 
 
 def _place(verdict: Verdict) -> Pairs:
-    found = (_layer_name(verdict.first_layer), verdict.first_position, verdict.tensor, verdict.module)
+    found = (_layer_name(verdict.first_layer, verdict.tensor), verdict.first_position, verdict.tensor, verdict.module)
     what = "first wrong" if verdict.exit_code == 1 else "first that differs"
     named = zip(("layer", "position", "tensor", "module"), found, strict=True)
     return pairs_of({f"{what}: {name}": value for name, value in named if value not in (None, "")})
@@ -225,7 +225,7 @@ def _first_tensors(verdict: Verdict) -> Parts:
         rows.append(
             {
                 "rung": name,
-                "layer": _layer_name(found["layer"]),
+                "layer": _layer_name(found["layer"], found["tensor"]),
                 "tensor": found["tensor"],
                 "position": found["position"],
                 "error": apart,
@@ -238,8 +238,8 @@ def _first_tensors(verdict: Verdict) -> Parts:
     return [Text(_FIRST_TENSORS, look="note"), table_of_rows(rows, text="what takes it away")]
 
 
-def _layer_name(layer: int | None) -> str | None:
-    return "embedding" if layer == EMBEDDING else None if layer is None else str(layer)
+def _layer_name(layer: int | None, tensor: str) -> str | None:
+    return None if layer is None else part_named(layer, tensor).removeprefix("the ").removeprefix("layer ")
 
 
 def _taken_away(found: Row) -> str:

@@ -1,0 +1,97 @@
+"""What is heard of a loop that somebody else owns is copied when it is heard: they may go on writing into that memory."""
+
+from __future__ import annotations
+
+import copy
+import functools
+
+import pandas as pd
+import pytest
+import torch
+
+import kvinterp as kv
+from kvinterp.auditing.bench import FAILED, PASSED, Bench, Check, attempted
+from kvinterp.auditing.blocks import BlockModel, referenced
+from kvinterp.auditing.called import by_call
+from kvinterp.paths import Runner
+from kvinterp.paths.calls import call_named
+
+PROMPT = [5, 6, 7, 8, 9, 5, 6, 7, 8, 9, 5, 6, 7]
+DECODED = {"max_new_tokens": 3, "stop": "length", "progress": "none"}
+
+
+def in_place(layer):
+    """A forward that computes what the layer computes, in the memory that it is given: the stream of all blocks is one tensor."""
+    attention, mlp, before, between = layer.self_attn, layer.mlp, layer.input_layernorm, layer.post_attention_layernorm
+
+    def forward(hidden_states, **given):
+        added = attention(hidden_states=before(hidden_states), **given)[0]
+        hidden_states += added
+        added.zero_()
+        written = mlp(between(hidden_states))
+        hidden_states += written
+        written.zero_()
+        return hidden_states
+
+    return forward
+
+
+@pytest.fixture(scope="module")
+def models():
+    """A model, and one that computes the same in place."""
+    plain = kv.load_model("zoo:gqa2-mini", kind="native", dtype="float32").model
+    other = copy.deepcopy(plain)
+    for layer in other.model.layers:
+        layer.forward = in_place(layer)
+    return plain, other
+
+
+def test_a_model_that_computes_in_place_gives_every_verb_the_same_numbers(models):
+    """Falcon adds attention to what its MLP returned and Gemma 4 scales its stream, both in place; the bits are the same, and
+    so is every number of a comparison and a sweep."""
+    sites = "resid_post,resid_mid,attn_out,mlp_out,kv"
+    compared = [kv.compare(model, [PROMPT], record=sites, **DECODED) for model in models]
+    swept = [
+        kv.sweep(model, [PROMPT], site, positions=where, controls="none", **DECODED).recovery
+        for site, where in (("attn_out", "newest"), ("resid_post", "all"), ("resid_mid", "newest"))
+        for model in models
+    ]
+    pairs = [[each.layers for each in compared], [each.steps for each in compared]]
+    for one, other in (*pairs, swept[:2], swept[2:4], swept[4:]):
+        pd.testing.assert_frame_equal(one, other, check_exact=True)
+
+
+def test_blocks_that_compute_in_place_do_not_change_what_an_audit_refers_to(models):
+    """An audit gives each block the reference's rows: it must neither be told what became of them, nor let them be changed."""
+    tokens, seen = torch.tensor([PROMPT]), []
+    for model in models:
+        with referenced(BlockModel(kv.wrap(model)), tokens) as hooks:
+            before = [*hooks.reference.inputs.values(), *hooks.reference.outputs.values()]
+            kept = [tensor.clone() for tensor in before]
+            hooks.feed(4, 6, hooks.feed(0, 4)[1])
+            seen.append([*kept, *hooks.inputs.values(), *hooks.outputs.values()])
+            assert all(torch.equal(a, b) for a, b in zip(before, kept, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(*seen, strict=True))
+
+
+@pytest.mark.parametrize("call", ["generate", "assisted(3)"])
+def test_logits_are_not_those_that_generate_writes_into(call):
+    """transformers' assisted generation makes its own float32 view of the logits and writes what it forbids into that: kept
+    logits of a float32 model were minus infinity, and an audit of every such model failed."""
+    adapter = kv.load_model("zoo:llama-mini", kind="native", dtype="float32")
+    fed = torch.tensor([8, 9, 5, 6, 7, 8])
+    with Runner(adapter, kv.path_named(f"cached[call={call}]"), torch.tensor([PROMPT]), len(fed)) as runner:
+        heard, kept = [], []
+        for token in (None, *fed[:, None]):
+            heard.append(runner.advance(token))
+            kept.append(heard[-1].clone())
+    assert all(torch.equal(a, b) for a, b in zip(heard, kept, strict=True))
+
+
+def test_a_sound_float32_model_passes_along_assisted_generation():
+    """The false alarm as its user met it: "error inf" of every float32 model, in "layer 4" of four layers."""
+    bench = Bench.of(kv.load_model("zoo:llama-mini", kind="native", dtype="float32"), [PROMPT], 3, False)
+    assert attempted(bench, "assisted", functools.partial(by_call, plan=call_named("assisted(3)"))).status == PASSED
+    assert Check("a use", FAILED, "It differs.", layer=4, tensor="logits").failure.endswith(
+        "First wrong: logits of the head."
+    )
