@@ -114,7 +114,9 @@ class BlockModel:
             positions = torch.arange(start, start + tokens.shape[1], device=tokens.device).expand(len(tokens), -1)
         with self.running():
             if cached == "no":
-                return self.adapter.forward(tokens, None, mask, positions), None
+                # Beside a decode, which goes on from what it left in the modules.
+                with self.adapter.own_state([]):
+                    return self.adapter.forward(tokens, None, mask, positions), None
             return self.adapter.called(tokens, cache, mask, positions)
 
     def unpadded(self, logits: Tensor) -> Tensor:

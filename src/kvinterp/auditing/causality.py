@@ -69,7 +69,7 @@ def _bits_stay(adapter: Adapter, tokens: Tensor, other: Tensor, kernels: Kernels
     mode = kernels.mode(adapter)
     made = []
     for given in (tokens, other, tokens):
-        with adapter.own_state({}), mode:
+        with adapter.own_state([]), mode:
             made.append(adapter.forward(given)[0, :-1].nan_to_num())
     first, changed, again = made
     return torch.equal(first, changed) or not torch.equal(first, again)
@@ -85,7 +85,7 @@ def _gradient_reaches(adapter: Adapter, tokens: Tensor, rows: int) -> bool | Non
 
     handle = adapter.blocks[0].register_forward_pre_hook(stream_hook(enter), with_kwargs=True)
     try:
-        with torch.inference_mode(False), torch.enable_grad(), adapter.own_state({}):
+        with torch.inference_mode(False), torch.enable_grad(), adapter.own_state([]):
             logits = adapter.forward(tokens)[0, :rows]
             logits = logits.masked_fill(~logits.isfinite(), 0.0)
             # One number that no two tokens' logits can cancel in, but by chance.

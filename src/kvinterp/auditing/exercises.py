@@ -162,7 +162,9 @@ def _tried(bench: Bench, name: str) -> list[Check]:
 def _run(bench: Bench, name: str) -> list[Check]:
     plan = _plan_of(name)
     try:
-        made: Any = attempted(bench, name, CHECKS[name] if plan is None else functools.partial(by_call, plan=plan))
+        # Each check starts from what was found: not from what another's batch left on the model.
+        with bench.runner.adapter.own_state([]):
+            made: Any = attempted(bench, name, CHECKS[name] if plan is None else functools.partial(by_call, plan=plan))
     # A model that cannot be used in this way says so with whatever error its code meets first.
     except Exception as error:
         return [Check(name, UNCLEAR, f"it raised {one_line(error)}.")]
@@ -303,14 +305,8 @@ def _filled(event: Event, total: int) -> Event:
 @contextlib.contextmanager
 def _as_it_was(adapter: Adapter) -> Iterator[None]:
     """Restores what running a model can change: its mode, its attributes, the random state, what libraries say."""
-    kept = {holder: dict(vars(holder)) for holder in (adapter.model, adapter.source)}
     devices = [adapter.device] if adapter.device.type == "cuda" else []
-    try:
-        with torch.random.fork_rng(devices), warnings.catch_warnings(), quiet_transformers(), evaluating(adapter):
-            warnings.simplefilter("ignore")
+    with torch.random.fork_rng(devices), warnings.catch_warnings(), quiet_transformers(), evaluating(adapter):
+        warnings.simplefilter("ignore")
+        with adapter.left_as_found():
             yield
-    finally:
-        for holder, attributes in kept.items():
-            for name in set(vars(holder)) - set(attributes):
-                vars(holder).pop(name)
-            vars(holder).update(attributes)

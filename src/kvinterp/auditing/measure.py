@@ -56,7 +56,7 @@ def climb(
     name = dtype_name(adapter.dtype) + ("" if isinstance(kernels, Native) else f", {kernels}")
     run, hooks = PrecisionRun(name, adapter.dtype, kernels, plan=plan), BlockHooks(BlockModel(adapter, kernels))
     climbed, long = _Climb(run, hooks, against, swept or against), {"yes": len(plan.prompts), "first": 1}.get(sweep, 0)
-    with hooks.attached():
+    with adapter.own_state([]), hooks.attached():
         for number in range(len(plan.prompts)):
             climbed.prompt(number, number < long)
     for table, rows in climbed.rows.items():

@@ -24,6 +24,7 @@ from kvinterp.models.caches import CacheKind, KVStore, OwnCache
 from kvinterp.models.facts import ModelInfo
 from kvinterp.models.hooks import remove_own_hooks
 from kvinterp.models.mark import Mark, mark_of, settings_of, weights_hash
+from kvinterp.models.state import Found, Kept
 
 DTYPES = {
     "float16": torch.float16,
@@ -50,11 +51,6 @@ def dtype_named(dtype: str | torch.dtype | None) -> torch.dtype | None:
     return DTYPES[name]
 
 
-ModuleState = dict["tuple[nn.Module, str]", Any]
-"""What modules keep between forwards, by module and name of the attribute."""
-_NO_STATE = contextlib.nullcontext()
-
-
 class Adapter(Attaching):
     """A model, its tokenizer and its facts behind the one face the rest of kvinterp talks to."""
 
@@ -78,6 +74,8 @@ class Adapter(Attaching):
         self._variants: dict[torch.dtype, Adapter] = {}
         self._hashes: tuple[str, str] | None = None
         self._mark: Mark | None = None
+        self._found: Found | None = None
+        self._inside = 0
         self.checked_batches: dict[tuple[str, int, int, int], bool] = {}
         self.checked_caches: dict[tuple[str, int, int, int], bool] = {}
         self.checked_plants: dict[str, Any] = {}
@@ -209,7 +207,8 @@ class Adapter(Attaching):
         self._look()
         self._relying += 1
         try:
-            yield
+            with self.left_as_found():
+                yield
         finally:
             self._relying -= 1
             self._evaluating = self._evaluating and self._relying > 0
@@ -228,16 +227,42 @@ class Adapter(Attaching):
         self._variants, self._hashes = {}, None
         self.checked_batches, self.checked_caches, self.checked_plants = {}, {}, {}
 
-    def own_state(self, state: ModuleState) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def left_as_found(self) -> Iterator[None]:
+        """Gives back the attributes and buffers of the model's modules as they are found here, whatever ends the context."""
+        if self._found is not None:
+            yield
+            return
+        self._found = found = Found(self.model, self.source)
+        try:
+            yield
+        finally:
+            self._found = None
+            found.taken("thorough")
+
+    @contextlib.contextmanager
+    def own_state(self, state: list[Kept]) -> Iterator[None]:
         """Gives what runs inside the context a state of its own, where modules keep state between forwards.
 
-        Runs that take turns on one model would otherwise overwrite each other's. Most models keep nothing in their
-        modules, and for them this does nothing.
+        It begins with what was found, and what it leaves is taken out at its end, so that runs which take turns on one model
+        do not overwrite each other's.
 
         Args:
             state: What the context before left, which this one goes on from; filled anew at its end.
         """
-        return _NO_STATE
+        with self.left_as_found():
+            found: Any = self._found
+            # Outside of all others there is what was found.
+            around = found.taken() if self._inside else Kept()
+            self._inside += 1
+            if state:
+                found.put(state.pop())
+            try:
+                yield
+            finally:
+                self._inside -= 1
+                state.append(found.taken())
+                found.put(around)
 
     def supports(self, site: str, layer: int = 0) -> bool:
         """Whether this model, as it was loaded, can give a site."""

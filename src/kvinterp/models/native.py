@@ -11,8 +11,7 @@ import contextlib
 import copy
 import dataclasses
 import inspect
-import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicCache, DynamicSlidingWindowLayer
 
 from kvinterp.errors import InputError, UnsupportedError
-from kvinterp.models.adapter import Adapter, KVStore, ModelInfo, ModuleState
+from kvinterp.models.adapter import Adapter, KVStore, ModelInfo
 from kvinterp.models.caches import CacheKind, Dynamic
 from kvinterp.models.derived import DERIVED
 from kvinterp.models.hooks import Tap, heads_tap, hooks_suspended
@@ -33,8 +32,6 @@ from kvinterp.models.transformers_cache import (
     model_cache,
     text_config,
 )
-
-_STATE = re.compile("state|cache")
 
 
 def decoder_layers(model: nn.Module) -> nn.ModuleList:
@@ -161,12 +158,6 @@ class NativeAdapter(OnTransformersCache):
         self._checked: Checked | None = None
         self._continues: bool | None = None
         self._plain_cache: Callable[[], Cache] | None = None
-        self._stateful = [
-            (module, name)
-            for module in model.modules()
-            for name, held in vars(module).items()
-            if _STATE.search(name) and not name.startswith("_") and (held is None or isinstance(held, Tensor))
-        ]
 
     @property
     def facts(self) -> ModelInfo:
@@ -252,7 +243,7 @@ class NativeAdapter(OnTransformersCache):
         """Looks once at the cache that the model makes when it is given none, and says how to make another."""
         config = self.config
         tokens = torch.arange(3, 5, device=self.device)[None] % self.facts.vocabulary
-        with self.own_state({}), hooks_suspended(self.model):
+        with self.own_state([]), hooks_suspended(self.model):
             made = getattr(self.model(input_ids=tokens, use_cache=True), "past_key_values", None)
         if not isinstance(made, Cache) or type(made) is DynamicCache:
             return lambda: DynamicCache(config=config)
@@ -265,7 +256,7 @@ class NativeAdapter(OnTransformersCache):
         if self._continues is None:
             tokens = torch.arange(3, 11, device=self.device)[None] % self.facts.vocabulary
             first, rest = tokens[:, :4], tokens[:, 4:]
-            with self.own_state({}), hooks_suspended(self.model):
+            with self.own_state([]), hooks_suspended(self.model):
                 whole = self.model(input_ids=tokens, use_cache=False).logits[:, 4:].double()
                 together = self._fed(first, [rest])
                 singly = self._fed(first, rest.split(1, 1))
@@ -314,7 +305,7 @@ class NativeAdapter(OnTransformersCache):
             return found
         if self._checked is None:
             # What is seen once is kept: a user's autocast must not round what it is judged by.
-            with self.own_state({}), torch.autocast(self.device.type, enabled=False):
+            with self.own_state([]), torch.autocast(self.device.type, enabled=False):
                 self._checked = check_sites(self, self._sites)
         why = self._checked.refused.get((site, layer))
         if why is not None:
@@ -324,23 +315,6 @@ class NativeAdapter(OnTransformersCache):
     def derives(self, site: str) -> bool:
         """Whether a site is derived beside SDPA."""
         return site in DERIVED and self.facts.attention == "sdpa"
-
-    def own_state(self, state: ModuleState) -> contextlib.AbstractContextManager[None]:
-        """Swaps what modules keep between forwards (RecurrentGemma does) for this run's own, and back."""
-        return self._swapped(state) if self._stateful else super().own_state(state)
-
-    @contextlib.contextmanager
-    def _swapped(self, state: ModuleState) -> Iterator[None]:
-        before = {(module, name): module.__dict__[name] for module, name in self._stateful}
-        for (module, name), held in before.items():
-            given = state.get((module, name), held)
-            module.__dict__[name] = given.clone() if given is held and isinstance(given, Tensor) else given
-        try:
-            yield
-        finally:
-            state.update({(module, name): module.__dict__[name] for module, name in self._stateful})
-            for (module, name), held in before.items():
-                module.__dict__[name] = held
 
     def cast(self, dtype: torch.dtype) -> Adapter:
         """The same weights in another dtype."""

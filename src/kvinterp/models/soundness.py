@@ -157,7 +157,7 @@ def check_runs(adapter: Any, given: bool = False) -> None:
     name = adapter.facts.name
     tokens = torch.tensor([[0, min(1, adapter.facts.vocabulary - 1)]], device=adapter.device)
     try:
-        with adapter.own_state({}), hooks_suspended(adapter.model) if given else contextlib.nullcontext():
+        with adapter.own_state([]), hooks_suspended(adapter.model) if given else contextlib.nullcontext():
             logits = adapter.forward(tokens)
     except KvinterpError:
         raise

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from kvinterp.models import Adapter
-from kvinterp.models.adapter import ModuleState
 from kvinterp.models.attaching import Listener, Site
+from kvinterp.models.state import Kept
 from kvinterp.paths.kernels.base import KernelMode
 from kvinterp.recording import LOGITS
 
@@ -29,15 +29,20 @@ class HookedForwards:
 
     def __init__(self, adapter: Adapter, kernels: KernelMode, listeners: Iterable[Mapping[Site, Listener]] = ()) -> None:
         self._adapter, self._kernels = adapter, kernels
-        self._state: ModuleState = {}
+        self._state: list[Kept] = []
         self.listeners: dict[Site, list[Listener]] = {}
         for heard in (kernels.listeners, *listeners):
             for place, listener in heard.items():
                 self.listeners.setdefault(place, []).append(listener)
 
-    def attached(self) -> contextlib.AbstractContextManager[None]:
-        """Hooks what is listened to, for as long as the context lasts."""
-        return self._adapter.attached([place for place in self.listeners if place != LOGITS])
+    @contextlib.contextmanager
+    def attached(self) -> Iterator[None]:
+        """Hooks what is listened to, for as long as the context lasts; at its end the model is as it was found."""
+        with (
+            self._adapter.attached([place for place in self.listeners if place != LOGITS]),
+            self._adapter.left_as_found(),
+        ):
+            yield
 
     def call(self, forward: Callable[..., Made], *args: Any) -> Made:
         """What a forward gives under the path's kernels, heard by its hooks, on a state of its own."""

@@ -174,7 +174,7 @@ def scores_by_row(adapter: Adapter) -> bool:
                     values[:, :, row] = newest
             return adapter.forward(tokens[:, count:], store).double()
 
-        with adapter.own_state({}), hooks_suspended(adapter.model):
+        with adapter.own_state([]), hooks_suspended(adapter.model):
             none, first, last = map(logits, (None, 0, count - 1))
         # Softmax gives equal scores equal weights, so that but for rounding nothing is left of the difference.
         effect = torch.maximum((first - none).abs().max(), (last - none).abs().max())

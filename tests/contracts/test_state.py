@@ -1,0 +1,142 @@
+"""Law 20: every verb leaves a model's attributes and buffers as it found them, and no run reads what another left there."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+
+import kvinterp as kv
+from kvinterp.errors import KvinterpError
+
+SHORT = {"max_new_tokens": 3, "stop": "length"}
+QUIET = SHORT | {"progress": "none"}
+IDS = list(range(5, 14))
+
+
+class Offset(torch.nn.Module):
+    """Keeps state in every way there is: what the last prompt was, as Qwen-VL keeps ``rope_deltas``, and how far it went."""
+
+    def __init__(self):
+        super().__init__()
+        self.offset = None
+        self.counted = [0]
+        self.seen = {"rows": torch.zeros(2)}
+        self.cache = DynamicCache()
+        self.register_buffer("scale", torch.ones(()), persistent=False)
+        self.register_buffer("longest", torch.zeros(()), persistent=False)
+
+    def begin(self, rows, positions):
+        """What a prompt sets: a row each, an attribute that was not there, a buffer that is another, one that is written into."""
+        self.offset = torch.full((rows, 1, 1), 1e-3 * positions)
+        self.added = positions
+        self.scale = torch.full((), 1 + 1e-3 * positions)
+        self.register_buffer("late", torch.ones(()), persistent=False)
+
+    def forward(self, hidden):
+        rows, new = hidden.shape[:2]
+        if new > 1:
+            self.begin(rows, new)
+        self.longest.fill_(max(float(self.longest), new))
+        self.seen["rows"] += rows
+        self.seen[new] = rows
+        self.counted.append(new)
+        self.cache.update(hidden[:, None], hidden[:, None], len(self.cache.layers))
+        # A batch of another number of rows than the prompt had breaks it, as it does Qwen-VL.
+        return hidden * self.scale + self.offset.expand(rows, 1, 1)
+
+
+def contents(model):
+    """Everything in modules: objects by their identity, numbers by value."""
+    found = {}
+    for name, module in model.named_modules():
+        for key, value in {**vars(module), **module._buffers}.items():
+            if key.startswith("_") or key in ("training", "forward"):
+                continue
+            found[name, key] = id(value)
+            if isinstance(value, torch.Tensor):
+                found[name, key, "numbers"] = value.tolist()
+            if isinstance(value, list | dict):
+                found[name, key, "held"] = str(value)
+            if isinstance(value, DynamicCache):
+                found[name, key, "layers"] = len(value.layers)
+        found[name, "buffers"] = (sorted(module._buffers), sorted(module._non_persistent_buffers_set))
+    return found
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    made = LlamaForCausalLM(
+        LlamaConfig(vocab_size=99, num_key_value_heads=2, pad_token_id=0, initializer_range=0.2, **sizes)
+    )
+    keeper = made.model.keeper = Offset()
+    made.model.embed_tokens.register_forward_hook(lambda _, __, embedded: keeper(embedded))
+    return made.eval()
+
+
+VERBS = {
+    "run": lambda model: kv.run(model, IDS, "cached", **SHORT),
+    "run, beams": lambda model: kv.run(model, IDS, "cached[call=beams(2)]", **SHORT),
+    "run, assisted": lambda model: kv.run(model, IDS, "cached[call=assisted(2)]", **SHORT),
+    "compare": lambda model: kv.compare(model, [IDS], **QUIET),
+    "compare, float64": lambda model: kv.compare(model, [IDS], "cached@float64", "recompute@float64", **QUIET),
+    "sweep": lambda model: kv.sweep(model, [IDS], "resid_post", controls="none", **QUIET),
+    "sweep into the cache": lambda model: kv.sweep(model, [IDS], "kv", direction="into-cached", controls="none", **QUIET),
+    "decompose": lambda model: kv.decompose(model, [IDS], max_new_tokens=3, progress="none"),
+    "localise": lambda model: kv.localise(model, IDS),
+    "kernels": lambda model: kv.kernels_table(model, sizes=(1, 4), length=8),
+    "audit": lambda model: kv.audit(model, rungs=("float32",), lengths=(5,), sweep="no", checks="none"),
+}
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_verb_leaves_a_model_as_it_found_it(model, verb):
+    with torch.no_grad():
+        model(torch.tensor([IDS]))
+    before = contents(model)
+    VERBS[verb](model)
+    assert contents(model) == before
+
+
+def test_a_verb_that_ends_by_an_error_leaves_a_model_as_it_found_it(model):
+    before, calls = contents(model), []
+
+    def fail(_, __, output):
+        calls.append(output)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+
+    handle = model.model.layers[1].register_forward_hook(fail)
+    with pytest.raises(KeyboardInterrupt):
+        kv.compare(model, [IDS], **QUIET)
+    handle.remove()
+    assert contents(model) == before
+    with pytest.raises(KvinterpError):
+        kv.run(model, IDS, "cached", record="no_such_site", **SHORT)
+    assert contents(model) == before
+
+
+def test_runs_that_take_turns_do_not_read_what_the_other_left(model):
+    """The recompute path's prompt grows at every step, so that it would set the cached path's offset to its own; the fault of
+    a model that minds is found between the paths, and is the same whoever runs beside."""
+    alone = {path: kv.run(model, IDS, path, logits="keep", **SHORT).logits for path in ("cached", "recompute")}
+    fed = kv.run(model, IDS, "cached", **SHORT).fed
+    alone["recompute"] = kv.run(model, IDS, "recompute", logits="keep", continuation=fed, **SHORT).logits
+    apart = float((alone["cached"] - alone["recompute"]).abs().max())
+    found = kv.compare(model, [IDS], **QUIET).steps["max_abs_logit"].max()
+    assert found == pytest.approx(apart, rel=1e-6)
+    assert apart > 1e-3
+
+
+def test_every_check_of_an_audit_starts_from_what_was_found(model):
+    """Three rows of one check, left on a Qwen3-VL, made the next one fail: "several chunks" ended as "cannot tell"."""
+    sound = copy.deepcopy(model)
+    sound.model.keeper.begin = lambda rows, positions: setattr(sound.model.keeper, "offset", torch.zeros(rows, 1, 1))
+    sound.model.embed_tokens._forward_hooks.clear()
+    sound.model.embed_tokens.register_forward_hook(lambda _, __, embedded: sound.model.keeper(embedded))
+    verdict = kv.audit(sound, rungs=("float32",), lengths=(5,), sweep="no")
+    assert not [check.name for check in verdict.checks if "RuntimeError" in check.detail]
