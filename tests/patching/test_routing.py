@@ -1,16 +1,13 @@
-"""Changed choices of experts are found where they were planted, carry what was planted, and nothing where nothing was."""
-
-import math
+"""Changed choices of experts are found where they were planted, and nothing where nothing was; a router's logits are patched."""
 
 import pandas as pd
 import pytest
 import torch
 
 import kvinterp as kv
+from kvinterp.errors import InputError
 from kvinterp.metrics.routing import compared_routing, routing_of
-from kvinterp.patching import Plant
 from kvinterp.study.findings.of_comparison import charts_of_comparisons, rows_of_comparison
-from kvinterp.study.findings.of_patching import headline_of_decomposition, rows_of_decomposition
 from routed import CONFIGS, LAYERS, PROMPT, built, router, tilt
 
 pytestmark = pytest.mark.bits
@@ -47,24 +44,8 @@ def test_changed_choices_are_found_at_the_layer_and_a_path_beside_itself_has_non
     assert found.loc[(found["layer"] == layer) & (found["step"] > 0), "changed"].any()
 
 
-@pytest.mark.each
-@architectures
-@pytest.mark.parametrize("direction", ["into-recompute", "into-cached"])
-def test_replaying_choices_recovers_a_planted_choice_and_elsewhere_nothing(name, direction):
-    layer, model = LAYERS[name][-1], built(name)
-    tilt(model, name, layer)
-    swept = kv.sweep(kv.wrap(model), [PROMPT], "experts", direction=direction, stop="length", controls="quick", **HOW)
-    assert sorted(swept.recovery["layer"]) == LAYERS[name]
-    for row in swept.recovery.to_dict("records"):
-        assert row["d_before"] > 0.01
-        assert abs(row["recovery"] - (row["layer"] == layer)) < SHARE, row
-    control = swept.controls.set_index("control")["recovery"]
-    assert control["together"] == pytest.approx(1.0, abs=SHARE)
-    assert control["self"] == pytest.approx(0.0, abs=SHARE)
-
-
-def test_choices_and_weights_are_told_apart():
-    """A router of other logits moves weights as well as choices: its logits recover all of it, its choices not."""
+def test_a_routers_logits_are_patched_as_any_other_site_and_choices_are_not():
+    """With a router that gives other logits to a row alone, its logits carry all of the difference."""
     model = built("mixtral")
     gate = router(model, 2)
     own, weight = gate.forward, gate.weight
@@ -79,56 +60,13 @@ def test_choices_and_weights_are_told_apart():
             gate.weight = weight
 
     gate.forward = forward
-    how = {"stop": "length", "controls": "none", "layers": 2, **HOW}
-    choices, logits = (kv.sweep(kv.wrap(model), [PROMPT], site, **how).recovery.iloc[0] for site in ("experts", "router"))
-    assert logits["recovery"] == pytest.approx(1.0, abs=SHARE)
-    assert abs(choices["recovery"]) < 0.9
-
-
-def test_a_difference_of_choices_is_all_routing_and_the_page_says_so():
-    model = built("qwen3")
-    # In the first layer: what earlier rows choose there is read by every later one.
-    tilt(model, "qwen3", 0)
-    prompts = [[(token + shift) % 61 + 3 for token in PROMPT] for shift in range(4)]
-    split = kv.decompose(kv.wrap(model), prompts, max_new_tokens=3, progress="none")
-    later = split.steps[split.steps["step"] > 0]
-    changed = later[later["changed"] > 0]
-    assert len(changed) > 3
-    assert (changed["routing_share"] - 1).abs().max() < SHARE
-    assert (changed["continuous_l2"] < SHARE * changed["total_l2"]).all()
-    assert not later["null_changed"].any()
-    assert (later["null_routing_l2"] == 0).all()
-    assert (later.loc[later["changed"] == 0, "routing_l2"] == 0).all()
-    headline = (
-        f"Another expert is chosen, in some row, at {len(changed)} of {len(later)} decode steps; at the others no part"
-    )
-    assert any(line.startswith(headline) for line in headline_of_decomposition(split))
-    said = {row["finding"]: row for row in rows_of_decomposition(split)}
-    share = said["decode steps with a changed choice in the newest row: routing's share of the difference of the logits"]
-    assert share["estimate"] == pytest.approx(1.0, abs=SHARE)
-    assert math.isclose(
-        said["choices of experts that differ, in all rows"]["estimate"], later["changed"].sum() / later["choices"].sum()
-    )
-    assert said["choices of experts that differ, in all rows"]["null"] == 0
-
-
-def test_a_difference_of_keys_is_no_routing_where_no_choice_changes():
-    split = kv.decompose(kv.wrap(built("olmoe")), [PROMPT], plant=Plant("kv", 1), max_new_tokens=3, progress="none")
-    later = split.steps[split.steps["step"] > 0]
-    assert (later["total_l2"] > 0).all()
-    assert not later[["changed", "routing_l2", "routing_share"]].any(axis=None)
-    said = {row["finding"]: row for row in rows_of_decomposition(split)}
-    share = said["decode steps without a changed choice: routing's share of the difference of the logits"]
-    assert (share["estimate"], share["note"]) == (
-        0.0,
-        "no choice differs there, so that all of the difference is continuous",
-    )
-    assert not any("with a changed choice in the newest row: " in name for name in said)
-
-
-def test_a_dense_model_has_no_split_of_routing():
-    split = kv.decompose(kv.load_model("zoo:mqa-mini", kind="native"), "1 + 1 =", max_new_tokens=2, progress="none")
-    assert not {"routing", "changed", "routing_share"} & set(split.steps)
+    swept = kv.sweep(kv.wrap(model), [PROMPT], "router", stop="length", controls="quick", **HOW)
+    for row in swept.recovery.to_dict("records"):
+        assert row["recovery"] == pytest.approx(float(row["layer"] == 2), abs=SHARE), row
+    control = swept.controls.set_index("control")["recovery"]
+    assert control["together"] == pytest.approx(1.0, abs=SHARE)
+    with pytest.raises(InputError, match="'experts' can be recorded and not patched: patch 'router'"):
+        kv.sweep(kv.wrap(model), [PROMPT], "experts", **HOW)
 
 
 def test_ties_near_ties_and_changes_are_counted_and_drawn():

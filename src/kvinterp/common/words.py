@@ -25,7 +25,7 @@ Site = Literal[
 ]  # fmt: skip
 PatchSite = Literal[
     "embed", "resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out", "q", "k", "v", "z", "result", "post", "pattern",
-    "router", "experts", "cache_k", "cache_v", "kv",
+    "router", "cache_k", "cache_v", "kv",
 ]  # fmt: skip
 Over = Literal["single", "cumulative", "cumulative-from", "heads", "kv-heads", "blocks"]
 Direction = Literal["into-recompute", "into-cached"]

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.hooks import RemovableHandle
 
-from kvinterp.errors import InputError, UnsupportedError
+from kvinterp.errors import UnsupportedError
 from kvinterp.models.derived import SDPA, derived_attention, sdpa_arguments
 
 
@@ -267,9 +267,8 @@ def _fused(site: str, heads: int, emit: Callable[[Tensor], Tensor | None], rows:
 
 # Architectures put the router's result in tuples of their own, and make weights of it in ways of their own (softmax before or
 # after the choice, sigmoid with a bias, groups). What all have in common is a product with as many columns as there are
-# experts, and a ``topk`` of as many columns behind it, which is the choice. So these two calls are what is heard, and a choice
-# that is put in goes in there: the weights are then made by the model's own code, from this run's own logits, over the experts
-# put in.
+# experts, and a ``topk`` of as many columns behind it, which is the choice. So these two calls are what is heard; logits can be
+# put in, a choice only heard.
 
 ROUTERS = ("gate", "router", "W_gate")
 """What the module is called whose rows are the experts."""
@@ -321,25 +320,10 @@ def _routing(site: str, experts: int, rows: torch.Size, emit: Callable[[Tensor],
         if not heard and site == "router" and func is nn.functional.linear:
             new = put(output, output)
         elif not heard and site == "experts" and func in (torch.topk, Tensor.topk):
-            given = in_order(args, kwargs)[0][0]
-            new = put(given, output.indices)
-            new = None if new is None else _replayed(given, output.indices, new)
+            put(in_order(args, kwargs)[0][0], output.indices)
         return output if new is None else new
 
     return Functions(hear)
-
-
-def _replayed(given: Tensor, own: Tensor, new: Tensor) -> Any:
-    """The choice ``[row, chosen]`` put in, as ``topk`` returns it."""
-    if bool((new < 0).any()) or bool((new >= given.shape[-1]).any()):
-        raise InputError(
-            f"experts {int(new.min())} to {int(new.max())} were given to choose: expected numbers from 0 to "
-            f"{given.shape[-1] - 1}."
-        )
-    # Of an equal set the order stays this run's own, in which some kernels add the experts up.
-    same = (new.sort(-1).values == own.sort(-1).values).all(-1, keepdim=True)
-    chosen = torch.where(same, own, new)
-    return torch.return_types.topk((given.gather(-1, chosen), chosen))
 
 
 _AROUND: dict[int, list[Functions]] = {}

@@ -483,7 +483,7 @@ class Gradients(PathHook):
                     "and is derived beside it: load the model with attention='eager' (attn_implementation='eager' in "
                     "transformers), or attribute q, k, v or z."
                 )
-            if site in (*PATCHED_CACHE, "resid_mid", "experts"):
+            if site in (*PATCHED_CACHE, "resid_mid"):
                 raise UnsupportedError(
                     f"{site!r} has no one place whose gradient is its own: attribute resid_pre, attn_out, mlp_out, q, k, v or z, "
                     "or give method='patches'."

@@ -15,11 +15,6 @@ divergences need not add up. **state** is all but fresh, what earlier rows carry
 decoded ones do. **cache** = fresh + alone is what a cache as such contributes: rows computed alone. Each part's **null** is a
 difference of the same kind that no cache can explain: the same rows, computed by the recompute path among more rows (a longer
 suffix, which a causal model must not see).
-
-Of a mixture of experts the same difference is split in another way besides: total = **routing** + **continuous**. Routing is what
-the choices of experts make: the recompute path with the cached path's choices in all rows, less the recompute path. The weights
-of the experts are those that the recompute path's own router gives to them, so that nothing but choices moves. Continuous is all
-that is left: weights, experts, attention. At a step at which no choice differs routing is exactly 0.
 """
 
 from __future__ import annotations
@@ -59,10 +54,7 @@ class Decomposition(Result):
             kept, of decoded and state, and of the nulls (null, the whole recompute path among more rows, null_fresh,
             null_alone, null_anew, null_prompt, null_remade); the same as the L2 distance of the logits (total_l2, ...), and
             cache_l2 with null_cache_l2; ``most``, the part longer than all others together in L2, ``"spread"`` where there
-            is none, ``"none"`` where the logits are bitwise equal; and ``share``, its share of the lengths. Of a mixture of
-            experts also routing, continuous and null_routing, alike; ``choices``, of every row and layer with a router;
-            ``changed`` and ``null_changed``, how many of them differ, ``changed_newest`` of the newest row; ``routing_share``,
-            the length of routing along the logits' difference, as a share of it: continuous is the rest of 1.
+            is none, ``"none"`` where the logits are bitwise equal; and ``share``, its share of the lengths.
         layers: One row an example, step and layer: the L2 distance of resid_post for the same, relative to the recompute
             path's norm.
         provenance: Paths, suffix, model and machine.
@@ -106,12 +98,10 @@ class Decomposition(Result):
         later = self.steps[self.steps["step"] > 0]
         means = later.drop(columns=["example", "step", "most", "share"]).mean()
         differ = later[later["total_l2"] > 0]
-        routed = {"with_changed": int((later["changed"] > 0).sum())} if "changed" in later else {}
         parts = differ[["fresh_l2", "alone_l2"]].max(axis=1)
         return {
             **{name: None if pd.isna(value) else float(value) for name, value in means.items()},
             "most": {str(name): int(count) for name, count in later["most"].value_counts().items()},
-            **routed,
             "differ": len(differ),
             "without_cache": int((parts == 0).sum()),
             "within_null": int(((parts > 0) & (differ["cache_l2"] <= differ["null_cache_l2"])).sum()),
@@ -194,18 +184,9 @@ def measured(shown: dict[str, Shown], where: str) -> dict[str, Any]:
     Raises:
         NonFiniteError: One of them is not finite.
     """
-    pairs = {name: (shown[a].logits, shown[b].logits) for name, (a, b) in _there(shown).items()}
+    pairs = {name: (shown[a].logits, shown[b].logits) for name, (a, b) in DIFFERENCES.items()}
     found = {name: metrics.kl_divergence(a, b) for name, (a, b) in pairs.items()}
     found |= {f"{name}_l2": (a.double() - b.double()).norm() for name, (a, b) in pairs.items()}
-    if "routing" in pairs:
-        total, routing = (a.double() - b.double() for a, b in (pairs["total"], pairs["routing"]))
-        # Bitwise equal logits have no share; 0 is put there, and they count nowhere as differing.
-        found["routing_share"] = (total @ routing) / (total @ total).clamp(min=torch.finfo(torch.float64).tiny)
-        chosen = {name: shown[name].chosen for name in ("cached", "recompute", "longer")}
-        for prefix, name in (("", "cached"), ("null_", "longer")):
-            unlike = (chosen[name] != chosen["recompute"]).any(-1)
-            found[f"{prefix}changed"] = unlike.sum()
-            found |= {} if prefix else {"changed_newest": unlike[:, -1].sum(), "choices": torch.tensor(unlike.numel())}
     for prefix in ("", "null_"):
         both = [a.double() - b.double() for a, b in (pairs[f"{prefix}fresh"], pairs[f"{prefix}alone"])]
         found[f"{prefix}cache_l2"] = (both[0] + both[1]).norm()
@@ -217,14 +198,9 @@ def measured(shown: dict[str, Shown], where: str) -> dict[str, Any]:
     return {**said, "most": most, "share": share}
 
 
-def _there(shown: dict[str, Shown]) -> dict[str, tuple[str, str]]:
-    """The differences whose lanes there are: a model without routers has none that replay their choices."""
-    return {name: lanes for name, lanes in DIFFERENCES.items() if shown.keys() >= {*lanes}}
-
-
 def _by_layer(shown: dict[str, Shown]) -> list[dict[str, Any]]:
     streams = {name: lane.stream.double() for name, lane in shown.items()}
     norms = streams["recompute"].norm(dim=-1)
-    apart = torch.stack([(streams[a] - streams[b]).norm(dim=-1) / norms for a, b in _there(shown).values()])
-    relative = dict(zip(_there(shown), apart.tolist(), strict=True))
+    apart = torch.stack([(streams[a] - streams[b]).norm(dim=-1) / norms for a, b in DIFFERENCES.values()])
+    relative = dict(zip(DIFFERENCES, apart.tolist(), strict=True))
     return [{"layer": layer, **{name: values[layer] for name, values in relative.items()}} for layer in range(len(norms))]

@@ -228,11 +228,6 @@ class PatchHook(PathHook):
                 "is derived beside it: load the model with attention='eager' (attn_implementation='eager' in transformers), "
                 "or patch q, k, v or z."
             )
-        if patch.site == "experts" and isinstance(patch.donor, Ablation) and patch.donor.name != "resample":
-            raise UnsupportedError(
-                f"experts are chosen by number, and donor={patch.donor.name!r} gives no number of one: give a trace, "
-                "kv.resample_donor(model, prompts, 'experts'), or a tensor of the experts to choose."
-            )
         if patch.site in PATCHED_CACHE and not self.adapter.attention_only:
             raise UnsupportedError(
                 f"site {patch.site!r} needs a cache of keys and values in every layer, and {facts.architecture} keeps "

@@ -144,6 +144,8 @@ def check_patch_site(site: object) -> None:
     """Raises InputError where no patch goes to a site: it is none, or one that is only recorded."""
     if site == "attn_scores":
         raise InputError("'attn_scores' can be recorded and not patched: patch 'pattern', which is made of them.")
+    if site == "experts":
+        raise InputError("'experts' can be recorded and not patched: patch 'router', the logits that they are chosen by.")
     check_known("patch site", site, PATCH_SITES)
 
 

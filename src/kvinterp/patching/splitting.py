@@ -19,10 +19,6 @@ The differences from lane to lane are the **parts** (``fresh``, ``prompt``, ``re
 add up to the whole. ``fresh`` and ``alone`` are what a cache as such contributes; ``prompt`` and ``remade``, together
 ``anew``, are the recompute path's difference from itself, without a cache. Each part has a **null** in which the same rows are
 computed by the recompute path among more rows.
-
-A mixture of experts is split once more, into two: ``routing``, what the recompute path becomes when its routers choose the
-experts that the cached path's chose (lane ``replayed``; the weights are its own), and ``continuous``, all that is left then. Its
-null replays the choices that the recompute path makes among more rows.
 """
 
 from __future__ import annotations
@@ -39,8 +35,7 @@ from torch import Tensor
 from kvinterp.models import Adapter, dtype_named
 from kvinterp.models.attaching import Site
 from kvinterp.models.caches import Dynamic
-from kvinterp.patching.hook import PatchHook, Window
-from kvinterp.patching.patch import Patch, stored_sites
+from kvinterp.patching.patch import stored_sites
 from kvinterp.patching.planted import Plant, PlantHook
 from kvinterp.patching.recompute import PureRecompute
 from kvinterp.patching.side_by_side import Donor
@@ -66,13 +61,9 @@ DIFFERENCES = {
     "null_remade": ("longer_remade", "one_row"),
     "null_anew": ("longer_rows", "one_row"),
     "null_alone": ("longer_among", "among"),
-    "routing": ("replayed", "recompute"),
-    "continuous": ("cached", "replayed"),
-    "null_routing": ("longer_replayed", "recompute"),
 }
 """Which two lanes each difference is between. ``decoded`` is remade and alone together, ``state`` all but fresh; each
-``null_`` is the same rows computed by the recompute path among more rows, ``null`` the whole path. The last three are of
-mixtures of experts alone."""
+``null_`` is the same rows computed by the recompute path among more rows, ``null`` the whole path."""
 
 KeysValues = Sequence[tuple[Tensor, Tensor]]
 """K and V of every layer, each ``[1, kv_head, position, head_dim]`` from position 0 on."""
@@ -102,12 +93,10 @@ class Shown:
     Attributes:
         logits: Of the newest row.
         stream: ``resid_post`` of the newest row, layer by layer.
-        chosen: The experts chosen, of every row and layer with a router, in ascending order; empty where it is not told.
     """
 
     logits: Float[Tensor, " vocab"]
     stream: Float[Tensor, "layer width"]
-    chosen: Tensor
 
 
 class Rows(PathHook):
@@ -139,7 +128,7 @@ class Rows(PathHook):
 
 
 class _Watched(Donor):
-    """What a split sees of one path: the stream, the experts chosen, and where it is asked for the K and V that are read.
+    """What a split sees of one path: the stream, and where it is asked for the K and V that are read.
 
     Args:
         split: Whose model and prompt.
@@ -149,17 +138,13 @@ class _Watched(Donor):
 
     def __init__(self, split: Split, path: ExecutionPath, keeps: bool) -> None:
         model = split.adapter.at(dtype_named(path.dtype))
-        self.residual, self.routed, self.kv = split.residual, split.routed, split.kv if keeps else []
-        wanted = [*self.residual, *self.routed, *itertools.chain(*self.kv)]
-        # A recompute path makes the choices of all steps' rows anew at every step.
-        super().__init__(model, wanted, len(split.prompt), ("experts",) if path.form == "cached" else ())
+        self.residual, self.kv = split.residual, split.kv if keeps else []
+        super().__init__(model, [*self.residual, *itertools.chain(*self.kv)], len(split.prompt))
 
     def shown(self, logits: Float[Tensor, " vocab"], newest: int | None = None) -> Shown:
         """What the path shows with these logits at a position, the last for None."""
-        stop = None if newest is None else newest + 1
-        stream, chosen = ([self.window(*place)[1][0, :stop] for place in places] for places in (self.residual, self.routed))
-        experts = torch.stack([rows.sort(-1).values for rows in chosen]) if chosen else torch.empty(0)
-        return Shown(logits.clone(), torch.stack([rows[-1] for rows in stream]), experts)
+        at = -1 if newest is None else newest
+        return Shown(logits.clone(), torch.stack([self.window(*place)[1][0, at] for place in self.residual]))
 
     def held(self) -> KeysValues:
         """K and V that were read."""
@@ -229,15 +214,9 @@ class Split:
         self.filler = (self.prompt * (suffix // len(self.prompt) + 1))[:suffix]
         layers = range(adapter.facts.layers)
         self.residual: list[Site] = [("resid_post", layer) for layer in layers]
-        self.routed: list[Site] = [("experts", layer) for layer in layers if adapter.supports("experts", layer)]
         self.kv: list[list[Site]] = [[(site, layer) for site in stored_sites(adapter, "kv")] for layer in layers]
         self.at_step_0: KeysValues = ()
         self.now: KeysValues = ()
-
-    def _replay(self, window: Window) -> PatchHook:
-        """Has the routers of the recompute path choose the experts that another one's chose, in all rows."""
-        patch = Patch("experts", tuple(layer for _, layer in self.routed), positions="all")
-        return PatchHook(self.pure.adapter, [patch], window, len(self.prompt))
 
     def steps(self) -> Iterator[tuple[int, dict[str, Shown]]]:
         """At every step what each lane of DIFFERENCES shows."""
@@ -252,8 +231,6 @@ class Split:
                 return made
 
             cached, recompute = lane(self.cached), lane(self.recompute, keeps=True)
-            windows = {"replayed": cached.watched.window, "longer_replayed": self._of_longer} if self.routed else {}
-            replayed = {name: lane(self.recompute, self._replay(of)) for name, of in windows.items()}
             one_row = {name: lane(self.one_row, rows) for name, rows in replaced.items()}
             fed: list[int] = []
             among: KeysValues = ()
@@ -265,8 +242,6 @@ class Split:
                 shown = {name: each.watched.shown(logits[0]) for name, each, logits in pairs}
                 self.now = recompute.watched.held()
                 shown["longer"], longer = self._forward(fed, self.now, 0, self.filler)
-                self._longer = shown["longer"].chosen
-                shown |= {name: each.shows(token) for name, each in replayed.items()}
                 if token is None:
                     self.at_step_0 = among = longer_among = self.now
                     for each in one_row.values():
@@ -296,10 +271,6 @@ class Split:
                     among = _joined(among, end - 1, made, end)
                     longer_among = _joined(longer_among, end - 1, longer_made, end)
                 yield now.number, shown
-
-    def _of_longer(self, _: str, layer: int) -> tuple[int, Tensor]:
-        """The experts that the recompute path chose among more rows."""
-        return 0, self._longer[self.routed.index(("experts", layer))][None]
 
     def _forward(self, fed: Sequence[int], held: KeysValues, stop: int, filler: Sequence[int]) -> tuple[Shown, KeysValues]:
         """The recompute path with some rows held, and more tokens behind the prefix, which a causal model must not see.

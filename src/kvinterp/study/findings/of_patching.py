@@ -13,7 +13,7 @@ from kvinterp.common.vocabulary import ANEW, PARTS, RECOVERED, UNCHANGED
 from kvinterp.metrics.recovery import TO_SEE_A_DIFFERENCE
 from kvinterp.study.findings.charts import Chart, Panel
 from kvinterp.study.findings.results import only
-from kvinterp.study.findings.rows import Finding, finding, median_of, place, share_of
+from kvinterp.study.findings.rows import Finding, finding, median_of, place
 
 if TYPE_CHECKING:
     from kvinterp.comparison.attribution import LogitAttribution
@@ -173,9 +173,6 @@ def headline_of_decomposition(split: Decomposition) -> list[str]:
         f"The logits differ at {differ} of {counted(steps, 'decode step')} of {of}. "
         + (f"Most of the difference comes from {most}." if led else "No part is more than half of it at any step.")
     ]
-    if "with_changed" in summary:
-        changed = f"Another expert is chosen, in some row, at {summary['with_changed']} of {counted(steps, 'decode step')}"
-        lines.append(f"{changed}; at the others no part of the difference is routing.")
     none, within = summary["without_cache"], summary["within_null"]
     if none or within:
         lines.append(
@@ -207,35 +204,6 @@ def rows_of_decomposition(split: Decomposition) -> Iterator[Finding]:
                       note="; ".join(filter(None, (what, led))), **more)  # fmt: skip
         if part in summary:
             yield finding("mean KL", summary[part], measure="nats", part=part, **more)
-    yield from _of_routing(split)
-
-
-def _of_routing(split: Decomposition) -> Iterator[Finding]:
-    """How many choices of experts differ, and what part of the logits' difference they make, apart where none does."""
-    later = split.steps[split.steps["step"] > 0]
-    if "changed" not in later:
-        return
-    total = later["choices"].sum()
-    yield share_of("choices of experts that differ, in all rows", later["changed"], later["example"], later["choices"],
-                   unit="choices", null=later["null_changed"].sum() / total)  # fmt: skip
-    differ, changed, newest = later["total_l2"] > 0, later["changed"] > 0, later["changed_newest"] > 0
-    groups = {"with a changed choice in the newest row": newest, "with a changed choice in earlier rows alone": changed & ~newest,
-              "without a changed choice": ~changed}  # fmt: skip
-    for name, among in groups.items():
-        steps, mine = f"decode steps {name}", later[differ & among]
-        yield share_of(f"{steps} whose logits differ", among & differ, later["example"], unit="steps")
-        if len(mine):
-            rest = "the rest, to 100%, is continuous: weights, experts and attention"
-            note = (
-                rest
-                if changed[mine.index].any()
-                else "no choice differs there, so that all of the difference is continuous"
-            )
-            yield median_of(f"{steps}: routing's share of the difference of the logits", mine["routing_share"], mine["example"],
-                            measure="%", note=note)  # fmt: skip
-            rest = f"continuous {number(float(mine['continuous_l2'].mean()))}"
-            yield finding(f"{steps}: mean L2 of routing", mine["routing_l2"].mean(), n=len(mine), unit="steps",
-                          null=mine["null_routing_l2"].mean(), note=rest)  # fmt: skip
 
 
 def charts_of_decomposition(split: Decomposition, of: str = "") -> dict[str, Chart]:
