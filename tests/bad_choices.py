@@ -16,7 +16,7 @@ from right_commands import MODEL, RIGHT, Case, options_of, with_option
 # Options ---------------------------------------------------------------------------------------------------------------
 
 ANY = {
-    *("out", "prompts", "texts", "text", "instructions", "problems", "strings", "template", "system", "examples", "junit"),
+    *("out", "prompts", "texts", "text", "instructions", "problems", "strings", "template", "system", "examples"),
     *("layers", "record", "batch_size", "overwrite", "allow", "seed", "policy", "kernels", "attention", "more", "answer"),
 }
 """Fields of which a text that is drawn may be right; of all others none is, but for a number where numbers are asked for."""

@@ -466,7 +466,6 @@ def _long(place: Path) -> None:
 PATHS = {
     "prompts": ["compare", "decompose", "behaviour", "patch", "root-cause"],
     "out": ["compare", "audit", "kernels", "behaviour"],
-    "junit": ["audit"],
     "config": ["audit"],
     "texts": ["chain"],
     "instructions": ["kv-error"],
@@ -507,9 +506,7 @@ def of_special(chosen: random.Random) -> Case:
         )
         make = SPECIAL[what]
     arguments = list(RIGHT.get(verb, []))
-    judged = (
-        "any" if (option in ("out", "show", "junit") and what in ("a folder", "~nobody-such/x", "\udcff")) else "refused"
-    )
+    judged = "any" if (option in ("out", "show") and what in ("a folder", "~nobody-such/x", "\udcff")) else "refused"
     if option in ("prompts", "texts", "instructions") and name in ("special", "\udcff"):
         # Without an ending it is a generator that is not known, or a text.
         judged = "refused" if name == "special" else "any"
@@ -530,7 +527,7 @@ def of_special(chosen: random.Random) -> Case:
             arguments = ["--config", name, "--random-init", "--out", "out"]
         case _:
             arguments = with_option(arguments, f"--{option}", name)
-    if option in ("junit", "out") and what in ("a link to nothing", "a link to /dev/full"):
+    if option == "out" and what in ("a link to nothing", "a link to /dev/full"):
         judged = "any"
 
     def prepare(folder: Path) -> None:

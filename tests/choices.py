@@ -80,7 +80,6 @@ VERBS: dict[str, tuple[dict[str, Any], dict[str, Changes]]] = {
             "reach": Changes(True, {"checks": "default"}),
             "calls": Changes("forked(2)", {"checks": "default"}),
             "allow": Keeps(("hidden-cast",)),
-            "junit": Writes("checks.xml"),
             "seed": Changes(1),
             "remote_code": Keeps(True),
         },
@@ -418,7 +417,7 @@ REFUSED: tuple[tuple[str, dict[str, Any], str], ...] = (
 """Choices that are refused before a model is loaded, since nothing would read them."""
 
 FREE = {
-    "model", "models", "prompts", "text", "texts", "template", "system", "tasks", "include", "junit", "own_class", "config",
+    "model", "models", "prompts", "text", "texts", "template", "system", "tasks", "include", "own_class", "config",
     "instructions", "problems", "strings", "embedder",
 }  # fmt: skip
 """Options whose value may be any text: what they name is looked for where it is used."""

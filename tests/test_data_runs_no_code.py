@@ -68,7 +68,7 @@ def test_a_folder_that_names_code_is_read_and_shown_and_imports_nothing(tmp_path
 @pytest.mark.slow
 def test_its_page_and_figures_are_made_again_and_import_nothing(tmp_path: Path, mark: Path) -> None:
     found = kv.load(poison(comparison((0, 1), size=1e-2).save(tmp_path / "out")))
-    found.to_latex(), found._repr_html_()
+    found._repr_html_()
     for command in (("show", tmp_path / "out", "--rewrite", "--no-open"), ("report", tmp_path / "out")):
         shown = kvinterp(*command)
         assert shown.exit_code == 0, shown.output

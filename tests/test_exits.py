@@ -265,18 +265,12 @@ def test_names_command_no_terminal_and_forge_no_line(tmp_path: Path, code: Calla
     hostile = json.loads(json.dumps(summary).replace(json.dumps(SAFE), json.dumps(HOSTILE)))
     (tmp_path / "out" / "summary.json").write_text(sealed("summary.json", hostile, digests))
     for found in (both, kv.load(tmp_path / "out"), kv.localise(adapter, [5, 6, 7])):
-        said = [repr(found), *found.sentences(), found.to_latex(), *([found.where()] if hasattr(found, "where") else [])]
+        said = [repr(found), *found.sentences(), *([found.where()] if hasattr(found, "where") else [])]
         assert SAFE in said[0]
         for text in said:
             # Numbers hold spaces that do not break.
             assert all(c.isprintable() or c in "\n\u00a0\u202f" for c in text), text
             assert not any(line.startswith("PASS") for line in text.splitlines())
-
-
-def test_latex_of_control_characters_and_specials() -> None:
-    from kvinterp.study.report.latex import latex_text
-
-    assert latex_text("a_b\x1b\t100%\n\u202e") == r"a\_b\textbackslash{}x1b 100\% \textbackslash{}u202e"
 
 
 def test_a_number_that_python_does_not_write_out() -> None:

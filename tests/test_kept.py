@@ -21,7 +21,6 @@ from kvinterp.study.experiments.compare import Compare
 from kvinterp.study.experiments.decompose import Decompose
 from kvinterp.study.experiments.keeping import keeper_of
 from kvinterp.study.experiments.patch import Patch
-from kvinterp.study.report.latex import latex_number
 from synthetic import comparison, prompts
 from writing import read_result, resealed
 
@@ -102,18 +101,16 @@ def test_what_was_shown_is_pickled_and_has_all_its_tables(found: dict[str, Resul
     again = pickle.loads(pickle.dumps(made))
     same(again, made)
     assert again.sentences() == made.sentences()
-    for name in made.tables:
-        assert made.to_latex(name).startswith("\\begin"), name
 
 
 def test_a_table_that_was_changed_is_the_one_that_is_shown(model: Any) -> None:
     made = kv.compare(model, kv.load_prompts("arithmetic:2"), b=OTHER, max_new_tokens=3, progress="none")
-    made.to_latex("findings")
+    made.sentences()
     assert "findings" in made.tables
     made.steps = made.steps.assign(kl=1.0)
     assert (made.tables["steps"]["kl"] == 1).all()
     assert "findings" not in made.tables, "what was found in another table is not said of this one"
-    made.to_latex("findings")
+    made.sentences()
     assert "findings" in made.tables
 
 
@@ -278,20 +275,6 @@ def test_markup_in_names_and_prompts_stays_text(tmp_path: Path) -> None:
     assert kv.load(tmp_path / "out").prompts == made.prompts
 
 
-# Papers ----------------------------------------------------------------------------------------------------------------
-
-
-def test_a_small_number_survives_in_a_paper(tmp_path: Path) -> None:
-    made = comparison((0, 1), size=1e-7)
-    assert latex_number(1e-7) == r"$1.00\times10^{-7}$"
-    for text in (made.to_latex(), made.to_latex("steps")):
-        assert r"\times10^{-" in text
-        assert "0.000000" not in text
-        assert text.startswith(r"\begin{longtable}")
-    with pytest.raises(InputError, match=r"unknown table 'step'.*steps"):
-        made.to_latex("step")
-
-
 # The audit -------------------------------------------------------------------------------------------------------------
 
 
@@ -310,7 +293,6 @@ def test_a_verdict_is_kept_with_a_page_of_its_own(model: Any, tmp_path: Path) ->
         assert (f"{read.provenance['weights']}" in read.report().read_text()) == (made.sentences()[0] in made._repr_html_())
         assert list(made.figures()) == list(read.figures()) == ["precision_ladder"]
         assert len(made.overview()) == len(read.overview()) == 3
-        assert "rung & unit" in read.to_latex()
     whole, alone = ((tmp_path / name / "report.html").read_text() for name in ("all", "verdict"))
     cut = "Block by block"
     assert whole.partition(cut)[0] == alone.partition(cut)[0]

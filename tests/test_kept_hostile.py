@@ -11,7 +11,6 @@ import pytest
 import kvinterp as kv
 from command_line import kvinterp
 from kvinterp.comparison import compare, failures_kept
-from kvinterp.study.report.latex import latex_number
 from support import PROMPT, Case
 from writing import resealed
 
@@ -59,10 +58,6 @@ def test_attribution_and_lens_without_a_decode_step_say_so(load: Any) -> None:
         assert nothing.figures() == {}
         assert "<" in nothing._repr_html_()
         assert "layer" in nothing.overview().columns
-
-
-def test_numbers_just_below_a_power_of_ten() -> None:
-    assert [latex_number(x) for x in (999.7, 999.2, 999_999.9)] == ["$1000$", "$999$", r"$1.00\times10^{6}$"]
 
 
 def test_a_bench_takes_hook_names_and_refuses_layers_that_are_not_there(load: Any) -> None:

@@ -1,4 +1,4 @@
-"""The audit as its users meet it: the command line, JSON, JUnit, the pytest helper and the page."""
+"""The audit as its users meet it: the command line, JSON, the assertion for tests and the page."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from xml.etree import ElementTree as Tree
 
 import pytest
 import torch
@@ -16,7 +15,6 @@ from architectures import build
 import kvinterp as kv
 from command_line import kvinterp, wrong
 from kvinterp.auditing import Check, audit
-from kvinterp.auditing.junit import junit_xml
 from kvinterp.auditing.verdict import VERDICTS
 from kvinterp.study.report.audit import page
 from kvinterp.testing import CacheInconsistency, assert_cache_consistent
@@ -104,7 +102,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def test_a_users_class_passes_with_exit_code_0_and_is_audited_again_into_the_same_folder(here: Path) -> None:
-    made = kvinterp("audit", "users_code:Mine", "--junit", here / "ci.xml", *OPTIONS)
+    made = kvinterp("audit", "users_code:Mine", *OPTIONS)
     assert made.exit_code == 0, made.output
     first = made.stdout.splitlines()[0]
     assert first.startswith("PASS  ")
@@ -112,8 +110,6 @@ def test_a_users_class_passes_with_exit_code_0_and_is_audited_again_into_the_sam
     folder = here / "out/audit-Mine"
     assert json.loads((folder / "verdict.json").read_text())["exit_code"] == 0
     assert (folder / "sweep.parquet").is_file()
-    suite = Tree.parse(here / "ci.xml").getroot()[0]
-    assert suite.get("failures") == suite.get("errors") == "0"
     # Again, of another model, without --overwrite; what an audit writes is all of this one.
     again = kvinterp("audit", "users_code:Stale", "--json", "--out", "out/audit-Mine", *OPTIONS)
     assert again.exit_code == 1, again.output
@@ -140,11 +136,9 @@ def test_allow_and_cannot_tell(here: Path) -> None:
     allowed = kvinterp("audit", "users_code:Stale", "--allow", "bug", "--allow", "overflow", *OPTIONS)
     assert allowed.exit_code == 0, allowed.output
     assert allowed.stdout.startswith("PASS  bug (allowed)")
-    noisy = kvinterp("audit", "users_code:Noisy", "--junit", here / "ci.xml", *OPTIONS)
+    noisy = kvinterp("audit", "users_code:Noisy", *OPTIONS)
     assert noisy.exit_code == 3, noisy.output
     assert noisy.stdout.startswith("CANNOT TELL  cannot-tell")
-    suite = Tree.parse(here / "ci.xml").getroot()[0]
-    assert (suite.get("errors"), suite.get("failures")) == ("1", "0")
 
 
 def test_a_factory_a_config_and_a_checkpoint_under_a_users_class(here: Path) -> None:
@@ -181,7 +175,6 @@ def test_a_factory_a_config_and_a_checkpoint_under_a_users_class(here: Path) -> 
         (("zoo:gqa2-mini", "--allow", "hiden-cast"), "did you mean 'hidden-cast'"),
         (("zoo:gqa2-mini", "--thorough"), "--thorough was given with --checks 'none'"),
         (("zoo:gqa2-mini", "--out", "users_code.py"), "is a file, and an audit writes a folder"),
-        (("zoo:gqa2-mini", "--junit", "."), "is a folder: expected the name of a file"),
     ],
 )
 def test_bad_input_is_one_sentence(here: Path, arguments: tuple[str, ...], said: str) -> None:
@@ -222,16 +215,16 @@ def test_help_names_every_word_and_what_matters_first() -> None:
     said = " ".join(kvinterp("audit", "--help").stdout.partition("Arguments")[0].split())
     assert not [word for word in VERDICTS if word != "cannot-tell" and word not in said]
     shown = kvinterp("audit", "--help").stdout
-    assert all(re.search(rf"│ {name} ", shown) for name in ("--out", "--against", "--junit"))
+    assert all(re.search(rf"│ {name} ", shown) for name in ("--out", "--against"))
 
 
 def test_help_tells_the_exit_codes() -> None:
     said = " ".join(kvinterp("audit", "--help-all").stdout.split())
-    for text in ("0 it passes", "1 it fails", "2 bad input", "3 cannot tell", "--remote-code", "--junit", "--allow"):
+    for text in ("0 it passes", "1 it fails", "2 bad input", "3 cannot tell", "--remote-code", "--allow"):
         assert text in said
 
 
-# JUnit and the page ----------------------------------------------------------------------------------------------------
+# The page ----------------------------------------------------------------------------------------------------
 
 EVIL = "<script>&\x00\x1b]]>"
 
@@ -253,35 +246,6 @@ def _with(made: kv.auditing.Audit, **changed: object) -> kv.auditing.Audit:
     import dataclasses
 
     return dataclasses.replace(made, verdict=dataclasses.replace(made.verdict, **changed))
-
-
-def test_junit_counts_what_it_holds_and_escapes_everything(passing: kv.auditing.Audit, failing: kv.auditing.Audit) -> None:
-    checks = (
-        Check("batch", "passed", "fine", 0.0, 0.0),
-        Check(f"left padding {EVIL}", "failed", EVIL, 0.5, 1e-7, 9, "the positions"),
-        Check("window", "not run", "no layer has one."),
-        Check("StaticCache", "cannot tell", "it raised."),
-    )
-    for made, failures in ((_with(failing, checks=checks), 2), (_with(passing, checks=checks), 0)):
-        suite = Tree.fromstring(junit_xml(made))[0]
-        cases = suite.findall("testcase")
-        assert int(suite.get("tests")) == len(cases) == len(made.rungs) + len(checks)
-        assert int(suite.get("failures")) == len(suite.findall("testcase/failure")) == failures
-        assert int(suite.get("skipped")) == len(suite.findall("testcase/skipped"))
-        assert suite.find("testcase[@name='window']/skipped").get("message") == "no layer has one."
-        assert "<script>&" in cases[len(made.rungs) + 1].get("name")
-    rung = Tree.fromstring(junit_xml(failing)).find(".//testcase[@name='ladder float32']/failure")
-    assert rung.get("type") == "bug"
-    assert rung.get("message") == failing.verdict.reading.splitlines()[1]
-
-
-def test_junit_fails_wherever_the_verdict_does(passing: kv.auditing.Audit) -> None:
-    """What no rung and no check shows by itself must not be green."""
-    for word, kind in (("unexplained", "failure"), ("wrong-dtype", "failure"), ("cannot-tell", "error")):
-        suite = Tree.fromstring(junit_xml(_with(passing, verdict=word)))[0]
-        assert [one.get("type") for one in suite.findall(f"testcase/{kind}")] == [word]
-    allowed = Tree.fromstring(junit_xml(_with(passing, verdict="unexplained", allowed="yes")))[0]
-    assert not allowed.findall("testcase/failure")
 
 
 def test_the_page_says_what_the_verdict_says(passing: kv.auditing.Audit, failing: kv.auditing.Audit) -> None:

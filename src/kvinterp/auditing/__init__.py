@@ -7,7 +7,7 @@ To be read in this order:
 - one precision: ``ladder`` (its notions), ``measure``;
 - what takes a difference away: ``causes``, ``judging``;
 - what else a cache is used for: ``exercises``, which are fed and judged on ``bench``: ``batches``, ``lengths``, ``called``;
-- all of it: ``audit``, ``reading`` (what the evidence says), ``verdict``, and ``junit`` for test runners;
+- all of it: ``audit``, ``reading`` (what the evidence says), ``verdict``;
 - another engine's log-probs: ``given``, on ``given_paths`` (our own ways) and ``given_steps`` (numbers alone);
 - beside it: ``causality``, ``building`` (models made for an audit) and ``shape_dependence`` (the kernels table).
 """

@@ -57,14 +57,14 @@ GROUPS: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 """Commands and studies as help shows them; others come last."""
 _MATTER = (
-    "out", "prompts", "a", "b", "site", "sweep", "policy", "policies", "preset", "tasks", "against", "junit", "dtype",
+    "out", "prompts", "a", "b", "site", "sweep", "policy", "policies", "preset", "tasks", "against", "dtype",
     "max_new_tokens", "kind",
 )  # fmt: skip
 """The options that help shows, the first five of them that a command has."""
 _SHOWN_OPTIONS = 5
 _PANELS: dict[str, tuple[str, ...]] = {
     "How": ("kind", "dtype", "device", "attention", "random_init", "remote_code", "batch_size", "seed", "engine"),
-    "Where to": ("out", "overwrite", "as_json", "junit", "picture"),
+    "Where to": ("out", "overwrite", "as_json"),
 }
 """The groups in which --help-all shows the options; what is in none of them is what is asked."""
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")

@@ -112,7 +112,7 @@ class Result:
         return f"<Result of {self.VERB or 'an experiment'}: {tables or 'no tables'}>"
 
     def overview(self) -> pd.DataFrame:
-        """The table that says most in few rows: what :meth:`to_latex` writes unless another is named."""
+        """The table that says most in few rows."""
         for table in self.tables.values():
             return table  # type: ignore[no-any-return]
         raise InputError(f"{self!r} has no table to show.")
@@ -165,17 +165,6 @@ class Result:
     def sentences(self) -> list[str]:
         """What was found, a sentence a line."""
         return self.behind().sentences(self)
-
-    def to_latex(self, table: str | None = None) -> str:
-        """A table for a paper, in the style of booktabs, three digits of numbers of any size.
-
-        Args:
-            table: One of the tables of :meth:`written`; :meth:`overview` unless given.
-
-        Raises:
-            InputError: There is no table of that name.
-        """
-        return self.behind().latex(self, table)
 
     def _repr_html_(self) -> str:
         """A card for a notebook: what it is, what was found, and one picture."""

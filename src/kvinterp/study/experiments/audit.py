@@ -79,7 +79,6 @@ class Audit(Experiment):
     )
     calls: str = option("", "Call plans to try as well, such as padded(left,5),batched(8); or all (kvinterp list calls).")
     allow: tuple[str, ...] = option((), "A verdict that should not fail, such as hidden-cast; may be given several times.")
-    junit: Path | None = option(None, "Also write the checks to this file, as JUnit XML.", decides="nothing")
     seed: int = option(
         0,
         "Seed for random prompts and random weights.",
@@ -171,7 +170,7 @@ class Audit(Experiment):
         """What the audit says."""
         tables, about = made["audit"]
         verdict = json.loads(about["texts"]["verdict.json"])
-        return Result(tables, verdict, {**about["texts"], "junit": about["junit"]})
+        return Result(tables, verdict, about["texts"])
 
     def named(self, name: str | None = None) -> dict[str, Any]:
         """How the model is built: of a checkpoint, a config, or the user's code."""
@@ -182,22 +181,16 @@ class Audit(Experiment):
     def answered(self, out: Path | None, existing: str, *how: Any) -> Result:
         """Audits, and writes page, tables and verdict over an earlier audit's."""
         from kvinterp.auditing.folder import check_own, put
-        from kvinterp.common.files import check_target
-        from kvinterp.common.store import Store, write_whole
+        from kvinterp.common.store import Store
 
         if existing == "use":
             raise InputError("existing='use' was given, and an audit is made anew each time: leave it out.")
         if out is not None:
             check_own(out)
         with contextlib.nullcontext() if out is None else Store(out):
-            if self.junit is not None:
-                check_target(self.junit, "--junit")
             result = super().answered(None, existing, *how)
-            junit = result.others.pop("junit")
             if out is not None:
                 put(result.others, out, result.tables)
-            if self.junit is not None:
-                write_whole(self.junit, junit)
         result.folder = out
         return result
 
@@ -205,10 +198,8 @@ class Audit(Experiment):
         """The verdict, and where it is."""
         echo(f"{result.summary['reading']}\n")
         assert result.folder is not None, "the command writes a folder"
-        written = {"page": result.folder / "report.html", "verdict": result.folder / "verdict.json", "junit": self.junit}
-        for what, path in written.items():
-            if path is not None:
-                echo(f"{what:<8} {path}")
+        for what, name in {"page": "report.html", "verdict": "verdict.json"}.items():
+            echo(f"{what:<8} {result.folder / name}")
 
 
 def audited(
@@ -216,7 +207,6 @@ def audited(
 ) -> tuple[Tables, dict[str, Any]]:
     """The audit of a model: its tables, and page and verdict as texts."""
     from kvinterp.auditing import audit
-    from kvinterp.auditing.junit import junit_xml
     from kvinterp.data import load_prompts
     from kvinterp.study.cells import loaded
     from kvinterp.study.report.audit import texts_of
@@ -236,7 +226,7 @@ def audited(
             )
     verdict, tables = found.verdict, found.written()[0]
     said = {"reading": str(verdict.reading), "exit_code": verdict.exit_code}
-    return tables, {**said, "texts": texts_of(found), "junit": junit_xml(found)}
+    return tables, {**said, "texts": texts_of(found)}
 
 
 def judged(
@@ -250,18 +240,15 @@ def judged(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """The verdict on another engine's log-probs, as texts."""
     from kvinterp.auditing.given import audit_given
-    from kvinterp.auditing.junit import junit_xml
-    from kvinterp.auditing.verdict import Audit as Audited
     from kvinterp.study.cells import loaded
     from kvinterp.study.report.given import texts_of
 
     with contextlib.redirect_stdout(sys.stderr):
         adapter = loaded(model)
         found = audit_given(adapter, file, format, declared, allow, seed, lambda said: tell(f"against {file}: {said}", 0.5))
-    made = Audited(found, [], None, dict(found.provenance))  # type: ignore[arg-type]
     said = {"reading": str(found), "exit_code": found.exit_code}
     tables = {} if found.tokens is None else {"given": found.tokens}
-    return tables, {**said, "texts": texts_of(found), "junit": junit_xml(made)}
+    return tables, {**said, "texts": texts_of(found)}
 
 
 def _share(tell: Tell, model: str, rungs: int) -> Callable[[str], None]:

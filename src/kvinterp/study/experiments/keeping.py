@@ -168,20 +168,6 @@ def sentences(found: Result) -> list[str]:
     return [line for line in keeper_of(found).sentences(found) if line]
 
 
-def latex(found: Result, table: str | None = None) -> str:
-    """Does what :meth:`Result.to_latex` says."""
-    from kvinterp.common.parquet import LongTable
-    from kvinterp.study.report.latex import latex_of
-
-    if table is None:
-        return latex_of(found.VERB, found.overview(), repr(found)[1:-1])
-    tables = keeper_of(found).judged(found).tables
-    if table not in tables:
-        raise unknown("table", table, tables)
-    held = tables[table]
-    return latex_of(table, held.whole() if isinstance(held, LongTable) else held, f"{table}: {repr(found)[1:-1]}")
-
-
 def card(found: Result) -> str:
     """A card for a notebook: one line, the first sentences, and the first figure, small."""
     from kvinterp.study.report.page import Answer, Picture, Text, fragment

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
+from pandas.api.types import is_bool_dtype, is_numeric_dtype
 
 from kvinterp._version import __version__
 from kvinterp.common.numbers import counted, ends_said, listed, machines_of, number, sentence
 from kvinterp.common.store import write_whole
 from kvinterp.common.vocabulary import PROTOCOLS
 from kvinterp.study.findings.rows import bare, labels_of, of_how_many, place, tested, value
-from kvinterp.study.report.latex import cells_of, numeric
 from kvinterp.study.report.page import Answer, Column, Folded, Interval, Links, Pairs, Parts, Table, Text, opened, render
 from kvinterp.study.report.svg import picture
 from kvinterp.study.report.tokens import SCRIPTS, SHEETS
@@ -168,7 +168,18 @@ def table_of(name: str, table: pd.DataFrame | LongTable) -> Table:
     counts = f"{counted(len(table), 'row')} of {counted(first.shape[1], 'column')}"
     more = f", the first {_ROWS} here, all in {name}.parquet" if len(table) > _ROWS else ""
     head = [Column(column, "number" if is_number else "") for column, is_number in numeric(first).items()]
-    return Table(head, cells_of(first, number, said), folded=f"{name}: {counts}{more}", name=f"table-{name}")
+    return Table(head, cells_of(first), folded=f"{name}: {counts}{more}", name=f"table-{name}")
+
+
+def numeric(table: pd.DataFrame) -> dict[str, bool]:
+    """Of each column whether it holds numbers."""
+    return {str(name): is_numeric_dtype(column) and not is_bool_dtype(column) for name, column in table.items()}
+
+
+def cells_of(table: pd.DataFrame) -> list[list[str]]:
+    """The rows of a table as text."""
+    forms = [number if is_number else said for is_number in numeric(table).values()]
+    return [[form(cell) for form, cell in zip(forms, row, strict=True)] for row in table.itertuples(index=False)]
 
 
 def said(value: Any) -> str:
