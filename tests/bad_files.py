@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import random
 import shutil
 import socket
-import sqlite3
 from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
@@ -373,45 +371,6 @@ def found_in(folder: Path) -> dict[str, Any]:
     return {name: steps[name].tolist() for name in ("token_a", "token_b", "kl", "max_abs_logit") if name in steps}
 
 
-def _store(*lines: str) -> Callable[[Path], None]:
-    """Changes the store of a folder by SQL."""
-
-    def make(place: Path) -> None:
-        with contextlib.closing(sqlite3.connect(place)) as store:
-            store.executescript(";".join(lines))
-
-    return make
-
-
-_ROW = "insert into written values({}, 'a', 0)"
-STORE = {
-    "a view without an end": _store(
-        "drop table written",
-        "create view written as with recursive c(x) as (select 1 union all select x + 1 from c) "
-        "select x as name, x as sha, 0 as state from c",
-    ),
-    "a trigger": _store("create trigger t before insert on written begin select raise(abort, '\x1b[31mno'); end"),
-    "no table": _store("drop table written"),
-    "other columns": _store("drop table run", "create table run(x)"),
-    "another application": _store("pragma application_id=7"),
-    "cut": lambda place: os.truncate(place, 100),
-    "a page that is none": lambda place: os.truncate(place, 5000),
-    **{
-        f"a row {name}": _store(_ROW.format(value))
-        for name, value in {
-            "outside": "'../good.jsonl'",
-            "that is long": f"'{'x' * 100_000}'",
-            "that is none": "null",
-            "of bytes": "x'fffe'",
-            "that is no UTF-8": "cast(x'fffe41' as text)",
-            "with an escape": "'\x1b[31m'",
-        }.items()
-    },
-    "a run that is none": _store("insert into run values('result', '[[[', x'ff')"),
-}
-"""What is wrong with the store of a result."""
-
-
 def of_results(chosen: random.Random, results: Results) -> Case:
     """One file of a result is bad, and the result is read."""
     verb = chosen.choice(["compare", "compare", "patch", "audit", "root-cause"])
@@ -420,11 +379,11 @@ def of_results(chosen: random.Random, results: Results) -> Case:
         path.name for path in source.iterdir() if path.is_file() and path.suffix in (".parquet", ".json", ".jsonl")
     )
     first = "verdict.json" if verb == "audit" else "summary.json"
-    file = chosen.choice([*files, first, first, ".kvinterp.db"])
+    file = chosen.choice([*files, first, first])
     changes = {
-        "digests taken out": _json(sha256=...),
-        "digests {}": _json(sha256={}),
-        "digests 5": _json(sha256=5),
+        "files taken out": _json(files=...),
+        "files []": _json(files=[]),
+        "files 5": _json(files=5),
         "settings 5": _json(settings=5),
         "settings {}": _json(settings={}),
         "provenance 5": _json(provenance=5),
@@ -437,24 +396,19 @@ def of_results(chosen: random.Random, results: Results) -> Case:
         **PLAIN,
         **(changes if file == "summary.json" else {}),
     }
-    if file == ".kvinterp.db":
-        # Of no bytes it is one that was begun and killed, which whoever comes next takes away.
-        many = {**STORE, "a FIFO": SPECIAL["a FIFO"], "a folder": SPECIAL["a folder"]}
     what = chosen.choice(sorted(many))
     how = chosen.choice(
         [["show", "out", "--rewrite", "--no-open"], ["report", "out"], ["show", "out", "--no-open"], ["again"]]
     )
     rewrites = how[0] == "report" or "--rewrite" in how
-    judged = "refused" if rewrites and file != ".kvinterp.db" else "any"
+    judged = "refused" if rewrites else "any"
     if file == "prompts.jsonl" or what == "version":
         judged = "any"
     arguments = [verb, *RIGHT[verb]] if how == ["again"] else how
 
     def prepare(folder: Path) -> None:
         shutil.copytree(source, folder / "out")
-        place = folder / "out" / file
-        if what in ("a folder", "a FIFO") or file != ".kvinterp.db" or place.exists():
-            many[what](place)
+        many[what](folder / "out" / file)
 
     return Case(arguments, judged, prepare, {"BROWSER": "true"}, shown=f"{verb}'s {file}: {what}")
 

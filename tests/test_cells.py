@@ -13,7 +13,7 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from kvinterp.common.store import Store
+from kvinterp.common.store import Store, clear_cells
 from kvinterp.study.cells import Cell, loaded, loading_once, run_cells
 from writing import change_cell
 
@@ -63,16 +63,49 @@ def test_what_is_finished_is_not_done_again(tmp_path: Path, caplog: pytest.LogCa
     assert f"going on in {tmp_path}: 1 of 3 prompts are already there" in caplog.text
     assert list(made) == ["cell-0", "cell-1", "cell-2"]
     assert values(made) == values(run_cells(cells())) == [0, 2, 4]
-    Store(tmp_path).settle("go")
-    assert not Store(tmp_path).rows("select * from cell") + Store(tmp_path).rows("select * from run")
+    clear_cells(tmp_path)
+    assert list(tmp_path.iterdir()) == []
 
 
-def test_a_part_that_was_changed_is_made_again(tmp_path: Path) -> None:
-    parts = Store(tmp_path, {"verb": "x"})
-    run_cells(cells(), parts)
-    change_cell(tmp_path, "cell-1", lambda content: b"")
-    assert values(run_cells(cells(), parts)) == [0, 2, 4]
+@pytest.mark.parametrize("left", ["half", "nothing", "other bytes"])
+def test_a_cell_that_is_not_whole_is_never_read(tmp_path: Path, left: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Kept whole by its name alone: what a machine that lost its power leaves is made again."""
+    store = Store(tmp_path, {"verb": "x"})
+    run_cells(cells(), store)
+    change = {
+        "half": lambda content: content[: len(content) // 2],
+        "nothing": lambda _: b"",
+        "other bytes": lambda _: b"x" * 99,
+    }
+    change_cell(tmp_path, "cell-1", change[left])
+    assert store.read("cell-1") is None
+    assert "cell-1" in caplog.text
+    assert values(run_cells(cells(), store)) == [0, 2, 4]
     assert CALLED == [0, 1, 2, 1]
+
+
+@pytest.mark.parametrize(
+    "now",
+    [{"weights": "b"}, {"dtype": "float32"}, {"torch": "3"}, {"threads": 2}, {"kernels": {"tf32": "on"}}, {"more": 1}],
+)
+def test_what_was_made_with_other_settings_is_not_used(
+    tmp_path: Path, now: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    before = {"weights": "a", "dtype": "float16", "torch": "2", "threads": 1, "kernels": {"tf32": "off"}}
+    run_cells(cells(), Store(tmp_path, {"verb": "x", "made_with": before}))
+    other = Store(tmp_path, {"verb": "x", "made_with": before | now})
+    assert other.read("cell-0") is None
+    other.say_others()
+    assert f"is not used: it was made with other settings ({next(iter(now))}" in caplog.text
+    assert Store(tmp_path, {"verb": "x", "made_with": before}).read("cell-0") is not None
+
+
+def test_cells_that_another_run_took_away_are_made_again(tmp_path: Path) -> None:
+    """Of two runs into one folder the first to finish takes the cells of both away."""
+    made = run_cells(cells(), Store(tmp_path, {"verb": "x"}))
+    clear_cells(tmp_path)
+    assert values(made) == [0, 2, 4]
+    run_cells([Cell("0", f"{__name__}:together", {"by": 10})], Store(tmp_path, {"verb": "x"}))
 
 
 def test_cells_that_share_their_settings_may_share_a_call(tmp_path: Path) -> None:
@@ -98,19 +131,18 @@ KEEPING = """
 import itertools, sys
 from pathlib import Path
 import pandas as pd
-from kvinterp.common.store import Store
-with Store(Path(sys.argv[1])):
-    parts = Store(Path(sys.argv[1]), {"verb": "x"})
-    print("began", flush=True)
-    for number in itertools.count():
-        parts.keep(f"cell-{number}", {"table": pd.DataFrame({"x": [number] * 50_000})})
-        print(number, flush=True)
+from kvinterp.common.store import Store, clear_cells
+store = Store(Path(sys.argv[1]), {"verb": "x"})
+print("began", flush=True)
+for number in itertools.count():
+    store.keep(f"cell-{number}", {"table": pd.DataFrame({"x": [number] * 50_000})})
+    print(number, flush=True)
 """
 
 
 @pytest.mark.parametrize("delay", [0.05, *(pytest.param(place / 97, marks=pytest.mark.long) for place in range(20))])
 def test_killed_while_cells_are_kept_every_one_that_was_kept_is_there(tmp_path: Path, delay: float) -> None:
-    """Whatever instruction the signal falls on, in the middle of a transaction too."""
+    """Whatever instruction the signal falls on; what was half written goes with the cells."""
     command = [sys.executable, "-c", KEEPING, str(tmp_path / "out")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -118,11 +150,10 @@ def test_killed_while_cells_are_kept_every_one_that_was_kept_is_there(tmp_path: 
         time.sleep(delay)
         process.kill()
         kept = [int(line) for line in process.stdout.read().split("\n") if line]
-    with Store(tmp_path / "out"):
-        parts = Store(tmp_path / "out", {"verb": "x"})
-        there = [number for number in range(len(kept) + 2) if parts.read(f"cell-{number}") is not None]
-        # The last may have been kept before it could be said.
-        assert there in (kept, [*kept, len(kept)])
-        assert [parts.read(f"cell-{number}")[0]["table"]["x"].sum() for number in kept] == [50_000 * n for n in kept]
-        parts.keep("last", {})
-    assert [path.name for path in (tmp_path / "out").iterdir()] == [".kvinterp.db"]
+    store = Store(tmp_path / "out", {"verb": "x"})
+    there = [number for number in range(len(kept) + 2) if store.read(f"cell-{number}") is not None]
+    # The last may have been kept before it could be said.
+    assert there in (kept, [*kept, len(kept)])
+    assert [store.read(f"cell-{number}")[0]["table"]["x"].sum() for number in kept] == [50_000 * n for n in kept]
+    clear_cells(tmp_path / "out")
+    assert list((tmp_path / "out").glob("*")) == []

@@ -50,7 +50,7 @@ def ran(verb: str, choices: dict[str, Any], folder: Path) -> tuple[str, str]:
         summary = outcome.written()[1]
         comparisons = summary.get("comparisons", {})
         tables = {name: _rounded(table) for name, table in outcome.tables.items()}
-        told = {name: said for name, said in summary.items() if name not in ("settings", "choices", "sha256", "cells")}
+        told = {name: said for name, said in summary.items() if name not in ("settings", "choices", "files", "cells")}
         _MADE[key] = (
             strict_json([tables, _without(told, "provenance"), sorted(comparisons)]),
             strict_json(_only(summary, "provenance")),

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from command_line import kvinterp, wrong
-from kvinterp.common.store import Store, write_whole
+from kvinterp.common.store import write_whole
 
 
 @pytest.fixture
@@ -22,9 +22,7 @@ def browser(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def paged(folder: Path, name: str) -> Path:
     """A page that kvinterp wrote."""
-    folder.mkdir(exist_ok=True)
-    with Store(folder):
-        write_whole(folder / name, "x")
+    write_whole(folder / name, "x")
     return folder / name
 
 
@@ -78,7 +76,6 @@ def test_a_page_that_is_gone_is_written_again_without_a_model(
     found = json.loads(made.stdout)
     assert found["page"] == str(out / "report.html")
     assert found["reading"][0] in made.stderr
-    # A table that was changed since is not shown as if it were the result.
     (out / "kernels.parquet").write_bytes(b"other")
-    wrong("kernels.parquet is not the one", "show", out, "--rewrite")
+    wrong("holds no readable result", "show", out, "--rewrite")
     assert browser == []

@@ -17,7 +17,7 @@ from kvinterp.errors import InputError
 from kvinterp.paths import path_named, path_read
 from support import PROMPT, Case
 from synthetic import comparison, prompts
-from writing import resealed
+from writing import changed
 
 PLANTED = "cached[cache=planted_module:Planted]"
 
@@ -45,14 +45,14 @@ def poisoned(value: Any) -> Any:
 
 
 def poison(folder: Path) -> Path:
-    """Plants it in summary and tables, and in what tables say they were made with; the digests fit."""
+    """Plants it in summary and tables, and in what tables say they were made with."""
     for file in folder.glob("*.parquet"):
         table = pd.read_parquet(file)
         about, table = poisoned(table.attrs), table.map(poisoned)
         table.attrs = about
         table.to_parquet(file, index=False)
     summary = json.loads((folder / "summary.json").read_text())
-    resealed(folder / "summary.json", **{name: poisoned(value) for name, value in summary.items() if name != "sha256"})
+    changed(folder / "summary.json", **{name: poisoned(value) for name, value in summary.items()})
     return folder
 
 

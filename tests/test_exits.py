@@ -18,8 +18,7 @@ from typer.testing import CliRunner
 import kvinterp as kv
 from command_line import kvinterp, wrong
 from kvinterp.cli import app
-from kvinterp.common.files import sealed
-from kvinterp.common.store import Store, write_whole
+from kvinterp.common.store import write_whole
 
 OPTIONS = [
     "--lengths",
@@ -136,8 +135,7 @@ COMMANDS = [("list", "kinds"), ("list", "kinds", "--json"), ("--help",), ("--ver
 
 
 def _called(arguments: tuple[str, ...], folder: Path) -> int | str | None:
-    with Store(folder):
-        write_whole(folder / "report.html", b"a page")
+    write_whole(folder / "report.html", b"a page")
     with pytest.raises(SystemExit) as left:
         app([each.replace("FOLDER", str(folder)) for each in arguments])
     return left.value.code
@@ -261,9 +259,7 @@ def test_names_command_no_terminal_and_forge_no_line(tmp_path: Path, code: Calla
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
     assert summary["provenance"]["model"] == SAFE
     # A folder may come from anybody: what its summary says is shown alike.
-    digests = {name: digest for name, digest in summary.pop("sha256").items() if name != "summary.json"}
-    hostile = json.loads(json.dumps(summary).replace(json.dumps(SAFE), json.dumps(HOSTILE)))
-    (tmp_path / "out" / "summary.json").write_text(sealed("summary.json", hostile, digests))
+    (tmp_path / "out" / "summary.json").write_text(json.dumps(summary).replace(json.dumps(SAFE), json.dumps(HOSTILE)))
     for found in (both, kv.load(tmp_path / "out"), kv.localise(adapter, [5, 6, 7])):
         said = [repr(found), *found.sentences(), *([found.where()] if hasattr(found, "where") else [])]
         assert SAFE in said[0]
@@ -380,7 +376,7 @@ def test_too_little_memory_is_one_sentence(error: Exception, tmp_path: Path, mon
     def none_left(*given: Any, **named: Any) -> None:
         raise error
 
-    monkeypatch.setattr("kvinterp.study.results.ResultFolder.finish", none_left)
+    monkeypatch.setattr("kvinterp.study.results.write_result", none_left)
     ended = CliRunner().invoke(app, [*ONE, "--out", str(tmp_path / "out")])
     assert ended.exit_code == 2
     said = json.loads(ended.stdout)["error"]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,12 +9,13 @@ from typing import Any
 import pandas as pd
 import pytest
 
+import kvinterp as kv
 import kvinterp.auditing.folder as folder_of_audit
-import kvinterp.study.experiments.root_cause  # noqa: F401  # what no_model takes away must be there before
+import kvinterp.study.experiments.root_cause  # what no_model takes away must be there before
 import kvinterp.study.report.audit as report
 from command_line import wrong
 from cutting import MODEL, SMALL, VERBS
-from kvinterp.common.store import Store, write_whole
+from kvinterp.common.store import write_whole
 from kvinterp.errors import InputError
 from writing import write_tables
 
@@ -33,24 +32,6 @@ def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def at_work(tmp_path: Path) -> Iterator[Path]:
-    """A folder that somebody else writes; another thread is as good as another process."""
-    begun, over = threading.Event(), threading.Event()
-
-    def work() -> None:
-        with Store(tmp_path / "out"):
-            begun.set()
-            over.wait(60)
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    begun.wait(60)
-    yield tmp_path / "out"
-    over.set()
-    thread.join()
-
-
-@pytest.fixture
 def audited(monkeypatch: pytest.MonkeyPatch) -> Any:
     """An audit of nothing, as far as its files go."""
     monkeypatch.setattr(report, "page", lambda *_: "the page")
@@ -63,13 +44,6 @@ def content(folder: Path) -> dict[str, bytes | None]:
     return {
         path.relative_to(folder).as_posix(): path.read_bytes() if path.is_file() else None for path in folder.rglob("*")
     }
-
-
-@pytest.mark.parametrize("verb", VERBS)
-@pytest.mark.usefixtures("no_model")
-def test_a_folder_that_another_writes_is_refused_at_once(at_work: Path, verb: str) -> None:
-    wrong("is being written by another process", *VERBS[verb], "--out", at_work)
-    assert {path.name for path in at_work.iterdir()} <= {".kvinterp.db", ".kvinterp.db-journal"}
 
 
 @pytest.mark.parametrize("verb", VERBS)
@@ -106,7 +80,6 @@ def test_a_users_file_under_a_name_that_is_needed_is_found_before_the_work(tmp_p
     """Tables' names were asked for only once the tables were there to be written."""
     (tmp_path / name).write_text("mine")
     wrong("", *VERBS[verb], "--out", tmp_path)
-    wrong("", *VERBS[verb], "--overwrite", "--out", tmp_path)
     assert content(tmp_path) == {name: b"mine"}
 
 
@@ -144,13 +117,10 @@ def test_a_bad_option_costs_no_result_and_leaves_no_lock(tmp_path: Path, command
 @pytest.mark.usefixtures("no_model")
 def test_an_unfinished_result_of_another_verb_is_in_the_way(tmp_path: Path, verb: str) -> None:
     """It was removed without a word."""
-    Store(tmp_path / "marked").begin({"verb": "survey"})
-    write_whole(tmp_path / "marked" / "table.parquet", b"half")
-    Store(tmp_path / "parts", {"verb": "survey"}).keep("one", {"table": TABLE})
+    (tmp_path / "summary.json").write_text('{"settings": {"verb": "survey"}, "interrupted": true, "files": []}')
     before = content(tmp_path)
-    wrong("holds an unfinished result of 'survey'", *VERBS[verb], "--out", tmp_path / "marked")
-    if verb != "audit":  # An audit leaves parts alone.
-        wrong("holds an unfinished result of 'survey'", *VERBS[verb], "--out", tmp_path / "parts")
+    said = "another command's result" if verb == "audit" else "an unfinished result made with other settings"
+    wrong(f"holds {said}", *VERBS[verb], "--out", tmp_path)
     assert content(tmp_path) == before
 
 
@@ -170,21 +140,23 @@ def test_an_audit_takes_the_place_of_audits_alone(tmp_path: Path, audited: Any) 
 
 @pytest.mark.usefixtures("no_model")
 def test_a_page_of_another_result_is_not_replaced(tmp_path: Path) -> None:
-    with Store(tmp_path):
-        write_whole(tmp_path / "report.html", "another's")
-    wrong("already holds 'report.html' of another result", *VERBS["compare"], "--out", tmp_path)
+    write_whole(tmp_path / "report.html", "another's")
+    wrong("already holds 'report.html'", *VERBS["compare"], "--out", tmp_path)
     assert (tmp_path / "report.html").read_text() == "another's"
 
 
 def test_an_audit_cut_off_while_it_is_written_says_so(
     tmp_path: Path, audited: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def cut(path: Path, content: Any) -> None:
+        if path.name == "report.html":
+            raise KeyboardInterrupt
+        write_whole(path, content)
+
     with monkeypatch.context() as patch:
-        patch.setattr(folder_of_audit, "write_whole", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(folder_of_audit, "write_whole", cut)
         with pytest.raises(KeyboardInterrupt):
             folder_of_audit.put(report.texts_of(audited), tmp_path, folder_of_audit.tables_of(audited.rungs))
-    assert Store(tmp_path).unfinished() == {"verb": "audit"}
-    with pytest.raises(InputError, match="holds an unfinished result of 'audit'"):
-        write_tables(tmp_path, {"recovery": TABLE}, {}, about={"verb": "patch"})
+    with pytest.raises(InputError, match="holds no readable verdict"):
+        kv.load(tmp_path)
     folder_of_audit.put(report.texts_of(audited), tmp_path, folder_of_audit.tables_of(audited.rungs))
-    assert Store(tmp_path).unfinished() is None

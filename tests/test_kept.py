@@ -14,15 +14,15 @@ import pytest
 
 import kvinterp as kv
 from kvinterp.common.parquet import LongTable
-from kvinterp.common.result import Result, flat
+from kvinterp.common.result import Result
 from kvinterp.comparison import Comparison
 from kvinterp.errors import InputError
 from kvinterp.study.experiments.compare import Compare
 from kvinterp.study.experiments.decompose import Decompose
 from kvinterp.study.experiments.keeping import keeper_of
 from kvinterp.study.experiments.patch import Patch
-from synthetic import comparison, prompts
-from writing import read_result, resealed
+from synthetic import comparison, failed, prompts
+from writing import changed, read_result
 
 MODEL = "zoo:gqa2-mini"
 OTHER = "recompute[kernels=split_k(4,float16)]"
@@ -154,12 +154,8 @@ def test_it_is_shown_in_a_line_a_card_and_a_page(found: dict[str, Result], which
 def test_a_page_is_written_again_where_the_result_is_kept(found: dict[str, Result], tmp_path: Path) -> None:
     folder = found["decompose"].save(tmp_path / "out")
     before = (folder / "summary.json").read_bytes()
-    read = kv.load(folder)
-    page = read.report()
+    page = kv.load(folder).report()
     assert page.parent == folder
-    page.write_text(page.read_text() + "<!-- mine -->")
-    with pytest.raises(InputError, match=r"'report\.html', which kvinterp did not write or which was changed since"):
-        read.report()
     assert (folder / "summary.json").read_bytes() == before
     with pytest.raises(InputError, match="already holds a result"):
         found["patch"].report(folder)
@@ -226,8 +222,8 @@ def test_what_is_no_result_is_told_in_a_sentence(tmp_path: Path) -> None:
         change(tmp_path / name)
         return tmp_path / name
 
-    def changed(**more: Any) -> Any:
-        return lambda folder: resealed(folder / "summary.json", **more)
+    def saying(**more: Any) -> Any:
+        return lambda folder: changed(folder / "summary.json", **more)
 
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("")
@@ -238,17 +234,16 @@ def test_what_is_no_result_is_told_in_a_sentence(tmp_path: Path) -> None:
         tmp_path / "empty": "holds no result",
         "": "expected the name of a folder",
         None: "expected the name of a folder",
-        broken("other tool", changed(settings=None)): "does not say what wrote it",
+        broken("other tool", saying(settings=None)): "does not say what wrote it",
         broken("no json", lambda folder: (folder / "summary.json").write_text("{")): "holds no readable summary.json",
-        broken("odd verb", changed(settings={"verb": "../x"})): "unknown experiment",
-        broken("odd table", changed(sha256={"../whole/steps.parquet": "0"})): "is no name of a table",
-        broken(
-            "damaged", lambda folder: (folder / "steps.parquet").write_bytes(b"PAR1")
-        ): "is not the one that summary.json",
-        broken("of no table", changed(sha256={})): "steps.parquet is not among its tables",
-        broken(
-            "later", changed(sha256={}, settings=settings, provenance={"kvinterp": "99.0"})
-        ): "read it with kvinterp 99.0",
+        broken("odd verb", saying(settings={"verb": "../x"})): "unknown experiment",
+        broken("earlier", lambda folder: (folder / "summary.json").write_text("{}")): "by kvinterp before",
+        broken("odd table", saying(files=["../whole/steps.parquet"])): "steps.parquet is not among its tables",
+        broken("odd files", saying(files=5)): "holds no readable result",
+        broken("no provenance", saying(provenance=[])): "holds no readable result",
+        broken("damaged", lambda folder: (folder / "steps.parquet").write_bytes(b"PAR1")): "holds no readable result",
+        broken("of no table", saying(files=[])): "steps.parquet is not among its tables",
+        broken("later", saying(files=[], settings=settings, provenance={"kvinterp": "99.0"})): "read it with kvinterp 99.0",
         broken("no table", lambda folder: (folder / "heads.parquet").unlink()): "heads.parquet is not there",
     }.items():
         with pytest.raises(InputError, match=re.escape(said)) as told:
@@ -256,6 +251,21 @@ def test_what_is_no_result_is_told_in_a_sentence(tmp_path: Path) -> None:
         assert "\n" not in str(told.value)
         assert len(str(told.value)) < 600
     assert isinstance(kv.load(whole), Comparison)
+
+
+def test_a_result_without_a_measurement_has_no_page_and_says_so(tmp_path: Path) -> None:
+    none = failed(0)
+    with pytest.raises(InputError, match="none of the 1 prompts could be compared"):
+        none.sentences()
+    with pytest.raises(InputError, match="nothing was measured; see the failures"):
+        none.report(tmp_path / "none")
+
+
+def test_the_lens_without_a_decode_step_says_so(model: Any) -> None:
+    nothing = kv.logit_lens(model, [[5, 6, 7]], max_new_tokens=1)
+    assert any("no step was decoded after the prefill" in line.lower() for line in nothing.sentences())
+    assert nothing.figures() == {}
+    assert "<" in nothing._repr_html_()
 
 
 def test_nothing_is_written_over_files_that_are_not_ours(tmp_path: Path) -> None:
@@ -297,9 +307,6 @@ def test_a_verdict_is_kept_with_a_page_of_its_own(model: Any, tmp_path: Path) ->
     cut = "Block by block"
     assert whole.partition(cut)[0] == alone.partition(cut)[0]
     assert "This page was made of the verdict alone" in alone
-    (tmp_path / "all" / "verdict.json").write_text('{"verdict": "fine"}')
-    with pytest.raises(InputError, match=r"verdict\.json without a digest of its own"):
-        kv.load(tmp_path / "all")
 
 
 # Asking ----------------------------------------------------------------------------------------------------------------
@@ -320,9 +327,3 @@ def test_an_experiment_is_asked_from_python(tmp_path: Path) -> None:
     ):
         with pytest.raises(InputError, match=re.escape(said)):
             kv.experiment(name, **choices)
-
-
-def test_a_provenance_kept_in_two_halves_is_read_as_one() -> None:
-    halves = {"site": "kv", "provenance": {"model": "zoo:gqa2-mini", "device": "cpu"}}
-    assert flat(halves) == {"site": "kv", "model": "zoo:gqa2-mini", "device": "cpu"}
-    assert flat(flat(halves)) == flat(halves)

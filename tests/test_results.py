@@ -6,9 +6,6 @@ import dataclasses
 import io
 import json
 import os
-import sqlite3
-import subprocess
-import sys
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -16,17 +13,17 @@ from typing import Any
 import pandas as pd
 import pytest
 
+from kvinterp.common.files import partial_name
 from kvinterp.common.parquet import GROUP, LongTable, write_table
-from kvinterp.common.store import Store, write_whole
+from kvinterp.common.store import write_whole
 from kvinterp.comparison import PARTS, TABLES, Comparison
+from kvinterp.comparison.findings import charts_of_comparisons, rows_of_comparison
 from kvinterp.data import Prompt
 from kvinterp.errors import InputError
-from kvinterp.study.cells import CellsMade
-from kvinterp.study.findings.of_comparison import charts_of_comparisons, rows_of_comparison
 from kvinterp.study.report.tokens import packed_comparison
-from kvinterp.study.results import prompts_of
+from kvinterp.study.results import prompts_of, write_result
 from synthetic import comparison, failed, prompts
-from writing import Compared, cells_of, change_cell, joined, read_result, summed, write_tables
+from writing import Compared, cells_made, cells_of, change_cell, changed, joined, read_result, write_tables
 
 SETTINGS = {"model": "zoo:mistral-mini", "dtype": "float16", "made_with": {"threads": 1}}
 
@@ -56,7 +53,7 @@ def test_finished_result_is_the_joined_parts_and_leaves_nothing_else(tmp_path: P
     whole = comparison((0, 1, 2, 3))
     same({name: getattr(whole, name) for name in TABLES}, tables(tmp_path / "out"))
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == sorted(
-        [".kvinterp.db", "summary.json", "prompts.jsonl", *(f"{name}.parquet" for name in TABLES)]
+        ["summary.json", "prompts.jsonl", *(f"{name}.parquet" for name in TABLES)]
     )
 
 
@@ -127,18 +124,17 @@ def test_memory_does_not_grow_with_the_prompts(tmp_path: Path, monkeypatch: pyte
         part[name] = pd.concat([part[name]] * (2**15 // max(len(part[name]), 1)))
 
     def peak(count: int) -> int:
-        parts, cells = (made := folder(tmp_path / str(count), count)).folder, {}
+        store = (made := folder(tmp_path / str(count), count)).store
         for number in range(count):
             tables = {name: table.assign(example=number) for name, table in part.items()}
-            parts.keep(f"example-{number}", tables, one.provenance)
-            cells[f"example-{number}"] = parts
+            store.keep(f"example-{number}", tables, one.provenance)
         tracemalloc.start()
-        found = joined(CellsMade(cells), made.asked)
+        found = joined(cells_made([f"example-{number}" for number in range(count)], store), made.asked)
         rows_of_comparison(found), charts_of_comparisons({"": found}), packed_comparison(found)
-        made.folder.finish(*summed(found, made.folder), prompts_of(found))
+        written, summary = found.written()
+        write_result(made.folder, made.settings, written, summary, prompts_of(found))
         most = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
-        made.folder.release()
         assert len(found.heads) == count * len(part["heads"]) > count * 2**14
         return most
 
@@ -211,16 +207,21 @@ def test_a_table_cut_off_while_written_leaves_the_one_before(tmp_path: Path, mon
     made.close("interrupted")
     made.add(comparison((1,)))
 
-    def cut(self: Store, name: str, digest: str) -> None:
+    replace = os.replace
+
+    def cut(partial: Path, path: Path) -> None:
         """Called when a file is written and not yet in its place."""
-        assert [part.stat().st_size for part in tmp_path.glob(".*partial")] != []
+        if path.name != "heads.parquet":
+            return replace(partial, path)
+        assert partial.stat().st_size > 0
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Store, "expect", cut)
+        patch.setattr(os, "replace", cut)
         with pytest.raises(InputError, match="No space left on device"):
             made.close("interrupted")
-    same({n: getattr(comparison((0,)), n) for n in TABLES}, tables(tmp_path))
+    same({"heads": comparison((0,)).heads}, tables(tmp_path))
+    assert json.loads((tmp_path / "summary.json").read_text())["interrupted"] is True
     assert not list(tmp_path.glob("*partial")) + list(tmp_path.glob(".*partial"))
 
 
@@ -231,19 +232,21 @@ def test_a_part_that_cannot_be_read_is_made_again(tmp_path: Path) -> None:
     assert folder(tmp_path).done() == {0}
 
 
-def test_another_runs_parts_are_refused_with_what_differs(tmp_path: Path) -> None:
+def test_other_settings_have_cells_of_their_own(tmp_path: Path) -> None:
     filled(tmp_path, (0,))
+    assert folder(tmp_path, dtype="float32").done() == frozenset()
+    assert folder(tmp_path, made_with={"threads": 2}).done() == frozenset()
+    assert folder(tmp_path).done() == {0}
+
+
+def test_an_interrupted_result_of_other_settings_is_refused_with_what_differs(tmp_path: Path) -> None:
+    filled(tmp_path, (0,)).close("interrupted")
     with pytest.raises(InputError, match=r'dtype: "float16", now "float32".*--overwrite') as error:
         folder(tmp_path, dtype="float32")
     assert "model" not in str(error.value).partition("settings")[2].partition(")")[0]
     with pytest.raises(InputError, match=r"prompts.count: 4, now 3"):
         folder(tmp_path, count=3)
     assert folder(tmp_path, existing="overwrite", dtype="float32").done() == frozenset()
-
-
-def test_settings_without_a_part_bind_nobody(tmp_path: Path) -> None:
-    folder(tmp_path)
-    assert folder(tmp_path, dtype="float32").done() == frozenset()
 
 
 def test_a_finished_result_is_refused_used_or_overwritten(tmp_path: Path) -> None:
@@ -319,46 +322,50 @@ def test_only_failures_still_make_a_result(tmp_path: Path) -> None:
     assert done.written()[1]["counts"]["failed"] == 1
 
 
-# Whose files they are ------------------------------------------------------------------------------------------------
+# What is there already ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("existing", ["error", "overwrite", "use"])
-@pytest.mark.parametrize("name", ["prompts.jsonl", "report.html", "steps.parquet", "figures/kl_by_step.png"])
-def test_a_file_kvinterp_did_not_write_is_refused_before_anything_happens(tmp_path: Path, name: str, existing: str) -> None:
+@pytest.mark.parametrize("name", ["prompts.jsonl", "report.html", "steps.parquet", "summary.json", "figures"])
+def test_a_file_of_no_result_is_refused_before_anything_happens(tmp_path: Path, name: str) -> None:
     """A user's DIR/prompts.jsonl given with --out DIR was rewritten, and deleted where the run was cut off early."""
-    (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).write_text("mine")
-    before = sorted(tmp_path.rglob("*"))
-    with pytest.raises(InputError, match=r"which kvinterp did not write.*choose another folder with --out"):
-        folder(tmp_path, existing=existing)
-    assert sorted(tmp_path.rglob("*")) == before
+    with pytest.raises(InputError, match=rf"holds '{name}'.*choose another folder with --out"):
+        folder(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [name]
     assert (tmp_path / name).read_text() == "mine"
 
 
-def test_overwriting_removes_what_was_written_and_nothing_else(tmp_path: Path) -> None:
-    """--overwrite removed the whole figures folder, the user's own figures in it too."""
-    filled(tmp_path).close()
-    write_whole(tmp_path / "figures" / "kl_by_step.png", b"drawn")
-    write_whole(tmp_path / "report.html", "told")
-    for name in ("figures/mine.png", "notes.txt", "heads.parquet.mine"):
+def test_overwriting_removes_what_the_result_before_had_and_nothing_else(tmp_path: Path) -> None:
+    """--overwrite removed the whole figures folder, the user's own figures in it too; and left the other verb's tables."""
+    table = {"recovery": pd.DataFrame({"x": [1.0]})}
+
+    def draw(place: Path) -> list[Path]:
+        for path in (place / "recovery_by_layer.png", place.parent / "report.html"):
+            write_whole(path, b"drawn")
+        return [place / "recovery_by_layer.png"]
+
+    write_tables(tmp_path, table, {}, draw=draw, about={"verb": "patch"})
+    for name in ("figures/mine.png", "notes.txt", "recovery.parquet.mine"):
         (tmp_path / name).write_text("mine")
     again = folder(tmp_path, existing="overwrite", count=1)
     assert again.done() == frozenset()
-    assert (tmp_path / "report.html").exists()
+    assert (tmp_path / "report.html").exists(), "it is there until something else is"
     again.add(comparison((0,)))
     again.close()
     left = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file()}
-    assert left - {".kvinterp.db", "summary.json", "prompts.jsonl", *(f"{name}.parquet" for name in TABLES)} == {
-        "figures/mine.png", "notes.txt", "heads.parquet.mine",
+    assert left - {"summary.json", "prompts.jsonl", *(f"{name}.parquet" for name in TABLES)} == {
+        "figures/mine.png", "notes.txt", "recovery.parquet.mine",
     }  # fmt: skip
 
 
-def test_a_file_changed_by_the_user_is_theirs(tmp_path: Path) -> None:
-    filled(tmp_path).close()
-    (tmp_path / "prompts.jsonl").write_text('{"prompt": "edited"}')
-    with pytest.raises(InputError, match=r"'prompts.jsonl', which kvinterp did not write or which was changed since"):
-        folder(tmp_path, existing="overwrite")
-    assert (tmp_path / "summary.json").exists()
+def test_a_summary_that_names_other_folders_takes_nothing_there(tmp_path: Path) -> None:
+    """`--overwrite` over a record naming ../.git/HEAD removed that file, and its folder with it."""
+    out, victim = tmp_path / "out", tmp_path / "victim"
+    write_tables(out, {"recovery": pd.DataFrame({"x": [1.0]})}, {})
+    victim.write_text("mine")
+    changed(out / "summary.json", files=["../victim", str(victim), "figures/../../victim", "../*", "*"])
+    write_tables(out, {"other": pd.DataFrame({"x": [1.0]})}, {}, "overwrite")
+    assert victim.read_text() == "mine"
 
 
 def test_prompts_outlive_an_overwriting_run_that_finished_nothing(tmp_path: Path) -> None:
@@ -378,40 +385,46 @@ def test_an_interrupted_run_does_not_take_the_place_of_a_finished_result(tmp_pat
     assert len(read_result(tmp_path).examples) == 4
 
 
-def test_a_figure_that_says_kvinterp_drew_it_may_be_replaced(tmp_path: Path) -> None:
-    """Figures saved beside a result are in no record; they carry the mark in their text fields."""
+@pytest.mark.parametrize("before", [None, {"other": pd.DataFrame({"x": [1.0]})}])
+def test_cut_off_while_it_is_written_it_is_not_finished_and_the_same_again_finishes(
+    tmp_path: Path, before: dict[str, pd.DataFrame] | None
+) -> None:
+    """`patch` and `decompose`, interrupted there, were stuck: "already holds a result"; over another result its tables stayed."""
+    table, about = {"recovery": pd.DataFrame({"x": [1.0]})}, {"verb": "patch", "steps": 4}
+
+    def draw(place: Path) -> list[Path]:
+        write_whole(place / "recovery.png", b"drawn")
+        return [place / "recovery.png"]
+
+    def cut(place: Path) -> list[Path]:
+        raise KeyboardInterrupt
+
+    if before is not None:
+        write_tables(tmp_path / "cut", before, {}, about={"verb": "other"})
+    with pytest.raises(KeyboardInterrupt):
+        write_tables(tmp_path / "cut", table, {}, "error" if before is None else "overwrite", draw=cut, about=about)
+    with pytest.raises(InputError, match=r"unfinished result made with other settings \(steps: 4, now 5\)"):
+        write_tables(tmp_path / "cut", table, {}, draw=draw, about={"verb": "patch", "steps": 5})
+    write_tables(tmp_path / "cut", table, {}, draw=draw, about=about)
+    write_tables(tmp_path / "whole", table, {}, draw=draw, about=about)
+    one, other = (
+        {path.relative_to(each).as_posix(): path.read_bytes() for path in each.rglob("*") if path.is_file()}
+        for each in (tmp_path / "cut", tmp_path / "whole")
+    )
+    assert one == other
+    with pytest.raises(InputError, match="already holds a result"):
+        write_tables(tmp_path / "cut", table, {}, draw=draw, about=about)
+
+
+def test_what_a_killed_process_left_half_written_is_gone_and_a_users_file_is_not(tmp_path: Path) -> None:
     (tmp_path / "figures").mkdir()
-    (tmp_path / "figures" / "recovery.png").write_bytes(b"\x89PNG....tEXtSoftware\0kvinterp....")
-    Store(tmp_path).check_free("error", ["figures/recovery*"], {})
-    (tmp_path / "figures" / "recovery.png").write_bytes(b"\x89PNG....tEXtSoftware\0Matplotlib....")
-    with pytest.raises(InputError, match=r"figures/recovery.png"):
-        Store(tmp_path).check_free("error", ["figures/recovery*"], {})
-
-
-def test_tables_replace_their_own_and_no_others(tmp_path: Path) -> None:
-    tables = {"recovery": pd.DataFrame({"x": [1]})}
-    write_tables(tmp_path / "own", tables, {})
-    write_tables(tmp_path / "own", tables, {}, "overwrite")
-    (tmp_path / "recovery.parquet").write_text("mine")
-    with pytest.raises(InputError, match=r"recovery\.parquet"):
-        write_tables(tmp_path, tables, {}, "overwrite")
-    assert [path.name for path in tmp_path.iterdir()].count("summary.json") == 0
-
-
-def test_the_record_knows_a_file_before_it_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Killed between the record and the file: the file that was there stays kvinterp's, and so would the new one."""
-    record = Store(tmp_path).hold()
-    write_whole(tmp_path / "a.txt", "old")
-    with monkeypatch.context() as patch:
-        replace = os.replace
-        patch.setattr(os, "replace", lambda a, b: replace(a, b) if b.name != "a.txt" else pytest.fail("killed"))
-        with pytest.raises(pytest.fail.Exception):
-            write_whole(tmp_path / "a.txt", "new")
-    assert (tmp_path / "a.txt").read_text() == "old"
-    assert record.foreign(["a.txt"]) == []
-    (tmp_path / "a.txt").write_text("new")
-    assert record.foreign(["a.txt"]) == []
-    record.release()
+    left = [tmp_path / partial_name("steps.parquet"), tmp_path / "figures" / partial_name("recovery.png")]
+    users = [tmp_path / ".steps.parquet.partial", tmp_path / "figures" / ".mine.kvinterp-partial"]
+    for path in (*left, *users):
+        path.write_text("half")
+    write_tables(tmp_path, {"recovery": pd.DataFrame({"x": [1.0]})}, {}, about={"verb": "patch"})
+    assert not any(path.exists() for path in left)
+    assert all(path.read_text() == "half" for path in users)
 
 
 @pytest.mark.parametrize("name", ["a\0b", "y" * 400])
@@ -420,82 +433,20 @@ def test_a_name_no_folder_can_have_is_one_sentence(tmp_path: Path, name: str) ->
         folder(tmp_path / name)
 
 
-# Two at once -----------------------------------------------------------------------------------------------------------
-
-
-def test_a_second_process_is_refused_until_the_first_is_gone(tmp_path: Path) -> None:
-    """Two processes in one folder wrote each other's parts; the second one failed with a raw error."""
-    code = "import sys, pathlib, kvinterp.common.store as f; kept = f.Store(pathlib.Path(sys.argv[1])).hold(); print(1, flush=True); input()"
-    other = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    assert other.stdin is not None
-    assert other.stdout is not None
-    other.stdout.readline()
-    with pytest.raises(InputError, match=r"being written by another process"):
-        folder(tmp_path)
-    assert not (tmp_path / "prompts.jsonl").exists()
-    other.kill()
-    other.wait()
-    made = folder(tmp_path)
-    made.close("interrupted")
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_under_a_lock_on_a_store_that_was_removed_meanwhile_nothing_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whoever was there first removes the empty store as it leaves, and a third one makes another: two would write."""
-    connect = sqlite3.connect
-
-    def late(place: Path, **how: Any) -> sqlite3.Connection:
-        opened = connect(place, **how)
-        opened.execute("pragma application_id").fetchone()
-        content = place.read_bytes()
-        place.unlink()
-        place.write_bytes(content)
-        return opened
-
-    with Store(tmp_path):
-        write_whole(tmp_path / "b.txt", "x")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(sqlite3, "connect", late)
-        first = Store(tmp_path).hold()
-    with pytest.raises(InputError, match="cannot be written"):
-        write_whole(tmp_path / "a.txt", "x")
-    assert not (tmp_path / "a.txt").exists()
-    first.release()
-    Store(tmp_path).hold().release()
-
-
-# Parts that something happened to --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("content", [b"", b"null", b"x" * 64])
-def test_a_part_of_other_bytes_is_made_again(tmp_path: Path, content: bytes) -> None:
-    made = filled(tmp_path, (0, 1))
-    change_cell(tmp_path, "example-1", lambda _: content)
-    assert made.done() == {0}
-
-
-def test_parts_under_other_names_never_duplicate_a_row(tmp_path: Path) -> None:
+def test_two_runs_into_one_folder_end_with_the_right_tables(tmp_path: Path) -> None:
+    """One after the other, cell by cell: the second goes on from what the first kept, and neither is in the other's way."""
     filled(tmp_path / "whole").close()
-    made = filled(tmp_path / "cut", (0, 1))
-    with Store(tmp_path / "cut").changed() as store:
-        store.execute("insert into cell select run, 'example-2', sha, content from cell where key='example-0'")
-    again = folder(tmp_path / "cut")
-    assert again.done() == {0, 1}
-    made.add(comparison((2, 3)))
-    again.close()
-    same(tables(tmp_path / "whole"), tables(tmp_path / "cut"))
-
-
-def test_unreadable_settings_are_one_sentence(tmp_path: Path) -> None:
-    filled(tmp_path, (0,))
-    with Store(tmp_path).changed() as store:
-        store.execute("update run set choices='{{{'")
-    with pytest.raises(
-        InputError, match=r"an unfinished result whose settings cannot be read: choose .*--overwrite"
-    ) as error:
-        folder(tmp_path, dtype="float32")
-    assert "\n" not in str(error.value)
-    assert folder(tmp_path, existing="overwrite", dtype="float32").done() == frozenset()
+    one, other = folder(tmp_path / "both"), folder(tmp_path / "both")
+    for number in (0, 1):
+        one.add(comparison((number,)))
+    for number in (1, 2, 3):
+        other.add(comparison((number,)))
+    for number in (2, 3):
+        one.add(comparison((number,)))
+    one.close()
+    same(tables(tmp_path / "whole"), tables(tmp_path / "both"))
+    for number in range(4):
+        other.add(comparison((number,)))
+    other.close()
+    same(tables(tmp_path / "whole"), tables(tmp_path / "both"))
+    assert cells_of(tmp_path / "both") == []

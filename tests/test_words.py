@@ -14,7 +14,6 @@ import pytest
 
 import kvinterp as kv
 from kvinterp.common import words
-from kvinterp.common.store import EXISTING
 from kvinterp.comparison import CACHE_ERRORS, PROTOCOLS
 from kvinterp.models import KINDS, SITES
 from kvinterp.models.adapter import DTYPES
@@ -24,6 +23,7 @@ from kvinterp.models.sites import GROUPS
 from kvinterp.patching import DIRECTIONS, DISTANCES, PATCH_SITES, SWEEPS
 from kvinterp.paths import STRATEGIES
 from kvinterp.study.experiments.registry import experiments
+from kvinterp.study.results import EXISTING
 
 TABLES = {
     words.Kind: KINDS,

@@ -9,13 +9,12 @@ from typing import Any
 
 import pandas as pd
 
-from kvinterp.common.files import digest_of, sealed
-from kvinterp.common.store import Made, Store
+from kvinterp.common.store import CELLS, Made, Store
 from kvinterp.comparison import PARTS, Comparison
 from kvinterp.data import Prompt
-from kvinterp.study.cells import CellsMade
+from kvinterp.study.cells import Cell, CellsMade
 from kvinterp.study.experiments.compare import Compare
-from kvinterp.study.results import ResultFolder, prompts_digest, prompts_of
+from kvinterp.study.results import check_free, check_same, prompts_digest, prompts_of, write_result
 
 NAMES = Compare("zoo:mistral-mini").names()
 
@@ -29,16 +28,14 @@ def write_tables(
     about: Mapping[str, Any] | None = None,
 ) -> list[Path]:
     """What a verb does once its cells are done."""
-    with ResultFolder(path, about or {}, [f"{name}.parquet" for name in tables], existing) as folder:
-        folder.take_up()
-        return folder.finish(tables, summary, draw=draw)
+    settings = dict(about or {})
+    check_free(path, settings, [f"{name}.parquet" for name in tables], existing)
+    return write_result(path, settings, tables, summary, drawn=["report.html", "figures/recovery*"], draw=draw)
 
 
-def resealed(path: Path, **changed: Any) -> None:
-    """Changes what a sealed file says, and seals it again with the files beside it as they are: a result from anybody."""
-    content = json.loads(path.read_text()) | changed
-    digests = {name: digest_of(path.parent / name) for name in content["sha256"] if name != path.name}
-    path.write_text(sealed(path.name, content, changed.get("sha256", digests)))
+def changed(path: Path, **more: Any) -> None:
+    """Changes what a JSON file says."""
+    path.write_text(json.dumps(json.loads(path.read_text()) | more))
 
 
 class Compared:
@@ -46,20 +43,22 @@ class Compared:
 
     def __init__(self, path: Path, settings: Mapping[str, Any], asked: list[Prompt], existing: str = "error") -> None:
         chosen = {"verb": "compare", **settings, "prompts": prompts_digest(asked)}
-        self.folder, self.asked = ResultFolder(path, chosen, NAMES, existing), asked
-        self.finished = self.folder.take_up()
+        self.finished = check_free(path, {n: v for n, v in chosen.items() if n != "made_with"}, NAMES, existing)
+        if self.finished:
+            check_same(path, chosen)
+        self.folder, self.settings, self.store, self.asked = path, chosen, Store(path, chosen), asked
 
     def add(self, part: Comparison) -> None:
         """Keeps one batch, a part an example."""
         for number in sorted({int(n) for frame in (part.examples, part.failures) for n in frame["example"]}):
             tables = {name: getattr(part, name) for name in PARTS}
             one = {name: table[table["example"] == number] for name, table in tables.items()}
-            self.folder.keep(f"example-{number}", one, part.provenance)
+            self.store.keep(f"example-{number}", one, part.provenance)
 
     def made(self) -> dict[str, Made]:
         """What is there."""
         keys = [f"example-{number}" for number in range(len(self.asked))]
-        return {key: part for key in keys if (part := self.folder.read(key)) is not None}
+        return {key: part for key in keys if (part := self.store.read(key)) is not None}
 
     def done(self) -> frozenset[int]:
         """The numbers of the examples that are there."""
@@ -69,12 +68,16 @@ class Compared:
         """Writes the tables, as finished or as interrupted."""
         made = self.made()
         if not made:
-            self.folder.release()
             return None
-        found = joined(CellsMade(dict.fromkeys(made, self.folder)), self.asked)
-        files = self.folder.finish(*summed(found, self.folder), prompts_of(found), ending=ending)
-        self.folder.release()
+        found = joined(cells_made(made, self.store), self.asked)
+        tables, summary = found.written()
+        files = write_result(self.folder, self.settings, tables, summary, prompts_of(found), ending=ending)
         return found if files else None
+
+
+def cells_made(keys: Iterable[str], store: Store) -> CellsMade:
+    """The cells of some keys, none of which can be made again."""
+    return CellsMade({key: (Cell(key, "", {}), store) for key in keys})
 
 
 def joined(made: Mapping[str, Made], asked: list[Prompt]) -> Any:
@@ -84,24 +87,17 @@ def joined(made: Mapping[str, Made], asked: list[Prompt]) -> Any:
     return found
 
 
-def summed(found: Any, folder: ResultFolder) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What is written of a comparison."""
-    tables, summary = found.written()
-    return tables, {**summary, "settings": folder.settings}
-
-
 def read_result(folder: Path) -> Any:
     """The comparison in a folder."""
     return Compare().read(folder)
 
 
 def cells_of(path: Path) -> list[str]:
-    """The keys of the cells of unfinished runs that the store of a folder holds."""
-    return [key for (key,) in Store(path).rows("select key from cell order by key")]
+    """The keys of the cells of unfinished runs in a folder."""
+    return sorted(cell.stem for cell in (path / CELLS).rglob("*.parquet"))
 
 
-def change_cell(path: Path, key: str, changed: Callable[[bytes], bytes]) -> None:
-    """Changes what the store of a folder holds of a cell, as a fault of the disk would."""
-    with Store(path).changed() as store:
-        ((content,),) = store.execute("select content from cell where key=?", (key,)).fetchall()
-        store.execute("update cell set content=? where key=?", (changed(content), key))
+def change_cell(path: Path, key: str, change: Callable[[bytes], bytes]) -> None:
+    """Changes a cell's file, as a fault of the disk would."""
+    (cell,) = (path / CELLS).rglob(f"{key}.parquet")
+    cell.write_bytes(change(cell.read_bytes()))

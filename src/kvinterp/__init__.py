@@ -10,7 +10,6 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from kvinterp._version import __version__
-from kvinterp.common.result import Result
 
 if TYPE_CHECKING:
     from kvinterp.auditing import Verdict
@@ -139,10 +138,6 @@ def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'kvinterp' has no attribute {name!r}")
     return getattr(importlib.import_module(f"kvinterp.{_HOME[name]}"), name)
-
-
-# What finds something may not import what draws and writes it: it is handed in here, and loaded when it is asked for.
-Result.behind = staticmethod(lambda home="experiments.keeping": importlib.import_module(f"kvinterp.study.{home}"))
 
 
 def __dir__() -> list[str]:

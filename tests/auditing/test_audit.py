@@ -339,19 +339,16 @@ def test_there_is_never_more_than_one_copy(dtype: torch.dtype, monkeypatch: pyte
     assert [ref for ref in alive if ref() is not None] == []
 
 
-def test_a_verdict_is_read_only_as_it_was_written(tmp_path: Path) -> None:
+def test_a_verdict_that_cannot_be_read_is_one_sentence(tmp_path: Path) -> None:
     found = quick(build("llama"), prompts=one_prompt(), lengths=(9,), rungs=("float32", "float64"))
     folder = found.save(tmp_path / "audit")
     assert kv.load(folder).provenance == found.provenance
-    said = (folder / "verdict.json").read_text()
-    (folder / "verdict.json").write_text(said.replace('"exit_code": 0', '"exit_code": 1'))
-    with pytest.raises(kv.InputError, match=r"a verdict\.json that is not as kvinterp wrote it"):
-        kv.load(folder)
-    fields = json.loads(said)
-    assert set(fields.pop("sha256")) == {path.name for path in folder.iterdir() if path.name[0] != "."}
-    (folder / "verdict.json").write_text(json.dumps(fields))
-    with pytest.raises(kv.InputError, match=r"a verdict\.json without a digest of its own.*make it again"):
-        kv.load(folder)
+    for left in ("{}", "{", '{"verdict": "fine"}'):
+        (folder / "verdict.json").write_text(left)
+        with pytest.raises(kv.InputError, match=r"holds no readable verdict\.json"):
+            kv.load(folder)
+    found.save(folder)
+    assert kv.load(folder).to_json() == found.to_json()
 
 
 # Every kind, the zoo, a config alone -----------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ import kvinterp as kv
 from command_line import wrong
 from kvinterp.common.result import Result
 from kvinterp.data import Prompt
+from kvinterp.findings import lines_of
 from kvinterp.models import Adapter
 from kvinterp.study.behaviour.chains import (
     CHAIN,
@@ -31,7 +32,6 @@ from kvinterp.study.behaviour.chains import (
     tokens_of,
 )  # fmt: skip
 from kvinterp.study.experiments.chain import Chain
-from kvinterp.study.findings import lines_of
 from support import Case
 
 TEXT = "Max met Omar in Rome. Paul owns 12 pens."

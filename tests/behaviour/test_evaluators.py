@@ -20,13 +20,13 @@ from command_line import wrong
 from kvinterp.common.result import Result
 from kvinterp.common.store import Store
 from kvinterp.data import load_prompts, score
+from kvinterp.findings import lines_of
 from kvinterp.models import Adapter
 from kvinterp.paths import Greedy, TopK, TopP
 from kvinterp.policies import Place, Policy
 from kvinterp.policies.base import KV
 from kvinterp.study.behaviour.decoding import likelihoods, write
 from kvinterp.study.experiments.eval import Eval
-from kvinterp.study.findings import lines_of
 from plain import plain_loop
 from support import Case
 

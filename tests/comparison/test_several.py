@@ -10,10 +10,10 @@ import torch
 
 import kvinterp as kv
 from kvinterp.comparison import PARTS, comparing
+from kvinterp.comparison.findings import headline_of
 from kvinterp.errors import InputError
 from kvinterp.metrics.recovery import ONLY_THE_PREFILL
 from kvinterp.paths import Runner
-from kvinterp.study.findings.of_comparison import headline_of
 
 OTHERS = ["recompute[kernels=split_k(4,float16)]", "cached+int4", "recompute@float64"]
 

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from command_line import wrong
+from kvinterp.comparison.facts import judged
 from kvinterp.data import Prompt, extracted, load_prompts, score
 from kvinterp.data.gsm8k import Gsm8k
 from kvinterp.errors import InputError
-from kvinterp.study.findings.results import judged
 
 FOLDER = Path(__file__).with_name("problems")
 TEST, TRAIN = FOLDER / "test.jsonl", FOLDER / "train.jsonl"

@@ -10,12 +10,12 @@ import pytest
 
 import kvinterp as kv
 from kvinterp.common.result import Result
+from kvinterp.comparison.facts import judged
+from kvinterp.findings import findings_of, lines_of
 from kvinterp.paths.lanes import Memory
 from kvinterp.study.behaviour import divergence as d
 from kvinterp.study.behaviour.decoding import write
 from kvinterp.study.experiments.behaviour import Behaviour, decodes_of, null_of
-from kvinterp.study.findings import findings_of, lines_of
-from kvinterp.study.findings.results import judged
 from support import Case
 
 KERNELS = "split_k(8,float16)"

@@ -13,12 +13,12 @@ from scipy import stats
 
 from kvinterp.common.numbers import number
 from kvinterp.common.result import Result
+from kvinterp.findings import findings_of, lines_of
 from kvinterp.metrics import cox
 from kvinterp.study.behaviour import boundary as b
 from kvinterp.study.behaviour.divergence import DECODE
 from kvinterp.study.experiments.behaviour import Behaviour
 from kvinterp.study.experiments.boundary import Boundary
-from kvinterp.study.findings import findings_of, lines_of
 
 pytestmark = pytest.mark.slow
 

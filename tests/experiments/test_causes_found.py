@@ -51,7 +51,7 @@ def causes(grown: float = 16.0, shrinks: float = 0.5, written: float = 1e-6, fli
 
 def read(tables: dict[str, pd.DataFrame]) -> tuple[str, str]:
     """The headline, and all findings a line each."""
-    from kvinterp.study.findings import lines_of
+    from kvinterp.findings import lines_of
 
     asked = RootCause(tuple(tables["propagation"]["model"].unique()))
     outcome = Result(tables, {"provenance": {"m0": synthetic.ABOUT}})

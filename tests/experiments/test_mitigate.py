@@ -6,8 +6,8 @@ import pytest
 
 import kvinterp as kv
 from kvinterp.common.result import Result
+from kvinterp.findings import lines_of
 from kvinterp.study.experiments import mitigate as m
-from kvinterp.study.findings import lines_of
 
 
 def examples(what: str, squared: np.ndarray, **told: object) -> pd.DataFrame:

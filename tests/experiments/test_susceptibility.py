@@ -7,8 +7,8 @@ from scipy import stats
 
 import kvinterp as kv
 from kvinterp.common.result import Result
+from kvinterp.findings import lines_of
 from kvinterp.study.experiments import susceptibility as s
-from kvinterp.study.findings import lines_of
 
 SIZES = (0.1, 0.2, 0.4, 0.8, 1.6)
 

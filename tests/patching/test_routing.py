@@ -5,9 +5,9 @@ import pytest
 import torch
 
 import kvinterp as kv
+from kvinterp.comparison.findings import charts_of_comparisons, rows_of_comparison
 from kvinterp.errors import InputError
 from kvinterp.metrics.routing import compared_routing, routing_of
-from kvinterp.study.findings.of_comparison import charts_of_comparisons, rows_of_comparison
 from routed import CONFIGS, LAYERS, PROMPT, built, router, tilt
 
 pytestmark = pytest.mark.bits

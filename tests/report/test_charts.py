@@ -8,8 +8,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from kvinterp.study.findings import Chart, Panel, finding, findings_of, median_of
-from kvinterp.study.findings.rows import line
+from kvinterp.findings import Chart, Panel, finding, findings_of, median_of
+from kvinterp.findings.rows import line
 from kvinterp.study.report.charts import drawn
 from synthetic import ABOUT
 

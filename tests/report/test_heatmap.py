@@ -12,10 +12,10 @@ import pandas as pd
 import pytest
 from matplotlib.figure import Figure
 
+from kvinterp.findings import findings_of, lines_of
 from kvinterp.metrics.recovery import TO_SEE_A_DIFFERENCE
 from kvinterp.patching import ANEW, PARTS, Decomposition, Sweep
-from kvinterp.study.findings import findings_of, lines_of
-from kvinterp.study.findings.of_patching import (
+from kvinterp.patching.findings import (
     NOTHING,
     charts_of_decomposition,
     charts_of_sweep,

@@ -16,7 +16,7 @@ from matplotlib.text import Text
 from PIL import Image
 
 from kvinterp.comparison import Comparison
-from kvinterp.study.findings.of_comparison import NAMES, charts_of_comparisons, rows_of_comparison
+from kvinterp.comparison.findings import NAMES, charts_of_comparisons, rows_of_comparison
 from kvinterp.study.report.charts import drawn, zero_aware
 from kvinterp.study.report.style import looks, save, small_print
 from synthetic import comparison

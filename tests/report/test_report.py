@@ -11,10 +11,10 @@ import pytest
 
 from kvinterp.common.numbers import number
 from kvinterp.comparison import Comparison
+from kvinterp.comparison.facts import right_answers
+from kvinterp.comparison.findings import NAMES
 from kvinterp.data import Prompt
 from kvinterp.study.experiments.base import Experiment
-from kvinterp.study.findings.of_comparison import NAMES
-from kvinterp.study.findings.results import right_answers
 from pages import Page
 from synthetic import comparison, comparison_page, failed, result
 

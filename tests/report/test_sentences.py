@@ -14,8 +14,8 @@ import pytest
 
 from kvinterp.common.numbers import share
 from kvinterp.comparison import Comparison
-from kvinterp.study.findings import findings_of, lines_of
-from kvinterp.study.findings.of_comparison import headline_of, rows_of_comparison
+from kvinterp.comparison.findings import headline_of, rows_of_comparison
+from kvinterp.findings import findings_of, lines_of
 from synthetic import comparison, failures
 
 Change = Callable[[Comparison], None]

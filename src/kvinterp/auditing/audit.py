@@ -38,7 +38,6 @@ from kvinterp.common.checks import (
     given_list,
     whole_number,
 )
-from kvinterp.common.store import Store
 from kvinterp.data import Prompt
 from kvinterp.data.chat import prompt_ids
 from kvinterp.errors import InputError, KvinterpError, UnsupportedError, located, shown
@@ -147,24 +146,21 @@ def audit(
     allow = allowed(allow)
     lengths, steps = checked_lengths(_own_lengths(adapter) if lengths is None else lengths, steps)
     dtypes = precisions(rungs, adapter)
-    with contextlib.ExitStack() as held:
-        if out is not None:
-            check_instance("out", out, (str, os.PathLike), "the name of a folder, or None")
-            from kvinterp.auditing.folder import check_own
+    if out is not None:
+        check_instance("out", out, (str, os.PathLike), "the name of a folder, or None")
+        from kvinterp.auditing.folder import check_own
 
-            # Held until it is written: another audit of the folder is told now, not overwritten then.
-            check_own(Path(out))
-            held.enter_context(Store(Path(out)))
-        with located(f"audit of {adapter.facts.name}"), own_threads(adapter), _torchs_own_words(), evaluating(adapter):
-            check_causal(adapter)
-            room = min(adapter.facts.context, max(lengths) + steps)
-            plan = prefix_plan(_tokens(adapter, prompts, room, seed), lengths, steps, room)
-            seen = _Auditor(adapter, plan, dtypes, sweep, checks, reach, plans, progress or (lambda _: None)).run()
-            about = provenance(adapter, lengths=list(plan.prefills), steps=plan.steps)
-        verdict = dataclasses.replace(seen.judge(allow), provenance=about, seconds=tuple(seen.seconds))
-        result = Audit(verdict, list(seen.rungs.values()), plan, about)
-        if out is not None:
-            result.save(out)
+        check_own(Path(out))
+    with located(f"audit of {adapter.facts.name}"), own_threads(adapter), _torchs_own_words(), evaluating(adapter):
+        check_causal(adapter)
+        room = min(adapter.facts.context, max(lengths) + steps)
+        plan = prefix_plan(_tokens(adapter, prompts, room, seed), lengths, steps, room)
+        seen = _Auditor(adapter, plan, dtypes, sweep, checks, reach, plans, progress or (lambda _: None)).run()
+        about = provenance(adapter, lengths=list(plan.prefills), steps=plan.steps)
+    verdict = dataclasses.replace(seen.judge(allow), provenance=about, seconds=tuple(seen.seconds))
+    result = Audit(verdict, list(seen.rungs.values()), plan, about)
+    if out is not None:
+        result.save(out)
     return result if detail == "everything" else result.verdict
 
 

@@ -2,51 +2,42 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pandas as pd
 
-from kvinterp.common.files import SUMMARY, check_writable, digest_of, is_file, sealed, told
-from kvinterp.common.store import Store, write_whole
+from kvinterp.common.files import SUMMARY, check_writable, is_file, read_json
+from kvinterp.common.store import write_whole
 from kvinterp.errors import InputError
 
 if TYPE_CHECKING:
     from kvinterp.auditing.ladder import PrecisionRun
 
 TABLES = ("steps", "local", "sweep", "chunks")
-_ABOUT = {"verb": "audit"}
 GIVEN = "given.parquet"
 """The tokens of another engine, where its log-probs were judged."""
-NAMES = ("report.html", *(f"{name}.parquet" for name in TABLES), GIVEN, "verdict.json")
+VERDICT = "verdict.json"
+NAMES = ("report.html", *(f"{name}.parquet" for name in TABLES), GIVEN, VERDICT)
 
 
 def check_own(folder: Path) -> None:
     """Raises where an audit cannot be written: asked before anything slow. An earlier audit of the folder is no obstacle.
 
     Raises:
-        InputError: It is no folder or cannot be written, holds an unfinished result of another verb, or a file that
-            kvinterp did not write under a name that an audit needs.
+        InputError: It is no folder or cannot be written, or holds another command's result or a file under a name that an audit
+            needs.
     """
-    with told(folder):
-        with contextlib.suppress(FileNotFoundError):
-            folder.lstat()  # A name that none can have is said now, not after the work.
-        if folder.exists() and not folder.is_dir():
-            raise InputError(f"{str(folder)!r} is a file, and an audit writes a folder: choose another with --out.")
-        store = Store(folder)
-        other = (store.unfinished() or _ABOUT).get("verb")
-        if other != "audit":
-            raise InputError(
-                f"folder {str(folder)!r} holds an unfinished result of {other!r}: choose another folder with --out, or run "
-                "that command again."
-            )
-        if is_file(folder / SUMMARY):
-            raise InputError(f"folder {str(folder)!r} holds another command's result: choose another folder with --out.")
-        store.refuse_foreign(NAMES)
-        check_writable(folder)
+    if is_file(folder):
+        raise InputError(f"{str(folder)!r} is a file, and an audit writes a folder: choose another with --out.")
+    check_writable(folder)
+    if is_file(folder / SUMMARY):
+        raise InputError(f"folder {str(folder)!r} holds another command's result: choose another folder with --out.")
+    if read_json(folder / VERDICT) is None and (taken := [name for name in NAMES if (folder / name).exists()]):
+        raise InputError(
+            f"folder {str(folder)!r} holds {taken[0]!r}, which is of no audit: choose another folder with --out."
+        )
 
 
 def tables_of(rungs: Sequence[PrecisionRun]) -> dict[str, pd.DataFrame]:
@@ -65,15 +56,12 @@ def put(texts: Mapping[str, str], folder: Path, tables: Mapping[str, pd.DataFram
     Raises:
         InputError: As :func:`check_own` says.
     """
-    with Store(folder) as store:
-        check_own(folder)
-        # Nothing of an earlier audit stays beside this one.
-        store.begin(_ABOUT, store.names() & set(NAMES))
-        digests: dict[str, str] = {}
-        files = {f"{name}.parquet": table.to_parquet(None, index=False) for name, table in (tables or {}).items()}
-        for name, text in [*files.items(), *texts.items()]:
-            # The verdict is written last: where it is, everything is. It holds the digests of all.
-            write_whole(folder / name, text if name != "verdict.json" else sealed(name, json.loads(text), digests))
-            digests[name] = digest_of(folder / name)
-        store.settle()
+    check_own(folder)
+    files = {f"{name}.parquet": table.to_parquet(None, index=False) for name, table in (tables or {}).items()}
+    # The verdict is written last, and says nothing until then: where it can be read, everything is there.
+    write_whole(folder / VERDICT, "{}")
+    for name in {*NAMES} - {*files, *texts}:
+        (folder / name).unlink(missing_ok=True)
+    for name, content in [*files.items(), *sorted(texts.items(), key=lambda text: text[0] == VERDICT)]:
+        write_whole(folder / name, content)
     return folder

@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import os
-import re
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import pandas as pd
 
 from kvinterp.auditing.bench import Check
-from kvinterp.auditing.folder import GIVEN, put, tables_of
+from kvinterp.auditing.folder import GIVEN, VERDICT, tables_of
 from kvinterp.auditing.ladder import Plan, PrecisionRun
-from kvinterp.common.checks import check_choice, check_known, given_list
-from kvinterp.common.files import bytes_with, read_sealed, strict_json
+from kvinterp.common.checks import check_known, given_list
+from kvinterp.common.files import is_file, opened, read_json, strict_json
 from kvinterp.common.result import Result
 from kvinterp.errors import InputError
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 VERDICTS = {
     "equal": "nothing differs bitwise",
@@ -110,20 +105,18 @@ class Verdict(Result):
         """Reads the verdict.json that an audit wrote.
 
         Raises:
-            InputError: There is none that can be read, or not the one that was written.
+            InputError: There is none that can be read.
         """
         place = Path(folder)
-        fields = _with_infinities(read_sealed(place / "verdict.json"))
+        if (fields := read_json(place / VERDICT)) is None:
+            raise InputError(f"folder {str(place)!r} holds no readable {VERDICT}: give a folder that kvinterp wrote.")
         try:
+            fields = _with_infinities(fields)
             tokens = None
-            for name, digest in fields["sha256"].items():
-                # A verdict may come from anybody: no name leads out of the folder.
-                if not re.fullmatch(r"\w+\.parquet", name):
-                    continue
-                if (content := bytes_with(place / name, digest)) is None:
-                    raise ValueError(f"{name} is not the one that it was written with")
-                tokens = pd.read_parquet(io.BytesIO(content)) if name == GIVEN else tokens
-            del fields["exit_code"], fields["sha256"]
+            if is_file(place / GIVEN):
+                with opened(place / GIVEN) as file:
+                    tokens = pd.read_parquet(file)
+            del fields["exit_code"]
             checks = tuple(Check(**check) for check in fields.pop("checks"))
             rows = {name: tuple(fields.get(name, ())) for name in ("notes", "seconds")}
             found = cls(**{**fields, **rows}, checks=checks, tokens=tokens)
@@ -156,8 +149,7 @@ class Verdict(Result):
 
     def save(self, folder: str | os.PathLike[str], existing: str = "overwrite") -> Path:
         """Writes verdict.json and the page; an earlier audit's are always written over (``existing``). Returns the folder."""
-        check_choice("existing", existing, ("overwrite",))
-        return self.behind("report.audit").save_verdict(self, Path(folder))
+        return super().save(folder, existing)
 
     def report(self, folder: str | os.PathLike[str] | None = None, existing: str = "overwrite") -> Path:
         """The page; the one that is there where it was read from a folder, which also shows every block.
@@ -172,11 +164,6 @@ class Verdict(Result):
         if folder is None and self.folder is not None and (self.folder / "report.html").is_file():
             return self.folder / "report.html"
         return self.save(folder or self.folder or tempfile.mkdtemp(prefix="kvinterp-"), existing) / "report.html"
-
-    def figures(self) -> dict[str, Figure]:
-        """The ladder of precisions."""
-        figure = self.behind("report.audit").ladder_figure(self.evidence)
-        return {} if figure is None else {"precision_ladder": figure}
 
     def sentences(self) -> list[str]:
         """The reading, line by line."""
@@ -225,10 +212,9 @@ class Audit(Result):
 
     def save(self, folder: str | os.PathLike[str], existing: str = "overwrite") -> Path:
         """Writes verdict.json, report.html and the tables as Parquet, over an earlier audit's; returns the folder."""
-        check_choice("existing", existing, ("overwrite",))
-        return put(self.behind("report.audit").texts_of(self), Path(folder), tables_of(self.rungs))
+        return super().save(folder, existing)
 
-    report, overview, figures = Verdict.report, Verdict.overview, Verdict.figures
+    report, overview = Verdict.report, Verdict.overview
 
     @property
     def evidence(self) -> dict[str, dict[str, Any]]:

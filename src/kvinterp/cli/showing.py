@@ -15,19 +15,13 @@ def page_of(folder: Path) -> Path:
     """The page in a folder.
 
     Raises:
-        InputError: There is none, or one that kvinterp did not write.
+        InputError: There is none.
     """
-    from kvinterp.common.store import Store
     from kvinterp.study.results import read_summary
 
     if not is_folder(folder):
         raise InputError(f"folder {str(folder)!r} is not there: give one that kvinterp wrote.")
     if is_file(folder / _PAGE):
-        if not Store(folder).holds(_PAGE):
-            raise InputError(
-                f"folder {str(folder)!r} holds a {_PAGE} that kvinterp did not write or that was changed since: move it away, "
-                "and kvinterp show --rewrite makes it again."
-            )
         return folder / _PAGE
     if is_file(folder / SUMMARY):
         read_summary(folder)

@@ -1,14 +1,9 @@
-"""Files that are there whole or not at all, and files of others that are read without harm.
-
-What is read back says itself what it is: a JSON file that is sealed holds the digests of the files beside it and its own, so
-that no number in it is read or printed that kvinterp did not write.
-"""
+"""Files that are there whole or not at all, and files of others that are read without harm."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import hashlib
 import json
 import math
 import os
@@ -37,6 +32,8 @@ def check_writable(folder: Path, option: str = "--out") -> None:
         InputError: It is no folder, or cannot be written.
     """
     with told(folder, option):
+        with contextlib.suppress(FileNotFoundError):
+            folder.lstat()  # A name that none can have is said now, not after the work.
         place = next(place for place in (folder, *folder.parents) if is_there(place))
         probe = place / partial_name("probe")
         os.close(_made_anew(probe))
@@ -92,7 +89,7 @@ def partial_name(name: str) -> str:
 
 
 def sweep_partials(folder: Path) -> None:
-    """Removes what a killed process left half written, figures too; to be called only by who holds the folder."""
+    """Removes what a killed process left half written, figures too."""
     for place in (folder, folder / "figures"):
         for path in [] if place.is_symlink() else place.glob(".*.kvinterp-partial"):
             if _PARTIAL.fullmatch(path.name) and is_plain(path):
@@ -125,48 +122,6 @@ def read_json(path: Path) -> dict[str, Any] | None:
 def strict_json(value: Any) -> str:
     """JSON that every reader takes: NaN and what it has no word for become null, infinities and other objects text."""
     return json.dumps(_plain(value), indent=1, allow_nan=False, default=str)
-
-
-def sealed(name: str, content: Mapping[str, Any], files: Mapping[str, str]) -> str:
-    """The text of a JSON file that holds, under ``sha256``, the digests of files beside it and its own.
-
-    Args:
-        name: The file's own name.
-        content: What it says.
-        files: The digests of other files by their names.
-    """
-    whole_one = json.loads(strict_json({**content, "sha256": dict(files)}))
-    whole_one["sha256"][name] = _seal(whole_one)
-    return json.dumps(whole_one, indent=1) + "\n"
-
-
-def read_sealed(path: Path) -> dict[str, Any]:
-    """What a file that :func:`sealed` made says.
-
-    Raises:
-        InputError: There is none, or one that was changed since, or one that was never sealed.
-    """
-    folder, content = f"folder {str(path.parent)!r}", read_json(path)
-    if content is None:
-        raise InputError(f"{folder} holds no readable {path.name}: give a folder that kvinterp wrote.")
-    digests = content.get("sha256")
-    digest = digests.pop(path.name, None) if isinstance(digests, dict) else None
-    if digest is None:
-        raise InputError(
-            f"{folder} holds a {path.name} without a digest of its own: it is another tool's, was cut, or is of an earlier "
-            "version of kvinterp; make it again by the same command with --overwrite, or save it again."
-        )
-    if digest != _seal(content):
-        raise InputError(
-            f"{folder} holds a {path.name} that is not as kvinterp wrote it: it was changed or damaged since; move the folder "
-            "away and make it again."
-        )
-    return content
-
-
-def _seal(content: Mapping[str, Any]) -> str:
-    """The digest of what a file says, however it is laid out."""
-    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
 def _plain(value: Any) -> Any:
@@ -244,27 +199,6 @@ def bytes_of(path: Path, most: int | None = None) -> bytes:
     return content
 
 
-def bytes_with(path: Path, digest: str) -> bytes | None:
-    """The content of a file that has this SHA-256; None where it has another, however large it is.
-
-    Raises:
-        OSError: As :func:`opened` says, or it cannot be read to its end.
-    """
-    with opened(path) as file:
-        if path.suffix == ".parquet":
-            # Its last bytes tell of one that is cut, or is the hole of a disk, sooner than a digest of gigabytes.
-            file.seek(max(0, file.seek(0, os.SEEK_END) - 4))
-            if file.read() != b"PAR1":
-                return None
-            file.seek(0)
-        if digest_in(file) != digest:
-            return None
-        file.seek(0)
-        content = file.read()
-    # What is read is what was checked.
-    return content if hashlib.sha256(content).hexdigest() == digest else None
-
-
 def is_there(path: Path) -> bool:
     """Whether the name is taken, be it by a link that leads nowhere."""
     return path.is_symlink() or path.exists()
@@ -273,20 +207,6 @@ def is_there(path: Path) -> bool:
 def is_plain(path: Path) -> bool:
     """Whether it is a file, and no link to one."""
     return path.is_file() and not path.is_symlink()
-
-
-def digest_of(path: Path) -> str:
-    """SHA-256 of a file's bytes, in hexadecimal."""
-    with opened(path) as file:
-        return digest_in(file)
-
-
-def digest_in(file: IO[bytes]) -> str:
-    """SHA-256 of what a file holds from where it is read, in hexadecimal."""
-    digest = hashlib.sha256()
-    while block := file.read(2**20):
-        digest.update(block)
-    return digest.hexdigest()
 
 
 def _made_anew(path: Path) -> int:

@@ -2,11 +2,12 @@
 
 There is one class of results, so that whatever finds something can have it: a comparison or a sweep only adds its own tables
 and properties. What stands behind it (:mod:`kvinterp.study.experiments.keeping`) knows folders, figures and pages, which no
-finder may import; the package hands it in.
+finder may import: it is found by its name, as what a registry holds.
 """
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,6 +19,10 @@ from kvinterp.errors import InputError
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
+
+
+def _keeping() -> Any:
+    return importlib.import_module("kvinterp.study.experiments.keeping")
 
 
 def signed(tables: dict[str, pd.DataFrame], about: Mapping[str, Any]) -> dict[str, pd.DataFrame]:
@@ -53,8 +58,6 @@ class Result:
 
     VERB: ClassVar[str] = ""
     """The command whose folder it is kept in."""
-    behind: ClassVar[Any]
-    """A function that gives what stands behind every result; set where the package puts its rooms together."""
     folder: Path | None = None
     files: Sequence[Path] = ()
     settings: Any = None
@@ -141,7 +144,7 @@ class Result:
         Raises:
             InputError: It cannot be written, or something is in the way.
         """
-        return self.behind().save(self, folder, existing)
+        return _keeping().save(self, folder, existing)
 
     def report(self, folder: str | os.PathLike[str] | None = None, existing: str = "error") -> Path:
         """Writes the page with its figures, and everything beside it that :meth:`save` writes.
@@ -156,16 +159,16 @@ class Result:
         Raises:
             InputError: It cannot be written, or something is in the way.
         """
-        return self.behind().report(self, folder, existing)
+        return _keeping().report(self, folder, existing)
 
     def figures(self) -> dict[str, Figure]:
         """Its figures by name, drawn anew; nothing is written."""
-        return self.behind().figures(self)
+        return _keeping().figures(self)
 
     def sentences(self) -> list[str]:
         """What was found, a sentence a line."""
-        return self.behind().sentences(self)
+        return _keeping().sentences(self)
 
     def _repr_html_(self) -> str:
         """A card for a notebook: what it is, what was found, and one picture."""
-        return self.behind().card(self)
+        return _keeping().card(self)

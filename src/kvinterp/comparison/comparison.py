@@ -16,6 +16,7 @@ from kvinterp.common.numbers import counted
 from kvinterp.common.parquet import LongTable
 from kvinterp.common.result import Result, signed
 from kvinterp.comparison.attention_rows import within
+from kvinterp.comparison.findings import where
 from kvinterp.comparison.tables import Differences
 from kvinterp.data import Prompt
 from kvinterp.errors import InputError
@@ -23,7 +24,7 @@ from kvinterp.models import Adapter, wrap
 
 TABLES = ("steps", "examples", "layers", "heads", "kv_steps", "kv_positions", "kv", "tokens", "attention_rows", "routing")
 LONG = ("layers", "heads", "kv_steps", "kv_positions", "kv")
-"""Those that are most of a comparison of many prompts: in one that is kept in a folder they are on disk."""
+"""Those that are most of a comparison of many prompts: while that is written into a folder they are on disk, as long tables."""
 PARTS = (*TABLES, "failures")
 """The tables of a comparison, and with them the list of what could not be compared."""
 COLUMNS: dict[str, tuple[str, ...]] = {
@@ -113,17 +114,13 @@ class Comparison(Result):
     prompts: Sequence[Prompt] = dataclasses.field(default=(), repr=False, compare=False)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the model, which is not the comparison's to keep."""
-        return {**{name: getattr(self, name) for name in vars(self)}, "origin": None}
-
-    def __getattribute__(self, name: str) -> Any:
-        """An attribute; of a table on disk all of it, read anew each time."""
-        held = super().__getattribute__(name)
-        return held.whole() if isinstance(held, LongTable) else held
+        """Without the model, which is not the comparison's to keep; with all of a table that is on disk."""
+        state = {name: held.whole() if isinstance(held, LongTable) else held for name, held in vars(self).items()}
+        return {**state, "origin": None}
 
     def pieces(self, name: str, *columns: str) -> Iterator[pd.DataFrame]:
         """A table in pieces of whole examples, one after another in memory; all columns, or those of these that it has."""
-        held = vars(self)[name]
+        held = getattr(self, name)
         if isinstance(held, LongTable):
             yield from held.pieces(*columns)
         else:
@@ -131,7 +128,7 @@ class Comparison(Result):
 
     def count(self, name: str) -> int:
         """How many rows a table has."""
-        return len(vars(self)[name])
+        return len(getattr(self, name))
 
     @property
     def statistics(self) -> dict[str, float]:
@@ -171,7 +168,7 @@ class Comparison(Result):
         front = {name: numbers.pop(name) for name in ("paths", "protocol", "strategy")}
         reading, interrupted = self.where().splitlines(), seen < counts["planned"]
         summary = {**front, "counts": counts, "interrupted": interrupted, "reading": reading, **numbers}
-        return signed({name: vars(self)[name] for name in TABLES}, self.provenance), {
+        return signed({name: getattr(self, name) for name in TABLES}, self.provenance), {
             **summary,
             "provenance": self.provenance,
         }
@@ -209,7 +206,7 @@ class Comparison(Result):
 
     def where(self) -> str:
         """What was found, a line each: whether the paths differ, when, and in which layer, head and cache position most."""
-        return "\n".join(self.behind("findings.of_comparison").where(self))
+        return "\n".join(where(self))
 
     def __repr__(self) -> str:
         """What it is of, in one line; the tables are attributes."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
+import json
 import math
 from collections import Counter
 from pathlib import Path
@@ -17,7 +17,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from kvinterp.common.checks import check_instance, is_among
-from kvinterp.common.files import bytes_of, is_file, read_sealed, sealed
+from kvinterp.common.files import bytes_of, is_file, strict_json
 from kvinterp.common.numbers import counted
 from kvinterp.common.store import write_whole
 from kvinterp.errors import InputError, shown
@@ -180,8 +180,8 @@ class Trace:
             f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in ("records", "logits", "ids")
         }
         about["places"] = [list(place) for place in self.records]
-        write_whole(target / _TENSORS, content := save(tensors))
-        write_whole(target / _ABOUT, sealed(_ABOUT, about, {_TENSORS: hashlib.sha256(content).hexdigest()}))
+        write_whole(target / _TENSORS, save(tensors))
+        write_whole(target / _ABOUT, strict_json(about))
         return target
 
     @classmethod
@@ -189,19 +189,15 @@ class Trace:
         """Reads a trace that :meth:`save` wrote.
 
         Raises:
-            InputError: The folder holds no whole trace, or not the one that was written.
+            InputError: The folder holds no whole trace.
         """
         check_instance("folder", folder, (str, Path), "the name of a folder that Trace.save wrote")
         source = Path(folder)
         for name in (_ABOUT, _TENSORS):
             if not is_file(source / name):
                 raise InputError(f"folder {str(source)!r} holds no {name}: give a folder that Trace.save wrote.")
-        about = read_sealed(source / _ABOUT)
         try:
-            content = bytes_of(source / _TENSORS)
-            if about.pop("sha256") != {_TENSORS: hashlib.sha256(content).hexdigest()}:
-                raise ValueError(f"{_TENSORS} is not the one that {_ABOUT} was written with")
-            tensors = load(content)
+            about, tensors = json.loads(bytes_of(source / _ABOUT)), load(bytes_of(source / _TENSORS))
             about |= {name: tuple(about[name]) for name in ("prompt", "tokens", "fed", "steps")}
             about |= {name: tuple(about[name]) for name in ("heads", "kv_heads") if about.get(name) is not None}
             about["derived"] = tuple(about.get("derived", ()))

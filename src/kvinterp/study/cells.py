@@ -1,8 +1,8 @@
 """A piece of work that is named, kept whole and taken up again: which function, with which plain settings.
 
 A :class:`Cell` holds names and settings, never a model or a tensor, so that any process can do it: the function is found by
-its import name, and the model is loaded where the cell runs (:func:`loaded`). What a cell gave is kept in the folder's store
-(``store.py``).
+its import name, and the model is loaded where the cell runs (:func:`loaded`). What a cell gave is kept in the folder of its
+result (:mod:`kvinterp.common.store`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ import pandas as pd
 
 from kvinterp.common.progress import Tell, unshared
 from kvinterp.common.store import Made, Store
-from kvinterp.errors import InputError
 
 log = logging.getLogger("kvinterp")
 
@@ -55,7 +54,7 @@ class Cell:
 
 def run_cells(
     cells: Sequence[Cell],
-    parts: Store | _InMemory | None = None,
+    store: Store | None = None,
     tell: Tell | None = None,
     progress: str = "bar",
     unit: str = "parts",
@@ -65,44 +64,49 @@ def run_cells(
 
     Args:
         cells: The cells.
-        parts: Where they are kept; None keeps them in memory alone. What is given is always what was read from there, so that
-            a run that was interrupted gives the very tables that any other gives.
+        store: Where they are kept; None keeps them in memory alone.
         tell: Told what runs now.
         progress: ``"bar"`` or ``"none"``.
         unit: What a cell is of, in the plural.
         engine: What does the cells; :class:`Local` unless given.
 
     Raises:
-        InputError: A part cannot be written, or cannot be read again.
+        InputError: A cell cannot be written.
     """
-    parts = parts or _InMemory()
-    missing = [cell for cell in cells if parts.read(cell.key) is None]
+    kept = store or _InMemory()
+    missing = [cell for cell in cells if kept.read(cell.key) is None]
     if len(missing) < len(cells):
-        log.info("going on in %s: %d of %d %s are already there", parts.folder, len(cells) - len(missing), len(cells), unit)
+        log.info("going on in %s: %d of %d %s are already there", kept.folder, len(cells) - len(missing), len(cells), unit)
     if missing:
-        offered = {"keep": parts.keep, "tell": tell or (lambda *_: None), "progress": progress}
+        offered = {"keep": kept.keep, "tell": tell or (lambda *_: None), "progress": progress}
         (engine or Local())(missing, offered)
-    return CellsMade({cell.key: parts for cell in cells})
+    return CellsMade({cell.key: (cell, kept) for cell in cells})
 
 
 class CellsMade(UserDict[str, Any]):
     """What cells gave, read from where it is kept when it is asked for: of many prompts it would fill the memory."""
 
     def __getitem__(self, key: str) -> Made:
-        if (part := self.data[key].read(key)) is None:
-            raise InputError(
-                f"part {key!r} in folder {str(self.data[key].folder)!r} is not what was written: check the disk."
-            )
-        return part
+        cell, kept = self.data[key]
+        if (made := kept.read(key)) is None:
+            # Another run into this folder finished first, and took the cells away.
+            again = _InMemory()
+            Local()([cell], {"keep": again.keep, "tell": lambda *_: None, "progress": "none"})
+            made = again[key]
+        return made
 
     @property
     def folder(self) -> Path | None:
         """The folder that they are kept in; None in memory."""
-        return next((parts.folder for parts in self.data.values()), None)
+        return next((kept.folder for _, kept in self.data.values()), None)
+
+    def finished(self) -> CellsMade:
+        """Those that are there."""
+        return CellsMade({key: each for key, each in self.data.items() if each[1].read(key) is not None})
 
 
 class _InMemory(dict[str, Made]):
-    """Parts of a run that writes nothing."""
+    """The cells of a run that writes nothing."""
 
     folder, read = None, dict.get
 

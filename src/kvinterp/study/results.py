@@ -1,9 +1,8 @@
-"""A result on disk that survives an interruption.
+"""A result on disk: a folder of tables, ``summary.json`` and, where they were drawn, figures and ``report.html``.
 
-What cells gave is kept in the folder's store (``store.py``). At the end it is reduced to tables, texts, figures and
-``summary.json``, each written beside its place and then renamed into it, the summary last. A run that was killed is taken up
-again from its cells by the same command, and gives the tables that one uninterrupted run would have given. What was there
-before is removed last, and what kvinterp did not write neither replaced nor removed.
+While a run goes on, its finished cells lie beside them (:mod:`kvinterp.common.store`). At the end they are reduced to the files,
+each written beside its place and renamed into it, the summary last: it names the files, and says until then that the result is
+not whole. A run that was killed goes on from its cells by the same command, and gives the tables of an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-import io
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -22,120 +20,146 @@ import pandas as pd
 from pyarrow import ArrowException
 
 from kvinterp._version import __version__
-from kvinterp.common.files import SUMMARY, bytes_with, differences, read_json, read_sealed, sealed, strict_json, told
+from kvinterp.common.files import SUMMARY, check_writable, differences, is_file, is_plain, opened, read_json, strict_json
 from kvinterp.common.parquet import LongTable, write_table
-from kvinterp.common.result import flat
-from kvinterp.common.store import ADVICE, Store, choices_of, unlike, write_whole
+from kvinterp.common.store import clear_cells, write_whole
 from kvinterp.data import Prompt
-from kvinterp.errors import InputError, KvinterpError, in_one_line
+from kvinterp.errors import InputError, KvinterpError, in_one_line, unknown
 
 PROMPTS = "prompts.jsonl"
 """The file of the prompts that a result was made on."""
+EXISTING = {
+    "error": "a finished result is never touched; an unfinished one with the same settings is taken up again",
+    "overwrite": "it is replaced once the new result is there",
+    "use": "a finished result with the same settings is read instead of computed again",
+}
+_ADVICE = "choose another folder with --out, or pass --overwrite (from Python, existing='overwrite')."
+_NAME = re.compile(r"(figures/)?\w[\w.-]*\*?")
 
 
-class ResultFolder(Store):
-    """A folder that a run fills, cell by cell and at the end with its files; nobody else writes there meanwhile.
+def check_free(folder: Path, choices: Mapping[str, Any], names: Iterable[str], existing: str = "error") -> bool:
+    """Raises where something is in the way of a result: asked before anything slow, such as loading a model, begins.
+
+    Args:
+        folder: The folder.
+        choices: What was chosen, ``verb`` among it.
+        names: The files that will be written, beside the summary.
+        existing: What to do about what is already there, see :data:`EXISTING`.
+
+    Returns:
+        Whether a finished result is there, which is to be read if it is the same.
+
+    Raises:
+        InputError: The folder cannot be written; or ``existing`` is not ``"overwrite"``, and it holds a finished result, an
+            unfinished one of something else, or a file under one of the names that is of no result.
+    """
+    if existing not in EXISTING:
+        raise unknown("way to treat an existing result", existing, EXISTING)
+    check_writable(folder)
+    if is_file(folder / "figures"):
+        raise InputError(f"folder {str(folder)!r} holds 'figures', which is no folder: {_ADVICE}")
+    held = read_json(folder / SUMMARY)
+    if existing == "overwrite":
+        return False
+    if held is None:
+        if taken := [name for name in (*names, SUMMARY) if (folder / name).exists()]:
+            raise InputError(f"folder {str(folder)!r} already holds {taken[0]!r}, which is of no result of ours: {_ADVICE}")
+        return False
+    if not held.get("interrupted"):
+        if existing == "error":
+            raise InputError(f"folder {str(folder)!r} already holds a result: {_ADVICE}")
+        return True
+    _check_same(folder, "an unfinished result", _choices(held.get("settings")), choices)
+    return False
+
+
+def check_same(folder: Path, settings: Mapping[str, Any]) -> None:
+    """Raises where the finished result of a folder was made with other settings."""
+    _check_same(folder, "a result", read_summary(folder)["settings"], settings)
+
+
+def _check_same(folder: Path, what: str, held: Any, now: Mapping[str, Any]) -> None:
+    changed = differences(held if isinstance(held, dict) else {}, json.loads(strict_json(now)))
+    if changed:
+        raise InputError(f"folder {str(folder)!r} holds {what} made with other settings ({changed}): {_ADVICE}")
+
+
+def _choices(settings: Any) -> Any:
+    """Settings without the circumstances: what was chosen."""
+    return {name: value for name, value in settings.items() if name != "made_with"} if isinstance(settings, dict) else {}
+
+
+def write_result(
+    folder: Path,
+    settings: Mapping[str, Any],
+    tables: Mapping[str, pd.DataFrame | LongTable],
+    summary: Mapping[str, Any],
+    texts: Mapping[str, str] | None = None,
+    drawn: Iterable[str] = (),
+    draw: Callable[[Path], Iterable[Path]] | None = None,
+    ending: str = "finished",
+) -> list[Path]:
+    """Writes the files of a result, each whole or not at all, the summary last; what an earlier one left goes.
 
     Args:
         folder: The folder; made where it is missing.
-        settings: What decides what the tables will hold, as far as it is known before a model is loaded, ``verb`` among it.
-        names: The files that will be written, beside the summary and figures.
-        existing: What to do about what is already there, see :data:`kvinterp.common.store.EXISTING`.
+        settings: Everything that decides what the tables hold.
+        tables: Tables by the names of their files.
+        summary: What ``summary.json`` holds, beside the settings and the names of the files.
+        texts: Other files by their names.
+        drawn: What the names of page and figures are or, with a star, begin with, whether they are drawn now or later.
+        draw: Given a folder, draws the figures into it and returns their files.
+        ending: ``"finished"``, after which the cells are removed, or ``"interrupted"``, after which they stay so that the run can
+            go on.
+
+    Returns:
+        What was written. Nothing where an interrupted run would take the place of a finished result.
 
     Raises:
-        InputError: The folder cannot be written, or holds something this run must not touch.
+        InputError: It cannot be written.
     """
-
-    def __init__(
-        self, folder: str | Path, settings: Mapping[str, Any], names: Iterable[str] = (), existing: str = "error"
-    ) -> None:
-        super().__init__(Path(folder))
-        self.hold()
-        self.settings: dict[str, Any] = json.loads(strict_json(settings))
-        self._choices, self._existing = choices_of(self.settings), existing
-        try:
-            with told(self.folder):
-                self._there = self.check_free(existing, names, self._choices)
-        except BaseException:
-            self.release()
-            raise
-
-    def take_up(self, settings: Mapping[str, Any] | None = None) -> bool:
-        """Says whether the very result is there, finished, and is to be read; else its cells are read and kept here.
-
-        Args:
-            settings: All that decides what the tables will hold, where that is more than was given before.
-        """
-        if settings is not None:
-            self.settings = json.loads(strict_json(settings))
-        if self._there:
-            summary = read_summary(self.folder)
-            held, whole = summary.get("settings"), not summary.get("interrupted")
-            if not isinstance(held, dict):
-                raise InputError(f"folder {str(self.folder)!r} holds a result whose settings cannot be read: {ADVICE}")
-            one, other = (settings if whole else choices_of(settings) for settings in (held, self.settings))
-            if differences(one, other):
-                raise InputError(unlike(self.folder, "a result", one, other))
-            if whole:
-                return True
-        self.for_run(self.settings, self._choices)
-        return False
-
-    def finish(
-        self,
-        tables: Mapping[str, pd.DataFrame | LongTable],
-        summary: Mapping[str, Any],
-        texts: Mapping[str, str] | None = None,
-        draw: Callable[[Path], Iterable[Path]] | None = None,
-        ending: str = "finished",
-    ) -> list[Path]:
-        """Writes the files, each whole or not at all, the summary last.
-
-        Args:
-            tables: Tables by the names of their files.
-            summary: What ``summary.json`` holds, beside the digests of tables and texts and its own.
-            texts: Other files by their names.
-            draw: Given a folder, draws the figures into it and returns their files.
-            ending: ``"finished"``, after which the cells are removed, or ``"interrupted"``, after which they stay so that the
-                run can go on.
-
-        Returns:
-            What was written: tables, summary and figures. Nothing where an interrupted run would take the place of a finished
-            result.
-
-        Raises:
-            InputError: It cannot be written.
-        """
-        place, before = self.folder / SUMMARY, read_json(self.folder / SUMMARY)
-        if ending != "finished" and (before or {}).get("interrupted") is False:
-            return []
-        self.begin(self._choices, self.names() if self._existing == "overwrite" or before is not None else ())
-        digests = {name: write_whole(self.folder / name, text) for name, text in (texts or {}).items()}
-        files = [self.folder / f"{name}.parquet" for name in tables]
-        for file, table in zip(files, tables.values(), strict=True):
-            with told(self.folder):
-                digests[file.name] = write_whole(file, functools.partial(write_table, table))
-        figures = [] if draw is None else list(draw(self.folder / "figures"))
-        write_whole(place, sealed(SUMMARY, summary, digests))
-        self.settle("go" if ending == "finished" else "stay")
-        return [*files, place, *figures]
+    place, before = folder / SUMMARY, read_json(folder / SUMMARY) or {}
+    if ending != "finished" and before and not before.get("interrupted"):
+        return []
+    own = [*(f"{name}.parquet" for name in tables), *(texts or {}), *drawn]
+    earlier = [name for name in before.get("files", ()) if _NAME.fullmatch(name)]
+    # Until the end it is unfinished, whatever is there: what was killed meanwhile is not taken for a result.
+    begun = {"settings": settings, "interrupted": True, "files": [*earlier, *own]}
+    write_whole(place, strict_json(begun) + "\n")
+    for name, text in (texts or {}).items():
+        write_whole(folder / name, text)
+    for name, table in tables.items():
+        write_whole(folder / f"{name}.parquet", functools.partial(write_table, table))
+    figures = [] if draw is None else list(draw(folder / "figures"))
+    for name in {*earlier} - {*own}:
+        for path in filter(is_plain, folder.glob(name)):
+            path.unlink(missing_ok=True)
+    write_whole(place, strict_json({**summary, "settings": settings, "files": own}) + "\n")
+    if ending == "finished":
+        clear_cells(folder)
+    return [*(folder / f"{name}.parquet" for name in tables), place, *figures]
 
 
 def read_summary(folder: Path) -> dict[str, Any]:
     """What ``summary.json`` in a folder says.
 
     Raises:
-        InputError: There is none that can be read, or not the one that was written.
+        InputError: There is none that can be read, or it is of an earlier version.
     """
-    with told(folder):
-        summary = read_sealed(folder / SUMMARY)
+    summary = read_json(folder / SUMMARY)
+    if summary is None:
+        raise InputError(f"folder {str(folder)!r} holds no readable {SUMMARY}: give a folder that kvinterp wrote.")
+    if "files" not in summary:
+        raise InputError(
+            f"folder {str(folder)!r} was made by another tool, or by kvinterp before {__version__}: make it again."
+        )
     # What was chosen is compared with what is chosen now; all else is said.
-    kept = ("choices", "settings", "sha256")
+    kept = ("choices", "settings", "files")
     return {name: value if name in kept else _in_lines(value) for name, value in summary.items()}
 
 
 def _in_lines(value: Any) -> Any:
-    """What a file holds, each text of it safe to print and in one line."""
+    """What a file of anybody's holds, each text of it safe to print and in one line."""
     if isinstance(value, dict):
         # The texts of tokens are what they are; where they are printed they are made safe.
         return {in_one_line(name): held if name == "texts" else _in_lines(held) for name, held in value.items()}
@@ -145,28 +169,23 @@ def _in_lines(value: Any) -> Any:
 
 
 def read_tables(folder: Path, summary: Mapping[str, Any]) -> dict[str, pd.DataFrame]:
-    """The tables that a summary was written with, by name, once every file that it was written with is as it was.
+    """The tables that a summary names, by name.
 
     Args:
         folder: Where they are.
         summary: What :func:`read_summary` gave.
 
     Raises:
-        InputError: A file is missing, cannot be read, or is not the one that the summary was written with.
+        InputError: A file is missing or cannot be read.
     """
     with reading(folder, summary):
-        tables: dict[str, pd.DataFrame] = {}
-        for name, digest in summary["sha256"].items():
-            # A summary may come from anybody: no name leads out of the folder.
-            if not re.fullmatch(r"\w+\.\w+", name):
-                raise ValueError(f"{name!r} is no name of a table")
-            content = bytes_with(folder / name, digest)
-            if content is None:
-                raise ValueError(f"{name} is not the one that {SUMMARY} was written with")
-            table, dot, _ = name.partition(".parquet")
-            if dot:
-                tables[table] = pd.read_parquet(io.BytesIO(content))
-                tables[table].attrs = _in_lines(flat(tables[table].attrs))
+        # A summary may come from anybody: no name leads out of the folder.
+        names = [name.removesuffix(".parquet") for name in summary["files"] if re.fullmatch(r"\w+\.parquet", name)]
+        tables = {}
+        for name in names:
+            with opened(folder / f"{name}.parquet") as file:
+                tables[name] = pd.read_parquet(file)
+            tables[name].attrs = _in_lines(tables[name].attrs)
         return tables
 
 

@@ -14,13 +14,12 @@ from kvinterp.auditing.ladder import unit_roundoff
 from kvinterp.common.numbers import between
 from kvinterp.common.progress import each
 from kvinterp.common.result import Result
+from kvinterp.findings import Chart, Panel, median_of, only
 from kvinterp.models import dtype_named
 from kvinterp.study.cells import Cell
 from kvinterp.study.experiments.base import Charts, Rows, Tables
 from kvinterp.study.experiments.of_models import OfModels
 from kvinterp.study.experiments.options import withheld
-from kvinterp.study.findings import Chart, Panel, median_of
-from kvinterp.study.findings.results import only
 
 MEASURES = {"mean_relative": "the terms' magnitudes", "relative_to_result": "the result"}
 """What an error is relative to."""

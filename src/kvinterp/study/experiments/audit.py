@@ -24,6 +24,8 @@ from kvinterp.study.experiments.base import NOTHING, Experiment, Parts, Tables
 from kvinterp.study.experiments.options import argument, option, shared
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
     from kvinterp.common.progress import Tell
     from kvinterp.models import Adapter
     from kvinterp.study.cells import Cell
@@ -181,18 +183,33 @@ class Audit(Experiment):
     def answered(self, out: Path | None, existing: str, *how: Any) -> Result:
         """Audits, and writes page, tables and verdict over an earlier audit's."""
         from kvinterp.auditing.folder import check_own, put
-        from kvinterp.common.store import Store
 
         if existing == "use":
             raise InputError("existing='use' was given, and an audit is made anew each time: leave it out.")
         if out is not None:
             check_own(out)
-        with contextlib.nullcontext() if out is None else Store(out):
-            result = super().answered(None, existing, *how)
-            if out is not None:
-                put(result.others, out, result.tables)
+        result = super().answered(None, existing, *how)
+        if out is not None:
+            put(result.others, out, result.tables)
         result.folder = out
         return result
+
+    def keep(self, result: Any, folder: Path, existing: str = "overwrite", figures: str = "none") -> None:
+        """Writes page, tables and verdict over an earlier audit's."""
+        from kvinterp.auditing.folder import put
+        from kvinterp.common.checks import check_choice
+        from kvinterp.study.report.audit import files_of
+
+        check_choice("existing", existing, ("overwrite",))
+        texts, tables = (result.others, result.tables) if result.others else files_of(result)
+        put(texts, folder, tables)
+
+    def drawings(self, result: Result) -> dict[str, Figure]:
+        """The ladder of precisions."""
+        from kvinterp.study.report.audit import ladder_figure
+
+        figure = ladder_figure(result.contents()[1]["evidence"])
+        return {} if figure is None else {"precision_ladder": figure}
 
     def say(self, result: Result, echo: Callable[..., None]) -> None:
         """The verdict, and where it is."""

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 from kvinterp.common.result import Result
-from kvinterp.errors import InputError
+from kvinterp.errors import InputError, unknown
 from kvinterp.study.experiments.options import OPTION, model, shared
 
 if TYPE_CHECKING:
@@ -27,10 +27,9 @@ if TYPE_CHECKING:
 
     from kvinterp.common.progress import Tell
     from kvinterp.common.store import Made
+    from kvinterp.findings import Chart
     from kvinterp.models import Adapter
     from kvinterp.study.cells import Cell
-    from kvinterp.study.findings import Chart
-    from kvinterp.study.results import ResultFolder
 
 NOTHING = "nothing was finished; run the same command again"
 """What an interruption of a single piece of work leaves behind."""
@@ -155,12 +154,12 @@ class Experiment:
         return {}
 
     def rows(self, tables: Tables) -> Any:
-        """What its tables come to, a finding each (:func:`kvinterp.study.findings.finding`); None where its sentences say it."""
+        """What its tables come to, a finding each (:func:`kvinterp.findings.finding`); None where its sentences say it."""
         return None
 
     def findings(self, result: Result) -> pd.DataFrame | None:
         """What was found, a row each: :meth:`rows`, unless it rests on more than the tables."""
-        from kvinterp.study.findings import findings_of
+        from kvinterp.findings import findings_of
 
         rows = self.SHOWN[1](result) if self.SHOWN else self.rows(result.tables)
         return None if rows is None else findings_of(rows)
@@ -183,7 +182,7 @@ class Experiment:
         """What was found, a sentence a line."""
         said = result.contents()[1].get("reading")
         if said is None and "findings" in self.judged(result).tables:
-            from kvinterp.study.findings import lines_of
+            from kvinterp.findings import lines_of
 
             said = [*self.headline(result), *lines_of(result.tables["findings"])]
         return list(said or ())
@@ -208,7 +207,7 @@ class Experiment:
             several = getattr(result, "pairs", None)
             for one in several if isinstance(several, list) else [result]:
                 if "prompts" in vars(one):
-                    one.prompts = load_prompts(folder / PROMPTS) if PROMPTS in summary["sha256"] else []
+                    one.prompts = load_prompts(folder / PROMPTS) if PROMPTS in summary["files"] else []
             return self.judged(result)
 
     def judged(self, result: Result) -> Result:
@@ -251,11 +250,11 @@ class Experiment:
         return self
 
     def names(self) -> list[str]:
-        """The names of the files that it writes, beside the summary; of figures what they begin with, and a star."""
+        """The names of the files that it writes, beside the summary and figures."""
         own = type(self)
         finds = self.SHOWN or own.findings is not Experiment.findings or own.rows is not Experiment.rows
         tables = (f"{table}.parquet" for table in (*["findings"] * bool(finds), *self.TABLES))
-        return [*tables, *self.FILES, "report.html", *(f"figures/{name}*" for name in self.drawn())]
+        return [*tables, *self.FILES, "report.html"]
 
     @classmethod
     def asks(cls) -> str:
@@ -344,7 +343,7 @@ class Experiment:
 
         Args:
             out: A folder, in which an interrupted run can go on; None keeps everything in memory.
-            existing: What to do about what is already there, see :data:`kvinterp.common.store.EXISTING`.
+            existing: What to do about what is already there, see :data:`kvinterp.study.results.EXISTING`.
             progress: ``"bar"`` (on a terminal or in a notebook, unless ``tell`` is given) or ``"none"``.
             figures: ``"drawn"`` or ``"none"``: whether figures and page are written too.
             tell: Told what runs now, and which share is done where that is known.
@@ -362,7 +361,8 @@ class Experiment:
         settled.check_reached()
         from kvinterp.common.checks import check_choice, check_known, check_unread
         from kvinterp.common.progress import shown
-        from kvinterp.common.store import EXISTING, Store
+        from kvinterp.common.store import CELLS
+        from kvinterp.study.results import EXISTING
 
         check_known("way to treat an existing result", existing, EXISTING)
         check_choice("progress", progress, ("bar", "none"))
@@ -375,7 +375,7 @@ class Experiment:
                     tell = held.enter_context(shown(elsewhere="nothing"))
                 return settled.answered(None if out is None else Path(out), existing, progress, figures, tell, engine)
         except KeyboardInterrupt as error:
-            if out is None or not Store(Path(out)).rows("select run from cell"):
+            if out is None or not any((Path(out) / CELLS).rglob("*.parquet")):
                 error.args = (NOTHING,)
             raise
 
@@ -383,56 +383,75 @@ class Experiment:
         self, out: Path | None, existing: str, progress: str, figures: str, tell: Tell | None, engine: str
     ) -> Result:
         """Does what :meth:`run` promises; an experiment that keeps its work otherwise has its own."""
+        from kvinterp.common.store import Store
         from kvinterp.study.cells import CellsMade, Local, loading_once, run_cells
-        from kvinterp.study.results import ResultFolder
+        from kvinterp.study.results import check_free, check_same
 
-        # The cheap questions first: a typing error should not cost the loading of a model, nor the freeing of a folder.
+        # The cheap questions first: a typing error should not cost the loading of a model.
         worker: Any = Local()
         if engine != "local" or tell is not None:
             from kvinterp.study.engines import Remaining, engine_named
 
             worker = engine_named(engine) if tell is None else Remaining(engine_named(engine), self.UNIT, self.LOGGED)
         self.check()
-        with contextlib.ExitStack() as held:
-            folder = None if out is None else held.enter_context(ResultFolder(out, self.asked(), self.names(), existing))
-            held.enter_context(loading_once())
+        there = out is not None and check_free(out, self.asked(), self.names(), existing)
+        with loading_once():
             cells = self.cells()
             self.check_steps()
-            if folder is not None and folder.take_up(self.settings()):
-                return self.read(folder.folder)
-            given = (folder, tell, progress, self.UNIT, worker)
+            settings = self.settings() if out is not None else self.asked()
+            store = None if out is None else Store(out, settings)
+            if out is not None and there:
+                check_same(out, settings)
+                return self.read(out)
+            if store is not None:
+                store.say_others()
+            how = (store, tell, progress, self.UNIT, worker)
             try:
-                made = run_cells(cells, *given)
+                made = run_cells(cells, *how)
                 if more := self.then(made):
                     cells += more
-                    made |= run_cells(more, *given)
+                    made |= run_cells(more, *how)
             except KeyboardInterrupt:
-                if folder is not None and self.PARTIAL == "yes":
-                    made = CellsMade({cell.key: folder for cell in cells if folder.read(cell.key) is not None})
+                if store is not None and self.PARTIAL == "yes":
+                    made = CellsMade({cell.key: (cell, store) for cell in cells}).finished()
                     if made:
-                        self.write(folder, self.reduce(made), ending="interrupted")
+                        self.write(store.folder, settings, self.reduce(made), ending="interrupted")
                 raise
             result = self.reduce(made)
-            if folder is None:
-                result.settings, result.choices = self.asked(), self.chosen()
+            if out is None:
+                result.settings, result.choices = settings, self.chosen()
                 return self.judged(result)
             if tell is not None:
                 tell("writing tables, figures and page")
-            return self.write(folder, result, figures)
+            return self.write(out, settings, result, figures)
 
-    def write(self, folder: ResultFolder, result: Result, figures: str = "none", ending: str = "finished") -> Result:
-        """Writes a result into its folder, which is then finished."""
-        from kvinterp.study.results import prompts_of
+    def write(
+        self, folder: Path, settings: Mapping[str, Any], result: Result, figures: str = "none", ending: str = "finished"
+    ) -> Result:
+        """Writes a result into a folder, which is then finished."""
+        from kvinterp.study.results import prompts_of, write_result
 
-        result.settings, result.choices, result.folder = folder.settings, result.choices or self.chosen(), folder.folder
+        result.settings, result.choices, result.folder = settings, result.choices or self.chosen(), folder
         self.judged(result)
-        summary = {**result.contents()[1], "choices": result.choices, "settings": folder.settings}
+        summary = {**result.contents()[1], "choices": result.choices}
         if "reading" not in summary:
             # Kept as they are said now: what is read again has no NaN, which JSON does not know.
             summary["reading"] = self.sentences(result)
         draw = (lambda place: self.drawn_into(result, place)) if figures == "drawn" else None
-        result.files = folder.finish(result.tables, summary, result.others or prompts_of(result), draw, ending)
+        drawn = ("report.html", *(f"figures/{name}*" for name in self.drawn()))
+        texts = result.others or prompts_of(result)
+        result.files = write_result(folder, settings, result.tables, summary, texts, drawn, draw, ending)
         return result
+
+    def keep(self, result: Result, folder: Path, existing: str = "error", figures: str = "none") -> None:
+        """Writes a result that a function gave into a folder; see :meth:`kvinterp.common.result.Result.save`."""
+        from kvinterp.study.results import check_free, prompts_of
+
+        self.judged(result)
+        names = [*(f"{name}.parquet" for name in result.tables), *(result.others or prompts_of(result)), "report.html"]
+        if check_free(folder, result.settings, names, existing):
+            raise unknown("way to treat an existing result", existing, ("error", "overwrite"))
+        self.write(folder, result.settings, result, figures)
 
     def drawn_into(self, result: Result, folder: Path) -> list[Path]:
         """The figures, and the page with them.

@@ -21,8 +21,10 @@ from kvinterp.common.numbers import between, counted, number
 from kvinterp.common.progress import each
 from kvinterp.common.result import Result
 from kvinterp.comparison import COLUMNS, PARTS, Comparison, compare, failures_kept
+from kvinterp.comparison.facts import judged
 from kvinterp.data import Prompt, load_prompts
 from kvinterp.errors import InputError
+from kvinterp.findings import Chart, Panel, finding, only
 from kvinterp.models import Adapter
 from kvinterp.models.threads import own_threads
 from kvinterp.paths import Cached, Recompute, Runner, strategy_named
@@ -33,8 +35,6 @@ from kvinterp.study.experiments.base import Charts, Parts, Rows, Tables
 from kvinterp.study.experiments.circumstances import tried
 from kvinterp.study.experiments.of_models import OfModels
 from kvinterp.study.experiments.options import DRAWS, option, sampled, shared
-from kvinterp.study.findings import Chart, Panel, finding
-from kvinterp.study.findings.results import judged, only
 
 TRUTH = "recompute@float64"
 NULLS = ("same path twice", "longer suffix")

@@ -14,13 +14,12 @@ from typing import Any, ClassVar
 
 from kvinterp.common.numbers import between, counted, number
 from kvinterp.common.result import Result
+from kvinterp.findings import Chart, Panel, finding, only
 from kvinterp.study.behaviour.boundary import boundary_tables
 from kvinterp.study.cells import joined
 from kvinterp.study.experiments.base import Charts, Parts, Rows, Tables
 from kvinterp.study.experiments.behaviour import Behaviour
 from kvinterp.study.experiments.options import option, withheld
-from kvinterp.study.findings import Chart, Panel, finding
-from kvinterp.study.findings.results import only
 
 
 @dataclasses.dataclass(frozen=True)

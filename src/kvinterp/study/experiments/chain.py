@@ -16,11 +16,10 @@ from kvinterp.common.numbers import between, counted, number
 from kvinterp.common.result import Result
 from kvinterp.data import Prompt, load_prompts
 from kvinterp.errors import InputError
+from kvinterp.findings import Chart, Panel, finding, only
 from kvinterp.study.cells import Cell, joined, loaded
 from kvinterp.study.experiments.base import Charts, Experiment, Parts, Rows, Tables
 from kvinterp.study.experiments.options import argument, option, shared
-from kvinterp.study.findings import Chart, Panel, finding
-from kvinterp.study.findings.results import only
 from kvinterp.study.results import records
 
 if TYPE_CHECKING:

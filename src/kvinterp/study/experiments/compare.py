@@ -81,7 +81,7 @@ class Compare(OfModel):
     @classmethod
     def drawn(cls) -> tuple[str, ...]:
         """The charts of comparisons."""
-        from kvinterp.study.findings.of_comparison import NAMES
+        from kvinterp.comparison.findings import NAMES
 
         return tuple(NAMES)
 
@@ -115,14 +115,14 @@ class Compare(OfModel):
 
     def headline(self, found: Any) -> list[str]:
         """Whether the paths agree bit for bit, and whether a token flips."""
-        from kvinterp.study.findings.of_comparison import headline_of
+        from kvinterp.comparison.findings import headline_of
 
         return headline_of([found])
 
     def findings(self, found: Any) -> pd.DataFrame:
         """How far the paths are apart, how often a token flips, and where inside; what could not be recorded, and why."""
-        from kvinterp.study.findings import finding, findings_of
-        from kvinterp.study.findings.of_comparison import rows_of_comparison
+        from kvinterp.comparison.findings import rows_of_comparison
+        from kvinterp.findings import finding, findings_of
 
         left_out = (found.settings or {}).get("left_out") or {}
         lacking = [finding("not recorded", float("nan"), note=why, site=site) for site, why in left_out.items()]
@@ -130,7 +130,7 @@ class Compare(OfModel):
 
     def charts(self, found: Any) -> Charts:
         """KL by step, and where inside the paths differ."""
-        from kvinterp.study.findings.of_comparison import charts_of_comparisons
+        from kvinterp.comparison.findings import charts_of_comparisons
 
         return charts_of_comparisons({found.provenance["protocol"]: found})
 

@@ -12,10 +12,10 @@ from typing import Any, ClassVar
 
 from kvinterp.common.result import Result
 from kvinterp.data import load_prompts
+from kvinterp.patching.findings import charts_of_decomposition, headline_of_decomposition, rows_of_decomposition
 from kvinterp.study.cells import Cell, joined, loaded
 from kvinterp.study.experiments.base import OfModel, Parts, numbered
 from kvinterp.study.experiments.options import option, shared
-from kvinterp.study.findings.of_patching import charts_of_decomposition, headline_of_decomposition, rows_of_decomposition
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,10 +13,10 @@ from kvinterp.common.numbers import counted, listed, number
 from kvinterp.common.result import Result
 from kvinterp.data import load_prompts
 from kvinterp.errors import InputError, NonFiniteError, UnsupportedError
+from kvinterp.findings import Chart, Panel, finding, findings_of
 from kvinterp.study.cells import Cell, joined, loaded
 from kvinterp.study.experiments.base import Charts, OfModel, Parts
 from kvinterp.study.experiments.options import argument, option, shared
-from kvinterp.study.findings import Chart, Panel, finding, findings_of
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -16,12 +16,11 @@ from kvinterp.common.files import is_folder
 from kvinterp.common.numbers import counted, listed, number
 from kvinterp.common.result import Result
 from kvinterp.errors import InputError
+from kvinterp.findings import Chart, Panel, finding, findings_of, only
 from kvinterp.study.cells import Cell, joined, loaded
 from kvinterp.study.experiments.base import Charts, OfModel, Parts, Tables
 from kvinterp.study.experiments.choices import taken_by
 from kvinterp.study.experiments.options import option
-from kvinterp.study.findings import Chart, Panel, finding, findings_of
-from kvinterp.study.findings.results import only
 from kvinterp.study.results import records
 
 

@@ -23,6 +23,7 @@ from kvinterp.common.numbers import counted
 from kvinterp.common.result import Result
 from kvinterp.data import load_prompts
 from kvinterp.errors import InputError
+from kvinterp.findings import Chart, Panel, finding
 from kvinterp.models.provenance import provenance
 from kvinterp.models.unembedding import Unembedding
 from kvinterp.paths import path_named, run
@@ -30,7 +31,6 @@ from kvinterp.study.cells import Cell, joined, loaded
 from kvinterp.study.experiments.base import Charts, OfModel, Parts, Rows, Tables
 from kvinterp.study.experiments.circumstances import tried
 from kvinterp.study.experiments.options import DRAWS, SHARED, option, sampled
-from kvinterp.study.findings import Chart, Panel, finding
 
 LEADER = "recompute"
 WIDE = "float32 unembedding"

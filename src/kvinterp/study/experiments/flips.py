@@ -16,12 +16,12 @@ from kvinterp.common.numbers import between, counted
 from kvinterp.common.result import Result
 from kvinterp.comparison import compare, failures_kept
 from kvinterp.data import load_prompts
+from kvinterp.findings import Chart, Panel, finding, median_of
 from kvinterp.study.behaviour.divergence import conditions
 from kvinterp.study.cells import Cell, loaded
 from kvinterp.study.experiments.base import Charts, Parts, Rows, Tables
 from kvinterp.study.experiments.of_models import OfModels
 from kvinterp.study.experiments.options import DRAWS, option, sampled
-from kvinterp.study.findings import Chart, Panel, finding, median_of
 
 KLS = {"mean_kl": "free, all steps", "mean_kl_before_flip": "free, up to the flip", "matched_mean_kl": "matched, all steps"}
 """Which KL is set against the step of the flip."""

@@ -6,12 +6,12 @@ import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from kvinterp.comparison.findings import charts_of_comparisons, headline_of, rows_between
+from kvinterp.patching import findings as of
 from kvinterp.study.experiments.base import Experiment
-from kvinterp.study.findings import of_patching as of
-from kvinterp.study.findings.of_comparison import charts_of_comparisons, headline_of, rows_between
 
 if TYPE_CHECKING:
-    from kvinterp.study.findings import Chart
+    from kvinterp.findings import Chart
 
 
 class OfFunction(Experiment):

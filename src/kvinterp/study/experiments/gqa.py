@@ -16,12 +16,12 @@ from kvinterp import metrics
 from kvinterp.common.numbers import listed
 from kvinterp.common.progress import each
 from kvinterp.common.result import Result
+from kvinterp.findings import Chart, Panel, finding
 from kvinterp.models import wrap
 from kvinterp.study.cells import Cell, loaded
 from kvinterp.study.experiments.base import Charts, Rows, Tables
 from kvinterp.study.experiments.of_models import FEW, OfModels, Place, encoded, newest_at
 from kvinterp.study.experiments.options import option
-from kvinterp.study.findings import Chart, Panel, finding
 
 REACHED = "median query heads that one KV head's error reaches"
 DRIFTS = {

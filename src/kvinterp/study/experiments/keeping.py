@@ -26,8 +26,6 @@ _SENTENCES, _DOTS = 4, 80
 """How many sentences a card has, and how many dots an inch its picture."""
 _MADE = ("model", "kind", "dtype", "attention", "protocol", "strategy", "seed", "max_new_tokens", "kernels", "sizes")
 """What provenance says of the choices."""
-_NO_CHOICES = ("provenance", "work", "distances", "paths")
-"""What a result knows about itself that nobody chose, or that stands elsewhere."""
 
 
 def experiment_of(verb: str) -> type[Experiment]:
@@ -52,11 +50,8 @@ def keeper_of(found: Any) -> Experiment:
         vars(found).pop("_of", None)
     if found.choices is None:
         about = found.provenance
-        made, own = about.get("provenance", about), about if "provenance" in about else {}
-        named = {name: made[name] for name in _MADE if name in made}
-        own = {name: value for name, value in own.items() if name not in _NO_CHOICES}
-        found.choices = {**named, **about.get("paths", {}), **own}
-        found.settings = {"verb": found.VERB, **found.choices}
+        choices = {**{name: about[name] for name in _MADE if name in about}, **about.get("paths", {})}
+        vars(found).update(choices=choices, settings={"verb": found.VERB, **choices})
     return found.experiment or experiment_of(found.VERB)()
 
 
@@ -65,29 +60,20 @@ def keeper_of(found: Any) -> Experiment:
 
 def save(found: Result, folder: str | os.PathLike[str], existing: str = "error", figures: str = "none") -> Path:
     """Does what :meth:`Result.save` says."""
-    from kvinterp.study.results import ResultFolder, prompts_of
-
-    place, keeper = _folder(folder), keeper_of(found)
-    keeper.judged(found)
-    names = [*(f"{name}.parquet" for name in found.tables), *(found.others or prompts_of(found)), "report.html"]
-    names += [f"figures/{name}*" for name in keeper.drawn()]
-    with ResultFolder(place, found.settings, names, existing) as opened:
-        if not opened.take_up():
-            keeper.write(opened, found, figures)
+    place = _folder(folder)
+    keeper_of(found).keep(found, place, existing, figures)
     return place
 
 
 def report(found: Result, folder: str | os.PathLike[str] | None = None, existing: str = "error") -> Path:
     """Does what :meth:`Result.report` says."""
     from kvinterp.common.files import is_file
-    from kvinterp.common.store import Store
 
     place = _folder(folder or found.folder or tempfile.mkdtemp(prefix="kvinterp-"))
     if found.folder is None or found.folder.resolve() != place.resolve() or existing != "error":
         save(found, place, existing, "drawn")
     else:
-        with Store(place):
-            keeper_of(found).drawn_into(found, place / "figures")
+        keeper_of(found).drawn_into(found, place / "figures")
     page = place / "report.html"
     if not is_file(page):
         raise InputError(
@@ -197,7 +183,7 @@ def experiment(
     Args:
         name: The command, such as ``"behaviour"``; ``kvinterp list experiments`` has them all.
         out: A folder, in which an interrupted run goes on; None keeps everything in memory, and ``save`` writes it later.
-        existing: What to do about what is already there, see :data:`kvinterp.common.store.EXISTING`.
+        existing: What to do about what is already there, see :data:`kvinterp.study.results.EXISTING`.
         progress: ``"bar"`` or ``"none"``.
         choices: The command's options, with underscores for hyphens.
 
@@ -223,7 +209,8 @@ def experiment(
         choice: Path(value) if choice in files and isinstance(value, str) else _option(choice, value, defaults[choice])
         for choice, value in choices.items()
     }
-    return kind(**given).run(None if out is None else _folder(out), existing, progress)
+    found = kind(**given).run(None if out is None else _folder(out), existing, progress)
+    return found if out is None else load(out)
 
 
 def _option(name: str, value: Any, default: Any) -> Any:

@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvinterp.common.result import Result
+from kvinterp.findings import Chart, Panel, finding, findings_of
 from kvinterp.study.cells import Cell, loaded
 from kvinterp.study.experiments.base import Charts, Experiment, Parts
 from kvinterp.study.experiments.options import option, shared
-from kvinterp.study.findings import Chart, Panel, finding, findings_of
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -13,13 +13,13 @@ from kvinterp.common.numbers import counted, number
 from kvinterp.common.result import Result
 from kvinterp.data import load_prompts
 from kvinterp.errors import InputError
+from kvinterp.findings import Chart, Panel, finding
 from kvinterp.study.behaviour.scores import AGAIN
 from kvinterp.study.cells import Cell, joined, loaded
 from kvinterp.study.experiments.base import Charts, OfModel, Parts, Rows, Tables
 from kvinterp.study.experiments.choices import taken_by
 from kvinterp.study.experiments.equivalent_noise import error_of_policy, pooled, usable
 from kvinterp.study.experiments.options import DRAWS, argument, option, sampled
-from kvinterp.study.findings import Chart, Panel, finding
 from kvinterp.study.results import records
 
 if TYPE_CHECKING:

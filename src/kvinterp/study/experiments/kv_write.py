@@ -19,6 +19,7 @@ from kvinterp.common.numbers import listed
 from kvinterp.common.progress import each
 from kvinterp.common.result import Result
 from kvinterp.errors import InputError
+from kvinterp.findings import Chart, Panel, median_of
 from kvinterp.metrics import vector_errors
 from kvinterp.models import Adapter, wrap
 from kvinterp.paths import kernels_named
@@ -26,7 +27,6 @@ from kvinterp.study.cells import loaded
 from kvinterp.study.experiments.base import Charts, Rows, Tables
 from kvinterp.study.experiments.of_models import FEW, OfModels, encoded
 from kvinterp.study.experiments.options import option
-from kvinterp.study.findings import Chart, Panel, median_of
 
 
 @dataclasses.dataclass(frozen=True)

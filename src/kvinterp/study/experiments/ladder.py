@@ -16,13 +16,12 @@ from kvinterp.common.progress import each
 from kvinterp.common.result import Result
 from kvinterp.comparison import Comparison, compare, failures_kept
 from kvinterp.data import load_prompts
+from kvinterp.findings import Chart, Panel, median_of, only
 from kvinterp.models import dtype_named
 from kvinterp.study.cells import loaded
 from kvinterp.study.experiments.base import Charts, Rows, Tables
 from kvinterp.study.experiments.of_models import OfModels
 from kvinterp.study.experiments.options import option
-from kvinterp.study.findings import Chart, Panel, median_of
-from kvinterp.study.findings.results import only
 
 LADDER = (
     ("float16", "native"),

@@ -32,6 +32,7 @@ from kvinterp.comparison.by_layer import (
 )
 from kvinterp.data import load_prompts
 from kvinterp.errors import InputError
+from kvinterp.findings import Chart, Panel, finding, only
 from kvinterp.metrics.massive import SUFFIX
 from kvinterp.models import Adapter
 from kvinterp.models.inputs import encode_all
@@ -40,8 +41,6 @@ from kvinterp.study.cells import Cell, joined, loaded
 from kvinterp.study.experiments.base import Charts, Parts, Rows, Tables, numbered
 from kvinterp.study.experiments.of_models import OfModels, shown_sites
 from kvinterp.study.experiments.options import DRAWS, option, sampled, shared
-from kvinterp.study.findings import Chart, Panel, finding
-from kvinterp.study.findings.results import only
 
 EVERY_STEP, ONE_STEP, NULL = "every decode step", "decode step 1", "same-path null"
 """Which rows a mean is of: all that a path decodes after the prefill, or those of the paper; and what is held against them."""

@@ -19,27 +19,27 @@ import pandas as pd
 
 from kvinterp.common.checks import check_known
 from kvinterp.common.numbers import counted, percent
-from kvinterp.common.result import Result, flat
+from kvinterp.common.result import Result
 from kvinterp.common.vocabulary import RECOVERED
 from kvinterp.comparison import compare, failures_kept
 from kvinterp.data import load_prompts
 from kvinterp.errors import InputError
+from kvinterp.findings import Chart, Panel, findings_of, median_of
 from kvinterp.models.inputs import encode_all
 from kvinterp.models.provenance import provenance
 from kvinterp.patching import PRESETS, Decomposition, Sweep, decompose, sweep
 from kvinterp.patching.decomposition import check_splittable
-from kvinterp.study.cells import Cell, joined, loaded, stacked
-from kvinterp.study.experiments.base import Charts, Parts, Rows, Tables, numbered
-from kvinterp.study.experiments.of_models import OfModels
-from kvinterp.study.experiments.options import option, shared
-from kvinterp.study.findings import Chart, Panel, findings_of, median_of
-from kvinterp.study.findings.of_patching import (
+from kvinterp.patching.findings import (
     charts_of_decomposition,
     charts_of_sweep,
     of_model,
     rows_of_decomposition,
     rows_of_sweep,
 )
+from kvinterp.study.cells import Cell, joined, loaded, stacked
+from kvinterp.study.experiments.base import Charts, Parts, Rows, Tables, numbered
+from kvinterp.study.experiments.of_models import OfModels
+from kvinterp.study.experiments.options import option, shared
 
 SETS: dict[str, dict[str, str]] = {
     "paper": {name: PRESETS["paper"][name] for name in ("site", "over", "direction", "steps", "protocol", "distance")},
@@ -219,18 +219,17 @@ def _found(tables: Tables, made: Parts) -> tuple[dict[tuple[str, str], Sweep], d
     for _, about in made.values():
         model = about["model"]
         for part, kept in about["parts"].items():
-            told = flat(kept)
             mine = {
                 name: table[(table["model"] == model) & (table["part"] == part)].drop(columns=["model", "part"])
                 for name, table in tables.items()
                 if len(table)
             }
             if part == SPLIT and model not in splits:
-                splits[model] = Decomposition(mine["decomposition"], mine["layers"], told)
+                splits[model] = Decomposition(mine["decomposition"], mine["layers"], kept)
             elif part != SPLIT and (model, part) not in sweeps:
                 # One without controls has an empty table, without those of the others' distances.
                 controls = mine["controls"] if len(mine.get("controls", ())) else pd.DataFrame()
-                sweeps[model, part] = Sweep(mine["recovery"], mine["steps"], controls, told)
+                sweeps[model, part] = Sweep(mine["recovery"], mine["steps"], controls, kept)
     return sweeps, splits
 
 

@@ -23,6 +23,7 @@ from kvinterp.common.result import Result
 from kvinterp.comparison import compare, failures_kept
 from kvinterp.data import load_prompts
 from kvinterp.errors import InputError
+from kvinterp.findings import Chart, Panel, finding
 from kvinterp.models import dtype_named
 from kvinterp.models.provenance import provenance
 from kvinterp.paths import Cached, Recompute, path_named, run
@@ -31,7 +32,6 @@ from kvinterp.study.cells import Cell, joined, loaded
 from kvinterp.study.experiments.base import Charts, OfModel, Parts, Rows, Tables
 from kvinterp.study.experiments.circumstances import tried
 from kvinterp.study.experiments.options import SHARED, option
-from kvinterp.study.findings import Chart, Panel, finding
 
 TRUTH = "recompute@float64"
 

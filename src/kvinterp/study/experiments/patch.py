@@ -8,11 +8,11 @@ from typing import Any, ClassVar
 
 from kvinterp.common.result import Result
 from kvinterp.data import load_prompts
+from kvinterp.patching.findings import charts_of_sweep, headline_of_sweep, rows_of_sweep
 from kvinterp.study.cells import Cell, joined, loaded
 from kvinterp.study.experiments.base import OfModel, Parts, numbered
 from kvinterp.study.experiments.choices import taken_by
 from kvinterp.study.experiments.options import option, shared
-from kvinterp.study.findings.of_patching import charts_of_sweep, headline_of_sweep, rows_of_sweep
 
 _UNLESS_GIVEN = {
     "site": "kv",

@@ -12,13 +12,13 @@ import torch
 from kvinterp.common.numbers import between, listed
 from kvinterp.common.progress import each
 from kvinterp.common.result import Result
+from kvinterp.findings import Chart, Panel, median_of
 from kvinterp.metrics import residual_drift
 from kvinterp.models import wrap
 from kvinterp.study.cells import loaded
 from kvinterp.study.experiments.base import Charts, Rows, Tables
 from kvinterp.study.experiments.of_models import FEW, OfModels, encoded, newest_at
 from kvinterp.study.experiments.options import option
-from kvinterp.study.findings import Chart, Panel, median_of
 
 
 @dataclasses.dataclass(frozen=True)

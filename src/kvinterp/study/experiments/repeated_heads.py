@@ -26,13 +26,13 @@ from kvinterp.comparison import Comparison, compare, failures_kept
 from kvinterp.comparison.by_layer import pairs_of
 from kvinterp.data import load_prompts
 from kvinterp.errors import UnsupportedError
+from kvinterp.findings import Chart, Panel, finding, median_of
 from kvinterp.models import Adapter, load_model, wrap
 from kvinterp.paths import run
 from kvinterp.study.cells import Cell, loaded
 from kvinterp.study.experiments.base import Charts, Rows, Tables
 from kvinterp.study.experiments.of_models import OfModels, shown_sites
 from kvinterp.study.experiments.options import option
-from kvinterp.study.findings import Chart, Panel, finding, median_of
 
 TRUTH = "recompute@float64"
 CHANGE, ALIKE = "median change of the RMS logit difference, heads repeated most less as they are", "every measure alike"

@@ -13,6 +13,7 @@ from kvinterp.common.numbers import between
 from kvinterp.common.result import Result
 from kvinterp.data import TASKS, load_prompts
 from kvinterp.errors import InputError
+from kvinterp.findings import COLUMNS
 from kvinterp.study.cells import stacked
 from kvinterp.study.experiments.accumulation import Accumulation
 from kvinterp.study.experiments.base import Charts, Parts, Rows, Tables
@@ -25,7 +26,6 @@ from kvinterp.study.experiments.of_models import FEW, OfModels
 from kvinterp.study.experiments.options import DRAWS, option, sampled
 from kvinterp.study.experiments.propagation import Propagation
 from kvinterp.study.experiments.repeated_heads import RepeatedHeads
-from kvinterp.study.findings import COLUMNS
 
 if TYPE_CHECKING:
     from kvinterp.study.cells import Cell

@@ -25,11 +25,11 @@ from kvinterp.common.result import Result
 from kvinterp.comparison import compare, failures_kept
 from kvinterp.data import load_prompts
 from kvinterp.errors import InputError
+from kvinterp.findings import Chart, Panel, finding, findings_of
 from kvinterp.models.provenance import provenance
 from kvinterp.study.cells import Cell, joined, loaded
 from kvinterp.study.experiments.base import Charts, OfModel, Parts
 from kvinterp.study.experiments.options import SHARED, option
-from kvinterp.study.findings import Chart, Panel, finding, findings_of
 
 NOISE = {"normal": "normal(0,{size:g},seed={seed})", "uniform": "uniform(-{size:g},{size:g},seed={seed})"}
 """The policies of noise by name, each of one size: a standard deviation, or half a width."""

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from kvinterp.auditing.folder import put
 from kvinterp.auditing.ladder import EMBEDDING, part_named
 from kvinterp.common.numbers import counted
 from kvinterp.errors import InputError
+from kvinterp.findings import Chart, Panel
 from kvinterp.models.adapter import DTYPES
-from kvinterp.study.findings.of_comparison import ladder_chart
 from kvinterp.study.report import given
 from kvinterp.study.report.charts import drawn
 from kvinterp.study.report.experiment import kicker_of
@@ -88,17 +86,20 @@ def layer_table(audit: Audit, order: str = "native") -> pd.DataFrame:
     return pd.DataFrame(columns).rename_axis("layer")
 
 
-def save_verdict(verdict: Verdict, folder: Path) -> Path:
-    """Writes verdict and page alone, over an earlier audit's.
+def files_of(found: Audit | Verdict) -> tuple[dict[str, str], dict[str, pd.DataFrame]]:
+    """The texts and tables that are written of all that an audit measured, or of its verdict alone.
 
     Raises:
-        InputError: It cannot be written, or it is of a version that did not say what it was made with.
+        InputError: It is of a version that did not say what it was made with.
     """
-    if not verdict.provenance:
+    if not found.provenance:
         raise InputError("this verdict does not say what it was made with: make the audit again.")
-    if verdict.given:
-        return put(given.texts_of(verdict), folder, {} if verdict.tokens is None else {"given": verdict.tokens})
-    return put({"report.html": page_of(verdict, [Text(_BLOCKS_ELSEWHERE)]), "verdict.json": verdict.to_json()}, folder)
+    verdict = found.verdict
+    if not isinstance(verdict, str):
+        return texts_of(found), found.written()[0]
+    if found.given:
+        return given.texts_of(found), {} if found.tokens is None else {"given": found.tokens}
+    return {"report.html": page_of(found, [Text(_BLOCKS_ELSEWHERE)]), "verdict.json": found.to_json()}, {}
 
 
 def page(audit: Audit) -> str:
@@ -193,6 +194,18 @@ def ladder_figure(evidence: Mapping[str, Row]) -> Figure | None:
         for name, label in shown.items()
     }
     return drawn(ladder_chart({"unit roundoff": units, **lines}, "relative difference"), [])
+
+
+def ladder_chart(lines: Mapping[str, Mapping[str, float]], label: str) -> Chart:
+    """Differences by dtype.
+
+    Args:
+        lines: Of each line its difference by dtype; the first has all dtypes, in the order that is drawn.
+        label: What differs.
+    """
+    rows = [{"line": line, "dtype": dtype, "size": size} for line, found in lines.items() for dtype, size in found.items()]
+    panel = Panel(pd.DataFrame(rows), "size", "dtype", "dots", color="line", label=label)
+    return Chart("Does the difference fall with precision?", [panel])
 
 
 def _rung_row(name: str, found: Row) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Draws charts that are data (:mod:`kvinterp.study.findings.charts`): one place for each kind of panel."""
+"""Draws charts that are data (:mod:`kvinterp.findings.charts`): one place for each kind of panel."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from matplotlib.figure import Figure, FigureBase
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullFormatter, NullLocator
 
 from kvinterp.common.numbers import percent, power, short
-from kvinterp.study.findings import Chart, Panel
+from kvinterp.findings import Chart, Panel
 from kvinterp.study.report.style import CMAP, DIVERGING, ink_on, line_of, of_models, series_of, sheet
 
 _GREY = {"color": "#808080", "linewidth": 0.9, "linestyle": (0, (3, 2)), "zorder": 1}

@@ -16,7 +16,7 @@ from kvinterp._version import __version__
 from kvinterp.common.numbers import counted, ends_said, listed, machines_of, number, sentence
 from kvinterp.common.store import write_whole
 from kvinterp.common.vocabulary import PROTOCOLS
-from kvinterp.study.findings.rows import bare, labels_of, of_how_many, place, tested, value
+from kvinterp.findings.rows import bare, labels_of, of_how_many, place, tested, value
 from kvinterp.study.report.page import Answer, Column, Folded, Interval, Links, Pairs, Parts, Table, Text, opened, render
 from kvinterp.study.report.svg import picture
 from kvinterp.study.report.tokens import SCRIPTS, SHEETS
@@ -196,7 +196,7 @@ def findings_table(table: pd.DataFrame, name: str = "findings") -> Table:
     """The table of findings; what no row says, and what all are of, is left out.
 
     Args:
-        table: Findings, as :func:`kvinterp.study.findings.findings_of` makes them.
+        table: Findings, as :func:`kvinterp.findings.findings_of` makes them.
         name: By which a link finds it.
     """
     alike = [label for label in labels_of(table) if len(table) > 1 and table[label].nunique(dropna=False) == 1]

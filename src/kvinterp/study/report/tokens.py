@@ -17,7 +17,7 @@ import pandas as pd
 from kvinterp.common.numbers import against, number
 from kvinterp.comparison import Comparison
 from kvinterp.comparison.attention_rows import within
-from kvinterp.study.findings.results import site_of
+from kvinterp.comparison.facts import site_of
 from kvinterp.study.report.page import Column, Links, Packed, Parts, Table, Text, fragment, opened, render
 
 SCRIPTS, SHEETS = ("tables", "draw", "page"), ("draw",)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pandas as pd
 
@@ -31,13 +31,6 @@ def right_answers(comparison: Comparison) -> dict[str, list[bool]]:
     found = {path: [judged(prompts.get(row["id"]), row[f"text_{side}"]) for row in rows]
              for side, path in comparison.provenance["paths"].items()}  # fmt: skip
     return {} if not rows or any(None in each for each in found.values()) else found  # type: ignore[return-value]
-
-
-def only(table: pd.DataFrame, **values: Any) -> pd.DataFrame:
-    """The rows of a table in which each of these columns holds that value."""
-    for column, value in values.items():
-        table = table[table[column] == value]
-    return table
 
 
 def alike(comparison: Comparison, table: str, *columns: str, first: int = 1) -> Iterator[pd.DataFrame]:

@@ -170,3 +170,10 @@ def tested(found: Finding) -> str:
         return str(found["test"])
     corrected = "" if pd.isna(found["p_corrected"]) else f", corrected {number(found['p_corrected'])}"
     return f"{found['test'] or 'test'} p = {number(found['p'])}{corrected}"
+
+
+def only(table: pd.DataFrame, **values: Any) -> pd.DataFrame:
+    """The rows of a table in which each of these columns holds that value."""
+    for column, value in values.items():
+        table = table[table[column] == value]
+    return table

@@ -10,10 +10,10 @@ import pandas as pd
 
 from kvinterp.common.numbers import against, counted, every, number, percent, upper
 from kvinterp.common.vocabulary import ANEW, PARTS, RECOVERED, UNCHANGED
+from kvinterp.findings import only
+from kvinterp.findings.charts import Chart, Panel
+from kvinterp.findings.rows import Finding, finding, median_of, place
 from kvinterp.metrics.recovery import TO_SEE_A_DIFFERENCE
-from kvinterp.study.findings.charts import Chart, Panel
-from kvinterp.study.findings.results import only
-from kvinterp.study.findings.rows import Finding, finding, median_of, place
 
 if TYPE_CHECKING:
     from kvinterp.comparison.attribution import LogitAttribution

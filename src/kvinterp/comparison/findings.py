@@ -9,11 +9,7 @@ import numpy as np
 import pandas as pd
 
 from kvinterp.common.numbers import against, counted, every, machine_of, most, number
-from kvinterp.errors import in_one_line
-from kvinterp.metrics.recovery import ONLY_THE_PREFILL, TO_SEE_A_DIFFERENCE
-from kvinterp.metrics.statistics import mean_error
-from kvinterp.study.findings.charts import Chart, Panel
-from kvinterp.study.findings.results import (
+from kvinterp.comparison.facts import (
     alike,
     decoded,
     let_go_of,
@@ -22,10 +18,14 @@ from kvinterp.study.findings.results import (
     site_of,
     sites_of,
 )
-from kvinterp.study.findings.rows import Finding, finding, findings_of, lines_of, median_of, share_of
+from kvinterp.errors import in_one_line
+from kvinterp.findings import Chart, Panel
+from kvinterp.findings.rows import Finding, finding, findings_of, lines_of, median_of, share_of
+from kvinterp.metrics.recovery import ONLY_THE_PREFILL, TO_SEE_A_DIFFERENCE
+from kvinterp.metrics.statistics import mean_error
 
 if TYPE_CHECKING:
-    from kvinterp.comparison import Comparison
+    from kvinterp.comparison.comparison import Comparison
 
 
 def rows_of_comparison(comparison: Comparison) -> list[Finding]:
@@ -327,15 +327,3 @@ def _routing_by_step(comparison: Comparison) -> list[Panel]:
 def _first(comparison: Comparison, table: str) -> int:
     """The first step that is drawn: 1, or 0 where a table has no other at which both paths hold the same text."""
     return int(any(map(len, alike(comparison, table, "step"))))
-
-
-def ladder_chart(lines: Mapping[str, Mapping[str, float]], label: str) -> Chart:
-    """Differences by dtype.
-
-    Args:
-        lines: Of each line its difference by dtype; the first has all dtypes, in the order that is drawn.
-        label: What differs.
-    """
-    rows = [{"line": line, "dtype": dtype, "size": size} for line, found in lines.items() for dtype, size in found.items()]
-    panel = Panel(pd.DataFrame(rows), "size", "dtype", "dots", color="line", label=label)
-    return Chart("Does the difference fall with precision?", [panel])

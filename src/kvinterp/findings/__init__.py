@@ -1,0 +1,6 @@
+"""What was found, as data: rows with estimate, interval and n, and charts that say what is drawn of which table."""
+
+from kvinterp.findings.charts import Chart, Panel
+from kvinterp.findings.rows import COLUMNS, finding, findings_of, labels_of, lines_of, median_of, only
+
+__all__ = ["COLUMNS", "Chart", "Panel", "finding", "findings_of", "labels_of", "lines_of", "median_of", "only"]
