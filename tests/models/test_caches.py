@@ -1,9 +1,16 @@
 """The cached path of models that keep something else than keys and values, and keep it where they please."""
 
+import inspect
+import sys
+from types import SimpleNamespace
+
 import pytest
+import torch
 
 import kvinterp as kv
-from kvinterp.errors import UnsupportedError
+from kvinterp.errors import InputError, UnsupportedError
+from kvinterp.models.bridge import build_bridge
+from kvinterp.models.convert import hooked_class
 
 pytestmark = pytest.mark.bits
 
@@ -31,7 +38,7 @@ def largest(model, a="cached", b="recompute", steps=5):
 
 @pytest.mark.parametrize("stem", STATES)
 def test_a_cache_by_another_name_is_remembered(tiny, stem):
-    """Mamba calls its cache cache_params and RWKV calls it state; given as past_key_values it went into their keyword
+    """Mamba called its cache cache_params and RWKV calls it state; given as past_key_values it went into their keyword
     arguments and was dropped, so that the cached path began anew at every step and differed by whole logits."""
     assert largest(tiny(stem, sizes=SMALL, **STATES[stem])) < 1e-4
 
@@ -82,7 +89,7 @@ def test_a_cache_that_is_left_lying_is_an_error(tiny):
         return whole(input_ids=input_ids, use_cache=False)
 
     model.forward = forward
-    with pytest.raises(UnsupportedError, match="does not use the cache"):
+    with pytest.raises(UnsupportedError, match="no cache that it uses"):
         kv.run(model, PROMPT, "cached", max_new_tokens=2)
 
 
@@ -95,3 +102,89 @@ def test_latent_attention_has_no_cache_sites(tiny):
     )  # fmt: skip
     with pytest.raises(UnsupportedError, match="cache_v"):
         kv.run(model, PROMPT, record="cache_v", max_new_tokens=2)
+
+
+# Names that a release may change ----------------------------------------------------------------------------------------
+
+
+def renamed(model, argument, output):
+    """A model that takes and returns its cache by other names, and by no other."""
+    whole, own = model.forward, kv.wrap(model).cache_name
+
+    def forward(input_ids=None, attention_mask=None, position_ids=None, use_cache=None, **given):
+        if given.keys() - {argument}:
+            raise TypeError(f"forward() got {sorted(given)}")
+        cache = {own: given.get(argument)}
+        made = whole(input_ids, attention_mask, position_ids, use_cache=use_cache, **cache)
+        return SimpleNamespace(logits=made.logits, **{output: getattr(made, own)})
+
+    names = ("input_ids", "attention_mask", "position_ids", "use_cache", argument)
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    forward.__signature__ = inspect.Signature([inspect.Parameter(name, kind, default=None) for name in names])
+    model.forward = forward
+    return model
+
+
+@pytest.mark.parametrize("argument", ["past_key_values", "cache", "kept"])
+@pytest.mark.parametrize("output", ["past_key_values", "cache", "kept"])
+def test_a_cache_has_the_name_that_the_model_gives_it(tiny, argument, output):
+    """transformers 5.24 renamed past_key_values, as argument and in the output, and no model had a cached path."""
+    plain, other = tiny("Llama"), renamed(tiny("Llama"), argument, output)
+    assert kv.wrap(other).cache_name == argument
+    for model in (plain, other):
+        assert largest(model) < 1e-4
+    told = {"record": ("cache_k", "resid_post"), "max_new_tokens": 3, "stop": "length", "logits": "keep"}
+    one, two = (kv.run(model, PROMPT, "cached", **told) for model in (plain, other))
+    assert one.tokens == two.tokens
+    assert torch.equal(one.logits, two.logits)
+    assert all(torch.equal(one[site, 1], two[site, 1]) for site in told["record"])
+
+
+def test_a_bridge_is_handed_the_cache_by_the_name_it_looks_for(tiny, monkeypatch):
+    """TransformerLens' attention looks for past_key_values, whatever transformers' blocks call it: without that every decode
+    step attended to itself alone."""
+    model = tiny("Llama")
+
+    def forward(self, hidden_states, past_key_values=None, cache=None, **given):
+        kept = past_key_values if cache is None else cache
+        states = self.input_layernorm(hidden_states)
+        hidden_states = hidden_states + self.self_attn(hidden_states=states, another_name=kept, **given)[0]
+        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+
+    forward.__signature__ = inspect.signature(type(model.model.layers[0]).forward)
+    monkeypatch.setattr(type(model.model.layers[0]), "forward", forward)
+    bridge = build_bridge(model, "llama")
+    assert largest(bridge) < 1e-4
+    assert kv.run(kv.wrap(bridge), PROMPT, "cached@float64", max_new_tokens=3).tokens
+
+
+# A TransformerLens that lacks something ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("package", "part", "error", "said"),
+    [
+        ("", None, UnsupportedError, r'no HookedTransformer .* pip install "transformer-lens<4"'),
+        ("import no_such_package_at_all", None, InputError, "cannot be imported here .*no_such_package_at_all"),
+        ("", "import no_such_package_at_all", InputError, "cannot be imported here .*no_such_package_at_all"),
+        ("", "from torch import no_such_name_at_all", InputError, "cannot be imported here .*no_such_name_at_all"),
+    ],
+)
+def test_what_transformer_lens_lacks_is_told_from_what_is_not_installed(tmp_path, monkeypatch, package, part, error, said):
+    """A package that was missing inside TransformerLens was reported as a TransformerLens without HookedTransformer."""
+    folder = tmp_path / "transformer_lens"
+    folder.mkdir()
+    (folder / "__init__.py").write_text(package)
+    if part is not None:
+        (folder / "HookedTransformer.py").write_text(part)
+        (folder / "__init__.py").write_text("from .HookedTransformer import HookedTransformer")
+    for name in [name for name in sys.modules if name.split(".")[0] == "transformer_lens"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(error, match=said):
+        hooked_class()
+    monkeypatch.undo()
+    for name in [
+        name for name, module in sys.modules.items() if str(getattr(module, "__file__", "")).startswith(str(tmp_path))
+    ]:
+        del sys.modules[name]

@@ -25,7 +25,7 @@ from kvinterp.auditing.blocks import Fed
 from kvinterp.auditing.lengths import SHORT_WINDOW, listed
 from kvinterp.auditing.values import apart
 from kvinterp.models.transformers_api import can_generate, greedy
-from kvinterp.models.transformers_cache import CACHES, refusal
+from kvinterp.models.transformers_cache import refusal
 from kvinterp.paths.calls.base import Masking
 from kvinterp.paths.calls.generate import Generating
 
@@ -327,7 +327,7 @@ def _run(bench: Bench, tokens: Tensor, mask: Tensor, use_cache: bool) -> Generat
     with Generating(runner.model, tokens, chosen, mask) as generating:
         for given in generating.forwards():
             told = {name: value.clone() for name, value in given.items() if isinstance(value, Tensor)}
-            calls.append({**told, "cached": any(given.get(name) is not None for name in CACHES)})
+            calls.append({**told, "cached": given.get(runner.adapter.cache_name) is not None})
             with runner.running():
                 out = runner.model(**given)
             # What generate() returns is rounded to float32.

@@ -19,7 +19,7 @@ from kvinterp.common.checks import check_seed
 from kvinterp.errors import UnsupportedError
 from kvinterp.models import Adapter
 from kvinterp.models.hooks import first_of, put_first, stream_hook
-from kvinterp.models.transformers_cache import CACHES, STATES
+from kvinterp.models.transformers_cache import STATES
 from kvinterp.paths.calls.base import NOTHING, Feeding, Masking
 from kvinterp.paths.kernels import KernelMode, Kernels, Native
 from kvinterp.paths.vocabulary import padding_of
@@ -91,8 +91,7 @@ class BlockModel:
         logits, cache = self.forward(tokens, cache, start, masking)
         if cache is None:
             raise UnsupportedError(
-                f"{type(self.model).__name__} returned no cache (none of {', '.join(CACHES)}) though use_cache was "
-                "true: there is no cached path to audit."
+                f"{type(self.model).__name__} returned no cache though use_cache was true: there is no cached path to audit."
             )
         return self.unpadded(logits), cache
 

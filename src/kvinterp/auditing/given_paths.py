@@ -223,11 +223,11 @@ def log_probs(adapter: Adapter, ids: Sequence[int], prompt: int, way: Way) -> Te
             return None
         cache = model.new_cache()
         policy = policy_named(way.spoilt).start(model.facts)
-        head = model.model(tokens[:, :prompt], past_key_values=cache).logits
+        head, _ = model.called(tokens[:, :prompt], cache, None, None)
         for layer, held in enumerate(cache.layers):
             place = Place(layer, 0, prompt, True, prompt=prompt)
             held.keys, held.values = policy.read(*policy.write(held.keys, held.values, place), place)
-        logits = torch.cat([head, model.model(tokens[:, prompt:], past_key_values=cache).logits], 1)
+        logits = torch.cat([head, model.called(tokens[:, prompt:], cache, None, None)[0]], 1)
     elif way.change is not None:
         with way.change(model.model, prompt) as there:
             if not there:

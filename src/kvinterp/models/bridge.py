@@ -6,14 +6,17 @@ for everything and is the only kind in TransformerLens 4. Its cache is transform
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.cache_utils import Cache, CacheLayerMixin
 
 from kvinterp.errors import UnsupportedError
 from kvinterp.models.adapter import Adapter, KVStore
 from kvinterp.models.caches import CacheKind, check_plain
+from kvinterp.models.door import importing_transformer_lens
 from kvinterp.models.hook_names import hook_name
 from kvinterp.models.hooks import Tap, heads_tap, routing_tap
 from kvinterp.models.native import (
@@ -33,7 +36,8 @@ def build_bridge(model: nn.Module, name: str) -> nn.Module:
     Raises:
         UnsupportedError: TransformerLens has no bridge for this architecture.
     """
-    from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_from_module
+    with importing_transformer_lens():
+        from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_from_module
 
     parameter = next(model.parameters())
     try:
@@ -49,7 +53,34 @@ def build_bridge(model: nn.Module, name: str) -> nn.Module:
         raise UnsupportedError(
             f"TransformerLens has no bridge for {type(model).__name__} ({error}): use kind='native'."
         ) from error
-    return bridge.eval()
+    hand_on(bridge.eval())
+    return bridge
+
+
+@torch.no_grad()
+def hand_on(bridge: nn.Module) -> None:
+    """Gives a bridge's attention the cache by the name under which it looks for one, where transformers uses another.
+
+    Asked by trying: a layer whose attention leaves the cache as it was is given it so. What a bridge's own users run is changed
+    with it, so this is for bridges that are built here.
+    """
+    adapter = BridgeAdapter(bridge)
+    cache = adapter.new_cache()
+    try:
+        adapter.called(torch.arange(3, 5, device=adapter.device)[None] % adapter.facts.vocabulary, cache, None, None)
+    # What a bridge raises here it raises again where it is run in earnest.
+    except Exception:
+        return
+    for block, layer in zip(bridge.blocks, cache.layers, strict=False):  # type: ignore[arg-type]
+        attention = getattr(block, "attn", None)
+        if attention is not None and isinstance(layer, CacheLayerMixin) and not layer.get_seq_length():
+            # A partial, as a copy of the bridge then has its own; set past the bridge, which sets what is inside it.
+            vars(attention)["forward"] = functools.partial(_handed, attention)
+
+
+def _handed(attention: nn.Module, *args: Any, **given: Any) -> Any:
+    by_its_name = {"past_key_values" if isinstance(value, Cache) else name: value for name, value in given.items()}
+    return type(attention).forward(attention, *args, **by_its_name)
 
 
 class BridgeAdapter(OnTransformersCache):
@@ -86,12 +117,13 @@ class BridgeAdapter(OnTransformersCache):
         if store is None:
             return self.model(tokens, return_type="logits", use_cache=False)
         cache = model_cache(store, lambda: self.config, f"the bridge for {self.facts.architecture}")
-        return self.model(tokens, return_type="logits", past_key_values=cache, use_cache=True)
+        return self.called(tokens, cache, mask, positions)[0]
 
     def called(self, tokens: Tensor, cache: Any, mask: Tensor | None, positions: Tensor | None) -> tuple[Tensor, Any]:
         """Logits and the cache, a DynamicCache that is made where none is given."""
         cache = self.new_cache() if cache is None else cache
-        return self.model(tokens, return_type="logits", past_key_values=cache, use_cache=True), cache
+        given = {self.cache_name: cache} if self.cache_name else {}
+        return self.model(tokens, return_type="logits", use_cache=True, **given), cache
 
     def own_cache(self, kind: CacheKind, batch: int, capacity: int, dtype: torch.dtype) -> TransformersCache:
         """The DynamicCache that a bridge's users make."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 import re
 import tempfile
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 from torch import nn
 
 from kvinterp.errors import UnsupportedError
-from kvinterp.models.door import weights_of
+from kvinterp.models.door import importing_transformer_lens, weights_of
 from kvinterp.models.gguf_file import is_gguf
 from kvinterp.models.native import layer_windows
 from kvinterp.models.soundness import check_finite, check_loaded, check_plain_weights
@@ -45,14 +46,16 @@ def hooked_class() -> type[nn.Module]:
 
     Raises:
         UnsupportedError: The installed TransformerLens has none (version 4 and later).
+        InputError: It cannot be imported.
     """
-    try:
+    with importing_transformer_lens():
+        # Version 4 answers the import itself with an ImportError, as a package that is missing does.
+        if importlib.util.find_spec("transformer_lens.HookedTransformer") is None:
+            raise UnsupportedError(
+                "the installed TransformerLens has no HookedTransformer (it was removed in 4.0): use kind='bridge' or "
+                "kind='native', or install one that has it: pip install \"transformer-lens<4\"."
+            )
         from transformer_lens import HookedTransformer
-    except ImportError as error:
-        raise UnsupportedError(
-            "the installed TransformerLens has no HookedTransformer (it was removed in 4.0): "
-            "use kind='bridge' or kind='native', or install transformer-lens>=3.9,<4."
-        ) from error
     return HookedTransformer
 
 

@@ -231,6 +231,22 @@ def loading(name: str, part: str = "", config: Any = None) -> Iterator[None]:
         ) from error
 
 
+@contextlib.contextmanager
+def importing_transformer_lens() -> Iterator[None]:
+    """Makes one sentence of a TransformerLens that cannot be imported: no model is to blame for a package that is missing.
+
+    Raises:
+        InputError: In the place of an ImportError.
+    """
+    try:
+        yield
+    except ImportError as error:
+        raise InputError(
+            f"TransformerLens cannot be imported here ({reason(error)}): install what it needs, which "
+            "`pip install transformer-lens` does, or use kind='native', which needs none of it."
+        ) from error
+
+
 def too_large(name: str, error: BaseException) -> InputError:
     """The sentence for a model for which there is too little memory."""
     return InputError(

@@ -115,7 +115,7 @@ class _OwnCache(OwnCache):
 class HookedAdapter(Adapter):
     """A HookedTransformer, run as it is: its own kernels, its own cache layout."""
 
-    kind = "hooked"
+    kind, cache_name = "hooked", "past_kv_cache"
     position_major_cache = True
 
     def __init__(self, model: nn.Module, name: str | None = None, tokenizer: Any = None) -> None:
@@ -166,7 +166,9 @@ class HookedAdapter(Adapter):
     def intercept_cache(self, layer: int, cache: Any, on_read: CacheRead) -> Callable[[], None]:
         """Wraps ``append`` of the user's own cache entry."""
         if cache is None:
-            raise InputError("a patch of the cache needs a forward with a cache: call the model with past_kv_cache=...")
+            raise InputError(
+                f"a patch of the cache needs a forward with a cache: call the model with {self.cache_name}=..."
+            )
 
         def reader(read: tuple[Tensor, Tensor], *_: Any) -> tuple[Tensor, Tensor] | None:
             new = on_read(layer, 0, *_turned(read))

@@ -11,7 +11,7 @@ import contextlib
 import copy
 import dataclasses
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -25,11 +25,11 @@ from kvinterp.models.derived import DERIVED
 from kvinterp.models.hooks import Tap, heads_tap, hooks_suspended
 from kvinterp.models.native_sites import INSIDE, Checked, NativeSites, check_sites
 from kvinterp.models.transformers_cache import (
-    CACHES,
     OnTransformersCache,
     TransformersCache,
     is_attention_only,
     model_cache,
+    returned,
     text_config,
 )
 
@@ -144,20 +144,13 @@ class NativeAdapter(OnTransformersCache):
     def __init__(self, model: nn.Module, name: str | None = None, tokenizer: Any = None) -> None:
         super().__init__(model, transformers_facts(model, name), tokenizer)
         self._blocks = decoder_layers(model)
-        parameters = inspect.signature(model.forward).parameters
-        self.takes = frozenset(parameters)
-        named = next((name for name in CACHES if name in parameters), None)
-        # Code that came with a checkpoint may pass everything on.
-        passes_on = not any(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters.values())
-        self._cache_argument = "past_key_values" if named is None and passes_on else named
-        self.cache_name = self._cache_argument or CACHES[0]
-        self._attention_only = self._cache_argument == "past_key_values" and keeps_only_keys_and_values(model)
+        self.takes = frozenset(inspect.signature(model.forward).parameters)
         parallel = bool(getattr(text_config(model), "use_parallel_residual", False))
         self._sites = NativeSites(self._blocks, self.facts, parallel)
         plain_experts(model, self.dtype)
         self._checked: Checked | None = None
         self._continues: bool | None = None
-        self._plain_cache: Callable[[], Cache] | None = None
+        self._attention_only: bool | None = None
 
     @property
     def facts(self) -> ModelInfo:
@@ -174,18 +167,21 @@ class NativeAdapter(OnTransformersCache):
 
     def _forget(self) -> None:
         super()._forget()
-        self._checked = self._continues = self._plain_cache = None
+        self._checked = self._continues = self._attention_only = None
         self._sites.facts = self._facts
 
     @property
     def attention_only(self) -> bool:
         """Whether every layer keeps plain keys and values."""
+        if self._attention_only is None:
+            kept = self.memory.name is not None and not self.memory.own_form
+            self._attention_only = kept and keeps_only_keys_and_values(self.model)
         return self._attention_only
 
     @property
     def takes_mask(self) -> bool:
         """Whether the model's own forward takes a mask, and all its layers attend."""
-        return self._attention_only and "attention_mask" in self.takes
+        return self.attention_only and "attention_mask" in self.takes
 
     @property
     def takes_static(self) -> bool:
@@ -204,12 +200,12 @@ class NativeAdapter(OnTransformersCache):
         more = {name: given for name, given in told.items() if given is not None and name in self.takes}
         if store is None:
             return self.model(input_ids=tokens, use_cache=False, **more).logits
-        if store.model_cache is not None and tokens.shape[1] > 1 and not self._attention_only:
+        if store.model_cache is not None and tokens.shape[1] > 1 and not self.attention_only:
             self._check_continues()
-        if self._cache_argument != "past_key_values":
+        if self.memory.name is None or self.memory.own_form:
             return self._with_own_cache(tokens, store)
-        cache = model_cache(store, lambda: self.config, self._facts.architecture)
-        return self.model(input_ids=tokens, past_key_values=cache, use_cache=True, **more).logits
+        more[self.memory.name] = model_cache(store, lambda: self.config, self._facts.architecture)
+        return self.model(input_ids=tokens, use_cache=True, **more).logits
 
     def called(self, tokens: Tensor, cache: Any, mask: Tensor | None, positions: Tensor | None) -> tuple[Tensor, Any]:
         """Logits, and the model's own cache under whatever name it has."""
@@ -218,37 +214,24 @@ class NativeAdapter(OnTransformersCache):
             given["position_ids"] = positions
         told = {name: value for name, value in given.items() if value is not None}
         out = self.model(input_ids=tokens, use_cache=True, **told)
-        # The signature may take everything by any name: the one that it is returned under is the one that it is taken by.
-        name = next((name for name in CACHES if getattr(out, name, None) is not None), None)
-        if name is None:
-            return out.logits, None
-        self.cache_name = name
-        return out.logits, getattr(out, name)
+        return out.logits, returned(out, self.takes)[1]
 
     def own_cache(self, kind: CacheKind, batch: int, capacity: int, dtype: torch.dtype) -> TransformersCache | None:
         """A transformers cache; for the default kind of the class that the model itself makes."""
-        if self._cache_argument != "past_key_values":
+        if self.memory.name is None or self.memory.own_form:
             if isinstance(kind, Dynamic):
                 return None
             raise UnsupportedError(
                 f"cache={kind} cannot be used: {self.facts.architecture} keeps its memory in a form of its own; leave it out."
             )
         kind.check(self.device)
-        if self._plain_cache is None:
-            self._plain_cache = self._plain()
         return TransformersCache.of(kind, self.config, capacity, self._plain_cache)
 
-    @torch.no_grad()
-    def _plain(self) -> Callable[[], Cache]:
-        """Looks once at the cache that the model makes when it is given none, and says how to make another."""
-        config = self.config
-        tokens = torch.arange(3, 5, device=self.device)[None] % self.facts.vocabulary
-        with self.own_state([]), hooks_suspended(self.model):
-            made = getattr(self.model(input_ids=tokens, use_cache=True), "past_key_values", None)
-        if not isinstance(made, Cache) or type(made) is DynamicCache:
-            return lambda: DynamicCache(config=config)
-        takes_config = "config" in inspect.signature(type(made)).parameters
-        return lambda: type(made)(**({"config": config} if takes_config else {}))
+    def _plain_cache(self) -> Cache:
+        """A new cache of the class that the model makes by itself."""
+        made = self.memory.made
+        takes_config = "config" in inspect.signature(made).parameters
+        return made(**({"config": self.config} if takes_config else {}))
 
     @torch.no_grad()
     def _check_continues(self) -> None:
@@ -279,9 +262,8 @@ class NativeAdapter(OnTransformersCache):
 
     def _cache_of(self, output: Any) -> dict[str, Any]:
         """The cache that a forward returned, under the name by which the next one takes it."""
-        name = self._cache_argument
-        held = None if name is None else getattr(output, name, None)
-        return {} if name is None or held is None else {name: held}
+        held = returned(output, self.takes)[1]
+        return {} if not self.cache_name or held is None else {self.cache_name: held}
 
     def _with_own_cache(self, tokens: Tensor, store: KVStore) -> Tensor:
         """Runs a model that keeps no keys and values (Mamba, RWKV) on the cache that it makes by itself."""
@@ -289,8 +271,8 @@ class NativeAdapter(OnTransformersCache):
         store.model_cache = self._cache_of(output)
         if not store.model_cache:
             raise UnsupportedError(
-                f"{self.facts.architecture} takes and returns no cache by any name that is known ({', '.join(CACHES)}), so "
-                "it has no cached path: run it along recompute paths only, without a chunk."
+                f"{self.facts.architecture} takes and returns no cache that it uses, so it has no cached path: run it along "
+                "recompute paths only, without a chunk."
             )
         return output.logits
 
@@ -319,7 +301,7 @@ class NativeAdapter(OnTransformersCache):
     def cast(self, dtype: torch.dtype) -> Adapter:
         """The same weights in another dtype."""
         twin = NativeAdapter(cast_transformers(self.model, dtype), self.facts.name, self.tokenizer)
-        twin._checked = self._checked
+        twin._checked, twin._memory = self._checked, self.memory
         return twin
 
     def read_cache(self, site: str, layer: int, cache: Any) -> Tensor | None:

@@ -120,7 +120,7 @@ class Passes:
             self._cut()
             raise InputError(
                 f"{self.context} hears 'embed' of {self.adapter.facts.name} before its cache of {held} positions is seen: call "
-                "the model itself and name the cache, as in model(tokens, past_key_values=cache)."
+                f"the model itself and name the cache, as in model(tokens, {self.adapter.cache_name}=cache)."
             )
         self._embedded = False
         # A user may run the model where an error of his own is being handled.

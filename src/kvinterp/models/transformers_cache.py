@@ -10,8 +10,9 @@ that keep something else (Mamba and Gated DeltaNet states, indexers) stay transf
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+import inspect
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,11 +29,12 @@ from transformers.cache_utils import (
 from kvinterp.errors import InputError, UnsupportedError
 from kvinterp.models.adapter import Adapter, CacheRead, KVStore
 from kvinterp.models.caches import CacheKind, Dynamic, KeysValues, OwnCache, lead, taken
+from kvinterp.models.hooks import hooks_suspended
 
 # Until transformers 5.20 every quantised layer was a QuantizedLayer.
 BaseQuantizedLayer: Any = getattr(cache_utils, "BaseQuantizedLayer", cache_utils.QuantizedLayer)
-CACHES = ("past_key_values", "cache_params", "state")
-"""What transformers models call the cache they take and return."""
+TAKEN_AS = ("cache", "past_key_values")
+"""What is tried on a forward that takes anything by any name and says none."""
 STATES = {"conv_states": "convolution state", "recurrent_states": "recurrent state"}
 """What layers that attend to nothing keep, by the attribute that holds it."""
 
@@ -41,6 +43,28 @@ def text_config(model: nn.Module) -> Any:
     """The config of the decoder, inside a multimodal config too."""
     config: Any = model.config
     return config.get_text_config(decoder=True)
+
+
+class Memory(NamedTuple):
+    """What a model goes on from, as it answered when it was run: releases and families each have names of their own for it.
+
+    Attributes:
+        name: The argument by which its forward takes it; None where it takes none that it uses.
+        made: The class of what it makes where it is given none.
+        own_form: Whether that holds no layer of keys and values, as Mamba's and RWKV's.
+    """
+
+    name: str | None = None
+    made: type = DynamicCache
+    own_form: bool = False
+
+
+def returned(output: Any, arguments: Collection[str]) -> tuple[str, Any]:
+    """The cache of transformers' in a forward's output, or else what one of its arguments takes; ``("", None)`` for neither."""
+    held = output if isinstance(output, Mapping) else getattr(output, "__dict__", {})
+    there = [(name, value) for name, value in held.items() if value is not None]
+    caches = [pair for pair in there if isinstance(pair[1], Cache)]
+    return next(iter([*caches, *(pair for pair in there if pair[0] in arguments)]), ("", None))
 
 
 class StoreLayer(DynamicLayer):
@@ -125,7 +149,7 @@ def model_cache(store: KVStore, config: Callable[[], Any], architecture: str) ->
         if used and not any(used):
             raise UnsupportedError(
                 f"{architecture}, as this kind runs it, does not use the cache that it is given, so it has no cached path: use "
-                "another kind."
+                "another kind, or for a bridge of yours the one that kv.load_model(..., kind='bridge') builds."
             )
     elif store.own is not None:
         store.model_cache = store.own.model_cache
@@ -279,6 +303,50 @@ class OnTransformersCache(Adapter):
     """An adapter over a transformers model, whose user keeps a transformers cache."""
 
     _blocks: nn.ModuleList
+    _memory: Memory | None = None
+
+    def _forget(self) -> None:
+        super()._forget()
+        self._memory = None
+
+    @property
+    def memory(self) -> Memory:
+        """What the model goes on from: it is asked once."""
+        if self._memory is None:
+            self._memory = self._asked()
+        return self._memory
+
+    @property
+    def cache_name(self) -> str:  # type: ignore[override]
+        """What the model's own forward calls the cache that it takes; empty where it takes none."""
+        return self.memory.name or ""
+
+    @torch.no_grad()
+    def _asked(self) -> Memory:
+        """Looks at what two tokens leave, and at which argument takes it back."""
+        arguments = inspect.signature(self.source.forward).parameters
+        tokens = torch.arange(3, 5, device=self.device)[None] % self.facts.vocabulary
+
+        def run(**more: Any) -> Any:
+            try:
+                return self.source(input_ids=tokens, use_cache=True, **more)
+            # What a model raises here it raises again where it is run in earnest.
+            except Exception:
+                return None
+
+        with self.own_state([]), hooks_suspended(self.model):
+            name, made = returned(run(), arguments)
+            if name in arguments:
+                layers = getattr(made, "layers", ())
+                return Memory(name, type(made), not any(isinstance(layer, CacheLayerMixin) for layer in layers))
+            # An output may call it otherwise than the argument, or hold none that was not given.
+            for each in dict.fromkeys((*filter(None, [name]), *arguments, *TAKEN_AS)):
+                cache = DynamicCache(config=self.config) if made is None else made
+                before = cache.get_seq_length()
+                run(**{each: cache})
+                if cache.get_seq_length() > before:
+                    return Memory(each, type(cache))
+        return Memory()
 
     @property
     def blocks(self) -> nn.ModuleList:
@@ -314,7 +382,9 @@ class OnTransformersCache(Adapter):
             UnsupportedError: It is an encoder-decoder's.
         """
         if cache is None:
-            raise InputError("a patch of the cache needs a forward with a cache: call the model with past_key_values=...")
+            raise InputError(
+                f"a patch of the cache needs a forward with a cache: call the model with {self.cache_name}=..."
+            )
         _check_readable(cache)
 
         def reader(

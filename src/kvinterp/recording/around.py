@@ -90,7 +90,7 @@ class _Recording(WatchesPasses):
             if tensor is None:
                 raise InputError(
                     f"site {site!r} was asked for, but this forward used no cache that holds it: call the model with "
-                    f"a cache ({'past_kv_cache' if self.adapter.kind == 'hooked' else 'past_key_values or use_cache=True'})."
+                    f"a cache ({self.adapter.cache_name}=..., or use_cache=True)."
                 )
             self.recorder.keep(site, layer, tensor)
 

@@ -52,6 +52,7 @@ class Generating:
         chosen: The config of its ``generate()``.
         mask: Of the prompt, 0 where there is no token; ones by default.
         cache: What it is to use; its own by default.
+        name: What the model's forward calls it.
 
     Attributes:
         cache: The cache that it was given.
@@ -62,10 +63,16 @@ class Generating:
     made: Any = None
 
     def __init__(
-        self, model: nn.Module, prompt: Tensor, chosen: Any, mask: Tensor | None = None, cache: Any = None
+        self,
+        model: nn.Module,
+        prompt: Tensor,
+        chosen: Any,
+        mask: Tensor | None = None,
+        cache: Any = None,
+        name: str = "",
     ) -> None:
         self._model: Any = model
-        self._prompt, self._chosen, self.cache = prompt, chosen, cache
+        self._prompt, self._chosen, self.cache, self._name = prompt, chosen, cache, name
         self._mask = torch.ones_like(prompt) if mask is None else mask
         self.sent: list[Tensor] = []
         self._asked: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -129,7 +136,7 @@ class Generating:
                 return scores
             return torch.full_like(scores, -torch.inf).scatter(1, self.sent[at][:, None].to(scores.device), 0.0)
 
-        given = {} if self.cache is None else {"past_key_values": self.cache}
+        given = {} if self.cache is None else {self._name: self.cache}
         given |= {"attention_mask": self._mask, "generation_config": self._chosen, "logits_processor": [forced]}
         ended: Any = None
         try:
@@ -156,7 +163,8 @@ def generating(feeder: Feeder, call: Call, **more: Any) -> Iterator[Generating]:
     # No token ends it: the path says when it is over.
     ends = {"eos_token_id": feeder.adapter.facts.vocabulary, "pad_token_id": 0}
     chosen = greedy(feeder.steps + 2, **ends, **more)
-    with Generating(feeder.adapter.model, feeder.prompt, chosen, cache=cache) as asked:
+    adapter = feeder.adapter
+    with Generating(adapter.model, feeder.prompt, chosen, cache=cache, name=adapter.cache_name) as asked:
         yield asked
     raise UnsupportedError(f"generate() of this model ended by itself: leave call={call} out.")
 
