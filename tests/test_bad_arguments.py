@@ -168,7 +168,7 @@ def test_what_nothing_would_read_is_refused():
         "name='other' " + unread: lambda: kv.wrap(model, name="other"),
         "seed=3 " + unread: lambda: bench.ask([1, 2, 3], seed=3),
         "other=.* " + unread: lambda: bench.ask([1, 2, 3], other=[1, 2, 4]),
-        "kind='native' " + unread: lambda: kv.patch_panel(model, kind="native"),
+        "kind='bridge' " + unread: lambda: kv.patch_panel(model, kind="bridge"),
         "unknown kernel mode 'nope'": lambda: kv.patch_panel(model, kernels="nope"),
         "progress=<class 'type'> was given|progress=.* was given": lambda: kv.experiment("compare", progress=type),
         "unknown way to treat an existing result": lambda: kv.experiment("compare", existing="no", progress="none"),

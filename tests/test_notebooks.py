@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from support import SUITES_OWN_SETTINGS, has_hooked_transformer
+from support import SUITES_OWN_SETTINGS
 
 nbformat = pytest.importorskip("nbformat", reason="nbformat is not installed: pip install 'kvinterp[notebook]'")
 nbclient = pytest.importorskip("nbclient", reason="nbclient is not installed: pip install 'kvinterp[notebook]'")
@@ -73,8 +73,6 @@ def execute(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Any]
 def test_it_runs_on_the_zoo(name: str, execute: Callable[[Any], Path]) -> None:
     notebook = _read(name)
     replacements = dict(OF_ENGINE if name == ENGINE else SMALLER)
-    if name != ENGINE and not has_hooked_transformer():
-        replacements['KIND = "hooked"'] = 'KIND = "bridge"'
     sources = "\n".join(_code(notebook))
     for old in replacements:
         assert sources.count(old) == 1, f"{old!r} is to be replaced, and {name} has it {sources.count(old)} times"

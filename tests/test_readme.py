@@ -19,8 +19,8 @@ pytestmark = [pytest.mark.bits, pytest.mark.xdist_group("readme"), pytest.mark.s
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 NOTEBOOK = (ROOT / "docs" / "start" / "notebook.md").read_text(encoding="utf-8")
-SMALLER = {"arithmetic:4": "arithmetic:2", "max_new_tokens=32": "max_new_tokens=10", 'kind="hooked"': "kind=KIND"}
-"""What is replaced in the first snippet; each must be found once."""
+SMALLER = {"arithmetic:3": "arithmetic:2", "max_new_tokens=16": "max_new_tokens=10"}
+"""What is replaced in the first snippet; each must be found there."""
 
 
 def blocks(language: str, page: str = README) -> list[str]:
@@ -60,19 +60,20 @@ def test_every_python_block_is_run_here() -> None:
 def in_a_notebook() -> str:
     source = snippet("import kvinterp as kv")
     for old, new in SMALLER.items():
-        assert source.count(old) == 1, old
+        assert old in source, old
         source = source.replace(old, new)
     (more,) = [block for block in blocks("python", NOTEBOOK) if block.startswith("both.save(")]
-    source = f"KIND = {'hooked' if has_hooked_transformer() else 'bridge'!r}\n{source}{more}"
-    return f"{source}\nprint(kv.localise(model, prompts[0]))\nprint(len(both.steps), len(both.layers), len(both.heads), len(both.kv_steps))"
+    return f"{source}{more}\nprint(len(both.steps), len(both.layers), len(both.heads), len(both.kv_steps))"
 
 
 def test_in_a_notebook(printed: Callable[[str], str]) -> None:
-    first, *_, cause, counts = printed("notebook").strip().splitlines()
-    # On any processor they differ or are equal, and where() says which.
-    assert first.startswith("cached against recompute on zoo:mistral-mini")
-    assert re.search(r"different logits at \d+ of \d+ steps|same logits, bit for bit, at all \d+ steps", first), first
-    assert cause.strip()
+    """A cache in eight bits differs on any processor, and K and V, put there as they were computed, are all of it."""
+    first, *lines, cause, counts = printed("notebook").strip().splitlines()
+    kind = "hooked" if has_hooked_transformer() else "bridge"
+    assert first.startswith(f"cached+int8 against recompute on zoo:mistral-mini ({kind}, float16, matched; ")
+    assert re.search(r"different logits at \d+ of \d+ steps", first), first
+    assert any(re.match(r"Layers 0 to 3 together recover most: (9\d|100) %", line) for line in lines), lines
+    assert "K and V as the cached path keeps them" in cause
     assert all(int(count) > 0 for count in counts.split())
 
 

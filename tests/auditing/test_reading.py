@@ -45,7 +45,7 @@ def judged(word: str = "", kernels: str = "fixed order", **more: Any) -> Judged:
 
 
 def evidence(*rungs: PrecisionRun, **more: Any) -> Evidence:
-    made = Evidence("a model", rungs[0].name, 64, {r.name: r for r in rungs}, exercised="what was run.")
+    made = Evidence("a model", "native", rungs[0].name, 64, {r.name: r for r in rungs}, exercised="what was run.")
     made.accounts = {r.name: Account(0.0, 0.0, "fixed order") for r in rungs}
     return dataclasses.replace(made, **more)
 
@@ -111,7 +111,7 @@ def test_the_word_and_its_sentence(seen: Evidence, word: str, code: int, said: s
     assert said in verdict.reading
     assert unsaid not in verdict.reading
     first = {0: "PASS", 1: "FAIL", 3: "CANNOT TELL"}[code]
-    assert verdict.reading.startswith(f"{first}  {word}  a model in float32, ")
+    assert verdict.reading.startswith(f"{first}  {word}  a model (native, float32), ")
 
 
 def test_what_is_allowed_passes_and_says_so() -> None:

@@ -182,7 +182,7 @@ class _Auditor:
         facts, matrices = self.adapter.facts, [p.shape[-1] for p in self.adapter.model.parameters() if p.dim() == 2]
         self.weights = sum(p.numel() for p in self.adapter.model.parameters())
         terms = max([self.plan.length, facts.width, *matrices])
-        self.seen = Evidence(facts.name, dtype_name(self.adapter.dtype), terms)
+        self.seen = Evidence(facts.name, self.adapter.kind, dtype_name(self.adapter.dtype), terms)
 
     def run(self) -> Evidence:
         """Runs every rung."""

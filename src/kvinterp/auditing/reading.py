@@ -44,6 +44,7 @@ class Evidence:
 
     Attributes:
         model: The model's name.
+        kind: Its kind.
         own: Name of the rung in the model's own precision.
         terms: The longest sum in the model.
         rungs: What each rung showed, by name.
@@ -61,6 +62,7 @@ class Evidence:
     """
 
     model: str
+    kind: str
     own: str
     terms: int
     rungs: dict[str, PrecisionRun] = dataclasses.field(default_factory=dict)
@@ -103,7 +105,7 @@ class Evidence:
         tried = sum(check.status in (PASSED, FAILED) for check in checks)
         uses = f"{tried} of {len(checks)} uses tried" if checks else "decoding token by token alone"
         first = "PASS" if passes else "CANNOT TELL" if word == CANNOT_TELL else "FAIL"
-        first += f"  {word}{' (allowed)' if allowed == 'yes' else ''}  {self.model} in {self.own}, {uses}"
+        first += f"  {word}{' (allowed)' if allowed == 'yes' else ''}  {self.model} ({self.kind}, {self.own}), {uses}"
         text = "\n".join([first, *lines, *_exercised(self), *(f"note: {note}" for note in self.notes)])
         return Verdict(word, *place, self._evidence(), tuple(checks), tuple(self.notes), text, allowed)
 

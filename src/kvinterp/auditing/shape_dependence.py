@@ -24,6 +24,7 @@ from kvinterp.auditing.first_difference import Feed, Finding, look
 from kvinterp.auditing.ladder import part_named
 from kvinterp.auditing.watch import MATMUL, Fused, Product, Recogniser, Scores, Values
 from kvinterp.common.checks import check_whole, given_list, whole_number
+from kvinterp.common.numbers import models_of
 from kvinterp.common.progress import each
 from kvinterp.common.result import Result, signed
 from kvinterp.errors import InputError, shown
@@ -67,7 +68,7 @@ class KernelsTable(Result):
         """What it is of, in one line; the table is an attribute."""
         operations = self.table.groupby(["operation", "shape"]).ngroups
         about = self.provenance
-        return f"<KernelsTable of {about['model']}, {about['dtype']}, {about['kernels']} kernels: {operations} operations>"
+        return f"<KernelsTable of {models_of([about])}, {about['kernels']} kernels: {operations} operations>"
 
     def written(self) -> tuple[dict[str, pd.DataFrame], dict[str, Any]]:
         """Its table with what it was made with, the first operation that differs, and what they say."""

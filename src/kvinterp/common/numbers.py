@@ -118,6 +118,20 @@ def against(provenance: Mapping[str, Any]) -> str:
     return f"{provenance['paths']['a']} against {provenance['paths']['b']}"
 
 
+def models_of(provenances: Iterable[Mapping[str, Any]]) -> str:
+    """Models and how they ran, as in ``zoo:llama-mini (native, float16; AMD EPYC (AVX2), 1 thread)``.
+
+    Args:
+        provenances: What each was run with. Those that ran alike are named together, and one without a kind not at all.
+    """
+    names: dict[str, list[str]] = {}
+    for about in provenances:
+        if "kind" in about:
+            ran = f"({about['kind']}, {about['dtype']}{'; ' + machine_of(about) if 'device' in about else ''})"
+            names.setdefault(ran, []).append(str(about["model"]))
+    return "; ".join(f"{', '.join(dict.fromkeys(models))} {ran}" for ran, models in names.items())
+
+
 def machine_of(provenance: Mapping[str, Any]) -> str:
     """The hardware something was measured on, and its threads."""
     threads = provenance["threads"]

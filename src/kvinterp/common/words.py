@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-Kind = Literal["hooked", "bridge", "native"]
+Kind = Literal["native", "transformer_lens", "hooked", "bridge"]
 Dtype = Literal["float16", "bfloat16", "float32", "float64"]
 Attention = Literal["sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention"]
 Protocol = Literal["matched", "free"]

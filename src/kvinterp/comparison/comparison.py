@@ -12,7 +12,7 @@ import pandas as pd
 from torch import nn
 
 from kvinterp import metrics
-from kvinterp.common.numbers import counted
+from kvinterp.common.numbers import counted, models_of
 from kvinterp.common.parquet import LongTable
 from kvinterp.common.result import Result, signed
 from kvinterp.comparison.attention_rows import within
@@ -213,7 +213,7 @@ class Comparison(Result):
         about = self.provenance
         paths = f"{about['paths']['a']} against {about['paths']['b']}"
         size = f"{counted(len(self.steps), 'step')} of {counted(len(self.examples), 'prompt')}"
-        return f"<Comparison of {about['model']}: {paths}, {size}>"
+        return f"<Comparison of {models_of([about])}: {paths}, {size}>"
 
     @classmethod
     def joined(cls, parts: Iterable[Comparison], folder: Path | None = None) -> Comparison:

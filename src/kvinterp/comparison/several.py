@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import pandas as pd
 
+from kvinterp.common.numbers import models_of
 from kvinterp.common.result import Result, signed
 from kvinterp.comparison.comparison import PARTS, TABLES, Comparison
 from kvinterp.data import Prompt
@@ -82,9 +83,7 @@ class Comparisons(Result):
         """What they are of, in one line."""
         about = self.provenance
         paths = f"{about['paths']['a']} against {', '.join(about['paths']['b'])}"
-        return (
-            f"<Comparisons of {about['model']}: {paths}, {len(self.steps)} steps of {len(self.pairs[0].examples)} prompts>"
-        )
+        return f"<Comparisons of {models_of([about])}: {paths}, {len(self.steps)} steps of {len(self.pairs[0].examples)} prompts>"
 
     def where(self) -> str:
         """What :meth:`Comparison.where` says of each pair."""

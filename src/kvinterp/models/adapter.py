@@ -168,6 +168,10 @@ class Adapter(Attaching):
 
     # What every kind shares ----------------------------------------------------------------------------------------
 
+    def __repr__(self) -> str:
+        """Which model, of which kind, in which dtype and where."""
+        return f"<{self.facts.name}: {self.kind}, {str(self.dtype).removeprefix('torch.')}, {self.device}>"
+
     @property
     def dtype(self) -> torch.dtype:
         """The dtype the weights are in."""

@@ -22,9 +22,10 @@ from kvinterp.models.gguf_file import as_given, header_of, is_gguf
 from kvinterp.models.soundness import check_finite, check_loaded, check_plain_weights, check_runs
 
 KINDS = {
+    "native": "a plain transformers model with module hooks: the kernels production runs",
+    "transformer_lens": "TransformerLens's own: hooked where the installed version has HookedTransformer, bridge from 4.0 on",
     "hooked": "TransformerLens HookedTransformer: every activation has a hook; TransformerLens 3 only",
     "bridge": "TransformerLens TransformerBridge: the same hooks over a transformers model",
-    "native": "a plain transformers model with module hooks: the kernels production runs",
 }
 ATTENTION = ("sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention")
 
@@ -33,7 +34,7 @@ log = logging.getLogger("kvinterp")
 
 def load_model(
     name: str | Path,
-    kind: words.Kind | str = "hooked",
+    kind: words.Kind | str = "native",
     dtype: words.Dtype | str | torch.dtype | None = None,
     device: str | torch.device | None = None,
     attention: words.Attention | str | None = None,
@@ -44,7 +45,8 @@ def load_model(
     Args:
         name: ``"zoo:mistral-mini"``, ``"real:smollm2-135m"``, a local transformers checkpoint folder, a GGUF file (whose weights
             are dequantised), or a hub id.
-        kind: ``"hooked"``, ``"bridge"`` or ``"native"``.
+        kind: ``"native"``, ``"hooked"``, ``"bridge"``, or ``"transformer_lens"`` for whichever of the last two the installed
+            TransformerLens has; the adapter's ``kind`` says which.
         dtype: float16, bfloat16, float32 or float64 (default: float16).
         device: Where it runs (default: CUDA where there is one, else the CPU).
         attention: For native only: ``"sdpa"``, ``"eager"`` (needed to patch patterns), or another implementation
@@ -66,6 +68,7 @@ def load_model(
         )
     called = str(name)
     folder = local_folder(called)
+    kind = settled_kind(kind)
     first = " (importing TransformerLens first takes seconds)" * (
         kind != "native" and "transformer_lens" not in sys.modules
     )
@@ -88,6 +91,19 @@ def load_model(
         adapter.stored = header_of(folder).stored
     check_runs(adapter)
     return adapter
+
+
+def settled_kind(kind: str) -> str:
+    """``hooked`` or ``bridge`` for ``transformer_lens``, by what the installed TransformerLens has; else the kind itself."""
+    if kind != "transformer_lens":
+        return kind
+    from kvinterp.models.convert import hooked_class
+
+    try:
+        hooked_class()
+    except UnsupportedError:
+        return "bridge"
+    return "hooked"
 
 
 def check_loadable(

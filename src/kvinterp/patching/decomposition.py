@@ -29,7 +29,7 @@ import torch
 from kvinterp import metrics
 from kvinterp.common import words
 from kvinterp.common.checks import among, check_choice, check_instance, check_whole
-from kvinterp.common.numbers import counted
+from kvinterp.common.numbers import counted, models_of
 from kvinterp.common.progress import each
 from kvinterp.common.result import Result, signed
 from kvinterp.common.vocabulary import ANEW, PARTS
@@ -70,7 +70,7 @@ class Decomposition(Result):
         """What it is of, in one line; the tables are attributes."""
         paths, examples = self.provenance["paths"], self.steps["example"].nunique() if len(self.steps) else 0
         of = f"{counted(len(self.steps), 'step')} of {counted(examples, 'prompt')}"
-        return f"<Decomposition of {self.provenance['model']}: {paths['cached']} against {paths['recompute']}, {of}>"
+        return f"<Decomposition of {models_of([self.provenance])}: {paths['cached']} against {paths['recompute']}, {of}>"
 
     def written(self) -> tuple[dict[str, pd.DataFrame], dict[str, Any]]:
         """Its tables, each with what it was made with, and its summary."""

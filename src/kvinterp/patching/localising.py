@@ -22,6 +22,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
+from kvinterp.common.numbers import models_of
 from kvinterp.common.result import Result, signed
 from kvinterp.common.vocabulary import PARTS
 from kvinterp.errors import located
@@ -73,7 +74,7 @@ class Cause(Result):
     def __repr__(self) -> str:
         """What it is, in one line; the shares are in ``table``."""
         layer = f", layer {self.layer}" * (self.layer >= 0)
-        of = f" of {self.provenance['model']}" if self.provenance else ""
+        of = f" of {models_of([self.provenance])}" if self.provenance else ""
         return f"<Cause{of}: part {self.part}, place {self.place}{layer}, share {self.share:.0%}>"
 
     def written(self) -> tuple[dict[str, pd.DataFrame], dict[str, Any]]:
@@ -99,7 +100,10 @@ class Cause(Result):
         return self.table
 
     def __str__(self) -> str:
-        """Two or three sentences: what makes it, and how long its null is."""
+        """Of which model, and two or three sentences: what makes the difference, and how long its null is."""
+        return ": ".join(filter(None, (models_of([self.provenance]), self._said())))
+
+    def _said(self) -> str:
         if self.part == "none":
             return (
                 "At the first decode step the paths' logits are bitwise equal. compare(...).where() says from which step on they "

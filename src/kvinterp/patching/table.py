@@ -13,7 +13,7 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from kvinterp import metrics
-from kvinterp.common.numbers import counted
+from kvinterp.common.numbers import counted, models_of
 from kvinterp.common.result import Result, signed
 from kvinterp.patching.side_by_side import Advanced, PlannedLane, Setting
 
@@ -66,7 +66,9 @@ class Sweep(Result):
         of = f"{provenance['sweep']} sweep of {provenance['site']} {provenance['direction']}"
         patches = self.recovery[LABELS].drop_duplicates() if len(self.recovery) else self.recovery
         examples = self.recovery["example"].nunique() if len(self.recovery) else 0
-        said = f"<Sweep of {provenance['model']}: {of}, {counted(len(patches), 'patch')} on {counted(examples, 'prompt')}"
+        said = (
+            f"<Sweep of {models_of([provenance])}: {of}, {counted(len(patches), 'patch')} on {counted(examples, 'prompt')}"
+        )
         equal = self.recovery.loc[self.recovery["equal"], "example"].nunique() if len(self.recovery) else 0
         return said + (f"; {equal} bitwise equal before any patch>" if equal else ">")
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kvinterp.common.checks import check_instance, is_among
 from kvinterp.common.files import bytes_of, is_file, strict_json
-from kvinterp.common.numbers import counted
+from kvinterp.common.numbers import counted, models_of
 from kvinterp.common.store import write_whole
 from kvinterp.errors import InputError, shown
 from kvinterp.models.attaching import Site
@@ -119,7 +119,8 @@ class Trace:
         names = sorted({site for site, _ in self.records})
         sites = [f"{name} (derived)" if name in self.derived else name for name in names]
         held = f"{', '.join(sites)} of {len({layer for _, layer in self.records})} layers" if sites else "no records"
-        return f"<Trace of path {self.path}: {len(self.prompt)} prompt tokens, {len(self.tokens)} steps, {held}>"
+        of = ", ".join(filter(None, (models_of([self.provenance]), f"path {self.path}")))
+        return f"<Trace of {of}: {len(self.prompt)} prompt tokens, {len(self.tokens)} steps, {held}>"
 
     def __getitem__(self, place: Site | str) -> Tensor:
         """One site at one layer, stacked over the recorded steps; ragged lengths are padded with NaN (positions with -1).

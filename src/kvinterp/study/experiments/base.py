@@ -52,6 +52,12 @@ def numbered(keys: Iterable[str]) -> dict[int, str]:
     return {int(key.rpartition("-")[2]): key for key in keys}
 
 
+def _provenances(result: Result) -> list[Mapping[str, Any]]:
+    """What each model of a result was run with."""
+    about = result.contents()[1].get("provenance") or {}
+    return list(about.values()) if all(isinstance(one, Mapping) for one in about.values()) else [about]
+
+
 def brief(sentences: Sequence[str]) -> list[str]:
     """The first sentences in at most SAID lines, and how many more there are; the first is there whole."""
     lines: list[str] = []
@@ -221,8 +227,7 @@ class Experiment:
         """Its figures by name; nothing is written."""
         from kvinterp.study.report.charts import drawn
 
-        about = result.contents()[1].get("provenance") or {}
-        models = list(about.values()) if all(isinstance(one, Mapping) for one in about.values()) else [about]
+        models = _provenances(result)
         return {name: drawn(chart, models) for name, chart in self.charts(result).items()}
 
     def say(self, result: Result, echo: Callable[..., None]) -> None:
@@ -232,7 +237,12 @@ class Experiment:
             result: What was found.
             echo: Prints a line; with ``err=True`` on standard error.
         """
-        for line in brief(self.sentences(result)):
+        from kvinterp.common.numbers import models_of
+
+        lines = brief(self.sentences(result))
+        first = "".join(lines[:1])
+        unsaid = [of for of in _provenances(result) if "kind" in of and f"({of['kind']}, {of['dtype']}" not in first]
+        for line in [models_of(unsaid), *lines] if unsaid else lines:
             echo(line)
         if result.folder is not None:
             echo(f"\npage  {result.folder / 'report.html'}\nmore  {result.folder}: tables, figures, summary.json")
@@ -300,7 +310,7 @@ class Experiment:
         given = vars(self)
         for name in filter(None, (given.get("model"), *given.get("models", ()))):
             # TransformerLens has names of its own.
-            if given.get("kind") != "hooked" or "/" in name:
+            if given.get("kind") not in ("hooked", "transformer_lens") or "/" in name:
                 check_reached(name)
 
     def adapters(self) -> list[Adapter]:

@@ -85,10 +85,11 @@ class Kernels(Experiment):
         from rich.console import Console
 
         from kvinterp.common.console import escaped, table_of
+        from kvinterp.common.numbers import models_of
 
         varied = ("rows", "keys", "batch")
         table = table_of(
-            f"{found.provenance['model']} ({self.kind}, {self.dtype}, {self.kernels} kernels)",
+            f"{models_of([found.provenance])}, {self.kernels} kernels",
             *("operation", "shape", *varied, "fixed by"),
         )
         for (operation, shape), rows in found.summary().groupby(["operation", "shape"], sort=False):

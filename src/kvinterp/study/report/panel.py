@@ -219,7 +219,7 @@ def patch_panel(
     *,
     other: str | Prompt = "",
     max_new_tokens: int = 12,
-    kind: str = "hooked",
+    kind: str = "native",
     dtype: str | None = None,
     kernels: str = "native",
 ) -> PatchPanel:
@@ -249,7 +249,7 @@ def patch_panel(
         raise InputError("the list of models is empty: give at least one.")
     check_loadable(kind, dtype=dtype)
     if not any(isinstance(model, str) for model in given):
-        for name, choice, default in (("kind", kind, "hooked"), ("dtype", dtype, None)):
+        for name, choice, default in (("kind", kind, "native"), ("dtype", dtype, None)):
             check_unread(name, choice, default, "no model is loaded by name; leave it out")
     check_whole("max_new_tokens", max_new_tokens, 2)
     kernels_named(kernels)
