@@ -179,7 +179,6 @@ CONTRADICTIONS: list[list[str]] = [
     ],
     ["chain", *RIGHT["chain"], "--text", "a b c"],
     ["chain", *RIGHT["chain"], "--template", "no place"],
-    ["eval", MODEL, "--tasks", "gsm8k", "--policy", "q8_0", "--path", "cached", "--out", "out"],
     ["patch", *RIGHT["patch"], "--preset", "nosuch"],
     ["patch", *RIGHT["patch"], "--preset", "paper", "--site", "kv", "--sweep", "nosuch"],
     ["patch", *RIGHT["patch"], "--answer", "a"],

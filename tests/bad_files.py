@@ -426,7 +426,6 @@ PATHS = {
     "examples": ["patch"],
     "model": ["compare", "audit", "patch"],
     "against": ["audit"],
-    "include": ["eval"],
     "gsm8k": ["compare"],
     "train": ["compare"],
     "show": ["show", "report"],

@@ -156,32 +156,6 @@ VERBS: dict[str, tuple[dict[str, Any], dict[str, Changes]]] = {
         {"model": SMALL, **_ONE, "policies": ("int4",), "max_new_tokens": 2},
         {**_MODEL, **_PROMPTS, "policies": Changes(("int8",)), "max_new_tokens": Changes(3)},
     ),
-    "eval": (
-        {
-            "model": SMALL,
-            "tasks": "choices_chooses",
-            "path": "cached+truncate(2)",
-            "limit": 2,
-            "include": "tasks",
-            "unsafe_code": True,
-        },
-        {
-            **_MODEL,
-            "model": Changes(OTHER),
-            "tasks": Changes("choices_reads"),
-            "policy": Changes("int4", {"path": None}),
-            "path": Changes("cached+int4"),
-            "against": Changes("none"),
-            "through": Changes(3),
-            "include": Changes("other_tasks"),
-            "limit": Changes(1),
-            "fewshot": Changes(1),
-            "chat": Changes("template", {"model": "templated"}),
-            "system": Changes("Be brief."),
-            "seed": Changes(1, {"tasks": "choices_samples"}),
-            "batch_size": Keeps(2),
-        },
-    ),
     "flip-law": (
         {"model": SMALL, **_ONE, "path": ("cached",), "max_new_tokens": 4},
         {
@@ -191,16 +165,6 @@ VERBS: dict[str, tuple[dict[str, Any], dict[str, Changes]]] = {
             "max_new_tokens": Changes(5),
             "strategy": Changes("top_k(50,4)"),
             "seed": Changes(1, {"strategy": "top_k(50,4)"}),
-        },
-    ),
-    "flips": (
-        {"models": (SMALL,), **_ONE, "steps": 3, "seeds": 1},
-        {
-            **_MODELS,
-            "kernels": Changes(SPLIT),
-            "strategy": Changes("top_p(0.5,3.0)"),
-            "steps": Changes(4),
-            "seeds": Changes(2),
         },
     ),
     "gqa": (
@@ -318,34 +282,20 @@ VERBS: dict[str, tuple[dict[str, Any], dict[str, Changes]]] = {
         {"models": (SMALL,), "prompts": "arithmetic:2", "most": 1},
         {**_MODELS, "prompts": Changes("arithmetic:2:1"), "most": Changes(2)},
     ),
-    "repeated-heads": (
-        {"models": (SMALL,), "prompts": "arithmetic:2", "most": 1, "steps": 2},
-        {**_MODELS, "prompts": Changes("arithmetic:2:1"), "most": Changes(2), "steps": Changes(3)},
-    ),
     "root-cause": (
         {
             "models": (SMALL,),
             "prompts": "arithmetic:2",
-            "flip_steps": 2,
-            "flip_seeds": 1,
             "few_prompts": 1,
             "ladder_prompts": 1,
             "ladder_steps": 2,
-            "repeat_prompts": 1,
-            "repeat_steps": 2,
         },
         {
             **_MODELS,
             "prompts": Changes("arithmetic:2:1"),
-            "flip_kernels": Changes(SPLIT),
-            "flip_strategy": Changes("top_p(0.5,3.0)"),
-            "flip_steps": Changes(3),
-            "flip_seeds": Changes(2),
             "few_prompts": Changes(2),
             "ladder_prompts": Changes(2),
             "ladder_steps": Changes(3),
-            "repeat_prompts": Changes(2),
-            "repeat_steps": Changes(3),
             "seeds": Changes(2),
         },
     ),
@@ -365,7 +315,6 @@ VERBS: dict[str, tuple[dict[str, Any], dict[str, Changes]]] = {
 """By verb its smallest choices, and for every option what it does to the result of these."""
 
 ELSEWHERE = {
-    ("eval", "unsafe_code"): "without it --include is refused, in tests/behaviour/test_evaluators.py",
     ("boundary", "above"): "the tables of made-up decodes with flips, in tests/experiments/test_boundary.py",
     ("chain", "prefill"): "policies under both readings, in tests/behaviour/test_chains.py and tests/policies",
     ("kernels", "seed"): "the prompt that is fed, in tests/auditing/test_shape_dependence.py",
@@ -384,9 +333,7 @@ REFUSED: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("patch", {"answers": (" 4", " 5")}, "and nothing reads it: no distance that was asked for is of answers"),
     ("behaviour", {"strategies": ("greedy",), "seeds": 3}, "seeds=3 was given, and nothing reads it: greedy decoding"),
     ("boundary", {"strategies": ("greedy",), "seeds": 3}, "seeds=3 was given, and nothing reads it: greedy decoding"),
-    ("flips", {"strategy": "greedy", "seeds": 2}, "seeds=2 was given, and nothing reads it: greedy decoding"),
     ("layer-drift", {"seed": 3}, "seed=3 was given, and nothing reads it: greedy decoding draws nothing"),
-    ("root-cause", {"flip_strategy": "greedy", "flip_seeds": 2}, "flip_seeds=2 was given, and nothing reads it"),
     ("root-cause", {"seeds": 2, "prompts": "2 + 2 ="}, "seeds was given with prompts '2 + 2 =', of which there is one set"),
     ("chain", {"text": "A text.", "texts": "restate:3"}, "texts='restate:3' was given, and nothing reads it: one text"),
     ("chain", {"policies": (), "on": "k"}, "on='k' was given, and nothing reads it: no policy was given"),
@@ -412,12 +359,11 @@ REFUSED: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("audit", {"calls": "all", "checks": "none"}, "--calls was given with --checks none"),
     ("audit", {"calls": "nosuch"}, "unknown call plan 'nosuch'"),
     ("audit", {"thorough": True, "checks": "none"}, "--thorough was given with --checks 'none'"),
-    ("eval", {"policy": "int4", "path": "cached+int8"}, "--policy int4 and --path cached+int8 were both given"),
 )
 """Choices that are refused before a model is loaded, since nothing would read them."""
 
 FREE = {
-    "model", "models", "prompts", "text", "texts", "template", "system", "tasks", "include", "own_class", "config",
+    "model", "models", "prompts", "text", "texts", "template", "system", "own_class", "config",
     "instructions", "problems", "strings", "embedder",
 }  # fmt: skip
 """Options whose value may be any text: what they name is looked for where it is used."""

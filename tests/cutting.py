@@ -20,7 +20,7 @@ import pandas as pd
 
 MODEL = "zoo:gqa2-mini"
 SMALL = ("--prompts", "arithmetic:2", "--device", "cpu")
-FEW = ("--flip-steps", "1", "--flip-seeds", "1", "--ladder-prompts", "1", "--ladder-steps", "1", "--repeat-steps", "2")
+FEW = ("--ladder-prompts", "1", "--ladder-steps", "1")
 TASKS = str(Path(__file__).with_name("behaviour") / "tasks")
 BRIEF = ("--hops", "1", "--seeds", "2", "--temperatures", "0.7", "--max-new-tokens", "3")
 DECODES = ("--strategy", "greedy", "--strategy", "top_p(1.0,1.5)", "--seeds", "1", "--max-new-tokens", "3", "--block", "1")
@@ -48,10 +48,8 @@ VERBS = {
     "propagation": ("propagation", MODEL, *SMALL),
     "kv-write": ("kv-write", MODEL, *SMALL),
     "flip-law": ("flip-law", MODEL, *SMALL, "--path", "cached", "--max-new-tokens", "3"),
-    "flips": ("flips", MODEL, *SMALL, "--steps", "1", "--seeds", "1"),
     "ladder": ("ladder", MODEL, *SMALL, "--most", "1", "--steps", "1"),
     "gqa": ("gqa", MODEL, *SMALL),
-    "repeated-heads": ("repeated-heads", MODEL, *SMALL, "--most", "1", "--steps", "2"),
     "layer-drift": ("layer-drift", MODEL, *SMALL, "--max-new-tokens", "3"),
     "localisation": ("localisation", MODEL, *SMALL, "--max-new-tokens", "2", "--part", "paper", "--part", "kv-into-cached"),
     "susceptibility": ("susceptibility", MODEL, *SMALL, "--max-new-tokens", "3", "--sizes", "0.5,2,4", "--seeds", "2"),
@@ -63,19 +61,6 @@ VERBS = {
         *("kv-error", MODEL, "--design", "none", "--policy", "uniform(-1,1)", "--repeats", "1", "--max-new-tokens", "4"),
         *("--instructions", "instructions:2", "--problems", "arithmetic:2", "--texts", "restate:1"),
         *("--strings", "instructions:2", "--device", "cpu"),
-    ),
-    "eval": (
-        "eval",
-        MODEL,
-        "--tasks",
-        "kv_problems",
-        "--include",
-        TASKS,
-        "--unsafe-code",
-        "--limit",
-        "2",
-        "--device",
-        "cpu",
     ),
     "chain": ("chain", MODEL, "--policy", "int4", "--on", "kv", "--texts", "restate:1", *BRIEF, "--device", "cpu"),
 }

@@ -36,7 +36,7 @@ class Case:
 
 _SHORT = ["--prompts", "arithmetic:1", "--max-new-tokens", "2"]
 _MODELS = [MODEL, "--out", "out", "--prompts", "arithmetic:1"]
-_FEW = ["--flip-steps", "1", "--flip-seeds", "1", "--ladder-prompts", "1", "--ladder-steps", "1", "--repeat-prompts", "1"]
+_FEW = ["--ladder-prompts", "1", "--ladder-steps", "1"]
 RIGHT: dict[str, list[str]] = {
     "accumulation": _MODELS,
     "audit": [MODEL, "--out", "out", "--lengths", "5", "--steps", "1", "--rungs", "float32", "--checks", "none"],
@@ -49,7 +49,6 @@ RIGHT: dict[str, list[str]] = {
     "compare": [MODEL, "--out", "out", *_SHORT, "--record", ""],
     "decompose": [MODEL, "--out", "out", *_SHORT],
     "equivalent-noise": [MODEL, "--out", "out", *_SHORT, "--policy", "int8"],
-    "flips": [*_MODELS, "--steps", "1", "--seeds", "1"],
     "gqa": _MODELS,
     "kernels": ["--model", MODEL, "--out", "out", "--sizes", "1,2"],
     "kv-error": [
@@ -64,11 +63,10 @@ RIGHT: dict[str, list[str]] = {
     "mitigate": [MODEL, "--out", "out", *_SHORT, "--path", "cached", "--policy", "int8"],
     "patch": [MODEL, "--out", "out", *_SHORT, "--controls", "none"],
     "propagation": _MODELS,
-    "repeated-heads": [*_MODELS, "--steps", "2", "--most", "1"],
-    "root-cause": [*_MODELS, *_FEW, "--repeat-steps", "2"],
+    "root-cause": [*_MODELS, *_FEW],
     "susceptibility": [MODEL, "--out", "out", *_SHORT, "--sizes", "1", "--seeds", "2", "--bins", "1"],
 }
-"""Every command that can be short, with options that are right. ``eval`` needs data sets."""
+"""Every command, short, with options that are right."""
 
 
 def options_of(verb: str) -> dict[str, tuple[str, Any]]:

@@ -75,7 +75,7 @@ def _only(told: Any, name: str) -> Any:
 
 @pytest.fixture
 def there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder that holds what some values name: tasks, and a model with a chat template."""
+    """A folder that holds what some values name: a model with a chat template."""
     monkeypatch.chdir(tmp_path)
     prepare(tmp_path)
     return tmp_path
@@ -87,40 +87,6 @@ def prepare(folder: Path) -> None:
     place = folder / "templated" / "tokenizer_config.json"
     template = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
     place.write_text(json.dumps({**json.loads(place.read_text()), "chat_template": template}))
-    for name, source in (("tasks", "arithmetic:4"), ("other_tasks", "arithmetic:4:1")):
-        own = folder / name
-        own.mkdir()
-        lines = [json.dumps({"text": prompt.text, "answer": prompt.answer}) for prompt in kv.load_prompts(source)]
-        (own / "problems.jsonl").write_text("\n".join(lines) + "\n")
-        common = {
-            "dataset_path": "json",
-            "dataset_kwargs": {"data_files": {"test": str(own / "problems.jsonl")}, "cache_dir": str(folder / "cache")},
-            "test_split": "test",
-            "fewshot_split": "test",
-        }
-        chooses = {
-            "output_type": "multiple_choice",
-            "doc_to_text": "{{text}} ####",
-            "doc_to_choice": [" 1", " 2", " 3", " 4"],
-            "doc_to_target": 2,
-            "metric_list": [{"metric": "acc"}],
-        }
-        reads = {
-            "output_type": "loglikelihood_rolling",
-            "doc_to_text": "",
-            "doc_to_target": "{{text}}",
-            "metric_list": [{"metric": "word_perplexity"}],
-        }
-        samples = {
-            "output_type": "generate_until",
-            "doc_to_text": "{{text}}",
-            "doc_to_target": "{{answer}}",
-            "generation_kwargs": {"do_sample": True, "temperature": 5.0, "until": ["###"], "max_gen_toks": 6},
-            "metric_list": [{"metric": "exact_match"}],
-        }
-        for task, more in {"chooses": chooses, "reads": reads, "samples": samples}.items():
-            # JSON is YAML.
-            (own / f"{task}.yaml").write_text(json.dumps({"task": f"choices_{task}", **common, **more}))
 
 
 @pytest.mark.slow

@@ -101,7 +101,7 @@ def test_what_is_large_and_can_be_done_is_not_refused():
 def test_steps_beyond_the_context_are_refused_before_any_part_is_done(tmp_path, monkeypatch):
     """They were met in the middle: what was done before them stayed in the folder."""
     monkeypatch.chdir(tmp_path)
-    for verb, option in (("compare", "max-new-tokens"), ("root-cause", "ladder-steps"), ("flips", "steps")):
+    for verb, option in (("compare", "max-new-tokens"), ("root-cause", "ladder-steps")):
         said = (
             f"{option.replace('-', '_')}=99999 was given, but zoo:gqa2-mini has a context of 1,024 positions: decode fewer"
         )

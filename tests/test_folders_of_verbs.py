@@ -96,8 +96,6 @@ def test_a_users_file_under_a_name_that_is_needed_is_found_before_the_work(tmp_p
         ("decompose", "zoo:nothing", *SMALL),
         ("kernels", "--model", MODEL, "--sizes", "1"),
         ("kernels", "--model", MODEL, "--kernels", "split"),
-        ("root-cause", MODEL, *SMALL, "--flip-kernels", "x"),
-        ("root-cause", MODEL, *SMALL, "--flip-strategy", "x"),
         ("audit", MODEL, "--rungs", "float12"),
     ],
     ids=" ".join,

@@ -505,8 +505,7 @@ def test_a_command_gives_what_it_gives_on_the_cpu(
             (tmp_path / place).mkdir()
             patch.chdir(tmp_path / place)
             if place == "two devices":
-                for module in ("models", "study.experiments.repeated_heads"):
-                    patch.setattr(f"kvinterp.{module}.load_model", loaded_on_two)
+                patch.setattr("kvinterp.models.load_model", loaded_on_two)
             where = "cpu" if place == "cpu" else "pretend:0"
             made[place] = kvinterp(*COMMANDS[verb], "--out", "out", "--device", where)
         assert made[place].exit_code == 0, (place, made[place].output, made[place].exception)

@@ -26,7 +26,7 @@ VERBS: dict[str, list[str]] = {
     "patch": ["--prompts", "arithmetic:2", "--max-new-tokens", "6", "--site", "kv", "--sweep", "single,heads,blocks"],
     "stream": ["--prompts", "arithmetic:2", "--max-new-tokens", "6", "--preset", "paper"],
     "decompose": ["--prompts", "arithmetic:2", "--max-new-tokens", "6"],
-    "root-cause": ["--prompts", "arithmetic:2", "--flip-steps", "4", "--flip-seeds", "1", "--ladder-prompts", "1",
+    "root-cause": ["--prompts", "arithmetic:2", "--ladder-prompts", "1",
                    "--ladder-steps", "3"],
     "audit": [],
 }  # fmt: skip

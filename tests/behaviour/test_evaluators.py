@@ -4,36 +4,30 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import pandas as pd
 import pytest
 import torch
 
 import kvinterp as kv
-import kvinterp.study.behaviour as behaviour
-from command_line import wrong
-from kvinterp.common.result import Result
-from kvinterp.common.store import Store
 from kvinterp.data import load_prompts, score
-from kvinterp.findings import lines_of
 from kvinterp.models import Adapter
 from kvinterp.paths import Greedy, TopK, TopP
 from kvinterp.policies import Place, Policy
 from kvinterp.policies.base import KV
 from kvinterp.study.behaviour.decoding import likelihoods, write
-from kvinterp.study.experiments.eval import Eval
 from plain import plain_loop
 from support import Case
 
-harness = pytest.importorskip("kvinterp.study.behaviour.harness")
-evaluating = pytest.importorskip("kvinterp.study.behaviour.evaluating")
+harness = pytest.importorskip("kvinterp.lm_eval")
 
 PROMPTS = load_prompts("arithmetic:8")
+TASKS = Path(__file__).with_name("tasks")
 Load = Callable[..., Adapter]
 
 
@@ -54,74 +48,77 @@ def small(load: Load) -> Adapter:
     return load(Case("zoo:gqa2-mini", "native"), "float16")
 
 
-@pytest.fixture(scope="session")
-def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of three tasks over generated problems: one that writes, one that chooses, one that reads."""
-    folder = tmp_path_factory.mktemp("tasks")
-    lines = [json.dumps({"text": prompt.text, "answer": prompt.answer}) for prompt in PROMPTS]
-    (folder / "problems.jsonl").write_text("\n".join(lines) + "\n")
-    common = {
-        "dataset_path": "json",
-        "dataset_kwargs": {
-            "data_files": {"test": str(folder / "problems.jsonl")},
-            "cache_dir": str(tmp_path_factory.mktemp("cache")),
-        },
-        "test_split": "test",
-    }
-    writes = {
-        "output_type": "generate_until",
-        "doc_to_text": "{{text}}",
-        "doc_to_target": "{{answer}}",
-        "generation_kwargs": {"until": ["Question:"], "max_gen_toks": 48},
-        "filter_list": [
-            {
-                "name": "final",
-                "filter": [
-                    {"function": "regex", "regex_pattern": r"####\s*(-?\d+)"},
-                    {"function": "take_first"},
-                ],
-            }
-        ],
-        "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
-    }
-    chooses = {
-        "output_type": "multiple_choice",
-        "doc_to_text": "{{text}} ####",
-        "doc_to_choice": [" 1", " 2", " 3", " 4"],
-        "doc_to_target": 2,
-        "metric_list": [{"metric": "acc"}],
-    }
-    reads = {
-        "output_type": "loglikelihood_rolling",
-        "doc_to_text": "",
-        "doc_to_target": "{{text}}",
-        "metric_list": [{"metric": "word_perplexity"}, {"metric": "bits_per_byte"}],
-    }
-    for name, task in {"writes": writes, "chooses": chooses, "reads": reads}.items():
-        # JSON is YAML.
-        (folder / f"{name}.yaml").write_text(json.dumps({"task": f"kv_{name}", **common, **task}))
-    return folder
-
-
-def asked(tasks: Path, names: str, **more: Any) -> Eval:
-    return Eval("zoo:gqa2-mini", names, include=str(tasks), unsafe_code=True, device="cpu", **more)
-
-
 # Against our own scorer, plain loops, and the harness's own class ----------------------------------------------------------
 
 
-@pytest.mark.slow
-def test_a_tasks_score_is_our_own_scorers_on_the_same_prompts() -> None:
+def own_scores() -> list[bool]:
     """Answers are cut at so many tokens that some problems cannot be answered, whatever the processor."""
-    outcome = asked(Path(__file__).with_name("tasks"), "kv_problems", against="none").run(None, progress="none")
     adapter = kv.load_model("zoo:gqa2-mini", kind="native", device="cpu")
     traces = [kv.run(adapter, prompt, max_new_tokens=20) for prompt in PROMPTS]
     own = [score(prompt, adapter.decode(trace.tokens)) for prompt, trace in zip(PROMPTS, traces, strict=True)]
-    assert outcome.tables["samples"].sort_values("doc")["value"].tolist() == list(map(float, own))
-    (row,) = outcome.tables["results"].to_dict("records")
-    assert (row["metric"], row["filter"], row["documents"]) == ("exact_match", "final", len(PROMPTS))
-    assert row["value"] == sum(own) / len(own)
     assert 0 < sum(own) < len(own), "a score that cannot be wrong shows nothing"
+    return own
+
+
+def test_a_tasks_score_is_our_own_scorers_on_the_same_prompts() -> None:
+    """Without the thousands of tasks that the harness reads otherwise."""
+    from lm_eval import simple_evaluate
+    from lm_eval.tasks import TaskManager
+
+    own = own_scores()
+    found = simple_evaluate(
+        model="kvinterp",
+        model_args={"model": "zoo:gqa2-mini", "path": "cached", "device": "cpu"},
+        tasks=["kv_problems"],
+        task_manager=TaskManager(include_path=str(TASKS), include_defaults=False),
+        bootstrap_iters=0,
+    )
+    samples = sorted(found["samples"]["kv_problems"], key=lambda one: one["doc_id"])
+    assert [one["exact_match"] for one in samples] == list(map(float, own))
+    assert found["results"]["kv_problems"]["exact_match,final"] == sum(own) / len(own)
+    assert found["config"]["counts"]["requests"] == len(PROMPTS)
+
+
+@pytest.mark.slow
+def test_the_harnesss_own_command_takes_it(tmp_path: Path) -> None:
+    """The line of docs/evaluators.md, in a process of its own."""
+    given = "model=zoo:gqa2-mini,path=cached[cache=float32]"
+    line = [
+        "--model",
+        "kvinterp",
+        "--model_args",
+        given,
+        "--tasks",
+        "kv_problems",
+        "--include_path",
+        str(TASKS),
+        "--device",
+        "cpu",
+    ]
+    command = [sys.executable, "-m", "kvinterp.lm_eval", *line, "--output_path", str(tmp_path)]
+    made = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
+    assert made.returncode == 0, made.stderr[-3000:]
+    (written,) = tmp_path.rglob("results_*.json")
+    found = json.loads(written.read_text())
+    assert found["config"]["path"] == "cached[cache=float32]"
+    # Their K and V are kept in float32, where float16's are exact.
+    own = own_scores()
+    assert found["results"]["kv_problems"]["exact_match,final"] == sum(own) / len(own)
+
+
+def test_what_is_wrong_is_one_sentence(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(kv.InputError, match="unknown policy 'q8'"):
+        harness.PathLM("zoo:gqa2-mini", "cached+q8", device="cpu")
+    with pytest.raises(kv.InputError, match="batch_size='auto' was given"):
+        harness.PathLM("zoo:gqa2-mini", batch_size="auto", device="cpu")
+
+    def refused() -> None:
+        raise kv.InputError("no such thing")
+
+    monkeypatch.setattr(harness, "cli_evaluate", refused)
+    with pytest.raises(SystemExit) as left:
+        harness.main()
+    assert (left.value.code, capsys.readouterr().err) == (2, "error: no such thing\n")
 
 
 @pytest.mark.bits
@@ -244,146 +241,3 @@ def test_what_tasks_sample_with() -> None:
     assert both.distribution(logits).tolist() == [[0.0, 0.0, 1.0, 0.0]]
     with pytest.raises(kv.InputError, match="'num_beams': 4"):
         harness.strategy_of({"num_beams": 4})
-
-
-# The experiment ---------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_the_command_writes_scores_a_page_and_goes_on(tasks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    what = asked(tasks, "kv_chooses,kv_reads", path="cached[cache=float32]", limit=4)
-    keep, kept = Store.keep, []
-
-    def cut(self: Store, key: str, *part: Any) -> None:
-        keep(self, key, *part)
-        kept.append(key)
-        if len(kept) == 2:
-            raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Store, "keep", cut)
-        with pytest.raises(KeyboardInterrupt):
-            what.run(tmp_path / "out", progress="none")
-    outcome = what.run(tmp_path / "out", progress="none")
-    assert len(kept) == 2
-    whole = what.run(None, progress="none")
-    for name in ("results", "samples"):
-        frame = pd.read_parquet(tmp_path / "out" / f"{name}.parquet")
-        pd.testing.assert_frame_equal(frame, whole.tables[name], check_exact=True, check_dtype=False)
-    page = (tmp_path / "out" / "report.html").read_text()
-    assert "kv_reads, word_perplexity" in page
-    # Their K and V are kept in float32, where float16's are exact.
-    assert whole.tables["changed"].empty
-    assert (tmp_path / "out" / "figures" / "eval_scores.png").is_file()
-    assert outcome.summary["paths"] == ["cached", "cached[cache=float32]"]
-    asked_for = outcome.summary["counts"]["cached[cache=float32]"]["requests"]
-    assert asked_for > 0
-    assert "never read the cache" not in " ".join(what.sentences(outcome))
-    # A perplexity is that of all words; of so few documents it has no interval.
-    reads = whole.tables["results"].query("metric == 'word_perplexity'").iloc[0]
-    samples = whole.tables["samples"]
-    of = samples[(samples["metric"] == "word_perplexity") & (samples["path"] == "cached")]
-    assert reads["value"] == pytest.approx(torch.tensor(-of["value"].sum() / of["weight"].sum()).exp().item())
-    assert pd.isna([reads["low"], reads["high"]]).all()
-
-
-def test_documents_are_compared_one_by_one() -> None:
-    right = {"cached": [1, 1, 1, 0, 0, 0], "other": [1, 0, 0, 1, 0, 0]}
-    samples = pd.DataFrame(
-        [
-            {"task": "t", "doc": doc, "metric": "acc", "filter": "none", "value": float(one), "weight": 1.0, "path": path}
-            for path, values in right.items()
-            for doc, one in enumerate(values)
-        ]
-    )
-    results = pd.DataFrame(
-        [
-            {"task": "t", "metric": "acc", "filter": "none", "path": path, "value": sum(values) / 6, "documents": 6}
-            for path, values in right.items()
-        ]
-    )
-    first, second = evaluating.compared(results, samples, "cached").to_dict("records")
-    assert pd.isna(first["difference"])
-    differing = evaluating.changed(samples.assign(answer="x"), ["cached", "other"])
-    assert differing["doc"].tolist() == [1, 2, 3]
-    assert (second["better"], second["worse"], second["changed"]) == (1, 2, 3)
-    assert second["difference"] == pytest.approx(-1 / 6)
-    assert pd.isna(second["difference_low"]), "six documents are too few to resample"
-    twice = pd.concat([samples, samples.assign(doc=samples["doc"] + 6)])
-    (_, many) = evaluating.compared(results.assign(documents=12), twice, "cached").to_dict("records")
-    assert many["difference_low"] < -1 / 6 < many["difference_high"]
-    assert second["p"] == 1.0
-    assert (second["low"], second["high"]) == pytest.approx((0.0433, 0.7772), abs=1e-4)  # Exact for 2 of 6.
-    counts = {path: {"requests": 6, "answered_by_prefill": 0, "truncated": 0, "sampled": 0} for path in right}
-    tables = {"results": pd.DataFrame([first, second]).assign(higher_is_better=True)}
-    outcome = Result(tables, {"paths": ["cached", "other"], "counts": counts})
-    (said,) = Eval().headline(outcome)
-    assert said == "other scores 0.333 in t, acc (6 documents), cached 0.5: 3 score otherwise."
-    found = " ".join(lines_of(Eval().findings(outcome)))
-    assert "p = 1): 1 document only other has right, 2 only cached." in found
-    assert "--seed 3 changed nothing" in " ".join(Eval(seed=3).headline(outcome))
-    counts["cached"] |= {"answered_by_prefill": 5, "truncated": 2}
-    outcome.summary["paths"] = ["cached"]
-    said = " ".join(Eval().headline(outcome))
-    assert "5 of 6 requests never read the cache" in said
-    assert "cut from the left to fit the model's: 2 on cached" in said
-    assert "McNemar" not in " ".join(lines_of(Eval().findings(Result({"results": tables["results"][:1]}, outcome.summary))))
-
-
-def test_a_folder_of_tasks_runs_no_code_unless_it_may(tmp_path: Path) -> None:
-    """`--include DIR` ran the YAML's own functions and its templates without a word."""
-    (tmp_path / "planted.py").write_text(f"open({str(tmp_path / 'mark')!r}, 'w').close()\ndef text(doc): return 'a'\n")
-    (tmp_path / "planted.yaml").write_text(
-        "task: kv_planted\ndataset_path: json\ntest_split: test\noutput_type: generate_until\n"
-        "doc_to_text: !function planted.text\ndoc_to_target: '1'\n"
-    )
-    for refused in (
-        lambda: Eval("zoo:gqa2-mini", "kv_planted", include=str(tmp_path)).check(),
-        lambda: evaluating.evaluated(None, "kv_planted", include=str(tmp_path)),
-    ):
-        with pytest.raises(
-            kv.InputError, match=r"task files run code of their own.*pass --unsafe-code if you trust them"
-        ) as said:
-            refused()
-        assert "\n" not in str(said.value)
-    assert not (tmp_path / "mark").exists()
-    with pytest.raises(kv.InputError, match="cannot be loaded"):
-        evaluating.evaluated(None, "kv_planted", include=str(tmp_path), unsafe_code=True)
-    assert (tmp_path / "mark").exists(), "where it may, it runs: the refusal is what keeps it from running"
-
-
-@pytest.mark.slow
-def test_wrong_input_is_one_sentence(tasks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = ("eval", "zoo:gqa2-mini", "--out", tmp_path / "out")
-    wrong("--policy q8_0 and --path cached were both given", *made, "--policy", "q8_0", "--path", "cached")
-    wrong("no task was given", *made, "--tasks", ",")
-    wrong("unknown policy 'q8'", *made, "--policy", "q8")
-    wrong("expected 'none' or 'template'", *made, "--chat", "yes")
-    wrong("is no folder: give one that holds task files", *made, "--include", tmp_path / "nowhere")
-    wrong("run code of their own", *made, "--tasks", "kv_writes", "--include", tasks)
-    own = ("--include", tasks, "--unsafe-code", "--device", "cpu")
-    wrong("has no chat template: leave out", *made, "--tasks", "kv_writes", "--chat", "template", *own)
-    # Without the thousands of the harness, which take seconds to be read.
-    manager = evaluating.TaskManager
-    monkeypatch.setattr(evaluating, "TaskManager", lambda **given: manager(**{**given, "include_defaults": False}))
-    evaluating._manager.cache_clear()
-    wrong("unknown task 'kv_write': did you mean 'kv_writes'", *made, "--tasks", "kv_write", *own)
-    lost = json.loads((tasks / "writes.yaml").read_text()) | {"task": "kv_lost", "dataset_path": "nobody/nothing"}
-    lost.pop("dataset_kwargs")
-    (tmp_path / "own").mkdir()
-    (tmp_path / "own" / "lost.yaml").write_text(json.dumps(lost))
-    wrong(
-        "are neither on this machine nor to be had",
-        *made,
-        "--tasks",
-        "kv_lost",
-        "--unsafe-code",
-        "--include",
-        tmp_path / "own",
-    )
-    monkeypatch.delitem(sys.modules, evaluating.__name__)
-    monkeypatch.delattr(behaviour, "evaluating")
-    for module in ("lm_eval", "lm_eval.evaluator"):
-        monkeypatch.setitem(sys.modules, module, None)
-    wrong("is not installed: pip install 'kvinterp[eval]'", *made, "--tasks", "kv_writes", *own)
-    assert not (tmp_path / "out").exists()

@@ -8,15 +8,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
-import pandas as pd
 import pytest
 from browser import EVIL, IN_A_BROWSER, Opened, check_markup, check_page, check_sorting
 
-from kvinterp.common.result import Result
 from kvinterp.models import zoo
-from kvinterp.study.experiments.eval import Eval
 from kvinterp.study.experiments.registry import experiment_named
-from synthetic import ABOUT
 
 pytestmark = [*IN_A_BROWSER, pytest.mark.long]
 
@@ -30,7 +26,7 @@ VERBS: dict[str, dict[str, Any]] = {
     "patch": {"site": "kv", "sweep": "kv-heads", "direction": "into-cached", "steps": "first", "controls": "quick", **SHORT},
     "decompose": SHORT,
     "kernels": {"sizes": (16, 24)},
-    "root-cause": {"flip_steps": 1, "flip_seeds": 2, "ladder_prompts": 1, "ladder_steps": 1, "repeat_steps": 2},
+    "root-cause": {"ladder_prompts": 1, "ladder_steps": 1},
     "behaviour": {"strategies": ("greedy", "top_p(1.0,1.5)"), "max_new_tokens": 5, "controls": 1, "stop": "length"},
     "boundary": {"strategies": ("greedy",), "max_new_tokens": 12},
     "layer-drift": {"max_new_tokens": 3},
@@ -67,34 +63,16 @@ def page_of(verb: str, folder: Path) -> Path:
     return page
 
 
-def eval_of(folder: Path) -> Path:
-    """Made up, since the harness takes long to load: scores with and without an interval, of paths with long names."""
-    paths = ["cached", "cached+uniform(-1,1,on=k,layers=0.1.2.3)[prefill=stored,kernels=split_k(4,float16)]"]
-    rows = [
-        {"task": task, "metric": "acc", "filter": "none", "path": path, "documents": 8, "higher_is_better": better}
-        | {"value": 0.5, "low": 0.25 if task == EVIL else None, "high": 0.75}
-        for task, better in ((EVIL, True), ("kv_reads", None))
-        for path in paths
-    ]
-    table = pd.DataFrame(rows).assign(difference=float("nan"), changed=0)
-    tables = {"results": table}
-    held = {path: {"requests": 8, "answered_by_prefill": 0, "truncated": 0, "sampled": 0} for path in paths}
-    outcome = Result(tables, {"paths": paths, "counts": held, "provenance": {**ABOUT, "model": NAME}})
-    outcome.choices = {"path": paths[1]}
-    return Eval().judged(outcome) and Eval().drawn_into(outcome, folder / "figures")[-1]
-
-
-@pytest.mark.parametrize("verb", [*VERBS, "eval"])
+@pytest.mark.parametrize("verb", VERBS)
 def test_the_page_of_a_verb(page_opened: Callable[..., Opened], tmp_path: Path, verb: str) -> None:
-    other = {"eval": eval_of}.get(verb)
-    page = page_of(verb, tmp_path) if other is None else other(tmp_path)
+    page = page_of(verb, tmp_path)
     check_page(page_opened, page)
     opened = page_opened(page)
     check_sorting(opened)
     check_markup(opened, NAME)
     opened.quiet()
     missing = [link for link in opened.page.evaluate(_LINKS) if not (page.parent / unquote(link)).exists()]
-    assert other is not None or not missing, "a link to a file leads nowhere"
+    assert not missing, "a link to a file leads nowhere"
 
 
 _LINKS = "() => [...document.links].map((link) => link.getAttribute('href')).filter((link) => !link.startsWith('#'))"

@@ -48,16 +48,16 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "Many prompts": ("study",),
     "Results and names": ("show", "report", "list", "export"),
     "What errors in the cache do": (
-        "kv-error", "equivalent-noise", "susceptibility", "flip-law", "mitigate", "chain", "eval",
+        "kv-error", "equivalent-noise", "susceptibility", "flip-law", "mitigate", "chain",
     ),
     "The FP16 paper": (
-        "behaviour", "boundary", "layer-drift", "localisation", "root-cause", "flips", "gqa", "ladder", "kv-write",
-        "accumulation", "propagation", "repeated-heads",
+        "behaviour", "boundary", "layer-drift", "localisation", "root-cause", "accumulation", "propagation", "kv-write", "ladder",
+        "gqa",
     ),
 }  # fmt: skip
 """Commands and studies as help shows them; others come last."""
 _MATTER = (
-    "out", "prompts", "a", "b", "site", "sweep", "policy", "policies", "preset", "tasks", "against", "dtype",
+    "out", "prompts", "a", "b", "site", "sweep", "policy", "policies", "preset", "against", "dtype",
     "max_new_tokens", "kind",
 )  # fmt: skip
 """The options that help shows, the first five of them that a command has."""

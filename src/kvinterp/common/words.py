@@ -25,14 +25,14 @@ Site = Literal[
 ]  # fmt: skip
 PatchSite = Literal[
     "embed", "resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out", "q", "k", "v", "z", "result", "post", "pattern",
-    "router", "cache_k", "cache_v", "kv",
+    "router", "experts", "cache_k", "cache_v", "kv",
 ]  # fmt: skip
 Over = Literal["single", "cumulative", "cumulative-from", "heads", "kv-heads", "blocks"]
 Direction = Literal["into-recompute", "into-cached"]
 Distance = Literal["kl", "l2", "margin", "logit_difference"]
 Controls = Literal["all", "quick", "none"]
 ExperimentName = Literal[
-    "accumulation", "audit", "behaviour", "boundary", "chain", "compare", "decompose", "equivalent-noise", "eval", "flip-law",
-    "flips", "gqa", "kernels", "kv-error", "kv-write", "ladder", "layer-drift", "localisation", "mitigate", "patch",
-    "propagation", "repeated-heads", "root-cause", "susceptibility",
+    "accumulation", "audit", "behaviour", "boundary", "chain", "compare", "decompose", "equivalent-noise", "flip-law", "gqa",
+    "kernels", "kv-error", "kv-write", "ladder", "layer-drift", "localisation", "mitigate", "patch", "propagation",
+    "root-cause", "susceptibility",
 ]  # fmt: skip

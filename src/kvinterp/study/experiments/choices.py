@@ -88,8 +88,8 @@ def _known() -> dict[str, Callable[[Any], Any]]:
     from kvinterp.policies import policy_named
 
     read: dict[Callable[[Any], Any], tuple[str, ...]] = {
-        strategy_named: ("strategy", "strategies", "flip_strategy"),
-        kernels_named: ("kernels", "flip_kernels"),
+        strategy_named: ("strategy", "strategies"),
+        kernels_named: ("kernels",),
         path_named: ("a", "b", "path"),
         policy_named: ("policy", "policies", "base"),
         check_seed: ("seed",),

@@ -1,4 +1,4 @@
-"""Run the FP16 paper's five root-cause experiments and two on grouped-query attention: a table and a figure each."""
+"""Run the FP16 paper's root-cause experiments and one on grouped-query attention: a table and a figure each."""
 
 from __future__ import annotations
 
@@ -18,14 +18,12 @@ from kvinterp.study.cells import stacked
 from kvinterp.study.experiments.accumulation import Accumulation
 from kvinterp.study.experiments.base import Charts, Parts, Rows, Tables
 from kvinterp.study.experiments.choices import handed
-from kvinterp.study.experiments.flips import Flips
 from kvinterp.study.experiments.gqa import Gqa
 from kvinterp.study.experiments.kv_write import KvWrite
 from kvinterp.study.experiments.ladder import Ladder
 from kvinterp.study.experiments.of_models import FEW, OfModels
-from kvinterp.study.experiments.options import DRAWS, option, sampled
+from kvinterp.study.experiments.options import option
 from kvinterp.study.experiments.propagation import Propagation
-from kvinterp.study.experiments.repeated_heads import RepeatedHeads
 
 if TYPE_CHECKING:
     from kvinterp.study.cells import Cell
@@ -35,48 +33,30 @@ if TYPE_CHECKING:
 class RootCause(OfModels):
     """Are FP16 sums taken in another order the cause of the divergence?"""
 
-    STEPS: ClassVar = ("flip_steps", "ladder_steps", "repeat_steps")
+    STEPS: ClassVar = ("ladder_steps",)
     TABLES: ClassVar = (
         "accumulation",
         "propagation",
         "kv_write",
         "ladder",
-        "flips",
-        "correlations",
         "gqa",
-        "repeated_heads",
     )
 
     few_prompts: int = option(FEW, "For propagation, kv-write and gqa: how many of the prompts to run.", min=1)
-    flip_kernels: str = option("split_k(8,float16)", "For flips: kernels for both paths.")
-    flip_strategy: str = option("top_p(1.0,2.0)", "For flips: the sampling strategy to run besides greedy.")
-    flip_steps: int = option(48, "For flips: the most tokens to decode per prompt.", min=1)
-    flip_seeds: int = option(
-        3,
-        "For flips: how many seeds to sample with.",
-        min=1,
-        times="yes",
-        only=(lambda asked: sampled(asked.flip_strategy), DRAWS),
-    )
     ladder_prompts: int = option(6, "For ladder: how many of the prompts to run.", min=1)
     ladder_steps: int = option(16, "For ladder: the most tokens to decode per prompt.", min=1)
-    repeat_prompts: int = option(4, "For repeated-heads: how many of the prompts to run.", min=1)
-    repeat_steps: int = option(12, "For repeated-heads: the most tokens to decode per prompt.", min=2)
     seeds: int = option(1, "How many sets of prompts to generate, each with its own seed.", min=1, times="yes")
 
     def parts(self, seed: int = 0) -> tuple[OfModels, ...]:
         """The experiments that it runs, on one of its sets of prompts."""
         shared: dict[str, Any] = {field.name: getattr(self, field.name) for field in dataclasses.fields(OfModels)}
         shared["prompts"] = prompts_of_seed(self.prompts, seed)
-        flips = {name: getattr(self, f"flip_{name}") for name in ("kernels", "strategy", "steps", "seeds")}
         own: dict[type[OfModels], dict[str, Any]] = {
             # What is summed there is drawn: it has seeds of its own, and no prompts.
             **({Accumulation: {}} if seed == 0 else {}),
             Propagation: {"most": self.few_prompts},
             KvWrite: {"most": self.few_prompts},
             Ladder: {"most": self.ladder_prompts, "steps": self.ladder_steps},
-            Flips: flips,
-            RepeatedHeads: {"most": self.repeat_prompts, "steps": self.repeat_steps},
             Gqa: {"most": self.few_prompts},
         }
         return tuple(handed(kind, shared, choices) for kind, choices in own.items())
@@ -155,10 +135,6 @@ class RootCause(OfModels):
     def charts(self, result: Result) -> Charts:
         """Those of all of them."""
         return {name: chart for part in self.among(result.tables) for name, chart in part.charts(result).items()}
-
-    def noted(self) -> dict[str, Any]:
-        """Under which kernels and strategy flips were looked for."""
-        return {"flip_kernels": self.flip_kernels, "flip_strategy": self.flip_strategy}
 
 
 def _place(row: Mapping[str, Any]) -> tuple[Any, ...]:

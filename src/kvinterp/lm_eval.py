@@ -1,7 +1,7 @@
 """EleutherAI's lm-evaluation-harness on a path: its ``LM``, so that every task of it runs with any path and policy.
 
-Imported only where it is used, since ``lm_eval`` is an extra. Contexts, continuations, windows and truncation are those of
-the harness's own class for transformers models, so that a plain path gives its scores.
+``python -m kvinterp.lm_eval`` is the harness's own command with one more ``--model``, ``kvinterp``. Contexts, continuations,
+windows and truncation are those of the harness's own class for transformers models, so that a plain path gives its scores.
 """
 
 from __future__ import annotations
@@ -9,19 +9,24 @@ from __future__ import annotations
 import collections
 import dataclasses
 import json
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from lm_eval.__main__ import cli_evaluate
 from lm_eval.api.model import TemplateLM
+from lm_eval.api.registry import model_registry
 from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from torch import Tensor
 
+from kvinterp.common.checks import check_whole
+from kvinterp.common.console import echo
 from kvinterp.common.progress import counting
 from kvinterp.data.chat import rendered
 from kvinterp.data.tokenizing import ids_of
-from kvinterp.errors import InputError, shown
-from kvinterp.models import Adapter
+from kvinterp.errors import InputError, KvinterpError, shown
+from kvinterp.models import load_model, wrap
 from kvinterp.paths import ExecutionPath, Greedy, Strategy, TopK, TopP, path_named
 from kvinterp.study.behaviour.decoding import Likelihood, likelihoods, prefilled, write
 
@@ -33,13 +38,16 @@ class PathLM(TemplateLM):
     """A model on a path, as the harness's tasks ask it.
 
     Args:
-        adapter: The model; it must have a tokenizer.
+        model: The model: its name, as :func:`kvinterp.load_model` takes it, or what :func:`kvinterp.wrap` takes; it must have a
+            tokenizer.
         path: How it runs.
         through: How many of a context's last tokens are fed one by one through the cache where likelihoods are asked for or one
             token: with an exact prefill they would otherwise be answered without it.
         batch_size: Most requests in a batch; used where it was checked to keep the bits.
         seed: Seeds the random numbers of requests that sample.
         progress: ``"bar"`` or ``"none"``.
+        max_batch_size: The harness hands it over; nothing is read of it.
+        loading: What :func:`kvinterp.load_model` takes besides, where a name was given: kind, dtype, device, attention.
 
     Attributes:
         counts: ``requests``, those ``answered_by_prefill`` (with an exact prefill what a policy did to the cache played no part
@@ -48,14 +56,20 @@ class PathLM(TemplateLM):
 
     def __init__(
         self,
-        adapter: Adapter,
-        path: str | ExecutionPath,
+        model: Any,
+        path: str | ExecutionPath = "cached",
         through: int = 1,
-        batch_size: int = 1,
+        batch_size: int | str = 1,
         seed: int = 0,
         progress: str = "none",
+        max_batch_size: int | None = None,
+        **loading: Any,
     ) -> None:
         super().__init__()
+        adapter = load_model(model, **loading) if isinstance(model, str) else wrap(model)
+        check_whole("through", through, 0)
+        batch_size = int(batch_size) if str(batch_size).isdecimal() else batch_size
+        check_whole("batch_size", batch_size, 1)
         if adapter.tokenizer is None:
             raise InputError(f"model {adapter.facts.name} has no tokenizer, and evaluators ask in text: load it with one.")
         self.adapter, self.tokenizer, self.path = adapter, adapter.tokenizer, path_named(path)
@@ -98,6 +112,10 @@ class PathLM(TemplateLM):
         """A conversation as the text that the model was trained on."""
         how = {"add_generation_prompt": add_generation_prompt, "continue_final_message": not add_generation_prompt}
         return rendered(self.tokenizer, chat_history, self.adapter.facts.name, **how)
+
+    def get_model_info(self) -> dict[str, Any]:
+        """What the harness writes about the model, into ``config`` of its results."""
+        return {"path": str(self.path), "through": self.through, "counts": dict(self.counts)}
 
     def _special(self, *names: str) -> int:
         for name in names:
@@ -224,3 +242,21 @@ class _TopKTopP(Strategy):
     def distribution(self, logits: Tensor) -> Tensor:
         kept = TopK(self.k, self.temperature).distribution(logits)
         return TopP(self.p, 1.0).distribution(kept.log())
+
+
+def main() -> None:
+    """The harness's own command line; an error of kvinterp's is one sentence and exit code 2."""
+    try:
+        cli_evaluate()
+    except KvinterpError as error:
+        echo(f"error: {error}", err=True)
+        sys.exit(2)
+
+
+# By its import name: run as a program this file is another module than the one that is imported.
+if "kvinterp" not in model_registry:
+    model_registry.register("kvinterp", target="kvinterp.lm_eval:PathLM")
+
+
+if __name__ == "__main__":
+    main()
