@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pandas as pd
@@ -41,7 +42,7 @@ def together(keys: list[str], keep: Callable[..., None], by: int) -> None:
 def model(**given: Any) -> Any:
     """A loader."""
     CALLED.append(given)
-    return object()
+    return SimpleNamespace(lasting=lambda: object())
 
 
 def cells(count: int = 3) -> list[Cell]:

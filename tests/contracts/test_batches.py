@@ -101,7 +101,7 @@ def test_a_batch_that_changes_bits_is_not_used(load, batches, monkeypatch, caplo
     # Kernels of one fixed order, so that this is the only thing that a batch changes.
     path, settings = "cached[kernels=batch_invariant]", {"max_new_tokens": 5, "logits": "keep", "stop": "length"}
     alone = kv.run(model, PROMPTS, path, **settings)
-    monkeypatch.setattr(model, "checked_batches", {})
+    monkeypatch.setattr(model, "checked", {})
     monkeypatch.setattr(type(model), "forward", variant)
     batches.clear()
     with caplog.at_level(logging.INFO, logger="kvinterp"):
@@ -142,7 +142,7 @@ def test_out_of_memory_halves_the_batch_and_says_so(load, case, batches, quick_c
     model = load(case)
     path = "cached[kernels=batch_invariant]"
     wanted = kv.run(model, PROMPTS, path, max_new_tokens=2, logits="keep")
-    monkeypatch.setattr(model, "checked_batches", {})
+    monkeypatch.setattr(model, "checked", {})
     forward = type(model).forward
 
     def small(self, tokens, store=None):

@@ -361,7 +361,7 @@ def test_what_is_planted_is_looked_for_once_a_model(load, monkeypatch):
     from kvinterp.patching import localising
 
     model = load(NATIVE)
-    monkeypatch.setattr(model, "checked_plants", {})
+    monkeypatch.setattr(model, "checked", {})
     first = swept(model, layers=[0], controls="all")
 
     def again(*_, **__):

@@ -144,12 +144,12 @@ def test_a_preallocated_store_gives_the_bits_of_the_own_cache_or_is_left(dtype):
 def test_the_check_is_made_once_for_a_shape(monkeypatch):
     adapter = kv.wrap(llama())
     logits(adapter, "cached[cache=preallocated]")
-    assert len(adapter.checked_caches) == 1
+    assert len(adapter.checked) == 1
     monkeypatch.setattr("kvinterp.paths.model_cache._alike", lambda *_: pytest.fail("checked again"))
     logits(adapter, "cached[cache=preallocated]")
     monkeypatch.undo()
     logits(adapter, "cached[cache=preallocated]", max_new_tokens=3)
-    assert len(adapter.checked_caches) == 2
+    assert len(adapter.checked) == 2
 
 
 @pytest.mark.parametrize("kind", ["bridge", pytest.param("hooked", marks=pytest.mark.hooked)])

@@ -73,7 +73,7 @@ def judge_given(
     check_callable("tell", tell)
     allow = allowed(allow)
     check_paths(adapter, paths)
-    with adapter.unchanged(), torch.no_grad():
+    with adapter.one_call(), torch.no_grad():
         return _Judge(adapter, paths, _declared(paths, declared), seed, tell).verdict(allow)
 
 

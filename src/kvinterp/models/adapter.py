@@ -22,8 +22,8 @@ from kvinterp.errors import InputError, UnsupportedError, unknown
 from kvinterp.models.attaching import Attaching, check_uncompiled
 from kvinterp.models.caches import CacheKind, KVStore, OwnCache
 from kvinterp.models.facts import ModelInfo
+from kvinterp.models.hashing import weights_hash
 from kvinterp.models.hooks import remove_own_hooks
-from kvinterp.models.mark import Mark, mark_of, settings_of, weights_hash
 from kvinterp.models.state import Found, Kept
 
 DTYPES = {
@@ -71,14 +71,11 @@ class Adapter(Attaching):
         self.model = model
         self.facts = facts
         self.tokenizer = tokenizer
-        self._variants: dict[torch.dtype, Adapter] = {}
-        self._hashes: tuple[str, str] | None = None
-        self._mark: Mark | None = None
+        self._copies: dict[torch.dtype, Adapter] = {}
+        self._hash = ""
         self._found: Found | None = None
         self._inside = 0
-        self.checked_batches: dict[tuple[str, int, int, int], bool] = {}
-        self.checked_caches: dict[tuple[str, int, int, int], bool] = {}
-        self.checked_plants: dict[str, Any] = {}
+        self.checked: dict[tuple[Any, ...], Any] = {}
 
     # What a kind must say ------------------------------------------------------------------------------------------
 
@@ -185,51 +182,42 @@ class Adapter(Attaching):
     def at(self, dtype: torch.dtype | None) -> Adapter:
         """This model computing in ``dtype``; itself where that is the dtype it has.
 
-        Copies are kept for as long as the model stays as it is (weights, buffers, config, attributes of its modules), and
-        carry none of kvinterp's own hooks.
+        A copy carries none of kvinterp's own hooks. Within :meth:`one_call` it is made once, outside of it anew.
         """
         if dtype is None or dtype == self.dtype:
             return self
-        self._look()
-        if dtype not in self._variants:
-            variant = self.cast(dtype)
-            variant.stored = self.stored
-            remove_own_hooks(variant.model)
-            _check_apart(self.model, variant.model, self.facts.name)
-            self._variants[dtype] = variant
-        return self._variants[dtype]
+        if dtype in self._copies:
+            return self._copies[dtype]
+        copy = self.cast(dtype)
+        copy.stored = self.stored
+        remove_own_hooks(copy.model)
+        _check_apart(self.model, copy.model, self.facts.name)
+        if self._calls:
+            self._copies[dtype] = copy
+        return copy
 
     @contextlib.contextmanager
-    def unchanged(self) -> Iterator[None]:
-        """Asks once whether the model was changed since it was last looked at; what runs inside relies on the answer.
+    def one_call(self) -> Iterator[None]:
+        """Runs one call of a verb: copies in another dtype and the weights' hash are made once in it, and forgotten behind it.
 
         Raises:
             UnsupportedError: A part of the model is compiled.
         """
-        if not self._relying:
+        if not self._calls:
             check_uncompiled(self.model, self.facts.name)
-        self._look()
-        self._relying += 1
+        self._calls += 1
         try:
             with self.left_as_found():
                 yield
         finally:
-            self._relying -= 1
-            self._evaluating = self._evaluating and self._relying > 0
+            self._calls -= 1
+            if not self._calls:
+                self._copies, self._hash, self._evaluating = {}, "", False
 
-    def _look(self) -> None:
-        """Forgets what was made of the model or found out about it, where the model was changed since."""
-        if self._relying:
-            return
-        mark = mark_of(self.model)
-        if mark != self._mark:
-            if self._mark is not None:
-                self._forget()
-            self._mark = mark
-
-    def _forget(self) -> None:
-        self._variants, self._hashes = {}, None
-        self.checked_batches, self.checked_caches, self.checked_plants = {}, {}, {}
+    def lasting(self) -> Adapter:
+        """This adapter, all of whose life is one call: for a model that nobody else has, and so nobody edits."""
+        self._calls += 1
+        return self
 
     @contextlib.contextmanager
     def left_as_found(self) -> Iterator[None]:
@@ -380,15 +368,22 @@ class Adapter(Attaching):
         return frozenset(found)
 
     def fingerprint(self) -> str:
-        """BLAKE2 over the names, shapes, dtypes and bytes of the weights, 16 hex digits; kept until they change."""
-        return self.hashes()[0]
+        """The hash of the weights, 16 hex digits."""
+        found = self._hash or weights_hash(self.model)
+        self._hash = found if self._calls else ""
+        return found
 
-    def hashes(self) -> tuple[str, str]:
-        """The hash of the weights, and that of all else that the model computes with: config, attributes, other buffers."""
-        self._look()
-        if self._hashes is None:
-            self._hashes = weights_hash(self.model), settings_of(self.model)
-        return self._hashes
+    def checked_once(self, check: Callable[[], Any], *of: Any) -> Any:
+        """What a check found that depends on kernels and shapes and not on the weights: it is made once for an attention.
+
+        Args:
+            check: Makes it.
+            of: What is checked, and what else that depends on, such as a path's text and the shape.
+        """
+        key = self.facts.attention, *of
+        if key not in self.checked:
+            self.checked[key] = check()
+        return self.checked[key]
 
 
 # Copies in another dtype -------------------------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ class Attaching(abc.ABC):
         self._heard: list[tuple[Mapping[Site, Sequence[Listener]], int]] = []
         self._listeners: list[Mapping[Site, Sequence[Listener]]] = [{}, {}]
         self._attachments: dict[tuple[Site, int], list[Any]] = {}
-        self._relying, self._evaluating = 0, False
+        self._calls, self._evaluating = 0, False
 
     @property
     @abc.abstractmethod
@@ -65,11 +65,11 @@ class Attaching(abc.ABC):
             UnsupportedError: A part of the model is compiled.
         """
         # A verb asks at its door: each of its forwards would walk through every module again.
-        if not self._relying:
+        if not self._calls:
             check_uncompiled(self.model, self.facts.name)
         if not self.alike_in_training and not self._evaluating:
             _check_evaluating(self.model, self.facts.name)
-            self._evaluating = self._relying > 0
+            self._evaluating = self._calls > 0
         mine: list[tuple[Site, int]] = []
         try:
             for place in dict.fromkeys(places):

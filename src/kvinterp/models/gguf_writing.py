@@ -48,7 +48,7 @@ def export(model: Any, file: str | Path, format: str = "gguf", dtype: str = "flo
     path = check_export(file, format, dtype, existing)
     adapter = wrap(model)
     _check_plain(adapter)
-    with adapter.unchanged(), torch.no_grad():
+    with adapter.one_call(), torch.no_grad():
         write_gguf(adapter.model, adapter.tokenizer, path, dtype)
     return path
 

@@ -158,17 +158,13 @@ class NativeAdapter(OnTransformersCache):
         now = getattr(self.config, "_attn_implementation", None) or "eager"
         if now != self._facts.attention:
             self._facts = dataclasses.replace(self._facts, attention=now)
-            self._forget()
+            self._copies, self._memory, self._checked, self._continues, self._attention_only = {}, None, None, None, None
+            self._sites.facts = self._facts
         return self._facts
 
     @facts.setter
     def facts(self, facts: ModelInfo) -> None:
         self._facts = facts
-
-    def _forget(self) -> None:
-        super()._forget()
-        self._checked = self._continues = self._attention_only = None
-        self._sites.facts = self._facts
 
     @property
     def attention_only(self) -> bool:

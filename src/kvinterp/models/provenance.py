@@ -31,13 +31,12 @@ ENVIRONMENT = (
 
 
 def provenance(adapter: Adapter, **more: Any) -> dict[str, Any]:
-    """Versions, device, dtype, kernels, the hash of the weights and that of all else of the model, as plain JSON values.
+    """Versions, device, dtype, kernels and the hash of the weights, as plain JSON values.
 
     Args:
         adapter: The model that ran.
         more: Whatever else belongs to the result: paths, protocol, strategy, seed.
     """
-    weights, settings = adapter.hashes()
     here = machine(adapter.device)
     flags = here.pop("kernel_flags")
     return {
@@ -49,9 +48,8 @@ def provenance(adapter: Adapter, **more: Any) -> dict[str, Any]:
         "attention": adapter.facts.attention,
         "dtype": str(adapter.dtype).removeprefix("torch."),
         "autocast": autocast(adapter.device),
-        "weights": weights,
+        "weights": adapter.fingerprint(),
         **({"stored": adapter.stored} if adapter.stored else {}),
-        "settings": settings,
         "kernel_flags": flags,
         **more,
     }

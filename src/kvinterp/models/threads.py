@@ -47,7 +47,7 @@ def threads_for(adapter: Adapter) -> int:
 def own_threads(adapter: Adapter) -> Iterator[None]:
     """Runs what is inside with the threads this model is run with.
 
-    Every verb comes in here, so this is also where the model is asked once whether it was changed since the last.
+    Every verb comes in here, so this is also one call of :meth:`Adapter.one_call`.
 
     Raises:
         UnsupportedError: A part of the model is compiled.
@@ -57,7 +57,7 @@ def own_threads(adapter: Adapter) -> Iterator[None]:
     try:
         if wanted != before:
             torch.set_num_threads(wanted)
-        with adapter.unchanged():
+        with adapter.one_call():
             yield
     finally:
         if wanted != before:

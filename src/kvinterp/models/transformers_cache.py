@@ -305,10 +305,6 @@ class OnTransformersCache(Adapter):
     _blocks: nn.ModuleList
     _memory: Memory | None = None
 
-    def _forget(self) -> None:
-        super()._forget()
-        self._memory = None
-
     @property
     def memory(self) -> Memory:
         """What the model goes on from: it is asked once."""

@@ -206,6 +206,7 @@ def sweep(
             made.add(example, len(tokens[example]), lanes, advanced)
         if controls == "all" and adapter.attention_only:
             made.controls += _planted(adapter, tokens[chosen[0]], chosen[0])
+        about = provenance(adapter, max_new_tokens=max_new_tokens)
     made_with = {
         "site": site, "sweep": over, "direction": direction, "protocol": protocol, "steps": str(steps),
         "distance": next(iter(measures)), "distances": list(measures),
@@ -213,7 +214,7 @@ def sweep(
         "paths": {"cached": str(paths[0]), "recompute": str(paths[1])}, "positions": str(spot),
         **({"receiver": path_said(receivers)} if receivers else {}),
         "work": dict(made.work),
-        **provenance(adapter, max_new_tokens=max_new_tokens),
+        **about,
     }  # fmt: skip
     recovery, by_step, checks = (pd.DataFrame(rows) for rows in (made.recovery, made.steps, made.controls))
     return Sweep(recovery, by_step, checks, made_with, made.logits)
@@ -380,12 +381,12 @@ def _planted(adapter: Adapter, prompt: Sequence[int], example: int) -> list[dict
     from kvinterp.patching.localising import localise
     from kvinterp.patching.planted import Plant
 
-    middle, key = adapter.facts.layers // 2, f"autocast {autocast(adapter.device)}"
-    if key not in adapter.checked_plants:
+    def found_now() -> tuple[list[int], list[Any]]:
+        middle = adapter.facts.layers // 2
         plants = (Plant("kv", middle), Plant("row", middle), Plant("unembedding"))
-        causes = [(plant, localise(adapter, list(prompt), plant, dtype="float64")) for plant in plants]
-        adapter.checked_plants[key] = list(prompt), causes
-    of, causes = adapter.checked_plants[key]
+        return list(prompt), [(plant, localise(adapter, list(prompt), plant, dtype="float64")) for plant in plants]
+
+    of, causes = adapter.checked_once(found_now, "plants", autocast(adapter.device))
     checks = []
     for plant, found in causes:
         right = found.place == plant.place and (plant.place == "unembedding" or found.layer == plant.layer)

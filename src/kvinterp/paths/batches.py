@@ -92,22 +92,26 @@ def batched_alike(adapter: Adapter, path: ExecutionPath, prompts: Sequence[Seque
     """Whether a batch of this shape gives each prompt the bits it gets alone, at its first and at its last lengths."""
     if _routes(adapter) or path.call is not None:
         return False
-    shape = (f"{path}, autocast {autocast(adapter.device)}", len(prompts), len(prompts[0]), steps)
-    if shape not in adapter.checked_batches:
-        tokens = torch.tensor(list(map(list, prompts)), device=adapter.device)
-        alike, turn, numbers = True, 0, 0
-        while alike and numbers < CHECKED_NUMBERS:
+    tokens = torch.tensor(list(map(list, prompts)), device=adapter.device)
+
+    def check() -> bool:
+        turn, numbers = 0, 0
+        while numbers < CHECKED_NUMBERS:
             first = (tokens + turn) % adapter.facts.vocabulary
             last = torch.cat([first, first[:, :1].expand(-1, max(steps - 2, 0))], 1)
             compared = [_numbers_alike(adapter, path, rows, count) for rows, count in ((first, max(steps, 2)), (last, 2))]
-            alike, turn, numbers = all(compared), turn + 1, numbers + sum(compared)
-        adapter.checked_batches[shape] = alike
-    if not adapter.checked_batches[shape]:
+            if not all(compared):
+                return False
+            turn, numbers = turn + 1, numbers + sum(compared)
+        return True
+
+    alike = bool(adapter.checked_once(check, "batch", str(path), autocast(adapter.device), *tokens.shape, steps))
+    if not alike:
         log.info(
             "path %s on %s in %s: a batch of %d does not give the bits of single prompts; running them one by one",
             path, adapter.device, adapter.dtype, len(prompts),
         )  # fmt: skip
-    return adapter.checked_batches[shape]
+    return alike
 
 
 def _routes(adapter: Adapter) -> bool:

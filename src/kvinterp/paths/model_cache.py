@@ -157,29 +157,30 @@ def scores_by_row(adapter: Adapter) -> bool:
     Args:
         adapter: The model; what is found is kept for it.
     """
-    known = ("scores by row", 0, 0, 0)
-    if known not in adapter.checked_caches:
-        facts = adapter.facts
-        count = max(min(16, facts.context - 1, *(window - 1 for window in facts.windows if window is not None)), 2)
-        tokens = (torch.arange(count + 1, device=adapter.device)[None] * 7 + 3) % facts.vocabulary
+    return bool(adapter.checked_once(lambda: _scores_by_row(adapter), "scores by row"))
 
-        def logits(row: int | None) -> Tensor:
-            store = own_store(adapter, ExecutionPath(), 1, count, 1, ())
-            adapter.forward(tokens[:, :count], store)
-            for layer in range(facts.layers):
-                keys, values = store.held(layer)
-                newest = values[:, :, -1] * count
-                keys.zero_(), values.zero_()
-                if row is not None:
-                    values[:, :, row] = newest
-            return adapter.forward(tokens[:, count:], store).double()
 
-        with adapter.own_state([]), hooks_suspended(adapter.model):
-            none, first, last = map(logits, (None, 0, count - 1))
-        # Softmax gives equal scores equal weights, so that but for rounding nothing is left of the difference.
-        effect = torch.maximum((first - none).abs().max(), (last - none).abs().max())
-        adapter.checked_caches[known] = bool((first - last).abs().max() > effect / 16)
-    return adapter.checked_caches[known]
+def _scores_by_row(adapter: Adapter) -> bool:
+    facts = adapter.facts
+    count = max(min(16, facts.context - 1, *(window - 1 for window in facts.windows if window is not None)), 2)
+    tokens = (torch.arange(count + 1, device=adapter.device)[None] * 7 + 3) % facts.vocabulary
+
+    def logits(row: int | None) -> Tensor:
+        store = own_store(adapter, ExecutionPath(), 1, count, 1, ())
+        adapter.forward(tokens[:, :count], store)
+        for layer in range(facts.layers):
+            keys, values = store.held(layer)
+            newest = values[:, :, -1] * count
+            keys.zero_(), values.zero_()
+            if row is not None:
+                values[:, :, row] = newest
+        return adapter.forward(tokens[:, count:], store).double()
+
+    with adapter.own_state([]), hooks_suspended(adapter.model):
+        none, first, last = map(logits, (None, 0, count - 1))
+    # Softmax gives equal scores equal weights, so that but for rounding nothing is left of the difference.
+    effect = torch.maximum((first - none).abs().max(), (last - none).abs().max())
+    return bool((first - last).abs().max() > effect / 16)
 
 
 def _told(path: ExecutionPath, hooks: Sequence[PathHook]) -> list[ReadListener]:
@@ -202,14 +203,16 @@ def same_bits(adapter: Adapter, path: ExecutionPath, batch: int, length: int, ro
         length: Positions of the prompt.
         room: Most positions that are fed after it.
     """
-    shape = (f"{path}, autocast {autocast(adapter.device)}", batch, length, room)
-    if shape not in adapter.checked_caches:
-        alike, turn, numbers = True, 0, 0
-        while alike and numbers < CHECKED_NUMBERS:
-            found = _alike(adapter, path, batch, length, room, turn)
-            alike, turn, numbers = bool(found), turn + 1, numbers + found
-        adapter.checked_caches[shape] = alike
-    return adapter.checked_caches[shape]
+
+    def alike() -> bool:
+        turn, numbers = 0, 0
+        while numbers < CHECKED_NUMBERS:
+            if not (found := _alike(adapter, path, batch, length, room, turn)):
+                return False
+            turn, numbers = turn + 1, numbers + found
+        return True
+
+    return bool(adapter.checked_once(alike, "cache", str(path), autocast(adapter.device), batch, length, room))
 
 
 def _alike(adapter: Adapter, path: ExecutionPath, batch: int, length: int, room: int, turn: int) -> int:

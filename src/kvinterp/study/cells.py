@@ -173,7 +173,7 @@ def imported(name: str) -> Callable[..., Any]:
 @functools.lru_cache(maxsize=8)
 def _loaded(given: str) -> Any:
     settings = json.loads(given)
-    return imported(settings.pop("loader", MODEL_LOADER))(**settings)
+    return imported(settings.pop("loader", MODEL_LOADER))(**settings).lasting()
 
 
 def loaded(model: Mapping[str, Any]) -> Any:

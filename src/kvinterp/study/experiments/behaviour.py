@@ -315,7 +315,6 @@ def decoded(
     adapter = loaded(model)
     given = list(enumerate(load_prompts(prompts)))[first : first + most]
     made: dict[str, list[Tables]] = {key: [] for key in keys}
-    # Looked at once: whether the weights are those that were loaded takes longer than a step.
     with own_threads(adapter):
         blocks = [given] if batch_size > 1 else [[one] for one in given]
         for some in each(blocks, f"decodes of {adapter.facts.name}, examples {first} to {first + len(given) - 1},", "part"):

@@ -404,7 +404,6 @@ def behaviour_of(
 
         add(task, number, name, asked)
 
-    # Looked at once: whether the weights are those that were loaded takes longer than a step.
     with own_threads(adapter):
         for task, source in (("instructions", instructions), ("problems", problems)):
             prompts = load_prompts(source)

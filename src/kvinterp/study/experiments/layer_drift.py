@@ -278,8 +278,7 @@ def measured(
     paths = f"cached{tail}", f"recompute{tail}"
     sites = shown_sites(adapter)
     settings: dict[str, Any] = {"strategy": strategy, "seed": seed, "max_new_tokens": max_new_tokens, "progress": "none"}
-    # Whether the model was changed is asked once, and not for each prompt.
-    with adapter.unchanged():
+    with adapter.one_call():
         for example, key in numbered(keys).items():
             how = {**settings, "examples": [example], "done": failures_kept}
             matched = free = compare(adapter, given[example], *paths, record=sites, **how)

@@ -270,8 +270,7 @@ def ranked(
     """How far apart the paths of some prompts are in the free protocol, as :func:`kvinterp.patching.highest_kl` has it."""
     adapter, given = loaded(model), load_prompts(prompts)
     how: dict[str, Any] = {"protocol": "free", "max_new_tokens": max_new_tokens, "record": "", "progress": "none"}
-    # Whether the model was changed is asked once, and not for each prompt.
-    with adapter.unchanged():
+    with adapter.one_call():
         for example, key in numbered(keys).items():
             part = compare(adapter, given[example], *paths.values(), examples=[example], done=failures_kept, **how)
             # A prompt that ends with the prefill's token has no step that could differ.
