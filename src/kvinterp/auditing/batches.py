@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,18 +17,18 @@ from kvinterp.auditing.bench import (
     Check,
     Errors,
     NotRunError,
+    PlainError,
     Recomputation,
     Subject,
     UnclearError,
-    one_line,
 )
 from kvinterp.auditing.blocks import Fed
+from kvinterp.auditing.heard import Generated, heard
 from kvinterp.auditing.lengths import SHORT_WINDOW, listed
 from kvinterp.auditing.values import apart
-from kvinterp.models.transformers_api import can_generate, greedy
+from kvinterp.models.transformers_api import can_generate
 from kvinterp.models.transformers_cache import refusal
 from kvinterp.paths.calls.base import Masking
-from kvinterp.paths.calls.generate import Generating
 
 PADS = (0, 4, 1)
 """Pads of each row of a left-padded batch."""
@@ -45,7 +46,7 @@ def side_by_side(bench: Bench) -> Check:
     null = max(together.null, apart(together.logits, alone))
     if null > bench.beyond * together.null and null > bench.reach / bench.beyond:
         said = f"without a cache a batch is off by {null:.1e} from each prompt alone, so nothing can be said of the cache"
-        raise UnclearError(f"{said}.", null)
+        raise PlainError(f"{said}.", null)
     fed = bench.decoded(tokens, prompt)
     what = (
         f"three prompts of {prompt} tokens side by side, {length - prompt} decode steps, against each alone without a cache"
@@ -104,32 +105,42 @@ def _wants_mask(runner: Subject, tokens: Tensor, mask: Tensor | None) -> bool:
     return made.get("attention_mask") is not None
 
 
+def _alone(bench: Bench, tokens: Tensor, masking: Masking, first: int) -> Tensor:
+    """Logits of each row recomputed alone and without its pads, from position ``first`` on."""
+    assert masking.mask is not None
+    pads = (masking.mask == 0).sum(-1).tolist()
+    return torch.cat([bench.runner.recompute(tokens[n : n + 1, p:])[:, first - p :] for n, p in enumerate(pads)])
+
+
+def _check_mask(runner: Subject) -> None:
+    if "attention_mask" not in runner.adapter.takes:
+        raise NotRunError(f"{type(runner.model).__name__} takes no attention_mask, so it cannot be told of padding.")
+
+
 def unpadded(
     bench: Bench, tokens: Tensor, masking: Masking, reference: Recomputation, first: int
 ) -> tuple[Recomputation, float]:
     """Each row recomputed alone and without its pads, from position ``first`` on; and how far its pads, unmasked, move it.
 
     Raises:
-        UnclearError: The model does not do padding without a cache, so that its check says nothing of the cache.
+        PlainError: The model does not do padding without a cache, so that its check says nothing of the cache.
     """
-    assert masking.mask is not None
-    pads = (masking.mask == 0).sum(-1).tolist()
-    alone = torch.cat([bench.runner.recompute(tokens[n : n + 1, p:])[:, first - p :] for n, p in enumerate(pads)])
+    alone = _alone(bench, tokens, masking, first)
     # Ones, not None: without a mask transformers takes positions that begin anew for several texts packed into one row.
     unmasked = bench.runner.recompute(tokens, Masking(torch.ones_like(tokens), masking.positions))[:, first:]
     off, reach = apart(reference.logits[:, first:], alone), apart(unmasked, alone)
     if off > bench.beyond * reference.null and off > min(reach, bench.reach) / bench.beyond:
         said = f"without a cache a left-padded batch is off by {off:.1e} from each prompt alone"
-        raise UnclearError(f"{said}: this model, called with a mask and positions, does not do padding.", off)
+        raise PlainError(f"{said}: this model, called with a mask and positions, does not do padding.", off)
     return Recomputation(alone, max(reference.null, off)), reach
 
 
 def left_padding(bench: Bench) -> Check:
     """A left-padded batch, against its recomputation and each prompt alone."""
     runner = bench.runner
-    bench.only_plain("is fed without a mask here")
-    if "attention_mask" not in runner.adapter.takes:
-        raise NotRunError(f"{type(runner.model).__name__} takes no attention_mask, so it cannot be told of padding.")
+    _check_mask(runner)
+    if not runner.adapter.plain:
+        raise NotRunError("it is not given positions here, so left padding is that with the mask alone.")
     batches = [(*bench.short(), PADS)]
     full = min((w + 1 for w in runner.adapter.facts.windows if w and 2 < w <= SHORT_WINDOW), default=bench.context)
     if full + bench.steps <= bench.context:
@@ -141,6 +152,52 @@ def left_padding(bench: Bench) -> Check:
         if checks[-1].status != PASSED:
             return checks[-1]
     return dataclasses.replace(checks[-1], detail=" ".join(check.detail for check in checks))
+
+
+def mask_alone(bench: Bench) -> Check:
+    """A left-padded batch with its mask and no positions, as most people call a model, against each prompt alone."""
+    runner = bench.runner.otherwise(positions="own")
+    _check_mask(runner)
+    if runner.adapter.plain and "position_ids" not in runner.adapter.takes:
+        raise NotRunError(
+            f"{type(runner.model).__name__} takes no position_ids, so left padding is that with the mask alone."
+        )
+    prompt, length = bench.short()
+    bench, first = dataclasses.replace(bench, runner=runner), prompt - 1
+    tokens, masking, said = _padded(bench, prompt, length)
+    given = masking._replace(positions=None)
+    reference = bench.reference(tokens, given)
+    alone = _alone(bench, tokens, masking, first)
+    plain, null = apart(reference.logits[:, first:], alone), reference.null
+    null = max(null, plain) if plain <= bench.beyond * null else null
+
+    def off(masking: Masking) -> Errors:
+        wanted = _wants_mask(runner, tokens, masking.mask)
+        made = bench.decoded(tokens, prompt, masking, later=masking if wanted else masking._replace(mask=None)).logits
+        return Errors().add(made, Recomputation(alone, null), first, first)
+
+    errors, what = off(given), f"{said}, {length - prompt} decode steps, against each prompt alone"
+    if runner.adapter.plain and max(errors.values()) > (most := bench.excused * null):
+        ways = ("with positions given", max(off(masking).values())), _generates(bench, tokens, masking, prompt)
+        right = [f"{'right' if error <= most else 'off'} {way} ({error:.1e})" for way, error in ways]
+        what += f": {', '.join(right)}, off"
+    what += " with the mask alone"
+    # Ones, not None, as in unpadded().
+    reach = apart(runner.recompute(tokens, Masking(torch.ones_like(tokens)))[:, first:], alone)
+    return bench.settle(errors, what, "positions are not counted from the mask in decode", reach, plain)
+
+
+def _generates(bench: Bench, tokens: Tensor, masking: Masking, prompt: int) -> tuple[str, float]:
+    """What ``generate()`` does with the same padded prompts, and how far off it is."""
+    mask: Any = masking.of(0, prompt).mask
+    try:
+        made = heard(bench, tokens[:, :prompt], mask, "yes")
+    # Its own check says why.
+    except Exception:
+        return "under generate(), which could not be run", math.nan
+    gives = "gives" if made.calls[-1].get("position_ids") is not None else "gives no"
+    off = apart(made.logits, _alone(bench, made.tokens, made.masking, prompt - 1))
+    return f"under generate(), which {gives} positions", off
 
 
 def _left_padded(bench: Bench, prompt: int, length: int, pads: Sequence[int]) -> Check:
@@ -225,11 +282,7 @@ def _moved(bench: Bench, what: str, change: Callable[[Any, Tensor], None], metho
     fed = bench.decoded(before, prompt)
     if why := refusal(fed.cache, method):
         raise NotRunError(why)
-    try:
-        change(fed.cache, rows)
-    # A cache that refuses says why.
-    except (NotImplementedError, ValueError) as error:
-        raise NotRunError(f"this model's cache refuses {method}() ({one_line(error)}).") from error
+    change(fed.cache, rows)
     fed.holds(before[rows])
     fed.feed(after)
 
@@ -249,33 +302,6 @@ def _moved(bench: Bench, what: str, change: Callable[[Any, Tensor], None], metho
 # generate() ------------------------------------------------------------------------------------------------------------
 
 
-class Generated(NamedTuple):
-    """One ``generate()``.
-
-    Attributes:
-        tokens: ``[batch, length]``, the prompt's and the new ones but the last.
-        logits: Of each new token, ``[batch, new, vocabulary]``.
-        calls: The tensors that each forward was given, by name; those with a cache, filled or to be filled, are ``cached``.
-        masking: The mask, 0 where there is a pad, and the positions, counted without the pads, of all tokens.
-    """
-
-    tokens: Tensor
-    logits: Tensor
-    calls: list[dict[str, Any]]
-    masking: Masking
-
-    @property
-    def fed(self) -> tuple[Tensor, Masking]:
-        """What the model was to be fed, with its mask where there are pads, and positions."""
-        return self.tokens, self.masking if bool((self.mask == 0).any()) else self.masking._replace(mask=None)
-
-    @property
-    def mask(self) -> Tensor:
-        """Of all that was fed."""
-        assert self.masking.mask is not None
-        return self.masking.mask
-
-
 def generate(bench: Bench) -> Check:
     """Greedy generation of one prompt."""
     prompt = bench.short()[0]
@@ -291,59 +317,37 @@ def generate_padded(bench: Bench) -> Check:
 
 
 def _checked(bench: Bench, tokens: Tensor, mask: Any, what: str) -> Check:
-    bench.only_plain("gives no logits from generate()")
     runner, first = bench.runner, tokens.shape[1] - 1
-    if not can_generate(runner.model):
+    if runner.adapter.plain and not can_generate(runner.model):
         raise NotRunError(f"{type(runner.model).__name__} has no generate() of transformers'.")
     if bench.context < 1 + bench.steps:
         raise NotRunError(f"a context of {bench.context} positions has no room for {bench.steps} new tokens.")
     try:
-        made = _run(bench, tokens, mask, use_cache=True)
-    # What a model's own generate() does not support, it says with whatever error it meets first.
-    except Exception as error:
-        raise UnclearError(f"generate() of {what} raised {one_line(error)}.") from error
+        made = heard(bench, tokens, mask, "yes")
+    except Exception:
+        try:
+            heard(bench, tokens, mask, "no")
+        except Exception as error:
+            raise PlainError.of(error, runner.model, f"generate() of {what} raises, without a cache too,") from error
+        raise
     if all(call["input_ids"].shape[1] != 1 for call in made.calls[1:]):
         said = f"generate() of {what} feeds the whole prefix at every step, so there was no cached step to compare"
         raise UnclearError(f"{said}.")
     reference, reach = bench.reference(*made.fed, first), bench.reach
     logits, null = reference
     uncached = _uncached(bench, tokens, mask)
-    beside = "" if uncached is None else f" (and {uncached:.1e} with use_cache=False)"
+    beside = "" if uncached is None else f" (and {uncached:.1e} where it uses no cache)"
     if made.fed[1].mask is not None:
         (_, null), reach = unpadded(bench, *made.fed, reference, first)
     errors = Errors().add(made.logits, Recomputation(logits, null), first)
     said = f"generate() of {what}, {bench.steps} new tokens, against recomputation of the same tokens{beside}"
-    return bench.settle(errors, said, lambda _: _cause(bench, made, logits, null, uncached), reach)
-
-
-def _run(bench: Bench, tokens: Tensor, mask: Tensor, use_cache: bool) -> Generated:
-    """Greedy, as many tokens as there are steps, none of them an end."""
-    runner = bench.runner
-    known = getattr(runner.model.generation_config, "pad_token_id", None)
-    more = {"min_new_tokens": bench.steps, "num_return_sequences": 1}
-    chosen = greedy(bench.steps, use_cache=use_cache, pad_token_id=0 if known is None else known, **more)
-    calls: list[dict[str, Any]] = []
-    made: list[Tensor] = []
-    with Generating(runner.model, tokens, chosen, mask) as generating:
-        for given in generating.forwards():
-            told = {name: value.clone() for name, value in given.items() if isinstance(value, Tensor)}
-            calls.append({**told, "cached": given.get(runner.adapter.cache_name) is not None})
-            with runner.running():
-                out = runner.model(**given)
-            # What generate() returns is rounded to float32.
-            made.append(out.logits[:, -1].clone())
-            generating.answer(out)
-    runner.forwards += len(calls)
-    if len(made) != bench.steps:
-        raise ValueError(f"{len(made)} forwards were heard for {bench.steps} new tokens")
-    fed = generating.made[:, :-1]
-    return Generated(fed, torch.stack(made, 1), calls, Masking.counting(mask).of(0, fed.shape[1]))
+    return bench.settle(errors, said, lambda _: _cause(bench, made, logits, null), reach, uncached)
 
 
 def _uncached(bench: Bench, tokens: Tensor, mask: Tensor) -> float | None:
-    """How far ``generate(use_cache=False)`` is from a recomputation of its own tokens; None where it cannot be run."""
+    """How far ``generate()`` without a cache is from a recomputation of its own tokens; None where it cannot be run."""
     try:
-        made = _run(bench, tokens, mask, use_cache=False)
+        made = heard(bench, tokens, mask, "no")
     except Exception:
         return None
     return apart(made.logits, bench.runner.recompute(*made.fed)[:, tokens.shape[1] - 1 :])
@@ -352,12 +356,11 @@ def _uncached(bench: Bench, tokens: Tensor, mask: Tensor) -> float | None:
 # What is wrong -----------------------------------------------------------------------------------------------------------
 
 
-def _cause(bench: Bench, made: Generated, theirs: Tensor, null: float, uncached: float | None) -> str:
+def _cause(bench: Bench, made: Generated, theirs: Tensor, null: float) -> str:
     """What ``generate()`` gave the forward that a caller of the forward would not have."""
-    told = _told(made)
+    told = _told(made, "prepare_inputs_for_generation" if bench.runner.adapter.plain else "generate()")
     if not told:
-        also = uncached is not None and uncached > bench.beyond * null
-        return "generate() gives other logits than the forward, without a cache too" if also else ""
+        return ""
     # The same tokens, fed with what they should have been fed with: what remains is not generate()'s.
     fed, masking = made.fed
     prompt = fed.shape[1] + 1 - bench.steps
@@ -365,14 +368,14 @@ def _cause(bench: Bench, made: Generated, theirs: Tensor, null: float, uncached:
     return f"{told}, and the forward is right when it is told so" if left <= bench.excused * null else told
 
 
-def _told(made: Generated) -> str:
+def _told(made: Generated, who: str) -> str:
     mask, positions = made.mask, made.masking.positions
     start = 0
     for call in made.calls:
         tokens, told, hidden = call["input_ids"], call.get("position_ids"), call.get("attention_mask")
         stop = start + tokens.shape[1]
         if not torch.equal(tokens, made.tokens[:, start:stop]):
-            return f"prepare_inputs_for_generation feeds other tokens than those at position {start}"
+            return f"{who} feeds other tokens than those at position {start}"
         kept = mask[:, start:stop].bool()
         if told is not None and positions is not None:
             said = told.expand(*told.shape[:-2], *kept.shape)
@@ -381,9 +384,9 @@ def _told(made: Generated) -> str:
                 row, at = wrong.nonzero()[0].tolist()[-2:]
                 right = int(positions[row, start + at])
                 given = int(said.reshape(-1, *kept.shape)[0, row, at])
-                return f"prepare_inputs_for_generation gives position {given} to the token at position {right}"
+                return f"{who} gives position {given} to the token at position {right}"
         if hidden is not None and hidden.dim() == 2 and not torch.equal(hidden.bool(), mask[:, :stop].bool()):
-            return f"prepare_inputs_for_generation gives a wrong attention mask for the token at position {stop - 1}"
+            return f"{who} gives a wrong attention mask for the token at position {stop - 1}"
         if not call["cached"] and start:
             return "generate() does not pass the cache on"
         start = stop

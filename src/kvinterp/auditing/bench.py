@@ -15,13 +15,15 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from kvinterp.auditing.blocks import BlockModel, Fed, moving, prompts_for
 from kvinterp.auditing.causes import WithoutCasts
+from kvinterp.auditing.crashes import OURS, REFUSES, whose
 from kvinterp.auditing.ladder import part_named, unit_roundoff
 from kvinterp.auditing.values import apart, by_position
 from kvinterp.auditing.watch import Watch, watching
+from kvinterp.errors import KvinterpError, out_of_memory
 from kvinterp.models import Adapter
 from kvinterp.models.checkpoint import reason
 from kvinterp.paths.calls.base import NOTHING, Masking
@@ -91,6 +93,17 @@ class Subject(BlockModel):
         self.seen += [Seen(cached == "yes", tokens.shape, tokens.shape[1] + start, watch) for watch in watches]
         return (made[0] if made else logits), cache
 
+    def recompute(self, tokens: Tensor, masking: Masking = NOTHING) -> Tensor:
+        """As :meth:`BlockModel.recompute`.
+
+        Raises:
+            PlainError: It raises.
+        """
+        try:
+            return super().recompute(tokens, masking)
+        except Exception as error:
+            raise PlainError.of(error, self.model, "without a cache it raises") from error
+
     def moved(self, tokens: Tensor, masking: Masking = NOTHING) -> Tensor:
         """A recomputation in which what every block returns is moved by as much as its rounding may, at random."""
         size, generator = self.roundoff(tokens.shape[1]), torch.Generator().manual_seed(0)
@@ -116,6 +129,7 @@ class Subject(BlockModel):
 # What it is judged by ------------------------------------------------------------------------------------------------
 
 PASSED, FAILED, NOT_RUN, UNCLEAR = "passed", "failed", "not run", "cannot tell"
+PLAIN, REFUSED = "off without a cache too", "refused"
 
 MULTIPLES = {"wide": (16.0, 256.0), "narrow": (4.0, 16.0)}
 """An error is rounding's up to so many times the null, and beyond doubt from so many times on; less room in 16 bits, where
@@ -134,7 +148,8 @@ class Check:
 
     Attributes:
         name: What was tried.
-        status: ``"passed"``, ``"failed"``, ``"not run"`` or ``"cannot tell"``.
+        status: ``"passed"``, ``"failed"`` (it is off, or crashes), ``"off without a cache too"``, ``"refused"`` by the library,
+            ``"not run"`` or ``"cannot tell"``.
         detail: One sentence: what was run and what it showed; or why it was not run and what would run it.
         error: Largest logit error relative to the largest logit, cached against a recomputation of the very same thing.
         null: The same between two recomputations without a cache, of which one may be moved by rounding.
@@ -161,6 +176,11 @@ class Check:
     def also(self, more: str, **changed: Any) -> Check:
         """The same with more said of it, and with some fields changed."""
         return dataclasses.replace(self, detail=f"{self.detail.rstrip('.')}; {more}.", **changed)
+
+    @property
+    def crashed(self) -> bool:
+        """Whether the library crashed, with a cache or without one."""
+        return self.status in (FAILED, PLAIN) and self.error is None and self.null is None
 
     @property
     def failure(self) -> str:
@@ -199,6 +219,22 @@ class NotRunError(UnclearError):
     """Raised by an exercise that is not run on this model."""
 
     status = NOT_RUN
+
+
+class OwnError(KvinterpError):
+    """An error of kvinterp's, which says nothing of the model."""
+
+
+class PlainError(UnclearError):
+    """Raised by an exercise in which the model is off, or raises, without a cache too."""
+
+    status = PLAIN
+
+    @classmethod
+    def of(cls, error: Exception, model: nn.Module, what: str) -> Exception:
+        """What to raise for an error met without a cache; kvinterp's own error as it is."""
+        ours = isinstance(error, UnclearError) or whose(error, model)[0] == OURS
+        return error if ours else cls(f"{what} {one_line(error)}.")
 
 
 def one_line(error: BaseException) -> str:
@@ -282,7 +318,7 @@ class Bench:
                 try:
                     bench.measure_plain()
                 # A model that cannot be run without its casts, or with positions, is run as it is.
-                except (RuntimeError, ValueError, TypeError, IndexError):
+                except Exception:
                     if best is None and kernels is None and positions == "own":
                         raise
                     continue
@@ -405,7 +441,12 @@ class Bench:
         return self.settle(errors, what, hint, reach)
 
     def settle(
-        self, errors: Errors, what: str, hint: str | Callable[[Errors], str] = "", reach: float | None = None
+        self,
+        errors: Errors,
+        what: str,
+        hint: str | Callable[[Errors], str] = "",
+        reach: float | None = None,
+        plain: float | None = None,
     ) -> Check:
         """Judges one check.
 
@@ -414,6 +455,7 @@ class Bench:
             what: What was run, in words.
             hint: The likely cause, or what finds it, given the errors; asked only where it failed.
             reach: How far the logits move where what is checked does not work; the bench's own unless given.
+            plain: The error of the same without a cache, where that can be told from the null.
         """
         worst, null = max(errors.values(), default=0.0), errors.null
         reach = self.reach if reach is None else reach
@@ -430,6 +472,9 @@ class Bench:
         if not self.plain_is_right and worst <= self.beyond * self.plain:
             return settled(UNCLEAR, f"; plain decoding is off too, by {self.plain:.1e}, so this shows nothing more")
         first = next(at for at, error in sorted(errors.items()) if error > self.excused * null)
+        if plain is not None and plain > self.beyond * null and worst <= self.excused * plain:
+            also = f"{what}: relative logit error {worst:.1e}, {plain:.1e} without a cache{self.left_out}."
+            return Check(self.name, PLAIN, also, worst, null, first)
         if worst <= self.beyond * null:
             return settled(UNCLEAR, "; too much for rounding and too little for a bug", first)
         cause = hint if isinstance(hint, str) and self.asks == "yes" else ""
@@ -443,5 +488,32 @@ def attempted(bench: Bench, name: str, run: Callable[[Bench], Check]) -> Check:
     """A check under its name; one that was not run, or says nothing, says why."""
     try:
         return run(dataclasses.replace(bench, name=name))
-    except UnclearError as why:
-        return Check(name, why.status, str(why), None, why.null, hint=why.option)
+    except Exception as error:
+        return met(bench.runner.model, name, error)
+
+
+def met(model: nn.Module, name: str, error: Exception) -> Check:
+    """What an error makes of a check: the library's crash fails, its refusal is listed.
+
+    Raises:
+        OwnError: It is kvinterp's own.
+    """
+    if isinstance(error, OwnError):
+        raise error
+    if isinstance(error, UnclearError):
+        return Check(name, error.status, str(error), None, error.null, hint=error.option)
+    ours = isinstance(error, KvinterpError)
+    cause = error.__cause__ if ours and error.__cause__ is not None else error
+    who, place = whose(cause, model)
+    if out_of_memory(cause):
+        return Check(name, UNCLEAR, f"it raised {one_line(cause)}.")
+    if who == OURS:
+        if ours:
+            return Check(name, NOT_RUN, f"{str(error).rstrip('.')}.")
+        raise OwnError(f"{name}: kvinterp itself raised {one_line(error)} ({place}): please report it.") from error
+    said = f"{reason(error).rstrip('.')}." if ours else f"{one_line(error)} ({place})."
+    return (
+        Check(name, REFUSED, said)
+        if who == REFUSES or isinstance(cause, ImportError)
+        else Check(name, FAILED, f"it raised {said}")
+    )

@@ -182,8 +182,13 @@ class Fed(Feeding):
         self._pieces: list[tuple[int, Tensor, Tensor]] = []
 
     def run(self, tokens: Tensor, masking: Masking) -> Tensor:
-        """One forward on the cache."""
-        logits, self.cache = self.model.feed(tokens, self.cache, self.length, masking)
+        """One forward on the cache; where it raises, what the same rows raise without one is raised, if they do."""
+        try:
+            logits, self.cache = self.model.feed(tokens, self.cache, self.length, masking)
+        except Exception:
+            stop = self.length + tokens.shape[1]
+            self.model.recompute(torch.cat([*(piece for _, piece, _ in self._pieces), tokens], 1), self.masking.of(0, stop))
+            raise
         self._pieces.append((self.length, tokens, logits))
         return logits
 

@@ -59,6 +59,8 @@ def by_call(bench: Bench, plan: Call) -> Check:
         plan.check(adapter, prompt, length - prompt)
         made, witness = decoded(adapter, path, tokens, prompt, plan, block)
     except (InputError, UnsupportedError) as why:
+        if why.__cause__ is not None:
+            raise
         raise NotRunError(str(why)) from why
     if missing := plan.missing(witness):
         raise NotRunError(f"not exercised: {missing}.")

@@ -8,8 +8,8 @@ at work (see ``bench.py``). What could not be run says why.
 ``prompt of one token``       a prompt that is as long as a decode step
 ``mask and positions given``  a mask of ones and the positions beside the tokens, and the mask alone
 ``batch``                     three prompts side by side
-``left padding``              three prompts of different lengths
-``generate()``                what transformers' own loop feeds the forward, and its logits; with padding too
+``left padding``              three prompts of different lengths; with the mask alone too, as most people call a model
+``generate()``                what the library's own loop feeds the forward, and its logits; with padding too
 ``several chunks``            a prompt fed in chunks of 7, of 16, uneven ones and some that are drawn
 ``window``                    decoding over the edge of the model's sliding window, however long
 ``RoPE switch``               decoding over the length beyond which longrope, dynamic or yarn RoPE turns otherwise
@@ -35,7 +35,7 @@ from typing import Any
 import torch
 
 from kvinterp.auditing import batches, lengths
-from kvinterp.auditing.bench import FAILED, NOT_RUN, PASSED, UNCLEAR, Bench, Check, attempted, one_line
+from kvinterp.auditing.bench import FAILED, NOT_RUN, PASSED, PLAIN, REFUSED, UNCLEAR, Bench, Check, attempted, met, one_line
 from kvinterp.auditing.blocks import evaluating
 from kvinterp.auditing.called import CALLED, by_call
 from kvinterp.auditing.causes import COARSE, WithoutCasts
@@ -55,6 +55,7 @@ CHECKS: dict[str, Callable[[Bench], Any]] = {
     "mask and positions given": lengths.told,
     "batch": batches.side_by_side,
     "left padding": batches.left_padding,
+    "left padding, mask alone": batches.mask_alone,
     "generate()": batches.generate,
     "generate(), left padding": batches.generate_padded,
     "several chunks": lengths.chunks,
@@ -101,10 +102,9 @@ def exercise(
     with _as_it_was(adapter), torch.no_grad():
         try:
             bench = Bench.of(adapter, prompts, steps, thorough, reach)
-        # Whatever a model raises is no error of the audit's.
         except Exception as error:
-            why = f"plain decoding on the model's own cache raised {one_line(error)}, so nothing else can be tried."
-            return [Check(name, NOT_RUN, why) for name in names]
+            why = f"plain decoding raised {one_line(error)}, so nothing else can be tried."
+            return [met(adapter.model, "plain decoding", error), *(Check(name, NOT_RUN, why) for name in names)]
         found: list[Check] = []
         for name in names:
             if progress is not None:
@@ -115,21 +115,31 @@ def exercise(
 
 def _tried(bench: Bench, name: str) -> list[Check]:
     """One check; what is not passed is tried again with what else may be the cause taken away."""
-    benches, before = [bench], bench.runner.forwards
-    found = _run(bench, name)
+    # The model as it is, with room for the rounding of casts to float32.
+    coarse_unit, before = max(bench.runner.unit, unit_roundoff(torch.float32)), bench.runner.forwards
+    try:
+        found = _run(bench, name)
+    except Exception:
+        if not bench.left_out:
+            raise
+        found = []
+    if bench.left_out and (not found or any(one.crashed or one.status == REFUSED for one in found)):
+        # Without its casts a model may raise what it never raises as it is.
+        bench = bench.otherwise(None, coarse_unit)
+        before, found = 0, _run(bench, name)
+    benches = [bench]
 
     def otherwise(kernels: Kernels | None, unit: float | None = None) -> dict[str, Check]:
         """The same check on other kernels, by name; without those that could not be judged."""
         try:
             new = bench.otherwise(kernels, unit)
+            made = _run(new, name)
         # A model that does not run without its casts is judged as it is.
         except Exception:
             return {}
         benches.append(new)
-        return {one.name: one for one in _run(new, name) if one.error is not None}
+        return {one.name: one for one in made if one.error is not None}
 
-    # The model as it is, with room for the rounding of casts to float32.
-    coarse_unit = max(bench.runner.unit, unit_roundoff(torch.float32))
     if bench.left_out:
         # The model's casts are left out all along: that this way of using the cache makes none of its own is looked at too.
         plan = _plan_of(name)
@@ -147,27 +157,23 @@ def _tried(bench: Bench, name: str) -> list[Check]:
             if apart(own, without_casts) <= benches[1].excused * benches[1].plain_null:
                 # The model alone gives the same logits without: what casts is this way of calling, and nothing else.
                 found = [_cast_by_call(one, before) for one, before in zip(found, first, strict=True)]
-    if _failed(found) and bench.runner.dtype != torch.float64:
+    if _failed(found) and bench.runner.dtype != torch.float64 and not any(one.crashed for one in found):
         # Rounding can tip a choice of experts, in one prompt; a bug does not care for the prompt.
         other = dataclasses.replace(bench, pool=[list(reversed(row)) for row in bench.pool[::-1]])
         # What fails with one set of prompts alone is not said to fail.
         again = {one.name for one in _run(other, name) if one.status == FAILED}
         also = "other prompts of the same lengths do not show it"
         found = [one if one.status != FAILED or one.name in again else one.also(also, status=UNCLEAR) for one in found]
-    found = [_placed(bench, one, name) if one.status == FAILED else one for one in found]
+    found = [_placed(bench, one, name) if one.status == FAILED and not one.crashed else one for one in found]
     spent = sum(each.runner.forwards for each in benches) - before
     return [dataclasses.replace(one, forwards=spent if n == 0 else 0) for n, one in enumerate(found)]
 
 
 def _run(bench: Bench, name: str) -> list[Check]:
     plan = _plan_of(name)
-    try:
-        # Each check starts from what was found: not from what another's batch left on the model.
-        with bench.runner.adapter.own_state([]):
-            made: Any = attempted(bench, name, CHECKS[name] if plan is None else functools.partial(by_call, plan=plan))
-    # A model that cannot be used in this way says so with whatever error its code meets first.
-    except Exception as error:
-        return [Check(name, UNCLEAR, f"it raised {one_line(error)}.")]
+    # Each check starts from what was found: not from what another's batch left on the model.
+    with bench.runner.adapter.own_state([]):
+        made: Any = attempted(bench, name, CHECKS[name] if plan is None else functools.partial(by_call, plan=plan))
     return made if isinstance(made, list) else [made]
 
 
@@ -180,7 +186,7 @@ def _failed(checks: Sequence[Check]) -> bool:
 
 
 def _suspicious(one: Check) -> bool:
-    return one.status in (FAILED, UNCLEAR) and one.error is not None
+    return one.status in (FAILED, PLAIN, UNCLEAR) and one.error is not None
 
 
 def _explained(one: Check, without: Check | None, coarse: Check | None) -> Check:
@@ -261,7 +267,7 @@ def _placed(bench: Bench, check: Check, name: str) -> Check:
             other.measure_plain()
             return any(one.name == check.name and one.status == FAILED for one in _run(other, name))
         # A block whose output is not one row a position cannot stand for the logits.
-        except (RuntimeError, ValueError, TypeError, IndexError):
+        except Exception:
             return False
 
     # What is wrong in one block stays wrong in those after it.

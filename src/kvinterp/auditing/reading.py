@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from kvinterp.auditing.bench import FAILED, NOT_RUN, PASSED, UNCLEAR, Check
+from kvinterp.auditing.bench import FAILED, NOT_RUN, PASSED, PLAIN, REFUSED, UNCLEAR, Check
 from kvinterp.auditing.first_difference import Place
 from kvinterp.auditing.judging import ROOM, Account, Judged
 from kvinterp.auditing.ladder import ONE_BY_ONE, PrecisionRun, band, part_named
@@ -102,7 +102,7 @@ class Evidence:
         word, place, lines = next(found for found in readings if found is not None)
         allowed = "yes" if word in self.allow else "no"
         passes = word in GOOD or allowed == "yes"
-        tried = sum(check.status in (PASSED, FAILED) for check in checks)
+        tried = sum(check.status in (PASSED, FAILED, PLAIN) for check in checks)
         uses = f"{tried} of {len(checks)} uses tried" if checks else "decoding token by token alone"
         first = "PASS" if passes else "CANNOT TELL" if word == CANNOT_TELL else "FAIL"
         first += f"  {word}{' (allowed)' if allowed == 'yes' else ''}  {self.model} ({self.kind}, {self.own}), {uses}"
@@ -337,11 +337,16 @@ def hint(judged: Judged, seen: Evidence) -> list[str]:
     """The likely cause of what is wrong, in a line or none."""
     found = judged.finding
     known = HINTS.get(found.tensor)
+    switched = next(
+        (check.hint for check in seen.checks if check.status == FAILED and check.name.startswith("RoPE switch")), ""
+    )
     if judged.numbered:
         known = (
             "told the positions of its tokens, as generate() tells them, the model is right: called without position_ids it "
             "numbers cached tokens wrongly"
         )
+    elif found.tensor == "K" and switched:
+        known = switched
     elif found.tensor == "K":
         every = seen.rungs[seen.own].every_error
         new = found.position >= (int(every["prefill"].min()) if len(every) else 0)
@@ -389,10 +394,17 @@ def _rung(rung: PrecisionRun, seen: Evidence) -> str:
 def _exercised(seen: Evidence) -> list[str]:
     """What was exercised, and what not."""
     far = {check.name: check.hint for check in seen.checks if check.status == NOT_RUN and check.hint}
-    named = {PASSED: "nothing wrong seen in", UNCLEAR: "cannot tell", "far": "not reached", NOT_RUN: "not run"}
+    named = {
+        PASSED: "nothing wrong seen in",
+        **dict.fromkeys((PLAIN, REFUSED, UNCLEAR)),
+        "far": "not reached",
+        NOT_RUN: None,
+    }
     found: dict[str, list[str]] = {status: [] for status in named}
     for check in seen.checks:
-        found.get("far" if check.name in far else check.status, []).append(check.name)
+        # What the library says, or does without a cache too, is said with its sentence: nothing else shows it.
+        name = f"{check.name} ({check.detail.rstrip('.')})" if check.status in (PLAIN, REFUSED) else check.name
+        found.get("far" if check.name in far else check.status, []).append(name)
     ends = {"far": f" ({', '.join(sorted(set(far.values())))} goes there)"}
-    lines = [f"{named[of]}: {'; '.join(names)}{ends.get(of, '')}" for of, names in found.items() if names]
+    lines = [f"{named[of] or of}: {'; '.join(names)}{ends.get(of, '')}" for of, names in found.items() if names]
     return [f"exercised: {seen.exercised}", *lines]

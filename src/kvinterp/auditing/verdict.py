@@ -25,7 +25,7 @@ VERDICTS = {
     "kernel": "a difference appears or jumps at a fixed position, or is larger than rounding, and is gone with a fixed order",
     "hidden-cast": "something is computed in a narrower dtype than the model's own, and the error is gone without that cast",
     "wrong-dtype": "values lie on a 16-bit grid though 32 bits or more are claimed",
-    "bug": "a tensor is wrong: nothing that was taken away takes its error away",
+    "bug": "a tensor is wrong, or a use that the model offers crashes: nothing that was taken away takes its error away",
     "unexplained": "the logits differ by more than the errors of all parts explain",
     "overflow": "NaN or Inf",
     "misaligned": "the log-probs of another engine, or its experts, are of other tokens: shifted, or with another beginning",

@@ -62,7 +62,7 @@ class Adapter(Attaching):
     plain: bool = False
     """Whether it is run as its library's own users run it: masks, positions and caches of theirs can be given."""
     takes: frozenset[str] = frozenset()
-    """What its own forward may be given by name, where it is plain."""
+    """Which of a mask and positions its own forward may be given by name."""
     cache_name: str = ""
     """What its own forward calls the cache that it takes and returns."""
 
@@ -103,7 +103,7 @@ class Adapter(Attaching):
         Args:
             tokens: ``[batch, new]``.
             cache: What the call before returned, a cache object of the library's, or None for the model's own.
-            mask, positions: As for :meth:`forward`; read where the model is :attr:`plain` alone.
+            mask, positions: As for :meth:`forward`; those that it :attr:`takes` are read.
         """
 
     @abc.abstractmethod

@@ -83,10 +83,15 @@ def _handed(attention: nn.Module, *args: Any, **given: Any) -> Any:
     return type(attention).forward(attention, *args, **by_its_name)
 
 
+def _told(mask: Tensor | None) -> dict[str, Tensor]:
+    return {} if mask is None else {"attention_mask": mask}
+
+
 class BridgeAdapter(OnTransformersCache):
     """A TransformerBridge, run through its own forward."""
 
     kind = "bridge"
+    takes = frozenset({"attention_mask"})
 
     def __init__(self, model: nn.Module, name: str | None = None, tokenizer: Any = None) -> None:
         source: Any = model.original_model
@@ -115,7 +120,7 @@ class BridgeAdapter(OnTransformersCache):
     ) -> Tensor:
         """Logits of every new token, through the bridge."""
         if store is None:
-            return self.model(tokens, return_type="logits", use_cache=False)
+            return self.model(tokens, return_type="logits", use_cache=False, **_told(mask))
         cache = model_cache(store, lambda: self.config, f"the bridge for {self.facts.architecture}")
         return self.called(tokens, cache, mask, positions)[0]
 
@@ -123,7 +128,7 @@ class BridgeAdapter(OnTransformersCache):
         """Logits and the cache, a DynamicCache that is made where none is given."""
         cache = self.new_cache() if cache is None else cache
         given = {self.cache_name: cache} if self.cache_name else {}
-        return self.model(tokens, return_type="logits", use_cache=True, **given), cache
+        return self.model(tokens, return_type="logits", use_cache=True, **given, **_told(mask)), cache
 
     def own_cache(self, kind: CacheKind, batch: int, capacity: int, dtype: torch.dtype) -> TransformersCache:
         """The DynamicCache that a bridge's users make."""

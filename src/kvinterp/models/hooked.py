@@ -117,6 +117,7 @@ class HookedAdapter(Adapter):
 
     kind, cache_name = "hooked", "past_kv_cache"
     position_major_cache = True
+    takes = frozenset({"attention_mask"})
 
     def __init__(self, model: nn.Module, name: str | None = None, tokenizer: Any = None) -> None:
         config: Any = model.cfg
@@ -195,9 +196,7 @@ class HookedAdapter(Adapter):
     ) -> Tensor:
         """Logits of every new token; both paths get the same explicit all-ones mask (see FACTS in the README)."""
         cache = None if store is None else _Cache(store, self.facts.layers)
-        return self.model(
-            tokens, return_type="logits", attention_mask=torch.ones_like(tokens), past_kv_cache=cache, prepend_bos=False
-        )
+        return self.model(tokens, return_type="logits", past_kv_cache=cache, **self._told(tokens, mask))
 
     def called(self, tokens: Tensor, cache: Any, mask: Tensor | None, positions: Tensor | None) -> tuple[Tensor, Any]:
         """Logits and TransformerLens' cache, which is made where none is given."""
@@ -206,8 +205,14 @@ class HookedAdapter(Adapter):
         if cache is None:
             config: Any = self.model.cfg
             cache = TransformerLensKeyValueCache.init_cache(config, self.device, len(tokens))
-        given = {"attention_mask": torch.ones_like(tokens), "past_kv_cache": cache, "prepend_bos": False}
-        return self.model(tokens, return_type="logits", **given), cache
+        return self.model(tokens, return_type="logits", past_kv_cache=cache, **self._told(tokens, mask)), cache
+
+    def _told(self, tokens: Tensor, mask: Tensor | None) -> dict[str, Any]:
+        """Its cache keeps the mask of what came before, and is given that of the new tokens."""
+        return {
+            "attention_mask": torch.ones_like(tokens) if mask is None else mask[:, -tokens.shape[1] :],
+            "prepend_bos": False,
+        }
 
     def tap(self, site: str, layer: int) -> Tap:
         """The HookPoint that carries a site."""

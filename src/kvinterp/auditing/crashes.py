@@ -1,0 +1,62 @@
+"""Whose an error is that a use of a cache met, read from its traceback: a library refuses, it crashes, or kvinterp does."""
+
+from __future__ import annotations
+
+import dis
+import sys
+from pathlib import Path
+from types import FrameType, TracebackType
+
+from torch import nn
+
+OURS, REFUSES, CRASHES = "ours", "refuses", "crashes"
+LIBRARIES = {"transformers", "transformer_lens", "transformers_modules"}
+"""Packages that hold models; that of a model's own class is asked besides."""
+BELOW = sys.stdlib_module_names | {"torch", "numpy", "jaxtyping", "beartype"}
+"""What raises for whoever called it."""
+MODES = ("__torch_function__", "__torch_dispatch__")
+"""Through these torch passes every operation, whoever asked for it."""
+
+
+def whose(error: BaseException, model: nn.Module) -> tuple[str, str]:
+    """Whether a library refuses (a ``raise`` of its own, with a sentence) or crashes, or kvinterp does; and file and line.
+
+    Args:
+        error: As it was caught.
+        model: The model that ran.
+    """
+    frames, at = list[TracebackType](), error.__traceback__
+    while at is not None:
+        frames.append(at)
+        at = at.tb_next
+    for met in reversed(frames):
+        package = _package(met.tb_frame.f_globals.get("__name__", ""))
+        if package in BELOW or met.tb_frame.f_code.co_name in MODES:
+            continue
+        place = _place(met.tb_frame, met.tb_lineno)
+        if package == "kvinterp":
+            return OURS, place
+        says = str(error).strip() or isinstance(error, NotImplementedError)
+        refuses = says and met is frames[-1] and _raises(met) and package in LIBRARIES | _packages(model)
+        return (REFUSES if refuses else CRASHES), place
+    return OURS, ""
+
+
+def _packages(model: nn.Module) -> set[str]:
+    return {_package(type(module).__module__) for module in model.modules()}
+
+
+def _package(module: str) -> str:
+    return module.partition(".")[0]
+
+
+def _raises(met: TracebackType) -> bool:
+    """Whether the frame stands at a ``raise``, and not at something that failed."""
+    return met.tb_frame.f_code.co_code[met.tb_lasti] == dis.opmap["RAISE_VARARGS"]
+
+
+def _place(frame: FrameType, line: int) -> str:
+    package, file = _package(frame.f_globals.get("__name__", "")), Path(frame.f_code.co_filename)
+    parts = file.parts
+    start = len(parts) - 1 - parts[::-1].index(package) if package in parts else len(parts) - 1
+    return f"{'/'.join(parts[start:])}:{line}"
