@@ -4,10 +4,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 STAMP := $(VENV)/.made
-TL4 := .venv-tl4
+NEWEST := .venv-newest
 WORKERS ?= 2
 
-.PHONY: demo real test test-slow test-all test-processors test-tl4 check docs package bench figures zoo clean env wild
+.PHONY: demo real test test-slow test-all test-processors test-newest check docs package bench figures zoo clean env wild
 
 env: $(STAMP)
 
@@ -48,13 +48,9 @@ test-all: $(STAMP)
 	$(PYTEST) --everything
 	$(MAKE) test-processors
 
-# The same package with TransformerLens 4, which has no HookedTransformer.
-test-tl4: $(TL4)/.made
-	PYTHONPATH=$(TL4) $(PYTEST) -m "not hooked" tests/contracts/test_laws.py tests/test_spine.py
-
-$(TL4)/.made: $(STAMP)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(TL4) transformer-lens==4.3.0
-	touch $@
+# The laws with the newest release of everything, which is what users have.
+test-newest: $(NEWEST)/.made
+	PYTHONPATH=src $(NEWEST)/bin/python -m pytest -n $(WORKERS) --dist loadgroup tests/contracts/test_laws.py tests/test_spine.py
 
 check: $(STAMP)
 	$(BIN)/ruff check .
@@ -67,17 +63,26 @@ docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 	$(BIN)/python tools/docs/check.py site
 
-# The package as others get it: built, installed into an environment of its own, whose other packages are those of ours, and run there.
-PACKAGE := build/package
-PURELIB := import sysconfig; print(sysconfig.get_path('purelib'))
+# The package as its users get it: the wheel, in an environment of its own with the newest that pip finds of all but torch, and run there.
+# It asks pip every time: a library's new release is met the day it comes.
 package: $(STAMP)
-	rm -rf build dist
+	rm -rf build dist $(NEWEST)/.made
+	$(MAKE) $(NEWEST)/.made
+	$(NEWEST)/bin/python -c "import kvinterp, sys; assert kvinterp.__file__.startswith(sys.prefix), kvinterp.__file__"
+	$(NEWEST)/bin/python -m pytest --slow tests/test_readme.py
+	cd build && ../$(NEWEST)/bin/kvinterp compare zoo:gqa2-mini --kind bridge --prompts arithmetic:1 --max-new-tokens 3 --out smoke/compare
+	cd build && ../$(NEWEST)/bin/kvinterp patch zoo:gqa2-mini --prompts arithmetic:1 --max-new-tokens 3 --out smoke/patch
+	cd build && ../$(NEWEST)/bin/kvinterp audit zoo:gqa2-mini --dtype float32 --rungs float32 --out smoke/audit
+
+NEWEST_PIP := $(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check
+$(NEWEST)/.made: $(STAMP)
 	$(BIN)/python -m build --quiet --no-isolation
-	$(BIN)/python -m venv --without-pip $(PACKAGE)
-	$(BIN)/python -m pip --python $(PACKAGE)/bin/python install --quiet --no-deps dist/*.whl
-	$(BIN)/python -c "$(PURELIB)" > "$$($(PACKAGE)/bin/python -c "$(PURELIB)")/others.pth"
-	cd $(PACKAGE) && bin/python -c "import kvinterp, sys; assert kvinterp.__file__.startswith(sys.prefix), kvinterp.__file__"
-	cd $(PACKAGE) && bin/kvinterp compare zoo:gqa2-mini --prompts arithmetic:1 --max-new-tokens 3 --out smoke
+	test -x $(NEWEST)/bin/python || $(PYTHON) -m venv $(NEWEST)
+	$(NEWEST_PIP) --upgrade pip
+	mkdir -p build && grep '^torch==' constraints.txt > build/torch.txt
+	$(NEWEST_PIP) --no-compile --upgrade --upgrade-strategy eager -c build/torch.txt dist/*.whl beartype pytest pytest-timeout pytest-xdist
+	$(NEWEST_PIP) --force-reinstall --no-deps dist/*.whl
+	touch $@
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/recording.py
@@ -97,4 +102,4 @@ wild: $(STAMP)
 	PYTHONPATH=tools $(BIN)/python -m wild --table
 
 clean:
-	rm -rf $(VENV) $(TL4) demo out site build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) $(NEWEST) demo out site build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

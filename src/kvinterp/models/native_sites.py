@@ -200,6 +200,8 @@ class _Shown:
     @torch.no_grad()
     def _run(self, adapter: Adapter, sites: NativeSites) -> None:
         tokens = torch.arange(3, 3 + self.count, device=adapter.device)[None] % self.facts.vocabulary
+        # Asked first: it may run the model, which would be heard as another forward.
+        store = self.store if adapter.attention_only else None
         with hooks_suspended(adapter.model):
             handles = []
             try:
@@ -211,7 +213,7 @@ class _Shown:
                         handles += tap_hooks(Tap(norm, "input"), site, self._keep(f"{site} into its norm", layer))
                         projected = sites.projected(site, attention)
                         handles += tap_hooks(projected, site, self._keep(f"{site} projected", layer, projected))
-                adapter.forward(tokens, self.store if adapter.attention_only else None)
+                adapter.forward(tokens, store)
             finally:
                 for handle in handles:
                     handle.remove()

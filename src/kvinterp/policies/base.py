@@ -208,7 +208,8 @@ class Selective(Policy):
             )
         cached = "after" if facts.cached_keys_rotated else "before"
         if "k" in TENSORS[self.on] and self.keys not in ("cached", cached):
-            kinds = "hooked" if self.keys == "before" else "native or bridge"
+            hooked = 'hooked (TransformerLens 3: pip install "transformer-lens<4")'
+            kinds = hooked if self.keys == "before" else "native or bridge"
             raise UnsupportedError(
                 f"policy {self} wants keys {self.keys} RoPE, and {facts.name} caches them {cached} it: load the model as "
                 f"{kinds}, or give keys={cached}."
