@@ -1,14 +1,13 @@
-"""A tokenizer and a chat template are files that somebody else wrote: what they make of a text is bounded, and still the text."""
+"""A tokenizer and a chat template are files that somebody else wrote: what they make of a text is still the text."""
 
 import json
 import shutil
-import subprocess
 
 import pytest
 import transformers
 
 import kvinterp as kv
-from kvinterp.data import chat, rendering, tokenizing
+from kvinterp.data import chat, tokenizing
 from kvinterp.errors import InputError
 from kvinterp.models import zoo
 
@@ -51,10 +50,9 @@ def test_a_tokenizer_that_drops_the_text(tmp_path, more, said):
 
 
 @pytest.mark.parametrize("text", ["Tom has 5 apples.", "ünï 日本 😀 {}", "  \n", "?!", "x"])
-@pytest.mark.parametrize("decoder", [{}, {"decoder": None}], ids=["whole", "no decoder"])
-def test_a_text_that_comes_back_in_another_form(tmp_path, text, decoder):
-    """What the ids say counts, not how: without a decoder the tokens spell bytes."""
-    tokenizer = made(tmp_path, **decoder)
+def test_a_text_that_comes_back_in_another_form(tmp_path, text):
+    """What the ids say counts, not how."""
+    tokenizer = made(tmp_path)
     assert tokenizing.ids_of(tokenizer, text, "m") == tokenizer(text)["input_ids"]
 
 
@@ -74,15 +72,8 @@ def test_case_accents_and_order_do_not_count():
 def test_a_regex_that_explodes(tmp_path):
     """A panic in Rust is no Exception: it left as a traceback."""
     tokenizer = made(tmp_path, normalizer=replacing("(?:(a|aa)+)+$", "x"))
-    with pytest.raises(InputError, match=r"cannot take the text 'Tom has.*(PanicException|TimeoutError)"):
+    with pytest.raises(InputError, match=r"cannot take the text 'Tom has.*PanicException"):
         tokenizing.ids_of(tokenizer, TEXT, "m")
-
-
-def test_a_tokenizer_without_an_end_is_not_waited_for(tmp_path, monkeypatch):
-    monkeypatch.setattr(tokenizing, "SECONDS", 0.05)
-    grows = {"type": "Sequence", "normalizers": [replacing("a", "a" * 1000, "String")] * 2}
-    with pytest.raises(InputError, match="it did not answer within"):
-        tokenizing.ids_of(made(tmp_path, normalizer=grows), "a a a", "m")
 
 
 def test_every_text_goes_through_that_door(tmp_path):
@@ -105,27 +96,6 @@ def chatting(tmp_path, template):
 
 
 @pytest.mark.parametrize(
-    "template",
-    [
-        pytest.param(
-            "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", marks=pytest.mark.slow
-        ),
-        "{{ 'x' * 10 ** 9 }}",
-        pytest.param("{{ 7 ** (10 ** 9) }}", marks=pytest.mark.slow),
-        pytest.param("{{ '%01000000000d' % 1 }}", marks=pytest.mark.slow),
-        pytest.param(
-            "{% set n = namespace(x='xxxx') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}{{ n.x }}",
-            marks=pytest.mark.slow,
-        ),
-    ],
-    ids=["loops", "product", "power", "padding", "doubling"],
-)
-def test_a_template_without_bounds(tmp_path, template):
-    with pytest.raises(InputError, match="takes more than 2 seconds of processor time, or more memory"):
-        chat.chat_tokens(chatting(tmp_path, template), TURN, "m")
-
-
-@pytest.mark.parametrize(
     "template", [5, {"a": "x"}, "{{ 1 // 0 }}", "{% for i in range(10 ** 9) %}x{% endfor %}", "{{ a.b.c }}"], ids=str
 )
 def test_a_template_that_fails(tmp_path, template):
@@ -138,14 +108,13 @@ def test_a_template_that_leaves_out_what_it_is_given(tmp_path):
         chat.chat_tokens(chatting(tmp_path, "hello"), TURN, "m")
 
 
-def test_a_template_is_tried_once(tmp_path, monkeypatch):
-    """In a process of its own, whose program renders what transformers renders; what it makes is transformers' own."""
-    tokenizer, asked = chatting(tmp_path, PLAIN), []
-    run = subprocess.run
-    monkeypatch.setattr(chat, "_known", set())
-    monkeypatch.setattr(subprocess, "run", lambda *given, **named: asked.append(given) or run(*given, **named))
+def test_a_template_gives_what_transformers_gives(tmp_path):
+    tokenizer = chatting(tmp_path, PLAIN)
     said = tokenizer.apply_chat_template(TURN, tokenize=False, add_generation_prompt=True)
-    for _ in range(3):
-        assert chat.chat_tokens(tokenizer, TURN, "m") == tokenizer(said, add_special_tokens=False)["input_ids"]
-    assert len(asked) == 1
-    assert rendering.rendered(PLAIN, {"messages": TURN}) == said
+    assert chat.chat_tokens(tokenizer, TURN, "m") == tokenizer(said, add_special_tokens=False)["input_ids"]
+
+
+def test_a_template_runs_no_code(tmp_path):
+    """transformers renders in Jinja's sandbox."""
+    with pytest.raises(InputError, match="does not take these messages"):
+        chat.chat_tokens(chatting(tmp_path, "{{ messages.__class__.__mro__[-1].__subclasses__() }}"), TURN, "m")

@@ -279,27 +279,10 @@ class Adapter(Attaching):
                 f"model {self.facts.name} has no tokenizer: give token ids instead of text, or wrap it with one, "
                 "kv.wrap(model, tokenizer=...)."
             )
-        self.check_length(text)
         tokens = ids_of(self.tokenizer, text, self.facts.name)
         if not tokens:
             raise InputError(f"prompt {text[:40]!r} gives no token: give a prompt with text in it.")
         return tokens
-
-    def check_length(self, text: str) -> None:
-        """Raises where the beginning of a text is already more than the context: 100 MB of it would be tokenised for minutes.
-
-        Raises:
-            InputError: It is longer than the context.
-        """
-        length = 16 * self.facts.context
-        while self.tokenizer is not None and length < len(text):
-            # A beginning may end within a token, and so have a few more than the text has up to there.
-            if len(self.tokenizer(text[:length])["input_ids"]) > self.facts.context + 16:
-                raise InputError(
-                    f"prompt {text[:40]!r} has {len(text):,} characters, of which the first {length:,} alone are more than the "
-                    f"context of {self.facts.name}, {self.facts.context:,} positions: shorten the prompt."
-                )
-            length *= 4
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Text of token ids; the ids themselves where there is no tokenizer."""

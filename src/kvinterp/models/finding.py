@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from kvinterp.common.bounded import within
 from kvinterp.common.files import is_file
 from kvinterp.errors import InputError, shown
 from kvinterp.models import real, zoo
@@ -85,7 +84,7 @@ def reach(name: str) -> dict[str, Any]:
     if constants.HF_HUB_OFFLINE:
         return {"local_files_only": True}
     try:
-        within(HUB_SECONDS, lambda: get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=HUB_SECONDS))
+        get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=HUB_SECONDS)
     # The errors of a connection depend on the library that makes it, which changes between versions.
     except Exception as error:
         if not here:
