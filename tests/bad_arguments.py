@@ -170,7 +170,6 @@ def api() -> dict[str, tuple[Callable[..., Any], dict[str, Any], Callable[..., A
             {"model": m, "prompts": [tokens], "b": ["recompute", "recompute@float64"], **quiet},
         ),
         "logit_lens": (kv.logit_lens, {"model": m, "prompts": [tokens], **short}),
-        "logit_attribution": (kv.logit_attribution, {"model": m, "prompts": [tokens], **short}),
         "PatchBench": (kv.PatchBench, {"model": m}),
         "PatchBench.ask": (kv.PatchBench(m, 2).ask, {"prompt": tokens}),
         "patch_panel": (kv.patch_panel, {"models": m, "prompt": "2 + 2 ="}),

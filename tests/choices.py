@@ -270,7 +270,6 @@ VERBS: dict[str, tuple[dict[str, Any], dict[str, Changes]]] = {
             "protocol": Changes("free"),
             "distance": Changes("margin"),
             "answers": Changes(("4", "5"), {"distance": "logit_difference", "answers": ("1", "2")}),
-            "receiver": Changes("blocks.3.hook_resid_post", {"site": "attn_out"}),
             "examples": Changes(2),
             "preset": Changes("paper"),
             "max_new_tokens": Changes(4),

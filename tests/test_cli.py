@@ -394,7 +394,6 @@ def test_a_finished_result_is_in_the_way(done: tuple[Path, Result]) -> None:
         ("compare", ("--max-new-tokens", "-1"), "max_new_tokens=-1 was given"),
         ("patch", ("--site", "foo"), "unknown patch site 'foo'"),
         ("patch", ("--sweep", "foo"), "unknown sweep 'foo'"),
-        ("patch", ("--receiver", "q"), "a place of one layer, such as blocks.5.attn.hook_q, without a donor"),
     ],
 )
 def test_a_bad_option_is_heard_before_the_folder(

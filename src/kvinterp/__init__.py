@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from kvinterp.auditing.audit import audit
     from kvinterp.auditing.shape_dependence import KernelsTable, kernels_table
     from kvinterp.comparison import Comparison, Comparisons, compare
-    from kvinterp.comparison.attribution import logit_attribution
     from kvinterp.comparison.lens import logit_lens
     from kvinterp.comparison.traces import compare_traces
     from kvinterp.data import Prompt, load_prompts
@@ -48,7 +47,6 @@ _HOMES = {
     "auditing": ("Verdict", "audit"),
     "auditing.shape_dependence": ("KernelsTable", "kernels_table"),
     "comparison": ("Comparison", "Comparisons", "compare"),
-    "comparison.attribution": ("logit_attribution",),
     "comparison.lens": ("logit_lens",),
     "comparison.traces": ("compare_traces",),
     "data": ("Prompt", "load_prompts"),
@@ -119,7 +117,6 @@ __all__ = [
     "load_model",
     "load_prompts",
     "localise",
-    "logit_attribution",
     "logit_lens",
     "mean_donor",
     "patch_panel",

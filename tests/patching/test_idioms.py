@@ -301,10 +301,8 @@ def test_what_cannot_be_given_is_one_sentence(load: Any, patch: dict[str, Any], 
         ({"distance": lambda logits: "x"}, "gave a str for logits of shape (1, 12, "),
         ({"distance": lambda logits: float("nan")}, "a function that gives one finite number"),
         ({"positions": (40, 42)}, "hold none of the prompt's"),
-        ({"check": 3}, "true patches need no check"),
         ({"site": lambda name: "layer" in name}, "takes no hook at which a site is"),
         ({"site": lambda name: "resid" in name}, "one site is patched at a time"),
-        ({"method": "attribution", "site": "kv"}, "has no one place whose gradient is its own"),
     ],
 )
 def test_what_cannot_be_asked_is_one_sentence(load: Any, given: dict[str, Any], said: str) -> None:

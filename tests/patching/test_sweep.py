@@ -357,11 +357,14 @@ def test_controls_stand_beside_every_sweep(load, case, direction, protocol):
 
 
 def test_what_is_planted_is_looked_for_once_a_model(load, monkeypatch):
-    """A default sweep took three times what it takes without controls, for a search that does not depend on what is swept."""
+    """The search does not depend on what is swept; a default sweep does none, and still has its floor."""
     from kvinterp.patching import localising
 
     model = load(NATIVE)
     monkeypatch.setattr(model, "checked", {})
+    plain = kv.sweep(model, PROMPT, layers=[0], max_new_tokens=STEPS, stop="length", progress="none")
+    assert set(plain.controls["control"]) == {"self", "other-prompt", "floor", "all-positions", "together"}
+    assert not any("plants" in str(key) for key in model.checked), "no cause was planted"
     first = swept(model, layers=[0], controls="all")
 
     def again(*_, **__):

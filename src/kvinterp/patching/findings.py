@@ -1,4 +1,4 @@
-"""What patches, a decomposition, a logit lens and a logit attribution found, as findings and charts."""
+"""What patches, a decomposition and a logit lens found, as findings and charts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from kvinterp.findings.rows import Finding, finding, median_of, place
 from kvinterp.metrics.recovery import TO_SEE_A_DIFFERENCE
 
 if TYPE_CHECKING:
-    from kvinterp.comparison.attribution import LogitAttribution
     from kvinterp.comparison.lens import LogitLens
     from kvinterp.patching import ActivationPatching, Decomposition, Sweep
 
@@ -61,15 +60,12 @@ def headline_of_sweep(sweep: Sweep) -> list[str]:
     }.get(best["sweep"], "layer {layer:g}, head {head:g} recovers").format(**best)
     of_all = "" if best["defined"] == summary["examples"] else f"{int(best['defined'])} of "
     how = f"{best['site']}, {summary['direction']}, {of_all}{prompts}"
-    how += f", along the residual stream to {sweep.provenance['receiver']}" if "receiver" in sweep.provenance else ""
     low, high = best["interval_low"], best["interval_high"]
     how += "" if pd.isna(low) else f"; 95% interval {percent(low)} to {percent(high)}"
     few = (
         "No place recovers more than 5%" if best["median"] < 0.05 else "No recovery is clearly above 0" if low <= 0 else ""
     )
-    lead = (
-        f"{few}{'; ' if few else ''}{place if few else upper(place)} most: {percent(best['median'])} of the {of} ({how})."
-    )
+    lead = f"{few}{'; ' if few else ''}{place if few else upper(place)} most: {percent(best['median'])} of the {of} (by patches)."
     return [lead, *_unchanged(sweep.recovery, ["sweep", "layer", "head", "positions"]), *lines]
 
 
@@ -235,15 +231,8 @@ def headline_of_activation_patching(found: ActivationPatching) -> list[str]:
     if pd.isna(best["recovery"]):
         return [f"Both prompts show the same ({ends}), so no place can restore it: give two whose answers differ."]
     many = f", mean of {counted(found.pairs, 'pair')}" if found.pairs > 1 else ""
-    checked = "" if len(found.checked) else " and not checked"
-    by = f"{found.site}, attributed{checked}" if found.method == "attribution" else found.site
-    by += f" along the residual stream to {found.receiver}" if found.receiver else ""
-    lines = [f"{upper(place(_labels_of(best)))} restores most: {percent(best['recovery'])} by {by} ({ends}{many})."]
+    lines = [f"{upper(place(_labels_of(best)))} restores most: {percent(best['recovery'])} by {found.site} ({ends}{many})."]
     lines += _unchanged(found.frame, [name for name in ("layer", "head", "start") if name in found.frame])
-    if len(found.checked):
-        lines.append(
-            f"Attribution is off by {percent(found.error)} of what {len(found.checked)} true patches change (L2 over L2)."
-        )
     return lines
 
 
@@ -257,10 +246,7 @@ def _labels_of(row: Mapping[Any, Any]) -> Finding:
 
 
 def rows_of_activation_patching(found: ActivationPatching) -> Iterator[Finding]:
-    """The places that restore most, and how far an attribution is from the truth."""
-    if len(found.checked):
-        what = "error of the attribution: L2 of its differences from true patches over L2 of their changes"
-        yield finding(what, found.error, n=len(found.checked), unit="patches", null=0.0)
+    """The places that restore most."""
     if not found.recovery.isfinite().any():
         return
     for row in found.overview().to_dict("records"):
@@ -282,12 +268,11 @@ def charts_of_activation_patching(found: ActivationPatching) -> dict[str, Chart]
     label = f"recovery of the {RECOVERED[found.distance]}"
     panel = Panel(table, x, "layer", "map", "recovery", facet=facet, titles=titles, label=label, xlabel=xlabel,
                   scale="signed", columns=4)  # fmt: skip
-    how = "by attribution" if found.method == "attribution" else "by patches"
-    title = f"What {found.site} of the clean prompt restores in the corrupted one, {how}{of_model(found.provenance)}"
+    title = f"What {found.site} of the clean prompt restores in the corrupted one, by patches{of_model(found.provenance)}"
     return {"activation_patching": Chart(title, [panel], [f"n = {counted(found.pairs, 'pair')} of prompts"])}
 
 
-# The lens and the attribution --------------------------------------------------------------------------------------------
+# The lens --------------------------------------------------------------------------------------------
 
 
 def headline_of_lens(lens: LogitLens) -> list[str]:
@@ -328,59 +313,6 @@ def charts_of_lens(lens: LogitLens) -> dict[str, Chart]:
                   xlabel="layer (-1: what enters the first; the last: the paths' own logits)")  # fmt: skip
     notes = [f"{against(lens.provenance)}, matched"]
     return {"logit_lens": Chart("The residual streams read as logits (points: steps; line: median)", [panel], notes)}
-
-
-def headline_of_attribution(attribution: LogitAttribution) -> list[str]:
-    """Which part of the model wrote most of the difference."""
-    table, of = attribution.overview(), against(attribution.provenance)
-    total = only(table, part="total")["l2"]
-    if total.empty:
-        return [f"{of}: no step was decoded after the prefill, so there is nothing to part."]
-    if not float(total.iloc[0]) > 0:
-        return [f"{of}: the logits are equal at every decode step, so nothing wrote a difference.", TO_SEE_A_DIFFERENCE]
-    most = table.loc[table[table["part"].isin(("embed", "attn", "mlp"))]["l2"].idxmax()]
-    name = {"attn": "attention", "mlp": "the MLP"}.get(most["part"], "")
-    where = f"{name} of layer {int(most['layer'])}" if name else "the embedding"
-    lines = [
-        f"{of}: of the logits' difference (mean L2 {number(float(total.iloc[0]))}) {where} writes the longest part, "
-        f"{number(most['l2'])}; parts can undo each other, so their lengths need not add up."
-    ]
-    if attribution.provenance.get("heads"):
-        lines.append(f"Not parted by head: {attribution.provenance['heads']}.")
-    return lines
-
-
-def rows_of_attribution(attribution: LogitAttribution) -> Iterator[Finding]:
-    """The mean length of what every part wrote, the longest first."""
-    steps = _steps(attribution)
-    for row in attribution.overview().sort_values("l2", ascending=False, kind="stable").to_dict("records"):
-        of = {name: row[name] for name in ("layer", "head") if row[name] >= 0}
-        note = f"adds {number(row['logit_difference'])} to the difference of the two tokens' logits"
-        yield finding("mean L2 over the vocabulary", row["l2"], n=steps, unit="steps", note=note, part=row["part"], **of)
-
-
-def charts_of_attribution(attribution: LogitAttribution) -> dict[str, Chart]:
-    """Length of what each head, attention and MLP wrote of the difference, and of what no layer wrote."""
-    table = attribution.overview()
-    if table.empty:
-        return {}
-    heads, label = only(table, part="head"), "L2 over the vocabulary"
-    panels = []
-    if len(heads):
-        panels.append(Panel(heads, "head", "layer", "map", "l2", label=label, xlabel="query head (blank: exactly 0)"))
-    names = {"attn": "attention", "mlp": "MLP"}
-    panels += [
-        Panel(table, "layer", "l2", color="part", names=names, label=label),
-        Panel(table[~table["part"].isin((*names, "head", "head_rest", "total"))], "l2", "part", "dots",
-              label=f"what no layer wrote, {label}"),
-    ]  # fmt: skip
-    title = f"What wrote the difference of the logits, mean over {counted(_steps(attribution), 'decode step')}"
-    return {"logit_attribution": Chart(title, panels, [f"{against(attribution.provenance)}, matched"])}
-
-
-def _steps(attribution: LogitAttribution) -> int:
-    table = attribution.table
-    return len(table.loc[table["step"] > 0, ["example", "step"]].drop_duplicates())
 
 
 def of_model(about: Mapping[str, Any]) -> str:

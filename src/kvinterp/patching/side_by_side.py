@@ -22,7 +22,6 @@ from kvinterp.patching.by_row import OneRow, PatchesByRow, together
 from kvinterp.patching.distances import Distance
 from kvinterp.patching.hook import PatchHook
 from kvinterp.patching.patch import Patch, stored_sites
-from kvinterp.patching.path_patching import Sending, held_between
 from kvinterp.patching.recompute import PureRecompute
 from kvinterp.paths import ExecutionPath, Runner, path_named
 from kvinterp.paths.decode import Lane, lockstep
@@ -177,7 +176,6 @@ class Setting:
 
     Attributes:
         distances: What is measured, by name; L2 is always among it, and the first leads.
-        receivers: The ends of the paths, of path patching.
     """
 
     adapter: Adapter
@@ -190,7 +188,6 @@ class Setting:
     logits: str = "discard"
     stop: str = "end of sequence"
     batch_size: int = 1
-    receivers: tuple[Patch, ...] = ()
 
     @property
     def donor(self) -> ExecutionPath:
@@ -239,35 +236,20 @@ def advance_beside(setting: Setting, lanes: Sequence[PlannedLane], prompt: Seque
     gives, takes = (adapter.at(dtype_named(path.dtype)) for path in (setting.donor, setting.base))
     pure, measured, kept = PureRecompute(adapter, setting.recompute), [], []
     # Lanes that patch the same from the same donor, along the same paths, are one run.
-    runs = [(lane.patch, lane.source, () if lane.control else setting.receivers) for lane in lanes]
-    # What is held between the ends of a path, which the path that takes shows.
-    held = {run: held_between(run[0], run[2]) if run[2] else [] for run in runs}
+    runs = [(lane.patch, lane.source) for lane in lanes]
     wanted = {
-        source: [place for patch, of, _ in held if of == source for place in _taken(adapter, patch)]
+        source: [place for patch, of in dict.fromkeys(runs) if of == source for place in _taken(adapter, patch)]
         for source in ("", "self", "other-prompt")
     }
-    moved = {patch.site for patch, _, _ in held if patch.positions != "newest" and setting.donor.form == "cached"}
+    moved = {patch.site for patch, _ in runs if patch.positions != "newest" and setting.donor.form == "cached"}
     donors = {
         # Of a cached donor the rows of every step are kept where earlier positions are moved too.
         "": Donor(gives, wanted[""], count, [site for site in moved if layout_of(site).gathers]),
-        "self": Donor(takes, itertools.chain(wanted["self"], *held.values()), count),
+        "self": Donor(takes, wanted["self"], count),
         # Its newest row counts as the newest of this prompt, whatever its length.
         "other-prompt": Donor(gives, wanted["other-prompt"], count),
     }
-    hooks: dict[Any, PatchHook] = {}
-    senders: list[PatchHook] = []
-    for run, between in held.items():
-        patch, source, receivers = run
-
-        def window(site: str, layer: int, between: Sequence[Site] = between, source: str = source) -> tuple[int, Tensor]:
-            return donors["self" if (site, layer) in between else source].window(site, layer)
-
-        if receivers:
-            sending = Sending(takes, patch, receivers, None, window, count)
-            senders.append(sending)
-            hooks[run] = sending.receiving
-        else:
-            hooks[run] = PatchHook(takes, [patch], window, count)
+    hooks = {run: PatchHook(takes, [run[0]], donors[run[1]].window, count) for run in dict.fromkeys(runs)}
     with contextlib.ExitStack() as stack:
 
         def runner(path: ExecutionPath, tokens: Sequence[int], hook: PathHook, rows: int = 1) -> Runner:
@@ -301,7 +283,6 @@ def advance_beside(setting: Setting, lanes: Sequence[PlannedLane], prompt: Seque
             stranger = runner(setting.donor, other, donors["other-prompt"])
             running.append(Until(stranger, max(captured, default=0)))
         strangers = range(2, len(running))
-        running += patched(senders)
         columns = dict(zip(hooks, itertools.count(len(running))))
         running += patched([*hooks.values()])
         lead = 1 if cached else 0

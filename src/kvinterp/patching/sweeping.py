@@ -23,7 +23,6 @@ from kvinterp.models.threads import own_threads
 from kvinterp.patching.distances import DISTANCES, check_finite, distances_of, name_of
 from kvinterp.patching.hook import PatchHook
 from kvinterp.patching.patch import PATCHED_CACHE, Patch, Positions, Where, check_patch_site, heads_at, positions_of
-from kvinterp.patching.path_patching import path_said, reaching, receivers_of
 from kvinterp.patching.side_by_side import PlannedLane, Setting, advance_beside, not_the_same, two_paths
 from kvinterp.patching.table import Sweep, Tables
 from kvinterp.paths import ExecutionPath
@@ -88,10 +87,9 @@ def sweep(
     block: int = 16,
     cached: str | ExecutionPath = "cached",
     recompute: str | ExecutionPath = "recompute",
-    controls: words.Controls | str = "all",
+    controls: words.Controls | str = "quick",
     logits: words.Kept | str = "discard",
     stop: words.Stop | str = "end of sequence",
-    receiver: Any = None,
     batch_size: int = 1,
     progress: words.Progress | str = "bar",
 ) -> Sweep:
@@ -130,12 +128,10 @@ def sweep(
         block: Positions in a block, for ``over="blocks"``.
         cached: The cached path.
         recompute: The recompute path.
-        controls: ``"all"``; ``"quick"`` leaves out the planted causes, which need the model in float64; or ``"none"``.
+        controls: ``"quick"``: the path itself, another prompt, the floor, all positions, all layers together; ``"all"``: also
+            planted causes, each localised with the model in float64, once a model; or ``"none"``.
         logits: ``"keep"`` keeps the full-vocabulary logits of every lane and step; ``"discard"`` does not.
         stop: ``"end of sequence"`` (of the unpatched cached path, or at the length) or ``"length"``.
-        receiver: Path patching: what alone gets what a patch brings, along the residual stream, with all attention and MLPs
-            between held as the path that takes has them; as of :func:`kvinterp.activation_patching`. The sweep is over
-            ``"single"`` layers or ``"heads"``, and the protocol is the matched one.
         batch_size: Most patches in one forward: of one layer into the recompute path, of any into the cached path (the matched
             protocol only); used only where that was checked to give each the bits it has alone (docs/laws.md, law 9).
         progress: ``"bar"`` or ``"none"``.
@@ -172,16 +168,8 @@ def sweep(
     pair = asked_pair(adapter, name_of(distance) if callable(distance) else distance, answers)
     if "blocks" not in over:
         check_unread("block", block, 16, f"over={over!r} has no blocks; leave it out, or sweep over='blocks'")
-    receivers = () if receiver is None else receivers_of(adapter, receiver)
-    if receivers:
-        if protocol == "free":
-            raise InputError(
-                "a receiver was given, and with protocol='free' its run would be fed other tokens: use 'matched'."
-            )
-        senders = reaching([lane.patch for lane in lanes], receivers, layers is None)
-        lanes = [lane for lane in lanes if lane.patch in senders]
     measures = distances_of(distance, pair)
-    setting = Setting(adapter, *paths, direction, protocol, measures, max_new_tokens, logits, stop, batch_size, receivers)
+    setting = Setting(adapter, *paths, direction, protocol, measures, max_new_tokens, logits, stop, batch_size)
     _check_reach(setting, lanes[0], shortest)
     chosen = list(range(len(tokens)))
     if examples is not None:
@@ -190,7 +178,7 @@ def sweep(
         chosen = among("only", only, chosen)
     made = Tables(setting, str(steps))
     if controls != "none":
-        lanes += _controls(adapter, lanes, spot, steps, bool(receivers))
+        lanes += _controls(adapter, lanes, spot, steps)
     with located(f"model {adapter.facts.name}, {direction}"), own_threads(adapter):
         for example in each(chosen, "patching", "prompt", progress):
             other = not_the_same(tokens, example, adapter.facts.vocabulary)
@@ -212,7 +200,6 @@ def sweep(
         "distance": next(iter(measures)), "distances": list(measures),
         **({} if pair is None else {"answers": adapter.pieces(pair)}),
         "paths": {"cached": str(paths[0]), "recompute": str(paths[1])}, "positions": str(spot),
-        **({"receiver": path_said(receivers)} if receivers else {}),
         "work": dict(made.work),
         **about,
     }  # fmt: skip
@@ -343,7 +330,7 @@ def _planned(
 
 
 def _controls(
-    adapter: Adapter, lanes: Sequence[PlannedLane], positions: Positions, steps: str | tuple[int, ...], along: bool
+    adapter: Adapter, lanes: Sequence[PlannedLane], positions: Positions, steps: str | tuple[int, ...]
 ) -> list[PlannedLane]:
     middle, swept = adapter.facts.layers // 2, [lane.patch for lane in lanes]
     places = {
@@ -357,8 +344,7 @@ def _controls(
         for name, (layer, spot) in places.items()
         for patch in [Patch("resid_post", (layer,), None, spot, steps)]
     ]
-    # The site of all layers at once takes no path.
-    layers = () if along else sorted({at for patch in swept for at in patch.layers or ()})
+    layers = sorted({at for patch in swept for at in patch.layers or ()})
     if layers:
         together = Patch(swept[0].site, tuple(layers), None, positions, steps)
         made.append(PlannedLane(_labels(together, -1), together, "together"))

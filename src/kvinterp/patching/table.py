@@ -24,7 +24,7 @@ OVER_EXAMPLES = ("mean", "median", "low_quartile", "high_quartile", "interval_lo
 
 ASKED = (
     *("site", "sweep", "direction", "protocol", "steps", "distance", "distances"),
-    *("answers", "paths", "positions", "receiver", "work"),
+    *("answers", "paths", "positions", "work"),
 )
 """What of the provenance stands in front in ``summary.json``."""
 

@@ -62,14 +62,6 @@ FUNCTIONS: dict[str, type[Experiment]] = {
         ),
         _function("localise", "patching:Cause", "Where is the difference at the first decode step made?"),
         _function(
-            "logit-attribution",
-            "comparison.attribution:LogitAttribution",
-            "Which layer, head and MLP wrote the difference of the logits?",
-            of.headline_of_attribution,
-            of.rows_of_attribution,
-            of.charts_of_attribution,
-        ),
-        _function(
             "logit-lens",
             "comparison.lens:LogitLens",
             "Behind which layer does the difference become visible in token space?",

@@ -103,7 +103,7 @@ class Localisation(OfModels):
         for number, model in enumerate(self.models):
             mine = chosen.loc[chosen["number"] == number]
             for place, example in enumerate(mine["example"]):
-                settings = {**self._given(model), "parts": parts, "first": int(mine["example"].iloc[0])}
+                settings = {**self._given(model), "parts": parts}
                 told = f"localisation: patches in {mine['model'].iloc[0]}" * (place == 0)
                 found.append(Cell(f"{_PATCHED}-{number}-{example}", f"{__name__}:localised", settings, told))
         return found
@@ -291,7 +291,6 @@ def localised(
     paths: Mapping[str, str],
     max_new_tokens: int,
     parts: Sequence[str],
-    first: int,
 ) -> None:
     """Patches and splits some of the chosen examples, and keeps what each gave."""
     adapter, given = loaded(model), load_prompts(prompts)
@@ -303,9 +302,7 @@ def localised(
                 split = decompose(adapter, given, **settings)
                 made, about = {"decomposition": split.steps, "layers": split.layers}, split.provenance
             else:
-                # The planted causes are a matter of the model: they are looked for on one prompt.
-                controls = "all" if number == first and part == parts[0] else "quick"
-                found = sweep(adapter, given, **{"controls": controls, **settings, **SETS[part]})
+                found = sweep(adapter, given, **{**settings, **SETS[part]})
                 made = {"recovery": found.recovery, "steps": found.steps, "controls": found.controls}
                 about = found.provenance
             labels = {"model": adapter.facts.name, "part": part}

@@ -61,11 +61,6 @@ class Patch(OfModel):
             "no distance that was asked for is of answers; leave it out, or add logit_difference to --distance",
         ),
     )
-    receiver: str | None = option(
-        None,
-        "Path patching: the place that alone gets what a patch brings along the residual stream, as blocks.3.attn.hook_q; with "
-        "--sweep single or heads.",
-    )
     examples: int | None = option(None, "Patch only this many prompts: those with the highest KL.")
     preset: str | None = option(
         None,
@@ -80,7 +75,9 @@ class Patch(OfModel):
         decides="nothing",
         min=1,
     )
-    controls: str = option("all", "Which controls to run: all, quick (without planted causes) or none.")
+    controls: str = option(
+        "quick", "Which controls to run: quick, all (planted causes too, which need the model in float64) or none."
+    )
 
     def __post_init__(self) -> None:
         # Here and not when it is run: what was not given is told from what was given as its default.
@@ -104,7 +101,6 @@ class Patch(OfModel):
         from kvinterp.patching import DIRECTIONS, DISTANCES, SWEEPS
         from kvinterp.patching import Patch as Moved
         from kvinterp.patching.patch import check_patch_site
-        from kvinterp.patching.path_patching import check_ends
 
         for name in _UNLESS_GIVEN.keys() - {"max_new_tokens"}:
             check_text(name, getattr(self, name), repr(_UNLESS_GIVEN[name]))
@@ -122,9 +118,6 @@ class Patch(OfModel):
         site, _ = site_of(self.site)
         check_patch_site(site)
         Moved(site, steps=_steps(self.steps))
-        if self.receiver is not None:
-            check_ends([Moved(self.receiver, positions="all")])
-            check_choice("protocol with a receiver", self.protocol, ("matched",))
 
     def cells(self) -> list[Cell]:
         """A cell a prompt that is patched, in the order of their KL where only some are."""
