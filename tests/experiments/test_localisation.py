@@ -83,6 +83,8 @@ def test_the_headline_is_of_all_layers_together() -> None:
         "Patching all layers together recovers, at the median: the paper's patch −20\u202f%; K and V put into the cached path 80\u202f%."
     )
     assert "carries nothing from step to step" in second
+    # It said that the patch "can recover nothing", also beside a recovery of 44%.
+    assert "recover nothing" not in said(rows("paper", [0.1, 0.44], sweep="cumulative"), "paper")
     from_0 = said(rows("kv-into-cached", [0.7, 0.1], sweep="cumulative-from"), "kv-into-cached")
     assert from_0.endswith("K and V put into the cached path 70\u202f%.")
 

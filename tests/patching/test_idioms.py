@@ -61,6 +61,11 @@ def test_an_adapter_is_called_and_makes_tokens_of_several_texts(load: Any, case:
     assert tokens[1, -len(adapter.encode(texts[1])) :].tolist() == adapter.encode(texts[1])
     with pytest.raises(kv.InputError, match="no text was given"):
         adapter.to_tokens([])
+    prompt = kv.load_prompts("arithmetic:1")[0]
+    assert adapter.encode(prompt) == adapter.encode(prompt.text) == adapter.to_tokens([prompt])[0].tolist()
+    assert adapter.to_str_tokens(prompt) == adapter.to_str_tokens(prompt.text)
+    with pytest.raises(kv.InputError, match="expected a text, or a prompt"):
+        adapter.encode(adapter.encode(prompt))
     how = {"max_new_tokens": 2, **QUIET}
     assert kv.compare(adapter, tokens, **how).steps.equals(kv.compare(adapter, texts, **how).steps)
     with torch.no_grad():

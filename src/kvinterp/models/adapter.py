@@ -17,8 +17,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from kvinterp.data.chat import prompt_ids
+from kvinterp.data.example import Prompt
 from kvinterp.data.tokenizing import ids_of
-from kvinterp.errors import InputError, UnsupportedError, unknown
+from kvinterp.errors import InputError, UnsupportedError, unexpected, unknown
 from kvinterp.models.attaching import Attaching, check_uncompiled
 from kvinterp.models.caches import CacheKind, KVStore, OwnCache
 from kvinterp.models.facts import ModelInfo
@@ -268,12 +270,16 @@ class Adapter(Attaching):
         """Whether a site is worked out beside a kernel that does not show it: it can be recorded, and not be patched."""
         return False
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of a prompt, with the special tokens the tokenizer puts in front.
+    def encode(self, text: str | Prompt) -> list[int]:
+        """Token ids of a text, with the special tokens the tokenizer puts in front, or of a prompt as every verb feeds it.
 
         Raises:
-            InputError: There is no tokenizer, or the text gives no token.
+            InputError: It is neither, there is no tokenizer, or the text gives no token.
         """
+        if isinstance(text, Prompt):
+            return prompt_ids(self, text)
+        if not isinstance(text, str):
+            raise unexpected("text", text, "a text, or a prompt as kv.load_prompts() gives it")
         if self.tokenizer is None:
             raise InputError(
                 f"model {self.facts.name} has no tokenizer: give token ids instead of text, or wrap it with one, "
@@ -292,7 +298,7 @@ class Adapter(Attaching):
         """What the wrapped model gives: logits of TransformerLens's models, transformers' output of its own."""
         return self.model(*args, **kwargs)
 
-    def to_tokens(self, text: str | Sequence[str]) -> Int[Tensor, "batch position"]:
+    def to_tokens(self, text: str | Prompt | Sequence[str | Prompt]) -> Int[Tensor, "batch position"]:
         """Token ids of a text as every function here feeds it: with the beginning that its tokenizer itself puts there.
 
         Args:
@@ -302,7 +308,7 @@ class Adapter(Attaching):
         Raises:
             InputError: There is none, or texts have several lengths and the tokenizer no token to pad them with.
         """
-        rows = [self.encode(each) for each in ([text] if isinstance(text, str) else text)]
+        rows = [self.encode(each) for each in ([text] if isinstance(text, str | Prompt) else text)]
         if not rows:
             raise InputError("no text was given: expected a text, or a list of at least one.")
         most, pad = max(map(len, rows)), getattr(self.tokenizer, "pad_token_id", None)
@@ -313,13 +319,13 @@ class Adapter(Attaching):
             )
         return torch.tensor([[pad] * (most - len(row)) + row for row in rows], device=self.device)
 
-    def to_str_tokens(self, given: str | Sequence[int] | Tensor) -> list[str]:
+    def to_str_tokens(self, given: str | Prompt | Sequence[int] | Tensor) -> list[str]:
         """Text of each token of a text, or of token ids.
 
         Args:
-            given: A text or token ids, ``[position]`` or ``[1, position]``.
+            given: A text, a prompt or token ids, ``[position]`` or ``[1, position]``.
         """
-        ids = self.encode(given) if isinstance(given, str) else torch.as_tensor(given).flatten().tolist()
+        ids = self.encode(given) if isinstance(given, str | Prompt) else torch.as_tensor(given).flatten().tolist()
         return self.pieces(ids)
 
     def pieces(self, tokens: Sequence[int]) -> list[str]:

@@ -26,6 +26,8 @@ from kvinterp.study.behaviour.divergence import DECODE, conditions
 QUANTITIES = ("mean_kl", "mean_kl_before_flip", "matched_mean_kl", "smallest_margin")
 """What the step of the first flip is held against: the free protocol's KL (the paper's), that of the steps up to the flip, the
 matched protocol's, and the smallest margin of the decode."""
+FIRST = 1
+"""The first step that a cache decides, the first at which a token can flip: the paper's step 0, as ours is the prefill's."""
 LEAST = FEWEST
 """Prompts that flip, below which nothing is said of how flips go with a number: resampling so few gives no interval."""
 CHANCE = 1e-6
@@ -44,7 +46,7 @@ def boundary_tables(decodes: pd.DataFrame, steps: pd.DataFrame, above: float) ->
     Args:
         decodes: As :func:`kvinterp.study.experiments.behaviour.decodes_of` gives them, with the model of each.
         steps: The same.
-        above: The paper's second restriction: flips later than this step alone.
+        above: The second restriction: flips later than this step alone.
     """
     flips, risk = flips_with_kl(decodes), predicted(steps)
     by_step = list(conditions(risk, *CONDITION))
@@ -82,11 +84,12 @@ def correlations_with_flip(flips: pd.DataFrame, above: float) -> pd.DataFrame:
 
     Args:
         flips: As :func:`flips_with_kl` gives them.
-        above: The step that ``restricted>k`` asks for more than.
+        above: The step that ``restricted>k`` asks for more than; the paper's 8 is 9 here.
 
     Returns:
-        One row a model, strategy, quantity and method: ``pearson``, ``spearman``, ``restricted>0`` and ``restricted>k`` (what
-        the paper calls partial), and ``partial``, with the smallest margin held constant (of the margin: the matched KL).
+        One row a model, strategy, quantity and method: ``pearson``, ``spearman``, ``restricted>1`` and ``restricted>k`` (what
+        the paper calls partial: without the flips of the first cached step, and of the first steps), and ``partial``, with
+        the smallest margin held constant (of the margin: the matched KL).
         value, low, high, p, n (decodes), n_prompts, why (there is none).
     """
     rows = []
@@ -98,7 +101,7 @@ def correlations_with_flip(flips: pd.DataFrame, above: float) -> pd.DataFrame:
             asked: dict[str, Callable[[], Test]] = {
                 name: functools.partial(correlation, x, y, names, method=name) for name in ("pearson", "spearman")
             }
-            for bound in (0.0, float(above)):
+            for bound in (float(FIRST), float(above)):
                 asked[f"restricted>{bound:g}"] = functools.partial(restricted_correlation, x, y, names, bound)
             asked["partial"] = functools.partial(correlation, x, y, names, known[held])
             for method, ask in asked.items():

@@ -1,4 +1,4 @@
-"""Measure the error of one dot product against its length (experiment 1 of the FP16 paper)."""
+"""Measure the error of one dot product against its length (root-cause experiment 1 of the FP16 paper)."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def accumulation_error(
     samples: int = 64,
     seeds: Sequence[int] = range(16),
 ) -> pd.DataFrame:
-    """Experiment 1: relative error of the dot products of attention, one term added after another, against length.
+    """Root-cause experiment 1: relative error of the dot products of attention, one term added after another, against length.
 
     The paper reports it flat in the sequence length. Attention has two sums: a score adds over the head's width, which a
     longer sequence does not change, and the value product adds over the positions. And an error is relative to something:

@@ -1,10 +1,10 @@
 """Measure whether cached decoding writes what recomputing the prefix writes: how often and when they differ, and by how much.
 
-This is the FP16 paper's first experiment (arXiv 2604.15409, section 5.1), with controls. Every decode runs in the matched
-protocol: both paths get the same tokens, so any difference is arithmetic. Up to the first flipped token the paper's free
-protocol, where each path gets its own tokens, gives the same bits, so only decodes that flip run free as well. Greedy
-decoding draws nothing and runs once, however many seeds there are. Two nulls stand beside each result, and the distance
-of each path from float64.
+This is the FP16 paper's behavioural characterisation (arXiv 2604.15409, sections 5.2 and 6.1), with controls. Every
+decode runs in the matched protocol: both paths get the same tokens, so any difference is arithmetic. Up to the first
+flipped token the paper's free protocol, where each path gets its own tokens, gives the same bits, so only decodes that
+flip run free as well. Greedy decoding draws nothing and runs once, however many seeds there are. Two nulls stand beside
+each result, and the distance of each path from float64.
 """
 
 from __future__ import annotations

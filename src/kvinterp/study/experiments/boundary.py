@@ -1,10 +1,10 @@
 """Measure when the first token flips, against how far apart the paths are and how sure the model was.
 
-This is the FP16 paper's fourth experiment (arXiv 2604.15409, section 5.3), on the decodes of ``behaviour``. The paper
-finds early flips where the mean KL is high, but that mean includes the text after the flip. Shown beside it are the KL
-before the flip and in the matched protocol, where both paths get the same tokens; regressions in which a decode that
-never flips counts for as long as it lasted; and how well the margin between the two largest logits predicts which step
-flips.
+This is the FP16 paper's decision boundary analysis (arXiv 2604.15409, sections 5.2 and 6.4), on the decodes of
+``behaviour``. The paper finds early flips where the mean KL is high, but that mean includes the text after the flip.
+Shown beside it are the KL before the flip and in the matched protocol, where both paths get the same tokens;
+regressions in which a decode that never flips counts for as long as it lasted; and how well the margin between the two
+largest logits predicts which step flips.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 from kvinterp.common.numbers import between, counted, number
 from kvinterp.common.result import Result
 from kvinterp.findings import Chart, Panel, finding, only
-from kvinterp.study.behaviour.boundary import boundary_tables
+from kvinterp.study.behaviour.boundary import FIRST, boundary_tables
 from kvinterp.study.cells import joined
 from kvinterp.study.experiments.base import Charts, Parts, Rows, Tables
 from kvinterp.study.experiments.behaviour import Behaviour
@@ -31,7 +31,9 @@ class Boundary(Behaviour):
 
     # The decodes are those of behaviour, under the same keys; its controls are not asked for.
     controls: int = withheld(0)
-    above: int = option(8, "The paper's second restriction: count only flips after this step.", min=0)
+    above: int = option(
+        9, "The paper's second restriction: count only flips after this step; its step 8 is 9 here.", min=FIRST
+    )
 
     def tables(self, made: Parts) -> Tables:
         """What the decodes say of their flips."""

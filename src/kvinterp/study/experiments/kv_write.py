@@ -1,4 +1,4 @@
-"""Measure K and V where they are written (experiment 3 of the FP16 paper).
+"""Measure K and V where they are written (root-cause experiment 3 of the FP16 paper).
 
 One row computed alone is compared with the same row computed together with its prefix.
 """
@@ -73,7 +73,7 @@ def kv_write_error(
     kernels: Sequence[str] = ("native", "split_k(4,float16)", "split_k(4,float32)", "batch_invariant"),
     steps: int = 8,
 ) -> pd.DataFrame:
-    """Experiment 3: K and V of one new token, computed alone as a cached step does and jointly with the whole prefix.
+    """Root-cause experiment 3: K and V of one new token, computed alone as a cached step does and jointly with the whole prefix.
 
     Both are given bitwise the same residual stream, so that what differs is born where the cache is written.
 

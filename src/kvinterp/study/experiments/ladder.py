@@ -1,4 +1,7 @@
-"""Compare the paths in several precisions and orders of additions, one change at a time (experiment 5 of the FP16 paper)."""
+"""Compare the paths in several precisions and orders of additions, one change at a time.
+
+This is root-cause experiment 5 of the FP16 paper.
+"""
 
 from __future__ import annotations
 
@@ -113,7 +116,7 @@ def precision_ladder(
     max_new_tokens: int = 32,
     protocols: Sequence[str] = ("matched",),
 ) -> pd.DataFrame:
-    """Experiment 5: the full pipeline in every precision and under every order of additions.
+    """Root-cause experiment 5: the full pipeline in every precision and under every order of additions.
 
     Args:
         model: A model of any kind whose weights are in float16.

@@ -1,11 +1,11 @@
 """Measure how far apart the residual streams of the two paths are in each layer, where both got the same tokens.
 
-Experiment 2 of the FP16 paper (arXiv 2604.15409, section 6.2) reports the absolute L2 distance of hidden states at decode
-step 1, and a jump at layer 1. Each path gets its own tokens there, so the cosines of 0.49 and 0.015 at layer 0 can come
-from two different tokens. Here every row counts only if both paths had read the same tokens, and the result says how many
-rows that rule removed. Beside the absolute distance you get the distance relative to the stream, the angle, and all three
-without the three largest dimensions, since massive activations also make such a jump. The null is the recompute path
-against itself, with the same rows among more rows.
+The FP16 paper's layer drift analysis (arXiv 2604.15409, section 6.2) reports the absolute L2 distance of hidden states
+at decode step 1, and a jump at layer 1. Each path gets its own tokens there, so the cosines of 0.49 and 0.015 at layer
+0 can come from two different tokens. Here every row counts only if both paths had read the same tokens, and the result
+says how many rows that rule removed. Beside the absolute distance you get the distance relative to the stream, the
+angle, and all three without the three largest dimensions, since massive activations also make such a jump. The null is
+the recompute path against itself, with the same rows among more rows.
 """
 
 from __future__ import annotations

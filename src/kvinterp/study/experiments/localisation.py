@@ -1,11 +1,11 @@
 """Patch and split the examples whose paths differ most: as the FP16 paper does, and with controls.
 
-Experiment 5 of the FP16 paper (arXiv 2604.15409, section 6.5) copies the cached path's residual stream into the recompute
-path at the first cached step, one layer at a time and cumulatively, on the examples with the highest KL. It recovers
-nothing, from which the paper concludes that the cache carries the difference. But the recompute path keeps nothing
-between steps, so such a patch can affect a later step only through the chosen token. Beside it run the same patch at
-every step and at all positions, patches of K and V in both directions, together and each alone, and the split of the
-difference by its source, with nulls.
+The FP16 paper's causal localisation (arXiv 2604.15409, sections 5.2 and 6.5) copies the cached path's residual stream
+into the recompute path at the first cached step, one layer at a time and cumulatively, on the examples with the highest
+KL. It recovers nothing, from which the paper concludes that the cache carries the difference. But the recompute path
+keeps nothing between steps, so such a patch can affect a later step only through the chosen token. Beside it run the
+same patch at every step and at all positions, patches of K and V in both directions, together and each alone, and the
+split of the difference by its source, with nulls.
 """
 
 from __future__ import annotations
@@ -146,8 +146,8 @@ class Localisation(OfModels):
         lines = [f"Patching all layers together recovers, at the median: {'; '.join(said)}." if said else
                  "There is no difference to recover, or neither the paper's patch nor K and V were asked for."]  # fmt: skip
         if "paper" in self.part and said:
-            lines.append("The recompute path carries nothing from step to step, so the paper's patch can recover nothing there, "
-                         "wherever the difference arises.")  # fmt: skip
+            lines.append("The recompute path carries nothing from step to step: the paper's patch changes the step that it acts "
+                         "at, and later ones only by another token, wherever the difference arises.")  # fmt: skip
         return lines
 
     def findings(self, result: Result) -> pd.DataFrame:

@@ -1,4 +1,4 @@
-"""Round one block's output once, everything else in float64, and follow the error (experiment 2 of the FP16 paper)."""
+"""Round one block's output once, everything else in float64, and follow the error (root-cause experiment 2 of the FP16 paper)."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def measured(model: Mapping[str, Any], prompts: str, most: int) -> pd.DataFrame:
 
 
 def propagation(model: Any, prompts: Sequence[Sequence[int]], sources: Sequence[int] | None = None) -> pd.DataFrame:
-    """Experiment 2: one block's output rounded to float16 once, everything else in float64, and how far off later blocks are.
+    """Root-cause experiment 2: one block's output rounded to float16 once, the rest in float64, and how far off later blocks are.
 
     Args:
         model: A model of any kind; it is run in float64.
