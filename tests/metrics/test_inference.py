@@ -344,8 +344,6 @@ CANNOT = {
         ),
         "of one cluster",
     ),
-    "no event to predict": (lambda: metrics.auc(np.arange(12.0), SAME == 0), "no event"),
-    "no event to score": (lambda: metrics.brier(SAME / 2, SAME == 0), "no event"),
     "share of nothing": (lambda: metrics.share_of([]), "no observations"),
 }
 

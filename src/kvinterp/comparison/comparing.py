@@ -17,7 +17,6 @@ from kvinterp.common import words
 from kvinterp.common.checks import check_callable, check_choice, check_listed, check_seed, whole_numbers
 from kvinterp.common.progress import counting
 from kvinterp.comparison.comparison import Comparison, Origin
-from kvinterp.comparison.forecast import forecast, say
 from kvinterp.comparison.recordable import COMPARED, recordable
 from kvinterp.comparison.rows import Choices, of_example
 from kvinterp.comparison.several import Comparisons
@@ -180,9 +179,6 @@ def compare(  # type: ignore[misc]
             )
             for paths in together
         ]
-        if lanes == (Runner, Runner):
-            # With lanes of its own it is one of many, whose caller says what is done.
-            say(forecast(adapter.facts, sites, len(layers), [len(t) for t in tokens], runs[0].length, cache_errors))
         parts: list[Comparison] = []
         bare: dict[str, Any] = {}
         with counting(len(tokens) * len(runs), "comparing", "prompt", progress) as counted:

@@ -1,7 +1,7 @@
 """WHAT IS MEASURED: pure functions on tensors, computed in float64 on the tensors' device.
 
 Each takes two paths' tensors ``[*batch, last]`` and gives one number ``[*batch]``; nothing is brought to the host but
-in :mod:`kvinterp.metrics.statistics` and the tests beside it (inference, dependence, survival, prediction, power), which take
+in :mod:`kvinterp.metrics.statistics` and the tests beside it (inference, dependence, survival), which take
 numbers that are there already. The device must have float64, which Apple's MPS has not. Bitwise equal inputs
 give exactly the metric's zero. Non-finite inputs are the caller's to find: they give non-finite numbers, never a
 plausible one.
@@ -31,8 +31,6 @@ from kvinterp.metrics.inference import (
     wilcoxon,
 )
 from kvinterp.metrics.kv import units_in_last_place, vector_errors
-from kvinterp.metrics.power import detectable_difference, detectable_mean, mcnemar_power, mean_power
-from kvinterp.metrics.prediction import auc, brier, calibration, roc
 from kvinterp.metrics.recovery import recovery, recovery_percent, why_undefined
 from kvinterp.metrics.registry import OF_KIND, REGISTRY, measured
 from kvinterp.metrics.statistics import (

@@ -7,7 +7,6 @@ matched protocol's, which are arithmetic alone, and regressions in which a decod
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -18,8 +17,7 @@ from scipy import stats
 
 from kvinterp.metrics.dependence import correlation, restricted_correlation, terciles
 from kvinterp.metrics.inference import Test
-from kvinterp.metrics.prediction import auc, brier, calibration, roc
-from kvinterp.metrics.statistics import FEWEST, quiet
+from kvinterp.metrics.statistics import FEWEST, clustered_interval, quiet
 from kvinterp.metrics.survival import cox
 from kvinterp.study.behaviour.divergence import DECODE, conditions
 
@@ -30,10 +28,6 @@ FIRST = 1
 """The first step that a cache decides, the first at which a token can flip: the paper's step 0, as ours is the prefill's."""
 LEAST = FEWEST
 """Prompts that flip, below which nothing is said of how flips go with a number: resampling so few gives no interval."""
-CHANCE = 1e-6
-"""Predicted chances below this are counted as one class: most steps are as sure as that."""
-CURVE = 200
-"""Most points of a ROC curve that are kept."""
 
 _FEW = f"fewer than {LEAST} prompts have such a flip"
 
@@ -50,16 +44,12 @@ def boundary_tables(decodes: pd.DataFrame, steps: pd.DataFrame, above: float) ->
     """
     flips, risk = flips_with_kl(decodes), predicted(steps)
     by_step = list(conditions(risk, *CONDITION))
-    curves = [_curve(group).assign(**told) for told, group in by_step]
-    bins = [_bins(group).assign(**told) for told, group in by_step]
     return {
         "boundary_flips": flips,
         "boundary": correlations_with_flip(flips, above),
         "terciles": terciles_of(flips),
         "hazard": hazard_of(decodes, risk),
         "prediction": _prediction(by_step),
-        "roc": pd.concat(curves, ignore_index=True),
-        "calibration": pd.concat(bins, ignore_index=True),
     }
 
 
@@ -217,41 +207,36 @@ def predicted(steps: pd.DataFrame) -> pd.DataFrame:
 
 
 def _prediction(by_step: list[tuple[dict[str, Any], pd.DataFrame]]) -> pd.DataFrame:
-    """How well the margin tells which step flips, and the chance how often.
+    """How well the margin tells which step flips, and how many the chance foretells.
 
     Returns:
-        One row a model and strategy: auc of the margin with auc_low, auc_high; brier, skill, skill_low, skill_high of the chance;
-        n (examples), steps, flips, margin_at_flip and margin_elsewhere (medians, logits), why (there is none). No interval where
-        fewer than :data:`LEAST` examples flip.
+        One row a model and strategy: auc (the chance that the margin at a flip is smaller than elsewhere) with auc_low,
+        auc_high; foretold (the sum of the chances) beside flips; n (examples), steps, margin_at_flip and margin_elsewhere
+        (medians, logits).
+        No interval where fewer than :data:`LEAST` examples flip.
     """
     rows = []
     for told, group in by_step:
-        area = auc(-group["margin"], group["flipped"], group["example"])
-        score = brier(group["predicted"], group["flipped"], group["example"])
+        given = group["margin"].to_numpy(float), group["flipped"].to_numpy(bool)
+        few = group.loc[group["flipped"], "example"].nunique() < LEAST
+        low, high = (np.nan, np.nan) if few else clustered_interval(_area, group["example"].to_numpy(), *given)
         medians = group.groupby("flipped")["margin"].median()
-        if group.loc[group["flipped"], "example"].nunique() < LEAST:
-            area, score = (dataclasses.replace(each, low=np.nan, high=np.nan) for each in (area, score))
         rows.append(
             told
-            | {"auc": area.effect, "auc_low": area.low, "auc_high": area.high}
-            | {"brier": score.statistic, "skill": score.effect, "skill_low": score.low, "skill_high": score.high}
-            | {"n": area.n, "steps": len(group), "flips": int(group["flipped"].sum())}
-            | {"margin_at_flip": medians.get(True, np.nan), "margin_elsewhere": medians.get(False, np.nan), "why": area.why}
+            | {"auc": _area(*given), "auc_low": low, "auc_high": high, "foretold": float(group["predicted"].sum())}
+            | {"n": group["example"].nunique(), "steps": len(group), "flips": int(group["flipped"].sum())}
+            | {"margin_at_flip": medians.get(True, np.nan), "margin_elsewhere": medians.get(False, np.nan)}
         )
     return pd.DataFrame(rows)
 
 
-def _bins(group: pd.DataFrame) -> pd.DataFrame:
-    """Predicted chances beside how often it came: one class of what is all but sure to stay, and classes of the rest."""
-    sure = group["predicted"] < CHANCE
-    parts = [(group[sure], 1), (group[~sure], 6)]
-    return pd.concat([calibration(g["predicted"], g["flipped"], g["example"], count) for g, count in parts if len(g)])
-
-
-def _curve(group: pd.DataFrame) -> pd.DataFrame:
-    """The ROC curve of the margin, at so many thresholds at most."""
-    curve = roc(-group["margin"], group["flipped"])
-    return curve.iloc[np.unique(np.linspace(0, len(curve) - 1, CURVE).astype(int))].assign(margin=lambda c: -c["threshold"])
+def _area(margin: np.ndarray, flipped: np.ndarray) -> float:
+    """Mann and Whitney's U as a share; NaN where all steps flip, or none."""
+    flips = int(flipped.sum())
+    if flips in (0, len(flipped)):
+        return float("nan")
+    above = stats.mannwhitneyu(margin[~flipped], margin[flipped]).statistic
+    return float(above / (flips * (len(flipped) - flips)))
 
 
 def _ends(test: Test) -> dict[str, float]:

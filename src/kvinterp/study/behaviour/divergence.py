@@ -14,7 +14,6 @@ import numpy as np
 import pandas as pd
 
 from kvinterp.metrics.inference import Test, corrected, mcnemar, rate_of, share_of, sign_flips
-from kvinterp.metrics.power import detectable_difference, detectable_mean, mcnemar_power, mean_power
 from kvinterp.metrics.statistics import typical
 from kvinterp.metrics.survival import survival_by_step
 
@@ -214,9 +213,7 @@ def accuracy_of(decodes: pd.DataFrame) -> pd.DataFrame:
 
     Returns:
         One row a model and strategy: decodes, n (examples), accuracy_a, accuracy_b, difference (a less b), low, high, only_a,
-        only_b (decodes), test, p, p_bonferroni, p_bh (over the rows of this table), power (at the difference that was seen, as
-        the paper has it) and detectable (the difference that so many examples would show with 80%). No row where no answer is
-        known.
+        only_b (decodes), test, p, p_bonferroni, p_bh (over the rows of this table). No row where no answer is known.
     """
     rows = []
     for told, group in conditions(_answered(decodes), "model", "strategy"):
@@ -232,7 +229,7 @@ def strategy_pairs_of(decodes: pd.DataFrame) -> pd.DataFrame:
 
     Returns:
         One row a model, path (a or b) and pair (first, second): n, difference (first less second), low, high, test, p,
-        p_bonferroni, p_bh, power, detectable, see :func:`accuracy_of`.
+        p_bonferroni, p_bh, see :func:`accuracy_of`.
     """
     rows = []
     for model, group in _answered(decodes).groupby("model", sort=False):
@@ -252,27 +249,18 @@ def _compared(first: Any, second: Any, examples: Any) -> dict[str, Any]:
     first, second = (np.asarray(each, dtype=float) for each in (first, second))
     names, differences = np.asarray(examples), first - second
     once = len(np.unique(names)) == len(names) and bool(np.isin([first, second], (0, 1)).all())
-    if once:
-        n = len(names)
-        test = mcnemar(first.astype(bool), second.astype(bool))
-        shares = float((differences > 0).mean()), float((differences < 0).mean())
-        power, least = mcnemar_power(n, *shares, LEVEL), detectable_difference(n, sum(shares), LEVEL)
-    else:
-        test = sign_flips(differences, names)
-        means = pd.Series(differences).groupby(names).mean()
-        spread = float(means.std())
-        power, least = mean_power(test.n, test.effect, spread, LEVEL), detectable_mean(test.n, spread, LEVEL)
+    test = mcnemar(first.astype(bool), second.astype(bool)) if once else sign_flips(differences, names)
     numbers = _numbers(test)
     if not differences.any():
         # No spread is no proof that there is none: as often as this may a difference be that so many examples do not show.
         bound = share_of(np.zeros(test.n)).high
         numbers |= {"low": -bound, "high": bound}
-    return {"difference": test.effect, **numbers, "test": test.name, "power": power, "detectable": least}
+    return {"difference": test.effect, **numbers, "test": test.name}
 
 
 def _corrected(rows: list[dict[str, Any]], front: list[str]) -> pd.DataFrame:
     """The rows with corrected p-values, those of the table being one family."""
-    after = ["n", "difference", "low", "high", "test", "p", "p_bonferroni", "p_bh", "power", "detectable"]
+    after = ["n", "difference", "low", "high", "test", "p", "p_bonferroni", "p_bh"]
     table = pd.DataFrame(rows, columns=[*front, *(name for name in after if name not in ("p_bonferroni", "p_bh"))])
     for name in ("bonferroni", "bh"):
         table[f"p_{name}"] = corrected(table["p"].to_numpy(float), name) if len(table) else []

@@ -198,7 +198,7 @@ class Behaviour(OfModels):
             rows += [finding("right answers", row[f"accuracy_{side}"], n=row["n"], measure="%", path=path, **of_examples, **of)
                      for side, path in (("a", "cached"), ("b", "recompute"))]  # fmt: skip
             rows.append(finding("right answers, cached less recompute", row["difference"], (row["low"], row["high"]), row["n"],
-                                test=row["test"], p=row["p"], p_corrected=row["p_bh"], note=_power(row), **of_examples,
+                                test=row["test"], p=row["p"], p_corrected=row["p_bh"], **of_examples,
                                 **of))  # fmt: skip
         for model, mine in tables["examples"].groupby("model", sort=False):
             shares = mine["diverges"].value_counts()
@@ -265,11 +265,6 @@ def paths_of(kernels: str) -> tuple[str, str]:
     """The two paths under some kernels."""
     chosen = kernels or "native"
     return str(Cached(kernels=chosen)), str(Recompute(kernels=chosen))
-
-
-def _power(row: Mapping[str, Any]) -> str:
-    least = row["detectable"]
-    return "" if pd.isna(least) else f"so many would show a difference of {number(least)} with 80%"
 
 
 def flipped_decodes(tables: Tables, paths: tuple[str, str]) -> dict[str, Comparison]:

@@ -10,7 +10,7 @@ largest logits predicts which step flips.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from kvinterp.common.numbers import between, counted, number
 from kvinterp.common.result import Result
@@ -27,7 +27,7 @@ class Boundary(Behaviour):
     """Do tokens flip early where the paths are far apart, or where the model is not sure?"""
 
     DRAWN: ClassVar = ("boundary",)
-    TABLES: ClassVar = ("boundary", "boundary_flips", "terciles", "hazard", "prediction", "roc", "calibration")
+    TABLES: ClassVar = ("boundary", "boundary_flips", "terciles", "hazard", "prediction")
 
     # The decodes are those of behaviour, under the same keys; its controls are not asked for.
     controls: int = withheld(0)
@@ -56,7 +56,7 @@ class Boundary(Behaviour):
         ]
 
     def rows(self, tables: Tables) -> Rows:
-        """How the step of the flip goes with each KL, how well the margin tells a flip, and how well the chance is foretold."""
+        """How the step of the flip goes with each KL, how well the margin tells a flip, and how many are foretold."""
         rows: Rows = []
         for row in tables["boundary"].to_dict("records"):
             if row["quantity"] in QUANTITIES and row["method"] in METHODS:
@@ -85,13 +85,12 @@ class Boundary(Behaviour):
             ]  # fmt: skip
             # Of drawn tokens another boundary decides than that of the two highest logits.
             if row["strategy"] == "greedy":
-                rows.append(finding("skill of the chance foretold from margin and logit noise", row["skill"],
-                                    (row["skill_low"], row["skill_high"]), row["n"], "examples",
-                                    note="1 would be perfect, 0 is no better than the rate", **of))  # fmt: skip
+                rows.append(finding("first flips foretold from margin and logit noise", row["foretold"], n=row["n"],
+                                    unit="examples", note=f"{row['flips']} are counted", **of))  # fmt: skip
         return rows
 
     def charts(self, result: Result) -> Charts:
-        """The step of the first flip against the mean KL; how well the margin tells a flip; how well the chance is foretold."""
+        """The step of the first flip against the mean KL."""
         tables, notes, found = result.tables, self.notes(result), {}
         if len(flips := tables["boundary_flips"]):
             long = (
@@ -102,15 +101,6 @@ class Boundary(Behaviour):
             found["boundary_flips"] = Chart("When a token flips, and how far apart the paths are", [
                 Panel(long, "flip_index", "kl", "points", color="model", facet="quantity", titles=TITLES,
                       label=f"mean KL (nats) of {len(flips)} decodes", xlabel="step of the first flipped token"),
-            ], notes)  # fmt: skip
-        if len(curves := tables["roc"].dropna(subset=["true_positive_rate"])):
-            how: dict[str, Any] = {"color": "strategy", "facet": "model", "level": "equal"}
-            found["boundary_roc"] = Chart("How well the margin tells which step flips, and the chance that follows from it", [
-                Panel(curves, "false_positive_rate", "true_positive_rate", scale="share", xscale="share",
-                      xlabel="share of other steps below the threshold", label="share of flips\nbelow the threshold", **how),
-                Panel(tables["calibration"].assign(predicted=tables["calibration"]["predicted"].clip(lower=1e-6)), "predicted",
-                      "observed", "points", xscale="log", xlabel="chance that a greedy token flips (dashed: as foretold)",
-                      label="steps that flip", **how),
             ], notes)  # fmt: skip
         return found
 
