@@ -33,8 +33,8 @@ VERBS: dict[str, list[str]] = {
 COMMANDS = {"free": ["compare"], "split": ["compare"], "stream": ["patch"], "root-cause": ["study", "root-cause"]}
 """The command of a verb that does not bear its name."""
 MOVING = ("provenance", "seconds", "kvinterp", "when", "made", "finished", "started", "work",
-          "about", "sha256")  # fmt: skip
-"""Keys of a summary that name the tree or the clock; digests of tables are of what those were made with, too."""
+          "about", "files", "sha256")  # fmt: skip
+"""Keys of a summary that name the tree, its files or the clock."""
 
 
 def main() -> None:
