@@ -132,7 +132,7 @@ def test_memory_does_not_grow_with_the_prompts(tmp_path: Path, monkeypatch: pyte
         found = joined(cells_made([f"example-{number}" for number in range(count)], store), made.asked)
         rows_of_comparison(found), charts_of_comparisons({"": found}), packed_comparison(found)
         written, summary = found.written()
-        write_result(made.folder, made.settings, written, summary, prompts_of(found))
+        write_result(made.folder, made.settings, [], written, summary, prompts_of(found))
         most = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
         assert len(found.heads) == count * len(part["heads"]) > count * 2**14

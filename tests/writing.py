@@ -30,7 +30,8 @@ def write_tables(
     """What a verb does once its cells are done."""
     settings = dict(about or {})
     check_free(path, settings, [f"{name}.parquet" for name in tables], existing)
-    return write_result(path, settings, tables, summary, drawn=["report.html", "figures/recovery*"], draw=draw)
+    files = [*(f"{name}.parquet" for name in tables), "report.html", "figures/recovery*"]
+    return write_result(path, settings, files, tables, summary, {}, draw)
 
 
 def changed(path: Path, **more: Any) -> None:
@@ -71,8 +72,9 @@ class Compared:
             return None
         found = joined(cells_made(made, self.store), self.asked)
         tables, summary = found.written()
-        files = write_result(self.folder, self.settings, tables, summary, prompts_of(found), ending=ending)
-        return found if files else None
+        texts = prompts_of(found)
+        files = [*(f"{name}.parquet" for name in tables), *texts]
+        return found if write_result(self.folder, self.settings, files, tables, summary, texts, ending=ending) else None
 
 
 def cells_made(keys: Iterable[str], store: Store) -> CellsMade:

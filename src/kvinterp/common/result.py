@@ -32,13 +32,6 @@ def signed(tables: dict[str, pd.DataFrame], about: Mapping[str, Any]) -> dict[st
     return tables
 
 
-def flat(provenance: Mapping[str, Any]) -> dict[str, Any]:
-    """A provenance as one mapping; of a result kept before it was one, the half within is taken out."""
-    within = provenance.get("provenance")
-    rest = {name: value for name, value in provenance.items() if name != "provenance"}
-    return {**rest, **within} if isinstance(within, Mapping) else dict(provenance)
-
-
 class Result:
     """A result that can be shown, kept and read again; a subclass says what is written of it, and how it is read.
 
@@ -126,7 +119,7 @@ class Result:
 
     def told(self) -> dict[str, Any]:
         """What ``--json`` prints: the folder, and what ``summary.json`` holds."""
-        # The file says more: the digests of the tables, which were written after this was made.
+        # The file says more: the settings, and the names of the files.
         held = next((read_json(file) for file in self.files if file.name == SUMMARY), None) or self.contents()[1]
         return {"folder": self.folder and str(self.folder), "exit_code": 0, **held}
 
@@ -135,8 +128,7 @@ class Result:
 
         Args:
             folder: The folder; made where it is missing.
-            existing: What to do about a result that is there: ``"error"``, or ``"overwrite"``. What kvinterp did not write is
-                neither replaced nor removed.
+            existing: What to do about a result that is there: ``"error"``, or ``"overwrite"``.
 
         Returns:
             The folder, which :func:`kvinterp.load` reads.

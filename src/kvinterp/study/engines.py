@@ -24,8 +24,6 @@ from kvinterp.errors import InputError, KvinterpError
 from kvinterp.models.checkpoint import reason
 from kvinterp.study.cells import Cell, Engine, Local, groups, imported
 
-log = logging.getLogger("kvinterp")
-
 _ADVICE = (
     "look at its logs and at RAY_ADDRESS, then give the same command again, which goes on from what is finished, or leave "
     "--engine out."
@@ -151,13 +149,11 @@ class Remaining:
     Attributes:
         engine: The engine that does them.
         unit: What a cell is of, in the plural.
-        logged: ``"everything"``, or ``"warnings"`` where lines about each piece of work would be too many.
         clock: Gives seconds.
     """
 
     engine: Engine
     unit: str = "cells"
-    logged: str = "everything"
     clock: Callable[[], float] = time.monotonic
 
     def __call__(self, cells: Sequence[Cell], offered: Mapping[str, Any]) -> None:
@@ -168,16 +164,7 @@ class Remaining:
             offered["keep"](key, *made)
             pace.done(key)
 
-        if self.logged == "warnings":
-            log.addFilter(_is_warning)
-        try:
-            with listening(pace.say):
-                if len(cells) > 1:
-                    pace.say()
-                self.engine(cells, {**offered, "keep": keep, "tell": pace.say})
-        finally:
-            log.removeFilter(_is_warning)
-
-
-def _is_warning(record: logging.LogRecord) -> bool:
-    return record.levelno >= logging.WARNING
+        with listening(pace.say):
+            if len(cells) > 1:
+                pace.say()
+            self.engine(cells, {**offered, "keep": keep, "tell": pace.say})

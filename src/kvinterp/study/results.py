@@ -92,10 +92,10 @@ def _choices(settings: Any) -> Any:
 def write_result(
     folder: Path,
     settings: Mapping[str, Any],
+    files: Sequence[str],
     tables: Mapping[str, pd.DataFrame | LongTable],
     summary: Mapping[str, Any],
-    texts: Mapping[str, str] | None = None,
-    drawn: Iterable[str] = (),
+    texts: Mapping[str, str],
     draw: Callable[[Path], Iterable[Path]] | None = None,
     ending: str = "finished",
 ) -> list[Path]:
@@ -104,10 +104,10 @@ def write_result(
     Args:
         folder: The folder; made where it is missing.
         settings: Everything that decides what the tables hold.
+        files: The names of all its files beside the summary, drawn or not yet; with a star, what they begin with.
         tables: Tables by the names of their files.
         summary: What ``summary.json`` holds, beside the settings and the names of the files.
         texts: Other files by their names.
-        drawn: What the names of page and figures are or, with a star, begin with, whether they are drawn now or later.
         draw: Given a folder, draws the figures into it and returns their files.
         ending: ``"finished"``, after which the cells are removed, or ``"interrupted"``, after which they stay so that the run can
             go on.
@@ -121,20 +121,19 @@ def write_result(
     place, before = folder / SUMMARY, read_json(folder / SUMMARY) or {}
     if ending != "finished" and before and not before.get("interrupted"):
         return []
-    own = [*(f"{name}.parquet" for name in tables), *(texts or {}), *drawn]
     earlier = [name for name in before.get("files", ()) if _NAME.fullmatch(name)]
     # Until the end it is unfinished, whatever is there: what was killed meanwhile is not taken for a result.
-    begun = {"settings": settings, "interrupted": True, "files": [*earlier, *own]}
+    begun = {"settings": settings, "interrupted": True, "files": [*earlier, *files]}
     write_whole(place, strict_json(begun) + "\n")
-    for name, text in (texts or {}).items():
+    for name, text in texts.items():
         write_whole(folder / name, text)
     for name, table in tables.items():
         write_whole(folder / f"{name}.parquet", functools.partial(write_table, table))
     figures = [] if draw is None else list(draw(folder / "figures"))
-    for name in {*earlier} - {*own}:
+    for name in {*earlier} - {*files}:
         for path in filter(is_plain, folder.glob(name)):
             path.unlink(missing_ok=True)
-    write_whole(place, strict_json({**summary, "settings": settings, "files": own}) + "\n")
+    write_whole(place, strict_json({**summary, "settings": settings, "files": files}) + "\n")
     if ending == "finished":
         clear_cells(folder)
     return [*(folder / f"{name}.parquet" for name in tables), place, *figures]
@@ -198,12 +197,9 @@ def reading(folder: Path, summary: Mapping[str, Any]) -> Iterator[None]:
         raise  # It is a sentence already.
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ArrowException) as error:
         about = summary.get("provenance")
-        held = about.get("kvinterp", __version__) if isinstance(about, Mapping) else __version__
-        other = f", or read it with kvinterp {held}, which wrote it" if held != __version__ else ""
-        if isinstance(error, FileNotFoundError) and error.filename:
-            why = f"{Path(error.filename).name} is not there"
-        else:
-            why = str(error).splitlines()[0][:300] if str(error) else "empty"
+        held = about.get("kvinterp") if isinstance(about, Mapping) else None
+        other = f", or read it with kvinterp {held}, which wrote it" if held not in (None, __version__) else ""
+        why = str(error).partition("\n")[0][:300]
         raise InputError(f"folder {str(folder)!r} holds no readable result ({why}): make it again{other}.") from error
 
 

@@ -94,8 +94,6 @@ class Experiment:
     """The fields that say how many steps are decoded, where there are any: no model is asked for more than its context."""
     UNIT: ClassVar[str] = "parts"
     """What a cell is of, in the plural."""
-    LOGGED: ClassVar[str] = "everything"
-    """What is logged while its cells are done: ``"everything"`` or ``"warnings"``."""
     INTERRUPTED: ClassVar[str] = "what was finished is on disk; the same command goes on from there"
     """What an interruption leaves behind."""
     PARTIAL: ClassVar[str] = "no"
@@ -255,10 +253,6 @@ class Experiment:
         names = [re.sub(r"[^\w.-]+", "-", re.split("[:/]", str(name).rstrip("/"))[-1]).strip("-") for name in models]
         return Path("out") / "-".join([self.verb(), *names])[:_LONGEST].rstrip("-.")
 
-    def settled(self) -> Experiment:
-        """The experiment that these choices come to, where one of them stands for several."""
-        return self
-
     def names(self) -> list[str]:
         """The names of the files that it writes, beside the summary and figures."""
         own = type(self)
@@ -367,8 +361,7 @@ class Experiment:
             UnsupportedError: This kind of model cannot give what was asked for.
             KeyboardInterrupt: It was interrupted; what was finished is in the folder.
         """
-        settled = self.settled()
-        settled.check_reached()
+        self.check_reached()
         from kvinterp.common.checks import check_choice, check_known, check_unread
         from kvinterp.common.progress import shown
         from kvinterp.common.store import CELLS
@@ -383,7 +376,7 @@ class Experiment:
             with contextlib.ExitStack() as held:
                 if tell is None and progress == "bar":
                     tell = held.enter_context(shown(elsewhere="nothing"))
-                return settled.answered(None if out is None else Path(out), existing, progress, figures, tell, engine)
+                return self.answered(None if out is None else Path(out), existing, progress, figures, tell, engine)
         except KeyboardInterrupt as error:
             if out is None or not any((Path(out) / CELLS).rglob("*.parquet")):
                 error.args = (NOTHING,)
@@ -402,7 +395,7 @@ class Experiment:
         if engine != "local" or tell is not None:
             from kvinterp.study.engines import Remaining, engine_named
 
-            worker = engine_named(engine) if tell is None else Remaining(engine_named(engine), self.UNIT, self.LOGGED)
+            worker = engine_named(engine) if tell is None else Remaining(engine_named(engine), self.UNIT)
         self.check()
         there = out is not None and check_free(out, self.asked(), self.names(), existing)
         with loading_once():
@@ -448,18 +441,23 @@ class Experiment:
             # Kept as they are said now: what is read again has no NaN, which JSON does not know.
             summary["reading"] = self.sentences(result)
         draw = (lambda place: self.drawn_into(result, place)) if figures == "drawn" else None
-        drawn = ("report.html", *(f"figures/{name}*" for name in self.drawn()))
-        texts = result.others or prompts_of(result)
-        result.files = write_result(folder, settings, result.tables, summary, texts, drawn, draw, ending)
+        texts, files = result.others or prompts_of(result), self.files_of(result)
+        result.files = write_result(folder, settings, files, result.tables, summary, texts, draw, ending)
         return result
+
+    def files_of(self, result: Result) -> list[str]:
+        """The names of a result's files beside the summary, drawn or not yet; of figures what they begin with, and a star."""
+        from kvinterp.study.results import prompts_of
+
+        tables = (f"{name}.parquet" for name in result.tables)
+        figures = (f"figures/{name}*" for name in self.drawn())
+        return [*tables, *(result.others or prompts_of(result)), "report.html", *figures]
 
     def keep(self, result: Result, folder: Path, existing: str = "error", figures: str = "none") -> None:
         """Writes a result that a function gave into a folder; see :meth:`kvinterp.common.result.Result.save`."""
-        from kvinterp.study.results import check_free, prompts_of
+        from kvinterp.study.results import check_free
 
-        self.judged(result)
-        names = [*(f"{name}.parquet" for name in result.tables), *(result.others or prompts_of(result)), "report.html"]
-        if check_free(folder, result.settings, names, existing):
+        if check_free(folder, result.settings, self.files_of(self.judged(result)), existing):
             raise unknown("way to treat an existing result", existing, ("error", "overwrite"))
         self.write(folder, result.settings, result, figures)
 
@@ -478,17 +476,12 @@ class Experiment:
             findings = self.judged(result).tables.get("findings")
             said = self.sentences(result) if findings is None else self.headline(result)
             shown = (said, result.tables, files, result.choices or {}, about, self.lead(result), findings)
-            return [*files, write_experiment(folder.parent, self.asks(), *shown, self.beside(result))]
+            beside = [name for name in self.files_of(result) if name != "report.html" and "*" not in name]
+            return [*files, write_experiment(folder.parent, self.asks(), *shown, [*beside, "summary.json"])]
 
     def lead(self, result: Result) -> list[Any]:
         """What stands on the page behind the findings; nothing unless an experiment says so."""
         return []
-
-    def beside(self, result: Result) -> list[str]:
-        """The files that lie beside the page, for its links."""
-        from kvinterp.study.results import prompts_of
-
-        return [*(f"{name}.parquet" for name in result.tables), *(result.others or prompts_of(result)), "summary.json"]
 
 
 @dataclasses.dataclass(frozen=True)

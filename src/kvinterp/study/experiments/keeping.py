@@ -135,9 +135,6 @@ def _without_a_summary(place: Path) -> Any:
         return Verdict.load(place)
     if is_file(place / "trace.json"):
         return Trace.load(place)
-    under = sorted(str(path.parent) for path in place.glob("runs/*/summary.json"))
-    if under:
-        raise InputError(f"folder {str(place)!r} holds {len(under)} results: load one of them, such as {under[0]!r}.")
     raise InputError(f"folder {str(place)!r} holds no result: give one that kvinterp wrote, with a summary.json in it.")
 
 
