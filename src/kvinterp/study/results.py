@@ -75,7 +75,7 @@ def check_free(folder: Path, choices: Mapping[str, Any], names: Iterable[str], e
 
 def check_same(folder: Path, settings: Mapping[str, Any]) -> None:
     """Raises where the finished result of a folder was made with other settings."""
-    _check_same(folder, "a result", read_summary(folder)["settings"], settings)
+    _check_same(folder, "a result", read_summary(folder).get("settings"), settings)
 
 
 def _check_same(folder: Path, what: str, held: Any, now: Mapping[str, Any]) -> None:
@@ -121,7 +121,9 @@ def write_result(
     place, before = folder / SUMMARY, read_json(folder / SUMMARY) or {}
     if ending != "finished" and before and not before.get("interrupted"):
         return []
-    earlier = [name for name in before.get("files", ()) if _NAME.fullmatch(name)]
+    listed = before.get("files")
+    # A summary may come from anybody: no name leads out of the folder.
+    earlier = [name for name in listed if _NAME.fullmatch(str(name))] if isinstance(listed, list) else []
     # Until the end it is unfinished, whatever is there: what was killed meanwhile is not taken for a result.
     begun = {"settings": settings, "interrupted": True, "files": [*earlier, *files]}
     write_whole(place, strict_json(begun) + "\n")

@@ -86,16 +86,15 @@ def layer_table(audit: Audit, order: str = "native") -> pd.DataFrame:
     return pd.DataFrame(columns).rename_axis("layer")
 
 
-def files_of(found: Audit | Verdict) -> tuple[dict[str, str], dict[str, pd.DataFrame]]:
-    """The texts and tables that are written of all that an audit measured, or of its verdict alone.
+def files_of(found: Any) -> tuple[dict[str, str], dict[str, pd.DataFrame]]:
+    """The texts and tables that are written of all that an audit measured (:class:`Audit`), or of its :class:`Verdict` alone.
 
     Raises:
         InputError: It is of a version that did not say what it was made with.
     """
     if not found.provenance:
         raise InputError("this verdict does not say what it was made with: make the audit again.")
-    verdict = found.verdict
-    if not isinstance(verdict, str):
+    if not isinstance(found.verdict, str):
         return texts_of(found), found.written()[0]
     if found.given:
         return given.texts_of(found), {} if found.tokens is None else {"given": found.tokens}
