@@ -117,7 +117,7 @@ def test_an_unfinished_result_of_another_verb_is_in_the_way(tmp_path: Path, verb
     """It was removed without a word."""
     (tmp_path / "summary.json").write_text('{"settings": {"verb": "survey"}, "interrupted": true, "files": []}')
     before = content(tmp_path)
-    said = "another command's result" if verb == "audit" else "an unfinished result made with other settings"
+    said = "another command's result" if verb == "audit" else "a result of 'survey'"
     wrong(f"holds {said}", *VERBS[verb], "--out", tmp_path)
     assert content(tmp_path) == before
 

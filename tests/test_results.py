@@ -403,7 +403,7 @@ def test_cut_off_while_it_is_written_it_is_not_finished_and_the_same_again_finis
         write_tables(tmp_path / "cut", before, {}, about={"verb": "other"})
     with pytest.raises(KeyboardInterrupt):
         write_tables(tmp_path / "cut", table, {}, "error" if before is None else "overwrite", draw=cut, about=about)
-    with pytest.raises(InputError, match=r"unfinished result made with other settings \(steps: 4, now 5\)"):
+    with pytest.raises(InputError, match=r"result made with other settings \(steps: 4, now 5\)"):
         write_tables(tmp_path / "cut", table, {}, draw=draw, about={"verb": "patch", "steps": 5})
     write_tables(tmp_path / "cut", table, {}, draw=draw, about=about)
     write_tables(tmp_path / "whole", table, {}, draw=draw, about=about)

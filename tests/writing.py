@@ -14,7 +14,7 @@ from kvinterp.comparison import PARTS, Comparison
 from kvinterp.data import Prompt
 from kvinterp.study.cells import Cell, CellsMade
 from kvinterp.study.experiments.compare import Compare
-from kvinterp.study.results import check_free, check_same, prompts_digest, prompts_of, write_result
+from kvinterp.study.results import check_free, is_finished, prompts_digest, prompts_of, write_result
 
 NAMES = Compare("zoo:mistral-mini").names()
 
@@ -29,7 +29,8 @@ def write_tables(
 ) -> list[Path]:
     """What a verb does once its cells are done."""
     settings = dict(about or {})
-    check_free(path, settings, [f"{name}.parquet" for name in tables], existing)
+    if check_free(path, settings.get("verb"), [f"{name}.parquet" for name in tables], existing):
+        is_finished(path, settings)
     files = [*(f"{name}.parquet" for name in tables), "report.html", "figures/recovery*"]
     return write_result(path, settings, files, tables, summary, {}, draw)
 
@@ -44,9 +45,7 @@ class Compared:
 
     def __init__(self, path: Path, settings: Mapping[str, Any], asked: list[Prompt], existing: str = "error") -> None:
         chosen = {"verb": "compare", **settings, "prompts": prompts_digest(asked)}
-        self.finished = check_free(path, {n: v for n, v in chosen.items() if n != "made_with"}, NAMES, existing)
-        if self.finished:
-            check_same(path, chosen)
+        self.finished = check_free(path, "compare", NAMES, existing) and is_finished(path, chosen)
         self.folder, self.settings, self.store, self.asked = path, chosen, Store(path, chosen), asked
 
     def add(self, part: Comparison) -> None:

@@ -37,56 +37,59 @@ _ADVICE = "choose another folder with --out, or pass --overwrite (from Python, e
 _NAME = re.compile(r"(figures/)?\w[\w.-]*\*?")
 
 
-def check_free(folder: Path, choices: Mapping[str, Any], names: Iterable[str], existing: str = "error") -> bool:
+def check_free(folder: Path, verb: str, names: Iterable[str], existing: str = "error") -> bool:
     """Raises where something is in the way of a result: asked before anything slow, such as loading a model, begins.
 
     Args:
         folder: The folder.
-        choices: What was chosen, ``verb`` among it.
+        verb: The command whose result it will be.
         names: The files that will be written, beside the summary.
         existing: What to do about what is already there, see :data:`EXISTING`.
 
     Returns:
-        Whether a finished result is there, which is to be read if it is the same.
+        Whether a result is there that :func:`is_finished` has to look at.
 
     Raises:
-        InputError: The folder cannot be written; or ``existing`` is not ``"overwrite"``, and it holds a finished result, an
-            unfinished one of something else, or a file under one of the names that is of no result.
+        InputError: The folder cannot be written; or ``existing`` is not ``"overwrite"``, and it holds a finished result, one of
+            another command, or a file under one of the names that is of no result.
     """
     if existing not in EXISTING:
         raise unknown("way to treat an existing result", existing, EXISTING)
     check_writable(folder)
     if is_file(folder / "figures"):
         raise InputError(f"folder {str(folder)!r} holds 'figures', which is no folder: {_ADVICE}")
-    held = read_json(folder / SUMMARY)
     if existing == "overwrite":
         return False
+    held = read_json(folder / SUMMARY)
     if held is None:
         if taken := [name for name in (*names, SUMMARY) if (folder / name).exists()]:
             raise InputError(f"folder {str(folder)!r} already holds {taken[0]!r}, which is of no result of ours: {_ADVICE}")
         return False
-    if not held.get("interrupted"):
-        if existing == "error":
-            raise InputError(f"folder {str(folder)!r} already holds a result: {_ADVICE}")
-        return True
-    _check_same(folder, "an unfinished result", _choices(held.get("settings")), choices)
-    return False
+    if existing == "error" and not held.get("interrupted"):
+        raise InputError(f"folder {str(folder)!r} already holds a result: {_ADVICE}")
+    if (other := _settings(held).get("verb")) != verb:
+        raise InputError(f"folder {str(folder)!r} holds a result of {other!r}: {_ADVICE}")
+    return True
 
 
-def check_same(folder: Path, settings: Mapping[str, Any]) -> None:
-    """Raises where the finished result of a folder was made with other settings."""
-    _check_same(folder, "a result", read_summary(folder).get("settings"), settings)
+def is_finished(folder: Path, settings: Mapping[str, Any]) -> bool:
+    """Whether the result of a folder is finished; one that is not goes on, whatever the circumstances were.
+
+    Raises:
+        InputError: It was made with other settings.
+    """
+    held, now = read_summary(folder), json.loads(strict_json(settings))
+    one, other = _settings(held), now
+    if held.get("interrupted"):
+        one, other = ({name: value for name, value in each.items() if name != "made_with"} for each in (one, other))
+    if changed := differences(one, other):
+        raise InputError(f"folder {str(folder)!r} holds a result made with other settings ({changed}): {_ADVICE}")
+    return not held.get("interrupted")
 
 
-def _check_same(folder: Path, what: str, held: Any, now: Mapping[str, Any]) -> None:
-    changed = differences(held if isinstance(held, dict) else {}, json.loads(strict_json(now)))
-    if changed:
-        raise InputError(f"folder {str(folder)!r} holds {what} made with other settings ({changed}): {_ADVICE}")
-
-
-def _choices(settings: Any) -> Any:
-    """Settings without the circumstances: what was chosen."""
-    return {name: value for name, value in settings.items() if name != "made_with"} if isinstance(settings, dict) else {}
+def _settings(summary: Mapping[str, Any]) -> dict[str, Any]:
+    held = summary.get("settings")
+    return held if isinstance(held, dict) else {}
 
 
 def write_result(

@@ -388,7 +388,7 @@ class Experiment:
         """Does what :meth:`run` promises; an experiment that keeps its work otherwise has its own."""
         from kvinterp.common.store import Store
         from kvinterp.study.cells import CellsMade, Local, loading_once, run_cells
-        from kvinterp.study.results import check_free, check_same
+        from kvinterp.study.results import check_free, is_finished
 
         # The cheap questions first: a typing error should not cost the loading of a model.
         worker: Any = Local()
@@ -397,14 +397,13 @@ class Experiment:
 
             worker = engine_named(engine) if tell is None else Remaining(engine_named(engine), self.UNIT)
         self.check()
-        there = out is not None and check_free(out, self.asked(), self.names(), existing)
+        there = out is not None and check_free(out, self.verb(), self.names(), existing)
         with loading_once():
             cells = self.cells()
             self.check_steps()
             settings = self.settings() if out is not None else self.asked()
             store = None if out is None else Store(out, settings)
-            if out is not None and there:
-                check_same(out, settings)
+            if out is not None and there and is_finished(out, settings):
                 return self.read(out)
             if store is not None:
                 store.say_others()
@@ -455,9 +454,10 @@ class Experiment:
 
     def keep(self, result: Result, folder: Path, existing: str = "error", figures: str = "none") -> None:
         """Writes a result that a function gave into a folder; see :meth:`kvinterp.common.result.Result.save`."""
-        from kvinterp.study.results import check_free
+        from kvinterp.study.results import check_free, is_finished
 
-        if check_free(folder, result.settings, self.files_of(self.judged(result)), existing):
+        there = check_free(folder, self.verb(), self.files_of(self.judged(result)), existing)
+        if there and is_finished(folder, result.settings):
             raise unknown("way to treat an existing result", existing, ("error", "overwrite"))
         self.write(folder, result.settings, result, figures)
 
