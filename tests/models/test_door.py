@@ -296,11 +296,23 @@ def test_a_hub_that_is_not_there_is_asked_once(monkeypatch):
     assert asked == [finding.HUB_SECONDS]
 
 
-@pytest.mark.parametrize("verb", ["compare", "study behaviour"])
-def test_a_hub_id_that_cannot_be_reached_is_said_before_torch_is_imported(tmp_path, verb):
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("compare nobody-here/none", "model 'nobody-here/none' cannot be found"),
+        ("study behaviour nobody-here/none", "model 'nobody-here/none' cannot be found"),
+        ("patch ./missing", "model folder './missing' does not exist"),
+        ("study behaviour zoo:nope", "unknown zoo model 'nope'"),
+        ("decompose zoo:gqa2-mini --dtype fp99", "unknown dtype 'fp99'"),
+        ("patch zoo:gqa2-mini --kind=nativ", "did you mean 'native'"),
+        ("compare zoo:gqa2-mini --b cahced", "path 'cahced' cannot be read"),
+        ("compare zoo:gqa2-mini --b cached@float61", "unknown dtype 'float61'"),
+    ],
+)
+def test_what_is_wrong_with_a_command_is_said_before_torch_is_imported(tmp_path, command, said):
     code = (
         "import sys; from kvinterp.cli import main\n"
-        f"sys.argv = ['kvinterp', *{verb.split()!r}, 'nobody-here/none', '--out', {str(tmp_path / 'out')!r}]\n"
+        f"sys.argv = ['kvinterp', *{command.split()!r}, '--out', {str(tmp_path / 'out')!r}]\n"
         "try: main()\n"
         "except SystemExit as left: assert left.code == 2, left.code\n"
         "heavy = {'torch', 'transformers', 'transformer_lens', 'pandas'} & set(sys.modules)\n"
@@ -309,7 +321,7 @@ def test_a_hub_id_that_cannot_be_reached_is_said_before_torch_is_imported(tmp_pa
     given = {**os.environ, "HF_HUB_OFFLINE": "1"}
     made = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=given)
     assert made.returncode == 0, made.stderr
-    assert "model 'nobody-here/none' cannot be found" in made.stderr
+    assert said in made.stderr
     assert not (tmp_path / "out").exists()
 
 

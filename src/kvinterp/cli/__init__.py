@@ -35,6 +35,7 @@ from kvinterp.common.spec import check_length
 from kvinterp.errors import InputError, check_docstrings, check_epoch
 from kvinterp.models.finding import check_reached
 from kvinterp.study.experiments.base import NOTHING, OPTION, Experiment
+from kvinterp.study.experiments.choices import check_words
 from kvinterp.study.experiments.registry import command_of, experiment_named, experiments, question_of
 
 # Experiments as commands -----------------------------------------------------------------------------------------------
@@ -67,7 +68,8 @@ _PANELS: dict[str, tuple[str, ...]] = {
     "Where to": ("out", "overwrite", "as_json"),
 }
 """The groups in which --help-all shows the options; what is in none of them is what is asked."""
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_PLACE = re.compile(r"[\w.-]+/[\w.-]+|(zoo|real):.*|[./~].*")
+"""What says by itself that it is a model's place: a hub id, a name of kvinterp's own, a folder."""
 
 
 class _Verb(TyperCommand):
@@ -85,9 +87,12 @@ class _Verb(TyperCommand):
 
     def make_context(self, info_name: str | None, args: list[str], *given: Any, **extra: Any) -> Any:
         models = itertools.takewhile(lambda each: not each.startswith("-"), args)
+        parts = [part for each in args for part in (each.split("=", 1) if each.startswith("--") else [each])]
+        options = {flag[2:].replace("-", "_"): value for flag, value in itertools.pairwise(parts) if flag.startswith("--")}
         # What an experiment's file imports takes longer than a hub that is not there.
         with refused(args):
-            for name in filter(_HUB_ID.fullmatch, models):
+            check_words(options)
+            for name in filter(_PLACE.fullmatch, models):
                 check_reached(name)
         return super().make_context(info_name, args, *given, **extra)
 

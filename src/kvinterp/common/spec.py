@@ -16,8 +16,10 @@ import pkgutil
 import re
 from collections.abc import Iterator, Mapping
 from types import GenericAlias, ModuleType
-from typing import Any, TypeGuard, TypeVar
+from typing import Any, TypeGuard, TypeVar, get_args
 
+from kvinterp.common import words
+from kvinterp.common.checks import check_known
 from kvinterp.errors import InputError, unknown
 
 Plugin = TypeVar("Plugin")
@@ -132,6 +134,26 @@ def read(what: str, text: str, kinds: Mapping[str, type[Plugin]], hint: str) -> 
         return kinds[name](**values)
     except TypeError as error:
         raise unreadable from error
+
+
+def path_parts(text: str) -> tuple[str, str | None, str | None, str | None]:
+    """Form, options, policies and dtype of a path's text form; torch is not needed for it.
+
+    Raises:
+        InputError: The text has another form, or there is no such dtype.
+    """
+    check_length("path", text)
+    match = re.fullmatch(r"(cached|recompute)(?:\[([^\]]*)\])?(?:\+(.+?))?(?:@(\w+))?", text.strip())
+    if match is None:
+        raise InputError(
+            f"path {text!r} cannot be read: expected cached or recompute, then if wanted "
+            "[call=PLAN,chunk=N,refresh=N,smooth=WEIGHT,prefill=stored,cache=KIND,cache_dtype=DTYPE,kernels=MODE], "
+            "+POLICY once or more and @DTYPE, as in cached, recompute@float64 or cached[chunk=16]."
+        )
+    form, options, policy, dtype = match.groups()
+    if dtype is not None:
+        check_known("dtype", dtype, get_args(words.Dtype))
+    return form, options, policy, dtype
 
 
 def check_length(what: str, text: str) -> None:

@@ -228,15 +228,7 @@ def _read(text: object, cache: Callable[[str], CacheKind]) -> ExecutionPath:
         )
     if text in FORMS:
         return ExecutionPath(text)
-    spec.check_length("path", text)
-    match = re.fullmatch(r"(cached|recompute)(?:\[([^\]]*)\])?(?:\+(.+?))?(?:@(\w+))?", text.strip())
-    if match is None:
-        raise InputError(
-            f"path {text!r} cannot be read: expected cached or recompute, then if wanted "
-            "[call=PLAN,chunk=N,refresh=N,smooth=WEIGHT,prefill=stored,cache=KIND,cache_dtype=DTYPE,kernels=MODE], "
-            "+POLICY once or more and @DTYPE, as in cached, recompute@float64 or cached[chunk=16]."
-        )
-    form, options, policy, dtype = match.groups()
+    form, options, policy, dtype = spec.path_parts(text)
     chosen: dict[str, str] = {}
     for part in spec.split(options or "", ","):
         name, value = (side.strip() for side in (*part.split("=", 1), "")[:2])

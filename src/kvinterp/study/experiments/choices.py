@@ -10,8 +10,11 @@ import dataclasses
 import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
+from kvinterp.common import words
+from kvinterp.common.checks import check_known
+from kvinterp.common.spec import path_parts
 from kvinterp.errors import InputError, unexpected
 from kvinterp.study.experiments.options import OPTION
 
@@ -46,6 +49,28 @@ def check_choices(experiment: Experiment) -> None:
     for field, value in given.items():
         if "only" in field.metadata.get(OPTION, {}) and not is_read(experiment, field):
             check_unread(field.name, value, field.default, field.metadata[OPTION]["only"][1])
+
+
+_WORDS: dict[str, tuple[str, Any]] = {
+    "kind": ("kind", words.Kind),
+    "dtype": ("dtype", words.Dtype),
+    "attention": ("attention implementation", words.Attention),
+}
+_PATHS = ("a", "b", "path")
+
+
+def check_words(given: Mapping[str, str]) -> None:
+    """Looks at those options that need no torch to be looked at: a typing error should not cost its import.
+
+    Raises:
+        InputError: One is a word that is not known, or a path that cannot be read.
+    """
+    for name, (what, known) in _WORDS.items():
+        if name in given:
+            check_known(what, given[name].removeprefix("torch."), get_args(known))
+    for name in _PATHS:
+        if name in given:
+            path_parts(given[name])
 
 
 def check_work(experiment: Experiment) -> None:
