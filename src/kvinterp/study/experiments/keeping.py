@@ -173,6 +173,7 @@ def experiment(
     out: str | os.PathLike[str] | None = None,
     existing: words.Existing | str = "error",
     progress: words.Progress | str = "bar",
+    engine: str = "local",
     **choices: Any,
 ) -> Any:
     """Runs an experiment, as its command does.
@@ -182,6 +183,7 @@ def experiment(
         out: A folder, in which an interrupted run goes on; None keeps everything in memory, and ``save`` writes it later.
         existing: What to do about what is already there, see :data:`kvinterp.study.results.EXISTING`.
         progress: ``"bar"`` or ``"none"``.
+        engine: Where its cells are done: ``"local"``, ``"ray"`` or ``"ray(WORKERS)"``.
         choices: The command's options, with underscores for hyphens.
 
     Returns:
@@ -206,7 +208,7 @@ def experiment(
         choice: Path(value) if choice in files and isinstance(value, str) else _option(choice, value, defaults[choice])
         for choice, value in choices.items()
     }
-    found = kind(**given).run(None if out is None else _folder(out), existing, progress)
+    found = kind(**given).run(None if out is None else _folder(out), existing, progress, engine=engine)
     return found if out is None else load(out)
 
 
