@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from pathlib import Path
 from typing import Any
@@ -137,3 +138,20 @@ def test_prompts_may_be_arrays_and_tensors(model: Adapter) -> None:
     wanted = kv.compare(model, PROMPT, record="", progress="none", **SHORT).steps
     for given in (torch.tensor(PROMPT), np.array(PROMPT), list(np.array(PROMPT)), torch.tensor([PROMPT])):
         pd.testing.assert_frame_equal(kv.compare(model, given, record="", progress="none", **SHORT).steps, wanted)
+
+
+def test_each_side_of_two_models_has_its_name_and_the_first_tensor_that_differs_is_named():
+    """Both sides were called "recompute" of the first one's model, and where they part was left to whoever reads the layers."""
+    sound, wrong = (kv.load_model("zoo:llama64-mini", dtype="float32", device="cpu") for _ in range(2))
+    wrong.facts = dataclasses.replace(wrong.facts, name="mine")
+    with torch.no_grad():
+        wrong.model.model.layers[2].self_attn.k_proj.weight.mul_(1.25)
+    how = {"max_new_tokens": 3, "continuation": [5, 6], "record": "resid_post,q,k,v", "positions": "all", "stop": "length"}
+    a, b, again = (kv.run(m, [3, 5, 7, 9], "recompute", logits="keep", **how) for m in (sound, wrong, sound))
+    said = kv.compare_traces(a, b).where()
+    assert said.startswith("recompute of zoo:llama64-mini against recompute of mine on zoo:llama64-mini and mine (")
+    assert "layer 2, K: first recorded tensor that differs, relative L2 0.25" in said
+    assert "q, v of this layer and what was recorded before are the same bits" in said
+    same = kv.compare_traces(a, again).where()
+    assert same.startswith("recompute against recompute on zoo:llama64-mini (")
+    assert "first recorded tensor" not in same

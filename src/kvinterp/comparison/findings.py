@@ -34,8 +34,8 @@ def rows_of_comparison(comparison: Comparison) -> list[Finding]:
             for row in comparison.failures.to_dict("records")]  # fmt: skip
     if comparison.steps.empty:
         return left
-    return [*_of_logits(comparison), *_of_answers(comparison), *_of_layers(comparison), *_of_attention(comparison),
-            *_of_routing(comparison), *_of_cache(comparison), *left]  # fmt: skip
+    return [*_of_logits(comparison), *_of_answers(comparison), *_of_first(comparison), *_of_layers(comparison),
+            *_of_attention(comparison), *_of_routing(comparison), *_of_cache(comparison), *left]  # fmt: skip
 
 
 def _of_logits(comparison: Comparison) -> Iterator[Finding]:
@@ -83,6 +83,18 @@ _ENOUGH = 20
 
 def _varies(steps: pd.DataFrame, name: str) -> bool:
     return min(steps["kl"].nunique(), steps[name].nunique()) > 2
+
+
+def _of_first(comparison: Comparison) -> Iterator[Finding]:
+    """Of two traces, where in the order of the computation they part."""
+    first = comparison.provenance.get("first")
+    if first:
+        same = f"{', '.join(first['same'])} of this layer" if first["same"] else ""
+        note = f"{same or 'everything recorded before it'} {'and what was recorded before ' if same else ''}"
+        note += f"{'are' if same else 'is'} the same bits"
+        name = first["site"].upper() if first["site"] in ("q", "k", "v") else first["site"]
+        yield finding("first recorded tensor that differs, relative L2", first["error"], n=1, unit="prompts",
+                      layer=first["layer"], tensor=name, note=note)  # fmt: skip
 
 
 def _of_layers(comparison: Comparison) -> Iterator[Finding]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -75,7 +76,8 @@ def compare_traces(a: Trace, b: Trace, cache_errors: str = "aggregated") -> Comp
         **_UNKNOWN,
         **b.provenance,
         **a.provenance,
-        "paths": {"a": a.path, "b": b.path},
+        **_sides(a, b),
+        "first": _first_different(a, b) if matched else {},
         "protocol": "matched" if matched else "free",
         "strategy": a.provenance.get("strategy", "unknown"),
         "provenance_b": b.provenance,
@@ -95,6 +97,40 @@ def compare_traces(a: Trace, b: Trace, cache_errors: str = "aggregated") -> Comp
             for name, side, tokens in zip(decided, rows, chosen, strict=True)
         }
     return of_example(0, "0", a.prompt, frames, chosen, ("", ""), about, decided)
+
+
+def _sides(a: Trace, b: Trace) -> dict[str, Any]:
+    """The two paths by name, each with its model where these are two."""
+    paths, models = {"a": a.path, "b": b.path}, [str(trace.provenance.get("model", "")) for trace in (a, b)]
+    if "" in models or models[0] == models[1]:
+        return {"paths": paths}
+    named = {side: f"{path} of {model}" for (side, path), model in zip(paths.items(), models, strict=True)}
+    return {"paths": named, "model": " and ".join(models)}
+
+
+_FORWARD = (
+    *("embed", "resid_pre", "q", "k", "v", "cache_k_pre", "cache_k", "cache_v", "attn_scores", "pattern", "z", "result"),
+    *("attn_out", "resid_mid", "router", "post", "mlp_out", "resid_post"),
+)
+"""Sites in the order in which a layer computes them; q, k and v stand beside each other."""
+
+
+def _first_different(a: Trace, b: Trace) -> dict[str, Any]:
+    """The first tensor, in the order of the computation, that both recorded and that is not the same bits: site, layer, error."""
+    both = [place for place in a.records if place in b.records and place[0] in _FORWARD]
+    for site, layer in sorted(both, key=lambda place: (place[1], _FORWARD.index(place[0]))):
+        if _equal(a, b, (site, layer)):
+            continue
+        pairs = zip(a.records[site, layer], b.records[site, layer], strict=False)
+        errors = [float((y.double() - x.double()).norm() / x.double().norm()) for x, y in pairs if x.shape == y.shape]
+        last = max(map(_FORWARD.index, (site, "v")))
+        same = [name for name in _FORWARD[: last + 1] if (name, layer) in both and _equal(a, b, (name, layer))]
+        return {"site": site, "layer": layer, "error": max(errors, default=float("nan")), "same": same}
+    return {}
+
+
+def _equal(a: Trace, b: Trace, place: Site) -> bool:
+    return all(torch.equal(*pair) for pair in zip(a.records[place], b.records[place], strict=False))
 
 
 _UNKNOWN = {name: f"{name} not given" for name in ("model", "kind", "dtype", "attention", "weights", "device", "threads")}
