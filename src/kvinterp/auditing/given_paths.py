@@ -32,6 +32,7 @@ class Way:
         path: The text form of a path whose cache holds keys and values otherwise.
         change: What is wrong with the model.
         spoilt: The policy that is done once to what the cache holds of the prompt.
+        fed: ``"whole"``; ``"twice"``, a second time beside itself; or ``"apart"``, what is behind the prompt by itself.
         family: Makes the same kind of cause of another size.
         size: Its own size.
     """
@@ -42,6 +43,7 @@ class Way:
     path: str = ""
     change: Change | None = None
     spoilt: str = ""
+    fed: str = "whole"
     family: Callable[[float], Way] | None = None
     size: float = 1.0
 
@@ -80,8 +82,12 @@ def candidates() -> list[Way]:
         name = f"float16 cache as llama.cpp's{', with probabilities in float16' if way else ''}"
         found.append(Way(name, "policy", change=llama_cpp("float16", "", way)))
     found.append(Way(FLASH_ROW, "kernel", change=llama_cpp("float16", "", ADDED)))
-    for shift in (1, -1):
-        found.append(Way(f"positions {shift:+d} behind the prompt", "bug", change=_shifted(shift)))
+    found.append(Way("the reply computed without its prompt, as where positions jump without a mask,", "bug", fed="apart"))
+    for shift in (1, -1, 2, 4, 8, 16):
+        name = f"positions {shift:+d} behind the prompt"
+        found.append(Way(name, "bug", change=_placed(functools.partial(_behind, shift))))
+    found.append(Way("positions that begin anew behind the prompt", "bug", change=_placed(_anew)))
+    found.append(Way("one position for all tokens", "bug", change=_placed(lambda places, prompt: torch.zeros_like(places))))
     found += [_rope_scale(size) for size in (0.25, 0.5, 0.9, 0.95, 0.98, 0.99, 1.01, 1.02, 1.05, 1.1, 2.0, 4.0)]
     found += [_rope_base(size) for size in (0.01, 0.02, 0.1, 0.5, 0.9, 0.98, 1.02, 1.1, 2.0, 10.0, 50.0, 100.0)]
     found += [
@@ -178,7 +184,60 @@ WEIGHTS = {dtype: Way(f"weights in {dtype}", change=_rounded(dtype)) for dtype i
 """What an engine of a coarser precision does alike, whatever it does otherwise: it rounds the same weights."""
 
 
-def _shifted(shift: int) -> Change:
+def nulls(rung: Way) -> list[Way]:
+    """Other ways to compute the same in a precision, which differ by rounding alone: how far they are from float64 is its null.
+
+    From a cache; beside another row; and, three times, with every module's result rounded once more, for an engine
+    adds in another order and rounds in other places.
+    """
+    ways = [Way(f"{rung.name}, every result rounded once more, {seed}", dtype=rung.dtype, path=rung.path,
+                change=_moved(seed)) for seed in range(3)]  # fmt: skip
+    if rung.path:
+        return ways
+    cached = Way(f"{rung.name} from a cache", dtype=rung.dtype, path="cached")
+    return [cached, Way(f"{rung.name} beside another row", dtype=rung.dtype, fed="twice"), *ways]
+
+
+def _moved(seed: int) -> Change:
+    """Rounds every result once more, at random: by at most half a unit in the last place, as to the nearest number.
+
+    Where K products are added, by the root of K such units of float32 too: engines add in float32 at least, in an order of their
+    own, and roundings of either sign add up to about the root of their number (Higham and Mary 2019, SIAM J. Sci. Comput. 41).
+    """
+
+    @contextlib.contextmanager
+    def change(model: nn.Module, prompt: int) -> Iterator[bool]:
+        generator = torch.Generator().manual_seed(seed)
+
+        def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+            made = output[0] if isinstance(output, tuple) else output
+            if not isinstance(made, Tensor) or not made.is_floating_point():
+                return None
+            read = next((a for a in args if isinstance(a, Tensor) and a.is_floating_point()), None)
+            terms = 0 if read is None else read.shape[-1]
+            unit = torch.finfo(made.dtype).eps / 2 + terms**0.5 * torch.finfo(torch.float32).eps / 2
+            random = 2 * torch.rand(made.shape, generator=generator, dtype=torch.float64) - 1
+            moved = (made.double() * (1 + unit * random.to(made.device))).to(made.dtype)
+            return (moved, *output[1:]) if isinstance(output, tuple) else moved
+
+        with contextlib.ExitStack() as held:
+            for module in model.modules():
+                if not any(module.children()):
+                    held.callback(module.register_forward_hook(after).remove)
+            yield True
+
+    return change
+
+
+def _behind(shift: int, places: Tensor, prompt: int) -> Tensor:
+    return torch.where(places >= prompt, places + shift, places)
+
+
+def _anew(places: Tensor, prompt: int) -> Tensor:
+    return torch.where(places >= prompt, places - prompt, places)
+
+
+def _placed(place: Callable[[Tensor, int], Tensor]) -> Change:
     @contextlib.contextmanager
     def change(model: nn.Module, prompt: int) -> Iterator[bool]:
         def before(
@@ -189,7 +248,7 @@ def _shifted(shift: int) -> Change:
 
         def moved(value: Any) -> Any:
             whole = isinstance(value, Tensor) and not value.is_floating_point() and value.dim() == 2
-            return torch.where(value >= prompt, value + shift, value) if whole else value
+            return place(value, prompt) if whole else value
 
         found = [module for module, _ in _rotary(model)]
         with contextlib.ExitStack() as held:
@@ -212,27 +271,28 @@ def log_probs(adapter: Adapter, ids: Sequence[int], prompt: int, way: Way) -> Te
     """
     model = adapter.at(dtype_named(way.dtype))
     tokens = torch.tensor([list(ids)], device=model.device)
-    if way.path:
-        path = path_named(way.path)
-        begun = prompt if path.prefill == "exact" and 0 < prompt < len(ids) else len(ids)
-        store = own_store(model, path, 1, begun, len(ids) - begun, ())
-        pieces = [model.forward(piece, store) for piece in tokens.split([begun, len(ids) - begun], 1) if piece.shape[1]]
-        logits = torch.cat(pieces, 1)
-    elif way.spoilt:
-        if not (model.plain and model.attention_only) or not 0 < prompt < len(ids):
+    inner = 0 < prompt < len(ids)
+    with contextlib.nullcontext(True) if way.change is None else way.change(model.model, prompt) as there:
+        if not there or (not inner and (way.spoilt or way.fed == "apart")):
             return None
-        cache = model.new_cache()
-        policy = policy_named(way.spoilt).start(model.facts)
-        head, _ = model.called(tokens[:, :prompt], cache, None, None)
-        for layer, held in enumerate(cache.layers):
-            place = Place(layer, 0, prompt, True, prompt=prompt)
-            held.keys, held.values = policy.read(*policy.write(held.keys, held.values, place), place)
-        logits = torch.cat([head, model.called(tokens[:, prompt:], cache, None, None)[0]], 1)
-    elif way.change is not None:
-        with way.change(model.model, prompt) as there:
-            if not there:
+        if way.path:
+            path = path_named(way.path)
+            begun = prompt if path.prefill == "exact" and inner else len(ids)
+            store = own_store(model, path, 1, begun, len(ids) - begun, ())
+            pieces = [model.forward(piece, store) for piece in tokens.split([begun, len(ids) - begun], 1) if piece.shape[1]]
+            logits = torch.cat(pieces, 1)
+        elif way.spoilt:
+            if not (model.plain and model.attention_only):
                 return None
-            logits = model.forward(tokens)
-    else:
-        logits = model.forward(tokens)
+            cache = model.new_cache()
+            policy = policy_named(way.spoilt).start(model.facts)
+            head = model.model(tokens[:, :prompt], past_key_values=cache).logits
+            for layer, held in enumerate(cache.layers):
+                place = Place(layer, 0, prompt, True, prompt=prompt)
+                held.keys, held.values = policy.read(*policy.write(held.keys, held.values, place), place)
+            logits = torch.cat([head, model.model(tokens[:, prompt:], past_key_values=cache).logits], 1)
+        elif way.fed == "apart":
+            logits = torch.cat([model.forward(piece) for piece in tokens.split([prompt, len(ids) - prompt], 1)], 1)
+        else:
+            logits = model.forward(tokens.repeat(2, 1) if way.fed == "twice" else tokens)
     return logits[0].double().log_softmax(-1)

@@ -17,18 +17,11 @@ from torch import Tensor
 
 from kvinterp.recording.given import GivenPath
 
-WINS = 0.5
-"""An alignment or a temperature is accepted where it leaves less than this share of the mean difference on held-out positions."""
-REPRODUCES = 0.7
-"""The same of a cause: noise of the engine's own precision stays."""
-BANDS = {"float32": (5.0, 10.0), "": (1.6, 3.5)}
-"""How far clean engines stand from float64 in units of ours, mean and max: in float32 up to 3.5, in 16 bits up to 1.4."""
 FEWEST = 32
 """Of fewer tokens nothing is judged."""
 DRAWS = 400
-ALIKE = 0.1
-"""A coarser precision than the declared one is named where the rank correlation of its differences with ours is surely above
-this: of faults of the same size it is at most 0.06, of engines that compute in that precision from 0.2 on."""
+CHANCE = 1e-3
+"""The level of every test here: how often it may call chance a difference."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -40,7 +33,7 @@ class Tokens:
         sequence: Which path each is of.
         position: Where in it.
         held: Whether it is held out.
-        unit: What is drawn when resampling: the sequence, or of few sequences a block of 16 positions.
+        unit: What is drawn when resampling: the sequence, or of few sequences a block of 8 positions.
     """
 
     engine: np.ndarray
@@ -62,7 +55,7 @@ class Tokens:
         halves = [rank % 2 == 1, *halves] if count >= 4 else halves
         # The tokens may lie in few sequences or at few positions: both halves have some.
         held = next((half for half in halves if min(half.sum(), (~half).sum()) >= FEWEST // 2), halves[-1])
-        unit = sequence if count >= 8 else sequence * 100_000 + position // 16
+        unit = sequence if count >= 8 else sequence * 100_000 + position // 8
         return cls(engine, sequence, position, held, unit)
 
     def some(self, most: int) -> np.ndarray:
@@ -99,35 +92,23 @@ def mean_gap(a: np.ndarray, b: np.ndarray, where: np.ndarray) -> float:
     return float(gap.mean()) if len(gap) else float("inf")
 
 
-def winner(tokens: Tokens, truth: np.ndarray, others: Mapping[str, np.ndarray], share: float) -> tuple[str, float]:
-    """The one of some alternatives to ``truth`` that is nearest to the engine, and what it leaves on held-out positions.
-
-    Returns:
-        Its name and the share of the mean difference that it leaves; an empty name where none leaves less than ``share``.
-    """
-    if not others:
-        return "", 1.0
-    every = {name: (np.isfinite(row) & np.isfinite(truth), row) for name, row in others.items()}
-    fit = {
-        name: mean_gap(tokens.engine, row, ok & ~tokens.held)
-        / max(mean_gap(tokens.engine, truth, ok & ~tokens.held), 1e-30)
-        for name, (ok, row) in every.items()
-    }
-    best = min(fit, key=fit.__getitem__)
-    ok, row = every[best]
-    left = mean_gap(tokens.engine, row, ok & tokens.held) / max(mean_gap(tokens.engine, truth, ok & tokens.held), 1e-30)
-    enough = int((ok & tokens.held).sum()) >= FEWEST // 2
-    return (best if enough and left < share and fit[best] < share else ""), left
+def nearest(tokens: Tokens, others: Mapping[str, np.ndarray]) -> str:
+    """The alternative that is nearest to the engine on the positions that are not held out; empty of none."""
+    fit = {name: mean_gap(tokens.engine, row, ~tokens.held) for name, row in others.items()}
+    return min(fit, key=fit.__getitem__) if fit else ""
 
 
-def slope(effect: np.ndarray, seen: np.ndarray) -> float:
-    """By how much of an effect the engine differs: the median of the quotients where the effect is large."""
-    large = np.isfinite(effect) & np.isfinite(seen) & (np.abs(effect) > np.nanmedian(np.abs(effect)))
-    return float(np.median(seen[large] / effect[large])) if large.any() else 0.0
+def nearer(tokens: Tokens, row: np.ndarray, truth: np.ndarray) -> bool:
+    """Whether an alternative is surely nearer to the engine than the truth on held-out positions (Wilcoxon's signed ranks)."""
+    ok = tokens.held & np.isfinite(row) & np.isfinite(truth)
+    gain = np.abs(tokens.engine - truth)[ok] - np.abs(tokens.engine - row)[ok]
+    if not gain.any():
+        return False
+    return bool(scipy.stats.wilcoxon(gain, alternative="greater").pvalue < CHANCE)
 
 
-def temperature(engine: np.ndarray, logits: Tensor, ids: np.ndarray, held: np.ndarray) -> tuple[float, float]:
-    """The temperature at which our logits are nearest to the engine's log-probs, and the share that it leaves held out.
+def temperature(engine: np.ndarray, logits: Tensor, ids: np.ndarray, held: np.ndarray) -> tuple[float, np.ndarray]:
+    """The temperature at which our logits are nearest to the engine's log-probs where none is held out, and what they are then.
 
     Args:
         engine: ``[token]``.
@@ -141,14 +122,13 @@ def temperature(engine: np.ndarray, logits: Tensor, ids: np.ndarray, held: np.nd
         return (logits / value).log_softmax(-1).gather(1, own)[:, 0].numpy()
 
     def loss(value: float) -> float:
-        return float(np.abs(engine - at(np.exp(value)))[~held].mean())
+        return mean_gap(engine, at(np.exp(value)), ~held)
 
     # The loss has one valley near the truth and may be flat elsewhere: a grid first.
     grid = np.linspace(-1.5, 1.5, 13)
     near = float(grid[np.argmin([loss(value) for value in grid])])
     found = float(np.exp(scipy.optimize.minimize_scalar(loss, bounds=(near - 0.25, near + 0.25), method="bounded").x))
-    before = max(float(np.abs(engine - at(1.0))[held].mean()), 1e-30)
-    return found, float(np.abs(engine - at(found))[held].mean()) / before
+    return found, at(found)
 
 
 def truncations(logits: Tensor) -> dict[str, np.ndarray]:
@@ -172,7 +152,7 @@ def one_sided(difference: np.ndarray) -> tuple[float, float]:
 
 
 def ratio(tokens: Tokens, engine: np.ndarray, ours: np.ndarray, seed: int) -> dict[str, float]:
-    """The engine's distance to float64 over ours, mean and max, with 95% of the resampled means.
+    """One distance to float64 over another, mean and max, with 98% of the resampled means, where both are.
 
     Args:
         tokens: The tokens.
@@ -180,74 +160,46 @@ def ratio(tokens: Tokens, engine: np.ndarray, ours: np.ndarray, seed: int) -> di
         ours: The same of one of our precisions.
         seed: Seeds the resampling.
     """
-    _, index = np.unique(tokens.unit, return_inverse=True)
+    ok = np.isfinite(engine) & np.isfinite(ours)
+    _, index = np.unique(tokens.unit[ok], return_inverse=True)
+    engine, ours = engine[ok], ours[ok]
     sums = [np.bincount(index, each) for each in (engine, ours)]
     drawn = np.random.default_rng(seed).integers(0, len(sums[0]), (DRAWS, len(sums[0])))
     means = sums[0][drawn].sum(1) / np.maximum(sums[1][drawn].sum(1), 1e-300)
-    low, high = np.quantile(means, [0.025, 0.975])
+    low, high = np.quantile(means, [0.01, 0.99])
     mean, most = engine.sum() / max(ours.sum(), 1e-300), engine.max() / max(ours.max(), 1e-300)
     return {"mean": float(mean), "low": float(low), "high": float(high), "max": float(most)}
 
 
-def alike(seen: np.ndarray, ours: np.ndarray) -> float:
-    """The lower end of the 98% interval of the rank correlation of two signed differences; 0 where one of them has none."""
-    if not seen.any() or not ours.any():
-        return 0.0
-    return float(scipy.stats.spearmanr(seen, ours).statistic) - 2.33 / float(np.sqrt(len(seen)))
+def alike(seen: np.ndarray, ours: np.ndarray) -> bool:
+    """Whether two signed differences surely go together (Spearman's rank correlation, one-sided)."""
+    ok = np.isfinite(seen) & np.isfinite(ours)
+    if not seen[ok].any() or not ours[ok].any():
+        return False
+    return bool(scipy.stats.spearmanr(seen[ok], ours[ok], alternative="greater").pvalue < CHANCE)
 
 
-def within(rung: str, found: Mapping[str, float]) -> bool:
-    """Whether a distance lies in the band of clean engines, its mean and its max."""
-    mean, most = BANDS.get(rung, BANDS[""])
-    return found["mean"] <= mean and found["max"] <= most
-
-
-def shape(tokens: Tokens, difference: np.ndarray, noise: np.ndarray) -> tuple[str, int | None]:
-    """Where a difference lies, as a word of suspicion, and the position where it begins if it does.
+def onset(tokens: Tokens, difference: np.ndarray, noise: np.ndarray) -> int | None:
+    """The position from which on an engine surely differs by more, in units of our own noise; None where there is none.
 
     Args:
         tokens: The tokens.
         difference: ``[token]``, absolute.
         noise: ``[token]``, the same of one of our precisions: what late positions have anyway is not said of the engine.
     """
-    total = difference.sum()
-    if not total:
-        return "nowhere", None
-    few = np.sort(difference)[::-1][: max(1, len(difference) // 100)].sum() / total
-    if few > 0.5:
-        return f"on few tokens: 1% of them hold {few:.0%} of it", None
-    level, own = np.log(difference + 1e-12), np.log(noise + 1e-12)
-    best, cut = 0.0, None
-    for position in np.unique(tokens.position)[::4]:
+    level = scipy.stats.rankdata(np.log(difference + 1e-12) - np.log(noise + 1e-12))
+    best, cut, tried = 0.0, None, np.unique(tokens.position)[::2]
+    for position in tried:
         late = tokens.position >= position
-        if min(late.sum(), (~late).sum()) >= FEWEST // 2:
-            # Early tokens may be surer than late ones: that shows in our own rounding too.
-            rise = _step(level, late) - _step(own, late)
-            gain = rise * np.sqrt(min(late.sum(), (~late).sum()))
-            if rise > np.log(4) and gain > best:
-                best, cut = float(gain), int(position)
-    if cut is not None:
-        early = tokens.position < cut
-        if np.median(level[early]) - np.median(own[early]) < np.log(4):
-            return f"from position {cut} on", cut
-        return f"everywhere, and more of it from position {cut} on", None
-    level = level - own
-    for size in (16, 32, 64, 128):
-        block = tokens.position // size
-        blocks = [float(np.median(level[block == b])) for b in np.unique(block) if (block == b).sum() >= 8]
-        if len(blocks) >= 3 and max(blocks) - float(np.median(blocks)) > np.log(20):
-            return f"in a block of {size}, from position {int(np.unique(block)[int(np.argmax(blocks))]) * size}", None
-    return "everywhere", None
-
-
-def _step(level: np.ndarray, late: np.ndarray) -> float:
-    return float(np.median(level[late]) - np.median(level[~late]))
-
-
-def smallest(rung: str, ours: np.ndarray) -> tuple[float, float]:
-    """The mean difference that would have left the band of a precision, and one token's, in nats: errors add as squares."""
-    mean, most = BANDS.get(rung, BANDS[""])
-    return float(np.sqrt(mean**2 - 1) * ours.mean()), float(most * ours.max())
+        n, m = int(late.sum()), int((~late).sum())
+        if min(n, m) < FEWEST // 4:
+            continue
+        # The normal form of Mann and Whitney's test of late against early.
+        z = (level[late].sum() - n * (n + m + 1) / 2) / np.sqrt(n * m * (n + m + 1) / 12)
+        if z > best:
+            best, cut = float(z), int(position)
+    # One of many cuts is the best one by chance: the level is divided among them.
+    return cut if cut is not None and scipy.stats.norm.sf(best) < CHANCE / len(tried) else None
 
 
 Written = tuple[str, Callable[[np.ndarray], np.ndarray]]

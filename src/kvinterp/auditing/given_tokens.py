@@ -40,7 +40,15 @@ def token_table(adapter: Adapter, paths: Sequence[GivenPath], rows: Sequence[np.
         "engine": engine,
         "ours": ours,
         "difference": engine - ours,
-    })  # fmt: skip
+    } | _trainer(paths, ours))  # fmt: skip
+
+
+def _trainer(paths: Sequence[GivenPath], ours: np.ndarray) -> dict[str, np.ndarray]:
+    """The columns of a second side, where there is one."""
+    if all(path.trainer is None for path in paths):
+        return {}
+    row = np.concatenate([np.full(len(p.ids), np.nan) if p.trainer is None else p.trainer for p in paths])
+    return {"trainer": row, "trainer_difference": row - ours}
 
 
 def read_paths(adapter: Adapter, file: Any, format: str | None = None) -> list[GivenPath]:

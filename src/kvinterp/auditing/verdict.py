@@ -28,9 +28,9 @@ VERDICTS = {
     "bug": "a tensor is wrong, or a use that the model offers crashes: nothing that was taken away takes its error away",
     "unexplained": "the logits differ by more than the errors of all parts explain",
     "overflow": "NaN or Inf",
-    "misaligned": "the log-probs of another engine, or its experts, are of other tokens: shifted, or with another beginning",
+    "misaligned": "the log-probs of another engine are of other tokens: shifted, or with another beginning",
     "processed": "the log-probs of another engine are after temperature or truncation",
-    "policy": "a quantised cache of ours does token by token what another engine does",
+    "policy": "a cache of ours with fewer bits does token by token what another engine does",
     "cannot-tell": "the checks that would tell could not be made",
 }
 GOOD = ("equal", "rounding", "kernel")

@@ -186,7 +186,7 @@ def _of_cache(comparison: Comparison) -> Iterator[Finding]:
 
 
 def headline_of(comparisons: Sequence[Comparison]) -> list[str]:
-    """Whether the prompt itself differs, whether the paths agree bit for bit and whether a token flips, in a sentence each."""
+    """Whether the paths agree bit for bit, and whether a token flips, in one sentence each."""
     steps = pd.concat([one.same_text(one.steps) for one in comparisons])
     differing = steps[steps["max_abs_logit"] > 0]
     examples = pd.concat([one.examples for one in comparisons])
@@ -199,9 +199,7 @@ def headline_of(comparisons: Sequence[Comparison]) -> list[str]:
     pairs = {" and ".join(one.provenance["paths"].values()) for one in comparisons}
     who = pairs.pop() if len(pairs) == 1 else "The two paths"
     largest = number(float(differing["max_abs_logit"].max()))
-    first = [one.provenance["prompt_differs"]["said"] for one in comparisons if "prompt_differs" in one.provenance]
     return [
-        *first[:1],
         f"{who} give the same logits, bit for bit, at {every(len(steps), 'step')}."
         if differing.empty
         else f"{who} give different logits at {len(differing)} of {counted(len(steps), 'step')}, by {largest} at most.",
@@ -211,11 +209,6 @@ def headline_of(comparisons: Sequence[Comparison]) -> list[str]:
     ]
 
 
-OWN_GENERATE = (
-    "TransformerLens's own generate() feeds its cache in a loop of its own, which no path here is: kvinterp audit tries it."
-)
-
-
 def where(comparison: Comparison) -> list[str]:
     """What was compared and whether it differs, then every finding, a line each."""
     about = comparison.provenance
@@ -223,8 +216,7 @@ def where(comparison: Comparison) -> list[str]:
     said = ["no prompt could be compared."] if comparison.steps.empty else headline_of([comparison])
     machine = f"; {machine_of(about)}" if "device" in about else ""
     head = f"{against(about)} on {about['model']} ({setting}{machine}): {' '.join(said)}"
-    own = [OWN_GENERATE] if about["kind"] in ("hooked", "bridge") else []
-    return [in_one_line(head), *lines_of(findings_of(rows_of_comparison(comparison))), *own]
+    return [in_one_line(head), *lines_of(findings_of(rows_of_comparison(comparison)))]
 
 
 # Several comparisons ---------------------------------------------------------------------------------------------------

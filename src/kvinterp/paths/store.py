@@ -98,8 +98,6 @@ class Store:
         prompt: Positions of the prompt, as policies are told them; 0 where they are not known.
     """
 
-    keeps = True
-
     def __init__(
         self,
         facts: ModelInfo,
@@ -333,9 +331,7 @@ class Store:
 
 
 class PassThrough(Store):
-    """No cache: attention reads the very tensors this forward made, heard where they are handed to it."""
-
-    keeps = False
+    """No cache: attention reads the very tensors this forward made, so the bits are those of a forward without one."""
 
     @property
     def used(self) -> bool:

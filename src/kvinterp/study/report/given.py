@@ -51,8 +51,8 @@ _RL = (
     "where the tokens were sampled from the engine without truncation: on a fixed text they are statistics of the difference."
 )
 _TRIED = (
-    "Each cause put into our own float64. Left: which share of the difference it leaves over n tokens; slope: how much of it "
-    "is there (1: all). What is accepted is decided on held-out tokens."
+    "Each cause put into our own float64. Left: which share of the difference it leaves over n tokens. What is accepted is "
+    "decided on held-out tokens."
 )
 
 
@@ -73,7 +73,8 @@ def page(verdict: Verdict) -> str:
     ]
     if found["rungs"]:
         note = (
-            "The engine's distance to our float64 over that of each of our precisions; low, high: 95% of resampled means."
+            "The distance to our float64 over that of our own precision; low, high: 98% of resampled means; null: the furthest "
+            "of our own ways to compute the same, measured in this run."
         )
         parts += [Text("Distances", look="h2"), Text(note, look="note"), table_of_rows(found["rungs"])]
     if found["tried"]:
@@ -112,19 +113,23 @@ def _answer(verdict: Verdict) -> Parts:
     code, why = verdict.reading.splitlines()[0].split()[0], verdict.reading.splitlines()[1].strip()
     code = "CANNOT TELL" if code == "CANNOT" else code
     head = f"{code}: {verdict.verdict}. {_SAID[verdict.verdict]}"
+    if "sides" in verdict.given:
+        head = f"{verdict.reading.splitlines()[0]}."
     return [Answer([head, f"{why[:1].upper()}{why[1:]}"], {0: "good", 3: "unsure"}.get(verdict.exit_code, "bad"))]
 
 
 def _tokens_of(verdict: Verdict) -> Parts:
     if verdict.tokens is None:
         return []
-    found = verdict.given
+    found, table = verdict.given, verdict.tokens
+    if found.get("side") == "the trainer":
+        table = table.assign(engine=table["trainer"], difference=table["trainer_difference"])
     unit = (
         (found["our_mean_distance"], f"our own mean rounding in {found['beside']}")
         if found.get("our_mean_distance")
         else None
     )
-    return shaded(verdict.tokens, unit, found["begins"])
+    return shaded(table, unit, found["begins"])
 
 
 def shaded(table: pd.DataFrame, unit: tuple[float, str] | None = None, begins: int | None = None) -> Parts:

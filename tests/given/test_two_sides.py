@@ -1,0 +1,100 @@
+"""A file with an engine's and a trainer's log-probs: both are judged, and the first line names the side that is off."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import planted
+import pytest
+import torch
+import writing_given
+
+import kvinterp as kv
+from command_line import kvinterp
+
+LENGTH, CUT = 64, 28
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return kv.load_model("zoo:llama64-mini", kind="native", dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def texts(model: Any) -> list[list[int]]:
+    text = [t for prompt in kv.load_prompts("natural:16") for t in model.encode(prompt.text)[1:]]
+    return [[model.tokenizer.bos_token_id, *text[n * LENGTH : (n + 1) * LENGTH - 1]] for n in range(2)]
+
+
+@torch.no_grad()
+def jumping(model: Any, ids: list[int], cut: int) -> np.ndarray:
+    """Positions that jump without a mask: transformers takes what follows for another text, which does not see the first one."""
+    places = torch.arange(len(ids))[None] + 3 * (torch.arange(len(ids)) >= cut)
+    return planted.chosen(model(torch.tensor([ids]), position_ids=places, use_cache=False).logits[0], ids)
+
+
+@torch.no_grad()
+def folded(model: Any, ids: list[int], cut: int) -> np.ndarray:
+    """The same with a mask, which hides nothing: the prompt is seen from further away."""
+    mask = torch.full((len(ids), len(ids)), -torch.inf, dtype=model.dtype).triu(1)[None, None]
+    places = torch.arange(len(ids))[None] + (torch.arange(len(ids)) >= cut)
+    return planted.chosen(model(torch.tensor([ids]), position_ids=places, attention_mask=mask).logits[0], ids)
+
+
+WRONG = {
+    "unseen": (jumping, "the reply computed without its prompt, as where positions jump without a mask, reproduces it"),
+    "moved": (folded, "positions +1 behind the prompt reproduces it"),
+}
+
+
+def file_of(model: Any, texts: Any, engine: Any, trainer: Any, place: Path) -> Path:
+    """NeMo-RL's lines, of replies alone; of one side each column."""
+
+    def line(ids: list[int]) -> dict[str, Any]:
+        rows = [side(model.model, ids, CUT) for side in (engine, trainer)]
+        # As it asks for them: by position and token.
+        sides = [[{token: row[at]} for at, token in enumerate(ids)][1:] for row in rows]
+        return writing_given.nemo(ids, CUT, *sides)
+
+    return writing_given.lines([line(ids) for ids in texts], place)
+
+
+@pytest.mark.parametrize("fault", WRONG)
+@pytest.mark.parametrize("side", ["engine", "trainer"])
+def test_the_side_that_is_off_is_named_and_why(fault: str, side: str, model: Any, texts: Any, tmp_path: Path) -> None:
+    """A trainer with wrong positions ended PASS, rounding, exit code 0."""
+    wrong, says = WRONG[fault]
+    sides = {"engine": planted.prefill, "trainer": planted.decode} | {side: wrong}
+    found = kv.audit(model, against=file_of(model, texts, *sides.values(), tmp_path / "a.jsonl"), declared="float32")
+    first, why, other, *_ = found.reading.splitlines()
+    assert first.startswith(f"FAIL  bug  the {side}'s log-probs"), str(found)
+    assert says in why
+    assert why.startswith(f"  the {side}: bug: ")
+    assert other.startswith(f"  the {'trainer' if side == 'engine' else 'engine'}: rounding: ")
+    assert found.exit_code == 1
+    assert [row["verdict"] for row in found.given["sides"]] == ["bug" if side == name else "rounding" for name in sides]
+
+
+def test_where_both_are_right_both_are_said(model: Any, texts: Any, tmp_path: Path) -> None:
+    file = file_of(model, texts, planted.prefill, planted.decode, tmp_path / "a.jsonl")
+    made = kvinterp("audit", "zoo:llama64-mini", "--against", file, "--dtype", "float32", "--out", tmp_path / "out")
+    assert made.exit_code == 0, made.output
+    assert made.stdout.startswith("PASS  rounding  both the engine's and the trainer's log-probs")
+    found = kv.load(tmp_path / "out")
+    assert {"engine", "trainer", "ours", "trainer_difference"} <= set(found.tokens)
+    assert "both the engine's and the trainer's" in (tmp_path / "out" / "report.html").read_text()
+
+
+def test_what_cannot_be_told_of_one_side_is_no_pass(model: Any, texts: Any, tmp_path: Path) -> None:
+    def hardly(model: Any, ids: list[int], cut: int) -> np.ndarray:
+        row = planted.prefill(model, ids, cut)
+        row[cut + 5 :] = 0.0
+        return row
+
+    found = kv.audit(
+        model, against=file_of(model, texts, planted.prefill, hardly, tmp_path / "a.jsonl"), declared="float32"
+    )
+    assert found.reading.startswith("CANNOT TELL  cannot-tell  the trainer's log-probs"), str(found)
+    assert found.exit_code == 3
