@@ -44,7 +44,12 @@ def generated(
         UnsupportedError: It takes no mask, and one was given.
     """
     own: Any = model
-    chosen = {"max_new_tokens": steps, "use_past_kv_cache": cached == "yes", "do_sample": False, "stop_at_eos": False}
+    chosen: dict[str, Any] = {
+        "max_new_tokens": steps,
+        "use_past_kv_cache": cached == "yes",
+        "do_sample": False,
+        "stop_at_eos": False,
+    }
     chosen |= {"prepend_bos": False, "return_type": "tokens", "verbose": False}
     chosen |= {} if mask is None else {"attention_mask": mask}
     takes, forward, heard = inspect.signature(own.generate).parameters, own.forward, list[Heard]()
