@@ -5,9 +5,10 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 STAMP := $(VENV)/.made
 NEWEST := .venv-newest
+OLDEST := .venv-oldest
 WORKERS ?= 2
 
-.PHONY: demo real test test-slow test-all test-processors test-newest check docs package bench figures zoo clean env wild
+.PHONY: demo real test test-slow test-all test-processors test-newest test-oldest check docs package bench figures zoo clean env wild
 
 env: $(STAMP)
 
@@ -51,6 +52,18 @@ test-all: $(STAMP)
 # The laws with the newest release of everything, which is what users have.
 test-newest: $(NEWEST)/.made
 	PYTHONPATH=src $(NEWEST)/bin/python -m pytest -n $(WORKERS) --dist loadgroup tests/contracts/test_laws.py tests/test_spine.py
+
+# And with the oldest that pyproject.toml's ranges allow, but for torch, of which the oldest without CUDA is not on PyPI.
+test-oldest: $(OLDEST)/.made
+	PYTHONPATH=src $(OLDEST)/bin/python -m pytest -n $(WORKERS) --dist loadgroup tests/contracts/test_laws.py tests/test_spine.py
+
+$(OLDEST)/.made: pyproject.toml
+	test -x $(OLDEST)/bin/python || $(PYTHON) -m venv $(OLDEST)
+	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade pip
+	grep '^torch==' constraints.txt > $(OLDEST)/lowest.txt
+	sed -n '/^dependencies/,/^]/s/^    "\([a-z0-9-]*\)>=\([0-9.]*\).*",$$/\1==\2.*/p' pyproject.toml | grep -v '^torch==' >> $(OLDEST)/lowest.txt
+	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile -c $(OLDEST)/lowest.txt . beartype pytest pytest-timeout pytest-xdist
+	touch $@
 
 check: $(STAMP)
 	$(BIN)/ruff check .
@@ -102,4 +115,4 @@ wild: $(STAMP)
 	PYTHONPATH=tools $(BIN)/python -m wild --table
 
 clean:
-	rm -rf $(VENV) $(NEWEST) demo out site build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) $(NEWEST) $(OLDEST) demo out site build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
