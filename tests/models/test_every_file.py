@@ -1,7 +1,6 @@
 """Every file of a model folder and every number of its config behind the first door; and healthy checkpoints come in as before."""
 
 import json
-import os
 import shutil
 from pathlib import Path
 
@@ -12,7 +11,6 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 import kvinterp as kv
-from kvinterp.common.files import bytes_of, opened
 from kvinterp.errors import InputError
 from kvinterp.models import zoo
 from kvinterp.models.soundness import check_loaded
@@ -59,150 +57,6 @@ def refused(folder: Path, said: str) -> None:
 def say(folder: Path, name: str, **more) -> None:
     file = folder / name
     file.write_text(json.dumps({**(json.loads(file.read_text()) if file.exists() else {}), **more}))
-
-
-# What is no file ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", READ)
-@pytest.mark.parametrize(
-    ("made", "said"),
-    [
-        (os.mkfifo, "it is a pipe and no file"),
-        (lambda file: file.symlink_to("/dev/zero"), "it is a device and no file"),
-        (lambda file: file.symlink_to("/dev/tty"), "it is a device and no file"),
-        (lambda file: file.symlink_to(file.with_name("gone")), "is a link to a file that is not there"),
-    ],
-    ids=["pipe", "zero", "tty", "link"],
-)
-def test_what_is_no_file_is_not_waited_for(folder, name, made, said):
-    """A pipe as the tokenizer was waited for, and /dev/zero as the generation config filled the memory."""
-    (folder / name).unlink(missing_ok=True)
-    made(folder / name)
-    refused(folder, said)
-
-
-@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "generation_config.json", "chat_template.jinja"])
-def test_a_file_that_is_longer_than_any_of_its_kind_is_not_read(folder, name):
-    (folder / name).unlink(missing_ok=True)
-    with (folder / name).open("wb") as file:
-        file.truncate(2**28 + 1)  # It has no blocks.
-    refused(folder, "it has 268,435,457 bytes, more than")
-
-
-@pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="no file here that fails when it is read")
-@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors"])
-def test_a_read_that_fails_is_one_sentence(folder, name):
-    (folder / name).unlink()
-    (folder / name).symlink_to("/proc/self/mem")
-    refused(folder, "cannot be read .*expected")
-
-
-def test_the_one_door_for_files(tmp_path):
-    (tmp_path / "file").write_bytes(b"12345")
-    (tmp_path / "link").symlink_to("file")
-    assert bytes_of(tmp_path / "link", 5) == b"12345"
-    with pytest.raises(OSError, match="5 bytes, more than the 4"):
-        bytes_of(tmp_path / "file", 4)
-    with pytest.raises(OSError, match="a folder and no file"):
-        opened(tmp_path)
-
-
-@pytest.mark.parametrize("made", [os.mkfifo, lambda file: file.symlink_to("/dev/zero")], ids=["pipe", "zero"])
-def test_results_that_are_no_files_are_not_waited_for(tmp_path, made):
-    model = kv.load_model("zoo:gqa2-mini", kind="native", device="cpu")
-    place = kv.compare(model, [[3, 5, 7, 9]], max_new_tokens=2).save(tmp_path / "both")
-    for name, said in (("steps.parquet", "holds no readable result"), ("summary.json", "summary.json")):
-        (place / name).rename(place / "aside")
-        made(place / name)
-        with pytest.raises(InputError, match=said):
-            kv.load(place)
-        (place / name).unlink()
-        (place / "aside").rename(place / name)
-    kv.load(place)
-    for name in ("verdict.json", "trace.json"):
-        made(tmp_path / name)
-    for read in (kv.Verdict.load, kv.Trace.load):
-        with pytest.raises(InputError):
-            read(tmp_path)
-
-
-@pytest.mark.parametrize("name", ["x" * 5000, "x\0y", "x/../y"])
-def test_names_in_an_index_that_no_file_can_have(folder, name):
-    (folder / "model.safetensors").unlink()
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
-    refused(folder, "copy or download them too|not in its folder")
-
-
-def test_names_of_5000_characters():
-    """`show` and kv.load raised the system's own error."""
-    from kvinterp.cli.showing import page_of
-
-    for read in (kv.load, lambda name: page_of(Path(name)), kv.load_prompts):
-        with pytest.raises(InputError) as caught:
-            read("x" * 5000)
-        assert len(str(caught.value)) < 600
-
-
-# What configs say -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("name", "more"),
-    [
-        *[("generation_config.json", {"eos_token_id": value}) for value in (10**20, -1, "x", 2.5, True, [2, 2**40])],
-        *[("generation_config.json", {"pad_token_id": value}) for value in (10**20, -2, "x")],
-        ("generation_config.json", {"temperature": "hot"}),
-        ("generation_config.json", {"do_sample": "yes"}),
-        ("generation_config.json", {"repetition_penalty": float("nan")}),
-        ("tokenizer_config.json", {"model_max_length": "x"}),
-        ("tokenizer_config.json", {"model_max_length": [1]}),
-        ("tokenizer_config.json", {"chat_template": 5}),
-        ("config.json", {"rope_theta": float("inf")}),
-        ("config.json", {"rope_parameters": {"rope_type": "default", "rope_theta": float("inf")}}),
-        ("config.json", {"rope_parameters": {"rope_type": "default", "rope_theta": 10**400}}),
-        ("config.json", {"rope_parameters": {"rope_type": "default", "rope_theta": -1.0}}),
-        ("config.json", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": -2.0}}),
-        ("config.json", {"rope_scaling": {"type": "linear", "factor": -2.0}}),
-        ("config.json", {"partial_rotary_factor": -0.5}),
-        ("config.json", {"rms_norm_eps": -1.0}),
-        ("config.json", {"quantization_config": {"quant_method": "gptq", "bits": 4}}),
-        ("config.json", {"quantization_config": {"quant_method": 5}}),
-        ("config.json", {"quantization_config": 5}),
-    ],
-    ids=str,
-)
-def test_what_cannot_be_is_refused_by_its_name(folder, name, more):
-    """They ran, one with ids that no tensor holds, others with angles that are NaN or turn backwards."""
-    say(folder, name, **more)
-    refused(folder, f"{name}' says .*({'|'.join((*more, 'quant_method'))}).* is .*(mend|remove)")
-
-
-@pytest.mark.parametrize(
-    ("name", "more"),
-    [
-        ("generation_config.json", {"eos_token_id": [2, 50256], "pad_token_id": -1, "temperature": 1, "top_p": 0.9}),
-        ("tokenizer_config.json", {"model_max_length": int(1e30)}),
-        ("tokenizer_config.json", {"chat_template": [{"name": "default", "template": "{{ messages[0].content }}"}]}),
-        ("config.json", {"quantization_config": None, "eos_token_id": 50256, "time_step_limit": [0.0, float("inf")]}),
-        (
-            "config.json",
-            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "mscale_all_dim": 0, "attention_factor": None}},
-        ),
-    ],
-    ids=str,
-)
-def test_what_released_checkpoints_say_is_let_in(folder, name, more):
-    say(folder, name, **more)
-    loaded(folder)
-
-
-def test_an_infinite_limit_of_time_steps_is_one(tiny, tmp_path):
-    sizes = {"vocab_size": 61, "hidden_size": 24, "num_hidden_layers": 2, "num_heads": 4, "head_dim": 12, "n_groups": 1}
-    model = transformers.Mamba2ForCausalLM(transformers.Mamba2Config(**sizes, expand=2, state_size=8))
-    model.save_pretrained(tmp_path)
-    assert "Infinity" in (tmp_path / "config.json").read_text()
-    loaded(tmp_path)
 
 
 # Weights that are not used ---------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from kvinterp.common.checks import check_known, check_seed
 from kvinterp.common.files import is_folder
 from kvinterp.errors import InputError, shown, unknown
 from kvinterp.models import Adapter, wrap
-from kvinterp.models.checkpoint import check_config, check_files, read_object, reason
+from kvinterp.models.checkpoint import check_weights, read_object, reason
 from kvinterp.models.door import config_of, loading, weights_of
 from kvinterp.models.finding import NAMED, cached_folder, local_folder, reach
 from kvinterp.models.gguf_file import is_gguf
@@ -187,7 +187,7 @@ def _from_config(code: str, found: Any, source: str | Path | None) -> nn.Module:
 
 def _config_file(place: Path) -> Path:
     file = place / "config.json" if is_folder(place) else place
-    check_config(read_object(file, "a transformers config"), shown(file))
+    read_object(file, "a transformers config")
     return file
 
 
@@ -195,7 +195,7 @@ def _loaded(code: str, found: Any, source: str, remote_code: str) -> nn.Module:
     folder = local_folder(source)
     options = {} if folder is not None else reach(source)
     if folder is not None and not is_gguf(folder):
-        check_files(folder)
+        check_weights(folder)
     with loading(source, f"{code!r}"):
         model, report = weights_of(folder or source, found, remote_code, **options)
     check_loaded(report, source, model.config)
