@@ -243,7 +243,7 @@ def _nothing(folder: Path) -> None:
     pass
 
 
-MANY = 10**8
+MANY = 10**6
 COSTS: list[tuple[Callable[[], list[str]], Callable[[Path], None]]] = [
     *[
         (_prompts(verb, "p.txt"), _file("p.txt", lambda place: place.write_text("word " * (MANY // 5)) and None))
@@ -312,4 +312,4 @@ COSTS: list[tuple[Callable[[], list[str]], Callable[[Path], None]]] = [
     (_prompts("kv-error", "instructions:1" + "0" * 12, "--instructions"), _nothing),
     (_prompts("chain", "restate:1" + "0" * 12, "--texts"), _nothing),
 ]
-"""Lines whose cost is not in a count: texts of 100 MB, and lists as long as a command line takes."""
+"""Lines whose cost is not in a count: texts of a megabyte, and lists as long as a command line takes."""

@@ -147,87 +147,48 @@ def _tokenizer(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None
 
 
 _REGEX = {"type": "Split", "pattern": {"Regex": "(((a{1000}){1000}){1000}){1000}"}, "behavior": "Isolated", "invert": False}
-_SLOW = {"type": "Split", "pattern": {"Regex": "(.*)*(.*)*(.*)*!"}, "behavior": "Isolated", "invert": False}
 _DELETES = {"type": "Replace", "pattern": {"Regex": "[a-z]"}, "content": ""}
 MUTATED: dict[str, dict[str, tuple[str, Callable[[Path], None]]]] = {
     "generation_config.json": {
-        "eos 10**20": ("refused", _json(eos_token_id=10**20)),
-        "eos -1": ("refused", _json(eos_token_id=-1)),
-        "eos 'x'": ("refused", _json(eos_token_id="x")),
-        "eos {}": ("refused", _json(eos_token_id={})),
-        "eos [[2]]": ("refused", _json(eos_token_id=[[2]])),
-        "eos 1.5": ("refused", _json(eos_token_id=1.5)),
-        "eos true": ("refused", _json(eos_token_id=True)),
-        "eos a million": ("refused", _json(eos_token_id=[2] * 10**6 + [10**12])),
         "temperature 'x'": ("same", _json(temperature="x", do_sample=True)),
         "cache_implementation": ("same", _json(cache_implementation="nosuch")),
         "max_length": ("same", _json(max_length=-5)),
     },
     "config.json": {
-        "rope_theta inf": (
-            "refused",
-            _json(rope_theta=1e999, rope_parameters={"rope_theta": 1e999, "rope_type": "default"}),
-        ),
-        "rope_theta 0": ("refused", _json(rope_theta=0, rope_parameters={"rope_theta": 0, "rope_type": "default"})),
         "rope_type": ("refused", _json(rope_parameters={"rope_theta": 1e4, "rope_type": "nosuch"})),
-        "factor -1": (
-            "refused",
-            _json(rope_parameters={"rope_theta": 1e4, "rope_type": "linear", "factor": -1.0}, rope_scaling=...),
-        ),
-        "partial -0.5": (
-            "refused",
-            _json(rope_parameters={"rope_theta": 1e4, "rope_type": "default", "partial_rotary_factor": -0.5}),
-        ),
         "layers 2": ("refused", _json(num_hidden_layers=2)),
-        "layers 10**9": ("refused", _json(num_hidden_layers=10**9)),
         "layers -1": ("refused", _json(num_hidden_layers=-1)),
         "layers 'x'": ("refused", _json(num_hidden_layers="x")),
         "hidden 0": ("refused", _json(hidden_size=0)),
         "heads 7": ("refused", _json(num_attention_heads=7)),
         "kv heads 3": ("refused", _json(num_key_value_heads=3)),
-        "vocabulary 10**12": ("refused", _json(vocab_size=10**12)),
         "vocabulary 7": ("refused", _json(vocab_size=7)),
-        "positions 0": ("refused", _json(max_position_embeddings=0)),
         "positions 10**15": ("any", _json(max_position_embeddings=10**15)),
         "positions 'x'": ("refused", _json(max_position_embeddings="x")),
-        "eps nan": ("refused", _json(rms_norm_eps=float("nan"))),
-        "eps -1": ("refused", _json(rms_norm_eps=-1.0)),
         "activation": ("refused", _json(hidden_act="nosuch")),
         "model_type 5": ("refused", _json(model_type=5)),
         "model_type": ("refused", _json(model_type="nosuch")),
         "model_type a path": ("refused", _json(model_type="../../x")),
         "architectures": ("refused", _json(architectures=["NoSuch"])),
         "architectures 5": ("refused", _json(architectures=5)),
-        "quant_method": ("refused", _json(quantization_config={"quant_method": "gptq", "bits": 4})),
-        "quant_method nosuch": ("refused", _json(quantization_config={"quant_method": "nosuch"})),
-        "quantization 5": ("refused", _json(quantization_config=5)),
         "dtype": ("any", _json(dtype="int8", torch_dtype="int8")),
         # Code of its own is not run, and said: transformers' own class is.
         "auto_map": ("any", _json(auto_map={"AutoModelForCausalLM": "evil.Model", "AutoConfig": "evil.Config"})),
         "attention": ("any", _json(_attn_implementation="nosuch", attn_implementation="nosuch")),
-        "eos {}": ("refused", _json(eos_token_id={})),
-        "dropout 'x'": ("refused", _json(attention_dropout="x")),
         "tie 'x'": ("any", _json(tie_word_embeddings="x")),
         "escapes": ("any", _json(_name_or_path="\x1b[31mred\x1b]0;owned\x07")),
     },
     "tokenizer_config.json": {
-        "max length 'x'": ("refused", _json(model_max_length="x")),
         "max length 3": ("any", _json(model_max_length=3)),
-        "max length 10**400": ("any", _json(model_max_length=10**400)),
         "class 5": ("refused", _json(tokenizer_class=5)),
         "class nosuch": ("any", _json(tokenizer_class="NoSuchTokenizer")),
         "auto_map": ("refused", _json(auto_map={"AutoTokenizer": ["evil.Tok", None]}, tokenizer_class="Tok")),
-        "bos 5": ("refused", _json(bos_token=5)),
-        "bos {}": ("refused", _json(bos_token={"a": 1})),
         "eos of no vocabulary": ("any", _json(eos_token="<nosuch>")),
         "side": ("any", _json(padding_side="middle")),
-        "added": ("refused", _json(added_tokens_decoder={"99999999": {"content": 5}})),
         "template 5": ("same", _json(chat_template=5)),
     },
     "tokenizer.json": {
         "empty vocabulary": ("refused", _tokenizer(lambda read: read["model"].update(vocab={}, merges=[]))),
-        "regex": ("any", _tokenizer(lambda read: read.update(pre_tokenizer=_REGEX))),
-        "slow regex": ("any", _tokenizer(lambda read: read.update(pre_tokenizer=_SLOW))),
         "open regex": (
             "refused",
             _tokenizer(
@@ -239,15 +200,6 @@ MUTATED: dict[str, dict[str, tuple[str, Callable[[Path], None]]]] = {
         "id 10**9": ("refused", _tokenizer(lambda read: read["model"]["vocab"].update({"e": 10**9}))),
         "id -1": ("refused", _tokenizer(lambda read: read["model"]["vocab"].update({"e": -1}))),
         "merges": ("refused", _tokenizer(lambda read: read["model"].update(merges=[["nosuch", "x"]]))),
-        "padding": ("any", _tokenizer(lambda read: read.update(padding={"strategy": {"Fixed": 10**9}}))),
-        "truncation": (
-            "refused",
-            _tokenizer(
-                lambda read: read.update(
-                    truncation={"max_length": 2, "strategy": "LongestFirst", "stride": 0, "direction": "Right"}
-                )
-            ),
-        ),
     },
     "model.safetensors": {
         "length 2**63": ("refused", _length(2**63)),
@@ -279,19 +231,15 @@ MUTATED: dict[str, dict[str, tuple[str, Callable[[Path], None]]]] = {
     },
     "chat_template.jinja": {
         "5": ("refused", _write("5")),
-        "loop": ("refused", _write("{% for i in range(10**9) %}{% for j in range(10**9) %}{% endfor %}{% endfor %}")),
-        "long": ("refused", _write("{{ 'x' * 10**10 }}")),
         "open": ("refused", _write("{% for m in messages %}")),
         "class": ("refused", _write("{{ ''.__class__.__mro__[1].__subclasses__() }}")),
         "raises": ("refused", _write("{{ raise_exception('no') }}")),
         "undefined": ("refused", _write("{{ nosuch.name }}")),
         "includes": ("refused", _write("{% include '/etc/passwd' %}")),
-        "recursive": ("refused", _write("{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}")),
     },
 }
 """What is wrong within a file of a model, and how it is judged."""
 NEEDED = {"config.json", "tokenizer.json", "model.safetensors"}
-READ = {"generation_config.json", "tokenizer_config.json"}
 BESIDE = {
     *("special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model", "training.json"),
     *("pytorch_model.bin", "adapter_config.json", "preprocessor_config.json", "processor_config.json", "README.md"),
@@ -316,11 +264,9 @@ def of_files(chosen: random.Random) -> Case:
         what = chosen.choice(sorted(MUTATED[file]))
         judged, make = MUTATED[file][what]
     else:
-        many = {**SPECIAL, **PLAIN}
+        many = {name: made for name, made in PLAIN.items() if name != "16 GiB of a hole"}
         what = chosen.choice(sorted(many))
-        make, judged = many[what], "refused" if file in NEEDED | READ | {"chat_template.jinja"} else "same"
-        if (file in READ and what == "a link to nothing") or (file == "chat_template.jinja" and what == "empty"):
-            judged = "any"
+        make, judged = many[what], "refused" if file in NEEDED else "any"
     template = file == "chat_template.jinja"
     verb = "compare" if template or judged == "same" else chosen.choice(["compare"] * 3 + ["audit", "patch", "kernels"])
     if verb in ("audit", "kernels") and judged == "refused" and file not in NEEDED - {"tokenizer.json"}:
