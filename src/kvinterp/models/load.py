@@ -19,6 +19,7 @@ from kvinterp.models.checkpoint import reason
 from kvinterp.models.door import check_hooked_code, config_of, loading, weights_of
 from kvinterp.models.finding import cached_folder, local_folder, reach
 from kvinterp.models.gguf_file import as_given, header_of, is_gguf
+from kvinterp.models.hooks import hooks_suspended
 from kvinterp.models.soundness import check_finite, check_loaded, check_plain_weights, check_runs
 
 KINDS = {
@@ -132,12 +133,14 @@ def wrap(model: Any, tokenizer: Any = None, name: str | None = None) -> Adapter:
     """Puts kvinterp's face on a model the user already has, without changing it.
 
     Args:
-        model: A HookedTransformer, a TransformerBridge, a transformers decoder, or an adapter (returned as it is).
+        model: A HookedTransformer, a TransformerBridge, a transformers decoder, an adapter (returned as it is), or a wrapper of
+            one of these (DistributedDataParallel, a PeftModel with LoRA), which is run as what it holds where both give the same
+            logits on a few tokens, bit for bit.
         tokenizer: Its tokenizer, if it does not carry one; an adapter has its own.
         name: A name for tables.
 
     Raises:
-        InputError: It is none of these.
+        InputError: It is none of these, or a wrapper that computes something else than what it holds.
     """
     if isinstance(model, Adapter):
         for what, given, own in (("tokenizer", tokenizer, model.tokenizer), ("name", name, model.facts.name)):
@@ -175,10 +178,58 @@ def wrap(model: Any, tokenizer: Any = None, name: str | None = None) -> Adapter:
         )
     if isinstance(model, str):
         raise InputError(f"a name was given where a model is expected: give kv.load_model({model!r}).")
-    raise InputError(
-        f"cannot wrap a {type(model).__name__}: expected a HookedTransformer, a TransformerBridge or a transformers "
-        "model; give one of these, or a name to load_model()."
+    where, held = _held_by(model)
+    if held is None:
+        raise InputError(
+            f"cannot wrap a {type(model).__name__}: expected a HookedTransformer, a TransformerBridge or a transformers "
+            "model; give one of these, or a name to load_model()."
+        )
+    made = wrap(held, tokenizer or getattr(model, "tokenizer", None), name)
+    what, inside = type(model).__name__, f"the {type(held).__name__} that it holds"
+    if fault := _unlike(model, made):
+        raise InputError(
+            f"cannot wrap a {what}: {fault} {inside}, so that this one alone would not be what you run; give model.{where} "
+            f"to look at that without what the {what} adds."
+        )
+    log.info("a %s is run as %s (model.%s): on a few tokens both give the same logits, bit for bit", what, inside, where)
+    return made
+
+
+def _held_by(model: Any) -> tuple[str, nn.Module | None]:
+    """The outermost model of a known kind within somebody's wrapper, and where it is kept there."""
+    modules = isinstance(model, nn.Module)
+    parts = (
+        {"": model} if modules else {n: v for n, v in getattr(model, "__dict__", {}).items() if isinstance(v, nn.Module)}
     )
+    for place, part in parts.items():
+        for name, module in part.named_modules():
+            known = {base.__name__ for base in type(module).__mro__}
+            decodes = "PreTrainedModel" in known and module.get_output_embeddings() is not None
+            if module is not model and (decodes or known & {"HookedTransformer", "TransformerBridge"}):
+                return ".".join(filter(None, (place, name))), module
+    return "", None
+
+
+@torch.no_grad()
+def _unlike(wrapper: Any, held: Adapter) -> str:
+    """How a wrapper's logits differ from those of the model it holds, as the beginning of a sentence; empty where they do not."""
+    tokens = torch.arange(2, 10, device=held.device)[None] % held.facts.vocabulary
+    with hooks_suspended(held.model), held.left_as_found():
+        own = _logits(held.model(tokens))
+        try:
+            made = _logits(wrapper(tokens))
+        # Whatever the wrapper's own code raises.
+        except Exception as error:
+            return f"calling it with token ids raises {type(error).__name__} ({reason(error)}), which would be asked beside"
+    if not isinstance(made, torch.Tensor) or made.shape != own.shape:
+        return f"for {tokens.shape[1]} tokens it gives {getattr(made, 'shape', type(made).__name__)}, not logits of the shape of"
+    most = (made.double() - own.double()).abs().max().item()
+    return "" if torch.equal(made, own) else f"its logits differ by {most:.2g} from those of"
+
+
+def _logits(output: Any) -> Any:
+    first = output[0] if isinstance(output, tuple | list) else output
+    return getattr(output, "logits", first)
 
 
 def _called(model: Any, name: str | None) -> str:

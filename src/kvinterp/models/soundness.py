@@ -86,9 +86,14 @@ def check_plain_weights(model: nn.Module, name: str) -> None:
 
     Raises:
         InputError: Weights are on the meta device, where nothing is computed, or there are none.
-        UnsupportedError: Weights are quantised.
+        UnsupportedError: Weights are quantised, or cut in pieces (FSDP2, tensor parallelism).
     """
     parameters = list(model.parameters())
+    if any(type(parameter.data).__name__ == "DTensor" for parameter in parameters):
+        raise UnsupportedError(
+            f"model {shown(name)} holds its weights as pieces that several processes share (DTensor), which only its own hooks "
+            "put together: give the model as it was before fully_shard() or a tensor-parallel plan."
+        )
     if not parameters:
         raise InputError(f"model {shown(name)} has no weights: expected a transformers decoder with its weights.")
     quantised = getattr(model, "is_quantized", False) or any(
