@@ -158,6 +158,29 @@ def test_a_bridge_is_handed_the_cache_by_the_name_it_looks_for(tiny, monkeypatch
     assert kv.run(kv.wrap(bridge), PROMPT, "cached@float64", max_new_tokens=3).tokens
 
 
+# A soft cap that attention leaves out --------------------------------------------------------------------------------
+
+
+def test_attention_that_leaves_out_a_soft_cap_is_not_run(monkeypatch):
+    """Older transformers (5.17.0 among them) gave Gemma 2 an SDPA that drops its cap: 0.065 in float32 logits."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+    from transformers.models.gemma2.modeling_gemma2 import Gemma2PreTrainedModel
+
+    whole = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    monkeypatch.setattr(Gemma2PreTrainedModel, "_supports_sdpa", True)
+    monkeypatch.setitem(
+        ALL_ATTENTION_FUNCTIONS, "sdpa", lambda *args, softcap=None, **given: whole(*args, softcap=None, **given)
+    )
+    right = kv.load_model("zoo:gemma2-mini", dtype="float32", attention="eager")
+    chosen = kv.load_model("zoo:gemma2-mini", dtype="float32")
+    assert chosen.facts.attention == "eager"
+    tokens = torch.tensor([PROMPT])
+    assert torch.equal(chosen.model(tokens).logits, right.model(tokens).logits)
+    with pytest.raises(UnsupportedError, match=r"leaves out the soft cap .* attention='eager'"):
+        kv.load_model("zoo:gemma2-mini", dtype="float32", attention="sdpa")
+    assert kv.load_model("zoo:llama-mini", dtype="float32").facts.attention == "sdpa"
+
+
 # A TransformerLens that lacks something ---------------------------------------------------------------------------------
 
 

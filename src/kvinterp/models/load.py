@@ -316,7 +316,7 @@ def _transformers(
     options = {} if folder is not None else reach(name)
     source = folder or name
     config = config_of(source, name, remote_code, options=options)
-    from kvinterp.models.native import plain_experts
+    from kvinterp.models.native import drops_soft_cap, plain_experts
 
     with loading(name, config=config):
         try:
@@ -344,6 +344,15 @@ def _transformers(
     plain_experts(model, dtype)
     with loading(name):
         placed: nn.Module = model.to(device)
+    if drops_soft_cap(placed.eval()):
+        used = placed.config._attn_implementation
+        if attention is not None or used == "eager":
+            raise UnsupportedError(
+                f"attention {used!r} of this transformers leaves out the soft cap of {type(placed).__name__}, another model's "
+                "numbers: leave attention out, or use attention='eager'."
+            )
+        log.warning("%s: %s leaves out the soft cap of its scores in this transformers: eager is run", name, used)
+        placed.set_attn_implementation("eager")
     return placed.eval().requires_grad_(False), _tokenizer(source, name, remote_code, options)
 
 

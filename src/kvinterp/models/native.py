@@ -126,6 +126,34 @@ def plain_experts(model: Any, dtype: torch.dtype) -> None:
             source.set_experts_implementation("eager")
 
 
+@torch.no_grad()
+def drops_soft_cap(model: nn.Module) -> bool:
+    """Whether attention has a cap on its scores that the function it runs leaves out, as some releases' SDPA does.
+
+    Asked by running it: under a cap of almost 0 all scores are the same, and the logits others.
+    """
+    capped = [
+        (m, name, cap)
+        for m in model.modules()
+        for name, cap in vars(m).items()
+        if "softcap" in name and type(cap) in (int, float)
+    ]
+    if not capped:
+        return False
+    tokens = torch.arange(3, 11, device=model.device)[None] % text_config(model).vocab_size  # type: ignore[arg-type]
+    try:
+        before = model(input_ids=tokens, use_cache=False).logits
+        for module, name, cap in capped:
+            setattr(module, name, cap * 1e-4)
+        return torch.equal(before, model(input_ids=tokens, use_cache=False).logits)
+    # A function that refuses the cap.
+    except (ValueError, TypeError):
+        return True
+    finally:
+        for module, name, cap in capped:
+            setattr(module, name, cap)
+
+
 def keeps_only_keys_and_values(model: nn.Module) -> bool:
     """Whether the cache transformers makes for this model has plain attention layers only, one a block."""
     config = text_config(model)
