@@ -171,7 +171,7 @@ class PathLM(TemplateLM):
         self.counts["sampled"] += len(contexts) * (strategy != Greedy())
         made = write(
             self.adapter, self.path, prompts, most, strategy=strategy, seed=self.seed, examples=list(contexts),
-            stops=how["until"], through=through, batch_size=self.batch_size, done=done,
+            stops=how["until"], through=through, batch_size=int(self.batch_size), done=done,
         )  # fmt: skip
         return {number: each.text for number, each in zip(contexts, made, strict=True)}
 

@@ -31,7 +31,7 @@ def weights_hash(model: nn.Module) -> str:
     read = torch.stack([each.to(sums[0].device) for each in sums]).tolist() if sums else []
     found = dict(zip(known, read, strict=True))
     lines = [
-        f"{name} {tuple(tensor.shape)} {tensor.dtype} {_order(tensor)} {found.get(keys.get(name))}"
+        f"{name} {tuple(tensor.shape)} {tensor.dtype} {_order(tensor)} {found[keys[name]] if name in keys else None}"
         for name, tensor in tensors.items()
     ]
     return hashlib.blake2b("\n".join(lines).encode(), digest_size=8).hexdigest()
@@ -39,7 +39,7 @@ def weights_hash(model: nn.Module) -> str:
 
 def _order(tensor: Tensor) -> list[int]:
     """The dimensions as they lie in memory, the innermost last."""
-    return sorted((d for d in range(tensor.dim()) if tensor.shape[d] > 1), key=lambda d: -tensor.stride(d))
+    return sorted((d for d in range(tensor.dim()) if tensor.shape[d] > 1), key=lambda d: -tensor.stride()[d])
 
 
 def _sum(tensor: Tensor) -> Tensor:

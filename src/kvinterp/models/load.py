@@ -184,15 +184,15 @@ def wrap(model: Any, tokenizer: Any = None, name: str | None = None) -> Adapter:
             f"cannot wrap a {type(model).__name__}: expected a HookedTransformer, a TransformerBridge or a transformers "
             "model; give one of these, or a name to load_model()."
         )
-    made = wrap(held, tokenizer or getattr(model, "tokenizer", None), name)
+    adapter = wrap(held, tokenizer or getattr(model, "tokenizer", None), name)
     what, inside = type(model).__name__, f"the {type(held).__name__} that it holds"
-    if fault := _unlike(model, made):
+    if fault := _unlike(model, adapter):
         raise InputError(
             f"cannot wrap a {what}: {fault} {inside}, so that this one alone would not be what you run; give model.{where} "
             f"to look at that without what the {what} adds."
         )
     log.info("a %s is run as %s (model.%s): on a few tokens both give the same logits, bit for bit", what, inside, where)
-    return made
+    return adapter
 
 
 def _held_by(model: Any) -> tuple[str, nn.Module | None]:

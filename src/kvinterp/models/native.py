@@ -221,7 +221,7 @@ class NativeAdapter(OnTransformersCache):
     ) -> Tensor:
         """Logits of every new token, through the model's own forward."""
         told = {"attention_mask": mask, "position_ids": positions}
-        more = {name: given for name, given in told.items() if given is not None and name in self.takes}
+        more: dict[str, Any] = {name: given for name, given in told.items() if given is not None and name in self.takes}
         if store is None:
             return self.model(input_ids=tokens, use_cache=False, **more).logits
         if store.model_cache is not None and tokens.shape[1] > 1 and not self.attention_only:

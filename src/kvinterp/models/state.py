@@ -164,7 +164,7 @@ class Found:
         for number, (tensor, before) in enumerate(zip(self._tensors, self._versions, strict=True)):
             now, copy = _version(tensor), self._copies.get(number)
             asked = (thorough or now < 0) and copy is not None
-            if now != before or (asked and not (tensor.shape == copy.shape and torch.equal(tensor, copy))):  # type: ignore[union-attr]
+            if now != before or (asked and not (tensor.shape == copy.shape and torch.equal(tensor, copy))):  # type: ignore[union-attr, arg-type]
                 written.append(number)
         return written
 
