@@ -451,6 +451,18 @@ def test_what_a_use_raises_is_a_crash_a_refusal_or_ours(monkeypatch: pytest.Monk
             found("batch", build("llama"))
 
 
+def test_logits_of_other_rows_than_were_fed_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    """RWKV gives three tokens of each row for one of three rows, in which nothing can be compared."""
+    model = build("llama").double()
+    head = model.lm_head.forward
+    mixes = lambda rows: head(rows.expand(-1, len(rows), -1) if rows.shape[:2] == (3, 1) else rows)  # noqa: E731
+    monkeypatch.setattr(model.lm_head, "forward", mixes)
+    one = run(model, only=("batch",))["batch"]
+    assert (one.status, "3 rows of 1 tokens on the cache gives logits of 3 rows of 3" in one.detail) == ("failed", True), (
+        one
+    )
+
+
 @pytest.mark.parametrize("plan", ["verified(3)", "beams(3)"])
 def test_a_crash_under_a_call_plan_fails(plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers.cache_utils import DynamicCache

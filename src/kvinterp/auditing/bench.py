@@ -90,6 +90,9 @@ class Subject(BlockModel):
         looked = [] if self.stands_in is None else [self.blocks[self.stands_in]]
         with moving(looked, lambda _, output: made.append(output.clone())), watching(watches):
             logits, cache = super().forward(tokens, cache, start, masking, cached)
+        if cached == "yes" and logits.shape[:2] != tokens.shape:
+            given, made = (" rows of ".join(map(str, shape)) for shape in (tokens.shape, logits.shape[:2]))
+            raise WrongError(f"a forward of {given} tokens on the cache gives logits of {made}.")
         self.seen += [Seen(cached == "yes", tokens.shape, tokens.shape[1] + start, watch) for watch in watches]
         return (made[0] if made else logits), cache
 
@@ -223,6 +226,12 @@ class NotRunError(UnclearError):
 
 class OwnError(KvinterpError):
     """An error of kvinterp's, which says nothing of the model."""
+
+
+class WrongError(UnclearError):
+    """Raised by an exercise in which the model gives what cannot be compared at all."""
+
+    status = FAILED
 
 
 class PlainError(UnclearError):
