@@ -287,6 +287,8 @@ def _prompts(bench: Bench) -> list[int]:
 
 def crop(bench: Bench) -> Check:
     """Tokens are decoded, taken back, and others decoded in their place, as assisted decoding does."""
+    if getattr(bench.runner.adapter.source, "_is_stateful", False):
+        raise NotRunError("transformers offers no assisted decoding for a model that keeps a state (_is_stateful).")
     drafted, made, prompts = bench.steps, [], _prompts(bench)
     for prompt in prompts:
         cache = bench.runner.adapter.new_cache()
