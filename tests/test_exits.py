@@ -7,7 +7,6 @@ import os
 import shlex
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -321,47 +320,6 @@ def test_python_without_docstrings_is_said(monkeypatch: pytest.MonkeyPatch) -> N
     assert (made.returncode, made.stdout) == (2, "")
     assert "PYTHONOPTIMIZE=2" in made.stderr
     assert len(made.stderr.splitlines()) == 1
-
-
-@pytest.mark.parametrize("listening", ["nothing", "silent", "other"])
-def test_a_ray_address_that_does_not_answer_is_said_at_once(
-    listening: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Ray asked for 100 seconds without a word; what accepts and says nothing is no cluster either."""
-    import importlib.util
-    import socket
-    import time
-
-    from kvinterp.study import engines
-
-    monkeypatch.setattr(engines, "_SECONDS", 0.5)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-        if listening == "other":
-            threading.Thread(
-                target=lambda: server.accept()[0].sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n"), daemon=True
-            ).start()
-        elif listening == "nothing":
-            server.close()
-        monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{port}")
-        began = time.monotonic()
-        wrong(f"RAY_ADDRESS='127.0.0.1:{port}' is set, and no Ray cluster answers there", "behaviour", "zoo:gqa2-mini", "--out", tmp_path / "out", "--engine", "ray(2)")  # fmt: skip
-        assert time.monotonic() - began < 20
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("address", ["nonsense", "host:port", "127.0.0.1:99999", "ray://127.0.0.1:1", "\x1b[2J:1"])
-def test_a_ray_address_that_is_none(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    import importlib.util
-
-    from kvinterp.study.engines import engine_named
-
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
-    monkeypatch.setenv("RAY_ADDRESS", address)
-    with pytest.raises(kv.InputError, match="RAY_ADDRESS=") as caught:
-        engine_named("ray")
-    assert "\x1b" not in str(caught.value)
 
 
 # Memory that is not there ------------------------------------------------------------------------------------------------

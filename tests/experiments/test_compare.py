@@ -166,7 +166,7 @@ def test_a_prompt_file_in_the_folder_itself_is_left_alone(tmp_path: Path) -> Non
     """It was rewritten, and deleted where the run was cut off or refused before its first prompt was done."""
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"id": "q1", "prompt": "2+2?", "source": "mine"}\n')
-    with pytest.raises(InputError, match=r"holds 'prompts.jsonl', which kvinterp did not write"):
+    with pytest.raises(InputError, match=r"holds 'prompts.jsonl', which is of no result of ours"):
         run(dataclasses.replace(SMALL, prompts=str(file), max_new_tokens=1), tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["prompts.jsonl"]
     assert "mine" in file.read_text()
@@ -188,7 +188,7 @@ def test_unasked_it_records_what_the_model_can_give(
     monkeypatch.setattr(NativeSites, "find", blind)
     with caplog.at_level(logging.INFO, "kvinterp"):
         result = run(dataclasses.replace(SMALL, prompts="arithmetic:1"), tmp_path)
-    assert result.heads.empty
+    assert not len(result.heads)
     assert "pattern is not recorded" in caplog.text
     assert "no attention" in result.settings["left_out"]["pattern"]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +85,7 @@ def test_where_both_are_right_both_are_said(model: Any, texts: Any, tmp_path: Pa
     assert made.stdout.startswith("PASS  rounding  both the engine's and the trainer's log-probs")
     found = kv.load(tmp_path / "out")
     assert {"engine", "trainer", "ours", "trainer_difference"} <= set(found.tokens)
-    assert "both the engine's and the trainer's" in (tmp_path / "out" / "report.html").read_text()
+    assert "both the engine's and the trainer's" in html.unescape((tmp_path / "out" / "report.html").read_text())
 
 
 def test_what_cannot_be_told_of_one_side_is_no_pass(model: Any, texts: Any, tmp_path: Path) -> None:

@@ -70,7 +70,7 @@ def test_layers_with_heads_of_their_own_are_compared_and_audited() -> None:
 @pytest.mark.parametrize(
     ("make", "verb", "said"),
     [
-        (openai_gpt, "compare", "takes and returns no cache by any name that is known"),
+        (openai_gpt, "compare", "takes and returns no cache that it uses"),
         (openai_gpt, "audit", "there is no cached path to audit"),
         (hrm, "compare", "has no list of 24 blocks"),
         (gemma3n, "compare", "several residual streams side by side"),

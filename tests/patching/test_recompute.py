@@ -282,12 +282,12 @@ def test_a_verb_walks_through_the_modules_at_its_door_and_not_at_every_forward(l
     from kvinterp.models import attaching
 
     model, asked = kv.wrap(load(KINDS[-2])), []
-    for check in ("_check_uncompiled", "_check_evaluating"):
+    for check in ("check_uncompiled", "_check_evaluating"):
         real = getattr(attaching, check)
         monkeypatch.setattr(attaching, check, lambda *given, check=check, real=real: (asked.append(check), real(*given)))
     swept = kv.sweep(model, [list(PROMPT)], max_new_tokens=4, stop="length", controls="none", progress="none")
     assert swept.provenance["work"]["forwards"] > 5
-    assert sorted(asked) == ["_check_evaluating", "_check_uncompiled"]
+    assert sorted(asked) == ["_check_evaluating", "check_uncompiled"]
     model.model.train()
     try:
         with pytest.raises(kv.InputError, match="training mode"):

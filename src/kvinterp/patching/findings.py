@@ -65,7 +65,9 @@ def headline_of_sweep(sweep: Sweep) -> list[str]:
     few = (
         "No place recovers more than 5%" if best["median"] < 0.05 else "No recovery is clearly above 0" if low <= 0 else ""
     )
-    lead = f"{few}{'; ' if few else ''}{place if few else upper(place)} most: {percent(best['median'])} of the {of} (by patches)."
+    lead = (
+        f"{few}{'; ' if few else ''}{place if few else upper(place)} most: {percent(best['median'])} of the {of} ({how})."
+    )
     return [lead, *_unchanged(sweep.recovery, ["sweep", "layer", "head", "positions"]), *lines]
 
 

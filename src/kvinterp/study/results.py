@@ -126,7 +126,9 @@ def write_result(
         return []
     listed = before.get("files")
     # A summary may come from anybody: no name leads out of the folder.
-    earlier = [name for name in listed if _NAME.fullmatch(str(name))] if isinstance(listed, list) else []
+    earlier = (
+        [name for name in listed if isinstance(name, str) and _NAME.fullmatch(name)] if isinstance(listed, list) else []
+    )
     # Until the end it is unfinished, whatever is there: what was killed meanwhile is not taken for a result.
     begun = {"settings": settings, "interrupted": True, "files": [*earlier, *files]}
     write_whole(place, strict_json(begun) + "\n")
