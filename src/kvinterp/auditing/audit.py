@@ -47,6 +47,7 @@ from kvinterp.models.inputs import token_ids
 from kvinterp.models.provenance import provenance
 from kvinterp.models.threads import own_threads
 from kvinterp.paths.kernels import BatchInvariant
+from kvinterp.paths.prompt import prompt_difference
 from kvinterp.recording import Trace
 
 RUNGS = ("bfloat16", "float16", "float32", "float64")
@@ -157,6 +158,7 @@ def audit(
         plan = prefix_plan(_tokens(adapter, prompts, room, seed), lengths, steps, room)
         seen = _Auditor(adapter, plan, dtypes, sweep, checks, reach, plans, progress or (lambda _: None)).run()
         about = provenance(adapter, lengths=list(plan.prefills), steps=plan.steps)
+        about |= {"prompt_differs": dataclasses.asdict(seen.prompt)} if seen.prompt is not None else {}
     verdict = dataclasses.replace(seen.judge(allow), provenance=about, seconds=tuple(seen.seconds))
     result = Audit(verdict, list(seen.rungs.values()), plan, about)
     if out is not None:
@@ -189,6 +191,8 @@ class _Auditor:
         seen, judges = self.seen, []
         exercised: dict[str, list[Check]] = {}
         seen.random = self._random()
+        self.progress("the prompt itself")
+        seen.prompt = prompt_difference(self.adapter, self.plan.tokens(0, self.adapter.device))
         for name, dtype in self.dtypes.items():
             self.progress(name)
             with self._timed("copy", name):

@@ -13,6 +13,7 @@ from kvinterp.auditing.judging import ROOM, Account, Judged
 from kvinterp.auditing.ladder import ONE_BY_ONE, PrecisionRun, band, part_named
 from kvinterp.auditing.values import narrower
 from kvinterp.auditing.verdict import CANNOT_TELL, GOOD, Verdict
+from kvinterp.paths.prompt import PromptDifference
 
 NOWHERE: Place = (None, None, "", "")
 """The place of what has none."""
@@ -56,6 +57,7 @@ class Evidence:
         refused: The rungs that torch cannot run this model in, and why.
         exercised: The lengths and positions that were run, in a sentence.
         random: The largest relative difference of the same forward run twice.
+        prompt: How far a prompt itself is apart with and without a cache, where that is no rounding.
         seconds: What took how long, as :class:`Verdict` has it.
         allow: The words that do not fail.
         notes: What a reader should know beside the verdict.
@@ -74,6 +76,7 @@ class Evidence:
     refused: dict[str, str] = dataclasses.field(default_factory=dict)
     exercised: str = ""
     random: float = 0.0
+    prompt: PromptDifference | None = None
     seconds: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     allow: tuple[str, ...] = ()
     notes: list[str] = dataclasses.field(default_factory=list)
@@ -100,6 +103,10 @@ class Evidence:
         asked = (self._overflow, self._wrong_dtype, self._bug, self._failed, self._hidden_cast, self._unexplained)
         readings = (ask() for ask in (*asked, self._unknown, self._random, self._not_judged, self._benign))
         word, place, lines = next(found for found in readings if found is not None)
+        if self.prompt is not None and not self.random:
+            lines = [self.prompt.said, *lines]
+            # What is left of the difference once a cause of it was taken away is no excuse for the rest.
+            word = "bug" if word in (*GOOD, CANNOT_TELL) else word
         allowed = "yes" if word in self.allow else "no"
         passes = word in GOOD or allowed == "yes"
         tried = sum(check.status in (PASSED, FAILED, PLAIN) for check in checks)
@@ -171,7 +178,9 @@ class Evidence:
         at = (
             f"at step {found.step}" if judged.fed == ONE_BY_ONE else f"in {judged.fed}, in the row of position {found.step}"
         )
-        said = f"Given equal inputs, {_place(judged)} is wrong from position {found.position} on (seen {at}): "
+        uncached = self.prompt is not None and self.prompt.off == "without a cache"
+        side = f" {self.prompt.off}" if uncached and self.prompt is not None else ""
+        said = f"Given equal inputs, {_place(judged)}{side} is wrong from position {found.position} on (seen {at}): "
         said += ", ".join(
             f"{name} "
             + ("one side sees what the other does not" if size == torch.inf else f"a relative error of {size:.1e}")
@@ -179,7 +188,9 @@ class Evidence:
         )
         clean = [name for name in sorted(self.judged) if name not in sizes]
         said += f"; not in {', '.join(clean)}" if clean else ""
-        lines = [f"{said}. {_tried(judged)}", *hint(judged, self), *(check.failure for check in self._failures)]
+        # What was tried and what is likely hold the cached step against the forward without a cache.
+        said_of = [f"{said}."] if uncached else [f"{said}. {_tried(judged)}", *hint(judged, self)]
+        lines = [*said_of, *(check.failure for check in self._failures)]
         return "bug", found.place, lines
 
     @property

@@ -35,6 +35,7 @@ from kvinterp.paths.batches import in_batches
 from kvinterp.paths.calls.base import witnessed
 from kvinterp.paths.decode import Collected, fed_to_all, length_of, lockstep
 from kvinterp.paths.finite import first_nonfinite
+from kvinterp.paths.prompt import PromptDifference, prompt_difference
 from kvinterp.paths.sampling import drawing
 from kvinterp.paths.vocabulary import end_tokens
 from kvinterp.policies import Place
@@ -239,6 +240,7 @@ class _Paths:
         self.targets = [self.adapter.at(dtype_named(path.dtype)) for path in self.paths]
         for target in self.targets:
             _Newest(target, self.wanted)
+        self.prompts: dict[int, PromptDifference | None] = {}
         self.abouts = [self._about(other) for other in range(1, len(self.paths))]
 
     def _about(self, other: int) -> dict[str, Any]:
@@ -283,6 +285,8 @@ class _Paths:
             for now in lockstep(runners, self.length, choose, follows=follows, given=given, ends=ends):
                 collected.add(now)
                 choices.add(now.logits, now.chosen)
+                if now.number == 0:
+                    unequal = self._unequal(now.logits)
                 logits = [*map(collected.tokens_only, now.logits)]
                 for at, other in enumerate(others):
                     unlike = now.chosen[0] != now.chosen[other]
@@ -296,6 +300,8 @@ class _Paths:
                         unlike & ~flipped[at],
                     )
                     flipped[at] = flipped[at] | unlike
+        for other, row in unequal.items():
+            self.prompts[other] = prompt_difference(self.targets[0], prompt[row : row + 1])
         decided = [choices.of_rows(choose.distances, other) for other in others]
         frames = [each.frames(indices) for each in differences]
         abouts = [self._told(other, runners) for other in others]
@@ -319,10 +325,30 @@ class _Paths:
 
         return [[compared(row, at) for at in range(len(others))] for row in range(len(prompts))]
 
+    def _unequal(self, logits: Sequence[Tensor]) -> dict[int, int]:
+        """For each other path a row whose prompt has other logits than on the first, where nothing but the cache is another.
+
+        Asked until one was seen, since what rounding makes of one prompt it makes of all.
+        """
+        found = {}
+        for other in range(1, len(self.paths)):
+            pair = self.paths[0], self.paths[other]
+            plain = all(dataclasses.replace(path, form="cached", dtype=None) == ExecutionPath() for path in pair)
+            same = plain and pair[0].form != pair[1].form and self.targets[0].dtype == self.targets[other].dtype
+            if other in self.prompts or not same:
+                continue
+            rows = (logits[0] != logits[other]).any(-1).nonzero()
+            if len(rows):
+                found[other] = int(rows[0])
+        return found
+
     def _told(self, other: int, runners: Sequence[Any]) -> dict[str, Any]:
         """What a pair of paths was compared with, and what their call plans saw themselves do."""
         sides = {"a": (self.paths[0], runners[0]), "b": (self.paths[other], runners[other])}
         about = {**self.abouts[other - 1], "caches": {side: runner.cache for side, (_, runner) in sides.items()}}
+        asked = self.prompts.get(other)
+        if asked is not None:
+            about["prompt_differs"] = dataclasses.asdict(asked) | {"said": asked.said}
         seen = {
             side: {name: [n, n] for name, n in witnessed(path, runner.witness).items()}
             for side, (path, runner) in sides.items()

@@ -227,14 +227,15 @@ class Comparison(Result):
             InputError: They were made differently: averaging them together would mix unlike things.
         """
         abouts: list[dict[str, Any]] = []
+        prompts: dict[str, Any] = {}
         pieces: dict[str, list[pd.DataFrame]] = {name: [] for name in PARTS}
         long = {} if folder is None else {name: LongTable(folder) for name in LONG}
         for part in parts:
             abouts.append(part.provenance)
             first = abouts[0]
-            unlike = sorted(
-                key for key in first if key not in ("caches", "witness") and part.provenance.get(key) != first[key]
-            )
+            prompts = prompts or {name: said for name, said in part.provenance.items() if name == "prompt_differs"}
+            own = ("caches", "witness", "prompt_differs")
+            unlike = sorted(key for key in first if key not in own and part.provenance.get(key) != first[key])
             if unlike:
                 raise InputError(f"comparisons made with different {', '.join(unlike)} cannot be joined: keep them apart.")
             for name, several in pieces.items():
@@ -251,7 +252,7 @@ class Comparison(Result):
         _put(pieces, long)
         tables = {name: _stacked(several) for name, several in pieces.items()}
         tables["attention_rows"] = within(tables["attention_rows"], tables["steps"])
-        found = cls(**tables, provenance=abouts[0] | _caches(abouts) | _witnesses(abouts))
+        found = cls(**tables, provenance=abouts[0] | _caches(abouts) | _witnesses(abouts) | prompts)
         vars(found).update(long)
         return found
 

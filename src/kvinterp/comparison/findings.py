@@ -186,7 +186,7 @@ def _of_cache(comparison: Comparison) -> Iterator[Finding]:
 
 
 def headline_of(comparisons: Sequence[Comparison]) -> list[str]:
-    """Whether the paths agree bit for bit, and whether a token flips, in one sentence each."""
+    """Whether the prompt itself differs, whether the paths agree bit for bit and whether a token flips, in a sentence each."""
     steps = pd.concat([one.same_text(one.steps) for one in comparisons])
     differing = steps[steps["max_abs_logit"] > 0]
     examples = pd.concat([one.examples for one in comparisons])
@@ -199,7 +199,9 @@ def headline_of(comparisons: Sequence[Comparison]) -> list[str]:
     pairs = {" and ".join(one.provenance["paths"].values()) for one in comparisons}
     who = pairs.pop() if len(pairs) == 1 else "The two paths"
     largest = number(float(differing["max_abs_logit"].max()))
+    first = [one.provenance["prompt_differs"]["said"] for one in comparisons if "prompt_differs" in one.provenance]
     return [
+        *first[:1],
         f"{who} give the same logits, bit for bit, at {every(len(steps), 'step')}."
         if differing.empty
         else f"{who} give different logits at {len(differing)} of {counted(len(steps), 'step')}, by {largest} at most.",

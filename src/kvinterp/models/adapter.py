@@ -25,7 +25,7 @@ from kvinterp.models.attaching import Attaching, check_uncompiled
 from kvinterp.models.caches import CacheKind, KVStore, OwnCache
 from kvinterp.models.facts import ModelInfo
 from kvinterp.models.hashing import weights_hash
-from kvinterp.models.hooks import remove_own_hooks
+from kvinterp.models.hooks import hooks_suspended, remove_own_hooks
 from kvinterp.models.state import Found, Kept
 
 DTYPES = {
@@ -37,6 +37,33 @@ DTYPES = {
 
 CacheRead = Callable[[int, int, Tensor, Tensor], "tuple[Tensor, Tensor] | None"]
 """Called with layer, absolute position of the first key, keys and values."""
+
+KeysValuesRead = Callable[[int, Tensor, Tensor], "tuple[Tensor, Tensor]"]
+
+
+class Shapes:
+    """A store that holds nothing, and notes what each layer hands it."""
+
+    keeps = False
+    model_cache: Any = None
+    own: OwnCache | None = None
+
+    def __init__(self, empty: Tensor) -> None:
+        self._empty = empty
+        self.seen: list[tuple[int, torch.Size, torch.Size]] = []
+
+    def length(self, layer: int) -> int:
+        """Nothing is held."""
+        return 0
+
+    def held(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Nothing."""
+        return self._empty, self._empty
+
+    def update(self, layer: int, keys: Tensor, values: Tensor, window: int | None = None) -> tuple[Tensor, Tensor]:
+        """Hands back what comes."""
+        self.seen.append((layer, keys.shape, values.shape))
+        return keys, values
 
 
 def dtype_named(dtype: str | torch.dtype | None) -> torch.dtype | None:
@@ -257,6 +284,38 @@ class Adapter(Attaching):
                 self._inside -= 1
                 state.append(found.taken())
                 found.put(around)
+
+    def attention_led(self, read: KeysValuesRead) -> contextlib.AbstractContextManager[None]:
+        """Leads the keys and values of every layer of forwards without a cache through ``read``, as attention is handed them.
+
+        Args:
+            read: Called with layer, keys and values; what it returns is what attention reads.
+        """
+        raise NotImplementedError
+
+    @property
+    def hears_attention(self) -> bool:
+        """Whether each layer's keys and values can be heard in a forward without a cache; seen once on a few tokens."""
+        key = self.facts.attention, "hears attention"
+        if key not in self.checked:
+            # The store below is then shown to the model as a cache.
+            self.checked[key] = False
+            lacks = contextlib.suppress(NotImplementedError, AttributeError, RuntimeError)
+            with lacks, self.own_state([]), torch.no_grad(), hooks_suspended(self.model):
+                self.checked[key] = self._heard_as_cached()
+        return bool(self.checked[key])
+
+    def _heard_as_cached(self) -> bool:
+        """Whether each layer shows its keys and values once, in the shape in which it hands them to a cache."""
+        # Another number than that of the heads, so that the dimensions can be told apart.
+        count = next(n for n in (5, 7, 11) if n not in (self.facts.query_heads, self.facts.kv_heads))
+        tokens = torch.arange(3, 3 + count, device=self.device)[None] % self.facts.vocabulary
+        empty = torch.empty(1, self.facts.kv_heads, 0, self.facts.head_dim, dtype=self.dtype, device=self.device)
+        plain, cached = Shapes(empty), Shapes(empty)
+        with self.attention_led(plain.update):
+            self.forward(tokens)
+        self.forward(tokens, cached)
+        return plain.seen == cached.seen and [layer for layer, *_ in plain.seen] == [*range(self.facts.layers)]
 
     def supports(self, site: str, layer: int = 0) -> bool:
         """Whether this model, as it was loaded, can give a site."""

@@ -6,6 +6,7 @@ for everything and is the only kind in TransformerLens 4. Its cache is transform
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from typing import Any
 
@@ -14,11 +15,11 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from kvinterp.errors import UnsupportedError
-from kvinterp.models.adapter import Adapter, KVStore
+from kvinterp.models.adapter import Adapter, KeysValuesRead, KVStore
 from kvinterp.models.caches import CacheKind, check_plain
 from kvinterp.models.door import importing_transformer_lens
 from kvinterp.models.hook_names import hook_name
-from kvinterp.models.hooks import Tap, heads_tap, routing_tap
+from kvinterp.models.hooks import Tap, heads_tap, methods_led, routing_tap
 from kvinterp.models.native import (
     cast_transformers,
     decoder_layers,
@@ -119,10 +120,22 @@ class BridgeAdapter(OnTransformersCache):
         positions: Tensor | None = None,
     ) -> Tensor:
         """Logits of every new token, through the bridge."""
+        if store is not None and not store.keeps and self.hears_attention:
+            with self.attention_led(store.update):
+                return self.forward(tokens, None, mask, positions)
         if store is None:
             return self.model(tokens, return_type="logits", use_cache=False, **_told(mask))
         cache = model_cache(store, lambda: self.config, f"the bridge for {self.facts.architecture}")
         return self.called(tokens, cache, mask, positions)[0]
+
+    def attention_led(self, read: KeysValuesRead) -> contextlib.AbstractContextManager[None]:
+        """Where each block's attention would hand them to a cache."""
+
+        def led(layer: int, own: Any, keys: Tensor, values: Tensor, **more: Any) -> tuple[Tensor, Tensor]:
+            return read(layer, *own(keys, values, **more))
+
+        attention = [block.attn for block in self.model.blocks]  # type: ignore[union-attr]
+        return methods_led(attention, "_update_kv_cache", led)
 
     def called(self, tokens: Tensor, cache: Any, mask: Tensor | None, positions: Tensor | None) -> tuple[Tensor, Any]:
         """Logits and the cache, a DynamicCache that is made where none is given."""

@@ -90,6 +90,9 @@ class KVStore(Protocol):
     own: OwnCache | None
     """The library's own cache that keeps the tensors, or None where the store keeps them or nothing does."""
 
+    keeps: bool
+    """Whether anything is kept: where nothing is, the model is run without a cache, and its keys and values are heard there."""
+
     def length(self, layer: int) -> int:
         """Positions a layer holds before the next update."""
 

@@ -6,6 +6,7 @@ Its cache holds keys before RoPE and rotates the whole history at every step, so
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -14,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from kvinterp.errors import InputError, UnsupportedError
-from kvinterp.models.adapter import Adapter, CacheRead, KVStore, ModelInfo
+from kvinterp.models.adapter import Adapter, CacheRead, KeysValuesRead, KVStore, ModelInfo
 from kvinterp.models.caches import CacheKind, OwnCache, check_plain, lead
 from kvinterp.models.hook_names import hook_name
-from kvinterp.models.hooks import Tap, routing_tap
+from kvinterp.models.hooks import Tap, methods_led, routing_tap
 from kvinterp.models.sites import LAYOUTS, MLP_SITES, ROUTING_SITES
 
 
@@ -195,8 +196,28 @@ class HookedAdapter(Adapter):
         positions: Tensor | None = None,
     ) -> Tensor:
         """Logits of every new token; both paths get the same explicit all-ones mask (see FACTS in the README)."""
+        if store is not None and not store.keeps and self.hears_attention:
+            with self.attention_led(store.update):
+                return self.forward(tokens, None, mask, positions)
         cache = None if store is None else _Cache(store, self.facts.layers)
         return self.model(tokens, return_type="logits", past_kv_cache=cache, **self._told(tokens, mask))
+
+    def attention_led(self, read: KeysValuesRead) -> contextlib.AbstractContextManager[None]:
+        """Where each block's attention has made them; some change them before a cache would keep them, and are not led.
+
+        Raises:
+            NotImplementedError: This one does.
+        """
+        config: Any = self.model.cfg
+        attention: list[Any] = [block.attn for block in self.model.blocks]  # type: ignore[union-attr]
+        if getattr(config, "clip_qkv", None) is not None or any(getattr(a, "k_norm", None) is not None for a in attention):
+            raise NotImplementedError
+
+        def led(layer: int, own: Any, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
+            queries, keys, values = own(*given)
+            return queries, *_turned(read(layer, *_turned((keys, values))))
+
+        return methods_led(attention, "calculate_qkv_matrices", led)
 
     def called(self, tokens: Tensor, cache: Any, mask: Tensor | None, positions: Tensor | None) -> tuple[Tensor, Any]:
         """Logits and TransformerLens' cache, which is made where none is given."""

@@ -11,7 +11,7 @@ import functools
 import inspect
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -373,6 +373,29 @@ def _attention(own: Callable[..., Any], module: nn.Module, *args: Any, **kwargs:
         return own(module, *args, **kwargs)
 
 
+@contextlib.contextmanager
+def methods_led(modules: Sequence[nn.Module], name: str, led: Callable[..., Any]) -> Iterator[None]:
+    """Leads a method of modules through ``led(number, own, ...)`` for as long as the context lasts.
+
+    Args:
+        modules: The modules, by whose place among them it is told which one is called.
+        name: The method.
+        led: Called with the number, the method itself and what the method is called with.
+    """
+    # Straight into __dict__: a bridge's modules pass attributes that are set on to what they wrap.
+    before = [vars(module).get(name) for module in modules]
+    try:
+        for number, module in enumerate(modules):
+            vars(module)[name] = functools.partial(led, number, getattr(module, name))
+        yield
+    finally:
+        for module, own in zip(modules, before, strict=True):
+            if own is None:
+                vars(module).pop(name, None)
+            else:
+                vars(module)[name] = own
+
+
 def _mode_hooks(
     module: nn.Module,
     made: Callable[[Any], contextlib.AbstractContextManager[Any]],
@@ -450,8 +473,12 @@ def remove_own_hooks(model: nn.Module) -> None:
     """Takes kvinterp's hooks off a copy of a model that was made while something was recorded."""
     for module in model.modules():
         for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
-            if getattr(hook, "__module__", "").startswith("kvinterp."):
+            if _is_own(hook):
                 _take_off(module, hook)
+
+
+def _is_own(hook: Callable[..., Any]) -> bool:
+    return getattr(hook, "__module__", "").startswith("kvinterp.")
 
 
 def _take_off(module: nn.Module, hook: Callable[..., Any]) -> None:
@@ -463,14 +490,19 @@ def _take_off(module: nn.Module, hook: Callable[..., Any]) -> None:
 
 
 @contextlib.contextmanager
-def hooks_suspended(model: nn.Module) -> Iterator[None]:
-    """Runs what is inside without any forward hook of anyone's; those that it adds and leaves stay."""
+def hooks_suspended(model: nn.Module, users: str = "suspended") -> Iterator[None]:
+    """Runs what is inside without any forward hook, or with those of the user's alone (``"kept"``); new ones stay."""
     kept = [(m, name, m.__dict__[name]) for m in model.modules() for name in ("_forward_hooks", "_forward_pre_hooks")]
+    # What is entered around attention functions is no hook of torch's.
+    around = {id(module): _AROUND.pop(id(module)) for module in model.modules() if id(module) in _AROUND}
     try:
         for module, name, hooks in kept:
-            module.__dict__[name] = type(hooks)()
+            module.__dict__[name] = type(hooks)(
+                (key, hook) for key, hook in hooks.items() if users == "kept" and not _is_own(hook)
+            )
         yield
     finally:
         for module, name, hooks in kept:
             hooks.update(module.__dict__[name])
             module.__dict__[name] = hooks
+        _AROUND.update(around)

@@ -11,7 +11,7 @@ import contextlib
 import copy
 import dataclasses
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,11 +19,12 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicCache, DynamicSlidingWindowLayer
 
 from kvinterp.errors import InputError, UnsupportedError
-from kvinterp.models.adapter import Adapter, KVStore, ModelInfo
+from kvinterp.models.adapter import Adapter, KeysValuesRead, KVStore, ModelInfo
 from kvinterp.models.caches import CacheKind, Dynamic
 from kvinterp.models.derived import DERIVED
 from kvinterp.models.hooks import Tap, heads_tap, hooks_suspended
 from kvinterp.models.native_sites import INSIDE, Checked, NativeSites, check_sites
+from kvinterp.models.transformers_api import interface_led
 from kvinterp.models.transformers_cache import (
     OnTransformersCache,
     TransformersCache,
@@ -220,6 +221,9 @@ class NativeAdapter(OnTransformersCache):
         positions: Tensor | None = None,
     ) -> Tensor:
         """Logits of every new token, through the model's own forward."""
+        if store is not None and not store.keeps and self.hears_attention:
+            with self.attention_led(store.update):
+                return self.forward(tokens, None, mask, positions)
         told = {"attention_mask": mask, "position_ids": positions}
         more: dict[str, Any] = {name: given for name, given in told.items() if given is not None and name in self.takes}
         if store is None:
@@ -230,6 +234,13 @@ class NativeAdapter(OnTransformersCache):
             return self._with_own_cache(tokens, store)
         more[self.memory.name] = model_cache(store, lambda: self.config, self._facts.architecture)
         return self.model(input_ids=tokens, use_cache=True, **more).logits
+
+    @contextlib.contextmanager
+    def attention_led(self, read: KeysValuesRead) -> Iterator[None]:
+        """At transformers' interface of attention functions, which is handed them after RoPE."""
+        layers = {module: layer for layer, block in enumerate(self._blocks) for module in block.modules()}
+        with interface_led(layers, read):
+            yield
 
     def called(self, tokens: Tensor, cache: Any, mask: Tensor | None, positions: Tensor | None) -> tuple[Tensor, Any]:
         """Logits, and the model's own cache under whatever name it has."""

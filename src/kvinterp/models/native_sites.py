@@ -162,6 +162,8 @@ class Checked:
 class _Seen:
     """Keys and values as attention reads them, by layer, seen through a store that holds nothing."""
 
+    keeps = False
+
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.model_cache: Any = None

@@ -5,7 +5,9 @@ It is imported when it is first asked: call plans are listed without it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch import nn
@@ -37,3 +39,35 @@ def register_attention(name: str, attention: Callable[..., Any]) -> None:
     from transformers import AttentionInterface
 
     AttentionInterface.register(name, attention)
+
+
+@contextlib.contextmanager
+def interface_led(layers: Mapping[nn.Module, int], read: Callable[..., Any]) -> Iterator[None]:
+    """Leads the keys and values of modules that ask transformers for their attention function through ``read``.
+
+    Args:
+        layers: The layer of each module.
+        read: Called with layer, keys and values; what it returns is handed on.
+    """
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as INTERFACE
+
+    find, before = INTERFACE.get_interface, vars(INTERFACE).get("get_interface")
+
+    def found(*asked: Any, **named: Any) -> Callable[..., Any]:
+        own = find(*asked, **named)
+
+        @functools.wraps(own)
+        def attention(module: nn.Module, query: Any, key: Any, value: Any, *given: Any, **more: Any) -> Any:
+            if module in layers:
+                key, value = read(layers[module], key, value)
+            return own(module, query, key, value, *given, **more)
+
+        return attention
+
+    vars(INTERFACE)["get_interface"] = found
+    try:
+        yield
+    finally:
+        vars(INTERFACE).pop("get_interface")
+        if before is not None:
+            vars(INTERFACE)["get_interface"] = before

@@ -23,6 +23,7 @@ from kvinterp.paths.chunks import in_chunks
 from kvinterp.paths.forwards import HookedForwards
 from kvinterp.paths.path import ExecutionPath
 from kvinterp.paths.store import Growing, PassThrough, ReadListener, Store, policy_listeners
+from kvinterp.policies import Identity
 from kvinterp.recording import PathHook, Recorder
 
 log = logging.getLogger("kvinterp")
@@ -125,6 +126,10 @@ def uncached(
 ) -> Store | None:
     """The store of one pass of a recompute path: none, but between the chunks of a pass in pieces.
 
+    The model is run as its users run it with ``use_cache=False``. Where keys and values are read or changed they are led through
+    a store that keeps nothing, at the model's attention; of a model that does not show them there the store is handed in as a
+    cache, where that was seen to give the bits of the forward without one.
+
     Args:
         adapter: The model, in the path's dtype.
         path: The path.
@@ -132,16 +137,54 @@ def uncached(
         stores: Makes a store that keeps rows.
         hooks: Told of every read.
         before: That of the pass before, with the same hooks: it is taken again where nothing of a pass is left in it.
+
+    Raises:
+        UnsupportedError: Keys and values are read, and those of a forward without a cache are not to be had.
     """
     if path.chunk is not None and path.chunk < tokens.shape[1]:
         return stores(adapter, path, tokens.shape[0], tokens.shape[1], 0, hooks)
-    if not adapter.attention_only:
+    reads = _told(path, hooks)
+    if not adapter.attention_only or not (reads or path.policy.acts):
         return None
     if isinstance(before, PassThrough) and before.used and not before.policy.acts:
         return before
-    reads = _told(path, hooks)
     batch, length = tokens.shape
+    if not adapter.hears_attention:
+        check_prompt_bits(adapter, batch, length)
     return PassThrough(adapter.facts, path.policy, batch, adapter.dtype, adapter.device, reads, prompt=length)
+
+
+@torch.no_grad()
+def check_prompt_bits(adapter: Adapter, batch: int, length: int) -> None:
+    """Raises where a forward that is handed an empty cache has not the bits of the forward without one.
+
+    Asked at this length and at the largest below the next power of two, once for all lengths between.
+
+    Args:
+        adapter: The model; what is found is kept for it.
+        batch: Number of sequences.
+        length: Positions.
+
+    Raises:
+        UnsupportedError: It has not.
+    """
+    longest = min(2 ** length.bit_length() - 1, adapter.facts.context)
+
+    def alike(count: int) -> bool:
+        ids = (torch.arange(batch * count, device=adapter.device) * 7 + 3) % adapter.facts.vocabulary
+        tokens = ids.reshape(batch, -1)
+        handed = PassThrough(adapter.facts, Identity(), batch, adapter.dtype, adapter.device, ())
+        # With the user's hooks, which are part of what is run.
+        with adapter.own_state([]), hooks_suspended(adapter.model, users="kept"):
+            return torch.equal(adapter.forward(tokens), adapter.forward(tokens, handed))
+
+    of = "a cache handed in", autocast(adapter.device), batch, longest
+    if not adapter.checked_once(lambda: alike(length) and alike(longest), *of):
+        raise UnsupportedError(
+            f"keys and values of a recompute path are not to be had of {adapter.facts.architecture}: its attention does not show "
+            "them in a forward without a cache, and with one the prompt itself has other logits; leave the cache sites (and a "
+            "policy of the recompute path) out, as in record='resid_post'."
+        )
 
 
 # Whether rows may be let go of -------------------------------------------------------------------------------------------

@@ -98,6 +98,8 @@ class Store:
         prompt: Positions of the prompt, as policies are told them; 0 where they are not known.
     """
 
+    keeps = True
+
     def __init__(
         self,
         facts: ModelInfo,
@@ -331,7 +333,9 @@ class Store:
 
 
 class PassThrough(Store):
-    """No cache: attention reads the very tensors this forward made, so the bits are those of a forward without one."""
+    """No cache: attention reads the very tensors this forward made, heard where they are handed to it."""
+
+    keeps = False
 
     @property
     def used(self) -> bool:

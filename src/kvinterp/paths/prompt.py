@@ -1,0 +1,143 @@
+"""Whether a prompt itself has other logits with a cache than without one, which is asked before anything is decoded.
+
+Both forwards are a model's own: ``use_cache=False``, and one on the cache that it makes. What rounding makes of either is
+measured: how far it is from the same forward in float64, and from itself run again. Where the two differ by more, they differ in
+float64 as well or one of them loses what the other keeps.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from kvinterp.errors import KvinterpError
+from kvinterp.models import Adapter
+from kvinterp.models.hooks import first_of, put_first
+from kvinterp.paths.model_cache import own_store
+from kvinterp.paths.path import ExecutionPath
+
+FURTHER = 4.0
+"""How many times as far from float64 rounding alone may leave one forward as the other."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PromptDifference:
+    """How far the logits of a prompt are apart with and without a cache.
+
+    Attributes:
+        positions: Tokens of the prompt.
+        size: The largest difference of a logit.
+        limit: What rounding explains of it.
+        in_float64: The same difference in float64; None where the model does not run there.
+        off: The forward that is off, ``"without a cache"`` or ``"with a cache"``; empty where that cannot be told.
+        why: What shows it, or why it cannot be told.
+    """
+
+    positions: int
+    size: float
+    limit: float
+    in_float64: float | None
+    off: str
+    why: str
+
+    @property
+    def said(self) -> str:
+        """In two sentences."""
+        wide = "" if self.in_float64 is None else f", in float64 by {self.in_float64:.2g}"
+        which = f"The forward {self.off} is off" if self.off else "Which of the two is off cannot be told"
+        return (
+            f"The prompt itself, {self.positions} tokens, differs with and without a cache before anything is decoded: by "
+            f"{self.size:.2g} in its logits, where rounding explains {self.limit:.2g}{wide}. {which}: {self.why}."
+        )
+
+
+@torch.no_grad()
+def prompt_difference(adapter: Adapter, tokens: Tensor) -> PromptDifference | None:
+    """Asks whether a prompt has other logits with a cache; None where it has not, but for rounding.
+
+    Args:
+        adapter: The model, in its dtype.
+        tokens: ``[1, position]``.
+    """
+    with adapter.left_as_found():
+        without, cached = _without(adapter, tokens), _on_cache(adapter, tokens, tokens.shape[1])
+        if torch.equal(without, cached) or not bool((without - cached).isfinite().any()):
+            return None
+        size, spread = _apart(without, cached), _apart(without, _without(adapter, tokens))
+        wide = _wide(adapter, tokens) if adapter.dtype != torch.float64 else (without, cached)
+        if wide is None or adapter.dtype == torch.float64:
+            limit = max(_apart(_moved(adapter, tokens), without), (1 + FURTHER) * spread)
+        else:
+            off_without, off_cached = _apart(without, wide[0]), _apart(cached, wide[1])
+            limit = (1 + FURTHER) * max(min(off_without, off_cached), spread)
+        if size <= limit:
+            return None
+        said = tokens.shape[1], size, limit
+        if wide is None:
+            return PromptDifference(*said, None, "", "the model does not run in float64")
+        in_wide = _apart(*wide)
+        if in_wide <= size / 2:
+            off = "without a cache" if off_without > off_cached else "with a cache"
+            far, near = max(off_without, off_cached), min(off_without, off_cached)
+            return PromptDifference(*said, in_wide, off, f"it is {far:.2g} from float64 of both, the other {near:.2g}")
+        return PromptDifference(*said, in_wide, *_alone(adapter, tokens, without, cached, limit))
+
+
+def _alone(adapter: Adapter, tokens: Tensor, without: Tensor, cached: Tensor, limit: float) -> tuple[str, str]:
+    """Which forward stands alone where both are as they are in float64: tokens are fed one by one for a third opinion."""
+    singly = _on_cache(adapter, tokens, 1)
+    from_cached, from_without = _apart(singly, cached), _apart(singly, without)
+    fed = "both are what they are in float64, and fed token by token on the cache the prompt has the logits of the forward"
+    if from_cached <= limit < from_without:
+        return "without a cache", f"{fed} with one (to {from_cached:.2g}), so that it stands alone"
+    if from_without <= limit < from_cached:
+        return "with a cache", f"{fed} without one (to {from_without:.2g}), so that it stands alone"
+    return "", "both are what they are in float64, and fed token by token on the cache the prompt has the logits of neither"
+
+
+def _without(adapter: Adapter, tokens: Tensor) -> Tensor:
+    with adapter.own_state([]):
+        return adapter.forward(tokens).double()
+
+
+def _on_cache(adapter: Adapter, tokens: Tensor, piece: int) -> Tensor:
+    """Logits of all positions on a model's own cache, fed so many at a time."""
+    with adapter.own_state([]):
+        store = own_store(adapter, ExecutionPath(), 1, tokens.shape[1], 0, ())
+        return torch.cat([adapter.forward(part, store).double() for part in tokens.split(piece, 1)], 1)
+
+
+def _wide(adapter: Adapter, tokens: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Both in float64, or None where the model does not run there."""
+    try:
+        twin = adapter.at(torch.float64)
+        return _without(twin, tokens), _on_cache(twin, tokens, tokens.shape[1])
+    # Kernels that take 16 bits only, devices without float64, memory.
+    except (KvinterpError, RuntimeError, TypeError, ValueError):
+        return None
+
+
+def _moved(adapter: Adapter, tokens: Tensor) -> Tensor:
+    """The forward without a cache where what every block returns is moved by as much as its rounding may, at random."""
+    size = torch.finfo(adapter.dtype).eps / 2 * adapter.facts.width**0.5
+    generator = torch.Generator().manual_seed(0)
+
+    def change(_: object, __: object, output: object) -> object:
+        made = first_of(output)
+        noise = torch.rand(made.shape, generator=generator, dtype=torch.float64).to(made.device) * 2 - 1
+        return put_first(output, (made * (1 + size * noise)).to(made.dtype))
+
+    handles = [block.register_forward_hook(change) for block in adapter.blocks]
+    try:
+        return _without(adapter, tokens)
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _apart(a: Tensor, b: Tensor) -> float:
+    """The largest difference of a logit, of those that are finite on both sides."""
+    gap = (a - b).abs()
+    return float(gap[gap.isfinite()].max())
