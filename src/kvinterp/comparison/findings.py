@@ -211,6 +211,11 @@ def headline_of(comparisons: Sequence[Comparison]) -> list[str]:
     ]
 
 
+OWN_GENERATE = (
+    "TransformerLens's own generate() feeds its cache in a loop of its own, which no path here is: kvinterp audit tries it."
+)
+
+
 def where(comparison: Comparison) -> list[str]:
     """What was compared and whether it differs, then every finding, a line each."""
     about = comparison.provenance
@@ -218,7 +223,8 @@ def where(comparison: Comparison) -> list[str]:
     said = ["no prompt could be compared."] if comparison.steps.empty else headline_of([comparison])
     machine = f"; {machine_of(about)}" if "device" in about else ""
     head = f"{against(about)} on {about['model']} ({setting}{machine}): {' '.join(said)}"
-    return [in_one_line(head), *lines_of(findings_of(rows_of_comparison(comparison)))]
+    own = [OWN_GENERATE] if about["kind"] in ("hooked", "bridge") else []
+    return [in_one_line(head), *lines_of(findings_of(rows_of_comparison(comparison))), *own]
 
 
 # Several comparisons ---------------------------------------------------------------------------------------------------
