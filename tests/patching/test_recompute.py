@@ -279,12 +279,12 @@ def test_a_stream_between_attention_and_mlp_that_is_not_in_the_output_is_refused
 
 def test_a_verb_walks_through_the_modules_at_its_door_and_not_at_every_forward(load, monkeypatch):
     """A sweep of 32 layers spent a fifth of its time on asking each module, before each forward, whether it was compiled."""
-    from kvinterp.models import attaching
+    from kvinterp.models import adapter, attaching
 
     model, asked = kv.wrap(load(KINDS[-2])), []
-    for check in ("check_uncompiled", "_check_evaluating"):
-        real = getattr(attaching, check)
-        monkeypatch.setattr(attaching, check, lambda *given, check=check, real=real: (asked.append(check), real(*given)))
+    for home, check in ((attaching, "check_uncompiled"), (adapter, "check_uncompiled"), (attaching, "_check_evaluating")):
+        real = getattr(home, check)
+        monkeypatch.setattr(home, check, lambda *given, check=check, real=real: (asked.append(check), real(*given)))
     swept = kv.sweep(model, [list(PROMPT)], max_new_tokens=4, stop="length", controls="none", progress="none")
     assert swept.provenance["work"]["forwards"] > 5
     assert sorted(asked) == ["_check_evaluating", "check_uncompiled"]
