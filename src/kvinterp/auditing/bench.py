@@ -91,8 +91,8 @@ class Subject(BlockModel):
         with moving(looked, lambda _, output: made.append(output.clone())), watching(watches):
             logits, cache = super().forward(tokens, cache, start, masking, cached)
         if cached == "yes" and logits.shape[:2] != tokens.shape:
-            given, made = (" rows of ".join(map(str, shape)) for shape in (tokens.shape, logits.shape[:2]))
-            raise WrongError(f"a forward of {given} tokens on the cache gives logits of {made}.")
+            fed, came = (" rows of ".join(map(str, shape)) for shape in (tokens.shape, logits.shape[:2]))
+            raise WrongError(f"a forward of {fed} tokens on the cache gives logits of {came}.")
         self.seen += [Seen(cached == "yes", tokens.shape, tokens.shape[1] + start, watch) for watch in watches]
         return (made[0] if made else logits), cache
 

@@ -343,7 +343,7 @@ def _transformers(
     check_finite(model, name, folder or cached_folder(name))
     plain_experts(model, dtype)
     with loading(name):
-        placed: nn.Module = model.to(device)
+        placed: Any = model.to(device)
     if drops_soft_cap(placed.eval()):
         used = placed.config._attn_implementation
         if attention is not None or used == "eager":

@@ -141,7 +141,7 @@ def drops_soft_cap(model: nn.Module) -> bool:
     ]
     if not capped:
         return False
-    tokens = torch.arange(3, 11, device=model.device)[None] % text_config(model).vocab_size  # type: ignore[arg-type]
+    tokens = torch.arange(3, 11, device=model.device)[None] % text_config(model).vocab_size  # type: ignore[arg-type, call-overload]
     try:
         before = model(input_ids=tokens, use_cache=False).logits
         for module, name, cap in capped:
