@@ -93,8 +93,8 @@ def test_a_batch_that_changes_bits_is_not_used(load, batches, monkeypatch, caplo
     model = load(Case("llama-gqa", "native", "eager"))
     forward = type(model).forward
 
-    def variant(self, tokens, store=None):
-        logits = forward(self, tokens, store)
+    def variant(self, tokens, store=None, mask=None, positions=None):
+        logits = forward(self, tokens, store, mask, positions)
         begun = store is not None and store.length(0) > len(PROMPT) + late
         return logits + 2.0**-20 if tokens.shape[0] > 1 and begun else logits
 
