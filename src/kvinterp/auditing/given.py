@@ -130,7 +130,7 @@ def _declared(paths: Sequence[GivenPath], declared: str | None) -> str | None:
 def _verdict(
     adapter: Adapter, paths: Sequence[GivenPath], sides: Sequence[_Side], ours: _Ours, allow: Sequence[str]
 ) -> Verdict:
-    """Of the worse side; what is said of two names the side."""
+    """The verdict of the side that is worse; with two sides, every sentence names its side."""
 
     def code(side: _Side) -> int:
         return 0 if side.word in GOOD or side.word in allow else 2 if side.word == CANNOT_TELL else 3
@@ -178,7 +178,7 @@ class _Ours:
         self._logits: dict[int, torch.Tensor] = {}
 
     def rows(self, way: Way, numbers: Sequence[int] | None = None) -> list[Any]:
-        """Of each path ``[position]``; None of those that were not asked for, and of all where this model has no such way."""
+        """Log-probs by path, ``[position]`` each; None for paths not asked for, and for all where this model has no such way."""
         none: list[Any] = [None] * len(self.paths)
         if way.path and not self.adapter.attention_only:
             return none

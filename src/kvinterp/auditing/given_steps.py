@@ -44,7 +44,7 @@ class Tokens:
 
     @classmethod
     def of(cls, paths: Sequence[GivenPath]) -> Tokens:
-        """Of all paths what was given behind the first position."""
+        """Gathers what all paths were given behind the first position."""
         usable = [np.flatnonzero(np.isfinite(path.chosen[1:])) + 1 for path in paths]
         sequence = np.concatenate([np.full(len(at), n) for n, at in enumerate(usable)]).astype(int)
         position = np.concatenate(usable).astype(int)

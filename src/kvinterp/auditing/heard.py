@@ -36,7 +36,7 @@ class Generated(NamedTuple):
 
     @property
     def mask(self) -> Tensor:
-        """Of all that was fed."""
+        """The mask of every token that was fed."""
         assert self.masking.mask is not None
         return self.masking.mask
 

@@ -63,7 +63,7 @@ def means_of(comparison: Comparison, table: str, keys: Sequence[str], value: str
 
 
 def let_go_of(comparison: Comparison) -> list[tuple[str, int, int, int]]:
-    """Of each path whose policy lets go of rows: how many by the last step, of how many, and of how many prompts."""
+    """How many rows each path's policy let go by the last step, of how many, and of how many prompts."""
     pieces = comparison.pieces("kv_steps", "example", "step", "tensor", "let_go_a", "let_go_b")
     last = pd.concat([each[each["step"] == each.groupby("example")["step"].transform("max")] for each in pieces])
     last = last[last["tensor"] == last["tensor"].min()]

@@ -112,7 +112,7 @@ class Sweep(Result):
         return pd.DataFrame(rows)
 
     def left(self, control: str = "together") -> dict[str, dict[str, float]]:
-        """Of each distance what a control leaves: the mean, and the median share of the unpatched distance.
+        """What a control leaves, for each distance: the mean, and the median share of the unpatched distance.
 
         Args:
             control: ``"together"`` leaves what no patch of the site swept reaches, ``"floor"`` the unembedding's own.

@@ -35,7 +35,7 @@ class Chat(Reader):
 
 
 def rows_of(content: Any, token: Token, where: str, given: Any = None) -> list[tuple[int, Any, list[tuple[int, Any]]]]:
-    """Of each entry its id, its log-prob and those beside it."""
+    """Gives each entry's id, its log-prob and those beside it."""
     entries = [(part(e, "token", str, where, ""), e) for e in content]
     ids = ids_beside(given, [id_of(text, token, entry) for text, entry in entries], where)
     found = []

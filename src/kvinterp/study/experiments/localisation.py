@@ -151,7 +151,7 @@ class Localisation(OfModels):
         return lines
 
     def findings(self, result: Result) -> pd.DataFrame:
-        """Of each model: which examples, what each patch recovers, and the split."""
+        """Gives for each model which examples, what each patch recovers, and the split."""
         rows = []
         for model, mine in result.tables["chosen"].groupby("model", sort=False):
             flips, of = int(mine["flip_index"].notna().sum()), int(mine["of"].iloc[0])

@@ -172,7 +172,7 @@ def table_of(name: str, table: pd.DataFrame | LongTable) -> Table:
 
 
 def numeric(table: pd.DataFrame) -> dict[str, bool]:
-    """Of each column whether it holds numbers."""
+    """Says for each column whether it holds numbers."""
     return {str(name): is_numeric_dtype(column) and not is_bool_dtype(column) for name, column in table.items()}
 
 

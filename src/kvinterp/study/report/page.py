@@ -195,7 +195,7 @@ class Shaded:
     """
 
     tokens: Sequence[tuple[str, str, str]]
-    """Of each its text, its look, and what one reads who points at it."""
+    """Gives each one's text, its look, and what one reads who points at it."""
     legend: Sequence[tuple[str, str]] = ()
     """Looks and what they mean."""
 
