@@ -346,7 +346,7 @@ def test_one_token_that_is_far_off_is_no_rounding_in_float32(model: Any, walked:
     paths = walked(planted.prefill, "float32")
     paths[1].chosen[70] -= 3
     found = judge_given(model, paths, "float32")
-    assert found.exit_code in (1, 3), str(found)
+    assert found.verdict == "unexplained", str(found)
     assert "at one token" in found.reading
     assert "then the engine with a plain cache" in found.reading, "it ran in float32 already"
 

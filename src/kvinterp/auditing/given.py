@@ -552,14 +552,16 @@ class _Side:
         how = "with a plain cache, once cold and once warm"
         how = how if self.declared == "float32" else f"in float32 {how}"
         after = f"Next: see that both have the same checkpoint; then the engine {how}."
-        # Our nulls are apart by as much as we are unsure what rounding elsewhere may do; and what is further off at a token than
-        # any null of the coarsest precision is rounding of none.
+        # Our nulls are apart by as much as we are unsure what rounding elsewhere may do, on average and at one token; and what
+        # is further off at a token than any null of the coarsest precision is rounding of none.
         if row["low"] > row["null_mean"] ** 2:
             said = f"{row['mean']:.3g} times our own distance in {row['precision']}, which no rounding is"
             return "unexplained", f"{said}; {tried}. {after}"
         last = next(r for r in self.found["rungs"][::-1] if r["precision"] in ("bfloat16", row["precision"]))
-        if max(row["max"] / row["null_max"], last["max"] / last["null_max"]) > 1 and last["max"] > last["null_max"]:
-            said = f"at one token {last['max']:.3g} times our largest distance in {last['precision']}, which no rounding is"
+        declared = self.declared is not None and row["max"] > row["null_max"] ** 2
+        if declared or last["max"] > last["null_max"]:
+            far = row if declared else last
+            said = f"at one token {far['max']:.3g} times our largest distance in {far['precision']}, which no rounding is"
             return "unexplained", f"{said}; {tried}. {after}"
         after = after if self.declared else "Next: say with --dtype what the engine computes in, or run it in float32."
         return CANNOT_TELL, f"more than rounding in {near.name}, and {tried}; {self.least}. {after}"
