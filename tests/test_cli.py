@@ -8,8 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +20,9 @@ import kvinterp as kv
 from command_line import kvinterp, wrong
 from kvinterp import __version__
 from kvinterp.cli import GROUPS, app
-from kvinterp.cli.listing import policy_rows
 from kvinterp.comparison.findings import NAMES
-from kvinterp.models import zoo
-from kvinterp.study.experiments.base import NOTHING, SAID, WIDTH
-from kvinterp.study.experiments.registry import command_of, experiment_named, experiments
+from kvinterp.study.experiments.base import SAID, WIDTH
+from kvinterp.study.experiments.registry import command_of, experiments
 from writing import cells_of
 
 pytestmark = pytest.mark.xdist_group("command line")
@@ -85,21 +81,6 @@ def test_a_folder_that_nobody_names_bears_the_names_of_command_and_model(
     assert kvinterp(*given).exit_code == 0
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["compare-mistral-mini"]
     wrong("folder 'out/compare-mistral-mini' already holds a result", *given)
-
-
-@pytest.mark.parametrize(
-    ("model", "folder"),
-    [
-        ("zoo:gqa2-mini", "compare-gqa2-mini"),
-        ("meta-llama/Llama-2-7b-hf", "compare-Llama-2-7b-hf"),
-        ("/a/b/model.gguf/", "compare-model.gguf"),
-        ("..", "compare"),
-        ("../\x1b[2J x", "compare-2J-x"),
-        ("x" * 5000, "compare-" + "x" * 72),
-    ],
-)
-def test_such_a_folder_lies_in_out_whatever_the_model_is_called(model: str, folder: str) -> None:
-    assert experiment_named("compare")(model=model).place() == Path("out") / folder
 
 
 def test_the_summary_agrees_with_the_tables(done: tuple[Path, Result]) -> None:
@@ -198,12 +179,6 @@ def test_studies_are_listed_under_study() -> None:
     assert CliRunner().invoke(app, ["study", "--help"]).stdout.strip() == made.stdout.strip()
 
 
-def test_a_study_without_the_word_study_says_how_it_is_called() -> None:
-    made = CliRunner().invoke(app, ["behaviour", MODEL])
-    assert made.exit_code == 2
-    assert "error: behaviour is a study: give 'kvinterp study behaviour'" in made.stderr
-
-
 def test_help_has_the_options_that_matter_and_help_all_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "120")
     short, long = (kvinterp("compare", option) for option in ("--help", "--help-all"))
@@ -223,24 +198,6 @@ def test_help_has_the_options_that_matter_and_help_all_the_others(monkeypatch: p
     assert "--help-all shows" in short.stdout
     assert "--help-all shows" not in long.stdout
     assert kvinterp("compare", "--help").stdout == short.stdout, "what help hides comes back"
-
-
-def test_list_is_short_and_says_each_kind_at_length() -> None:
-    short, long = kvinterp("list").stdout, kvinterp("list", "policies").stdout
-    assert "source" in long
-    assert "source" not in short
-    assert all(name in " ".join(short.split()) for name in ("hadamard", "cache_k_pre", "relative_l2", "flip-law"))
-    assert len(short.splitlines()) < 90
-    assert len(long.splitlines()) > 60
-
-
-@pytest.mark.parametrize("columns", [80, 120])
-def test_policies_are_listed_without_a_word_that_is_cut(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", str(columns))
-    lines = kvinterp("list", "policies").stdout.splitlines()
-    assert max(map(len, lines)) <= columns
-    words = set(" ".join(lines).split())
-    assert {word for row in policy_rows() for cell in row for word in cell.split()} <= words
 
 
 def test_help_imports_nothing_heavy() -> None:
@@ -278,18 +235,6 @@ def test_what_is_planted_by_tests_is_no_policy_to_choose() -> None:
         kv.path_named("cached+planted(1)")
 
 
-def test_list_models_shows_what_is_known_of_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
-    made, short = kvinterp("list", "models"), kvinterp("list")
-    assert made.exit_code == short.exit_code == 0, made.output
-    for record in zoo.describe():
-        (line,) = (line for line in made.stdout.splitlines() if f"zoo:{record['name']}" in line)
-        assert f"{record['parameters'] / 1e6:.2g} M parameters" in line
-        assert f"arithmetic {record['accuracy']['arithmetic']:.0%}" in line
-        assert f"zoo:{record['name']}" in short.stdout
-    assert all(title in short.stdout for title in ("models", "kinds", "sites", "strategies", "policies", "protocols"))
-
-
 # Bad input -------------------------------------------------------------------------------------------------------------
 
 
@@ -298,23 +243,14 @@ def test_list_models_shows_what_is_known_of_each(monkeypatch: pytest.MonkeyPatch
     [
         (("zoo:mistral-mni",), "unknown zoo model 'mistral-mni': did you mean 'mistral-mini'"),
         ((MODEL, "--kind", "nativ"), "unknown kind 'nativ': did you mean 'native'"),
-        ((MODEL, "--record", "resid_pst"), "unknown site 'resid_pst': did you mean 'resid_post'"),
-        ((MODEL, "--strategy", "gredy"), "unknown strategy 'gredy': did you mean 'greedy'"),
         ((MODEL, "--dtype", "flot32"), "unknown dtype 'flot32': did you mean 'float32'"),
         ((MODEL, "--prompts", "aritmetic:3"), "unknown prompt generator 'aritmetic': did you mean 'arithmetic'"),
-        ((MODEL, "--prompts", "arithmetic:none"), "the count is 'none', expected a positive integer"),
         ((MODEL, "--prompts", "nowhere.jsonl"), "prompt file 'nowhere.jsonl' does not exist"),
         ((MODEL, "--a", "cache"), "path 'cache' cannot be read"),
-        ((MODEL, "--b", "cached+identiti"), "unknown policy 'identiti': did you mean 'identity'"),
         ((MODEL, "--protocol", "match"), "protocol='match' was given: expected 'matched' or 'free'"),
-        ((MODEL, "--stop", "never"), "stop='never' was given"),
         ((MODEL, "--layers", "0,two"), "--layers '0,two' cannot be read: expected whole numbers"),
         ((MODEL, "--layers", "9"), "layer 9 does not exist: zoo:mistral-mini has layers 0 to 3"),
         ((MODEL, "--device", "gpu9"), "unknown device 'gpu9'"),
-        ((MODEL, "--attention", "flsh"), "unknown attention implementation 'flsh'"),
-        ((MODEL, "--kind", "bridge", "--attention", "eager"), "attention='eager' was given for kind 'bridge'"),
-        ((MODEL, "--batch-size", "0"), "batch_size=0 was given"),
-        ((MODEL, "--max-new-tokens", "0"), "max_new_tokens=0 was given"),
         ((MODEL, "--max-new-tokens", "2000"), "but zoo:mistral-mini has a context of 1,024 positions"),
         ((MODEL, "--record", "q"), "site 'q' cannot be compared"),
         (("./no-such-folder",), "model folder './no-such-folder' does not exist"),
@@ -327,80 +263,10 @@ def test_bad_choices_are_one_sentence_and_leave_nothing_behind(tmp_path: Path, o
     assert not (tmp_path / "out").exists()
 
 
-def test_a_folder_without_config(tmp_path: Path) -> None:
-    wrong(
-        "has no config.json that is a file: expected a transformers checkpoint folder",
-        "compare",
-        tmp_path,
-        "--out",
-        tmp_path / "out",
-    )
-
-
-@pytest.mark.hooked
-def test_an_architecture_that_hooked_cannot_convert(tmp_path: Path, checkpoint: Callable[[str], Path]) -> None:
-    options = ("--kind", "hooked", "--device", "cpu", "--out", tmp_path)
-    wrong("use kind='bridge' for the same hooks over the transformers model, or kind='native'", "compare",
-          checkpoint("gpt2"), *options)  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("content", "said"),
-    [
-        ("", "prompt file 'prompts.jsonl' is empty"),
-        ("\n \n", "prompt file 'prompts.jsonl' is empty"),
-        ('{"prompt": "a"}\n{"prompt": \n', "prompt file 'prompts.jsonl', line 2 is not JSON"),
-        ('{"prompt": "a"}\n\n{"question": "b"}\n', "prompt file 'prompts.jsonl', line 3 has no field \"prompt\""),
-        ('{"prompt": ""}\n', "prompt file 'prompts.jsonl', line 1 has an empty prompt"),
-    ],
-)
-def test_bad_prompt_files_are_named_with_their_line(tmp_path: Path, content: str, said: str) -> None:
-    file = tmp_path / "prompts.jsonl"
-    file.write_text(content)
-    wrong(said, "compare", MODEL, "--prompts", file, "--out", tmp_path / "out")
-
-
-def test_a_prompt_longer_than_the_context(tmp_path: Path) -> None:
-    file = tmp_path / "prompts.jsonl"
-    file.write_text(json.dumps({"prompt": "one two three " * 600}))
-    wrong("is more than the context of zoo:mistral-mini, 1024 positions: shorten the prompt", "compare", MODEL,
-          "--prompts", file, "--out", tmp_path / "out", *QUICK)  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    "verb",
-    [
-        ("compare", MODEL, "--prompts", "arithmetic:1", *QUICK),
-    ],
-)
-@pytest.mark.parametrize("more", [(), ("--overwrite",)])
-def test_a_folder_that_cannot_be_written(tmp_path: Path, verb: tuple[str, ...], more: tuple[str, ...]) -> None:
-    (tmp_path / "file").write_text("")
-    wrong(
-        "cannot be written (Not a directory): choose another with --out", *verb, *more, "--out", tmp_path / "file" / "out"
-    )
-
-
 def test_a_finished_result_is_in_the_way(done: tuple[Path, Result]) -> None:
     wrong(
         "already holds a result: choose another folder with --out, or pass --overwrite", "compare", MODEL, "--out", done[0]
     )
-
-
-@pytest.mark.parametrize(
-    ("verb", "more", "said"),
-    [
-        ("compare", ("--dtype", "float12"), "float12"),
-        ("compare", ("--max-new-tokens", "-1"), "max_new_tokens=-1 was given"),
-        ("patch", ("--site", "foo"), "unknown patch site 'foo'"),
-        ("patch", ("--sweep", "foo"), "unknown sweep 'foo'"),
-    ],
-)
-def test_a_bad_option_is_heard_before_the_folder(
-    done: tuple[Path, Result], verb: str, more: tuple[str, ...], said: str
-) -> None:
-    """What is wrong came one at a time: the folder first, and once that was another one the option."""
-    wrong(said, verb, MODEL, *more, "--out", done[0])
 
 
 def test_usage_errors_leave_with_2() -> None:
@@ -440,22 +306,6 @@ def test_interrupted_while_the_options_are_read_nothing_was_begun() -> None:
     assert (process.returncode, said.strip()) == (130, "interrupted: nothing was begun.")
 
 
-SLOW = """
-import time
-import kvinterp.common.store as store
-keep = store.Store.keep
-def slow(self, *part):
-    keep(self, *part)
-    (self.folder / "kept").touch()
-    time.sleep(120)  # the parent interrupts here
-store.Store.keep = slow
-import sys
-sys.argv = ["kvinterp", *{arguments!r}]
-from kvinterp.cli import main
-main()
-"""
-
-
 THREE = (
     *("compare", MODEL, "--prompts", "arithmetic:3", *QUICK, "--strategy", "top_p(0.99,3.0)", "--stop", "length"),
     *("--layers", "0"),
@@ -481,43 +331,6 @@ def test_interrupted_after_one_prompt_it_says_what_is_there(tmp_path: Path, monk
     assert made.stdout.startswith("This run was interrupted: only what was finished by then is in it.")
 
 
-def test_interrupted_before_anything_is_finished_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It spoke of finished parts that were not there."""
-
-    def interrupted(*given: Any, **named: Any) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("kvinterp.study.cells.Local.__call__", interrupted)
-    made = kvinterp(*THREE, "--out", tmp_path / "out")
-    assert (made.exit_code, made.stderr.strip().splitlines()[-1]) == (130, f"interrupted: {NOTHING}.")
-    assert not (tmp_path / "out").exists() or not any((tmp_path / "out").iterdir())
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_cut_off_after_one_prompt_it_goes_on_to_the_uninterrupted_tables(tmp_path: Path, number: signal.Signals) -> None:
-    """A real process and a real signal: nothing is half-written, and the second run skips what is there."""
-    cut = tmp_path / "cut"
-    process = started(SLOW.format(arguments=[*THREE, "--out", str(cut)]))
-    try:
-        until = time.monotonic() + 120
-        while not (cut / "kept").exists():
-            assert process.poll() is None, process.communicate()
-            assert time.monotonic() < until, "no part appeared"
-            time.sleep(0.02)
-        (cut / "kept").unlink()
-        process.send_signal(number)
-        _, said = process.communicate(timeout=60)
-    finally:
-        process.kill()
-    if number == signal.SIGKILL:
-        assert process.returncode == -signal.SIGKILL
-        assert not (cut / "summary.json").exists()
-    else:
-        _says_what_is_there(cut, process.returncode, said)
-    _goes_on(cut, tmp_path / "whole")
-
-
 def _says_what_is_there(cut: Path, code: int, said: str) -> None:
     assert code == 130, said
     assert "interrupted: what was finished is on disk" in said
@@ -526,14 +339,3 @@ def _says_what_is_there(cut: Path, code: int, said: str) -> None:
     assert summary["interrupted"] is True
     assert summary["counts"] == {"examples": 1, "steps": 3, "failed": 0, "planned": 3}
     assert pd.read_parquet(cut / "steps.parquet")["example"].unique().tolist() == [0]
-
-
-def _goes_on(cut: Path, whole: Path) -> None:
-    again = kvinterp(*THREE, "--out", cut)
-    assert again.exit_code == 0, again.output
-    assert kvinterp(*THREE, "--out", whole).exit_code == 0
-    for name in ("steps", "examples", "layers", "heads", "kv_steps", "kv_positions", "kv"):
-        one, other = (pd.read_parquet(folder / f"{name}.parquet") for folder in (cut, whole))
-        pd.testing.assert_frame_equal(one, other, check_exact=True, obj=name)
-    assert json.loads((cut / "summary.json").read_text()) == json.loads((whole / "summary.json").read_text())
-    assert list(cut.glob(".*")) == []

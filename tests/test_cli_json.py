@@ -64,12 +64,9 @@ def test_numbers_that_json_does_not_know(tmp_path: Path, monkeypatch: pytest.Mon
     [
         (("compare", "zoo:nothing", "--out", "OUT"), "unknown zoo model 'nothing'"),
         (("compare", MODEL, "--out", "OUT", "--prompts", "\x1b[2J.jsonl"), r"prompt file '\x1b[2J.jsonl' does not exist"),
-        (("compare",), "Missing argument"),
         (("compare", MODEL, "--out", "OUT", "--no-such"), "No such option: --no-such"),
         (("kernels", "--seed", "x"), "Invalid value for '--seed'"),
         (("comapre",), "No such command 'comapre'"),
-        (("list", "nothing"), "'nothing' is not one of"),
-        (("report", "no-such-folder"), "folder 'no-such-folder' is not there"),
     ],
 )
 def test_an_error_is_an_object_too(tmp_path: Path, arguments: tuple[str, ...], error: str) -> None:

@@ -37,26 +37,10 @@ def test_the_page_is_opened_and_named(tmp_path: Path, browser: list[str]) -> Non
     assert len(browser) == 1
 
 
-def test_without_a_browser_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    paged(tmp_path, "report.html")
-    monkeypatch.setattr(webbrowser, "open", lambda address: False)
-    made = kvinterp("show", tmp_path)
-    assert made.exit_code == 0
-    assert made.stdout == f"{tmp_path / 'report.html'}\n"
-    assert "no browser could be started" in made.stderr
-
-
 def test_a_folder_without_a_page(tmp_path: Path, browser: list[str]) -> None:
     wrong("holds no page (report.html): give one that kvinterp wrote", "show", tmp_path)
     wrong("is not there: give one that kvinterp wrote", "show", tmp_path / "none")
     assert browser == []
-
-
-def test_a_folder_with_a_broken_summary(tmp_path: Path) -> None:
-    """It advised --rewrite, which says that there is no summary."""
-    (tmp_path / "summary.json").write_text("{")
-    wrong("no readable summary.json", "show", tmp_path)
-    wrong("no readable summary.json", "show", tmp_path, "--rewrite")
 
 
 def test_a_page_that_is_gone_is_written_again_without_a_model(

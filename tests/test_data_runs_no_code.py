@@ -98,11 +98,3 @@ def test_what_a_folder_names_is_run_only_where_the_user_names_it(load: Any, tmp_
     assert not mark.exists()
     kv.run(adapter, list(PROMPT), PLANTED, max_new_tokens=1)
     assert mark.exists()
-
-
-@pytest.mark.slow
-def test_what_was_compared_here_with_a_class_of_ones_own_is_run_again(load: Any, mark: Path) -> None:
-    """The user named it in this very process."""
-    adapter = load(Case("zoo:gqa2-mini", "native"), "float32")
-    made = kv.compare(adapter, [list(PROMPT)], a=PLANTED, max_new_tokens=2, record="", progress="none")
-    assert len(kv.attention_comparison(made, step=1).heads)

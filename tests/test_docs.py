@@ -112,20 +112,3 @@ def test_files_and_rooms_that_are_named_are_there() -> None:
     assert {place.name for place in core.iterdir() if (place / "__init__.py").is_file()} <= set(
         re.findall(r"(\w+)/", drawn)
     )
-
-
-FP16_PAPER = {"4.1", "4.2", "4.3", "4.4", "5.1", "5.2", "6.1", "6.2", "6.3", "6.4", "6.5"}
-"""The sections of arXiv 2604.15409 that say how something was measured, or what was found."""
-
-
-def test_a_section_of_the_fp16_paper_that_is_cited_is_there() -> None:
-    """Section 5.3 was cited, and 5.1, its environment, for an experiment."""
-    files = [*(ROOT / "src").rglob("*.py"), *(ROOT / "docs").rglob("*.md")]
-    text = " ".join(" ".join(file.read_text(encoding="utf-8").split()) for file in files)
-    cited = [re.findall(r"\d\.\d", said) for said in re.findall(r"2604\.15409,? sections? ([\d., and]+)", text)]
-    assert len(cited) > 5
-    assert {section for sections in cited for section in sections} <= FP16_PAPER - {"5.1"}
-    numbered = re.findall(r"([\w-]*) [Ee]xperiment (\d) of the FP16 paper", text)
-    assert {before for before, _ in numbered} <= {"root-cause"}, (
-        "it numbers five analyses, and within the third five experiments"
-    )

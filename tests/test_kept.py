@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import pickle
 import re
 import shutil
 from pathlib import Path
@@ -22,7 +21,7 @@ from kvinterp.study.experiments.decompose import Decompose
 from kvinterp.study.experiments.keeping import keeper_of
 from kvinterp.study.experiments.patch import Patch
 from synthetic import comparison, failed, prompts
-from writing import changed, read_result
+from writing import changed
 
 MODEL = "zoo:gqa2-mini"
 OTHER = "recompute[kernels=split_k(4,float16)]"
@@ -94,38 +93,6 @@ def test_what_is_saved_is_read_again_to_the_bit(found: dict[str, Result], which:
     )
 
 
-@pytest.mark.parametrize("which", ALL)
-def test_what_was_shown_is_pickled_and_has_all_its_tables(found: dict[str, Result], which: str) -> None:
-    made = found[which]
-    made.sentences()
-    again = pickle.loads(pickle.dumps(made))
-    same(again, made)
-    assert again.sentences() == made.sentences()
-
-
-def test_a_table_that_was_changed_is_the_one_that_is_shown(model: Any) -> None:
-    made = kv.compare(model, kv.load_prompts("arithmetic:2"), b=OTHER, max_new_tokens=3, progress="none")
-    keeper_of(made).judged(made)
-    assert "findings" in made.tables
-    made.steps = made.steps.assign(kl=1.0)
-    assert (made.tables["steps"]["kl"] == 1).all()
-    assert "findings" not in made.tables, "what was found in another table is not said of this one"
-    keeper_of(made).judged(made)
-    assert "findings" in made.tables
-
-
-def test_the_texts_of_tokens_come_back_as_they_were(model: Any, tmp_path: Path) -> None:
-    r"""A line feed came back as a backslash and an n, so that the table read could not be joined with the one saved."""
-    prompts = ("Question: 7 + 1?\nAnswer:", "Question: 5 + 1?\nAnswer:")
-    made = kv.activation_patching(model, *prompts, layers=1, progress="none")
-    assert "\n" in made.texts
-    read = kv.load(made.save(tmp_path / "out"))
-    assert read.texts == made.texts
-    pd.testing.assert_frame_equal(read.frame, made.frame)
-    assert read.sentences() == made.sentences()
-    assert not any("\n" in line for line in read.sentences())
-
-
 @pytest.mark.parametrize(
     "which",
     [pytest.param(name, marks=pytest.mark.slow) if name in ("compare", "several", "patch") else name for name in ALL],
@@ -151,17 +118,6 @@ def test_it_is_shown_in_a_line_a_card_and_a_page(found: dict[str, Result], which
     same(made, kv.load(tmp_path / "page"))
 
 
-def test_a_page_is_written_again_where_the_result_is_kept(found: dict[str, Result], tmp_path: Path) -> None:
-    folder = found["decompose"].save(tmp_path / "out")
-    before = (folder / "summary.json").read_bytes()
-    page = kv.load(folder).report()
-    assert page.parent == folder
-    assert (folder / "summary.json").read_bytes() == before
-    with pytest.raises(InputError, match="already holds a result"):
-        found["patch"].report(folder)
-    assert kv.load(folder).VERB == "decompose"
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("experiment", "kind"),
@@ -185,30 +141,6 @@ def test_what_the_command_line_wrote_is_read(experiment: Any, kind: type[Result]
         pd.testing.assert_frame_equal(table, held, check_exact=True, check_column_type=table.shape[1] > 0, obj=name)
     assert read.sentences() == [line for line in experiment.sentences(ran) if line]
     assert read.report().read_text() == page, "the page is the one that the command wrote"
-
-
-def test_what_was_saved_is_a_folder_of_the_command_line(found: dict[str, Result], tmp_path: Path) -> None:
-    folder = found["compare"].save(tmp_path / "out")
-    held = read_result(folder)
-    assert [prompt.id for prompt in held.prompts] == list(found["compare"].examples["id"])
-    assert held.settings["b"] == OTHER
-    asked = Compare(MODEL, "arithmetic:2", b=OTHER, max_new_tokens=3)
-    with pytest.raises(InputError, match="already holds a result"):
-        asked.run(folder, progress="none")
-    asked.run(folder, "overwrite", progress="none")
-    assert kv.load(folder).report().is_file()
-
-
-@pytest.mark.slow
-def test_an_outcome_of_any_experiment_is_kept_too(tmp_path: Path) -> None:
-    """A run that kept everything in memory, saved afterwards, is the folder that the command would have written."""
-    asked = Decompose(MODEL, "arithmetic:1", max_new_tokens=3)
-    made = asked.run(None, progress="none")
-    made.save(tmp_path / "saved")
-    asked.run(tmp_path / "ran", progress="none")
-    saved, ran = (kv.load(tmp_path / name) for name in ("saved", "ran"))
-    same(saved, ran)
-    assert saved.choices == ran.choices
 
 
 # What cannot be read ---------------------------------------------------------------------------------------------------
@@ -259,21 +191,6 @@ def test_a_result_without_a_measurement_has_no_page_and_says_so(tmp_path: Path) 
         none.sentences()
     with pytest.raises(InputError, match="nothing was measured; see the failures"):
         none.report(tmp_path / "none")
-
-
-def test_the_lens_without_a_decode_step_says_so(model: Any) -> None:
-    nothing = kv.logit_lens(model, [[5, 6, 7]], max_new_tokens=1)
-    assert any("no step was decoded after the prefill" in line.lower() for line in nothing.sentences())
-    assert nothing.figures() == {}
-    assert "<" in nothing._repr_html_()
-
-
-def test_nothing_is_written_over_files_that_are_not_ours(tmp_path: Path) -> None:
-    (tmp_path / "steps.parquet").write_text("mine")
-    with pytest.raises(InputError, match=r"steps\.parquet"):
-        comparison().save(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["steps.parquet"]
-    assert (tmp_path / "steps.parquet").read_text() == "mine"
 
 
 def test_markup_in_names_and_prompts_stays_text(tmp_path: Path) -> None:

@@ -93,30 +93,6 @@ def test_it_runs_on_the_zoo(name: str, execute: Callable[[Any], Path]) -> None:
 
 
 @EVERY
-def test_it_says_what_is_learnt_and_how_to_take_a_real_model(name: str) -> None:
-    notebook = _read(name)
-    first, second = notebook.cells[:2]
-    assert first.cell_type == "markdown"
-    assert "**You will learn**" in first.source
-    assert first.source.count("\n- ") >= 3
-    assert f'MODEL = "zoo:{"llama64" if name == ENGINE else "mistral"}-mini"' in second.source
-    assert "GPU" in second.source
-
-
-@pytest.mark.parametrize("name", [name for name in NAMES if not name.startswith("03")])
-def test_it_asks_a_question_and_the_answer_is_what_its_own_run_computed(name: str) -> None:
-    """No sentence of it was typed in, which another processor's run could contradict. The third answers by hand, with its panel."""
-    cells = _read(name).cells
-    assert cells[0].source.splitlines()[0].endswith("?")
-    (place,) = (number for number, cell in enumerate(cells) if "## The answer" in cell.source)
-    answer = cells[place + 1]
-    assert answer.cell_type == "code"
-    assert "print(" in answer.source
-    assert re.search(r"\bown\b|both|layers|split", answer.source), "it is read from what was measured above"
-    assert [output.name for output in answer.outputs] == ["stdout"]
-
-
-@EVERY
 def test_it_defines_nothing_itself(name: str) -> None:
     kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
     for source in _code(_read(name)):

@@ -17,8 +17,7 @@ import pytest
 import torch
 
 import kvinterp as kv
-from command_line import kvinterp, wrong
-from cutting import MODEL, SMALL
+from command_line import kvinterp
 from cutting import VERBS as COMMANDS
 from kvinterp.models import load_model
 from kvinterp.models.caches import CACHE_KINDS
@@ -114,16 +113,6 @@ def test_an_operation_that_mixes_devices_fails(device: Device, operation: str) -
         MIXED[operation](torch.zeros(3, device="pretend:0"))
 
 
-def test_what_cuda_allows_is_allowed(device: Device) -> None:
-    """A single number of the CPU's beside a tensor, and an index of the CPU's."""
-    x = torch.arange(3.0, device="pretend:0")
-    assert (x * torch.tensor(2.0)).tolist() == [0, 2, 4]
-    assert x[torch.tensor([2, 0])].tolist() == [2, 0]
-    x[1:] = torch.tensor(5.0)
-    x.copy_(x.cpu() + 1)
-    assert x.tolist() == [1, 6, 6]
-
-
 READS: dict[str, Callable[[torch.Tensor], Any]] = {
     "item": lambda x: x[0].item(),
     "tolist": lambda x: x.tolist(),
@@ -147,62 +136,7 @@ def test_a_read_by_the_host_is_counted_with_its_line(device: Device, way: str) -
     assert all(line.startswith("tests/test_pretended.py:") for line in counts.lines)
 
 
-def test_operations_views_writes_and_bytes_are_counted(device: Device) -> None:
-    with device.counting() as counts:
-        before = device.bytes
-        x = torch.zeros(256, device="pretend:0")
-        y = (x.view(16, 16).t() + 1)[0]
-        assert counts.reads == 0
-        assert counts.writes == 0
-        y.add_(1)
-        assert y[0].item() == 2
-        assert x[0].item() == 0
-        torch.tensor([1.0], device="pretend:0")
-    assert counts.names["aten.add.Tensor"] == 1
-    assert counts.views >= 3
-    assert counts.writes == 1
-    assert counts.write_bytes == 4
-    assert counts.peak_bytes - before >= 2 * 1024
-    x = y = None
-    assert device.bytes == before
-
-
-def test_outside_there_is_no_such_device() -> None:
-    """Whatever else this process tests finds torch without an accelerator, once the device is put away."""
-    from pretended import DEVICE
-
-    was, DEVICE.on = DEVICE.on, False
-    try:
-        assert not torch.accelerator.is_available() or torch.cuda.is_available()
-    finally:
-        DEVICE.on = was
-
-
 # What it is for: an error of devices is found on any machine -------------------------------------------------------------
-
-
-def test_a_mask_made_on_the_cpu_inside_a_model_is_found(models: Callable[..., Any]) -> None:
-    adapter = models("native")[1]
-
-    def masked(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
-        return output.masked_fill(torch.zeros(output.shape[-1], dtype=torch.bool), 0.0)
-
-    handle = adapter.model.model.norm.register_forward_hook(masked)
-    try:
-        with pytest.raises(RuntimeError, match="two devices, pretend:0 and cpu"):
-            kv.run(adapter, PROMPT, max_new_tokens=2)
-    finally:
-        handle.remove()
-
-
-@dataclasses.dataclass(frozen=True)
-class Elsewhere(kv.Policy):
-    """A policy of someone's own that forgets where K and V are."""
-
-    device: str = "cpu"
-
-    def write(self, keys: Any, values: Any, place: Any) -> Any:
-        return keys * torch.ones(keys.shape[-1], device=self.device), values
 
 
 @dataclasses.dataclass(frozen=True)
@@ -211,16 +145,6 @@ class Asks(kv.Policy):
 
     def write(self, keys: Any, values: Any, place: Any) -> Any:
         return (keys, values) if keys.abs().max().item() > 0 else (keys + 1, values)
-
-
-def test_a_tensor_made_on_the_cpu_in_a_policy_is_found(models: Callable[..., Any]) -> None:
-    with pytest.raises(RuntimeError, match="two devices, pretend:0 and cpu"):
-        kv.run(models("native")[1], PROMPT, kv.Cached(policy=Elsewhere()), max_new_tokens=2)
-
-
-def test_a_tensor_made_on_the_first_device_in_a_policy_is_found(on_two: kv.Adapter) -> None:
-    with pytest.raises(RuntimeError, match="two devices, pretend:1 and pretend:0"):
-        kv.run(on_two, PROMPT, kv.Cached(policy=Elsewhere("pretend:0")), max_new_tokens=2)
 
 
 def reads_a_step(device: Device, work: Callable[[int], Any]) -> tuple[float, Any]:
@@ -463,12 +387,6 @@ def test_weights_on_two_devices(models: Callable[..., Any], on_two: kv.Adapter, 
     assert_same(SPREAD[verb](models("native")[0]), SPREAD[verb](on_two))
 
 
-def test_the_host_reads_no_more_often_for_a_second_device(device: Device, on_two: kv.Adapter) -> None:
-    most, work = WAITS["all sites"]
-    reads, lines = reads_a_step(device, lambda steps: work(on_two, steps))
-    assert reads <= most, lines
-
-
 # Whole commands' work ------------------------------------------------------------------------------------------------------
 
 
@@ -527,17 +445,6 @@ def loaded_on_two(name: Any, **given: Any) -> kv.Adapter:
     return spread(load_model(name, **given | {"device": "cpu"}))
 
 
-@pytest.mark.parametrize("place", ["pretend:0", "two devices"])
-def test_a_command_refuses_in_one_sentence_what_it_refuses_on_the_cpu(
-    device: Device, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, place: str
-) -> None:
-    if place == "two devices":
-        monkeypatch.setattr("kvinterp.models.load_model", loaded_on_two)
-    asked = ("compare", MODEL, *SMALL, "--out", tmp_path, "--device", "pretend:0")
-    wrong("blocks of 32 along head_dim", *asked, "--a", "cached+q8_0", "--b", "cached")
-    wrong("torch cannot use it here", *asked[:-1], "pretend:2")
-
-
 @pytest.mark.slow
 def test_an_audit(models: Callable[..., Any], on_two: kv.Adapter) -> None:
     """It runs whole; what it says is what it says of the CPU but for what is timed or asked of a processor alone."""
@@ -545,19 +452,3 @@ def test_an_audit(models: Callable[..., Any], on_two: kv.Adapter) -> None:
     for there in others:
         assert cpu.exit_code == there.exit_code
         assert cpu.reading == there.reading
-
-
-@pytest.mark.slow
-def test_the_panel(models: Callable[..., Any], on_two: kv.Adapter) -> None:
-    from kvinterp.study.report.panel import patch_panel
-
-    asked = {"donor": "prompt", "distance": "kl"}
-    cpu, *others = (
-        patch_panel(m, "Tom has 5 red apples.", other="Tom has 7 red apples.", max_new_tokens=3).choose(**asked)
-        for m in (*models("native"), on_two)
-    )
-    answers = [made.choose(site="kv", layer=3).fill().answer for made in (cpu, *others)]
-    assert answers[0] is not None
-    for there, answer in zip(others, answers[1:], strict=True):
-        assert str(answers[0]) == str(answer)
-        assert cpu.widget.map["cells"] == there.widget.map["cells"]

@@ -48,15 +48,6 @@ def test_the_first_piece_is_judged_by_its_share_and_the_others_by_it() -> None:
     assert told[-1] == ("3 of 3 parts: the second, late", None)
 
 
-def test_of_a_single_piece_its_share_tells() -> None:
-    clock, told = Clock(), list[str]()
-    pace = Pace({"audit": "x"}, "parts", lambda text, share: told.append(text), clock)
-    pace.say("float16", 0.0)
-    clock.now = 60.0
-    pace.say("float32", 0.25)
-    assert told == ["float16", "float32, about 3 min left"]
-
-
 def test_what_is_counted_is_told_to_the_listener_once() -> None:
     told = list[tuple[Any, ...]]()
     with listening(lambda *said: told.append(said)):
@@ -70,12 +61,6 @@ def test_what_is_counted_is_told_to_the_listener_once() -> None:
     # Among pieces that follow each other it is no share of one of them.
     assert [said[0].partition(",")[0] for said in told[2:]] == ["choosing 1 of 2 prompts"]
     assert [len(said) for said in told[2:]] == [1]
-
-
-def test_without_a_listener_it_is_a_bar_and_only_where_one_is_wanted(capsys: pytest.CaptureFixture[str]) -> None:
-    assert list(each("ab", "patching", "prompt", "bar")) == ["a", "b"]
-    assert list(each("ab", "patching", "prompt")) == ["a", "b"]
-    assert capsys.readouterr().err == ""  # A file is no terminal.
 
 
 def test_lines_are_few() -> None:

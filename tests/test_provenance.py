@@ -83,10 +83,3 @@ def test_the_variable_sets_the_number(load: Any, many_threads: Any, monkeypatch:
         with pytest.raises(kv.InputError, match=r"KVINTERP_THREADS=.* expected a whole number of threads"):
             kv.run(model, PROMPT, max_new_tokens=2)
     assert torch.get_num_threads() == 3
-
-
-def test_the_number_is_put_back_after_an_error(load: Any, many_threads: Any) -> None:
-    model = load(CASE)
-    with pytest.raises(ZeroDivisionError), threads.own_threads(model):
-        _ = 1 / 0
-    assert torch.get_num_threads() == 3

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from command_line import one_after_another, parsed, program
+from command_line import one_after_another, parsed
 from kvinterp.models import real
 from kvinterp.paths import path_named
 from support import SUITES_OWN_SETTINGS, has_hooked_transformer, write_checkpoint
@@ -125,15 +125,6 @@ def test_a_command_is_one_that_there_is(command: list[str]) -> None:
         if not (real.home() / name).exists():
             pytest.skip(f"{name} was not fetched (make real), which the command line says at once")
     parsed(command)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("command", commands(), ids=" ".join)
-def test_a_command_runs(command: list[str], tmp_path: Path) -> None:
-    if command[0] == "show":
-        pytest.skip("it shows what another command wrote: tests/test_cli_show.py")
-    (_, error) = one_after_another({"it": program(*command)}, tmp_path, environment())["it"]
-    assert not error, error[-3000:]
 
 
 def test_every_path_that_is_written_is_one() -> None:

@@ -6,24 +6,19 @@ import dataclasses
 import io
 import json
 import os
-import tracemalloc
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import pytest
 
-from kvinterp.common.files import partial_name
 from kvinterp.common.parquet import GROUP, LongTable, write_table
 from kvinterp.common.store import write_whole
-from kvinterp.comparison import PARTS, TABLES, Comparison
-from kvinterp.comparison.findings import charts_of_comparisons, rows_of_comparison
+from kvinterp.comparison import TABLES
 from kvinterp.data import Prompt
 from kvinterp.errors import InputError
-from kvinterp.study.report.tokens import packed_comparison
-from kvinterp.study.results import prompts_of, write_result
 from synthetic import comparison, failed, prompts
-from writing import Compared, cells_made, cells_of, change_cell, changed, joined, read_result, write_tables
+from writing import Compared, cells_of, changed, read_result, write_tables
 
 SETTINGS = {"model": "zoo:mistral-mini", "dtype": "float16", "made_with": {"threads": 1}}
 
@@ -57,16 +52,6 @@ def test_finished_result_is_the_joined_parts_and_leaves_nothing_else(tmp_path: P
     )
 
 
-def test_batches_may_hold_any_examples_and_finish_in_any_order(tmp_path: Path) -> None:
-    """Prompts of equal length share a batch, wherever they stand in the list."""
-    filled(tmp_path / "one").close()
-    other = folder(tmp_path / "two")
-    for batch in ((1, 2), (0, 3)):
-        other.add(comparison(batch))
-    other.close()
-    same(tables(tmp_path / "one"), tables(tmp_path / "two"))
-
-
 def test_summary_has_the_promised_keys_and_numbers(tmp_path: Path) -> None:
     filled(tmp_path / "out").close()
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
@@ -79,14 +64,6 @@ def test_summary_has_the_promised_keys_and_numbers(tmp_path: Path) -> None:
     assert summary["interrupted"] is False
     assert {"paths", "protocol", "strategy", "mean_kl_before_flip", "provenance"} <= set(summary)
     assert summary["provenance"]["weights"] == "0123456789abcdef"
-
-
-def test_every_table_carries_its_provenance(tmp_path: Path) -> None:
-    """A table that has lost its folder still says what it was made with."""
-    filled(tmp_path / "out").close()
-    for name, frame in tables(tmp_path / "out").items():
-        assert frame.attrs["weights"] == "0123456789abcdef", name
-        assert frame.attrs["paths"] == {"a": "cached", "b": "recompute"}, name
 
 
 def test_loading_gives_back_what_was_written(tmp_path: Path) -> None:
@@ -115,33 +92,6 @@ def test_a_killed_run_goes_on_and_gives_the_same_tables(tmp_path: Path) -> None:
     assert cells_of(tmp_path / "cut") == []
 
 
-def test_memory_does_not_grow_with_the_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is long is read and written a piece at a time: four times as many prompts take the same memory."""
-    monkeypatch.setattr("kvinterp.comparison.comparison._TOGETHER", 2)
-    one = comparison((0,))
-    part = {name: getattr(one, name) for name in PARTS}
-    for name in ("heads", "kv_steps", "kv_positions"):
-        part[name] = pd.concat([part[name]] * (2**15 // max(len(part[name]), 1)))
-
-    def peak(count: int) -> int:
-        store = (made := folder(tmp_path / str(count), count)).store
-        for number in range(count):
-            tables = {name: table.assign(example=number) for name, table in part.items()}
-            store.keep(f"example-{number}", tables, one.provenance)
-        tracemalloc.start()
-        found = joined(cells_made([f"example-{number}" for number in range(count)], store), made.asked)
-        rows_of_comparison(found), charts_of_comparisons({"": found}), packed_comparison(found)
-        written, summary = found.written()
-        write_result(made.folder, made.settings, [], written, summary, prompts_of(found))
-        most = tracemalloc.get_traced_memory()[1]
-        tracemalloc.stop()
-        assert len(found.heads) == count * len(part["heads"]) > count * 2**14
-        return most
-
-    peak(1)  # What is imported on the way is not measured.
-    assert peak(16) < 1.5 * peak(4)
-
-
 def test_files_are_the_same_however_their_tables_were_cut(tmp_path: Path) -> None:
     """What was compared in memory is saved as the command writes it, be it longer than a group of rows."""
     table = pd.concat([comparison((0, 1, 2)).heads] * 2000, ignore_index=True)
@@ -158,46 +108,6 @@ def test_files_are_the_same_however_their_tables_were_cut(tmp_path: Path) -> Non
     pd.testing.assert_frame_equal(long.whole(), table, check_exact=True)
     pd.testing.assert_frame_equal(long.head(40), table.head(40), check_exact=True)
     assert pd.read_parquet(files[0]).attrs == long.whole().attrs == table.attrs
-
-
-def test_an_interrupted_run_writes_what_it_has_and_goes_on(tmp_path: Path) -> None:
-    filled(tmp_path / "whole").close()
-    cut = folder(tmp_path / "cut")
-    cut.add(comparison((0,)))
-    cut.close("interrupted")
-    summary = json.loads((tmp_path / "cut" / "summary.json").read_text())
-    assert summary["interrupted"] is True
-    assert summary["counts"] == {"examples": 1, "steps": 5, "failed": 0, "planned": 4}
-    same({n: getattr(comparison((0,)), n) for n in TABLES}, tables(tmp_path / "cut"))
-    again = folder(tmp_path / "cut")
-    assert again.done() == {0}
-    for number in (1, 2, 3):
-        again.add(comparison((number,)))
-    again.close()
-    same(tables(tmp_path / "whole"), tables(tmp_path / "cut"))
-    assert json.loads((tmp_path / "cut" / "summary.json").read_text())["interrupted"] is False
-
-
-def test_a_part_cut_off_while_written_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = folder(tmp_path)
-    made.add(comparison((0,)))
-    written = pd.DataFrame.to_parquet
-
-    seen = []
-
-    def cut(frame: pd.DataFrame, file: Any, **kwargs: Any) -> Any:
-        seen.append(file)
-        if len(seen) == 4:
-            raise KeyboardInterrupt
-        return written(frame, file, **kwargs)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(pd.DataFrame, "to_parquet", cut)
-        with pytest.raises(KeyboardInterrupt):
-            made.add(comparison((1,)))
-    assert cells_of(tmp_path) == ["example-0"]
-    again = folder(tmp_path)
-    assert again.done() == {0}
 
 
 def test_a_table_cut_off_while_written_leaves_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,20 +135,6 @@ def test_a_table_cut_off_while_written_leaves_the_one_before(tmp_path: Path, mon
     assert not list(tmp_path.glob("*partial")) + list(tmp_path.glob(".*partial"))
 
 
-def test_a_part_that_cannot_be_read_is_made_again(tmp_path: Path) -> None:
-    made = filled(tmp_path, (0, 1))
-    change_cell(tmp_path, "example-1", lambda content: b"")
-    assert made.done() == {0}
-    assert folder(tmp_path).done() == {0}
-
-
-def test_other_settings_have_cells_of_their_own(tmp_path: Path) -> None:
-    filled(tmp_path, (0,))
-    assert folder(tmp_path, dtype="float32").done() == frozenset()
-    assert folder(tmp_path, made_with={"threads": 2}).done() == frozenset()
-    assert folder(tmp_path).done() == {0}
-
-
 def test_an_interrupted_result_of_other_settings_is_refused_with_what_differs(tmp_path: Path) -> None:
     filled(tmp_path, (0,)).close("interrupted")
     with pytest.raises(InputError, match=r'dtype: "float16", now "float32".*--overwrite') as error:
@@ -263,23 +159,6 @@ def test_a_finished_result_is_refused_used_or_overwritten(tmp_path: Path) -> Non
     assert (tmp_path / "notes.txt").read_text() == "mine"
 
 
-def test_unknown_way_to_treat_what_is_there(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="did you mean 'overwrite'"):
-        folder(tmp_path, existing="overwrit")
-
-
-def test_nothing_finished_leaves_nothing(tmp_path: Path) -> None:
-    made = folder(tmp_path / "new" / "deep")
-    assert made.close("interrupted") is None
-    assert not (tmp_path / "new").exists()
-
-
-def test_a_file_in_the_way_is_one_sentence(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(InputError, match=r"cannot be written \(Not a directory\): choose another with --out"):
-        folder(tmp_path / "file" / "out")
-
-
 def test_failed_examples_are_done_and_keep_the_others_types(tmp_path: Path) -> None:
     """Joining an example without steps once turned every column of the examples table into objects."""
     made = folder(tmp_path)
@@ -302,24 +181,6 @@ def test_parts_made_differently_are_not_joined(tmp_path: Path) -> None:
     made.add(dataclasses.replace(other, provenance={**other.provenance, "weights": "another"}))
     with pytest.raises(InputError, match="different weights"):
         made.close()
-
-
-@pytest.mark.parametrize("content", [None, "{", "[]"])
-def test_what_is_no_result_cannot_be_loaded(tmp_path: Path, content: str | None) -> None:
-    if content is not None:
-        (tmp_path / "summary.json").write_text(content)
-    with pytest.raises(InputError, match="holds no readable"):
-        read_result(tmp_path)
-
-
-def test_only_failures_still_make_a_result(tmp_path: Path) -> None:
-    made = folder(tmp_path, count=1)
-    made.add(failed(0))
-    done = made.close()
-    assert done is not None
-    assert isinstance(read_result(tmp_path), Comparison)
-    assert done.written()[1]["mean_kl"] is None
-    assert done.written()[1]["counts"]["failed"] == 1
 
 
 # What is there already ------------------------------------------------------------------------------------------------
@@ -368,23 +229,6 @@ def test_a_summary_that_names_other_folders_takes_nothing_there(tmp_path: Path) 
     assert victim.read_text() == "mine"
 
 
-def test_prompts_outlive_an_overwriting_run_that_finished_nothing(tmp_path: Path) -> None:
-    """The folder's prompts.jsonl may be the only copy of the prompts that the run itself was given."""
-    filled(tmp_path).close()
-    assert folder(tmp_path, existing="overwrite").close("interrupted") is None
-    assert (tmp_path / "prompts.jsonl").exists()
-
-
-def test_an_interrupted_run_does_not_take_the_place_of_a_finished_result(tmp_path: Path) -> None:
-    filled(tmp_path).close()
-    before = (tmp_path / "summary.json").read_bytes()
-    again = folder(tmp_path, existing="overwrite", count=2)
-    again.add(comparison((0,)))
-    assert again.close("interrupted") is None
-    assert (tmp_path / "summary.json").read_bytes() == before
-    assert len(read_result(tmp_path).examples) == 4
-
-
 @pytest.mark.parametrize("before", [None, {"other": pd.DataFrame({"x": [1.0]})}])
 def test_cut_off_while_it_is_written_it_is_not_finished_and_the_same_again_finishes(
     tmp_path: Path, before: dict[str, pd.DataFrame] | None
@@ -414,23 +258,6 @@ def test_cut_off_while_it_is_written_it_is_not_finished_and_the_same_again_finis
     assert one == other
     with pytest.raises(InputError, match="already holds a result"):
         write_tables(tmp_path / "cut", table, {}, draw=draw, about=about)
-
-
-def test_what_a_killed_process_left_half_written_is_gone_and_a_users_file_is_not(tmp_path: Path) -> None:
-    (tmp_path / "figures").mkdir()
-    left = [tmp_path / partial_name("steps.parquet"), tmp_path / "figures" / partial_name("recovery.png")]
-    users = [tmp_path / ".steps.parquet.partial", tmp_path / "figures" / ".mine.kvinterp-partial"]
-    for path in (*left, *users):
-        path.write_text("half")
-    write_tables(tmp_path, {"recovery": pd.DataFrame({"x": [1.0]})}, {}, about={"verb": "patch"})
-    assert not any(path.exists() for path in left)
-    assert all(path.read_text() == "half" for path in users)
-
-
-@pytest.mark.parametrize("name", ["a\0b", "y" * 400])
-def test_a_name_no_folder_can_have_is_one_sentence(tmp_path: Path, name: str) -> None:
-    with pytest.raises(InputError, match="cannot be written"):
-        folder(tmp_path / name)
 
 
 def test_two_runs_into_one_folder_end_with_the_right_tables(tmp_path: Path) -> None:

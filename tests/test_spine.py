@@ -1,13 +1,9 @@
 """The spine end to end: what the issue asks to be shown of models, paths, recorder, comparison and bad input."""
 
-import inspect
-import json
-import logging
 import subprocess
 import sys
 
 import numpy as np
-import pandas as pd
 import pytest
 import torch
 
@@ -20,7 +16,6 @@ from support import Case
 
 pytestmark = pytest.mark.bits
 
-KINDS = [pytest.param("hooked", marks=pytest.mark.hooked), "bridge", "native"]
 PROMPT = "Question: Leo shares 4 balls among 2 friends. How many balls does each friend get?\nAnswer:"
 
 
@@ -55,35 +50,6 @@ def test_every_kind_agrees_with_transformers_eager_in_float32(name):
         for kind in HOOKED_KINDS:
             given = kv.load_model(f"zoo:{name}", kind=kind, dtype="float32", device="cpu").forward(tokens)
             assert (given - wanted).abs().max() / wanted.abs().max() < 1e-5, kind
-
-
-@pytest.mark.each
-@pytest.mark.parametrize("name", ["mistral-mini", "gemma2-mini"])
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_native_is_a_plain_transformers_loop_to_the_bit(name, dtype):
-    """The cached loop against transformers' own DynamicCache, past gemma2-mini's window; the other against model(ids)."""
-    adapter = kv.load_model(f"zoo:{name}", kind="native", dtype=dtype, device="cpu")
-    tokens = torch.tensor([adapter.encode(PROMPT)])
-    cached = kv.run(adapter, tokens[0].tolist(), "cached", max_new_tokens=16, logits="keep", stop="length")
-    recompute = kv.run(adapter, tokens[0].tolist(), "recompute", max_new_tokens=16, logits="keep", stop="length",
-                       continuation=cached.tokens)  # fmt: skip
-    with torch.no_grad():
-        output, whole = adapter.model(tokens, use_cache=True), tokens
-        for step, token in enumerate(cached.tokens):
-            assert torch.equal(output.logits[0, -1], cached.logits[step])
-            plain = adapter.model(whole, use_cache=False).logits[0, -1]
-            assert torch.equal(plain, recompute.logits[step])
-            plain_kl = torch.nn.functional.kl_div(
-                plain.double().log_softmax(-1),
-                output.logits[0, -1].double().log_softmax(-1),
-                log_target=True,
-                reduction="sum",
-            )
-            ours = kv.compare_traces(cached, recompute).steps.loc[step, "kl"] if step in (1, 15) else None
-            assert ours is None or abs(ours - plain_kl) <= max(1e-12, 1e-6 * abs(plain_kl))
-            following = torch.tensor([[token]])
-            whole = torch.cat([whole, following], 1)
-            output = adapter.model(following, past_key_values=output.past_key_values, use_cache=True)
 
 
 def test_wrap_takes_what_the_user_has(model):
@@ -131,22 +97,7 @@ def test_trace_saves_and_loads(model, tmp_path):
         kv.Trace.load(tmp_path / "trace")
 
 
-def test_pattern_under_sdpa_is_derived_and_says_so(model):
-    assert kv.run(model, PROMPT, record="pattern", max_new_tokens=2).derived == ("pattern",)
-
-
 # Paths ---------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("text", ["cached", "recompute@float64", "cached[chunk=16]", "cached[cache=float32]@float16"])
-def test_path_text_comes_back(text):
-    assert str(kv.path_named(text)) == text
-
-
-@pytest.mark.parametrize("text", ["cash", "recompute[cache=float32]", "cached[chunk=0]", "cached@float8", "cached+nothing"])
-def test_bad_paths_are_refused(text):
-    with pytest.raises(kv.InputError):
-        kv.path_named(text)
 
 
 @pytest.mark.parametrize("text", ["top_k(5,0.7)", "top_p(0.8,1.3)"])
@@ -170,13 +121,6 @@ def test_a_strategy_is_read_back_from_its_text(strategy):
     assert str(strategy_named("top_p(0.95,0.8)")) == "top_p(0.95,0.8)"
 
 
-@pytest.mark.parametrize("text", ["top_k(5,1e400)", "top_k(5,1e-320)", "top_p(0.9,0)", "top_k(True)"])
-def test_strategies_whose_probabilities_would_be_no_numbers(text):
-    """An infinite temperature, and one so small that logits divided by it overflow, gave NaN and with it any token."""
-    with pytest.raises(kv.InputError, match=r"expected a (whole )?number"):
-        strategy_named(text)
-
-
 @pytest.mark.parametrize(
     ("make", "said"),
     [
@@ -191,12 +135,6 @@ def test_paths_that_are_none(make, said):
     """ExecutionPath("cache") ran the recompute path, and nothing said so."""
     with pytest.raises(kv.InputError, match=said):
         make()
-
-
-def test_a_path_is_not_chunked_by_a_truth_value():
-    cached = inspect.unwrap(kv.Cached)
-    with pytest.raises(kv.InputError, match="chunk=True"):
-        cached(chunk=True)
 
 
 def test_random_numbers_do_not_depend_on_the_batch():
@@ -222,55 +160,6 @@ def test_a_chunked_prefill_agrees_in_float64(model):
                       ("cached@float64", "cached[chunk=5]@float64"))  # fmt: skip
     assert whole.tokens == chunked.tokens
     assert (whole.logits - chunked.logits).abs().max() < 1e-12
-
-
-@pytest.mark.long  # tests/contracts/test_batches.py asks it of every kind, on smaller models.
-def test_batches_change_no_bit_and_no_order(model):
-    prompts = kv.load_prompts("arithmetic:8")
-    one = kv.compare(model, prompts, max_new_tokens=3, progress="none")
-    many = kv.compare(model, prompts, max_new_tokens=3, batch_size=4, progress="none")
-    for name in ("steps", "examples", "layers", "kv_steps", "kv_positions"):
-        keys = [c for c in ("example", "step", "site", "tensor", "layer", "kv_head", "position") if c in getattr(one, name)]
-        frames = [getattr(c, name).sort_values(keys, ignore_index=True) for c in (one, many)]
-        pd.testing.assert_frame_equal(*frames)
-
-
-def test_out_of_memory_halves_the_batch_and_says_so(model, monkeypatch, caplog):
-    forward = type(model).forward
-
-    def small(self, tokens, store=None):
-        if len(tokens) > 2:
-            raise torch.OutOfMemoryError("planted")
-        return forward(self, tokens, store)
-
-    monkeypatch.setattr("kvinterp.paths.batches.batched_alike", lambda *_: True)
-    prompts = [list(range(10, 22))] * 4
-    wanted = kv.run(model, prompts, max_new_tokens=3)
-    monkeypatch.setattr(type(model), "forward", small)
-    with caplog.at_level(logging.WARNING, logger="kvinterp"):
-        given = kv.run(model, prompts, max_new_tokens=3, batch_size=4)
-    assert [t.tokens for t in given] == [t.tokens for t in wanted]
-    assert "batch of 4" in caplog.text
-    assert "halved to 2" in caplog.text
-
-
-def test_out_of_memory_on_a_cpu_halves_the_batch_too(model, monkeypatch):
-    """There it is a plain RuntimeError, and ended the run."""
-    forward = type(model).forward
-
-    def small(self, tokens, store=None):
-        if len(tokens) > 2:
-            raise RuntimeError("[enforce fail at alloc_cpu.cpp:121] DefaultCPUAllocator: can't allocate memory")
-        return forward(self, tokens, store)
-
-    monkeypatch.setattr("kvinterp.paths.batches.batched_alike", lambda *_: True)
-    prompts = [list(range(10, 22))] * 4
-    wanted = kv.run(model, prompts, max_new_tokens=2)
-    monkeypatch.setattr(type(model), "forward", small)
-    assert [t.tokens for t in kv.run(model, prompts, max_new_tokens=2, batch_size=4)] == [t.tokens for t in wanted]
-    monkeypatch.setattr(type(model), "forward", lambda *_: (_ for _ in ()).throw(RuntimeError("something else")))
-    with pytest.raises(RuntimeError, match="something else"):
-        kv.run(model, prompts, max_new_tokens=2, batch_size=4)
 
 
 def test_a_prompt_may_fill_the_context(load):
@@ -379,33 +268,6 @@ def test_where_no_prompt_can_be_compared_it_is_an_error():
 # Bad input -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("call", "said"),
-    [
-        (lambda tmp: kv.load_model("zoo:mistrel-mini"), "mistral-mini"),
-        (lambda tmp: kv.load_model("zoo:mistral-mini", kind="hoked"), "hooked"),
-        (lambda tmp: kv.load_model("zoo:mistral-mini", kind="native", dtype="float8"), "float16"),
-        (lambda tmp: kv.load_model(str(tmp / "nowhere")), "does not exist"),
-        (lambda tmp: kv.load_model(str(tmp)), "no config.json"),
-        (lambda tmp: kv.load_prompts(str(tmp / "none.jsonl")), "none.jsonl"),
-        (lambda tmp: strategy_named("gready"), "greedy"),
-    ],
-)
-def test_bad_names_get_one_sentence(tmp_path, call, said):
-    with pytest.raises(kv.KvinterpError, match=said) as caught:
-        call(tmp_path)
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.hooked
-def test_an_architecture_hooked_cannot_convert_names_the_other_kinds(tmp_path):
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=16, n_head=2, vocab_size=50, n_positions=32)).save_pretrained(tmp_path)
-    with pytest.raises(kv.UnsupportedError, match=r"bridge.*native"):
-        kv.load_model(str(tmp_path), kind="hooked", device="cpu")
-
-
 def test_sites_layers_heads_and_prompts_that_do_not_exist(model):
     for options, said in (
         ({"record": "resid_pots"}, "resid_post"),
@@ -418,46 +280,6 @@ def test_sites_layers_heads_and_prompts_that_do_not_exist(model):
         kv.run(model, [5] * 1020, max_new_tokens=10)
     with pytest.raises(kv.InputError, match="token id 9999"):
         kv.run(model, [9999], max_new_tokens=1)
-
-
-@pytest.mark.parametrize(
-    ("prompt", "options", "said"),
-    [
-        (None, {}, "prompts of type NoneType were given"),
-        (5, {}, "prompts of type int were given"),
-        ([1.5, 2.5], {}, "expected whole numbers, the ids of tokens"),
-        (torch.tensor([1.0]), {}, "expected whole numbers"),
-        ([True, False], {}, "expected whole numbers"),
-        ([[]], {}, "has no token"),
-        ([5], {"continuation": [9999]}, "continuation holds token id 9999"),
-        ([5], {"max_new_tokens": True}, "max_new_tokens=True"),
-        ("half \ud800 of one", {}, r"lone surrogate \\ud800"),
-    ],
-)
-def test_what_is_no_prompt_is_one_sentence(model, prompt, options, said):
-    # Without the checked signatures that the tests run with: a user has none.
-    run = inspect.unwrap(kv.run)
-    with pytest.raises(kv.InputError, match=said) as error:
-        run(model, prompt, **{"max_new_tokens": 1} | options)
-    assert "\n" not in str(error.value)
-
-
-def test_prompts_are_token_ids_of_any_library(model):
-    tokens = [5, 6, 7, 8]
-    wanted = kv.run(model, tokens, max_new_tokens=2, record=None, stop="length").tokens
-    for given in (tuple(tokens), np.array(tokens), list(np.array(tokens)), torch.tensor(tokens)):
-        assert kv.run(model, given, max_new_tokens=2, stop="length").tokens == wanted
-    assert [t.tokens for t in kv.run(model, torch.tensor([tokens] * 2), max_new_tokens=2, stop="length")] == [wanted] * 2
-
-
-def test_prompt_files(tmp_path):
-    file = tmp_path / "prompts.jsonl"
-    file.write_text("")
-    with pytest.raises(kv.InputError, match="empty"):
-        kv.load_prompts(str(file))
-    file.write_text(json.dumps({"prompt": "a"}) + "\n{broken\n")
-    with pytest.raises(kv.InputError, match="line 2"):
-        kv.load_prompts(str(file))
 
 
 # The package ---------------------------------------------------------------------------------------------------------

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-import kvinterp as kv
 from kvinterp.common import words
 from kvinterp.comparison import CACHE_ERRORS, PROTOCOLS
 from kvinterp.models import KINDS, SITES
@@ -49,28 +48,6 @@ GROWING = {"Site": words.Site, "PatchSite": words.PatchSite, "ExperimentName": w
 def test_a_type_offers_what_there_is(word):
     """Stale after a new site or experiment: `python tests/test_words.py` writes it anew."""
     assert sorted(typing.get_args(word)) == sorted(TABLES[word])
-
-
-@pytest.mark.parametrize(
-    ("function", "options"),
-    [
-        (kv.load_model, {"kind": words.Kind, "dtype": words.Dtype, "attention": words.Attention}),
-        (
-            kv.compare,
-            {"protocol": words.Protocol, "stop": words.Stop, "cache_errors": words.CacheErrors, "record": words.Site},
-        ),
-        (kv.run, {"record": words.Site, "positions": words.Positions, "logits": words.Kept, "strategy": words.Strategy}),
-        (kv.record, {"sites": words.Site, "positions": words.Positions}),
-        (kv.Patch, {"site": words.PatchSite}),
-        (kv.sweep, {"site": words.PatchSite, "over": words.Over, "direction": words.Direction, "distance": words.Distance}),
-        (kv.experiment, {"name": words.ExperimentName, "existing": words.Existing}),
-    ],
-    ids=lambda value: getattr(value, "__name__", ""),
-)
-def test_options_have_them(function, options):
-    hints = typing.get_type_hints(function)
-    for name, word in options.items():
-        assert word in typing.get_args(hints[name]) or hints[name] == word, name
 
 
 if __name__ == "__main__":

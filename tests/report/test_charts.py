@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from kvinterp.findings import Chart, Panel, finding, findings_of, median_of
+from kvinterp.findings import Chart, Panel, finding, median_of
 from kvinterp.findings.rows import line
 from kvinterp.study.report.charts import drawn
 from synthetic import ABOUT
@@ -71,16 +71,6 @@ def test_what_is_beyond_a_signed_scale_stands_at_its_edge_with_its_number() -> N
     assert [text.get_text().replace("\u202f", " ") for text in figure.axes[0].texts] == ["▼ −3000 %"]
 
 
-def test_a_sign_that_means_mathematics_elsewhere_is_written_as_it_is() -> None:
-    about = {**ABOUT, "model": "a$b_{c}$"}
-    figure = drawn(Chart("a$b$ costs", [Panel(TABLE, "x", "y", label="$y$")], ["$n$"]), [about])
-    from matplotlib.text import Text
-
-    written = [text for text in figure.findobj(Text) if "$" in text.get_text()]
-    assert len(written) == 3
-    assert not any(text.get_parse_math() for text in written)
-
-
 # Findings --------------------------------------------------------------------------------------------------------------
 
 
@@ -97,9 +87,3 @@ def test_a_sign_that_means_mathematics_elsewhere_is_written_as_it_is() -> None:
 )  # fmt: skip
 def test_a_finding_is_one_line(found: dict[str, Any], said: str) -> None:
     assert line(found).replace("\u00a0", " ") == said
-
-
-def test_labels_come_first_and_one_that_does_not_apply_is_not_said() -> None:
-    table = findings_of([finding("a", 1.0, model="m", layer=2), finding("b", 2.0, model="m")])
-    assert list(table.columns[:2]) == ["model", "layer"]
-    assert line(table.to_dict("records")[1]).startswith("m: b 2")

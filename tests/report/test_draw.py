@@ -42,11 +42,6 @@ def drawn(page_opened: Callable[..., Opened], tmp_path: Path) -> Iterator[Any]:
     opened.quiet()
 
 
-def test_a_script_that_is_not_there_is_named() -> None:
-    with pytest.raises(FileNotFoundError, match=r"drew\.js"):
-        script("drew")
-
-
 def heatmap(page: Any, **more: Any) -> None:
     page.evaluate(
         "(given) => { globalThis.map = heatmap(document.getElementById('root'),"
@@ -66,12 +61,6 @@ def test_a_heatmap_says_every_number_with_its_unit(drawn: Any) -> None:
     legend = drawn.locator(".kv-legend").inner_text()
     assert re.sub(r"\s+", " ", legend) == "1.00e-7 2.5 (nats, log scale) exactly 0 (1) no value (1)"
     assert "before" not in drawn.locator("#root").inner_text()
-
-
-def test_markup_stays_text(drawn: Any) -> None:
-    heatmap(drawn)
-    assert drawn.locator(".kv-title").inner_text() == EVIL
-    assert drawn.locator("#root img, #root script").count() == 0
 
 
 def test_mouse_and_keyboard_pick_the_same_cells(drawn: Any) -> None:
@@ -101,15 +90,3 @@ def test_a_colour_is_where_its_number_lies(drawn: Any, kind: str, values: list[A
     )
     assert [look for look, _ in found] == [look for look, _ in shades]
     assert [part for _, part in found] == pytest.approx([part for _, part in shades])
-
-
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_more_stands_out_more_in_light_and_dark(drawn: Any, scheme: str) -> None:
-    drawn.emulate_media(color_scheme=scheme)
-    heatmap(drawn, values=[[0.0, 1.0, 2.0], [0.5, 1.5, 2.0]])
-    light = drawn.evaluate(
-        "() => [...document.querySelectorAll('[role=gridcell]')].slice(0, 3).map((cell) => "
-        "Number(getComputedStyle(cell).backgroundColor.match(/oklab\\(([0-9.]+)/)[1]))"
-    )
-    assert light == sorted(light, reverse=scheme == "light")
-    assert abs(light[0] - light[2]) > 0.3

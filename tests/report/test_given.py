@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
-import pytest
 from browser import EVIL, IN_A_BROWSER, Opened, check_markup, check_page
 
 from kvinterp.auditing.bench import Check
@@ -70,38 +68,6 @@ def test_a_difference_beyond_the_scale_is_marked_and_counted() -> None:
     legend = next(part.legend for part in parts if isinstance(part, Shaded))
     assert any("1 token off the scale" in part.text for part in parts if isinstance(part, Text))
     assert ("b5", "below by 100 and more, off the scale") in legend
-
-
-def test_without_a_unit_it_is_the_mean_and_positions_left_out_are_hatched() -> None:
-    """What ``compare`` has: no part of the prompt, no rows where nothing was given."""
-    some = table().drop(columns="part").dropna(subset="difference")
-    parts = shaded(some)
-    assert any("in units of the mean difference" in part.text for part in parts if isinstance(part, Text))
-    assert [row[4] for row in looks(parts) if row[4][1] == "n"] == [(" … ", "n", "1 not given")]
-
-
-@pytest.mark.parametrize("word", ["rounding", "cannot-tell", "misaligned"])
-def test_the_verdict_is_first_in_one_plain_sentence(word: str) -> None:
-    shown = page(verdict(None, word))
-    (answer,) = re.findall(r'<div class="answer[^>]*><strong>(.*?)</strong>', shown)
-    assert f"{word}. " in answer
-    assert answer.endswith(".")
-    assert "Token by token" not in shown
-
-
-def test_a_cause_that_is_named_is_told_from_those_ruled_out() -> None:
-    tried = [{"cause": name, "left": left, "slope": 1.0, "n": 64} for name, left in (("this", 0.01), ("that", 0.9))]
-    shown = page(verdict(table(), tried=tried, named="this"))
-    assert re.findall(r"<td[^>]*>(no, it is named|yes)</td>", shown) == ["no, it is named", "yes"]
-
-
-def test_a_rollout_of_64_sequences_is_no_large_page() -> None:
-    shown = page(verdict(table(64, 512)))
-    assert shown.partition("Step by step")[0].count("<details") == 64 - OPEN
-    assert len(shown) < 5e6
-    many = page(verdict(table(200, 512)))
-    assert len(many) < 10e6
-    assert "72 more sequences in given.parquet" in many
 
 
 @IN_A_BROWSER[0]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import re
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,19 +12,16 @@ import pytest
 from matplotlib.figure import Figure
 
 from kvinterp.findings import findings_of, lines_of
-from kvinterp.metrics.recovery import TO_SEE_A_DIFFERENCE
 from kvinterp.patching import ANEW, PARTS, Decomposition, Sweep
 from kvinterp.patching.findings import (
-    NOTHING,
     charts_of_decomposition,
     charts_of_sweep,
     headline_of_decomposition,
     headline_of_sweep,
     rows_of_decomposition,
-    rows_of_sweep,
 )
 from kvinterp.study.report.charts import drawn
-from kvinterp.study.report.style import DIVERGING, save
+from kvinterp.study.report.style import DIVERGING
 from synthetic import ABOUT
 
 PROVENANCE = {key: value for key, value in ABOUT.items() if key not in ("paths", "protocol", "strategy", "seed")}
@@ -96,10 +92,6 @@ def test_a_heatmap_shows_medians_and_marks_what_leaves_its_range() -> None:
     assert any("median recovery" in each.get_ylabel() for each in figure.axes[1:])
 
 
-def test_kv_heads_are_called_so() -> None:
-    assert recovery_figure(_sweep({(0, 0): [0.5]}, "kv-heads", "kv")).axes[0].get_xlabel() == "KV head"
-
-
 def test_the_map_is_white_in_the_middle_and_as_dark_at_both_ends() -> None:
     assert DIVERGING(0.5)[:3] == pytest.approx((1, 1, 1), abs=0.01)
     ends = [0.3 * r + 0.59 * g + 0.11 * b for r, g, b, _ in (DIVERGING(0.0), DIVERGING(1.0))]
@@ -107,13 +99,6 @@ def test_the_map_is_white_in_the_middle_and_as_dark_at_both_ends() -> None:
     # Blue against orange: the axis that red-green blindness leaves.
     assert DIVERGING(0.0)[2] < DIVERGING(0.0)[0]
     assert DIVERGING(1.0)[2] > DIVERGING(1.0)[0]
-
-
-def test_many_heads_are_marked_by_sign_alone() -> None:
-    values = {(layer, head): [-0.5 if head % 2 else 0.5] for layer in range(12) for head in range(12)}
-    texts = _texts(recovery_figure(_sweep(values)).axes[0])
-    assert texts.count("−") == 72
-    assert texts.count("") == 72
 
 
 def test_layers_show_every_example_their_median_and_what_is_beyond() -> None:
@@ -128,75 +113,6 @@ def test_layers_show_every_example_their_median_and_what_is_beyond() -> None:
     assert headline_of_sweep(sweep)[0].startswith("Layer 1 recovers most: 80\u202f% of the KL")
     together = _sweep(values, "cumulative", "resid_post")
     assert headline_of_sweep(together)[0].startswith("Layers 0 to 1 together recover most: 80\u202f%")
-
-
-def test_blocks_are_labelled_by_their_positions() -> None:
-    sweep = _sweep({(-1, 0): [0.1], (-1, 1): [0.7]}, "blocks", "kv", positions=["0:16", "16:32"])
-    figure = recovery_figure(sweep)
-    figure.canvas.draw()
-    assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == ["16:32", "0:16"]
-    assert headline_of_sweep(sweep)[0].startswith("Positions 16:32 recover most")
-    assert "layer" not in " ".join(lines_of(findings_of(rows_of_sweep(sweep))))
-
-
-def test_steps_become_a_heatmap_of_layer_by_step() -> None:
-    nothing = float("nan")
-    by_step = {(0, 1): [nothing, nothing], (0, 2): [0.1, 0.3], (1, 1): [nothing, nothing], (1, 2): [1.0, nothing]}
-    by_step |= {(0, 3): [-4.0, -2.0], (1, 3): [0.6, 0.8]}
-    sweep = _sweep({(0, -1): [0.1], (1, -1): [0.8]}, "single", "kv")
-    sweep.steps = pd.DataFrame(
-        [
-            {"sweep": "single", "layer": layer, "step": step, "example": example, "recovery": value}
-            for (layer, step), group in by_step.items()
-            for example, value in enumerate(group)
-        ]
-    )
-    figure = recovery_figure(sweep, "recovery_by_step")
-    figure.canvas.draw()
-    axes = figure.axes[0]
-    shown = np.ma.filled(axes.images[-1].get_array(), np.nan)
-    np.testing.assert_allclose(shown, [[nothing, 0.2, -3.0], [nothing, 1.0, 0.7]])
-    assert _texts(axes) == ["n/a", "20 %", "−300 %", "n/a", "100 %", "70 %"]
-    assert (axes.get_xlabel(), axes.get_ylabel()) == ("decode step", "layer")
-    assert [label.get_text() for label in axes.get_xticklabels() if label.get_text()] == ["1", "2", "3"]
-    sweep.steps = sweep.steps[sweep.steps["step"] == 2]
-    assert "recovery_by_step" not in charts_of_sweep(sweep)
-
-
-def test_equal_paths_and_empty_sweeps_are_said() -> None:
-    equal = _sweep({(0, -1): [float("nan")]}, "single", "resid_post")
-    assert recovery_figure(equal).axes
-    assert headline_of_sweep(equal) == [
-        "The paths' logits are bitwise equal at the steps patched of 1 prompt: there is no difference to recover.",
-        TO_SEE_A_DIFFERENCE,
-    ]
-    assert "has no number" in lines_of(findings_of(rows_of_sweep(equal)))[0]
-    poor = _sweep({(0, -1): [-0.2]}, "single", "resid_post")
-    assert headline_of_sweep(poor)[0].startswith("No place recovers more than 5%; layer 0 recovers most: −20\u202f%")
-    unsure = _sweep({(0, -1): [0.5, -0.3, 0.4, 0.6, -0.2, 0.3, 0.1, 0.2]}, "single", "resid_post")
-    assert headline_of_sweep(unsure)[0].startswith(
-        "No recovery is clearly above 0; layer 0 recovers most: 25\u202f% of the KL ("
-    )
-    assert "95% interval −30\u202f% to 60\u202f%" in headline_of_sweep(unsure)[0]
-    empty = _sweep({(0, -1): [0.1]}, "single")
-    empty.recovery = empty.recovery.iloc[:0]
-    assert charts_of_sweep(empty) == {}
-
-
-def test_a_sweep_says_by_both_distances_and_what_no_patch_reaches() -> None:
-    sweep = _sweep({(0, -1): [0.2, 0.4, 0.6, float("nan")]}, "single", "kv")
-    sweep.provenance["distances"] = ["kl", "l2"]
-    sweep.recovery["recovery_l2"] = sweep.recovery["recovery"] / 2
-    numbers = {"steps": 1, "d_before": 4.0, "d_after": 1.0, "d_before_l2": 4.0, "d_after_l2": 2.0, "recovery": 0.75}
-    sweep.controls = pd.DataFrame([{"control": "together", **numbers}, {"control": "floor", **numbers}])
-    found = "\n".join(lines_of(findings_of(rows_of_sweep(sweep))))
-    assert (
-        "median recovery of the KL 40% (n = 3 prompts): 20\u202f% of the L2 of the logits; 1 prompt without a difference"
-        in found
-    )
-    assert "KL left with all swept layers patched together 25%" in found
-    assert "L2 of the logits left with the last residual patched, mean 2 (" in found
-    assert "control, all layers together: recovery 75%" in found
 
 
 def _decomposition(scale: float = 1.0) -> Decomposition:
@@ -249,28 +165,3 @@ def test_exact_zeros_of_the_split_stand_in_their_own_strip() -> None:
     assert re.search(r"fresh: mean L2 of the logits 1.7\W*×\W*10⁻⁸ \(n = 6 steps, null 0.5\)", found)
     assert "most of the difference at 2 steps; no cache makes it" in found
     assert PARTS["alone"] not in found, "a part that is not there"
-
-
-def test_a_split_of_nothing_says_so() -> None:
-    equal = _decomposition(0.0)
-    assert decomposition_figure(equal).axes
-    said = headline_of_decomposition(equal)
-    assert said[0] == "The paths' logits are bitwise equal at all 6 decode steps of 2 prompts."
-    assert "try another dtype" in said[1]
-    assert not list(rows_of_decomposition(equal))
-    short = _decomposition()
-    short.steps = short.steps[short.steps["step"] == 0]
-    assert headline_of_decomposition(short) == [NOTHING]
-    empty = _decomposition()
-    empty.steps = empty.steps.iloc[:0]
-    assert charts_of_decomposition(empty) == {}
-
-
-def test_both_are_saved_with_what_made_them(tmp_path: Path) -> None:
-    from PIL import Image
-
-    made = {"recovery": recovery_figure(_sweep({(0, 0): [0.5]})), "decomposition": decomposition_figure(_decomposition())}
-    for name, figure in made.items():
-        with Image.open(save(figure, tmp_path / "new" / f"{name}.png")) as picture:
-            assert PROVENANCE["weights"] in picture.text["Description"]  # type: ignore[attr-defined]
-            assert picture.width < 1400

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import dataclasses
 import hashlib
 import re
 from importlib import resources
@@ -12,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from kvinterp.study.report import page
 from kvinterp.study.report.page import (
     Answer,
     Bullets,
@@ -20,7 +18,6 @@ from kvinterp.study.report.page import (
     Column,
     Fold,
     Folded,
-    Interval,
     Links,
     Packed,
     Pairs,
@@ -61,19 +58,6 @@ def test_every_part_is_text(part: Any) -> None:
     assert render("report", EVIL, [part], EVIL, EVIL).count("<script") == 1
 
 
-def test_every_kind_of_part_was_tried() -> None:
-    kinds = {value for value in vars(page).values() if isinstance(value, type) and dataclasses.is_dataclass(value)}
-    # The head of a column, a drawn interval, a shaded cell and one that unfolds are within the tables.
-    assert {type(part) for part in PARTS} == kinds - {Column, Interval, Fold, Cell}
-
-
-def test_the_row_that_stands_out_is_the_one_named() -> None:
-    table = Table([Column("layer"), Column("error")], [["0", "a"], ["1", "b"]], here="1")
-    assert fragment(table).count('class="here"') == 1
-    assert '<tr class="here"><td>1</td>' in fragment(table)
-    assert "here" not in fragment(dataclasses.replace(table, here=None))
-
-
 def test_only_the_scripts_that_are_named_may_run() -> None:
     """Those of the page's look, by their hash; a page without scripts allows none."""
     shown = render("report", "x")
@@ -100,20 +84,3 @@ def test_the_template_is_installed_with_the_package() -> None:
     # tomllib is there from Python 3.11 on.
     settings = (Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8")
     assert re.search(r'package-data\]\nkvinterp = \[[^\]]*"study/report/\*\.j2", "study/report/static/\*"', settings)
-
-
-@pytest.mark.parametrize(
-    "part",
-    [Text(""), Answer([]), Bullets([]), Pairs({}), Links(), Table(HEAD, []), Folded("a line", []),
-     Folded("a line", [Text(""), Table(HEAD, []), Folded("another", [Bullets([])])])],
-    ids=repr,
-)  # fmt: skip
-def test_what_is_empty_is_not_shown(part: Any) -> None:
-    assert fragment(part).strip() == ""
-    assert "a line" in fragment(Folded("a line", [part, Text("words")]))
-
-
-def test_a_table_without_rows_keeps_the_line_that_says_so() -> None:
-    shown = fragment(Table([Column("a")], [], folded="flips: 0 rows", name="table-flips"))
-    assert 'id="table-flips"' in shown
-    assert "flips: 0 rows" in shown

@@ -7,22 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from browser import EVIL, IN_A_BROWSER, Opened, check_markup, check_page, check_sorting, faults_of
 
 from kvinterp.auditing import audit
 from kvinterp.data import Prompt
 from kvinterp.models import wrap
-from kvinterp.recording import Trace
-from kvinterp.study.report import attention_comparison
-from kvinterp.study.report.attention_page import readable
-from kvinterp.study.report.page import Column, Table, render
+from kvinterp.study.report.page import render
 from support import Case
 from synthetic import comparison, comparison_page, experiment_page
 
 pytestmark = IN_A_BROWSER
-
-CELLS = ["1.6 × 10⁻⁷", "–", "3,652", "1.2 (0.8 to 1.5)", "1e-03", "1.2 (0.9 to 1.4)", "-0.5", "5 of 8", "12%"]
 
 
 def test_the_page_of_an_experiment(page_opened: Callable[..., Opened], tmp_path: Path) -> None:
@@ -60,35 +54,6 @@ def test_the_page_of_an_audit(page_opened: Callable[..., Opened], load: Any, tmp
         f"./{file.name}" for file in tmp_path.iterdir() if file.suffix in (".parquet", ".json") and file.name[0] != "."
     )
     opened.quiet()
-
-
-def test_the_page_of_attention(page_opened: Callable[..., Opened], tmp_path: Path) -> None:
-    """circuitsvis draws it; in the dark its pictures are turned round."""
-    rows = [[1.0, 0, 0], [0.25, 0.75, 0], [0.5, 0.25, 0.25]]
-    sides = [torch.tensor([rows]), torch.tensor([[*rows[:2], [0.25, 0.25, 0.5]]])]
-    traces = [Trace("recompute", (0, 1, 2), (0,), (), {("pattern", 0): [side]}, (0,)) for side in sides]
-    page = attention_comparison(*traces, step=0, tokens=[EVIL, "y" * 90, "z"]).save(tmp_path / "page.html")
-    check_page(page_opened, page, prepared=lambda shown: shown.wait_for_selector("body[data-drawn='3']"))
-    check_markup(page_opened(page), readable(EVIL))
-
-
-def test_numbers_are_put_in_order_as_numbers(page_opened: Callable[..., Opened], tmp_path: Path) -> None:
-    rows = [[cell, f"float{2 ** (n % 3 + 3)}"] for n, cell in enumerate(CELLS)]
-    path = tmp_path / "page.html"
-    path.write_text(render("report", "x", [Table([Column("number"), Column("text")], rows)]), encoding="utf-8")
-    opened = page_opened(path)
-    by_number = ["-0.5", "1.6 × 10⁻⁷", "1e-03", "1.2 (0.8 to 1.5)", "1.2 (0.9 to 1.4)", "5 of 8", "12%", "3,652", "–"]
-    assert _column(opened, 0) == by_number
-    # Equal ones stay as they stood, and what is no number stays last.
-    turned = ["3,652", "12%", "5 of 8", "1.2 (0.8 to 1.5)", "1.2 (0.9 to 1.4)", "1e-03", "1.6 × 10⁻⁷", "-0.5", "–"]
-    assert _column(opened, 0) == turned
-    assert _column(opened, 1) == ["float8"] * 3 + ["float16"] * 3 + ["float32"] * 3
-
-
-def _column(opened: Opened, number: int) -> list[str]:
-    opened.page.locator("th").nth(number).click()
-    cells: list[str] = opened.page.locator("tbody tr").locator(f"td:nth-child({number + 1})").all_text_contents()
-    return cells
 
 
 FAULTS = {

@@ -12,13 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 from matplotlib.figure import Figure
-from matplotlib.text import Text
 from PIL import Image
 
 from kvinterp.comparison import Comparison
-from kvinterp.comparison.findings import NAMES, charts_of_comparisons, rows_of_comparison
+from kvinterp.comparison.findings import NAMES, charts_of_comparisons
 from kvinterp.study.report.charts import drawn, zero_aware
-from kvinterp.study.report.style import looks, save, small_print
+from kvinterp.study.report.style import looks, save
 from synthetic import comparison
 
 MADE = {
@@ -66,13 +65,6 @@ def test_nothing_is_cut_off(name: str, what: str) -> None:
     assert inside(figure_with(name, MADE[what], "matched"))
 
 
-def test_without_a_step_of_the_same_text_k_and_v_have_no_figure_and_a_finding_says_so() -> None:
-    """In the free protocol a token may flip at step 0, after which nothing is of the same text."""
-    made = comparison((0, 1), flip=0, protocol="free")
-    assert "kv_by_position" not in figures({"": made})
-    assert any("no step after the prefill at which both" in row["note"] for row in rows_of_comparison(made))
-
-
 def test_zeros_get_a_strip_of_their_own_under_every_positive_value() -> None:
     with looks():
         axes = Figure().subplots()
@@ -87,14 +79,6 @@ def test_zeros_get_a_strip_of_their_own_under_every_positive_value() -> None:
     assert second - least == pytest.approx(last - fourth), "above the strip decades are alike"
     assert least - zero > 0.5 * (second - least)
     assert labels[0] == "exactly 0"
-
-
-def test_no_strip_where_nothing_is_zero() -> None:
-    with looks():
-        axes = Figure().subplots()
-        zero_aware(axes, np.array([1e-3, 2e-2]))
-        axes.figure.draw_without_rendering()
-        assert "exactly 0" not in [tick.get_text() for tick in axes.get_yticklabels()]
 
 
 def test_equal_paths_stand_in_the_strip_of_exact_zeros_and_leave_maps_white() -> None:
@@ -119,23 +103,6 @@ def test_the_first_flip_is_marked_where_it_happens() -> None:
     assert "first flipped token" not in plain.get_legend_handles_labels()[1]
 
 
-def test_the_line_of_kl_is_the_median_over_examples() -> None:
-    usual = MADE["usual"]
-    axes = figure_with("kl_by_step", usual, "matched").axes[0]
-    line = next(line for line in axes.lines if line.get_label() == "matched")
-    medians = usual.steps.groupby("step")["kl"].median().to_numpy()
-    np.testing.assert_array_equal(np.asarray(line.get_ydata())[1:], medians[1:])
-    assert np.asarray(line.get_ydata())[0] == medians[0] == 0
-
-
-def test_the_heatmap_leaves_equal_heads_white() -> None:
-    axes = figure_with("attention_by_head", MADE["usual"]).axes[0]
-    image = axes.images[-1].get_array()
-    assert image.mask[0].all()
-    assert not image.mask[1:].any()
-    assert [text.get_text() for text in axes.texts][:2] == ["0", "0"]
-
-
 def test_k_and_v_stand_at_absolute_positions_with_the_prompts_end_marked() -> None:
     figure = figure_with("kv_by_position", MADE["usual"])
     panels = [axes for axes in figure.axes if axes.images and axes.get_ylabel() == "layer"]
@@ -144,13 +111,6 @@ def test_k_and_v_stand_at_absolute_positions_with_the_prompts_end_marked() -> No
         assert [label.get_text() for label in axes.get_xticklabels()] == [f"{place}" for place in range(8)]
         assert {line.get_xdata()[0] for line in axes.lines} == {3.5}
         assert axes.images[-1].get_array().mask[:, :4].all()
-
-
-def test_a_window_that_holds_no_early_position_is_drawn_from_its_first() -> None:
-    kv = MADE["usual"].kv_positions
-    late = dataclasses.replace(MADE["usual"], kv_positions=kv[kv["position"] >= 3])
-    axes = figure_with("kv_by_position", late).axes[0]
-    assert [label.get_text() for label in axes.get_xticklabels()] == ["3", "4", "5", "6", "7"]
 
 
 def test_a_position_that_no_row_was_held_at_is_hatched_and_no_zero() -> None:
@@ -163,15 +123,6 @@ def test_a_position_that_no_row_was_held_at_is_hatched_and_no_zero() -> None:
     assert np.isfinite(np.ma.filled(ground, np.nan)[:, 4]).all()
 
 
-def test_figures_leave_out_what_was_not_recorded() -> None:
-    usual = MADE["usual"]
-    bare = dataclasses.replace(
-        usual, heads=usual.heads.iloc[:0], kv_positions=usual.kv_positions.iloc[:0], layers=usual.layers.iloc[:0]
-    )
-    assert list(figures({"matched": bare})) == ["kl_by_step"]
-    assert list(figures({"matched": usual})) == [name for name in NAMES if name != "routing_by_step"]
-
-
 def test_a_saved_figure_carries_its_whole_provenance(tmp_path: Path) -> None:
     path = save(figure_with("kl_by_step", MADE["usual"], "matched"), tmp_path / "new" / "kl.png")
     with Image.open(path) as image:
@@ -179,26 +130,6 @@ def test_a_saved_figure_carries_its_whole_provenance(tmp_path: Path) -> None:
         (about,) = json.loads(image.info["Description"])
     assert about == MADE["usual"].provenance
     assert [p.name for p in path.parent.iterdir()] == ["kl.png"]
-
-
-def test_the_same_tables_give_the_same_picture(tmp_path: Path) -> None:
-    one, two = (save(figure_with("kv_by_position", MADE["usual"]), tmp_path / f"{n}.png") for n in (1, 2))
-    assert one.read_bytes() == two.read_bytes()
-
-
-def test_a_dollar_in_a_name_is_no_mathematics() -> None:
-    figure = figure_with("kl_by_step", MADE["dollars"], "a$b$")
-    written = [text for text in figure.findobj(Text) if "$" in text.get_text()]
-    assert len(written) >= 2
-    assert not any(text.get_parse_math() for text in written)
-
-
-def test_small_print_names_each_value_once() -> None:
-    text = small_print([MADE["usual"].provenance, {**MADE["usual"].provenance, "protocol": "free"}], width=200)
-    assert "matched, greedy, seed 0; free, greedy, seed 0" in text
-    assert text.count("zoo:mistral-mini") == 1
-    assert "cached against recompute" in text
-    assert "torch 2.0" in text
 
 
 @pytest.mark.slow

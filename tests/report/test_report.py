@@ -12,14 +12,11 @@ import pytest
 from kvinterp.common.numbers import number
 from kvinterp.comparison import Comparison
 from kvinterp.comparison.facts import right_answers
-from kvinterp.comparison.findings import NAMES
 from kvinterp.data import Prompt
 from kvinterp.study.experiments.base import Experiment
 from pages import Page
 from synthetic import comparison, comparison_page, failed, result
 
-ALL = [name for name in NAMES if name != "routing_by_step"]
-"""The charts of a model without experts."""
 ATTACK = "<script>alert('x')</script> & <img src=http://example.com/x.png> \"quoted\""
 
 
@@ -47,19 +44,6 @@ def test_the_answer_of_an_ordinary_run(tmp_path: Path, quick: None) -> None:
     assert f"{number(steps['margin_a'].min())} logits" in text
 
 
-def test_the_answer_when_nothing_differs(tmp_path: Path, quick: None) -> None:
-    text = page(tmp_path, made(size=0.0)).text
-    assert "cached and recompute give the same logits, bit for bit, at all 10 steps." in text
-    assert "different logits" not in text
-
-
-def test_the_answer_when_tokens_flip(tmp_path: Path, quick: None) -> None:
-    text = page(tmp_path, made(flip=3, protocol="free")).text
-    assert "In 2 of 2 decodes another token is chosen, the earliest at step 3." in text
-    assert "Each path is fed its own tokens" in text
-    assert "No token changes" not in text
-
-
 def test_texts_of_models_and_prompts_are_text(tmp_path: Path) -> None:
     """A prompt is whatever someone found on the web; it must not run in the reader's browser."""
     whole = comparison(model=ATTACK, strategy=ATTACK)
@@ -73,13 +57,6 @@ def test_texts_of_models_and_prompts_are_text(tmp_path: Path) -> None:
         "the first one is drawn narrow, too"
     )
     assert shown.text.count("<script>alert('x')</script>") >= 5
-
-
-def test_characters_that_control_are_shown_and_do_nothing(tmp_path: Path, quick: None) -> None:
-    """A direction mark in a name turned round what stood behind it."""
-    text = page(tmp_path, made(model="a\u202eb\x1b[31mc")).text
-    assert r"a\u202eb\x1b[31mc" in text
-    assert not set(text) & {"\u202e", "\x1b"}
 
 
 @pytest.mark.slow
@@ -99,52 +76,10 @@ def test_the_page_asks_the_network_for_nothing(tmp_path: Path) -> None:
     assert 'name="viewport"' in html
 
 
-def test_one_result_has_plain_figure_names(tmp_path: Path) -> None:
-    page(tmp_path, made())
-    names = sorted(p.stem for p in (tmp_path / "figures").glob("*.png"))
-    assert names == sorted(ALL)
-
-
-def test_what_could_not_be_recorded_is_said(tmp_path: Path, quick: None) -> None:
-    whole = comparison()
-    bare = dataclasses.replace(whole, heads=whole.heads.iloc[:0])
-    text = page(tmp_path, result(bare), left_out={"pattern": "Site 'pattern' does not exist under 'sdpa'."}).text
-    assert re.search(r"not recorded pattern\s+–\s+Site 'pattern' does not exist under 'sdpa'.", text)
-
-
-def test_what_has_no_data_is_left_out(tmp_path: Path) -> None:
-    whole = comparison()
-    empty = {name: getattr(whole, name).iloc[:0] for name in ("layers", "heads", "kv_steps", "kv_positions", "kv")}
-    page(tmp_path, result(dataclasses.replace(whole, **empty)))
-    assert [path.stem for path in (tmp_path / "figures").glob("*.png")] == ["kl_by_step"]
-
-
-def test_failures_are_listed(tmp_path: Path, quick: None) -> None:
-    whole = comparison()
-    text = page(tmp_path, result(dataclasses.replace(whole, failures=failed(7).failures))).text
-    assert re.search(r"prompt left out p7\s+–\s+path cached: NaN first appeared in layer 1", text)
-
-
 def test_where_nothing_could_be_compared_there_is_no_page(tmp_path: Path) -> None:
     with pytest.raises(IndexError):
         comparison_page(tmp_path, failed(0))
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        (0.0, "0"),
-        (float("nan"), "–"),
-        (0.015625, "0.0156"),
-        (3652.4, "3,652"),
-        (1.57e-7, "1.6\u00a0×\u00a010⁻⁷"),
-        (4.4e12, "4.4\u00a0×\u00a010¹²"),
-        (-0.5, "-0.5"),
-    ],
-)
-def test_numbers_a_person_can_read(value: float, text: str) -> None:
-    assert number(value) == text
 
 
 def test_answers_are_judged_by_the_prompts_own_task() -> None:

@@ -12,9 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvinterp.common.numbers import share
 from kvinterp.comparison import Comparison
-from kvinterp.comparison.findings import headline_of, rows_of_comparison
+from kvinterp.comparison.findings import rows_of_comparison
 from kvinterp.findings import findings_of, lines_of
 from synthetic import comparison, failures
 
@@ -86,26 +85,6 @@ def test_where(one: Comparison, wanted: list[str], unwanted: list[str]) -> None:
     checked(one.where(), wanted, unwanted)
 
 
-@pytest.mark.parametrize(
-    ("gone", "lets_go", "wanted", "unwanted"),
-    [
-        # Two prompts of four tokens, four steps more, three layers, one KV head: 48 rows at the last step.
-        (0, [], [], ["let go of"]),
-        (2, ["a"], ["cached: cache rows let go of by the last step 25% (n = 48 rows)"], ["room for all", "recompute: cache"]),
-        (0, ["b"], ["recompute: cache rows let go of by the last step 0% (n = 48 rows): it had room for all"], ["cached: cache"]),
-        (2, ["a", "b"], ["last step 25%", "last step 0%"], []),
-    ],
-)  # fmt: skip
-@pytest.mark.parametrize("size", [1e-3, 0.0])
-def test_where_says_how_many_rows_were_let_go_of(
-    gone: int, lets_go: list[str], wanted: list[str], unwanted: list[str], size: float
-) -> None:
-    one = made(setting("kv_steps", "let_go_a", float(gone), "step == 4"), size=size, lets_go=lets_go)
-    checked(one.where(), wanted, unwanted)
-    gone_by = [row for row in rows_of_comparison(one) if row["finding"] == "cache rows let go of by the last step"]
-    assert [row["path"] for row in gone_by] == [one.provenance["paths"][side] for side in lets_go]
-
-
 def test_where_says_what_was_left_out() -> None:
     left = dataclasses.replace(made(), failures=failures(7))
     checked(left.where(), ["p7: prompt left out has no number: path cached: NaN first appeared in layer 1."], [])
@@ -114,24 +93,6 @@ def test_where_says_what_was_left_out() -> None:
 
 
 # Headline and findings -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("given", "wanted", "unwanted"),
-    [
-        ([made()], ["different logits at 8 of 10 steps, by 9.8 × 10⁻⁴ at most.", "No token changes in 2 decodes."], ["bit for bit"]),
-        ([made(size=0.0)], ["the same logits, bit for bit, at all 10 steps.", "No token changes"], ["different logits"]),
-        ([made(examples=ONE)], ["No token changes in 1 decode."], []),
-        ([made(flip=4, protocol="free")], ["In 2 of 2 decodes another token is chosen, the earliest at step 4."], ["No token"]),
-        # What is behind the flip is of two texts.
-        ([made(both(steps_equal("step <= 2"), setting("steps", "max_abs_logit", 9.0, "step > 2")), flip=2, protocol="free")],
-         ["bit for bit, at all 6 steps.", "another token is chosen"], ["different logits"]),
-        ([made(), made(kind="hooked", size=0.0)], ["cached and recompute give different logits at 8 of 20 steps"], []),
-        ([made(), made(paths={"a": "cached", "b": "cached@float64"})], ["The two paths give different logits"], ["cached and"]),
-    ],
-)  # fmt: skip
-def test_the_headline(given: list[Comparison], wanted: list[str], unwanted: list[str]) -> None:
-    checked(" ".join(headline_of(given)), wanted, unwanted)
 
 
 def found(one: Comparison) -> str:
@@ -177,11 +138,3 @@ def test_the_findings(one: Comparison, wanted: list[str], unwanted: list[str]) -
 
 
 # Titles and shares -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("part", "whole", "text"),
-    [(0, 5, "0%"), (5, 5, "100%"), (1, 1000, "less than 1%"), (999, 1000, "more than 99%"), (1, 2, "50%")],
-)
-def test_a_share_is_all_or_nothing_only_where_it_is(part: int, whole: int, text: str) -> None:
-    assert share(part, whole) == text

@@ -4,25 +4,17 @@ from __future__ import annotations
 
 import base64
 import io
-import pickle
 import re
-import zlib
 from pathlib import Path
 from xml.etree import ElementTree
 
 import numpy as np
 import pytest
 from browser import EVIL
-from fontTools.subset import Options
-from fontTools.ttLib import TTFont
-from matplotlib.colors import Colormap, to_hex
-from matplotlib.figure import Figure
 from matplotlib.image import imread
-from PIL import Image
 
 from kvinterp.study.report.page import styles
-from kvinterp.study.report.panel_shown import _cell
-from kvinterp.study.report.style import CMAP, DIVERGING, SERIES, drawn_as, ink_on, keeping, save, sheet
+from kvinterp.study.report.style import CMAP, DIVERGING, SERIES, drawn_as, keeping, save, sheet
 from kvinterp.study.report.svg import inline, picture
 
 DARK = re.findall(r"--page: (#\w+)", styles("page"))[1]
@@ -74,23 +66,6 @@ def test_what_is_legible_on_white_is_as_legible_in_the_dark() -> None:
     assert contrast(np.zeros(3), np.ones(3)) == pytest.approx(21)
 
 
-@pytest.mark.parametrize("ramp", [CMAP, DIVERGING], ids=lambda ramp: ramp.name)
-def test_what_stands_in_a_cell_is_legible_on_both_grounds(ramp: Colormap) -> None:
-    for cell in ramp(np.linspace(0, 1, 64)):
-        shade, ink = np.array(cell[:3]), of_hex(ink_on(cell))
-        assert contrast(ink, shade) >= 4.4
-        assert contrast(in_the_dark(ink), in_the_dark(shade)) >= 3
-
-
-def test_figures_panel_and_page_have_one_colour_for_one_meaning() -> None:
-    """Recovery +1 was blue in a figure and orange in the panel."""
-    light = dict(re.findall(r"--kv-(\w+): light-dark\((#\w+)", styles("draw")))
-    ends = {"low": CMAP(0.0), "high": CMAP(1.0), "less": DIVERGING(0.0), "more": DIVERGING(1.0)}
-    assert {name: to_hex(color) for name, color in ends.items()} == {name: light[name] for name in ends}
-    cells = [_cell(value, 1.0, False, True) for value in (-1.0, 1.0)]
-    assert [cell.ground for cell in cells] == [light["less"], light["more"]], "the panel's picture"
-
-
 def drawn(title: str = "a title", name: str = "one", marks: int = 9) -> str:
     with sheet(5.6, 3.0) as figure:
         left, right = figure.subplots(1, 2)
@@ -123,16 +98,6 @@ def test_names_are_text_and_nothing_is_loaded_or_run() -> None:
     assert not re.search(r"https?:(?!//www\.w3\.org/2000/svg\")|@import|url\((?!#)", svg)
 
 
-def test_ids_of_two_figures_do_not_meet() -> None:
-    one, other = drawn(name="one"), drawn(name="other one")
-    found = [set(re.findall(r' id="([^"]+)"', svg)) for svg in (one, other)]
-    assert found[0]
-    assert not found[0] & found[1]
-    for svg, ids in zip((one, other), found, strict=True):
-        refers = set(re.findall(r'url\(#([^)]+)\)|href="#([^"]+)"', svg))
-        assert {a or b for a, b in refers} == ids, "what is referred to is there, and nothing else has an id"
-
-
 def test_there_is_no_ground_and_one_picture_of_a_map_which_keeps_every_colour() -> None:
     svg = drawn()
     assert "fill: #ffffff" not in re.sub(r"<use[^>]*>", "", svg), "no white ground"
@@ -140,14 +105,6 @@ def test_there_is_no_ground_and_one_picture_of_a_map_which_keeps_every_colour() 
     assert len(points) == 2, "the map and its bar"
     colours = {tuple(each) for each in np.round(255 * points[0].reshape(-1, 3)).astype(int)}
     assert colours == {tuple(round(255 * c) for c in CMAP(end)[:3]) for end in (0.0, 1.0)}
-
-
-@pytest.mark.slow
-def test_many_marks_are_drawn_as_a_picture() -> None:
-    few, many = drawn(marks=900), drawn(marks=20_000)
-    assert "<use" in few
-    assert len(many) < 150_000
-    assert many.count("<image") > few.count("<image")
 
 
 def test_a_figure_is_shown_as_svg_where_it_was_kept(tmp_path: Path) -> None:
@@ -162,44 +119,3 @@ def test_a_figure_is_shown_as_svg_where_it_was_kept(tmp_path: Path) -> None:
 
 
 # The files beside it ---------------------------------------------------------------------------------------------------
-
-
-def test_a_figure_is_drawn_once_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """``savefig`` drew each twice: half the time of a study's page."""
-    drawn_by: list[str] = []
-    draw = Figure.draw
-    monkeypatch.setattr(Figure, "draw", lambda self, by: drawn_by.append(type(by).__name__) or draw(self, by))
-    with sheet(3.0, 2.0) as figure:
-        figure.subplots().plot([0, 1])
-    save(figure, tmp_path / "one.png", ("svg", "pdf"))
-    assert drawn_by == ["RendererAgg", "MixedModeRenderer", "MixedModeRenderer"]
-
-
-def test_what_is_printed_is_what_matplotlib_prints(tmp_path: Path) -> None:
-    with sheet(3.0, 2.0) as figure:
-        axes = figure.subplots()
-        axes.plot([0, 1], label="a line")
-        axes.legend()
-        other = pickle.loads(pickle.dumps(figure))
-        other.savefig(tmp_path / "other.png", dpi=160)
-    before = figure.dpi, figure.canvas
-    ours, theirs = (np.asarray(Image.open(path)) for path in (save(figure, tmp_path / "one.png"), tmp_path / "other.png"))
-    assert ours.shape == (320, 480, 4)
-    np.testing.assert_array_equal(ours, theirs)
-    assert (figure.dpi, figure.canvas) == before
-
-
-def test_the_fonts_of_a_pdf_are_truetype_and_hold_no_ligature_tables() -> None:
-    with sheet(3.0, 2.0) as figure:
-        figure.subplots().set_title("difficult: fi, ffi")
-    pdf = drawn_as(figure, "pdf")
-    assert pdf == drawn_as(figure, "pdf")
-    assert b"/CIDFontType2" in pdf
-    assert b"/Type3" not in pdf
-    streams = [zlib.decompressobj().decompress(each) for each in re.findall(rb"stream\r?\n(x.*?)endstream", pdf, re.DOTALL)]
-    fonts = [TTFont(io.BytesIO(each)) for each in streams if each[:4] == b"\0\1\0\0"]
-    assert len(fonts) >= 2
-    for font in fonts:
-        assert {"glyf", "loca", "hmtx"} <= {*font.keys()}
-        assert not {"GSUB", "GPOS", "GDEF"} & {*font.keys()}
-    assert "GSUB" not in Options().drop_tables, "it is left as it was"
