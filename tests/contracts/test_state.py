@@ -140,3 +140,30 @@ def test_every_check_of_an_audit_starts_from_what_was_found(model):
     sound.model.embed_tokens.register_forward_hook(lambda _, __, embedded: sound.model.keeper(embedded))
     verdict = kv.audit(sound, rungs=("float32",), lengths=(5,), sweep="no")
     assert not [check.name for check in verdict.checks if "RuntimeError" in check.detail]
+
+
+class Resuming(LlamaForCausalLM):
+    """Keeps an offset of each row from its first prompt on, as the plain forward of a Qwen-VL does."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.model.offset = None
+
+    def forward(self, input_ids=None, **given):
+        made = super().forward(input_ids, **given)
+        if self.model.offset is None:
+            self.model.offset = torch.zeros(len(input_ids), 1, 1)
+        made.logits = made.logits + self.model.offset.expand(len(input_ids), 1, 1)
+        return made
+
+
+@pytest.mark.parametrize("verb", ["run", "compare", "compare, float64", "audit"])
+def test_what_the_users_own_batch_left_is_put_aside_and_given_back(model, verb):
+    """A Qwen2-VL that had generated a batch of three raised a RuntimeError in whatever ran one row afterwards."""
+    mine = Resuming(model.config).eval()
+    with torch.no_grad():
+        mine(torch.tensor([IDS] * 3))
+    left = mine.model.offset
+    VERBS[verb](mine)
+    assert mine.model.offset is left
+    assert left.shape == (3, 1, 1)

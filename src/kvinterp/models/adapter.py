@@ -26,7 +26,7 @@ from kvinterp.models.caches import CacheKind, KVStore, OwnCache
 from kvinterp.models.facts import ModelInfo
 from kvinterp.models.hashing import weights_hash
 from kvinterp.models.hooks import hooks_suspended, remove_own_hooks
-from kvinterp.models.state import Found, Kept
+from kvinterp.models.state import Found, Kept, as_made
 
 DTYPES = {
     "float16": torch.float16,
@@ -254,19 +254,20 @@ class Adapter(Attaching):
         if self._found is not None:
             yield
             return
-        self._found = found = Found(self.model, self.source)
-        try:
-            yield
-        finally:
-            self._found = None
-            found.taken("thorough")
+        with as_made(self.source):
+            self._found = found = Found(self.model, self.source)
+            try:
+                yield
+            finally:
+                self._found = None
+                found.taken("thorough")
 
     @contextlib.contextmanager
     def own_state(self, state: list[Kept]) -> Iterator[None]:
         """Gives what runs inside the context a state of its own, where modules keep state between forwards.
 
-        It begins with what was found, and what it leaves is taken out at its end, so that runs which take turns on one model
-        do not overwrite each other's.
+        It begins with what was found (:func:`as_made`), and what it leaves is taken out at its end, so that runs which take
+        turns on one model do not overwrite each other's.
 
         Args:
             state: What the context before left, which this one goes on from; filled anew at its end.

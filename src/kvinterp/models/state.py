@@ -12,11 +12,12 @@ bridge), and is left so.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import logging
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -44,6 +45,38 @@ class Kept:
 
     contents: dict[int, Any] = dataclasses.field(default_factory=dict)
     numbers: dict[int, Tensor] = dataclasses.field(default_factory=dict)
+
+
+@contextlib.contextmanager
+def as_made(model: nn.Module) -> Iterator[None]:
+    """Puts aside what the user's own forwards left on a transformers model, as long as the context lasts.
+
+    A tensor or a cache was left if a new model of the same class and config has None in its place. ``generate()`` begins such
+    state anew, but a plain forward goes on from that of the batch before, and with another number of rows it raises.
+    """
+    left = [
+        (path, module, name, value)
+        for path, module in model.named_modules()
+        for name, value in vars(module).items()
+        if name not in _TORCHS and (isinstance(value, Tensor) or hasattr(value, "get_seq_length"))
+    ]
+    made: dict[str, nn.Module] = {}
+    if left and hasattr(model, "config"):
+        # A class that wants more than its config, or does not build without numbers, is run as it is found.
+        with contextlib.suppress(Exception), torch.random.fork_rng(devices=[]), torch.device("meta"):
+            made = dict(type(model)(model.config).named_modules())
+    left = [(path, module, name, value) for path, module, name, value in left if _none_at(made.get(path), name)]
+    for _, module, name, _ in left:
+        setattr(module, name, None)
+    try:
+        yield
+    finally:
+        for _, module, name, value in left:
+            setattr(module, name, value)
+
+
+def _none_at(module: nn.Module | None, name: str) -> bool:
+    return module is not None and vars(module).get(name, ...) is None
 
 
 class Found:
