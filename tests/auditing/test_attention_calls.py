@@ -90,13 +90,6 @@ def test_the_fused_call_is_attention_with_its_mask() -> None:
         assert found.key is key
 
 
-def test_a_product_that_no_softmax_follows_is_handed_on_by_the_next() -> None:
-    a, b = torch.randn(2, 3, 4), torch.randn(2, 4, 5)
-    first, second = heard(lambda: (a @ b, a @ b))
-    assert first.before is None
-    assert torch.equal(second.before.made, a @ b)
-
-
 def test_weights_and_a_routers_softmax_are_no_attention() -> None:
     hidden, weight = torch.randn(1, ROWS, WIDTH), torch.randn(WIDTH, 7)
     assert heard(lambda: torch.softmax(hidden @ weight, -1)) == []

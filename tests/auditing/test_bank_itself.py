@@ -11,7 +11,6 @@ from bank.bugs import BUGS
 from bank.clean import CLEAN, KNOWN_TRANSFORMERS_BUGS
 from bank.measure import NoFloat32, batch, chunk, in_float64, steps
 from bank.measure_bugs import measured
-from bank.small import small
 
 ROUNDING = 1e-9
 STEPS_DIFFER = {"steps": (steps,), "positions": (steps,), "chunk": (chunk,), "batch": (batch,)}
@@ -56,17 +55,3 @@ def test_what_transformers_does_wrong_itself(name: str) -> None:
         found = max(path(model, length) for path in STEPS_DIFFER[known.where] for length in (9, 40))
     # Two prompts side by side may end in numbers that are none, after longer prompts.
     assert known.difference / 10 < found < known.difference * 10 or (known.where == "batch" and found == float("inf"))
-
-
-@pytest.mark.bank
-def test_the_bank_is_large_and_varied() -> None:
-    assert len(CLEAN) >= 110
-    assert len(BUGS) >= 45
-    assert len({bug.architecture for bug in BUGS.values()}) >= 20
-
-
-@pytest.mark.bank
-def test_building_leaves_the_random_state_alone() -> None:
-    before = torch.get_rng_state()
-    small("llama")
-    assert torch.equal(before, torch.get_rng_state())

@@ -59,13 +59,6 @@ def test_a_fault_behind_pads_is_placed_in_its_layer(checked, monkeypatch):
     assert found["call=beams(3)"].status == "passed"
 
 
-def test_an_unknown_plan_is_refused_before_anything_runs():
-    with pytest.raises(kv.InputError, match="unknown call plan"):
-        kv.audit(native(), calls="paddedd")
-    with pytest.raises(kv.InputError, match="leave one of the two out"):
-        kv.audit(native(), calls="all", checks="none")
-
-
 def test_a_plan_that_was_named_and_cannot_be_run_is_refused_before_anything_runs():
     """One of "all" that a model cannot run is listed as not run; of one that was asked for a PASS would say nothing."""
     with pytest.raises(kv.InputError, match="reuses 10000 tokens"):

@@ -12,7 +12,7 @@ from architectures import build
 import kvinterp as kv
 from kvinterp.auditing.blocks import BlockModel, referenced
 from kvinterp.auditing.ladder import prefix_plan
-from kvinterp.auditing.measure import climb, jumps
+from kvinterp.auditing.measure import climb
 from kvinterp.paths.kernels import BatchInvariant, fixed_order
 
 TOKENS = torch.tensor([[3, 5, 7, 9, 2, 4, 8, 10]])
@@ -76,10 +76,3 @@ def swept(prompt: int, errors: list[float]) -> pd.DataFrame:
     return pd.DataFrame(
         [{"prompt": prompt, "position": n, "layer": 0, "part": "output", "error": error} for n, error in enumerate(errors)]
     )
-
-
-def test_a_jump_is_where_a_difference_begins_in_each_prompt() -> None:
-    begins, never, always = [0.0] * 20 + [1e-3] * 20, [0.0] * 40, [1e-3] * 40
-    table = pd.concat([swept(0, begins), swept(1, never), swept(2, always)])
-    assert jumps(table) == {0: 20, 1: None, 2: None}
-    assert jumps(table[:0]) == {}

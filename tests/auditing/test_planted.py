@@ -305,10 +305,3 @@ def test_a_planted_bug_is_found(plant: Plant, monkeypatch: pytest.MonkeyPatch) -
     assert verdict.tensor.startswith(plant.tensor), verdict.reading
     assert verdict.first_position == plant.position, verdict.reading
     assert verdict.exit_code == 1
-
-
-def test_the_plants_cover_enough() -> None:
-    """At least twelve bugs in at least three architectures."""
-    bugs = [plant for plant in PLANTS if plant.verdict == "bug"]
-    assert len(bugs) >= 12
-    assert len({plant.architecture for plant in bugs}) >= 3

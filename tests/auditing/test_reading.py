@@ -14,7 +14,7 @@ from kvinterp.auditing.exercises import Check
 from kvinterp.auditing.first_difference import Finding
 from kvinterp.auditing.judging import Account, Judged
 from kvinterp.auditing.ladder import LOCAL, ONE_BY_ONE, STEPS, PrecisionRun
-from kvinterp.auditing.reading import Evidence, hint, overflow
+from kvinterp.auditing.reading import Evidence
 from kvinterp.paths.kernels import Native
 
 
@@ -118,47 +118,3 @@ def test_what_is_allowed_passes_and_says_so() -> None:
     verdict = evidence(CLEAN, judged={"float32": [judged("cast", cause={"dtype": "bfloat16"})]}).judge(("hidden-cast",))
     assert verdict.exit_code == 0
     assert verdict.reading.startswith("PASS  hidden-cast (allowed)")
-
-
-def test_a_bug_names_the_precisions_that_do_not_show_it() -> None:
-    seen = evidence(CLEAN, rung(torch.float64), judged={"float32": [judged()], "float64": []})
-    assert "float32 a relative error of 1.0e-03; not in float64" in seen.judge().reading
-    both = evidence(CLEAN, rung(torch.float64), judged={"float32": [judged()], "float64": [judged()]})
-    assert "not in" not in both.judge().reading
-
-
-@pytest.mark.parametrize(
-    ("cause", "said"),
-    [
-        ({}, "With a fixed order of additions it is there all the same."),
-        ({"detail": "gone with a fixed order, but more than any order of additions can be off"}, "the kernel's own result"),
-        ({"detail": "further from float64 on the same inputs than the recomputation"}, "further from float64"),
-    ],
-)
-def test_a_bug_says_what_was_tried(cause: dict[str, Any], said: str) -> None:
-    assert said in evidence(CLEAN, judged={"float32": [judged(cause=cause)]}).judge().reading
-
-
-@pytest.mark.parametrize(
-    ("tensor", "position", "said"),
-    [("K", 9, "new keys"), ("K", 2, "old keys"), ("Q", 9, "RoPE"), ("attention mask", 2, "window"), ("m.1.mlp", 9, "")],
-)
-def test_a_hint_follows_the_tensor(tensor: str, position: int, said: str) -> None:
-    hints = hint(judged(tensor=tensor, position=position), evidence(CLEAN))
-    assert (said in hints[0]) if said else hints == []
-
-
-@pytest.mark.parametrize(
-    ("where", "own", "said", "unsaid"),
-    [
-        ({"path": "recompute", "weights": "m.w"}, torch.float16, "weights themselves", "wider range"),
-        ({"path": "cached"}, torch.float16, "the recomputation is finite", "wider range"),
-        ({"path": "recompute"}, torch.float16, "wider range", "weights"),
-        ({"path": "recompute"}, torch.float32, "not finite in this precision", "wider range"),
-    ],
-)
-def test_an_overflow_says_the_remedy_that_works(where: dict[str, Any], own: torch.dtype, said: str, unsaid: str) -> None:
-    full = {"value": "Inf", "position": None, "module": "m.0", **where}
-    text = "\n".join(overflow(rung(own, nonfinite=full), ""))
-    assert said in text
-    assert unsaid not in text

@@ -1,16 +1,13 @@
 """The cached path of models that keep something else than keys and values, and keep it where they please."""
 
 import inspect
-import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 import kvinterp as kv
-from kvinterp.errors import InputError, UnsupportedError
-from kvinterp.models.bridge import build_bridge
-from kvinterp.models.convert import hooked_class
+from kvinterp.errors import UnsupportedError
 
 pytestmark = pytest.mark.bits
 
@@ -93,17 +90,6 @@ def test_a_cache_that_is_left_lying_is_an_error(tiny):
         kv.run(model, PROMPT, "cached", max_new_tokens=2)
 
 
-def test_latent_attention_has_no_cache_sites(tiny):
-    """DeepSeek caches what keys and values are made from: recorded as K and V it was neither."""
-    model = tiny(
-        "DeepseekV3", num_key_value_heads=4, moe_intermediate_size=16, n_routed_experts=4, num_experts_per_tok=2, n_group=1,
-        topk_group=1, first_k_dense_replace=1, kv_lora_rank=8, q_lora_rank=12, qk_rope_head_dim=4, qk_nope_head_dim=6,
-        v_head_dim=8,
-    )  # fmt: skip
-    with pytest.raises(UnsupportedError, match="cache_v"):
-        kv.run(model, PROMPT, record="cache_v", max_new_tokens=2)
-
-
 # Names that a release may change ----------------------------------------------------------------------------------------
 
 
@@ -140,24 +126,6 @@ def test_a_cache_has_the_name_that_the_model_gives_it(tiny, argument, output):
     assert all(torch.equal(one[site, 1], two[site, 1]) for site in told["record"])
 
 
-def test_a_bridge_is_handed_the_cache_by_the_name_it_looks_for(tiny, monkeypatch):
-    """TransformerLens' attention looks for past_key_values, whatever transformers' blocks call it: without that every decode
-    step attended to itself alone."""
-    model = tiny("Llama")
-
-    def forward(self, hidden_states, past_key_values=None, cache=None, **given):
-        kept = past_key_values if cache is None else cache
-        states = self.input_layernorm(hidden_states)
-        hidden_states = hidden_states + self.self_attn(hidden_states=states, another_name=kept, **given)[0]
-        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
-
-    forward.__signature__ = inspect.signature(type(model.model.layers[0]).forward)
-    monkeypatch.setattr(type(model.model.layers[0]), "forward", forward)
-    bridge = build_bridge(model, "llama")
-    assert largest(bridge) < 1e-4
-    assert kv.run(kv.wrap(bridge), PROMPT, "cached@float64", max_new_tokens=3).tokens
-
-
 # A soft cap that attention leaves out --------------------------------------------------------------------------------
 
 
@@ -182,32 +150,3 @@ def test_attention_that_leaves_out_a_soft_cap_is_not_run(monkeypatch):
 
 
 # A TransformerLens that lacks something ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("package", "part", "error", "said"),
-    [
-        ("", None, UnsupportedError, r'no HookedTransformer .* pip install "transformer-lens<4"'),
-        ("import no_such_package_at_all", None, InputError, "cannot be imported here .*no_such_package_at_all"),
-        ("", "import no_such_package_at_all", InputError, "cannot be imported here .*no_such_package_at_all"),
-        ("", "from torch import no_such_name_at_all", InputError, "cannot be imported here .*no_such_name_at_all"),
-    ],
-)
-def test_what_transformer_lens_lacks_is_told_from_what_is_not_installed(tmp_path, monkeypatch, package, part, error, said):
-    """A package that was missing inside TransformerLens was reported as a TransformerLens without HookedTransformer."""
-    folder = tmp_path / "transformer_lens"
-    folder.mkdir()
-    (folder / "__init__.py").write_text(package)
-    if part is not None:
-        (folder / "HookedTransformer.py").write_text(part)
-        (folder / "__init__.py").write_text("from .HookedTransformer import HookedTransformer")
-    for name in [name for name in sys.modules if name.split(".")[0] == "transformer_lens"]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(error, match=said):
-        hooked_class()
-    monkeypatch.undo()
-    for name in [
-        name for name, module in sys.modules.items() if str(getattr(module, "__file__", "")).startswith(str(tmp_path))
-    ]:
-        del sys.modules[name]

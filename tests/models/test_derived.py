@@ -8,7 +8,6 @@ import transformers
 from torch import nn
 
 import kvinterp as kv
-from kvinterp.models import hooks
 from kvinterp.models.derived import derived_attention
 from kvinterp.models.load import wrap
 from support import Case, assert_bitwise, assert_close, cases
@@ -69,20 +68,6 @@ def test_values_that_are_the_identity_make_the_kernel_show_its_pattern(mask, sca
     assert_close(scores.softmax(-1).nan_to_num(0.0), shown, "scores", ("batch", "head", "query", "key"), absolute=1e-14)
 
 
-def test_modes_and_autocast_around_it_do_not_reach_it():
-    """Kernel modes replace products; a derived pattern computed with theirs would be the emulation's, not the keys'."""
-
-    class Halved(torch.overrides.TorchFunctionMode):
-        def __torch_function__(self, func, types, args=(), kwargs=None):
-            made = func(*args, **(kwargs or {}))
-            return made * 0.5 if func in (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__) else made
-
-    query, key = torch.randn(1, 2, 3, 4), torch.randn(1, 2, 6, 4)
-    wanted = derived_attention("attn_scores", query, key)
-    with Halved(), torch.autocast("cpu", torch.bfloat16):
-        assert_bitwise(derived_attention("attn_scores", query, key), wanted)
-
-
 # On a model ------------------------------------------------------------------------------------------------------------
 
 
@@ -136,40 +121,6 @@ def test_a_derived_pattern_is_eagers_to_rounding(load, case):
                 assert_close(a.double(), c, "pattern", ("head", "query", "key"), absolute=256 * FLOAT32)
 
 
-def test_its_difference_is_measured_head_by_head_and_called_derived(load, tmp_path):
-    model = load(SDPA[0], "float16")
-    paths = {"a": "cached[kernels=split_k(4,float16)]", "b": "recompute"}
-    both = kv.compare(model, PROMPT, **paths, max_new_tokens=4, stop="length", progress="none")
-    later = both.heads[both.heads["step"] > 0]
-    assert len(later) == 3 * model.facts.layers * model.facts.query_heads
-    assert (later["kl"] >= 0).all()
-    assert (later["kl"] > 0).any()
-    assert set(both.heads["pattern"]) == {"derived"}
-    assert both.derived == ("pattern",)
-    assert "derived beside a fused kernel" in both.where()
-    trace = kv.run(model, PROMPT, record="pattern", max_new_tokens=2, logits="keep", stop="length")
-    assert "pattern (derived)" in repr(trace)
-    again = kv.Trace.load(trace.save(tmp_path))
-    assert again.derived == ("pattern",)
-    assert set(kv.compare_traces(again, trace).heads["pattern"]) == {"derived"}
-    with kv.record(model.model, "pattern,resid_post") as seen:
-        model.model(torch.tensor([PROMPT]))
-    assert seen.derived == ("pattern",)
-    assert "pattern (derived)" in repr(seen)
-    page = kv.attention_comparison(model, PROMPT, step=2).page
-    assert "derived beside it" in " ".join(page.sentences)
-
-
-def test_eager_attention_that_was_asked_for_stays_and_is_recorded(load):
-    model = load(Case("llama-gqa", "native", "eager"))
-    both = kv.compare(model, PROMPT, record="pattern", max_new_tokens=2, progress="none")
-    assert both.provenance["attention"] == "eager"
-    assert both.derived == ()
-    assert set(both.heads["pattern"]) == {"recorded"}
-    assert "derived" not in both.where()
-    assert "derived" not in " ".join(kv.attention_comparison(model, PROMPT, step=1).page.sentences)
-
-
 def test_only_the_rows_that_are_kept_are_derived(load, monkeypatch):
     """A path that recomputes would otherwise derive the whole square at every step to keep one row of it."""
     model, seen = load(SDPA[0], "float16"), []
@@ -202,69 +153,3 @@ def test_where_it_cannot_be_derived_or_patched_a_sentence_says_so(load):
 
 
 # transformers' own seam ------------------------------------------------------------------------------------------------
-
-
-def _sdpa():
-    return transformers.AttentionInterface()["sdpa"]
-
-
-def test_only_the_attention_function_is_looked_into_and_transformers_has_its_own_back(load, monkeypatch):
-    """Of a module that asks transformers' interface no other call of torch comes by; what stood there stands there again."""
-    adapter, before, calls = load(SDPA[0]), _sdpa(), []
-    heard = hooks.Functions.__torch_function__
-
-    def counted(self, func, *given):
-        calls.append(func)
-        return heard(self, func, *given)
-
-    monkeypatch.setattr(hooks.Functions, "__torch_function__", counted)
-    with kv.record(adapter, "pattern") as recorder:
-        assert _sdpa() is not before
-        adapter.model(torch.tensor([PROMPT]))
-    assert _sdpa() is before
-    assert len(recorder["pattern", 0]) == 1
-    assert nn.functional.scaled_dot_product_attention in calls
-    assert nn.functional.linear not in calls
-
-
-def test_it_is_given_back_after_an_error_and_what_a_user_put_there_stays(load):
-    adapter, before = load(SDPA[0]), _sdpa()
-    with pytest.raises(ZeroDivisionError), kv.record(adapter, "pattern"):
-        raise ZeroDivisionError
-    assert _sdpa() is before
-
-    def own(*given, **named):
-        return before(*given, **named)
-
-    try:
-        with kv.record(adapter, "pattern"):
-            adapter.model(torch.tensor([PROMPT]))
-            transformers.AttentionInterface.register("sdpa", own)
-        assert _sdpa() is own
-    finally:
-        transformers.AttentionInterface.register("sdpa", before)
-
-
-def test_a_function_of_a_users_that_keeps_ours_does_not_show_twice(load):
-    adapter, before = load(SDPA[0]), _sdpa()
-    try:
-        with kv.record(adapter, "pattern") as first:
-            ours = _sdpa()
-            transformers.AttentionInterface.register("sdpa", lambda *given, **named: ours(*given, **named))
-            adapter.model(torch.tensor([PROMPT]))
-        with kv.record(adapter, "pattern") as second:
-            adapter.model(torch.tensor([PROMPT]))
-        assert_bitwise(first["pattern", 0][0], second["pattern", 0][0])
-    finally:
-        transformers.AttentionInterface.register("sdpa", before)
-
-
-def test_a_module_that_calls_sdpa_itself_shows_the_same_pattern(load, monkeypatch):
-    adapter = load(SDPA[0])
-    asked = kv.run(adapter, PROMPT, "recompute", max_new_tokens=2, record="pattern")
-    assert hooks._asks_interface(adapter.blocks[0].self_attn)
-    monkeypatch.setattr(hooks, "_asks_interface", lambda module: False)
-    itself = kv.run(adapter, PROMPT, "recompute", max_new_tokens=2, record="pattern")
-    for place, rows in asked.records.items():
-        for one, other in zip(rows, itself.records[place], strict=True):
-            assert_bitwise(one, other)

@@ -11,7 +11,7 @@ from transformer_lens import utils
 import kvinterp as kv
 from kvinterp.errors import InputError
 from kvinterp.models.convert import hooked_class
-from kvinterp.models.hook_names import HOOKS, hook_of, places_of
+from kvinterp.models.hook_names import HOOKS, hook_of
 
 MODEL = "zoo:gqa2-mini"
 
@@ -74,15 +74,3 @@ def test_a_hook_names_a_layer_wherever_a_site_is_taken(models):
 def test_a_hook_where_no_site_is(models, name, said):
     with pytest.raises(InputError, match=re.escape(said)), kv.record(models["native"], name):
         pass
-
-
-def test_a_layer_is_not_said_twice(models):
-    with pytest.raises(InputError, match="leave it out"):
-        kv.Patch("blocks.1.attn.hook_pattern", layers=(2,))
-    with pytest.raises(InputError, match="leave layers out"):
-        places_of(models["native"], "blocks.1.attn.hook_pattern", [2])
-    how = {"layers": 2, "progress": "none"}
-    for site in ("blocks.1.attn.hook_z", lambda name: name == "blocks.1.attn.hook_z"):
-        for verb, prompts in ((kv.activation_patching, ("1 + 1 =", "2 + 1 =")), (kv.sweep, ("1 + 1 =",))):
-            with pytest.raises(InputError, match=r"layers? 1, and layers=\[2\] was given: leave layers out"):
-                verb(models["native"], *prompts, site, **how)

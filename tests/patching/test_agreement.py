@@ -9,7 +9,6 @@ import collections
 import dataclasses
 import random
 
-import pandas as pd
 import pytest
 
 import kvinterp as kv
@@ -218,40 +217,3 @@ def _is_what_a_sweep_finds(model, one, paths, cause):
 
 
 # Sentences -------------------------------------------------------------------------------------------------------------
-
-
-def _cause(lengths, nulls=None, place="row", layer=1, share=0.9, total=1.0):
-    from kvinterp.patching import Cause
-    from kvinterp.patching.splitting import leading_part
-
-    split = {f"{part}_l2": lengths.get(part, 0.0) for part in PARTS}
-    split |= {f"null_{part}_l2": (nulls or {}).get(part, 0.0) for part in PARTS if part != "kept"}
-    part, _ = leading_part({part: split[f"{part}_l2"] for part in PARTS}, total)
-    return str(Cause(part, place, layer, share, pd.DataFrame(), split, 8))
-
-
-def test_no_sentence_of_a_cause_is_written_where_it_is_false():
-    equal = (
-        "At the first decode step the paths' logits are bitwise equal. compare(...).where() says from which step on they "
-        "differ; with another prompt or dtype they may differ here."
-    )
-    no_cache, no_need = "No cache makes it", "A difference of that size needs no cache."
-    spread, none_named = "no part makes more than half", "in no single layer"
-    assert _cause({}, total=0) == equal
-    row = _cause({"fresh": 1.0, "anew": 0.1}, {"fresh": 0.5})
-    assert "90% of the difference is made by the one-row computation of layer 1." in row
-    assert "L2 0.5, here 1." in row
-    for false in (equal, no_cache, no_need, spread, none_named):
-        assert false not in row
-    assert no_need in _cause({"fresh": 1.0}, {"fresh": 1.5})
-    anew = _cause({"anew": 1.0}, {"anew": 2.0}, place="prompt")
-    assert no_cache in anew
-    assert no_need not in anew, "it says so already, of any size"
-    kept = _cause({"kept": 1.0}, place="kv", layer=-1)
-    assert none_named in kept
-    assert "Null" not in kept
-    assert no_cache not in kept
-    even = _cause({"fresh": 1.0, "kept": 1.0}, place="spread")
-    assert spread in even
-    assert "made by" not in even
-    assert "alone at its own step" not in even, "a part of length 0 is not named"

@@ -5,14 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 
 import kvinterp as kv
-from kvinterp import metrics
 from kvinterp.errors import InputError
 from kvinterp.patching import VIEWS, Asked, PatchMap
 from kvinterp.patching.planted import Planted
-from support import Case, plain_forward
+from support import Case
 
 PROMPT = "Question: Nora has 8 boxes and Jack has 5. How many more?\nAnswer:"
 OTHER = "Question: Nora has 7 boxes and Jack has 5. How many more?\nAnswer:"
@@ -62,27 +60,6 @@ def test_the_bench_gives_the_numbers_of_a_sweep(
 
 
 @pytest.mark.hooked
-def test_what_does_not_depend_on_the_patch_is_run_once(model: Any) -> None:
-    bench = kv.PatchBench(model, STEPS)
-    first = bench.ask(PROMPT, "resid_post", 1)
-    assert bench.runs == 2, "one run a path"
-    for layer in range(model.facts.layers):
-        bench.ask(PROMPT, "resid_post", layer, step=2)
-    assert bench.runs == 2, "other layers and steps of the same site cost the patched run alone"
-    bench.ask(PROMPT, "z", 1, 0)
-    assert bench.runs == 3, "another site is recorded once"
-    bench.ask(PROMPT, "resid_post", 1, donor="prompt", other=OTHER)
-    assert bench.runs == 4, "and so is another prompt"
-    bench.ask(PROMPT, "resid_post", 2, donor="prompt", other=OTHER)
-    assert bench.runs == 4
-    bench.ask("Question: another?\nAnswer:", "resid_post", 1)
-    assert bench.runs == 6
-    again = bench.ask(PROMPT, "resid_post", 1)
-    assert again.steps.equals(first.steps)
-    assert again.tokens.equals(first.tokens)
-
-
-@pytest.mark.hooked
 def test_the_last_residual_gives_the_donors_logits(model: Any) -> None:
     """At the last layer nothing follows but the unembedding, which is what the control calls the floor."""
     bench = kv.PatchBench(model, STEPS)
@@ -115,28 +92,6 @@ def test_another_prompt_at_the_prefill_is_activation_patching(load: Any) -> None
             assert answer.recovery == float(found.recovery[0, column])
 
 
-@pytest.mark.parametrize("direction", ["into-recompute", "into-cached"])
-@pytest.mark.parametrize("donor", ["zero", "mean", "resample"])
-def test_an_ablation_is_kv_patched_around_the_forward(load: Any, donor: str, direction: str) -> None:
-    model = load(NATIVE)
-    more = {"zero": {}, "mean": {"other": OTHER}, "resample": {"other": OTHER, "seed": 5}}
-    answer = kv.PatchBench(model, STEPS).ask(PROMPT, "z", 1, 2, 0, direction, positions="all", donor=donor, **more[donor])
-    given = {
-        "zero": "zero",
-        "mean": kv.mean_donor(model, OTHER, "z"),
-        "resample": kv.resample_donor(model, OTHER, "z", seed=5),
-    }
-    tokens = torch.tensor([model.encode(PROMPT)])
-    plain = plain_forward(model.model, tokens)[0, -1]
-    with kv.patched(model.model, kv.Patch("z", (1,), (2,), "all", donor=given[donor])):
-        logits = plain_forward(model.model, tokens)[0, -1]
-    assert answer.d_after == float(metrics.kl_divergence(plain, logits)) > 0
-    assert answer.d_before == 0
-    assert answer.recovery != answer.recovery, "an ablation restores nothing"
-    assert answer.asked.ablates
-    assert set(answer.tokens["run"]) == {"unpatched", "patched"}
-
-
 # Maps ------------------------------------------------------------------------------------------------------------------
 
 
@@ -158,20 +113,6 @@ def test_a_cell_of_a_map_is_the_answer_to_its_patch(load: Any, view: str, direct
         answer = bench.ask(PROMPT, other=OTHER, **where)
         assert made.values["kl"][at[0]][at[1]] == answer.recovery
         assert made.values["l2"][at[0]][at[1]] == answer.l2_recovery
-
-
-def test_a_map_leaves_out_what_moves_nothing(load: Any) -> None:
-    bench = kv.PatchBench(load(NATIVE), 3)
-    bench.turn_to(PROMPT)
-    made = PatchMap(bench, Asked("resid_post", direction="into-cached", donor="zero", step=1), "block by layer")
-    for _ in range(3):
-        made.fill_row()
-    spots = dict(zip(map(str, made.rows[:3]), made.values["kl"], strict=True))
-    assert spots[str(made.rows[2])] == [None] * len(made.columns), (
-        "a decode step of the cached path computes no earlier position"
-    )
-    assert spots["newest"] == spots["all"]
-    assert None not in spots["newest"]
 
 
 # What does not exist ---------------------------------------------------------------------------------------------------
@@ -200,24 +141,3 @@ def test_a_map_leaves_out_what_moves_nothing(load: Any) -> None:
 def test_what_does_not_exist_is_one_sentence(load: Any, asked: dict[str, Any], said: str) -> None:
     with pytest.raises(InputError, match=said):
         kv.PatchBench(load(Case("zoo:mistral-mini", "native", "sdpa")), STEPS).ask(PROMPT, **asked)
-
-
-def test_a_bench_needs_a_decode_step(load: Any) -> None:
-    with pytest.raises(InputError, match="at least 2"):
-        kv.PatchBench(load(NATIVE), 1)
-    with pytest.raises(InputError, match="a map by head needs a site with heads"):
-        bench = kv.PatchBench(load(NATIVE), 2)
-        bench.turn_to(PROMPT)
-        PatchMap(bench, Asked("resid_post"), "layer by head")
-
-
-def test_nan_is_one_sentence() -> None:
-    model = kv.load_model("zoo:gqa2-mini", kind="native", dtype="float32", device="cpu")
-    bench = kv.PatchBench(model, 3)
-    bench.ask(PROMPT)
-    with torch.no_grad():
-        model.blocks[1].mlp.down_proj.weight.fill_(torch.nan)
-    with pytest.raises(kv.NonFiniteError, match="NaN or Inf appeared"):
-        bench.ask(PROMPT)
-    with pytest.raises(kv.NonFiniteError):
-        kv.PatchBench(model, 3).ask(PROMPT)

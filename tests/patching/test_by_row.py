@@ -1,7 +1,5 @@
 """Lanes that resume at the same block in one batch: each has the bits that it has alone, or it goes alone."""
 
-import logging
-
 import pytest
 import torch
 
@@ -79,22 +77,6 @@ def test_where_a_batch_does_not_keep_the_bits_there_is_none(load, case, monkeypa
     assert together.provenance["work"] == alone.provenance["work"]
 
 
-@cases(KINDS[2:])
-def test_without_memory_for_a_batch_they_go_one_by_one(load, case, monkeypatch, caplog):
-    forward = recompute.PureRecompute._forward
-
-    def full(self, tokens, kept, hook, rows=1):
-        if rows > 1:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return forward(self, tokens, kept, hook, rows)
-
-    monkeypatch.setattr(recompute.PureRecompute, "_forward", full)
-    with caplog.at_level(logging.WARNING, "kvinterp"):
-        alone, together = both(load(case), "z", "heads", **INVARIANT)
-    assert_same(alone, together)
-    assert "out of memory with 4 patches in a batch" in caplog.text
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("site", "over"), [*SWEPT[:1], *SWEPT[2:4]])
 @cases(KINDS)
@@ -115,10 +97,3 @@ def test_lanes_of_the_cached_path_are_rows_of_one_run(load, case, site, over, mo
     assert_same(alone, together)
     assert max(sizes) == 4
     assert (alone.recovery["d_before"] > 0).any()
-
-
-@cases(KINDS[2:])
-def test_fed_their_own_tokens_lanes_of_the_cached_path_say_that_they_go_alone(load, case, caplog):
-    with caplog.at_level(logging.INFO, "kvinterp"):
-        assert_same(*both(load(case), "kv", "kv-heads", direction="into-cached", protocol="free"))
-    assert "batch_size=4 is not used" in caplog.text

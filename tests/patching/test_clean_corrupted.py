@@ -101,19 +101,6 @@ def test_everything_moved_is_the_clean_prompt_and_causality_is_kept(load: Any, c
         assert (heads.values != heads.corrupted).all()
 
 
-@pytest.mark.hooked
-def test_the_trace_of_another_prompt_is_a_donor(load: Any) -> None:
-    """The same by kv.patched, around a user's own forward."""
-    adapter = load(HOOKED)
-    trace = kv.run(adapter, CLEAN, "recompute", max_new_tokens=1, record="resid_pre", positions="all")
-    with kv.patched(adapter.model, kv.Patch("resid_pre", (1,), positions=(3, 4), donor=trace)):
-        logits = plain_forward(adapter.model, torch.tensor([PROMPT]))[0, -1]
-    found = kv.activation_patching(
-        adapter, CLEAN, PROMPT, distance="logit_difference", answers=PAIR, layers=(1,), progress="none"
-    )
-    assert float(found.values[0, 3]) == float(difference(logits))
-
-
 @pytest.mark.parametrize(
     ("given", "said"),
     [
@@ -134,12 +121,3 @@ def test_what_cannot_be_patched_is_one_sentence(load: Any, given: dict[str, Any]
         kv.activation_patching(load(NATIVE), **{"clean": CLEAN, "corrupted": PROMPT, "progress": "none", **given})
     assert said in str(error.value)
     assert "\n" not in str(error.value)
-
-
-def test_an_answer_is_one_token(load: Any) -> None:
-    adapter = load(Case("zoo:mistral-mini", "native", "sdpa"))
-    texts = [f"Question: Nora has {number} boxes.\nAnswer:" for number in ("8", "5")]
-    asked = {"distance": "logit_difference", "layers": (0,), "block": 4, "progress": "none"}
-    assert kv.activation_patching(adapter, *texts, answers=("3", "5"), **asked).values.isfinite().all()
-    with pytest.raises(kv.InputError, match=r"answer ' 35' is 3 tokens"):
-        kv.activation_patching(adapter, *texts, answers=(" 35", "5"), **asked)

@@ -122,14 +122,6 @@ def test_a_planted_row_is_fresh_at_the_first_step_and_state_too_from_then_on(loa
     assert (steps["state_l2"].iloc[1:] > 100 * first["state_l2"]).all()
 
 
-@pytest.mark.parametrize("cache", ["dynamic", "preallocated", "static"])
-def test_no_cache_that_gives_back_the_very_rows_keeps_anything(load, cache):
-    """The lanes of one row run on that kind of cache too: on another, a kernel might add in another order."""
-    found = split(load(KINDS[4]), cached=f"cached[cache={cache}]+identity", recompute="recompute")
-    assert (found.steps[["kept", "kept_l2"]] == 0).all(axis=None)
-    assert (found.layers["kept"] == 0).all()
-
-
 def test_what_a_quantised_cache_makes_of_the_rows_is_kept_and_found_where_it_is_made(load):
     """transformers' cache of 8 bits: it holds the rows in another form, in which none can be replaced for good."""
     given = {"cached": "cached[cache=quantized(8,fp8)]"}
@@ -161,16 +153,6 @@ def test_fresh_is_one_step_on_the_recompute_paths_own_keys_and_values(load, case
     assert row["state"] == pytest.approx(float(metrics.kl_divergence(cached, overwritten)), rel=1e-9)
 
 
-def test_kernels_of_the_paths_are_used(load):
-    """In a fixed order of additions both paths are the same, and so are all the parts; split-K is fresh."""
-    model = load(Case("llama-gqa", "native", "eager"))
-    fixed = {path: f"{path}[kernels=batch_invariant]" for path in ("cached", "recompute")}
-    steps = split(model, **fixed, max_new_tokens=3).steps
-    assert (steps[["total", "fresh", "state", "null"]] == 0).all(axis=None)
-    steps = split(model, cached="cached[kernels=split_k(4,float16,unembed)]", max_new_tokens=3).steps
-    assert (from_step(steps, 1)["fresh_l2"] > 0).all()
-
-
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
@@ -184,10 +166,3 @@ def test_kernels_of_the_paths_are_used(load):
 def test_a_decomposition_that_cannot_be_is_refused(load, fields, said):
     with pytest.raises(kv.InputError, match=said.replace("(", r"\(")):
         split(load(KINDS[4]), **fields)
-
-
-def test_models_that_keep_other_state_are_refused(load, monkeypatch):
-    model = load(KINDS[4])
-    monkeypatch.setattr(model, "_attention_only", False)
-    with pytest.raises(kv.UnsupportedError, match="keeps other state than keys and values"):
-        split(model)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import re
 from typing import Any
 
@@ -71,26 +70,6 @@ def test_an_adapter_is_called_and_makes_tokens_of_several_texts(load: Any, case:
     with torch.no_grad():
         found = adapter(tokens[:1])
         assert_bitwise(getattr(found, "logits", found), plain_forward(adapter.model, tokens[:1]))
-
-
-@cases([Case("zoo:gqa2-mini", "hooked"), Case("zoo:gqa2-mini", "native")])
-def test_the_padding_of_to_tokens_is_not_run(load: Any, case: Case) -> None:
-    """Each prompt gives what it gives alone; pairs that were padded to one length are refused as texts of two lengths are."""
-    adapter = load(case)
-    texts = ["Question: Leo has 4 balls, and Mia has 2.\nAnswer:", "Leo has 4"]
-    padded, others = (
-        adapter.tokenizer(each, padding=True, return_tensors="pt")["input_ids"]
-        for each in (texts, [text.replace("4", "6") for text in texts])
-    )
-    assert (padded == adapter.tokenizer.pad_token_id).any()
-    how = {"max_new_tokens": 2, **QUIET}
-    assert kv.compare(adapter, padded, **how).steps.equals(kv.compare(adapter, texts, **how).steps)
-    batched, alone = (kv.run(adapter, given, max_new_tokens=1) for given in (padded, texts))
-    assert [each.prompt for each in batched] == [each.prompt for each in alone]
-    means = [kv.mean_donor(adapter, given, "z", 1).pool["z", 1] for given in (padded, texts)]
-    assert torch.equal(*means)
-    with pytest.raises(kv.InputError, match="and a column is one position of all pairs: give pairs of one length"):
-        kv.activation_patching(adapter, padded, others, **QUIET)
 
 
 @cases(KINDS)
@@ -170,20 +149,6 @@ def test_a_function_of_logits_is_a_metric_and_pairs_go_in_one_batch(load: Any, c
         assert both.corrupted == pytest.approx((alone[0].corrupted + alone[1].corrupted) / 2, rel=1e-9)
 
 
-@cases(KINDS)
-def test_a_function_of_logits_is_a_distance_of_a_sweep(load: Any, case: Case, tmp_path: Any) -> None:
-    adapter = load(case, "float32")
-    how: dict[str, Any] = {"max_new_tokens": 4, "controls": "none", "recompute": "recompute@float64", **QUIET}
-    named = kv.sweep(adapter, PROMPT, distance="logit_difference", answers=PAIR, **how)
-    own = kv.sweep(adapter, PROMPT, distance=difference, **how)
-    asked = own.recovery[own.recovery["distance"] == "difference"] if "distance" in own.recovery else own.recovery
-    assert list(asked.filter(like="recovery")) == list(named.recovery.filter(like="recovery"))
-    assert own.provenance["distance"] == "difference"
-    own.save(tmp_path / "own")
-    assert "difference" in " ".join(kv.load(tmp_path / "own").sentences())
-    torch.testing.assert_close(*(torch.tensor(each.steps["d_after"].to_numpy(float)) for each in (own, named)))
-
-
 @pytest.mark.hooked
 def test_head_by_position_is_transformer_lens_s(load: Any) -> None:
     from transformer_lens import patching
@@ -254,22 +219,6 @@ def _with_cache(adapter: Any, patch: kv.Patch) -> torch.Tensor:
         return out if isinstance(out, torch.Tensor) else out.logits
 
 
-@pytest.mark.hooked
-def test_an_activation_cache_of_several_prompts_gives_what_transformer_lens_s_own_hook_puts_in(load: Any) -> None:
-    adapter = load(HOOKED)
-    model, clean, corrupted = adapter.model, rows(CLEAN, CLEAN[::-1]), rows(PROMPT, PROMPT[::-1])
-    with torch.no_grad():
-        _, cache = model.run_with_cache(clean, names_filter=lambda name: name.endswith("hook_resid_pre"))
-
-        def put(resid: torch.Tensor, hook: Any) -> torch.Tensor:
-            resid[:, 5] = cache[hook.name][:, 5]
-            return resid
-
-        expected = model.run_with_hooks(corrupted, fwd_hooks=[("blocks.1.hook_resid_pre", put)])
-    given = kv.Patch("blocks.1.hook_resid_pre", positions=[5], donor=cache)
-    assert_bitwise(patched(adapter, corrupted, given), expected, "logits")
-
-
 @pytest.mark.parametrize(
     ("patch", "said"),
     [
@@ -316,56 +265,6 @@ def test_what_cannot_be_asked_is_one_sentence(load: Any, given: dict[str, Any], 
     assert "\n" not in str(error.value)
 
 
-def test_a_steering_function_takes_the_hook_however_it_names_it(load: Any) -> None:
-    """TransformerLens calls ``hook(x, hook=hook)``, so that a keyword alone will do; here it ended in a traceback."""
-    adapter, called = load(NATIVE), []
-
-    def by_keyword(x: torch.Tensor, *, hook: Any) -> None:
-        called.append(hook.name)
-
-    def among_others(x: torch.Tensor, **more: Any) -> None:
-        called.append(more["hook"].name)
-
-    def by_place(x: torch.Tensor, here: Any) -> None:
-        called.append(here.name)
-
-    def without(x: torch.Tensor, scale: float = 1.0) -> None:
-        called.append(scale)
-
-    for function in (by_keyword, among_others, by_place, without):
-        patched(adapter, rows(PROMPT), kv.Patch("z", 1, positions="all", donor=function))
-    assert called == ["blocks.1.attn.hook_z"] * 3 + [1.0]
-
-
-def test_positions_in_one_form() -> None:
-    for given, kept in [
-        (-1, "newest"), (slice(None), "all"), (slice(None, -1), "earlier"), (slice(-1, None), "newest"), ([5], (5, 6)),
-        (5, (5, 6)), (slice(2, 5), (2, 5)), (range(2, 4), (2, 4)), ([2, 3, 4], (2, 5)), (slice(3, None), (3, None)),
-        (-2, (-2, -1)), ((3, 7), (3, 7)), ([5, 6], (5, 7)), (torch.tensor([5, 6]), (5, 7)), ([-2, -1], (-2, None)),
-    ]:  # fmt: skip
-        assert kv.Patch("z", positions=given).positions == kept
-        assert kv.Patch("z", positions=kept).positions == kept, "what is kept is given again by dataclasses.replace"
-    assert kv.Patch("z", positions=slice(3, None)).span(9) == (3, 9)
-    assert kv.Patch("z", positions=-2).span(9) == (7, 8)
-
-
-def test_heads_and_positions_with_a_space(load: Any) -> None:
-    how: dict[str, Any] = {"site": "z", "layers": 1, "block": 6, **QUIET}
-    found = [
-        kv.activation_patching(load(NATIVE), CLEAN, PROMPT, over=o, **how) for o in ("heads,positions", "heads, positions")
-    ]
-    assert torch.equal(found[0].values, found[1].values)
-
-
-def test_places_are_said_in_words(load: Any) -> None:
-    """It said ``start 3, stop 4, :`` and ``kl`` without its unit; and ten rows without a number where there is none."""
-    found = kv.activation_patching(load(NATIVE), CLEAN, PROMPT, layers=1, **QUIET)
-    assert any(re.match(r"layer 1, position \d+ \('.*'\): recovery by resid_pre .* nats\.$", x) for x in found.sentences())
-    found = kv.activation_patching(load(NATIVE), CLEAN, PROMPT, layers=1, distance=lambda logits: 1.0, **QUIET)
-    assert len(found.sentences()) == 1
-    assert "function" not in found.sentences()[0]
-
-
 # Names -------------------------------------------------------------------------------------------------------------------
 
 
@@ -394,27 +293,6 @@ def test_a_names_filter_and_modules_are_sites(load: Any, case: Case) -> None:
 
 
 @pytest.mark.hooked
-@pytest.mark.parametrize(
-    "names_filter",
-    [
-        lambda name: name.endswith("hook_pattern"),
-        lambda name: name == "hook_embed" or "hook_mlp_out" in name,
-        lambda name: name.startswith("blocks.1.") and name.endswith(("hook_post", "hook_z", "hook_k")),
-    ],
-)
-def test_a_names_filter_keeps_what_run_with_cache_keeps(load: Any, names_filter: Any) -> None:
-    adapter, tokens = load(HOOKED), rows(PROMPT, CLEAN)
-    with torch.no_grad():
-        _, cache = adapter.model.run_with_cache(tokens, names_filter=names_filter)
-    with kv.record(adapter.model, names_filter, positions="all") as seen:
-        plain_forward(adapter.model, tokens)
-    ours = seen.to_activation_cache()
-    assert set(ours) == set(cache)
-    for name in cache:
-        assert_bitwise(ours[name], cache[name], name)
-
-
-@pytest.mark.hooked
 def test_steering_and_a_newest_position_are_run_with_hooks_s(load: Any) -> None:
     adapter, tokens = load(HOOKED), rows(PROMPT)
     vector = torch.linspace(-1, 1, adapter.facts.width)
@@ -430,39 +308,6 @@ def test_steering_and_a_newest_position_are_run_with_hooks_s(load: Any) -> None:
         kv.Patch("resid_pre", layers=1, positions=slice(None), donor=steer),
     ):
         assert_bitwise(patched(adapter, tokens, patch), expected, "logits")
-
-
-def test_a_module_shows_what_its_hook_shows(load: Any) -> None:
-    adapter, kept = load(Case("gpt2", "native", "eager")), {}
-    handle = adapter.model.get_submodule("transformer.h.1.mlp").register_forward_hook(
-        lambda _, __, out: kept.update(out=out)
-    )
-    with kv.record(adapter.model, "transformer.h.1.mlp.output", positions="all") as seen, torch.no_grad():
-        plain_forward(adapter.model, rows(PROMPT))
-    handle.remove()
-    assert torch.equal(seen.kept["mlp_out", 1][0], kept["out"])
-
-
-@pytest.mark.parametrize(
-    ("case", "name", "said"),
-    [
-        (Case("gemma2", "native", "eager"), "model.layers.0.mlp", "is not what 'mlp_out' means in Gemma2ForCausalLM"),
-        (Case("gemma2", "native", "eager"), "model.layers.0.self_attn", "is not what 'attn_out' means"),
-        (NATIVE, "model.layers.9.mlp", "layer 9 does not exist"),
-        (NATIVE, "transformer.h.0.attn", "is not there in LlamaForCausalLM"),
-        (NATIVE, "model.layers.0.mlp.gate_proj", "no site is at the output of module"),
-        (NATIVE, "model.layers.0.mlp.input", "no site is at the input of module"),
-    ],
-)
-def test_a_module_that_no_site_is(load: Any, case: Case, name: str, said: str) -> None:
-    adapter = load(case)
-    for use in (
-        lambda: kv.record(adapter.model, name).__enter__(),
-        lambda: kv.patched(adapter.model, kv.Patch(name, donor="zero")).__enter__(),
-        lambda: kv.activation_patching(adapter, CLEAN, PROMPT, name, **QUIET),
-    ):
-        with pytest.raises(kv.InputError, match=re.escape(said)):
-            use()
 
 
 # What was recorded, and results --------------------------------------------------------------------------------------------
@@ -495,44 +340,3 @@ def test_what_was_recorded_is_a_tensor(load: Any, case: Case) -> None:
     assert seen.to_activation_cache(0)["resid_post", 0].shape == (2, 1, adapter.facts.width)
     with pytest.raises(kv.InputError, match="forward=2 was not recorded"):
         seen.to_activation_cache(2)
-
-
-@cases(KINDS)
-@pytest.mark.parametrize("over", ["positions", "heads", "heads,positions"])
-def test_a_result_shows_itself_and_is_saved(load: Any, case: Case, over: str, tmp_path: Any) -> None:
-    found = kv.activation_patching(load(case), CLEAN, PROMPT, "z", over, layers=1, **QUIET)
-    best = found.frame.loc[found.frame["recovery"].idxmax()]
-    assert found.sentences()[0].startswith(f"Layer {int(best['layer'])}")
-    assert "Layer 1" in found._repr_html_()
-    assert list(found.figures()) == ["activation_patching"]
-    page = found.report(tmp_path / "found").read_text(encoding="utf-8")
-    assert "activation" in page
-    again = kv.load(tmp_path / "found")
-    for name in ("site", "over", "distance", "clean", "corrupted", "layers", "columns", "texts", "differ"):
-        assert getattr(again, name) == getattr(found, name), name
-    assert torch.equal(again.values, found.values)
-    assert again.frame.equals(found.frame)
-    assert again.sentences() == found.sentences()
-
-
-@pytest.mark.hooked
-def test_two_caches_are_shown_side_by_side(load: Any) -> None:
-    adapter = load(HOOKED)
-    with torch.no_grad():
-        caches = [adapter.model.run_with_cache(rows(prompt))[1] for prompt in (CLEAN, PROMPT)]
-    found = kv.attention_comparison(*caches, layers=[1])
-    assert len(found.heads) == adapter.facts.query_heads
-    apart = (caches[0]["pattern", 1].double() - caches[1]["pattern", 1].double())[0].abs().amax((1, 2))
-    assert found.heads.set_index("head")["largest_difference"].sort_index().tolist() == apart.tolist()
-    assert "first cache" in found.page.html()
-    with pytest.raises(kv.InputError, match="expected two caches"):
-        kv.attention_comparison(caches[0], PROMPT)
-    with pytest.raises(kv.InputError, match="no step was given"):
-        kv.attention_comparison(adapter, PROMPT)
-
-
-def test_a_module_of_the_right_name_that_another_one_is_for(load: Any) -> None:
-    model = copy.deepcopy(load(NATIVE).model)
-    model.model.layers[0].attn = torch.nn.Identity()
-    with pytest.raises(kv.InputError, match="is not what 'attn_out' means"), kv.record(model, "model.layers.0.attn"):
-        pass

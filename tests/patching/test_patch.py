@@ -1,13 +1,11 @@
 """Patches as data: laws 5 and 7, what they move, what they refuse, and TransformerLens' own patching."""
 
 import dataclasses
-import inspect
 
 import pytest
 import torch
 
 import kvinterp as kv
-from kvinterp import patching
 from kvinterp.patching import PatchHook, donor_trace
 from kvinterp.paths import Runner
 from kvinterp.recording import PathHook
@@ -192,24 +190,6 @@ def test_head_patches_change_their_heads_only(load, case):
 
 
 @cases([HOOKED, NATIVE])
-def test_patches_combine_and_later_ones_win(load, case):
-    model = load(case)
-    first, second = (
-        traced(model, "recompute", prompt, record="resid_post,mlp_out", positions="all") for prompt in (OTHER, OTHER[::-1])
-    )
-
-    def logits(*patches):
-        return decoded(model, "recompute", patches)
-
-    a, b = (kv.Patch("resid_post", (0,), positions="all", donor=donor) for donor in (first, second))
-    assert_bitwise(logits(a, b), logits(b), "the later of two patches of one place")
-    c = kv.Patch("mlp_out", (1,), positions="newest", steps=(2,), donor=first)
-    both, alone = logits(b, c), logits(b)
-    assert_bitwise(both[:2], alone[:2], "logits before the step of the second patch")
-    assert not torch.equal(both[2], alone[2])
-
-
-@cases([HOOKED, NATIVE])
 @pytest.mark.parametrize("heads", [None, (1,)])
 def test_several_prompts_at_once_are_refused(load, case, heads):
     """A donor trace is of one prompt; it once went into every row, silently."""
@@ -226,32 +206,6 @@ def test_several_prompts_at_once_are_refused(load, case, heads):
     assert_bitwise(plain_forward(model.model, batch), plain, "logits afterwards")
 
 
-@cases([HOOKED, NATIVE])
-def test_a_cache_given_by_position_is_patched_too(load, case):
-    model = load(case)
-    keys_site = "cache_k" if model.facts.cached_keys_rotated else "cache_k_pre"
-    donor = traced(model, "recompute", OTHER, record=[keys_site, "cache_v"], positions="all")
-    parameters = list(inspect.signature(model.model.forward).parameters.values())
-    place = [p.name for p in parameters].index("past_kv_cache" if model.kind == "hooked" else "past_key_values")
-
-    def second():
-        cache = users_cache(model)
-        for tokens in (PROMPT, FED[:1]):
-            given = torch.tensor([tokens])
-            own = {"attention_mask": torch.ones_like(given)} if model.kind == "hooked" else {}
-            with torch.no_grad():
-                out = model.model(given, *(own.get(p.name, p.default) for p in parameters[1:place]), cache)
-        return getattr(out, "logits", out)[0, -1]
-
-    plain = second()
-    patch = kv.Patch("kv", (0,), positions="earlier", steps="first", donor=donor)
-    with kv.patched(model.model, patch):
-        expected = users_decode(model)[1]
-    with kv.patched(model.model, patch):
-        assert_bitwise(second(), expected, "a cache by position, patched")
-    assert not torch.equal(expected, plain)
-
-
 @cases([HOOKED, Case("llama-gqa", "bridge"), NATIVE])
 def test_patched_changes_what_a_users_own_cached_forward_reads(load, case):
     """The patched step is the second call; the first, which makes the cache, needs none to be given."""
@@ -266,26 +220,6 @@ def test_patched_changes_what_a_users_own_cached_forward_reads(load, case):
         found = users_decode(model)
     assert_bitwise(found[1], expected[1], "the user's own loop, patched", ("vocab",))
     assert_bitwise(users_decode(model)[1], plain[1], "the user's own loop afterwards")
-
-
-@cases([WINDOW])
-def test_patched_leaves_positions_that_a_sliding_donor_has_forgotten(load, case):
-    model = load(case)
-    donor = traced(model, "cached", OTHER, record="kv", positions="all")
-    forgotten, held = (kv.Patch("kv", None, None, at, "first", donor=donor) for at in ((0, 3), (8, 11)))
-
-    def second_call():
-        """Each forward feeds the whole prefix and so reads all of it, though the cache it fills then slides."""
-        for tokens in (PROMPT, (*PROMPT, FED[0])):
-            with torch.no_grad():
-                out = model.model(torch.tensor([tokens]), past_key_values=users_cache(model), use_cache=True)
-        return out.logits[0, -1]
-
-    plain = second_call()
-    with pytest.raises(kv.InputError, match="its donor's cache slid past them"), kv.patched(model.model, forgotten):
-        assert_bitwise(second_call(), plain, "logits with forgotten positions patched")
-    with kv.patched(model.model, held):
-        assert not torch.equal(second_call(), plain)
 
 
 STATIC = [*(Case(name, "native", "eager") for name in ("llama-gqa", "mistral-window", "gemma2")), Case("gemma2", "bridge")]
@@ -317,21 +251,6 @@ def test_patches_and_records_of_a_static_cache_are_those_of_a_growing_one(load, 
         newest.append([tensor for place in seen.kept for tensor in seen.kept[place]])
     for one, other in zip(*newest, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
-
-
-@cases([Case("llama-gqa", "native", "eager")])
-def test_a_pattern_over_empty_slots_is_refused_on_either_side(load, case):
-    model = load(case)
-    donor = traced(model, "recompute", OTHER, record="pattern", positions="all")
-    patch = kv.Patch("pattern", (0,), steps="first", donor=donor)
-    with kv.patched(model.model, patch), pytest.raises(kv.UnsupportedError, match="use a cache that grows"):
-        users_decode(model, static_cache(model))
-    with kv.record(model.model, "pattern", positions="all") as seen:
-        users_decode(model, static_cache(model))
-    fixed = donor_trace(seen, PROMPT, FED[:1])
-    patch = dataclasses.replace(patch, donor=fixed)
-    with kv.patched(model.model, patch), pytest.raises(kv.UnsupportedError, match="record it with a cache that grows"):
-        users_decode(model)
 
 
 @cases([NATIVE])
@@ -558,28 +477,6 @@ def test_residual_patches_agree_with_transformer_lens_to_the_bit(load, name, dty
         assert len(expected.unique()) > model.facts.layers, "the metric hardly depends on the patch"
 
 
-@pytest.mark.hooked
-def test_patches_of_one_head_agree_with_transformer_lens_to_the_bit(load):
-    from transformer_lens import patching
-
-    model = load(HOOKED, "float16")
-    clean, corrupted = torch.tensor([PROMPT[:5]]), torch.tensor([OTHER[:5]])
-    donor = kv.run(model, PROMPT[:5], "recompute", max_new_tokens=1, record="z", positions="all")
-
-    def metric(logits):
-        return logits[0, -1, 11].float() - logits[0, -1, 23].float()
-
-    with torch.no_grad():
-        _, clean_cache = model.model.run_with_cache(clean)
-        expected = patching.get_act_patch_attn_head_out_by_pos(model.model, corrupted, clean_cache, metric)
-        found = torch.zeros_like(expected)
-        for layer, position, head in torch.cartesian_prod(*map(torch.arange, expected.shape)).tolist():
-            with kv.patched(model.model, kv.Patch("z", (layer,), (head,), (position, position + 1), (0,), donor)):
-                found[layer, position, head] = metric(model.model(corrupted))
-    assert_bitwise(found, expected, "the metric with one head patched", ("layer", "position", "head"))
-    assert len(expected.unique()) > model.facts.layers
-
-
 # What is refused -------------------------------------------------------------------------------------------------------
 
 
@@ -630,11 +527,6 @@ def test_a_patch_that_this_model_has_no_place_for_is_refused(load, case, patch, 
     assert said in one_sentence(error)
 
 
-def test_a_site_that_this_kind_lacks_is_refused(load):
-    with pytest.raises(kv.UnsupportedError, match="never leaves the kernel"):
-        PatchHook(load(NATIVE), [kv.Patch("pattern")])
-
-
 @cases([HOOKED, NATIVE])
 def test_a_donor_that_does_not_fit_is_refused(load, case):
     model = load(case)
@@ -667,14 +559,6 @@ def test_a_donor_that_does_not_fit_is_refused(load, case):
 
 
 @cases([HOOKED, NATIVE])
-def test_steps_that_the_donor_lacks_are_refused_when_they_come(load, case):
-    model = load(case)
-    donor = traced(model, "recompute", OTHER, record="resid_post", max_new_tokens=2)
-    with pytest.raises(kv.InputError, match=r"did not record step 2 \(it has 0, 1\)"):
-        decoded(model, "recompute", [kv.Patch("resid_post", (0,), donor=donor)])
-
-
-@cases([HOOKED, NATIVE])
 def test_a_cache_patch_of_a_forward_without_a_cache_is_refused(load, case):
     model = load(case)
     keys_site = "cache_k" if model.facts.cached_keys_rotated else "cache_k_pre"
@@ -688,13 +572,6 @@ def test_a_cache_patch_of_a_forward_without_a_cache_is_refused(load, case):
             assert not torch.equal(
                 plain_forward(model.model, torch.tensor([PROMPT])), model.forward(torch.tensor([PROMPT]))
             )
-
-
-def test_a_cache_patch_of_a_model_that_keeps_other_state_is_refused(load, monkeypatch):
-    model = load(NATIVE)
-    monkeypatch.setattr(model, "_attention_only", False)
-    with pytest.raises(kv.UnsupportedError, match="keeps other state in some"):
-        PatchHook(model, [kv.Patch("kv")])
 
 
 @cases([HOOKED, NATIVE])
@@ -713,9 +590,3 @@ def test_donor_trace_refuses_what_it_cannot_place(load, case):
         plain_forward(model.model, torch.tensor([PROMPT, PROMPT]))
     with pytest.raises(kv.InputError, match="several prompts at once"):
         donor_trace(seen, PROMPT)
-
-
-def test_every_name_of_the_room_is_there_where_it_is_asked_for():
-    """Most are imported when they are first asked for, from files named by a text."""
-    for name in patching.__all__:
-        assert getattr(patching, name) is not None

@@ -34,12 +34,6 @@ PLANTINGS = [
 ]
 
 
-def test_there_are_enough_plantings_on_every_kind():
-    assert len(PLANTINGS) >= 24
-    for kind in ("hooked", "bridge", "native"):
-        assert sum(param.values[0].kind == kind for param in PLANTINGS) >= 8
-
-
 @pytest.mark.each
 @pytest.mark.parametrize(("case", "plant"), PLANTINGS)
 def test_law_6_a_planted_cause_is_found_where_it_is_and_nowhere_else(load, case, plant):
@@ -93,12 +87,3 @@ def test_paths_that_are_bitwise_equal_have_no_cause(load):
 def test_a_plant_that_cannot_be_is_refused(fields, said):
     with pytest.raises(kv.InputError, match=said):
         Plant(**fields)
-
-
-@pytest.mark.parametrize("layer", [2, -1])
-def test_a_plant_in_a_layer_that_does_not_exist_is_refused(load, layer):
-    model = load(Case("llama-gqa", "native", "sdpa"))
-    with pytest.raises(kv.InputError, match=f"layer {layer} does not exist|layer=-1 was given"):
-        localise(model, PROMPT, Plant("kv", layer))
-    with pytest.raises(kv.InputError, match=f"layer {layer} does not exist|layer=-1 was given"):
-        kv.decompose(model, PROMPT, plant=Plant("row", layer), max_new_tokens=2, progress="none")

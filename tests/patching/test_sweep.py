@@ -14,7 +14,7 @@ from kvinterp.errors import InputError
 from kvinterp.patching import PRESETS, PatchHook, highest_kl
 from kvinterp.patching.planted import Planted
 from kvinterp.paths import Runner
-from support import PROMPT, Case, assert_bitwise, bare_hooked_transformer, cases, hooks_of, plain_forward
+from support import PROMPT, Case, assert_bitwise, cases, hooks_of, plain_forward
 
 pytestmark = pytest.mark.bits
 
@@ -176,81 +176,6 @@ def test_recovery_is_undefined_where_the_unpatched_paths_are_bitwise_equal(load,
     assert sweep.aggregate()["defined"].tolist() == [0] * model.facts.layers
 
 
-@pytest.mark.slow
-@cases(KINDS)
-def test_a_foreign_donor_makes_it_worse_and_the_negative_value_is_kept(load, case):
-    sweep = swept(load(case), [PROMPT, OTHER], layers=[0], controls="quick", site="mlp_out", **SPLIT)
-    other = sweep.controls[sweep.controls["control"] == "other-prompt"]
-    assert len(other) == 2
-    assert (other["recovery"] < 0).all()
-
-
-@pytest.mark.parametrize(
-    ("steps", "l2", "d_before", "said"),
-    [
-        (3, 1.0, 0.5, ""),
-        (0, 0.0, 0.0, "no patched step was decoded"),
-        (3, 0.0, 0.0, "bitwise equal at the steps patched"),
-        (3, 1e-9, 0.0, "the logits differ and this distance is 0 all the same"),
-    ],
-)
-def test_a_recovery_that_is_not_a_number_says_why_and_what_to_do(steps, l2, d_before, said):
-    why = metrics.why_undefined(steps, l2, d_before)
-    assert (said in why) if said else why == ""
-    assert math.isnan(float(metrics.recovery(torch.tensor(d_before), torch.tensor(0.0)))) == bool(why)
-
-
-@cases([HOOKED, NATIVE])
-def test_both_distances_are_measured_in_one_run(load, case):
-    both = swept(load(case), cached="cached[cache=bfloat16]", controls="quick")
-    assert both.provenance["distances"] == ["l2", "kl"]
-    for name, behind in (("l2", ""), ("kl", "_kl")):
-        alone = swept(load(case), cached="cached[cache=bfloat16]", distance=name)
-        for column in ("recovery", "d_before", "d_after"):
-            for table in ("recovery", "steps"):
-                assert getattr(both, table)[column + behind].tolist() == getattr(alone, table)[column].tolist()
-    together = both.controls[both.controls["control"] == "together"].iloc[0]
-    assert both.left()["kl"]["share"] == together["d_after_kl"] / together["d_before_kl"]
-    assert both.left()["l2"]["share"] == together["d_after"] / together["d_before"]
-    assert "median_kl" in both.aggregate()
-
-
-@cases([NATIVE])
-def test_what_no_patch_of_a_kind_reaches_is_what_is_left_with_all_layers_patched(load, case):
-    """A planted unembedding: K and V of all layers leave all of it, attention's outputs too; nothing is left of planted K and V."""
-    model = load(case)
-    paths = {"recompute": "recompute@float64", "controls": "quick", "direction": "into-cached", "steps": "first"}
-    kept = swept(model, site="kv", cached=kv.Cached(Planted(1, until=len(PROMPT)), dtype="float64"), **paths)
-    assert kept.left()["l2"]["share"] < 0.01
-    split = "cached[kernels=split_k(4,float16,unembed)]@float64"
-    made = swept(model, site="kv", cached=split, **paths | {"positions": "earlier"})
-    assert made.left()["l2"]["share"] > 0.01 or made.recovery["equal"].all()
-
-
-def test_aggregates_are_over_examples():
-    from kvinterp.patching import Sweep
-
-    values = [0.1, 0.2, 0.6, -0.4, 0.9, 0.2, 0.2]
-    rows = [
-        {"sweep": "single", "site": "resid_post", "layer": layer, "head": -1, "positions": "newest"}
-        | {"example": example, "recovery": value if layer else math.nan, "defined": layer == 1, "d_before": 1.0}
-        | {"equal": layer == 0, "why": "" if layer else "equal"}
-        for layer in (0, 1)
-        for example, value in enumerate(values)
-    ]
-    table = Sweep(pd.DataFrame(rows), pd.DataFrame(), pd.DataFrame(), {"provenance": {}}).aggregate()
-    assert table["defined"].tolist() == [0, 7]
-    assert table.iloc[0][["mean", "median", "low_quartile", "high_quartile", "interval_low", "interval_high"]].isna().all()
-    nothing = Sweep(pd.DataFrame(rows[:7]), pd.DataFrame(), pd.DataFrame(), {"provenance": {}})
-    assert list(nothing.aggregate()) == list(table)
-    assert nothing.summary()["best"] is None
-    row = table.iloc[1]
-    assert row["mean"] == pytest.approx(np.mean(values))
-    assert row["median"] == 0.2
-    assert (row["low_quartile"], row["high_quartile"]) == (0.15000000000000002, 0.4)
-    assert (row["interval_low"], row["interval_high"]) == (-0.4, 0.9)
-
-
 def test_the_best_place_is_not_decided_by_one_example():
     """An example whose paths hardly differ gave a recovery of -5700%, and by the mean the patch that changes nothing won."""
     from kvinterp.patching import Sweep
@@ -266,21 +191,6 @@ def test_the_best_place_is_not_decided_by_one_example():
 
 
 # Controls --------------------------------------------------------------------------------------------------------------
-
-
-@cases([NATIVE])
-def test_a_prompt_that_ended_before_any_counted_step_has_no_floor(load, case, monkeypatch):
-    model = load(case)
-    settings = {"controls": "quick", "stop": "end of sequence", "layers": [0], **SPLIT}
-    first = kv.run(model, PROMPT, max_new_tokens=1).tokens[0]
-    monkeypatch.setattr(type(model), "end_tokens", frozenset({first}))
-    alone, both = (swept(model, prompts, **settings) for prompts in ([OTHER], [OTHER, PROMPT]))
-    floors = both.controls[both.controls["control"] == "floor"]
-    assert floors["steps"].tolist()[1] == 0 < floors["steps"].tolist()[0]
-    assert both.summary()["floor"] == alone.summary()["floor"]
-    assert set(both.summary()["floor"]) <= {"l2", "kl"}
-    assert swept(model, [PROMPT], **settings).summary()["floor"] == {}
-    assert both.recovery["why"].tolist()[1].startswith("no patched step was decoded")
 
 
 def unembedding(model):
@@ -356,42 +266,6 @@ def test_controls_stand_beside_every_sweep(load, case, direction, protocol):
     assert hooks_of(model.model) == before
 
 
-def test_what_is_planted_is_looked_for_once_a_model(load, monkeypatch):
-    """The search does not depend on what is swept; a default sweep does none, and still has its floor."""
-    from kvinterp.patching import localising
-
-    model = load(NATIVE)
-    monkeypatch.setattr(model, "checked", {})
-    plain = kv.sweep(model, PROMPT, layers=[0], max_new_tokens=STEPS, stop="length", progress="none")
-    assert set(plain.controls["control"]) == {"self", "other-prompt", "floor", "all-positions", "together"}
-    assert not any("plants" in str(key) for key in model.checked), "no cause was planted"
-    first = swept(model, layers=[0], controls="all")
-
-    def again(*_, **__):
-        raise AssertionError("the model was searched before")
-
-    monkeypatch.setattr(localising, "localise", again)
-    same, other = (swept(model, layers=[1], controls="all", prompts=each) for each in (PROMPT, PROMPT[::-1]))
-
-    def planted(found, columns):
-        controls = found.controls[found.controls["control"].str.startswith("planted")]
-        return controls[columns].to_dict("records")
-
-    everything = ["control", "site", "layer", "recovery", "example"]
-    assert len(planted(first, everything)) == 3
-    assert planted(same, everything) == planted(first, everything)
-    assert planted(other, everything[:-1]) == planted(first, everything[:-1])
-    assert {row["example"] for row in planted(other, ["example"])} == {-1}, "found on a prompt that is not of this sweep"
-
-
-def test_the_other_prompt_is_another_prompt():
-    from kvinterp.patching.side_by_side import not_the_same
-
-    assert not_the_same([[1, 2], [1, 2], [3, 4]], 0, 9) == [3, 4]
-    assert not_the_same([[1, 2], [1, 2]], 1, 9) == [2, 1]
-    assert not_the_same([[5, 5]], 0, 6) == [0, 0]
-
-
 # Keys and values -------------------------------------------------------------------------------------------------------
 
 
@@ -447,52 +321,6 @@ def test_sweeps_over_kv_heads_and_blocks_of_positions_name_the_place(load, case)
         assert (row.recovery > 0.99) if row.positions == "4:8" else abs(row.recovery) < 0.01
 
 
-@cases([HOOKED])
-def test_blocks_that_a_prompt_never_reaches_have_no_row(load, case):
-    sweep = swept(load(case), [PROMPT, PROMPT[:5]], over="blocks", block=6)
-    reached = sweep.recovery.groupby("example")["positions"].apply(list).tolist()
-    assert reached == [["0:6", "6:12", "12:16"], ["0:6", "6:12"]]
-
-
-@cases([Case("mistral-window", "native", "eager"), Case("gemma2", "native", "eager")])
-@pytest.mark.parametrize("settings", [{"over": "blocks", "block": 2}, {"positions": (0, 2)}])
-def test_positions_that_a_sliding_cache_has_forgotten_are_left_as_they_are(load, case, settings):
-    """The donor's cache no longer holds them; this was once a crash of torch's."""
-    model = load(case)
-    found = swept(model, site="kv", cached="cached[cache=bfloat16]", **settings).recovery
-    assert np.isfinite(found["d_after"]).all()
-    slides = [window is not None for window in model.facts.windows]
-    forgotten = found[found["positions"] == "0:2"]
-    assert len(forgotten) == (1 if "over" in settings else model.facts.layers)
-    for row in forgotten.itertuples():
-        assert (row.recovery == 0) == (all(slides) if row.layer < 0 else slides[row.layer])
-
-
-@cases([HOOKED, NATIVE])
-def test_blocks_of_the_stream_that_a_decode_step_does_not_compute_have_no_row(load, case):
-    """The cached path computes its newest position only, so nothing of an earlier block was ever patched."""
-    model = load(case)
-    blocks = swept(model, over="blocks", block=4, direction="into-cached", **SPLIT).recovery
-    assert blocks["positions"].tolist() == ["12:16"]
-    assert blocks["d_after"].tolist() != blocks["d_before"].tolist()
-    prefill = swept(model, over="blocks", block=4, direction="into-cached", steps=(0, 2)).recovery
-    assert prefill["positions"].tolist() == ["0:4", "4:8", "8:12", "12:16"]
-
-
-@pytest.mark.slow
-@pytest.mark.each
-@cases(KINDS)
-@pytest.mark.parametrize("direction", ["into-recompute", "into-cached"])
-def test_every_site_sweeps_in_both_directions_at_all_positions(load, case, direction):
-    """Of a cached donor's q, k, v and z at all positions, once only the newest row was moved, silently."""
-    model = load(case)
-    for site in ("resid_pre", "resid_mid", "attn_out", "mlp_out", "q", "k", "v", "z", "kv", "cache_k", "cache_v"):
-        # Of one layer: that every layer's lane is its own is test_every_lane_is_the_patch_it_says.
-        sweep = swept(model, site=site, positions="all", direction=direction, layers=[1], max_new_tokens=3, **SPLIT)
-        assert sweep.recovery["defined"].all(), site
-        assert np.isfinite(sweep.recovery["d_after"]).all(), site
-
-
 @cases([HOOKED, NATIVE])
 def test_a_cached_donor_gives_the_rows_of_every_step(load, case):
     """All positions of v, moved into the recompute path at a late step, are those the cached path wrote: cache_v itself."""
@@ -504,13 +332,6 @@ def test_a_cached_donor_gives_the_rows_of_every_step(load, case):
     assert_bitwise(as_computed, as_stored, "logits with v, or cached V, of all positions put in")
     newest = swept(model, site="v", **settings | {"positions": "newest"}).logits[0]
     assert not torch.equal(newest[4, 2], as_computed[4, 2])
-
-
-def test_a_pattern_of_earlier_positions_cannot_come_from_a_cached_path(load):
-    model = load(Case("llama-gqa", "native", "eager"))
-    assert len(swept(model, site="pattern", over="heads").recovery) == 8
-    with pytest.raises(kv.InputError, match="a cached path computes one row of the pattern a step"):
-        swept(model, site="pattern", positions="all")
 
 
 @pytest.mark.each
@@ -605,42 +426,6 @@ def test_a_sweep_that_cannot_be_is_refused_in_one_sentence(load, fields, said):
         swept(load(NATIVE if "cached" in fields or fields.get("layers") is None else HOOKED), **fields)
     assert said in str(error.value)
     assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize("kind", ["native", "bridge"])
-def test_the_default_sweep_and_its_command_work_on_every_kind(tmp_path, kind):
-    """resid_post was refused on both for a while, so that only a HookedTransformer had the default sweep."""
-    from command_line import kvinterp
-
-    made = kvinterp(
-        "patch", "zoo:mistral-mini", "--kind", kind, "--site", "resid_post", "--prompts", "arithmetic:1", "--device", "cpu",
-        "--max-new-tokens", "3", "--controls", "none", "--out", tmp_path / "out",
-    )  # fmt: skip
-    assert made.exit_code == 0, made.output
-    table = pd.read_parquet(tmp_path / "out" / "recovery.parquet")
-    assert table["site"].tolist() == ["resid_post"] * 4
-    model = kv.load_model("zoo:mistral-mini", kind=kind)
-    found = swept(model, max_new_tokens=3).recovery
-    assert len(found) == model.facts.layers
-    assert np.isfinite(found["d_after"]).all()
-
-
-def test_a_site_that_the_kind_lacks_is_refused(load):
-    with pytest.raises(kv.UnsupportedError, match="never leaves the kernel"):
-        swept(load(NATIVE), site="pattern", over="heads")
-
-
-@pytest.mark.hooked
-def test_logits_that_are_not_numbers_are_an_error_and_not_a_model_without_difference():
-    model = bare_hooked_transformer("standard")
-    model.unembed.W_U.data[0, 0] = torch.nan
-    for work in (
-        lambda: swept(model),
-        lambda: highest_kl(model, [PROMPT, OTHER], 1, max_new_tokens=STEPS, progress="none"),
-        lambda: kv.decompose(model, PROMPT, max_new_tokens=STEPS, progress="none"),
-    ):
-        with pytest.raises(kv.NonFiniteError, match=r"example 0.*use a dtype with a wider range"):
-            work()
 
 
 @cases([NATIVE])
