@@ -14,21 +14,15 @@ import pytest
 import kvinterp as kv
 from command_line import wrong
 from kvinterp.common.result import Result
-from kvinterp.data import Prompt
 from kvinterp.findings import lines_of
 from kvinterp.models import Adapter
 from kvinterp.study.behaviour.chains import (
     CHAIN,
     attractors_of,
-    cosines,
     curves_of,
     cycles_of,
     deltas_of,
-    embedder_named,
-    facts_of,
     played,
-    share_kept,
-    spoken,
     tokens_of,
 )  # fmt: skip
 from kvinterp.study.experiments.chain import Chain
@@ -101,13 +95,6 @@ def test_every_seed_has_its_own_chain_whatever_runs_beside_it(small: Adapter) ->
     assert played(small, "cached", TEXT, 2, [5], 2, ask, **how)[0] != several[1]
 
 
-def test_thoughts_are_not_said() -> None:
-    assert spoken("<think>hm\n1</think>\n Yes. ") == "Yes."
-    assert spoken("hm, as the template began the thought</think>Yes.") == "Yes."
-    assert spoken("Yes.<think>and so on") == "Yes."
-    assert spoken("a <b> c") == "a <b> c"
-
-
 def test_a_request_is_a_message_where_the_model_has_a_template(small: Adapter, monkeypatch: pytest.MonkeyPatch) -> None:
     assert tokens_of(small, "Say {text}.", "none", "Be brief.")("x") == small.encode("Be brief.\nSay x.")
     with pytest.raises(kv.InputError, match="has no chat template"):
@@ -121,29 +108,7 @@ def test_a_request_is_a_message_where_the_model_has_a_template(small: Adapter, m
 # What texts are worth ------------------------------------------------------------------------------------------------------
 
 
-def test_facts_are_numbers_and_names() -> None:
-    assert facts_of(Prompt("", "At noon Omar paid 2.50 for 3 pens in Rome.")) == ("2.50", "3", "Omar", "Rome")
-    assert facts_of(Prompt("", "Omar paid 3.", facts=("Omar",))) == ("Omar",)
-    assert share_kept(("Omar", "3"), "Omar paid 33.") == 0.5
-    assert np.isnan(share_kept((), "Omar"))
-
-
-def test_similarity_is_a_cosine(small: Adapter) -> None:
-    near = cosines(embedder_named("counts", small)(["a b b", "B a b!", "a", "c", ""]))
-    assert near == pytest.approx([1, 1, 1 / 5**0.5, 0, 0])
-    own = cosines(embedder_named("model", small)([TEXT, TEXT, "12 pens", ""]))
-    assert own[:2] == pytest.approx([1, 1])
-    assert own[2] < 0.999
-
-
 # What chains come to -------------------------------------------------------------------------------------------------------
-
-
-def test_cycles_are_found_to_the_letter() -> None:
-    found = cycles_of(table({("cached", 0): list("abcbc"), ("cached", 1): list("abbb"), ("cached", 2): list("abcd")}))
-    assert found[["enters", "period"]].to_numpy() == pytest.approx(
-        np.array([[1, 2], [1, 1], [np.nan, np.nan]]), nan_ok=True
-    )
 
 
 def test_an_attractor_is_found_where_it_was_put() -> None:

@@ -208,28 +208,6 @@ def test_a_batch_writes_and_scores_what_each_does_alone(small: Adapter) -> None:
     assert scored == [likelihoods(small, "cached", [pair])[0] for pair in pairs]
 
 
-def test_choices_that_differ_in_one_token_share_a_run(small: Adapter, monkeypatch: pytest.MonkeyPatch) -> None:
-    forwards: list[int] = []
-    forward = type(small).forward
-
-    def counted(self: Any, tokens: torch.Tensor, store: Any = None) -> torch.Tensor:
-        forwards.append(tokens.shape[1])
-        return forward(self, tokens, store)
-
-    monkeypatch.setattr(type(small), "forward", counted)
-    context = small.encode(PROMPTS[0].text)
-    made = likelihoods(small, "recompute", [(context, [token]) for token in range(5, 9)])
-    assert forwards == [len(context)]
-    assert len({each.log_probability for each in made}) == 4
-
-
-def test_nan_is_no_score(small: Adapter, monkeypatch: pytest.MonkeyPatch) -> None:
-    forward = type(small).forward
-    monkeypatch.setattr(type(small), "forward", lambda self, tokens, store=None: forward(self, tokens, store) * torch.nan)
-    with pytest.raises(kv.NonFiniteError, match="model zoo:gqa2-mini: path cached: NaN first appeared in the logits"):
-        likelihoods(small, "cached", [([5, 6], [7])])
-
-
 def test_what_tasks_sample_with() -> None:
     assert harness.strategy_of({"do_sample": False, "temperature": 0.0}) == Greedy()
     assert harness.strategy_of({"do_sample": True, "temperature": 0.7}) == TopP(1.0, 0.7)

@@ -76,13 +76,3 @@ def test_contrasts_are_weighted_sums_prompt_by_prompt() -> None:
     assert row["p"] == pytest.approx(2 / 64)
     # Of perplexity it is the difference of logarithms.
     assert found.loc[found["metric"] == "perplexity", "difference"].iloc[0] == pytest.approx(-0.5)
-
-
-def test_one_prompt_has_no_interval_and_a_failed_likelihood_no_number() -> None:
-    made = examples({CONTROL: 1.0, "a": 0.0}, prompts=1)
-    assert of(scored(made), "a", "problems")[["low", "high", "percent_low", "p", "q"]].isna().all()
-    made = examples({CONTROL: 1.0, "a": 0.5})
-    made.loc[(made["policy"] == "a") & (made["prompt"] == 0) & (made["repeat"] == 0), "nats"] = np.nan
-    assert observed(made, "perplexity").notna().all(axis=None)
-    made.loc[(made["policy"] == "a") & (made["prompt"] == 0), "nats"] = np.nan
-    assert of(scored(made), "a", "perplexity")["prompts"] == 11

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,13 +10,9 @@ import pytest
 import torch
 
 import kvinterp as kv
-from kvinterp.common.store import Store
 from kvinterp.comparison import Comparison, attention_rows
 from kvinterp.models import Adapter
 from kvinterp.paths import strategy_named
-from kvinterp.study.experiments.compare import Compare
-from kvinterp.study.report.tokens import packed_comparison
-from writing import read_result
 
 OTHER = "cached+int4"
 PROMPTS = ["What is one and one? The answer is", "Anna has 3 apples. She buys"]
@@ -75,52 +70,6 @@ def test_batches_and_parts_keep_the_same(model: Adapter, both: Comparison, monke
     pd.testing.assert_frame_equal(hasty.attention_rows, both.attention_rows, check_exact=True)
 
 
-def test_a_budget_keeps_whole_steps_the_first_flips_first(both: Comparison) -> None:
-    steps, rows = both.steps.copy(), both.attention_rows
-    of = [tuple(pair) for pair in rows[["example", "step"]].drop_duplicates().to_numpy()]
-    last = steps.groupby("example")["kl"].idxmin()
-    steps["flipped"] = steps["after_flip"] = False
-    steps.loc[last[1], "flipped"] = True
-    flip = (1, int(steps.loc[last[1], "step"]))
-    steps = steps[[pair in {*of, flip} for pair in zip(steps["example"], steps["step"], strict=True)]]
-    more = pd.concat([rows, rows[(rows["example"] == 1) & (rows["step"] == of[-1][1])].assign(step=flip[1])])
-    more = more.drop_duplicates(["example", "step", "layer", "head", "position"])
-    size = len(more[(more["example"] == 1) & (more["step"] == flip[1])])
-    assert {tuple(pair) for pair in attention_rows.within(more, steps, size)[["example", "step"]].to_numpy()} == {flip}
-    cut = [attention_rows.within(more[more["example"] == n], steps, size + 1) for n in (0, 1)]
-    whole = attention_rows.within(more, steps, size + 1)
-    pd.testing.assert_frame_equal(
-        attention_rows.within(pd.concat(cut), steps, size + 1).reset_index(drop=True), whole.reset_index(drop=True)
-    )
-
-
-def test_of_a_large_example_the_heads_of_largest_kl_are_kept(
-    model: Adapter, both: Comparison, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rows = both.attention_rows[both.attention_rows["example"] == 0]
-    width = int(rows["position"].max()) + 1
-    monkeypatch.setattr(attention_rows, "OF_EXAMPLE", 2 * width)
-    few = kv.compare(model, PROMPTS[:1], b=OTHER, record="pattern", **SHORT).attention_rows
-    kept = few.drop_duplicates(["step", "layer", "head"])
-    assert len(kept) == 2
-    of_step = both.heads[(both.heads["example"] == 0) & (both.heads["step"] == kept["step"].iloc[0])]
-    largest = of_step.sort_values("kl", ascending=False, kind="stable").head(2)
-    assert {*zip(kept["layer"], kept["head"], strict=True)} == {*zip(largest["layer"], largest["head"], strict=True)}
-
-
-def test_tokens_are_at_the_position_they_have_when_fed(model: Adapter, both: Comparison) -> None:
-    tokens, steps = both.tokens, both.steps[both.steps["example"] == 0]
-    mine = tokens[tokens["example"] == 0]
-    prompt = mine[mine["path"] == "prompt"]
-    assert prompt["token"].tolist() == list(kv.run(model, PROMPTS[0], **SHORT).prompt)
-    assert "".join(prompt["text"]).endswith(PROMPTS[0].split()[-1])
-    for side in "ab":
-        of = mine[mine["path"] == side]
-        assert of["token"].tolist() == steps[f"token_{side}"].tolist()
-        assert of["position"].tolist() == [len(prompt) + step for step in steps["step"]]
-        assert of["text"].tolist() == model.pieces(steps[f"token_{side}"].tolist())
-
-
 def test_a_probability_is_that_of_the_path_s_own_token(model: Adapter) -> None:
     drawn = kv.compare(model, PROMPTS[0], b=OTHER, record="", strategy="top_p(0.9,1.0)", **SHORT).steps
     trace = kv.run(model, PROMPTS[0], logits="keep", strategy="top_p(0.9,1.0)", **SHORT)
@@ -152,28 +101,3 @@ def test_the_distance_is_to_where_another_token_begins() -> None:
         ]
         assert bool(((beyond[0] != chosen) | (beyond[1] != chosen) | distance.isinf()).all())
         assert int(distance.isfinite().sum()) > 100
-
-
-def test_where_one_token_alone_can_be_drawn_there_is_no_distance() -> None:
-    chosen, distance = strategy_named("top_k(1,1.0)").drawn(torch.randn(3, 9), torch.tensor([0.0, 0.5, 0.9]).double())
-    assert distance.isinf().all()
-    assert len(chosen) == 3
-
-
-@pytest.mark.slow
-def test_a_run_that_was_cut_off_gives_the_same_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = Compare("zoo:mqa-mini", "arithmetic:2", b=OTHER, record="pattern", max_new_tokens=3, device="cpu")
-    keep = Store.keep
-
-    def cut(self: Store, *part: Any) -> None:
-        keep(self, *part)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Store, "keep", cut)
-    with pytest.raises(KeyboardInterrupt):
-        asked.run(tmp_path / "cut", figures="none")
-    monkeypatch.undo()
-    made = [asked.run(tmp_path / name, figures="none") for name in ("cut", "whole")]
-    read = read_result(tmp_path / "whole")
-    assert {packed_comparison(each) for each in (*made, read)} == {packed_comparison(made[1])}
-    assert set(made[0].attention_rows["example"]) == {0, 1}

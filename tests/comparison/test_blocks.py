@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import pandas as pd
 import pytest
@@ -11,7 +10,7 @@ import torch
 
 from kvinterp import metrics
 from kvinterp.comparison import tables as tables_module
-from kvinterp.comparison.tables import ALONE, Differences
+from kvinterp.comparison.tables import Differences
 
 pytestmark = pytest.mark.bits
 
@@ -86,15 +85,6 @@ def test_a_step_is_kept_as_it_was_shown() -> None:
         pd.testing.assert_frame_equal(changed[name], frame, check_exact=True, obj=name)
 
 
-def test_a_vector_that_torch_adds_up_with_threads_waits_for_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[Any] = []
-    measured = metrics.measured
-    monkeypatch.setattr(metrics, "measured", lambda kind, a, b: calls.append((kind, len(a))) or measured(kind, a, b))
-    tables("plain", 2**40, torch.float32, ALONE)
-    assert [count for kind, count in calls if kind == "logits"] == [1] * STEPS
-    assert [count for kind, count in calls if kind == "residual"] == [STEPS]
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
 @pytest.mark.parametrize("kept", [0, 1, 37, 199, 200])
 @pytest.mark.parametrize("odd", [None, torch.inf, torch.nan])
@@ -116,15 +106,3 @@ def test_vectors_that_are_equal_are_not_measured_to_the_same_bits(
     for name, wanted in tables_module._in_parts(a, b, 1000).items():
         torch.testing.assert_close(found[name], wanted, rtol=0, atol=0, equal_nan=True)
         assert bool(wanted.isnan().any()) == (odd is not None)
-
-
-def test_how_many_vectors_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only those that differ."""
-    calls: list[int] = []
-    measured = metrics.measured
-    monkeypatch.setattr(metrics, "measured", lambda kind, a, b: calls.append(len(a)) or measured(kind, a, b))
-    a = torch.ones(3, 10, 8)
-    b = a.clone()
-    b[1, 2:4] = 2
-    assert tables_module._in_parts(a, b, 2**17)["ulp_max"].count_nonzero() == 2
-    assert calls == [2]

@@ -44,20 +44,3 @@ def test_the_sums_are_those_of_every_position_at_every_step(load: Any, case: Cas
         np.testing.assert_allclose(mean_error(parts.kv_positions, keys).sort_index(), wanted_means, rtol=1e-12)
     for table in ("steps", "layers", "heads"):
         pd.testing.assert_frame_equal(getattr(parts, table), getattr(whole, table), check_exact=True)
-
-
-def test_a_row_that_ended_before_the_others_of_its_batch_gives_no_more(load: Any) -> None:
-    model = load(Case("llama-gqa", "native", "eager"))
-    # A token that the first prompt decides at a later step, and the second not at all, ends the text of the first alone.
-    one, two = (kv.run(model, prompt, max_new_tokens=9, stop="length").tokens for prompt in PROMPTS)
-    end = next(token for step, token in enumerate(one) if token not in two and one.index(token) == step > 0)
-    before = model.model.generation_config.eos_token_id
-    model.model.generation_config.eos_token_id = end
-    try:
-        together, alone = (kv.compare(model, PROMPTS, "cached", "recompute@bfloat16", batch_size=size, **SETTINGS)
-                           for size in (2, 1))  # fmt: skip
-    finally:
-        model.model.generation_config.eos_token_id = before
-    ended = together.kv_positions[together.kv_positions["example"] == 0]
-    assert ended["position"].max() == len(PROMPTS[0]) + one.index(end) - 1 < together.kv_positions["position"].max()
-    pd.testing.assert_frame_equal(sorted_frame(together.kv_positions), sorted_frame(alone.kv_positions), rtol=1e-12)

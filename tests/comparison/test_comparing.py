@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pandas as pd
 import pytest
 import torch
@@ -84,16 +82,6 @@ def test_heads_of_traces_keep_their_numbers(model: Adapter) -> None:
     assert set(table["kv_head"]) == {1}
 
 
-def test_different_heads_are_not_compared(model: Adapter, tmp_path: Path) -> None:
-    one, _ = traces(model, "pattern", heads=[0])
-    _, other = traces(model, "pattern", heads=[1])
-    with pytest.raises(kv.InputError, match=r"different query heads \(0 and 1\)"):
-        kv.compare_traces(one, kv.Trace.load(other.save(tmp_path)))
-    _, every = traces(model, "pattern")
-    with pytest.raises(kv.InputError, match=r"different query heads \(0 and 0 to \d\)"):
-        kv.compare_traces(one, every)
-
-
 def test_traces_of_all_positions_are_compared_at_the_newest(model: Adapter) -> None:
     """They gave tables without a row, and no word about it."""
     newest, every = (
@@ -105,13 +93,6 @@ def test_traces_of_all_positions_are_compared_at_the_newest(model: Adapter) -> N
 
 
 # What is given -----------------------------------------------------------------------------------------------------------
-
-
-def test_layers_may_come_from_a_generator(model: Adapter) -> None:
-    """It was used up by the check, and the tables had no row."""
-    options = {"record": "resid_post", "progress": "none", **SHORT}
-    wanted = kv.compare(model, PROMPT, layers=[0, -1], **options).layers
-    pd.testing.assert_frame_equal(kv.compare(model, PROMPT, layers=(x for x in (0, -1)), **options).layers, wanted)
 
 
 @pytest.mark.parametrize(
@@ -132,12 +113,6 @@ def test_what_cannot_be_used_is_one_sentence(model: Adapter, options: dict[str, 
     with pytest.raises(kv.InputError, match=said) as error:
         compare(model, PROMPT, progress="none", **SHORT | options)
     assert "\n" not in str(error.value)
-
-
-def test_prompts_may_be_arrays_and_tensors(model: Adapter) -> None:
-    wanted = kv.compare(model, PROMPT, record="", progress="none", **SHORT).steps
-    for given in (torch.tensor(PROMPT), np.array(PROMPT), list(np.array(PROMPT)), torch.tensor([PROMPT])):
-        pd.testing.assert_frame_equal(kv.compare(model, given, record="", progress="none", **SHORT).steps, wanted)
 
 
 def test_each_side_of_two_models_has_its_name_and_the_first_tensor_that_differs_is_named():

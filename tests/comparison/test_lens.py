@@ -45,21 +45,3 @@ def test_the_lens_reads_what_transformer_lens_reads(model: Any) -> None:
     with torch.no_grad():
         plain = wide.unembed(wide.ln_final(streams[:, None]))[:, 0]
     torch.testing.assert_close(Unembedding(model).logits(streams), plain, rtol=0, atol=1e-12)
-
-
-def test_they_are_kept_and_shown_as_any_result(model: Any, tmp_path: Any) -> None:
-    if model.kind != "native":
-        pytest.skip("of one kind")
-    made = kv.logit_lens(model, ASKED, TRUTH, OTHER, max_new_tokens=2)
-    page = made.report(tmp_path / made.VERB)
-    read = kv.load(page.parent)
-    pd.testing.assert_frame_equal(made.table, read.table, check_exact=True)
-    assert read.provenance == made.provenance
-    assert len(read.figures()) == 1
-    assert made.sentences()[0].replace("'", "&#39;") in page.read_text()
-
-
-def test_nothing_is_said_where_nothing_differs(model: Any) -> None:
-    lens = kv.logit_lens(model, ASKED, "recompute", "recompute", max_new_tokens=2)
-    assert "equal behind every layer" in lens.sentences()[0]
-    assert lens.figures()

@@ -11,7 +11,6 @@ import torch
 import kvinterp as kv
 from kvinterp.comparison import PARTS, comparing
 from kvinterp.comparison.findings import headline_of
-from kvinterp.errors import InputError
 from kvinterp.metrics.recovery import ONLY_THE_PREFILL
 from kvinterp.paths import Runner
 
@@ -58,23 +57,6 @@ def test_the_first_path_runs_once(model: Any, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(Runner, "__init__", counted)
     kv.compare(model, "1 + 1 =", b=OTHERS[:2], max_new_tokens=2, progress="none", record="")
     assert begun == ["cached", *OTHERS[:2]]
-
-
-def test_a_list_of_one_is_a_list(model: Any) -> None:
-    found = kv.compare(model, "1 + 1 =", b=["recompute"], max_new_tokens=2, progress="none", record="")
-    assert len(found) == 1
-    assert list(found.overview()["pair"]) == ["recompute"]
-    assert found.where() == found["recompute"].where()
-    with pytest.raises(InputError, match=r"unknown path that was compared 'cached'.*recompute"):
-        found["cached"]
-    with pytest.raises(AttributeError, match="their tables are steps"):
-        found.nothing  # noqa: B018
-
-
-@pytest.mark.parametrize(("b", "said"), [([], "at least one"), (["recompute", "recompute"], "twice")])
-def test_lists_that_are_none(model: Any, b: list[Any], said: str) -> None:
-    with pytest.raises(InputError, match=said):
-        kv.compare(model, "1 + 1 =", b=b)
 
 
 def test_where_nothing_was_decoded_equality_says_nothing_of_the_cache(model: Any) -> None:

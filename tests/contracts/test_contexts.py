@@ -13,7 +13,6 @@ from support import (
     PROMPT,
     Case,
     assert_bitwise,
-    bare_hooked_transformer,
     cases,
     hooks_of,
     nothing_left,
@@ -66,30 +65,6 @@ def test_what_heard_nothing_or_moved_nothing_says_why(load: Any, case: Case) -> 
             copied(TOKENS)
         with pytest.raises(kv.InputError, match="a run in another dtype"), kv.record(model, SITES):
             kv.run(model, PROMPT, "cached@float64", max_new_tokens=1)
-
-
-@cases([Case("llama-gqa", "hooked"), Case("llama-gqa", "bridge")])
-@pytest.mark.parametrize("call", ["__call__", "forward"])
-def test_a_forward_that_stops_at_a_layer_is_whole_or_a_sentence(load: Any, case: Case, call: str) -> None:
-    """Layers that did not run had an entry less than those that did, and every later entry was of another forward."""
-    adapter = load(case)
-    model = adapter.model
-    forward = getattr(model, call)
-    with torch.no_grad(), nothing_left(model):
-        with kv.record(model, "resid_post", layers=[0]) as seen:
-            forward(TOKENS, stop_at_layer=1)
-            forward(TOKENS)
-            forward(OTHER, stop_at_layer=1)
-        assert len(seen.kept["resid_post", 0]) == 3
-        assert_bitwise(seen.kept["resid_post", 0][0], seen.kept["resid_post", 0][1], "resid_post")
-        with pytest.raises(kv.InputError, match="ran the layers 0 to 0 only"), kv.record(model, "resid_post"):
-            forward(TOKENS, stop_at_layer=1)
-            forward(TOKENS)
-        if case.kind == "hooked":
-            middle = model(TOKENS, stop_at_layer=1)
-            with kv.record(model, "resid_post", layers=[1]) as seen:
-                forward(middle, start_at_layer=1)
-            assert len(seen.kept["resid_post", 1]) == 1
 
 
 # Errors ----------------------------------------------------------------------------------------------------------------
@@ -224,25 +199,6 @@ def test_a_compiled_model_is_a_sentence(fresh: Any, compile_it: Any, said: str) 
     assert hooks_of(fresh) == before
 
 
-@pytest.mark.long
-def test_what_torch_compile_returns_is_heard_or_a_sentence(fresh: Any) -> None:
-    plain = recording(fresh, fresh)
-    before = hooks_of(fresh)
-    compiled = torch.compile(fresh, backend="eager")
-    with pytest.raises(kv.InputError, match="give the model that was compiled"):
-        kv.run(compiled, PROMPT)
-    # Compiled while it is heard: Dynamo leaves the hooks alone.
-    heard = recording(fresh, compiled)
-    for place, kept in plain.kept.items():
-        assert torch.allclose(heard.kept[place][0], kept[0], atol=1e-5), place
-    assert len(heard.kept["resid_post", 0]) == 1
-    torch._dynamo.reset()
-    plain_forward(compiled, TOKENS)
-    with pytest.raises(kv.InputError, match=r"heard nothing: .* torch.compile compiled before"):
-        recording(fresh, compiled)
-    assert hooks_of(fresh) == before
-
-
 @pytest.mark.parametrize("part", ["", "model.layers.1.self_attn"])
 def test_training_mode_after_wrap_is_a_sentence(fresh: Any, part: str) -> None:
     """Dropout was reported as a difference of paths."""
@@ -255,10 +211,3 @@ def test_training_mode_after_wrap_is_a_sentence(fresh: Any, part: str) -> None:
             use(adapter)
     fresh.eval()
     kv.run(adapter, PROMPT, max_new_tokens=1)
-
-
-@pytest.mark.hooked
-def test_training_mode_means_nothing_to_a_hooked_transformer() -> None:
-    model = bare_hooked_transformer("rotary")
-    calm = kv.run(model, PROMPT, max_new_tokens=1, logits="keep")
-    assert_bitwise(kv.run(model.train(), PROMPT, max_new_tokens=1, logits="keep").logits, calm.logits, "logits")

@@ -182,17 +182,6 @@ def test_an_outer_record_hears_what_an_inner_one_and_a_run_hear(load, case):
         )
 
 
-@cases()
-def test_after_an_exception_in_what_compare_tells(load, case):
-    adapter = load(case)
-
-    def done(part):
-        raise Planted("planted")
-
-    with nothing_survives(adapter), pytest.raises(Planted):
-        kv.compare(adapter, [list(PROMPT)], max_new_tokens=2, record=case.compared, progress="none", done=done)
-
-
 @pytest.mark.hooked
 def test_transformer_lens_hooks_of_the_user_stay_and_work():
     from support import bare_hooked_transformer

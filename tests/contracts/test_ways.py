@@ -290,23 +290,3 @@ def test_run_before_within_and_behind_every_way(load: Any, case: Case, way: Way)
         with pytest.raises(kv.InputError, match="began within another one"), kv.record(model, "resid_post"):
             way.run(model, TOKENS)
         handle.remove()
-
-
-@cases(KINDS[:3])
-def test_run_says_that_it_ran_under_autocast(load: Any, case: Case) -> None:
-    adapter = load(case)
-    told = {"max_new_tokens": 2, "stop": "length", "logits": "keep"}
-    with nothing_left(adapter.model):
-        plain = kv.run(adapter, PROMPT, **told)
-        with torch.autocast("cpu", torch.bfloat16):
-            cast = kv.run(adapter, PROMPT, **told)
-    assert (plain.provenance["autocast"], cast.provenance["autocast"]) == ("off", "bfloat16")
-    assert not torch.equal(plain.logits, cast.logits)
-
-
-@cases(KINDS)
-def test_run_of_the_decoder_inside_is_a_sentence(load: Any, case: Case) -> None:
-    adapter = load(case)
-    inside = adapter.blocks[0] if case.kind == "hooked" else adapter.source.base_model
-    with pytest.raises(kv.InputError, match=r"cannot wrap a TransformerBlock|has no language-model head"):
-        kv.run(inside, PROMPT)

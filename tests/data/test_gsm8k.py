@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
-import sys
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
 
-from command_line import wrong
-from kvinterp.comparison.facts import judged
 from kvinterp.data import Prompt, extracted, load_prompts, score
 from kvinterp.data.gsm8k import Gsm8k
 from kvinterp.errors import InputError
@@ -20,7 +16,6 @@ from kvinterp.errors import InputError
 FOLDER = Path(__file__).with_name("problems")
 TEST, TRAIN = FOLDER / "test.jsonl", FOLDER / "train.jsonl"
 QUESTIONS, WORKED = ([json.loads(line) for line in file.read_text().splitlines()] for file in (TEST, TRAIN))
-PROBLEM = Prompt("p", "Question: ?\nAnswer:", "gsm8k", "1050")
 
 
 def problems(**options: Any) -> list[Prompt]:
@@ -54,18 +49,6 @@ def test_the_first_number_after_the_marks_or_the_last_of_all(
     completion: str, strict: str | None, flexible: str | None
 ) -> None:
     assert (extracted(completion), extracted(completion, "flexible")) == (strict, flexible)
-
-
-def test_what_a_model_writes_after_its_answer_counts_only_where_it_is_not_cut() -> None:
-    """A model that goes on with a problem of its own is judged by its answer to ours, or, as the paper may have, by all it wrote."""
-    goes_on = " It is 1050.\n\nQuestion: How many are 2 and 3?\nAnswer: 5\n#### 5"
-    cut, whole = ({"until": ["Question:"], "answer": "flexible"}, {"answer": "flexible"})
-    assert score(dataclasses.replace(PROBLEM, meta=cut), goes_on)
-    assert not score(dataclasses.replace(PROBLEM, meta=whole), goes_on)
-    assert not score(dataclasses.replace(PROBLEM, meta={"until": ["Question:"]}), goes_on)  # No answer after the marks.
-    five = dataclasses.replace(PROBLEM, answer="5")
-    assert score(five, goes_on)
-    assert not score(dataclasses.replace(five, meta=cut), goes_on)
 
 
 PIECES = (
@@ -104,12 +87,6 @@ def test_the_two_ways_are_those_of_the_harness() -> None:
                 assert score(prompt, said) == theirs, (how, said, found)
                 right[bool(theirs)] += 1
     assert min(right.values()) > 400
-
-
-def test_a_problem_of_a_file_is_judged_where_results_are_read() -> None:
-    assert judged(PROBLEM, "#### 1050") is True
-    assert judged(PROBLEM, "#### 1051") is False
-    assert judged(Prompt("p", "x"), "#### 1051") is None
 
 
 # What is drawn ---------------------------------------------------------------------------------------------------------
@@ -153,24 +130,6 @@ def test_worked_examples_of_a_train_file_never_ask_what_is_asked(tmp_path: Path)
     shots = problems(shots=7, train=str(both))[0].meta["shots"]
     assert sorted(shots) == sorted(f"both-{n}" for n in range(12, 19))
     refused("8 worked examples .* there are 7: pass shots=7", f"gsm8k({TEST},shots=8,train={both})")
-
-
-def test_format_and_what_stands_between_are_fields() -> None:
-    text = f"gsm8k({TEST},shots=1,count=1,format='Q, then: {{question}}\\nA:',between='\\n--\\n',answer=flexible)"
-    (prompt,) = load_prompts(text)
-    shown, asked = prompt.text.split("\n--\n")
-    assert shown.startswith("Q, then: ")
-    assert asked.endswith("?\nA:")
-    assert prompt.meta["until"][0] == "Q, then:"
-    assert prompt.meta["answer"] == "flexible"
-
-
-def test_fields_of_other_names_and_ids_of_ones_own(tmp_path: Path) -> None:
-    file = tmp_path / "mine.jsonl"
-    file.write_text('{"id": "a", "prompt": "2 and 3?", "answer": 5}\n{"question": "1 and 1?", "answer": "$2."}\n')
-    first, second = load_prompts(f"gsm8k({file},shots=0,cut=off)")
-    assert (first.id, first.text, first.answer) == ("a", "Question: 2 and 3?\nAnswer:", "5")
-    assert (second.id, second.answer, second.meta) == ("mine-1", "2", {"answer": "strict"})
 
 
 def test_a_dataset_is_loaded_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,14 +190,3 @@ def test_a_bad_line_is_named(tmp_path: Path, line: dict[str, object], said: str)
 )
 def test_a_bad_option_is_one_sentence(options: str, said: str) -> None:
     refused(said, f"gsm8k({TEST},{options})")
-
-
-def test_without_the_extra_a_name_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    refused(r"'owner/other' is no .jsonl file; .* pip install 'kvinterp\[data\]'", "gsm8k(owner/other)")
-
-
-def test_the_command_line_says_it_and_leaves_nothing_behind(tmp_path: Path) -> None:
-    wrong("13 examples were asked for", "compare", "zoo:mistral-mini", "--prompts", f"gsm8k({TEST},count=13)", "--out",
-          tmp_path / "out")  # fmt: skip
-    assert not (tmp_path / "out").exists()

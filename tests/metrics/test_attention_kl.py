@@ -55,13 +55,6 @@ def test_the_divergence_has_its_digits_at_every_size(perturbation, dtype):
     assert abs(mpmath.mpf(float(pattern_kl(a, b))) - truth) <= 1e-12 * truth + 1e-30
 
 
-def test_rows_that_do_not_sum_to_one_are_normalised():
-    """Float16 rows sum to 1 only within 1e-3: compared as they are, equal distributions would differ by as much."""
-    a, _ = patterns(1.0, torch.float64)
-    assert 0 <= pattern_kl(a, 1.001 * a).item() < 1e-30
-    assert pattern_kl(0.5 * a, a).item() < 1e-30
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_underflow_on_one_side_is_floored_at_the_smallest_subnormal(dtype):
     a = torch.tensor([0.5, 0.25, 0.25], dtype=dtype)
@@ -72,15 +65,6 @@ def test_underflow_on_one_side_is_floored_at_the_smallest_subnormal(dtype):
     floored_a = b.double()
     floored_a[2] = smallest_subnormal(dtype)
     assert float(pattern_kl(b, a)) == pytest.approx(float(exact(floored_a, a)), rel=1e-13)
-
-
-def test_the_floor_is_the_coarser_dtypes():
-    a = torch.tensor([0.5, 0.25, 0.25], dtype=torch.float64)
-    b = torch.tensor([0.5, 0.5, 0.0])
-    floored = b.double()
-    for dtype in DTYPES[:3]:
-        floored[2] = smallest_subnormal(dtype)
-        assert float(pattern_kl(a, b.to(dtype))) == pytest.approx(float(exact(a, floored)), rel=1e-13)
 
 
 def test_a_key_zero_on_both_sides_contributes_nothing():

@@ -115,13 +115,6 @@ def test_opposite_certainties_stay_finite_where_probabilities_underflow(peak):
     assert float(js_divergence(a, b)) == pytest.approx(math.log(2), rel=1e-14)
 
 
-def test_mass_that_only_the_second_path_has_counts():
-    """p underflows to 0 at the second token, which b gives half of its mass: half the KL comes from there."""
-    a = torch.tensor([0.0, -1000.0])
-    b = torch.tensor([0.0, 0.0])
-    assert float(kl_divergence(a, b)) == pytest.approx(math.log(2), rel=1e-14)
-
-
 def test_js_is_symmetric_to_the_bit_and_at_most_ln_2():
     for perturbation in (1e-9, 1e-3, 1.0, 1e3):
         a, b = pair(300, 2.0, perturbation)
@@ -131,13 +124,6 @@ def test_js_is_symmetric_to_the_bit_and_at_most_ln_2():
     peak = torch.linspace(36, 40, 2001, dtype=torch.float64).unsqueeze(-1)
     a, b = torch.cat((peak, 0 * peak), -1), torch.cat((0 * peak, peak), -1)
     assert (js_divergence(a, b) <= math.log(2)).all()
-
-
-def test_mixed_dtypes_are_compared_exactly():
-    a, b = pair(40, 2.0, 1e-2)
-    a, b = a.half(), b.bfloat16()
-    wide = compare_logits(a.double(), b.double())
-    assert all(torch.equal(value, wide[key]) for key, value in compare_logits(a, b).items())
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
@@ -167,22 +153,6 @@ def test_the_simple_measures_on_numbers_done_by_hand():
     assert float(top[0]) == pytest.approx(float(expected), rel=1e-14)
     assert float(top[0]) < -0.5  # p_b - p_a of a's token, which b has let fall
     assert float(top[1]) == 0.0
-
-
-def test_ties_are_broken_as_argmax_breaks_them():
-    a = torch.tensor([1.0, 7.0, 7.0, 7.0]).half()
-    b = torch.tensor([1.0, 7.0, 7.0, 6.0]).half()
-    c = torch.tensor([1.0, 6.0, 7.0, 7.0]).half()
-    assert bool(compare_logits(a, b)["top1_agree"]) is bool(a.argmax() == b.argmax()) is True
-    assert bool(compare_logits(a, c)["top1_agree"]) is bool(a.argmax() == c.argmax()) is False
-    assert logit_margin(a).item() == 0.0
-    assert compare_logits(a, c)["margin_b"].item() == 0.0
-
-
-def test_a_vocabulary_of_one_has_no_runner_up():
-    one = torch.tensor([2.0])
-    assert logit_margin(one).item() == math.inf
-    assert kl_divergence(one, one + 1).item() == 0.0
 
 
 @pytest.mark.parametrize("side", [0, 1])

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from kvinterp import metrics
-from kvinterp.errors import InputError
 
 
 def world(
@@ -99,14 +98,3 @@ def test_the_lower_token_id_wins_a_tie_as_in_argmax() -> None:
     lifted = steps.assign(second_error=1e-6)
     expected = int((lifted["first_token"] < lifted["second_token"]).sum())
     assert metrics.foretold(lifted, metrics.EXACT) == (expected, expected, expected)
-
-
-def test_prompts_of_a_single_step_are_enough() -> None:
-    """There are fewer other steps than a step may meet errors of."""
-    mean, low, high = metrics.foretold(world(prompts=5, steps=1), metrics.EXACT)
-    assert 0 <= low <= mean <= high <= 5
-
-
-def test_a_grid_that_is_none_is_refused() -> None:
-    with pytest.raises(InputError, match="bfloat16"):
-        metrics.foretold(world(), "int8")

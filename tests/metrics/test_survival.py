@@ -9,7 +9,6 @@ import pytest
 from scipy import optimize, stats
 
 from kvinterp import metrics
-from kvinterp.errors import InputError
 
 
 def test_kaplan_and_meier_by_hand():
@@ -27,13 +26,6 @@ def test_kaplan_and_meier_by_hand():
     ends = sorted(s ** math.exp(sign * half) for sign in (1, -1))
     assert found.loc[2, ["survival_low", "survival_high"]].tolist() == pytest.approx(ends, rel=1e-9)
     assert found.loc[1, "hazard_high"] == pytest.approx(1 - 0.025 ** (1 / 4), rel=1e-9)
-
-
-def test_survival_where_nothing_flips_and_of_nothing():
-    assert (metrics.survival_by_step([4, 4], [False, False])["survival"] == 1).all()
-    assert metrics.survival_by_step([], []).empty
-    with pytest.raises(InputError, match="3 steps, 2 flipped"):
-        metrics.survival_by_step([1, 2, 3], [True, False])
 
 
 def test_cox_by_the_partial_likelihood():
@@ -58,14 +50,3 @@ def test_cox_by_the_partial_likelihood():
     half = stats.norm.ppf(0.975) * error
     assert (found.low, found.high) == pytest.approx((math.exp(best - half), math.exp(best + half)), rel=1e-3)
     assert found.high < 1
-
-
-def test_copies_tell_cox_nothing():
-    rng = np.random.default_rng(1)
-    margin, time = rng.normal(size=40), rng.exponential(size=40)
-    once, names = metrics.cox(time, time < 2, margin), np.tile(np.arange(40), 5)
-    five = metrics.cox(np.tile(time, 5), np.tile(time < 2, 5), np.tile(margin, 5), names)
-    rows = metrics.cox(np.tile(time, 5), np.tile(time < 2, 5), np.tile(margin, 5))
-    assert five.n == 40
-    assert math.log(five.high / five.low) == pytest.approx(math.log(once.high / once.low), rel=0.25)
-    assert math.log(rows.high / rows.low) < 0.6 * math.log(once.high / once.low)

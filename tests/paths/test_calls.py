@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import subprocess
-import sys
 import threading
 from typing import ClassVar
 
@@ -17,7 +14,7 @@ from transformers import DynamicCache
 
 import kvinterp as kv
 from kvinterp.paths import Runner
-from kvinterp.paths.calls import CALLS, call_named
+from kvinterp.paths.calls import CALLS
 from kvinterp.recording import PathHook
 
 PROMPT = "3+4=7\n5+2=7\n1+1="
@@ -229,28 +226,9 @@ def test_what_does_not_go_together_is_one_sentence(path, said):
         kv.path_named(path)
 
 
-def test_pads_are_weighed_before_they_are_made(native):
-    """`padded(left,1000000000)` took memory until it was killed."""
-    with pytest.raises(kv.InputError, match=r"from 1 to [0-9]+, the positions of"):
-        kv.run(native, PROMPT, "cached[call=padded(left,1000000000)]")
-
-
 def test_a_prompt_shorter_than_a_prefix_is_refused_before_anything_runs(native):
     with pytest.raises(kv.InputError, match="give a longer prompt, or forked"):
         kv.run(native, PROMPT, "cached[call=forked(400)]")
-
-
-def test_a_patch_that_would_come_too_late_is_refused(native):
-    with pytest.raises(kv.UnsupportedError, match=r"use verified\(3\)"):
-        kv.sweep(native, PROMPT, "resid_post", cached="cached[call=assisted(3)]", direction="into-cached", progress="none")
-
-
-@pytest.mark.parametrize("plan", OPTIONS)
-def test_a_plan_that_is_a_name_for_an_option_is_that_option(plan):
-    path = kv.path_named(f"cached[call={plan}]")
-    assert path == kv.path_named(f"cached[{OPTIONS[plan]}]")
-    assert str(path) == f"cached[{OPTIONS[plan]}]"
-    assert path == kv.Cached(call=plan)
 
 
 def test_steps_of_accepted_drafts_are_shown_with_their_own_rows(native):
@@ -267,37 +245,7 @@ def test_steps_of_accepted_drafts_are_shown_with_their_own_rows(native):
             assert (mine - theirs).abs().max() < 1e-9
 
 
-COMPILED = """
-import kvinterp as kv
-model = kv.load_model("zoo:gqa2-mini", kind="native", dtype="float64", device="cpu")
-how = {"record": "", "max_new_tokens": 3, "stop": "length"}
-found = kv.compare(model, "1 + 1 =", a="cached[call=compiled(eager)]", b="cached", **how)
-assert found.provenance["witness"]["a"]["compiled graphs run"][0] > 0
-assert found.steps["max_abs_logit"].max() < 1e-9
-assert "forward" not in vars(model.model)
-"""
-
-
-@pytest.mark.slow
-def test_a_compiled_path_ran_a_graph():
-    """In a process of its own: here every signature is checked as it is called, which torch.compile cannot trace."""
-    made = subprocess.run([sys.executable, "-W", "ignore", "-c", COMPILED], capture_output=True, text=True, timeout=280)
-    assert made.returncode == 0, made.stderr[-2000:]
-
-
-def test_a_verb_that_counts_rows_refuses_a_plan(native):
-    with pytest.raises(kv.InputError, match="leave call out"):
-        kv.localise(native, PROMPT, cached="cached[call=padded(left,5)]")
-
-
 def test_what_was_not_exercised_is_said(native, caplog):
     trace = kv.run(native, PROMPT, "cached[call=beams(2)]", max_new_tokens=1)
     assert trace.provenance["witness"]["not exercised"] == 1
     assert "no row was moved" in caplog.text
-
-
-def test_two_prompts_join_their_witnesses(native):
-    found = kv.compare(native, [PROMPT, PROMPT + "2\n"], a="cached[call=verified(2)]", b="cached", record="", **SHORT)
-    least, most = found.provenance["witness"]["a"]["positions taken back"]
-    assert 0 < least <= most
-    assert dataclasses.is_dataclass(call_named("verified(2)"))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kvinterp.paths.decode import Collected, fed_to_all, length_of, lockstep
+from kvinterp.paths.decode import Collected, fed_to_all, lockstep
 
 VOCABULARY = 12
 
@@ -43,25 +43,11 @@ def test_what_is_given_comes_before_what_is_chosen():
     assert fed_to_all(None, 1, 2, torch.device("cpu")) == []
 
 
-def test_it_ends_when_every_row_has_ended():
-    """The step at which the last row ends is the last; a row is over from the step after its end."""
-    lane = Counting(1, 3)
-    over = [now.over.tolist() for now in lockstep([lane], 9, ends=torch.tensor([3]))]
-    assert over == [[False, False], [False, True], [False, True]]
-    assert len(lane.fed) == 3
-
-
 @pytest.mark.parametrize(("ended_by", "steps"), [(None, 2), ([0], 4), ([1], 2)])
 def test_only_what_is_asked_ends_it(ended_by, steps):
     lanes = [Counting(1), Counting(3)]
     ran = list(lockstep(lanes, 9, follows=(0, 1), ends=torch.tensor([4]), ended_by=ended_by))
     assert len(ran) == steps
-
-
-def test_another_rule_chooses_by_the_step():
-    lane = Counting(1)
-    feeds = [now.feeds[0].tolist() for now in lockstep([lane], 3, lambda rows, step: rows.argmin(-1) + step)]
-    assert feeds == [[0], [1], [2]]
 
 
 class Padded(Counting):
@@ -83,16 +69,3 @@ def test_collected_by_lane_row_and_step():
     assert chosen[1][1] == [4, 5, 6]
     assert fed == chosen
     assert sound == [[[True] * 3] * 2, [[False, False, True]] * 2], "one path's padding is no padding"
-
-
-def test_padding_is_as_the_first_step_has_it():
-    collected = Collected()
-    for now in lockstep([Padded(3, 4)], 3):
-        collected.add(now)
-    assert collected.padding.nonzero().flatten().tolist() == [VOCABULARY - 1]
-    assert collected.tokens_only(now.logits[0]).shape == (2, VOCABULARY - 1)
-    assert collected.lists()[2] == [[[True, False, False], [True, True, False]]]
-
-
-def test_a_text_is_as_long_as_up_to_its_first_end():
-    assert [length_of(tokens, [0, 7]) for tokens in ([1, 7, 0], [1, 2], [0], [])] == [2, 2, 1, 0]

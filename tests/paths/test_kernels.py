@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import kvinterp as kv
-from kvinterp.paths import Cached, Recompute, kernels_named, path_named
-from kvinterp.paths.kernels import BatchInvariant, LayerCast, Native, SplitK, fixed_order
+from kvinterp.paths import Cached, kernels_named, path_named
+from kvinterp.paths.kernels import SplitK, fixed_order
 from support import CASES, ZOO_CASES, Case, assert_bitwise, cases, hooks_of
 
 pytestmark = pytest.mark.bits
@@ -42,12 +42,6 @@ def test_split_k_makes_the_paths_differ(case: Case, load) -> None:
     assert (result.steps["max_abs_logit"][1:] > 0).all()
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_batch_invariant_in_other_dtypes(dtype: str, load) -> None:
-    result = compared(load(Case("llama-gqa", "native", "sdpa"), dtype), "batch_invariant")
-    assert (result.steps["max_abs_logit"] == 0).all()
-
-
 def test_split_k_in_one_layer_leaves_the_layers_before_it_alone(load) -> None:
     adapter = load(Case("zoo:mistral-mini", "native", "eager"), "float16")
     tokens = list(PROMPT)
@@ -75,22 +69,6 @@ def test_split_k_of_the_unembedding_changes_logits_only(load) -> None:
     assert not torch.equal(runs[0].logits[1:], runs[1].logits[1:])
 
 
-@pytest.mark.hooked
-def test_operations_are_told_apart_in_every_kind(load) -> None:
-    """Each operation alone changes the cached step, and scores and values are not taken for each other."""
-    for case in (Case("zoo:mistral-mini", "hooked"), Case("zoo:mistral-mini", "native", "sdpa")):
-        adapter = load(case, "float16")
-        found = {}
-        for operation in ("linear", "scores", "values", "unembed"):
-            path = Cached(kernels=f"split_k(3,float16,{operation})")
-            found[operation] = kv.run(
-                adapter, list(LONG), path, max_new_tokens=2, stop="length", logits="keep", continuation=[5]
-            ).logits[1]  # fmt: skip
-        plain = kv.run(adapter, list(LONG), max_new_tokens=2, stop="length", logits="keep", continuation=[5]).logits[1]
-        for operation, logits in found.items():
-            assert not torch.equal(logits, plain), f"{case}: {operation} alone changed nothing"
-
-
 def test_layer_cast_gives_the_bits_of_float32_compute(load) -> None:
     """Sixteen-bit weights are exactly representable in float32, so computing in float32 is the same computation."""
     for case in (Case("zoo:mistral-mini", "native", "sdpa"), Case("zoo:gemma2-mini", "native", "eager")):
@@ -101,12 +79,6 @@ def test_layer_cast_gives_the_bits_of_float32_compute(load) -> None:
         )
         assert cast.logits.dtype == torch.float32
         assert_bitwise(cast.logits, wide.logits, str(case), ("step", "token"))
-
-
-def test_layer_cast_keeps_weights_in_16_bits(load) -> None:
-    adapter = load(Case("zoo:mistral-mini", "native", "sdpa"), "float16")
-    kv.run(adapter, list(PROMPT), Cached(kernels="layer_cast"), max_new_tokens=2)
-    assert {p.dtype for p in adapter.model.parameters()} == {torch.float16}
 
 
 # The arithmetic itself ------------------------------------------------------------------------------------------------
@@ -161,30 +133,6 @@ def test_fixed_orders_agree_with_torch_in_float64() -> None:
 
 
 @pytest.mark.parametrize(
-    "text",
-    [
-        "cached[kernels=batch_invariant]",
-        "cached[kernels=split_k(4,float16)]",
-        "recompute[kernels=split_k(8,float32,linear+unembed,0+2)]@float64",
-        "cached[chunk=16,kernels=split_k(2,float16,all,1)]",
-        "cached[kernels=flash_decoding(4,float32)]",
-        "recompute[kernels=flash_decoding(8,float16,0+2)]",
-        "cached[chunk=16,cache=float16,kernels=layer_cast]",
-    ],
-)
-def test_text_forms_come_back(text: str) -> None:
-    assert str(path_named(text)) == text
-    assert path_named(str(path_named(text))) == path_named(text)
-
-
-def test_modes_by_name_and_by_object() -> None:
-    assert Cached(kernels="batch_invariant") == Cached(kernels=BatchInvariant())
-    assert Recompute(kernels="split_k(3)") == Recompute(kernels=SplitK(3))
-    assert Cached() == Cached(kernels=Native())
-    assert str(Cached(kernels=LayerCast())) == "cached[kernels=layer_cast]"
-
-
-@pytest.mark.parametrize(
     ("text", "words"),
     [
         ("batch_invarient", "did you mean 'batch_invariant'"),
@@ -201,12 +149,6 @@ def test_modes_by_name_and_by_object() -> None:
 def test_bad_text_is_one_clear_sentence(text: str, words: str) -> None:
     with pytest.raises(kv.InputError, match=words.replace("(", r"\(")):
         kernels_named(text)
-
-
-def test_a_layer_that_does_not_exist(load) -> None:
-    adapter = load(Case("llama-gqa", "native", "sdpa"), "float32")
-    with pytest.raises(kv.InputError, match="has layers 0 to 1"):
-        kv.run(adapter, [5, 6, 7], "cached[kernels=split_k(4,float16,all,9)]", max_new_tokens=2)
 
 
 def test_nothing_stays_behind_after_an_error(load) -> None:
@@ -283,17 +225,6 @@ def test_flash_decoding_is_attention(dtype: torch.dtype, parts: int, load) -> No
         assert (made.double() - wanted).abs().max() <= bound
 
 
-def test_flash_decoding_splits_where_a_part_is_masked_whole(load) -> None:
-    query, key, value = one_row(torch.float32)
-    mask = (torch.arange(37) >= 20)[None]
-    wanted = SDPA(query, key[..., 20:, :], value[..., 20:, :])
-    torch.testing.assert_close(
-        under("flash_decoding(4)", load, query, key, value, attn_mask=mask), wanted, rtol=0, atol=1e-5
-    )
-    nowhere = under("flash_decoding(4)", load, query, key, value, attn_mask=torch.zeros(1, 37, dtype=torch.bool))
-    assert (nowhere == 0).all(), "as torch's own kernels give a row that may look nowhere"
-
-
 def test_flash_decoding_changes_one_row_only_and_keeps_parts_as_it_says(load) -> None:
     many = one_row(rows=3)
     assert_bitwise(under("flash_decoding(4)", load, *many), SDPA(*many), "three rows")
@@ -312,15 +243,6 @@ def test_flash_decoding_of_a_path_changes_the_layers_it_names(load) -> None:
     )
     assert_bitwise(split.records["resid_post", 0][1], plain.records["resid_post", 0][1], "layer 0")
     assert not torch.equal(split.records["resid_post", 1][1], plain.records["resid_post", 1][1])
-
-
-def test_flash_decoding_is_refused_where_attention_is_no_kernel(load) -> None:
-    with pytest.raises(kv.UnsupportedError, match=r"kind='native', attention='sdpa', or use split_k\(4,float32,values\)"):
-        kv.run(load(Case("llama-gqa", "native", "eager")), [5, 6], "cached[kernels=flash_decoding(4)]", max_new_tokens=2)
-    with pytest.raises(kv.InputError, match="has layers 0 to 1"):
-        kv.run(
-            load(Case("llama-gqa", "native", "sdpa")), [5], "cached[kernels=flash_decoding(4,float32,7)]", max_new_tokens=2
-        )
 
 
 @cases(ZOO_CASES)

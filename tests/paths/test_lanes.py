@@ -61,8 +61,3 @@ def test_a_suffix_changes_rounding_and_nothing_else(load: Any) -> None:
 
     assert difference("float64", "native") < 1e-9
     assert difference("float16", "batch_invariant") == 0
-
-
-def test_a_lane_without_sites_refuses_to_be_asked_for_some(load: Any) -> None:
-    with pytest.raises(kv.InputError, match="lanes of their own were given, which show no site"):
-        compared(load(Case("zoo:gqa2-mini", "native"), "float16"), (Memory().lane, Runner), record="resid_post")

@@ -9,9 +9,9 @@ import transformers
 from transformers import DynamicCache, StaticCache
 
 import kvinterp as kv
-from kvinterp.models.caches import Dynamic, MadeBy, Quantized, Static, cache_named
+from kvinterp.models.caches import Static
 from kvinterp.paths.store import Growing
-from plain import FED, check_law_10, plain_loop
+from plain import FED, check_law_10
 from support import PROMPT, assert_bitwise
 
 DTYPES = ("float16", "bfloat16", "float32")
@@ -141,17 +141,6 @@ def test_a_preallocated_store_gives_the_bits_of_the_own_cache_or_is_left(dtype):
         )  # fmt: skip
 
 
-def test_the_check_is_made_once_for_a_shape(monkeypatch):
-    adapter = kv.wrap(llama())
-    logits(adapter, "cached[cache=preallocated]")
-    assert len(adapter.checked) == 1
-    monkeypatch.setattr("kvinterp.paths.model_cache._alike", lambda *_: pytest.fail("checked again"))
-    logits(adapter, "cached[cache=preallocated]")
-    monkeypatch.undo()
-    logits(adapter, "cached[cache=preallocated]", max_new_tokens=3)
-    assert len(adapter.checked) == 2
-
-
 @pytest.mark.parametrize("kind", ["bridge", pytest.param("hooked", marks=pytest.mark.hooked)])
 def test_the_other_kinds_say_what_they_run_on(load, kind):
     from support import Case
@@ -174,36 +163,6 @@ def empty_dictionary():
 
 def zero_argument_cache():
     return DynamicCache()
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "cached[cache=static]",
-        "cached[cache=static(64)]",
-        "cached[cache=quantized(4)]",
-        "cached[cache=quantized(2,hqq)]",
-        "cached[cache=preallocated]",
-        "cached[cache=offloaded]",
-        "cached[cache=static(64),cache_dtype=float16]",
-        "cached[chunk=4,cache=static,kernels=layer_cast]@bfloat16",
-        "cached[cache=float32]",
-        "cached[cache=transformers.cache_utils:StaticCache]",
-    ],
-)
-def test_a_path_with_a_cache_reads_as_it_is_written(text):
-    path = kv.path_named(text)
-    assert str(path) == text
-    assert kv.path_named(str(path)) == path
-
-
-def test_texts_and_objects_mean_the_same():
-    assert kv.path_named("cached[cache=dynamic]") == kv.path_named("cached") == kv.Cached(cache=Dynamic())
-    assert str(kv.path_named("cached[cache=dynamic]")) == "cached"
-    assert kv.path_named("cached[cache=static(8)]") == kv.Cached(cache="static(8)") == kv.Cached(cache=Static(8))
-    assert kv.path_named("cached[cache_dtype=float16]") == kv.Cached(cache_dtype="float16")
-    assert str(kv.Cached(cache=StaticCache)) == "cached[cache=transformers.cache_utils:StaticCache]"
-    assert cache_named("quantized(8,fp8)") == Quantized(8, "fp8")
 
 
 @pytest.mark.parametrize(
@@ -262,23 +221,6 @@ def test_a_cache_that_is_handed_out_twice_is_refused():
         logits(model, kv.Cached(cache=lambda: one))
 
 
-def test_a_missing_package_is_named(monkeypatch):
-    monkeypatch.setattr("kvinterp.models.caches.installed", lambda module: False)
-    for path, package in (("quantized(4)", "optimum-quanto, or hqq"), ("quantized(4,hqq)", "hqq")):
-        with pytest.raises(kv.UnsupportedError, match=f"needs the package {package}: pip install"):
-            logits(llama(), f"cached[cache={path}]")
-
-
-def test_models_that_cannot_use_a_cache_say_so():
-    config = transformers.MambaConfig(vocab_size=97, hidden_size=24, num_hidden_layers=2)
-    mamba = transformers.MambaForCausalLM(config).eval()
-    assert logits(mamba, "cached").provenance["cache"] == "the model's own state"
-    with pytest.raises(kv.UnsupportedError, match="keeps its memory in a form of its own"):
-        logits(mamba, "cached[cache=static]")
-    with pytest.raises(kv.UnsupportedError, match="only supported for models with only full attention"):
-        logits(made("Mistral", **ARCHITECTURES["Mistral"]), "cached[cache=quantized(8,fp8)]")
-
-
 def test_quantos_cache_has_the_bits_of_its_own_plain_loop_and_says_where_its_groups_do_not_fit():
     """Defect: groups of 64 numbers that the prompt's keys do not fill were a traceback."""
     pytest.importorskip("optimum.quanto")
@@ -291,13 +233,6 @@ def test_quantos_cache_has_the_bits_of_its_own_plain_loop_and_says_where_its_gro
         kv.run(model, list(PROMPT[:11]), "cached[cache=quantized(4)]", max_new_tokens=3)
 
 
-def test_an_offloaded_cache_needs_a_gpu():
-    with pytest.raises(
-        kv.UnsupportedError, match="moves keys and values between a GPU and the host, and the model is on cpu"
-    ):
-        logits(llama(), "cached[cache=offloaded]")
-
-
 @pytest.mark.cuda
 def test_an_offloaded_cache_has_the_bits_of_its_own_plain_loop():
     model = llama().to("cuda")
@@ -307,30 +242,6 @@ def test_an_offloaded_cache_has_the_bits_of_its_own_plain_loop():
 
 
 # Comparing and patching ------------------------------------------------------------------------------------------------
-
-
-def test_static_against_dynamic_is_compared_in_every_table():
-    """Its pattern's rows go on over the empty room, and were lined up by their last column, which is no key there."""
-    model = llama(attention="eager")
-    found = kv.compare(model, list(PROMPT), "cached[cache=static(64)]", "cached", max_new_tokens=STEPS, stop="length",
-                       cache_errors="whole", progress="none")  # fmt: skip
-    assert found.provenance["caches"] == {"a": "StaticCache", "b": "DynamicCache"}
-    assert found.steps.max_abs_logit.max() < 1e-4
-    assert len(found.heads) == STEPS * 2 * 4
-    assert found.heads.kl.max() < 1e-6
-    assert found.kv.relative_error.max() < 1e-4
-    assert found.kv.groupby("step").position.max().tolist() == [len(PROMPT) + step - 1 for step in range(STEPS)]
-
-
-def test_a_quantised_cache_is_compared_in_every_table():
-    found = kv.compare(llama(attention="eager"), list(PROMPT), "cached[cache=quantized(8,fp8)]", "cached",
-                       max_new_tokens=STEPS, stop="length", cache_errors="whole", progress="none")  # fmt: skip
-    kv_error = found.kv.groupby("step").relative_error.max()
-    # transformers' quantised caches hand the prefill what it has just made.
-    assert kv_error[0] == 0
-    assert (kv_error[1:] > 1e-3).all()
-    assert (found.kv.relative_error < 0.5).all()
-    assert len(found.heads) == STEPS * 2 * 4
 
 
 class Forgetful(DynamicCache):
@@ -394,14 +305,6 @@ def one_patch(model, cache, donor, steps):
     return torch.stack(rows)
 
 
-def test_a_cache_that_cannot_keep_a_patch_refuses_it():
-    """A quantised cache would read its own numbers again at the next step, and the patch would be gone unsaid."""
-    model = llama()
-    donor = logits(model, "cached", record="kv", positions="all")
-    with pytest.raises(kv.UnsupportedError, match="keeps them in another form than attention reads"):
-        one_patch(model, "quantized(8,fp8)", donor, "every")
-
-
 @pytest.mark.slow
 def test_decompose_runs_its_one_row_on_the_same_cache():
     model = llama()
@@ -411,20 +314,3 @@ def test_decompose_runs_its_one_row_on_the_same_cache():
         assert (found.steps.fresh_l2 < 1e-12).all()
         lossy = cache.startswith("quantized")
         assert (found.steps.state_l2[found.steps.step > 0] > 1e-3).all() if lossy else (found.steps.state_l2 < 1e-12).all()
-
-
-def test_the_factory_of_a_path_is_part_of_what_it_is():
-    assert kv.Cached(cache=zero_argument_cache) == kv.Cached(cache=MadeBy(zero_argument_cache))
-    assert kv.Cached(cache=zero_argument_cache) != kv.Cached(cache=DynamicCache)
-    assert plain_loop(llama(), torch.tensor([PROMPT])).shape == (STEPS, 97)
-
-
-def test_parts_that_ran_on_different_caches_are_joined_and_say_both(monkeypatch):
-    """One shape of a preallocated cache may agree where another does not; both parts have the same bits."""
-    monkeypatch.setattr("kvinterp.paths.model_cache.same_bits", lambda adapter, path, batch, length, room: length > 8)
-    found = kv.compare(llama(), [list(PROMPT), list(PROMPT[:8])], "cached[cache=preallocated]", "cached",
-                       max_new_tokens=3, progress="none")  # fmt: skip
-    assert found.provenance["caches"] == {
-        "a": "DynamicCache (preallocated gave other bits); preallocated (checked: the bits of DynamicCache)",
-        "b": "DynamicCache",
-    }

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import kvinterp as kv
-from support import CASES, PROMPT, Case, assert_bitwise, bare_hooked_transformer, cases
+from support import CASES, PROMPT, Case, assert_bitwise, cases
 
 pytestmark = pytest.mark.bits
 
@@ -142,14 +142,3 @@ def test_the_explicit_mask_changes_no_bits_of_a_hooked_transformer(load, case):
     tokens = torch.tensor([PROMPT])
     with torch.no_grad():
         assert_bitwise(model(tokens, attention_mask=torch.ones_like(tokens)), model(tokens), "logits")
-
-
-@pytest.mark.hooked
-def test_a_hooked_transformer_without_tokenizer_needs_that_mask_with_a_cache():
-    """Why kvinterp gives one at all. Should TransformerLens learn to do without, this test says so."""
-    from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache
-
-    model = bare_hooked_transformer("rotary")
-    cache = TransformerLensKeyValueCache.init_cache(model.cfg, model.cfg.device, 1)
-    with pytest.raises(ValueError, match="tokenizer"):
-        model(torch.tensor([PROMPT]), past_kv_cache=cache)

@@ -91,29 +91,3 @@ def test_nothing_of_the_run_beside_it_is_heard_or_left(load):
         with pytest.raises(RuntimeError), Runner(model, kv.Cached(smooth=0.5), torch.tensor([PROMPT]), 3) as runner:
             runner.advance()
             raise RuntimeError
-
-
-def test_its_text_form_and_batches(load):
-    path = kv.Cached(POLICY, smooth=0.1, refresh=3)
-    assert str(path) == "cached[refresh=3,smooth=0.1]+uniform(-0.5,0.5)"
-    assert kv.path_named(str(path)) == path
-    prompts, model = [list(PROMPT), [*reversed(PROMPT)]], load(KINDS[0])
-    settings = {"max_new_tokens": 4, "logits": "keep", "stop": "length"}
-    together = kv.run(model, prompts, path, batch_size=2, **settings)
-    for one, prompt in zip(together, prompts, strict=True):
-        assert_bitwise(one.logits, kv.run(model, prompt, path, **settings).logits, "logits")
-
-
-@pytest.mark.parametrize(
-    ("make", "said"),
-    [
-        (lambda: kv.path_named("cached[smooth=x]"), "smooth='x' in path .*: expected a weight of the cache from 0 to 1"),
-        (lambda: kv.path_named("cached[smooth=nan]"), "smooth='nan' in path"),
-        (lambda: kv.path_named("cached[smooth=1.5]"), "smooth=1.5 was given: expected a weight of the cache from 0 to 1"),
-        (lambda: kv.path_named("recompute[smooth=0.5]"), "smooth=0.5 was given for recompute, which keeps no cache"),
-        (lambda: kv.Cached(smooth=0.5, cache="preallocated"), "smooth=0.5 was given with cache=preallocated"),
-    ],
-)
-def test_what_is_no_weight_is_said(make, said):
-    with pytest.raises(kv.InputError, match=said):
-        make()

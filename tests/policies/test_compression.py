@@ -6,7 +6,6 @@ import transformers
 
 import kvinterp as kv
 from kvinterp.models import ModelInfo
-from kvinterp.paths.model_cache import scores_by_row
 from kvinterp.policies import Place, policy_named
 from plain import FED, thinned_loop
 from support import PROMPT, Case, assert_bitwise, assert_close
@@ -145,13 +144,6 @@ def test_as_many_rows_stay_in_every_layer_as_is_documented(load, policy):
     assert [rows - 1 for rows in ROWS[policy][1:]] == stored
 
 
-def test_a_tenth_is_a_tenth_whatever_floats_make_of_it():
-    from kvinterp.policies.scored import rows_left
-
-    assert [rows_left(rows, 0.9) for rows in (5, 10, 19, 100, 1000)] == [1, 1, 1, 10, 100]
-    assert rows_left(7, 0.5) == 3
-
-
 # Known answers -----------------------------------------------------------------------------------------------------------
 
 
@@ -215,35 +207,6 @@ def test_a_prompt_in_chunks_keeps_the_same_rows(load, policy):
     assert all(positions(whole, layer) == positions(chunked, layer) for layer in range(2))
 
 
-@pytest.mark.parametrize("policy", ["snapkv(0.5,3,3)", "knorm(0.5)"])
-def test_the_prompt_is_compressed_when_it_is_whole_also_where_it_is_stored_in_chunks(load, policy):
-    path = kv.Cached(policy, chunk=5, prefill="stored")
-    found = run(load(SHARED[2]), path, record="cache_v", positions="all")
-    assert [kept.shape[-1] for kept in found.records["cache_positions", 0]] == [12, 7, 8, 9, 10, 11]
-
-
-@evicting
-def test_sequences_do_not_hear_each_other(load, policy, monkeypatch):
-    """Forced into one batch, in float64, where that changes hardly a bit, each row keeps what it keeps alone."""
-    monkeypatch.setattr("kvinterp.paths.batches.batched_alike", lambda *_: True)
-    model = load(SHARED[2]).at(torch.float64)
-    prompts = [list(PROMPT), list(reversed(PROMPT)), [(7 * token + 3) % 97 for token in PROMPT]]
-    settings = {"max_new_tokens": 4, "stop": "length", "record": "cache_v", "positions": "all"}
-    together = kv.run(model, prompts, f"cached+{policy}", batch_size=3, **settings)
-    for prompt, trace in zip(prompts, together, strict=True):
-        alone = kv.run(model, prompt, f"cached+{policy}", **settings)
-        assert trace.tokens == alone.tokens
-        assert all(positions(trace, layer) == positions(alone, layer) for layer in range(2))
-
-
-@evicting
-def test_nothing_is_left_between_prompts(load, policy):
-    model, path = load(SHARED[2]), kv.Cached(policy)
-    first = run(model, path)
-    run(model, path, prompt=[*reversed(PROMPT)])
-    assert_bitwise(run(model, path).logits, first.logits, "logits")
-
-
 @pytest.mark.parametrize(
     ("text", "said"),
     [
@@ -284,8 +247,6 @@ def tiny(stem, **more):
 
 FALCON = {"multi_query": True, "new_decoder_architecture": False}
 BY_ROW = {"Bloom": {}, "Mpt": {}, "Falcon": {"alibi": True, **FALCON}}
-BY_KEY = {"Falcon": {"alibi": False, **FALCON}, "OPT": {"ffn_dim": 48, "word_embed_proj_dim": 32, "max_position_embeddings": 96},
-          "GPTNeoX": {"intermediate_size": 48}, "Gemma2": {"intermediate_size": 48, "head_dim": 8, "num_key_value_heads": 2}}  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -297,18 +258,3 @@ def test_a_model_that_scores_keys_by_the_number_of_their_row_lets_go_of_none(ste
         with pytest.raises(kv.UnsupportedError, match="scores a key by the number of its row"):
             run(model, kv.Cached(policy, dtype=str(dtype)))
     run(model, kv.Cached("low_rank(4)", dtype=str(dtype)))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("stem", BY_KEY)
-def test_every_other_model_may_let_go_of_rows(stem, dtype):
-    assert not scores_by_row(tiny(stem, **BY_KEY[stem]).at(dtype))
-
-
-@pytest.mark.parametrize("case", [Case("llama-gqa", "bridge"), Case("gpt2", "native", "sdpa"), Case("llama3-rope", "native", "eager")],
-                         ids=str)  # fmt: skip
-def test_what_is_asked_of_a_model_leaves_it_as_it_was(load, case):
-    model = load(case)
-    before = run(model, "cached").logits
-    assert not scores_by_row(model)
-    assert_bitwise(run(model, "cached").logits, before, "logits")

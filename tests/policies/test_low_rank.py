@@ -76,22 +76,6 @@ def test_layers_of_one_token_factor_share_it():
         assert all(torch.allclose(a, b, atol=1e-12) for a, b in zip(made, given, strict=True)) == kept
 
 
-def test_a_tensor_a_layer_a_head_alone(load):
-    model = load(CASE)
-    found, plain = (
-        run(model, "cached+low_rank(2,on=v,layers=1,heads=0)", max_new_tokens=2),
-        run(model, "cached", max_new_tokens=2),
-    )
-    for site, layer in (("cache_k", 0), ("cache_v", 0), ("cache_k", 1)):
-        rows = slice(None, len(PROMPT))
-        assert_bitwise(
-            found.records[site, layer][1][:, rows], plain.records[site, layer][1][:, rows], f"{site}, layer {layer}"
-        )
-    rows = [trace.records["cache_v", 1][1][:, : len(PROMPT)] for trace in (found, plain)]
-    assert_bitwise(rows[0][1], rows[1][1], "the other head")
-    assert [np.linalg.matrix_rank(row[0].numpy(), tol=1e-4) for row in rows] == [2, 8]
-
-
 def test_rows_that_are_let_go_of_take_nothing_from_it(load):
     """The decomposition is the prompt's; a chain that lets go of rows reads those that are left of it."""
     model = load(CASE).at(torch.float64)
@@ -109,13 +93,3 @@ def test_in_a_stored_prefill_it_is_the_recompute_paths(load):
     for path in ("cached[prefill=stored]+low_rank(3,2)", "recompute+low_rank(3,2)"):
         with pytest.raises(kv.UnsupportedError, match=r"policy low_rank\(3,2\) needs K and V of 2 layers at once"):
             run(model, path)
-
-
-def test_what_means_nothing_is_said(load):
-    for text, said in (("low_rank(0)", "policy 'low_rank': rank=0"), ("low_rank(4,-1)", "policy 'low_rank': group=-1")):
-        with pytest.raises(kv.InputError, match=said):
-            kv.policy_named(text)
-    with pytest.raises(kv.InputError, match=r"policy low_rank\(4,3\) groups 2 layers by 3: expected a divisor of 2"):
-        run(load(CASE), "cached+low_rank(4,3)")
-    with pytest.raises(kv.UnsupportedError, match="wants keys before RoPE"):
-        run(load(CASE), "cached+low_rank(4,keys=before)")

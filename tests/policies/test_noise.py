@@ -7,9 +7,8 @@ import torch
 
 import kvinterp as kv
 from kvinterp.policies import Place, policy_named
-from support import PROMPT, Case, assert_bitwise, assert_close
+from support import assert_bitwise, assert_close
 
-CASE = Case("llama-gqa", "native", "sdpa")
 NOISES = ["uniform(-1.5,1.5)", "normal(0.1,0.8)"]
 noises = pytest.mark.parametrize("text", NOISES)
 every_dtype = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
@@ -101,16 +100,6 @@ def test_the_mean_is_preserved_whatever_else_is(rows, text, kept):
     assert_close(made / made.mean(), without / without.mean(), "but for its scale", relative=1e-5)
 
 
-def test_additive_errors_are_the_same_whatever_they_fall_on(rows):
-    error = written("uniform(-0.5,1,error=additive)", torch.zeros_like(rows))[0]
-    assert_bitwise(written("uniform(-0.5,1,error=additive)", rows)[0], rows + error, "rows")
-    assert_close(
-        written("uniform(-0.5,1,error=additive,preserve=mean)", rows)[0], rows + error - 0.25, "rows", relative=1e-6
-    )
-    kept = written("uniform(-3,3,error=additive,preserve=sign)", rows)[0]
-    assert (kept * rows >= 0).all()
-
-
 @every_dtype
 def test_the_low_bits_are_those_that_numpy_drops(dtype):
     torch.manual_seed(1)
@@ -126,19 +115,6 @@ def test_the_low_bits_are_those_that_numpy_drops(dtype):
     assert (found[1:] == given[1:] >> words(3) << words(3)).all()
     assert made[0, 0, 0, 0].isnan()
     assert_bitwise(written("truncate(0)", rows)[0], rows, "nothing dropped")
-
-
-def test_float16_cut_to_seven_bits_of_mantissa_says_what_it_can_drop():
-    rows = torch.ones(1, 1, 1, 4, dtype=torch.float16)
-    with pytest.raises(kv.UnsupportedError, match=r"truncate\(11\) drops 11 bits of float16, whose mantissa has 10"):
-        written("truncate(11)", rows)
-
-
-def test_a_wider_cache_changes_nothing_of_what_a_model_computes(load):
-    """K and V of a float16 model are float16 numbers: a float32 cache keeps them, and attention reads them, exactly."""
-    model, given = load(CASE, "float16"), {"max_new_tokens": 6, "logits": "keep", "stop": "length"}
-    for path in ("cached[cache=float32]", "cached[cache=float32,prefill=stored]"):
-        assert_bitwise(kv.run(model, list(PROMPT), path, **given).logits, kv.run(model, list(PROMPT), **given).logits, path)
 
 
 @pytest.fixture

@@ -141,13 +141,6 @@ def test_a_policy_that_lets_nothing_go_changes_no_bit(load, case, cache):
 
 
 @native
-def test_the_newest_position_is_recorded_where_the_newest_is_asked_for(load, case):
-    found = run(load(case), kv.Cached(Sinks(2, 8)), record="cache_k,cache_k_pre")
-    newest = [kept.tolist() for kept in found.records["cache_positions", 0]]
-    assert newest == [[len(PROMPT) + step - 1] * 2 for step in range(STEPS)]
-
-
-@native
 def test_rows_are_let_go_of_once_the_exact_prefill_is_over_and_between_the_chunks_of_a_stored_one(load, case):
     model = load(case).at(torch.float64)
     whole, chunked = (run(model, kv.Cached(Sinks(2, 8), chunk=chunk), record="cache_v") for chunk in (None, 4))
@@ -155,14 +148,6 @@ def test_rows_are_let_go_of_once_the_exact_prefill_is_over_and_between_the_chunk
     stored = run(model, kv.Cached(Sinks(1, 3), chunk=4, prefill="stored"), record="cache_v", positions="all")
     assert stored.records["cache_positions", 0][0][0].tolist() == [0, 5, 6, 7, 8, 9, 10, 11]
     assert not torch.allclose(stored.logits[0], whole.logits[0])
-
-
-@native
-def test_two_policies_that_let_go_of_rows_do_so_one_after_the_other(load, case):
-    model = load(case)
-    found = run(model, kv.Cached(Chain((Sinks(2, 8), Sinks(1, 3)))), record="cache_v", positions="all")
-    end = len(PROMPT) + STEPS - 1
-    assert found.records["cache_positions", 0][-1][0].tolist() == [0, end - 4, end - 3, end - 2, end - 1]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,16 +181,6 @@ def test_what_cannot_let_go_of_rows_says_so(load):
             kv.Recompute(policy)
 
 
-class Unsaid(Policy):
-    def start(self, facts):
-        return Sinks(2, 8)
-
-
-def test_a_twin_that_lets_go_of_rows_unsaid_is_an_error(load):
-    with pytest.raises(kv.InputError, match="policy unsaid starts a twin that lets go of rows, and does not say so"):
-        run(load(NATIVE[0]), kv.Cached(Unsaid()))
-
-
 @pytest.mark.hooked
 def test_a_hooked_transformer_lets_go_of_no_rows(load):
     """It turns cached keys by the number of their row, which would be another."""
@@ -228,44 +203,7 @@ def test_a_path_that_lets_go_of_rows_is_compared_over_all_positions(load, case):
     assert (same.heads.kl == 0).all()
 
 
-def test_a_trace_whose_rows_are_missing_is_not_lined_up_silently(load, tmp_path):
-    model = load(NATIVE[1])
-    thin, whole = (
-        run(model, path, record="kv,pattern,resid_post", positions="all") for path in (kv.Cached(Sinks(2, 8)), "cached")
-    )
-    with pytest.raises(kv.UnsupportedError, match="lets go of rows, so positions cannot be matched"):
-        one_patch(model, thin)
-    again = kv.Trace.load(thin.save(tmp_path))
-    assert torch.equal(again["cache_positions", 1], thin["cache_positions", 1])
-    assert thin["cache_positions", 1][1, 0].tolist() == [0, 1, 4, 5, 6, 7, 8, 9, 10, 11, 12, -1]
-
-    with pytest.raises(kv.UnsupportedError, match="site 'pattern' cannot be lined up by position at layer 1"):
-        one_patch(model, whole, kv.Patch("pattern", (1,), None, "newest", "every", whole), kv.Cached(Sinks(2, 8)))
-    with pytest.raises(kv.UnsupportedError, match="attention is shown row by row"):
-        kv.attention_comparison(model, list(PROMPT), a=kv.Cached(Sinks(2, 8)), b="cached", step=1)
-
-
-def one_patch(model, donor, patch=None, path="cached"):
-    patch = patch or kv.Patch("kv", (1,), None, "earlier", "every", donor)
-    hook = PatchHook(model, [patch], prompt_length=len(PROMPT))
-    with Runner(model, kv.path_named(path), torch.tensor([PROMPT]), STEPS, [hook]) as runner:
-        runner.advance()
-        runner.advance(torch.tensor([FED[0]]))
-
-
 # Several at once -------------------------------------------------------------------------------------------------------
-
-
-def test_a_chain_reads_as_it_is_written(monkeypatch):
-    from kvinterp.policies.registry import POLICIES
-
-    monkeypatch.setitem(POLICIES, "halves", Halves)
-    path = kv.path_named("cached[refresh=16,prefill=stored]+halves+sinks(4,1000)@float32")
-    assert path.policy == Chain((Halves(), Sinks(4, 1000)))
-    assert str(path) == "cached[refresh=16,prefill=stored]+halves+sinks(4,1000)@float32"
-    assert kv.policy_named("sinks") == Sinks(4, 1020)
-    with pytest.raises(kv.InputError, match="unknown policy 'sinc': did you mean 'sinks'"):
-        kv.path_named("cached+halves+sinc(2)")
 
 
 @native
@@ -343,22 +281,6 @@ def test_a_refresh_forgets_what_the_policy_did(load, case):
     plain = run(model, "recompute").logits
     equal = [torch.equal(a, b) for a, b in zip(found, plain, strict=True)]
     assert equal == [step % 3 == 0 for step in range(STEPS)]
-
-
-@native
-def test_state_begins_anew_at_a_refresh(load, case):
-    model = load(case)
-    found = run(model, kv.Cached(HeavyHitters(), refresh=3), record="cache_v", positions="all")
-    lengths = [kept.shape[-1] for kept in found.records["cache_positions", 0]]
-    assert lengths == [len(PROMPT) + step if step % 3 == 0 else 7 for step in range(STEPS)]
-
-
-def test_a_refresh_is_said_and_keeps_the_preallocated_cache_checked(load):
-    path = kv.Cached(refresh=2, cache="preallocated")
-    found = run(load(NATIVE[0]), path)
-    assert found.path == "cached[refresh=2,cache=preallocated]" == str(kv.path_named(found.path))
-    assert "DynamicCache" in found.provenance["cache"]
-    assert_bitwise(found.logits, run(load(NATIVE[0]), kv.Cached(refresh=2)).logits, "logits")
 
 
 @pytest.mark.parametrize(

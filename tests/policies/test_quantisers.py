@@ -86,27 +86,6 @@ def test_blocks_that_no_float16_scale_holds(name):
     assert rounded(name, torch.full((1, 32), torch.nan)).isnan().all()
 
 
-@pytest.mark.parametrize("name", GGUF)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
-def test_in_every_dtype_it_is_the_same_in_float32_and_rounded_back(name, dtype):
-    given = normal(2, 3, 5, 64).to(dtype)
-    assert_bitwise(rounded(name, given), rounded(name, given.float()).to(dtype), name)
-
-
-@pytest.mark.parametrize("name", [*GGUF, "fp8", "fp8(e5m2)"])
-def test_what_is_rounded_already_stays(name):
-    """Of ordinary numbers: the minimum of a ``_1`` block is at home in float32 beside its range."""
-    once = rounded(name, normal(500, 64))
-    assert_bitwise(rounded(name, once), once, name)
-
-
-def test_true_bits():
-    wanted = {"q8_0": 8.5, "q4_0": 4.5, "q4_1": 5, "q5_0": 5.5, "q5_1": 6, "int8": 8.5, "int4": 4.5, "int4(16)": 6, "fp8": 8,
-              "kivi(2,32,128)": 3, "hadamard+q4_0": 4.5}  # fmt: skip
-    assert {text: policy_named(text).bits_stored("k", 64) for text in wanted} == wanted
-    assert policy_named("q8_0(on=v)").bits_stored("k", 64) is None
-
-
 @pytest.mark.parametrize(
     ("text", "block"), [("q8_0", 32), ("q5_1(on=v)", 32), ("hadamard(64)+q8_0", 64), ("kivi", 32), ("int4(64)", 64)]
 )
@@ -140,22 +119,6 @@ def test_hadamard_alone_changes_nothing_in_float64_but_rounding(wide):
     assert_close(turned, plain, "logits", relative=1e-6)
 
 
-def test_hadamard_spreads_an_outlier_for_the_format_after_it():
-    given = normal(1, 2, 50, 64)
-    given[..., 7] += 60
-    alone, chain = policy_named("q4_0"), policy_named("hadamard+q4_0")
-    errors = []
-    for policy in (alone, chain):
-        keys, _ = policy.read(*policy.write(given, given, PLACE), PLACE)
-        errors.append(float((keys - given)[..., 8:32].norm() / given[..., 8:32].norm()))
-    turned = policy_named("hadamard")
-    assert_bitwise(chain.write(given, given, PLACE)[0], rounded("q4_0", rounded("hadamard", given)), "what is kept")
-    assert turned.reads
-    # Steps of 60/8 against a few of the 60/sqrt(64) that each element gets.
-    assert errors[0] > 0.9
-    assert errors[1] < 0.75 * errors[0]
-
-
 # Integers --------------------------------------------------------------------------------------------------------------
 
 
@@ -166,15 +129,6 @@ def test_int4_is_quantos():
         scale, shift = quanto.MaxOptimizer()(given, quanto.qint4, 0, 64)
         codes = torch.ops.quanto.quantize_affine(given, 4, 0, 64, scale, shift)
         assert_bitwise(rounded("int4(64)", given), (scale * codes - shift).reshape(given.shape), str(dtype))
-
-
-def test_int4_is_its_formula():
-    given = normal(2, 3, 5, 64).numpy()
-    parts = given.reshape(2, 3, 5, 4, 16)
-    least = parts.min(-1, keepdims=True)
-    step = (parts.max(-1, keepdims=True) - least) / np.float32(15)
-    wanted = (np.rint((parts - least) / step) * step + least).reshape(given.shape)
-    assert_close(rounded("int4(16)", torch.from_numpy(given)), torch.from_numpy(wanted), "int4", relative=1e-6)
 
 
 def test_int8_is_absmax_of_a_tokens_head():
@@ -205,16 +159,6 @@ def test_keys_with_one_huge_channel_collapse_per_token_and_survive_per_channel()
     assert errors["token"] > 0.8
     assert errors["channel"] < 0.15
     assert divergences["token"] > 20 * divergences["channel"]
-
-
-@pytest.mark.parametrize("text", ["int4", "int4(8)", "int8", "kivi(2,4,4)", "q4_1", "q5_1"])
-def test_a_constant_group_divides_by_nothing(text):
-    """The original KIVI gives NaN."""
-    given = torch.full((1, 2, 9, 32), 2.5)
-    place, policy = Place(0, 0, 9, rotated=True), policy_named(text)
-    keys, values = policy.read(*policy.write(given, given, place), place)
-    assert_close(keys, given, "keys", relative=1e-6)
-    assert_close(values, given, "values", relative=1e-6)
 
 
 # KIVI ------------------------------------------------------------------------------------------------------------------
@@ -276,19 +220,6 @@ def test_kivi_flushes_as_the_papers_algorithm(wide, prompt, bits):
                 assert_close(one[b, h], torch.from_numpy(other), f"{name} at {stop}", ("row", "channel"), relative=1e-6)
 
 
-def test_kivi_rounds_a_row_once_and_never_again(wide):
-    """Ten steps after a flush touch no row of before; so a history of any length costs a step the same."""
-    running = policy_named("kivi(2,4,8)").start(wide.facts)
-    made = []
-    vars(running)["per_channel"] = lambda rows, first: made.append((first, rows.shape[2])) or rows
-    vars(running)["per_token"] = running.per_channel
-    for stop in range(20, 36):
-        running.read(*(normal(1, 2, stop, 32),) * 2, Place(0, 0, stop, rotated=True))
-    keys, values = [(0, 16), (16, 8), (24, 8)], [(0, 11), *((first, 1) for first in range(11, 26))]
-    assert sorted(made) == sorted([*keys, *values])
-    assert policy_named("kivi(2,4,8)").start(wide.facts) is not running
-
-
 @pytest.mark.parametrize("first", ["hadamard", "fp8(e4m3,scale=prefill)"])
 def test_what_is_made_once_is_made_again_where_another_policy_makes_rows_into_others(wide, first, monkeypatch):
     """KIVI reads a row as it is while it is in the window, and rounded later: what was turned back before is not it."""
@@ -307,16 +238,6 @@ def test_what_is_made_once_is_made_again_where_another_policy_makes_rows_into_ot
         ),
     )
     assert_bitwise(remembering, decoded(), path)
-
-
-def test_a_group_that_slid_out_of_a_window_is_what_is_left_of_it():
-    policy, rows = policy_named("kivi(2,4,4)"), normal(1, 1, 7, 32)
-    found = policy.seen(rows, "k", Place(0, 2, 9, rotated=True))
-    assert_bitwise(
-        found[:, :, :2], policy.per_channel(rows[:, :, :2].repeat(1, 1, 2, 1), 0)[:, :, :2], "what is left of 0 to 3"
-    )
-    assert_bitwise(found[:, :, 2:6], policy.per_channel(rows[:, :, 2:6], 4), "4 to 7")
-    assert_bitwise(found[:, :, 6:], rows[:, :, 6:], "8")
 
 
 # fp8 -------------------------------------------------------------------------------------------------------------------
@@ -394,20 +315,6 @@ def test_a_scale_of_the_prefill_is_frozen(wide, per, chunks):
         assert_close(read[sequence], wanted, "rounded", relative=1e-6)
 
 
-def test_a_frozen_scale_is_transformers_own(wide):
-    """Its layer, fed the same rows; none of the later ones is larger than the prefill's, where casts differ."""
-    layer_class = getattr(pytest.importorskip("transformers.cache_utils"), "Fp8QuantizedLayer", None)
-    if layer_class is None:
-        pytest.skip("this transformers has no fp8 cache")
-    keys, layer, running = normal(1, 2, 15, 32), layer_class(), store(wide, "fp8(e4m3,scale=prefill)", prefill=12)
-    keys[:, :, 12:] /= 4
-    for begun, stop in ((0, 12), (12, 13), (13, 14), (14, 15)):
-        rows = keys[:, :, begun:stop]
-        wanted, _ = layer.update(rows, rows)
-        found, _ = running.update(0, rows, rows)
-        assert_bitwise(found, wanted, f"what is read at {stop}", ("batch", "head", "row", "channel"))
-
-
 # Of all ----------------------------------------------------------------------------------------------------------------
 
 ALL = [*GGUF, "int8", "int4", "int4(16)", "kivi(2,4,8)", "fp8", "fp8(e5m2,scale=prefill,per=head)", "hadamard", "hadamard+q4_0",
@@ -427,25 +334,6 @@ def test_a_prefill_in_chunks_is_the_whole_one(wide, text):
         reads.append(found)
     for one, other in zip(*reads, strict=True):
         assert_bitwise(one, other, text)
-
-
-@pytest.mark.parametrize("text", ALL)
-def test_a_sequence_of_a_batch_is_what_it_is_alone(text):
-    both = normal(2, 2, 12, 32), normal(2, 2, 12, 32, seed=1)
-    place, policy = Place(0, 0, 12, rotated=True), policy_named(text)
-    together = policy.read(*policy.write(*both, place), place)
-    alone = policy.read(*policy.write(both[0][1:], both[1][1:], place), place)
-    for one, other in zip(together, alone, strict=True):
-        assert_bitwise(one[1:], other, text)
-
-
-@pytest.mark.parametrize("text", ["q8_0", "hadamard+q4_0", "kivi(2,4,8)", "fp8(e4m3,scale=prefill)"])
-def test_compared_with_none(load, text):
-    """On a trained model that slides a window: step 0 is the same, what follows is not."""
-    found = kv.compare(load(Case("zoo:gemma2-mini", "native", "eager")), "Tom has 3 pens and buys 4 more pens.",
-                       f"cached+{text}", "cached", max_new_tokens=4, stop="length", progress="none")  # fmt: skip
-    assert found.steps.kl[0] == 0
-    assert (found.steps.kl[1:] > 0).all()
 
 
 def test_kivi_refuses_a_history_with_holes(wide):
@@ -472,10 +360,3 @@ def test_kivi_refuses_a_history_with_holes(wide):
 def test_what_no_format_has_is_said(text, said):
     with pytest.raises(kv.InputError, match=said):
         policy_named(text)
-
-
-@pytest.mark.parametrize("text", [*ALL, "fp8(e5m2,scale=0.5,overflow=nonfinite)", "kivi(8,16,64,on=k,layers=0+2,heads=1)"])
-def test_text_forms_are_read_as_they_are_written(text):
-    policy = policy_named(text)
-    assert policy_named(str(policy)) == policy
-    assert all(part.SOURCE for part in getattr(policy, "parts", (policy,)))

@@ -9,7 +9,6 @@ import torch
 from transformer_lens import ActivationCache
 
 import kvinterp as kv
-from kvinterp.errors import InputError
 
 ASKED = "12 + 30 ="
 
@@ -50,23 +49,3 @@ def test_a_cache_is_a_donor(model: Any) -> None:
             shown.append(model.model(tokens))
     assert torch.equal(*shown)
     assert not torch.equal(shown[0], model.model(tokens))
-
-
-def test_what_is_no_donor_is_said(model: Any) -> None:
-    tokens = model.to_tokens(ASKED)
-    _, cache = model.model.run_with_cache(tokens)
-    with pytest.raises(InputError, match="positions, and the prompt has 1 tokens"):
-        kv.donor_trace(cache, [1])
-    with pytest.raises(InputError, match="holds no hook at which a site is"):
-        kv.donor_trace(ActivationCache({"hook_pos": cache["hook_embed"]}, model.model), tokens)
-    with pytest.raises(InputError, match="was not recorded"):
-        kv.run(model, ASKED, record="resid_post", max_new_tokens=1).to_activation_cache(3)
-    with pytest.raises(InputError, match="record one of"):
-        kv.run(model, ASKED, record="kv", max_new_tokens=1).to_activation_cache()
-
-
-def test_tokens_are_in_sight(model: Any) -> None:
-    tokens = model.to_tokens(ASKED)
-    assert tokens.tolist() == [model.encode(ASKED)]
-    assert model.to_str_tokens(tokens) == model.to_str_tokens(ASKED) == model.pieces(model.encode(ASKED))
-    assert "".join(model.to_str_tokens(ASKED)).endswith(ASKED)

@@ -102,20 +102,6 @@ def test_a_forward_that_was_cut_off_leaves_nothing(model: Adapter, error: type[B
 # What is asked for by number -----------------------------------------------------------------------------------------
 
 
-def test_numbers_may_come_from_generators(model: Adapter) -> None:
-    """Layers and steps from a generator were used up by the first check: nothing was recorded, and nothing said so."""
-    wanted = kv.run(model, PROMPT, record="pattern", layers=[1], heads=[2, 0], steps=[0, 2], **SHORT)
-    given = kv.run(
-        model, [PROMPT, PROMPT], record="pattern", layers=iter([1]), heads=iter([2, 0]), steps=iter([0, 2]), **SHORT
-    )
-    for trace in given:
-        assert trace.steps == (0, 2)
-        assert trace.heads == (2, 0)
-        assert all(
-            torch.equal(a, b) for a, b in zip(trace.records["pattern", 1], wanted.records["pattern", 1], strict=True)
-        )
-
-
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -133,13 +119,3 @@ def test_numbers_that_do_not_exist(model: Adapter, options: dict[str, Any], said
 
 
 # Traces ------------------------------------------------------------------------------------------------------------------
-
-
-def test_a_trace_of_no_recorded_step_says_so_and_keeps_its_places(model: Adapter, tmp_path: Any) -> None:
-    """Looking at it raised an IndexError, and saving it lost what had been asked for."""
-    trace = kv.run(model, PROMPT, record="resid_post", heads=[1], steps=[99], **SHORT)
-    again = kv.Trace.load(trace.save(tmp_path))
-    assert again.records == trace.records == {("resid_post", layer): [] for layer in range(model.facts.layers)}
-    assert again.heads == (1,)
-    with pytest.raises(kv.InputError, match="recorded none of its 3 steps"):
-        again["resid_post", 0]
