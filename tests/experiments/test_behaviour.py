@@ -88,13 +88,6 @@ def test_each_path_writes_its_own_text_to_its_own_end(decoded: Any) -> None:
     assert free["margin_at_flip"].dropna().to_dict() == at_flip.to_dict()
 
 
-def test_an_answer_that_is_not_known_is_neither_right_nor_wrong(load: Any) -> None:
-    prompt = kv.data.Prompt(id="mine", text="Question: how are you?\nAnswer:")
-    made = decodes_of(load(Case("zoo:gqa2-mini", "native"), "float16"), {3: prompt}, max_new_tokens=2)["decodes"]
-    assert made[["correct_a", "correct_b"]].isna().all(axis=None)
-    assert d.accuracy_of(made.assign(model="m")).empty
-
-
 def test_a_path_against_itself_differs_nowhere_and_split_k_under_a_suffix_does() -> None:
     model = {"name": "zoo:gqa2-mini", "kind": "native", "dtype": "float16", "device": "cpu", "attention": None}
     how = {"prompts": "arithmetic:1", "most": 1, "strategy": "greedy", "kernels": KERNELS, "max_new_tokens": 4}
@@ -172,15 +165,6 @@ def test_tables_of_decodes_whose_truth_is_known() -> None:
     assert growth.loc["before the flip", "slope"] == pytest.approx(1)
     assert growth.loc["free", "slope"] > 2
     assert growth.loc["matched", "n"] == 4
-
-
-def test_conditions_stand_in_the_order_they_were_asked_for_in_both_protocols() -> None:
-    parts = [made_up({0: [1.0], 1: [NEVER]}, strategy=strategy) for strategy in ("greedy", "top_p(1,2)")]
-    parts[0] = made_up({0: [NEVER], 1: [NEVER]}, strategy="greedy")
-    decodes, steps = (pd.concat(each, ignore_index=True) for each in zip(*parts, strict=True))
-    table = d.kl_by_step_of(d.with_free_steps(decodes, steps))
-    for _, group in table.groupby("protocol"):
-        assert list(dict.fromkeys(group["strategy"])) == ["greedy", "top_p(1,2)"]
 
 
 def test_no_flip_leaves_what_so_many_examples_leave() -> None:
@@ -290,18 +274,3 @@ def test_the_whole_command(tmp_path: Any) -> None:
     order = [*d.DECODE, "protocol"]
     one, two = (each.sort_values(order, ignore_index=True) for each in (decodes, other["decodes"]))
     pd.testing.assert_frame_equal(one, two)
-
-
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ({"strategies": ()}, "the list of strategies is empty"),
-        ({"strategies": ("greedily",)}, "greedily"),
-        ({"stop": "never"}, "never"),
-        ({"kernels": "nosuch(8)"}, "nosuch"),
-        ({"seeds": 0}, "seeds"),
-    ],
-)
-def test_what_does_not_fit_is_a_sentence(given: dict[str, Any], said: str) -> None:
-    with pytest.raises(kv.InputError, match=said):
-        Behaviour(("zoo:gqa2-mini",), **given).run(None)

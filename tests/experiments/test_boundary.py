@@ -130,25 +130,6 @@ def test_the_chance_from_margin_and_noise_is_the_true_one(tables: Any) -> None:
     assert quiet.tolist() == pytest.approx(other.tolist(), rel=1e-6)
 
 
-def test_nothing_flips_where_there_is_no_noise_and_that_is_said() -> None:
-    tables = b.boundary_tables(*made_up(8, 1, noise=0.0), above=9)
-    assert tables["boundary_flips"].empty
-    assert tables["hazard"]["hr"].isna().all()
-    assert (tables["hazard"]["why"] != "").all()
-    headline, lines = read(tables)
-    assert "0 decodes flip a token: no margin tells anything of flips." in headline
-    assert "steps that are a first flip 0%" in lines
-    assert "area under the curve" not in lines
-
-
-def test_a_margin_that_parts_the_flips_whole_has_no_odds_ratio() -> None:
-    decodes, steps = made_up(8, 1)
-    risk = b.predicted(steps)
-    hazard = b.hazard_of(decodes, risk.assign(flipped=risk["margin"] < 1.0)).set_index("margin")
-    assert "parts the flips whole" in hazard.loc["of the step", "why"]
-    assert hazard.loc["of the step", ["hr", "low", "high", "p"]].isna().all()
-
-
 def test_the_sentences_follow_the_numbers(tables: Any) -> None:
     headline, lines = read(tables)
     (row,) = tables["prediction"].to_dict("records")

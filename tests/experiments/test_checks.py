@@ -24,14 +24,6 @@ def test_a_number_below_the_least_of_its_option_is_refused_by_its_name(name: str
                 kind(**{field.name: least - 1}).check()
 
 
-@pytest.mark.parametrize("name", [name for name in experiments() if name != "audit"])
-def test_prompts_that_cannot_be_read_are_refused(name: str) -> None:
-    kind = experiment_named(name)
-    if "prompts" in {field.name for field in dataclasses.fields(kind) if field.init}:
-        with pytest.raises(kv.InputError, match="unknown prompt generator"):
-            kind(prompts="aritmetic:20").check()
-
-
 @pytest.mark.parametrize(
     ("given", "said"),
     [
@@ -43,13 +35,6 @@ def test_prompts_that_cannot_be_read_are_refused(name: str) -> None:
 def test_what_a_patch_moves_and_when_is_refused_before_a_model_is_loaded(given: dict[str, str], said: str) -> None:
     with pytest.raises(kv.InputError, match=said):
         experiment_named("patch")(**given).check()
-
-
-@pytest.mark.parametrize("given", ["1,3", "(1, 3)", "1,3,"])
-def test_steps_are_named_on_the_command_line_as_in_python(given: str) -> None:
-    """The error advised (1, 4), which no command line took."""
-    (cell,) = experiment_named("patch")(prompts="arithmetic:1", steps=given).cells()
-    assert cell.settings["steps"] == (1, 3)
 
 
 @pytest.mark.parametrize(("name", "elsewhere"), [("compare", set()), ("patch", {"sweep", "preset"})])

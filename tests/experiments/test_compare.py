@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +13,10 @@ import torch
 
 from kvinterp.common.store import Store
 from kvinterp.comparison import TABLES, Comparison
-from kvinterp.errors import InputError
 from kvinterp.models.hooks import Tap
 from kvinterp.models.native import NativeAdapter
 from kvinterp.models.native_sites import NativeSites
 from kvinterp.study.experiments.compare import Compare
-from kvinterp.study.experiments.registry import experiment_named, experiments
 from kvinterp.study.results import read_summary
 
 pytestmark = pytest.mark.xdist_group("compare")
@@ -97,81 +94,6 @@ def test_only_what_is_missing_is_run_again(tmp_path: Path, whole: Path, monkeypa
     same(tmp_path, whole)
 
 
-def test_the_batch_size_is_no_reason_to_start_anew(tmp_path: Path, whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as patch:
-        cut_after(1, KeyboardInterrupt, patch)
-        with pytest.raises(KeyboardInterrupt):
-            run(SMALL, tmp_path)
-    run(dataclasses.replace(SMALL, batch_size=2), tmp_path)
-    same(tmp_path, whole)
-
-
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [
-        ({"seed": 6}, "seed: 5, now 6"),
-        ({"max_new_tokens": 3}, "max_new_tokens: 4, now 3"),
-        ({"protocol": "free"}, 'protocol: "matched", now "free"'),
-        ({"b": "recompute@float32"}, 'b: "recompute", now "recompute@float32"'),
-        ({"prompts": "arithmetic:3"}, "prompts.count: 4, now 3"),
-        ({"dtype": "float32"}, "made_with.weights"),
-        ({"record": "resid_post"}, "record"),
-        ({"layers": (0,)}, "layers"),
-    ],
-)
-def test_every_choice_that_changes_numbers_is_held_against_what_is_there(
-    whole: Path, change: dict[str, Any], named: str
-) -> None:
-    with pytest.raises(InputError) as error:
-        run(dataclasses.replace(SMALL, **change), whole, "use")
-    assert named in str(error.value)
-
-
-def test_a_finished_result_is_read_where_that_is_asked(whole: Path) -> None:
-    result = run(SMALL, whole, "use")
-    held = read_summary(whole)
-    assert result.settings == held["settings"]
-    assert {name: said for name, said in result.written()[1].items() if held[name] != said} == {}
-
-
-def test_a_finished_result_is_refused_before_the_model_is_loaded(
-    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("kvinterp.models.load_model", lambda *_, **__: pytest.fail("the model was loaded"))
-    with pytest.raises(InputError, match="already holds a result"):
-        dataclasses.replace(SMALL, seed=6).run(whole)
-    shutil.copytree(whole, tmp_path / "told")
-    (tmp_path / "told" / "report.html").write_text("the report")
-    with pytest.raises(InputError, match="already holds a result"):
-        SMALL.run(tmp_path / "told")
-
-
-def test_cut_off_before_its_page_it_is_not_made_again(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cut off between tables and report, the same command said "already holds a result", and there was never a report."""
-
-    def cut(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr("kvinterp.study.report.experiment.write_experiment", cut)
-        with pytest.raises(KeyboardInterrupt):
-            SMALL.run(tmp_path, progress="none")
-    monkeypatch.setattr("kvinterp.comparison.compare", lambda *_, **__: pytest.fail("it was made again"))
-    run(SMALL, tmp_path)
-    same(tmp_path, whole)
-    assert read_summary(tmp_path) == read_summary(whole)
-
-
-def test_a_prompt_file_in_the_folder_itself_is_left_alone(tmp_path: Path) -> None:
-    """It was rewritten, and deleted where the run was cut off or refused before its first prompt was done."""
-    file = tmp_path / "prompts.jsonl"
-    file.write_text('{"id": "q1", "prompt": "2+2?", "source": "mine"}\n')
-    with pytest.raises(InputError, match=r"holds 'prompts.jsonl', which is of no result of ours"):
-        run(dataclasses.replace(SMALL, prompts=str(file), max_new_tokens=1), tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["prompts.jsonl"]
-    assert "mine" in file.read_text()
-
-
 def test_unasked_it_records_what_the_model_can_give(
     whole: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -191,11 +113,6 @@ def test_unasked_it_records_what_the_model_can_give(
     assert not len(result.heads)
     assert "pattern is not recorded" in caplog.text
     assert "no attention" in result.settings["left_out"]["pattern"]
-
-
-def test_a_site_asked_for_by_name_must_be_there(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="site 'q' cannot be compared"):
-        run(dataclasses.replace(SMALL, record="resid_post,q"), tmp_path / "out")
 
 
 def test_nan_in_one_prompt_leaves_the_others_as_they_are(
@@ -224,16 +141,6 @@ def poison_second_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
         return logits * torch.nan if tokens[0, : len(prompt)].tolist() == prompt else logits
 
     monkeypatch.setattr(NativeAdapter, "forward", poisoned)
-
-
-def test_the_registry_finds_every_experiment() -> None:
-    assert experiment_named("compare") is Compare
-    for name in experiments():
-        found = experiment_named(name)
-        assert found.verb() == name
-        assert dataclasses.is_dataclass(found), name
-        assert found.__doc__
-        found()  # every choice has a default
 
 
 @pytest.mark.slow

@@ -10,13 +10,12 @@ import pandas as pd
 import pytest
 import torch
 
-import kvinterp as kv
 from kvinterp.data import load_prompts
-from kvinterp.errors import InputError, UnsupportedError
+from kvinterp.errors import UnsupportedError
 from kvinterp.policies import Chain, Place, Policy, policy_named
 from kvinterp.study.behaviour.scores import AGAIN, CONTROL, METRICS
 from kvinterp.study.experiments.equivalent_noise import EquivalentNoise, error_of_policy, pooled
-from kvinterp.study.experiments.kv_error import KvError, behaviour_of, strings_of
+from kvinterp.study.experiments.kv_error import KvError, behaviour_of
 from support import Case
 
 pytestmark = pytest.mark.slow
@@ -59,12 +58,6 @@ def test_keys_before_and_after_rope_are_both_measured(load: Any) -> None:
     found = {kind: pooled(noise_of(load, "normal(0,0.5,on=k)", kind), ["tensor"]) for kind in ("hooked", "native")}
     for table in found.values():
         assert table.set_index("tensor").loc["K", "relative_std"] == pytest.approx(0.5, rel=0.05)
-
-
-def test_one_layer_and_head_alone(load: Any) -> None:
-    each = pooled(noise_of(load, "normal(0,0.5,layers=1,heads=2)"), ["layer", "kv_head"])
-    moved = each[each["relative_rms"] > 0]
-    assert moved[["layer", "kv_head"]].to_numpy().tolist() == [[1, 2]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,55 +162,3 @@ def test_kv_error_end_to_end(tmp_path: Path) -> None:
     assert "K against V, prefill=stored: difference in problems solved" in said
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert page.count("<figure") == 3
-
-
-def test_what_cannot_vary_is_run_once() -> None:
-    greedy = small(strategy="greedy", repeats=3, policies=("identity", "normal(0,0.5)", "truncate(4)"))
-    keys = [cell.key for cell in greedy.cells() if cell.key.startswith("run")]
-    # Control and control again once, noise three times and truncation once under each reading.
-    assert len(keys) == 2 + 2 * 3 + 2
-    sampled = small(repeats=3, policies=("truncate(4)",))
-    assert len([cell for cell in sampled.cells() if cell.key.startswith("run")]) == 3 * (2 + 2)
-
-
-def test_strings_are_the_first_nine_words_and_the_tenth() -> None:
-    for _, context, word in strings_of("instructions:5"):
-        assert len(context.split()) == 9
-        assert word[0].isspace()
-        assert len(word.split()) == 1
-
-
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ({"design": "grids"}, "did you mean 'grid'"),
-        ({"design": "none"}, "no design and no policy was given"),
-        ({"readings": "exakt"}, "did you mean 'exact'"),
-        ({"repeats": 0}, "whole number of at least 1"),
-        ({"design": "factorial", "rms": 3.0}, "expected 0.05 to 1.4"),
-        ({"design": "heads", "base": "identity"}, "cannot be put on heads alone"),
-        ({"policies": ("q9_9",)}, "unknown policy 'q9_9'"),
-        ({"base": "nan"}, "unknown policy 'nan'"),
-        ({"base": "int4"}, "no design that was asked for uses it"),
-        ({"rms": 0.3}, "no design that was asked for uses it; add factorial to --design"),
-        ({"policies": ("q8_0",)}, "16"),
-        ({"problems": "nosuch:3"}, "unknown prompt generator"),
-        ({"texts": "mine.jsonl"}, "without an answer"),
-        ({"instructions": "mine.jsonl"}, "without a task"),
-        ({"strings": "mine.jsonl"}, "no text of 10 words"),
-        ({"instructions": "arithmetic:2"}, "holds prompts of the task 'arithmetic', not instructions"),
-        ({"problems": "instructions:2"}, "holds prompts of the task 'instructions', not problems"),
-    ],
-)
-def test_bad_input_is_one_sentence(given: dict[str, Any], said: str, tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("mine.jsonl").write_text('{"prompt": "Two words"}\n', encoding="utf-8")
-    with pytest.raises(kv.KvinterpError, match=said.replace(".", r"\.")) as raised:
-        small(**given).run(tmp_path / "out")
-    assert "\n" not in str(raised.value)
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_model_for_which_no_policy_was_given() -> None:
-    with pytest.raises(InputError, match="list of policies is empty"):
-        EquivalentNoise(MODEL, policies=()).run(None)

@@ -73,17 +73,6 @@ def test_a_planted_growth_is_found() -> None:
     assert set(table["measure"]) == set(GROWING)
 
 
-def test_growth_from_nothing_is_no_number_and_from_little_has_no_interval() -> None:
-    values = lengths()
-    values[:, 0] = 0
-    by = amplification_of(drift(values)).set_index(["measure", "layer"])
-    assert np.isnan(by.loc[("l2", 1), "ratio"])
-    values[:3, 0] = 1.0
-    row = amplification_of(drift(values)).set_index(["measure", "layer"]).loc[("l2", 1)]
-    assert row["ratio"] == pytest.approx(np.median(values[:3, 1])), "of the three that drift in the layer before"
-    assert (row["n"], np.isnan(row["low"])) == (3, True)
-
-
 def test_layers_are_tested_against_what_was_chosen() -> None:
     values = lengths()
     values[:, 1] = values[:, 0] + 0.05  # Less than the examples differ by, but in all of them.
@@ -135,15 +124,6 @@ def test_heads_that_share_their_error_are_told_from_those_that_do_not() -> None:
         assert (row["low"] <= 0 <= row["high"]) != alike
 
 
-def test_where_no_heads_share_there_is_no_correlation_within() -> None:
-    table = head_correlations_of(pairs_of(errors(0.5), sharing=1)).set_index("kind")
-    assert table.loc["within", "n"] == 0
-    assert np.isnan(table.loc["within - across", "r"])
-    assert table.loc["across", "n"] == 6
-    equal = errors(0.5).assign(kl=0.0)
-    assert head_correlations_of(pairs_of(equal, sharing=2))["r"].isna().all()
-
-
 def found_of(tables: dict[str, pd.DataFrame]) -> tuple[str, pd.DataFrame]:
     """The headline and the findings of made-up tables."""
     outcome = LayerDrift().judged(Result(tables, {"provenance": {"m": synthetic.ABOUT}}))
@@ -189,16 +169,6 @@ def test_rows_of_other_tokens_are_removed_and_counted() -> None:
     rows = found.loc[[f"rows of other tokens, each path fed its own text, {name}" for name in (EVERY_STEP, ONE_STEP)]]
     assert rows["estimate"].tolist() == pytest.approx([12 / 36, 3 / 9])
     assert rows["n"].tolist() == [36, 9]
-
-
-def test_the_papers_selection_is_of_the_highest_kl() -> None:
-    tables = tables_of(parts(None, None, None), step=2, divergent=1, contrasts=["layer 0"])
-    examples = tables["drift_examples"]
-    assert examples.loc[examples["divergent"], "example"].tolist() == [examples["mean_kl"].idxmax()]
-    rows = tables["layer_drift_rows"]
-    assert rows.loc[rows["selection"] == ONE_STEP, "rows"].tolist() == [3, 3]
-    _, found = found_of(tables)
-    assert (found.loc[found.index.str.startswith("rows of other tokens"), "estimate"] == 0).all()
 
 
 def test_equal_paths_are_said_to_be_equal() -> None:
@@ -258,18 +228,3 @@ def test_the_command_writes_its_figures_and_page(tmp_path: Any) -> None:
     assert all(name in outcome.tables for name in asked.TABLES)
     # Two steps are too few to correlate.
     assert outcome.tables["head_correlation"]["r"].isna().all()
-
-
-@pytest.mark.parametrize(
-    ("wrong", "said"),
-    [
-        ({"step": 8, "max_new_tokens": 8}, "step=8 is never decoded"),
-        ({"contrast": ("next layer",)}, "contrast 'next layer'"),
-        ({"contrast": ()}, "the list of contrasts is empty"),
-        ({"models": ("zoo:mqa-mini", "zoo:mqa-mini")}, "name one twice"),
-        ({"divergent": 0}, "divergent"),
-    ],
-)
-def test_what_cannot_be_asked(wrong: dict[str, Any], said: str) -> None:
-    with pytest.raises(kv.InputError, match=said):
-        LayerDrift(**{"prompts": "arithmetic:2", "device": "cpu", **wrong}).run(None)

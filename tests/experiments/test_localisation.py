@@ -72,10 +72,6 @@ def said(by_layer: list[dict[str, Any]], *parts: str) -> str:
     return "\n".join(Localisation(part=parts).headline(Result({}, {"by_layer": by_layer})))
 
 
-def test_where_nothing_differs_nothing_is_said_to_recover() -> None:
-    assert "no difference to recover" in said(rows("paper", [np.nan, np.nan], defined=0), "paper")
-
-
 def test_the_headline_is_of_all_layers_together() -> None:
     both = rows("paper", [0.5, -0.2], sweep="cumulative") + rows("kv-into-cached", [0.1, 0.8], sweep="cumulative")
     first, second = said(both, "paper", "kv-into-cached").splitlines()
@@ -87,18 +83,3 @@ def test_the_headline_is_of_all_layers_together() -> None:
     assert "recover nothing" not in said(rows("paper", [0.1, 0.44], sweep="cumulative"), "paper")
     from_0 = said(rows("kv-into-cached", [0.7, 0.1], sweep="cumulative-from"), "kv-into-cached")
     assert from_0.endswith("K and V put into the cached path 70\u202f%.")
-
-
-@pytest.mark.parametrize(
-    ("wrong", "expected"),
-    [
-        ({"part": ("everything",)}, "part 'everything'"),
-        ({"part": ()}, "the list of parts is empty"),
-        ({"count": 0}, "count"),
-        ({"kernels": "split"}, "kernel"),
-        ({"models": ("zoo:mqa-mini", "zoo:mqa-mini")}, "name one twice"),
-    ],
-)
-def test_what_cannot_be_asked(wrong: dict[str, Any], expected: str) -> None:
-    with pytest.raises(kv.InputError, match=expected):
-        Localisation(**{"prompts": "arithmetic:2", "device": "cpu", **wrong}).run(None)

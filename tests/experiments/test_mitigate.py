@@ -71,22 +71,6 @@ def read(mitigations: list[dict[str, object]] | None = None, interactions: list[
     return "\n".join([*m.Mitigate().headline(outcome), *lines_of(m.Mitigate().findings(outcome))])
 
 
-def test_no_interval_is_no_interval() -> None:
-    ends = dict.fromkeys(("contrast", "low", "high"), np.nan)
-    row = {"policy": "int8", "prompts": 2, "policy_alone": 1.0, "path_alone": 1.0, "both": 2.0, **ends}
-    found = read([{**PATH, "low": np.nan, "high": np.nan}], [row])
-    assert "less each alone has no number (n = 2 prompts): too few prompts." in found
-    assert "median KL left, of the path's own recompute path 5.0\u00a0×\u00a010⁻⁸ nats (n = 2 prompts)" in found
-    assert "–" not in found
-
-
-def test_what_is_equal_is_said_to_be() -> None:
-    equal = read([{**PATH, "differ": 0, "mean_kl": 0.0, "pareto": False}])
-    assert "cached leaves least of the divergence from the path's own recompute path: nothing, bit for bit" in equal
-    assert m.FRONT not in equal
-    assert m.FRONT in read()
-
-
 @pytest.mark.slow
 def test_the_whole_command(tmp_path) -> None:
     paths = ("cached", "cached[refresh=1]", "cached[kernels=batch_invariant]", "cached+q8_0")
@@ -104,29 +88,6 @@ def test_the_whole_command(tmp_path) -> None:
     assert {path.name for path in outcome.files} >= {"mitigations.png", "mitigations_interaction.png", "report.html"}
 
 
-@pytest.mark.parametrize(("more", "said"), [({"path": ()}, "is empty"), ({"path": ("recompute",)}, "is no mitigation")])
-def test_what_is_no_mitigation_is_a_sentence(more: dict[str, tuple[str, ...]], said: str) -> None:
-    with pytest.raises(kv.InputError, match=said):
-        m.Mitigate(**more).run(None)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("policy", ["q8_0(layers=9)", "int4(keys=before)"])
-def test_a_policy_that_does_not_fit_is_said_before_anything_is_begun(tmp_path, policy: str) -> None:
-    """All mitigations had run, for minutes, and a folder of parts stayed that refused the corrected command."""
-    with pytest.raises((kv.InputError, kv.UnsupportedError), match=r"names layer 9|keys before RoPE"):
-        m.Mitigate("zoo:llama64-mini", "arithmetic:1", policy=(policy,)).run(tmp_path / "out", progress="none")
-    assert not (tmp_path / "out").exists() or not any((tmp_path / "out").rglob("*.part"))
-
-
 def test_a_policy_that_lets_go_of_rows_is_a_sentence() -> None:
     with pytest.raises(kv.InputError, match=r"cannot be crossed with the path; give it as --path cached\+h2o"):
         m.Mitigate("zoo:gqa2-mini", policy=("h2o(0.2,0.2)",)).run(None)
-
-
-def test_of_several_that_leave_nothing_none_is_called_the_least() -> None:
-    least = {**PATH, "mean_kl": 0.0}
-    paths = [{**least, "path": "a", "rows_a_token": 1.0}, {**least, "path": "b", "rows_a_token": 9.0}]
-    assert "Of 2 paths, a and 1 other leave least" in read(paths)
-    paths[1]["mean_kl"] = 1.0
-    assert "Of 2 paths, a leaves least" in read(paths)

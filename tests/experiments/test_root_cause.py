@@ -13,7 +13,7 @@ from kvinterp.study.experiments.accumulation import accumulation_error
 from kvinterp.study.experiments.gqa import gqa_spread
 from kvinterp.study.experiments.kv_write import kv_write_error
 from kvinterp.study.experiments.ladder import precision_ladder
-from kvinterp.study.experiments.propagation import Propagation, propagation
+from kvinterp.study.experiments.propagation import propagation
 from kvinterp.study.experiments.root_cause import RootCause
 from support import Case
 
@@ -129,15 +129,3 @@ def test_all_of_them_at_once_with_figures(tmp_path: Any) -> None:
     assert {f"root_cause_{name}" for name in ("accumulation", "propagation", "kv_write", "ladder", "gqa")} <= drawn
     with pytest.raises(kv.InputError, match="the list of models is empty"):
         RootCause(()).run(None)
-
-
-def test_one_of_them_runs_by_itself(load: Any) -> None:
-    outcome = Propagation(("zoo:gqa2-mini",), **FEW).run(None)
-    assert list(outcome.tables) == ["findings", "propagation"]
-    prompt = kv.load_prompts("arithmetic:1")[0].text
-    adapter = model(load, "gqa2-mini")
-    alone = propagation(adapter, [adapter.encode(prompt)])
-    assert outcome.tables["propagation"]["l2"].tolist() == alone["l2"].tolist()
-    assert (
-        Propagation().sentences(outcome)[0].startswith("The error of layer 0's output, rounded once, is at the last layer")
-    )

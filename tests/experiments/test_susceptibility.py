@@ -5,7 +5,6 @@ import pandas as pd
 import pytest
 from scipy import stats
 
-import kvinterp as kv
 from kvinterp.common.result import Result
 from kvinterp.findings import lines_of
 from kvinterp.study.experiments import susceptibility as s
@@ -90,14 +89,6 @@ def test_a_certified_step_cannot_flip(steps: pd.DataFrame) -> None:
     assert s.certificates_of(near)[["certified", "flips_certified"]].to_numpy().tolist() == [[1, 0]]
 
 
-def test_classes_of_margin_hold_as_many_steps_each(steps: pd.DataFrame) -> None:
-    counts = steps.groupby("bin")[["example", "step"]].apply(lambda part: len(part.drop_duplicates()))
-    assert counts.max() - counts.min() <= 2
-    for number, part in steps.groupby("bin"):
-        assert part["margin"].between(part["margin_low"], part["margin_high"]).all(), number
-    assert set(s.binned(steps.assign(margin=1.0), 3)["bin"]) == {0}
-
-
 THRESHOLD = {"bin": -1, "threshold": 0.5, "low": 0.4, "high": 0.6, "rms_logit": 2.0, "why": "", "prompts": 2, "margin_low": 0.1,
              "margin_high": 4.0}  # fmt: skip
 BRIER = {"brier": 0.1, "of_the_rate": 0.2, "skill": 0.5, "low": 0.4, "high": 0.6}
@@ -135,20 +126,6 @@ def test_the_headline_follows_the_numbers() -> None:
     )
 
 
-def test_what_was_said_is_said_again() -> None:
-    assert s.Susceptibility().sentences(Result({}, {"reading": ["as it was said"]})) == ["as it was said"]
-
-
-@pytest.mark.parametrize("none", [np.nan, None], ids=["measured", "read again"])
-def test_no_interval_is_no_interval(none: float | None) -> None:
-    """A summary that is read again has null where NaN was: its page said "95% interval – to –", and gave a skill of –."""
-    brier = {"brier": 0.0, "of_the_rate": 0.0, "skill": none, "low": none, "high": none}
-    found = read(THRESHOLD, {**THRESHOLD, "low": np.nan, "high": np.nan}, brier=brier)
-    assert "margin 0.1 to 4: noise in K and V at which half of the steps flip 0.5 (n = 2 prompts)." in found
-    assert "logit noise has no number (n = 2 prompts): no step flips, or all do" in found
-    assert "–" not in found
-
-
 @pytest.mark.slow
 def test_the_whole_command(tmp_path) -> None:
     asked = s.Susceptibility("zoo:gqa2-mini", "arithmetic:2", sizes="0.5,2,4", seeds=2, max_new_tokens=5, bins=2)
@@ -160,9 +137,3 @@ def test_the_whole_command(tmp_path) -> None:
     assert {path.name for path in outcome.files} >= {"susceptibility.png", "report.html", "summary.json"}
     same = s.Susceptibility("zoo:gqa2-mini", "arithmetic:2", sizes="0.5,2,4", seeds=2, max_new_tokens=5, bins=2)
     pd.testing.assert_frame_equal(same.run(None, progress="none").tables["steps"], tables["steps"])
-
-
-@pytest.mark.parametrize("sizes", ["", "1,2", "1,1,1", "a,b,c", "-1,2,3", "0,1,2", "nan,1,2", "1,2,1e30"])
-def test_sizes_that_are_none_are_a_sentence(sizes: str) -> None:
-    with pytest.raises(kv.InputError, match="expected three or more different numbers above 0"):
-        s.Susceptibility(sizes=sizes).run(None)

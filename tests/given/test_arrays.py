@@ -108,14 +108,6 @@ def test_two_engines_of_unlike_tokens_have_those_in_common_compared(walked: Any)
     assert "no token is given by both sides at 1 step." in dense.where()
 
 
-def test_a_trace_of_arrays_goes_through_a_folder(walked: Any, tmp_path: Path) -> None:
-    prompt, tokens, logits = walked
-    given = kv.Trace.from_arrays(prompt, tokens, *likeliest(logits, 4))
-    again = kv.Trace.load(given.save(tmp_path / "trace"))
-    assert torch.equal(again.ids, given.ids)
-    assert kv.compare_traces(given, again).steps["max_abs_logit"].max() == 0
-
-
 def test_a_comparison_with_arrays_is_kept_and_read(model: Any, walked: Any, tmp_path: Path) -> None:
     prompt, tokens, logits = walked
     given = kv.Trace.from_arrays(prompt, tokens, *likeliest(logits, 4))
@@ -172,49 +164,3 @@ def test_the_example_of_the_docs_runs(model: Any) -> None:
 def test_arrays_that_do_not_fit_get_a_sentence(prompt: Any, tokens: Any, values: Any, ids: Any, says: str) -> None:
     with pytest.raises(InputError, match=says):
         kv.Trace.from_arrays(prompt, tokens, values, ids)
-
-
-def test_a_trace_without_provenance_is_compared_all_the_same(walked: Any) -> None:
-    """where() of two traces that a user built was a KeyError."""
-    prompt, tokens, logits = walked
-    own = kv.Trace("mine", tuple(prompt), tuple(tokens), tuple(tokens), {}, (), torch.from_numpy(logits))
-    found = kv.compare_traces(own, own)
-    assert "mine against mine on model not given" in found.where()
-    assert "compared" not in found.steps
-
-
-def test_arrays_of_another_vocabulary_or_text_get_a_sentence(model: Any, walked: Any) -> None:
-    prompt, tokens, logits = walked
-    with pytest.raises(InputError, match="of one vocabulary"):
-        beside(model, kv.Trace.from_arrays(prompt, tokens, logits[:, :-3]))
-    with pytest.raises(InputError, match="of one vocabulary"):
-        beside(model, kv.Trace.from_arrays(prompt, tokens, -np.ones((STEPS, 1)), np.full((STEPS, 1), 99_999)))
-    with pytest.raises(InputError, match="different prompts"):
-        kv.compare_traces(
-            kv.run(model, prompt[1:], max_new_tokens=2, logits="keep"), kv.Trace.from_arrays(prompt, tokens, logits)
-        )
-    with pytest.raises(InputError, match="no trace of arrays"):
-        kv.audit(model, against=kv.run(model, prompt, max_new_tokens=2))
-
-
-@pytest.mark.parametrize("pad", [-1e9, float(torch.finfo(torch.float32).min), -float("inf")])
-@pytest.mark.parametrize("shift", [0.0, -40.0])
-def test_logits_of_a_padded_vocabulary_are_logits(pad: float, shift: float, walked: Any) -> None:
-    """Where all are negative nothing else says that they are no log-probs: a clean engine was called a fault."""
-    prompt, tokens, logits = walked
-    padded = np.concatenate([logits + shift, np.full((STEPS, 7), pad)], 1)
-    found = kv.Trace.from_arrays(prompt, tokens, padded).logits.numpy()[:, :-7]
-    np.testing.assert_allclose(found, torch.from_numpy(logits).double().log_softmax(-1).numpy(), atol=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("values", "ids", "says"),
-    [
-        (np.full((2, 3), -1 + 1j), None, "arrays of real numbers"),
-        (np.zeros((2, 3), bool), None, "arrays of real numbers"),
-        (np.full((2, 2), -1.0), [[4, 4], [1, 2]], "a token twice in one row"),
-    ],
-)
-def test_what_is_no_log_prob_is_one_sentence(values: np.ndarray, ids: Any, says: str) -> None:
-    with pytest.raises(InputError, match=says):
-        kv.Trace.from_arrays([1], [2, 3], values, ids)

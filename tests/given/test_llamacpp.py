@@ -145,8 +145,3 @@ def test_what_was_asked_wrongly_is_named(
     found = judged(model, ids, chosen)
     assert found.verdict == word, str(found)
     assert says in found.reading.splitlines()[1], str(found)
-
-
-def test_a_file_in_a_folder_that_is_not_there_yet(model: Any, tmp_path: Path) -> None:
-    file = kv.export(model, tmp_path / "new" / "deep" / "model.gguf")
-    assert [each.name for each in file.parent.iterdir()] == ["model.gguf"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import pickle
 import re
 from pathlib import Path
@@ -144,67 +143,6 @@ def test_a_bad_file_gets_a_sentence(content: bytes, says: str, tmp_path: Path) -
         read_given(file)
 
 
-def test_an_answer_to_another_request_is_refused(sample: Any, tmp_path: Path) -> None:
-    _, ids, rows = sample
-    record = w.sglang(ids, CUT, rows)
-    record["request"]["input_ids"] = ids[:CUT]
-    assert read_given(w.lines([record], tmp_path / "own.jsonl"))[0].ids == tuple(ids)
-    record["request"]["input_ids"] = [ids[0], *ids[: CUT - 1]]
-    with pytest.raises(InputError, match="other prompt tokens than the request"):
-        read_given(w.lines([record], tmp_path / "other.jsonl"))
-
-
-def test_an_unknown_format_is_named(tmp_path: Path) -> None:
-    file = tmp_path / "a.jsonl"
-    file.write_text(json.dumps({"prompt": [1], "tokens": [2], "logprobs": [-1.0]}))
-    with pytest.raises(InputError, match="did you mean 'sglang'"):
-        read_given(file, "sglan")
-    with pytest.raises(InputError, match="as nemo"):
-        read_given(file, "nemo")
-
-
-OWN = {"prompt": [3, 4], "tokens": [5], "logprobs": [-1.0]}
-META = {"input_token_logprobs": [[None, 3]], "output_token_logprobs": [[-1.0, 3]], "output_top_logprobs": [3]}
-
-
-@pytest.mark.parametrize(
-    "record",
-    [{**OWN, "logprobs": [10**400]}, {**OWN, "logprobs": [float("inf")]}, {**OWN, "top": [[[1, 10**400]]]},
-     {**OWN, "top": [None] * 4}, {"meta_info": META}],
-)  # fmt: skip
-def test_numbers_that_are_none_and_lists_that_are_none_get_a_sentence(record: Any, tmp_path: Path) -> None:
-    (file := tmp_path / "given.jsonl").write_text(json.dumps(record))
-    with pytest.raises(InputError):
-        read_given(file)
-
-
-def test_a_name_that_is_no_text_is_made_one(tmp_path: Path) -> None:
-    (file := tmp_path / "given.jsonl").write_text(json.dumps({**OWN, "id": "\ud800"}))
-    assert read_given(file)[0].id == "\\ud800"
-
-
-@pytest.mark.parametrize(
-    "given",
-    [
-        {"against": 3},
-        {"format": "x"},
-        {"declared": "int8"},
-        {"seed": "x"},
-        {"seed": 1.5},
-        {"allow": "xroundingx"},
-        {"allow": 3},
-        {"progress": 3},
-        {"steps": 5},
-        {"detail": "everything"},
-        {"against": None, "format": "own"},
-    ],
-)
-def test_choices_of_a_judgement_are_checked(sample: Any, given: dict[str, Any], tmp_path: Path) -> None:
-    (file := tmp_path / "given.jsonl").write_text(json.dumps(OWN))
-    with pytest.raises(InputError):
-        kv.audit(sample[0], **{"against": file, **given})
-
-
 CONVERTERS = re.findall(
     r"```python\n(.*?)```", (Path(__file__).parents[2] / "docs" / "engines.md").read_text("utf-8"), re.DOTALL
 )
@@ -242,12 +180,3 @@ def test_the_converters_of_the_docs_give_our_own_form(
     assert path.ids == tuple(ids)
     np.testing.assert_array_equal(path.chosen, want)
     assert (path.trainer is None) == (name == "slime")
-
-
-@pytest.mark.parametrize("wrong", [10**30, -5])
-def test_what_is_no_token_id_beside_a_log_prob_is_one_sentence(wrong: int, sample: Any, tmp_path: Path) -> None:
-    _, ids, rows = sample
-    record = w.chat(ids, CUT, rows)
-    beside = json.loads(json.dumps(record).replace('"id": ', f'"id": {wrong}, "was": '))
-    with pytest.raises(InputError, match="token id"):
-        read_given(w.lines([beside], tmp_path / "a.jsonl"))
