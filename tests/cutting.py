@@ -1,4 +1,4 @@
-"""Runs the command line in processes of their own and cuts them off: at a moment, or at a file that they touch.
+"""Runs the command line in processes of their own and cuts them off at a moment.
 
 They are forked from a process that has imported everything, so that a run takes as long as its work.
 """
@@ -14,7 +14,6 @@ import sys
 import time
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 
@@ -29,18 +28,8 @@ VERBS = {
     "patch": ("patch", MODEL, *SMALL, "--max-new-tokens", "3", "--controls", "quick"),
     "decompose": ("decompose", MODEL, *SMALL, "--max-new-tokens", "3"),
     "audit": (
-        "audit",
-        MODEL,
-        "--lengths",
-        "5",
-        "--steps",
-        "1",
-        "--rungs",
-        "float32",
-        "--checks",
-        "none",
-        "--device",
-        "cpu",
+        *("audit", MODEL, "--lengths", "5", "--steps", "1", "--rungs", "float32"),
+        *("--checks", "none", "--device", "cpu"),
     ),
     "kernels": ("kernels", "--model", MODEL, "--sizes", "1,2", "--device", "cpu"),
     "root-cause": ("root-cause", MODEL, *SMALL, *FEW),
@@ -66,10 +55,6 @@ VERBS = {
 }
 """Every verb that writes, as small as it goes."""
 
-_KILL = os.kill
-"""As it is, also where code that is run may not end the process."""
-_EVENTS = ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir")
-_PAGES = re.compile(r"figures|\.png|\.html|\.md|\.tex|summary\.json|verdict\.json|\.csv")
 _forks = multiprocessing.get_context("forkserver")
 _forks.set_forkserver_preload(
     [
@@ -84,34 +69,17 @@ _forks.set_forkserver_preload(
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """How a run ended.
-
-    Attributes:
-        code: Its exit code; that of a signal is negative.
-        said: What it said on both streams.
-        seconds: How long it took.
-        touched: Each time that it touched a file of its folder, in order: what it did, and to what.
-    """
+    """How a run ended: its exit code (that of a signal is negative), what it said on both streams, how long it took."""
 
     code: int
     said: str
     seconds: float
-    touched: list[str]
 
 
-def started(
-    arguments: tuple[str, ...], out: Path, cut: tuple[signal.Signals, int] | None = None, heard: str = "yes"
-) -> BaseProcess:
-    """Starts a verb on a folder.
-
-    Args:
-        arguments: The verb and its options, without ``--out``.
-        out: The folder.
-        cut: The signal that it sends itself, and before which touch of a file in the folder.
-        heard: Whether somebody reads what it says; ``"no"``: both streams are pipes whose reader has left.
-    """
+def started(arguments: tuple[str, ...], out: Path) -> BaseProcess:
+    """Starts a verb on a folder; ``arguments`` are the verb and its options, without ``--out``."""
     out.parent.mkdir(parents=True, exist_ok=True)
-    process = _forks.Process(target=_run, args=([*arguments, "--out", str(out)], str(out), cut, heard, str(_log(out))))
+    process = _forks.Process(target=_run, args=([*arguments, "--out", str(out)], str(_log(out))))
     process.start()
     return process
 
@@ -121,11 +89,10 @@ def ended(process: BaseProcess, out: Path) -> Run:
     process.join(240)
     assert process.exitcode is not None, "it hangs"
     lines = _log(out).read_text().splitlines() if _log(out).exists() else []
-    touched = [line.removeprefix("touched: ") for line in lines if line.startswith("touched: ")]
     times = [float(line.removeprefix("seconds: ")) for line in lines if line.startswith("seconds: ")]
-    said = "\n".join(line for line in lines if not line.startswith(("touched: ", "seconds: ", "began")))
+    said = "\n".join(line for line in lines if not line.startswith(("seconds: ", "began")))
     _log(out).unlink(missing_ok=True)
-    return Run(process.exitcode, said, times[0] if times else 0.0, touched)
+    return Run(process.exitcode, said, times[0] if times else 0.0)
 
 
 def cut_after(arguments: tuple[str, ...], out: Path, number: signal.Signals, seconds: float) -> Run:
@@ -139,11 +106,6 @@ def cut_after(arguments: tuple[str, ...], out: Path, number: signal.Signals, sec
     if process.pid is not None and process.is_alive():
         os.kill(process.pid, number)
     return ended(process, out)
-
-
-def pages(touched: list[str]) -> list[int]:
-    """Which of the touches were of figures, pages and what says that a result is finished."""
-    return [number for number, what in enumerate(touched) if _PAGES.search(what)]
 
 
 def same(one: Path, other: Path) -> None:
@@ -181,33 +143,13 @@ def _log(out: Path) -> Path:
     return out.with_name(f"{out.name}.log")
 
 
-def _run(arguments: list[str], out: str, cut: tuple[signal.Signals, int] | None, heard: str, log: str) -> None:
+def _run(arguments: list[str], log: str) -> None:
     """In the process of its own."""
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    said = file
-    if heard == "no":
-        reader, said = os.pipe()
-        os.close(reader)
-    os.dup2(said, 1)
-    os.dup2(said, 2)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.stdout, sys.stderr = os.fdopen(1, "w", 1), os.fdopen(2, "w", 1)
-    count = 0
-
-    def watched(event: str, given: tuple[Any, ...]) -> None:
-        nonlocal count
-        if event not in _EVENTS:
-            return
-        paths = [os.fspath(value) for value in given if isinstance(value, str | os.PathLike)]
-        inside = [path for path in paths if isinstance(path, str) and path.startswith(out) and path != log]
-        if not inside:
-            return
-        os.write(file, f"touched: {event} {' '.join(path.removeprefix(out) or '.' for path in inside)}\n".encode())
-        if cut is not None and count == cut[1]:
-            _KILL(os.getpid(), cut[0])
-        count += 1
-
-    sys.addaudithook(watched)
     from command_line import written
     from kvinterp.cli import app
 

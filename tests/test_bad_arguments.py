@@ -55,24 +55,6 @@ def test_what_ran_until_it_was_killed_or_ended_in_a_traceback(tmp_path, monkeypa
     assert not list(tmp_path.iterdir())
 
 
-def test_places_that_are_none():
-    model = _tiny()
-    tokens = torch.tensor([[1, 2, 3]])
-    with kv.record(model, "resid_post") as recorder:
-        model(tokens)
-    cases = {
-        r"positions=\('a', 'b'\)": lambda: kv.Patch("resid_post", positions=("a", "b")),
-        r"positions=\(0.5, 2\)": lambda: kv.Patch("resid_post", positions=(0.5, 2)),
-        "recorder=None": lambda: kv.donor_trace(None, []),
-        r"prompt=\[\]": lambda: kv.donor_trace(recorder, []),
-        "empty list of layers": lambda: kv.Recorder(kv.wrap(model), "resid_post", layers=[]),
-        r"layers=\(\)": lambda: kv.Patch("resid_post", layers=()),
-    }
-    for said, call in cases.items():
-        with pytest.raises(InputError, match=said):
-            call()
-
-
 def test_what_nothing_would_read_is_refused():
     model = kv.wrap(_tiny())
     quick = {"max_new_tokens": 2, "progress": "none"}

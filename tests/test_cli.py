@@ -210,25 +210,6 @@ def test_help_imports_nothing_heavy() -> None:
     assert made.returncode == 0, made.stderr
 
 
-@pytest.mark.parametrize(
-    ("what", "names"),
-    [
-        ("kinds", ["hooked", "bridge", "native"]),
-        ("sites", ["resid_post", "pattern", "cache_k", "kv"]),
-        ("strategies", ["greedy", "top_k", "temperature=1.0"]),
-        ("policies", ["identity"]),
-        ("metrics", ["steps.kl", "heads.kl", "kv.ulp_max"]),
-        ("protocols", ["matched", "free"]),
-        ("experiments", ["compare", "root-cause", "propagation"]),
-    ],
-)
-def test_list(what: str, names: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
-    made = kvinterp("list", what)
-    assert made.exit_code == 0, made.output
-    assert all(name in made.stdout for name in names)
-
-
 def test_what_is_planted_by_tests_is_no_policy_to_choose() -> None:
     assert "planted" not in kvinterp("list", "policies").stdout
     with pytest.raises(kv.InputError, match="unknown policy 'planted'"):

@@ -14,10 +14,9 @@ import torch
 
 import kvinterp
 from kvinterp.common.store import Store
-from kvinterp.errors import InputError, KvinterpError
-from kvinterp.models.provenance import machine
+from kvinterp.errors import InputError
 from kvinterp.study.cells import Cell, Local, run_cells
-from kvinterp.study.engines import Ray, Remaining, engine_named
+from kvinterp.study.engines import Ray, engine_named
 
 pytestmark = pytest.mark.xdist_group("engines")
 HERE = "test_engines"
@@ -91,21 +90,6 @@ def test_ray_gives_what_this_process_gives(cluster: Any, tmp_path: Path) -> None
         run_cells([Cell("r", f"{HERE}:refusing", {})], engine=Ray())
 
 
-@pytest.mark.slow
-def test_a_worker_unlike_this_machine_is_refused(cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = machine()
-    monkeypatch.setattr("kvinterp.models.provenance.machine", lambda: {**real, "torch": "1.0"})
-    with pytest.raises(InputError, match=r'unlike this one.*torch: "1\.0", now'):
-        run_cells(cells_of(tmp_path), engine=Ray())
-
-
-@pytest.mark.long
-def test_what_ends_its_worker_every_time_is_said(cluster: Any, tmp_path: Path) -> None:
-    group = [Cell(f"k-{n}", f"{HERE}:fatal", {"folder": str(tmp_path), "at": "k-1", "times": 9}) for n in range(3)]
-    with pytest.raises(KvinterpError, match=r"Ray gave up a piece of work.*goes on from what is finished"):
-        run_cells(group, engine=Ray())
-
-
 @pytest.mark.long
 def test_workers_of_this_machine_are_started_and_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ray = pytest.importorskip("ray")
@@ -127,27 +111,3 @@ def test_engines_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     for wrong in ("ray(0)", "ray(1.5)", "rai"):
         with pytest.raises(InputError, match=r"expected|did you mean"):
             engine_named(wrong)
-
-
-def test_what_remains_is_told_by_what_each_function_took(tmp_path: Path) -> None:
-    """Two functions, one ten times as slow: the remaining time counts each by its own."""
-    now, told = [0.0], list[str]()
-
-    def engine(cells: Any, offered: Any) -> None:
-        for cell in cells:
-            offered["tell"](f"doing {cell.function}")
-            now[0] += 60 if cell.function == "slow" else 6
-            offered["keep"](cell.key, {}, {})
-
-    cells = [Cell(f"{n}", name, {}) for n, name in enumerate(["slow", "fast", "slow", "fast", "fast", "slow"])]
-    offered = {"keep": lambda *_: None, "tell": lambda text, share: told.append(text)}
-    Remaining(engine, clock=lambda: now[0])(cells, offered)
-    # Told at every event; how much of it is shown is a matter of who shows it.
-    assert [text for text in told if text.endswith("doing slow")] == [
-        "0 of 6 cells: doing slow",
-        "1 of 6 cells, about 5 min left: doing slow",
-        "2 of 6 cells, about 2 min left: doing slow",
-        "3 of 6 cells, about 72 s left: doing slow",
-        "5 of 6 cells, about 60 s left: doing slow",
-        "6 of 6 cells: doing slow",
-    ]

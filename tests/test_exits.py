@@ -141,14 +141,6 @@ def test_a_closed_standard_output(
     assert capsys.readouterr().err.startswith("error: standard output is closed")
 
 
-def test_characters_that_the_stream_lacks_are_escapes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "é").mkdir()
-    with open(tmp_path / "said", "w", encoding="ascii") as narrow:
-        monkeypatch.setattr(sys, "stdout", narrow)
-        assert _called(("show", "FOLDER", "--no-open"), tmp_path / "é") == 0
-    assert r"\xe9" in (tmp_path / "said").read_text()
-
-
 # In a shell ------------------------------------------------------------------------------------------------------------
 
 
@@ -168,32 +160,8 @@ def _shell(line: str, folder: Path) -> tuple[int, str]:
     return made.returncode, made.stderr
 
 
-AUDIT = f"kvinterp audit leaving:whole {' '.join(OPTIONS)}"
-COMPARE = (
-    "kvinterp compare zoo:gqa2-mini --prompts arithmetic:1 --max-new-tokens 2 --record resid_post --device cpu --out out"
-)
-
-
 def test_a_reader_that_leaves_is_no_error(tmp_path: Path) -> None:
     assert _shell("kvinterp list kinds | true", tmp_path) == (0, "")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("line", "code", "said"),
-    [
-        (f"{AUDIT} --json >/dev/full", 2, "No space left on device"),
-        (f"{AUDIT} --json | head -1", 0, ""),
-        (f"{COMPARE} --json >/dev/full", 2, "No space left on device"),
-    ],
-)
-def test_whole_commands_whose_output_is_lost(tmp_path: Path, line: str, code: int, said: str) -> None:
-    (tmp_path / "leaving.py").write_text(MODULE.replace("WAY", "pass"))
-    found, heard = _shell(line, tmp_path)
-    assert found == code
-    assert said in heard
-    if "closed" not in said and "--out" in line and "full" in line:
-        assert (tmp_path / "out" / "report.html").is_file(), "what belongs in a folder is there"
 
 
 # What a terminal, a reader and an environment do ------------------------------------------------------------------------

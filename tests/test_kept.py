@@ -12,14 +12,10 @@ import pandas as pd
 import pytest
 
 import kvinterp as kv
-from kvinterp.common.parquet import LongTable
 from kvinterp.common.result import Result
 from kvinterp.comparison import Comparison
 from kvinterp.errors import InputError
-from kvinterp.study.experiments.compare import Compare
-from kvinterp.study.experiments.decompose import Decompose
 from kvinterp.study.experiments.keeping import keeper_of
-from kvinterp.study.experiments.patch import Patch
 from synthetic import comparison, failed, prompts
 from writing import changed
 
@@ -116,31 +112,6 @@ def test_it_is_shown_in_a_line_a_card_and_a_page(found: dict[str, Result], which
     drawn = {path.stem for path in (tmp_path / "page").glob("figures/*.png")}
     assert drawn == set(made.figures())
     same(made, kv.load(tmp_path / "page"))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("experiment", "kind"),
-    [
-        (Compare(MODEL, "arithmetic:2", b=OTHER, max_new_tokens=3), kv.Comparison),
-        (Patch(MODEL, prompts="arithmetic:2", max_new_tokens=3, controls="none"), kv.Sweep),
-        (Decompose(MODEL, "arithmetic:2", max_new_tokens=3), kv.patching.Decomposition),
-    ],
-    ids=["compare", "patch", "decompose"],
-)
-def test_what_the_command_line_wrote_is_read(experiment: Any, kind: type[Result], tmp_path: Path) -> None:
-    folder = tmp_path / "out"
-    ran = experiment.run(folder, progress="none")
-    page = (folder / "report.html").read_text()
-    read = kv.load(folder)
-    assert isinstance(read, kind)
-    for name, held in read.written()[0].items():
-        table = ran.tables[name]
-        table = table.whole() if isinstance(table, LongTable) else table
-        # Parquet does not keep of which type the labels of no columns are.
-        pd.testing.assert_frame_equal(table, held, check_exact=True, check_column_type=table.shape[1] > 0, obj=name)
-    assert read.sentences() == [line for line in experiment.sentences(ran) if line]
-    assert read.report().read_text() == page, "the page is the one that the command wrote"
 
 
 # What cannot be read ---------------------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -11,10 +10,9 @@ from typing import Any
 
 import pytest
 
-from cutting import VERBS, Run, cut_after, ended, pages, same, started
+from cutting import VERBS, Run, cut_after, ended, same, started
 
 pytestmark = pytest.mark.xdist_group("nothing lost")
-KILL, INTERRUPT = signal.SIGKILL, signal.SIGINT
 AGAIN = "already holds a result"
 CUT = ("compare", "patch", "root-cause")
 """One whose cells share a call, one of cells of its own, and a study."""
@@ -42,9 +40,9 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Whole:
     return get
 
 
-def finishes(verb: str, out: Path, expected: Path, *more: str) -> None:
+def finishes(verb: str, out: Path, expected: Path) -> None:
     """The same command again finishes, or has finished, with what it would have written."""
-    again = ended(started((*VERBS[verb], *more), out), out)
+    again = ended(started(VERBS[verb], out), out)
     assert again.code == 0 or (again.code == 2 and AGAIN in again.said), again.said
     same(out, expected)
 
@@ -60,36 +58,9 @@ def test_killed_at_any_moment_the_same_command_finishes_with_the_same(
 ) -> None:
     """docs/laws.md, law 8. Of 80 random interruptions 78 gave equal results."""
     (expected, run), out = whole(verb), tmp_path / "out"
-    cut = cut_after(VERBS[verb], out, KILL, random.Random(f"{verb} {place}").uniform(0, run.seconds))
+    cut = cut_after(VERBS[verb], out, signal.SIGKILL, random.Random(f"{verb} {place}").uniform(0, run.seconds))
     assert cut.code in (0, -9), cut.said
     finishes(verb, out, expected)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("verb", "place"), some(("compare", 1), ("patch", 0), of=[(verb, place) for verb in CUT for place in range(6)])
-)
-def test_cut_off_while_it_is_written_the_same_command_finishes_with_the_same(
-    verb: str, place: int, tmp_path: Path, whole: Whole
-) -> None:
-    """Of 5 interruptions aimed at figures and pages none gave equal results: they were stuck."""
-    (expected, run), out, number = whole(verb), tmp_path / "out", (KILL, INTERRUPT)[place % 2]
-    chosen = random.Random(f"{verb} {place}").choice(pages(run.touched))
-    cut = ended(started(VERBS[verb], out, (number, chosen)), out)
-    assert cut.code == (-9 if number == KILL else 130), cut.said
-    finishes(verb, out, expected)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("place", some(0, of=list(range(6))))
-def test_cut_off_over_another_result_nothing_of_it_stays(place: int, tmp_path: Path, whole: Whole) -> None:
-    """`decompose --overwrite` over a `patch` result left the other's tables."""
-    (old, _), (expected, run), out = whole("compare"), whole("patch"), tmp_path / "out"
-    shutil.copytree(old, out)
-    chosen = random.Random(place).choice(pages(run.touched))
-    cut = ended(started((*VERBS["patch"], "--overwrite"), out, ((KILL, INTERRUPT)[place % 2], chosen)), out)
-    assert cut.code != 0
-    finishes("patch", out, expected, "--overwrite")
 
 
 # Two at once -----------------------------------------------------------------------------------------------------------
@@ -110,12 +81,3 @@ def test_two_processes_into_one_folder_end_with_whole_files_and_the_right_tables
 
 
 # Nobody reads ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_a_closed_pipe_loses_nothing(tmp_path: Path, whole: Whole) -> None:
-    """`kvinterp compare ... | head -1` left no page, `kernels` no table."""
-    expected, _ = whole("compare")
-    heard = ended(started(VERBS["compare"], tmp_path / "out", heard="no"), tmp_path / "out")
-    assert (heard.code, heard.said) == (0, "")
-    same(tmp_path / "out", expected)

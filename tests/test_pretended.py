@@ -202,44 +202,6 @@ def test_how_often_the_host_reads_at_a_step(device: Device, models: Callable[...
     assert reads <= most, lines
 
 
-def tiny(vocabulary: int) -> kv.Adapter:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
-    config = LlamaConfig(vocab_size=vocabulary, num_key_value_heads=1, eos_token_id=None, bos_token_id=None, **sizes)
-    return kv.wrap(LlamaForCausalLM(config).eval().requires_grad_(False).to("pretend:0"), name="tiny")
-
-
-def test_nothing_on_the_host_grows_with_the_vocabulary_or_the_length(device: Device) -> None:
-    """What the host reads is what is kept: bytes read do not depend on the vocabulary, nor on the length of the prompt."""
-
-    def bytes_read(vocabulary: int, length: int, work: Callable[[kv.Adapter, list[int]], Any]) -> int:
-        adapter, prompt = tiny(vocabulary), [3 + n % 50 for n in range(length)]
-        work(adapter, prompt)
-        with device.counting() as counts:
-            work(adapter, prompt)
-        return counts.read_bytes
-
-    works = {
-        "run": lambda adapter, prompt: kv.run(adapter, prompt, **_without_progress()),
-        "compare": lambda adapter, prompt: kv.compare(adapter, prompt, record="", **GIVEN),
-        "streams": lambda adapter, prompt: kv.compare(adapter, prompt, record="resid_post", **GIVEN),
-    }
-    for name, work in works.items():
-        least = bytes_read(64, 8, work)
-        assert bytes_read(1024, 8, work) == least, name
-        assert bytes_read(64, 40, work) == least, name
-    kept = bytes_read(
-        1024, 8, lambda adapter, prompt: kv.run(adapter, prompt, logits="keep", **_without_progress()).logits.cpu()
-    )
-    assert kept >= STEPS * 1024 * 4, "what is asked for is kept"
-
-
-def _without_progress() -> dict[str, Any]:
-    return {name: value for name, value in GIVEN.items() if name != "progress"}
-
-
 # Every verb gives what it gives on the CPU -------------------------------------------------------------------------------
 
 
@@ -443,12 +405,3 @@ def loaded_on_two(name: Any, **given: Any) -> kv.Adapter:
     if given.get("device") != "pretend:0":
         return load_model(name, **given)
     return spread(load_model(name, **given | {"device": "cpu"}))
-
-
-@pytest.mark.slow
-def test_an_audit(models: Callable[..., Any], on_two: kv.Adapter) -> None:
-    """It runs whole; what it says is what it says of the CPU but for what is timed or asked of a processor alone."""
-    cpu, *others = (kv.audit(m, lengths=(5,), steps=2) for m in (*models("native"), on_two))
-    for there in others:
-        assert cpu.exit_code == there.exit_code
-        assert cpu.reading == there.reading

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvinterp.common.progress import Lines, Pace, counting, each, listening, shown, unshared
+from kvinterp.common.progress import Pace, counting, each, listening, shown, unshared
 from kvinterp.study.cells import Cell, Local, run_cells
 from kvinterp.study.engines import Remaining
 
@@ -61,20 +61,6 @@ def test_what_is_counted_is_told_to_the_listener_once() -> None:
     # Among pieces that follow each other it is no share of one of them.
     assert [said[0].partition(",")[0] for said in told[2:]] == ["choosing 1 of 2 prompts"]
     assert [len(said) for said in told[2:]] == [1]
-
-
-def test_lines_are_few() -> None:
-    clock, said = Clock(), list[str]()
-    lines = Lines(said.append, clock)
-    for second in range(5):
-        clock.now = float(second)
-        lines(f"{second}")
-    assert said == [], "short work says nothing"
-    for tenth in range(50, 36_000):
-        clock.now = tenth / 10
-        lines(f"{tenth}")
-    assert 50 < len(said) < 120
-    assert said[0] == "50"
 
 
 def test_a_terminal_is_shown_what_it_is_told_and_is_not_commanded(monkeypatch: pytest.MonkeyPatch) -> None:

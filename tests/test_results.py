@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import json
 import os
 from pathlib import Path
@@ -12,7 +11,6 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from kvinterp.common.parquet import GROUP, LongTable, write_table
 from kvinterp.common.store import write_whole
 from kvinterp.comparison import TABLES
 from kvinterp.data import Prompt
@@ -90,24 +88,6 @@ def test_a_killed_run_goes_on_and_gives_the_same_tables(tmp_path: Path) -> None:
     again.close()
     same(tables(tmp_path / "whole"), tables(tmp_path / "cut"))
     assert cells_of(tmp_path / "cut") == []
-
-
-def test_files_are_the_same_however_their_tables_were_cut(tmp_path: Path) -> None:
-    """What was compared in memory is saved as the command writes it, be it longer than a group of rows."""
-    table = pd.concat([comparison((0, 1, 2)).heads] * 2000, ignore_index=True)
-    long = LongTable(tmp_path)
-    long.attrs = table.attrs = {"weights": "0123"}
-    for start in (0, 10, 11, len(table) // 2):
-        long.add(table[start : {0: 10, 10: 11, 11: len(table) // 2}.get(start)])
-    files = io.BytesIO(), io.BytesIO()
-    for each, file in zip((table, long), files, strict=True):
-        write_table(each, file)
-    assert len(table) > GROUP
-    assert files[0].getvalue() == files[1].getvalue()
-    pd.testing.assert_frame_equal(pd.read_parquet(files[0]), table, check_exact=True)
-    pd.testing.assert_frame_equal(long.whole(), table, check_exact=True)
-    pd.testing.assert_frame_equal(long.head(40), table.head(40), check_exact=True)
-    assert pd.read_parquet(files[0]).attrs == long.whole().attrs == table.attrs
 
 
 def test_a_table_cut_off_while_written_leaves_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,22 +238,3 @@ def test_cut_off_while_it_is_written_it_is_not_finished_and_the_same_again_finis
     assert one == other
     with pytest.raises(InputError, match="already holds a result"):
         write_tables(tmp_path / "cut", table, {}, draw=draw, about=about)
-
-
-def test_two_runs_into_one_folder_end_with_the_right_tables(tmp_path: Path) -> None:
-    """One after the other, cell by cell: the second goes on from what the first kept, and neither is in the other's way."""
-    filled(tmp_path / "whole").close()
-    one, other = folder(tmp_path / "both"), folder(tmp_path / "both")
-    for number in (0, 1):
-        one.add(comparison((number,)))
-    for number in (1, 2, 3):
-        other.add(comparison((number,)))
-    for number in (2, 3):
-        one.add(comparison((number,)))
-    one.close()
-    same(tables(tmp_path / "whole"), tables(tmp_path / "both"))
-    for number in range(4):
-        other.add(comparison((number,)))
-    other.close()
-    same(tables(tmp_path / "whole"), tables(tmp_path / "both"))
-    assert cells_of(tmp_path / "both") == []

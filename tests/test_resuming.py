@@ -21,8 +21,6 @@ from kvinterp.study.cells import Cell, joined
 from kvinterp.study.experiments.base import Experiment
 from kvinterp.study.experiments.circumstances import circumstances
 from kvinterp.study.experiments.compare import Compare
-from kvinterp.study.experiments.decompose import Decompose
-from kvinterp.study.experiments.patch import Patch
 
 
 def edit_rope(folder: Path) -> None:
@@ -101,37 +99,6 @@ def test_every_circumstance_is_in_the_key(model: Path, monkeypatch: pytest.Monke
     found.add(json.dumps(circumstances(adapter)))
     found |= {now(edit_rope), now(edit_tokenizer)}
     assert len(found) == 9, name
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "asked",
-    [
-        Patch("zoo:gqa2-mini", prompts="arithmetic:3", examples=2, max_new_tokens=3, controls="quick", device="cpu"),
-        Decompose("zoo:gqa2-mini", "arithmetic:2", max_new_tokens=3, device="cpu"),
-    ],
-    ids=lambda asked: asked.verb(),
-)
-def test_a_prompt_that_is_finished_is_not_run_again(
-    tmp_path: Path, asked: Experiment, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """`patch` and `decompose` began anew; the tables are those of one uninterrupted run, byte for byte."""
-    kept: list[str] = []
-    keep = Store.keep
-
-    def counting(self: Store, key: str, *part: Any) -> None:
-        keep(self, key, *part)
-        kept.append(key)
-        if len(kept) == 1:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(Store, "keep", counting)
-    with pytest.raises(KeyboardInterrupt):
-        asked.run(tmp_path / "cut" / "out", progress="none", figures="none")
-    asked.run(tmp_path / "cut" / "out", progress="none", figures="none")
-    assert len(kept) == len(set(kept)) == 2
-    asked.run(tmp_path / "whole" / "out", progress="none", figures="none")
-    same(tmp_path / "cut" / "out", tmp_path / "whole" / "out")
 
 
 # Two stages ------------------------------------------------------------------------------------------------------------

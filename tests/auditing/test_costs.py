@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import pandas as pd
 import pytest
 import torch
 from architectures import build
 
 import kvinterp as kv
 from kvinterp.auditing.blocks import BlockModel, referenced
-from kvinterp.auditing.ladder import prefix_plan
-from kvinterp.auditing.measure import climb
 from kvinterp.paths.kernels import BatchInvariant, fixed_order
 
 TOKENS = torch.tensor([[3, 5, 7, 9, 2, 4, 8, 10]])
@@ -53,26 +50,3 @@ def test_the_block_in_question_has_the_bits_of_a_whole_model_in_a_fixed_order(mo
     _, whole = made(model, monkeypatch, None)
     _, one = made(model, monkeypatch, [0])
     assert torch.equal(whole[0], one[0])
-
-
-@pytest.mark.parametrize(("by_row", "beside_one"), [(0.0, True), (1e-3, False)])
-def test_a_long_decode_stands_beside_one_recomputation_where_only_rounding_moves_its_rows(
-    by_row: float, beside_one: bool
-) -> None:
-    """Two thirds of a deep model's forwards were prefixes recomputed; rows that depend on their number still need them."""
-    model = build("llama")
-    model.model.layers[0].register_forward_hook(lambda _, __, made: made * (1 + by_row * made.shape[1]))
-    plan = prefix_plan([list(range(3, 43))], (9, 33), 2, 35)
-    lengths: list[int] = []
-    model.register_forward_pre_hook(lambda _, __, given: lengths.append(given["input_ids"].shape[1]), with_kwargs=True)
-    run = climb(kv.wrap(model), plan, sweep="first", swept="whole")
-    assert bool(run.among_more.any()) == beside_one
-    assert run.sweep["null"].isna().tolist() == [beside_one] * len(run.sweep)
-    assert (20 in lengths) != beside_one
-    assert not run.among_more[: len(run.local)].any()
-
-
-def swept(prompt: int, errors: list[float]) -> pd.DataFrame:
-    return pd.DataFrame(
-        [{"prompt": prompt, "position": n, "layer": 0, "part": "output", "error": error} for n, error in enumerate(errors)]
-    )

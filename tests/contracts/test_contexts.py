@@ -171,34 +171,6 @@ def recording(model: Any, called: Any) -> kv.recording.Recorder:
     return seen
 
 
-def compiled_forward(model: Any) -> None:
-    model.forward = torch.compile(model.forward, backend="eager")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("compile_it", "said"),
-    [
-        (lambda model: model.compile(backend="eager"), "set its _compiled_call_impl to None"),
-        (
-            lambda model: model.model.layers[1].compile(backend="eager"),
-            r"the module 'model.layers.1' of model .* is compiled",
-        ),
-        (compiled_forward, "delete its attribute 'forward'"),
-    ],
-)
-def test_a_compiled_model_is_a_sentence(fresh: Any, compile_it: Any, said: str) -> None:
-    """Warmed up, it ran no hook: record heard nothing, and under patched Dynamo unrolled a counter until memory ended."""
-    donor = kv.run(fresh, PROMPT, "recompute", record="resid_post", max_new_tokens=1)
-    before = hooks_of(fresh)
-    compile_it(fresh)
-    plain_forward(fresh, TOKENS)
-    for use in (*USES, lambda model: kv.patched(model, kv.Patch("resid_post", donor=donor)).__enter__()):
-        with pytest.raises(kv.UnsupportedError, match=said):
-            use(fresh)
-    assert hooks_of(fresh) == before
-
-
 @pytest.mark.parametrize("part", ["", "model.layers.1.self_attn"])
 def test_training_mode_after_wrap_is_a_sentence(fresh: Any, part: str) -> None:
     """Dropout was reported as a difference of paths."""

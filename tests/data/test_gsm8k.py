@@ -166,27 +166,3 @@ def test_a_bad_line_is_named(tmp_path: Path, line: dict[str, object], said: str)
     file = tmp_path / "bad.jsonl"
     file.write_text('{"question": "x", "answer": 1}\n' + json.dumps(line) + "\n")
     refused(said, f"gsm8k({file},shots=0)")
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ("count=13,shots=0", "13 examples were asked for, but .* has 12: ask for at most 12"),
-        ("count=8", "8 examples .* has 12, and 5 worked examples come from there too: ask for at most 7, or name a file"),
-        ("shots=12", "take fewer shots"),
-        ("count=0", "count=0 was given: expected a whole number from 1"),
-        ("count=few", "count=.few. was given|gsm8k takes file"),
-        ("shots=-1", "shots=-1 was given"),
-        ("seed=1.5", "seed=1.5 was given|gsm8k takes file"),
-        ("cut=maybe", "cut='maybe' was given: expected 'on' or 'off'"),
-        ("chat=yes", "chat='yes' was given: expected 'none' or 'template' or 'turns'"),
-        ("answer=stict", "unknown way to read an answer 'stict': did you mean 'strict'"),
-        ("format=Question:", "format='Question:' was given: expected a text with {question}"),
-        ("format='{question}'", "cut=on cuts where a next question begins"),
-        ("split=test", "split and config are a dataset's"),
-        ("shot=3", "gsm8k takes file, shots=5"),
-        ("train=nowhere.jsonl", "'nowhere.jsonl' does not exist"),
-    ],
-)
-def test_a_bad_option_is_one_sentence(options: str, said: str) -> None:
-    refused(said, f"gsm8k({TEST},{options})")

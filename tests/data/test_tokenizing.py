@@ -63,12 +63,6 @@ def test_the_zoos_tokenizers_keep_a_prompt(name):
         assert tokenizing.ids_of(tokenizer, prompt.text, name) == tokenizer(prompt.text)["input_ids"]
 
 
-def test_case_accents_and_order_do_not_count():
-    assert tokenizing.kept_of("Ünï Code", "code uni") == 1
-    assert tokenizing.kept_of("abcd", "ab") == 0.5
-    assert tokenizing.kept_of(" \n", "") == 1
-
-
 # Chat templates --------------------------------------------------------------------------------------------------------
 
 TURN = [{"role": "user", "content": TEXT}]

@@ -8,10 +8,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
-import kvinterp as kv
 from kvinterp.common.result import Result
-from kvinterp.patching import decompose, highest_kl, sweep
-from kvinterp.study.experiments.localisation import SETS, Localisation, chosen_of
+from kvinterp.study.experiments.localisation import Localisation, chosen_of
 
 pytestmark = pytest.mark.bits
 
@@ -31,34 +29,6 @@ def test_the_highest_of_each_model_are_chosen_and_it_says_why() -> None:
     assert chosen["of"].tolist() == [3, 3, 2, 2]
     assert chosen["why"].iloc[1] == "number 2 of 3 by the mean KL of the steps after the prefill, free protocol"
     assert len(chosen_of(ranked, 9)) == 5
-
-
-@pytest.mark.long
-def test_its_parts_are_those_of_sweep_and_decompose(tmp_path: Any) -> None:
-    kernels, parts = "split_k(8,float16)", ("paper", "k-into-cached", "decomposition")
-    asked: dict[str, Any] = {"prompts": "arithmetic:2", "device": "cpu", "max_new_tokens": 2, "count": 1}
-    outcome = Localisation(("zoo:gqa2-mini",), **asked, kernels=kernels, part=parts).run(tmp_path, progress="none")
-    model = kv.load_model("zoo:gqa2-mini", kind="native", device="cpu")
-    prompts, tables = kv.load_prompts("arithmetic:2"), outcome.tables
-    paths: dict[str, Any] = {form: f"{form}[kernels={kernels}]" for form in ("cached", "recompute")}
-    paths |= {"max_new_tokens": 2, "progress": "none"}
-    assert tables["chosen"]["example"].tolist() == highest_kl(model, prompts, 1, **paths)
-    only = tables["chosen"]["example"].tolist()
-    split = decompose(model, prompts, only=only, **paths)
-    pd.testing.assert_frame_equal(tables["decomposition"].drop(columns=["model", "part"]), split.steps)
-    for part in ("paper", "k-into-cached"):
-        alone = sweep(model, prompts, only=only, **paths, **SETS[part])
-        mine = tables["recovery"][tables["recovery"]["part"] == part]
-        order = ["example", "sweep", "layer"]
-        for column in ("d_before", "d_after", "recovery"):
-            a, b = (table.sort_values(order)[column].to_numpy() for table in (mine, alone.recovery))
-            np.testing.assert_array_equal(a, b)
-        by = tables["recovery_by_layer"]
-        assert by.loc[by["part"] == part, "examples"].unique().tolist() == [1]
-    assert {"localisation", "localisation_paper_0_gqa2_mini", "localisation_decomposition_0_gqa2_mini"} == {
-        path.stem for path in outcome.files if path.suffix == ".png"
-    }
-    assert any("the highest of 2 examples" in line for line in Localisation(part=parts).sentences(outcome))
 
 
 def rows(part: str, values: list[float], defined: int = 4, sweep: str = "single", **more: Any) -> list[dict[str, Any]]:

@@ -2,14 +2,10 @@
 
 import inspect
 
-import pytest
-
 import kvinterp as kv
-from kvinterp.common.numbers import models_of
 from kvinterp.study.experiments.registry import experiment_named, experiments
 from support import has_hooked_transformer
 
-PROMPT = [3, 5, 7, 9, 2, 4]
 OWN = "hooked" if has_hooked_transformer() else "bridge"
 
 
@@ -27,17 +23,3 @@ def test_transformer_lens_is_what_the_installed_version_has(caplog):
     assert f"loading zoo:mqa-mini as {OWN} in float16 on cpu" in caplog.text
     assert repr(model) == f"<zoo:mqa-mini: {OWN}, float16, cpu>"
     assert kv.wrap(model.model).kind == OWN
-
-
-@pytest.mark.parametrize("kind", ["native", "transformer_lens"])
-def test_what_is_printed_first_says_which_kind_ran(kind):
-    model = kv.load_model("zoo:mqa-mini", kind=kind, device="cpu")
-    trace = kv.run(model, PROMPT, "recompute", max_new_tokens=2)
-    ran = models_of([trace.provenance])
-    assert ran.startswith(f"zoo:mqa-mini ({model.kind}, float16; ")
-    both = kv.compare(model, PROMPT, max_new_tokens=2, progress="none", record="")
-    split = kv.decompose(model, PROMPT, max_new_tokens=2, progress="none")
-    for found in (trace, both, split):
-        assert ran in repr(found)
-    assert str(kv.localise(model, PROMPT)).startswith(ran)
-    assert f"({model.kind}, float16" in both.where().splitlines()[0]

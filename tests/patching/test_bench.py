@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 import kvinterp as kv
-from kvinterp.errors import InputError
 from kvinterp.patching import VIEWS, Asked, PatchMap
 from kvinterp.patching.planted import Planted
 from support import Case
@@ -116,28 +115,3 @@ def test_a_cell_of_a_map_is_the_answer_to_its_patch(load: Any, view: str, direct
 
 
 # What does not exist ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("asked", "said"),
-    [
-        ({"site": "resid_pots"}, "did you mean 'resid_post'"),
-        ({"layer": 9}, "layer 9 does not exist"),
-        ({"site": "z", "head": 8}, "query head 8 does not exist"),
-        ({"site": "kv", "head": 2}, "KV head 2 does not exist"),
-        ({"head": 0}, "has no heads"),
-        ({"step": 0}, "expected a decode step from 1 on"),
-        ({"step": -1, "donor": "zero"}, "expected a step from 0 on"),
-        ({"step": STEPS}, rf"step {STEPS} does not exist: the cached path decodes steps 1 to {STEPS - 1}"),
-        ({"direction": "sideways"}, "direction='sideways' was given"),
-        ({"donor": "prompts"}, "did you mean 'prompt'"),
-        ({"donor": "prompt"}, "none was given: give other='a text'"),
-        ({"donor": "resample"}, "none was given: give other='a text'"),
-        ({"donor": "prompt", "other": PROMPT + " 5"}, "and positions are matched by number"),
-        ({"direction": "into-cached", "positions": (0, 3)}, r"positions=\(0, 3\) of 'resid_post' patches nothing"),
-        ({"top": 0}, "top=0"),
-    ],
-)
-def test_what_does_not_exist_is_one_sentence(load: Any, asked: dict[str, Any], said: str) -> None:
-    with pytest.raises(InputError, match=said):
-        kv.PatchBench(load(Case("zoo:mistral-mini", "native", "sdpa")), STEPS).ask(PROMPT, **asked)

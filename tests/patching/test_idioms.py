@@ -51,27 +51,6 @@ def test_tokens_of_one_prompt_go_through_everywhere(load: Any, case: Case) -> No
         kv.run(adapter, [rows(CLEAN, PROMPT)], max_new_tokens=1)
 
 
-@cases([Case("zoo:gqa2-mini", "hooked"), Case("zoo:gqa2-mini", "native")])
-def test_an_adapter_is_called_and_makes_tokens_of_several_texts(load: Any, case: Case) -> None:
-    adapter = load(case)
-    texts = ["Question: Leo has 4 balls, and Mia has 2.\nAnswer:", "Leo has 4"]
-    tokens = adapter.to_tokens(texts)
-    assert tokens[0].tolist() == adapter.encode(texts[0])
-    assert tokens[1, -len(adapter.encode(texts[1])) :].tolist() == adapter.encode(texts[1])
-    with pytest.raises(kv.InputError, match="no text was given"):
-        adapter.to_tokens([])
-    prompt = kv.load_prompts("arithmetic:1")[0]
-    assert adapter.encode(prompt) == adapter.encode(prompt.text) == adapter.to_tokens([prompt])[0].tolist()
-    assert adapter.to_str_tokens(prompt) == adapter.to_str_tokens(prompt.text)
-    with pytest.raises(kv.InputError, match="expected a text, or a prompt"):
-        adapter.encode(adapter.encode(prompt))
-    how = {"max_new_tokens": 2, **QUIET}
-    assert kv.compare(adapter, tokens, **how).steps.equals(kv.compare(adapter, texts, **how).steps)
-    with torch.no_grad():
-        found = adapter(tokens[:1])
-        assert_bitwise(getattr(found, "logits", found), plain_forward(adapter.model, tokens[:1]))
-
-
 @cases(KINDS)
 @pytest.mark.parametrize("site", ["resid_pre", "resid_mid", "attn_out", "z", "pattern", "result", "mlp_out", "resid_post"])
 def test_a_recorder_shows_what_the_model_went_on_with(load: Any, case: Case, site: str) -> None:
@@ -242,26 +221,6 @@ def _with_cache(adapter: Any, patch: kv.Patch) -> torch.Tensor:
 def test_what_cannot_be_given_is_one_sentence(load: Any, patch: dict[str, Any], said: str) -> None:
     with pytest.raises(kv.InputError, match=re.escape(said)) as error:
         patched(load(NATIVE), rows(PROMPT), kv.Patch(**{"site": "resid_post", "layers": 1, **patch}))
-    assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ({"clean": [CLEAN, CLEAN], "corrupted": [PROMPT]}, "2 clean prompts and 1 corrupted ones"),
-        ({"clean": [CLEAN, CLEAN[:-1]], "corrupted": [PROMPT, PROMPT[:-1]]}, "have 11 to 12 tokens"),
-        ({"distance": lambda logits: logits}, "the metric function gave the shape (1, 12, "),
-        ({"distance": lambda logits: None}, "gave a NoneType for logits of shape (1, 12, "),
-        ({"distance": lambda logits: "x"}, "gave a str for logits of shape (1, 12, "),
-        ({"distance": lambda logits: float("nan")}, "a function that gives one finite number"),
-        ({"positions": (40, 42)}, "hold none of the prompt's"),
-        ({"site": lambda name: "layer" in name}, "takes no hook at which a site is"),
-        ({"site": lambda name: "resid" in name}, "one site is patched at a time"),
-    ],
-)
-def test_what_cannot_be_asked_is_one_sentence(load: Any, given: dict[str, Any], said: str) -> None:
-    with pytest.raises(kv.KvinterpError, match=re.escape(said)) as error:
-        kv.activation_patching(load(NATIVE), **{"clean": CLEAN, "corrupted": PROMPT, **QUIET, **given})
     assert "\n" not in str(error.value)
 
 

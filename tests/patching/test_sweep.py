@@ -11,7 +11,7 @@ import torch
 import kvinterp as kv
 from kvinterp import metrics
 from kvinterp.errors import InputError
-from kvinterp.patching import PRESETS, PatchHook, highest_kl
+from kvinterp.patching import PRESETS, PatchHook
 from kvinterp.patching.planted import Planted
 from kvinterp.paths import Runner
 from support import PROMPT, Case, assert_bitwise, cases, hooks_of, plain_forward
@@ -108,23 +108,6 @@ def test_the_paper_preset_is_a_plain_loop_with_run_with_hooks(load, name, dtype)
     assert sweep.recovery["layer"].tolist() == [*layers, *layers]
     assert set(sweep.recovery["step_set"]) == {"first"}
     assert set(sweep.recovery["steps"]) == {STEPS - 1}
-
-
-@pytest.mark.slow
-@pytest.mark.each
-@cases(KINDS)
-def test_highest_kl_chooses_what_a_comparison_ranks_highest(load, case):
-    model = load(case)
-    prompts = [[(token * k + k) % 90 + 3 for token in PROMPT] for k in range(1, 6)]
-    settings = {"max_new_tokens": STEPS, "progress": "none"}
-    steps = kv.compare(model, prompts, protocol="free", record="", **settings).steps
-    mean = steps[steps["step"] > 0].groupby("example")["kl"].mean()
-    ranked = mean.sort_values(ascending=False, kind="stable").index.tolist()
-    assert highest_kl(model, prompts, 2, **settings) == ranked[:2]
-    assert highest_kl(model, prompts, 9, **settings) == [0, 1, 2, 3, 4]
-    sweep = kv.sweep(model, prompts, examples=2, layers=[0], controls="none", protocol="free", **settings)
-    assert sweep.recovery["example"].tolist() == ranked[:2]
-    assert sweep.recovery["d_before_kl"].tolist() == pytest.approx(mean[ranked[:2]].tolist(), rel=1e-9)
 
 
 # Recovery --------------------------------------------------------------------------------------------------------------

@@ -94,18 +94,6 @@ def test_a_row_of_a_product_does_not_depend_on_the_number_of_rows(dtype: torch.d
             assert_bitwise(fixed_order.product(a[first : first + rows], b), whole[first : first + rows], f"{rows} rows")
 
 
-def test_zeros_before_and_after_change_no_bit() -> None:
-    """A sliding window shows a cached step fewer keys than a recomputation, which masks them: their weight is zero."""
-    torch.manual_seed(2)
-    weights, values = torch.rand(3, 1, 40), torch.randn(3, 40, 16)
-    whole = fixed_order.product(weights, values, "one by one")
-    padded = [torch.nn.functional.pad(t, p) for t, p in ((weights, (7, 5)), (values, (0, 0, 7, 5)))]
-    assert_bitwise(fixed_order.product(*padded, "one by one"), whole)
-    scores = torch.randn(3, 40)
-    masked = torch.nn.functional.pad(scores, (7, 5), value=-torch.inf)
-    assert_bitwise(fixed_order.softmax(masked)[:, 7:47], fixed_order.softmax(scores))
-
-
 def test_fixed_orders_agree_with_torch_in_float64() -> None:
     torch.manual_seed(3)
     a, b = torch.randn(4, 9, 50).double(), torch.randn(4, 50, 11).double()
@@ -130,25 +118,6 @@ def test_fixed_orders_agree_with_torch_in_float64() -> None:
 
 
 # Text forms, errors, and what is left behind --------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("batch_invarient", "did you mean 'batch_invariant'"),
-        ("split_k(1)", "at least 2"),
-        ("flash_decoding(1)", "at least 2"),
-        ("flash_decoding(4,float8)", "float16, float32"),
-        ("flash_decoding(4,float32,first)", "layers"),
-        ("split_k(4,float8)", "float16, float32"),
-        ("split_k(4,float16,linears)", "did you mean 'linear'"),
-        ("split_k(4,float16,linear,first)", "layers"),
-        ("batch_invariant(3)", "takes no values"),
-    ],
-)
-def test_bad_text_is_one_clear_sentence(text: str, words: str) -> None:
-    with pytest.raises(kv.InputError, match=words.replace("(", r"\(")):
-        kernels_named(text)
 
 
 def test_nothing_stays_behind_after_an_error(load) -> None:

@@ -1,6 +1,5 @@
 """Which cache a path runs on: the model's own to the bit (law 10), any other by name, and ours only where it was checked."""
 
-import dataclasses
 import logging
 
 import pytest
@@ -9,7 +8,6 @@ import transformers
 from transformers import DynamicCache, StaticCache
 
 import kvinterp as kv
-from kvinterp.models.caches import Static
 from kvinterp.paths.store import Growing
 from plain import FED, check_law_10
 from support import PROMPT, assert_bitwise
@@ -157,10 +155,6 @@ def test_the_other_kinds_say_what_they_run_on(load, kind):
 # Caches by name --------------------------------------------------------------------------------------------------------
 
 
-def empty_dictionary():
-    return {}
-
-
 def zero_argument_cache():
     return DynamicCache()
 
@@ -180,37 +174,6 @@ def test_a_class_or_function_makes_the_cache(factory):
     given = logits(model, kv.Cached(cache=factory))
     assert_bitwise(given.logits, logits(model, "cached").logits, "logits")
     assert given.provenance["cache"] == "DynamicCache"
-
-
-@pytest.mark.parametrize(
-    ("make", "said"),
-    [
-        (lambda: kv.Cached(cache=DynamicCache()), "DynamicCache.* was given, and a cache holds .* one run: give its class"),
-        (lambda: kv.Cached(cache=3), "cache=3 was given: expected one of dynamic"),
-        (lambda: kv.Cached(cache="statik"), "did you mean 'static'"),
-        (
-            lambda: kv.Cached(cache="sliding"),
-            r"unknown cache 'sliding'.*a window over another model is the policy sinks\(0,N\)",
-        ),
-        (lambda: kv.Cached(cache="static(0)"), "at least 1"),
-        (lambda: kv.Cached(cache="static(1,2)"), "static takes room"),
-        (lambda: kv.Cached(cache="quantized(4,int)"), "unknown backend of a quantized cache"),
-        (lambda: kv.Cached(cache="quantized(4,fp8)"), "fp8 has 8 bits"),
-        (lambda: kv.Cached(cache="nowhere.at_all:Cache"), "cannot be imported"),
-        (lambda: kv.Cached(cache="sys:version"), "is a str: expected a class or function"),
-        (lambda: kv.path_named("recompute[cache=static]"), "keeps none"),
-        (lambda: kv.path_named("cached[cache=float32,cache_dtype=float16]"), "given twice"),
-        (lambda: kv.path_named("cached[room=3]"), "unknown"),
-        (lambda: dataclasses.replace(kv.Recompute(), cache=Static()), "keeps no cache"),
-        (lambda: logits(llama(), "cached[cache=static(4)]"), "too little room for 18 positions"),
-        (lambda: logits(llama(), kv.Cached(cache=empty_dictionary)), "made a dict: expected a transformers Cache"),
-        (lambda: logits(llama(), kv.Cached(cache=transformers.QuantizedCache)), "could not be made"),
-    ],
-)
-def test_what_cannot_be_a_cache_is_said(make, said):
-    with pytest.raises(kv.InputError, match=said) as error:
-        make()
-    assert "\n" not in str(error.value)
 
 
 def test_a_cache_that_is_handed_out_twice_is_refused():
@@ -272,45 +235,3 @@ def test_positions_that_are_not_known_are_not_named():
     assert found.kv_steps.empty
     assert found.kv_positions.empty
     assert not found.layers.empty
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("cache", ["dynamic", "static", "preallocated"])
-@pytest.mark.parametrize("stem", ["Llama", "Mistral"])
-def test_a_patched_cache_stays_patched(stem, cache):
-    """What is put into a cache at one step is read at the next; put back as it was, it changes no bit."""
-    model = made(stem, **{"hidden_size": 24, "intermediate_size": 40, **ARCHITECTURES.get(stem, {})})
-    donor = kv.run(model, list(PROMPT)[::-1], "cached", continuation=FED, max_new_tokens=STEPS, stop="length", record="kv",
-                   positions="all")  # fmt: skip
-    first = one_patch(model, cache, donor, "first")
-    bare = logits(model, f"cached[cache={cache}]").logits
-    assert_bitwise(first[:1], bare[:1], "logits before the patch")
-    assert not torch.equal(first[1], bare[1])
-    assert not torch.equal(first[2], bare[2]), "what was put into the cache at step 1 is gone at step 2"
-    own = logits(model, f"cached[cache={cache}]", record="kv", positions="all")
-    assert_bitwise(one_patch(model, cache, own, "every"), bare, "logits with its own keys and values put back")
-
-
-def one_patch(model, cache, donor, steps):
-    from kvinterp.patching import PatchHook
-    from kvinterp.paths import Runner
-
-    adapter = kv.wrap(model)
-    donor = dataclasses.replace(donor, prompt=tuple(PROMPT))
-    hook = PatchHook(adapter, [kv.Patch("kv", None, None, "earlier", steps, donor)], prompt_length=len(PROMPT))
-    rows = []
-    with Runner(adapter, kv.path_named(f"cached[cache={cache}]"), torch.tensor([PROMPT]), STEPS, [hook]) as runner:
-        for step in range(STEPS):
-            rows.append(runner.advance(None if step == 0 else torch.tensor([FED[step - 1]]))[0].clone())
-    return torch.stack(rows)
-
-
-@pytest.mark.slow
-def test_decompose_runs_its_one_row_on_the_same_cache():
-    model = llama()
-    for cache in ("static", "preallocated", "quantized(8,fp8)"):
-        found = kv.decompose(model, list(PROMPT), max_new_tokens=4, cached=f"cached[cache={cache}]@float64",
-                             recompute="recompute@float64", progress="none")  # fmt: skip
-        assert (found.steps.fresh_l2 < 1e-12).all()
-        lossy = cache.startswith("quantized")
-        assert (found.steps.state_l2[found.steps.step > 0] > 1e-3).all() if lossy else (found.steps.state_l2 < 1e-12).all()

@@ -207,26 +207,6 @@ def test_a_prompt_in_chunks_keeps_the_same_rows(load, policy):
     assert all(positions(whole, layer) == positions(chunked, layer) for layer in range(2))
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("sinks(-1)", "policy 'sinks': sinks=-1 was given: expected a whole number of at least 0"),
-        ("sinks(4,0)", "policy 'sinks': window=0 was given: expected a whole number of at least 1"),
-        ("h2o(1.5)", "policy 'h2o': heavy_ratio=1.5 was given: expected a share from 0 up to, and not reaching, 1"),
-        ("h2o(0.1,1e999)", "policy 'h2o': recent_ratio=inf was given: expected a finite number"),
-        ("tova(1)", "policy 'tova': compression_ratio=1.0 was given: expected a share"),
-        ("knorm(-0.1)", "policy 'knorm': compression_ratio=-0.1 was given: expected a share"),
-        ("snapkv(0.5,0)", "policy 'snapkv': window_size=0 was given"),
-        ("snapkv(0.5,8,4)", "policy 'snapkv': kernel_size=4 was given: expected an odd number of rows"),
-        ("scored", "unknown policy 'scored'"),
-        ("budgeted(0.5)", "unknown policy 'budgeted'"),
-    ],
-)
-def test_what_means_nothing_is_said(text, said):
-    with pytest.raises(kv.InputError, match=said):
-        policy_named(text)
-
-
 # Which models may let go of rows -------------------------------------------------------------------------------------------
 
 

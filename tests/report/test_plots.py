@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -113,16 +111,6 @@ def test_k_and_v_stand_at_absolute_positions_with_the_prompts_end_marked() -> No
         assert axes.images[-1].get_array().mask[:, :4].all()
 
 
-def test_a_position_that_no_row_was_held_at_is_hatched_and_no_zero() -> None:
-    kv = MADE["usual"].kv_positions
-    gone = dataclasses.replace(MADE["usual"], kv_positions=kv[kv["position"] != 5])
-    axes = figure_with("kv_by_position", gone).axes[0]
-    assert axes.patch.get_hatch()
-    ground = axes.images[0].get_array()
-    assert np.ma.getmaskarray(np.ma.masked_invalid(ground))[:, 5].all(), "the hatched ground shows there"
-    assert np.isfinite(np.ma.filled(ground, np.nan)[:, 4]).all()
-
-
 def test_a_saved_figure_carries_its_whole_provenance(tmp_path: Path) -> None:
     path = save(figure_with("kl_by_step", MADE["usual"], "matched"), tmp_path / "new" / "kl.png")
     with Image.open(path) as image:
@@ -130,24 +118,6 @@ def test_a_saved_figure_carries_its_whole_provenance(tmp_path: Path) -> None:
         (about,) = json.loads(image.info["Description"])
     assert about == MADE["usual"].provenance
     assert [p.name for p in path.parent.iterdir()] == ["kl.png"]
-
-
-@pytest.mark.slow
-def test_drawing_leaves_the_users_settings_and_pyplot_alone() -> None:
-    """pyplot picks a backend and keeps figures for the whole process: a library has no business with it."""
-    code = (
-        "import matplotlib, sys\n"
-        "look = dict.__getitem__  # rcParams['backend'] would choose one, through pyplot\n"
-        "settings = lambda: {key: look(matplotlib.rcParams, key) for key in matplotlib.rcParams}\n"
-        "before = settings()\n"
-        "from synthetic import comparison\n"
-        "assert len(comparison().figures()) == 4\n"
-        "assert 'matplotlib.pyplot' not in sys.modules\n"
-        "assert settings() == before\n"
-    )
-    tests = str(Path(__file__).parents[1])
-    made = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tests, check=False)
-    assert made.returncode == 0, made.stderr
 
 
 def _title(axes: Any) -> str:

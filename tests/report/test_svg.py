@@ -14,7 +14,7 @@ from browser import EVIL
 from matplotlib.image import imread
 
 from kvinterp.study.report.page import styles
-from kvinterp.study.report.style import CMAP, DIVERGING, SERIES, drawn_as, keeping, save, sheet
+from kvinterp.study.report.style import CMAP, SERIES, drawn_as, keeping, save, sheet
 from kvinterp.study.report.svg import inline, picture
 
 DARK = re.findall(r"--page: (#\w+)", styles("page"))[1]
@@ -50,20 +50,6 @@ def test_every_line_is_legible_on_both_grounds() -> None:
     for series in SERIES:
         assert contrast(of_hex(series.color), np.ones(3)) >= 4, series
         assert contrast(in_the_dark(of_hex(series.color)), of_hex(DARK)) >= 4, series
-
-
-def test_what_is_legible_on_white_is_as_legible_in_the_dark() -> None:
-    """The law that all figures rest on, for every colour that a line or a text may have."""
-    rgb = np.random.default_rng(0).uniform(size=(5000, 3))
-    before, after = contrast(rgb, np.ones(3)), contrast(in_the_dark(rgb), of_hex(DARK))
-    for least in (3, 3.5, 4, 4.5, 5, 6, 7):
-        assert after[before >= least].min() >= least
-    # The hue is kept: the channels keep their order.
-    ours = [of_hex(series.color) for series in SERIES if series.color != "#000000"]
-    ours += [np.array(ramp(end)[:3]) for ramp in (CMAP, DIVERGING) for end in (0.0, 1.0)]
-    assert all((in_the_dark(color).argsort() == color.argsort()).all() for color in ours)
-    assert contrast(in_the_dark(np.ones(3)), of_hex(DARK)) < 1.2, "white is as dark as the ground"
-    assert contrast(np.zeros(3), np.ones(3)) == pytest.approx(21)
 
 
 def drawn(title: str = "a title", name: str = "one", marks: int = 9) -> str:
