@@ -106,6 +106,7 @@ def ort(folder: str) -> Rows:
 
 
 def main(folder: str, texts: str, out: str, engine: str, dtype: str = "float32") -> None:
+    """Runs one engine over a file of texts."""
     makers: dict[str, Callable[[], Rows]] = {
         "mlx": lambda: mlx(folder, dtype), "mlx-decode": lambda: mlx(folder, dtype, 1),
         "openvino": lambda: openvino(folder, "f32"), "openvino-default": lambda: openvino(folder, ""),

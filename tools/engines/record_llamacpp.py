@@ -15,6 +15,7 @@ import xllamacpp
 
 
 def main(model: str, texts: str, out: str, cache: str) -> None:
+    """Asks the server for each position of each text."""
     params = xllamacpp.CommonParams()
     params.model.path = model
     params.n_ctx, params.n_parallel, params.cpuparams.n_threads = 512, 1, 1

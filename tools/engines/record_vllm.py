@@ -19,6 +19,7 @@ from pathlib import Path
 
 
 def main(address: str, texts: str, out: str) -> None:
+    """Asks the server for each text."""
     with urllib.request.urlopen(f"{address}/models") as answer:
         model = json.load(answer)["data"][0]["id"]
     lines = []
