@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
@@ -70,31 +70,3 @@ def built(name: str, dtype: torch.dtype = torch.float64) -> Any:
 def router(model: Any, layer: int) -> nn.Module:
     mlp = model.model.layers[layer].mlp
     return mlp.gate if hasattr(mlp, "gate") else mlp.router
-
-
-class Tilted(torch.overrides.TorchFunctionMode):
-    """Makes a router choose one expert whenever it sees one row alone; the weights are made of its own logits."""
-
-    def __init__(self, experts: int, chosen: int) -> None:
-        super().__init__()
-        self.experts, self.chosen = experts, chosen
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = args[0] if args else None
-        if func not in (torch.topk, Tensor.topk) or given.shape != (1, self.experts):
-            return func(*args, **(kwargs or {}))
-        tilted = given.clone()
-        tilted[..., self.chosen] += 1e3
-        indices = func(tilted, *args[1:], **(kwargs or {})).indices
-        return torch.return_types.topk((given.gather(-1, indices), indices))
-
-
-def tilt(model: Any, name: str, layer: int, chosen: int = 0) -> None:
-    """Plants it in a layer: the cached path's decode steps choose an expert that the recompute path may not."""
-    own, gate = router(model, layer).forward, router(model, layer)
-
-    def forward(hidden: Tensor) -> Any:
-        with Tilted(EXPERTS[name], chosen):
-            return own(hidden)
-
-    gate.forward = forward

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import io
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvinterp.common.progress import Pace, counting, each, listening, shown, unshared
+from kvinterp.common.progress import Pace, counting, each, listening, unshared
 from kvinterp.study.cells import Cell, Local, run_cells
 from kvinterp.study.engines import Remaining
 
@@ -61,21 +60,6 @@ def test_what_is_counted_is_told_to_the_listener_once() -> None:
     # Among pieces that follow each other it is no share of one of them.
     assert [said[0].partition(",")[0] for said in told[2:]] == ["choosing 1 of 2 prompts"]
     assert [len(said) for said in told[2:]] == [1]
-
-
-def test_a_terminal_is_shown_what_it_is_told_and_is_not_commanded(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
-    screen = Terminal()
-    monkeypatch.setattr("sys.stderr", screen)
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", "160")
-    with shown() as tell:
-        tell("3 of 6 prompts of \x1b]0;title\x07 [bold]x[/bold]", 0.5)
-    assert r"3 of 6 prompts of \x1b]0;title\x07 [bold]x[/bold]" in screen.getvalue()
-    assert "\x1b]0;" not in screen.getvalue()
 
 
 def grouped(keys: list[str], keep: Any, settings: str) -> None:

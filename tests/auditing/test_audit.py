@@ -109,29 +109,6 @@ def test_a_float32_cast_inside_is_named(name: str) -> None:
     assert quick(build(name).double(), prompts=one_prompt(), rungs=("float64",), allow=("hidden-cast",)).exit_code == 0
 
 
-def test_bamba_called_without_position_ids_is_a_bug() -> None:
-    """transformers 5.23's Bamba numbers a cached token from 0 unless it is given position_ids (``generate`` gives them).
-
-    Found by this audit: queries and keys of its attention layers are rotated to position 0. Given position_ids by hand the
-    cached step agrees to 1e-6, which is asserted too, so that the test says which of the two it is about.
-    """
-    model = build("bamba")
-    verdict = quick(model, prompts=one_prompt(), rungs=("float32", "float64"))
-    tokens = torch.tensor(one_prompt())
-    with torch.no_grad():
-        whole = model(tokens[:, :13], use_cache=False).logits[0, -1]
-        told, left = (model(tokens[:, :12], use_cache=True).past_key_values for _ in range(2))
-        given = model(tokens[:, 12:13], past_key_values=told, position_ids=torch.tensor([[12]])).logits[0, -1]
-        alone = model(tokens[:, 12:13], past_key_values=left).logits[0, -1]
-    assert (whole - given).abs().max() < 1e-5
-    if (whole - alone).abs().max() < 1e-5:
-        # A transformers that numbers Bamba's cached tokens by itself.
-        assert verdict.exit_code == 0
-        return
-    assert (verdict.verdict, verdict.first_layer, verdict.tensor, verdict.first_position) == ("bug", 1, "Q", 9)
-    assert "without position_ids" in verdict.reading
-
-
 def test_equal_is_said_of_a_model_that_is() -> None:
     """One layer of identity: the logits are the embeddings', row by row the same in every precision."""
     model = build("gpt2")

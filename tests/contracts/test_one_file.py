@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -195,18 +192,6 @@ def test_policy_kernel_mode_and_metric_run_and_fill_a_table(printed, copy):
 
 def test_a_metric_of_logits_and_one_of_keys_and_values_are_in_every_table(printed, copy):
     assert printed("tables").strip() == str(copy / "kvinterp" / "__init__.py")
-
-
-@pytest.mark.long
-def test_contracts_hold_of_each(copy):
-    """The laws of metrics, policies and kernel modes are asked of the new ones too, and hold."""
-    tests = Path(__file__).parent
-    words = "halved or farthest_doubled or untouched"
-    asked = [str(tests / "test_metrics.py"), str(tests / "test_plugins.py"), "-k", words]
-    command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "--everything", *asked]
-    made = subprocess.run(command, env=environment(copy), cwd=copy, capture_output=True, text=True, check=False)
-    assert made.returncode == 0, made.stdout + made.stderr
-    assert int(re.findall(r"(\d+) passed", made.stdout)[-1]) >= 10, made.stdout
 
 
 def test_an_experiment_is_a_command(printed, copy):

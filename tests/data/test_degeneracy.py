@@ -1,6 +1,6 @@
 """Loops are found exactly, and words outside a task are counted."""
 
-from kvinterp.data import TASKS, load_prompts, loop_at_end, outside_share, task_words
+from kvinterp.data import TASKS, loop_at_end, outside_share, task_words
 
 
 def test_a_loop_is_the_smallest_period_that_the_text_ends_in() -> None:
@@ -26,13 +26,3 @@ def test_no_reference_completion_is_degenerate() -> None:
         for example in examples:
             assert outside_share(example.completion, known) == 0, example.completion
             assert loop_at_end(example.completion.split()) == (0, 0)
-
-
-def test_words_outside_the_task_are_a_share_of_all() -> None:
-    known = task_words(load_prompts("arithmetic:5"))
-    assert outside_share("", known) == 0
-    assert outside_share("1 + 2 = 3.", known) == 0
-    assert outside_share("1 zzqx 2 zzqx", known) == 0.5
-    assert outside_share("\ufffd\ufffd", known) == 1
-    assert "mia" in known
-    assert "mia" not in task_words([])

@@ -121,17 +121,6 @@ def test_five_worked_examples_stand_before_each_question_and_none_is_asked() -> 
     assert sorted(prompt.id for prompt in problems()) == sorted(prompt.id for prompt in made)
 
 
-def test_worked_examples_of_a_train_file_never_ask_what_is_asked(tmp_path: Path) -> None:
-    named = problems(shots=3, train=str(TRAIN))
-    assert [prompt.id for prompt in named] == [f"test-{n}" for n in range(12)]
-    assert all(shot.startswith("train-") for shot in named[0].meta["shots"])
-    both = tmp_path / "both.jsonl"
-    both.write_text(TEST.read_text() + TRAIN.read_text())
-    shots = problems(shots=7, train=str(both))[0].meta["shots"]
-    assert sorted(shots) == sorted(f"both-{n}" for n in range(12, 19))
-    refused("8 worked examples .* there are 7: pass shots=7", f"gsm8k({TEST},shots=8,train={both})")
-
-
 def test_a_dataset_is_loaded_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Here a folder of files: the same call as for a name on the hub, without the hub."""
     datasets = pytest.importorskip("datasets")

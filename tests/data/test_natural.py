@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
-
 import kvinterp as kv
 from kvinterp.data.tasks import score
-from kvinterp.errors import InputError
 
 
 def test_there_are_48_of_three_kinds_in_turn() -> None:
@@ -24,9 +21,3 @@ def test_word_problems_are_scored_and_openings_name_their_book() -> None:
             assert not score(prompt, " #### 12345")
         elif not prompt.messages:
             assert prompt.meta["source"][-4:].isdigit()
-
-
-@pytest.mark.parametrize(("given", "said"), [("natural:49", "48"), ("natural:0", "positive"), ("natura:3", "natural")])
-def test_what_there_is_not_is_refused(given: str, said: str) -> None:
-    with pytest.raises(InputError, match=said):
-        kv.load_prompts(given)

@@ -176,22 +176,6 @@ def test_no_flip_leaves_what_so_many_examples_leave() -> None:
     assert (1 - row["flip_rate_high"]) ** 10 == pytest.approx(1 - row["high"])
 
 
-def test_the_interval_of_a_step_is_that_of_the_examples_medians() -> None:
-    random = np.random.default_rng(0)
-    values = random.exponential(size=(40, 1)) + random.exponential(size=(40, 2)) * 0.1
-    steps = pd.DataFrame(
-        [
-            {"example": e, "step": 0, "kl": values[e, s], "flipped": False, "after_flip": False}
-            for e in range(40)
-            for s in (0, 1)
-        ]
-    ).assign(model="m", strategy="s", protocol="matched")
-    (row,) = d.kl_by_step_of(steps).to_dict("records")
-    own = np.sort(values.mean(1))
-    assert (row["median_kl"], row["low"], row["high"]) == pytest.approx((np.median(own), own[13], own[26]))
-    assert row["mean_kl"] == pytest.approx(values.mean())
-
-
 def test_answers_are_compared_as_their_decodes_are_paired() -> None:
     from scipy import stats
 

@@ -24,19 +24,6 @@ def test_a_number_below_the_least_of_its_option_is_refused_by_its_name(name: str
                 kind(**{field.name: least - 1}).check()
 
 
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ({"site": "nosite"}, "unknown patch site 'nosite'"),
-        ({"steps": "often"}, "steps='often' was given: expected 'every', 'first' or whole numbers"),
-        ({"steps": "1,x"}, "steps='1,x' was given"),
-    ],
-)
-def test_what_a_patch_moves_and_when_is_refused_before_a_model_is_loaded(given: dict[str, str], said: str) -> None:
-    with pytest.raises(kv.InputError, match=said):
-        experiment_named("patch")(**given).check()
-
-
 @pytest.mark.parametrize(("name", "elsewhere"), [("compare", set()), ("patch", {"sweep", "preset"})])
 def test_every_option_reaches_the_work(name: str, elsewhere: set[str]) -> None:
     """One that neither the function takes nor the experiment hands on would change nothing and be printed all the same."""

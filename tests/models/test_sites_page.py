@@ -9,7 +9,6 @@ import re
 from pathlib import Path
 
 import pytest
-import torch
 
 import kvinterp as kv
 from kvinterp.models import SITES
@@ -90,18 +89,6 @@ def test_the_shapes_are_those_of_a_trace(kind, path, name):
                 known = {**sizes, "P": prompt, "T": prompt + step, "1": 1}
                 shape = tuple(trace.records[site, layer][step].shape)
                 assert shape == tuple(known[name] for name in names), (site, positions, step)
-
-
-def test_a_ragged_pattern_is_padded_behind_as_the_page_says():
-    model = kv.load_model("zoo:gqa2-mini", kind="native", attention="eager")
-    trace = kv.run(model, "1 + 1 =", record="pattern", positions="all", max_new_tokens=STEPS, stop="length")
-    prompt, whole = len(trace.prompt), trace["pattern", 1]
-    assert prompt == 6
-    assert whole.shape == (3, model.facts.query_heads, 6, 8)
-    assert torch.equal(whole[2, :, 0], trace.records["pattern", 1][2][:, 0])
-    assert whole[2, :, 1:].isnan().all()
-    assert whole[0, :, :, prompt:].isnan().all()
-    assert not whole[0, :, :, :prompt].isnan().any()
 
 
 if __name__ == "__main__":

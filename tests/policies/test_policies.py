@@ -6,11 +6,8 @@ import pytest
 import torch
 
 import kvinterp as kv
-from kvinterp.patching import PatchHook
-from kvinterp.paths import Runner
 from kvinterp.policies import Chain, Policy
 from kvinterp.policies.sinks import Sinks
-from kvinterp.recording import PathHook
 from plain import FED, thinned_loop
 from support import PROMPT, Case, assert_bitwise, assert_close
 
@@ -222,21 +219,6 @@ KINDS = [*NATIVE, Case("llama-gqa", "bridge"), pytest.param(Case("llama-gqa", "h
 every_kind = pytest.mark.parametrize("case", KINDS, ids=str)
 
 
-@pytest.mark.parametrize("policy", [Louder(), Halves(), Rounds(), Chain((Rounds(), Louder()))], ids=str)
-@pytest.mark.parametrize("chunk", [None, 4])
-@every_kind
-def test_law_3_an_exact_prefill_reads_what_it_computed_whatever_the_policy(load, case, chunk, policy):
-    """Defect: the policy's ``read`` was asked in the prefill too, and a second chunk read what ``write`` had changed."""
-    model = load(case)
-    found, plain = (run(model, make(chunk=chunk), max_new_tokens=2) for make in (
-        lambda chunk: kv.Cached(policy, chunk=chunk), lambda chunk: kv.Recompute(chunk=chunk)))  # fmt: skip
-    assert_bitwise(found.logits[0], plain.logits[0], "step 0")
-    if policy != Halves():
-        assert not torch.equal(found.logits[1], run(model, "cached", max_new_tokens=2).logits[1]), (
-            "the policy was not asked"
-        )
-
-
 @pytest.mark.parametrize("policy", [Louder(), Rounds(), Chain((Rounds(), Louder()))], ids=str)
 @pytest.mark.parametrize("chunk", [None, 4])
 @every_kind
@@ -248,16 +230,6 @@ def test_a_stored_prefill_is_the_recompute_path_under_the_same_policy(load, case
     )
     assert_bitwise(stored, recomputed, "step 0")
     assert not torch.equal(stored, plain)
-
-
-def test_a_narrower_cache_is_read_in_a_stored_prefill_only(load):
-    model = load(NATIVE[0])
-    plain, exact, stored = (
-        run(model, path, max_new_tokens=1).logits
-        for path in ("cached", "cached[cache=bfloat16]", "cached[cache=bfloat16,prefill=stored]")
-    )
-    assert_bitwise(exact, plain, "step 0")
-    assert_bitwise(stored, run(model, kv.Recompute(Rounds()), max_new_tokens=1).logits, "step 0")
 
 
 # Refreshing ------------------------------------------------------------------------------------------------------------
@@ -306,52 +278,3 @@ def test_options_that_do_not_fit_are_said(make, said):
 
 
 # Patches ---------------------------------------------------------------------------------------------------------------
-
-
-def patched(model, policy, steps, positions, cache="dynamic", donor_prompt=tuple(PROMPT)):
-    """K and V that attention reads at every step of layer 1, with rows of another prompt patched in; and the donor's."""
-    donor = kv.run(model, [*reversed(PROMPT)], "cached", continuation=FED, max_new_tokens=STEPS, stop="length", record="kv",
-                   positions="all")  # fmt: skip
-    donor = dataclasses.replace(donor, prompt=donor_prompt)
-    patch = kv.Patch("kv", (1,), None, positions, steps, donor)
-    hook = PatchHook(model, [patch], prompt_length=len(PROMPT), every_from=0)
-    seen = Hearing()
-    with Runner(model, kv.Cached(policy, cache=cache), torch.tensor([PROMPT]), STEPS, [hook, seen]) as runner:
-        for step in range(STEPS):
-            runner.advance(None if step == 0 else torch.tensor([FED[step - 1]]))
-    return seen.read, donor
-
-
-class Hearing(PathHook):
-    """Keeps what attention reads at layer 1."""
-
-    def __init__(self):
-        self.read = []
-
-    def on_read(self, place, keys, values):
-        if place.layer == 1:
-            self.read.append((keys.clone(), values.clone()))
-
-
-@pytest.mark.parametrize("cache", ["dynamic", "static"])
-def test_a_patched_row_makes_read_apply_once_to_all_others(load, cache):
-    """Defect: the whole range was stored after ``read``, which was then applied to it again at the next step."""
-    model = load(NATIVE[0])
-    read, donor = patched(model, Louder(), (1,), (3, 5), cache)
-    plain = run(model, kv.Cached(Louder(), cache=cache), record="kv", positions="all")
-    others = [row for row in range(len(PROMPT)) if row not in (3, 4)]
-    for step in range(1, STEPS):
-        assert_bitwise(read[step][1][0][:, others], plain.records["cache_v", 1][step][:, others], f"V at step {step}")
-        assert_bitwise(read[step][1][0][:, 3:5], donor.records["cache_v", 1][1][:, 3:5], f"patched V at step {step}")
-
-
-@pytest.mark.parametrize("cache", ["dynamic", "static"])
-def test_a_patch_at_step_0_leaves_what_the_policy_wrote(load, cache):
-    """Defect: it stored the rows that the prefill computed over those that the policy had written."""
-    model = load(NATIVE[0])
-    read, donor = patched(model, Rounds(), (0,), (3, 5), cache)
-    others = [row for row in range(len(PROMPT)) if row not in (3, 4)]
-    first = run(model, "cached", record="kv", positions="all", max_new_tokens=1).records["cache_v", 1][0]
-    for step in range(1, STEPS):
-        assert_bitwise(read[step][1][0][:, others], first.bfloat16().float()[:, others], f"V at step {step}")
-        assert_bitwise(read[step][1][0][:, 3:5], donor.records["cache_v", 1][0][:, 3:5], f"patched V at step {step}")

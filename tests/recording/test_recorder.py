@@ -61,44 +61,6 @@ def test_a_recorder_is_read_as_a_mapping_and_from_the_last_layer(model: Adapter)
 # Forwards that were cut off ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-@pytest.mark.parametrize("positions", ["newest", "all"])
-def test_a_forward_that_was_cut_off_leaves_nothing(model: Adapter, error: type[BaseException], positions: str) -> None:
-    """Sites before the fault had an entry more than those after it, and every entry after that was of another forward.
-
-    After a KeyboardInterrupt the mode that sees softmax stayed open too, so that other layers' and the user's own softmax
-    were kept as a layer's pattern.
-    """
-    sites, tokens, armed = "resid_pre,resid_post,pattern", torch.tensor([PROMPT]), [True]
-
-    def fault(*_: Any) -> None:
-        if armed[0]:
-            raise error
-
-    handle = model.blocks[0].self_attn.o_proj.register_forward_hook(fault)
-    try:
-        with torch.no_grad(), kv.record(model, sites, positions=positions) as seen:
-            with pytest.raises(error):
-                model.model(tokens)
-            torch.softmax(torch.zeros(1, model.facts.query_heads, 3, 4), -1)
-            armed[0] = False
-            model.model(tokens)
-            model.model(tokens[:, :5])
-            armed[0] = True
-            with pytest.raises(error):
-                model.model(tokens)
-    finally:
-        handle.remove()
-    assert torch.overrides._get_current_function_mode_stack() == []
-    with torch.no_grad(), kv.record(model, sites, positions=positions) as clean:
-        model.model(tokens)
-        model.model(tokens[:, :5])
-    assert seen.recorded_steps == [0, 1]
-    for place, kept in clean.kept.items():
-        assert len(seen.kept[place]) == 2, place
-        assert all(torch.equal(a, b) for a, b in zip(seen.kept[place], kept, strict=True)), place
-
-
 # What is asked for by number -----------------------------------------------------------------------------------------
 
 

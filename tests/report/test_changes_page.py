@@ -10,13 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 import pytest
 from browser import EVIL, IN_A_BROWSER, Opened, check_markup, check_page
 
 from kvinterp.comparison import Comparison
-from kvinterp.study.experiments.behaviour import flipped_decodes
-from kvinterp.study.report.experiment import write_experiment
 from kvinterp.study.report.page import render
 from kvinterp.study.report.tokens import SCRIPTS, SHEETS, changes
 from synthetic import comparison, comparison_page
@@ -127,25 +124,3 @@ def test_the_page_of_compare_has_it(page_opened: Callable[..., Opened], tmp_path
 
 
 # What the page holds ---------------------------------------------------------------------------------------------------
-
-
-def test_the_page_of_behaviour_shows_the_decodes_that_flip(page_opened: Callable[..., Opened], tmp_path: Path) -> None:
-    made = comparison((0, 1), steps=5, flip=2, protocol="free")
-    of = {"model": "zoo:m", "strategy": "greedy", "seed": 0}
-    stays = made.examples.assign(diverged=False, protocol="matched", **of)
-    tables = {
-        "decodes": pd.concat([stays, made.examples.assign(diverged=True, protocol="free", **of)]),
-        "flip_steps": made.steps.assign(**of),
-        "flip_tokens": made.tokens.assign(**of),
-    }
-    lead = changes(flipped_decodes(tables, ("cached", "recompute")))
-    path = write_experiment(tmp_path, "What?", ["This."], {}, [], {}, {}, lead)
-    opened = page_opened(path)
-    page = drawn(opened)
-    assert page.locator("#flips tbody tr").count() == 2
-    assert page.locator("#kv-changes .kv-strips").first.locator(".kv-strip").count() == 2
-    page.locator("#flips a").nth(1).click()
-    assert page.locator(".kv-detail h3").inner_text() == "p1, step 2"
-    opened.quiet()
-    none = {**tables, "flip_steps": made.steps.iloc[:0].assign(**of)}
-    assert changes(flipped_decodes(none, ("cached", "recompute"))) == []

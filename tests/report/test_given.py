@@ -60,16 +60,6 @@ def test_shades_are_units_of_rounding_and_the_worst_sequence_is_first() -> None:
     assert {row[0][1] for row in looks(parts)} == {"p"}, "the first token has no log-prob, and nobody left it out"
 
 
-def test_a_difference_beyond_the_scale_is_marked_and_counted() -> None:
-    far = table()
-    far.loc[30, ["engine", "difference"]] = -4.0, -2.0
-    parts = shaded(far, (0.01, "rounding"))
-    assert "b5" in {look for row in looks(parts) for _, look, _ in row}
-    legend = next(part.legend for part in parts if isinstance(part, Shaded))
-    assert any("1 token off the scale" in part.text for part in parts if isinstance(part, Text))
-    assert ("b5", "below by 100 and more, off the scale") in legend
-
-
 @IN_A_BROWSER[0]
 @IN_A_BROWSER[1]
 def test_the_page_in_a_browser(page_opened: Callable[..., Opened], tmp_path: Path) -> None:

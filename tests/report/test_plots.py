@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from matplotlib.figure import Figure
-from PIL import Image
 
 from kvinterp.comparison import Comparison
 from kvinterp.comparison.findings import NAMES, charts_of_comparisons
 from kvinterp.study.report.charts import drawn, zero_aware
-from kvinterp.study.report.style import looks, save
+from kvinterp.study.report.style import looks
 from synthetic import comparison
 
 MADE = {
@@ -79,17 +76,6 @@ def test_zeros_get_a_strip_of_their_own_under_every_positive_value() -> None:
     assert labels[0] == "exactly 0"
 
 
-def test_equal_paths_stand_in_the_strip_of_exact_zeros_and_leave_maps_white() -> None:
-    made = figures({"": MADE["equal"]})
-    for name in ("kl_by_step", "drift_by_layer"):
-        axes = made[name].axes[0]
-        made[name].draw_without_rendering()
-        assert [label.get_text() for label in axes.get_yticklabels()] == ["exactly 0"]
-    for name in ("attention_by_head", "kv_by_position"):
-        assert made[name].axes[0].images[-1].get_array().mask.all()
-        assert {text.get_text() for text in made[name].axes[0].texts} == {"0"}
-
-
 def test_the_first_flip_is_marked_where_it_happens() -> None:
     figure = figure_with("kl_by_step", MADE["flipped"], "free")
     axes = figure.axes[0]
@@ -109,15 +95,6 @@ def test_k_and_v_stand_at_absolute_positions_with_the_prompts_end_marked() -> No
         assert [label.get_text() for label in axes.get_xticklabels()] == [f"{place}" for place in range(8)]
         assert {line.get_xdata()[0] for line in axes.lines} == {3.5}
         assert axes.images[-1].get_array().mask[:, :4].all()
-
-
-def test_a_saved_figure_carries_its_whole_provenance(tmp_path: Path) -> None:
-    path = save(figure_with("kl_by_step", MADE["usual"], "matched"), tmp_path / "new" / "kl.png")
-    with Image.open(path) as image:
-        assert image.size[0] == 1152
-        (about,) = json.loads(image.info["Description"])
-    assert about == MADE["usual"].provenance
-    assert [p.name for p in path.parent.iterdir()] == ["kl.png"]
 
 
 def _title(axes: Any) -> str:
