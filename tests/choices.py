@@ -327,23 +327,12 @@ ELSEWHERE = {
 REFUSED: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("compare", {"seed": 3}, "seed=3 was given, and nothing reads it: greedy decoding draws nothing"),
     ("compare", {"record": "", "layers": (0,)}, "layers=(0,) was given, and nothing reads it: no site is recorded"),
-    ("compare", {"record": "resid_post", "cache_errors": "whole"}, "cache_errors='whole' was given, and nothing reads it"),
     ("compare", {"kind": "bridge", "attention": "eager"}, "attention='eager' was given for kind 'bridge'"),
     ("patch", {"answers": (" 4", " 5")}, "and nothing reads it: no distance that was asked for is of answers"),
     ("behaviour", {"strategies": ("greedy",), "seeds": 3}, "seeds=3 was given, and nothing reads it: greedy decoding"),
-    ("boundary", {"strategies": ("greedy",), "seeds": 3}, "seeds=3 was given, and nothing reads it: greedy decoding"),
-    ("layer-drift", {"seed": 3}, "seed=3 was given, and nothing reads it: greedy decoding draws nothing"),
     ("root-cause", {"seeds": 2, "prompts": "2 + 2 ="}, "seeds was given with prompts '2 + 2 =', of which there is one set"),
     ("chain", {"text": "A text.", "texts": "restate:3"}, "texts='restate:3' was given, and nothing reads it: one text"),
-    ("chain", {"policies": (), "on": "k"}, "on='k' was given, and nothing reads it: no policy was given"),
-    ("chain", {"policies": (), "prefill": "stored"}, "prefill='stored' was given, and nothing reads it: no policy"),
-    (
-        "chain",
-        {"temperatures": "0", "seeds": 3},
-        "seeds=3 was given, and nothing reads it: at temperature 0 nothing is drawn",
-    ),
     ("kv-error", {"base": "int8"}, "base='int8' was given, and nothing reads it: no design that was asked for uses it"),
-    ("kv-error", {"rms": 0.3}, "rms=0.3 was given, and nothing reads it: no design that was asked for uses it"),
     (
         "kv-error",
         {"design": "none", "policies": ("q8_0",), "strategy": "greedy", "repeats": 3},
@@ -354,9 +343,6 @@ REFUSED: tuple[tuple[str, dict[str, Any], str], ...] = (
         {"prompts": "arithmetic:1", "seed": 3},
         "seed=3 was given, and nothing reads it: prompts and weights are given",
     ),
-    ("audit", {"reach": True, "checks": "none"}, "--reach was given with --checks none"),
-    ("audit", {"calls": "all", "checks": "none"}, "--calls was given with --checks none"),
-    ("audit", {"calls": "nosuch"}, "unknown call plan 'nosuch'"),
     ("audit", {"thorough": True, "checks": "none"}, "--thorough was given with --checks 'none'"),
 )
 """Choices that are refused before a model is loaded, since nothing would read them."""

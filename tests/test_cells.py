@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import logging
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -118,35 +115,3 @@ def test_a_model_is_loaded_once_and_let_go_of() -> None:
         assert loaded({**named, "kind": "hooked"}) is not loaded(named)
     loaded(named)
     assert [{"name": "a", "kind": kind} for kind in ("native", "hooked", "native")] == CALLED
-
-
-KEEPING = """
-import itertools, sys
-from pathlib import Path
-import pandas as pd
-from kvinterp.common.store import Store, clear_cells
-store = Store(Path(sys.argv[1]), {"verb": "x"})
-print("began", flush=True)
-for number in itertools.count():
-    store.keep(f"cell-{number}", {"table": pd.DataFrame({"x": [number] * 50_000})})
-    print(number, flush=True)
-"""
-
-
-@pytest.mark.parametrize("delay", [0.05, *(pytest.param(place / 97, marks=pytest.mark.long) for place in range(20))])
-def test_killed_while_cells_are_kept_every_one_that_was_kept_is_there(tmp_path: Path, delay: float) -> None:
-    """Whatever instruction the signal falls on; what was half written goes with the cells."""
-    command = [sys.executable, "-c", KEEPING, str(tmp_path / "out")]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "began\n"
-        time.sleep(delay)
-        process.kill()
-        kept = [int(line) for line in process.stdout.read().split("\n") if line]
-    store = Store(tmp_path / "out", {"verb": "x"})
-    there = [number for number in range(len(kept) + 2) if store.read(f"cell-{number}") is not None]
-    # The last may have been kept before it could be said.
-    assert there in (kept, [*kept, len(kept)])
-    assert [store.read(f"cell-{number}")[0]["table"]["x"].sum() for number in kept] == [50_000 * n for n in kept]
-    clear_cells(tmp_path / "out")
-    assert list((tmp_path / "out").glob("*")) == []

@@ -58,23 +58,6 @@ def test_a_folder_that_cannot_be_written_is_found_before_the_work(tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("verb", "name"),
-    [
-        ("compare", "steps.parquet"),
-        ("kernels", "kernels.parquet"),
-        ("root-cause", "gqa.parquet"),
-        ("audit", "verdict.json"),
-    ],
-)
-@pytest.mark.usefixtures("no_model")
-def test_a_users_file_under_a_name_that_is_needed_is_found_before_the_work(tmp_path: Path, verb: str, name: str) -> None:
-    """Tables' names were asked for only once the tables were there to be written."""
-    (tmp_path / name).write_text("mine")
-    wrong("", *VERBS[verb], "--out", tmp_path)
-    assert content(tmp_path) == {name: b"mine"}
-
-
-@pytest.mark.parametrize(
     "command",
     [
         ("compare", MODEL, *SMALL, "--record", "resid_pst"),

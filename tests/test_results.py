@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -88,31 +87,6 @@ def test_a_killed_run_goes_on_and_gives_the_same_tables(tmp_path: Path) -> None:
     again.close()
     same(tables(tmp_path / "whole"), tables(tmp_path / "cut"))
     assert cells_of(tmp_path / "cut") == []
-
-
-def test_a_table_cut_off_while_written_leaves_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second of two merges fails half-way through a file: the first merge's file is still whole."""
-    made = folder(tmp_path)
-    made.add(comparison((0,)))
-    made.close("interrupted")
-    made.add(comparison((1,)))
-
-    replace = os.replace
-
-    def cut(partial: Path, path: Path) -> None:
-        """Called when a file is written and not yet in its place."""
-        if path.name != "heads.parquet":
-            return replace(partial, path)
-        assert partial.stat().st_size > 0
-        raise OSError(28, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "replace", cut)
-        with pytest.raises(InputError, match="No space left on device"):
-            made.close("interrupted")
-    same({"heads": comparison((0,)).heads}, tables(tmp_path))
-    assert json.loads((tmp_path / "summary.json").read_text())["interrupted"] is True
-    assert not list(tmp_path.glob("*partial")) + list(tmp_path.glob(".*partial"))
 
 
 def test_an_interrupted_result_of_other_settings_is_refused_with_what_differs(tmp_path: Path) -> None:

@@ -51,15 +51,6 @@ def test_a_text_form_reads_as_it_is_written(plugin, text):
     assert type(found.share) is float
 
 
-def test_quotes_hold_a_value_together_and_an_apostrophe_is_none():
-    """File names and formats have commas, brackets and equals signs."""
-    assert spec.read("plugin", 'heavy_hitters(site="a,(b=c",rows=3)', KINDS, "") == HeavyHitters(3, site="a,(b=c")
-    assert spec.read("plugin", "heavy_hitters(site=it's,rows=3)", KINDS, "") == HeavyHitters(3, site="it's")
-    assert spec.read("plugin", "heavy_hitters(4,0.5,dir/a=b)", KINDS, "") == HeavyHitters(4, site="dir/a=b")
-    with pytest.raises(kv.InputError, match="cannot be read"):
-        spec.read("plugin", "heavy_hitters(row=3)", KINDS, "")
-
-
 def test_capitals_and_hyphens_of_a_name_do_not_matter():
     assert spec.read("plugin", " Heavy-Hitters( 4 ) ", KINDS, "") == HeavyHitters(4)
 
@@ -105,9 +96,3 @@ def test_a_separator_in_brackets_separates_nothing():
     ]
     assert spec.split("a(1e+5)+b", "+") == ["a(1e+5)", "b"]
     assert spec.split(" ", ",") == []
-
-
-def test_a_generic_alias_is_no_class() -> None:
-    """In Python 3.10 it says that it is one, and kvinterp could not be imported there."""
-    assert spec.is_class(int)
-    assert not spec.is_class(tuple[int, str])

@@ -114,35 +114,6 @@ def test_dropout_left_on_is_a_bug(rows: int, monkeypatch: pytest.MonkeyPatch) ->
     assert where(verdict)[:3] == ("bug", 0, "attention output"), verdict.reading
 
 
-@pytest.mark.parametrize(
-    ("kind", "module", "more"),
-    [
-        ("GPTJ", "h.0.attn", {"n_embd": 40, "n_layer": 2, "n_head": 4, "n_positions": 64, "rotary_dim": 4}),
-        pytest.param(
-            *("CodeGen", "h.0.attn", {"n_embd": 40, "n_layer": 2, "n_head": 4, "n_positions": 64, "rotary_dim": 4}),
-            marks=pytest.mark.long,
-        ),
-        (
-            "GPTNeo",
-            "h.0.attn.attention",
-            {
-                "hidden_size": 40,
-                "num_layers": 2,
-                "num_heads": 4,
-                "attention_types": [[["global", "local"], 1]],
-                "window_size": 6,
-                "max_position_embeddings": 64,
-            },
-        ),
-    ],
-)
-def test_a_cast_that_both_paths_make_is_no_kernel(kind: str, module: str, more: dict[str, Any]) -> None:
-    verdict = quick(small(kind, initializer_range=0.15, **more).double())
-    assert verdict.verdict == "hidden-cast", verdict.reading
-    assert verdict.module.endswith(module)
-    assert "casts to float32" in verdict.reading
-
-
 def test_constants_made_in_float32_are_no_bug() -> None:
     """MiniMax's decays are computed in float32 before the model runs: leaving out its casts does not bring them back."""
     model = small(

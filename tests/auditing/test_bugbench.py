@@ -25,25 +25,6 @@ def test_the_bank_is_found_by_itself_and_names_each_subject_once():
     } <= set(DETECTORS)
 
 
-@pytest.mark.parametrize(
-    ("detector", "subject", "alarm"),
-    [
-        ("allclose-assert", "stale-slot", "yes"),
-        ("allclose-loose", "keys-two-percent-float32-only", "yes"),
-        ("allclose-loose", "clean: llama-eager", "no"),
-        ("top1", "logits-shifted-by-a-token-id", "yes"),
-        ("top1", "clean: gpt2", "no"),
-        ("transformers-tests", "stale-slot", "yes"),
-        ("transformers-tests", "clean: llama", "no"),
-        # Nothing of a reordered cache is asked by plain decoding.
-        ("allclose-assert", "values-not-reordered", "no"),
-    ],
-)
-def test_detectors_see_what_they_look_at_and_nothing_else(detector, subject, alarm):
-    row = tried(detector, subject)
-    assert row["alarm"] == alarm, row["said"]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("detector", "subject", "alarm", "placed"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ import pandas as pd
 import pytest
 
 import kvinterp as kv
-from command_line import wrong
 from kvinterp.common.result import Result
 from kvinterp.findings import lines_of
 from kvinterp.models import Adapter
@@ -93,16 +91,6 @@ def test_every_seed_has_its_own_chain_whatever_runs_beside_it(small: Adapter) ->
     assert several[0] != several[1]
     assert played(small, "cached", TEXT, 1, [5], 2, ask, **how)[0] == several[1]
     assert played(small, "cached", TEXT, 2, [5], 2, ask, **how)[0] != several[1]
-
-
-def test_a_request_is_a_message_where_the_model_has_a_template(small: Adapter, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert tokens_of(small, "Say {text}.", "none", "Be brief.")("x") == small.encode("Be brief.\nSay x.")
-    with pytest.raises(kv.InputError, match="has no chat template"):
-        tokens_of(small, "{text}", "template", None)
-    pattern = "{% for m in messages %}[{{ m.role }}] {{ m.content }} {% endfor %}[assistant]"
-    monkeypatch.setattr(small.tokenizer, "chat_template", pattern, raising=False)
-    made = tokens_of(small, "Say {text}.", "template", "Be brief.")("x")
-    assert small.tokenizer.decode(made) == "[system] Be brief. [user] Say x. [assistant]"
 
 
 # What texts are worth ------------------------------------------------------------------------------------------------------
@@ -188,18 +176,3 @@ def test_the_command_plays_every_arm_and_draws(tmp_path: Path) -> None:
     page = (tmp_path / "out" / "report.html").read_text()
     assert "cosine of word counts" in page
     assert chains["said"].iloc[0] in page
-
-
-def test_wrong_input_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = ("chain", "zoo:gqa2-mini", "--out", tmp_path / "out", "--device", "cpu")
-    wrong("takes no text: write {text} where it goes", *made, "--template", "Again:")
-    wrong("expected numbers with commas, as in 0.7,0", *made, "--temperatures", "warm")
-    wrong("expected numbers from 0 on, as in 0.7,0", *made, "--temperatures", "-1")
-    wrong("int4(on=k) is on K alone, and --on v leaves it out: add k", *made, "--policy", "int4(on=k)", "--on", "v")
-    wrong("expected kv, k and v", *made, "--on", "q")
-    wrong("prefill='whole' was given", *made, "--prefill", "whole")
-    wrong("unknown policy 'int5'", *made, "--policy", "int5")
-    wrong("policy identity cannot be on K alone: give --on kv", *made, "--policy", "identity")
-    monkeypatch.setitem(sys.modules, "sentence_transformers", None)
-    wrong("needs pip install 'kvinterp[chains]'", *made, "--embedder", "all-MiniLM-L6-v2", "--texts", "restate:1")
-    assert not (tmp_path / "out").exists()

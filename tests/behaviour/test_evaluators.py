@@ -17,7 +17,6 @@ import torch
 import kvinterp as kv
 from kvinterp.data import load_prompts, score
 from kvinterp.models import Adapter
-from kvinterp.paths import Greedy, TopK, TopP
 from kvinterp.policies import Place, Policy
 from kvinterp.policies.base import KV
 from kvinterp.study.behaviour.decoding import likelihoods, write
@@ -191,31 +190,3 @@ def test_stop_strings_end_a_text_and_are_not_in_it(small: Adapter) -> None:
         assert len(short.tokens) < len(long.tokens)
         assert long.tokens[: len(short.tokens)] == short.tokens
     assert [each.ended for each in write(small, "cached", prompts, 3)] == ["length"] * 2
-
-
-@pytest.mark.slow
-@pytest.mark.bits
-def test_a_batch_writes_and_scores_what_each_does_alone(small: Adapter) -> None:
-    tokens = small.encode(PROMPTS[0].text)[:12]
-    prompts = [[*tokens[:-1], last] for last in (tokens[-1], tokens[-2], tokens[-3])]
-    how: dict[str, Any] = {"strategy": "top_p(1.0,2.0)", "seed": 5, "stops": ["."], "through": 2}
-    together = write(small, "cached", prompts, 6, batch_size=3, **how)
-    alone = [write(small, "cached", [p], 6, examples=[n], **how)[0] for n, p in enumerate(prompts)]
-    assert together == alone
-    assert len({each.text for each in together}) > 1
-    pairs = [(prompt, continuation) for prompt in prompts for continuation in ([5, 6], [5, 7])]
-    scored = likelihoods(small, "cached", pairs, batch_size=3)
-    assert scored == [likelihoods(small, "cached", [pair])[0] for pair in pairs]
-
-
-def test_what_tasks_sample_with() -> None:
-    assert harness.strategy_of({"do_sample": False, "temperature": 0.0}) == Greedy()
-    assert harness.strategy_of({"do_sample": True, "temperature": 0.7}) == TopP(1.0, 0.7)
-    assert harness.strategy_of({"do_sample": True}) == TopP(1.0, 1.0)
-    assert harness.strategy_of({"do_sample": True, "temperature": 0.5, "top_k": 3}) == TopK(3, 0.5)
-    both = harness.strategy_of({"do_sample": True, "temperature": 1.0, "top_k": 2, "top_p": 0.6})
-    logits = torch.tensor([[0.0, 1.0, 3.0, 2.0]], dtype=torch.float64)
-    # Of the two largest the first alone has more than 0.6.
-    assert both.distribution(logits).tolist() == [[0.0, 0.0, 1.0, 0.0]]
-    with pytest.raises(kv.InputError, match="'num_beams': 4"):
-        harness.strategy_of({"num_beams": 4})

@@ -70,21 +70,6 @@ def test_batches_and_parts_keep_the_same(model: Adapter, both: Comparison, monke
     pd.testing.assert_frame_equal(hasty.attention_rows, both.attention_rows, check_exact=True)
 
 
-def test_a_probability_is_that_of_the_path_s_own_token(model: Adapter) -> None:
-    drawn = kv.compare(model, PROMPTS[0], b=OTHER, record="", strategy="top_p(0.9,1.0)", **SHORT).steps
-    trace = kv.run(model, PROMPTS[0], logits="keep", strategy="top_p(0.9,1.0)", **SHORT)
-    assert trace.logits is not None
-    wanted = trace.logits.double().softmax(-1)[range(len(drawn)), drawn["token_a"].tolist()]
-    assert drawn["probability_a"].tolist() == wanted.tolist()
-    assert drawn["boundary_a"].dropna().between(0, 1).all()
-    assert drawn["boundary_a"].notna().any()
-
-
-def test_a_greedy_choice_is_as_far_as_its_margin(both: Comparison) -> None:
-    for side in "ab":
-        assert both.steps[f"boundary_{side}"].equals(both.steps[f"margin_{side}"].rename(f"boundary_{side}"))
-
-
 def test_the_distance_is_to_where_another_token_begins() -> None:
     """Moved by less than the distance the draw falls on the same token, moved by more it falls on another."""
     logits, rng = torch.randn(200, 9, generator=torch.Generator().manual_seed(0)), np.random.default_rng(0)

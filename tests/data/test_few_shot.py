@@ -10,16 +10,13 @@ from pathlib import Path
 import pytest
 
 import kvinterp as kv
-from command_line import kvinterp
 from kvinterp.data import load_prompts, score
 from kvinterp.data.few_shot import cut_at
 from kvinterp.models import Adapter
 from kvinterp.models.inputs import encode
 from kvinterp.study.results import prompt_lines, prompts_digest
 from support import Case
-from writing import read_result
 
-TEST = Path(__file__).with_name("problems") / "test.jsonl"
 CHAT = "{% for m in messages %}[{{ m.role }}] {{ m.content }} {% endfor %}[assistant]"
 
 
@@ -108,15 +105,3 @@ def test_messages_of_a_file(tmp_path: Path) -> None:
 
 
 # To a model ----------------------------------------------------------------------------------------------------------------
-
-
-def test_a_comparison_keeps_which_problems_were_asked_and_which_shown(tmp_path: Path) -> None:
-    source = f"gsm8k({TEST},shots=1,count=2,seed=7,answer=flexible)"
-    out = tmp_path / "out"
-    made = kvinterp("compare", "zoo:gqa2-mini", "--prompts", source, "--max-new-tokens", "2", "--record", "", "--device",
-                    "cpu", "--out", str(out))  # fmt: skip
-    assert made.exit_code == 0, made.output
-    kept = read_result(out)
-    assert kept.prompts == load_prompts(source)
-    assert list(kept.examples["id"]) == [prompt.id for prompt in kept.prompts]
-    assert kept.prompts[0].meta["shots"]

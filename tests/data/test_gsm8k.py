@@ -142,13 +142,9 @@ def test_a_dataset_is_loaded_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyP
     [
         ({"answer": "1"}, 'line 2 has no field "question"'),
         ({"question": "x"}, r'line 2 has no field "answer", or nothing in it \(fields: question\)'),
-        ({"question": " ", "answer": "1"}, 'line 2 has no field "question", or nothing in it'),
-        ({"question": "x", "answer": None}, 'line 2 has no field "answer"'),
         ({"question": "x", "answer": "many"}, "line 2 has 'many' as its answer: expected a number such as 72"),
         ({"question": "x", "answer": "so 7\n#### seven"}, "line 2 has 'seven' after its last \"####\""),
-        ({"question": "x", "answer": "7 or 8"}, "line 2 has '7 or 8' as its answer"),
         ({"question": 3, "answer": "7"}, 'line 2: "question" is int'),
-        ({"question": "\ud800", "answer": "7"}, "line 2 holds the lone surrogate"),
     ],
 )
 def test_a_bad_line_is_named(tmp_path: Path, line: dict[str, object], said: str) -> None:

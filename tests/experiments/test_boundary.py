@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import numpy as np
@@ -11,9 +10,6 @@ import pytest
 import statsmodels.api as sm
 from scipy import stats
 
-from kvinterp.common.numbers import number
-from kvinterp.common.result import Result
-from kvinterp.findings import findings_of, lines_of
 from kvinterp.metrics import cox
 from kvinterp.study.behaviour import boundary as b
 from kvinterp.study.behaviour.divergence import DECODE
@@ -128,25 +124,6 @@ def test_the_chance_from_margin_and_noise_is_the_true_one(tables: Any) -> None:
     loud = steps.assign(rms_logit=steps["rms_logit"].where(steps["example"] != 0, 1e2))
     quiet, other = (b.predicted(each).query("example == 0")["predicted"] for each in (steps, loud))
     assert quiet.tolist() == pytest.approx(other.tolist(), rel=1e-6)
-
-
-def test_the_sentences_follow_the_numbers(tables: Any) -> None:
-    headline, lines = read(tables)
-    (row,) = tables["prediction"].to_dict("records")
-    assert f"area under the curve of {number(row['auc'])}" in headline
-    assert f"n = {row['flips']} flips" in lines
-    pearson = tables["boundary"].set_index(["quantity", "method"]).loc[("mean_kl", "pearson"), "value"]
-    assert f"Pearson's correlation of flip step and the free KL {number(pearson)} (95% interval" in lines
-    _, few = read(b.boundary_tables(*made_up(3, 1), above=8))
-    assert re.search(r"has no number \(n = \d flips\): fewer than 6 prompts have such a flip", few)
-    drawn = {name: table.replace({"strategy": {"greedy": "top_k(5,1)"}}) for name, table in tables.items()}
-    assert "foretold" not in read(drawn)[1], "what the greedy token would do is no drawn token's"
-
-
-def read(tables: Any) -> tuple[str, str]:
-    """The headline, and all findings a line each."""
-    headline = Boundary().headline(Result(tables, {}))
-    return "\n".join(headline), "\n".join(lines_of(findings_of(Boundary().rows(tables))))
 
 
 def test_the_whole_command_has_the_decodes_of_behaviour(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -148,17 +148,11 @@ def test_the_example_of_the_docs_runs(model: Any) -> None:
     ("prompt", "tokens", "values", "ids", "says"),
     [
         ([1], [2, 3], np.zeros((1, 8)), None, "a row for each token"),
-        ([1], [2, 3], np.zeros(8), None, "a row for each token"),
         ([], [2], np.zeros((1, 8)), None, "0 prompt tokens"),
-        ([1], [], np.zeros((0, 8)), None, "0 more"),
         ([1.5], [2], np.zeros((1, 8)), None, "token ids"),
-        ([1], [-2], np.zeros((1, 8)), None, "token ids"),
         ([1], [2], np.zeros((1, 8)), np.zeros((1, 7), int), "a token id for each value"),
-        ([1], [2], np.zeros((1, 2)), [[0.5, 1]], "a token id for each value"),
-        ([1], [2], np.zeros((1, 2)), [[-1, 1]], "a token id for each value"),
         ([1], [2], np.full((1, 2), 0.5), [[0, 1]], "above 0"),
         ([1], [2], "abc", None, "cannot be"),
-        ([1], [2], [[1, 2], [3]], None, "cannot be"),
     ],
 )  # fmt: skip
 def test_arrays_that_do_not_fit_get_a_sentence(prompt: Any, tokens: Any, values: Any, ids: Any, says: str) -> None:

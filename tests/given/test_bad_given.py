@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 import kvinterp as kv
-from command_line import wrong
 
 MODEL = "zoo:gqa2-mini"
 IDS = list(range(5, 60))
@@ -17,34 +16,6 @@ IDS = list(range(5, 60))
 
 def own(**changes: Any) -> bytes:
     return json.dumps({"prompt": IDS[:12], "tokens": IDS[12:], "logprobs": [-2.0] * 43, **changes}).encode()
-
-
-@pytest.mark.parametrize(
-    ("content", "says"),
-    [
-        (own(tokens=[*IDS[12:54], 151_643]), "has the token 151643, and zoo:gqa2-mini has"),
-        (own(tokens=IDS[12:] * 60, logprobs=[-2.0] * 43 * 60), "and the context of zoo:gqa2-mini"),
-        (own(logprobs=[float("inf")] * 43), "for a log-prob"),
-        (own(logprobs=[-2.0]), "expected one for each"),
-        (own(top=[[[10**30, -1.0]], *[None] * 42]), "expected a list of token ids"),
-        (own(top=[[[n, -6.0] for n in range(1, 513)], *[None] * 42]), "has the token 512, and zoo:gqa2-mini has"),
-        (own()[:60], "is not JSON"),
-        (b"", "is empty"),
-        (bytes(range(256)), "is not UTF-8 text"),
-        (b"<html>busy</html>", "is not JSON"),
-        (b"\x1f\x8b\x08", "is compressed (gzip)"),
-        (b"\x80\x04\x95.", "is a pickle or an archive"),
-        (None, "does not exist or is no file"),
-    ],
-)  # fmt: skip
-def test_one_sentence(content: bytes | None, says: str, tmp_path: Path) -> None:
-    file, out = tmp_path / "given.jsonl", tmp_path / "out"
-    if content is None:
-        file.mkdir()
-    else:
-        file.write_bytes(content)
-    wrong(says, "audit", MODEL, "--against", file, "--out", out)
-    assert not (out / "given.parquet").exists()
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import warnings
 
 import numpy as np
 import pandas as pd
@@ -201,21 +200,6 @@ def test_a_partial_correlation_by_the_closed_form():
     assert found.p == pytest.approx(2 * stats.t(len(table) - 3).sf(abs(t)), rel=1e-9)
 
 
-def test_the_papers_partial_correlation_is_a_restriction_of_range():
-    """It weakens a relation that holds throughout, and holds nothing constant; the true one removes what was given."""
-    rng = drawn(13)
-    x = rng.normal(size=4000)
-    y = x + rng.normal(size=4000)
-    whole, above = metrics.correlation(x, y, resamples=50), metrics.restricted_correlation(x, y, above=1.0, resamples=50)
-    assert whole.effect == pytest.approx(1 / math.sqrt(2), abs=0.03)
-    assert above.effect < 0.55
-    assert above.n == (x > 1).sum()
-    common = rng.normal(size=4000)
-    one, other = common + rng.normal(size=4000), common + rng.normal(size=4000)
-    assert metrics.correlation(one, other, resamples=50).effect == pytest.approx(0.5, abs=0.05)
-    assert metrics.correlation(one, other, None, common, resamples=50).effect == pytest.approx(0, abs=0.05)
-
-
 def test_the_clustered_slope_by_the_sandwich():
     table = clustered(14, clusters=12)
     design = np.column_stack([table["x"], np.ones(len(table))])
@@ -259,49 +243,6 @@ def test_gee_of_a_balanced_design_is_the_odds_ratio_with_a_sandwich():
 # What cannot be answered -----------------------------------------------------------------------------------------------
 
 SAME, NAMES = np.ones(12), np.repeat(np.arange(6), 2)
-CANNOT = {
-    "mcnemar of nothing": (lambda: metrics.mcnemar([], []), "there are no pairs"),
-    "sign flips of one cluster": (lambda: metrics.sign_flips([1.0, 2.0], [0, 0]), "fewer than 2 clusters"),
-    "mean without spread": (lambda: metrics.mean_of(SAME), "no spread"),
-    "mean of nothing": (lambda: metrics.mean_of([]), "fewer than 2"),
-    "wilcoxon of equals": (lambda: metrics.wilcoxon(SAME, SAME), "no pair differs"),
-    "mann-whitney of equals": (lambda: metrics.mann_whitney(SAME, SAME), "all observations are equal"),
-    "mann-whitney of one": (lambda: metrics.mann_whitney([1.0], SAME), "fewer than 2"),
-    "welch of equals": (lambda: metrics.welch(SAME, SAME * 2), "nothing varies"),
-    "terciles of equals": (lambda: metrics.terciles(SAME, np.arange(12.0)), "thirds are not apart"),
-    "correlation with a constant": (lambda: metrics.correlation(np.arange(12.0), SAME), "does not vary"),
-    "correlation of one cluster": (lambda: metrics.correlation(np.arange(12.0), np.arange(12.0), SAME), "clusters"),
-    "partial of what is given": (
-        lambda: metrics.correlation(np.arange(12.0), np.arange(12.0) ** 2, None, np.arange(12.0)),
-        "does not vary",
-    ),
-    "gee of one path": (lambda: metrics.gee(NAMES % 2 == 0, SAME == 1, NAMES), "never varies"),
-    "gee that never differs": (lambda: metrics.gee(NAMES % 2 == 0, np.arange(12) % 2 == 0, NAMES), "never differ"),
-    "cox without flips": (lambda: metrics.cox(np.arange(12.0), SAME == 0, np.arange(12.0)), "0 flips of 12"),
-    "cox on a constant": (lambda: metrics.cox(np.arange(12.0), SAME == 1, SAME), "does not vary"),
-    "cox of what is ordered whole": (
-        lambda: metrics.cox(np.arange(12.0), SAME == 1, np.arange(12.0)),
-        "orders the flips whole",
-    ),
-    "cox of one cluster's flips": (
-        lambda: metrics.cox(
-            np.arange(24.0), np.repeat(np.arange(6), 4) == 3, np.arange(24.0) ** 2, np.repeat(np.arange(6), 4)
-        ),
-        "of one cluster",
-    ),
-    "share of nothing": (lambda: metrics.share_of([]), "no observations"),
-}
-
-
-@pytest.mark.parametrize("name", CANNOT)
-def test_what_cannot_be_answered_is_nan_with_a_reason(name):
-    ask, why = CANNOT[name]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        found = ask()
-    assert why in found.why, found
-    assert math.isnan(found.p)
-    assert math.isnan(found.low)
 
 
 def test_a_rate_in_clusters_is_worth_fewer_trials_where_they_go_together():

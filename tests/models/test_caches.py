@@ -1,8 +1,5 @@
 """The cached path of models that keep something else than keys and values, and keep it where they please."""
 
-import inspect
-from types import SimpleNamespace
-
 import pytest
 import torch
 
@@ -91,39 +88,6 @@ def test_a_cache_that_is_left_lying_is_an_error(tiny):
 
 
 # Names that a release may change ----------------------------------------------------------------------------------------
-
-
-def renamed(model, argument, output):
-    """A model that takes and returns its cache by other names, and by no other."""
-    whole, own = model.forward, kv.wrap(model).cache_name
-
-    def forward(input_ids=None, attention_mask=None, position_ids=None, use_cache=None, **given):
-        if given.keys() - {argument}:
-            raise TypeError(f"forward() got {sorted(given)}")
-        cache = {own: given.get(argument)}
-        made = whole(input_ids, attention_mask, position_ids, use_cache=use_cache, **cache)
-        return SimpleNamespace(logits=made.logits, **{output: getattr(made, own)})
-
-    names = ("input_ids", "attention_mask", "position_ids", "use_cache", argument)
-    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    forward.__signature__ = inspect.Signature([inspect.Parameter(name, kind, default=None) for name in names])
-    model.forward = forward
-    return model
-
-
-@pytest.mark.parametrize("argument", ["past_key_values", "cache", "kept"])
-@pytest.mark.parametrize("output", ["past_key_values", "cache", "kept"])
-def test_a_cache_has_the_name_that_the_model_gives_it(tiny, argument, output):
-    """transformers 5.24 renamed past_key_values, as argument and in the output, and no model had a cached path."""
-    plain, other = tiny("Llama"), renamed(tiny("Llama"), argument, output)
-    assert kv.wrap(other).cache_name == argument
-    for model in (plain, other):
-        assert largest(model) < 1e-4
-    told = {"record": ("cache_k", "resid_post"), "max_new_tokens": 3, "stop": "length", "logits": "keep"}
-    one, two = (kv.run(model, PROMPT, "cached", **told) for model in (plain, other))
-    assert one.tokens == two.tokens
-    assert torch.equal(one.logits, two.logits)
-    assert all(torch.equal(one[site, 1], two[site, 1]) for site in told["record"])
 
 
 # A soft cap that attention leaves out --------------------------------------------------------------------------------

@@ -162,23 +162,3 @@ def _embedded(model: Any, corrupted: torch.Tensor, cache: Any, at: int, metric: 
 
 
 # Passes, which begin at the embedding where it is heard ----------------------------------------------------------------------
-
-
-@cases([case for case in KINDS if case.kind != "hooked"])
-def test_the_embedding_is_heard_in_the_step_that_it_begins(load: Any, case: Case) -> None:
-    from transformers import DynamicCache
-
-    adapter, tokens = load(case), rows(PROMPT)
-    cache = DynamicCache(config=adapter.source.config)
-    donor = torch.zeros(adapter.facts.width)
-    steered = kv.Patch("embed", positions=(9, 11), steps=(2, 3), donor=donor)
-    # What is opened first hears first: the recorder sees what the patch made.
-    with kv.patched(adapter.model, steered) as hook, kv.record(adapter.model, "embed,resid_pre", positions="all") as seen:
-        adapter.model(tokens[:, :8], past_key_values=cache, use_cache=True)
-        for at in range(8, 12):
-            adapter.model(tokens[:, at : at + 1], past_key_values=cache, use_cache=True)
-    assert hook.moved == [2]
-    assert [kept.shape[1] for kept in seen.kept["embed", 0]] == [8, 1, 1, 1, 1]
-    whole = torch.cat(seen.kept["embed", 0], 1)
-    assert [at for at in range(12) if not bool(whole[:, at].any())] == [9, 10]
-    assert len(seen.kept["resid_pre", 0]) == 5

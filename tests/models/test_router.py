@@ -6,7 +6,6 @@ import torch
 import kvinterp as kv
 from kvinterp.errors import InputError, UnsupportedError
 from kvinterp.models.bridge import build_bridge
-from kvinterp.models.convert import hooked_from_transformers
 from routed import CONFIGS, EXPERTS, LAYERS, PROMPT, built, router
 from support import assert_bitwise
 
@@ -68,20 +67,6 @@ def test_a_bridge_shows_the_same_and_all_positions_are_there(name):
             torch.testing.assert_close(ours, theirs, **WITHIN)
             chosen = trace.records["experts", layer][step]
             assert torch.equal(chosen.sort().values, native.records["experts", layer][step].sort().values)
-
-
-@pytest.mark.hooked
-def test_a_mixtral_becomes_a_hooked_transformer_with_the_same_routers():
-    model = built("mixtral")
-    hooked = kv.wrap(hooked_from_transformers(model, model.config, "mixtral", torch.float64, torch.device("cpu")))
-    one, other = (kv.run(kv.wrap(each), PROMPT, record="routing", **HOW) for each in (hooked, model))
-    assert one.tokens == other.tokens
-    for layer in LAYERS["mixtral"]:
-        torch.testing.assert_close(one["router", layer], other["router", layer], **WITHIN)
-        assert torch.equal(one["experts", layer], other["experts", layer])
-    with kv.record(hooked, "blocks.1.mlp.hook_expert_indices") as seen:
-        hooked.model(torch.tensor([PROMPT]))
-    assert torch.equal(seen["experts", 1][0].sort(-1).values, seen.kept["experts", 1][0][0].sort(-1).values)
 
 
 @architectures

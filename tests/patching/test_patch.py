@@ -495,11 +495,8 @@ def one_sentence(error):
         ({"site": "attn_scores"}, "can be recorded and not patched"),
         ({"site": "resid_post", "positions": "last"}, "expected 'newest', 'all', 'earlier'"),
         ({"site": "resid_post", "positions": (4, 4)}, "holds no position"),
-        ({"site": "resid_post", "positions": (-1, 4)}, "holds no position"),
         ({"site": "resid_post", "steps": "second"}, "expected 'every', 'first' or whole numbers"),
-        ({"site": "resid_post", "steps": ()}, "expected 'every', 'first' or whole numbers"),
         ({"site": "resid_post", "steps": (-1,)}, "names no step"),
-        ({"site": "resid_post", "layers": ()}, "expected whole numbers"),
     ],
 )
 def test_a_patch_that_cannot_exist_is_refused(fields, said):
@@ -512,9 +509,7 @@ def test_a_patch_that_cannot_exist_is_refused(fields, said):
     ("patch", "said"),
     [
         (kv.Patch("resid_post", (2,)), "layer 2 does not exist"),
-        (kv.Patch("resid_post", (0, -3)), "layer -3 does not exist"),
         (kv.Patch("z", heads=(4,)), "query head 4 does not exist for site 'z'"),
-        (kv.Patch("k", heads=(2,)), "KV head 2 does not exist for site 'k'"),
         (kv.Patch("kv", heads=(0, 3)), "KV head 3 does not exist for site 'kv'"),
         (kv.Patch("resid_post", heads=(0,)), "has no heads"),
         (kv.Patch("resid_post", positions=(90, 97)), "position 96 does not exist"),

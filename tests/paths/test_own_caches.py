@@ -176,14 +176,6 @@ def test_a_class_or_function_makes_the_cache(factory):
     assert given.provenance["cache"] == "DynamicCache"
 
 
-def test_a_cache_that_is_handed_out_twice_is_refused():
-    """The second run would go on from the first's keys and values."""
-    model = llama()
-    one = DynamicCache()
-    with pytest.raises(kv.InputError, match="in use already"):
-        logits(model, kv.Cached(cache=lambda: one))
-
-
 def test_quantos_cache_has_the_bits_of_its_own_plain_loop_and_says_where_its_groups_do_not_fit():
     """Defect: groups of 64 numbers that the prompt's keys do not fill were a traceback."""
     pytest.importorskip("optimum.quanto")
@@ -205,33 +197,3 @@ def test_an_offloaded_cache_has_the_bits_of_its_own_plain_loop():
 
 
 # Comparing and patching ------------------------------------------------------------------------------------------------
-
-
-class Forgetful(DynamicCache):
-    """Keeps the first two positions and the newest four, as a cache with attention sinks does."""
-
-    def update(self, key_states, value_states, layer_idx, *args, **kwargs):
-        keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        layer = self.layers[layer_idx]
-        if keys.shape[2] <= 6:
-            return keys, values
-        layer.keys, layer.values = (torch.cat([t[:, :, :2], t[:, :, -4:]], 2) for t in (keys, values))
-        return layer.keys, layer.values
-
-    def get_mask_sizes(self, query_length, layer_idx):
-        return (min(self.get_seq_length(layer_idx) + query_length, 6), 0)
-
-
-def test_positions_that_are_not_known_are_not_named():
-    """Six of thirteen keys were told to be the newest six."""
-    model, path = llama(attention="eager"), kv.Cached(cache=lambda: Forgetful())
-    prompt = list(PROMPT[:5])
-    assert len(kv.run(model, prompt, path, max_new_tokens=4, stop="length").tokens) == 4
-    with pytest.raises(
-        kv.UnsupportedError, match="holds 6 of 7 positions and does not say which; leave the cache sites out"
-    ):
-        kv.run(model, prompt, path, record="kv", max_new_tokens=4, stop="length")
-    found = kv.compare(model, prompt, path, "cached", record="resid_post", max_new_tokens=3, stop="length", progress="none")
-    assert found.kv_steps.empty
-    assert found.kv_positions.empty
-    assert not found.layers.empty

@@ -215,13 +215,9 @@ def test_in_a_notebook_it_shows_itself_in_a_frame_without_rights(model: Any) -> 
         ({"step": -1}, "step=-1 was given"),
         ({"step": 1, "layers": 9}, "layer 9 does not exist"),
         ({"step": 1, "heads": [9]}, "query head 9 does not exist: layer 0 has query heads 0 to 3"),
-        ({"step": 1, "heads": []}, r"heads=\[\] was given: expected at least one"),
         ({"step": 1, "layers": []}, r"layers=\[\] was given: expected at least one"),
-        ({"step": True}, "step=True was given"),
         ({"step": 1, "positions": (5, 400)}, r"0 <= start < stop <= \d+"),
-        ({"step": 1, "most": 0}, "most=0 was given"),
         ({"step": 1, "fit": "squeeze"}, "fit='squeeze' was given"),
-        ({"step": 60}, "ends this prompt after step"),
     ],
 )
 def test_what_does_not_exist_is_one_sentence(model: Any, arguments: dict[str, Any], said: str) -> None:

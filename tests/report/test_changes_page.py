@@ -87,19 +87,6 @@ def test_a_token_shows_its_heads_and_a_head_its_attention(page_opened: Callable[
     opened.quiet()
 
 
-def test_the_keyboard_does_what_the_mouse_does(page_opened: Callable[..., Opened], tmp_path: Path) -> None:
-    page = drawn(page_opened(written(tmp_path, one=comparison((0, 1), flip=2))))
-    tokens_of(page).nth(0).focus()
-    for key in ("ArrowRight", "Enter"):
-        page.keyboard.press(key)
-    assert page.locator(".kv-detail h3").inner_text() == "p0, step 1"
-    page.keyboard.press("End")
-    page.keyboard.press(" ")
-    assert page.locator(".kv-detail h3").inner_text() == "p0, step 4"
-    page.locator("#flips a").nth(1).click()
-    assert page.locator(".kv-detail h3").inner_text() == "p1, step 2"
-
-
 @pytest.mark.parametrize("protocol", ["matched", "free"])
 def test_the_page_in_every_width_and_scheme(page_opened: Callable[..., Opened], tmp_path: Path, protocol: str) -> None:
     made = comparison((0, 1), flip=2, protocol=protocol)

@@ -310,39 +310,3 @@ class TestInABrowser:
 
 
 # The page that is made of a notebook -----------------------------------------------------------------------------------
-
-
-def exported(panel: PatchPanel, folder: Path) -> Path:
-    """A page as nbconvert makes it of a notebook that shows the panel, saved with its widgets' state."""
-    nbconvert, nbformat = pytest.importorskip("nbconvert"), pytest.importorskip("nbformat")
-    from IPython.core.interactiveshell import InteractiveShell
-    from IPython.utils.capture import capture_output
-    from ipywidgets import Widget
-
-    InteractiveShell.instance()
-    with capture_output() as captured:
-        panel._ipython_display_()
-    cell = nbformat.v4.new_code_cell("kv.patch_panel(model)")
-    cell.outputs = [nbformat.v4.new_output("display_data", data=dict(each.data)) for each in captured.outputs]
-    state = Widget.get_manager_state(widgets=[panel.widget])
-    mimetype = "application/vnd.jupyter.widget-state+json"
-    notebook = nbformat.v4.new_notebook(cells=[cell], metadata={"widgets": {mimetype: state}})
-    page, _ = nbconvert.HTMLExporter().from_notebook_node(notebook)
-    path = folder / "exported.html"
-    path.write_text(page, encoding="utf-8")
-    return path
-
-
-@pytest.mark.browser
-@pytest.mark.xdist_group("browser")
-def test_a_page_made_of_the_notebook_keeps_the_picture(panel: PatchPanel, tmp_path: Path, page_opened: Any) -> None:
-    """Without a kernel and without a network, though the page names the widget and would load its manager from elsewhere."""
-    panel.choose(site="kv", layer=2).fill()
-    opened = page_opened(exported(panel, tmp_path))
-    kept = opened.page.locator(".kvinterp-picture")
-    assert kept.is_visible()
-    assert "as it last stood" in kept.inner_text()
-    cells = kept.locator("td[style]")
-    assert cells.count() == len(panel.widget.map["rows"]) * len(panel.widget.map["columns"])
-    assert len({cells.nth(at).evaluate("(cell) => getComputedStyle(cell).backgroundColor") for at in range(8)}) > 1
-    assert [said for said in opened.console if "ERR_INTERNET_DISCONNECTED" not in said and "require" not in said] == []

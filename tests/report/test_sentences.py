@@ -66,25 +66,6 @@ SIX = tuple(range(6))
 # where() ---------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("one", "wanted", "unwanted"),
-    [
-        (made(), ["cached against recompute on zoo:mistral-mini (native, float16, matched; a processor, 1 thread): cached and "
-                  "recompute give different logits at 8 of 10 steps", "first at step 1"], [ALIKE, "behind a flip", "left out"]),
-        (made(size=0.0), [f"{ALIKE} 10 steps", "To see a difference try another dtype"], ["different logits"]),
-        (made(examples=ONE), ["n = 1 prompt"], []),
-        (made(steps_equal("step != 3")), ["at 2 of 10 steps", "first at step 3"], ["first at step 1", ALIKE]),
-        (made(flip=2, protocol="free"), ["at 4 of 6 steps", "mean KL behind a flip, where the two texts differ"], ["at 8 of 10"]),
-        (made(flip=2), ["at 8 of 10 steps", "In 2 of 2 decodes another token is chosen"], ["behind a flip"]),
-        (made(both(steps_equal("step < 4"), setting("steps", "max_abs_logit", 20.0, "step == 4")), flip=3, protocol="free"),
-         [f"{ALIKE} 8 steps"], ["different logits"]),
-        (made(setting("steps", "kl", np.inf, "step == 1"), examples=ONE), ["median of a prompt's mean KL has no number:"], ["mean KL has no number (95%"]),
-    ],
-)  # fmt: skip
-def test_where(one: Comparison, wanted: list[str], unwanted: list[str]) -> None:
-    checked(one.where(), wanted, unwanted)
-
-
 def test_where_says_what_was_left_out() -> None:
     left = dataclasses.replace(made(), failures=failures(7))
     checked(left.where(), ["p7: prompt left out has no number: path cached: NaN first appeared in layer 1."], [])
