@@ -1,4 +1,4 @@
-"""The README's snippets run as they stand, but smaller, in a process that has none of this suite's settings."""
+"""The README and the pages that begin from it run as they stand, but smaller, in a process that has none of this suite's settings."""
 
 from __future__ import annotations
 
@@ -11,26 +11,42 @@ from pathlib import Path
 import pytest
 
 from command_line import one_after_another, parsed
-from kvinterp.models import real
+from kvinterp.models import real, zoo
 from kvinterp.paths import path_named
-from support import SUITES_OWN_SETTINGS, has_hooked_transformer, write_checkpoint
+from support import SUITES_OWN_SETTINGS, has_hooked_transformer
 
 pytestmark = [pytest.mark.bits, pytest.mark.xdist_group("readme"), pytest.mark.slow]
 
 ROOT = Path(__file__).parents[1]
-README = (ROOT / "README.md").read_text(encoding="utf-8")
-NOTEBOOK = (ROOT / "docs" / "start" / "notebook.md").read_text(encoding="utf-8")
-SMALLER = {"arithmetic:3": "arithmetic:2", "max_new_tokens=16": "max_new_tokens=10"}
-"""What is replaced in the first snippet; each must be found there."""
+PAGES = {
+    path.stem: path.read_text(encoding="utf-8") for path in (ROOT / "README.md", *sorted(ROOT.glob("docs/start/*.md")))
+}
+README = PAGES["README"]
+SMALLER = {
+    "README": {"arithmetic:3": "arithmetic:2", "max_new_tokens=16": "max_new_tokens=10"},
+    "notebook": {"arithmetic:12": "arithmetic:2", "max_new_tokens=32": "max_new_tokens=10"},
+}
+"""What is replaced in a page's Python; each must be found there."""
+LEFT_TO_THE_READER = """
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM as MyModelForCausalLM
+torch.manual_seed(3)
+sizes = {"hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+config = LlamaConfig(vocab_size=61, num_key_value_heads=1, max_position_embeddings=128, **sizes)
+my_model = AutoModelForCausalLM.from_pretrained("/path/to/checkpoint").eval()
+my_tokenizer = None
+tokens, other_tokens = torch.tensor([[5, 6, 7, 8]]), torch.tensor([[9, 8, 7, 6]])
+"""
+"""Names that the pages use for a reader's own model, config and tokens."""
+MORE = {
+    "README": "print(len(both.steps), len(both.layers), len(both.heads), len(both.kv_steps))\ntest_cache()",
+    "mismatch": "test_cache()",
+}
+"""What follows a page's blocks: what they define is called."""
 
 
 def blocks(language: str, page: str = README) -> list[str]:
     return re.findall(rf"(?ms)^```{language}\n(.*?)^```", page)
-
-
-def snippet(first_words: str) -> str:
-    (found,) = [block for block in blocks("python") if block.startswith(first_words)]
-    return found
 
 
 def environment() -> dict[str, str]:
@@ -38,12 +54,21 @@ def environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in SUITES_OWN_SETTINGS}
 
 
+def page_program(name: str) -> str:
+    """All Python of a page, as its reader types it in from top to bottom."""
+    source = "".join(blocks("python", PAGES[name]))
+    for old, new in SMALLER.get(name, {}).items():
+        assert old in source, old
+        source = source.replace(old, new)
+    source = f"{LEFT_TO_THE_READER}{source}\n{MORE.get(name, '')}"
+    return source.replace("/path/to/checkpoint", str(zoo.folder("llama-mini")))
+
+
 @pytest.fixture(scope="module")
 def printed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
-    """What each snippet printed; all run in one process, since importing torch is most of the time."""
-    folder = tmp_path_factory.mktemp("readme")
-    sources = {"own": own_model(folder), "notebook": in_a_notebook(), "tests": in_tests()}
-    said = one_after_another(sources, folder, environment())
+    """What each page's Python printed; all run in one process, since importing torch is most of the time."""
+    sources = {name: page_program(name) for name, page in PAGES.items() if blocks("python", page)}
+    said = one_after_another(sources, tmp_path_factory.mktemp("readme"), environment())
 
     def get(name: str) -> str:
         out, error = said[name]
@@ -53,23 +78,16 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
     return get
 
 
-def test_every_python_block_is_run_here() -> None:
-    """A snippet that is added must be added to these tests."""
-    assert len(blocks("python")) == 3
-
-
-def in_a_notebook() -> str:
-    source = snippet("import kvinterp as kv")
-    for old, new in SMALLER.items():
-        assert old in source, old
-        source = source.replace(old, new)
-    (more,) = [block for block in blocks("python", NOTEBOOK) if block.startswith("both.save(")]
-    return f"{source}{more}\nprint(len(both.steps), len(both.layers), len(both.heads), len(both.kv_steps))"
+@pytest.mark.parametrize("name", [name for name, page in PAGES.items() if blocks("python", page)])
+def test_a_pages_python_runs(name: str, printed: Callable[[str], str]) -> None:
+    if "patch_panel" in PAGES[name]:
+        pytest.importorskip("anywidget", reason="its page says first: pip install '.[notebook]'")
+    printed(name)
 
 
 def test_in_a_notebook(printed: Callable[[str], str]) -> None:
     """A cache in eight bits differs on any processor, and K and V, put there as they were computed, are all of it."""
-    first, *lines, cause, counts = printed("notebook").strip().splitlines()
+    first, *lines, cause, counts = printed("README").strip().splitlines()
     kind = "hooked" if has_hooked_transformer() else "bridge"
     assert first.startswith(f"cached+int8 against recompute on zoo:mistral-mini ({kind}, float16, matched; ")
     assert re.search(r"different logits at \d+ of \d+ steps", first), first
@@ -78,44 +96,11 @@ def test_in_a_notebook(printed: Callable[[str], str]) -> None:
     assert all(int(count) > 0 for count in counts.split())
 
 
-def in_tests() -> str:
-    given = (
-        "import torch\nfrom transformers import LlamaConfig as Config, LlamaForCausalLM as MyModelForCausalLM\n"
-        "torch.manual_seed(3)\n"
-        "config = Config(vocab_size=61, hidden_size=24, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,\n"
-        "                num_key_value_heads=1, max_position_embeddings=128)\n"
-    )
-    return f"{given}{snippet('from kvinterp.testing')}\n\ntest_cache()"
-
-
-def test_in_another_projects_tests(printed: Callable[[str], str]) -> None:
-    printed("tests")
-
-
-def own_model(folder: Path) -> str:
-    folder = write_checkpoint("llama-mha", folder / "checkpoint")
-    source = snippet('kv.load_model("/path/to')
-    assert source.count("/path/to/checkpoint") == 1
-    assert source.count("my_model, tokenizer=my_tokenizer") == 1
-    # The one name that the snippet leaves to its reader for a whole object is a transformers model, its layers three.
-    given = (
-        "import torch\nimport kvinterp as kv\nfrom transformers import AutoModelForCausalLM\n"
-        f"my_model = AutoModelForCausalLM.from_pretrained({str(folder)!r}).eval()\nmy_tokenizer = None\n"
-        "tokens = torch.tensor([[5, 6, 7, 8]])\nother_tokens = torch.tensor([[9, 8, 7, 6]])\n"
-    )
-    source = source.replace("/path/to/checkpoint", str(folder)).replace("layers=(3,)", "layers=(2,)")
-    source = source.replace('"resid_post", 3]', '"resid_post", 2]')
-    return given + source
-
-
-def test_your_own_model(printed: Callable[[str], str]) -> None:
-    printed("own")
-
-
 def commands() -> list[list[str]]:
-    """Every kvinterp command of the README."""
-    lines = "\n".join(blocks("bash")).splitlines()
-    return [shlex.split(line, comments=True)[1:] for line in lines if line.startswith("kvinterp ")]
+    """Every kvinterp command of the pages, each once."""
+    lines = "\n".join(block for page in PAGES.values() for block in blocks("bash", page)).splitlines()
+    written = [shlex.split(line, comments=True)[1:] for line in lines if line.startswith("kvinterp ")]
+    return [command for number, command in enumerate(written) if command not in written[:number]]
 
 
 @pytest.mark.parametrize("command", commands(), ids=" ".join)

@@ -98,16 +98,19 @@ def test_keys_are_those_that_attention_reads_without_a_cache(model, minds):
     assert not whole["unchanged"].any()
 
 
-def test_that_the_prompt_differs_is_said_first(minds):
+@pytest.mark.parametrize("wrong", ["without", "with"])
+def test_that_the_prompt_differs_is_said_first(model, wrong):
+    """Float64 keeps either fault, and tokens on a cache share that of the cached prompt: neither side is called the wrong one."""
+    minds = minding(model, wrong)
     said = kv.compare(minds, [IDS], max_new_tokens=3, progress="none").where()
     assert said.index("The prompt itself, 12 tokens, differs") < said.index("give different logits")
-    assert "The forward without a cache is off" in said
+    assert "The forward without a cache stands alone" in said
     verdict = kv.audit(minds, rungs=("float32",), lengths=(5,), sweep="no", checks="none")
     first, second, third = str(verdict).splitlines()[:3]
     assert first.startswith("FAIL")
     assert second.startswith("The prompt itself")
     assert "layer 2" in third
-    assert "without a cache is wrong" in third
+    assert "is another without a cache than with one" in third
 
 
 @pytest.mark.parametrize("kind", ["native", "hooked", "bridge"])

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from kvinterp.auditing.bench import NARROW, Check, Subject
+from kvinterp.auditing.bench import FAILED, NARROW, Check, Subject, one_line
 from kvinterp.auditing.blocks import BlockModel, evaluating, prompts_for
 from kvinterp.auditing.called import check_plans, plans_of
 from kvinterp.auditing.causality import check_causal
@@ -187,10 +187,27 @@ class _Auditor:
         self.seen = Evidence(facts.name, self.adapter.kind, dtype_name(self.adapter.dtype), terms)
 
     def run(self) -> Evidence:
-        """Runs every rung."""
+        """Runs every rung; of a model that crashes there the uses of its cache alone, if one of these crashes too."""
+        seen = self.seen
+        seen.random = self._random()
+        try:
+            seen.checks = self._ladder()
+            seen.exercised = self._exercised()
+        except KvinterpError:
+            raise
+        # Whatever a model's own code meets first.
+        except Exception as error:
+            seen.checks = self._exercise(self.adapter)
+            if not any(check.status == FAILED for check in seen.checks):
+                raise
+            seen.rungs, seen.judged, seen.accounts, seen.prompt, seen.onset = {}, {}, {}, None, None
+            seen.exercised = f"no precisions: decoding token by token raised {one_line(error)}."
+        return seen
+
+    def _ladder(self) -> list[Check]:
+        """Every rung, with the uses of the cache that are tried on it."""
         seen, judges = self.seen, []
         exercised: dict[str, list[Check]] = {}
-        seen.random = self._random()
         self.progress("the prompt itself")
         seen.prompt = prompt_difference(self.adapter, self.plan.tokens(0, self.adapter.device))
         for name, dtype in self.dtypes.items():
@@ -213,9 +230,7 @@ class _Auditor:
                 self._settle(judges)
         serving = exercised.get(seen.own, [])
         finest = exercised.get(self.finest) or serving or self._exercise(self.adapter)
-        seen.checks = served(finest, serving, seen.own)
-        seen.exercised = self._exercised()
-        return seen
+        return served(finest, serving, seen.own)
 
     def _ask_grid(self, twin: Adapter, run: PrecisionRun) -> None:
         """Whether logits that lie on a grid were put there: those of whole numbers leave it once the blocks' outputs move."""
@@ -373,10 +388,10 @@ def _torchs_own_words() -> Iterator[None]:
     """What torch says of a forward that it cannot run, in one sentence."""
     try:
         yield
-    # Models raise whatever their code meets first; kvinterp's own errors are sentences already.
-    except (RuntimeError, ValueError, IndexError, KeyError, TypeError, AttributeError, ArithmeticError) as error:
-        if isinstance(error, KvinterpError):
-            raise
+    except KvinterpError:
+        raise
+    # Models raise whatever their code meets first.
+    except Exception as error:
         raise UnsupportedError(
             "this model cannot be run as the audit runs it, tokens one by one on its own cache and each block given the "
             f"recomputation's rows: {reason(error)}"

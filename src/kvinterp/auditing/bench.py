@@ -248,7 +248,8 @@ class PlainError(UnclearError):
 
 def one_line(error: BaseException) -> str:
     """An error's kind and what it says, to be quoted."""
-    return f"{type(error).__name__}: {reason(error).rstrip('. ')}"
+    kind, said = type(error).__name__, reason(error).rstrip(". ")
+    return said if said.startswith(kind) else f"{kind}: {said}"
 
 
 class Recomputation(NamedTuple):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dis
+import re
 import sys
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -16,6 +17,9 @@ BELOW = sys.stdlib_module_names | {"torch", "numpy", "jaxtyping", "beartype"}
 """What raises for whoever called it."""
 MODES = ("__torch_function__", "__torch_dispatch__")
 """Through these torch passes every operation, whoever asked for it."""
+
+SHAPES = re.compile(r"[(\[]\d+(, ?\d+)+[)\]]|shape mismatch|size mismatch", re.IGNORECASE)
+"""What a sentence holds that quotes the sizes of tensors."""
 
 
 def whose(error: BaseException, model: nn.Module) -> tuple[str, str]:
@@ -36,10 +40,17 @@ def whose(error: BaseException, model: nn.Module) -> tuple[str, str]:
         place = _place(met.tb_frame, met.tb_lineno)
         if package == "kvinterp":
             return OURS, place
-        says = str(error).strip() or isinstance(error, NotImplementedError)
-        refuses = says and met is frames[-1] and _raises(met) and package in LIBRARIES | _packages(model)
+        refuses = _refuses(error) and met is frames[-1] and _raises(met) and package in LIBRARIES | _packages(model)
         return (REFUSES if refuses else CRASHES), place
     return OURS, ""
+
+
+def _refuses(error: BaseException) -> bool:
+    """Whether it says what is not offered: not that tensors do not fit, nor that what its author took for granted is not so."""
+    said = str(error).strip()
+    return isinstance(error, NotImplementedError) or bool(
+        said and not isinstance(error, AssertionError) and not SHAPES.search(said)
+    )
 
 
 def _packages(model: nn.Module) -> set[str]:

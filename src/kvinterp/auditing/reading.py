@@ -101,7 +101,9 @@ class Evidence:
         self.allow, checks = allow, self.checks
         self.notes = [f"in {name} the model as it is cannot be run ({why})" for name, why in self.refused.items()]
         asked = (self._overflow, self._wrong_dtype, self._bug, self._failed, self._hidden_cast, self._unexplained)
-        readings = (ask() for ask in (*asked, self._unknown, self._random, self._not_judged, self._benign))
+        others = (self._unknown, self._random, self._not_judged, self._benign)
+        # Without a rung the model crashed, which its checks say.
+        readings = (ask() for ask in ((*asked, *others) if self.rungs else (self._failed,)))
         word, place, lines = next(found for found in readings if found is not None)
         if self.prompt is not None and not self.random:
             lines = [self.prompt.said, *lines]
@@ -178,9 +180,12 @@ class Evidence:
         at = (
             f"at step {found.step}" if judged.fed == ONE_BY_ONE else f"in {judged.fed}, in the row of position {found.step}"
         )
-        uncached = self.prompt is not None and self.prompt.off == "without a cache"
-        side = f" {self.prompt.off}" if uncached and self.prompt is not None else ""
-        said = f"Given equal inputs, {_place(judged)}{side} is wrong from position {found.position} on (seen {at}): "
+        prompt = self.prompt
+        uncached = prompt is not None and "without a cache" in (prompt.off, prompt.alone)
+        wrong = "is wrong"
+        if prompt is not None and uncached:
+            wrong = "without a cache is wrong" if prompt.off else "is another without a cache than with one"
+        said = f"Given equal inputs, {_place(judged)} {wrong} from position {found.position} on (seen {at}): "
         said += ", ".join(
             f"{name} "
             + ("one side sees what the other does not" if size == torch.inf else f"a relative error of {size:.1e}")

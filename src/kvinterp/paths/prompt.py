@@ -33,6 +33,7 @@ class PromptDifference:
         in_float64: The same difference in float64; None where the model does not run there.
         off: The forward that is off, ``"without a cache"`` or ``"with a cache"``; empty where that cannot be told.
         why: What shows it, or why it cannot be told.
+        alone: The forward that stands alone, where both are what they are in float64, so that numbers do not tell which is off.
     """
 
     positions: int
@@ -41,12 +42,15 @@ class PromptDifference:
     in_float64: float | None
     off: str
     why: str
+    alone: str = ""
 
     @property
     def said(self) -> str:
         """In two sentences."""
         wide = "" if self.in_float64 is None else f", in float64 by {self.in_float64:.2g}"
-        which = f"The forward {self.off} is off" if self.off else "Which of the two is off cannot be told"
+        which = "Which of the two is off cannot be told"
+        if self.off or self.alone:
+            which = f"The forward {self.off} is off" if self.off else f"The forward {self.alone} stands alone"
         return (
             f"The prompt itself, {self.positions} tokens, differs with and without a cache before anything is decoded: by "
             f"{self.size:.2g} in its logits, where rounding explains {self.limit:.2g}{wide}. {which}: {self.why}."
@@ -82,19 +86,22 @@ def prompt_difference(adapter: Adapter, tokens: Tensor) -> PromptDifference | No
             off = "without a cache" if off_without > off_cached else "with a cache"
             far, near = max(off_without, off_cached), min(off_without, off_cached)
             return PromptDifference(*said, in_wide, off, f"it is {far:.2g} from float64 of both, the other {near:.2g}")
-        return PromptDifference(*said, in_wide, *_alone(adapter, tokens, without, cached, limit))
+        return PromptDifference(*said, in_wide, "", *_alone(adapter, tokens, without, cached, limit))
 
 
 def _alone(adapter: Adapter, tokens: Tensor, without: Tensor, cached: Tensor, limit: float) -> tuple[str, str]:
-    """Which forward stands alone where both are as they are in float64: tokens are fed one by one for a third opinion."""
+    """What is said of two forwards that are what they are in float64, and which stands alone beside tokens fed one by one.
+
+    That one of them is wrong does not follow: code that asks whether a cache is there may be wrong in either answer.
+    """
     singly = _on_cache(adapter, tokens, 1)
     from_cached, from_without = _apart(singly, cached), _apart(singly, without)
-    fed = "both are what they are in float64, and fed token by token on the cache the prompt has the logits of the forward"
+    said = "both are what they are in float64, and fed token by token on the cache the prompt has the logits of the forward"
     if from_cached <= limit < from_without:
-        return "without a cache", f"{fed} with one (to {from_cached:.2g}), so that it stands alone"
+        return f"{said} with one (to {from_cached:.2g}); which of the two is meant, numbers do not tell", "without a cache"
     if from_without <= limit < from_cached:
-        return "with a cache", f"{fed} without one (to {from_without:.2g}), so that it stands alone"
-    return "", "both are what they are in float64, and fed token by token on the cache the prompt has the logits of neither"
+        return f"{said} without one (to {from_without:.2g}); which of the two is meant, numbers do not tell", "with a cache"
+    return "both are what they are in float64, and fed token by token on the cache the prompt has the logits of neither", ""
 
 
 def _without(adapter: Adapter, tokens: Tensor) -> Tensor:
