@@ -1,7 +1,7 @@
 """What ``kvinterp compare`` takes with many prompts: processor time and peak memory, each count in a process of its own.
 
-What a prompt gave is kept on disk as it is made, and the long tables are joined, read and written there a piece at a time: time
-grows with the number of prompts, and memory hardly. ``python benchmarks/many_prompts.py`` measures 50, 100, 200 and 500 prompts of 64 steps and
+What a prompt gave is kept on disk as it is made, and all of it is joined in memory at the end: both grow with the number of
+prompts. ``python benchmarks/many_prompts.py`` measures 50, 100, 200 and 500 prompts of 64 steps and
 writes a JSON file; ``--draw FILE.json FILE.png`` draws it.
 """
 

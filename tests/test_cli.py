@@ -69,7 +69,7 @@ def test_compare_writes_what_the_issue_promises(done: tuple[Path, Result]) -> No
         frame = pd.read_parquet(out / f"{name}.parquet")
         assert sorted(frame["layer"].unique()) == [0, 3], name
     figures = {p.stem for p in (out / "figures").glob("*.png")}
-    assert figures == NAMES.keys() - {"routing_by_step"}, "those of a dense model"
+    assert figures == NAMES.keys()
     assert cells_of(out) == []
 
 

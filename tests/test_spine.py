@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import kvinterp as kv
+from kvinterp.comparison import compare_examples
 from kvinterp.models import zoo
 from kvinterp.paths import strategy_named
 from kvinterp.paths.sampling import uniforms
@@ -256,11 +257,10 @@ def test_where_no_prompt_can_be_compared_it_is_an_error():
     ):
         kv.compare(adapter, prompts, **how)
     with pytest.raises(kv.NonFiniteError, match=f"prompt '0': path cached: {said}"):
-        kv.compare(adapter, prompts[0], b=["recompute", "recompute@float32"], **how)
-    # Whoever is told of each batch is told of failures, too; so are experiments, whose tables list them.
-    told = []
-    assert kv.compare(adapter, prompts, done=told.append, **how).steps.empty
-    assert sum(len(part.failures) for part in told) == 2
+        kv.compare(adapter, prompts[0], **how)
+    # Studies list them in their tables.
+    found = compare_examples(adapter, prompts, **how)
+    assert (len(found.steps), len(found.failures)) == (0, 2)
     both = kv.compare(adapter, prompts[0], "cached@float32", "recompute@float32", **how)
     assert len(both.steps) == 2
 

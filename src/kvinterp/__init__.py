@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from kvinterp.auditing import Verdict
     from kvinterp.auditing.audit import audit
     from kvinterp.auditing.shape_dependence import KernelsTable, kernels_table
-    from kvinterp.comparison import Comparison, Comparisons, compare
+    from kvinterp.comparison import Comparison, compare
     from kvinterp.comparison.lens import logit_lens
     from kvinterp.comparison.traces import compare_traces
     from kvinterp.data import Prompt, load_prompts
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "auditing": ("Verdict", "audit"),
     "auditing.shape_dependence": ("KernelsTable", "kernels_table"),
-    "comparison": ("Comparison", "Comparisons", "compare"),
+    "comparison": ("Comparison", "compare"),
     "comparison.lens": ("logit_lens",),
     "comparison.traces": ("compare_traces",),
     "data": ("Prompt", "load_prompts"),
@@ -82,7 +82,6 @@ __all__ = [
     "Adapter",
     "Cached",
     "Comparison",
-    "Comparisons",
     "ExecutionPath",
     "Greedy",
     "InputError",

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import kvinterp as kv
-from kvinterp.comparison import Comparison, attention_rows
+from kvinterp.comparison import Comparison, attention_rows, compare_each
 from kvinterp.models import Adapter
 from kvinterp.paths import strategy_named
 
@@ -60,8 +60,9 @@ def test_after_a_flip_another_text_is_not_kept(model: Adapter) -> None:
 
 
 def test_batches_and_parts_keep_the_same(model: Adapter, both: Comparison, monkeypatch: pytest.MonkeyPatch) -> None:
-    parts: list[Comparison] = []
-    kv.compare(model, PROMPTS, b=OTHER, record="pattern", done=parts.append, **SHORT)
+    made: dict[int, Comparison] = {}
+    compare_each(made.__setitem__, model, PROMPTS, b=OTHER, record="pattern", **SHORT)
+    parts = [made[number] for number in sorted(made)]
     for table in ("attention_rows", "tokens", "steps"):
         pd.testing.assert_frame_equal(getattr(Comparison.joined(parts), table), getattr(both, table), check_exact=True)
     # Nothing waits for long: every step's KL is asked for at once, and the same rows are kept.

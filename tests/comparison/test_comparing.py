@@ -12,6 +12,8 @@ import torch
 
 import kvinterp as kv
 from kvinterp.comparison import TABLES, Comparison
+from kvinterp.comparison.findings import headline_of
+from kvinterp.metrics.recovery import ONLY_THE_PREFILL
 from kvinterp.models import Adapter
 from synthetic import comparison
 
@@ -130,3 +132,13 @@ def test_each_side_of_two_models_has_its_name_and_the_first_tensor_that_differs_
     same = kv.compare_traces(a, again).where()
     assert same.startswith("recompute against recompute on zoo:llama64-mini (")
     assert "first recorded tensor" not in same
+
+
+def test_where_nothing_was_decoded_equality_says_nothing_of_the_cache(model: Any) -> None:
+    """A chat model ended a plain question at once, and the comparison said "bit for bit" without a word on why."""
+    only = kv.compare(model, ["Tom has 3 apples."], max_new_tokens=1, record="", progress="none")
+    assert "no token was decoded" in only.where()
+    more = kv.compare(model, ["Tom has 3 apples."], max_new_tokens=3, stop="length", record="", progress="none")
+    assert "no token was decoded" not in more.where()
+    assert headline_of([only]) == [ONLY_THE_PREFILL]
+    assert headline_of([more]) != [ONLY_THE_PREFILL]

@@ -12,7 +12,7 @@ from scipy import stats
 import kvinterp as kv
 import synthetic
 from kvinterp.common.result import Result
-from kvinterp.comparison.by_layer import (
+from kvinterp.study.by_layer import (
     CONTRASTS,
     GROWING,
     amplification_of,

@@ -7,7 +7,7 @@ from typing import Any
 import pandas as pd
 import pytest
 
-import kvinterp as kv
+from kvinterp.comparison import compare_examples
 from kvinterp.paths import Runner
 from kvinterp.paths.lanes import Memory, Suffixed
 from support import PROMPT, Case
@@ -16,8 +16,8 @@ PATHS = "cached[kernels={0}]", "recompute[kernels={0}]"
 
 
 def compared(adapter: Any, lanes: Any = (Runner, Runner), kernels: str = "split_k(8,float16)", **how: Any) -> Any:
-    settings = {"max_new_tokens": 12, "stop": "length", "record": "", "progress": "none", **how}
-    return kv.compare(adapter, [list(PROMPT)], *(path.format(kernels) for path in PATHS), lanes=lanes, **settings)
+    settings = {"max_new_tokens": 12, "stop": "length", **how}
+    return compare_examples(adapter, [list(PROMPT)], *(path.format(kernels) for path in PATHS), lanes=lanes, **settings)
 
 
 @pytest.mark.slow
@@ -55,8 +55,8 @@ def test_a_suffix_changes_rounding_and_nothing_else(load: Any) -> None:
     def difference(dtype: str, kernels: str) -> float:
         adapter = load(Case("zoo:gqa2-mini", "native"), dtype)
         path = f"recompute[kernels={kernels}]"
-        how: dict[str, Any] = {"max_new_tokens": 8, "stop": "length", "record": "", "progress": "none"}
-        found = kv.compare(adapter, [list(PROMPT)], path, path, lanes=(Runner, Suffixed), **how)
+        how: dict[str, Any] = {"max_new_tokens": 8, "stop": "length", "lanes": (Runner, Suffixed)}
+        found = compare_examples(adapter, [list(PROMPT)], path, path, **how)
         return float(found.steps["max_abs_logit"].max())
 
     assert difference("float64", "native") < 1e-9

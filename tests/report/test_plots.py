@@ -35,14 +35,7 @@ def figures(comparisons: dict[str, Comparison]) -> dict[str, Figure]:
 
 def figure_with(name: str, made: Comparison, label: str = "") -> Figure:
     """A figure with one of the four alone in it."""
-    return figures({label: routed(made) if name == "routing_by_step" else made})[name]
-
-
-def routed(made: Comparison) -> Comparison:
-    """The same of a mixture of experts, which chooses others at every third step."""
-    rows = made.layers[["example", "step", "layer", "after_flip"]].drop_duplicates(ignore_index=True)
-    numbers = {"changed": rows["step"] % 3 == 1, "difference": 0.1, "margin_a": 0.2, "margin_b": 0.2}
-    return dataclasses.replace(made, routing=rows.assign(**numbers))
+    return figures({label: made})[name]
 
 
 def inside(figure: Figure) -> bool:

@@ -11,7 +11,6 @@ import pytest
 
 from kvinterp.common.numbers import number
 from kvinterp.comparison import Comparison
-from kvinterp.comparison.facts import right_answers
 from kvinterp.data import Prompt
 from kvinterp.study.experiments.base import Experiment
 from pages import Page
@@ -80,14 +79,3 @@ def test_where_nothing_could_be_compared_there_is_no_page(tmp_path: Path) -> Non
     with pytest.raises(IndexError):
         comparison_page(tmp_path, failed(0))
     assert not list(tmp_path.iterdir())
-
-
-def test_answers_are_judged_by_the_prompts_own_task() -> None:
-    whole = comparison()
-    whole.examples["text_a"] = [" 1 + 1 = 2. #### 2<eos>", " #### 3"]
-    whole.examples["text_b"] = [" #### 1", " #### 3"]
-    judged = [Prompt("p0", "?", "arithmetic", "2"), Prompt("p1", "?", "arithmetic", "3")]
-    whole.prompts = judged
-    assert right_answers(whole) == {"cached": [True, True], "recompute": [False, True]}
-    whole.prompts = [judged[0], Prompt("p1", "?")]
-    assert right_answers(whole) == {}

@@ -61,7 +61,6 @@ def checked(text: str, wanted: list[str], unwanted: list[str]) -> None:
 
 ALIKE = "give the same logits, bit for bit, at all"
 ONE = (0,)
-SIX = tuple(range(6))
 
 # where() ---------------------------------------------------------------------------------------------------------------
 
@@ -80,20 +79,13 @@ def found(one: Comparison) -> str:
     return "\n".join(lines_of(findings_of(rows_of_comparison(one))))
 
 
-CORRELATED = "median rank correlation of KL and"
-
-
-def by_margin(made: Comparison) -> None:
-    made.steps["kl"] = np.where(made.steps["step"] > 0, np.exp(-made.steps["margin_a"]), 0.0)
-
-
 @pytest.mark.parametrize(
     ("one", "wanted", "unwanted"),
     [
         (made(), ["steps whose logits differ 80% (n = 10 steps): first at step 1.",
                   "prompts in which a token flips 0%", "layer 1: median relative L2 of resid_post", "the first layer above 0",
                   "layer 2, head 0: largest mean KL of an attention head", "K and V vectors of the prompt that differ 0% (n = 192 vectors)",
-                  "K and V vectors of the decoded tokens that differ"], [CORRELATED, "behind a flip", "let go"]),
+                  "K and V vectors of the decoded tokens that differ"], ["behind a flip", "let go"]),
         (made(size=0.0), ["steps whose logits differ 0%", "largest difference of a logit 0 (n = 10 steps)",
                           "layer 2: median relative L2 of resid_post 0", "largest mean KL of an attention head 0 nats"], ["first"]),
         (made(examples=ONE), ["median of a prompt's mean KL", "n = 1 prompt)"], ["layer 1: median relative L2 of resid_post (95%"]),
@@ -109,9 +101,6 @@ def by_margin(made: Comparison) -> None:
         (made(setting("heads", "kl", 1.0, "layer == 0 and head == 1")), ["layer 0, head 1: largest mean KL"], []),
         (made(setting("kv_positions", "differing", 1, "position == 0 and layer == 0 and tensor == 'K'")),
          ["K and V vectors of the prompt that differ"], ["prompt that differ 0%"]),
-        (made(steps=30), [CORRELATED], []),
-        (made(by_margin, steps=30, examples=SIX), [f"{CORRELATED} path a's margin, over the steps of a prompt -1 (95% interval -1 to -1"], []),
-        (made(both(by_margin, setting("steps", "margin_a", 1.0)), steps=30), [f"{CORRELATED} the step"], ["path a's margin"]),
     ],
 )  # fmt: skip
 def test_the_findings(one: Comparison, wanted: list[str], unwanted: list[str]) -> None:

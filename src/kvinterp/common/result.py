@@ -36,7 +36,7 @@ class Result:
     """A result that can be shown, kept and read again; a subclass says what is written of it, and how it is read.
 
     Args:
-        tables: The tables by the names of their files: data frames, or on disk (:class:`kvinterp.common.parquet.LongTable`).
+        tables: The tables by the names of their files.
         summary: What ``summary.json`` holds.
         others: Other files by their names.
 

@@ -2,8 +2,7 @@
 
 from kvinterp.common.vocabulary import PROTOCOLS
 from kvinterp.comparison.cache_errors import CACHE_ERRORS
-from kvinterp.comparison.comparing import compare, failures_kept
+from kvinterp.comparison.comparing import compare, compare_each, compare_examples
 from kvinterp.comparison.comparison import COLUMNS, PARTS, TABLES, Comparison
 from kvinterp.comparison.recordable import DEFAULT_RECORD, recordable
-from kvinterp.comparison.several import Comparisons
 from kvinterp.metrics.statistics import mean_error

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from kvinterp.common import words
-from kvinterp.common.checks import check_callable, check_choice, check_listed, check_seed, whole_numbers
+from kvinterp.common.checks import check_choice, check_seed
 from kvinterp.common.progress import counting
 from kvinterp.comparison.comparison import Comparison, Origin
 from kvinterp.comparison.recordable import COMPARED, recordable
 from kvinterp.comparison.rows import Choices, of_example
-from kvinterp.comparison.several import Comparisons
 from kvinterp.comparison.tables import Differences
 from kvinterp.data import Prompt
 from kvinterp.errors import InputError, NonFiniteError, UnsupportedError, located, shown
@@ -44,47 +42,11 @@ from kvinterp.recording import SiteHook
 log = logging.getLogger("kvinterp")
 
 
-@overload
 def compare(
-    model: Any,
-    prompts: Any = None,
-    a: str | ExecutionPath = ...,
-    b: str | ExecutionPath = ...,
-    *,
-    protocol: words.Protocol | str = ...,
-    strategy: words.Strategy | str | Strategy = ...,
-    max_new_tokens: int = ...,
-    seed: int = ...,
-    continuation: Sequence[int] | None = ...,
-    record: words.Site | str | Sequence[words.Site | str] | Callable[[str], bool] | None = ...,
-    layers: Iterable[int] | int | None = ...,
-    stop: words.Stop | str = ...,
-    batch_size: int = ...,
-    examples: Sequence[int] | None = ...,
-    cache_errors: words.CacheErrors | str = ...,
-    progress: words.Progress | str = ...,
-    done: Callable[[Comparison], bool | None] | None = ...,
-    lanes: tuple[Callable[..., Any], Callable[..., Any]] = ...,
-) -> Comparison: ...
-
-
-@overload
-def compare(
-    model: Any,
-    prompts: Any = None,
-    a: str | ExecutionPath = ...,
-    *,
-    b: Sequence[str | ExecutionPath],
-    **given: Any,
-) -> Comparisons: ...
-
-
-# Of a list the other options are those of one path, whose names the second signature does not repeat.
-def compare(  # type: ignore[misc]
     model: Any,
     prompts: Any = None,
     a: str | ExecutionPath = "cached",
-    b: str | ExecutionPath | Sequence[str | ExecutionPath] = "recompute",
+    b: str | ExecutionPath = "recompute",
     *,
     protocol: words.Protocol | str = "matched",
     strategy: words.Strategy | str | Strategy = "greedy",
@@ -95,20 +57,16 @@ def compare(  # type: ignore[misc]
     layers: Iterable[int] | int | None = None,
     stop: words.Stop | str = "end of sequence",
     batch_size: int = 1,
-    examples: Sequence[int] | None = None,
     cache_errors: words.CacheErrors | str = "aggregated",
     progress: words.Progress | str = "bar",
-    done: Callable[[Comparison], bool | None] | None = None,
-    lanes: tuple[Callable[..., Any], Callable[..., Any]] = (Runner, Runner),
-) -> Any:
+) -> Comparison:
     """Runs two paths side by side on the same prompts and compares them at every step.
 
     Args:
         model: A model of any kind, or an adapter.
         prompts: One prompt or a list: texts, :class:`Prompt`, or token ids.
         a: The leading path: in the matched protocol both are fed the tokens it chooses.
-        b: The path it is compared with; of a list each, which gives :class:`Comparisons`: in the matched protocol all of them
-            run beside one run of ``a``, and each pair gets the numbers that it gets alone.
+        b: The path it is compared with.
         protocol: ``"matched"`` or ``"free"``; see PROTOCOLS.
         strategy: How tokens are chosen; both paths draw from the same random number at each step.
         max_new_tokens: Most steps; step 0 is the token the prefill decides.
@@ -122,109 +80,132 @@ def compare(  # type: ignore[misc]
         layers: Layers to compare (default: all).
         stop: ``"end of sequence"`` or ``"length"``.
         batch_size: Most prompts in a batch; used only where the bits were checked to stay the same.
-        examples: The number of each prompt in the tables and for the random numbers, where these prompts are some of a
-            longer list (a resumed or sharded run; default: 0, 1, 2, ...).
         cache_errors: ``"aggregated"`` gives the errors of K and V by step and by position separately; ``"whole"`` every
             position at every step besides, which is quadratic in the steps.
         progress: ``"bar"`` (on a terminal or in a notebook) or ``"none"``.
-        done: Told of every finished batch of a pair; it learns of failures, too, so that with it none is raised here. Where it
-            returns ``True`` it has kept the rows itself, and what is returned here has none of them.
-        lanes: What advances each path, made as a :class:`kvinterp.paths.Runner` is; another one has no sites to compare.
-
-    Returns:
-        A :class:`Comparison`; of a list of paths :class:`Comparisons`.
 
     Raises:
         InputError: Something given does not exist or does not fit.
         UnsupportedError: This kind of model cannot give a site.
         NonFiniteError: NaN or Inf appeared with every prompt; where it did with some, they stand in ``failures``.
     """
+    found = compare_examples(
+        model, prompts, a, b, protocol=protocol, strategy=strategy, max_new_tokens=max_new_tokens, seed=seed,
+        continuation=continuation, record=record, layers=layers, stop=stop, batch_size=batch_size, cache_errors=cache_errors,
+        progress=progress,
+    )  # fmt: skip
+    if found.examples.empty:
+        first, count = found.failures.iloc[0], len(found.failures)
+        which = f"none of the {count} prompts can be compared; the first," if count > 1 else "prompt"
+        raise NonFiniteError(f"{which} {shown(first['id'])}: {first['message']}")
+    return found
+
+
+def compare_examples(
+    model: Any,
+    prompts: Any,
+    a: str | ExecutionPath = "cached",
+    b: str | ExecutionPath = "recompute",
+    *,
+    examples: Sequence[int] | None = None,
+    **settings: Any,
+) -> Comparison:
+    """Does what :func:`compare` does, and lists the prompts with NaN or Inf in ``failures`` even where these are all.
+
+    Args:
+        model: A model of any kind, or an adapter.
+        prompts: One prompt or a list.
+        a: The leading path.
+        b: The path it is compared with.
+        examples: As for :func:`compare_each`.
+        settings: As for :func:`compare_each`.
+    """
+    parts: dict[int, Comparison] = {}
+    compare_each(parts.__setitem__, model, prompts, a, b, examples=examples, **settings)
+    return Comparison.joined(parts[number] for number in examples or sorted(parts))
+
+
+def compare_each(
+    keep: Callable[[int, Comparison], object],
+    model: Any,
+    prompts: Any,
+    a: str | ExecutionPath = "cached",
+    b: str | ExecutionPath = "recompute",
+    *,
+    protocol: str = "matched",
+    strategy: str | Strategy = "greedy",
+    max_new_tokens: int = 48,
+    seed: int = 0,
+    continuation: Sequence[int] | None = None,
+    record: Names | None = "",
+    layers: Iterable[int] | int | None = None,
+    stop: str = "end of sequence",
+    batch_size: int = 1,
+    examples: Sequence[int] | None = None,
+    cache_errors: str = "aggregated",
+    progress: str = "none",
+    lanes: tuple[Callable[..., Any], Callable[..., Any]] = (Runner, Runner),
+) -> None:
+    """Compares two paths and hands over each prompt's comparison as its batch is finished, so that none is held here.
+
+    Args:
+        keep: Called with the number of each prompt and its comparison.
+        model: As for :func:`compare`, and so are the other arguments but these:
+        examples: The number of each prompt in the tables and for the random numbers, where these prompts are some of a
+            longer list (a resumed or sharded run; default: 0, 1, 2, ...).
+        lanes: What advances each path, made as a :class:`kvinterp.paths.Runner` is; another one has no sites to compare.
+    """
     if prompts is None:
         raise InputError("no prompts were given: expected a text, a Prompt, token ids or a list of them; give some.")
-    adapter, path_a, strategy = wrap(model), path_named(a), strategy_named(strategy)
-    given_b: Sequence[Any] = b if isinstance(b, list | tuple) else (b,)
-    check_listed("b", given_b)
-    others = tuple(map(path_named, given_b))
-    if not others:
-        raise InputError("b=[] was given: expected a path, or a list of at least one.")
-    if (twice := next((path for path in others if others.count(path) > 1), None)) is not None:
-        raise InputError(f"b names {str(twice)!r} twice: give each path once.")
+    adapter, paths = wrap(model), (path_named(a), path_named(b))
     check_choice("protocol", protocol, words.Protocol)
     check_choice("stop", stop, words.Stop)
     check_choice("progress", progress, words.Progress)
     check_choice("cache_errors", cache_errors, words.CacheErrors)
     check_seed(seed)
-    check_callable("done", done)
     items, _ = listed(prompts, adapter.tokenizer)
     if continuation is not None and (len(items) != 1 or protocol != "matched"):
         raise InputError("continuation feeds one prompt in the matched protocol: give one prompt, or leave it out.")
     forced = checked_continuation(continuation, len(items), adapter)
     # Made into a list here: it is asked for more than once.
     layers = None if layers is None else chosen_layers(adapter, layers)
-    expected = "whole numbers of at least 0, one a prompt"
-    numbers = list(range(len(items))) if examples is None else whole_numbers("examples", examples, expected)
-    if len(numbers) != len(items) or len(set(numbers)) != len(numbers):
-        raise InputError(f"{len(items)} prompts came with the example numbers {numbers}: give each prompt one of its own.")
+    numbers = list(range(len(items)) if examples is None else examples)
     tokens = [encode(adapter, item, max_new_tokens) for item in items]
-    names = [item.id if isinstance(item, Prompt) else str(number) for number, item in zip(numbers, items, strict=True)]
-    with located(f"model {adapter.facts.name}, {path_a} against {', '.join(map(str, others))}"), own_threads(adapter):
+    # Token ids have no text of their own, so that no prompt is known of them.
+    named = [item if isinstance(item, Prompt) else Prompt(str(number), item if isinstance(item, str) else "")
+             for number, item in zip(numbers, items, strict=True)]  # fmt: skip
+    with located(f"model {adapter.facts.name}, {paths[0]} against {paths[1]}"), own_threads(adapter):
         sites, wanted = places_of(adapter, _compared(adapter, record, layers), layers)
         layers = sorted({layer for _, layer in wanted}) if wanted else chosen_layers(adapter, layers)
         if sites and lanes != (Runner, Runner):
             raise InputError(f"lanes of their own were given, which show no site, with record={record!r}: pass record=''.")
-        # In the free protocol a text is over as soon as one of its two paths ends it: each pair runs by itself.
-        together = [(path_a, *others)] if protocol == "matched" else [(path_a, other) for other in others]
-        runs = [
-            _Paths(
-                adapter, paths, protocol, strategy, seed, max_new_tokens, forced, stop, wanted, layers, cache_errors, lanes
-            )
-            for paths in together
-        ]
-        parts: list[Comparison] = []
-        bare: dict[str, Any] = {}
-        with counting(len(tokens) * len(runs), "comparing", "prompt", progress) as counted:
+        pair = _Pair(
+            adapter, paths, protocol, strategy_named(strategy), seed, max_new_tokens, forced, stop, wanted, layers,
+            cache_errors, lanes,
+        )  # fmt: skip
+        with counting(len(tokens), "comparing", "prompt", progress) as count:
 
-            def finished(indices: Sequence[int], made: Sequence[list[Comparison]]) -> None:
-                counted(len(indices))
-                for number in range(len(made[0])) if done is not None else ():
-                    # Kept elsewhere, or many prompts would be held here twice.
-                    if done(Comparison.joined([each[number] for each in made])) is True:  # type: ignore[misc]
-                        # All have the same empty tables: of hundreds each with its own the memory would be seen.
-                        bare.update({} if bare else made[0][number].without_rows())
-                        for each in made:
-                            each[number] = dataclasses.replace(each[number], **bare)
+            def work(batch: Sequence[int]) -> list[None]:
+                own = [numbers[i] for i in batch]
+                for i, part in zip(
+                    batch, pair.batch(own, [tokens[i] for i in batch], [named[i].id for i in batch]), strict=True
+                ):
+                    ids = {numbers[i]: tokens[i]}
+                    part.origin = Origin(weakref.ref(adapter.model), adapter.facts.name, adapter.tokenizer, ids)
+                    part.prompts = [named[i]] if isinstance(items[i], Prompt | str) else []
+                    keep(numbers[i], part)
+                count(len(batch))
+                return [None] * len(batch)
 
-            for run in runs:
-
-                def work(batch: Sequence[int], run: _Paths = run) -> list[list[Comparison]]:
-                    return run.batch([numbers[i] for i in batch], [tokens[i] for i in batch], [names[i] for i in batch])
-
-                made = in_batches(adapter, run.paths, tokens, max_new_tokens, batch_size, work, finished)
-                parts += [Comparison.joined(pair) for pair in zip(*made, strict=True)]
-        if done is None and all(part.examples.empty for part in parts):
-            failures = parts[0].failures
-            which = f"none of the {len(failures)} prompts can be compared; the first," if len(failures) > 1 else "prompt"
-            raise NonFiniteError(f"{which} {shown(failures['id'].iloc[0])}: {failures['message'].iloc[0]}")
-    ids = dict(zip(numbers, tokens, strict=True))
-    origin = Origin(weakref.ref(adapter.model), adapter.facts.name, adapter.tokenizer, ids)
-    # As the tables name them; token ids have no text of their own.
-    texts = all(isinstance(item, Prompt | str) for item in items)
-    known = [Prompt(name, item) if isinstance(item, str) else item for item, name in zip(items, names, strict=True)]
-    for part in parts:
-        part.prompts, part.origin = known if texts else [], origin
-    return parts[0] if given_b == (b,) else Comparisons(parts)
-
-
-def failures_kept(part: Comparison) -> None:
-    """The ``done`` of those who go on where no prompt could be compared, and read ``failures`` themselves."""
+            in_batches(adapter, paths, tokens, max_new_tokens, batch_size, work)
 
 
 @dataclasses.dataclass
-class _Paths:
-    """Paths of one model, the first beside each other one, and how they are fed."""
+class _Pair:
+    """Two paths of one model, and how they are fed."""
 
     adapter: Adapter
-    paths: tuple[ExecutionPath, ...]
+    paths: tuple[ExecutionPath, ExecutionPath]
     protocol: str
     strategy: Strategy
     seed: int
@@ -235,120 +216,95 @@ class _Paths:
     layers: Sequence[int]
     cache_errors: str
     lanes: tuple[Callable[..., Any], Callable[..., Any]]
+    prompt_differs: PromptDifference | None = None
 
     def __post_init__(self) -> None:
         self.targets = [self.adapter.at(dtype_named(path.dtype)) for path in self.paths]
         for target in self.targets:
             _Newest(target, self.wanted)
-        self.prompts: dict[int, PromptDifference | None] = {}
-        self.abouts = [self._about(other) for other in range(1, len(self.paths))]
-
-    def _about(self, other: int) -> dict[str, Any]:
-        paths, targets = (self.paths[0], self.paths[other]), (self.targets[0], self.targets[other])
-        sites = dict.fromkeys(site for site, _ in self.wanted)
-        return provenance(
+        sides = dict(zip("ab", self.paths, strict=True))
+        self.about = provenance(
             self.adapter,
-            paths=dict(zip("ab", map(str, paths), strict=True)),
+            paths={side: str(path) for side, path in sides.items()},
             protocol=self.protocol,
             strategy=str(self.strategy),
             seed=self.seed,
-            derived=[site for site in sites if any(target.derives(site) for target in targets)],
-            lets_go=[side for side, path in zip("ab", paths, strict=True) if path.policy.evicts],
+            derived=[
+                site
+                for site in dict.fromkeys(site for site, _ in self.wanted)
+                if any(t.derives(site) for t in self.targets)
+            ],
+            lets_go=[side for side, path in sides.items() if path.policy.evicts],
         )
+        # Whether nothing but the cache is another on the two paths.
+        plain = all(dataclasses.replace(path, form="cached", dtype=None) == ExecutionPath() for path in self.paths)
+        same_dtype = self.targets[0].dtype == self.targets[1].dtype
+        self.asks_prompt = plain and same_dtype and self.paths[0].form != self.paths[1].form
 
-    @property
-    def length(self) -> int:
-        """Most steps: those that are asked for, or as many as there are tokens to feed."""
-        return self.steps if self.continuation is None else min(self.steps, len(self.continuation) + 1)
-
-    def batch(
-        self, indices: Sequence[int], prompts: Sequence[Sequence[int]], names: Sequence[str]
-    ) -> list[list[Comparison]]:
-        """Runs one batch and returns for each prompt a comparison of the first path with each other."""
-        facts = self.adapter.facts
+    def batch(self, examples: Sequence[int], prompts: Sequence[Sequence[int]], names: Sequence[str]) -> list[Comparison]:
+        """Runs one batch and returns a comparison for each prompt."""
+        facts, matched = self.adapter.facts, self.protocol == "matched"
         prompt = torch.tensor(list(map(list, prompts)), device=self.adapter.device)
-        choose = drawing(self.strategy, self.seed, indices, self.steps, prompt.device)
+        choose = drawing(self.strategy, self.seed, examples, self.steps, prompt.device)
         ends = end_tokens(self.adapter, prompt.device) if self.stop == "end of sequence" else None
-        others = range(1, len(self.paths))
-        given = fed_to_all(self.continuation, len(self.paths), len(prompts), prompt.device)
+        given = fed_to_all(self.continuation, 2, len(prompts), prompt.device)
+        length = self.steps if self.continuation is None else min(self.steps, len(self.continuation) + 1)
         newest = [_Newest(target, self.wanted) for target in self.targets]
-        heads, same_text = (range(facts.query_heads), range(facts.kv_heads)), self.protocol == "matched"
-        differences = [Differences(self.layers, *heads, self.cache_errors, same_text=same_text) for _ in others]
+        heads = range(facts.query_heads), range(facts.kv_heads)
+        differences = Differences(self.layers, *heads, self.cache_errors, same_text=matched)
         collected, choices = Collected(), Choices()
-        flipped = [torch.zeros(len(prompts), dtype=torch.bool, device=prompt.device) for _ in others]
-        made = zip((self.lanes[0], *[self.lanes[1]] * len(others)), self.paths, newest, strict=True)
-        runners = [lane(self.adapter, path, prompt, self.length, [hook]) for lane, path, hook in made]
-        follows = [0] * len(runners) if self.protocol == "matched" else range(len(runners))
-        with contextlib.ExitStack() as held:
-            for runner in runners:
-                held.enter_context(runner)
-            for now in lockstep(runners, self.length, choose, follows=follows, given=given, ends=ends):
+        flipped = torch.zeros(len(prompts), dtype=torch.bool, device=prompt.device)
+        runners = [
+            lane(self.adapter, path, prompt, length, [hook])
+            for lane, path, hook in zip(self.lanes, self.paths, newest, strict=True)
+        ]
+        with runners[0], runners[1]:
+            for now in lockstep(runners, length, choose, follows=[0, 0 if matched else 1], given=given, ends=ends):
                 collected.add(now)
                 choices.add(now.logits, now.chosen)
                 if now.number == 0:
-                    unequal = self._unequal(now.logits)
-                logits = [*map(collected.tokens_only, now.logits)]
-                for at, other in enumerate(others):
-                    unlike = now.chosen[0] != now.chosen[other]
-                    differences[at].add(
-                        now.number,
-                        indices,
-                        prompt.shape[1] + now.number,
-                        (logits[0], logits[other]),
-                        (newest[0].seen, newest[other].seen),
-                        flipped[at].to(torch.int8).masked_fill(now.over, -1),
-                        unlike & ~flipped[at],
-                    )
-                    flipped[at] = flipped[at] | unlike
-        for other, row in unequal.items():
-            self.prompts[other] = prompt_difference(self.targets[0], prompt[row : row + 1])
-        decided = [choices.of_rows(choose.distances, other) for other in others]
-        frames = [each.frames(indices) for each in differences]
-        abouts = [self._told(other, runners) for other in others]
-        # Numbered by lane first; each prompt asks for the rows of both lanes of a pair.
+                    unequal = (now.logits[0] != now.logits[1]).any(-1).nonzero() if self.asks_prompt else ()
+                one, other = map(collected.tokens_only, now.logits)
+                unlike = now.chosen[0] != now.chosen[1]
+                differences.add(
+                    now.number,
+                    examples,
+                    prompt.shape[1] + now.number,
+                    (one, other),
+                    (newest[0].seen, newest[1].seen),
+                    flipped.to(torch.int8).masked_fill(now.over, -1),
+                    unlike & ~flipped,
+                )
+                flipped = flipped | unlike
+        if len(unequal):
+            # Once, since what rounding makes of one prompt it makes of all.
+            row, self.asks_prompt = int(unequal[0]), False
+            self.prompt_differs = prompt_difference(self.targets[0], prompt[row : row + 1])
+        decided, frames, about = choices.of_rows(choose.distances), differences.frames(examples), self._about(runners)
         chosen, fed, sound = collected.lists()
         stops = [] if ends is None else ends.tolist()
 
-        def compared(row: int, at: int) -> Comparison:
-            sides = (0, others[at])
-            count, failure = min(length_of(fed[side][row], stops) for side in sides), ""
-            for side in sides:
+        def compared(row: int) -> Comparison:
+            count, failure = min(length_of(fed[side][row], stops) for side in (0, 1)), ""
+            for side, path in enumerate(self.paths):
                 if not failure and not all(sound[side][row][:count]):
                     tokens = fed[side][row][: count - 1]
-                    failure = first_nonfinite(self.adapter, self.paths[side], prompts[row], tokens, collected.padding)
-            a, b = (np.asarray(chosen[side][row][:count]) for side in sides)
+                    failure = first_nonfinite(self.adapter, path, prompts[row], tokens, collected.padding)
+            a, b = (np.asarray(chosen[side][row][:count]) for side in (0, 1))
             texts = ("", "") if failure else (self.adapter.decode(a.tolist()), self.adapter.decode(b.tolist()))
             return of_example(
-                indices[row], names[row], prompts[row], frames[at], (a, b), texts, abouts[at], decided[at][row],
-                self.adapter.pieces, failure,
+                examples[row], names[row], prompts[row], frames, (a, b), texts, about, decided[row], self.adapter.pieces,
+                failure,
             )  # fmt: skip
 
-        return [[compared(row, at) for at in range(len(others))] for row in range(len(prompts))]
+        return [*map(compared, range(len(prompts)))]
 
-    def _unequal(self, logits: Sequence[Tensor]) -> dict[int, int]:
-        """For each other path a row whose prompt has other logits than on the first, where nothing but the cache is another.
-
-        Asked until one was seen, since what rounding makes of one prompt it makes of all.
-        """
-        found = {}
-        for other in range(1, len(self.paths)):
-            pair = self.paths[0], self.paths[other]
-            plain = all(dataclasses.replace(path, form="cached", dtype=None) == ExecutionPath() for path in pair)
-            same = plain and pair[0].form != pair[1].form and self.targets[0].dtype == self.targets[other].dtype
-            if other in self.prompts or not same:
-                continue
-            rows = (logits[0] != logits[other]).any(-1).nonzero()
-            if len(rows):
-                found[other] = int(rows[0])
-        return found
-
-    def _told(self, other: int, runners: Sequence[Any]) -> dict[str, Any]:
-        """What a pair of paths was compared with, and what their call plans saw themselves do."""
-        sides = {"a": (self.paths[0], runners[0]), "b": (self.paths[other], runners[other])}
-        about = {**self.abouts[other - 1], "caches": {side: runner.cache for side, (_, runner) in sides.items()}}
-        asked = self.prompts.get(other)
-        if asked is not None:
-            about["prompt_differs"] = dataclasses.asdict(asked) | {"said": asked.said}
+    def _about(self, runners: Sequence[Any]) -> dict[str, Any]:
+        """What the paths were compared with, and what their call plans saw themselves do."""
+        sides = dict(zip("ab", zip(self.paths, runners, strict=True), strict=True))
+        about = {**self.about, "caches": {side: runner.cache for side, (_, runner) in sides.items()}}
+        if self.prompt_differs is not None:
+            about["prompt_differs"] = dataclasses.asdict(self.prompt_differs) | {"said": self.prompt_differs.said}
         seen = {
             side: {name: [n, n] for name, n in witnessed(path, runner.witness).items()}
             for side, (path, runner) in sides.items()

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import pandas as pd
@@ -13,7 +12,6 @@ from torch import nn
 
 from kvinterp import metrics
 from kvinterp.common.numbers import counted, models_of
-from kvinterp.common.parquet import LongTable
 from kvinterp.common.result import Result, signed
 from kvinterp.comparison.attention_rows import within
 from kvinterp.comparison.findings import where
@@ -23,8 +21,6 @@ from kvinterp.errors import InputError
 from kvinterp.models import Adapter, wrap
 
 TABLES = ("steps", "examples", "layers", "heads", "kv_steps", "kv_positions", "kv", "tokens", "attention_rows", "routing")
-LONG = ("layers", "heads", "kv_steps", "kv_positions", "kv")
-"""Those that are most of a comparison of many prompts: while that is written into a folder they are on disk, as long tables."""
 PARTS = (*TABLES, "failures")
 """The tables of a comparison, and with them the list of what could not be compared."""
 COLUMNS: dict[str, tuple[str, ...]] = {
@@ -114,21 +110,8 @@ class Comparison(Result):
     prompts: Sequence[Prompt] = dataclasses.field(default=(), repr=False, compare=False)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the model, which is not the comparison's to keep; with all of a table that is on disk."""
-        state = {name: held.whole() if isinstance(held, LongTable) else held for name, held in vars(self).items()}
-        return {**state, "origin": None}
-
-    def pieces(self, name: str, *columns: str) -> Iterator[pd.DataFrame]:
-        """A table in pieces of whole examples, one after another in memory; all columns, or those of these that it has."""
-        held = getattr(self, name)
-        if isinstance(held, LongTable):
-            yield from held.pieces(*columns)
-        else:
-            yield held[[each for each in held if each in columns]] if columns else held
-
-    def count(self, name: str) -> int:
-        """How many rows a table has."""
-        return len(getattr(self, name))
+        """Without the model, which is not the comparison's to keep."""
+        return {**vars(self), "origin": None}
 
     @property
     def statistics(self) -> dict[str, float]:
@@ -216,65 +199,56 @@ class Comparison(Result):
         return f"<Comparison of {models_of([about])}: {paths}, {size}>"
 
     @classmethod
-    def joined(cls, parts: Iterable[Comparison], folder: Path | None = None) -> Comparison:
+    def joined(cls, parts: Iterable[Comparison]) -> Comparison:
         """Several comparisons of one model along the same paths as one; each part is asked for once, and then let go of.
 
         Args:
             parts: The comparisons.
-            folder: Where the tables of :data:`LONG` are kept meanwhile; unless given they are in memory.
 
         Raises:
             InputError: They were made differently: averaging them together would mix unlike things.
         """
         abouts: list[dict[str, Any]] = []
-        prompts: dict[str, Any] = {}
         pieces: dict[str, list[pd.DataFrame]] = {name: [] for name in PARTS}
-        long = {} if folder is None else {name: LongTable(folder) for name in LONG}
+        prompts, origins = list[Prompt](), list[Origin | None]()
         for part in parts:
             abouts.append(part.provenance)
-            first = abouts[0]
-            prompts = prompts or {name: said for name, said in part.provenance.items() if name == "prompt_differs"}
-            own = ("caches", "witness", "prompt_differs")
+            prompts += part.prompts
+            origins.append(part.origin)
+            first, own = abouts[0], ("caches", "witness", "prompt_differs")
             unlike = sorted(key for key in first if key not in own and part.provenance.get(key) != first[key])
             if unlike:
                 raise InputError(f"comparisons made with different {', '.join(unlike)} cannot be joined: keep them apart.")
             for name, several in pieces.items():
                 several.append(getattr(part, name))
             if len(abouts) % _TOGETHER == 0:
-                _put(pieces, long)
                 # Many small tables take more memory than one.
-                for several in pieces.values():
-                    several[-_TOGETHER:] = [_stacked(several[-_TOGETHER:])]
-                # Of these rows there is room for a number, however many prompts there are.
-                pieces["attention_rows"] = [within(_stacked(pieces["attention_rows"]), _stacked(pieces["steps"]))]
+                pieces = {name: [_stacked(several)] for name, several in pieces.items()}
+                pieces["attention_rows"] = [within(pieces["attention_rows"][0], pieces["steps"][0])]
         if not abouts:
             raise InputError("there is no comparison to join: give at least one.")
-        _put(pieces, long)
         tables = {name: _stacked(several) for name, several in pieces.items()}
+        # Of these rows there is room for a number, however many prompts there are.
         tables["attention_rows"] = within(tables["attention_rows"], tables["steps"])
-        found = cls(**tables, provenance=abouts[0] | _caches(abouts) | _witnesses(abouts) | prompts)
-        vars(found).update(long)
-        return found
-
-    def without_rows(self) -> dict[str, pd.DataFrame]:
-        """Its tables by name, of the same columns and without rows."""
-        return {name: getattr(self, name).iloc[:0].copy() for name in PARTS}
+        differs = [{name: about[name]} for about in abouts for name in ("prompt_differs",) if name in about]
+        about = {**abouts[0], **_caches(abouts), **_witnesses(abouts), **(differs[0] if differs else {})}
+        return cls(**tables, provenance=about, origin=_one(origins), prompts=prompts)
 
 
 _TOGETHER = 32
 """How many parts are joined at a time."""
 
 
-def _put(pieces: dict[str, list[pd.DataFrame]], long: Mapping[str, LongTable]) -> None:
-    """Moves what there is of the long tables to where they are kept; their columns stay."""
-    for name, table in long.items():
-        table.add(_stacked(pieces[name]))
-        pieces[name] = [pieces[name][0].iloc[:0]]
-
-
 def _stacked(tables: list[pd.DataFrame]) -> pd.DataFrame:
     """Tables one below the other; one without rows knows nothing of the columns' types, and is left out beside others."""
     return pd.concat([table for table in tables if len(table)] or tables[:1], ignore_index=True)
+
+
+def _one(origins: Sequence[Origin | None]) -> Origin | None:
+    known = [each for each in origins if each is not None]
+    if len(known) < len(origins):
+        return None
+    return dataclasses.replace(known[0], prompts={number: ids for each in known for number, ids in each.prompts.items()})
 
 
 def _caches(abouts: Sequence[dict[str, Any]]) -> dict[str, dict[str, str]]:

@@ -34,21 +34,19 @@ class Choices:
         """Adds a step: of each path the logits and the tokens it chose."""
         self._chances.append(torch.stack([*map(chance, logits, chosen)]))
 
-    def of_rows(self, distances: Sequence[Tensor], other: int = 1) -> list[dict[str, np.ndarray]]:
+    def of_rows(self, distances: Sequence[Tensor]) -> list[dict[str, np.ndarray]]:
         """For each row of the batch the columns that go into its table of steps.
 
         Args:
             distances: How far each choice was from another one, path by path and step by step; infinite for never.
-            other: The number of the path beside the first.
         """
         chances = torch.stack(self._chances, -1).cpu().numpy()
-        paths = chances.shape[0]
-        far = torch.stack([torch.stack([*distances[path::paths]], -1) for path in range(paths)]).cpu().numpy()
+        far = torch.stack([torch.stack([*distances[path::2]], -1) for path in (0, 1)]).cpu().numpy()
         # No other token could be drawn: there is no distance.
         far = np.where(np.isinf(far), np.nan, far)
         return [
             {f"{name}_{side}": values[path, row] for name, values in (("probability", chances), ("boundary", far))
-             for side, path in (("a", 0), ("b", other))}
+             for path, side in enumerate("ab")}
             for row in range(chances.shape[1])
         ]  # fmt: skip
 

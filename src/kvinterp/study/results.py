@@ -21,7 +21,6 @@ from pyarrow import ArrowException
 
 from kvinterp._version import __version__
 from kvinterp.common.files import SUMMARY, check_writable, differences, is_file, is_plain, opened, read_json, strict_json
-from kvinterp.common.parquet import LongTable, write_table
 from kvinterp.common.store import clear_cells, write_whole
 from kvinterp.data import Prompt
 from kvinterp.errors import InputError, KvinterpError, in_one_line, unknown
@@ -96,7 +95,7 @@ def write_result(
     folder: Path,
     settings: Mapping[str, Any],
     files: Sequence[str],
-    tables: Mapping[str, pd.DataFrame | LongTable],
+    tables: Mapping[str, pd.DataFrame],
     summary: Mapping[str, Any],
     texts: Mapping[str, str],
     draw: Callable[[Path], Iterable[Path]] | None = None,
@@ -135,7 +134,7 @@ def write_result(
     for name, text in texts.items():
         write_whole(folder / name, text)
     for name, table in tables.items():
-        write_whole(folder / f"{name}.parquet", functools.partial(write_table, table))
+        write_whole(folder / f"{name}.parquet", functools.partial(table.to_parquet, index=False))
     figures = [] if draw is None else list(draw(folder / "figures"))
     for name in {*earlier} - {*files}:
         for path in filter(is_plain, folder.glob(name)):

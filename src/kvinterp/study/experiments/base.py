@@ -207,11 +207,8 @@ class Experiment:
             result.tables, result.folder = tables, folder
             result.settings = summary["settings"]
             result.choices = summary.get("choices", result.settings)
-            one: Any
-            several = getattr(result, "pairs", None)
-            for one in several if isinstance(several, list) else [result]:
-                if "prompts" in vars(one):
-                    one.prompts = load_prompts(folder / PROMPTS) if PROMPTS in summary["files"] else []
+            if "prompts" in vars(result):
+                vars(result)["prompts"] = load_prompts(folder / PROMPTS) if PROMPTS in summary["files"] else []
             return self.judged(result)
 
     def judged(self, result: Result) -> Result:

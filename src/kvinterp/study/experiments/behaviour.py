@@ -20,7 +20,7 @@ from kvinterp.common.checks import check_choice
 from kvinterp.common.numbers import between, counted, number
 from kvinterp.common.progress import each
 from kvinterp.common.result import Result
-from kvinterp.comparison import COLUMNS, PARTS, Comparison, compare, failures_kept
+from kvinterp.comparison import COLUMNS, PARTS, Comparison, compare_examples
 from kvinterp.comparison.facts import judged
 from kvinterp.data import Prompt, load_prompts
 from kvinterp.errors import InputError
@@ -360,10 +360,11 @@ def decodes_of(
     a, b = paths_of(kernels)
     lanes = (Runner, Runner) if memory is None else (memory.lane, memory.lane)
     how: dict[str, Any] = {"strategy": strategy, "seed": seed, "max_new_tokens": max_new_tokens, "stop": stop}
-    how |= {"batch_size": batch_size, "record": "", "progress": "none", "lanes": lanes, "done": failures_kept}
+    how |= {"batch_size": batch_size, "lanes": lanes}
 
     def ran(numbers: Sequence[int], first: str, second: str, **more: Any) -> Comparison:
-        return compare(adapter, [prompts[number] for number in numbers], first, second, examples=numbers, **how, **more)
+        chosen = [prompts[number] for number in numbers]
+        return compare_examples(adapter, chosen, first, second, examples=numbers, **how, **more)
 
     matched = ran(list(prompts), a, b)
     found = {"matched": matched}
@@ -447,8 +448,7 @@ def null_of(
     adapter, (a, b) = loaded(model), paths_of(kernels)
     same = null == NULLS[0]
     paths, lanes = ((a, a), (Runner, Runner)) if same else ((b, b), (Runner, Suffixed))
-    how: dict[str, Any] = {"strategy": strategy, "record": "", "progress": "none", "done": failures_kept, **settings}
-    found = compare(adapter, load_prompts(prompts)[:most], *paths, lanes=lanes, **how)
+    found = compare_examples(adapter, load_prompts(prompts)[:most], *paths, lanes=lanes, strategy=strategy, **settings)
     steps = found.steps
     row = {
         "strategy": strategy,
@@ -467,12 +467,11 @@ def null_of(
 def oracle_of(model: Mapping[str, Any], prompts: str, most: int, kernels: str, **settings: Any) -> pd.DataFrame:
     """The largest logit error of each path, both fed the tokens that float64 chooses, and which is nearer to float64."""
     adapter = loaded(model)
-    how: dict[str, Any] = {"record": "", "progress": "none", "done": failures_kept, **settings}
     rows = []
     for example, prompt in enumerate(load_prompts(prompts)[:most]):
         lanes, row = (Memory().lane, Runner), {"example": example, "id": prompt.id}
         for side, path in zip("ab", paths_of(kernels), strict=True):
-            steps = compare(adapter, prompt, TRUTH, path, lanes=lanes, **how).steps
+            steps = compare_examples(adapter, prompt, TRUTH, path, lanes=lanes, **settings).steps
             row[f"error_{side}"] = steps["max_abs_logit"].max()
         rows.append(row)
     table = pd.DataFrame(rows).dropna()

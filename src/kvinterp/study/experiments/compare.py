@@ -46,7 +46,7 @@ class Compare(OfModel):
 
     prompts: str = shared("prompts")
     a: str = option("cached", "Path A. In the matched protocol it chooses the tokens for both paths.")
-    b: str = option("recompute", "Path B; given(FILE) stands for the log-probs of another engine (docs/engines.md).")
+    b: str = option("recompute", "Path B.")
     protocol: str = option("matched", "matched: both paths get the same tokens. free: each gets its own.")
     strategy: str = option("greedy", "How tokens are chosen: greedy, top_k(50,0.8), top_p(0.95,0.8).")
     max_new_tokens: int = option(48, "The most tokens to decode per prompt.")
@@ -105,9 +105,7 @@ class Compare(OfModel):
         from kvinterp.data import load_prompts
 
         parts = (made[key] for _, key in sorted(numbered(made).items()))
-        # Of many prompts the tables are kept on disk.
-        place = getattr(made, "folder", None)
-        found = Comparison.joined((Comparison(**tables, provenance=about) for tables, about in parts), place)
+        found = Comparison.joined(Comparison(**tables, provenance=about) for tables, about in parts)
         found.prompts = load_prompts(self.prompts)
         return found
 
@@ -209,7 +207,7 @@ def compared(
     **settings: Any,
 ) -> None:
     """Compares some of the prompts, and keeps each as its batch is finished."""
-    from kvinterp.comparison import PARTS, compare
+    from kvinterp.comparison import PARTS, compare_each
     from kvinterp.data import load_prompts
     from kvinterp.study.cells import loaded
 
@@ -220,11 +218,8 @@ def compared(
         log.info("%s is not recorded: %s", site, reason.split(": ")[0])
     given, numbers = load_prompts(prompts), numbered(keys)
 
-    def done(part: Comparison) -> bool:
-        for number in sorted({int(n) for frame in (part.examples, part.failures) for n in frame["example"]}):
-            tables = {name: getattr(part, name) for name in PARTS}
-            keep(numbers[number], {name: t[t["example"] == number] for name, t in tables.items()}, part.provenance)
-        return True
+    def kept(number: int, part: Comparison) -> None:
+        keep(numbers[number], {name: getattr(part, name) for name in PARTS}, part.provenance)
 
     chosen = [given[number] for number in numbers]
-    compare(adapter, chosen, examples=list(numbers), record=record, progress="none", done=done, **settings)
+    compare_each(kept, adapter, chosen, examples=list(numbers), record=record, **settings)

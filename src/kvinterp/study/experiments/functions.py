@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
-from kvinterp.comparison.findings import charts_of_comparisons, headline_of, rows_between
 from kvinterp.patching import findings as of
 from kvinterp.study.experiments.base import Experiment
-
-if TYPE_CHECKING:
-    from kvinterp.findings import Chart
 
 
 class OfFunction(Experiment):
@@ -38,12 +34,6 @@ def _named(verb: str) -> Experiment:
     return FUNCTIONS[verb]()
 
 
-def _charts_of_several(found: Any) -> dict[str, Chart]:
-    """KL by step and drift by layer, a line a pair."""
-    charts = charts_of_comparisons({pair.provenance["paths"]["b"]: pair for pair in found})
-    return {name: charts[name] for name in ("kl_by_step", "drift_by_layer") if name in charts}
-
-
 def _function(verb: str, result: str, question: str, *shown: Callable[[Any], Any], drawn: tuple[str, ...] = ()) -> Any:
     said = {"__doc__": question, "VERB": verb, "RESULT": f"kvinterp.{result}", "SHOWN": shown, "DRAWN": drawn}
     return type("OfFunction", (OfFunction,), said)
@@ -68,15 +58,6 @@ FUNCTIONS: dict[str, type[Experiment]] = {
             of.headline_of_lens,
             of.rows_of_lens,
             of.charts_of_lens,
-        ),
-        _function(
-            "compare-several",
-            "comparison:Comparisons",
-            "How far apart are a path and several others?",
-            lambda found: headline_of(found.pairs),
-            lambda found: rows_between(found.pairs),
-            _charts_of_several,
-            drawn=("kl_by_step", "drift_by_layer"),
         ),
     )
 }

@@ -17,7 +17,7 @@ from kvinterp.auditing.ladder import unit_roundoff
 from kvinterp.common.numbers import counted, listed
 from kvinterp.common.progress import each
 from kvinterp.common.result import Result
-from kvinterp.comparison import Comparison, compare, failures_kept
+from kvinterp.comparison import Comparison, compare_examples
 from kvinterp.data import load_prompts
 from kvinterp.findings import Chart, Panel, median_of, only
 from kvinterp.models import dtype_named
@@ -133,17 +133,8 @@ def precision_ladder(
     rows = []
     for (dtype, kernels), protocol in each(list(itertools.product(rungs, protocols)), "ladder,", "rung"):
         tail = f"[kernels={kernels}]@{dtype}"
-        result = compare(
-            model,
-            prompts,
-            f"cached{tail}",
-            f"recompute{tail}",
-            protocol=protocol,
-            max_new_tokens=max_new_tokens,
-            record="",
-            progress="none",
-            done=failures_kept,
-        )
+        paths = f"cached{tail}", f"recompute{tail}"
+        result = compare_examples(model, prompts, *paths, protocol=protocol, max_new_tokens=max_new_tokens)
         rung = {
             "dtype": dtype,
             "kernels": kernels,

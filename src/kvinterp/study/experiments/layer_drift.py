@@ -21,15 +21,7 @@ from kvinterp import metrics
 from kvinterp.common.checks import check_known
 from kvinterp.common.numbers import between, counted
 from kvinterp.common.result import Result
-from kvinterp.comparison import Comparison, compare, failures_kept
-from kvinterp.comparison.by_layer import (
-    CONTRASTS,
-    amplification_of,
-    head_correlations_of,
-    layer_tests_of,
-    means_of,
-    pairs_of,
-)
+from kvinterp.comparison import Comparison, compare_examples
 from kvinterp.data import load_prompts
 from kvinterp.errors import InputError
 from kvinterp.findings import Chart, Panel, finding, only
@@ -37,6 +29,14 @@ from kvinterp.metrics.massive import SUFFIX
 from kvinterp.models import Adapter
 from kvinterp.models.inputs import encode_all
 from kvinterp.paths import run
+from kvinterp.study.by_layer import (
+    CONTRASTS,
+    amplification_of,
+    head_correlations_of,
+    layer_tests_of,
+    means_of,
+    pairs_of,
+)
 from kvinterp.study.cells import Cell, joined, loaded
 from kvinterp.study.experiments.base import Charts, Parts, Rows, Tables, numbered
 from kvinterp.study.experiments.of_models import OfModels, shown_sites
@@ -277,16 +277,16 @@ def measured(
     tail = f"[kernels={kernels}]"
     paths = f"cached{tail}", f"recompute{tail}"
     sites = shown_sites(adapter)
-    settings: dict[str, Any] = {"strategy": strategy, "seed": seed, "max_new_tokens": max_new_tokens, "progress": "none"}
+    settings: dict[str, Any] = {"strategy": strategy, "seed": seed, "max_new_tokens": max_new_tokens}
     with adapter.one_call():
         for example, key in numbered(keys).items():
-            how = {**settings, "examples": [example], "done": failures_kept}
-            matched = free = compare(adapter, given[example], *paths, record=sites, **how)
+            how = {**settings, "examples": [example]}
+            matched = free = compare_examples(adapter, given[example], *paths, record=sites, **how)
             if len(matched.failures):
                 tables = {"examples": matched.failures}
             else:
                 if matched.examples["flip_index"].notna().any():
-                    free = compare(adapter, given[example], *paths, protocol="free", record="resid_post", **how)
+                    free = compare_examples(adapter, given[example], *paths, protocol="free", record="resid_post", **how)
                 tables = of_example(matched, free, adapter.facts.query_heads // adapter.facts.kv_heads)
                 tables["null"] = null_drift(adapter, given[example], matched.steps, paths[1], suffix).assign(
                     example=example

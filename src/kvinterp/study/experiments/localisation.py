@@ -21,7 +21,7 @@ from kvinterp.common.checks import check_known
 from kvinterp.common.numbers import counted, percent
 from kvinterp.common.result import Result
 from kvinterp.common.vocabulary import RECOVERED
-from kvinterp.comparison import compare, failures_kept
+from kvinterp.comparison import compare_examples
 from kvinterp.data import load_prompts
 from kvinterp.errors import InputError
 from kvinterp.findings import Chart, Panel, findings_of, median_of
@@ -269,10 +269,10 @@ def ranked(
 ) -> None:
     """How far apart the paths of some prompts are in the free protocol, as :func:`kvinterp.patching.highest_kl` has it."""
     adapter, given = loaded(model), load_prompts(prompts)
-    how: dict[str, Any] = {"protocol": "free", "max_new_tokens": max_new_tokens, "record": "", "progress": "none"}
+    how: dict[str, Any] = {"protocol": "free", "max_new_tokens": max_new_tokens}
     with adapter.one_call():
         for example, key in numbered(keys).items():
-            part = compare(adapter, given[example], *paths.values(), examples=[example], done=failures_kept, **how)
+            part = compare_examples(adapter, given[example], *paths.values(), examples=[example], **how)
             # A prompt that ends with the prefill's token has no step that could differ.
             later = part.steps[part.steps["step"] > 0].groupby("example")["kl"].mean().get(example, 0.0)
             columns = ["example", "id", "prompt_tokens", "steps", "flip_index"]

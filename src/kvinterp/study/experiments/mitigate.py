@@ -20,7 +20,7 @@ from kvinterp import metrics
 from kvinterp.common.checks import check_whole
 from kvinterp.common.numbers import counted, number
 from kvinterp.common.result import Result
-from kvinterp.comparison import compare, failures_kept
+from kvinterp.comparison import compare_examples
 from kvinterp.data import load_prompts
 from kvinterp.errors import InputError
 from kvinterp.findings import Chart, Panel, finding
@@ -187,8 +187,7 @@ class Mitigate(OfModel):
 def measured(model: Mapping[str, Any], prompts: str, max_new_tokens: int, what: str, a: str, b: str) -> pd.DataFrame:
     """One path beside its reference: a row a prompt, over the steps from 1 on."""
     adapter, given = loaded(model), load_prompts(prompts)
-    how: dict[str, Any] = {"max_new_tokens": max_new_tokens, "record": "", "progress": "none", "done": failures_kept}
-    found = compare(adapter, given, a, b, **how)
+    found = compare_examples(adapter, given, a, b, max_new_tokens=max_new_tokens)
     steps = found.steps[found.steps["step"] > 0]
     steps = steps.assign(
         squared=steps["rms_logit"] ** 2, differs=steps["max_abs_logit"] > 0, flip=~steps["top1_agree"].astype(bool)

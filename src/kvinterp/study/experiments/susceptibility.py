@@ -22,7 +22,7 @@ from kvinterp import metrics
 from kvinterp.common.checks import check_choice, check_whole
 from kvinterp.common.numbers import counted, short
 from kvinterp.common.result import Result
-from kvinterp.comparison import compare, failures_kept
+from kvinterp.comparison import compare_examples
 from kvinterp.data import load_prompts
 from kvinterp.errors import InputError
 from kvinterp.findings import Chart, Panel, finding, findings_of
@@ -175,8 +175,7 @@ def measured(
     model: Mapping[str, Any], prompts: str, max_new_tokens: int, b: str, size: float = 0.0, seed: int = 0
 ) -> pd.DataFrame:
     """Every decode step of the cached path beside another one, fed the same tokens."""
-    how: dict[str, Any] = {"max_new_tokens": max_new_tokens, "record": "", "progress": "none", "done": failures_kept}
-    found = compare(loaded(model), load_prompts(prompts), "cached", b, **how)
+    found = compare_examples(loaded(model), load_prompts(prompts), "cached", b, max_new_tokens=max_new_tokens)
     steps = found.steps
     # Step 0 is the prefill's: it reads keys and values as they were computed.
     kept = steps.loc[steps["step"] > 0, ["example", "step", "margin_a", "rms_logit", "max_abs_logit", "kl", "top1_agree"]]

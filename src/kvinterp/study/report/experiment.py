@@ -6,7 +6,7 @@ import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -20,9 +20,6 @@ from kvinterp.findings.rows import bare, labels_of, of_how_many, place, tested, 
 from kvinterp.study.report.page import Answer, Column, Folded, Interval, Links, Pairs, Parts, Table, Text, opened, render
 from kvinterp.study.report.svg import picture
 from kvinterp.study.report.tokens import SCRIPTS, SHEETS
-
-if TYPE_CHECKING:
-    from kvinterp.common.parquet import LongTable
 
 GLOSSARY = {
     "path": "How next-token logits are computed: from a KV cache, one new token a step, or from the whole prefix again.",
@@ -56,7 +53,7 @@ def write_experiment(
     folder: Path,
     question: str,
     sentences: Sequence[str],
-    tables: Mapping[str, pd.DataFrame | LongTable],
+    tables: Mapping[str, pd.DataFrame],
     figures: Sequence[Path],
     chosen: Mapping[str, Any],
     provenance: Mapping[str, Any],
@@ -162,7 +159,7 @@ def flattened(provenance: Mapping[str, Any], prefix: str = "") -> dict[str, str]
     return rows
 
 
-def table_of(name: str, table: pd.DataFrame | LongTable) -> Table:
+def table_of(name: str, table: pd.DataFrame) -> Table:
     """The beginning of a table, folded, under the name ``table-NAME``."""
     first = table.head(_ROWS)
     counts = f"{counted(len(table), 'row')} of {counted(first.shape[1], 'column')}"

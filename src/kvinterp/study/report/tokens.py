@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -35,7 +35,7 @@ def changes(found: Mapping[str, Comparison]) -> Parts:
     """The parts of a page about what changed: flips, or else the steps of largest KL, and the texts to click on.
 
     Args:
-        found: Comparisons, by what the reader calls them (one may be called ``""``).
+        found: The comparisons, by what the reader calls them (one may be called ``""``).
     """
     found = {label: one for label, one in found.items() if len(one.steps)}
     if not found:
@@ -227,21 +227,19 @@ def _maps(comparison: Comparison, steps: pd.DataFrame, most: int) -> dict[str, A
     """The KL of each head and the drift of each layer at as many steps as there is room for."""
     site = site_of(comparison)
 
-    def rows(table: str, *columns: str) -> Iterator[pd.DataFrame]:
-        for piece in comparison.pieces(table, *columns, "site"):
-            yield piece[piece["site"] == site] if site and "site" in piece else piece
-
-    named = (("map_layers", "heads", "layer"), ("map_heads", "heads", "head"), ("drift_layers", "layers", "layer"))
-    names = {
-        name: sorted({label for piece in rows(table, column) for label in piece[column].unique().tolist()})
-        for name, table, column in named
+    drifted = comparison.layers[comparison.layers["site"] == site]
+    named = {
+        "map_layers": comparison.heads["layer"],
+        "map_heads": comparison.heads["head"],
+        "drift_layers": drifted["layer"],
     }
+    names = {name: sorted(labels.unique().tolist()) for name, labels in named.items()}
     layers, heads, drifts = names.values()
     size = len(layers) * len(heads) + len(drifts)
     kept = _first(comparison, steps, most // size if size else 0)
     chosen = steps.loc[kept, _OF]
-    maps = _grid(rows("heads", *_OF, "layer", "head", "kl"), chosen, "kl", layer=layers, head=heads)
-    drift = _grid(rows("layers", *_OF, "layer", "relative_l2"), chosen, "relative_l2", layer=drifts)
+    maps = _grid(comparison.heads, chosen, "kl", layer=layers, head=heads)
+    drift = _grid(drifted, chosen, "relative_l2", layer=drifts)
     each = zip(kept.tolist(), three_digits(maps), three_digits(drift), strict=True)
     return {**names, "site": site, "maps": {step: {"heads": of_heads, "drift": drift} for step, of_heads, drift in each}}
 
@@ -255,11 +253,11 @@ def _first(comparison: Comparison, steps: pd.DataFrame, most: int) -> np.ndarray
     return np.sort(ranked.to_numpy())
 
 
-def _grid(pieces: Iterable[pd.DataFrame], chosen: pd.DataFrame, value: str, **labels: list[int]) -> np.ndarray:
-    """A column of a table, given in pieces, as ``[step, *labels]``, NaN where there is none."""
+def _grid(table: pd.DataFrame, chosen: pd.DataFrame, value: str, **labels: list[int]) -> np.ndarray:
+    """A column of a table as ``[step, *labels]``, NaN where there is none."""
     grid = np.full((len(chosen), *map(len, labels.values())), np.nan)
     places = chosen.assign(place=np.arange(len(chosen)))
-    for table in pieces if grid.size else ():
+    if grid.size:
         found = table[[*_OF, *labels, value]].merge(places, on=_OF)
         at = [np.searchsorted(names, found[label]) for label, names in labels.items()]
         grid[(found["place"].to_numpy(), *at)] = found[value]
