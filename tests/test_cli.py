@@ -19,7 +19,7 @@ from typer.testing import CliRunner, Result
 import kvinterp as kv
 from command_line import kvinterp, wrong
 from kvinterp import __version__
-from kvinterp.cli import GROUPS, app
+from kvinterp.cli import app
 from kvinterp.comparison.findings import NAMES
 from kvinterp.study.experiments.base import SAID, WIDTH
 from kvinterp.study.experiments.registry import command_of, experiments
@@ -135,16 +135,14 @@ def test_version_and_help() -> None:
     assert all(verb in shown for verb in ("compare", "audit", "list"))
 
 
-def test_alone_it_prints_the_commands_in_groups() -> None:
+def test_alone_it_prints_the_commands() -> None:
     made = kvinterp()
     assert made.exit_code == 0
     assert made.stdout.strip() == kvinterp("--help").stdout.strip()
-    panels = re.findall(r"─ ([^─]+) ─", made.stdout)[1:]
-    assert panels == [title for title in GROUPS if title in panels]
     named = re.findall(r"(?m)^│ ([a-z][a-z-]*) ", made.stdout)
     assert len(named) <= 12, "all that one keeps in mind"
     alone = [name for name in experiments() if command_of(name) == (name,)]
-    assert {*named} == {*alone, "study", "show", "report", "list", "export"}
+    assert {*named} == {*alone, "study", "show", "report", "list"}
 
 
 def test_studies_are_listed_under_study() -> None:
@@ -155,30 +153,27 @@ def test_studies_are_listed_under_study() -> None:
     assert CliRunner().invoke(app, ["study", "--help"]).stdout.strip() == made.stdout.strip()
 
 
-def test_help_has_the_options_that_matter_and_help_all_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_help_says_every_option(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "120")
-    short, long = (kvinterp("compare", option) for option in ("--help", "--help-all"))
-    assert short.exit_code == long.exit_code == 0
-    named = [re.findall(r"^│ \*?\s*(--[a-z-]+) ", made.stdout, re.M) for made in (short, long)]
-    assert named[0] == ["--out", "--prompts", "--a", "--b", "--dtype", "--help-all", "--help"]
-    assert set(named[0]) < set(named[1])
-    assert {"--overwrite", "--json", "--seed", "--record"} <= set(named[1])
-    assert [made.stdout.count(f"─ {panel} ─") for made in (short, long) for panel in ("What", "How", "Where to")] == [
-        0
-    ] * 3 + [1] * 3
-    groups = re.split("─ (What|How|Where to) ─", long.stdout)
-    titled = dict(zip(groups[1::2], groups[2::2], strict=True))
-    assert all(
-        name in titled[panel] for panel, name in (("What", "--record"), ("How", "--seed"), ("Where to", "--overwrite"))
-    )
-    assert "--help-all shows" in short.stdout
-    assert "--help-all shows" not in long.stdout
-    assert kvinterp("compare", "--help").stdout == short.stdout, "what help hides comes back"
+    shown = kvinterp("compare", "--help").stdout
+    named = set(re.findall(r"(?m)^│ \*?\s*(--[a-z-]+) ", shown))
+    assert {"--out", "--prompts", "--a", "--b", "--record", "--seed", "--overwrite", "--json", "--help"} <= named
 
 
-def test_help_imports_nothing_heavy() -> None:
+def test_names_are_those_of_the_registries_and_help_imports_nothing_heavy() -> None:
+    from kvinterp.cli.listing import NAMES
+    from kvinterp.models import KINDS
+    from kvinterp.paths import KERNELS, STRATEGIES
+    from kvinterp.paths.calls import CALLS
+    from kvinterp.policies import POLICIES
+
+    tables = {"kinds": KINDS, "strategies": STRATEGIES, "policies": POLICIES, "kernels": KERNELS, "calls": CALLS}
+    for what, table in tables.items():
+        assert [*NAMES[what]()] == [*table], what
     code = (
-        "import sys; import kvinterp.cli\n"
+        "import sys; from kvinterp.cli import main; sys.argv = ['kvinterp', 'list']\n"
+        "try: main()\n"
+        "except SystemExit as left: assert left.code == 0\n"
         "heavy = {'torch', 'transformers', 'transformer_lens', 'pandas', 'matplotlib'} & set(sys.modules)\n"
         "assert not heavy, heavy"
     )
@@ -205,7 +200,7 @@ def test_what_is_planted_by_tests_is_no_policy_to_choose() -> None:
         ((MODEL, "--prompts", "nowhere.jsonl"), "prompt file 'nowhere.jsonl' does not exist"),
         ((MODEL, "--a", "cache"), "path 'cache' cannot be read"),
         ((MODEL, "--protocol", "match"), "protocol='match' was given: expected 'matched' or 'free'"),
-        ((MODEL, "--layers", "0,two"), "--layers '0,two' cannot be read: expected whole numbers"),
+        ((MODEL, "--layers", "0,two"), "'--layers': '0,two' cannot be read: expected whole numbers"),
         ((MODEL, "--layers", "9"), "layer 9 does not exist: zoo:mistral-mini has layers 0 to 3"),
         ((MODEL, "--device", "gpu9"), "unknown device 'gpu9'"),
         ((MODEL, "--max-new-tokens", "2000"), "but zoo:mistral-mini has a context of 1,024 positions"),

@@ -58,7 +58,7 @@ def test_decompose_writes_its_split(tmp_path: Path) -> None:
         (("patch", MODEL, "--steps", "last"), "'last'"),
         (("patch", MODEL, "--site", "pattern"), "pattern cannot be patched under attention 'sdpa'"),
         (("audit", MODEL, "--rungs", "float12"), "unknown dtype 'float12'"),
-        (("audit", MODEL, "--lengths", "5,x"), "--lengths '5,x' cannot be read"),
+        (("audit", MODEL, "--lengths", "5,x"), "'--lengths': '5,x' cannot be read"),
         (("audit", MODEL, "--steps", "0"), "steps=0"),
         (("audit", MODEL, "--random-init", "--kind", "hooked"), "--random-init"),
         (("audit", "nowhere/config.json", "--random-init"), "nowhere/config.json"),

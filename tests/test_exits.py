@@ -110,7 +110,7 @@ def test_an_error_of_kvinterps_own_is_no_verdict(
 # What is printed arrives -----------------------------------------------------------------------------------------------
 
 
-COMMANDS = [("list", "kinds", "--json"), ("--help",), ("show", "FOLDER", "--no-open")]
+COMMANDS = [("list", "kinds", "--json"), ("list",), ("show", "FOLDER", "--no-open")]
 
 
 def _called(arguments: tuple[str, ...], folder: Path) -> int | str | None:

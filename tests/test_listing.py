@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from kvinterp.cli.listing import POLICY_COLUMNS, POLICY_NOTE, policy_rows
+from kvinterp.cli.listing import POLICY_NOTE, policy_rows
 from kvinterp.policies import POLICIES
 
 PAGE = Path(__file__).parents[1] / "docs" / "policies.md"
@@ -10,13 +10,14 @@ BEGIN, END = "<!-- the table: python tests/test_listing.py writes it -->\n", "<!
 
 
 def table() -> str:
-    lines = [POLICY_COLUMNS, ["---"] * len(POLICY_COLUMNS), *policy_rows()]
+    rows = policy_rows()
+    lines = [[*rows[0]], ["---"] * len(rows[0]), *([*row.values()] for row in rows)]
     cells = [" | ".join(cell.replace("|", "\\|") for cell in row) for row in lines]
     return "".join(f"| {row} |\n" for row in cells) + f"\n{POLICY_NOTE}.\n"
 
 
 def test_every_policy_is_listed_with_what_it_stores():
-    rows = {row[0]: dict(zip(POLICY_COLUMNS, row, strict=True)) for row in policy_rows()}
+    rows = {row["name"]: row for row in policy_rows()}
     assert list(rows) == list(POLICIES)
     assert rows["identity"]["KiB per token"] == "128"
     assert rows["uniform"]["as text"] == "uniform(-1,1)"

@@ -148,10 +148,10 @@ class PathLM(TemplateLM):
         for number, request in enumerate(requests):
             alike.setdefault(json.dumps(request.args[1], sort_keys=True), []).append(number)
         texts: dict[int, str] = {}
-        with counting(len(requests), "writing", "request", self._progress) as done:
+        with counting(len(requests), "writing", "request", self._progress) as bar:
             for given, numbers in alike.items():
                 how = dict(normalize_gen_kwargs(json.loads(given), MOST_TOKENS))
-                texts |= self._texts({number: requests[number].args[0] for number in numbers}, how, done)
+                texts |= self._texts({number: requests[number].args[0] for number in numbers}, how, bar.update)
         return [texts[number] for number in range(len(requests))]
 
     def _texts(self, contexts: Mapping[int, str], how: dict[str, Any], done: Callable[[int], object]) -> dict[int, str]:
@@ -179,8 +179,8 @@ class PathLM(TemplateLM):
         asked = [self._fitting(context, continuation) for _, context, continuation in requests]
         wanted = {number: pair for number, pair in enumerate(asked) if pair[1]}
         self._count([(len(c), prefilled(self.path, len(c), self.through), len(t)) for c, t in wanted.values()])
-        with counting(len(wanted), "scoring", "request", self._progress) as done:
-            how: dict[str, Any] = {"through": self.through, "batch_size": self.batch_size, "done": done}
+        with counting(len(wanted), "scoring", "request", self._progress) as bar:
+            how: dict[str, Any] = {"through": self.through, "batch_size": self.batch_size, "done": bar.update}
             made = likelihoods(self.adapter, self.path, list(wanted.values()), **how)
         # Nothing is certain to follow.
         found = dict.fromkeys(range(len(asked)), Likelihood(0.0, True)) | dict(zip(wanted, made, strict=True))

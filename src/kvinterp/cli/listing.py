@@ -1,101 +1,116 @@
-"""What ``kvinterp list`` shows: tables of everything that can be named."""
+"""What ``kvinterp list`` shows: everything that can be named. For the names alone no plugin is imported, nor torch."""
 
 from __future__ import annotations
 
 import dataclasses
 import importlib
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, get_args
 
-from kvinterp.common.console import escaped, table_of
+from kvinterp.common import words
+from kvinterp.common.spec import plugin_names
+from kvinterp.common.vocabulary import PROTOCOLS
+from kvinterp.models import real, zoo
+from kvinterp.study.experiments.registry import experiments, question_of
 
-if TYPE_CHECKING:
-    from rich.table import Table
+Row = dict[str, str]
+_ROOT = Path(__file__).parents[1]
 
 
-def _models() -> Table:
-    from kvinterp.models import real, zoo
+def _fetched() -> Iterator[tuple[str, Any]]:
+    return ((f"real:{name}", one) for name, one in real.REAL.items() if one.member.endswith(".gguf"))
 
-    table = table_of("models", "name", "what it is", "layers", "heads/KV", "right of held-out problems")
+
+NAMES: dict[str, Callable[[], Iterable[str]]] = {
+    "models": lambda: [*(f"zoo:{name}" for name in zoo.names()), *(name for name, _ in _fetched()),
+                       "and any transformers checkpoint folder, GGUF file or hub id"],
+    "kinds": lambda: get_args(words.Kind),
+    "sites": lambda: get_args(words.Site),
+    "strategies": lambda: get_args(words.Strategy),
+    "policies": lambda: plugin_names(_ROOT / "policies", "Policy"),
+    "metrics": lambda: ["see kvinterp list metrics"],
+    "kernels": lambda: plugin_names(_ROOT / "paths" / "kernels", "Kernels"),
+    "calls": lambda: plugin_names(_ROOT / "paths" / "calls", "Call"),
+    "protocols": lambda: PROTOCOLS,
+    "experiments": experiments,
+}  # fmt: skip
+"""The names of everything; a test holds them against the registries."""
+
+
+def described(what: str, rows: list[Row]) -> Iterator[str]:
+    """The rows of a list as lines: a name, and below it what is said of it."""
+    for row in rows:
+        name, *others = row.items()
+        yield name[1]
+        for column, text in others:
+            if text:
+                label = "" if len(others) == 1 else f"{column}: "
+                yield textwrap.fill(label + text, 120, initial_indent="    ", subsequent_indent="      ")
+    if what == "policies":
+        yield POLICY_NOTE
+
+
+def _models() -> list[Row]:
+    rows = []
     for record in zoo.describe():
-        right = "\n".join(f"{task} {share:.0%}" for task, share in record["accuracy"].items())
-        family, heads = record["architecture"].removesuffix("ForCausalLM"), f"{record['heads']}/{record['kv_heads']}"
-        what = f"{family}, {record['parameters'] / 1e6:.2g} M parameters"
-        table.add_row(f"zoo:{record['name']}", what, str(record["layers"]), heads, right)
-    for name, one in real.REAL.items():
-        if one.member.endswith(".gguf"):
-            there = "" if real.is_here(name) else f"\n{one.megabytes:.0f} MB, fetched by make real"
-            table.add_row(f"real:{name}", f"{one.what}{there}", "", "", "")
-    table.caption = "and any transformers checkpoint folder, GGUF file or hub id"
-    return table
+        right = ", ".join(f"{task} {share:.0%}" for task, share in record["accuracy"].items())
+        what = f"{record['architecture'].removesuffix('ForCausalLM')}, {record['parameters'] / 1e6:.2g} M parameters"
+        heads = f"{record['layers']} layers, {record['heads']} query heads, {record['kv_heads']} KV heads"
+        rows.append(
+            {"name": f"zoo:{record['name']}", "what it is": f"{what}, {heads}", "right of held-out problems": right}
+        )
+    for name, one in _fetched():
+        there = "" if real.is_here(name.removeprefix("real:")) else f"; {one.megabytes:.0f} MB, fetched by make real"
+        rows.append({"name": name, "what it is": f"{one.what}{there}"})
+    return rows
 
 
-def _sites() -> Table:
+def _sites() -> list[Row]:
     from kvinterp.models.sites import GROUPS, SITES
 
-    return _pairs("sites", "site", SITES | {name: "group: " + ", ".join(group) for name, group in GROUPS.items()})
+    return _pairs("site", SITES | {name: "group: " + ", ".join(group) for name, group in GROUPS.items()})
 
 
 EXAMPLE = {"layers": 32, "kv_heads": 8, "head_dim": 128}
 """The shape of Llama-3.1-8B: what its cache stores of a token is 128 KiB in 16 bits."""
-
-
-def _policies() -> Table:
-    table = table_of("policies", *POLICY_COLUMNS)
-    for row in policy_rows():
-        table.add_row(*map(escaped, row))
-    table.caption = POLICY_NOTE
-    return table
-
-
-POLICY_COLUMNS = ("name", "as text", "fields", "what it does", "KiB per token", "source")
 POLICY_NOTE = (
     "KiB per token: what a real implementation stores for K and V of one position, scales included, with {layers} layers, "
     "{kv_heads} KV heads and head_dim {head_dim} in a 16-bit cache; kvinterp itself keeps the model's dtype"
 ).format(**EXAMPLE)
 
 
-def policy_rows() -> list[tuple[str, ...]]:
-    """A row of text for every policy, in the order of POLICY_COLUMNS."""
+def policy_rows() -> list[Row]:
+    """A row of text for every policy."""
     from kvinterp.policies import POLICIES
 
-    rows: list[tuple[str, ...]] = []
+    rows = []
     for name, kind in POLICIES.items():
         policy, width = kind(), EXAMPLE["head_dim"]
-        bits = [16 if (found := policy.bits_stored(tensor, width)) is None else found for tensor in ("k", "v")]
+        bits = [16 if (own := policy.bits_stored(tensor, width)) is None else own for tensor in ("k", "v")]
         kib = sum(bits) * width * EXAMPLE["kv_heads"] * EXAMPLE["layers"] / 8 / 1024
-        rows.append((name, str(policy), _values_of(kind), _told(kind), f"{kib:g}", kind.SOURCE))
+        about = {"fields": _fields_of(kind), "what it does": _first_line(kind)}
+        rows.append({"name": name, "as text": str(policy), **about, "KiB per token": f"{kib:g}", "source": kind.SOURCE})
     return rows
 
 
-def _metrics() -> Table:
+def _metrics() -> list[Row]:
     from kvinterp.metrics import KINDS, REGISTRY
 
-    table = table_of("metrics", "name", "fills", "what it is")
-    for metric in REGISTRY.values():
-        table.add_row(metric.name, f"{KINDS[metric.kind].table}.{metric.column}", _told(metric.function))
-    return table
+    return [{"name": each.name, "fills": f"{KINDS[each.kind].table}.{each.column}", "what it is": _first_line(each.function)}
+            for each in REGISTRY.values()]  # fmt: skip
 
 
-def _experiments() -> Table:
-    from kvinterp.study.experiments.registry import experiments, question_of
-
-    return _pairs("experiments", "command", {name: question_of(name).splitlines()[0] for name in experiments()})
+def _plugins(classes: Mapping[str, type]) -> list[Row]:
+    return [{"name": name, "values": _fields_of(kind), "what it does": _first_line(kind)} for name, kind in classes.items()]
 
 
-def _fields(title: str, classes: dict[str, type]) -> Table:
-    table = table_of(title, "name", "values", "what it does")
-    for name, found in classes.items():
-        table.add_row(name, _values_of(found), _told(found))
-    return table
-
-
-def _told(plugin: object) -> str:
-    """The first line of a docstring."""
+def _first_line(plugin: object) -> str:
     return (plugin.__doc__ or "").strip().splitlines()[0]
 
 
-def _values_of(kind: type) -> str:
+def _fields_of(kind: Any) -> str:
     """The fields of a plugin and their defaults."""
     return ", ".join(
         field.name
@@ -105,11 +120,8 @@ def _values_of(kind: type) -> str:
     )
 
 
-def _pairs(title: str, name: str, entries: dict[str, str]) -> Table:
-    table = table_of(title, name, "what it is")
-    for row in entries.items():
-        table.add_row(*row)
-    return table
+def _pairs(name: str, entries: Mapping[str, str]) -> list[Row]:
+    return [{name: key, "what it is": text} for key, text in entries.items()]
 
 
 def _from(room: str, name: str) -> Any:
@@ -117,16 +129,16 @@ def _from(room: str, name: str) -> Any:
     return getattr(importlib.import_module(f"kvinterp.{room}"), name)
 
 
-LISTED: dict[str, Callable[[], Table]] = {
+LISTED: dict[str, Callable[[], list[Row]]] = {
     "models": _models,
-    "kinds": lambda: _pairs("kinds", "kind", _from("models", "KINDS")),
+    "kinds": lambda: _pairs("kind", _from("models", "KINDS")),
     "sites": _sites,
-    "strategies": lambda: _fields("strategies", _from("paths", "STRATEGIES")),
-    "policies": _policies,
+    "strategies": lambda: _plugins(_from("paths", "STRATEGIES")),
+    "policies": policy_rows,
     "metrics": _metrics,
-    "kernels": lambda: _fields("kernels", _from("paths", "KERNELS")),
-    "calls": lambda: _fields("calls", _from("paths.calls", "CALLS")),
-    "protocols": lambda: _pairs("protocols", "protocol", _from("comparison", "PROTOCOLS")),
-    "experiments": _experiments,
+    "kernels": lambda: _plugins(_from("paths", "KERNELS")),
+    "calls": lambda: _plugins(_from("paths.calls", "CALLS")),
+    "protocols": lambda: _pairs("protocol", PROTOCOLS),
+    "experiments": lambda: _pairs("command", {name: question_of(name).splitlines()[0] for name in experiments()}),
 }
-"""What can be listed, each with what makes its table."""
+"""What can be described at length, each with what makes its rows."""

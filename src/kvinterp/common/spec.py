@@ -15,6 +15,7 @@ import inspect
 import pkgutil
 import re
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from types import GenericAlias, ModuleType
 from typing import Any, TypeGuard, TypeVar, get_args
 
@@ -58,6 +59,37 @@ def plugins_of(folder: ModuleType, base: type[Plugin]) -> dict[str, type[Plugin]
     )
 
 
+def plugin_names(folder: Path, base: str) -> list[str]:
+    """The names that :func:`plugins_of` finds in a folder, read from its source: nothing is imported.
+
+    Args:
+        folder: The package's folder.
+        base: The name of the class that plugins derive from.
+    """
+    classes = {
+        node.name: node
+        for file in sorted(folder.glob("*.py"))
+        if file.stem not in MADE_OF or file.stem == "base"
+        for node in ast.parse(file.read_text(encoding="utf-8")).body
+        if isinstance(node, ast.ClassDef)
+    }
+    made = {name for file in MADE_OF for name in re.findall(r"(?m)^class (\w+)", _source(folder / f"{file}.py"))}
+
+    def derives(name: str) -> bool:
+        return name == base or any(map(derives, _parents(classes[name]))) if name in classes else False
+
+    found = [name for name in classes if name not in made and name[0] != "_" and derives(name)]
+    return [_snake(name) for name in found if "ABC" not in _parents(classes[name])]
+
+
+def _source(file: Path) -> str:
+    return file.read_text(encoding="utf-8") if file.exists() else ""
+
+
+def _parents(node: ast.ClassDef) -> list[str]:
+    return [ast.unparse(parent).rpartition(".")[2] for parent in node.bases]
+
+
 def named(*kinds: type[Plugin]) -> dict[str, type[Plugin]]:
     """Classes by the names that their text forms begin with.
 
@@ -74,7 +106,11 @@ def named(*kinds: type[Plugin]) -> dict[str, type[Plugin]]:
 
 def name_of(kind: type) -> str:
     """The name of a class in text forms: ``TopK`` is ``top_k``."""
-    return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", kind.__name__).lower()
+    return _snake(kind.__name__)
+
+
+def _snake(name: str) -> str:
+    return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower()
 
 
 def text_of(plugin: Any) -> str:

@@ -183,7 +183,7 @@ def compare_each(
             adapter, paths, protocol, strategy_named(strategy), seed, max_new_tokens, forced, stop, wanted, layers,
             cache_errors, lanes,
         )  # fmt: skip
-        with counting(len(tokens), "comparing", "prompt", progress) as count:
+        with counting(len(tokens), "comparing", "prompt", progress) as bar:
 
             def work(batch: Sequence[int]) -> list[None]:
                 own = [numbers[i] for i in batch]
@@ -194,7 +194,7 @@ def compare_each(
                     part.origin = Origin(weakref.ref(adapter.model), adapter.facts.name, adapter.tokenizer, ids)
                     part.prompts = [named[i]] if isinstance(items[i], Prompt | str) else []
                     keep(numbers[i], part)
-                count(len(batch))
+                bar.update(len(batch))
                 return [None] * len(batch)
 
             in_batches(adapter, paths, tokens, max_new_tokens, batch_size, work)

@@ -22,8 +22,9 @@ from typing import Any
 
 import pandas as pd
 
-from kvinterp.common.progress import Tell, unshared
+from kvinterp.common.progress import counting
 from kvinterp.common.store import Made, Store
+from kvinterp.errors import visible
 
 log = logging.getLogger("kvinterp")
 
@@ -55,7 +56,6 @@ class Cell:
 def run_cells(
     cells: Sequence[Cell],
     store: Store | None = None,
-    tell: Tell | None = None,
     progress: str = "bar",
     unit: str = "parts",
     engine: Engine | None = None,
@@ -65,7 +65,6 @@ def run_cells(
     Args:
         cells: The cells.
         store: Where they are kept; None keeps them in memory alone.
-        tell: Told what runs now.
         progress: ``"bar"`` or ``"none"``.
         unit: What a cell is of, in the plural.
         engine: What does the cells; :class:`Local` unless given.
@@ -78,8 +77,15 @@ def run_cells(
     if len(missing) < len(cells):
         log.info("going on in %s: %d of %d %s are already there", kept.folder, len(cells) - len(missing), len(cells), unit)
     if missing:
-        offered = {"keep": kept.keep, "tell": tell or (lambda *_: None), "progress": progress}
-        (engine or Local())(missing, offered)
+        with counting(len(cells), "answering", unit.removesuffix("s"), progress) as bar:
+            bar.update(len(cells) - len(missing))
+
+            def keep(*made: Any) -> None:
+                kept.keep(*made)
+                bar.update()
+
+            offered = {"keep": keep, "tell": lambda text: bar.set_postfix_str(visible(text)), "progress": progress}
+            (engine or Local())(missing, offered)
     return CellsMade({cell.key: (cell, kept) for cell in cells})
 
 
@@ -130,8 +136,7 @@ class Local:
             takes = inspect.signature(function).parameters
             given = {name: offered[name] for name in offered if name in takes}
             if "keep" in given:
-                with unshared():
-                    function(keys=[cell.key for cell in group], **group[0].settings, **given)
+                function(keys=[cell.key for cell in group], **group[0].settings, **given)
                 continue
             for cell in group:
                 if cell.told:

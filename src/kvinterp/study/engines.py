@@ -12,17 +12,15 @@ import inspect
 import logging
 import math
 import os
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from kvinterp.common.files import differences
-from kvinterp.common.progress import Pace, listening
 from kvinterp.common.spec import named, read
 from kvinterp.common.store import Made
 from kvinterp.errors import InputError, KvinterpError
 from kvinterp.models.checkpoint import reason
-from kvinterp.study.cells import Cell, Engine, Local, groups, imported
+from kvinterp.study.cells import Cell, Local, groups, imported
 
 _ADVICE = (
     "look at its logs and at RAY_ADDRESS, then give the same command again, which goes on from what is finished, or leave "
@@ -140,31 +138,3 @@ def engine_named(text: str) -> Any:
     if isinstance(engine, Ray):
         engine.check()
     return engine
-
-
-@dataclasses.dataclass(frozen=True)
-class Remaining:
-    """An engine that says how many cells are left, and for about how long: from what cells of each function took so far.
-
-    Attributes:
-        engine: The engine that does them.
-        unit: What a cell is of, in the plural.
-        clock: Gives seconds.
-    """
-
-    engine: Engine
-    unit: str = "cells"
-    clock: Callable[[], float] = time.monotonic
-
-    def __call__(self, cells: Sequence[Cell], offered: Mapping[str, Any]) -> None:
-        """Does the cells."""
-        pace = Pace({cell.key: cell.function for cell in cells}, self.unit, offered["tell"], self.clock)
-
-        def keep(key: str, *made: Any) -> None:
-            offered["keep"](key, *made)
-            pace.done(key)
-
-        with listening(pace.say):
-            if len(cells) > 1:
-                pace.say()
-            self.engine(cells, {**offered, "keep": keep, "tell": pace.say})

@@ -239,7 +239,7 @@ def audited(
                 rungs=rungs,
                 **settings,
                 detail="everything",
-                progress=_share(tell, adapter.facts.name, len(rungs)),
+                progress=tell,
             )
     verdict, tables = found.verdict, found.written()[0]
     said = {"reading": str(verdict.reading), "exit_code": verdict.exit_code}
@@ -262,24 +262,10 @@ def judged(
 
     with contextlib.redirect_stdout(sys.stderr):
         adapter = loaded(model)
-        found = audit_given(adapter, file, format, declared, allow, seed, lambda said: tell(f"against {file}: {said}", 0.5))
+        found = audit_given(adapter, file, format, declared, allow, seed, tell)
     said = {"reading": str(found), "exit_code": found.exit_code}
     tables = {} if found.tokens is None else {"given": found.tokens}
     return tables, {**said, "texts": texts_of(found)}
-
-
-def _share(tell: Tell, model: str, rungs: int) -> Callable[[str], None]:
-    """Tells what an audit does next and about which share is done: nearly all of it is its rungs, each in two orders."""
-    done = 0.0
-
-    def said(now: str) -> None:
-        nonlocal done
-        tell(f"auditing {model}: {now}", min(done, 0.99))
-        done += 0.001 if now in CHECKS or now in ("exercises", "float64 beside") else 0.49 / max(1, rungs)
-
-    from kvinterp.auditing.exercises import CHECKS
-
-    return said
 
 
 @contextlib.contextmanager

@@ -7,7 +7,6 @@ are imported where they are used, so that the help of the command line answers a
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import inspect
 import re
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
 
-    from kvinterp.common.progress import Tell
     from kvinterp.common.store import Made
     from kvinterp.findings import Chart
     from kvinterp.models import Adapter
@@ -337,7 +335,6 @@ class Experiment:
         progress: str = "bar",
         *,
         figures: str = "drawn",
-        tell: Tell | None = None,
         engine: str = "local",
     ) -> Any:
         """Answers it, or the rest of it.
@@ -345,9 +342,8 @@ class Experiment:
         Args:
             out: A folder, in which an interrupted run can go on; None keeps everything in memory.
             existing: What to do about what is already there, see :data:`kvinterp.study.results.EXISTING`.
-            progress: ``"bar"`` (on a terminal or in a notebook, unless ``tell`` is given) or ``"none"``.
+            progress: ``"bar"`` (on a terminal or in a notebook, or ``"none"``.
             figures: ``"drawn"`` or ``"none"``: whether figures and page are written too.
-            tell: Told what runs now, and which share is done where that is known.
             engine: Where the cells are done: ``"local"``, in this process; ``"ray"`` or ``"ray(4)"``, by workers of Ray.
 
         Returns:
@@ -360,7 +356,6 @@ class Experiment:
         """
         self.check_reached()
         from kvinterp.common.checks import check_choice, check_known, check_unread
-        from kvinterp.common.progress import shown
         from kvinterp.common.store import CELLS
         from kvinterp.study.results import EXISTING
 
@@ -370,18 +365,13 @@ class Experiment:
         if out is None:
             check_unread("existing", existing, "error", "there is no folder; give one as out, or leave it out")
         try:
-            with contextlib.ExitStack() as held:
-                if tell is None and progress == "bar":
-                    tell = held.enter_context(shown(elsewhere="nothing"))
-                return self.answered(None if out is None else Path(out), existing, progress, figures, tell, engine)
+            return self.answered(None if out is None else Path(out), existing, progress, figures, engine)
         except KeyboardInterrupt as error:
-            if out is None or not any((Path(out) / CELLS).rglob("*.parquet")):
-                error.args = (NOTHING,)
+            some = out is not None and any((Path(out) / CELLS).rglob("*.parquet"))
+            error.args = (self.INTERRUPTED if some else NOTHING,)
             raise
 
-    def answered(
-        self, out: Path | None, existing: str, progress: str, figures: str, tell: Tell | None, engine: str
-    ) -> Result:
+    def answered(self, out: Path | None, existing: str, progress: str, figures: str, engine: str) -> Result:
         """Does what :meth:`run` promises; an experiment that keeps its work otherwise has its own."""
         from kvinterp.common.store import Store
         from kvinterp.study.cells import CellsMade, Local, loading_once, run_cells
@@ -389,10 +379,10 @@ class Experiment:
 
         # The cheap questions first: a typing error should not cost the loading of a model.
         worker: Any = Local()
-        if engine != "local" or tell is not None:
-            from kvinterp.study.engines import Remaining, engine_named
+        if engine != "local":
+            from kvinterp.study.engines import engine_named
 
-            worker = engine_named(engine) if tell is None else Remaining(engine_named(engine), self.UNIT)
+            worker = engine_named(engine)
         self.check()
         there = out is not None and check_free(out, self.verb(), self.names(), existing)
         with loading_once():
@@ -404,7 +394,7 @@ class Experiment:
                 return self.read(out)
             if store is not None:
                 store.say_others()
-            how = (store, tell, progress, self.UNIT, worker)
+            how = (store, progress, self.UNIT, worker)
             try:
                 made = run_cells(cells, *how)
                 if more := self.then(made):
@@ -420,8 +410,6 @@ class Experiment:
             if out is None:
                 result.settings, result.choices = settings, self.chosen()
                 return self.judged(result)
-            if tell is not None:
-                tell("writing tables, figures and page")
             return self.write(out, settings, result, figures)
 
     def write(

@@ -310,8 +310,8 @@ def measured(
     embed = embedder_named(embedder, adapter)
     ask = tokens_of(adapter, template, chat, system)
     how: dict[str, Any] = {"temperature": temperature, "max_new_tokens": max_new_tokens, "batch_size": batch_size}
-    with counting(hops * len(seeds), arm, "hop", progress) as done:
-        chains = played(adapter, path, text, number, seeds, hops, ask, **how, done=done)
+    with counting(hops * len(seeds), arm, "hop", progress) as bar:
+        chains = played(adapter, path, text, number, seeds, hops, ask, **how, done=bar.update)
     rows = []
     for seed, chain in zip(seeds, chains, strict=True):
         similar = cosines(embed(chain))

@@ -82,24 +82,14 @@ class Kernels(Experiment):
 
     def say(self, found: Any, echo: Callable[..., None]) -> None:
         """A line an operation: from which size its bits change."""
-        from rich.console import Console
-
-        from kvinterp.common.console import escaped, table_of
         from kvinterp.common.numbers import models_of
 
-        varied = ("rows", "keys", "batch")
-        table = table_of(
-            f"{models_of([found.provenance])}, {self.kernels} kernels",
-            *("operation", "shape", *varied, "fixed by"),
-        )
+        echo(f"{models_of([found.provenance])}, {self.kernels} kernels")
         for (operation, shape), rows in found.summary().groupby(["operation", "shape"], sort=False):
-            cells = {row["varied"]: _same_bits(row) for row in rows.to_dict("records")}
+            cells = [f"{row['varied']} {_same_bits(row)}" for row in rows.to_dict("records")]
             fixes = ", ".join(sorted({text for text in rows["flags_that_fix"] if text}))
-            table.add_row(*map(escaped, (operation, shape, *(cells.get(name, "") for name in varied), fixes)))
-        table.caption = (
-            "=: a row's bits stay the same; else the size from which they differ, and by how many ULP of its largest"
-        )
-        Console().print(table)
+            echo(f"{operation} ({shape}): {', '.join(cells)}{fixes and f'; fixed by {fixes}'}")
+        echo("=: a row's bits stay the same; else the size from which they differ, and by how many ULP of its largest")
         for line in (found, *found.files):
             echo(line)
 

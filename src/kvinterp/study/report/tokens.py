@@ -128,14 +128,14 @@ def no_boundary(comparison: Comparison) -> str:
 
 def kept_said(comparison: Comparison, maps: int, rows: int) -> list[str]:
     """What of a comparison the page holds, maps and attention rows of so many steps, and why not more."""
-    if not comparison.count("heads") and not comparison.count("layers"):
+    if comparison.heads.empty and comparison.layers.empty:
         return ["No activation was recorded."]
     said, steps = [], len(comparison.steps)
-    if not comparison.count("heads"):
+    if comparison.heads.empty:
         said.append("No attention pattern was recorded.")
     elif "pattern" in comparison.derived:
         said.append("Attention was derived from queries and keys, beside a kernel that shows none.")
-    if maps < steps or (rows < steps and comparison.count("heads")):
+    if maps < steps or (rows < steps and len(comparison.heads)):
         said.append(
             f"Of {steps} steps {maps} have their map here and {rows} their attention (dotted): flips and the largest KL first."
         )
@@ -188,7 +188,7 @@ def packed_comparison(comparison: Comparison, maps: int = MAP_NUMBERS, rows: int
         "no_distance": no_boundary(comparison),
         "said": kept_said(comparison, len(mapped["maps"]), len(attention)),
         "square": square_said(comparison),
-        "patterns": comparison.count("heads") > 0,
+        "patterns": len(comparison.heads) > 0,
         **mapped,
         "rows": attention,
     }
