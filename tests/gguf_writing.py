@@ -14,7 +14,6 @@ import numpy as np
 import torch
 
 from kvinterp.common.checks import check_choice
-from kvinterp.common.files import check_target, is_there
 from kvinterp.common.store import write_whole
 from kvinterp.errors import InputError, UnsupportedError, shown
 from kvinterp.models.adapter import Adapter
@@ -61,8 +60,7 @@ def check_export(file: str | Path, format: str, dtype: str, existing: str) -> Pa
     path = Path(file)
     if not is_gguf(path):
         raise InputError(f"file {shown(path)} was given: expected a name that ends with .gguf; give one.")
-    check_target(path, "file")
-    if existing == "error" and is_there(path):
+    if existing == "error" and path.exists():
         raise InputError(f"file {shown(path)} is there: give another name, or --overwrite (existing='overwrite').")
     if importlib.util.find_spec("gguf") is None:
         raise UnsupportedError(

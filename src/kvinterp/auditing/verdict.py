@@ -15,7 +15,7 @@ from kvinterp.auditing.bench import Check
 from kvinterp.auditing.folder import GIVEN, VERDICT, tables_of
 from kvinterp.auditing.ladder import Plan, PrecisionRun
 from kvinterp.common.checks import check_known, given_list
-from kvinterp.common.files import is_file, opened, read_json, strict_json
+from kvinterp.common.files import is_file, read_json, strict_json
 from kvinterp.common.result import Result
 from kvinterp.errors import InputError
 
@@ -114,7 +114,7 @@ class Verdict(Result):
             fields = _with_infinities(fields)
             tokens = None
             if is_file(place / GIVEN):
-                with opened(place / GIVEN) as file:
+                with (place / GIVEN).open("rb") as file:
                     tokens = pd.read_parquet(file)
             del fields["exit_code"]
             checks = tuple(Check(**check) for check in fields.pop("checks"))

@@ -30,8 +30,7 @@ from kvinterp._version import __version__
 from kvinterp.cli.listing import LISTED, NAMES, described
 from kvinterp.common.console import echo
 from kvinterp.common.files import strict_json
-from kvinterp.common.spec import check_length
-from kvinterp.errors import InputError, KvinterpError, check_docstrings, check_epoch, out_of_memory, visible
+from kvinterp.errors import InputError, KvinterpError, out_of_memory, visible
 from kvinterp.models.finding import check_reached
 from kvinterp.study.experiments.base import OPTION, Experiment
 from kvinterp.study.experiments.choices import check_words
@@ -117,8 +116,6 @@ class _Root(_Experiments):
     def _called(self, arguments: list[str]) -> Mapping[str, Any]:
         """What a command gave, or the error that it ended with."""
         try:
-            check_docstrings()
-            check_epoch()
             with self.make_context("kvinterp", arguments) as ctx:
                 found = self.invoke(ctx)
             return found if isinstance(found, Mapping) else {}
@@ -261,7 +258,6 @@ def _folder_named(text: str | Path) -> Path:
 
 def _numbers(example: str, text: str) -> tuple[int, ...]:
     """Whole numbers with commas between them."""
-    check_length("a list of numbers", text)
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, get_args
 
 from kvinterp.errors import InputError, shown, unexpected, unknown
@@ -12,8 +12,8 @@ from kvinterp.errors import InputError, shown, unexpected, unknown
 SEEDS = (-(2**63), 2**63 - 1)
 """The seeds there are, each with random numbers of its own: those of 64 bits with a sign."""
 
-MOST, MOST_LISTED = 1_000_000, 1_000
-"""The largest count there is, of anything and of what is run in all; and the most that is listed where each is run."""
+MOST = 1_000_000
+"""The largest count there is, of anything and of what is run in all."""
 
 
 def whole_number(value: object) -> int | None:
@@ -68,15 +68,6 @@ def check_seed(seed: object) -> int:
     if number is None or not SEEDS[0] <= number <= SEEDS[1]:
         raise unexpected("seed", seed, "a whole number from -2**63 to 2**63 - 1")
     return number
-
-
-def is_among(given: object, known: Iterable[Any]) -> bool:
-    """Whether a value is one of those known, whatever type it has."""
-    try:
-        return given in set(known)
-    except TypeError:
-        # A list, say, is none of them.
-        return False
 
 
 def check_choice(name: str, given: object, known: Any) -> None:
@@ -143,12 +134,6 @@ def given_list(name: str, values: object, expected: str) -> list[Any]:
         return list(values)  # type: ignore[call-overload,no-any-return]
     except TypeError as error:
         raise unexpected(name, values, expected) from error
-
-
-def check_listed(name: str, given: Sequence[object]) -> None:
-    """Raises InputError where more are listed than anybody waits for."""
-    if len(given) > MOST_LISTED:
-        raise InputError(f"{name} lists {len(given):,}: expected at most {MOST_LISTED:,}; give fewer.")
 
 
 def whole_numbers(name: str, values: object, expected: str, least: int = 0, most: int = SEEDS[1]) -> list[int]:

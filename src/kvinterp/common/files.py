@@ -1,24 +1,21 @@
-"""Files that are there whole or not at all, and files of others that are read without harm."""
+"""Files that are there whole or not at all, and JSON that every reader takes."""
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import math
 import os
-import re
 import secrets
-import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
-from kvinterp.errors import InputError, shown
+from kvinterp.errors import InputError
 
 SUMMARY = "summary.json"
 """The file that every finished result has."""
-_PARTIAL = re.compile(r"\..+\.[0-9a-f]{32}\.kvinterp-partial")
+_PARTIAL = ".kvinterp-partial"
 
 
 def check_writable(folder: Path, option: str = "--out") -> None:
@@ -34,67 +31,38 @@ def check_writable(folder: Path, option: str = "--out") -> None:
     with told(folder, option):
         with contextlib.suppress(FileNotFoundError):
             folder.lstat()  # A name that none can have is said now, not after the work.
-        place = next(place for place in (folder, *folder.parents) if is_there(place))
-        probe = place / partial_name("probe")
-        os.close(_made_anew(probe))
-        probe.unlink()
-
-
-def check_target(path: Path, option: str, suffix: str = "") -> None:
-    """Raises where a file cannot be written, or would take the place of something that is no plain file.
-
-    Args:
-        path: The file.
-        option: The option that it was given with.
-        suffix: What its name has to end with.
-
-    Raises:
-        InputError: It is a folder, a link or a device, cannot be written, or has another ending.
-    """
-    try:
-        taken = is_there(path) and not is_plain(path)
-    except OSError as error:
-        raise InputError(
-            f"{option} {shown(path)} cannot be written ({error.strerror}): expected the name of a file."
-        ) from error
-    if taken:
-        what = "a link" if path.is_symlink() else "a folder" if path.is_dir() else "no plain file"
-        raise InputError(f"{option} {shown(path)} is {what}: expected the name of a file that can be written.")
-    if suffix and path.suffix.lower() != suffix:
-        raise InputError(f"{option} {shown(path)} was given: expected a name that ends with {suffix}.")
-    check_writable(path.parent, option)
+        place = next(place for place in (folder, *folder.parents) if place.exists() or place.is_symlink())
+        with replaced(place / "probe", keep=False):
+            pass
 
 
 @contextlib.contextmanager
-def replaced(path: Path) -> Iterator[IO[bytes]]:
+def replaced(path: Path, keep: bool = True) -> Iterator[IO[bytes]]:
     """A file to write to, renamed to ``path`` at the end: there is the whole file or none.
 
-    Its name cannot be foreseen, and it is made anew: what somebody else planted is never written through.
+    Args:
+        path: The file.
+        keep: False writes nothing in the end.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(partial_name(path.name))
-    with os.fdopen(_made_anew(partial), "w+b") as file:
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}{_PARTIAL}")
+    with partial.open("xb") as file:
         try:
             yield file
             file.flush()
-            os.replace(partial, path)
+            if keep:
+                os.replace(partial, path)
         finally:
             with contextlib.suppress(OSError):
-                partial.unlink()
-
-
-def partial_name(name: str) -> str:
-    """A hidden name for what becomes ``name``: nobody can foresee it, and :func:`sweep_partials` knows it again."""
-    return f".{name}.{secrets.token_hex(16)}.kvinterp-partial"
+                partial.unlink(missing_ok=True)
 
 
 def sweep_partials(folder: Path) -> None:
     """Removes what a killed process left half written, figures too."""
     for place in (folder, folder / "figures"):
-        for path in [] if place.is_symlink() else place.glob(".*.kvinterp-partial"):
-            if _PARTIAL.fullmatch(path.name) and is_plain(path):
-                with contextlib.suppress(OSError):
-                    path.unlink()
+        for path in place.glob(f".*{_PARTIAL}"):
+            with contextlib.suppress(OSError):
+                path.unlink()
 
 
 @contextlib.contextmanager
@@ -113,7 +81,7 @@ def told(path: Path, option: str = "--out") -> Iterator[None]:
 def read_json(path: Path) -> dict[str, Any] | None:
     """The object in a file, None where there is none that can be read."""
     try:
-        read = json.loads(bytes_of(path).decode("utf-8"))
+        read = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return None
     return read if isinstance(read, dict) else None
@@ -151,68 +119,21 @@ def _short(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-_NO_FILES = {stat.S_IFIFO: "a pipe", stat.S_IFDIR: "a folder", stat.S_IFSOCK: "a socket"}
-
-
-def opened(path: Path, most: int | None = None) -> IO[bytes]:
-    """A file that somebody else wrote, or a link to one, open for reading; what is no file is not waited for.
-
-    A pipe may never answer and a device never end, so it is asked what it is before it is opened, and once more after.
+def bytes_of(path: Path, most: int | None = None) -> bytes:
+    """The content of a file that somebody else wrote.
 
     Args:
         path: Where it is.
         most: The most bytes it may have, if there is a bound.
 
     Raises:
-        OSError: It is not there, cannot be opened, is no file, or is longer than that.
+        OSError: It cannot be read, or is longer than that.
     """
-    _check_file(path.stat(), path, most)
-    # Not every system has each of these.
-    flags = sum(getattr(os, name, 0) for name in ("O_NONBLOCK", "O_NOCTTY", "O_CLOEXEC", "O_BINARY"))
-    file = os.fdopen(os.open(path, os.O_RDONLY | flags), "rb")
-    try:
-        _check_file(os.fstat(file.fileno()), path, most)
-    except OSError:
-        file.close()
-        raise
-    return file
-
-
-def _check_file(found: os.stat_result, path: Path, most: int | None) -> None:
-    if not stat.S_ISREG(found.st_mode):
-        what = _NO_FILES.get(stat.S_IFMT(found.st_mode), "a device")
-        raise OSError(errno.EINVAL, f"it is {what} and no file", str(path))
-    if most is not None and found.st_size > most:
-        raise OSError(errno.EFBIG, f"it has {found.st_size:,} bytes, more than the {most:,} that are read", str(path))
-
-
-def bytes_of(path: Path, most: int | None = None) -> bytes:
-    """The content of a file that somebody else wrote.
-
-    Raises:
-        OSError: As :func:`opened` says, or it cannot be read to its end.
-    """
-    with opened(path, most) as file:
-        content = file.read(-1 if most is None else most + 1)
-    if most is not None and len(content) > most:
-        raise OSError(errno.EFBIG, f"it has more than the {most:,} bytes that are read", str(path))
-    return content
-
-
-def is_there(path: Path) -> bool:
-    """Whether the name is taken, be it by a link that leads nowhere."""
-    return path.is_symlink() or path.exists()
-
-
-def is_plain(path: Path) -> bool:
-    """Whether it is a file, and no link to one."""
-    return path.is_file() and not path.is_symlink()
-
-
-def _made_anew(path: Path) -> int:
-    # O_NOFOLLOW is not on Windows; with O_EXCL no link is followed anyway.
-    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
-    return os.open(path, flags, 0o666)
+    if not path.is_file():
+        raise FileNotFoundError(0, "it is no file", str(path))
+    if most is not None and path.stat().st_size > most:
+        raise OSError(0, f"it has {path.stat().st_size:,} bytes, more than the {most:,} that are read", str(path))
+    return path.read_bytes()
 
 
 is_file, is_folder = os.path.isfile, os.path.isdir

@@ -25,8 +25,6 @@ from kvinterp.errors import InputError, unknown
 
 Plugin = TypeVar("Plugin")
 
-LONGEST = 10_000
-"""The most characters of a text form, which no choice that somebody writes comes near."""
 MADE_OF = ("base", "registry")
 """Files of a folder that hold what its plugins are made of and found by, and no plugin."""
 
@@ -138,7 +136,6 @@ def read(what: str, text: str, kinds: Mapping[str, type[Plugin]], hint: str) -> 
     Raises:
         InputError: The name is unknown or the values do not fit.
     """
-    check_length(what, text)
     match = re.fullmatch(r"\s*([\w-]+)\s*(?:\((.*)\))?\s*", text, re.DOTALL)
     given = text if match is None else match.group(1)
     name = given.lower().replace("-", "_")
@@ -178,7 +175,6 @@ def path_parts(text: str) -> tuple[str, str | None, str | None, str | None]:
     Raises:
         InputError: The text has another form, or there is no such dtype.
     """
-    check_length("path", text)
     match = re.fullmatch(r"(cached|recompute)(?:\[([^\]]*)\])?(?:\+(.+?))?(?:@(\w+))?", text.strip())
     if match is None:
         raise InputError(
@@ -190,12 +186,6 @@ def path_parts(text: str) -> tuple[str, str | None, str | None, str | None]:
     if dtype is not None:
         check_known("dtype", dtype, get_args(words.Dtype))
     return form, options, policy, dtype
-
-
-def check_length(what: str, text: str) -> None:
-    """Raises InputError where a text form is longer than any that can be meant."""
-    if len(text) > LONGEST:
-        raise InputError(f"{what} has {len(text):,} characters: expected at most {LONGEST:,}; shorten it or give fewer.")
 
 
 def split(text: str, separator: str) -> list[str]:

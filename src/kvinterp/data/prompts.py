@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from kvinterp.common.files import is_file
-from kvinterp.common.spec import check_length
 from kvinterp.data.example import Prompt, check_characters
 from kvinterp.data.few_shot import FewShot
 from kvinterp.data.jsonl import prompts_of
@@ -131,7 +130,6 @@ def _from_item(index: int, item: object) -> Prompt:
 def _unique(prompts: list[Prompt], where: str) -> list[Prompt]:
     seen: dict[str, int] = {}
     for index, prompt in enumerate(prompts, start=1):
-        check_length(f"{where}: the id of prompt {index}", prompt.id)
         if prompt.id in seen:
             raise InputError(
                 f"{where}: prompts {seen[prompt.id]} and {index} share the id {prompt.id!r}, expected every id once; "

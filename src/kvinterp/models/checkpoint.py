@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from kvinterp.common.files import bytes_of, is_file, is_there
+from kvinterp.common.files import bytes_of, is_file
 from kvinterp.errors import InputError, shown
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -117,7 +117,7 @@ def _dtypes(folder: Path) -> dict[str, str]:
 
 
 def _files(folder: Path) -> list[Path]:
-    if is_there(folder / WEIGHTS):
+    if (folder / WEIGHTS).exists():
         return [folder / WEIGHTS]
     index = folder / INDEX
     if not index.exists():

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from kvinterp.errors import InputError, KvinterpError, UnsupportedError, check_docstrings, shown
+from kvinterp.errors import InputError, KvinterpError, UnsupportedError, shown
 from kvinterp.models.checkpoint import check_weights, read_object, reason
 from kvinterp.models.finding import reach
 from kvinterp.models.gguf_file import as_given, header_of, is_gguf
@@ -206,7 +206,6 @@ def loading(name: str, part: str = "", config: Any = None) -> Iterator[None]:
         InputError: In the place of anything that is no error of kvinterp's own.
     """
     try:
-        check_docstrings()
         entries = {} if config is None else config.to_dict()
         with quiet_transformers(), explained(entries, f"the config of {shown(name)}"):
             yield

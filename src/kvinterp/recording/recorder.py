@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from kvinterp.common.checks import check_instance, check_whole, is_among, whole_number
+from kvinterp.common.checks import check_instance, check_whole, whole_number
 from kvinterp.errors import InputError, shown, unexpected
 from kvinterp.models import Adapter
 from kvinterp.models.attaching import Site
@@ -62,7 +62,7 @@ class Recorder(SiteHook):
         check_instance("adapter", adapter, Adapter, "a model that kv.wrap() or kv.load_model() made")
         if whole_number(positions) == -1:
             positions = "newest"
-        if not is_among(positions, ("newest", "all")):
+        if positions not in ("newest", "all"):
             raise unexpected("positions", positions, "'newest' or 'all', of which you then take the positions you want")
         self.adapter, self.positions = adapter, positions
         self.sites, places = places_of(adapter, sites, layers)
@@ -180,7 +180,7 @@ class Recorder(SiteHook):
 
     def __contains__(self, place: object) -> bool:
         """Whether a site at a layer, or a hook by its name, is kept."""
-        return is_among(self._place(place), self.kept)
+        return self._place(place) in self.kept
 
     def __len__(self) -> int:
         """How many sites and layers are kept."""
@@ -209,7 +209,7 @@ class Recorder(SiteHook):
         (positions with -1). :attr:`kept` has them one by one.
         """
         place = cast(Site, self._place(place))
-        if not is_among(place, self.kept):
+        if place not in self.kept:
             have = ", ".join(f"({s!r}, {layer})" for s, layer in self.kept)
             raise InputError(f"nothing was recorded as {shown(place)}: expected a site and a layer, one of {have}.")
         kept = self.kept[place]

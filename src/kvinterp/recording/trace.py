@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
-from kvinterp.common.checks import check_instance, is_among
+from kvinterp.common.checks import check_instance
 from kvinterp.common.files import bytes_of, is_file, strict_json
 from kvinterp.common.numbers import counted, models_of
 from kvinterp.common.store import write_whole
@@ -129,7 +129,7 @@ class Trace:
             place: A site and a layer, ``("pattern", 1)``, or a hook's name, ``"blocks.1.attn.hook_pattern"``.
         """
         place = cast(Site, place_of(place))
-        if not is_among(place, self.records):
+        if place not in self.records:
             layers = Counter(site for site, _ in self.records)
             have = [f"{site} of {counted(count, 'layer')}" for site, count in sorted(layers.items())] or ["nothing"]
             raise InputError(

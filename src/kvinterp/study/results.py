@@ -20,7 +20,7 @@ import pandas as pd
 from pyarrow import ArrowException
 
 from kvinterp._version import __version__
-from kvinterp.common.files import SUMMARY, check_writable, differences, is_file, is_plain, opened, read_json, strict_json
+from kvinterp.common.files import SUMMARY, check_writable, differences, is_file, read_json, strict_json
 from kvinterp.common.store import clear_cells, write_whole
 from kvinterp.data import Prompt
 from kvinterp.errors import InputError, KvinterpError, in_one_line, unknown
@@ -137,7 +137,7 @@ def write_result(
         write_whole(folder / f"{name}.parquet", functools.partial(table.to_parquet, index=False))
     figures = [] if draw is None else list(draw(folder / "figures"))
     for name in {*earlier} - {*files}:
-        for path in filter(is_plain, folder.glob(name)):
+        for path in filter(Path.is_file, folder.glob(name)):
             path.unlink(missing_ok=True)
     write_whole(place, strict_json({**summary, "settings": settings, "files": files}) + "\n")
     if ending == "finished":
@@ -188,8 +188,7 @@ def read_tables(folder: Path, summary: Mapping[str, Any]) -> dict[str, pd.DataFr
         names = [name.removesuffix(".parquet") for name in summary["files"] if re.fullmatch(r"\w+\.parquet", name)]
         tables = {}
         for name in names:
-            with opened(folder / f"{name}.parquet") as file:
-                tables[name] = pd.read_parquet(file)
+            tables[name] = pd.read_parquet(folder / f"{name}.parquet")
             tables[name].attrs = _in_lines(tables[name].attrs)
         return tables
 

@@ -6,7 +6,7 @@ import dataclasses
 
 import torch
 
-from kvinterp.common.checks import MOST_LISTED, check_whole
+from kvinterp.common.checks import check_whole
 from kvinterp.paths.calls.base import NOTHING, Call, Feeder, Loop, Masking
 
 EVERY = 2
@@ -27,7 +27,7 @@ class Batched(Call):
     rows: int = 8
 
     def __post_init__(self) -> None:
-        check_whole("rows", self.rows, 2, MOST_LISTED, ", the prompt's among them")
+        check_whole("rows", self.rows, 2, 1_000, ", the prompt's among them")
 
     def room(self, length: int, steps: int) -> tuple[int, int, int]:
         """As many rows."""

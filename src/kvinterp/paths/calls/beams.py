@@ -6,7 +6,7 @@ import dataclasses
 
 import torch
 
-from kvinterp.common.checks import MOST_LISTED, check_whole
+from kvinterp.common.checks import check_whole
 from kvinterp.errors import UnsupportedError
 from kvinterp.paths.calls.base import Call, Feeder, Loop
 
@@ -22,7 +22,7 @@ class Beams(Call):
     beams: int = 3
 
     def __post_init__(self) -> None:
-        check_whole("beams", self.beams, 2, MOST_LISTED)
+        check_whole("beams", self.beams, 2, 1_000)
 
     def room(self, length: int, steps: int) -> tuple[int, int, int]:
         """A row a beam."""

@@ -21,8 +21,6 @@ from kvinterp.study.experiments.options import OPTION
 if TYPE_CHECKING:
     from kvinterp.study.experiments.base import Experiment
 
-_TEXTS = ("prompts", "texts", "text", "instructions", "problems", "strings", "template", "system")
-"""Choices that are texts, or name some: as long as a user's own."""
 _ONE_OF = {"strategies": "strategy"}
 """What an experiment calls a choice of which it takes one: of several the first."""
 
@@ -79,8 +77,7 @@ def check_work(experiment: Experiment) -> None:
     Raises:
         InputError: A number is no count, or more than any run has, alone or times the others; or a text is too long.
     """
-    from kvinterp.common.checks import MOST, check_listed, check_whole
-    from kvinterp.common.spec import check_length
+    from kvinterp.common.checks import MOST, check_whole
     from kvinterp.data import load_prompts
 
     runs: dict[str, int] = {}
@@ -92,10 +89,6 @@ def check_work(experiment: Experiment) -> None:
             check_whole(field.name, given, about["min"])
         if isinstance(given, int) and field.name != "seed" and given > MOST:
             raise unexpected(field.name, given, f"at most {MOST:,}")
-        if isinstance(given, str) and field.name not in _TEXTS:
-            check_length(field.name, given)
-        if isinstance(given, tuple):
-            check_listed(field.name, given)
         if "times" in about:
             runs[field.name] = given
         if field.name == "prompts":
