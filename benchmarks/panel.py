@@ -1,11 +1,10 @@
-"""How long the notebook's panel takes to answer and to fill its map, beside the plain loop that a user would write.
+"""How long the notebook's panel takes to answer, beside the plain loop that a user would write.
 
     python benchmarks/panel.py [--rounds 5] [--models mistral-mini,gqa2-mini] [--out benchmarks/results]
 
 The plain loop decodes the cached path once, keeping the residual stream behind the patched layer at every step, decodes the
 recompute path on the same tokens once as it is and once with those rows put in, and ends with both KLs. The panel's first
-answer has to do the same; every later one to the same prompt costs its patched run alone. A map is what the user would get
-from one such loop a cell. Each round runs all of them one after the other, so that a slow moment of the machine falls on all;
+answer has to do the same; every later one to the same prompt costs its patched run alone. Each round runs all of them one after the other, so that a slow moment of the machine falls on all;
 ratios are taken within a round and their median is reported, of the clock and of the processor's time. That both give the
 same KL to the bit is checked. The bound, half a second for an answer, is the clock's: run it on a quiet machine.
 """
@@ -26,7 +25,6 @@ from sweeps import spread, timed
 import kvinterp as kv
 from kvinterp import metrics
 from kvinterp.models.provenance import provenance
-from kvinterp.patching import Asked, PatchMap
 
 STEPS = 12
 BOUND = 0.5
@@ -91,14 +89,6 @@ def own_cache(adapter):
     return {"past_key_values": DynamicCache(config=adapter.source.config), "use_cache": True}
 
 
-def filled(bench, prompt):
-    """The map of layers by steps, whole."""
-    bench.turn_to(prompt)
-    made = PatchMap(bench, Asked("resid_post"), "layer by step")
-    while made.filled < len(made.rows):
-        made.fill_row()
-
-
 def cost(name, kind, rounds):
     """Seconds and ratios of one model and kind."""
     adapter = kv.load_model(f"zoo:{name}", kind=kind, dtype="float32", device="cpu")
@@ -110,15 +100,13 @@ def cost(name, kind, rounds):
             "plain": (plain_loop, adapter, prompt, LAYER),
             "first": (bench.ask, prompt, "resid_post", LAYER),
             "next": (bench.ask, prompt, "resid_post", LAYER + 1),
-            "map": (filled, bench, prompt),
         }
         measured.append({way: timed(*work) for way, work in ways.items()})
     answer = kv.PatchBench(adapter, STEPS).ask(prompt, "resid_post", LAYER)
     plain = [float(value) for value in plain_loop(adapter, prompt, LAYER)]
-    cells = adapter.facts.layers * len(answer.steps)
 
-    def ratio(clock, way, times=1):
-        return spread(times * m["plain"][clock] / m[way][clock] for m in measured)
+    def ratio(clock, way):
+        return spread(m["plain"][clock] / m[way][clock] for m in measured)
 
     return {
         "model": name,
@@ -128,8 +116,6 @@ def cost(name, kind, rounds):
         "seconds": {way: spread(m[way]["clock"] for m in measured) for way in measured[0]},
         "plain_over_first": {clock: ratio(clock, "first") for clock in ("clock", "processor")},
         "plain_over_next": {clock: ratio(clock, "next") for clock in ("clock", "processor")},
-        "a_plain_loop_a_cell_over_map": {clock: ratio(clock, "map", cells) for clock in ("clock", "processor")},
-        "cells": cells,
         "same_kl_to_the_bit": plain == [answer.d_before, answer.d_after],
     }
 
@@ -137,8 +123,7 @@ def cost(name, kind, rounds):
 def shown(results, rounds):
     """The table of what was measured."""
     table = Table(title=f"the panel's answers, {STEPS} steps, medians of {rounds} rounds")
-    for column in ("model", "kind", "first answer s", "next answer s", "plain loop s", "plain / first", "plain / next",
-                   "map s", "plain loops / map", "same KL"):  # fmt: skip
+    for column in ("model", "kind", "first answer s", "next answer s", "plain loop s", "plain / first", "plain / next", "same KL"):  # fmt: skip
         table.add_column(column)
     for row in results:
         seconds = {way: found["median"] for way, found in row["seconds"].items()}
@@ -150,8 +135,6 @@ def shown(results, rounds):
             f"{seconds['next']:.2f}",
             f"{seconds['plain']:.2f}",
             *(f"{row[name]['processor']['median']:.2f}" for name in ("plain_over_first", "plain_over_next")),
-            f"{seconds['map']:.2f}",
-            f"{row['a_plain_loop_a_cell_over_map']['processor']['median']:.1f} ({row['cells']} cells)",
             "to the bit" if row["same_kl_to_the_bit"] else "DIFFERS",
         )
     return table

@@ -102,7 +102,7 @@ def test_the_clean_prompt_s_embeddings_make_the_clean_prompt_s_logits(load: Any,
         patched = plain_forward(adapter.model, corrupted)
     assert_bitwise(patched, plain_forward(adapter.model, rows(CLEAN)), "logits")
     found = kv.activation_patching(adapter, CLEAN, PROMPT, "embed", progress="none")
-    assert found.layers == (0,)
+    assert found.frame["layer"].unique().tolist() == [0]
     assert bool((found.values[0, [0, 5, 11]] == found.corrupted).all())
     resid = kv.activation_patching(adapter, CLEAN, PROMPT, "resid_pre", layers=0, progress="none")
     assert torch.equal(found.values, resid.values)

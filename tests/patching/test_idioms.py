@@ -137,7 +137,7 @@ def test_head_by_position_is_transformer_lens_s(load: Any) -> None:
         _, cache = adapter.model.run_with_cache(clean)
         expected = patching.get_act_patch_attn_head_out_by_pos(adapter.model, corrupted, cache, difference)
     found = kv.activation_patching(adapter, clean, corrupted, "z", "heads,positions", distance=difference, **QUIET)
-    layers, length = len(found.layers), len(PROMPT)
+    layers, length = len(found.values), len(PROMPT)
     shown = found.values.reshape(layers, -1, length).transpose(1, 2).float()
     assert_bitwise(shown, expected, "head by position", ("layer", "position", "head"))
     assert list(found.frame.columns) == ["layer", "head", "start", "stop", "text", "value", "recovery", "unchanged"]

@@ -14,7 +14,6 @@ import pytest
 from kvinterp.study.report.page import (
     Answer,
     Bullets,
-    Cell,
     Column,
     Fold,
     Folded,
@@ -40,7 +39,6 @@ PARTS = [
     Picture(EVIL, b"a figure"),
     Table(HEAD, [[EVIL] * 5], EVIL, EVIL, EVIL),
     Table([Column(EVIL)], [[Links({EVIL: EVIL}, {EVIL: EVIL})], [Fold(EVIL, {EVIL: EVIL})]], EVIL, EVIL, EVIL),
-    Table([Column(EVIL)], [[Cell(EVIL, EVIL, EVIL, True)]]),
     Links({EVIL: EVIL}, {EVIL: EVIL}, EVIL),
     Packed(EVIL, {EVIL: b"data"}),
     Shaded([(EVIL, EVIL, EVIL)], [(EVIL, EVIL)]),

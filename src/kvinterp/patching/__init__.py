@@ -20,7 +20,7 @@ from kvinterp.patching.table import Sweep
 if TYPE_CHECKING:
     from kvinterp.common.vocabulary import ANEW, PARTS
     from kvinterp.patching.around import patched
-    from kvinterp.patching.bench import DONORS, VIEWS, Asked, PatchAnswer, PatchBench, PatchMap
+    from kvinterp.patching.bench import DONORS, Asked, PatchAnswer, PatchBench
     from kvinterp.patching.clean_corrupted import ActivationPatching, activation_patching
     from kvinterp.patching.decomposition import Decomposition, decompose
     from kvinterp.patching.localising import Cause, localise
@@ -37,7 +37,6 @@ __all__ = [
     "PLACES",
     "PRESETS",
     "SWEEPS",
-    "VIEWS",
     "Ablation",
     "ActivationPatching",
     "Asked",
@@ -47,7 +46,6 @@ __all__ = [
     "PatchAnswer",
     "PatchBench",
     "PatchHook",
-    "PatchMap",
     "Plant",
     "PureRecompute",
     "Sweep",
@@ -65,7 +63,7 @@ __all__ = [
 _HOMES = {
     "common.vocabulary": "ANEW PARTS",
     "patching.around": "patched",
-    "patching.bench": "DONORS VIEWS Asked PatchAnswer PatchBench PatchMap",
+    "patching.bench": "DONORS Asked PatchAnswer PatchBench",
     "patching.clean_corrupted": "ActivationPatching activation_patching",
     "patching.decomposition": "Decomposition decompose",
     "patching.localising": "Cause localise",

@@ -1,7 +1,6 @@
 """One patch after another on one model: what does not depend on the patch is run once, so that a question costs its own run.
 
-A question is data, and so is its answer; many questions are a map: layer by step, layer by head, or blocks of positions by
-layer, filled row by row. This is what stands behind the panel in a notebook, and its face without a front end.
+A question is data, and so is its answer. This is what stands behind the panel in a notebook, and its face without a front end.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from kvinterp.common.checks import check_choice, check_known, check_unread, chec
 from kvinterp.errors import InputError, located
 from kvinterp.models import wrap
 from kvinterp.models.answers import LOGIT_DIFFERENCE
-from kvinterp.models.hook_names import layers_with, one_site
+from kvinterp.models.hook_names import one_site
 from kvinterp.models.inputs import chosen_layers, encode
 from kvinterp.models.threads import own_threads
 from kvinterp.patching.clean_corrupted import check_aligned
@@ -29,7 +28,7 @@ from kvinterp.patching.distances import DISTANCES, check_finite, distances_of
 from kvinterp.patching.donors import mean_donor, resample_donor
 from kvinterp.patching.given import ABLATIONS, ZERO, Ablation
 from kvinterp.patching.hook import PatchHook
-from kvinterp.patching.patch import PATCHED_CACHE, Patch, Positions, check_patch_site, heads_at, stored_sites
+from kvinterp.patching.patch import PATCHED_CACHE, Patch, Positions, check_patch_site, stored_sites
 from kvinterp.patching.recompute import PureRecompute
 from kvinterp.patching.sweeping import DIRECTIONS
 from kvinterp.paths import Runner, path_named, run
@@ -296,20 +295,6 @@ class PatchBench:
                 found.append({"run": name, "rank": rank, "token": token, "text": text, **scores})
         return pd.DataFrame(found)
 
-    def measure(self, asked: Asked) -> dict[str, list[float]] | None:
-        """By each of MEASURED the recovery, or of an ablation the distance it makes: over all steps patched, then at each.
-
-        None where the patch moves nothing. The prompt is the one that :meth:`turn_to` turned to.
-
-        Raises:
-            InputError: Something asked does not exist.
-            NonFiniteError: NaN or Inf appeared in the logits.
-        """
-        if not self._moves(asked):
-            return None
-        *_, found = self._answered(asked)
-        return {name: (both[1] if asked.ablates else metrics.recovery(*both)).tolist() for name, both in found.items()}
-
     # What does not depend on the patch ---------------------------------------------------------------------------------
 
     def turn_to(self, prompt: Any, other: Any = None) -> None:
@@ -433,7 +418,7 @@ class PatchBench:
         hook = PatchHook(self.adapter, [patch], None, len(prompt), asked.first)
         if asked.into == "recompute":
             if len(steps) == 1:
-                # One prefix for a whole map: what comes before the patched block runs once.
+                # One prefix for several questions: what comes before the patched block runs once.
                 self._pure.capture([*prompt, *fed[: steps[0]]])
             rows = [self._pure.patched([*prompt, *fed[:step]], step, hook) for step in steps]
             return torch.stack(rows), hook.changed[0]
@@ -442,81 +427,3 @@ class PatchBench:
             given = fed_to_all(fed, 1, 1, row.device)
             rows = [now.logits[0][0].clone() for now in lockstep([runner], room, given=given)]
         return torch.stack([rows[step] for step in steps]), hook.changed[0]
-
-
-VIEWS = {
-    "layer by step": ("layer", "step"),
-    "layer by head": ("layer", "head"),
-    "block by layer": ("positions", "layer"),
-}
-"""The maps there are, by the fields of :class:`Asked` that their rows and columns set."""
-MOST_BLOCKS = 12
-
-
-class PatchMap:
-    """What each patch of a family recovers; each cell is a patch of its own.
-
-    Args:
-        bench: What answers, turned to the prompt.
-        asked: What stays as it is from cell to cell.
-        view: A name of VIEWS.
-
-    Attributes:
-        rows: The values of the field that rows set.
-        columns: Those of the field that columns set.
-        values: By each of MEASURED the rows filled so far: recovery, or the distance that an ablation makes; None where a
-            patch moves nothing, NaN where there is nothing to recover.
-
-    Raises:
-        InputError: There is no such map, or the site has no heads.
-    """
-
-    def __init__(self, bench: PatchBench, asked: Asked, view: str) -> None:
-        check_choice("view", view, VIEWS)
-        self.bench, self.asked, self.view = bench, asked, view
-        layers = list(layers_with(bench.adapter, asked.site, range(bench.adapter.facts.layers)))
-        count = heads_at(bench.adapter, asked.site, "a map by head") if "head" in VIEWS[view] else 0
-        axes: dict[str, list[Any]] = {
-            "layer": layers,
-            "step": [EVERY, *range(asked.first, len(bench.fed) + 1)],
-            "head": [None, *range(count)],
-            "positions": ["newest", "all", *blocks_of(bench)],
-        }
-        self.fields = VIEWS[view]
-        self.rows, self.columns = (axes[field] for field in self.fields)
-        self.values: dict[str, list[list[float | None]]] = {name: [] for name in MEASURED}
-
-    @property
-    def filled(self) -> int:
-        """How many rows are."""
-        return len(self.values[MEASURED[0]])
-
-    def at(self, row: int, column: int) -> Asked:
-        """The patch of a cell."""
-        where: dict[str, Any] = dict(zip(self.fields, (self.rows[row], self.columns[column]), strict=True))
-        return dataclasses.replace(self.asked, **where)
-
-    def fill_row(self) -> None:
-        """Fills the next row.
-
-        Raises:
-            KvinterpError: As :meth:`PatchBench.measure` raises.
-        """
-        row, columns = self.filled, range(len(self.columns))
-        if self.view == "layer by step" and self.asked.into == "recompute":
-            # What the recompute path does at a step rests on that step's patch alone: one run of all steps has them all.
-            every = self.bench.measure(self.at(row, 0))
-            cells = [{name: every[name][column] for name in MEASURED} if every else None for column in columns]
-        else:
-            several = (self.bench.measure(self.at(row, column)) for column in columns)
-            cells = [{name: found[name][0] for name in MEASURED} if found else None for found in several]
-        for name in MEASURED:
-            self.values[name].append([cell[name] if cell else None for cell in cells])
-
-
-def blocks_of(bench: PatchBench) -> list[tuple[int, int]]:
-    """Blocks of the prompt's positions, at most twelve of equal size, and one of what is decoded."""
-    prompt, end = len(bench.prompt), len(bench.prompt) + len(bench.fed)
-    size = -(-prompt // MOST_BLOCKS)
-    spans = [(start, min(start + size, prompt)) for start in range(0, prompt, size)]
-    return [*spans, (prompt, end)] if end > prompt else spans

@@ -107,16 +107,6 @@ class Interval:
 
 
 @dataclasses.dataclass(frozen=True)
-class Cell:
-    """A cell with a ground of its own, which brings the colour of its text, so that it reads on any page."""
-
-    text: str
-    ground: str
-    ink: str
-    framed: bool = False
-
-
-@dataclasses.dataclass(frozen=True)
 class Column:
     """The head of a column, and what its cells are: ``number``, ``text`` (broken into lines), ``pre``, ``code`` or ``filter``,
     by whose values the reader chooses among the rows.
@@ -131,7 +121,7 @@ class Table:
     """A table; the row whose first cell is ``here`` stands out, and ``folded`` is what one clicks on to see it."""
 
     head: Sequence[Column]
-    rows: Sequence[Sequence[str | Links | Fold | Interval | Cell]]
+    rows: Sequence[Sequence[str | Links | Fold | Interval]]
     here: str | None = None
     caption: str = ""
     folded: str = ""

@@ -1,7 +1,7 @@
-"""Patching by hand in a notebook: a map that one clicks, and beside it what the clicked patch did.
+"""Patching by hand in a notebook: choices that one changes, and what the patch that they say did.
 
-The browser's side is ``static/panel.js``; it sends what is asked (``asked``) and which row of the map it waits for
-(``wanted``), and everything that it shows is made here. :class:`kvinterp.PatchBench` answers the same without a front end.
+The browser's side is ``static/panel.js``; it sends what is asked (``asked``), and everything that it shows is made here.
+:class:`kvinterp.PatchBench` answers the same without a front end.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kvinterp.data import Prompt
 from kvinterp.errors import InputError, KvinterpError, UnsupportedError, unexpected
 from kvinterp.models import load_model, wrap
 from kvinterp.models.load import check_loadable
-from kvinterp.patching import VIEWS, Asked, PatchAnswer, PatchBench, PatchMap
+from kvinterp.patching import Asked, PatchAnswer, PatchBench
 from kvinterp.patching.bench import MEASURED
 from kvinterp.paths import kernels_named
 from kvinterp.study.report.page import script, styles
@@ -24,7 +24,6 @@ from kvinterp.study.report.panel_shown import (
     answer_shown,
     choices,
     code_of,
-    map_shown,
     picture,
     plain,
     recovery_said,
@@ -38,12 +37,11 @@ MOST_TRIED = 100
 
 
 class PatchPanel:
-    """The panel: a map of patches, the choices, and what the chosen patch did. It shows itself in a notebook.
+    """The panel: the choices, and what the chosen patch did. It shows itself in a notebook.
 
     Attributes:
         widget: The widget, whose traits are all that the browser sees and sends.
         answer: The last answer, or None where something was wrong.
-        map: The map that is shown, as far as it is filled; None where something was wrong.
     """
 
     def __init__(
@@ -51,23 +49,20 @@ class PatchPanel:
     ) -> None:
         self._models, self._max_new_tokens, self._kernels = models, max_new_tokens, kernels
         self._benches: dict[str, PatchBench] = {}
-        self._maps: dict[str, PatchMap] = {}
         self._tried: list[dict[str, Any]] = []
         self._at = -1
         self._pictures: list[Any] = []
         self._busy = False
         self.answer: PatchAnswer | None = None
-        self.map: PatchMap | None = None
         # L2 first, as in a sweep: where paths differ by rounding, KL is that of one uncertain step.
-        start = {"model": next(iter(models)), "prompt": prompt, "other": other, "view": next(iter(VIEWS)), "distance": "l2"}
+        start = {"model": next(iter(models)), "prompt": prompt, "other": other, "distance": "l2"}
         asked = {field.name: field.default for field in dataclasses.fields(Asked)}
         self.widget = _widget_class()(choices=choices(self._models, None, None), asked={**start, **asked})
         self.widget.observe(lambda _: self._hear(self._update), "asked")
-        self.widget.observe(lambda _: self._hear(self._fill_wanted), "wanted")
         self._hear(self._update)
 
     def choose(self, **changes: Any) -> PatchPanel:
-        """Changes what is asked, as a click would: model, prompt, other, view, distance, or a field of a patch.
+        """Changes what is asked, as a click would: model, prompt, other, distance, or a field of a patch.
 
         Raises:
             InputError: There is no such choice. What cannot be answered is said in the panel instead.
@@ -77,15 +72,9 @@ class PatchPanel:
         self.widget.asked = {**self.widget.asked, **changes}
         return self
 
-    def fill(self) -> PatchPanel:
-        """Fills what is left of the map; in a browser it fills by itself, row by row."""
-        while self.map is not None and self.map.filled < len(self.map.rows):
-            self.widget.wanted = {"map": self.widget.map["name"], "row": self.map.filled}
-        return self
-
     def picture(self) -> str:
         """What the panel shows, as HTML that needs no kernel, no script and no network."""
-        return picture(self.widget.asked, self.widget.answer, self.widget.map, self.widget.error)
+        return picture(self.widget.asked, self.widget.answer, self.widget.error)
 
     def _ipython_display_(self) -> None:
         from IPython.display import HTML, display
@@ -108,8 +97,8 @@ class PatchPanel:
             shown = {"error": "", **work()}
         except Exception as error:
             said = str(error) if isinstance(error, KvinterpError) else f"{type(error).__name__}: {error}"
-            self.answer, self.map = None, None
-            shown = {"error": " ".join(said.split()), "answer": {}, "map": {}}
+            self.answer = None
+            shown = {"error": " ".join(said.split()), "answer": {}}
         finally:
             self._busy = False
         self._show(shown)
@@ -134,36 +123,21 @@ class PatchPanel:
         back = given.pop("back", None)
         bench = self._bench(given["model"])
         given, asked = self._settled(given, bench)
-        view, measure = given["view"], given["distance"]
-        check_choice("view", view, VIEWS)
+        measure = given["distance"]
         check_choice("distance", measure, MEASURED)
         self.answer = None
         bench.turn_to(given["prompt"], given["other"])
-        answer = bench.answer(asked, top=5)
-        # The choices first: a map may not be possible where one patch is.
-        fixed = dataclasses.replace(asked, **{field: getattr(Asked(), field) for field in VIEWS[view]})
-        key = repr([given[name] for name in ("model", "prompt", "other", "view")] + [fixed])
-        self.map = self._maps.setdefault(key, PatchMap(bench, fixed, view))
-        self.answer = answer
+        self.answer = bench.answer(asked, top=5)
         self._note(given, back)
         return {
             "asked": given,
             "choices": choices(self._models, bench, asked),
             "answer": {
-                **answer_shown(answer, bench, measure),
+                **answer_shown(self.answer, bench, measure),
                 "code": code_of(asked, given["prompt"], given["other"], self._max_new_tokens, self._kernels),
             },
-            "map": map_shown(self.map, measure, asked),
             "tried": {"entries": self._tried, "at": self._at},
         }
-
-    def _fill_wanted(self) -> dict[str, Any]:
-        wanted, made = self.widget.wanted, self.map
-        if made is None or wanted.get("map") != self.widget.map["name"] or wanted.get("row") != made.filled:
-            return {}
-        made.fill_row()
-        given = self.widget.asked
-        return {"map": map_shown(made, given["distance"], _asked(given))}
 
     def _bench(self, name: str) -> PatchBench:
         check_choice("model", name, self._models)
@@ -177,7 +151,6 @@ class PatchPanel:
         heads, _ = bench.adapter.facts.heads_of(_asked(given).site)
         if not heads:
             given["head"] = None
-            given["view"] = "layer by step" if given["view"] == "layer by head" else given["view"]
         before = self._tried[self._at]["asked"] if self._tried else given
         if before["site"] != given["site"] and given["positions"] == before["positions"] in ("newest", "all"):
             given["positions"] = None
@@ -195,7 +168,7 @@ class PatchPanel:
         if isinstance(back, int) and 0 <= back < len(self._tried):
             self._at = back
             return
-        now = {name: value for name, value in given.items() if name not in ("view", "distance")}
+        now = {name: value for name, value in given.items() if name != "distance"}
         if self._at >= 0 and now == {name: self._tried[self._at]["asked"][name] for name in now}:
             return
         assert self.answer is not None
@@ -223,7 +196,7 @@ def patch_panel(
     dtype: str | None = None,
     kernels: str = "native",
 ) -> PatchPanel:
-    """A panel to patch by hand: a map of patches that one clicks, and what the clicked one did.
+    """A panel to patch by hand: what gives, the place and the step are chosen, and what that patch did is shown.
 
     What gives (the donor) is the other path, another prompt, or an ablation. Undo goes back, and what was tried is listed.
     Beside it stands a picture of its last state, which a page made of the notebook shows.
@@ -286,10 +259,8 @@ def _widget_class() -> Any:
         _esm = str(script("draw", "panel"))
         _css = str(styles("draw", "panel"))
         asked = traitlets.Dict().tag(sync=True)
-        wanted = traitlets.Dict().tag(sync=True)
         choices = traitlets.Dict().tag(sync=True)
         answer = traitlets.Dict().tag(sync=True)
-        map = traitlets.Dict().tag(sync=True)
         tried = traitlets.Dict({"entries": [], "at": -1}).tag(sync=True)
         error = traitlets.Unicode().tag(sync=True)
         answered = traitlets.Int().tag(sync=True)

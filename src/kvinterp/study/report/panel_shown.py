@@ -1,4 +1,4 @@
-"""What the panel shows, as plain data and as a picture: the choices, the answer and the map, every word of them made here."""
+"""What the panel shows, as plain data and as a picture: the choices and the answer, every word of them made here."""
 
 from __future__ import annotations
 
@@ -8,16 +8,11 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from matplotlib.colors import to_hex
-
 from kvinterp.common.numbers import counted, upper
-from kvinterp.common.vocabulary import RECOVERED, UNCHANGED
-from kvinterp.patching import DIRECTIONS, DONORS, PATCH_SITES, VIEWS, Asked, PatchAnswer, PatchBench, PatchMap
-from kvinterp.patching.bench import EVERY, MEASURED, blocks_of
-from kvinterp.study.report.page import Cell, Column, Table, Text, fragment
-from kvinterp.study.report.style import DIVERGING, ink_on
-
-UNITS = {"kl": "nats", "l2": "in logits", "logit_difference": "in logits"}
+from kvinterp.common.vocabulary import UNCHANGED
+from kvinterp.patching import DIRECTIONS, DONORS, PATCH_SITES, Asked, PatchAnswer, PatchBench
+from kvinterp.patching.bench import EVERY, MEASURED
+from kvinterp.study.report.page import Column, Table, Text, fragment
 
 
 def choices(models: Iterable[str], bench: PatchBench | None, asked: Asked | None) -> dict[str, Any]:
@@ -29,11 +24,10 @@ def choices(models: Iterable[str], bench: PatchBench | None, asked: Asked | None
             for field, texts in (("donor", DONORS), ("site", PATCH_SITES))
         },
         "direction": [[name, name, f"the {name.removeprefix('into-')} path is patched"] for name in DIRECTIONS],
-        "view": [[name, name, "each cell is a patch of its own"] for name in VIEWS],
         "distance": [
             ["kl", "KL", "in nats"],
             ["l2", "L2", "of the logits"],
-            ["logit_difference", "logit difference", "of two tokens, named beside the map"],
+            ["logit_difference", "logit difference", "of two tokens, named beside it"],
         ],
         "layer": [[0, "0", ""]],
         "head": [[None, "all", ""]],
@@ -46,9 +40,8 @@ def choices(models: Iterable[str], bench: PatchBench | None, asked: Asked | None
     last = len(bench.fed)
     pieces = bench.adapter.pieces([*bench.prompt, *bench.fed])
     texts = [f"fed {piece!r}" for piece in pieces[len(bench.prompt) :]]
-    spans = [*blocks_of(bench)]
-    if isinstance(asked.positions, tuple) and asked.positions not in spans:
-        spans.append((asked.positions[0], asked.positions[1] or len(pieces)))
+    at = asked.positions
+    spans = [(at[0], at[1] or len(pieces))] if isinstance(at, tuple) else []
     other = bench.other or bench.prompt
     return offered | {
         # Every token with whether the other prompt has another there, which no decoded one has.
@@ -114,40 +107,6 @@ def answer_shown(answer: PatchAnswer, bench: PatchBench, measure: str) -> dict[s
     }
 
 
-def map_shown(made: PatchMap, measure: str, asked: Asked) -> dict[str, Any]:
-    """A map as far as it is filled, by one distance, with the cell of the patch that is shown."""
-    bench = made.bench
-    pieces = bench.adapter.pieces([*bench.prompt, *bench.fed])
-
-    def label(value: Any) -> str:
-        return "all" if value in (None, EVERY) else _block(value, pieces) if isinstance(value, tuple) else str(value)
-
-    # As JSON has them: without NaN.
-    filled = [[v if v is not None and math.isfinite(v) else None for v in row] for row in made.values[measure]]
-    empty = [[None] * len(made.columns)] * (len(made.rows) - made.filled)
-    fields = made.fields
-    chosen = [
-        axis.index(getattr(asked, field)) if getattr(asked, field) in axis else -1
-        for axis, field in zip((made.rows, made.columns), fields, strict=True)
-    ]
-    ablates = made.asked.ablates
-    return {
-        "name": str(id(made)),
-        "view": made.view,
-        "fields": list(fields),
-        "values": [[plain(value) for value in axis] for axis in (made.rows, made.columns)],
-        "rows": [label(value) for value in made.rows],
-        "columns": [label(value) for value in made.columns],
-        "cells": filled + empty,
-        "filled": made.filled,
-        "chosen": chosen if min(chosen) >= 0 else None,
-        "title": map_said(measure, ablates),
-        "unit": UNITS[measure] if ablates else f"recovery of the {_DISTANCES[measure]}",
-        "scale": "sequential" if ablates else "diverging",
-        "limits": None if ablates else [-1, 1],
-    }
-
-
 def plain(value: Any) -> Any:
     """The value as JSON has it: a tuple becomes a list."""
     return list(value) if isinstance(value, tuple) else value
@@ -181,8 +140,8 @@ def _block(span: Any, pieces: list[str]) -> str:
 # The picture -----------------------------------------------------------------------------------------------------------
 
 
-def picture(asked: Mapping[str, Any], answer: Mapping[str, Any], made: Mapping[str, Any], error: str) -> str:
-    """The panel as it stands, for a page that has no kernel: its answer and its map may be empty, all is escaped."""
+def picture(asked: Mapping[str, Any], answer: Mapping[str, Any], error: str) -> str:
+    """The panel as it stands, for a page that has no kernel: its answer may be empty, all is escaped."""
     parts: list[Any] = [
         Text("A picture of the panel as it last stood. To change it, run the cell in a notebook."),
         Text(asked["prompt"], "Prompt:"),
@@ -194,9 +153,6 @@ def picture(asked: Mapping[str, Any], answer: Mapping[str, Any], made: Mapping[s
     if answer:
         head = map(Column, ("distance", "before", "after", "recovery"))
         parts += [Text(answer["rest"], answer["lead"]), Text(answer["said"]), Table([*head], answer["distances"])]
-    if made and made["filled"]:
-        parts += _heat(made)
-    if answer:
         lists = answer["lists"]
         tokens = [Column(name) for found in lists for name in (found["title"], "probability", "logit")]
         beside = zip(*(found["rows"] for found in lists), strict=True)
@@ -204,35 +160,7 @@ def picture(asked: Mapping[str, Any], answer: Mapping[str, Any], made: Mapping[s
     return fragment(*parts)
 
 
-def _heat(made: Mapping[str, Any]) -> list[Any]:
-    limit = made["limits"][1] if made["limits"] else max((v for row in made["cells"] for v in row if v), default=1.0)
-    rows: list[list[str | Cell]] = []
-    for at, (name, values) in enumerate(zip(made["rows"], made["cells"], strict=True)):
-        places = [made["chosen"] == [at, column] for column in range(len(values))]
-        rows.append(
-            [name, *(_cell(v, limit, framed, bool(made["limits"])) for v, framed in zip(values, places, strict=True))]
-        )
-    left = len(made["rows"]) - made["filled"]
-    notes = [
-        made["title"] + ("." if made["limits"] else f", {made['unit']}."),
-        "– is no value." if any(None in row for row in made["cells"][: made["filled"]]) else "",
-        f"{left} of {len(made['rows'])} rows were not filled." if left else "",
-        "The framed cell is the patch above." if made["chosen"] else "",
-    ]
-    head = [Column("{} ↓ {} →".format(*made["fields"])), *map(Column, made["columns"])]
-    return [Text(" ".join(filter(None, notes))), Table(head, rows)]
-
-
-def _cell(value: float | None, limit: float, framed: bool, share: bool) -> Cell:
-    if value is None:
-        return Cell("–", "#ffffff", "#000000", framed)
-    color = DIVERGING((min(max(value / limit, -1.0), 1.0) + 1) / 2)
-    return Cell(f"{round(value, 2) + 0.0:.2f}" if share else f"{value:.3g}", to_hex(color), ink_on(color), framed)
-
-
 # Sentences -------------------------------------------------------------------------------------------------------------
-
-_DISTANCES = {**RECOVERED, "l2": "L2 distance of the logits"}
 
 
 def recovery_said(answer: PatchAnswer) -> tuple[str, str]:
@@ -289,16 +217,4 @@ def said_of(number: int | tuple[int, ...] | None) -> str:
     return ", ".join(map(str, number)) if isinstance(number, tuple) else str(number)
 
 
-def map_said(measure: str, ablates: bool) -> str:
-    """What a map of patches by hand shows."""
-    if ablates:
-        return f"What each ablation alone changes: {_EFFECT[measure]}, mean over the steps ablated"
-    return f"What each patch alone recovers of the {_DISTANCES[measure]} (1 all of it, 0 nothing, below 0 farther apart)"
-
-
-_EFFECT = {
-    "kl": "KL(unpatched || patched)",
-    "l2": "L2 distance of the logits",
-    "logit_difference": "logit difference of two tokens",
-}
 _IN_CACHE = ("kv", "cache_k", "cache_v")

@@ -1,9 +1,8 @@
 // The panel to patch by hand, in a notebook. Stands behind draw.js in one text; anywidget calls render().
-// It sends what is asked ("asked") and the next row of the map it waits for ("wanted"). Everything it shows was made in
-// Python and is set before "answered" counts up. Data are only ever text: nothing here sets markup.
+// It sends what is asked ("asked"). Everything it shows was made in Python and is set before "answered" counts up. Data are only ever text: nothing here sets markup.
 
 const PANEL_CHOICES = [["model", "Model"], ["donor", "What gives (donor)"], ["direction", "Direction"], ["site", "Site"],
-  ["layer", "Layer"], ["head", "Head"], ["step", "Step"], ["positions", "Positions"], ["view", "Map"],
+  ["layer", "Layer"], ["head", "Head"], ["step", "Step"], ["positions", "Positions"],
   ["distance", "Distance"]];
 
 const TYPED = ["layer", "head", "positions"];
@@ -16,50 +15,6 @@ function showTokens(root, tokens, positions, pick) {
     class: differs ? "kv-token kv-differs" : "kv-token", "aria-pressed": at >= start && at < stop ? "true" : "false",
     onclick: (event) => pick(event.shiftKey && start >= 0 ? [Math.min(start, at), Math.max(start, at) + 1] : [at, at + 1]) },
   seen(text).replace(/^ | $/g, "␣"))));
-}
-
-/** Hands a file to the reader. */
-function download(name, blob) {
-  const link = element("a", { href: URL.createObjectURL(blob), download: name });
-  link.click();
-  setTimeout(() => URL.revokeObjectURL(link.href), 1000);
-}
-
-/** A map as CSV: its columns behind the name of its rows; what has no value is empty. */
-function csvOf(made) {
-  const quoted = (cell) => `"${String(cell ?? "").replaceAll('"', '""')}"`;
-  const head = [`${made.fields[0]} by ${made.fields[1]}`, ...made.columns];
-  return [head, ...made.rows.map((row, at) => [row, ...made.cells[at]])].map((line) => line.map(quoted).join(",")).join("\r\n");
-}
-
-/** A map as a picture, in the colours that it has now. */
-function pngOf(map, made, done) {
-  const size = 26, left = 170, top = 120, canvas = element("canvas");
-  [canvas.width, canvas.height] = [left + size * made.columns.length + 20, top + size * made.rows.length + 20];
-  canvas.width = Math.max(canvas.width, 720);
-  const pen = canvas.getContext("2d"), look = getComputedStyle(map);
-  pen.fillStyle = getComputedStyle(map.closest(".kvinterp-panel")).backgroundColor;
-  pen.fillRect(0, 0, canvas.width, canvas.height);
-  pen.fillStyle = look.color;
-  pen.font = "12px sans-serif";
-  pen.fillText(made.title, 8, 18, canvas.width - 16);
-  pen.fillText(`${made.fields[0]} ↓ ${made.fields[1]} →  ${made.unit}`, 8, 38, canvas.width - 16);
-  made.rows.forEach((row, at) => pen.fillText(String(row), 8, top + size * at + 17, left - 16));
-  made.columns.forEach((column, at) => {
-    pen.save();
-    pen.translate(left + size * at + 16, top - 6);
-    pen.rotate(-Math.PI / 2);
-    pen.fillText(String(column), 0, 0, top - 56);
-    pen.restore();
-  });
-  for (const cell of map.querySelectorAll("[data-at]")) {
-    const [row, column] = cell.dataset.at.split(" ").map(Number);
-    const place = [left + size * column, top + size * row, size - 1, size - 1];
-    pen.fillStyle = getComputedStyle(cell).backgroundColor;
-    pen.fillRect(...place);
-    if (made.cells[row][column] === null) pen.strokeRect(...place);
-  }
-  canvas.toBlob(done);
 }
 
 /** A choice of one of several values, with what the chosen one means under it; tell(value) hears it. */
@@ -125,7 +80,6 @@ function showTried(root, tried, back) {
 }
 
 function render({ model, el }) {
-  let stopped = false, shownMap = "", number = 0;
   const busy = element("span", { role: "status", class: "kv-soft" });
   const send = (name, value) => {
     model.set(name, value);
@@ -136,8 +90,7 @@ function render({ model, el }) {
     const { back, ...asked } = model.get("asked");
     send("asked", { ...asked, ...changes });
   };
-  const goBack = (at) => ask({ ...model.get("tried").entries[at].asked, view: model.get("asked").view,
-    distance: model.get("asked").distance, back: at });
+  const goBack = (at) => ask({ ...model.get("tried").entries[at].asked, distance: model.get("asked").distance, back: at });
 
   const choosers = PANEL_CHOICES.map(([name, title]) => [name, chooser(name, title, (value) => ask({ [name]: value }))]);
   const area = (name, title) => {
@@ -153,35 +106,8 @@ function render({ model, el }) {
     goBack(tried.entries[tried.at].before);
   } }, "Undo");
   const reset = element("button", { type: "button", name: "reset", title: "Back to where this panel began", onclick: () => goBack(0) }, "Reset");
-  const csv = element("button", { type: "button", name: "csv",
-    onclick: () => download("kvinterp-map.csv", new Blob([csvOf(model.get("map"))], { type: "text/csv" })) }, "CSV of the map");
-  const png = element("button", { type: "button", name: "png",
-    onclick: () => pngOf(map, model.get("map"), (blob) => download("kvinterp-map.png", blob)) }, "PNG of the map");
   const tokens = element("div", { class: "kv-tokens", role: "group", "aria-label": "Positions of the prompt" });
-  const filling = element("button", { type: "button", name: "filling", onclick: () => { stopped = !stopped; showMap(); } });
-  const [answer, map, mapNote, list] = ["div", "div", "p", "ol"].map((kind) => element(kind));
-
-  function showMap() {
-    const made = model.get("map");
-    if (!made.name) {
-      map.replaceChildren();
-      mapNote.textContent = "";
-      filling.hidden = true;
-      return;
-    }
-    if (made.name !== shownMap) stopped = false;
-    shownMap = made.name;
-    const on = map.contains(document.activeElement) ? document.activeElement.dataset.at : null;
-    const picked = (row, column) => ask({ [made.fields[0]]: made.values[0][row], [made.fields[1]]: made.values[1][column] });
-    const drawn = heatmap(map, { ...made, values: made.cells, rowName: made.fields[0], columnName: made.fields[1], onpick: picked });
-    if (on) drawn.cell(...on.split(" ").map(Number))?.focus();
-    const left = made.rows.length - made.filled;
-    const said = [left ? `${made.filled} of ${made.rows.length} rows are filled.` : "Each cell is a patch of its own: click one."];
-    mapNote.textContent = said.join(" ");
-    filling.hidden = left === 0;
-    filling.textContent = stopped ? "Go on filling the map" : "Stop filling the map";
-    if (left && !stopped) send("wanted", { map: made.name, row: made.filled, number: number += 1 });
-  }
+  const [answer, list] = ["div", "ol"].map((kind) => element(kind));
 
   function show() {
     busy.textContent = "";
@@ -192,11 +118,9 @@ function render({ model, el }) {
     seed.disabled = asked.donor !== "resample";
     showTokens(tokens, choices.tokens ?? [], asked.positions, (positions) => ask({ positions }));
     reset.disabled = tried.at <= 0;
-    csv.disabled = png.disabled = !model.get("map").name;
     undo.disabled = tried.at < 0 || tried.entries[tried.at].before === tried.at;
     showAnswer(answer, model.get("answer"), model.get("error"));
     showTried(list, tried, goBack);
-    showMap();
   }
 
   answer.setAttribute("aria-live", "polite");
@@ -210,8 +134,8 @@ function render({ model, el }) {
       element("div", { class: "kv-across" }, element("span", { class: "kv-soft" },
         "Positions: click a token, with Shift a range; underlined where the other prompt has another token"), tokens), ...choosers.map(([, of]) => of.shown),
       element("label", {}, element("span", {}, "Seed of resample"), seed)),
-    element("div", { class: "kv-actions" }, undo, reset, filling, csv, png, busy),
-    element("div", { class: "kv-beside" }, element("section", {}, map, mapNote), answer),
+    element("div", { class: "kv-actions" }, undo, reset, busy),
+    answer,
     element("details", { class: "kv-tried" }, element("summary", {}, "What was tried"), list),
   );
   model.on("change:answered", show);
