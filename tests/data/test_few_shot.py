@@ -100,7 +100,7 @@ def test_messages_of_a_file(tmp_path: Path) -> None:
         {"meta": {"until": [""]}},
     ):
         file.write_text(json.dumps({"prompt": "a", **wrong}))
-        with pytest.raises(kv.InputError, match=r"line 1: .* must be a list"):
+        with pytest.raises(kv.InputError, match=r"line 1: a prompt's (messages|meta)"):
             load_prompts(file)
 
 

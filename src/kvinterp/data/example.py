@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -18,9 +17,6 @@ from typing import Any, Literal, get_args
 from kvinterp.errors import InputError, unexpected, unknown
 
 Split = Literal["train", "heldout"]
-MOST = 100_000
-"""The most problems that are made at once, which takes some twenty seconds."""
-_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 @dataclass(frozen=True)
@@ -51,12 +47,27 @@ class Prompt:
             given = getattr(self, name)
             if not isinstance(given, str):
                 raise unexpected(f"a prompt's {name}", given, "a text, as in Prompt(id='mine', text='2 + 2 =')")
-        for name, kind, what in (("facts", str, "texts"), ("messages", Mapping, "objects with role and content")):
-            given = getattr(self, name)
-            if not isinstance(given, list | tuple) or not all(isinstance(each, kind) for each in given):
-                raise unexpected(f"a prompt's {name}", given, f"a list of {what}")
-        if not isinstance(self.meta, Mapping):
-            raise unexpected("a prompt's meta", self.meta, "an object, as in {'until': ['Question:']}")
+        until = self.meta.get("until", []) if isinstance(self.meta, Mapping) else None
+        for name, given, fits, what in (
+            ("facts", self.facts, _is_text, "a list of texts"),
+            ("messages", self.messages, _is_message, "a list of objects with the texts role and content"),
+            (
+                "meta",
+                until,
+                _is_text,
+                "an object, whose until, if it has one, is a list of texts at which a completion is cut",
+            ),
+        ):
+            if not isinstance(given, list | tuple) or not all(map(fits, given)):
+                raise unexpected(f"a prompt's {name}", getattr(self, name), what)
+
+
+def _is_text(given: object) -> bool:
+    return isinstance(given, str) and bool(given)
+
+
+def _is_message(given: object) -> bool:
+    return isinstance(given, Mapping) and all(isinstance(given.get(name), str) for name in ("role", "content"))
 
 
 @dataclass(frozen=True)
@@ -70,22 +81,6 @@ class Example:
 
     prompt: Prompt
     completion: str
-
-
-def check_characters(text: str, where: str) -> None:
-    """Raises where a text holds half of a character, which no tokenizer and no file takes.
-
-    Args:
-        text: The text.
-        where: What it is, for the message.
-
-    Raises:
-        InputError: It holds a lone surrogate.
-    """
-    if (wrong := _SURROGATE.search(text)) is not None:
-        raise InputError(
-            f"{where} holds the lone surrogate {ascii(wrong[0])[1:-1]}, which is no character: replace it or save the text anew."
-        )
 
 
 def split_of(text: str) -> Split:
@@ -128,10 +123,10 @@ def distinct(
         most: How many different ones the split has, where they were counted: more are refused without a search for them.
 
     Raises:
-        InputError: ``count`` is below one or above :data:`MOST`, the split is unknown, or there are too few different problems.
+        InputError: ``count`` is below one, the split is unknown, or there are too few different problems.
     """
-    if not 1 <= count <= MOST:
-        raise InputError(f"asked for {count:,} problems: expected at least 1, and at most {MOST:,}.")
+    if count < 1:
+        raise InputError(f"asked for {count:,} problems: expected at least 1.")
     found: dict[str, Example] = {}
     for example in islice(draws(draw, seed, split), 200 + 20 * count if most is None or count <= most else 0):
         found.setdefault(example.prompt.text, example)

@@ -14,13 +14,12 @@ from dataclasses import KW_ONLY, dataclass, replace
 from random import Random
 from typing import Any
 
+from kvinterp.common.checks import check_choice, check_instance, check_whole
 from kvinterp.data.example import Example, Prompt
-from kvinterp.errors import InputError, unexpected
+from kvinterp.errors import InputError
 
 CHATS = ("none", "template", "turns")
 """How a model is asked: the bare text; one message in its chat template; the worked examples as turns of the chat."""
-MOST = 1_000_000
-"""More questions and lines of a file than any run has."""
 ENDS = ("</s>", "<|im_end|>")
 """Where a completion ends in any case that is cut at all, as in lm-evaluation-harness: tokens that end a text or a turn."""
 
@@ -49,18 +48,13 @@ class FewShot(abc.ABC):
     system: str = ""
 
     def __post_init__(self) -> None:
-        for name, least, most in (("shots", 0, 1000), ("count", 1, MOST), ("seed", 0, 2**63 - 1)):
-            given: Any = getattr(self, name)
-            if given is None and name == "count":
-                continue
-            if type(given) is not int or not least <= given <= most:
-                raise unexpected(name, given, f"a whole number from {least} to {most:,}")
-        for name, known in (("cut", ("on", "off")), ("chat", CHATS)):
-            if getattr(self, name) not in known:
-                raise unexpected(name, getattr(self, name), " or ".join(map(repr, known)))
+        for name, least in (("shots", 0), ("count", 1), ("seed", 0)):
+            if getattr(self, name) is not None or name != "count":
+                check_whole(name, getattr(self, name), least)
+        check_choice("cut", self.cut, ("on", "off"))
+        check_choice("chat", self.chat, CHATS)
         for name in ("between", "system"):
-            if not isinstance(getattr(self, name), str):
-                raise unexpected(name, getattr(self, name), "a text; put it in quotes")
+            check_instance(name, getattr(self, name), str, "a text; put it in quotes")
 
     @abc.abstractmethod
     def drawn(self) -> tuple[list[Example], list[Example]]:
@@ -152,11 +146,10 @@ def sampled(
     count = len(examples) - held if how.count is None else how.count
     if not 1 <= count <= len(examples) - held:
         taken = f", and {held} worked examples come from there too" if held else ""
-        other = ", or name a file of these with train=FILE" if held else ""
-        most = len(examples) - held
-        advice = f"ask for at most {most:,}" if most > 0 else "take fewer shots"
+        advice = f"ask for at most {len(examples) - held:,}" if len(examples) > held else "take fewer shots"
         raise InputError(
-            f"{max(count, 1):,} examples were asked for, but {source!r} has {len(examples):,}{taken}: {advice}{other}."
+            f"{max(count, 1):,} examples were asked for, but {source!r} has {len(examples):,}{taken}: {advice}, or name a file "
+            "of worked examples with train=FILE."
         )
     asked = [examples[number] for number in (sorted(order[:count]) if how.count is None else order[:count])]
     rest = [examples[number] for number in reversed(order[count:])]

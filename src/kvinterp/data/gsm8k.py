@@ -18,11 +18,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from kvinterp.common.checks import check_instance, check_known
 from kvinterp.common.files import is_file
-from kvinterp.data.example import Example, Prompt, check_characters
+from kvinterp.data.example import Example, Prompt
 from kvinterp.data.few_shot import FewShot, sampled
-from kvinterp.data.jsonl import ids_of, lines_of, normalised, number_of
-from kvinterp.errors import InputError, shown, unexpected, unknown
+from kvinterp.data.jsonl import normalised, number_of, objects_of, own_id
+from kvinterp.errors import InputError, shown, unexpected
 
 QUESTION = "{question}"
 """Where a format takes the question."""
@@ -43,8 +44,7 @@ def extracted(completion: str, answer: str = "strict") -> str | None:
     Raises:
         InputError: There is no such way.
     """
-    if answer not in ANSWERS:
-        raise unknown("way to read an answer", answer, ANSWERS)
+    check_known("way to read an answer", answer, ANSWERS)
     found = ANSWERS[answer].findall(completion)
     return normalised(found[0 if answer == "strict" else -1]) if found else None
 
@@ -81,13 +81,11 @@ class Gsm8k(FewShot):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("file", "split", "config", "train", "format"):
-            given = getattr(self, name)
-            if not (isinstance(given, str) and given) and (given is not None or name in ("file", "format")):
-                raise unexpected(name, given, "a text; put it in quotes")
+            if getattr(self, name) is not None:
+                check_instance(name, getattr(self, name), str, "a text; put it in quotes")
         if QUESTION not in self.format:
             raise unexpected("format", self.format, f"a text with {QUESTION} where the question goes")
-        if self.answer not in ANSWERS:
-            raise unknown("way to read an answer", self.answer, ANSWERS)
+        check_known("way to read an answer", self.answer, ANSWERS)
         if self.cut == "on" and not self.mark():
             raise InputError(
                 f"cut=on cuts where a next question begins, but format={shown(self.format)} begins with the question itself: "
@@ -112,12 +110,13 @@ class Gsm8k(FewShot):
 
     def _examples(self, file: str, split: str) -> list[Example]:
         if _is_path(file):
-            rows, stem = lines_of(Path(file)), Path(file).stem
+            rows, stem = objects_of(Path(file)), Path(file).stem
         else:
             config = self.config or ("main" if file in ("openai/gsm8k", "gsm8k") else None)
             rows, stem = _dataset(file, config, split), split
-        ids = ids_of(rows, lambda number: f"{stem}-{number}")
-        return [self._example(where, own, row) for (where, row), own in zip(rows, ids, strict=True)]
+        return [
+            self._example(where, own_id(where, row, f"{stem}-{number}"), row) for number, (where, row) in enumerate(rows)
+        ]
 
     def _example(self, where: str, own: str, record: dict[str, Any]) -> Example:
         question, answer = record.get("question", record.get("prompt")), record.get("answer")
@@ -127,7 +126,6 @@ class Gsm8k(FewShot):
                 raise InputError(f'{where} has no field "{name}", or nothing in it (fields: {given}): add it.')
         if not isinstance(question, str):
             raise InputError(f'{where}: "question" is {type(question).__name__}, expected a text; write one.')
-        check_characters(f"{own}{question}{answer}", where)
         prompt = Prompt(
             id=own,
             text=self.format.replace(QUESTION, question),

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kvinterp.common.files import is_file
-from kvinterp.data.example import Prompt, check_characters
+from kvinterp.data.example import Prompt
 from kvinterp.data.few_shot import FewShot
 from kvinterp.data.jsonl import prompts_of
 from kvinterp.data.sources import SOURCES, names_source, source_named
@@ -123,7 +123,6 @@ def _from_item(index: int, item: object) -> Prompt:
         raise InputError(f"prompt {index} is {type(item).__name__}: expected a text or a Prompt; convert it first.")
     if not prompt.text.strip():
         raise InputError(f"prompt {index} has an empty text: expected at least one visible character; write or drop it.")
-    check_characters(prompt.id + prompt.text, f"prompt {index}")
     return prompt
 
 

@@ -9,7 +9,7 @@ plausible one.
 
 from kvinterp.metrics.attention import pattern_entropy, pattern_kl
 from kvinterp.metrics.base import KINDS, Kind, Metric
-from kvinterp.metrics.dependence import correlation, gee, restricted_correlation, slope, terciles
+from kvinterp.metrics.dependence import correlation, restricted_correlation, slope, terciles
 from kvinterp.metrics.divergence import (
     compare_logits,
     kl_divergence,
@@ -21,14 +21,12 @@ from kvinterp.metrics.inference import (
     Column,
     Test,
     corrected,
-    mann_whitney,
     mcnemar,
     mean_of,
     rate_of,
     share_of,
     sign_flips,
     welch,
-    wilcoxon,
 )
 from kvinterp.metrics.kv import units_in_last_place, vector_errors
 from kvinterp.metrics.recovery import recovery, recovery_percent, why_undefined

@@ -16,7 +16,7 @@ import pandas as pd
 from scipy import stats
 
 from kvinterp.errors import InputError, NonFiniteError
-from kvinterp.metrics.statistics import FEWEST, clustered_interval, quiet
+from kvinterp.metrics.statistics import FEWEST
 
 Column: TypeAlias = Sequence[Any] | np.ndarray | pd.Series | pd.Index
 """One number, flag or name for each observation."""
@@ -158,22 +158,18 @@ def mcnemar(a: Column, b: Column, clusters: Column | None = None, confidence: fl
     if len(np.unique(names)) < n:
         raise InputError(
             f"McNemar's test takes every pair as independent, and {n} pairs come from {len(np.unique(names))} clusters: give one "
-            "pair a cluster, or ask sign_flips or gee."
+            "pair a cluster, or ask sign_flips."
         )
     if not n:
         return Test(*what, why="there are no pairs")
-    from statsmodels.stats.contingency_tables import mcnemar as exact
-
     only_a, only_b = int((one & ~other).sum()), int((other & ~one).sum())
     differing = only_a + only_b
-    if differing:
-        ends = stats.binomtest(only_a, differing).proportion_ci(confidence, "exact")
-        low, high = ((2 * end - 1) * differing / n for end in ends)
-    else:
+    if not differing:
         high = share_of(np.zeros(n), confidence).high
-        low = -high
-    p = min(1.0, exact([[0, only_a], [only_b, 0]], exact=True).pvalue)
-    return Test(*what, float(min(only_a, only_b)), p, (only_a - only_b) / n, low, high)
+        return Test(*what, 0.0, 1.0, 0.0, -high, high)
+    found = stats.binomtest(only_a, differing)
+    low, high = ((2 * end - 1) * differing / n for end in found.proportion_ci(confidence, "exact"))
+    return Test(*what, float(min(only_a, only_b)), found.pvalue, (only_a - only_b) / n, low, high)
 
 
 def sign_flips(
@@ -269,62 +265,7 @@ def _skewed(value: np.ndarray, skew: float, n: int) -> np.ndarray:
     return (np.cbrt(1 + skew * (value - skew / (6 * n))) - 1) * 3 / skew
 
 
-def wilcoxon(a: Column, b: Column, seed: int = 0, resamples: int = 1000) -> Test:
-    """Wilcoxon's signed-rank test of pairs: what Mann and Whitney's is for two groups that are not paired.
-
-    Args:
-        a: One number a pair.
-        b: The other.
-        seed: Seeds the interval's resampling.
-        resamples: How often pairs are resampled.
-
-    Returns:
-        statistic: the sum of the ranks where ``a`` is larger. effect: the matched-pairs rank-biserial correlation, that sum
-        less the sum where ``b`` is larger, over both; -1 to 1. Pairs without a difference are left out of the ranks, not of n.
-    """
-    names, one, other = columns(None, a=a, b=b)
-    what, differences = ("Wilcoxon signed rank", len(one), "rank-biserial correlation"), one - other
-    if not differences.any():
-        return Test(*what, why="no pair differs" if len(one) else "there are no pairs")
-    there, p = differences[differences != 0], stats.wilcoxon(differences).pvalue
-    above = stats.rankdata(np.abs(there))[there > 0].sum()
-    ends = clustered_interval(_rank_biserial, names, differences, seed=seed, resamples=resamples)
-    return Test(*what, above, p, _rank_biserial(differences), *ends)
-
-
-def _rank_biserial(differences: np.ndarray) -> float:
-    there = differences[differences != 0]
-    if not len(there):
-        return float("nan")
-    return float((np.sign(there) * stats.rankdata(np.abs(there))).sum() * 2 / (len(there) * (len(there) + 1)))
-
-
 # Two groups ------------------------------------------------------------------------------------------------------------
-
-
-def mann_whitney(x: Column, y: Column, confidence: float = 0.95) -> Test:
-    """Mann and Whitney's test of two groups that are not paired, every observation independent.
-
-    Returns:
-        statistic: U of ``x``. effect: the chance that one of ``x`` is larger than one of ``y``, half of it where they are
-        equal (0.5 without a difference), with Brunner and Munzel's interval.
-    """
-    (_, one), (_, other) = columns(None, x=x), columns(None, y=y)
-    what = ("Mann-Whitney", len(one) + len(other), "chance that x is larger than y")
-    if min(len(one), len(other)) < 2:
-        return Test(*what, why="a group has fewer than 2 observations")
-    if np.ptp(np.concatenate([one, other])) == 0:
-        return Test(*what, why="all observations are equal")
-    from statsmodels.stats.nonparametric import rank_compare_2indep
-
-    found: Any = stats.mannwhitneyu(one, other)
-    effect = found.statistic / (len(one) * len(other))
-    low = high = np.nan
-    if 0 < effect < 1:  # Brunner and Munzel's variance is 0 where the groups are separated whole.
-        with quiet():
-            low, high = np.clip(rank_compare_2indep(one, other).conf_int(alpha=1 - confidence), 0, 1)
-    why = "" if np.isfinite(low) else "no interval: the groups are separated whole"
-    return Test(*what, found.statistic, found.pvalue, effect, low, high, why)
 
 
 def welch(x: Column, y: Column, confidence: float = 0.95) -> Test:

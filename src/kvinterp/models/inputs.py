@@ -12,7 +12,7 @@ import numpy as np
 from torch import Tensor
 
 from kvinterp.common.checks import check_whole, given_list, whole_number
-from kvinterp.data import TASKS, Prompt, check_characters, names_source
+from kvinterp.data import TASKS, Prompt, names_source
 from kvinterp.data.chat import prompt_ids
 from kvinterp.errors import InputError, shown
 
@@ -164,7 +164,6 @@ def encode(adapter: Adapter, prompt: Any, max_new_tokens: int) -> list[int]:
         raise InputError(f"prompt {prompt!r} names a generator: give kv.load_prompts({prompt!r}), which makes the prompts.")
     text = prompt.text if isinstance(prompt, Prompt) else prompt
     if isinstance(text, str):
-        check_characters(text, f"prompt {text[:40]!r}")
         tokens, begins = prompt_ids(adapter, prompt), repr(text[:40])
     else:
         tokens = _checked_ids(text, "prompt")

@@ -11,9 +11,10 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pandas as pd
+from scipy import stats
 
 from kvinterp import metrics
-from kvinterp.metrics.inference import Test, corrected, mann_whitney, wilcoxon
+from kvinterp.metrics.inference import corrected
 from kvinterp.metrics.massive import SUFFIX
 
 CONTRASTS = {
@@ -95,10 +96,10 @@ def layer_tests_of(rows: pd.DataFrame, null: pd.DataFrame, contrasts: Sequence[s
                 if against.get(layer) is None:
                     continue
                 both = pd.concat([values, against[layer]], axis=1).dropna().to_numpy()
-                for name, test in (("Mann-Whitney", mann_whitney), ("Wilcoxon", _wilcoxon)):
-                    made = test(both[:, 0], both[:, 1])
-                    labels = (model, layer, measure, contrast, name)
-                    found.append((*labels, len(both), made.statistic, made.p, made.effect, made.effect_of))
+                for name, test, effect_of in _TESTS:
+                    found.append(
+                        (model, layer, measure, contrast, name, len(both), *test(both[:, 0], both[:, 1]), effect_of)
+                    )
     columns = ["model", "layer", "measure", "contrast", "test", "n", "statistic", "p", "effect", "effect_of"]
     table = pd.DataFrame(found, columns=columns)
     alike = table.groupby(["measure", "contrast", "test"], sort=False)["p"]
@@ -163,6 +164,25 @@ def _layers(rows: pd.DataFrame, measure: str) -> Iterator[tuple[int, pd.Series]]
         yield int(layer), means[layer].dropna()
 
 
-def _wilcoxon(here: np.ndarray, against: np.ndarray) -> Test:
-    # Hundreds of them, of which no interval is asked for.
-    return wilcoxon(here, against, resamples=1)
+def _mann_whitney(here: np.ndarray, against: np.ndarray) -> tuple[float, float, float]:
+    """U, p, and the chance that one of the first is larger than one of the others."""
+    if len(here) < 2 or np.ptp([*here, *against]) == 0:
+        return (np.nan,) * 3
+    found = stats.mannwhitneyu(here, against)
+    return found.statistic, found.pvalue, found.statistic / (len(here) * len(against))
+
+
+def _wilcoxon(here: np.ndarray, against: np.ndarray) -> tuple[float, float, float]:
+    """The sum of the ranks where the first is larger, p, and the rank-biserial correlation of the pairs."""
+    there = (here - against)[here != against]
+    if not len(there):
+        return (np.nan,) * 3
+    ranks = stats.rankdata(np.abs(there))
+    effect = (np.sign(there) * ranks).sum() / ranks.sum()
+    return ranks[there > 0].sum(), stats.wilcoxon(here - against).pvalue, effect
+
+
+_TESTS = (
+    ("Mann-Whitney", _mann_whitney, "chance that x is larger than y"),
+    ("Wilcoxon", _wilcoxon, "rank-biserial correlation"),
+)
