@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 import kvinterp as kv
-from kvinterp.patching import VIEWS, Asked, PatchMap
 from kvinterp.patching.planted import Planted
 from support import Case
 
@@ -83,35 +82,9 @@ def test_another_prompt_at_the_prefill_is_activation_patching(load: Any) -> None
     model = load(NATIVE)
     found = kv.activation_patching(model, OTHER, PROMPT, "resid_post", layers=(1,), progress="none")
     bench = kv.PatchBench(model, STEPS)
-    for column in (found.differ[0], len(found.columns) - 1):
+    for column in (found.differ[0], found.values.shape[1] - 1):
         asked = {"step": 0, "positions": (column, column + 1), "donor": "prompt", "other": OTHER}
         for direction in ("into-recompute", "into-cached"):
             answer = bench.ask(PROMPT, "resid_post", 1, direction=direction, **asked)
             assert (answer.d_before, answer.d_after) == (found.corrupted, float(found.values[0, column]))
             assert answer.recovery == float(found.recovery[0, column])
-
-
-# Maps ------------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.each
-@pytest.mark.parametrize("direction", ["into-recompute", "into-cached"])
-@pytest.mark.parametrize("view", VIEWS)
-def test_a_cell_of_a_map_is_the_answer_to_its_patch(load: Any, view: str, direction: str) -> None:
-    bench = kv.PatchBench(load(NATIVE), 3)
-    bench.turn_to(PROMPT, OTHER)
-    made = PatchMap(bench, Asked("v" if view != "block by layer" else "kv", direction=direction, donor="prompt"), view)
-    for _ in range(2):
-        made.fill_row()
-    row, column = 1, len(made.columns) - 1
-    for at in ((row, column), (row, 0), (0, column)):
-        asked = made.at(*at)
-        where = {
-            name: getattr(asked, name) for name in ("site", "layer", "head", "step", "positions", "direction", "donor")
-        }
-        answer = bench.ask(PROMPT, other=OTHER, **where)
-        assert made.values["kl"][at[0]][at[1]] == answer.recovery
-        assert made.values["l2"][at[0]][at[1]] == answer.l2_recovery
-
-
-# What does not exist ---------------------------------------------------------------------------------------------------
