@@ -128,7 +128,7 @@ class _Root(_Experiments):
                 echo(error.format_message())
                 return {}
             command = error.ctx.command_path if error.ctx else "kvinterp"
-            return _refusal(KvinterpError(f"{error.format_message()} See '{command} --help'."))
+            return _refusal(KvinterpError(f"{error.format_message().replace('Value error, ', '')} See '{command} --help'."))
         except KeyboardInterrupt as error:
             said = f"interrupted: {error.args[0] if error.args else 'nothing was begun'}."
             echo(said, err=True)
@@ -228,7 +228,7 @@ def _command_of(experiment: type[Experiment]) -> Callable[..., Mapping[str, Any]
 
 
 def _parameter(field: dataclasses.Field[Any], hint: Any) -> inspect.Parameter:
-    ours = ("decides", "example", "only", "times", "positional", "flag")
+    ours = ("decides", "example", "only", "positional", "flag")
     about, default = field.metadata[OPTION], typing.cast(Any, field.default)
     more = {name: value for name, value in about.items() if name not in ours}
     flag = about.get("flag", f"--{field.name.replace('_', '-')}")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import pandas as pd
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from kvinterp import metrics
 from kvinterp.common.checks import check_whole
+from kvinterp.common.numbers import models_of
 from kvinterp.common.result import Result, signed
 from kvinterp.errors import NonFiniteError
 from kvinterp.models import Adapter, wrap
@@ -25,39 +26,9 @@ from kvinterp.models.unembedding import Unembedding
 from kvinterp.paths import ExecutionPath, path_named, run
 from kvinterp.recording import Trace
 
-if TYPE_CHECKING:
-    from typing_extensions import Self
-
 
 @dataclasses.dataclass(repr=False)
-class OfTwoPaths(Result):
-    """One table of two paths fed the same tokens."""
-
-    TABLE: ClassVar = ""
-    """What its table is called."""
-
-    table: pd.DataFrame
-    provenance: dict[str, Any]
-
-    def __repr__(self) -> str:
-        """What it is of, in one line; the table is an attribute."""
-        paths, steps = self.provenance["paths"], len(self.table[["example", "step"]].drop_duplicates())
-        of = f"{type(self).__name__} of {self.provenance['model']}"
-        return f"<{of}: {paths['a']} against {paths['b']}, {steps} steps>"
-
-    def written(self) -> tuple[dict[str, pd.DataFrame], dict[str, Any]]:
-        """Its table with what it was made with."""
-        summary = {"paths": self.provenance["paths"], "provenance": self.provenance}
-        return signed({self.TABLE: self.table}, self.provenance), summary
-
-    @classmethod
-    def read(cls, tables: Mapping[str, pd.DataFrame], summary: Mapping[str, Any]) -> Self:
-        """The same of its table."""
-        return cls(tables[cls.TABLE], tables[cls.TABLE].attrs)
-
-
-@dataclasses.dataclass(repr=False)
-class LogitLens(OfTwoPaths):
+class LogitLens(Result):
     """What both paths would say if they ended behind a layer.
 
     Attributes:
@@ -68,7 +39,24 @@ class LogitLens(OfTwoPaths):
     """
 
     VERB: ClassVar = "logit-lens"
-    TABLE: ClassVar = "lens"
+
+    table: pd.DataFrame
+    provenance: dict[str, Any]
+
+    def __repr__(self) -> str:
+        """What it is of, in one line; the table is an attribute."""
+        paths, steps = self.provenance["paths"], len(self.table[["example", "step"]].drop_duplicates())
+        return f"<LogitLens of {models_of([self.provenance])}: {paths['a']} against {paths['b']}, {steps} steps>"
+
+    def written(self) -> tuple[dict[str, pd.DataFrame], dict[str, Any]]:
+        """Its table with what it was made with."""
+        summary = {"paths": self.provenance["paths"], "provenance": self.provenance}
+        return signed({"lens": self.table}, self.provenance), summary
+
+    @classmethod
+    def read(cls, tables: Mapping[str, pd.DataFrame], summary: Mapping[str, Any]) -> LogitLens:
+        """The same of its table."""
+        return cls(tables["lens"], tables["lens"].attrs)
 
     def overview(self) -> pd.DataFrame:
         """One row a layer: mean and largest KL over the steps after the prefill, and at how many the top token differs."""
@@ -117,7 +105,9 @@ def logit_lens(
             tables.append(_table(adapter, *shown).assign(example=example, step=step))
     found = pd.concat(tables, ignore_index=True)
     front = ["example", "step"]
-    return LogitLens(found[[*front, *found.columns.drop(front)]], told(adapter, paths, max_new_tokens=max_new_tokens))
+    sides = dict(zip("ab", map(str, paths), strict=True))
+    made = provenance(adapter, paths=sides, max_new_tokens=max_new_tokens)
+    return LogitLens(found[[*front, *found.columns.drop(front)]], made)
 
 
 def beside(
@@ -139,11 +129,6 @@ def beside(
         if trace.failure:
             raise NonFiniteError(trace.failure)
     return lead, other
-
-
-def told(adapter: Adapter, paths: tuple[ExecutionPath, ExecutionPath], **more: Any) -> dict[str, Any]:
-    """Paths and provenance."""
-    return provenance(adapter, paths=dict(zip("ab", map(str, paths), strict=True)), **more)
 
 
 def _read(through: Unembedding, trace: Trace, places: Sequence[tuple[str, int]], step: int) -> Tensor:

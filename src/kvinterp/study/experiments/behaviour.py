@@ -72,7 +72,6 @@ class Behaviour(OfModels):
         2,
         "Seeds for each sampled strategy; greedy runs once.",
         min=1,
-        times="yes",
         only=(lambda asked: sampled(*asked.strategies), DRAWS),
     )
     max_new_tokens: int = option(64, "The most tokens to generate per text.", min=1)

@@ -64,13 +64,12 @@ class Chain(Experiment):
     template: str = option("Text: {text}\nIn other words:", "The request; {text} stands for the text.")
     system: str | None = option(None, "A system message before the request.")
     chat: str = option("none", "Wrap the request in the tokenizer's chat template: 'template' or 'none'.")
-    hops: int = option(30, "How many times each text is restated.", min=1, times="yes")
+    hops: int = option(30, "How many times each text is restated.", min=1)
     temperatures: str = option("0.7,0", "Sampling temperatures, with commas. At 0 each text has one chain.")
     seeds: int = option(
         4,
         "How many chains to run per text.",
         min=2,
-        times="yes",
         only=(lambda asked: any(asked.drawn_at()), "at temperature 0 nothing is drawn; add another, or leave it out"),
     )
     max_new_tokens: int = option(64, "The most tokens in one restatement.", min=1)

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, get_args
 
 from kvinterp.common import words
 from kvinterp.common.checks import check_known
 from kvinterp.common.spec import path_parts
-from kvinterp.errors import InputError, unexpected
+from kvinterp.errors import unexpected
 from kvinterp.study.experiments.options import OPTION
 
 if TYPE_CHECKING:
@@ -72,15 +71,14 @@ def check_words(given: Mapping[str, str]) -> None:
 
 
 def check_work(experiment: Experiment) -> None:
-    """Looks at numbers, at prompts, and at how much work they ask for together: before any of it is done.
+    """Looks at numbers and at prompts, before anything is done.
 
     Raises:
-        InputError: A number is no count, or more than any run has, alone or times the others; or a text is too long.
+        InputError: A number is no count, or more than any run has; or the prompts cannot be read.
     """
     from kvinterp.common.checks import MOST, check_whole
     from kvinterp.data import load_prompts
 
-    runs: dict[str, int] = {}
     for field in dataclasses.fields(experiment):
         given, about = getattr(experiment, field.name), field.metadata.get(OPTION, {})
         if not field.init or (given is None and field.default is None):
@@ -89,14 +87,8 @@ def check_work(experiment: Experiment) -> None:
             check_whole(field.name, given, about["min"])
         if isinstance(given, int) and field.name != "seed" and given > MOST:
             raise unexpected(field.name, given, f"at most {MOST:,}")
-        if "times" in about:
-            runs[field.name] = given
         if field.name == "prompts":
-            runs[field.name] = len(load_prompts(given))
-    # Each multiplies the others.
-    if math.prod(runs.values()) > MOST:
-        asked = " times ".join(f"{count:,} {name}" for name, count in runs.items())
-        raise InputError(f"{asked} were asked for: expected at most {MOST:,} in all; give fewer.")
+            load_prompts(given)
 
 
 def _known() -> dict[str, Callable[[Any], Any]]:

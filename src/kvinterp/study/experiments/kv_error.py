@@ -71,7 +71,6 @@ class KvError(OfModel):
         5,
         "How many runs of each setting, with new noise and new samples.",
         min=1,
-        times="yes",
         only=(lambda asked: asked.draws(), DRAWS),
     )
     instructions: str = option(

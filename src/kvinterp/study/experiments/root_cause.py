@@ -45,7 +45,7 @@ class RootCause(OfModels):
     few_prompts: int = option(FEW, "For propagation, kv-write and gqa: how many of the prompts to run.", min=1)
     ladder_prompts: int = option(6, "For ladder: how many of the prompts to run.", min=1)
     ladder_steps: int = option(16, "For ladder: the most tokens to decode per prompt.", min=1)
-    seeds: int = option(1, "How many sets of prompts to generate, each with its own seed.", min=1, times="yes")
+    seeds: int = option(1, "How many sets of prompts to generate, each with its own seed.", min=1)
 
     def parts(self, seed: int = 0) -> tuple[OfModels, ...]:
         """The experiments that it runs, on one of its sets of prompts."""

@@ -50,7 +50,7 @@ class Susceptibility(OfModel):
     )
     sizes: str = option("0.03,0.1,0.3,0.5,1,2,4", "Sizes of the noise, with commas.")
     bins: int = option(4, "How many classes of margin to form, with equally many steps in each.", min=1)
-    seeds: int = option(3, "How many times to draw the noise.", min=2, times="yes")
+    seeds: int = option(3, "How many times to draw the noise.", min=2)
     max_new_tokens: int = option(24, "The most tokens to decode per prompt.")
 
     def cells(self) -> list[Cell]:
