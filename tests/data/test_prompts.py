@@ -80,10 +80,7 @@ _NO_IDS = ("{}", "[1]", "null", "true")
         (['{"prompt": "a"}', "", '{"question": "a"}'], 'line 3 has no field "prompt" .*question'),
         (["[1]"], "line 1 is JSON but no object"),
         (['{"prompt": "  "}'], "line 1 has an empty prompt"),
-        (
-            ['{"id": "q", "prompt": "a"}', "", '{"id": "q", "prompt": "b"}'],
-            "prompts.jsonl', line 3 has the id 'q' of line 1",
-        ),
+        (['{"id": "q", "prompt": "a"}', "", '{"id": "q", "prompt": "b"}'], "prompts 1 and 2 share the id 'q'"),
         (['{"prompt": "a", "text": "b"}'], 'prompts.jsonl\', line 1 has both "prompt" and "text"'),
         *(([f'{{"prompt": "a", "id": {given}}}'], 'line 1: "id" is .*a text or a number') for given in _NO_IDS),
     ],

@@ -22,7 +22,7 @@ PROMPT = "Question: Nora has 8 boxes and Jack has 5. How many more?\nAnswer:"
 OTHER = "Question: Nora has 7 boxes and Jack has 5. How many more?\nAnswer:"
 STEPS = 4
 NATIVE = Case("zoo:gqa2-mini", "native", "sdpa")
-TRAITS = ("asked", "wanted", "choices", "answer", "map", "tried", "error", "answered")
+TRAITS = ("asked", "choices", "answer", "tried", "error", "answered")
 
 
 @pytest.fixture
@@ -35,23 +35,17 @@ def panel(load: Any) -> PatchPanel:
 
 def test_the_panel_answers_as_it_is_changed(load: Any, panel: PatchPanel) -> None:
     bench = kv.PatchBench(load(NATIVE), STEPS)
-    panel.choose(site="z", layer=1, head=3, step=2, view="layer by head").fill()
+    panel.choose(site="z", layer=1, head=3, step=2)
     asked = bench.ask(PROMPT, "z", 1, 3, 2, donor="prompt", other=OTHER)
     assert panel.answer is not None
     assert (panel.answer.d_before, panel.answer.d_after) == (asked.d_before, asked.d_after)
-    made = panel.widget.map
-    assert made["chosen"] == [1, 4], "column 0 is all heads"
-    assert made["cells"][1][4] == asked.recovery
     panel.choose(distance="l2")
-    assert panel.widget.map["cells"][1][4] == asked.l2_recovery, "the other distance was measured too"
     assert panel.widget.answer["distances"][0][0] == "L2 of the logits"
     panel.choose(direction="into-cached", donor="path", site="resid_post", head=None)
     assert panel.answer.d_before == bench.ask(PROMPT, "resid_post", 1, step=2, direction="into-cached").d_before
-    assert panel.widget.asked["view"] == "layer by step", "the stream has no heads"
-    assert panel.widget.map["filled"] == 0
+    assert panel.widget.asked["head"] is None, "the stream has no heads"
     panel.choose(donor="zero", step="every")
     assert panel.widget.answer["lead"].startswith("KL(unpatched || patched)")
-    assert panel.widget.map["scale"] == "sequential"
     json.dumps({name: getattr(panel.widget, name) for name in TRAITS}, allow_nan=False)
 
 
@@ -100,7 +94,6 @@ def test_what_is_wrong_is_a_sentence_and_the_panel_stays_usable(panel: PatchPane
         ({"other": "Question: 1"}, "and positions are matched by number"),
         ({"other": " "}, "none was given"),
         ({"model": "zoo:nope"}, "model='zoo:nope' was given"),
-        ({"view": "by hand"}, "view='by hand' was given"),
         ({"distance": "cosine"}, "distance='cosine' was given"),
         ({"layer": {"a": 1}}, ""),
     ):
@@ -108,7 +101,7 @@ def test_what_is_wrong_is_a_sentence_and_the_panel_stays_usable(panel: PatchPane
         assert said in panel.widget.error, asked
         assert panel.widget.error, asked
         assert "\n" not in panel.widget.error
-        assert (panel.answer, panel.widget.answer, panel.widget.map) == (None, {}, {})
+        assert (panel.answer, panel.widget.answer) == (None, {})
         assert "<b>long" not in panel.picture()
         # Whatever was asked, what is right is answered again.
         panel.widget.asked = before
@@ -125,25 +118,11 @@ def test_nan_is_a_sentence_in_the_panel() -> None:
     assert "NaN or Inf appeared" in panel.widget.error
 
 
-def test_the_map_goes_on_row_by_row_and_answers_no_stale_request(panel: PatchPanel) -> None:
-    name, answered = panel.widget.map["name"], panel.widget.answered
-    assert panel.widget.map["cells"] == [[None] * len(panel.widget.map["columns"])] * len(panel.widget.map["rows"])
-    panel.widget.wanted = {"map": name, "row": 0}
-    assert panel.widget.map["filled"] == 1
-    assert panel.widget.answered == answered + 1
-    panel.widget.wanted = {"map": name, "row": 3}
-    panel.widget.wanted = {"map": "another", "row": 1}
-    assert panel.widget.map["filled"] == 1
-    panel.choose(donor="zero").choose(donor="prompt")
-    assert panel.widget.map["filled"] == 1, "what was filled is kept"
-
-
 def test_the_picture_is_the_last_state_as_text(panel: PatchPanel) -> None:
-    panel.choose(site="kv", layer=1).fill()
+    panel.choose(site="kv", layer=1)
     shown = panel.picture()
     assert "A picture of the panel as it last stood." in shown
-    assert shown.count("<td style=") == len(panel.widget.map["rows"]) * len(panel.widget.map["columns"])
-    assert "outline:3px solid" in shown
+    assert panel.widget.answer["lead"] in shown
     panel.choose(other=EVIL)
     assert panel.widget.error
     assert "<script" not in panel.picture()
@@ -206,7 +185,7 @@ def shown(page_opened: Callable[..., Any], tmp_path: Path, panel: PatchPanel) ->
         def kernel(given: dict[str, Any]) -> dict[str, Any]:
             for name, value in given.items():
                 setattr(panel.widget, name, value)
-            return {name: getattr(panel.widget, name) for name in TRAITS if name not in ("wanted",)}
+            return {name: getattr(panel.widget, name) for name in TRAITS}
 
         opened.page.expose_function("kernel", kernel)
         opened.page.evaluate("(state) => begin(state, kernel)", {name: getattr(panel.widget, name) for name in TRAITS})
@@ -217,7 +196,6 @@ def shown(page_opened: Callable[..., Any], tmp_path: Path, panel: PatchPanel) ->
 
 def settled(page: Any) -> None:
     page.wait_for_function("document.querySelector('[role=status]').textContent === ''")
-    page.wait_for_function("document.querySelector('[name=filling]').hidden")
 
 
 class TestInABrowser:
@@ -227,10 +205,10 @@ class TestInABrowser:
         opened = shown()
         page = opened.page
         settled(page)
-        assert panel.map is not None
-        assert panel.map.filled == len(panel.map.rows), "it filled by itself"
         assert not page.locator(".kvinterp-picture").is_visible(), "the picture is for pages without the panel"
-        page.locator("[data-at='1 3']").click()
+        page.locator("select[name=layer]").select_option("1")
+        settled(page)
+        page.locator("select[name=step]").select_option("2")
         settled(page)
         assert page.evaluate("sent.at(-1).asked.layer") == 1
         assert page.evaluate("sent.at(-1).asked.step") == 2
@@ -238,12 +216,9 @@ class TestInABrowser:
         row = page.locator("table.kv-plain").first.locator("tbody tr").first.inner_text().split("\t")
         numbers = [f"{value:.4g}" for value in (panel.answer.d_before, panel.answer.d_after)]
         assert row == ["KL, nats", *numbers, f"{panel.answer.recovery:.2%}"]
-        assert page.locator("[data-at='1 3']").get_attribute("aria-selected") == "true"
         captions = page.locator(".kv-lists caption").all_inner_texts()
         assert captions == ["donor: other prompt", "unpatched recompute path", "patched recompute path"]
-        page.locator("[data-at='1 3']").focus()
-        page.keyboard.press("ArrowLeft")
-        page.keyboard.press("Enter")
+        page.locator("select[name=step]").select_option("1")
         settled(page)
         assert panel.widget.asked["step"] == 1
         page.locator("[name=undo]").click()
@@ -255,7 +230,7 @@ class TestInABrowser:
         assert panel.widget.asked["donor"] == "path"
         opened.quiet()
 
-    def test_tokens_are_picked_and_the_panel_is_reset(self, shown: Any, panel: PatchPanel, tmp_path: Path) -> None:
+    def test_tokens_are_picked_and_the_panel_is_reset(self, shown: Any, panel: PatchPanel) -> None:
         opened = shown()
         page = opened.page
         settled(page)
@@ -273,15 +248,6 @@ class TestInABrowser:
         settled(page)
         assert panel.widget.asked["layer"] == [0, 2]
         assert page.locator("select[name=layer]").evaluate("(of) => of.selectedOptions[0].textContent") == "0, 2"
-        for name in ("csv", "png"):
-            with page.expect_download() as waiting:
-                page.locator(f"[name={name}]").click()
-            waiting.value.save_as(tmp_path / name)
-        lines = (tmp_path / "csv").read_bytes().decode().split("\r\n")
-        assert [line.split(",")[0].strip('"') for line in lines[1:]] == panel.widget.map["rows"]
-        cell = panel.widget.map["cells"][1][2]
-        assert float(lines[2].split(",")[3].strip('"')) == cell
-        assert (tmp_path / "png").read_bytes().startswith(b"\x89PNG")
         page.locator("[name=reset]").click()
         settled(page)
         assert (panel.widget.asked["layer"], panel.widget.asked["positions"]) == (0, "newest")
@@ -291,9 +257,9 @@ class TestInABrowser:
     def test_nothing_is_cut_off_and_markup_stays_text(
         self, shown: Any, panel: PatchPanel, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        assert panel.map is not None
-        monkeypatch.setattr(panel.map.bench.adapter, "pieces", lambda tokens: [EVIL] * len(tokens))
-        panel.choose(prompt=f"{EVIL} 1", other=f"{EVIL} 2", view="block by layer", step=0).fill()
+        (bench,) = panel._benches.values()
+        monkeypatch.setattr(bench.adapter, "pieces", lambda tokens: [EVIL] * len(tokens))
+        panel.choose(prompt=f"{EVIL} 1", other=f"{EVIL} 2", step=0)
         assert panel.widget.error == ""
         assert "<img" not in panel.picture()
         opened = shown()
