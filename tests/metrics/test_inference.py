@@ -57,7 +57,7 @@ def test_mcnemar_is_the_sign_flip_test_of_single_pairs():
 
 
 def test_mcnemar_refuses_pairs_that_are_not_independent():
-    with pytest.raises(InputError, match=r"4 pairs come from 2 clusters.*sign_flips or gee"):
+    with pytest.raises(InputError, match=r"4 pairs come from 2 clusters.*ask sign_flips"):
         metrics.mcnemar([True] * 4, [False] * 4, clusters=["a", "a", "b", "b"])
 
 

@@ -19,9 +19,9 @@ from kvinterp.errors import InputError, shown, unknown
 from kvinterp.models import Adapter, wrap
 from kvinterp.models.checkpoint import check_weights, read_object, reason
 from kvinterp.models.door import config_of, loading, weights_of
-from kvinterp.models.finding import NAMED, cached_folder, local_folder, reach
 from kvinterp.models.gguf_file import is_gguf
 from kvinterp.models.load import ATTENTION, device_named
+from kvinterp.models.naming import NAMED, cached_folder, local_folder, reach
 from kvinterp.models.soundness import check_finite, check_loaded
 from kvinterp.models.transformers_api import from_config
 

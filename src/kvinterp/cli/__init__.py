@@ -31,7 +31,7 @@ from kvinterp.cli.listing import LISTED, NAMES, described
 from kvinterp.common.console import echo
 from kvinterp.common.files import strict_json
 from kvinterp.errors import InputError, KvinterpError, out_of_memory, visible
-from kvinterp.models.finding import check_reached
+from kvinterp.models.naming import check_reached
 from kvinterp.study.experiments.base import OPTION, Experiment
 from kvinterp.study.experiments.choices import check_words
 from kvinterp.study.experiments.registry import command_of, experiment_named, experiments, question_of

@@ -13,8 +13,8 @@ import torch
 
 from kvinterp.errors import InputError, KvinterpError, UnsupportedError, shown
 from kvinterp.models.checkpoint import check_weights, read_object, reason
-from kvinterp.models.finding import reach
 from kvinterp.models.gguf_file import as_given, header_of, is_gguf
+from kvinterp.models.naming import reach
 
 log = logging.getLogger("kvinterp")
 

@@ -17,9 +17,9 @@ from kvinterp.errors import InputError, UnsupportedError, shown, unexpected
 from kvinterp.models.adapter import Adapter, dtype_named
 from kvinterp.models.checkpoint import reason
 from kvinterp.models.door import check_hooked_code, config_of, loading, weights_of
-from kvinterp.models.finding import cached_folder, local_folder, reach
 from kvinterp.models.gguf_file import as_given, header_of, is_gguf
 from kvinterp.models.hooks import hooks_suspended
+from kvinterp.models.naming import cached_folder, local_folder, reach
 from kvinterp.models.soundness import check_finite, check_loaded, check_plain_weights, check_runs
 
 KINDS = {

@@ -8,9 +8,9 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from kvinterp.patching.ablations import ABLATIONS, Ablation
 from kvinterp.patching.distances import DISTANCES
 from kvinterp.patching.donors import donor_trace, mean_donor, resample_donor
-from kvinterp.patching.given import ABLATIONS, Ablation
 from kvinterp.patching.hook import PatchHook
 from kvinterp.patching.patch import PATCH_SITES, Patch
 from kvinterp.patching.recompute import PureRecompute

@@ -23,10 +23,10 @@ from kvinterp.models.answers import LOGIT_DIFFERENCE
 from kvinterp.models.hook_names import one_site
 from kvinterp.models.inputs import chosen_layers, encode
 from kvinterp.models.threads import own_threads
+from kvinterp.patching.ablations import ABLATIONS, ZERO, Ablation
 from kvinterp.patching.clean_corrupted import check_aligned
 from kvinterp.patching.distances import DISTANCES, check_finite, distances_of
 from kvinterp.patching.donors import mean_donor, resample_donor
-from kvinterp.patching.given import ABLATIONS, ZERO, Ablation
 from kvinterp.patching.hook import PatchHook
 from kvinterp.patching.patch import PATCHED_CACHE, Patch, Positions, check_patch_site, stored_sites
 from kvinterp.patching.recompute import PureRecompute

@@ -28,8 +28,8 @@ from kvinterp.models.hook_names import layers_with, one_site
 from kvinterp.models.inputs import chosen_layers, encode_all
 from kvinterp.models.provenance import provenance
 from kvinterp.models.threads import own_threads
+from kvinterp.patching.ablations import HandedRows
 from kvinterp.patching.distances import DISTANCES, check_finite, name_of, one_number
-from kvinterp.patching.given import Given
 from kvinterp.patching.hook import PatchHook
 from kvinterp.patching.patch import Patch, Where, check_patch_site, heads_at, positions_of, stored_sites
 from kvinterp.patching.recompute import PureRecompute
@@ -206,7 +206,7 @@ def activation_patching(
         recorder = Recorder(adapter, list(stored_sites(adapter, site)), rows, positions="all")
         wanted = pure.whole(torch.tensor(gives, device=adapter.device), recorder)
         recorder.end_step()
-        donor = Given("clean prompts", {at: kept[-1] for at, kept in recorder.kept.items()})
+        donor = HandedRows("clean prompts", {at: kept[-1] for at, kept in recorder.kept.items()})
         # A forward a patch: of one pair from the first patched block on, of several pairs, or for a function, a whole one.
         if len(takes) > 1 or callable(distance):
             run: Callable[[Any], Tensor] = functools.partial(pure.whole, torch.tensor(takes, device=adapter.device))

@@ -16,14 +16,14 @@ from kvinterp.models.attaching import Site
 from kvinterp.models.hook_names import hook_name, site_of
 from kvinterp.models.inputs import chosen_layers, listed, token_ids
 from kvinterp.models.sites import LAYOUTS, ROWS
-from kvinterp.patching.given import Ablation, Given
+from kvinterp.patching.ablations import Ablation, HandedRows
 from kvinterp.patching.patch import Patch, check_patch_site, stored_sites
 from kvinterp.paths import run
 from kvinterp.recording import Recorder, Trace
 from kvinterp.recording.activation_cache import is_activation_cache, records_of
 
 
-def check_donor(adapter: Adapter, patch: Patch, donor: Trace | Ablation | Given) -> None:
+def check_donor(adapter: Adapter, patch: Patch, donor: Trace | Ablation | HandedRows) -> None:
     """Refuses a donor that does not hold what a patch moves.
 
     Raises:
@@ -35,7 +35,7 @@ def check_donor(adapter: Adapter, patch: Patch, donor: Trace | Ablation | Given)
         if isinstance(donor, Ablation):
             name = f"{donor.name} donor"
             remedy = f"make it with that site, kv.{donor.name}_donor(model, prompts, {site!r})"
-        elif isinstance(donor, Given):
+        elif isinstance(donor, HandedRows):
             name, remedy = donor.name, f"let run_with_cache keep {hook_name(site, layer)}"
         else:
             name, remedy = "donor trace", f"run the donor with record={site!r}"

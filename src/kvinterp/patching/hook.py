@@ -22,8 +22,8 @@ from kvinterp.models.attaching import Listener, Site
 from kvinterp.models.hook_names import check_module
 from kvinterp.models.inputs import chosen_layers
 from kvinterp.models.sites import LAYOUTS
+from kvinterp.patching.ablations import Ablation, HandedRows
 from kvinterp.patching.donors import check_donor, rows_of
-from kvinterp.patching.given import Ablation, Given
 from kvinterp.patching.patch import PATCHED_CACHE, Patch, stored_sites
 from kvinterp.policies import Place
 from kvinterp.recording import PathHook
@@ -202,7 +202,7 @@ class PatchHook(PathHook):
         self, patch: Patch, site: str, layer: int, start: int, like: Tensor, low: int, high: int
     ) -> tuple[int, Tensor]:
         """What a patch takes from for the positions from ``low`` to ``high``, and the position of its first row."""
-        if isinstance(patch.donor, Given):
+        if isinstance(patch.donor, HandedRows):
             return low, patch.donor.rows(site, layer, start, like, low, high)
         if isinstance(patch.donor, Ablation):
             return start, patch.donor.rows(site, layer, start, like)

@@ -17,7 +17,7 @@ from kvinterp.errors import InputError, shown, unexpected
 from kvinterp.models import Adapter
 from kvinterp.models.hook_names import module_of, site_of
 from kvinterp.models.sites import CACHE_SITES, SITES
-from kvinterp.patching.given import ZERO, Ablation, Given
+from kvinterp.patching.ablations import ZERO, Ablation, HandedRows
 from kvinterp.recording import Trace
 from kvinterp.recording.activation_cache import is_activation_cache, records_of
 
@@ -86,7 +86,7 @@ class Patch:
             check_instance(
                 "donor",
                 self.donor,
-                (Trace, Ablation, Given),
+                (Trace, Ablation, HandedRows),
                 "a trace, of kv.run(...) (of several prompts, or ids [1, position], it returns a list: take one of it) or of "
                 "kv.donor_trace(recorder, prompt); or an ablation, 'zero', kv.mean_donor(model, prompts, site) or "
                 "kv.resample_donor(model, prompts, site); or an ActivationCache, a tensor, or a function of the activation",
@@ -166,11 +166,11 @@ def given_donor(donor: Any) -> Any:
     if isinstance(donor, str) and donor == "zero":
         return ZERO
     if is_activation_cache(donor):
-        return Given("ActivationCache", records_of(donor, batched=True))
+        return HandedRows("ActivationCache", records_of(donor, batched=True))
     if isinstance(donor, Tensor | np.ndarray):
-        return Given("donor tensor", tensor=torch.as_tensor(donor))
+        return HandedRows("donor tensor", tensor=torch.as_tensor(donor))
     if callable(donor) and not isinstance(donor, type):
-        return Given(f"function {getattr(donor, '__name__', type(donor).__name__)}", function=donor)
+        return HandedRows(f"function {getattr(donor, '__name__', type(donor).__name__)}", function=donor)
     return donor
 
 

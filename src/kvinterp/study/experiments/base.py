@@ -294,7 +294,7 @@ class Experiment:
 
     def check_reached(self) -> None:
         """Raises where a model is on a hub that cannot be reached: before torch is imported, since that takes seconds."""
-        from kvinterp.models.finding import check_reached
+        from kvinterp.models.naming import check_reached
 
         given = vars(self)
         for name in filter(None, (given.get("model"), *given.get("models", ()))):

@@ -80,7 +80,7 @@ ZERO = Ablation("zero")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Given:
+class HandedRows:
     """Rows that come from no run of ours.
 
     Attributes:
