@@ -12,7 +12,6 @@ import pandas as pd
 import pytest
 
 import kvinterp as kv
-from command_line import kvinterp
 from kvinterp.errors import InputError
 from kvinterp.paths import path_named, path_read
 from support import PROMPT, Case
@@ -62,17 +61,6 @@ def test_a_folder_that_names_code_is_read_and_shown_and_imports_nothing(tmp_path
     found = kv.load(poison(made.save(tmp_path / "out")))
     assert PLANTED in repr(found)
     assert found.sentences()
-    assert not mark.exists()
-
-
-@pytest.mark.slow
-def test_its_page_and_figures_are_made_again_and_import_nothing(tmp_path: Path, mark: Path) -> None:
-    found = kv.load(poison(comparison((0, 1), size=1e-2).save(tmp_path / "out")))
-    found._repr_html_()
-    for command in (("show", tmp_path / "out", "--rewrite", "--no-open"), ("report", tmp_path / "out")):
-        shown = kvinterp(*command)
-        assert shown.exit_code == 0, shown.output
-    assert PLANTED in (tmp_path / "out" / "report.html").read_text()
     assert not mark.exists()
 
 

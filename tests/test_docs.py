@@ -63,30 +63,6 @@ def test_every_command_is_on_the_page_of_all_commands() -> None:
     assert not missing
 
 
-def test_a_page_that_asks_for_something_elsewhere_is_found(tmp_path: Path) -> None:
-    """What `make docs` checks of the built site."""
-    check = tool("check")
-    (tmp_path / "own.js").write_text("")
-    (tmp_path / "index.html").write_text(
-        '<script src="own.js"></script><a href="https://elsewhere">a link is no request</a>'
-    )
-    assert check.wrong(tmp_path) == []
-    (tmp_path / "index.html").write_text(
-        '<script src="https://cdn.example/x.js"></script><link rel="stylesheet" href="//fonts.example/a.css"><img alt="" src="no.png">'
-    )
-    (tmp_path / "site.css").write_text(
-        "@import 'https://fonts.example/b.css'; a { background: url(https://x.example/c.png) }"
-    )
-    said = check.wrong(tmp_path)
-    assert [line.split(" loads ")[1] for line in said] == [
-        "https://cdn.example/x.js",
-        "//fonts.example/a.css",
-        "no.png, which is not there",
-        "https://fonts.example/b.css",
-        "https://x.example/c.png",
-    ]
-
-
 @pytest.mark.parametrize("page", list((ROOT / "docs").rglob("*.md")), ids=lambda path: path.stem)
 def test_figures_that_are_shown_are_there(page: Path) -> None:
     for shown in re.findall(r"!\[[^\]]*\]\(([^)]+)\)", page.read_text(encoding="utf-8")):

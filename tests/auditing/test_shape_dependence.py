@@ -94,31 +94,6 @@ def test_a_planted_kernel_is_named() -> None:
     assert not native[(native["operation"] == "unembed") & (native["varied"] == "rows")]["same_bits"].any()
 
 
-@pytest.mark.parametrize("before", [(True, True), (False, True), (False, False)])
-def test_both_switches_of_a_reduction_are_put_back(before: tuple[bool, bool]) -> None:
-    """(False, False), which forbids split-K too, came back as (False, True)."""
-    from kvinterp.auditing.shape_dependence import _toggled
-    from kvinterp.models.provenance import kernel_flags
-
-    matmul, name = torch.backends.cuda.matmul, "allow_fp16_reduced_precision_reduction"
-    original = getattr(matmul, name), getattr(matmul, f"{name}_split_k")
-    try:
-        setattr(matmul, name, before)
-        flags = kernel_flags()
-        assert (flags[name], flags[f"{name}_split_k"]) == before
-        with _toggled(matmul, name):
-            assert (getattr(matmul, name), getattr(matmul, f"{name}_split_k")) == (
-                not before[0],
-                before[1] or not before[0],
-            )
-        assert kernel_flags() == flags
-        with pytest.raises(ZeroDivisionError), _toggled(matmul, name):
-            _ = 1 / 0
-        assert kernel_flags() == flags
-    finally:
-        setattr(matmul, name, original)
-
-
 def test_the_seed_chooses_the_prompt():
     fed: list[list[int]] = []
     model = build("llama")

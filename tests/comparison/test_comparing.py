@@ -11,7 +11,6 @@ import pytest
 import torch
 
 import kvinterp as kv
-from kvinterp.comparison import TABLES, Comparison
 from kvinterp.comparison.findings import headline_of
 from kvinterp.metrics.recovery import ONLY_THE_PREFILL
 from kvinterp.models import Adapter
@@ -57,13 +56,6 @@ def test_every_table_says_which_rows_are_after_the_flip(model: Adapter) -> None:
     assert both.heads["after_flip"].dtype == bool
 
 
-def test_a_failure_among_the_others_leaves_the_columns_types() -> None:
-    parts = [comparison((0,)), comparison((1,), flip=1)]
-    joined = Comparison.joined(parts)
-    assert all(getattr(joined, name)["after_flip"].dtype == bool for name in TABLES if name not in ("examples", "tokens"))
-    assert isinstance(joined.layers, pd.DataFrame)
-
-
 # Traces that were recorded apart ---------------------------------------------------------------------------------------
 
 
@@ -82,16 +74,6 @@ def test_heads_of_traces_keep_their_numbers(model: Adapter) -> None:
     pd.testing.assert_frame_equal(some.sort_values(keys, ignore_index=True), wanted)
     table = kv.compare_traces(*traces(model, "cache_v", kv_heads=[1], positions="all")).kv_positions
     assert set(table["kv_head"]) == {1}
-
-
-def test_traces_of_all_positions_are_compared_at_the_newest(model: Adapter) -> None:
-    """They gave tables without a row, and no word about it."""
-    newest, every = (
-        kv.compare_traces(*traces(model, "resid_post,pattern", positions=positions)) for positions in ("newest", "all")
-    )
-    assert len(newest.layers) > 0
-    pd.testing.assert_frame_equal(newest.layers, every.layers)
-    pd.testing.assert_frame_equal(newest.heads, every.heads)
 
 
 # What is given -----------------------------------------------------------------------------------------------------------

@@ -6,8 +6,6 @@ from itertools import islice, pairwise
 import pytest
 
 from kvinterp.data import TASKS, Prompt, score, split_of, stream
-from kvinterp.data.example import draws
-from kvinterp.errors import InputError
 
 TASK_NAMES = sorted(TASKS)
 
@@ -55,14 +53,6 @@ def test_arithmetic_steps_are_true_equations_of_small_numbers():
         assert steps[-1][-1] == example.prompt.answer
 
 
-def test_arithmetic_reads_the_number_after_the_marks_only():
-    prompt = Prompt("a", "Question: ...", "arithmetic", "12")
-    assert score(prompt, " 5 + 7 = 12. #### 12")
-    assert not score(prompt, " 5 + 7 = 12. #### 13")
-    assert not score(prompt, " 5 + 7 = 12.")
-    assert not score(prompt, "#### 120")
-
-
 @pytest.mark.parametrize(
     ("meta", "right", "wrong"),
     [
@@ -79,12 +69,3 @@ def test_instructions_are_verified_by_a_program(meta, right, wrong):
     prompt = Prompt("i", "Instruction: ...", "instructions", meta=meta)
     assert score(prompt, right)
     assert not score(prompt, wrong)
-
-
-def test_what_is_not_known_is_said_with_near_names():
-    with pytest.raises(InputError, match="did you mean 'arithmetic'"):
-        score(Prompt("a", "x", "arithmetics"), "")
-    with pytest.raises(InputError, match="did you mean 'capitals'"):
-        score(Prompt("a", "x", "instructions", meta={"kind": "capital"}), "")
-    with pytest.raises(InputError, match="did you mean 'heldout'"):
-        next(draws(TASKS["restate"].draw, 0, "held"))

@@ -82,17 +82,6 @@ def test_masked_rows():
     assert pattern_kl(row, zero).isnan()
 
 
-@pytest.mark.parametrize("side", [0, 1])
-def test_nan_is_never_taken_for_agreement(side):
-    rows = [torch.tensor([[0.5, 0.5, 0.0]] * 2) for _ in range(2)]
-    for key in range(3):
-        spoilt = [row.clone() for row in rows]
-        spoilt[side][0, key] = math.nan
-        result = pattern_kl(*spoilt)
-        assert result[0].isnan()
-        assert result[1] == 0.0
-
-
 def test_entropy():
     uniform = torch.full((2, 8), 0.125, dtype=torch.float16)
     assert pattern_entropy(uniform).tolist() == pytest.approx([math.log(8)] * 2, rel=1e-15)

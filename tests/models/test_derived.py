@@ -121,25 +121,6 @@ def test_a_derived_pattern_is_eagers_to_rounding(load, case):
                 assert_close(a.double(), c, "pattern", ("head", "query", "key"), absolute=256 * FLOAT32)
 
 
-def test_only_the_rows_that_are_kept_are_derived(load, monkeypatch):
-    """A path that recomputes would otherwise derive the whole square at every step to keep one row of it."""
-    model, seen = load(SDPA[0], "float16"), []
-
-    def counted(*args):
-        made = derived_attention(*args)
-        seen.append(made.shape[-2])
-        return made
-
-    monkeypatch.setattr("kvinterp.models.hooks.derived_attention", counted)
-    model.tap("pattern", 0)
-    seen.clear()
-    kv.compare(model, PROMPT, "recompute", "recompute", record="pattern", max_new_tokens=2, stop="length", progress="none")
-    assert set(seen) == {1}
-    seen.clear()
-    kv.run(model, PROMPT, "recompute", record="pattern", positions="all", max_new_tokens=2, stop="length")
-    assert set(seen) == {len(PROMPT), len(PROMPT) + 1}
-
-
 def test_where_it_cannot_be_derived_or_patched_a_sentence_says_so(load):
     with pytest.raises(kv.UnsupportedError, match=r"cannot be patched under attention 'sdpa'.*attention='eager'"):
         kv.sweep(load(SDPA[0]), PROMPT, site="pattern", over="heads", max_new_tokens=2, progress="none")

@@ -9,7 +9,6 @@ import torch
 import transformers
 
 import kvinterp as kv
-from command_line import kvinterp
 from gguf_files import TYPES, packed, stored_as, zoo_gguf
 from kvinterp.errors import InputError, KvinterpError
 from kvinterp.models import zoo
@@ -96,28 +95,6 @@ def test_transformerlens_finds_the_tokenizer_of_a_file_that_adds_no_first_token(
     file = zoo_gguf(ZOO, tmp_path / "x.gguf", add_bos=False)
     model = loaded(file, "hooked")
     assert model.encode("17") == loaded(file).encode("17")
-
-
-@pytest.mark.slow
-def test_a_file_is_given_wherever_a_model_is(files, tmp_path):
-    out = tmp_path / "out"
-    how = (
-        "--prompts",
-        "Tom has 3 apples",
-        "--max-new-tokens",
-        "2",
-        "--kind",
-        "native",
-        "--dtype",
-        "bfloat16",
-        "--record",
-        "",
-    )
-    made = kvinterp("compare", files("Q8_0"), *how, "--out", out)
-    assert made.exit_code == 0, made.output
-    summary = kv.load(out).provenance
-    assert summary["stored"].startswith("GGUF: 29 tensors in Q8_0")
-    assert summary["model"] == str(files("Q8_0"))
 
 
 # What cannot be one --------------------------------------------------------------------------------------------------

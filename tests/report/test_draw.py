@@ -74,19 +74,3 @@ def test_mouse_and_keyboard_pick_the_same_cells(drawn: Any) -> None:
     assert drawn.locator("[aria-selected=true]").get_attribute("data-at") == "0 2"
     assert drawn.locator(".kv-said").inner_text() == f"layer 0, head {EVIL}: no value"
     assert drawn.locator("[tabindex='0']").count() == 1
-
-
-@pytest.mark.parametrize(
-    ("kind", "values", "shades"),
-    [
-        ("sequential", [0, 1, 2, None], [("kv-shade", 0), ("kv-shade", 0.5), ("kv-shade", 1), ("kv-missing", 0)]),
-        ("diverging", [-1, 0, 2], [("kv-shade kv-below", 0.5), ("kv-shade kv-above", 0), ("kv-shade kv-above", 1)]),
-        ("log", [0, 1e-8, 1e-4, 1], [("kv-zero", 0), ("kv-shade", 0), ("kv-shade", 0.5), ("kv-shade", 1)]),
-    ],
-)
-def test_a_colour_is_where_its_number_lies(drawn: Any, kind: str, values: list[Any], shades: list[Any]) -> None:
-    found = drawn.evaluate(
-        f"(values) => {{ const s = scaleOf(values, '{kind}'); return values.map((v) => shade(v, s)); }}", values
-    )
-    assert [look for look, _ in found] == [look for look, _ in shades]
-    assert [part for _, part in found] == pytest.approx([part for _, part in shades])

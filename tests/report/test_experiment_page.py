@@ -34,11 +34,3 @@ def test_a_long_table_says_how_much_of_it_is_shown(tmp_path: Path) -> None:
     (body,) = re.findall(r"<details id=.table-more.>.*?</details>", short, re.DOTALL)
     assert body.count("<tr>") == 41
     assert '<td class="number">0.25</td>' in short
-
-
-def test_what_models_share_and_what_differs(tmp_path: Path) -> None:
-    several = {name: {"model": name, "dtype": "float16", "layers": n} for name, n in (("one", 2), ("other", 3))}
-    text = page(tmp_path, provenance=several)
-    assert "one, other" in text
-    assert "And what differs:" in text
-    assert text.index("float16") < text.index("And what differs:") < text.index("<td>3</td>")
