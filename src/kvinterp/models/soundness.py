@@ -105,7 +105,10 @@ def check_plain_weights(model: nn.Module, name: str) -> None:
             "checkpoint that is not quantised, or dequantise it (model.dequantize())."
         )
     if any(parameter.is_meta for parameter in parameters):
-        raise InputError(f"model {shown(name)} has weights on the meta device, which holds no numbers: load them first.")
+        raise InputError(
+            f"model {shown(name)} has weights on the meta device, which holds no numbers: load them "
+            "first (what accelerate offloads is loaded by a device_map of 'cpu' or 'cuda' alone)."
+        )
 
 
 def check_finite(model: nn.Module, name: str, folder: Path | None = None) -> None:
