@@ -135,7 +135,7 @@ def test_overflow_names_the_path_the_module_and_the_position() -> None:
 
 
 def test_nan_on_the_cached_path_only_is_placed(monkeypatch: pytest.MonkeyPatch) -> None:
-    from test_planted import on_update
+    from planting import on_update
 
     def lost(store: Any, k: Any, v: Any, cache: Any, decoding: bool) -> Any:
         return store(k * float("nan") if decoding and cache.get_seq_length(1) >= 10 else k, v)
@@ -298,7 +298,7 @@ def test_the_layer_table_is_a_plain_loops() -> None:
 
 
 def test_the_pytest_helper(monkeypatch: pytest.MonkeyPatch) -> None:
-    from test_planted import key_wrong_by_a_thousandth, on_update
+    from planting import key_wrong_by_a_thousandth, on_update
 
     quickly: Any = {"lengths": (5,), "steps": 2, "checks": "none", "rungs": ("float32", "float64")}
     assert assert_cache_consistent(build("llama"), **quickly).exit_code == 0

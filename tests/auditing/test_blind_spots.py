@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from architectures import build
-from test_planted import on_update
+from planting import on_update
 
 import kvinterp as kv
 from kvinterp.auditing import audit

@@ -9,8 +9,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import kvinterp as kv
-from kvinterp.auditing.crashes import CRASHES, REFUSES, whose
 from kvinterp.errors import UnsupportedError
+from kvinterp.programs.crashes import CRASHES, REFUSES, whose
 
 SIZES = "Attention mask should be of size (3, 1, 1, 13), but is torch.Size([3, 1, 1, 12])"
 

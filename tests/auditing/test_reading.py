@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kvinterp.auditing.causes import Cause
-from kvinterp.auditing.exercises import Check
+from kvinterp.auditing.checks import Check
 from kvinterp.auditing.first_difference import Finding
 from kvinterp.auditing.judging import Account, Judged
 from kvinterp.auditing.ladder import LOCAL, ONE_BY_ONE, STEPS, PrecisionRun
@@ -93,12 +93,12 @@ CLEAN = rung(error=1e-7, logits=1e-6, null=1e-6, fixed=rung())
             "tips the choice between nearly equal experts in float32 (layer 1)", "FAIL",
         ),
         (
-            evidence(CLEAN, checks=[Check("left padding", "failed", "off by 1.", step=9, layer=0, tensor="attention mask")]),
-            "bug", 1, "left padding failed: off by 1. First wrong: attention mask of layer 0.", "nothing wrong seen in",
+            evidence(CLEAN, checks=[Check("left padding", "wrong", "off by 1.", step=9, layer=0, tensor="attention mask")]),
+            "bug", 1, "left padding is wrong: off by 1. First apart: attention mask of layer 0.", "right: ",
         ),
         (
-            evidence(CLEAN, checks=[Check("batch", "passed", ""), Check("window", "not run", "")]), "rounding", 0,
-            "nothing wrong seen in: batch\nnot run: window", "cannot tell",
+            evidence(CLEAN, checks=[Check("batch", "right", ""), Check("window", "not run", "")]), "rounding", 0,
+            "right: batch (0) programs each\nnot reached: window", "cannot tell",
         ),
         (evidence(rung(nonfinite={"path": "recompute", "value": "NaN", "position": 0, "module": "m.0"})), "overflow", 1,
          "NaN first appears on the recompute path in m.0 in float32 at position 0", "wider range"),

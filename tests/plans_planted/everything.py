@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import plans_planted
 from plans_planted.fault import Fault, checked
 
-NO_FAMILY = ("fault", "tools", "everything", "clean")
+NO_FAMILY = ("fault", "tools", "everything")
 FAULTS: dict[str, Fault] = {}
 for _found in pkgutil.iter_modules(plans_planted.__path__):
     if _found.name not in NO_FAMILY:
@@ -29,12 +29,12 @@ def main(chosen: Sequence[str]) -> None:
         began = time.process_time()
         clean = checked(fault.build(), fault.plan)
         faulty = checked(fault.plant(fault.build()), fault.plan)
-        found, placed = faulty.status == "failed", fault.layer is None or faulty.layer == fault.layer
+        found, placed = faulty.status == "wrong", fault.layer is None or faulty.layer == fault.layer
         seen["found"] += found
         seen["placed"] += found and placed
         seen["missed"] += not found
         took = time.process_time() - began
-        bad = "" if found and placed and clean.status == "passed" else "  <<<"
+        bad = "" if found and placed and clean.status != "wrong" else "  <<<"
         print(
             f"{name:70} {fault.architecture:10} {fault.plan:22} {clean.status:8} {faulty.status:8} {faulty.layer} {fault.layer} {took:4.1f}{bad}",
             flush=True,
@@ -42,7 +42,7 @@ def main(chosen: Sequence[str]) -> None:
         if bad:
             print(
                 "      clean:",
-                clean.detail[:250] if clean.status != "passed" else "",
+                clean.detail[:250] if clean.status == "wrong" else "",
                 " faulty:",
                 faulty.detail[:300],
                 flush=True,

@@ -5,18 +5,15 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 from bank.clean import ARCHITECTURES
 from bank.small import small
 from torch import nn
 
-from kvinterp.auditing import exercises
-from kvinterp.auditing.bench import Check
-from kvinterp.auditing.called import plans_of
+from kvinterp.auditing.checks import Check
+from kvinterp.auditing.uses import programs_named, uses_of
+from kvinterp.errors import InputError
 from kvinterp.models import wrap
-
-PROMPTS = [[(7 * n + 3) % 131 for n in range(40)], [(11 * n + 5) % 131 for n in range(40)]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,8 +48,10 @@ def named(*faults: Fault) -> dict[str, Fault]:
     return found
 
 
-def checked(model: nn.Module, plan: str) -> Check:
-    """What an audit's check of one plan says of a model."""
-    with mock.patch.object(exercises, "CHECKS", {}):
-        (found,) = exercises.exercise(wrap(model), PROMPTS, calls=plans_of(plan))
-    return found
+def checked(model: nn.Module, plan: str = "") -> Check:
+    """What an audit's programs say of a model: the first use that is wrong, or else one that is right; the plan is run besides."""
+    try:
+        given = programs_named(plan)
+    except InputError:
+        given = []
+    return uses_of(wrap(model), given=given)[0]

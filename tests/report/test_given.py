@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 from browser import EVIL, IN_A_BROWSER, Opened, check_markup, check_page
 
-from kvinterp.auditing.bench import Check
+from kvinterp.auditing.checks import Check
 from kvinterp.auditing.verdict import Verdict
 from kvinterp.study.report.given import OPEN, given_fragment, page, shaded
 from kvinterp.study.report.page import Folded, Shaded, Text

@@ -13,7 +13,7 @@ To be read in this order:
 """
 
 from kvinterp.auditing.audit import CHECKS, LENGTHS, RUNGS, audit
-from kvinterp.auditing.bench import Check
+from kvinterp.auditing.checks import Check
 from kvinterp.auditing.ladder import Plan, PrecisionRun
 from kvinterp.auditing.verdict import VERDICTS, Audit, Verdict
 

@@ -13,20 +13,26 @@ from typing import Any
 
 import torch
 
-from kvinterp.auditing.bench import FAILED, NARROW, Check, Subject, one_line
 from kvinterp.auditing.blocks import BlockModel, evaluating, prompts_for
-from kvinterp.auditing.called import check_plans, plans_of
 from kvinterp.auditing.causality import check_causal
 from kvinterp.auditing.causes import other_attention
-from kvinterp.auditing.exercises import exercise, served
+from kvinterp.auditing.checks import WRONG, Check
 from kvinterp.auditing.given import audit_given
 from kvinterp.auditing.judging import RungJudge, account
 from kvinterp.auditing.ladder import Plan, PrecisionRun, band, dtype_name, prefix_plan, unit_roundoff
-from kvinterp.auditing.lengths import CHUNK_NAMES
 from kvinterp.auditing.measure import climb, onset
-from kvinterp.auditing.reading import Evidence
+from kvinterp.auditing.reading import Evidence, of_functions
+from kvinterp.auditing.uses import (
+    CHUNK_NAMES,
+    PROGRAMS,
+    SECONDS,
+    check_functions,
+    programs_named,
+    right_in_float64,
+    uses_of,
+)
 from kvinterp.auditing.values import difference, grid_module, on_grid
-from kvinterp.auditing.verdict import Audit, allowed
+from kvinterp.auditing.verdict import Audit, Verdict, allowed
 from kvinterp.common.checks import (
     check_callable,
     check_choice,
@@ -48,6 +54,7 @@ from kvinterp.models.provenance import provenance
 from kvinterp.models.threads import own_threads
 from kvinterp.paths.kernels import BatchInvariant
 from kvinterp.paths.prompt import prompt_difference
+from kvinterp.programs.running import named
 from kvinterp.recording import Trace
 
 RUNGS = ("bfloat16", "float16", "float32", "float64")
@@ -55,6 +62,8 @@ LENGTHS = (5, 63, 64, 65, 96, 97, 128)
 """Prompt lengths on and beside the usual tile, window and chunk sizes."""
 
 CHECKS = ("default", "thorough", "none")
+"""How many programs of the cache are tried: as many as ``programs`` says, five times as many, or none."""
+THOROUGH = 5
 
 LONGEST, MOST_STEPS = 32_768, 4_096
 """The longest prompt of an audit, and the most tokens that are fed singly in all."""
@@ -72,7 +81,7 @@ SWEPT = 2e11
 
 
 def audit(
-    model: Any,
+    model: Any = None,
     prompts: Sequence[Any] | None = None,
     *,
     rungs: Sequence[str] = RUNGS,
@@ -83,6 +92,10 @@ def audit(
     checks: str = "default",
     reach: str = "no",
     calls: str = "",
+    programs: int = PROGRAMS,
+    seconds: float = SECONDS,
+    full: Callable[[Any], Any] | None = None,
+    step: Callable[[Any, Any], tuple[Any, Any]] | None = None,
     allow: Sequence[str] = (),
     out: str | os.PathLike[str] | None = None,
     detail: str = "verdict",
@@ -102,11 +115,17 @@ def audit(
         steps: How many tokens are fed one by one after each.
         seed: Seeds the random prompts.
         sweep: ``"yes"`` also decodes one long sequence from a short prompt, to find a position at which something changes.
-        checks: What is exercised beside tokens fed one by one: ``"default"`` (left padding, ``generate()``, other caches,
-            chunks, the model's window, as far as they are cheap), ``"thorough"`` (all of it) or ``"none"``.
+        checks: Which programs of the cache are run beside tokens fed one by one: ``"default"`` (as many as ``programs``),
+            ``"thorough"`` (five times as many) or ``"none"``.
         reach: ``"yes"`` also decodes over every edge that the config names (window, RoPE switch, context end), however far;
             ``"no"`` lists those that cost too much as not run.
-        calls: Call plans to try besides, with commas between, such as ``"padded(left,5),batched(8)"``; or ``"all"``.
+        calls: Programs to run besides, with commas between, such as ``"rows(0+4)+feed(9)+feed(3,1)"``, or plans that are names
+            for one, such as ``"padded(left,5),batched(8)"``; or ``"all"`` plans.
+        programs: How many programs of the cache are run: some that try each use once, then drawn ones (``seed``).
+        seconds: Processor seconds that they take at most.
+        full: In the place of a model anybody's own code: token ids ``[row, position]`` to logits ``[row, position,
+            vocabulary]``, without a cache.
+        step: With it: token ids of new positions and a cache, None for a new one, to their logits and the cache behind them.
         allow: Words of :data:`VERDICTS` that shall not fail, such as ``"hidden-cast"``.
         out: A folder for verdict.json and the page, or None.
         detail: ``"verdict"`` returns the :class:`Verdict`, ``"everything"`` the :class:`Audit`.
@@ -119,9 +138,13 @@ def audit(
     Raises:
         InputError: Something given does not fit.
     """
+    if full is not None or step is not None:
+        return _audit_functions(model, full, step, programs, seconds, seed, allow)
+    if model is None:
+        raise InputError("no model was given: give one, or two functions of your own, full=f and step=g.")
     if against is not None:
         read = {"prompts": prompts, "rungs": rungs, "lengths": lengths, "steps": steps, "sweep": sweep, "checks": checks,
-                "reach": reach, "calls": calls, "detail": detail}  # fmt: skip
+                "reach": reach, "calls": calls, "programs": programs, "seconds": seconds, "detail": detail}  # fmt: skip
         for name, value in read.items():
             default = inspect.signature(audit).parameters[name].default
             check_unread(name, value, default, "against feeds the tokens of its file and runs no checks; leave it out")
@@ -137,11 +160,10 @@ def audit(
     check_choice("sweep", sweep, ("yes", "no"))
     check_choice("reach", reach, ("yes", "no"))
     check_known("checks", checks, CHECKS)
-    plans = plans_of(check_text("calls", calls, "call plans such as 'padded(left,5)', or 'all'"))
-    if plans and checks == "none":
+    given = programs_named(check_text("calls", calls, "programs such as 'rows(0+4)+feed(9)+feed(3,1)', or 'all'"))
+    if given and checks == "none":
         raise InputError(f"calls={calls!r} was given with checks='none': leave one of the two out.")
-    if calls != "all":
-        check_plans(adapter, plans)
+    count, most = _budget(programs, seconds)
     check_seed(seed)
     check_callable("progress", progress)
     allow = allowed(allow)
@@ -156,7 +178,13 @@ def audit(
         check_causal(adapter)
         room = min(adapter.facts.context, max(lengths) + steps)
         plan = prefix_plan(_tokens(adapter, prompts, room, seed), lengths, steps, room)
-        seen = _Auditor(adapter, plan, dtypes, sweep, checks, reach, plans, progress or (lambda _: None)).run()
+        tell, more = progress or (lambda _: None), THOROUGH if checks == "thorough" else 1
+
+        def exercised() -> list[Check]:
+            return [] if checks == "none" else uses_of(adapter, count * more, most * more, seed, given, reach, tell)
+
+        seen = _Auditor(adapter, plan, dtypes, sweep, exercised, tell).run()
+
         about = provenance(adapter, lengths=list(plan.prefills), steps=plan.steps)
         about |= {"prompt_differs": dataclasses.asdict(seen.prompt)} if seen.prompt is not None else {}
     verdict = dataclasses.replace(seen.judge(allow), provenance=about, seconds=tuple(seen.seconds))
@@ -164,6 +192,29 @@ def audit(
     if out is not None:
         result.save(out)
     return result if detail == "everything" else result.verdict
+
+
+def _budget(programs: Any, seconds: Any) -> tuple[int, float]:
+    """How many programs, and how long they take at most."""
+    if (whole_number(programs) or 0) < 1 or not isinstance(seconds, int | float) or not seconds > 0:
+        raise InputError(
+            f"programs={shown(programs)}, seconds={shown(seconds)} was given: expected a whole number of at least 1, and "
+            "seconds above 0."
+        )
+    return int(programs), float(seconds)
+
+
+def _audit_functions(
+    model: Any, full: Any, step: Any, programs: Any, seconds: Any, seed: int, allow: Sequence[str]
+) -> Verdict:
+    """Anybody's own code: the word of the programs, without layers."""
+    if model is not None or not callable(full) or not callable(step):
+        raise InputError(
+            "full and step go together and take the place of a model: kv.audit(full=f, step=g), with f(ids) -> logits and "
+            "g(ids, cache) -> logits, cache."
+        )
+    subject, found, checks = check_functions(full, step, *_budget(programs, seconds), check_seed(seed))
+    return of_functions(subject.name, found.worst, checks, allowed(allow))
 
 
 @dataclasses.dataclass
@@ -174,9 +225,7 @@ class _Auditor:
     plan: Plan
     dtypes: dict[str, torch.dtype]
     sweep: str
-    checks: str
-    reach: str
-    calls: Sequence[str]
+    exercise: Callable[[], list[Check]]
     progress: Callable[[str], None]
 
     def __post_init__(self) -> None:
@@ -187,27 +236,26 @@ class _Auditor:
         self.seen = Evidence(facts.name, self.adapter.kind, dtype_name(self.adapter.dtype), terms)
 
     def run(self) -> Evidence:
-        """Runs every rung; of a model that crashes there the uses of its cache alone, if one of these crashes too."""
+        """Runs every rung; of a model that crashes there the programs of its cache alone, if one of these crashes too."""
         seen = self.seen
         seen.random = self._random()
         try:
-            seen.checks = self._ladder()
+            self._ladder()
             seen.exercised = self._exercised()
         except KvinterpError:
             raise
         # Whatever a model's own code meets first.
         except Exception as error:
-            seen.checks = self._exercise(self.adapter)
-            if not any(check.status == FAILED for check in seen.checks):
+            seen.checks = seen.checks or self.exercise()
+            if not any(check.status == WRONG for check in seen.checks):
                 raise
             seen.rungs, seen.judged, seen.accounts, seen.prompt, seen.onset = {}, {}, {}, None, None
-            seen.exercised = f"no precisions: decoding token by token raised {one_line(error)}."
+            seen.exercised = f"no precisions: decoding token by token raised {named(error)}."
         return seen
 
-    def _ladder(self) -> list[Check]:
-        """Every rung, with the uses of the cache that are tried on it."""
+    def _ladder(self) -> None:
+        """Every rung, and the programs of the cache."""
         seen, judges = self.seen, []
-        exercised: dict[str, list[Check]] = {}
         self.progress("the prompt itself")
         seen.prompt = prompt_difference(self.adapter, self.plan.tokens(0, self.adapter.device))
         for name, dtype in self.dtypes.items():
@@ -222,19 +270,17 @@ class _Auditor:
                 if not run.nonfinite:
                     with self._timed("causes", name):
                         judges += self._judge(twin, run)
-                    if name == self.finest or (name == seen.own and dtype in NARROW):
-                        exercised[name] = self._exercise(twin)
             del twin  # Two copies at once would be one too many.
+        self.progress("programs of the cache")
+        with self._timed("programs", seen.own):
+            seen.checks = self.exercise()
         if judges:
             with self._timed("causes", "float64 beside"):
                 self._settle(judges)
-        serving = exercised.get(seen.own, [])
-        finest = exercised.get(self.finest) or serving or self._exercise(self.adapter)
-        return served(finest, serving, seen.own)
 
     def _ask_grid(self, twin: Adapter, run: PrecisionRun) -> None:
         """Whether logits that lie on a grid were put there: those of whole numbers leave it once the blocks' outputs move."""
-        runner, tokens, grid = Subject(twin), self.plan.tokens(0, twin.device), getattr(torch, run.grid)
+        runner, tokens, grid = BlockModel(twin), self.plan.tokens(0, twin.device), getattr(torch, run.grid)
         if not on_grid(runner.moved(tokens), grid):
             run.grid = ""
         elif not self.seen.grid_module:
@@ -260,20 +306,12 @@ class _Auditor:
         if "float64" in self.seen.judged:
             wrong = {j.finding.layer for name, j in self.seen.caused("") if name == "float64"}
             clean = set(range(-1, len(self.adapter.blocks) + 1)) - wrong
+        elif right_in_float64(self.seen.checks):
+            clean = set(range(-1, len(self.adapter.blocks) + 1))
         elif self.seen.random:
             clean = set()  # What differs from one run to the next does so in every precision.
         for one in judges:
             self.seen.judged[one.name] = one.settle(twin, clean)
-
-    def _exercise(self, twin: Adapter) -> list[Check]:
-        if self.checks == "none":
-            return []
-        self.progress("exercises")
-        plan, thorough = self.plan, self.checks == "thorough"
-        prompts = [list(p[: plan.length]) for p in plan.prompts]
-        with self._timed("exercises", dtype_name(twin.dtype)):
-            more: dict[str, Any] = {"thorough": thorough, "reach": self.reach, "calls": self.calls}
-            return exercise(twin, prompts, steps=plan.steps, progress=self.progress, **more)
 
     @contextlib.contextmanager
     def _timed(self, part: str, rung: str) -> Iterator[None]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
@@ -81,6 +82,20 @@ class BlockModel:
     def recompute(self, tokens: Tensor, masking: Masking = NOTHING) -> Tensor:
         """Logits of every token without a cache, ``[batch, position, vocabulary]``."""
         return self.unpadded(self.forward(tokens, None, 0, masking, "no")[0])
+
+    def moved(self, tokens: Tensor) -> Tensor:
+        """A recomputation in which what every block returns is moved by as much as its rounding may, at random."""
+        unit, generator = torch.finfo(self.dtype).eps / 2, torch.Generator().manual_seed(0)
+        # Sums are kept in float32 for 16-bit tensors, so that their length does not matter there.
+        narrow = self.dtype in (torch.float16, torch.bfloat16)
+        size = unit * (1.0 if narrow else math.sqrt(max(tokens.shape[1], self.adapter.facts.width)))
+
+        def change(_: int, made: Tensor) -> Tensor:
+            noise = torch.rand(made.shape, generator=generator, dtype=torch.float64).to(made.device) * 2 - 1
+            return (made.double() * (1 + size * noise)).to(made.dtype)
+
+        with moving(self.blocks, change):
+            return self.recompute(tokens)
 
     def feed(self, tokens: Tensor, cache: Any = None, start: int = 0, masking: Masking = NOTHING) -> tuple[Tensor, Any]:
         """Logits of new tokens and the cache after them; arguments as in :meth:`forward`.

@@ -19,7 +19,7 @@ import scipy.optimize
 import torch
 
 from kvinterp.auditing import given_steps as steps
-from kvinterp.auditing.bench import Check
+from kvinterp.auditing.checks import Check
 from kvinterp.auditing.given_paths import FLASH, FLASH_ROW, FLOAT16, RUNGS, WEIGHTS, Way, candidates, log_probs, nulls
 from kvinterp.auditing.given_steps import CHANCE, FEWEST, Tokens
 from kvinterp.auditing.given_tokens import check_paths, chosen_of, read_paths, token_table

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from kvinterp.auditing.bench import FAILED, NOT_RUN, PASSED, PLAIN, REFUSED, UNCLEAR, Check
+from kvinterp.auditing.checks import BEYOND, NOT_RUN, PLAIN, REFUSED, RIGHT, UNCLEAR, WRONG, Check
 from kvinterp.auditing.first_difference import Place
 from kvinterp.auditing.judging import ROOM, Account, Judged
 from kvinterp.auditing.ladder import ONE_BY_ONE, PrecisionRun, band, part_named
@@ -111,7 +111,7 @@ class Evidence:
             word = "bug" if word in (*GOOD, CANNOT_TELL) else word
         allowed = "yes" if word in self.allow else "no"
         passes = word in GOOD or allowed == "yes"
-        tried = sum(check.status in (PASSED, FAILED, PLAIN) for check in checks)
+        tried = sum(check.status in (RIGHT, WRONG, PLAIN) for check in checks)
         uses = f"{tried} of {len(checks)} uses tried" if checks else "decoding token by token alone"
         first = "PASS" if passes else "CANNOT TELL" if word == CANNOT_TELL else "FAIL"
         first += f"  {word}{' (allowed)' if allowed == 'yes' else ''}  {self.model} ({self.kind}, {self.own}), {uses}"
@@ -200,14 +200,16 @@ class Evidence:
 
     @property
     def _failures(self) -> list[Check]:
-        return [check for check in self.checks if check.status == FAILED]
+        return [check for check in self.checks if check.status == WRONG]
 
     def _failed(self) -> Reading | None:
         if not self._failures:
             return None
         first = self._failures[0]
         place = (first.layer, first.step, first.tensor or first.name, first.module)
-        return "bug", place, [check.failure for check in self._failures]
+        lines = first.lines.splitlines()
+        shown = ["In plain Python, run here before it was shown:", *(f"    {line}" for line in lines)] if lines else []
+        return "bug", place, [check.failure for check in self._failures] + shown
 
     def _hidden_cast(self) -> Reading | None:
         """A cast that matters in the precision that serves; those that only matter above it become notes."""
@@ -354,7 +356,7 @@ def hint(judged: Judged, seen: Evidence) -> list[str]:
     found = judged.finding
     known = HINTS.get(found.tensor)
     switched = next(
-        (check.hint for check in seen.checks if check.status == FAILED and check.name.startswith("RoPE switch")), ""
+        (check.hint for check in seen.checks if check.status == WRONG and check.name.startswith("RoPE switch")), ""
     )
     if judged.numbered:
         known = (
@@ -409,18 +411,35 @@ def _rung(rung: PrecisionRun, seen: Evidence) -> str:
 
 def _exercised(seen: Evidence) -> list[str]:
     """What was exercised, and what not."""
-    far = {check.name: check.hint for check in seen.checks if check.status == NOT_RUN and check.hint}
-    named = {
-        PASSED: "nothing wrong seen in",
-        **dict.fromkeys((PLAIN, REFUSED, UNCLEAR)),
-        "far": "not reached",
-        NOT_RUN: None,
-    }
+    named = {RIGHT: "right", PLAIN: PLAIN, REFUSED: REFUSED, BEYOND: BEYOND, UNCLEAR: UNCLEAR, NOT_RUN: "not reached"}
     found: dict[str, list[str]] = {status: [] for status in named}
     for check in seen.checks:
-        # What the library says, or does without a cache too, is said with its sentence: nothing else shows it.
-        name = f"{check.name} ({check.detail.rstrip('.')})" if check.status in (PLAIN, REFUSED) else check.name
-        found.get("far" if check.name in far else check.status, []).append(name)
-    ends = {"far": f" ({', '.join(sorted(set(far.values())))} goes there)"}
-    lines = [f"{named[of] or of}: {'; '.join(names)}{ends.get(of, '')}" for of, names in found.items() if names]
+        # What is said by its sentence alone is said with it.
+        more = {RIGHT: f" ({check.tried})", PLAIN: "", WRONG: ""}.get(check.status, f" ({check.detail.rstrip('.')})")
+        found.get(check.status, []).append(f"{check.name}{more}")
+    options = ", ".join(sorted({check.hint for check in seen.checks if check.hint.startswith("--")}))
+    ends = {
+        RIGHT: " programs each",
+        PLAIN: ": there a forward without a cache over the same columns is off as well",
+        NOT_RUN: f" ({options} goes there)" if options else "",
+    }
+    lines = [f"{named[of]}: {'; '.join(names)}{ends.get(of, '')}" for of, names in found.items() if names]
     return [f"exercised: {seen.exercised}", *lines]
+
+
+def of_functions(name: str, worst: float, checks: list[Check], allow: tuple[str, ...]) -> Verdict:
+    """The verdict on anybody's own two functions: whether their programs are right."""
+    seen = Evidence(name, "functions", "", 0, checks=checks)
+    failed = seen._failed()
+    word, place, lines = failed or ("rounding" if worst else "equal", NOWHERE, [])
+    if not any(check.status in (RIGHT, WRONG) for check in checks):
+        word, lines = CANNOT_TELL, ["No use could be tried."]
+    allowed = "yes" if word in allow else "no"
+    passes = word in GOOD or allowed == "yes"
+    first = "PASS" if passes else "CANNOT TELL" if word == CANNOT_TELL else "FAIL"
+    tried = sum(check.status in (RIGHT, WRONG, PLAIN) for check in checks)
+    first += f"  {word}{' (allowed)' if allowed == 'yes' else ''}  {name}, {tried} of {len(checks)} uses tried"
+    seen.exercised = (
+        f"programs of the cache, each against full() of a row's own tokens; the largest difference {worst:.1e}."
+    )
+    return Verdict(word, *place, {}, tuple(checks), (), "\n".join([first, *lines, *_exercised(seen)]), allowed)

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import pandas as pd
 
-from kvinterp.auditing.bench import Check
+from kvinterp.auditing.checks import Check
 from kvinterp.auditing.folder import GIVEN, VERDICT, tables_of
 from kvinterp.auditing.ladder import Plan, PrecisionRun
 from kvinterp.common.checks import check_known, given_list

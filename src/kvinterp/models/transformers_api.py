@@ -21,10 +21,12 @@ def can_generate(model: nn.Module) -> bool:
 
 
 def greedy(steps: int, **more: Any) -> Any:
-    """The config of a greedy ``generate()`` of at most so many tokens, in one beam, that compiles nothing."""
+    """The config of a greedy ``generate()`` of at most so many tokens, in one beam unless told, that compiles nothing."""
     from transformers import GenerationConfig
 
-    return GenerationConfig(max_new_tokens=steps, do_sample=False, num_beams=1, disable_compile=True, **more)
+    return GenerationConfig(
+        **{"max_new_tokens": steps, "do_sample": False, "num_beams": 1, "disable_compile": True, **more}
+    )
 
 
 def from_config(config: Any, attention: str | None, trusted: bool) -> Any:

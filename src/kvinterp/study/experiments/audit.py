@@ -73,13 +73,19 @@ class Audit(Experiment):
     steps: int = option(3, "How many tokens follow each prompt, one at a time.")
     checks: str = option(
         "default",
-        "Which other uses of the cache to run (padding, generate(), other caches, ...): default, thorough or none.",
+        "Which programs of the cache to run: default (--programs), thorough (five times as many) or none.",
     )
     thorough: bool = option(False, "The same as --checks thorough.")
     reach: bool = option(
         False, "Also decode past every limit in the config, however far: sliding window, RoPE switch, end of the context."
     )
-    calls: str = option("", "Call plans to try as well, such as padded(left,5),batched(8); or all (kvinterp list calls).")
+    calls: str = option(
+        "",
+        "Programs to run as well, such as 'rows(0+4)+feed(9)+crop(2)+feed(1)', or call plans that are names for one, such as "
+        "padded(left,5),batched(8); or all.",
+    )
+    programs: int = option(60, "How many programs of the cache to run: each use once, then drawn ones (--seed).")
+    seconds: float = option(40.0, "Processor seconds that the programs take at most.")
     allow: tuple[str, ...] = option((), "A verdict that should not fail, such as hidden-cast; may be given several times.")
     seed: int = option(
         0,
@@ -113,7 +119,7 @@ class Audit(Experiment):
     def check(self) -> None:
         """Precisions and words too."""
         from kvinterp.auditing.audit import CHECKS
-        from kvinterp.auditing.called import plans_of
+        from kvinterp.auditing.uses import programs_named
         from kvinterp.auditing.verdict import VERDICTS
         from kvinterp.common.checks import check_known
         from kvinterp.models import dtype_named
@@ -130,7 +136,7 @@ class Audit(Experiment):
             dtype_named(rung.strip())
         if self.thorough and self.checks not in ("default", "thorough"):
             raise InputError(f"--thorough was given with --checks {self.checks!r}: leave one of the two out.")
-        for name, value in {"reach": self.reach, "calls": plans_of(self.calls)}.items():
+        for name, value in {"reach": self.reach, "calls": programs_named(self.calls)}.items():
             if value and self.checks == "none":
                 raise InputError(f"--{name} was given with --checks none: leave one of the two out.")
 
@@ -143,7 +149,7 @@ class Audit(Experiment):
                 f"--against {shown(str(self.against))} does not exist or is no file: give a file of another engine's log-probs."
             )
         fields = {field.name: field.default for field in dataclasses.fields(self)}
-        for name in ("prompts", "rungs", "lengths", "steps", "checks", "thorough", "reach", "calls"):
+        for name in ("prompts", "rungs", "lengths", "steps", "checks", "thorough", "reach", "calls", "programs", "seconds"):
             if getattr(self, name) != fields[name]:
                 raise InputError(
                     f"--{name} was given with --against, which feeds the tokens of its file and runs no checks: leave it out."
@@ -165,6 +171,8 @@ class Audit(Experiment):
             "checks": "thorough" if self.thorough else self.checks,
             "reach": "yes" if self.reach else "no",
             "calls": self.calls,
+            "programs": self.programs,
+            "seconds": self.seconds,
         }
         return [Cell("audit", f"{__name__}:audited", settings)]
 

@@ -155,7 +155,7 @@ def _exercised(verdict: Verdict) -> Parts:
     detail = "what it showed, or why it was not run"
     rows: dict[bool, list[Row]] = {False: [], True: []}
     for check in verdict.checks:
-        rows[check.status == "passed"].append({
+        rows[check.status == "right"].append({
             "check": check.name,
             "status": check.status,
             "error": check.error,

@@ -1,0 +1,316 @@
+"""The uses of a model's cache: programs in float64 with casts lifted, and some in the model's own dtype."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import random
+import types
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from kvinterp.auditing.blocks import evaluating
+from kvinterp.auditing.checks import BEYOND, NOT_RUN, PLAIN, REFUSED, RIGHT, UNCLEAR, WRONG, Check
+from kvinterp.common import spec
+from kvinterp.errors import InputError, UnsupportedError, out_of_memory
+from kvinterp.models import Adapter
+from kvinterp.models.door import quiet_transformers
+from kvinterp.paths.calls import call_named
+from kvinterp.programs.crashes import CRASHES, whose
+from kvinterp.programs.pasted import pasted
+from kvinterp.programs.place import placed
+from kvinterp.programs.program import Program
+from kvinterp.programs.running import OwnError, named
+from kvinterp.programs.search import FIRST, Outcome, Searched, base_of, program_named, search, tried
+from kvinterp.programs.subject import FunctionSubject, ModelSubject, Subject, apart
+
+PROGRAMS, SECONDS = 60, 40.0
+"""Programs that are run unless told, and processor seconds that they take at most."""
+SIXTEEN = (torch.float16, torch.bfloat16)
+CHUNK_NAMES = ("chunk_size", "mamba_chunk_size", "attention_chunk_size")
+SWITCHING = ("dynamic", "longrope", "yarn")
+"""Kinds of RoPE whose frequencies are other ones beyond some length."""
+POSITIONS, PRODUCTS = 4096, {"cpu": 2e10, "cuda": 5e13}
+"""Positions of one program at the most, and products of a forward, a few seconds' worth; ``reach`` goes to any."""
+FILL = 512
+REACH = "--reach"
+FEWER_BITS = "a tensor is cast to 16 bits in this use that the plain forward keeps wider"
+
+
+def uses_of(
+    adapter: Adapter,
+    programs: int = PROGRAMS,
+    seconds: float = SECONDS,
+    seed: int = 0,
+    given: Sequence[Program] = (),
+    reach: str = "no",
+    progress: Callable[[str], None] = lambda _: None,
+) -> list[Check]:
+    """Tries a model's cache in every use that it offers.
+
+    The model is left as it was: its hooks, configs, training mode and the random state.
+
+    Args:
+        adapter: The model.
+        programs: How many programs are run.
+        seconds: How many processor seconds they take at most.
+        seed: Draws them.
+        given: Programs that are run besides.
+        reach: ``"yes"`` also goes over every edge that the config names, however far.
+        progress: Told what runs.
+
+    Returns:
+        A check a use, those that are wrong first.
+    """
+    with _as_it_was(adapter), torch.no_grad():
+        try:
+            subject = _subject(adapter)
+        except OwnError:
+            raise
+        except Exception as error:
+            return [_met(adapter, error)]
+        edges, far = _edges(adapter, reach)
+        names = {str(program_named(text)): name for name, texts in edges.items() for text in texts}
+        found = search(subject, programs, seconds, seed, [*given, *map(program_named, names)], progress=progress)
+        checks = _checks(subject, found, names)
+        if adapter.dtype in SIXTEEN:
+            checks += _own(
+                adapter, {base_of(one.name) for one in checks if one.status == WRONG}, programs // 3, seconds / 3
+            )
+        elif subject.lifted and not any(one.status == WRONG for one in checks):
+            checks += _casts(adapter, subject, seconds / 4)
+        if subject.mixes:
+            said = f"in a batch the forward without a cache is off by {subject.mixes:.2g} from each row alone"
+            checks.append(Check("batch", PLAIN, f"{said}: rows were tried alone.", subject.mixes, subject.limit))
+        checks += _beyond(
+            subject, programs // 4, seconds / 4, seed, {base_of(one.name) for one in checks if one.status == WRONG}
+        )
+        return [*sorted(checks, key=lambda one: one.status != WRONG), *far]
+
+
+def check_functions(
+    full: Callable[[Any], Any], step: Callable[[Any, Any], tuple[Any, Any]], programs: int, seconds: float, seed: int
+) -> tuple[Subject, Searched, list[Check]]:
+    """The same of anybody's own forward and step: as far as the functions go, and without a place."""
+    subject = FunctionSubject(full, step)
+    found = search(subject, programs, seconds, seed)
+    return subject, found, _checks(subject, found)
+
+
+def _subject(adapter: Adapter) -> ModelSubject:
+    """In float64 with casts lifted, or where the model does not run so, as it is."""
+    try:
+        return ModelSubject(adapter)
+    except Exception as error:
+        if out_of_memory(error):
+            raise
+        with contextlib.suppress(Exception):
+            return ModelSubject(adapter, ())
+        raise
+
+
+def _met(adapter: Adapter, error: Exception) -> Check:
+    """What an error makes of the programs before any could run."""
+    cause = error.__cause__ if isinstance(error, UnsupportedError) and error.__cause__ is not None else error
+    who, place = whose(cause, adapter.model)
+    said = named(cause)
+    if out_of_memory(cause):
+        return Check("programs of the cache", UNCLEAR, f"it raised {said}.")
+    if isinstance(error, UnsupportedError):
+        return Check("programs of the cache", NOT_RUN, f"{str(error).rstrip('.')}.")
+    return Check("prompt", WRONG if who == CRASHES else REFUSED, f"a prompt with a cache raises {said} ({place}).")
+
+
+def _checks(subject: Subject, found: Searched, names: Mapping[str, str] = types.MappingProxyType({})) -> list[Check]:
+    """A check a use; programs that go over an edge are called by it."""
+    wrong = [_wrong(subject, one, WRONG, found.ran) for one in found.wrong]
+    wrong = [
+        dataclasses.replace(check, name=f"{check.name} over the {names[one.origin]}") if one.origin in names else check
+        for check, one in zip(wrong, found.wrong, strict=True)
+    ]
+    there = {one.name for one in wrong}
+    checks = list(wrong)
+    for use, count in found.tried.items():
+        if use not in there:
+            times = "1 program" if count == 1 else f"{count} programs"
+            said = f"right in {times}: at most {found.worst:.1e} of the largest logit off"
+            checks.append(Check(use, RIGHT, f"{said}.", found.worst, subject.limit, tried=count))
+            there.add(use)
+    for (word, use), one in found.others.items():
+        if use not in there:
+            checks.append(Check(use, word, f"{one.why.rstrip('.')}.", tried=1, program=str(one.program)))
+            there.add(use)
+    return checks
+
+
+def _wrong(subject: Subject, one: Outcome, status: str, ran: int) -> Check:
+    """What a wrong program says, and where."""
+    place, lines = None, ""
+    # What is wrong with the model may break the search for its place too.
+    with contextlib.suppress(Exception):
+        place = placed(subject, one.program) if isinstance(subject, ModelSubject) else None
+    with contextlib.suppress(Exception):
+        lines = pasted(one.run)
+    detail = f"{one.why}, in the program {one.program} (found by program {one.ran} of {ran})."
+    where: dict[str, Any] = {}
+    if place is not None:
+        where = {"layer": place.layer, "tensor": place.tensor, "module": place.module, "step": place.column}
+    error = one.run.wrong.error if one.run.wrong is not None else None
+    return Check(one.use, status, detail, error, subject.limit, **where, tried=1, program=str(one.program), lines=lines)
+
+
+def _own(adapter: Adapter, known: set[str], programs: int, seconds: float) -> list[Check]:
+    """What exists in the model's own 16 bits alone; what fails with one set of tokens only is rounding that tipped a choice."""
+    try:
+        subject = ModelSubject(adapter, ())
+        found = search(subject, programs, seconds)
+    except OwnError:
+        raise
+    except Exception:  # In float64 it ran.
+        return []
+    kept = [one for one in found.wrong if base_of(one.use) not in known and _again(subject, one.program)]
+    name = str(adapter.dtype).removeprefix("torch.")
+    return [
+        dataclasses.replace(check, name=f"{check.name} in {name}")
+        for check in (_wrong(subject, one, WRONG, found.ran) for one in kept)
+    ]
+
+
+def _again(subject: Subject, program: Program) -> bool:
+    others = [Program(dataclasses.replace(program.rows, seed=program.rows.seed + n), program.steps) for n in (1, 2)]
+    return all(tried(subject, other).word == WRONG for other in others)
+
+
+def _casts(adapter: Adapter, wide: ModelSubject, seconds: float) -> list[Check]:
+    """Uses that are wrong with casts to 16 bits left in, where these change nothing in the plain forward."""
+    try:
+        subject = ModelSubject(adapter, (torch.float32,))
+    except Exception:
+        return []
+    draw = random.Random(1)
+    text = [subject.token(draw) for _ in range(9)]
+    if apart(subject.alone(text), wide.alone(text)) > wide.limit:
+        return []  # The model alone casts: the ladder says so.
+    found = search(subject, len(FIRST), seconds, faults=1)
+    made = [_wrong(subject, one, WRONG, found.ran) for one in found.wrong]
+    return [dataclasses.replace(one, hint=FEWER_BITS, detail=f"{one.detail.rstrip('.')}; {FEWER_BITS}.") for one in made]
+
+
+def _beyond(subject: Subject, programs: int, seconds: float, seed: int, known: set[str]) -> list[Check]:
+    """What no contract of a cache promises: said, and no failure."""
+    found = search(subject, programs, seconds, seed, faults=1, beyond="yes")
+    return [_wrong(subject, one, BEYOND, found.ran) for one in found.wrong if base_of(one.use) not in known]
+
+
+# What is far -------------------------------------------------------------------------------------------------------------
+
+
+def right_in_float64(checks: Sequence[Check]) -> bool:
+    """Whether every program is right where rounding is 1e-15: what then differs in a narrower type is no wrong code."""
+    fine = [check for check in checks if check.status == RIGHT and check.null is not None and check.null < 1e-6]
+    return any(check.name == "decode step" for check in fine) and not any(check.status == WRONG for check in checks)
+
+
+def _edges(adapter: Adapter, reach: str) -> tuple[dict[str, list[str]], list[Check]]:
+    """Programs over every edge that the config names, and those that cost too much."""
+    facts, named = adapter.facts, dict[int, str]()
+    for size in sorted({w for w in facts.windows if w and w > 2}):
+        named[size] = f"window of {size}"
+    for name in CHUNK_NAMES:
+        if isinstance(size := getattr(adapter.config, name, None), int) and size > 2:
+            named.setdefault(size, f"{name} of {size}")
+    rope = getattr(adapter.config, "rope_parameters", None) or {}
+    for part in [rope, *(rope.values() if isinstance(rope, Mapping) else ())]:
+        if isinstance(part, Mapping) and part.get("rope_type") in SWITCHING:
+            size = part.get("original_max_position_embeddings") or facts.context
+            named.setdefault(int(size), f"{part['rope_type']} RoPE that switches at {size}")
+    programs, far = dict[str, list[str]](), list[Check]()
+    for size, name in sorted(named.items()):
+        if size + 5 > facts.context:
+            far.append(Check(name, NOT_RUN, f"the context of {facts.context} positions ends before it is crossed."))
+        elif why := _too_much(adapter, size + 5, reach):
+            far.append(Check(name, NOT_RUN, f"{why}.", hint=REACH))
+        else:
+            programs[name] = [f"rows(0)+feed({size - 1})+feed(4,1)", f"rows(0)+feed({size + 2},{FILL})+feed(2,1)"]
+            programs[name] += [f"rows(0)+generate({size - 1},4)"] if "RoPE" in name else []
+    if facts.context < 2**31 and facts.context > 8:
+        if why := _too_much(adapter, facts.context, reach, POSITIONS // 8):
+            far.append(Check("context end", NOT_RUN, f"{why}.", hint=REACH))
+        else:
+            programs["context end"] = [f"rows(0)+feed({facts.context - 3})+feed(3,1)"]
+    return programs, far
+
+
+def _too_much(adapter: Adapter, length: int, reach: str, most: int = POSITIONS) -> str:
+    if reach == "yes":
+        return ""
+    if length > most:
+        return f"{length} positions are more than the {most} that are run"
+    facts, weights = adapter.facts, sum(p.numel() for p in adapter.model.parameters())
+    products = length * weights + 2 * facts.layers * facts.width * length**2
+    spent = PRODUCTS.get(adapter.device.type, PRODUCTS["cpu"])
+    return f"a forward of {length} positions takes {products:.0e} products, more than the {spent:.0e} that are spent" * (
+        products > spent
+    )
+
+
+# Names of programs -------------------------------------------------------------------------------------------------------
+
+STEPS = {
+    "chunked": "feed(17,{0})",
+    "forked": "feed(9)+fork({0})",
+    "generate": "generate(9,8)",
+    "assisted": "generate(9,8,assistant)",
+    "beams": "generate(9,8,beams)",
+    "verified": "feed(9)+feed({0})+crop({0})",
+}
+"""What plans of :mod:`kvinterp.paths.calls` feed."""
+ALL = "padded(left,5),batched(3),chunked(4),forked(3),generate,assisted(3),beams,static,verified(3)"
+
+
+def programs_named(calls: str) -> list[Program]:
+    """The programs of a text with commas: each a program, or a plan that is a name for one; ``"all"``: every plan.
+
+    Raises:
+        InputError: One is neither.
+    """
+    return [_program(text) for text in spec.split(ALL if calls == "all" else calls, ",")]
+
+
+def _program(text: str) -> Program:
+    if text.startswith("rows("):
+        return program_named(text)
+    plan: Any = call_named(text)
+    pads, cache, steps = [0], "own", list[str]()
+    for one in getattr(plan, "plans", (plan,)):
+        name, values = type(one).__name__.lower(), list(vars(one).values())
+        count = next((value for value in values if isinstance(value, int)), 1)
+        if name == "padded" and "right" not in values:
+            pads = [*pads, count]
+        elif name == "batched":
+            pads = [*pads, *[0] * (min(count, 8) - 1)]
+        elif name == "static":
+            cache = "static"
+        elif name in STEPS:
+            steps.append(STEPS[name].format(count))
+        else:
+            raise InputError(
+                f"calls={text!r} was given: expected programs of a cache, as in rows(0+4)+feed(9)+feed(3,1), or plans that are "
+                f"names for one: padded(left,N), batched(N), static, {', '.join(STEPS)}. compare runs the others: "
+                "--a 'cached[call=...]'."
+            )
+    first = [] if steps else ["feed(14)"]
+    return program_named("+".join([f"rows({'+'.join(map(str, pads))},cache={cache})", *first, *steps, "feed(8,1)"]))
+
+
+@contextlib.contextmanager
+def _as_it_was(adapter: Adapter) -> Iterator[None]:
+    """Restores what running a model can change: its mode, its attributes, the random state, what libraries say."""
+    devices = [adapter.device] if adapter.device.type == "cuda" else []
+    with torch.random.fork_rng(devices), warnings.catch_warnings(), quiet_transformers(), evaluating(adapter):
+        warnings.simplefilter("ignore")
+        with adapter.left_as_found():
+            yield

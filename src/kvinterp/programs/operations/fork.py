@@ -1,0 +1,64 @@
+"""``fork`` and ``request``: a copy of the cache is fed something else first; the model serves another request in between."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import random
+
+from kvinterp.programs.program import Operation
+from kvinterp.programs.running import Run
+from kvinterp.programs.subject import Subject
+
+
+@dataclasses.dataclass(frozen=True)
+class Fork(Operation):
+    """A copy of the cache is fed so many columns, and the program goes on with the original.
+
+    Attributes:
+        width: How many.
+    """
+
+    width: int
+
+    @classmethod
+    def drawn(cls, draw: random.Random, rows: int, subject: Subject, beyond: str) -> Fork:
+        """A few."""
+        return cls(draw.randint(1, 4))
+
+    def offered(self, run: Run) -> bool:
+        """Where there is room."""
+        return super().offered(run) and run.ids.shape[1] + self.width + 2 <= run.room
+
+    def do(self, run: Run) -> None:
+        """Feeds the copy, judged."""
+        run.tries("fork")
+        back = run.aside()
+        ids, mask = run.columns(self.width)
+        run.lines.append("kept = copy.deepcopy(cache)")
+        run.forward(ids, mask, copy.deepcopy(run.cache))
+        run.lines.append("cache = kept")
+        back()
+
+
+@dataclasses.dataclass(frozen=True)
+class Request(Operation):
+    """The model serves another request in between: what that leaves on a module is seen by what follows.
+
+    Attributes:
+        width: Tokens of the other's prompt.
+    """
+
+    width: int
+
+    @classmethod
+    def drawn(cls, draw: random.Random, rows: int, subject: Subject, beyond: str) -> Request:
+        """Short ones."""
+        return cls(draw.randint(1, 9))
+
+    def do(self, run: Run) -> None:
+        """A forward on a cache of its own."""
+        run.tries("another request in between")
+        ids = run.subject.tensor([run.tokens(min(self.width, run.room))])
+        run.write(ids, {}, None, kept="no")
+        run.subject.feed(ids, None, None, None)

@@ -1,0 +1,186 @@
+"""``generate``: the library's own loop, on the cache that the program has filled, or on one of its own."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import random
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvinterp.models.transformer_lens_api import generated
+from kvinterp.models.transformers_cache import returned
+from kvinterp.programs.program import Operation
+from kvinterp.programs.running import PADDED, Run
+from kvinterp.programs.subject import ModelSubject, Subject, apart
+
+ON_THE_CACHE = {
+    "whole": "given the whole text",
+    "new": "given the new tokens alone",
+    "chunks": "prefilled in chunks",
+}
+APART = {
+    "beams": "beam search",
+    "assistant": "assisted decoding",
+    "lookup": "prompt lookup",
+    "static": "StaticCache of generate()",
+}
+HOW = (*ON_THE_CACHE, *APART)
+CHUNK, DRAFTS, WEAKER = 2, 3, 0.2
+"""Tokens of a chunk; drafts that are looked up; how far an assistant's head is from the model's."""
+ROOM = 8
+"""Columns that drafts may need behind the last."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Generate(Operation):
+    """``generate()`` goes on with new columns.
+
+    Attributes:
+        width: New columns of the prompt.
+        count: Tokens that are generated.
+        how: One of :data:`HOW`: on the program's cache, given the whole text, the new tokens alone, or prefilled in chunks; or
+            with the whole text on a cache of its own: beams, an assistant model, drafts looked up in the prompt, a static cache.
+    """
+
+    width: int
+    count: int
+    how: str = "whole"
+    weight = 2
+
+    @classmethod
+    def drawn(cls, draw: random.Random, rows: int, subject: Subject, beyond: str) -> Generate:
+        """The program's cache more often."""
+        drafting = [] if rows > 1 else ["assistant", "lookup"]
+        how = draw.choice(["whole", "whole", "new", "chunks", draw.choice(["beams", "static", *drafting])])
+        return cls(draw.randint(1, 4), draw.randint(2, 4) + 2 * (how in APART), how)
+
+    def offered(self, run: Run) -> bool:
+        """Where ``generate()`` takes it and there is room."""
+        subject, width = run.subject, max(self.width, max(run.pads, default=0) + 1)
+        if not isinstance(subject, ModelSubject) or not subject.generates:
+            return False
+        if run.program.rows.told == "mask_alone" and any(run.program.rows.pads):
+            return False  # generate() counts positions, which a forward given the mask alone does not go on from.
+        if run.ids.shape[1] + width + self.count + ROOM > run.room:
+            return False
+        if not subject.adapter.plain:
+            return self.how == "whole" and not run.filled
+        if self.how == "static":
+            return subject.adapter.takes_static
+        if self.how in ("assistant", "lookup"):
+            return len(run.texts) == 1 and not getattr(subject.model, "_is_stateful", False)
+        return self.how != "new" or (run.cache is not None and run.filled)
+
+    def do(self, run: Run) -> None:
+        """Generates, and judges the logits of every new token."""
+        subject: Any = run.subject
+        name = APART.get(self.how) or f"generate(), {ON_THE_CACHE[self.how]}".removesuffix(f", {ON_THE_CACHE['whole']}")
+        if run.cache is not None and run.filled and self.how in ON_THE_CACHE:
+            name = f"generate() on a filled cache, {ON_THE_CACHE[self.how]}"
+        back = run.aside()
+        ids, mask = run.columns(max(self.width, max(run.pads, default=0) + 1))
+        full, prompt = torch.cat([run.mask, mask], 1), torch.cat([run.ids, ids], 1)
+        padded = bool((full == 0).any())
+        run.tries(f"{name}{PADDED}" if padded else name)
+        needed = padded or run.program.rows.told != "needed" or self.how == "new"
+        told = full if needed and "attention_mask" in subject.takes else None
+        run.pending, run.without = (ids, mask), lambda: self._uncached(run, prompt, told, [len(text) for text in texts])
+        texts = [list(text) for text in run.texts]
+        if not subject.adapter.plain:
+            self._by_transformer_lens(run, ids, mask, told if padded else None)
+            back()
+        elif self.how in APART:
+            self._apart(run, ids, mask, prompt, told)
+            back()
+        else:
+            self._on_the_cache(run, ids, mask, ids if self.how == "new" else prompt, told)
+
+    def _on_the_cache(self, run: Run, ids: Tensor, mask: Tensor, prompt: Tensor, told: Tensor | None) -> None:
+        subject: Any = run.subject
+        more: dict[str, Any] = {"prefill_chunk_size": CHUNK} if self.how == "chunks" else {}
+        self._write(run, prompt, told, more, run.cache)
+        out = subject.generate(prompt, self.count, told, run.cache, **more)
+        new = out.sequences[:, prompt.shape[1] :]
+        for text, row in zip(run.texts, new.tolist(), strict=True):
+            text += row[:-1]
+        fed, seen = torch.cat([ids, new[:, :-1]], 1), torch.cat([mask, torch.ones_like(new[:, :-1])], 1)
+        run.judge(torch.stack(out.logits, 1), fed, seen, last=True)
+        name, made = returned(out, subject.adapter.takes)
+        run.lines += [f"cache = out.{name}"] if run.cache is None and made is not None else []
+        run.took(fed, seen, run.cache if run.cache is not None else made)
+
+    def _apart(self, run: Run, ids: Tensor, mask: Tensor, prompt: Tensor, told: Tensor | None) -> None:
+        subject: Any = run.subject
+        given: dict[str, Any] = {
+            "beams": {"num_beams": 2, "num_return_sequences": 2},
+            "lookup": {"prompt_lookup_num_tokens": DRAFTS},
+            "static": {"cache_implementation": "static"},
+        }.get(self.how, {})
+        self._write(run, prompt, told, given, None)
+        if self.how == "assistant":
+            with subject.adapter.own_state([]):
+                out = subject.generate(prompt, self.count, told, assistant_model=self._assistant(subject))
+        else:
+            out = subject.generate(prompt, self.count, told, **given)
+        new, logits = out.sequences[:, prompt.shape[1] :], torch.stack(out.logits, 1)
+        if self.how == "beams":
+            beams = out.beam_indices.tolist()
+            logits = torch.stack(
+                [torch.stack([logits[beam, t] for t, beam in enumerate(row[: new.shape[1]])]) for row in beams]
+            )
+        each = len(new) // len(run.texts)
+        run.goes_on_as([row for row in range(len(run.texts)) for _ in range(each)])
+        for text, row in zip(run.texts, new.tolist(), strict=True):
+            text += row[:-1]
+        fed = torch.cat([ids.repeat_interleave(each, 0), new[:, :-1]], 1)
+        seen = torch.cat([mask.repeat_interleave(each, 0), torch.ones_like(new[:, :-1])], 1)
+        run.judge(logits[:, : new.shape[1]], fed, seen, last=True)
+
+    def _by_transformer_lens(self, run: Run, ids: Tensor, mask: Tensor, told: Tensor | None) -> None:
+        """TransformerLens's own loop, on a cache of its own."""
+        subject: Any = run.subject
+        run.lines.append(
+            f"tokens = model.generate(torch.tensor({ids.tolist()}), max_new_tokens={self.count}, do_sample=False)"
+        )
+        made, heard = generated(subject.model, ids, self.count, "yes", told)
+        new = made[:, ids.shape[1] :]
+        for text, row in zip(run.texts, new.tolist(), strict=True):
+            text += row[:-1]
+        fed, seen = torch.cat([ids, new[:, :-1]], 1), torch.cat([mask, torch.ones_like(new[:, :-1])], 1)
+        run.judge(torch.stack([each.logits for each in heard], 1), fed, seen, last=True)
+
+    def _uncached(self, run: Run, prompt: Tensor, told: Tensor | None, lengths: list[int]) -> float:
+        """How far the first logits of ``generate(use_cache=False)`` are from the plain forward."""
+        subject: Any = run.subject
+        if not subject.adapter.plain:
+            logits = generated(subject.model, prompt, 1, "no", told)[1][0].logits
+        else:
+            with subject.running():
+                logits = subject.generate(prompt, self.count, told, use_cache=False).logits[0]
+        each = max(1, len(run.texts) // len(prompt))
+        texts = [text[:length] for text, length in zip(run.texts[::each], lengths, strict=True)]
+        return max(apart(made, subject.alone(text)[-1]) for made, text in zip(logits, texts, strict=True))
+
+    @staticmethod
+    def _assistant(subject: ModelSubject) -> Any:
+        """A copy of the model with a head of its own, which drafts what the model takes in part."""
+        helper = copy.deepcopy(subject.model)
+        head = helper.get_output_embeddings().weight
+        noise = torch.randn(head.shape, generator=torch.Generator().manual_seed(0))
+        head.add_(WEAKER * head.std() * noise.to(head))
+        return helper
+
+    def _write(self, run: Run, prompt: Tensor, told: Tensor | None, given: dict[str, Any], cache: Any) -> None:
+        subject: Any = run.subject
+        parts = [f"torch.tensor({prompt.tolist()})"]
+        parts += [] if told is None else [f"attention_mask=torch.tensor({told.tolist()})"]
+        parts += [] if cache is None else [f"{subject.adapter.cache_name}=cache"]
+        parts += [f"{name}={value!r}" for name, value in given.items()]
+        parts += ["assistant_model=assistant"] if self.how == "assistant" else []
+        run.lines.append(
+            f"out = model.generate({', '.join(parts)}, max_new_tokens={self.count}, min_new_tokens={self.count}, "
+            "do_sample=False, output_logits=True, return_dict_in_generate=True)"
+        )

@@ -1,0 +1,110 @@
+"""A program: rows of text with pads in front, and what is done to one cache that holds them; as data, and as a text.
+
+The text form joins its parts with ``+``: ``rows(0+4)+feed(9)+crop(2)+feed(1)`` is two rows, of which the second begins with four
+pads, fed nine columns; two are taken back, and one is fed.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import random
+from typing import TYPE_CHECKING, ClassVar
+
+from kvinterp.common import spec
+from kvinterp.errors import InputError
+
+if TYPE_CHECKING:
+    from kvinterp.programs.running import Run
+    from kvinterp.programs.subject import Subject
+
+TOLD = ("needed", "mask", "positions", "all", "mask_alone")
+"""What a forward is told: what it needs (mask and positions where there are pads); always a mask; always positions; both; or the
+mask alone, whatever there is, as most people call a model."""
+CACHES = ("own", "bare", "recording", "static")
+"""What the model makes; ``DynamicCache()`` without a config; one whose past is kept for a crop; one of a fixed size."""
+PADS = ("other", "model")
+"""The token under the mask: any other, or the model's own pad, whose embedding is often zero, which hides what it should not."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """The rows that a program begins with, and how the model is told of them.
+
+    Attributes:
+        pads: How many pads each begins with, the mask hides.
+        told: One of :data:`TOLD`.
+        cache: One of :data:`CACHES`.
+        pad: One of :data:`PADS`.
+        beyond: ``"yes"``: what no contract of a cache promises may happen too: a pad in a forward of one column, pads inside
+            a text, a crop of more than was fed since the last one.
+        seed: Draws the tokens.
+    """
+
+    pads: tuple[int, ...]
+    told: str = dataclasses.field(default="needed", kw_only=True)
+    cache: str = dataclasses.field(default="own", kw_only=True)
+    pad: str = dataclasses.field(default="other", kw_only=True)
+    beyond: str = dataclasses.field(default="no", kw_only=True)
+    seed: int = dataclasses.field(default=0, kw_only=True)
+
+    def __post_init__(self) -> None:
+        if not self.pads or any(type(n) is not int or n < 0 for n in self.pads):
+            raise InputError(f"rows{self.pads!r} was given: expected the pads of each row, as in rows(0) or rows(0+4).")
+        for name, known in {"told": TOLD, "cache": CACHES, "pad": PADS, "beyond": ("no", "yes")}.items():
+            if getattr(self, name) not in known:
+                raise InputError(f"rows(..., {name}={getattr(self, name)}) was given: expected one of {', '.join(known)}.")
+
+
+@dataclasses.dataclass(frozen=True)
+class Operation(abc.ABC):
+    """One use of a cache; a new one is one file in ``operations/``.
+
+    Attributes:
+        weight: How often it is drawn beside others.
+    """
+
+    weight: ClassVar[int] = 1
+
+    @classmethod
+    @abc.abstractmethod
+    def drawn(cls, draw: random.Random, rows: int, subject: Subject, beyond: str) -> Operation:
+        """One for so many rows of this model."""
+
+    def offered(self, run: Run) -> bool:
+        """Whether the model offers it where the program stands."""
+        return run.filled and run.cache is not None
+
+    @abc.abstractmethod
+    def do(self, run: Run) -> None:
+        """Does it, and judges the logits."""
+
+    def smaller(self) -> list[Operation]:
+        """The same in a smaller or plainer form, the smallest first."""
+        found: list[Operation] = []
+        for field in dataclasses.fields(self):
+            value, plain = getattr(self, field.name), field.default
+            least = plain if isinstance(plain, int) else 1
+            options: list[object] = []
+            if isinstance(value, int):
+                options = sorted({n for n in (least, value // 2, value - 1) if least <= n < value})
+            elif plain is not dataclasses.MISSING and value != plain:
+                options = [plain]
+            if isinstance(value, tuple) and len(value) > 1:
+                options.append(value[:-1])
+            found += [dataclasses.replace(self, **{field.name: option}) for option in options]
+        return found
+
+    def __str__(self) -> str:
+        return spec.text_of(self)
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """Rows, and the operations on their cache."""
+
+    rows: Rows
+    steps: tuple[Operation, ...]
+
+    def __str__(self) -> str:
+        return "+".join([spec.text_of(self.rows), *map(str, self.steps)])

@@ -1,0 +1,339 @@
+"""Runs a program: each operation's logits are held against one forward without a cache over each row's own tokens."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import random
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvinterp.models.checkpoint import reason
+from kvinterp.programs.crashes import OURS, REFUSES, whose
+from kvinterp.programs.program import Program
+from kvinterp.programs.subject import ModelSubject, Subject, apart
+
+COMMON = frozenset({"prompt", "decode step", "batch"})
+"""Uses that nearly every program has."""
+PADDED = ", left padding"
+RIGHT, WRONG, PLAIN, REFUSED = "right", "wrong", "off without a cache too", "refused"
+
+
+class WrongError(Exception):
+    """The cached path is wrong, and the plain forward over the same columns is right."""
+
+
+class PlainError(Exception):
+    """The plain forward over the same columns is off too, which says nothing about a cache."""
+
+
+class OwnError(Exception):
+    """kvinterp itself raised."""
+
+
+def named(error: BaseException) -> str:
+    """An error's kind and what it says, to be quoted."""
+    kind, said = type(error).__name__, " ".join(reason(error).split())[:300].rstrip(". ")
+    return said if said.startswith(kind) else f"{kind}: {said}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Wrong:
+    """Where logits were furthest off.
+
+    Attributes:
+        row: The row.
+        text: Its own tokens up to the one whose logits these are.
+        column: Its column among those of the operation's last forward.
+        error: How far off they are, of the largest logit.
+    """
+
+    row: int
+    text: tuple[int, ...]
+    column: int
+    error: float
+
+
+class Run:
+    """One program on a model.
+
+    Args:
+        subject: The model.
+        program: What is done.
+
+    Attributes:
+        texts: Each row's own tokens.
+        ids, mask: All columns on the cache, ``[row, column]``.
+        pads: Pads that are still to come in front of each row.
+        cache: The cache.
+        since: Columns fed since the last crop.
+        tags: What happened, in words.
+        uses: The uses of a cache that were tried.
+        judged: How many rows were judged.
+        worst: The largest error of a row.
+        wrong: Where the logits are wrong.
+        lines: What was done, in lines of Python.
+    """
+
+    def __init__(self, subject: Subject, program: Program) -> None:
+        self.subject, self.program, self.draw = subject, program, random.Random(program.rows.seed)
+        rows = len(program.rows.pads)
+        self.texts: list[list[int]] = [[] for _ in range(rows)]
+        self.ids = self.mask = subject.tensor([[]] * rows)
+        # Without a mask nothing tells a model of pads.
+        self.pads = list(program.rows.pads) if "attention_mask" in subject.takes else [0] * rows
+        self.beyond = program.rows.beyond == "yes"
+        self.since, self.cache = 0, None
+        # A program that says so goes further than those that are drawn.
+        widest = max((getattr(step, "width", 0) for step in program.steps), default=0)
+        self.room = min(subject.context, max(subject.room, widest + 64 if widest > subject.room else 0)) + 1
+        self.tags: set[str] = set()
+        self.uses: list[str] = []
+        self.judged, self.worst, self.wrong = 0, 0.0, None
+        self.lines: list[str] = []
+        self.pending: tuple[Tensor, Tensor] | None = None
+        self.without: Callable[[], float] | None = None
+        self.heard: Callable[[], None] = lambda: None
+
+    def run(self) -> tuple[str, str]:
+        """The word that it comes to, and why."""
+        with self.subject.running():
+            if self.program.rows.cache != "own" and isinstance(self.subject, ModelSubject):
+                self._makes_cache(self.subject)
+            for step in self.program.steps:
+                if self.cache is None and self.filled:
+                    break  # generate() gave none back.
+                try:
+                    if step.offered(self):
+                        self.tags.add(type(step).__name__)
+                        step.do(self)
+                except WrongError as error:
+                    return WRONG, f"{error}"
+                except PlainError as error:
+                    return PLAIN, f"{error}"
+                except Exception as error:
+                    return self._raised(error)
+                self.without = None
+            return self._beside() if bool((self.mask == 0).any()) else (RIGHT, "")
+
+    def _beside(self) -> tuple[str, str]:
+        """Whether the forward without a cache over the same padded columns is right too."""
+        self.without = None
+        try:
+            self._excuse(self.ids[:, :0], self.mask[:, :0])
+        except PlainError as error:
+            return WRONG, f"{error}, and with a cache they are right"
+        return RIGHT, ""
+
+    def _makes_cache(self, subject: ModelSubject) -> None:
+        kind = self.program.rows.cache
+        self.cache = subject.cache(kind)
+        self.tries({"bare": "DynamicCache()", "recording": "cache that records its past", "static": "StaticCache"}[kind])
+        self.room = subject.static_room if kind == "static" else self.room
+        made = {"bare": "DynamicCache()", "static": f"StaticCache(config=model.config, max_cache_len={self.room})"}
+        self.lines.append(f"cache = {made.get(kind, 'DynamicCache(config=model.config)')}")
+        self.lines += ["cache.activate_past_recording()"] if kind == "recording" else []
+
+    def _raised(self, error: Exception) -> tuple[str, str]:
+        """Whose an error is: a library's own ``raise`` is a refusal, what breaks deeper is a crash."""
+        modules = self.subject.model if isinstance(self.subject, ModelSubject) else torch.nn.Module()
+        who, place = whose(error, modules)
+        said = f"{named(error)} ({place})"
+        if who == REFUSES:
+            return REFUSED, said
+        if who == OURS and isinstance(self.subject, ModelSubject):
+            raise OwnError(f"{self.program}: kvinterp itself raised {said}: please report it.") from error
+        try:
+            if self.pending is not None:
+                self._excuse(*self.pending)
+        except Exception as same:
+            return PLAIN, f"it raises {said}; without a cache: {same}"
+        return WRONG, f"it raises {said}"
+
+    def tries(self, use: str) -> None:
+        """Notes a use of the cache."""
+        if use not in self.uses:
+            self.uses.append(use)
+
+    @property
+    def use(self) -> str:
+        """What the program is about: its last use that not every program has."""
+        return next((use for use in reversed(self.uses) if use not in COMMON), self.uses[-1] if self.uses else "")
+
+    @property
+    def filled(self) -> bool:
+        """Whether the cache holds anything."""
+        return bool(self.ids.shape[1])
+
+    # What is fed ----------------------------------------------------------------------------------------------------------
+
+    def tokens(self, count: int) -> list[int]:
+        """New tokens of a row."""
+        return [self.subject.token(self.draw) for _ in range(count)]
+
+    def columns(self, width: int, inner: tuple[int, ...] = ()) -> tuple[Tensor, Tensor]:
+        """So many new columns of all rows, pads first where any are still to come, and their mask.
+
+        Args:
+            width: How many.
+            inner: Pads that each row has here in any case.
+        """
+        width = min(width, self.room - self.ids.shape[1])
+        width = 2 if width == 1 and any(self.pads) and not self.beyond else width
+        pad = self.subject.pad if self.program.rows.pad == "model" else (5 if self.subject.pad != 5 else 4)
+        pad = max(min(pad, self.subject.vocabulary - 1), 0)
+        ids, mask = list[list[int]](), list[list[int]]()
+        for row, text in enumerate(self.texts):
+            lead = min(self.pads[row], width)
+            self.pads[row] -= lead
+            inside = self.beyond and row < len(inner) and text and lead < width and not self.pads[row]
+            more = min(inner[row], width - lead - 1) if inside else 0
+            new = self.tokens(width - lead - more)
+            text += new
+            ids.append([pad] * (lead + more) + new)
+            mask.append([0] * (lead + more) + [1] * len(new))
+            self.tags |= {"inner pads"} if more else set()
+        return self.subject.tensor(ids), self.subject.tensor(mask)
+
+    def told(self, mask: Tensor, width: int) -> dict[str, Tensor]:
+        """The mask and positions that the forward of the newest columns is given."""
+        padded, told, found = bool((mask == 0).any()), self.program.rows.told, dict[str, Tensor]()
+        if "attention_mask" in self.subject.takes and (padded or told in ("mask", "all", "mask_alone")):
+            found["attention_mask"] = mask
+        # Where several texts lie in one row, positions tell them apart.
+        wanted = padded and told != "mask_alone"
+        if self.subject.offset is not None and (wanted or told in ("positions", "all")):
+            found["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)[:, -width:] + self.subject.offset
+        return found
+
+    def forward(self, ids: Tensor, mask: Tensor, cache: Any, later: Tensor | None = None) -> Any:
+        """New columns on a cache, judged; returns the cache behind them.
+
+        Args:
+            ids, mask: The columns.
+            cache: What they are fed on.
+            later: How many tokens each row's text has beyond them.
+        """
+        width, full = ids.shape[1], torch.cat([self.mask, mask], 1)
+        padded, all_padded = bool((mask == 0).any()), bool((full == 0).any())
+        self.tries(self._use(width, padded, all_padded))
+        self.tags |= {"lone pad"} if padded and width == 1 else set()
+        self.pending = ids, mask
+        told = self.told(full, width)
+        self.write(ids, told, cache)
+        logits, cache = self.subject.feed(ids, cache, told.get("attention_mask"), told.get("position_ids"))
+        self.judge(logits, ids, mask, later)
+        return cache
+
+    def _use(self, width: int, padded: bool, ever: bool) -> str:
+        """What a forward is called in the list of uses."""
+        told = self.program.rows.told
+        alone = "mask alone"
+        if self.filled and padded:
+            return f"left padding, in a later part{f', {alone}' if told == 'mask_alone' else ''}"
+        name = "prompt" if not self.filled else "decode step" if width == 1 else "several chunks"
+        if ever:
+            return f"left padding, {alone}" if told == "mask_alone" else "left padding"
+        if len(self.texts) > 1:
+            return "batch" if name != "several chunks" else "batch, several chunks"
+        given = {
+            "mask_alone": "mask alone",
+            "mask": "mask alone",
+            "positions": "positions given",
+            "all": "mask and positions given",
+        }
+        plain = told == "needed" or name == "several chunks" or not self.subject.takes
+        return name if plain else given[told]
+
+    def judge(self, logits: Tensor, ids: Tensor, mask: Tensor, later: Tensor | None = None, last: bool = False) -> None:
+        """Holds each row's new tokens (``last``: as many of the last as there are logits) against the plain forward of its text.
+
+        Raises:
+            WrongError: One is off.
+            PlainError: So is the plain forward over the same columns.
+        """
+        if logits.shape[0] != len(self.texts) or (not last and logits.shape[1] != ids.shape[1]):
+            raise WrongError(
+                f"logits of {' x '.join(map(str, logits.shape[:2]))} rows and columns for {len(self.texts)} x {ids.shape[1]}"
+            )
+        worst: Wrong | None = None
+        for row, text in enumerate(self.texts):
+            kept = mask[row].bool().nonzero().flatten().tolist()
+            columns = [*range(logits.shape[1])] if last else kept
+            end = len(text) - (0 if later is None else int(later[row]))
+            if not columns:
+                continue
+            want, got = self.subject.alone(text)[end - len(columns) : end], logits[row][columns]
+            error = apart(got, want)
+            if self.subject.varies and not error <= self.subject.limit:
+                ends = range(end - len(columns) + 1, end + 1)
+                want = (
+                    torch.stack([self.subject.alone(text[:stop])[-1] for stop in ends])
+                    if last
+                    else self.subject.alone(text[:end])
+                )
+                want = want[-len(columns) :]
+                error = apart(got, want)
+            self.judged, self.worst = self.judged + 1, max(self.worst, error)
+            if not error <= self.subject.limit and (worst is None or error > worst.error):
+                each = [apart(a[None], b[None]) for a, b in zip(got, want, strict=True)]
+                at = next(n for n, e in enumerate(each) if not e <= self.subject.limit)
+                worst = Wrong(row, tuple(text[: end - len(columns) + at + 1]), columns[at], error)
+        if worst is not None:
+            self.heard()
+            self._excuse(ids, mask)
+            self.wrong = worst
+            raise WrongError(f"row {worst.row} is off by {worst.error:.2g} of its largest logit")
+
+    def _excuse(self, ids: Tensor, mask: Tensor) -> None:
+        """Raises PlainError where the plain forward over the same columns, mask and positions is off too."""
+        full, fed = torch.cat([self.mask, mask], 1), torch.cat([self.ids, ids], 1)
+        told = self.told(full, full.shape[1])
+        out = self.subject.plain(fed, told.get("attention_mask"), told.get("position_ids"))
+        off = 0.0
+        for row, text in enumerate(self.texts):
+            kept = full[row].bool()
+            if bool(kept.any()):
+                off = max(off, apart(out[row][kept], self.subject.alone(text)[: int(kept.sum())]))
+        if not off <= self.subject.limit:
+            raise PlainError(f"without a cache the same columns are off by {off:.2g} of the largest logit")
+        if self.without is not None and not (off := self.without()) <= self.subject.limit:
+            raise PlainError(f"generate(use_cache=False) is off by {off:.2g} of the largest logit")
+
+    def took(self, ids: Tensor, mask: Tensor, cache: Any) -> None:
+        """The cache holds these columns now."""
+        self.cache = cache
+        self.ids, self.mask, self.since = (
+            torch.cat([self.ids, ids], 1),
+            torch.cat([self.mask, mask], 1),
+            self.since + ids.shape[1],
+        )
+
+    def goes_on_as(self, rows: list[int]) -> None:
+        """The cache holds these of its rows now."""
+        self.texts, self.pads = [list(self.texts[row]) for row in rows], [self.pads[row] for row in rows]
+        self.ids, self.mask = self.ids[rows], self.mask[rows]
+
+    def aside(self) -> Callable[[], None]:
+        """What gives back the rows as they are now, after something was tried."""
+        kept = copy.deepcopy(self.texts), list(self.pads), self.ids, self.mask
+
+        def back() -> None:
+            self.texts, self.pads, self.ids, self.mask = kept
+
+        return back
+
+    def write(self, ids: Tensor, told: dict[str, Tensor], cache: Any, kept: str = "yes") -> None:
+        """Adds the lines of a forward; ``kept="no"``: of one whose cache is not gone on from."""
+        parts = [
+            f"torch.tensor({ids.tolist()})",
+            *(f"{name}=torch.tensor({given.tolist()})" for name, given in told.items()),
+        ]
+        name = self.subject.adapter.cache_name if isinstance(self.subject, ModelSubject) else ""
+        parts += [f"{name}=cache"] if cache is not None and name else []
+        line = self.subject.written(", ".join(parts))[0]
+        line = line if name or cache is not None else line.replace(", cache)", ", None)")
+        self.lines.append(line if kept == "yes" else line.replace("logits, cache = ", "_ = "))

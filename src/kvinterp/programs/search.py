@@ -1,0 +1,240 @@
+"""Programs are drawn, and the first that is wrong is shrunk to the few operations that make it wrong."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import itertools
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import kvinterp.programs.operations as folder
+from kvinterp.common import spec
+from kvinterp.errors import InputError
+from kvinterp.programs.operations.feed import Feed
+from kvinterp.programs.operations.generate import Generate
+from kvinterp.programs.program import CACHES, PADS, TOLD, Operation, Program, Rows
+from kvinterp.programs.running import PADDED, PLAIN, REFUSED, RIGHT, WRONG, Run
+from kvinterp.programs.subject import Subject
+
+OPERATIONS = spec.plugins_of(folder, Operation)  # type: ignore[type-abstract]
+KINDS = spec.named(Rows, *OPERATIONS.values())
+
+FIRST = (
+    "rows(0)+feed(9)+feed(3,1)",
+    "rows(0)+feed(1)+feed(3,1)",
+    "rows(0+0+0)+feed(9)+feed(3,1)",
+    "rows(0,told=all)+feed(9)+feed(3,1)",
+    "rows(0)+feed(17,5)+feed(2,1)",
+    "rows(0+4+1)+feed(9)+feed(3,1)",
+    "rows(0+4+1,told=mask_alone)+feed(9)+feed(3,1)",
+    "rows(0+6)+feed(4)+feed(8)+feed(2,1)",
+    "rows(0)+generate(6,3)",
+    "rows(0+4+1)+generate(9,3)",
+    "rows(0)+generate(6,3)+generate(4,3)",
+    "rows(0)+feed(6)+generate(3,3,new)",
+    "rows(0)+generate(8,3,chunks)",
+    "rows(0)+feed(6)+feed(3,1)+crop(2)+feed(3,1)",
+    "rows(0,cache=recording)+feed(6)+feed(3,1)+crop(2)+feed(3,1)",
+    "rows(0+0+0)+feed(6)+reorder(2+0+1)+feed(2,1)",
+    "rows(0+0+0)+feed(6)+select(2+0)+feed(2,1)",
+    "rows(0+0)+feed(6)+repeat(2)+feed(2,1)",
+    "rows(0)+feed(6)+fork(2)+feed(2,1)",
+    "rows(0)+feed(6)+request(5)+feed(2,1)",
+    "rows(0,cache=static)+feed(6)+feed(3,1)",
+    "rows(0,cache=bare)+feed(6)+feed(3,1)",
+    "rows(0)+generate(5,4,beams)",
+    "rows(0)+generate(5,4,static)",
+    "rows(0)+generate(9,6,lookup)",
+    "rows(0)+generate(5,6,assistant)",
+)
+"""What is tried first: each use once."""
+
+
+def base_of(use: str) -> str:
+    """A use, whether rows were padded or not."""
+    return use.removesuffix(PADDED)
+
+
+def program_named(text: str) -> Program:
+    """Reads a program's text form.
+
+    Raises:
+        InputError: It is none.
+    """
+    hint = "A program is rows(PADS) and operations joined by +, as in rows(0+4)+feed(9)+crop(2)+feed(1)."
+    parts = [spec.read("operation", part, KINDS, hint) for part in spec.split(text, "+")]  # type: ignore[type-var]
+    if not parts or not isinstance(parts[0], Rows) or any(isinstance(part, Rows) for part in parts[1:]):
+        raise InputError(f"program {text!r} cannot be read: {hint}")
+    return Program(parts[0], tuple(parts[1:]))  # type: ignore[arg-type]
+
+
+def drawn(draw: random.Random, subject: Subject, beyond: str = "no") -> Program:
+    """A program of a few kinds of operations: so each kind meets each other often."""
+    rows, most = draw.randint(1, subject.rows), draw.choice([0, 4, 4, 18])
+    others = [kind for kind in OPERATIONS.values() if kind is not Feed for _ in range(kind.weight)]
+    kinds: list[type[Operation]] = [Feed, Feed, *draw.sample(others, draw.randint(1, 3))]
+    first = draw.choice([Feed, Feed, Feed, Generate])
+    # What a step did to the cache is seen by the next.
+    steps = [first, *(draw.choice(kinds) for _ in range(draw.randint(0, 5))), Feed]
+    made = tuple(kind.drawn(draw, rows, subject, beyond) for kind in steps)
+    pads, told = tuple(draw.randint(0, most) for _ in range(rows)), draw.choice(TOLD)
+    return Program(
+        Rows(pads, told=told, cache=draw.choice(["own", *subject.caches]), pad=draw.choice(PADS), beyond=beyond), made
+    )
+
+
+def smaller(program: Program) -> Iterator[Program]:
+    """Programs that are simpler in one thing: a step less, a row less, a plainer choice, a smaller number."""
+    rows, steps = program.rows, program.steps
+    for n in range(len(steps)):
+        yield Program(rows, steps[:n] + steps[n + 1 :])
+    for r in range(len(rows.pads) if len(rows.pads) > 1 else 0):
+        yield Program(dataclasses.replace(rows, pads=rows.pads[:r] + rows.pads[r + 1 :]), steps)
+    for name, plain in {"cache": CACHES[0], "told": TOLD[0], "pad": PADS[0], "beyond": "no"}.items():
+        if getattr(rows, name) != plain:
+            yield Program(dataclasses.replace(rows, **{name: plain}), steps)
+    for r, n in enumerate(rows.pads):
+        for less in sorted({0, n // 2, n - 1} if n else ()):
+            yield Program(_padded(rows, r, less), steps)
+        # Pads, and the columns that hold them.
+        for (i, step), k in itertools.product(enumerate(steps), sorted({n, n // 2, 1}, reverse=True)):
+            if isinstance(step, Feed) and 0 < k <= n and step.width > k:
+                fewer = dataclasses.replace(step, width=step.width - k)
+                yield Program(_padded(rows, r, n - k), (*steps[:i], fewer, *steps[i + 1 :]))
+    for i, step in enumerate(steps):
+        for other in step.smaller():
+            yield Program(rows, (*steps[:i], other, *steps[i + 1 :]))
+
+
+def _padded(rows: Rows, row: int, pads: int) -> Rows:
+    return dataclasses.replace(rows, pads=(*rows.pads[:row], pads, *rows.pads[row + 1 :]))
+
+
+def shrunk(program: Program, wrong: Callable[[Program], bool], until: float) -> Program:
+    """The first simpler program that is wrong too, and so on, until none is or the time is over."""
+    tried = {program}
+    while time.process_time() < until:
+        for less in smaller(program):
+            if less not in tried and time.process_time() < until:
+                tried.add(less)
+                if wrong(less):
+                    program = less
+                    break
+        else:
+            break
+    return program
+
+
+@dataclasses.dataclass
+class Outcome:
+    """One program that came to a word other than right.
+
+    Attributes:
+        program: It, shrunk where it is wrong.
+        word: The word.
+        why: In words.
+        use: The use of a cache in which it came to it.
+        uses, tags: What it did.
+        run: Its run.
+        ran: How many programs had run, this one included.
+        origin: The program's text before it was shrunk.
+    """
+
+    program: Program
+    word: str
+    why: str
+    use: str
+    uses: frozenset[str]
+    tags: frozenset[str]
+    run: Run
+    ran: int = 0
+    origin: str = ""
+
+
+@dataclasses.dataclass
+class Searched:
+    """What a search found.
+
+    Attributes:
+        tried: How many programs came to each use and were right in it.
+        wrong: Each fault, its program shrunk.
+        others: Programs whose plain forward is off too, or that are refused: the first of each use.
+        ran: How many programs ran.
+        judged: How many rows of logits were judged.
+        worst: The largest error of those that are right, of the largest logit.
+        seconds: How long it took.
+    """
+
+    tried: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    wrong: list[Outcome] = dataclasses.field(default_factory=list)
+    others: dict[tuple[str, str], Outcome] = dataclasses.field(default_factory=dict)
+    ran: int = 0
+    judged: int = 0
+    worst: float = 0.0
+    seconds: float = 0.0
+
+
+def tried(subject: Subject, program: Program) -> Outcome:
+    """Runs a program."""
+    run = Run(subject, program)
+    word, why = run.run()
+    return Outcome(program, word, why, run.use, frozenset(run.uses), frozenset(run.tags), run)
+
+
+def search(
+    subject: Subject,
+    programs: int = 60,
+    seconds: float = 40.0,
+    seed: int = 0,
+    given: Sequence[Program] = (),
+    faults: int = 4,
+    beyond: str = "no",
+    progress: Callable[[str], None] = lambda _: None,
+) -> Searched:
+    """Runs what was given, what is tried first, and programs that are drawn; each fault is shrunk and then looked past.
+
+    Args:
+        subject: The model.
+        programs: How many are run in all.
+        seconds: How long at most.
+        seed: Draws them.
+        given: Programs that are run before all others.
+        faults: How many are looked for at most.
+        beyond: ``"yes"`` draws what no contract of a cache promises, and tries nothing before that.
+        progress: Told how many have run.
+    """
+    began, draw, found = time.process_time(), random.Random(seed), Searched()
+    known: set[str] = set()
+    first = [program_named(text) for text in FIRST if beyond == "no"]
+    first = [program for program in first if program.rows.cache in subject.caches]
+    queue = itertools.chain(given, first, (drawn(draw, subject, beyond) for _ in itertools.count()))
+    for program in queue:
+        if found.ran >= len(given) and (
+            found.ran >= programs or time.process_time() - began > seconds or len(found.wrong) >= faults
+        ):
+            break
+        one = tried(subject, program)
+        found.ran += 1
+        one.ran = found.ran
+        progress(f"program {found.ran} of {max(programs, len(given))}")
+        found.judged += one.run.judged
+        if one.word == RIGHT:
+            found.tried.update(one.uses)
+            found.worst = max(found.worst, one.run.worst)
+        elif one.word == WRONG and not known & set(map(base_of, one.uses)):
+            until = time.process_time() + max(seconds / 4, 5.0)
+            least = tried(subject, shrunk(program, lambda p: tried(subject, p).word == WRONG, until))
+            # What is right when it is run again depends on what ran before.
+            one = dataclasses.replace(least, ran=found.ran, origin=str(program)) if least.word == WRONG else one
+            if base_of(one.use) not in known:
+                found.wrong.append(one)
+                known.add(base_of(one.use))
+        elif one.word != WRONG:
+            found.others.setdefault((one.word, one.use), one)
+    found.seconds = time.process_time() - began
+    return found
+
+
+__all__ = ["FIRST", "OPERATIONS", "PLAIN", "REFUSED", "Outcome", "Searched", "drawn", "program_named", "search", "shrunk"]

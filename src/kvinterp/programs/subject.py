@@ -1,0 +1,369 @@
+"""What a program runs on: a model in float64 with its casts lifted, its forward without a cache, and what it takes and offers.
+
+The plain forward, ``use_cache=False`` over one row's own tokens alone, is right by definition. How far it is from itself (before
+more text, among more rows) is the null, and the limit is its root: as far from rounding as from the logits themselves, on a scale
+of logarithms. No constant is tuned.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import random
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from kvinterp.errors import UnsupportedError
+from kvinterp.models import Adapter
+from kvinterp.models.transformers_api import can_generate, greedy
+
+ROOM = 256
+"""The most columns of a program."""
+WORDS = 120
+"""Tokens are drawn from so many."""
+TEXTS, LONG, SHORT = 3, 45, 12
+"""Texts that the null is measured on, their length, and what it is where more text changes the beginning of a long one."""
+ALONE = 1e-3
+"""How far off of itself alone a row of a batch is where the batch changes what is computed."""
+NOT_ONE = 0.03
+"""A limit beyond which the forward is no one function of the text."""
+NARROW = (torch.float32, torch.float16, torch.bfloat16)
+LENGTHS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len")
+EDGES = ("window", "chunk", "block", "rate")
+"""Words in the names of a config's numbers at which a cache may go on otherwise."""
+
+
+class Lifted(TorchFunctionMode):
+    """Makes every cast to a narrower type one to float64, so that rounding is 1e-16 everywhere.
+
+    Args:
+        narrow: The types that are lifted.
+    """
+
+    def __init__(self, narrow: Sequence[torch.dtype] = NARROW) -> None:
+        super().__init__()
+        self.narrow = frozenset(narrow)
+        self._casts: dict[Any, Any] = {torch.Tensor.float: torch.Tensor.double}
+        if torch.float16 in self.narrow:
+            self._casts |= {torch.Tensor.half: torch.Tensor.double, torch.Tensor.bfloat16: torch.Tensor.double}
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        """A call of torch, its narrow types lifted."""
+        narrow = self.narrow
+        if any(type(given) is torch.dtype and given in narrow for given in args):
+            args = tuple(torch.float64 if type(given) is torch.dtype and given in narrow else given for given in args)
+        func = self._casts.get(func, func)
+        if not kwargs:
+            return func(*args)
+        return func(*args, **{n: torch.float64 if type(v) is torch.dtype and v in narrow else v for n, v in kwargs.items()})
+
+
+def apart(got: Tensor, want: Tensor) -> float:
+    """Largest difference over the largest logit; infinite where only one is finite."""
+    fine = want.isfinite()
+    if not torch.equal(fine, got.isfinite()) or not bool(fine.any()):
+        return float("inf")
+    size = want[fine].abs().max()
+    return (
+        float((got[fine].double() - want[fine].double()).abs().max() / size)
+        if bool(size > 0)
+        else float(got[fine].abs().max())
+    )
+
+
+class Subject(abc.ABC):
+    """What programs run on.
+
+    Attributes:
+        name: What it is called.
+        takes: Which of ``attention_mask`` and ``position_ids`` its forward takes.
+        offset: What the position of the first token is, as far as positions are told; None where they are not.
+        noise: How far the plain forward is from itself, of its largest logit.
+        rows: The most rows of a batch; one where a batch alone changes the plain forward.
+        room: The most columns of a program that is drawn.
+        context: The most that the model has.
+        vocabulary: Tokens are drawn from so many.
+        pad: The model's own pad token.
+        sizes: Widths on both sides of the sizes that its config names, those of windows and chunks first.
+        caches: Kinds of cache that it offers.
+        device: Where tokens are to be.
+        generates: Whether it has a ``generate()``.
+        varies: Whether more text changes the logits of what came before.
+        mixes: How far a batch changes the plain forward of a row, where it does.
+    """
+
+    name: str = ""
+    takes: frozenset[str] = frozenset()
+    offset: int | None = None
+    rows, room, context, vocabulary, pad, noise = 1, ROOM, ROOM, WORDS, 0, 0.0
+    sizes: tuple[tuple[int, ...], tuple[int, ...]] = ((7,), (7,))
+    caches: tuple[str, ...] = ("own",)
+    device: Any = torch.device("cpu")
+    generates, varies, mixes = False, False, 0.0
+
+    def __init__(self) -> None:
+        self._alone: dict[tuple[int, ...], Tensor] = {}
+        self.forwards = 0
+
+    @abc.abstractmethod
+    def plain(self, ids: Tensor, mask: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
+        """Logits of every column without a cache, ``[row, column, vocabulary]``."""
+
+    @abc.abstractmethod
+    def feed(self, ids: Tensor, cache: Any, mask: Tensor | None, positions: Tensor | None) -> tuple[Tensor, Any]:
+        """Logits of new columns, and the cache behind them; None is a new one."""
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Whatever runs inside begins with the model as it was found."""
+        with torch.no_grad():
+            yield
+
+    def written(self, told: str) -> tuple[str, str]:
+        """Lines of Python that feed ``told`` to a cache, and one that gives the plain logits of a text ``TEXT``."""
+        return f"logits, cache = step({told.partition(',')[0]}, cache)", "full(TEXT)[0, -1]"
+
+    @property
+    def limit(self) -> float:
+        """What is further off, of the largest logit, is wrong."""
+        return float(self.noise**0.5)
+
+    def alone(self, text: Sequence[int]) -> Tensor:
+        """Logits of one row's own tokens, ``[position, vocabulary]``: what is right."""
+        if (key := tuple(text)) not in self._alone:
+            self.forwards += 1
+            with self.running():
+                self._alone[key] = self.plain(self.tensor([text]))[0].clone()
+        return self._alone[key]
+
+    def tensor(self, rows: Any) -> Tensor:
+        """Whole numbers where the model is."""
+        return torch.tensor(rows, dtype=torch.long, device=self.device)
+
+    def token(self, draw: random.Random) -> int:
+        """A token that is no pad."""
+        low = min(6, self.vocabulary - 2)
+        return drawn if (drawn := draw.randrange(low, self.vocabulary)) != self.pad else drawn - 1
+
+    def measure(self) -> None:
+        """Measures the null, and asks what the model takes.
+
+        Raises:
+            UnsupportedError: It is no function of the text.
+        """
+        for length in (LONG, SHORT):
+            draw = random.Random(0)
+            texts = [[self.token(draw) for _ in range(min(length, self.room))] for _ in range(TEXTS)]
+            most = max(min(length - 5, self.room - 2), 1)
+            whole = [self.alone(text) for text in texts]
+            shorter = [
+                apart(made[:k], self.alone(text[:k])) for made, text in zip(whole, texts, strict=True) for k in (1, 7, most)
+            ]
+            self.noise = max([*shorter, torch.finfo(whole[0].dtype).eps])
+            if self.noise <= max(NOT_ONE**2, 8 * torch.finfo(whole[0].dtype).eps):
+                break
+            # RoPE that turns otherwise once a text is long changes its beginning: a short one tells it from noise.
+            self.varies = True
+        else:
+            raise UnsupportedError(
+                f"the plain forward is off from itself by {self.noise:.2g} of its largest logit once more text follows: "
+                f"{self.name} does not read its text from left to right, so there is nothing to hold a cache against."
+            )
+        self.rows = self._rows(texts, whole)
+        if "position_ids" in self.takes:
+            self.offset = self._offset(texts[0][:most], whole[0][:most])
+
+    def _rows(self, texts: list[list[int]], whole: list[Tensor]) -> int:
+        try:
+            with self.running():
+                together = self.plain(self.tensor(texts))
+        except Exception:  # One row only, then.
+            return 1
+        if together.shape[0] != len(texts):
+            return 1
+        off = max(apart(many, one) for many, one in zip(together, whole, strict=True))
+        if off >= ALONE:
+            self.mixes = off
+            return 1
+        self.noise = max(self.noise, off)
+        return TEXTS
+
+    def _offset(self, text: list[int], whole: Tensor) -> int | None:
+        for offset in (0, self.pad + 1):
+            try:
+                with self.running():
+                    told = self.plain(
+                        self.tensor([text]), None, torch.arange(len(text), device=self.device)[None] + offset
+                    )[0]
+            except Exception:  # It means something else by positions, so they are not told.
+                continue
+            if apart(told, whole) <= self.limit:
+                return offset
+        return None
+
+
+class ModelSubject(Subject):
+    """A model of any kind.
+
+    Args:
+        adapter: The model; not touched but for what every forward does, and given back as it was.
+        lifted: The types whose casts are lifted to float64, where the model is cast to it; empty: the model as it is.
+        inputs: What the first forward of every text gets besides (images, an encoder's output), by name.
+    """
+
+    def __init__(self, adapter: Adapter, lifted: Sequence[torch.dtype] = NARROW, inputs: Any = None) -> None:
+        super().__init__()
+        self.adapter = adapter if not lifted or adapter.dtype == torch.float64 else adapter.cast(torch.float64)
+        self.lifted = lifted
+        self.inputs = dict(inputs or {})
+        self.model: Any = self.adapter.model
+        self.name, self.device = adapter.facts.name, adapter.device
+        self.takes = frozenset(self.adapter.takes) & {"attention_mask", "position_ids"}
+        if not self.adapter.plain:
+            self.takes = frozenset({"attention_mask"})
+        config = self.adapter.config
+        pad = getattr(config, "pad_token_id", 0)
+        self.pad = pad if isinstance(pad, int) else 0
+        self.vocabulary = min(adapter.facts.vocabulary, WORDS)
+        named = config.to_dict() if hasattr(config, "to_dict") else vars(config)
+        whole = {name: n for name, n in named.items() if isinstance(n, int) and not isinstance(n, bool)}
+        self.context = min([adapter.facts.context, *(whole[name] for name in LENGTHS if whole.get(name, 0) > 0)])
+        self.room = min(ROOM, self.context)
+        edges = [n for name, n in whole.items() if any(word in name for word in EDGES)] or [*whole.values()]
+        self.sizes = self._beside(edges), self._beside([*whole.values()])
+        with self.running():
+            self.caches = self._caches()
+        self.measure()
+        self.generates = can_generate(self.model) if self.adapter.plain else hasattr(self.model, "generate")
+
+    def _beside(self, sizes: list[int]) -> tuple[int, ...]:
+        found = {n for size in sizes if 8 <= size <= self.room for n in (size - 1, size, size + 1) if n <= self.room}
+        return tuple(sorted(found)) or (7,)
+
+    def _caches(self) -> tuple[str, ...]:
+        text = self.tensor([[self.token(random.Random(0)) for _ in range(4)]])
+        made = self.feed(text, None, None, None)[1]
+        if made is None:
+            raise UnsupportedError(
+                f"{type(self.model).__name__} returned no cache though use_cache was true: there is none to try."
+            )
+        if not self.adapter.plain or type(made).__name__ != "DynamicCache":
+            return ("own",)
+        kinds = {type(layer).__name__ for layer in made.layers}
+        bare = kinds <= {"DynamicLayer", "DynamicSlidingWindowLayer"}
+        rolls = bool(getattr(made, "is_croppable", False)) and not getattr(self.model, "_is_stateful", False)
+        return "own", *["bare"] * bare, *["recording"] * rolls, *["static"] * self.adapter.takes_static
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Whatever runs inside begins with the model as it was found, without its casts."""
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.no_grad())
+            stack.enter_context(self.adapter.own_state([]))
+            if self.lifted:
+                stack.callback(torch.set_default_dtype, torch.get_default_dtype())
+                torch.set_default_dtype(torch.float64)
+                stack.enter_context(Lifted(self.lifted))
+            yield
+
+    def plain(self, ids: Tensor, mask: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
+        """The forward that users call with ``use_cache=False``."""
+        self.forwards += 1
+        # A decode that goes on beside it has its own state.
+        with self.adapter.own_state([]):
+            return self.adapter.forward(ids, None, mask, positions)
+
+    def feed(self, ids: Tensor, cache: Any, mask: Tensor | None, positions: Tensor | None) -> tuple[Tensor, Any]:
+        """The forward that users call with the cache of the call before."""
+        self.forwards += 1
+        return self.adapter.called(ids, cache, mask, positions)
+
+    def cache(self, kind: str) -> Any:
+        """A cache of one of :attr:`caches`, as users make it; None is what the model makes."""
+        from transformers import DynamicCache, StaticCache
+
+        config = self.adapter.config
+        if kind == "static":
+            return StaticCache(config=config, max_cache_len=self.static_room)
+        made = None if kind == "own" else DynamicCache(config=None if kind == "bare" else config)
+        if kind == "recording":
+            made.activate_past_recording()
+        return made
+
+    @property
+    def static_room(self) -> int:
+        """Columns of a static cache."""
+        return min(self.room, 64)
+
+    def generate(self, prompt: Tensor, count: int, mask: Tensor | None, cache: Any = None, **more: Any) -> Any:
+        """Transformers' own ``generate()``: greedy, so many tokens, none of them an end."""
+        known = {} if mask is None else {"attention_mask": mask}
+        known |= {} if cache is None else {self.adapter.cache_name: cache}
+        known |= {"assistant_model": more.pop("assistant_model")} if "assistant_model" in more else {}
+        chosen = greedy(
+            count, min_new_tokens=count, pad_token_id=self.pad, output_logits=True, return_dict_in_generate=True,
+            **{"use_cache": True, **more},
+        )  # fmt: skip
+        return self.model.generate(prompt, generation_config=chosen, **known)
+
+    def written(self, told: str) -> tuple[str, str]:
+        """As its users call it."""
+        if self.adapter.plain:
+            name = self.adapter.cache_name
+            return f"out = model({told}, use_cache=True); logits, cache = out.logits, out.{name}", (
+                "model(TEXT, use_cache=False).logits[0, -1]"
+            )
+        cache = "past_kv_cache" if self.adapter.kind == "hooked" else self.adapter.cache_name
+        return f"logits = model({told.replace(self.adapter.cache_name + '=', cache + '=')})", "model(TEXT)[0, -1]"
+
+
+class FunctionSubject(Subject):
+    """Anybody's own code: a forward and a step, of any framework that gives something torch can read.
+
+    Args:
+        full: Token ids ``[row, position]`` to logits ``[row, position, vocabulary]``, without a cache.
+        step: Token ids of new positions and a cache (None for a new one) to their logits and the cache behind them.
+        vocabulary: How many tokens there are.
+        room: The most positions.
+        give: What the functions are given: made of a tensor of token ids.
+    """
+
+    def __init__(
+        self,
+        full: Callable[[Any], Any],
+        step: Callable[[Any, Any], tuple[Any, Any]],
+        vocabulary: int | None = None,
+        room: int = ROOM,
+        give: Callable[[Tensor], Any] = lambda ids: ids,
+    ) -> None:
+        super().__init__()
+        self.full, self.step, self.give = full, step, give
+        self.name = f"{_named(full)} and {_named(step)}"
+        self.room = self.context = min(room, ROOM)
+        self.vocabulary = 2
+        self.vocabulary = min(int(self.plain(self.tensor([[0, 1]])).shape[-1]) if vocabulary is None else vocabulary, WORDS)
+        self.pad = -1
+        self.measure()
+
+    def plain(self, ids: Tensor, mask: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
+        """What ``full`` gives."""
+        self.forwards += 1
+        return _read(self.full(self.give(ids)))
+
+    def feed(self, ids: Tensor, cache: Any, mask: Tensor | None, positions: Tensor | None) -> tuple[Tensor, Any]:
+        """What ``step`` gives."""
+        self.forwards += 1
+        logits, cache = self.step(self.give(ids), cache)
+        return _read(logits), cache
+
+
+def _read(logits: Any) -> Tensor:
+    return logits.detach().clone() if isinstance(logits, Tensor) else torch.as_tensor(logits)
+
+
+def _named(function: Any) -> str:
+    return str(getattr(function, "__name__", type(function).__name__))

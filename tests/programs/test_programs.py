@@ -1,0 +1,238 @@
+"""Programs of a cache: what a sound model gives is right, a planted fault is found, shrunk, placed and shown in plain Python."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import random
+
+import pytest
+import torch
+from transformers import (
+    FalconH1Config,
+    FalconH1ForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+)
+
+import kvinterp as kv
+from kvinterp.auditing.uses import programs_named
+from kvinterp.errors import InputError
+from kvinterp.programs.pasted import pasted
+from kvinterp.programs.place import placed
+from kvinterp.programs.program import Program, Rows
+from kvinterp.programs.running import PLAIN, RIGHT, WRONG, Run
+from kvinterp.programs.search import FIRST, OPERATIONS, drawn, program_named, search, smaller
+from kvinterp.programs.subject import FunctionSubject, ModelSubject
+
+SMALL = {
+    "vocab_size": 99, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "initializer_range": 0.15, "pad_token_id": 0, "eos_token_id": None,
+}  # fmt: skip
+
+
+class Planted(LlamaForCausalLM):
+    """A Llama whose forward does one thing wrong."""
+
+    fault = ""
+
+    def forward(self, input_ids=None, attention_mask=None, position_ids=None, past_key_values=None, **more):
+        filled = past_key_values is not None and past_key_values.get_seq_length() > 0
+        width = input_ids.shape[1]
+        if self.fault == "later pads" and filled and width > 1 and attention_mask is not None:
+            attention_mask = attention_mask.clone()
+            attention_mask[:, past_key_values.get_seq_length() :] = 1
+        if self.fault == "chunk" and filled and width > 1 and position_ids is None:
+            position_ids = torch.arange(width)[None].expand_as(input_ids)
+        if self.fault == "step" and filled and width == 1:
+            input_ids = (input_ids + 1) % 99
+        if self.fault == "crash" and filled and width == 3:
+            return super().forward(input_ids, attention_mask[:, :1].view(7, 7))
+        if self.fault == "uncached pads" and more.get("use_cache") is False and attention_mask is not None:
+            attention_mask = torch.ones_like(attention_mask)
+        return super().forward(input_ids, attention_mask, position_ids, past_key_values, **more)
+
+
+def planted(fault: str) -> ModelSubject:
+    torch.manual_seed(0)
+    model = Planted(LlamaConfig(**SMALL)).eval()
+    model.fault = fault
+    return ModelSubject(kv.wrap(model))
+
+
+@pytest.fixture(scope="module")
+def sound() -> ModelSubject:
+    return planted("")
+
+
+def test_every_use_of_a_sound_model_is_right(sound):
+    """Rounding is 1e-15, the limit is its root, and each use that the model offers was tried."""
+    found = search(sound, len(FIRST) + 12, 120)
+    assert not found.wrong, found.wrong[0].why
+    assert found.worst < 1e-12 < sound.limit < 1e-6
+    assert {
+        "decode step",
+        "several chunks",
+        "left padding",
+        "crop and go on",
+        "reorder_cache",
+        "StaticCache",
+        "fork",
+    } <= set(found.tried)
+    assert {"generate() on a filled cache, given the whole text", "beam search", "assisted decoding"} <= set(found.tried)
+
+
+@pytest.mark.parametrize(
+    ("fault", "least", "use"),
+    [
+        ("later pads", 2, "left padding, in a later part"),
+        ("chunk", 2, "several chunks"),
+        ("step", 2, "decode step"),
+        ("crash", 2, "several chunks"),
+    ],
+)
+def test_a_planted_fault_is_shrunk_to_its_operations_and_shown_in_plain_python(fault, least, use):
+    subject = planted(fault)
+    found = search(subject, 60, 60, faults=1)
+    (one,) = found.wrong
+    assert len(one.program.steps) <= least
+    text = pasted(one.run)
+    assert len(text.splitlines()) <= 12
+    if fault == "crash":
+        assert "raises" in one.why
+        return
+    assert one.use == use, one.program
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), subject.running():
+        exec(text, {"model": subject.model})
+    assert float(said.getvalue()) > subject.limit
+    assert all(
+        Run(subject, less).run()[0] != WRONG for less in smaller(one.program) if len(less.steps) < len(one.program.steps)
+    )
+
+
+def test_a_forward_without_a_cache_that_is_wrong_where_the_cached_one_is_right_is_said():
+    word, why = Run(planted("uncached pads"), program_named("rows(0+4)+feed(9)+feed(2,1)")).run()
+    assert word == WRONG
+    assert "without a cache" in why
+
+
+def test_what_is_off_without_a_cache_too_is_no_fault_of_the_cache():
+    """Learned positions under the mask alone are counted with the pads, with a cache and without one."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(
+        GPT2Config(vocab_size=99, n_embd=32, n_layer=2, n_head=4, n_positions=64, initializer_range=0.2)
+    )
+    subject = ModelSubject(kv.wrap(model.eval()))
+    assert Run(subject, program_named("rows(0+4,told=mask_alone)+feed(9)+feed(2,1)")).run()[0] == PLAIN
+    assert Run(subject, program_named("rows(0+4)+feed(9)+feed(2,1)")).run()[0] == RIGHT
+
+
+def test_rows_of_a_hybrid_are_held_against_each_rows_own_tokens():
+    """The cache of Falcon-H1 selects rows of its keys and values and leaves its states where they are: nothing excuses that."""
+    torch.manual_seed(0)
+    config = FalconH1Config(
+        **SMALL, mamba_d_ssm=32, mamba_n_heads=4, mamba_d_head=8, mamba_d_state=8, mamba_n_groups=1, head_dim=8
+    )
+    subject = ModelSubject(kv.wrap(FalconH1ForCausalLM(config).eval()))
+    words = {
+        text: Run(subject, program_named(text)).run()[0]
+        for text in ("rows(0+0)+feed(5)+feed(2,1)", "rows(0+0)+feed(5)+reorder(1+0)+feed(2,1)")
+    }
+    assert set(words.values()) == {RIGHT}
+
+
+def test_a_place_is_the_first_tensor_that_parts():
+    subject = planted("")
+    layer = subject.model.model.layers[1].self_attn
+    own = layer.o_proj.forward
+
+    def off(rows):
+        return own(rows) * (1.01 if rows.shape[1] == 1 else 1.0)
+
+    layer.o_proj.forward = off
+    place = placed(subject, program_named("rows(0)+feed(5)+feed(1)"))
+    assert place is not None
+    assert (place.layer, place.module, place.column) == (1, "model.layers.1.self_attn.o_proj", 5)
+    assert place.tensor.startswith("output of")
+
+
+def test_a_window_is_crossed_and_keys_that_are_read_are_placed():
+    torch.manual_seed(0)
+    model = MistralForCausalLM(MistralConfig(**SMALL, sliding_window=8)).eval()
+    subject = ModelSubject(kv.wrap(model))
+    assert Run(subject, program_named("rows(0+3)+feed(7)+feed(6,1)")).run()[0] == RIGHT
+
+
+def test_the_text_form_says_everything():
+    """A program that is read from its text is the same, and draws the same tokens."""
+    draw = random.Random(3)
+
+    class Any(FunctionSubject):
+        def __init__(self):
+            self.rows, self.caches, self.sizes = 3, ("own", "static"), ((7,), (7, 9))
+
+    for beyond in ("no", "yes"):
+        for _ in range(50):
+            program = drawn(draw, Any(), beyond)
+            assert program_named(str(program)) == program
+    assert set(OPERATIONS) == {"crop", "feed", "fork", "generate", "reorder", "repeat", "request", "select"}
+    with pytest.raises(InputError, match="rows"):
+        program_named("feed(3)")
+    with pytest.raises(InputError, match="told"):
+        program_named("rows(0,told=nothing)+feed(3)")
+
+
+def test_a_plan_is_a_name_for_a_program():
+    (one,) = programs_named("padded(left,6)+chunked(4)")
+    assert one == program_named("rows(0+6)+feed(17,4)+feed(8,1)")
+    assert programs_named("rows(0)+feed(3)") == [Program(Rows((0,)), program_named("rows(0)+feed(3)").steps)]
+    with pytest.raises(InputError, match="compare runs the others"):
+        programs_named("compiled(aot_eager)")
+
+
+def test_anybodys_own_forward_and_step_are_asked():
+    """A model of a few lines that numbers each cached step from 0 again fails; without that it passes."""
+
+    class Own(torch.nn.Module):
+        def __init__(self, fault: bool) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.fault, self.token, self.place = fault, torch.nn.Embedding(50, 16), torch.nn.Embedding(64, 16)
+            self.mix, self.head = torch.nn.Linear(16, 16), torch.nn.Linear(16, 50)
+
+        def forward(self, ids, cache=None):
+            start = 0 if cache is None or self.fault else cache.shape[1]
+            rows = self.token(ids) + self.place(torch.arange(start, start + ids.shape[1]))
+            kept = rows if cache is None else torch.cat([cache, rows], 1)
+            means = kept.cumsum(1) / torch.arange(1, kept.shape[1] + 1)[:, None]
+            return self.head(torch.tanh(self.mix(means[:, -ids.shape[1] :]))), kept
+
+    for fault, code in ((False, 0), (True, 1)):
+        model = Own(fault).eval()
+        verdict = kv.audit(
+            full=lambda ids, model=model: model(ids)[0], step=lambda ids, cache, model=model: model(ids, cache), programs=30
+        )
+        assert verdict.exit_code == code, str(verdict)
+        assert ("full(torch.tensor" in str(verdict)) == fault
+    with pytest.raises(InputError, match="full=f, step=g"):
+        kv.audit(full=lambda ids: ids)
+
+
+def test_a_model_is_left_as_it_was(sound):
+    """Programs generate, crop and reorder; the weights, the config and the hooks of the user's model stay."""
+    model = LlamaForCausalLM(LlamaConfig(**SMALL)).eval()
+    before = (
+        {name: value.clone() for name, value in model.state_dict().items()},
+        repr(model.config),
+        repr(model.generation_config),
+    )
+    search(ModelSubject(kv.wrap(model)), 10, 20)
+    assert all(torch.equal(value, before[0][name]) for name, value in model.state_dict().items())
+    assert (repr(model.config), repr(model.generation_config)) == before[1:]
+    assert not model._forward_hooks
+    assert next(model.parameters()).dtype == torch.float32
