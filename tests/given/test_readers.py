@@ -15,7 +15,6 @@ import writing_given as w
 import kvinterp as kv
 from kvinterp.errors import InputError
 from kvinterp.recording.readers import READERS, read_given
-from kvinterp.recording.readers.kl_base import write_kl_base
 from kvinterp.recording.readers.own import write_given
 
 CUT = 12
@@ -73,7 +72,7 @@ def test_our_own_form_goes_round(sample: Any, tmp_path: Path) -> None:
 def test_a_kl_base_goes_round_to_half_a_step_and_the_bos_is_put_back(sample: Any, tmp_path: Path) -> None:
     _, ids, rows = sample
     ids = ids[:40]
-    file = write_kl_base([[7, *ids[1:]]], [rows[20:39]], tmp_path / "base")
+    file = w.write_kl_base([[7, *ids[1:]]], [rows[20:39]], tmp_path / "base")
     (path,) = read_given(file, bos=ids[0])
     assert path.ids == tuple(ids)
     assert np.isnan(path.chosen[:21]).all()
@@ -81,7 +80,7 @@ def test_a_kl_base_goes_round_to_half_a_step_and_the_bos_is_put_back(sample: Any
     assert given[21:].sum() + path.missing["clamped"] == 19
     assert np.abs(path.chosen - chosen(ids, rows[:40]))[given].max() <= 16 / 65535 / 2 + 1e-6
     # Writing what was read changes no bit: the grid is the file's own.
-    again = write_kl_base([ids], [np.stack([path.top[at][1] for at in range(21, 40)])], tmp_path / "again")
+    again = w.write_kl_base([ids], [np.stack([path.top[at][1] for at in range(21, 40)])], tmp_path / "again")
     np.testing.assert_allclose(read_given(again)[0].chosen, path.chosen, atol=1.3e-4)
 
 

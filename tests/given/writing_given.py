@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from kvinterp.recording.readers.kl_base import CLAMP, MAGIC
+
 Ids = Sequence[int]
 
 
@@ -119,3 +121,26 @@ def own(ids: Ids, cut: int, rows: np.ndarray, **declared: Any) -> dict[str, Any]
     chosen = [None, *(float(v) if math.isfinite(v := rows[at - 1][ids[at]]) else None for at in range(1, len(ids)))]
     return {"prompt": list(ids[:cut]), "tokens": list(ids[cut:]), "prompt_logprobs": chosen[:cut], "logprobs": chosen[cut:],
             "declared": declared}  # fmt: skip
+
+
+def write_kl_base(tokens: Sequence[Sequence[int]], log_probs: Sequence[np.ndarray], file: str | Path) -> Path:
+    """Writes chunks of one length as llama.cpp does.
+
+    Args:
+        tokens: The ids of each chunk.
+        log_probs: For each chunk ``[rows, vocabulary]``, in nats: of the tokens behind its middle.
+        file: The file.
+    """
+    context, vocabulary = len(tokens[0]), log_probs[0].shape[1]
+    parts = [MAGIC, np.array([context, vocabulary, len(tokens)], "<i4").tobytes(), np.array(tokens, "<i4").tobytes()]
+    for each in log_probs:
+        most = each.max(-1, keepdims=True)
+        least = np.maximum(each.min(-1, keepdims=True), most - CLAMP)
+        scale = ((most - least) / 65535).astype("<f4")
+        safe = np.where(scale > 0, scale, 1)
+        q = np.where(scale > 0, np.rint((np.maximum(each, least) - least) / safe), 0).clip(0, 65535).astype("<u2")
+        head = np.concatenate([scale, least.astype("<f4")], -1).view("<u2")
+        odd = np.zeros((len(q), vocabulary % 2), "<u2")
+        parts.append(np.ascontiguousarray(np.concatenate([head, q, odd], -1)).tobytes())
+    Path(file).write_bytes(b"".join(parts))
+    return Path(file)

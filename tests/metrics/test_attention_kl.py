@@ -1,12 +1,10 @@
 """Attention patterns: divergence to 60 digits, and zeros on one side, on both, and everywhere."""
 
-import math
-
 import mpmath
 import pytest
 import torch
 
-from kvinterp.metrics import pattern_entropy, pattern_kl
+from kvinterp.metrics import pattern_kl
 
 mpmath.mp.dps = 60
 
@@ -80,14 +78,3 @@ def test_masked_rows():
     assert pattern_kl(zero, zero).item() == 0.0
     assert pattern_kl(zero, row).isnan()
     assert pattern_kl(row, zero).isnan()
-
-
-def test_entropy():
-    uniform = torch.full((2, 8), 0.125, dtype=torch.float16)
-    assert pattern_entropy(uniform).tolist() == pytest.approx([math.log(8)] * 2, rel=1e-15)
-    assert pattern_entropy(torch.tensor([0.0, 1.0, 0.0])).item() == 0.0
-    assert pattern_entropy(torch.tensor([3.0, 1.0])).item() == pytest.approx(
-        -(0.75 * math.log(0.75) + 0.25 * math.log(0.25)), rel=1e-15
-    )
-    assert pattern_entropy(torch.tensor([0.5, math.nan])).isnan()
-    assert pattern_entropy(torch.zeros(3)).isnan()

@@ -84,9 +84,6 @@ class _Experiments(TyperGroup):
         own = {name: _Verb(name) for name in experiments() if command_of(name) == (*self.BEFORE, name)}
         self.commands = {**own, **self.commands}
 
-    def list_commands(self, ctx: Any) -> list[str]:
-        return list(self.commands)
-
 
 class _Studies(_Experiments):
     BEFORE = ("study",)

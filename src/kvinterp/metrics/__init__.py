@@ -7,7 +7,7 @@ give exactly the metric's zero. Non-finite inputs are the caller's to find: they
 plausible one.
 """
 
-from kvinterp.metrics.attention import pattern_entropy, pattern_kl
+from kvinterp.metrics.attention import pattern_kl
 from kvinterp.metrics.base import KINDS, Kind, Metric
 from kvinterp.metrics.dependence import correlation, restricted_correlation, slope, terciles
 from kvinterp.metrics.divergence import (

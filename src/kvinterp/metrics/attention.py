@@ -53,22 +53,6 @@ def pattern_kl(a: Pattern, b: Pattern) -> Measure:
     return divergence.masked_fill_(empty[0] & empty[1], 0)
 
 
-def pattern_entropy(a: Pattern) -> Measure:
-    """Entropy of an attention distribution: 0 where one key has everything, ln(keys) where all have the same.
-
-    Args:
-        a: Attention probabilities, of any float dtype; normalised in float64 first.
-
-    Returns:
-        The entropy in nats, in float64; NaN where the row is all zero.
-
-    Raises:
-        InputError: There is no key.
-    """
-    probability = float64_pair(a, a, "attention patterns")[0]
-    return torch.special.entr(probability / probability.sum(-1, keepdim=True)).sum(-1)
-
-
 def _smallest_subnormal(dtype: torch.dtype) -> float:
     info = torch.finfo(dtype)
     return info.smallest_normal * info.eps

@@ -1,4 +1,4 @@
-"""The file of ``llama-perplexity --kl-divergence-base``: 16 bits a log-prob of the whole vocabulary, read and written.
+"""The file of ``llama-perplexity --kl-divergence-base``: 16 bits a log-prob of the whole vocabulary.
 
 A row is ``log p = scale * q + least``, clamped 16 nats below the largest logit, so that a step is at most 2.4e-4 nats. The first
 half of each chunk has no rows. Where llama.cpp put a BOS, the file still holds the text's own token there.
@@ -8,12 +8,9 @@ Source: llama.cpp tools/perplexity/perplexity.cpp, lines 79 to 106 and 460 to 58
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 
-from kvinterp.common.store import write_whole
 from kvinterp.errors import InputError
 from kvinterp.recording.given import GivenPath
 
@@ -66,26 +63,3 @@ def read_kl_base(content: bytes, name: str, bos: int | None = None) -> list[Give
         where = f"file {name!r}, chunk {chunk + 1}"
         found.append(GivenPath(where, tokens[:first], tokens[first:], chosen, top, missing, step=16 / 65535))
     return found
-
-
-def write_kl_base(tokens: Sequence[Sequence[int]], log_probs: Sequence[np.ndarray], file: str | Path) -> Path:
-    """Writes chunks of one length as llama.cpp does.
-
-    Args:
-        tokens: The ids of each chunk.
-        log_probs: For each chunk ``[rows, vocabulary]``, in nats: of the tokens behind its middle.
-        file: The file.
-    """
-    context, vocabulary = len(tokens[0]), log_probs[0].shape[1]
-    parts = [MAGIC, np.array([context, vocabulary, len(tokens)], "<i4").tobytes(), np.array(tokens, "<i4").tobytes()]
-    for each in log_probs:
-        most = each.max(-1, keepdims=True)
-        least = np.maximum(each.min(-1, keepdims=True), most - CLAMP)
-        scale = ((most - least) / 65535).astype("<f4")
-        safe = np.where(scale > 0, scale, 1)
-        q = np.where(scale > 0, np.rint((np.maximum(each, least) - least) / safe), 0).clip(0, 65535).astype("<u2")
-        head = np.concatenate([scale, least.astype("<f4")], -1).view("<u2")
-        odd = np.zeros((len(q), vocabulary % 2), "<u2")
-        parts.append(np.ascontiguousarray(np.concatenate([head, q, odd], -1)).tobytes())
-    write_whole(Path(file), b"".join(parts))
-    return Path(file)
