@@ -16,20 +16,14 @@ class Terminal(io.StringIO):
         return True
 
 
-@pytest.fixture
-def screen(monkeypatch: pytest.MonkeyPatch) -> Terminal:
-    made = Terminal()
-    monkeypatch.setattr("sys.stderr", made)
-    return made
-
-
 def inner(x: int) -> dict[str, Any]:
     """A cell's function that counts its own work."""
     list(each("ab", "within", "step"))
     return {}
 
 
-def test_what_is_counted_within_something_is_not_shown(screen: Terminal) -> None:
+def test_what_is_counted_within_something_is_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stderr", screen := Terminal())
     for _ in each("ab", "patching", "prompt"):
         list(each("xyz", "within", "step"))
     run_cells([Cell(f"c-{n}", f"{__name__}:inner", {"x": n}, "one \x1b]0;title\x07") for n in range(2)], unit="prompts")
@@ -43,7 +37,8 @@ def test_what_is_counted_within_something_is_not_shown(screen: Terminal) -> None
     assert "afterwards" in screen.getvalue(), "the bar is free again"
 
 
-def test_nothing_is_shown_where_none_is_asked_for(screen: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_shown_where_none_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stderr", screen := Terminal())
     with counting(2, "silent", "prompt", "none") as bar:
         list(each("ab", "within", "step"))
         bar.update()

@@ -47,19 +47,23 @@ class Prompt:
             given = getattr(self, name)
             if not isinstance(given, str):
                 raise unexpected(f"a prompt's {name}", given, "a text, as in Prompt(id='mine', text='2 + 2 =')")
-        until = self.meta.get("until", []) if isinstance(self.meta, Mapping) else None
-        for name, given, fits, what in (
-            ("facts", self.facts, _is_text, "a list of texts"),
-            ("messages", self.messages, _is_message, "a list of objects with the texts role and content"),
-            (
-                "meta",
-                until,
-                _is_text,
-                "an object, whose until, if it has one, is a list of texts at which a completion is cut",
-            ),
-        ):
-            if not isinstance(given, list | tuple) or not all(map(fits, given)):
-                raise unexpected(f"a prompt's {name}", getattr(self, name), what)
+        check_fields(self.facts, self.messages, self.meta)
+
+
+def check_fields(facts: Any, messages: Any, meta: Any) -> None:
+    """Raises where one of these is none that a prompt can have.
+
+    Raises:
+        InputError: It is something else than :class:`Prompt` says.
+    """
+    until = meta.get("until", []) if isinstance(meta, Mapping) else None
+    for name, given, fits, what in (
+        ("facts", facts, _is_text, "a list of texts"),
+        ("messages", messages, _is_message, "a list of objects with the texts role and content"),
+        ("meta", until, _is_text, "an object, whose until, if it has one, is a list of texts at which a completion is cut"),
+    ):
+        if not isinstance(given, list | tuple) or not all(map(fits, given)):
+            raise unexpected(f"a prompt's {name}", meta if name == "meta" else given, what)
 
 
 def _is_text(given: object) -> bool:

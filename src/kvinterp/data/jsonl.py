@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from kvinterp.common.files import is_file
-from kvinterp.data.example import Example, Prompt
+from kvinterp.data.example import Example, Prompt, check_fields
 from kvinterp.data.few_shot import FewShot, sampled
 from kvinterp.errors import InputError, located, shown
 
@@ -149,10 +149,10 @@ def _prompt(where: str, record: Mapping[str, Any]) -> Prompt:
         raise InputError(f'{where}: "answer" is {type(answer).__name__}, expected a text or a number; write one.')
     answer = "" if answer is None else str(answer)
     answer = number_of(where, answer) if task in _JUDGED_BY_NUMBER else answer
-    facts, messages = (tuple(given) if isinstance(given, list) else given for given in
-                       (record.get("facts", ()), record.get("messages", ())))  # fmt: skip
+    facts, messages, meta = (record.get(name, unless) for name, unless in (("facts", ()), ("messages", ()), ("meta", {})))
     with located(where):
-        return Prompt(own_id(where, record, _line_id(where)), text, task, answer, facts, record.get("meta", {}), messages)
+        check_fields(facts, messages, meta)
+    return Prompt(own_id(where, record, _line_id(where)), text, task, answer, tuple(facts), meta, tuple(messages))
 
 
 def normalised(number: str) -> str:
