@@ -3,12 +3,11 @@
 import json
 
 import pytest
-import torch
 
 import kvinterp as kv
 from command_line import kvinterp, wrong
-from kvinterp.common.checks import check_number, check_seed, check_whole
-from kvinterp.errors import InputError, shown
+from kvinterp.common.checks import check_number, check_seed
+from kvinterp.errors import InputError
 from kvinterp.paths.sampling import uniforms
 from support import TINY
 
@@ -85,22 +84,6 @@ def test_what_nothing_would_read_is_refused():
     for said, call in cases.items():
         with pytest.raises(InputError, match=said):
             call()
-
-
-def test_numpys_numbers_are_numbers():
-    import numpy as np
-
-    patch = kv.Patch("resid_post", layers=(np.int64(1),), positions=(np.int64(0), np.int64(2)), steps=[np.int64(0)])
-    assert (patch.layers, patch.positions, patch.steps) == ((1,), (0, 2), (0,))
-    assert check_whole("n", np.int64(3)) == 3
-
-
-@pytest.mark.parametrize("value", ["x" * 10_000, torch.zeros(3, 4), object(), "a\nb", float, b"a" * 999])
-def test_what_was_given_is_shown_on_one_short_line(value):
-    said = shown(value)
-    assert "\n" not in said
-    assert len(said) <= 130
-    assert "0x" not in said
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 10**400, True, "1", None, 1j])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +13,6 @@ from kvinterp.data import load_prompts, score
 from kvinterp.data.few_shot import cut_at
 from kvinterp.models import Adapter
 from kvinterp.models.inputs import encode
-from kvinterp.study.results import prompt_lines, prompts_digest
 from support import Case
 
 CHAT = "{% for m in messages %}[{{ m.role }}] {{ m.content }} {% endfor %}[assistant]"
@@ -84,24 +82,6 @@ def test_a_model_without_a_template_or_with_one_that_refuses_says_so(
         kv.InputError, match=r"does not take these messages \(System role not supported; roles: system, user\)"
     ):
         encode(small, prompt, 1)
-
-
-def test_messages_of_a_file(tmp_path: Path) -> None:
-    prompts = load_prompts("arithmetic(2,shots=1,chat=turns)")
-    file = tmp_path / "kept.jsonl"
-    file.write_text(prompt_lines(prompts))
-    assert load_prompts(file) == prompts
-    other = [dataclasses.replace(prompts[0], messages=prompts[1].messages), prompts[1]]
-    assert prompts_digest(other) != prompts_digest(prompts)
-    for wrong in (
-        {"messages": "hi"},
-        {"messages": [{"role": "user"}]},
-        {"meta": {"until": "x"}},
-        {"meta": {"until": [""]}},
-    ):
-        file.write_text(json.dumps({"prompt": "a", **wrong}))
-        with pytest.raises(kv.InputError, match=r"line 1: a prompt's (messages|meta)"):
-            load_prompts(file)
 
 
 # To a model ----------------------------------------------------------------------------------------------------------------

@@ -31,25 +31,5 @@ def test_the_highest_of_each_model_are_chosen_and_it_says_why() -> None:
     assert len(chosen_of(ranked, 9)) == 5
 
 
-def rows(part: str, values: list[float], defined: int = 4, sweep: str = "single", **more: Any) -> list[dict[str, Any]]:
-    """What a sweep over layers recovers at the median and on average."""
-    interval = {"interval_low": min(values) - 0.1, "interval_high": max(values) + 0.1}
-    told = {"model": "m", "part": part, "sweep": sweep, "examples": 5, "defined": defined, **interval, **more}
-    return [{**told, "layer": layer, "median": value, "mean": value} for layer, value in enumerate(values)]
-
-
 def said(by_layer: list[dict[str, Any]], *parts: str) -> str:
     return "\n".join(Localisation(part=parts).headline(Result({}, {"by_layer": by_layer})))
-
-
-def test_the_headline_is_of_all_layers_together() -> None:
-    both = rows("paper", [0.5, -0.2], sweep="cumulative") + rows("kv-into-cached", [0.1, 0.8], sweep="cumulative")
-    first, second = said(both, "paper", "kv-into-cached").splitlines()
-    assert first == (
-        "Patching all layers together recovers, at the median: the paper's patch −20\u202f%; K and V put into the cached path 80\u202f%."
-    )
-    assert "carries nothing from step to step" in second
-    # It said that the patch "can recover nothing", also beside a recovery of 44%.
-    assert "recover nothing" not in said(rows("paper", [0.1, 0.44], sweep="cumulative"), "paper")
-    from_0 = said(rows("kv-into-cached", [0.7, 0.1], sweep="cumulative-from"), "kv-into-cached")
-    assert from_0.endswith("K and V put into the cached path 70\u202f%.")

@@ -5,8 +5,6 @@ import pandas as pd
 import pytest
 from scipy import stats
 
-from kvinterp.common.result import Result
-from kvinterp.findings import lines_of
 from kvinterp.study.experiments import susceptibility as s
 
 SIZES = (0.1, 0.2, 0.4, 0.8, 1.6)
@@ -87,43 +85,6 @@ def test_a_certified_step_cannot_flip(steps: pd.DataFrame) -> None:
     # Two logits that move by 1 towards each other overturn a margin of 1.9; one of 2.1 stays.
     near = pd.DataFrame({"margin": [1.9, 2.1], "max_abs_logit": 1.0, "flip": [True, False], "size": 1.0})
     assert s.certificates_of(near)[["certified", "flips_certified"]].to_numpy().tolist() == [[1, 0]]
-
-
-THRESHOLD = {"bin": -1, "threshold": 0.5, "low": 0.4, "high": 0.6, "rms_logit": 2.0, "why": "", "prompts": 2, "margin_low": 0.1,
-             "margin_high": 4.0}  # fmt: skip
-BRIER = {"brier": 0.1, "of_the_rate": 0.2, "skill": 0.5, "low": 0.4, "high": 0.6}
-OWN = {"steps": 9, "flips": 0, "differ": 5, "rms_logit": 0.01}
-
-
-def read(whole: dict[str, object], one: dict[str, object], wrong: int = 0, brier: object = None, own: object = None) -> str:
-    """Headline and findings of made-up tables."""
-    certificates = pd.DataFrame([{"steps": 9, "certified": 4, "flips": 3, "flips_certified": wrong}])
-    tables = {"thresholds": pd.DataFrame([whole, {**one, "bin": 0}]), "certificates": certificates}
-    made = {"noise": "normal", "seeds": 3, "prompts": 2, "positions": 9, "brier": brier or BRIER, "rounding": own or OWN}
-    outcome = Result(tables, made)
-    return "\n".join([*s.Susceptibility().headline(outcome), *lines_of(s.Susceptibility().findings(outcome))])
-
-
-def test_the_headline_follows_the_numbers() -> None:
-    found = read(
-        THRESHOLD, {**THRESHOLD, "why": "above the largest size", "threshold": np.nan, "low": np.nan, "high": np.nan}
-    )
-    assert "standard deviation of 0.5 in K and V (9 steps, 3 draws of the noise each)" in found
-    assert "all: noise in K and V at which half of the steps flip 0.5 (95% interval 0.4 to 0.6, n = 2 prompts)" in found
-    assert (
-        "margin 0.1 to 4: noise in K and V at which half of the steps flip has no number (n = 2 prompts): above the"
-        in found
-    )
-    assert "moves the logits 200 times less" in found
-    assert "steps certified not to flip 44.4% (n = 9 steps)" in found
-    assert "report it" not in found
-    equal = {"steps": 9, "flips": 0, "differ": 0, "rms_logit": 0.0}
-    found = read(THRESHOLD, THRESHOLD, wrong=1, own=equal)
-    assert "1 step certified not to flip did, which cannot be: report it" in found
-    assert "times less" not in found
-    assert "Where half of the tokens flip is above the largest" in read(
-        {**THRESHOLD, "why": "above the largest size"}, THRESHOLD
-    )
 
 
 @pytest.mark.slow

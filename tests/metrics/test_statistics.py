@@ -31,20 +31,6 @@ def test_the_summary_on_numbers_done_by_hand():
     )
 
 
-def test_percentiles_are_interpolated_as_llama_perplexity_does():
-    """Its ``percentile``: p = fraction * (n - 1), then linearly between the two neighbours."""
-    values = np.sort(np.random.default_rng(0).exponential(size=37))
-
-    def percentile(fraction):
-        place = fraction * (len(values) - 1)
-        below = int(place)
-        return (1 - (place - below)) * values[below] + (place - below) * values[min(below + 1, len(values) - 1)]
-
-    got = kl_statistics(np.random.default_rng(1).permutation(values), np.ones(37, dtype=bool), np.zeros(37))
-    names = {"median": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99, "p99.9": 0.999, "maximum": 1.0}
-    assert {name: got[name] for name in names} == pytest.approx({k: percentile(v) for k, v in names.items()}, rel=1e-12)
-
-
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_non_finite_values_are_counted_and_located(bad):
     values = torch.zeros(10)

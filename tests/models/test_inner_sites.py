@@ -108,26 +108,6 @@ def test_the_clean_prompt_s_embeddings_make_the_clean_prompt_s_logits(load: Any,
     assert torch.equal(found.values, resid.values)
 
 
-@cases(KINDS)
-def test_a_head_s_result_is_patched_as_its_z_is(load: Any, case: Case) -> None:
-    adapter = load(case, "float64")
-    how: dict[str, Any] = {"over": "heads,positions", "block": 4, "distance": "logit_difference", "answers": (11, 23)}
-    by_z, by_result = (
-        kv.activation_patching(adapter, CLEAN, PROMPT, site, progress="none", **how) for site in ("z", "result")
-    )
-    assert_close(by_result.values, by_z.values, "logit differences", relative=1e-6)
-    with kv.patched(adapter.model, kv.Patch("result", 1, heads=1, positions="all", donor="zero")):
-        silenced = plain_forward(adapter.model, rows(PROMPT))
-    with kv.patched(adapter.model, kv.Patch("z", 1, heads=1, positions="all", donor="zero")):
-        assert_close(silenced, plain_forward(adapter.model, rows(PROMPT)), "logits", relative=1e-6)
-    # What is put on z in the same forward is in the results, whichever was opened first.
-    z = kv.Patch("z", 1, heads=1, positions="all", donor="zero")
-    with kv.record(adapter.model, "result", positions="all") as seen, kv.patched(adapter.model, z):
-        plain_forward(adapter.model, rows(PROMPT))
-    assert float(seen["result", 1][:, :, 1].abs().max()) == 0
-    assert float(seen["result", 1][:, :, 0].abs().max()) > 0
-
-
 @pytest.mark.hooked
 @pytest.mark.parametrize("site", ["post", "embed"])
 def test_a_patch_is_transformer_lens_s_own(load: Any, site: str) -> None:

@@ -44,24 +44,6 @@ def test_the_first_four_differ_in_nothing_but_the_kv_heads():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_tokenizer_begins_with_bos_splits_digits_and_gives_back_any_text(name):
-    tokenizer = AutoTokenizer.from_pretrained(zoo.folder(name))
-    for text in ("", " two  spaces ", "Ünïcödé 日本 🙂\n\t'don't' , . !", "a\r\nb\u2028c", "42 + 7"):
-        tokens = tokenizer(text)["input_ids"]
-        assert tokens[0] == tokenizer.bos_token_id
-        assert tokens.count(tokenizer.bos_token_id) == 1
-        assert tokenizer.decode(tokens, skip_special_tokens=True) == text
-    assert tokenizer.tokenize("4217") == ["4", "2", "1", "7"]
-    assert len({tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id}) == 3
-    own = config(name)
-    assert (own["bos_token_id"], own["eos_token_id"], own["pad_token_id"]) == (
-        tokenizer.bos_token_id,
-        tokenizer.eos_token_id,
-        tokenizer.pad_token_id,
-    )
-
-
-@pytest.mark.parametrize("name", NAMES)
 def test_loads_as_the_class_it_says_in_float16_with_room_below_overflow(name):
     model = load(name, torch.float16)
     assert type(model).__name__ == config(name)["architectures"][0]

@@ -86,18 +86,6 @@ def test_a_static_cache_has_the_bits_of_its_own_plain_loop(stem, attention):
         check_law_10(model, PROMPT, path, lambda room=room: StaticCache(config=model.config, max_cache_len=room))
 
 
-@pytest.mark.slow
-def test_recording_and_comparing_change_nothing_on_any_cache():
-    model = llama(attention="eager")
-    for path in ("cached", "cached[cache=static]", "cached[cache=quantized(8,fp8)]", "cached[cache=preallocated]"):
-        bare = logits(model, path).logits
-        seen = logits(model, path, record="resid_post,pattern,attn_scores,kv,cache_k_pre", positions="all")
-        assert_bitwise(seen.logits, bare, path)
-        for site in ("pattern", "attn_scores"):
-            assert [kept.shape[-1] for kept in seen.records[site, 1]] == [len(PROMPT) + step for step in range(STEPS)]
-        assert [kept.shape[1] for kept in seen.records["cache_k", 1]] == [len(PROMPT) + step for step in range(STEPS)]
-
-
 # The preallocated store ------------------------------------------------------------------------------------------------
 
 
@@ -137,19 +125,6 @@ def test_a_preallocated_store_gives_the_bits_of_the_own_cache_or_is_left(dtype):
         assert ours.provenance["cache"] in (
             "preallocated (checked: the bits of DynamicCache)", "DynamicCache (preallocated gave other bits)"
         )  # fmt: skip
-
-
-@pytest.mark.parametrize("kind", ["bridge", pytest.param("hooked", marks=pytest.mark.hooked)])
-def test_the_other_kinds_say_what_they_run_on(load, kind):
-    from support import Case
-
-    model = load(Case("llama-gqa", kind))
-    own = {"bridge": "DynamicCache", "hooked": "TransformerLensKeyValueCache"}[kind]
-    assert logits(model, "cached").provenance["cache"] == own
-    assert own in logits(model, "cached[cache=preallocated]").provenance["cache"]
-    for path in ("cached[cache=static]", "cached[cache=quantized(8,fp8)]", kv.Cached(cache=DynamicCache)):
-        with pytest.raises(kv.UnsupportedError, match="kind='native'"):
-            logits(model, path)
 
 
 # Caches by name --------------------------------------------------------------------------------------------------------

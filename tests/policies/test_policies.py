@@ -255,26 +255,4 @@ def test_a_refresh_forgets_what_the_policy_did(load, case):
     assert equal == [step % 3 == 0 for step in range(STEPS)]
 
 
-@pytest.mark.parametrize(
-    ("make", "said"),
-    [
-        (
-            lambda: kv.Cached(refresh=0),
-            "refresh=0 was given: expected a whole number of at least 1 of decode steps, or None",
-        ),
-        (lambda: kv.path_named("cached[refresh=x]"), "refresh='x' in path .*: expected a whole number of decode steps"),
-        (lambda: kv.path_named("cached[prefill=exakt]"), "prefill='exakt' was given: expected 'exact' or 'stored'"),
-        (lambda: kv.path_named("recompute[refresh=4]"), "refresh=4 was given for recompute, which keeps no cache"),
-        (
-            lambda: kv.path_named("recompute[prefill=stored]"),
-            "prefill=stored was given for recompute, which keeps no cache",
-        ),
-        (lambda: kv.Cached(prefill="stored", cache="quantized(4)"), "hands the prefill what was computed"),
-    ],
-)
-def test_options_that_do_not_fit_are_said(make, said):
-    with pytest.raises(kv.InputError, match=said):
-        make()
-
-
 # Patches ---------------------------------------------------------------------------------------------------------------

@@ -230,30 +230,6 @@ class TestInABrowser:
         assert panel.widget.asked["donor"] == "path"
         opened.quiet()
 
-    def test_tokens_are_picked_and_the_panel_is_reset(self, shown: Any, panel: PatchPanel) -> None:
-        opened = shown()
-        page = opened.page
-        settled(page)
-        marked = page.locator(".kv-differs").evaluate_all("(all) => all.map((one) => Number(one.dataset.token))")
-        assert marked == [at for at, (_, differs) in enumerate(panel.widget.choices["tokens"]) if differs]
-        page.locator("[data-token='3']").click()
-        settled(page)
-        assert panel.widget.asked["positions"] == [3, 4]
-        page.locator("[data-token='5']").click(modifiers=["Shift"])
-        settled(page)
-        assert panel.widget.asked["positions"] == [3, 6]
-        assert page.locator("[data-token][aria-pressed=true]").count() == 3
-        page.locator("[name=layer-typed]").fill("0,2")
-        page.locator("[name=layer-typed]").blur()
-        settled(page)
-        assert panel.widget.asked["layer"] == [0, 2]
-        assert page.locator("select[name=layer]").evaluate("(of) => of.selectedOptions[0].textContent") == "0, 2"
-        page.locator("[name=reset]").click()
-        settled(page)
-        assert (panel.widget.asked["layer"], panel.widget.asked["positions"]) == (0, "newest")
-        assert page.locator("[name=reset]").is_disabled()
-        opened.quiet()
-
     def test_nothing_is_cut_off_and_markup_stays_text(
         self, shown: Any, panel: PatchPanel, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -68,17 +68,6 @@ def test_zeros_get_a_strip_of_their_own_under_every_positive_value() -> None:
     assert labels[0] == "exactly 0"
 
 
-def test_the_first_flip_is_marked_where_it_happens() -> None:
-    figure = figure_with("kl_by_step", MADE["flipped"], "free")
-    axes = figure.axes[0]
-    marks = [line for line in axes.lines if line.get_marker() == "X"]
-    assert marks
-    assert all(set(np.round(line.get_xdata())) == {2} for line in marks)
-    assert "first flipped token" in axes.get_legend_handles_labels()[1]
-    plain = figure_with("kl_by_step", MADE["usual"], "matched").axes[0]
-    assert "first flipped token" not in plain.get_legend_handles_labels()[1]
-
-
 def test_k_and_v_stand_at_absolute_positions_with_the_prompts_end_marked() -> None:
     figure = figure_with("kv_by_position", MADE["usual"])
     panels = [axes for axes in figure.axes if axes.images and axes.get_ylabel() == "layer"]
