@@ -29,10 +29,10 @@ import engine_faults  # noqa: E402
 import planted  # noqa: E402
 
 import kvinterp as kv  # noqa: E402
-from kvinterp.auditing.given import audit_given, judge_given  # noqa: E402
+from kvinterp.auditing.engine import audit_engine  # noqa: E402
 from kvinterp.metrics.rollouts import rollout_statistics  # noqa: E402
-from kvinterp.recording.given import GivenPath  # noqa: E402
-from kvinterp.recording.readers import read_given  # noqa: E402
+from kvinterp.recording.engine_path import EnginePath  # noqa: E402
+from kvinterp.recording.readers import read_engine  # noqa: E402
 
 OUT = ROOT / "benchmarks" / "results" / "engines.jsonl"
 LENGTH = 128
@@ -86,7 +86,7 @@ def watched(chosen: Any) -> Any:
 planted.chosen, engine_faults.chosen = watched(planted.chosen), watched(engine_faults.chosen)
 
 
-def made(model: Any, engine: Any, texts: list[list[int]], dtype: str) -> tuple[list[GivenPath], dict[str, bool]]:
+def made(model: Any, engine: Any, texts: list[list[int]], dtype: str) -> tuple[list[EnginePath], dict[str, bool]]:
     """What an engine gives, and what others flag beside our own forward of the same dtype."""
     twin, paths, ours, theirs, sequence = model.at(getattr(torch, dtype)).model, [], [], [], []
     others = 0
@@ -97,7 +97,7 @@ def made(model: Any, engine: Any, texts: list[list[int]], dtype: str) -> tuple[l
         own = planted.prefill(twin, ids, cut)
         # An engine without the BOS begins a token later.
         others += int((best != BEST[-1][-len(best) :]).sum())
-        paths.append(GivenPath(f"{number}", tuple(ids[:cut]), tuple(ids[cut:]), row))
+        paths.append(EnginePath(f"{number}", tuple(ids[:cut]), tuple(ids[cut:]), row))
         ok = np.isfinite(row) & np.isfinite(own)
         ours.append(own[ok])
         theirs.append(row[ok])
@@ -137,8 +137,8 @@ def main() -> None:
             about = ("engines held out", file.stem, name, dtype, 0)
             if engine == "llama64-mini" or about in done or given.only not in file.stem:
                 continue
-            begun, found = time.perf_counter(), audit_given(model, file, declared=dtype)
-            paths = read_given(file)
+            begun, found = time.perf_counter(), audit_engine(model, file, declared=dtype)
+            paths = read_engine(file)
             ours = np.concatenate(
                 [planted.prefill(model.at(getattr(torch, dtype)).model, list(p.ids), 0)[1:] for p in paths]
             )
@@ -153,7 +153,7 @@ def main() -> None:
                 continue
             begun = time.perf_counter()
             paths, flags = made(model, engine, texts_of(model, tokens), dtype)
-            rows.append(kept(about, judge_given(model, paths, dtype), right, flags, begun))
+            rows.append(kept(about, audit_engine(model, paths, dtype), right, flags, begun))
         if given.flags:
             again(model, name, rows)
     print(table(rows))

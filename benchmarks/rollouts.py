@@ -31,11 +31,11 @@ def child(given: argparse.Namespace) -> None:
 
     sys.path.append(str(ROOT / "tests" / "given"))
     import planted
+    from writing_given import write_given
 
     import kvinterp as kv
-    from kvinterp.auditing.given import audit_given
-    from kvinterp.recording.given import GivenPath
-    from kvinterp.recording.readers.own import write_given
+    from kvinterp.auditing.engine import audit_engine
+    from kvinterp.recording.engine_path import EnginePath
 
     torch.set_num_threads(given.threads)
     engine = planted.prefill if given.engine == "clean" else planted.FAULTS[given.engine][0]
@@ -49,14 +49,14 @@ def child(given: argparse.Namespace) -> None:
     loop = {"plain_seconds": time.perf_counter() - clock, "plain_processor_seconds": time.process_time() - process}
     rows = plain if given.engine == "clean" else [engine(twin, ids, length // 2) for ids in texts]
     paths = [
-        GivenPath(str(n), tuple(ids[: length // 2]), tuple(ids[length // 2 :]), row)
+        EnginePath(str(n), tuple(ids[: length // 2]), tuple(ids[length // 2 :]), row)
         for n, (ids, row) in enumerate(zip(texts, rows, strict=True))
     ]
     with tempfile.TemporaryDirectory() as folder:
         file = write_given(paths, Path(folder) / "rollouts.jsonl")
         del paths, rows, plain
         start, clock, process = _peak(), time.perf_counter(), time.process_time()
-        found = audit_given(model, file, declared=given.dtype)
+        found = audit_engine(model, file, declared=given.dtype)
         took = {"seconds": time.perf_counter() - clock, "processor_seconds": time.process_time() - process}
     ratio = took["processor_seconds"] / loop["plain_processor_seconds"]
     said = {"engine": given.engine, "sequences": count, "tokens": found.given["tokens"], "verdict": found.verdict}

@@ -17,8 +17,8 @@ from kvinterp.common.checks import check_choice
 from kvinterp.common.store import write_whole
 from kvinterp.errors import InputError, UnsupportedError, shown
 from kvinterp.models.adapter import Adapter
-from kvinterp.models.gguf_file import is_gguf
 from kvinterp.models.load import wrap
+from kvinterp.models.naming import is_gguf
 
 if TYPE_CHECKING:
     import gguf

@@ -109,3 +109,11 @@ def located(where: str) -> Iterator[None]:
         yield
     except KvinterpError as error:
         raise type(error)(f"{where}: {error}") from error
+
+
+def reason(error: BaseException) -> str:
+    """What an error of another library says, in one line of at most 240 characters."""
+    said = " ".join(str(error).split())
+    if isinstance(error, KeyError | IndexError | AssertionError | ZeroDivisionError | StopIteration) or not said:
+        said = f"{type(error).__name__} {said}".strip()
+    return said if len(said) <= 240 else said[:237].rstrip() + "..."

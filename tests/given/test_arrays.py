@@ -158,3 +158,19 @@ def test_the_example_of_the_docs_runs(model: Any) -> None:
 def test_arrays_that_do_not_fit_get_a_sentence(prompt: Any, tokens: Any, values: Any, ids: Any, says: str) -> None:
     with pytest.raises(InputError, match=says):
         kv.Trace.from_arrays(prompt, tokens, values, ids)
+
+
+def test_hidden_states_of_arrays_are_compared_as_log_probs_are(model: Any) -> None:
+    """Each side under its own name, and the first tensor that is not the same bits is named."""
+    ours = kv.run(model, list(range(5, 12)), "cached", max_new_tokens=4, stop="length", logits="keep", record="resid_post")
+    rows = {place: torch.stack(each).numpy() for place, each in ours.records.items()}
+    arrays = ours.prompt, ours.tokens, ours.logits
+    same = kv.compare_traces(ours, kv.Trace.from_arrays(*arrays, path="engine", hidden=rows))
+    assert same.provenance["paths"] == {"a": "cached", "b": "engine"}
+    assert len(same.layers) == 4 * model.facts.layers
+    assert (same.layers["relative_l2"] == 0).all()
+    rows["resid_post", 2] = rows["resid_post", 2] * 1.01
+    found = kv.compare_traces(ours, kv.Trace.from_arrays(*arrays, path="engine", hidden=rows))
+    assert (found.provenance["first"]["site"], found.provenance["first"]["layer"]) == ("resid_post", 2)
+    with pytest.raises(InputError, match="does not fit 4 tokens"):
+        kv.Trace.from_arrays(*arrays, hidden={("resid_post", 2): rows["resid_post", 2][1:]})

@@ -13,17 +13,17 @@ import numpy as np
 import planted
 import pytest
 import torch
+import writing_given
 
 import kvinterp as kv
 from command_line import kvinterp, wrong
-from kvinterp.auditing import given as judging
-from kvinterp.auditing import given_steps as steps
-from kvinterp.auditing.given import audit_given, judge_given
+from kvinterp.auditing import engine as judging
+from kvinterp.auditing import engine_numbers as numbers
+from kvinterp.auditing.engine import audit_engine
 from kvinterp.errors import InputError
 from kvinterp.metrics.rollouts import rollout_statistics
-from kvinterp.recording.given import GivenPath
-from kvinterp.recording.readers import read_given
-from kvinterp.recording.readers.own import write_given
+from kvinterp.recording.engine_path import EnginePath
+from kvinterp.recording.readers import read_engine
 
 LENGTH, COUNT = 128, 4
 RECORDED = Path(__file__).parent / "recorded"
@@ -35,14 +35,14 @@ def model() -> Any:
 
 
 @pytest.fixture(scope="module")
-def walked(model: Any) -> Callable[[planted.Engine, str], list[GivenPath]]:
+def walked(model: Any) -> Callable[[planted.Engine, str], list[EnginePath]]:
     text = [t for prompt in kv.load_prompts("natural:24") for t in model.encode(prompt.text)[1:]]
     bos = model.tokenizer.bos_token_id
     texts = [[bos, *text[n * LENGTH : (n + 1) * LENGTH - 1]] for n in range(COUNT)]
 
-    def walk(engine: planted.Engine, dtype: str) -> list[GivenPath]:
+    def walk(engine: planted.Engine, dtype: str) -> list[EnginePath]:
         twin, cut = model.at(getattr(torch, dtype)).model, LENGTH // 2
-        return [GivenPath(f"{n}", tuple(t[:cut]), tuple(t[cut:]), engine(twin, t, cut)) for n, t in enumerate(texts)]
+        return [EnginePath(f"{n}", tuple(t[:cut]), tuple(t[cut:]), engine(twin, t, cut)) for n, t in enumerate(texts)]
 
     return walk
 
@@ -50,7 +50,7 @@ def walked(model: Any) -> Callable[[planted.Engine, str], list[GivenPath]]:
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("engine", planted.CLEAN)
 def test_a_clean_engine_passes(engine: str, dtype: str, model: Any, walked: Any) -> None:
-    found = judge_given(model, walked(planted.CLEAN[engine], dtype), dtype)
+    found = audit_engine(model, walked(planted.CLEAN[engine], dtype), dtype)
     assert found.verdict in ("rounding", "equal"), str(found)
     assert found.exit_code == 0
     assert "would have shown (n = 508" in found.reading
@@ -59,14 +59,14 @@ def test_a_clean_engine_passes(engine: str, dtype: str, model: Any, walked: Any)
 @pytest.mark.parametrize("fault", [name for name, (_, named) in planted.FAULTS.items() if named and name != "q8_0 prefix"])
 def test_a_cause_that_one_of_our_paths_has_is_named_in_float16(fault: str, model: Any, walked: Any) -> None:
     engine, named = planted.FAULTS[fault]
-    found = judge_given(model, walked(engine, "float16"), "float16")
+    found = audit_engine(model, walked(engine, "float16"), "float16")
     assert named in found.reading.splitlines()[1], str(found)
     assert found.exit_code == 1
 
 
 def test_a_cause_of_about_float16s_own_rounding_is_named_or_not_told_and_nothing_else_is(model: Any, walked: Any) -> None:
     """An eight-bit prefix: what is left of it beside rounding hangs on the processor; nothing else is blamed."""
-    found = judge_given(model, walked(planted.FAULTS["q8_0 prefix"][0], "float16"), "float16")
+    found = audit_engine(model, walked(planted.FAULTS["q8_0 prefix"][0], "float16"), "float16")
     assert found.exit_code != 0 or found.given["rungs"][0]["within"] == "yes", str(found)
     assert "q8_0" in found.given.get("named", "q8_0"), str(found)
 
@@ -74,7 +74,7 @@ def test_a_cause_of_about_float16s_own_rounding_is_named_or_not_told_and_nothing
 @pytest.mark.parametrize("fault", ["a cached block repeated", "weights 0.1% stale", "weights 1% stale", "eps 1e-6"])
 def test_what_none_of_our_paths_has_is_no_bug_in_16_bits(fault: str, model: Any, walked: Any) -> None:
     """Of eps and staleness this is right: they stand within, or a little above, float16's own band."""
-    found = judge_given(model, walked(planted.FAULTS[fault][0], "float16"), "float16")
+    found = audit_engine(model, walked(planted.FAULTS[fault][0], "float16"), "float16")
     assert found.verdict != "bug", str(found)
     assert (found.exit_code == 0) == (fault == "eps 1e-6"), str(found)
     if fault == "a cached block repeated":
@@ -83,19 +83,19 @@ def test_what_none_of_our_paths_has_is_no_bug_in_16_bits(fault: str, model: Any,
 
 
 def test_float32_tells_what_float16_cannot(model: Any, walked: Any) -> None:
-    found = judge_given(model, walked(planted.FAULTS["eps 1e-6"][0], "float32"), "float32")
+    found = audit_engine(model, walked(planted.FAULTS["eps 1e-6"][0], "float32"), "float32")
     assert found.verdict == "bug"
     assert "norm eps times 0.1" in found.reading
-    assert judge_given(model, walked(planted.stale(0.001), "float32"), "float32").verdict == "unexplained"
+    assert audit_engine(model, walked(planted.stale(0.001), "float32"), "float32").verdict == "unexplained"
 
 
 def test_a_size_that_is_in_no_list_is_found(model: Any, walked: Any) -> None:
-    found = judge_given(model, walked(planted.rope(0.97), "float16"), "float16")
+    found = audit_engine(model, walked(planted.rope(0.97), "float16"), "float16")
     assert "RoPE frequencies times 0.97" in found.reading.splitlines()[1]
 
 
 def test_a_precision_that_was_not_declared(model: Any, walked: Any) -> None:
-    found = judge_given(model, walked(planted.decode, "bfloat16"), "float32")
+    found = audit_engine(model, walked(planted.decode, "bfloat16"), "float32")
     assert found.verdict == "wrong-dtype", str(found)
     assert "declared float32, stands on bfloat16" in found.reading
 
@@ -106,18 +106,18 @@ def test_limits_are_measured_where_the_model_runs(model: Any, walked: Any, monke
     exact = walked(planted.prefill, "float64")
     for path, truth in zip(paths, exact, strict=True):
         path.chosen = np.minimum(truth.chosen + 4 * (path.chosen - truth.chosen), 0)
-    assert judge_given(model, paths, "float16").exit_code != 0
-    own = judging.log_probs
+    assert audit_engine(model, paths, "float16").exit_code != 0
+    own = judging.our_row
 
     def coarse(adapter: Any, ids: Any, prompt: int, way: Any) -> Any:
-        rows = own(adapter, ids, prompt, way)
-        if way.dtype != "float16":
-            return rows
-        truth = own(adapter, ids, prompt, judging.Way("float64"))
-        return truth + 4 * (rows - truth)
+        row = own(adapter, ids, prompt, way)
+        if row is None or way.dtype != "float16":
+            return row
+        truth = own(adapter, ids, prompt, judging.TRUTH)
+        return truth + 4 * (row - truth)
 
-    monkeypatch.setattr(judging, "log_probs", coarse)
-    assert judge_given(model, paths, "float16").verdict == "rounding"
+    monkeypatch.setattr(judging, "our_row", coarse)
+    assert audit_engine(model, paths, "float16").verdict == "rounding"
 
 
 def test_signs_are_compared_not_sizes(model: Any, walked: Any) -> None:
@@ -125,31 +125,31 @@ def test_signs_are_compared_not_sizes(model: Any, walked: Any) -> None:
     paths = walked(planted.rope(0.98), "float32")
     for path, right in zip(paths, walked(planted.prefill, "float32"), strict=True):
         path.chosen = np.minimum(2 * right.chosen - path.chosen, 0)
-    assert judge_given(model, paths, "float32").verdict == "unexplained"
+    assert audit_engine(model, paths, "float32").verdict == "unexplained"
 
 
 def test_what_cannot_be_read_fails_closed(model: Any, walked: Any) -> None:
     (path, *_) = walked(planted.prefill, "float16")
-    empty = GivenPath("0", path.prompt, path.tokens, np.full(LENGTH, np.nan))
-    positive = GivenPath("0", path.prompt, path.tokens, np.exp(path.chosen))
+    empty = EnginePath("0", path.prompt, path.tokens, np.full(LENGTH, np.nan))
+    positive = EnginePath("0", path.prompt, path.tokens, np.exp(path.chosen))
     for given, says in (([empty], "0 tokens have"), ([positive], "above 0"), ([], "0 tokens have")):
-        found = judge_given(model, given)
+        found = audit_engine(model, given)
         assert found.exit_code == 3
         assert says in found.reading
     with pytest.raises(InputError, match="another one"):
-        judge_given(model, [GivenPath("0", (5,), (70_000,), np.array([np.nan, -1.0]))])
+        audit_engine(model, [EnginePath("0", (5,), (70_000,), np.array([np.nan, -1.0]))])
     with pytest.raises(InputError, match="context"):
-        judge_given(model, [GivenPath("0", (5,), (6,) * 2000, np.full(2001, -1.0))])
+        audit_engine(model, [EnginePath("0", (5,), (6,) * 2000, np.full(2001, -1.0))])
 
 
 def test_a_log_prob_above_0_is_rounding_and_said_or_none(model: Any, walked: Any) -> None:
     paths = walked(planted.prefill, "float32")
     for path in paths:
         path.chosen[-1] = 1e-6
-    found = judge_given(model, paths)
+    found = audit_engine(model, paths)
     assert f"{len(paths)} above 0, by 1e-06 at most, are taken for 0, rounded." in str(found)
     paths[0].chosen[-1] = 0.5
-    refused = judge_given(model, paths, "float32")
+    refused = audit_engine(model, paths, "float32")
     assert refused.exit_code == 3
     assert "1 of 508 values are above 0, which no log-prob is" in str(refused)
 
@@ -166,7 +166,7 @@ def test_generate_with_scores_is_a_clean_engine(model: Any, tmp_path: Path) -> N
     values = [float(row[token]) for row, token in zip(rows, tokens, strict=True)]
     line = {"prompt": ids, "tokens": tokens, "logprobs": values, "declared": {"dtype": "float32"}}
     (tmp_path / "a.jsonl").write_text(json.dumps(line))
-    found = audit_given(model, tmp_path / "a.jsonl")
+    found = audit_engine(model, tmp_path / "a.jsonl")
     assert found.verdict == "rounding", str(found)
     assert found.given["tokens"] == 60
 
@@ -177,7 +177,7 @@ def test_generate_with_scores_is_a_clean_engine(model: Any, tmp_path: Path) -> N
 )
 def test_llama_cpp_as_it_was_recorded(name: str, dtype: str, word: str, model: Any) -> None:
     """Weights and cache in F32 and in F16 pass; its q8_0 cache, which it turns, is named."""
-    found = audit_given(model, RECORDED / f"llama64-mini_{name}.jsonl", declared=dtype)
+    found = audit_engine(model, RECORDED / f"llama64-mini_{name}.jsonl", declared=dtype)
     assert found.verdict == word, str(found)
     assert found.given["sequences"] == 1
 
@@ -188,7 +188,7 @@ def test_llama_cpp_as_it_was_recorded(name: str, dtype: str, word: str, model: A
 )
 def test_engines_that_no_rule_was_chosen_beside_pass(engine: str, model: Any) -> None:
     """Recorded by record_engines.py; each declares its own dtype."""
-    found = audit_given(model, RECORDED / f"{engine}.jsonl")
+    found = audit_engine(model, RECORDED / f"{engine}.jsonl")
     assert found.verdict == "rounding", str(found)
     assert found.given["tokens"] == 508
 
@@ -203,7 +203,7 @@ def test_engines_that_no_rule_was_chosen_beside_pass(engine: str, model: Any) ->
 )
 def test_a_vllm_that_ran(given: str, declared: str, word: str, model: Any) -> None:
     """Answers of vLLM 0.32 on a CPU as they came, recorded by record_vllm.py: 4 prompts and 16 tokens behind each."""
-    found = audit_given(model, RECORDED / f"vllm_{given}.jsonl", declared=declared)
+    found = audit_engine(model, RECORDED / f"vllm_{given}.jsonl", declared=declared)
     assert found.verdict == word, str(found)
     assert found.given["sequences"] == 4
     assert found.given["tokens"] == 4 * 127 + 37  # A text that ended early has fewer than 16.
@@ -211,13 +211,13 @@ def test_a_vllm_that_ran(given: str, declared: str, word: str, model: Any) -> No
 
 def test_openvino_computes_a_float32_model_in_bfloat16_and_it_is_said(model: Any) -> None:
     """Its products round otherwise than torch's; what both do alike is to round the weights."""
-    found = audit_given(model, RECORDED / "openvino-default_float32.jsonl")
+    found = audit_engine(model, RECORDED / "openvino-default_float32.jsonl")
     assert found.verdict == "wrong-dtype", str(found)
     assert "declared float32, stands on bfloat16" in found.reading
 
 
 def test_a_fault_of_bfloat16s_size_is_not_called_bfloat16(model: Any, walked: Any) -> None:
-    found = judge_given(model, walked(planted.stale(0.005), "float32"), "float32")
+    found = audit_engine(model, walked(planted.stale(0.005), "float32"), "float32")
     assert found.verdict == "unexplained", str(found)
     (row,) = (row for row in found.given["rungs"] if row["precision"] == "bfloat16")
     assert row["low"] < row["null_mean"], "it is of that size"
@@ -228,14 +228,14 @@ def test_sure_tokens_at_the_beginning_are_no_place_where_a_difference_begins() -
     """Rounding is small where a token is all but certain: our own is too, and a fault of every position lies at every position."""
     draw = np.random.default_rng(3)
     ids = tuple(range(200))
-    paths = [GivenPath(f"{n}", ids[:1], ids[1:], np.r_[np.nan, -np.ones(199)]) for n in range(4)]
-    tokens = steps.Tokens.of(paths)
+    paths = [EnginePath(f"{n}", ids[:1], ids[1:], np.r_[np.nan, -np.ones(199)]) for n in range(4)]
+    tokens = numbers.Tokens.of(paths)
     sure = np.where(tokens.position < 100, 1e-3, 1.0)
     noise, more = (sure * np.abs(draw.normal(size=len(sure))) * 1e-6 for _ in range(2))
-    assert steps.onset(tokens, more, noise) is None
+    assert tokens.onset(more, noise) is None
     late = tokens.position >= 100
     for early in (1, 100):
-        begins = steps.onset(tokens, np.where(late, 1e4 * more, early * more), noise)
+        begins = tokens.onset(np.where(late, 1e4 * more, early * more), noise)
         assert begins is not None
         assert abs(begins - 100) <= 4
 
@@ -249,8 +249,8 @@ def test_of_tokens_that_are_all_but_certain_no_side_is_said(model: Any) -> None:
         text = model.model.generate(text, max_new_tokens=40, do_sample=False, pad_token_id=0)
         rows = model.model(text).logits[0].log_softmax(-1)[:-1].gather(1, text[0, 1:, None])[:, 0]
         ids = text[0].tolist()
-        paths.append(GivenPath(f"{number}", tuple(ids[:8]), tuple(ids[8:]), np.r_[np.nan, rows.numpy()]))
-    found = judge_given(model, paths, "float32")
+        paths.append(EnginePath(f"{number}", tuple(ids[:8]), tuple(ids[8:]), np.r_[np.nan, rows.numpy()]))
+    found = audit_engine(model, paths, "float32")
     assert found.verdict in ("rounding", "equal"), str(found)
     said = re.search(r"above ours at (\d+)%.*p = (\S+), n = (\d+)", found.reading)
     assert said is not None
@@ -261,7 +261,7 @@ def test_of_tokens_that_are_all_but_certain_no_side_is_said(model: Any) -> None:
 @pytest.mark.parametrize(("base", "dtype"), [(2, "bfloat16"), (10, "float32")])
 def test_logarithms_of_another_base_are_told_from_a_temperature(base: int, dtype: str, model: Any, walked: Any) -> None:
     paths = walked(lambda m, ids, cut: planted.prefill(m, ids, cut) / np.log(base), dtype)
-    found = judge_given(model, paths, dtype)
+    found = audit_engine(model, paths, dtype)
     assert found.verdict == "processed", str(found)
     assert f"in base {base}, not in nats" in found.reading, str(found)
 
@@ -273,7 +273,7 @@ def test_of_a_large_vocabulary_and_of_long_texts_some_tokens_are_held_out(
     """What is tried on few tokens is tried on tokens of several sequences: the first ones alone were all of one, and none held out."""
     monkeypatch.setattr(judging, "LOGITS", 64 * model.facts.vocabulary)
     monkeypatch.setattr(judging, "TRIED", 120)
-    found = judge_given(model, walked(planted.FAULTS[fault][0], "float32"), "float32")
+    found = audit_engine(model, walked(planted.FAULTS[fault][0], "float32"), "float32")
     # So few tokens are held out that a temperature may stay unnamed; it is never passed.
     assert found.verdict in (("processed", "unexplained") if "temperature" in fault else ("bug",)), str(found)
 
@@ -282,7 +282,7 @@ def test_sequences_without_log_probs_leave_both_halves_some(model: Any, walked: 
     paths = walked(planted.warm(0.8), "float32")
     for path in paths[1::2]:
         path.chosen[:] = np.nan
-    assert judge_given(model, paths, "float32").verdict == "processed"
+    assert audit_engine(model, paths, "float32").verdict == "processed"
 
 
 def rope_base(factor: float) -> planted.Engine:
@@ -306,31 +306,31 @@ def int8_weights(model: Any, ids: list[int], cut: int) -> np.ndarray:
 
 def test_what_a_passing_run_says_would_have_shown_does(model: Any, walked: Any) -> None:
     """A RoPE base of 2% more is .068 nats, and twice bfloat16's own distance: it passed beside "0.051 nats would have shown"."""
-    found = judge_given(model, walked(rope_base(1.02), "bfloat16"), "bfloat16")
+    found = audit_engine(model, walked(rope_base(1.02), "bfloat16"), "bfloat16")
     assert found.verdict == "bug", str(found)
     assert "RoPE base times 1.0" in found.reading
 
 
 def test_without_a_declared_dtype_a_fault_of_a_roundings_size_is_no_rounding(model: Any, walked: Any) -> None:
-    found = judge_given(model, walked(int8_weights, "float32"))
+    found = audit_engine(model, walked(int8_weights, "float32"))
     assert found.exit_code != 0, str(found)
     for dtype in ("float32", "float16", "bfloat16"):
-        assert judge_given(model, walked(planted.decode, dtype)).verdict == "rounding"
+        assert audit_engine(model, walked(planted.decode, dtype)).verdict == "rounding"
 
 
 @pytest.mark.parametrize("written", ["3 decimals", "float16", "bfloat16"])
 def test_log_probs_that_were_written_coarsely_are_told_from_faults(written: str, model: Any, walked: Any) -> None:
-    def put(paths: list[GivenPath]) -> list[GivenPath]:
+    def put(paths: list[EnginePath]) -> list[EnginePath]:
         for path in paths:
             row = path.chosen
-            path.chosen = np.round(row, 3) if "dec" in written else steps.rounded(row, getattr(torch, written))
+            path.chosen = np.round(row, 3) if "dec" in written else numbers.rounded(row, getattr(torch, written))
         return paths
 
-    clean = judge_given(model, put(walked(planted.decode, "float32")), "float32")
+    clean = audit_engine(model, put(walked(planted.decode, "float32")), "float32")
     assert clean.verdict == "rounding", str(clean)
     assert f"They are written {'with 3 decimals' if 'dec' in written else f'in {written}'}" in clean.reading
-    assert judge_given(model, put(walked(planted.position_off, "float32")), "float32").verdict == "bug"
-    assert judge_given(model, put(walked(planted.stale(0.01), "float32")), "float32").exit_code != 0
+    assert audit_engine(model, put(walked(planted.position_off, "float32")), "float32").verdict == "bug"
+    assert audit_engine(model, put(walked(planted.stale(0.01), "float32")), "float32").exit_code != 0
 
 
 def test_what_a_file_declares_excuses_nothing(model: Any, walked: Any) -> None:
@@ -339,13 +339,13 @@ def test_what_a_file_declares_excuses_nothing(model: Any, walked: Any) -> None:
         paths = walked(planted.position_off, "float32")
         for path in paths:
             path.declared = {"dtype": "float32", "step": step}
-        assert judge_given(model, paths).verdict == "bug"
+        assert audit_engine(model, paths).verdict == "bug"
 
 
 def test_one_token_that_is_far_off_is_no_rounding_in_float32(model: Any, walked: Any) -> None:
     paths = walked(planted.prefill, "float32")
     paths[1].chosen[70] -= 3
-    found = judge_given(model, paths, "float32")
+    found = audit_engine(model, paths, "float32")
     assert found.verdict == "unexplained", str(found)
     assert "at one token" in found.reading
     assert "then the engine with a plain cache" in found.reading, "it ran in float32 already"
@@ -355,7 +355,7 @@ def test_sequences_that_declare_different_dtypes_are_not_judged_as_one(model: An
     paths = walked(planted.prefill, "float32")
     paths[0].declared, paths[1].declared = {"dtype": "float16"}, {"dtype": "torch.bfloat16"}
     with pytest.raises(InputError, match="declare bfloat16 and float16: expected one dtype"):
-        judge_given(model, paths)
+        audit_engine(model, paths)
 
 
 def test_statistics_of_what_is_hardly_likely_are_numbers(recwarn: pytest.WarningsRecorder) -> None:
@@ -380,8 +380,8 @@ def test_the_statistics_are_those_of_their_definitions() -> None:
 def test_the_command_writes_verdict_and_page(model: Any, walked: Any, tmp_path: Path) -> None:
     paths = walked(planted.position_off, "float16")
     paths[0].id = "<script>alert(1)</script>"
-    file = write_given(paths, tmp_path / "a.jsonl")
-    again = read_given(file)
+    file = writing_given.write_given(paths, tmp_path / "a.jsonl")
+    again = read_engine(file)
     np.testing.assert_array_equal(again[0].chosen, paths[0].chosen)
     out = tmp_path / "out"
     made = kvinterp("audit", "zoo:llama64-mini", "--against", file, "--dtype", "float16", "--out", out)
@@ -409,7 +409,7 @@ def test_the_command_rounds_no_weights_to_what_was_declared(model: Any, tmp_path
     file = RECORDED / "vllm_bfloat16.jsonl"
     kvinterp("audit", "zoo:llama64-mini", "--against", file, "--dtype", "bfloat16", "--out", tmp_path / "out")
     made = kv.load(tmp_path / "out").given
-    assert made["rungs"] == audit_given(model, file, declared="bfloat16").given["rungs"]
+    assert made["rungs"] == audit_engine(model, file, declared="bfloat16").given["rungs"]
 
 
 def test_the_command_cannot_tell_and_says_so(tmp_path: Path) -> None:
@@ -425,7 +425,7 @@ def test_a_cause_that_a_model_cannot_have_is_not_tried() -> None:
     """Heads of 16 are no blocks of 32; the other causes are tried all the same."""
     narrow = kv.load_model("zoo:mistral-mini", kind="native", dtype="float32")
     ids = narrow.encode(" ".join(prompt.text for prompt in kv.load_prompts("natural:3")))[:120]
-    path = GivenPath("0", tuple(ids[:40]), tuple(ids[40:]), planted.rope(0.98)(narrow.model, ids, 40))
-    found = judge_given(narrow, [path], "float32")
+    path = EnginePath("0", tuple(ids[:40]), tuple(ids[40:]), planted.rope(0.98)(narrow.model, ids, 40))
+    found = audit_engine(narrow, [path], "float32")
     assert found.verdict == "bug", str(found)
     assert not any("q8_0" in row["cause"] for row in found.given["tried"])

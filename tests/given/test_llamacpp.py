@@ -10,8 +10,8 @@ import pytest
 from llamacpp_server import serving, walked
 
 import kvinterp as kv
-from kvinterp.auditing.given import judge_given
-from kvinterp.recording.given import GivenPath
+from kvinterp.auditing.engine import audit_engine
+from kvinterp.recording.engine_path import EnginePath
 
 pytest.importorskip("xllamacpp", reason="llama.cpp is not installed: pip install 'kvinterp[llamacpp]'")
 
@@ -49,7 +49,7 @@ def long_ids(model: Any) -> list[int]:
 
 
 def judged(model: Any, ids: list[int], chosen: np.ndarray, kind: str = "F32", prompt: int = 1) -> Any:
-    return judge_given(model, [GivenPath("0", tuple(ids[:prompt]), tuple(ids[prompt:]), chosen)], STORED[kind])
+    return audit_engine(model, [EnginePath("0", tuple(ids[:prompt]), tuple(ids[prompt:]), chosen)], STORED[kind])
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,7 @@ import writing_given as w
 
 import kvinterp as kv
 from kvinterp.errors import InputError
-from kvinterp.recording.readers import READERS, read_given
-from kvinterp.recording.readers.own import write_given
+from kvinterp.recording.readers import READERS, read_engine
 
 CUT = 12
 
@@ -48,7 +47,7 @@ def test_every_format_gives_the_numbers_that_were_put_in(sample: Any, tmp_path: 
     for name, (record, values) in cases.items():
         file = w.lines(record if isinstance(record, list) else [record], tmp_path / f"{name}.jsonl")
         for named in (None, name):
-            (path,) = read_given(file, named)
+            (path,) = read_engine(file, named)
             if values is not None:
                 assert path.ids == tuple(ids), name
                 np.testing.assert_array_equal(path.chosen, values, err_msg=name)
@@ -59,10 +58,10 @@ def test_every_format_gives_the_numbers_that_were_put_in(sample: Any, tmp_path: 
 
 def test_our_own_form_goes_round(sample: Any, tmp_path: Path) -> None:
     _, ids, rows = sample
-    (path,) = read_given(w.lines([w.completions(ids, CUT, rows, infinite=False)], tmp_path / "a.jsonl"))
+    (path,) = read_engine(w.lines([w.completions(ids, CUT, rows, infinite=False)], tmp_path / "a.jsonl"))
     path.trainer = chosen(ids, rows)
     path.trainer[:CUT] = np.nan
-    (again,) = read_given(write_given([path], tmp_path / "b.jsonl"))
+    (again,) = read_engine(w.write_given([path], tmp_path / "b.jsonl"))
     np.testing.assert_array_equal(again.chosen, path.chosen)
     np.testing.assert_array_equal(again.trainer, path.trainer)
     assert again.top.keys() == path.top.keys()
@@ -73,7 +72,7 @@ def test_a_kl_base_goes_round_to_half_a_step_and_the_bos_is_put_back(sample: Any
     _, ids, rows = sample
     ids = ids[:40]
     file = w.write_kl_base([[7, *ids[1:]]], [rows[20:39]], tmp_path / "base")
-    (path,) = read_given(file, bos=ids[0])
+    (path,) = read_engine(file, bos=ids[0])
     assert path.ids == tuple(ids)
     assert np.isnan(path.chosen[:21]).all()
     given = np.isfinite(path.chosen)
@@ -81,20 +80,20 @@ def test_a_kl_base_goes_round_to_half_a_step_and_the_bos_is_put_back(sample: Any
     assert np.abs(path.chosen - chosen(ids, rows[:40]))[given].max() <= 16 / 65535 / 2 + 1e-6
     # Writing what was read changes no bit: the grid is the file's own.
     again = w.write_kl_base([ids], [np.stack([path.top[at][1] for at in range(21, 40)])], tmp_path / "again")
-    np.testing.assert_allclose(read_given(again)[0].chosen, path.chosen, atol=1.3e-4)
+    np.testing.assert_allclose(read_engine(again)[0].chosen, path.chosen, atol=1.3e-4)
 
 
 def test_what_stands_for_none_is_not_given_and_counted(sample: Any, tmp_path: Path) -> None:
     _, ids, rows = sample
     record = w.completions(ids, CUT, rows)
-    (path,) = read_given(w.lines([record], tmp_path / "a.jsonl"))
+    (path,) = read_engine(w.lines([record], tmp_path / "a.jsonl"))
     assert np.isnan(path.chosen[CUT])
     assert path.missing["-9999"] == 2
     record = w.nemo(ids, CUT, rows, rows)
     record["generation_logprobs"][CUT + 3] = 0.0
-    (path,) = read_given(w.lines([record], tmp_path / "b.jsonl"))
+    (path,) = read_engine(w.lines([record], tmp_path / "b.jsonl"))
     assert np.isnan(path.chosen[CUT + 3])
-    (path,) = read_given(w.lines(w.llama_positions(ids, rows), tmp_path / "c.jsonl"))
+    (path,) = read_engine(w.lines(w.llama_positions(ids, rows), tmp_path / "c.jsonl"))
     assert path.missing["float lowest"] > 0
     assert np.isfinite(path.chosen[1:-1]).all()
 
@@ -106,10 +105,10 @@ def test_texts_become_ids_only_where_one_token_has_them(sample: Any, tmp_path: P
     texts = adapter.pieces(range(adapter.facts.vocabulary))
     once = {text: n for n, text in enumerate(texts) if texts.count(text) == 1}
     file = w.lines([w.chat(ids, CUT, rows, texts)], tmp_path / "a.jsonl")
-    (path,) = read_given(file, token=once.get)
+    (path,) = read_engine(file, token=once.get)
     np.testing.assert_array_equal(path.chosen[CUT:], chosen(ids, rows)[CUT:])
     with pytest.raises(InputError, match="return_token_ids"):
-        read_given(file)
+        read_engine(file)
 
 
 @pytest.mark.parametrize(
@@ -131,7 +130,7 @@ def test_a_bad_file_gets_a_sentence(content: bytes, says: str, tmp_path: Path) -
     file = tmp_path / "bad.jsonl"
     file.write_bytes(content)
     with pytest.raises(InputError, match=says):
-        read_given(file)
+        read_engine(file)
 
 
 CONVERTERS = re.findall(
@@ -167,7 +166,7 @@ def test_the_converters_of_the_docs_give_our_own_form(
         code,
         {"batch": {each: torch.tensor(row, dtype=torch.float64 if "log" in each else None) for each, row in batch.items()}},
     )
-    (path,) = read_given("rollouts.jsonl")
+    (path,) = read_engine("rollouts.jsonl")
     assert path.ids == tuple(ids)
     np.testing.assert_array_equal(path.chosen, want)
     assert (path.trainer is None) == (name == "slime")

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from kvinterp.recording.readers.kl_base import CLAMP, MAGIC
+from kvinterp.recording.engine_path import EnginePath
+from kvinterp.recording.readers.kl_base import MAGIC
 
 Ids = Sequence[int]
 
@@ -123,6 +124,29 @@ def own(ids: Ids, cut: int, rows: np.ndarray, **declared: Any) -> dict[str, Any]
             "declared": declared}  # fmt: skip
 
 
+def write_given(paths: Iterable[EnginePath], file: str | Path) -> Path:
+    """Writes paths in our own form.
+
+    Args:
+        paths: The paths.
+        file: The file.
+    """
+    lines = []
+    for path in paths:
+        cut = len(path.prompt)
+        rows = {"prompt_logprobs": path.chosen[:cut], "logprobs": path.chosen[cut:]}
+        record: dict[str, Any] = {"id": path.id, "prompt": list(path.prompt), "tokens": list(path.tokens)}
+        record |= {name: [None if np.isnan(v) else float(v) for v in row] for name, row in rows.items()}
+        if path.trainer is not None:
+            record["trainer_logprobs"] = [None if np.isnan(v) else float(v) for v in path.trainer[cut:]]
+        if path.top:
+            pairs = [path.top.get(at) for at in range(len(path.ids))]
+            record["top"] = [None if p is None else [list(each) for each in zip(*map(np.ndarray.tolist, p), strict=True)]
+                             for p in pairs]  # fmt: skip
+        lines.append(json.dumps({**record, "declared": dict(path.declared)}))
+    return _file(file, "\n".join(lines) + "\n")
+
+
 def write_kl_base(tokens: Sequence[Sequence[int]], log_probs: Sequence[np.ndarray], file: str | Path) -> Path:
     """Writes chunks of one length as llama.cpp does.
 
@@ -135,12 +159,16 @@ def write_kl_base(tokens: Sequence[Sequence[int]], log_probs: Sequence[np.ndarra
     parts = [MAGIC, np.array([context, vocabulary, len(tokens)], "<i4").tobytes(), np.array(tokens, "<i4").tobytes()]
     for each in log_probs:
         most = each.max(-1, keepdims=True)
-        least = np.maximum(each.min(-1, keepdims=True), most - CLAMP)
+        least = np.maximum(each.min(-1, keepdims=True), most - 16.0)
         scale = ((most - least) / 65535).astype("<f4")
         safe = np.where(scale > 0, scale, 1)
         q = np.where(scale > 0, np.rint((np.maximum(each, least) - least) / safe), 0).clip(0, 65535).astype("<u2")
         head = np.concatenate([scale, least.astype("<f4")], -1).view("<u2")
         odd = np.zeros((len(q), vocabulary % 2), "<u2")
         parts.append(np.ascontiguousarray(np.concatenate([head, q, odd], -1)).tobytes())
-    Path(file).write_bytes(b"".join(parts))
+    return _file(file, b"".join(parts))
+
+
+def _file(file: str | Path, content: str | bytes) -> Path:
+    Path(file).write_bytes(content.encode() if isinstance(content, str) else content)
     return Path(file)

@@ -8,7 +8,7 @@ To be read in this order:
 - what takes a difference away: ``causes``, ``judging``;
 - what else a cache is used for: ``exercises``, which are fed and judged on ``bench``: ``batches``, ``lengths``, ``called``;
 - all of it: ``audit``, ``reading`` (what the evidence says), ``verdict``;
-- another engine's log-probs: ``given``, on ``given_paths`` (our own ways) and ``given_steps`` (numbers alone);
+- another engine's log-probs: ``engine``, on ``engine_ways`` (our own ways, and the table of causes) and ``engine_numbers``;
 - beside it: ``causality``, ``building`` (models made for an audit) and ``shape_dependence`` (the kernels table).
 """
 

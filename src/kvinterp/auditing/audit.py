@@ -17,7 +17,7 @@ from kvinterp.auditing.blocks import BlockModel, evaluating, prompts_for
 from kvinterp.auditing.causality import check_causal
 from kvinterp.auditing.causes import other_attention
 from kvinterp.auditing.checks import WRONG, Check
-from kvinterp.auditing.given import audit_given
+from kvinterp.auditing.engine import audit_engine
 from kvinterp.auditing.judging import RungJudge, account
 from kvinterp.auditing.ladder import Plan, PrecisionRun, band, dtype_name, prefix_plan, unit_roundoff
 from kvinterp.auditing.measure import climb, onset
@@ -46,9 +46,8 @@ from kvinterp.common.checks import (
 )
 from kvinterp.data import Prompt
 from kvinterp.data.chat import prompt_ids
-from kvinterp.errors import InputError, KvinterpError, UnsupportedError, located, shown
+from kvinterp.errors import InputError, KvinterpError, UnsupportedError, located, reason, shown
 from kvinterp.models import Adapter, dtype_named, wrap
-from kvinterp.models.checkpoint import reason
 from kvinterp.models.inputs import token_ids
 from kvinterp.models.provenance import provenance
 from kvinterp.models.threads import own_threads
@@ -148,7 +147,7 @@ def audit(
         for name, value in read.items():
             default = inspect.signature(audit).parameters[name].default
             check_unread(name, value, default, "against feeds the tokens of its file and runs no checks; leave it out")
-        found = audit_given(model, against, format, declared, allow, seed, progress or (lambda _: None))
+        found = audit_engine(model, against, declared, format, allow, seed, progress or (lambda _: None))
         if out is not None:
             found.save(out)
         return found

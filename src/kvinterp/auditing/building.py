@@ -14,15 +14,12 @@ from torch import nn
 
 from kvinterp.auditing.causality import check_causal
 from kvinterp.common.checks import check_known, check_seed
-from kvinterp.common.files import is_folder
-from kvinterp.errors import InputError, shown, unknown
+from kvinterp.common.files import is_file, is_folder
+from kvinterp.errors import InputError, reason, shown, unknown
 from kvinterp.models import Adapter, wrap
-from kvinterp.models.checkpoint import check_weights, read_object, reason
-from kvinterp.models.door import config_of, loading, weights_of
-from kvinterp.models.gguf_file import is_gguf
+from kvinterp.models.door import check_finite, check_loaded, config_of, loading, weights_of
 from kvinterp.models.load import ATTENTION, device_named
 from kvinterp.models.naming import NAMED, cached_folder, local_folder, reach
-from kvinterp.models.soundness import check_finite, check_loaded
 from kvinterp.models.transformers_api import from_config
 
 _CODE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
@@ -59,22 +56,23 @@ def random_model(
     place_on, text = device_named(device), str(source)
     folder = _folder_of(Path(text)) if text.endswith(".json") else local_folder(text)
     options = {} if folder is not None else reach(text)
-    config = config_of(folder or text, text, remote_code, weights="none", options=options)
-    with loading(text, config=config), torch.random.fork_rng():
+    config = config_of(folder or text, text, remote_code, options)
+    with loading(text), torch.random.fork_rng():
         torch.manual_seed(seed)
         model = from_config(config, attention, remote_code == "trust")
     return _made(model, dtype, place_on, text, f"{text} (random weights)")
 
 
 def _made(model: nn.Module, dtype: torch.dtype | None, device: torch.device, given: str, name: str) -> Adapter:
-    with loading(given, config=getattr(model, "config", None)):
+    with loading(given):
         adapter = wrap(model.to(device=device, dtype=dtype).eval().requires_grad_(False), name=name)
         check_causal(adapter)
     return adapter
 
 
 def _folder_of(file: Path) -> Path:
-    read_object(file, "a transformers config")
+    if not is_file(file):
+        raise InputError(f"{shown(file)} does not exist or is no file: expected the name of a config.json.")
     if file.name != "config.json":
         raise InputError(
             f"config {shown(file)}: transformers reads a file named config.json; give that one, or its folder."
@@ -186,16 +184,12 @@ def _from_config(code: str, found: Any, source: str | Path | None) -> nn.Module:
 
 
 def _config_file(place: Path) -> Path:
-    file = place / "config.json" if is_folder(place) else place
-    read_object(file, "a transformers config")
-    return file
+    return place / "config.json" if is_folder(place) else place
 
 
 def _loaded(code: str, found: Any, source: str, remote_code: str) -> nn.Module:
     folder = local_folder(source)
     options = {} if folder is not None else reach(source)
-    if folder is not None and not is_gguf(folder):
-        check_weights(folder)
     with loading(source, f"{code!r}"):
         model, report = weights_of(folder or source, found, remote_code, **options)
     check_loaded(report, source, model.config)

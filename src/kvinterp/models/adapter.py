@@ -26,7 +26,7 @@ from kvinterp.models.caches import CacheKind, KVStore, OwnCache
 from kvinterp.models.facts import ModelInfo
 from kvinterp.models.hashing import weights_hash
 from kvinterp.models.hooks import hooks_suspended, remove_own_hooks
-from kvinterp.models.state import Found, Kept, as_made
+from kvinterp.models.state import Leftover, Snapshot, as_made
 
 DTYPES = {
     "float16": torch.float16,
@@ -41,16 +41,24 @@ CacheRead = Callable[[int, int, Tensor, Tensor], "tuple[Tensor, Tensor] | None"]
 KeysValuesRead = Callable[[int, Tensor, Tensor], "tuple[Tensor, Tensor]"]
 
 
-class Shapes:
-    """A store that holds nothing, and notes what each layer hands it."""
+class NotingStore:
+    """A store that holds nothing, and notes a copy of what each layer hands it.
+
+    Args:
+        adapter: The model.
+
+    Attributes:
+        noted: Layer, keys and values of each update, on the device of the tokens.
+    """
 
     keeps = False
     model_cache: Any = None
     own: OwnCache | None = None
 
-    def __init__(self, empty: Tensor) -> None:
-        self._empty = empty
-        self.seen: list[tuple[int, torch.Size, torch.Size]] = []
+    def __init__(self, adapter: Adapter) -> None:
+        facts = adapter.facts
+        self._empty = torch.empty(1, facts.kv_heads, 0, facts.head_dim, dtype=adapter.dtype, device=adapter.device)
+        self.noted: list[tuple[int, Tensor, Tensor]] = []
 
     def length(self, layer: int) -> int:
         """Nothing is held."""
@@ -62,7 +70,7 @@ class Shapes:
 
     def update(self, layer: int, keys: Tensor, values: Tensor, window: int | None = None) -> tuple[Tensor, Tensor]:
         """Hands back what comes."""
-        self.seen.append((layer, keys.shape, values.shape))
+        self.noted.append((layer, *(each.detach().to(self._empty.device, copy=True) for each in (keys, values))))
         return keys, values
 
 
@@ -102,28 +110,15 @@ class Adapter(Attaching):
         self.tokenizer = tokenizer
         self._copies: dict[torch.dtype, Adapter] = {}
         self._hash = ""
-        self._found: Found | None = None
+        self._snapshot: Snapshot | None = None
         self._inside = 0
         self.checked: dict[tuple[Any, ...], Any] = {}
 
     # What a kind must say ------------------------------------------------------------------------------------------
 
     @abc.abstractmethod
-    def forward(
-        self,
-        tokens: Int[Tensor, "batch new"],
-        store: KVStore | None = None,
-        mask: Int[Tensor, "batch position"] | None = None,
-        positions: Int[Tensor, "batch new"] | None = None,
-    ) -> Float[Tensor, "batch new vocabulary"]:
-        """Logits for every new token; with a store, attention also reads what the store holds.
-
-        Args:
-            tokens: What is fed.
-            store: What was fed before.
-            mask: Of all positions so far, 0 where there is no token; only where :attr:`takes_mask`.
-            positions: Of the new tokens, those that are masked not counted; given with a mask.
-        """
+    def logits(self, tokens: Tensor, store: KVStore | None, mask: Tensor | None, positions: Tensor | None) -> Tensor:
+        """What :meth:`forward` returns, of a store that keeps something or of a model whose attention is not heard."""
 
     @abc.abstractmethod
     def called(self, tokens: Tensor, cache: Any, mask: Tensor | None, positions: Tensor | None) -> tuple[Tensor, Any]:
@@ -194,6 +189,26 @@ class Adapter(Attaching):
 
     # What every kind shares ----------------------------------------------------------------------------------------
 
+    def forward(
+        self,
+        tokens: Int[Tensor, "batch new"],
+        store: KVStore | None = None,
+        mask: Int[Tensor, "batch position"] | None = None,
+        positions: Int[Tensor, "batch new"] | None = None,
+    ) -> Float[Tensor, "batch new vocabulary"]:
+        """Logits for every new token; with a store, attention also reads what the store holds.
+
+        Args:
+            tokens: What is fed.
+            store: What was fed before.
+            mask: Of all positions so far, 0 where there is no token; only where :attr:`takes_mask`.
+            positions: Of the new tokens, those that are masked not counted; given with a mask.
+        """
+        if store is not None and not store.keeps and self.hears_attention:
+            with self.attention_led(store.update):
+                return self.logits(tokens, None, mask, positions)
+        return self.logits(tokens, store, mask, positions)
+
     def __repr__(self) -> str:
         """Which model, of which kind, in which dtype and where."""
         return f"<{self.facts.name}: {self.kind}, {str(self.dtype).removeprefix('torch.')}, {self.device}>"
@@ -251,19 +266,19 @@ class Adapter(Attaching):
     @contextlib.contextmanager
     def left_as_found(self) -> Iterator[None]:
         """Gives back the attributes and buffers of the model's modules as they are found here, whatever ends the context."""
-        if self._found is not None:
+        if self._snapshot is not None:
             yield
             return
         with as_made(self.source):
-            self._found = found = Found(self.model, self.source)
+            self._snapshot = found = Snapshot(self.model, self.source)
             try:
                 yield
             finally:
-                self._found = None
+                self._snapshot = None
                 found.taken("thorough")
 
     @contextlib.contextmanager
-    def own_state(self, state: list[Kept]) -> Iterator[None]:
+    def own_state(self, state: list[Leftover]) -> Iterator[None]:
         """Gives what runs inside the context a state of its own, where modules keep state between forwards.
 
         It begins with what was found (:func:`as_made`), and what it leaves is taken out at its end, so that runs which take
@@ -273,9 +288,9 @@ class Adapter(Attaching):
             state: What the context before left, which this one goes on from; filled anew at its end.
         """
         with self.left_as_found():
-            found: Any = self._found
+            found: Any = self._snapshot
             # Outside of all others there is what was found.
-            around = found.taken() if self._inside else Kept()
+            around = found.taken() if self._inside else Leftover()
             self._inside += 1
             if state:
                 found.put(state.pop())
@@ -311,12 +326,12 @@ class Adapter(Attaching):
         # Another number than that of the heads, so that the dimensions can be told apart.
         count = next(n for n in (5, 7, 11) if n not in (self.facts.query_heads, self.facts.kv_heads))
         tokens = torch.arange(3, 3 + count, device=self.device)[None] % self.facts.vocabulary
-        empty = torch.empty(1, self.facts.kv_heads, 0, self.facts.head_dim, dtype=self.dtype, device=self.device)
-        plain, cached = Shapes(empty), Shapes(empty)
+        plain, cached = NotingStore(self), NotingStore(self)
         with self.attention_led(plain.update):
             self.forward(tokens)
         self.forward(tokens, cached)
-        return plain.seen == cached.seen and [layer for layer, *_ in plain.seen] == [*range(self.facts.layers)]
+        shapes = [[(layer, *(each.shape for each in pair)) for layer, *pair in store.noted] for store in (plain, cached)]
+        return shapes[0] == shapes[1] and [layer for layer, *_ in plain.noted] == [*range(self.facts.layers)]
 
     def supports(self, site: str, layer: int = 0) -> bool:
         """Whether this model, as it was loaded, can give a site."""

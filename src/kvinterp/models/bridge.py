@@ -112,17 +112,8 @@ class BridgeAdapter(OnTransformersCache):
         """Whether every layer keeps plain keys and values."""
         return keeps_only_keys_and_values(self.source)
 
-    def forward(
-        self,
-        tokens: Tensor,
-        store: KVStore | None = None,
-        mask: Tensor | None = None,
-        positions: Tensor | None = None,
-    ) -> Tensor:
+    def logits(self, tokens: Tensor, store: KVStore | None, mask: Tensor | None, positions: Tensor | None) -> Tensor:
         """Logits of every new token, through the bridge."""
-        if store is not None and not store.keeps and self.hears_attention:
-            with self.attention_led(store.update):
-                return self.forward(tokens, None, mask, positions)
         if store is None:
             return self.model(tokens, return_type="logits", use_cache=False, **_told(mask))
         cache = model_cache(store, lambda: self.config, f"the bridge for {self.facts.architecture}")

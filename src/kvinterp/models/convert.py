@@ -13,10 +13,15 @@ import torch
 from torch import nn
 
 from kvinterp.errors import UnsupportedError
-from kvinterp.models.door import importing_transformer_lens, weights_of
-from kvinterp.models.gguf_file import is_gguf
+from kvinterp.models.door import (
+    check_finite,
+    check_loaded,
+    check_plain_weights,
+    importing_transformer_lens,
+    weights_of,
+)
+from kvinterp.models.naming import is_gguf
 from kvinterp.models.native import layer_windows
-from kvinterp.models.soundness import check_finite, check_loaded, check_plain_weights
 
 CONVERTED = {
     "LlamaForCausalLM": "convert_llama_weights",

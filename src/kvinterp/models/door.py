@@ -1,20 +1,24 @@
-"""The door that every model comes in by: nothing of it runs unasked, and whatever a library raises is one sentence."""
+"""The door that every model comes in by: nothing of it runs unasked, whatever a library raises is one sentence, and what came
+in is whole, finite, in a floating dtype and able to run.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import io
 import logging
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
-from kvinterp.errors import InputError, KvinterpError, UnsupportedError, shown
-from kvinterp.models.checkpoint import check_weights, read_object, reason
-from kvinterp.models.gguf_file import as_given, header_of, is_gguf
-from kvinterp.models.naming import reach
+from kvinterp.errors import InputError, KvinterpError, UnsupportedError, reason, shown
+from kvinterp.models.gguf_file import as_given, header_of
+from kvinterp.models.hooks import hooks_suspended
+from kvinterp.models.naming import is_gguf, reach
 
 log = logging.getLogger("kvinterp")
 
@@ -22,20 +26,13 @@ log = logging.getLogger("kvinterp")
 # Code of others --------------------------------------------------------------------------------------------------------
 
 
-def config_of(
-    source: Path | str,
-    name: str,
-    remote_code: str = "refuse",
-    weights: str = "checked",
-    options: Mapping[str, Any] | None = None,
-) -> Any:
-    """The transformers config of a checkpoint, looked at before it is believed.
+def config_of(source: Path | str, name: str, remote_code: str = "refuse", options: Mapping[str, Any] | None = None) -> Any:
+    """The transformers config of a checkpoint.
 
     Args:
         source: A folder, a GGUF file, or a hub id that was reached.
         name: What the user called it, for messages.
         remote_code: ``"trust"`` lets code that comes with the checkpoint run.
-        weights: ``"none"`` for a config alone; the folder need not hold weights then.
         options: What :func:`reach` returned for a hub id.
 
     Raises:
@@ -47,31 +44,20 @@ def config_of(
     with loading(name):
         if isinstance(source, Path) and is_gguf(source):
             return _config_of_gguf(source, name)
-        if isinstance(source, Path):
-            where = shown(source / "config.json")
-            held = read_object(source / "config.json", "a transformers config")
-        else:
-            where = f"the config of {shown(name)}"
-            held, _ = PreTrainedConfig.get_config_dict(source, **(options or {}))
-        if held.get("auto_map"):
-            ours = held.get("model_type") in CONFIG_MAPPING
-            if remote_code != "trust" and not ours:
+        entries, _ = PreTrainedConfig.get_config_dict(source, **(options or {}))
+        if entries.get("auto_map") and remote_code != "trust":
+            if entries.get("model_type") not in CONFIG_MAPPING:
                 raise code_refused(name)
-            if remote_code != "trust":
-                log.info("%s comes with code of its own, which is not run: transformers' own class is used", shown(name))
-        if isinstance(source, Path) and weights == "checked":
-            check_weights(source)
-        with explained(held, where):
-            config = AutoConfig.from_pretrained(source, trust_remote_code=remote_code == "trust", **(options or {}))
-    return config
+            log.info("%s comes with code of its own, which is not run: transformers' own class is used", shown(name))
+        return AutoConfig.from_pretrained(source, trust_remote_code=remote_code == "trust", **(options or {}))
 
 
 def _config_of_gguf(file: Path, name: str) -> Any:
     """The config that transformers makes of a GGUF file's header, which the weights must fill."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    header, where = header_of(file), f"the header of {shown(name)}"
+    header = header_of(file)
     try:
         with as_given(file) as (place, gguf):
             config = AutoConfig.from_pretrained(place, **gguf)
@@ -88,15 +74,6 @@ def _config_of_gguf(file: Path, name: str) -> Any:
         raise UnsupportedError(
             f"{shown(name)} scales its rotary embeddings ({header.scaled}), which transformers does not read from a GGUF file: "
             "it would compute something else; give a transformers checkpoint folder of it."
-        )
-    layers, numbers = config.num_hidden_layers, 0
-    if layers <= header.tensors:
-        with torch.device("meta"):
-            numbers = sum(weight.numel() for weight in AutoModelForCausalLM.from_config(config).parameters())
-    if layers > header.tensors or numbers > header.numbers:
-        raise InputError(
-            f"{where} says {layers:,} layers, {config.hidden_size:,} wide, with a vocabulary of {config.vocab_size:,}, but its "
-            f"{header.tensors:,} tensors hold {header.numbers:,} numbers in all: it is damaged; copy or download it again."
         )
     config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type, "unknown")]
     return config
@@ -194,20 +171,18 @@ def weights_of(
 
 
 @contextlib.contextmanager
-def loading(name: str, part: str = "", config: Any = None) -> Iterator[None]:
+def loading(name: str, part: str = "") -> Iterator[None]:
     """Makes one sentence of whatever a library raises while it loads a model.
 
     Args:
         name: What the user called the model.
         part: What of it is loaded, where that is not the whole.
-        config: Its config, from which the entry that an error is about is named.
 
     Raises:
         InputError: In the place of anything that is no error of kvinterp's own.
     """
     try:
-        entries = {} if config is None else config.to_dict()
-        with quiet_transformers(), explained(entries, f"the config of {shown(name)}"):
+        with quiet_transformers():
             yield
     except (KvinterpError, KeyboardInterrupt, GeneratorExit):
         raise
@@ -249,33 +224,6 @@ def too_large(name: str, error: BaseException) -> InputError:
 
 
 @contextlib.contextmanager
-def explained(config: Mapping[str, Any], where: str) -> Iterator[None]:
-    """Adds the config's entry that an error is about, where the error repeats what that entry says."""
-    try:
-        yield
-    except (KvinterpError, OSError):
-        raise
-    except Exception as error:
-        said = str(error)
-        entry = next((e for e in _entries(config) if f"'{e[1]}'" in said or f"`{e[1]}`" in said), None)
-        if entry is None or "trust_remote_code" in str(error):
-            raise
-        raise InputError(
-            f"{where} says {entry[0]} is {entry[1]!r}, which cannot be used ({reason(error)}): expected a value that "
-            "transformers knows; mend the config, or install the transformers that knows it."
-        ) from error
-
-
-def _entries(config: Mapping[str, Any], within: str = "") -> Iterator[tuple[str, str]]:
-    for name, value in config.items():
-        # An architecture that transformers knows is named by many errors that are not about it.
-        if isinstance(value, str) and value and name not in ("architectures", "model_type"):
-            yield f"{within}{name}", value.removeprefix("torch.")
-        elif isinstance(value, dict) and not within.count("."):
-            yield from _entries(value, f"{within}{name}.")
-
-
-@contextlib.contextmanager
 def quiet_transformers() -> Iterator[None]:
     """Keeps transformers' progress bars and reports off the screen, and puts them back.
 
@@ -292,3 +240,178 @@ def quiet_transformers() -> Iterator[None]:
         transformers_logging.set_verbosity(level)
         if shown_bars:
             transformers_logging.enable_progress_bar()
+
+
+# What came in ----------------------------------------------------------------------------------------------------------
+
+_ELSEWHERE = re.compile(
+    # Buffers that older versions saved, and that are computed.
+    r"(^|\.)(attn|attention|self_attn)(\.attention)?\.(bias|masked_bias)$"
+    r"|(inv_freq|(cos|sin)_cached|freqs_cis|position_ids|causal_mask|alibi|embed_positions\.(weights|_float_tensor))$"
+    # Parts that a text decoder does without: further tokens at once, other senses, other heads.
+    r"|(^|[._])(mtp|nextn|eagle|vision|visual|image|img|audio|speech|video|talker|token2wav|code2wav|mm|multi_modal)(?=[._\d]|$)"
+    r"|(^|\.)(v_head|value_head|reward_head|score|classifier|qa_outputs|pooler|seq_relationship)\."
+)
+_BLOCK = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
+
+
+def _is_elsewhere(tensor: str, config: Any) -> bool:
+    """Whether a whole checkpoint may hold a tensor that its text decoder has no place for."""
+    text = None if config is None else config.get_text_config(decoder=True)
+    layers, more = (getattr(text, key, None) or 0 for key in ("num_hidden_layers", "num_nextn_predict_layers"))
+    block = _BLOCK.search(tensor)
+    return bool(_ELSEWHERE.search(tensor)) or (block is not None and layers <= int(block[1]) < layers + more)
+
+
+def check_loaded(found: Mapping[str, Any], name: str, config: Any = None) -> None:
+    """Refuses a model some of whose weights were not in the checkpoint, since transformers makes random ones of them, and a
+    checkpoint some of whose weights are not in the model, since transformers leaves them out.
+
+    Args:
+        found: transformers' ``output_loading_info``, from which tied and legitimately absent tensors are left out already.
+        name: The model's name, for the message.
+        config: Its config.
+
+    Raises:
+        InputError: A tensor is missing, is left over, has another shape or could not be converted.
+    """
+    missing = sorted(map(str, found["missing_keys"]))
+    if missing:
+        others = sorted(map(str, found["unexpected_keys"]))
+        instead = f", and has {_few(others)} instead" if others else ""
+        raise InputError(
+            f"checkpoint {shown(name)} lacks weights that its config needs ({_few(missing)}{instead}): random ones would "
+            "have taken their place; give a whole checkpoint."
+        )
+    for what in ("mismatched_keys", "error_msgs", "conversion_errors"):
+        wrong = sorted(
+            f"{key[0]}: {tuple(key[1])} where {tuple(key[2])} is expected"
+            if isinstance(key, tuple) and len(key) == 3
+            else str(key)
+            for key in found.get(what) or ()
+        )
+        if wrong:
+            raise InputError(
+                f"checkpoint {shown(name)} has weights that do not fit its config ({_few(wrong)}): give the config that "
+                "belongs to these weights."
+            )
+    left = sorted(tensor for tensor in map(str, found["unexpected_keys"]) if not _is_elsewhere(tensor, config))
+    if left:
+        raise InputError(
+            f"checkpoint {shown(name)} holds weights that its config has no place for ({_few(left)}): the model would run "
+            "without them; give the config that belongs to these weights."
+        )
+
+
+def _few(names: list[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(name if len(name) <= 80 else f"{name[:77]}..." for name in names[:3]) + more
+
+
+def check_plain_weights(model: nn.Module, name: str) -> None:
+    """Refuses weights that no run can compute with as they are.
+
+    Raises:
+        InputError: Weights are on the meta device, where nothing is computed, or there are none.
+        UnsupportedError: Weights are quantised, or cut in pieces (FSDP2, tensor parallelism).
+    """
+    parameters = list(model.parameters())
+    if any(type(parameter.data).__name__ == "DTensor" for parameter in parameters):
+        raise UnsupportedError(
+            f"model {shown(name)} holds its weights as pieces that several processes share (DTensor), which only its own hooks "
+            "put together: give the model as it was before fully_shard() or a tensor-parallel plan."
+        )
+    if not parameters:
+        raise InputError(f"model {shown(name)} has no weights: expected a transformers decoder with its weights.")
+    quantised = getattr(model, "is_quantized", False) or any(
+        type(module).__module__.startswith(("torch.ao.nn.quantized", "bitsandbytes")) for module in model.modules()
+    )
+    if quantised or not any(parameter.is_floating_point() for parameter in parameters):
+        raise UnsupportedError(
+            f"model {shown(name)} is quantised, and kvinterp compares computation in one floating dtype: give the "
+            "checkpoint that is not quantised, or dequantise it (model.dequantize())."
+        )
+    if any(parameter.is_meta for parameter in parameters):
+        raise InputError(
+            f"model {shown(name)} has weights on the meta device, which holds no numbers: load them "
+            "first (what accelerate offloads is loaded by a device_map of 'cpu' or 'cuda' alone)."
+        )
+
+
+def check_finite(model: nn.Module, name: str, folder: Path | None = None) -> None:
+    """Refuses weights that are NaN, or Inf in the checkpoint itself.
+
+    Inf that is not in the checkpoint came from casting to a dtype of a narrower range: what runs says that, with the
+    remedy for it.
+
+    Args:
+        model: The model, loaded.
+        name: Its name, for the message.
+        folder: Where its checkpoint lies, if that is known.
+
+    Raises:
+        InputError: Naming the tensor.
+    """
+    from safetensors import safe_open
+
+    for tensor, values in model.named_parameters():
+        what = _not_finite(values)
+        if what == "NaN":
+            raise _broken_weights(name, tensor, what)
+        if what == "Inf" and folder is not None:
+            for file in sorted(folder.glob("*.safetensors")):
+                with safe_open(file, framework="pt") as stored:
+                    for key in stored.keys():  # noqa: SIM118  # it is no dict
+                        if _not_finite(stored.get_tensor(key)):
+                            raise _broken_weights(name, key, what)
+            return
+
+
+def _broken_weights(name: str, tensor: str, what: str) -> InputError:
+    return InputError(
+        f"checkpoint {shown(name)} holds {what} in {tensor}: no dtype helps against that; give weights that are finite, or "
+        "copy or download the checkpoint again."
+    )
+
+
+def _not_finite(tensor: torch.Tensor) -> str:
+    if not tensor.is_floating_point() or not tensor.numel() or tensor.is_meta:
+        return ""
+    # The least and the largest are NaN where any element is, and need no copy of the tensor.
+    ends = torch.stack(torch.aminmax(tensor.detach().to(torch.float32) if tensor.element_size() == 1 else tensor.detach()))
+    return "NaN" if bool(ends.isnan().any()) else "Inf" if bool(ends.isinf().any()) else ""
+
+
+@torch.no_grad()
+def check_runs(adapter: Any, given: bool = False) -> None:
+    """Runs two tokens once, so that a model that cannot run at all is one sentence here and no traceback later.
+
+    Args:
+        adapter: The model.
+        given: Whether it is the user's own, whose hooks should not hear of it.
+
+    Raises:
+        InputError: The forward failed, or its logits are not those of the vocabulary.
+    """
+    name = adapter.facts.name
+    tokens = torch.tensor([[0, min(1, adapter.facts.vocabulary - 1)]], device=adapter.device)
+    try:
+        with adapter.own_state([]), hooks_suspended(adapter.model) if given else contextlib.nullcontext():
+            logits = adapter.forward(tokens)
+    except KvinterpError:
+        raise
+    except torch.OutOfMemoryError as error:
+        raise too_large(name, error) from error
+    except Exception as error:
+        # An operation that this device lacks in this dtype may be there in another: what runs there says so.
+        if isinstance(error, NotImplementedError) or "not implemented for" in str(error):
+            return
+        raise InputError(
+            f"model {shown(name)} ({adapter.facts.architecture}) fails on two tokens ({reason(error)}): its config and its "
+            "weights do not fit each other; mend the config, or give another checkpoint."
+        ) from error
+    if logits.dim() != 3 or logits.shape[:2] != (1, 2):
+        raise InputError(
+            f"model {shown(name)} gives logits of shape {tuple(logits.shape)} for two tokens: expected (1, 2, vocabulary); "
+            "give a causal model."
+        )

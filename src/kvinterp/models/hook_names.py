@@ -1,12 +1,7 @@
-"""Others' names: TransformerLens's hooks (``blocks.1.attn.hook_pattern``) and modules of transformers (``model.layers.3.mlp``).
-
-Each says site and layer, wherever a site is taken. Modules are known by the names that transformers gives them; that one is what
-the site means is checked where the model is at hand.
-"""
+"""TransformerLens's names of hooks (``blocks.1.attn.hook_pattern``): each says site and layer, wherever a site is taken."""
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -14,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from kvinterp.errors import InputError, shown, unexpected, unknown
 from kvinterp.models.attaching import Site
 from kvinterp.models.inputs import chosen_layers
-from kvinterp.models.native_sites import ATTENTION, DOWN, KEY, MLP, OUTPUT, QUERY, VALUE
 from kvinterp.models.sites import LAYOUTS, WITHIN_MLP, expand_sites, listed_names
 
 if TYPE_CHECKING:
@@ -48,30 +42,20 @@ _MEANT = {
     "ln2.hook_normalized": "hook_resid_mid, which the second norm reads",
 }
 """What a hook that no site is may have been meant for."""
-_POST_ATTENTION = {"ln1_post", "post_self_attn_layernorm"}
-_POST_MLP = {"ln2_post", "post_feedforward_layernorm", "post_mlp_layernorm"}
-_QK_NORMS = {"q_norm", "k_norm", "q_layernorm", "k_layernorm", "query_layernorm", "key_layernorm"}
-"""Norms behind which a site is, and not where the module's name says."""
 _NAME = re.compile(r"(?:blocks\.(\d{1,6})\.)?([\w.]*hook_\w+)")
-_MODULE = re.compile(r"((?:\w+\.)*(?:layers|h)\.(\d{1,6})((?:\.\w+)*?))(?:\.(input|output))?(?:\.0)?")
-"""A block of transformers or a module in it, and nnsight's ``.input`` or ``.output`` behind it."""
 Names = str | Sequence[str] | Callable[[str], bool]
-"""Names of sites, groups, hooks and modules; or TransformerLens's ``names_filter``, a function of a hook's name."""
+"""Names of sites, groups and hooks; or TransformerLens's ``names_filter``, a function of a hook's name."""
 
 
 def hook_of(name: object) -> tuple[str, int | None] | None:
     """The site and the layer of a hook's name; the layer None where it names none; None for what is no hook's name.
 
     Args:
-        name: Such as ``blocks.1.attn.hook_pattern``, or ``hook_resid_post``, of every layer; or a module's such as
-            ``model.layers.3.mlp`` or nnsight's ``transformer.h.0.mlp.output``.
+        name: Such as ``blocks.1.attn.hook_pattern``, or ``hook_resid_post``, of every layer.
 
     Raises:
-        InputError: It is a hook's or a module's name, and no site is there.
+        InputError: It is a hook's name, and no site is there.
     """
-    module = module_of(name)
-    if module is not None:
-        return module[1:]
     found = _NAME.fullmatch(name.strip()) if isinstance(name, str) else None
     if found is None:
         return None
@@ -92,80 +76,14 @@ def hook_name(site: str, layer: int) -> str:
     return HOOKS[site] if site in WHOLE else f"blocks.{layer}.{HOOKS.get(site, site)}"
 
 
-def module_of(name: object) -> tuple[str, str, int] | None:
-    """The module's own path, the site and the layer of a name such as ``model.layers.3.mlp``; None for what is none.
-
-    Raises:
-        InputError: It is a module in a block, and no site is there.
-    """
-    found = _MODULE.fullmatch(re.sub(r"\[(\d+)\]", r".\1", name.strip())) if isinstance(name, str) else None
-    if found is None:
-        return None
-    path, layer, inside, side = found.groups()
-    side = side or "output"
-    parent, _, last = inside.strip(".").rpartition(".")
-    site = None
-    if not inside:
-        site = {"input": "resid_pre", "output": "resid_post"}[side]
-    elif not parent and side == "output":
-        site = "attn_out" if last in ATTENTION else "mlp_out" if last in MLP else None
-    elif parent in ATTENTION:
-        of = {"output": {**dict.fromkeys(QUERY, "q"), **dict.fromkeys(KEY, "k"), **dict.fromkeys(VALUE, "v")}}
-        site = of.get(side, dict.fromkeys(OUTPUT, "z")).get(last)
-    elif parent in MLP and side == "input":
-        site = "post" if last in DOWN else None
-    if site is None:
-        known = (*ATTENTION, *MLP, *(f"{of}.{part}" for of in ATTENTION for part in (*QUERY, *KEY, *VALUE)))
-        near = difflib.get_close_matches(inside.strip("."), known, 1)
-        guess = f"did you mean {path.removesuffix(inside)}.{near[0]}? " if near and near[0] != inside.strip(".") else ""
-        raise InputError(
-            f"no site is at the {side} of module {shown(name)}: {guess}expected a block, its attention or MLP, attention's "
-            "q_proj, k_proj, v_proj or o_proj.input, or mlp.down_proj.input, as in model.layers.3.mlp; see `kvinterp list sites`."
-        )
-    return path, site, int(layer)
-
-
-def check_module(adapter: Any, name: object) -> None:
-    """Raises InputError where a module's name is that of no module, or what the module shows is not what the site means."""
-    found = module_of(name)
-    if found is None:
-        return
-    path, site, layer = found
-    chosen_layers(adapter, [layer])
-    # A hooked model has no modules of these names; what stands behind them in a block of its own says the same.
-    inside = {part.rpartition(".")[2] for part, _ in adapter.blocks[layer].named_modules()}
-    behind = {"attn_out": _POST_ATTENTION, "mlp_out": _POST_MLP, "q": _QK_NORMS, "k": _QK_NORMS}.get(site, set()) & inside
-    if "post_feedforward_layernorm" in inside and site == "attn_out":
-        behind = behind | {"post_attention_layernorm"}
-    if adapter.kind == "native":
-        modules = dict(adapter.model.named_modules())
-        # A user's variable may be called model, and a wrapper's child too.
-        paths = [path, *(path.split(".", cut)[cut] for cut in range(1, path.count(".")))]
-        own = next((modules[each] for each in paths if each in modules), None)
-        if own is None:
-            raise InputError(
-                f"module {shown(name)} is not there in {adapter.facts.architecture}: name one of named_modules()."
-            )
-        if not behind and adapter.tap(site, layer).module is not own:
-            behind = {"another module"}
-    if behind:
-        raise InputError(
-            f"module {shown(name)} is not what {site!r} means in {adapter.facts.architecture}, which is behind "
-            f"{' and '.join(sorted(behind))}: give site {site!r} with layers=({layer},)."
-        )
-
-
 def names_of(adapter: Adapter, names: Names) -> list[str]:
-    """The names that were given, or those of the hooks that a ``names_filter`` takes; modules checked.
+    """The names of a text or a list, or those of the hooks that a ``names_filter`` takes.
 
     Raises:
-        InputError: The function takes no hook at which a site is, or a module is not what its site means.
+        InputError: The function takes no hook at which a site is.
     """
     if not callable(names):
-        given = listed_names(names)
-        for name in given:
-            check_module(adapter, name)
-        return given
+        return listed_names(names)
     every = list(dict.fromkeys(hook_name(site, layer) for site in HOOKS for layer in range(adapter.facts.layers)))
     if not (taken := _taken(names, every)):
         raise InputError(
@@ -189,7 +107,6 @@ def one_site(adapter: Adapter, name: Any, layers: Iterable[int] | int | None) ->
         InputError: The function takes hooks of several sites, or other layers were given than those that are said.
     """
     if not callable(name):
-        check_module(adapter, name)
         site, own = site_of(name) if isinstance(name, str) else (name, None)
     else:
         places = [place for each in names_of(adapter, name) if (place := hook_of(each)) is not None]
@@ -238,7 +155,7 @@ def places_of(
 
     Args:
         adapter: The model.
-        names: Names of sites, groups, hooks and modules, or a ``names_filter``.
+        names: Names of sites, groups and hooks, or a ``names_filter``.
         layers: The layers of those that name none (default: all).
 
     Returns:

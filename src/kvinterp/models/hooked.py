@@ -188,17 +188,8 @@ class HookedAdapter(Adapter):
         check_plain(kind, "a HookedTransformer, which has TransformerLens' own cache only")
         return _OwnCache(self.model.cfg, self.device, batch, dtype)
 
-    def forward(
-        self,
-        tokens: Tensor,
-        store: KVStore | None = None,
-        mask: Tensor | None = None,
-        positions: Tensor | None = None,
-    ) -> Tensor:
+    def logits(self, tokens: Tensor, store: KVStore | None, mask: Tensor | None, positions: Tensor | None) -> Tensor:
         """Logits of every new token; both paths get the same explicit all-ones mask (see FACTS in the README)."""
-        if store is not None and not store.keeps and self.hears_attention:
-            with self.attention_led(store.update):
-                return self.forward(tokens, None, mask, positions)
         cache = None if store is None else _Cache(store, self.facts.layers)
         return self.model(tokens, return_type="logits", past_kv_cache=cache, **self._told(tokens, mask))
 

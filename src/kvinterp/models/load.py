@@ -13,14 +13,21 @@ from torch import nn
 
 from kvinterp.common import words
 from kvinterp.common.checks import check_known, check_text, check_unread
-from kvinterp.errors import InputError, UnsupportedError, shown, unexpected
+from kvinterp.errors import InputError, UnsupportedError, reason, shown, unexpected
 from kvinterp.models.adapter import Adapter, dtype_named
-from kvinterp.models.checkpoint import reason
-from kvinterp.models.door import check_hooked_code, config_of, loading, weights_of
-from kvinterp.models.gguf_file import as_given, header_of, is_gguf
+from kvinterp.models.door import (
+    check_finite,
+    check_hooked_code,
+    check_loaded,
+    check_plain_weights,
+    check_runs,
+    config_of,
+    loading,
+    weights_of,
+)
+from kvinterp.models.gguf_file import as_given, header_of
 from kvinterp.models.hooks import hooks_suspended
-from kvinterp.models.naming import cached_folder, local_folder, reach
-from kvinterp.models.soundness import check_finite, check_loaded, check_plain_weights, check_runs
+from kvinterp.models.naming import cached_folder, is_gguf, local_folder, reach
 
 KINDS = {
     "native": "a plain transformers model with module hooks: the kernels production runs",
@@ -88,6 +95,7 @@ def load_model(
                 adapter = BridgeAdapter(build_bridge(source, called), called, tokenizer)
             else:
                 adapter = NativeAdapter(source, called, tokenizer)
+            log.debug("%s ends at %s", called, sorted(adapter.end_tokens))  # Which raises where its files say nonsense.
     if folder is not None and is_gguf(folder):
         adapter.stored = header_of(folder).stored
     check_runs(adapter)
@@ -297,7 +305,7 @@ def _hooked(name: str, folder: Path | None, dtype: torch.dtype, device: torch.de
         # Its conversion is of three families that transformers has, whatever comes with the checkpoint.
         config = config_of(folder, name)
         tokenizer = _tokenizer(folder, name, "refuse")
-        with loading(name, config=config):
+        with loading(name):
             return HookedAdapter(convert_checkpoint(folder, name, config, dtype, device, tokenizer), name, tokenizer)
     official = check_hooked_code(name, remote_code)
     with loading(name):
@@ -318,7 +326,7 @@ def _transformers(
     config = config_of(source, name, remote_code, options=options)
     from kvinterp.models.native import drops_soft_cap, plain_experts
 
-    with loading(name, config=config):
+    with loading(name):
         try:
             settings = {"config": config, "dtype": dtype, "attn_implementation": attention}
             model, found = weights_of(source, remote_code=remote_code, **settings, **options)

@@ -6,10 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from kvinterp.common.files import is_file
-from kvinterp.errors import InputError, shown
+from kvinterp.errors import InputError, reason, shown
 from kvinterp.models import real, zoo
-from kvinterp.models.checkpoint import reason
-from kvinterp.models.gguf_file import is_gguf
 
 NAMED = ("zoo:", "real:")
 """What the names of models begin with that kvinterp knows itself."""
@@ -108,3 +106,8 @@ def _not_found(name: str, why: str) -> InputError:
         f"model {shown(name)} cannot be found ({why}): {zoo.meant(name)}expected a hub id that can be reached from here, a "
         f"transformers checkpoint folder, a GGUF file, or one of {known}."
     )
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether a path is called as a GGUF file is."""
+    return path.suffix.lower() == ".gguf"

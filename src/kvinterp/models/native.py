@@ -213,17 +213,8 @@ class NativeAdapter(OnTransformersCache):
         """Whether the model says that it runs on a StaticCache."""
         return bool(getattr(self.model, "_can_compile_fullgraph", False))
 
-    def forward(
-        self,
-        tokens: Tensor,
-        store: KVStore | None = None,
-        mask: Tensor | None = None,
-        positions: Tensor | None = None,
-    ) -> Tensor:
+    def logits(self, tokens: Tensor, store: KVStore | None, mask: Tensor | None, positions: Tensor | None) -> Tensor:
         """Logits of every new token, through the model's own forward."""
-        if store is not None and not store.keeps and self.hears_attention:
-            with self.attention_led(store.update):
-                return self.forward(tokens, None, mask, positions)
         told = {"attention_mask": mask, "position_ids": positions}
         more: dict[str, Any] = {name: given for name, given in told.items() if given is not None and name in self.takes}
         if store is None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from kvinterp.errors import UnsupportedError
-from kvinterp.models.adapter import Adapter, ModelInfo
+from kvinterp.models.adapter import Adapter, ModelInfo, NotingStore
 from kvinterp.models.attaching import Site
 from kvinterp.models.hooks import Tap, hooks_suspended, routing_tap, tap_hooks
 from kvinterp.models.sites import LAYOUTS, ROUTING_SITES
@@ -159,28 +159,6 @@ class Checked:
     head_major: set[Site] = dataclasses.field(default_factory=set)
 
 
-class _Seen:
-    """Keys and values as attention reads them, by layer, seen through a store that holds nothing."""
-
-    keeps = False
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.model_cache: Any = None
-        self.own: Any = None
-        self.read: dict[int, tuple[Tensor, Tensor]] = {}
-
-    def length(self, layer: int) -> int:
-        return 0
-
-    def held(self, layer: int) -> tuple[Tensor, Tensor]:
-        return self.read[layer]
-
-    def update(self, layer: int, keys: Tensor, values: Tensor, window: int | None = None) -> tuple[Tensor, Tensor]:
-        self.read[layer] = keys.detach().to(self.device, copy=True), values.detach().to(self.device, copy=True)
-        return keys, values
-
-
 class _Shown:
     """What every site of every layer showed in one forward, and what entered the norms on queries and keys; on one device."""
 
@@ -196,8 +174,9 @@ class _Shown:
                 except UnsupportedError:
                     continue
         self.raw: dict[tuple[str, int], list[Tensor]] = {}
-        self.store = _Seen(adapter.device)
+        self.store, self.device = NotingStore(adapter), adapter.device
         self._run(adapter, sites)
+        self.read = {layer: (keys, values) for layer, keys, values in self.store.noted}
 
     @torch.no_grad()
     def _run(self, adapter: Adapter, sites: NativeSites) -> None:
@@ -223,7 +202,7 @@ class _Shown:
     def _keep(self, name: str, layer: int, tap: Tap | None = None) -> Any:
         def keep(raw: Tensor) -> None:
             seen = raw if tap is None else tap.get(raw)
-            self.raw.setdefault((name, layer), []).append(seen.detach().to(self.store.device, copy=True))
+            self.raw.setdefault((name, layer), []).append(seen.detach().to(self.device, copy=True))
 
         return keep
 
@@ -302,7 +281,7 @@ def _projections(shown: _Shown, layer: int, checked: Checked) -> Mapping[str, st
         tensor.transpose(1, 2) if tensor is not None and (site, layer) in checked.head_major else tensor
         for site, tensor in (("q", q), ("k", k))
     )
-    keys, values = shown.store.read.get(layer, (None, None))
+    keys, values = shown.read.get(layer, (None, None))
     if v is not None and values is not None and not _alike(v.transpose(1, 2), values):
         reasons["v"] = "the values that attention reads are not those that its projection gives in this place"
     # RoPE turns by nothing at position 0, so there a key before and after it points the same way.

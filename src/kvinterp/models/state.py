@@ -35,7 +35,7 @@ _DEPTH, _MANY = 4, 4096
 
 
 @dataclasses.dataclass(frozen=True)
-class Kept:
+class Leftover:
     """What a run left in a model's modules, where that is not what was found there.
 
     Attributes:
@@ -79,7 +79,7 @@ def _none_at(module: nn.Module | None, name: str) -> bool:
     return module is not None and vars(module).get(name, ...) is None
 
 
-class Found:
+class Snapshot:
     """What modules hold now.
 
     Args:
@@ -114,7 +114,7 @@ class Found:
             if room >= 0:
                 self._copies[number] = self._tensors[number].detach().clone()
 
-    def taken(self, look: str = "quick") -> Kept:
+    def taken(self, look: str = "quick") -> Leftover:
         """What is there now and was not found, taken out: what was found is there again.
 
         Args:
@@ -122,7 +122,7 @@ class Found:
         """
         numbers = self._written(look == "thorough")
         contents = {number: _contents(self._places[number]) for number in self._changed()}
-        kept = Kept(contents, {number: self._tensors[number].detach().clone() for number in numbers})
+        kept = Leftover(contents, {number: self._tensors[number].detach().clone() for number in numbers})
         for number in contents:
             _fill(self._places[number], self._contents[number])
         for number in numbers:
@@ -134,7 +134,7 @@ class Found:
                 self._versions[number] = _version(self._tensors[number])
         return kept
 
-    def put(self, kept: Kept) -> None:
+    def put(self, kept: Leftover) -> None:
         """Puts in what was taken out; what was found is there now."""
         for number, held in kept.contents.items():
             _fill(self._places[number], held)

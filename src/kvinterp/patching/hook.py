@@ -19,7 +19,6 @@ from torch import Tensor
 from kvinterp.errors import InputError, UnsupportedError
 from kvinterp.models import Adapter
 from kvinterp.models.attaching import Listener, Site
-from kvinterp.models.hook_names import check_module
 from kvinterp.models.inputs import chosen_layers
 from kvinterp.models.sites import LAYOUTS
 from kvinterp.patching.ablations import Ablation, HandedRows
@@ -221,7 +220,6 @@ class PatchHook(PathHook):
 
     def _check(self, patch: Patch) -> None:
         facts = self.adapter.facts
-        check_module(self.adapter, patch.module)
         if self.adapter.derives(patch.site):
             raise UnsupportedError(
                 f"the {patch.site} cannot be patched under attention {facts.attention!r}, where it never leaves the kernel and "

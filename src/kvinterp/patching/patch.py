@@ -15,7 +15,7 @@ from kvinterp.common import words
 from kvinterp.common.checks import check_instance, check_known, given_list, whole_number
 from kvinterp.errors import InputError, shown, unexpected
 from kvinterp.models import Adapter
-from kvinterp.models.hook_names import module_of, site_of
+from kvinterp.models.hook_names import site_of
 from kvinterp.models.sites import CACHE_SITES, SITES
 from kvinterp.patching.ablations import ZERO, Ablation, HandedRows
 from kvinterp.recording import Trace
@@ -64,12 +64,9 @@ class Patch:
     positions: Positions = "newest"
     steps: str | tuple[int, ...] = "every"
     donor: Any = dataclasses.field(default=None, compare=False, repr=False)
-    module: str = dataclasses.field(default="", init=False, compare=False, repr=False)
-    """The module's name that said the site, to be checked with the model."""
 
     def __post_init__(self) -> None:
         keep = functools.partial(object.__setattr__, self)
-        keep("module", self.site if module_of(self.site) else "")
         site, layers = site_of(self.site) if isinstance(self.site, str) else (self.site, None)
         for name in ("layers", "heads", "steps"):
             if (number := whole_number(getattr(self, name))) is not None:

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from kvinterp.models import Adapter
 from kvinterp.models.attaching import Listener, Site
-from kvinterp.models.state import Kept
+from kvinterp.models.state import Leftover
 from kvinterp.paths.kernels.base import KernelMode
 from kvinterp.recording import LOGITS
 
@@ -29,7 +29,7 @@ class HookedForwards:
 
     def __init__(self, adapter: Adapter, kernels: KernelMode, listeners: Iterable[Mapping[Site, Listener]] = ()) -> None:
         self._adapter, self._kernels = adapter, kernels
-        self._state: list[Kept] = []
+        self._state: list[Leftover] = []
         self.listeners: dict[Site, list[Listener]] = {}
         for heard in (kernels.listeners, *listeners):
             for place, listener in heard.items():

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvinterp.models.checkpoint import reason
+from kvinterp.errors import reason
 from kvinterp.programs.crashes import OURS, REFUSES, whose
 from kvinterp.programs.program import Program
 from kvinterp.programs.subject import ModelSubject, Subject, apart

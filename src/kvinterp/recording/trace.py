@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,7 +24,7 @@ from kvinterp.common.store import write_whole
 from kvinterp.errors import InputError, shown
 from kvinterp.models.attaching import Site
 from kvinterp.models.hook_names import place_of
-from kvinterp.recording.given import LARGEST, MISSING, GivenPath, positive, token_ids, value_in
+from kvinterp.recording.engine_path import LARGEST, MISSING, EnginePath, positive, token_ids, value_in
 
 _ABOUT, _TENSORS = "trace.json", "trace.safetensors"
 
@@ -67,7 +68,14 @@ class Trace:
 
     @classmethod
     def from_arrays(
-        cls, prompt: Any, tokens: Any, values: Any, ids: Any = None, path: str = "given", **declared: Any
+        cls,
+        prompt: Any,
+        tokens: Any,
+        values: Any,
+        ids: Any = None,
+        path: str = "given",
+        hidden: Mapping[Any, Any] | None = None,
+        **declared: Any,
     ) -> Trace:
         """A trace of what was computed elsewhere, of NumPy's or torch's arrays or of lists.
 
@@ -78,6 +86,8 @@ class Trace:
                 likeliest tokens. NaN and what is at most -9000 is not given.
             ids: ``[step, k]``, the token of each value; none for the whole vocabulary.
             path: What it is called.
+            hidden: Activations at the newest position, a row a step: by site and layer, ``{("resid_post", 3): [step, width]}``,
+                or by TransformerLens's hook.
             **declared: What is known of how it was made, such as ``model="..."`` and ``dtype="float16"``.
 
         Raises:
@@ -112,7 +122,15 @@ class Trace:
         rows = rows.masked_fill(~given, torch.nan)
         if why := positive(rows.numpy()):
             raise InputError(f"{why} Give log-probs, or the logits of the whole vocabulary.")
-        return cls(path, prompt, tokens, tokens[:-1], {}, (), rows, provenance=declared, ids=places)
+        records = {
+            cast(Site, place_of(place)): [*torch.as_tensor(each).detach().cpu()] for place, each in (hidden or {}).items()
+        }
+        if wrong := [place for place, each in records.items() if len(each) != len(tokens) or not isinstance(place, tuple)]:
+            raise InputError(
+                f"hidden[{shown(wrong[0])}] does not fit {len(tokens)} tokens: expected a row for each, by site and layer."
+            )
+        steps = tuple(range(len(tokens))) if records else ()
+        return cls(path, prompt, tokens, tokens[:-1], records, steps, rows, provenance=declared, ids=places)
 
     def __repr__(self) -> str:
         """What it is of, in one line."""
@@ -225,7 +243,7 @@ def stacked(kept: list[Tensor]) -> Tensor:
     return whole
 
 
-def path_of_trace(trace: Trace) -> GivenPath:
+def path_of_trace(trace: Trace) -> EnginePath:
     """The log-probs of a trace of someone's arrays, as those of a file."""
     if trace.logits is None or trace.ids is None:
         raise InputError(
@@ -236,4 +254,4 @@ def path_of_trace(trace: Trace) -> GivenPath:
     top = {cut + step: (places[step][there], row[there]) for step, row in enumerate(rows) for there in [np.isfinite(row)]}
     chosen = [math.nan] * cut + [value_in(top[cut + step], token) for step, token in enumerate(trace.tokens)]
     missing = Counter({"NaN": int(np.isnan(rows).sum())})
-    return GivenPath(trace.path, trace.prompt, trace.tokens, np.array(chosen), top, +missing, declared=trace.provenance)
+    return EnginePath(trace.path, trace.prompt, trace.tokens, np.array(chosen), top, +missing, declared=trace.provenance)

@@ -18,8 +18,7 @@ from typing import Any
 from kvinterp.common.files import differences
 from kvinterp.common.spec import named, read
 from kvinterp.common.store import Made
-from kvinterp.errors import InputError, KvinterpError
-from kvinterp.models.checkpoint import reason
+from kvinterp.errors import InputError, KvinterpError, reason
 from kvinterp.study.cells import Cell, Local, groups, imported
 
 _ADVICE = (

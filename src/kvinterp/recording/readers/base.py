@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from kvinterp.errors import InputError, shown
-from kvinterp.recording.given import GivenPath, token_ids
+from kvinterp.recording.engine_path import EnginePath, token_ids
 
 Token = Callable[[str], "int | None"]
 """The id of a token's text, None where no token or several have it."""
@@ -21,7 +21,7 @@ class Reader(abc.ABC):
         """Whether a record is of this format."""
 
     @abc.abstractmethod
-    def paths(self, record: Mapping[str, Any], where: str, token: Token) -> Iterator[GivenPath]:
+    def paths(self, record: Mapping[str, Any], where: str, token: Token) -> Iterator[EnginePath]:
         """The paths that a record holds.
 
         Args:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from kvinterp.recording.given import GivenPath, path_of
+from kvinterp.recording.engine_path import EnginePath, path_of
 from kvinterp.recording.readers.base import Reader, Token, id_of, ids_beside, part, prompt_of
 
 
@@ -25,7 +25,7 @@ class Chat(Reader):
         )
         return isinstance(held, Mapping) and "content" in held
 
-    def paths(self, record: Mapping[str, Any], where: str, token: Token) -> Iterator[GivenPath]:
+    def paths(self, record: Mapping[str, Any], where: str, token: Token) -> Iterator[EnginePath]:
         """One a choice."""
         for number, choice in enumerate(record["choices"]):
             here = where if len(record["choices"]) == 1 else f"{where}, choice {number}"

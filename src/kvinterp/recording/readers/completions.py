@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from kvinterp.errors import InputError
-from kvinterp.recording.given import GivenPath, path_of
+from kvinterp.recording.engine_path import EnginePath, path_of
 from kvinterp.recording.readers.base import Reader, Token, id_of, ids_beside, part, prompt_of
 
 
@@ -24,7 +24,7 @@ class Completions(Reader):
         found = choices[0].get("logprobs")
         return "token_logprobs" in found if isinstance(found, Mapping) else "prompt_logprobs" in choices[0]
 
-    def paths(self, record: Mapping[str, Any], where: str, token: Token) -> Iterator[GivenPath]:
+    def paths(self, record: Mapping[str, Any], where: str, token: Token) -> Iterator[EnginePath]:
         """One a choice."""
         for number, choice in enumerate(record["choices"]):
             here = where if len(record["choices"]) == 1 else f"{where}, choice {number}"

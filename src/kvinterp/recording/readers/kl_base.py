@@ -12,13 +12,12 @@ from collections import Counter
 import numpy as np
 
 from kvinterp.errors import InputError
-from kvinterp.recording.given import GivenPath
+from kvinterp.recording.engine_path import EnginePath
 
 MAGIC = b"_logits_"
-CLAMP = 16.0
 
 
-def read_kl_base(content: bytes, name: str, bos: int | None = None) -> list[GivenPath]:
+def read_kl_base(content: bytes, name: str, bos: int | None = None) -> list[EnginePath]:
     """The paths of a file, one a chunk.
 
     Args:
@@ -61,5 +60,5 @@ def read_kl_base(content: bytes, name: str, bos: int | None = None) -> list[Give
         top = {first + row: (places, whole[row]) for row in range(rows)}
         tokens = tuple(map(int, ids[chunk]))
         where = f"file {name!r}, chunk {chunk + 1}"
-        found.append(GivenPath(where, tokens[:first], tokens[first:], chosen, top, missing, step=16 / 65535))
+        found.append(EnginePath(where, tokens[:first], tokens[first:], chosen, top, missing, step=16 / 65535))
     return found

@@ -1,6 +1,6 @@
 """llama.cpp's server, ``/completion``: ``completion_probabilities``, before temperature and samplers.
 
-Prompt log-probs need a request a position there; ``read_given`` puts such answers together.
+Prompt log-probs need a request a position there; ``read_engine`` puts such answers together.
 Source: llama.cpp tools/server/server-task.cpp.
 """
 
@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from kvinterp.errors import InputError
-from kvinterp.recording.given import GivenPath, path_of
+from kvinterp.recording.engine_path import EnginePath, path_of
 from kvinterp.recording.readers.base import Reader, Token, part, prompt_of
 from kvinterp.recording.readers.chat import rows_of
 
@@ -22,7 +22,7 @@ class LlamaServer(Reader):
         """``completion_probabilities``."""
         return "completion_probabilities" in record
 
-    def paths(self, record: Mapping[str, Any], where: str, token: Token) -> Iterator[GivenPath]:
+    def paths(self, record: Mapping[str, Any], where: str, token: Token) -> Iterator[EnginePath]:
         """One."""
         content = part(record, "completion_probabilities", list, where, [])
         if content and isinstance(content[0], Mapping) and "prob" in content[0]:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from kvinterp.errors import InputError
-from kvinterp.recording.given import GivenPath, log_probs, token_ids
+from kvinterp.recording.engine_path import EnginePath, log_probs, token_ids
 from kvinterp.recording.readers.base import Reader, Token, part
 
 
@@ -26,7 +26,7 @@ class Nemo(Reader):
         """``generation_logprobs``."""
         return {"token_ids", self.sides[0]} <= record.keys()
 
-    def paths(self, record: Mapping[str, Any], where: str, token: Token) -> Iterator[GivenPath]:
+    def paths(self, record: Mapping[str, Any], where: str, token: Token) -> Iterator[EnginePath]:
         """One a line; what the mask leaves out is not given."""
         ids = token_ids(record["token_ids"], f"{where}: 'token_ids'")[: _length(record)]
         mask = np.array([bool(m) for m in part(record, self.mask, list, where, [1] * len(ids))][: len(ids)], bool)
@@ -38,7 +38,7 @@ class Nemo(Reader):
             )
         engine[~mask] = np.nan
         begun = int(mask.argmax()) if mask.any() else len(ids)
-        yield GivenPath(where, ids[:begun], ids[begun:], engine, {}, missing, trainer if len(trainer) else None)
+        yield EnginePath(where, ids[:begun], ids[begun:], engine, {}, missing, trainer if len(trainer) else None)
 
     def _side(self, record: Mapping[str, Any], name: str, count: int, where: str, missing: Counter[str]) -> np.ndarray:
         return log_probs(part(record, name, list, where, [])[:count], where, missing)

@@ -6,17 +6,14 @@ null), ``trainer_logprobs`` (as ``logprobs``), ``declared`` (an object), ``id``.
 
 from __future__ import annotations
 
-import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
-from kvinterp.common.store import write_whole
 from kvinterp.errors import InputError
-from kvinterp.recording.given import GivenPath, log_probs, pairs_of, token_ids
+from kvinterp.recording.engine_path import EnginePath, log_probs, pairs_of, token_ids
 from kvinterp.recording.readers.base import Reader, Token, part
 
 
@@ -27,7 +24,7 @@ class Own(Reader):
         """Prompt, tokens and log-probs."""
         return {"prompt", "tokens", "logprobs"} <= record.keys()
 
-    def paths(self, record: Mapping[str, Any], where: str, token: Token) -> Iterator[GivenPath]:
+    def paths(self, record: Mapping[str, Any], where: str, token: Token) -> Iterator[EnginePath]:
         """One a line."""
         prompt, tokens = (token_ids(record[name], f"{where}: {name!r}") for name in ("prompt", "tokens"))
         missing: Counter[str] = Counter()
@@ -58,28 +55,4 @@ class Own(Reader):
             token_ids([p[0] for p in pairs], f"{where}: 'top'")
             top[at] = pairs_of([(p[0], p[1]) for p in pairs], where, missing)
         name = str(record.get("id", where)).encode(errors="backslashreplace").decode()
-        yield GivenPath(name, prompt, tokens, np.concatenate(rows), top, missing, trainer, declared)
-
-
-def write_given(paths: Iterable[GivenPath], file: str | Path) -> Path:
-    """Writes paths in our own form.
-
-    Args:
-        paths: The paths.
-        file: The file.
-    """
-    lines = []
-    for path in paths:
-        cut = len(path.prompt)
-        rows = {"prompt_logprobs": path.chosen[:cut], "logprobs": path.chosen[cut:]}
-        record: dict[str, Any] = {"id": path.id, "prompt": list(path.prompt), "tokens": list(path.tokens)}
-        record |= {name: [None if np.isnan(v) else float(v) for v in row] for name, row in rows.items()}
-        if path.trainer is not None:
-            record["trainer_logprobs"] = [None if np.isnan(v) else float(v) for v in path.trainer[cut:]]
-        if path.top:
-            pairs = [path.top.get(at) for at in range(len(path.ids))]
-            record["top"] = [None if p is None else [list(each) for each in zip(*map(np.ndarray.tolist, p), strict=True)]
-                             for p in pairs]  # fmt: skip
-        lines.append(json.dumps({**record, "declared": dict(path.declared)}))
-    write_whole(Path(file), "\n".join(lines) + "\n")
-    return Path(file)
+        yield EnginePath(name, prompt, tokens, np.concatenate(rows), top, missing, trainer, declared)

@@ -14,7 +14,7 @@ from kvinterp.common import spec
 from kvinterp.common.checks import check_instance
 from kvinterp.common.files import bytes_of, is_file
 from kvinterp.errors import InputError, shown, unknown
-from kvinterp.recording.given import GivenPath, value_in
+from kvinterp.recording.engine_path import EnginePath, value_in
 from kvinterp.recording.readers.base import Reader, Token
 from kvinterp.recording.readers.kl_base import MAGIC, read_kl_base
 
@@ -24,9 +24,9 @@ MOST = 2**31
 """The most bytes of a file that are read."""
 
 
-def read_given(
+def read_engine(
     file: str | Path, format: str | None = None, token: Token = lambda text: None, bos: int | None = None
-) -> list[GivenPath]:
+) -> list[EnginePath]:
     """The paths that a file of another engine holds.
 
     Args:
@@ -104,7 +104,7 @@ def _line(where: str, line: str) -> Any:
         raise InputError(f"{where} is nested too deeply or holds a number too long to read: mend it.") from error
 
 
-def _paths(record: Mapping[str, Any], where: str, format: str | None, token: Token) -> list[GivenPath]:
+def _paths(record: Mapping[str, Any], where: str, format: str | None, token: Token) -> list[EnginePath]:
     kinds = [kind() for name, kind in READERS.items() if format in (None, name)]
     reader = next((kind for kind in kinds if kind.fits(record)), None)
     if reader is None:
@@ -117,12 +117,12 @@ def _paths(record: Mapping[str, Any], where: str, format: str | None, token: Tok
     return list(reader.paths(record, where, token))
 
 
-def _together(paths: list[GivenPath]) -> list[GivenPath]:
+def _together(paths: list[EnginePath]) -> list[EnginePath]:
     """One path where several are a request a position of the same text, as llama.cpp needs them."""
     if len(paths) < 2 or any(len(path.tokens) != 1 for path in paths):
         return paths
     left = sorted(paths, key=lambda path: -len(path.prompt))
-    found: list[GivenPath] = []
+    found: list[EnginePath] = []
     for path in left:
         at = len(path.prompt)
         whole = next((w for w in found if w.prompt[:at] == path.prompt and len(w.prompt) > at), None)

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from kvinterp.errors import InputError, shown
-from kvinterp.recording.given import GivenPath, path_of, token_ids
+from kvinterp.recording.engine_path import EnginePath, path_of, token_ids
 from kvinterp.recording.readers.base import Reader, Token, part
 
 
@@ -22,7 +22,7 @@ class Sglang(Reader):
         held = record.get("meta_info")
         return isinstance(held, Mapping) and "output_token_logprobs" in held
 
-    def paths(self, record: Mapping[str, Any], where: str, token: Token) -> Iterator[GivenPath]:
+    def paths(self, record: Mapping[str, Any], where: str, token: Token) -> Iterator[EnginePath]:
         """One; the prompt is that of the request where log-probs do not begin with its first token."""
         held = record["meta_info"]
         request = part(record, "request", dict, where, {})

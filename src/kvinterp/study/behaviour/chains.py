@@ -16,9 +16,8 @@ from kvinterp import metrics
 from kvinterp.data import Prompt
 from kvinterp.data.chat import chat_tokens
 from kvinterp.data.restate import score
-from kvinterp.errors import InputError, shown
+from kvinterp.errors import InputError, reason, shown
 from kvinterp.models import Adapter, real
-from kvinterp.models.checkpoint import reason
 from kvinterp.models.door import quiet_transformers
 from kvinterp.paths import ExecutionPath, Greedy, Strategy, TopP, run
 from kvinterp.study.behaviour.decoding import write

@@ -264,13 +264,13 @@ def judged(
     allow: Sequence[str],
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """The verdict on another engine's log-probs, as texts."""
-    from kvinterp.auditing.given import audit_given
+    from kvinterp.auditing.engine import audit_engine
     from kvinterp.study.cells import loaded
     from kvinterp.study.report.given import texts_of
 
     with contextlib.redirect_stdout(sys.stderr):
         adapter = loaded(model)
-        found = audit_given(adapter, file, format, declared, allow, seed, tell)
+        found = audit_engine(adapter, file, declared, format, allow, seed, tell)
     said = {"reading": str(found), "exit_code": found.exit_code}
     tables = {} if found.tokens is None else {"given": found.tokens}
     return tables, {**said, "texts": texts_of(found)}

@@ -23,7 +23,7 @@ Pairs = tuple[np.ndarray, np.ndarray]
 
 
 @dataclasses.dataclass(eq=False, repr=False)
-class GivenPath:
+class EnginePath:
     """One sequence that another engine walked.
 
     Attributes:
@@ -62,7 +62,7 @@ class GivenPath:
     def __repr__(self) -> str:
         """What it is of, in one line."""
         count = int(np.isfinite(self.chosen).sum())
-        return f"<GivenPath {self.id}: {len(self.prompt)} prompt tokens, {len(self.tokens)} more, {count} log-probs>"
+        return f"<EnginePath {self.id}: {len(self.prompt)} prompt tokens, {len(self.tokens)} more, {count} log-probs>"
 
     @property
     def ids(self) -> tuple[int, ...]:
@@ -147,7 +147,7 @@ def path_of(
     rows: Sequence[tuple[int, Any, Sequence[tuple[int, Any]]]],
     before: Any = None,
     **declared: Any,
-) -> GivenPath:
+) -> EnginePath:
     """A path of what an engine answered: an id, its log-prob and the pairs beside it for each token.
 
     Args:
@@ -168,4 +168,4 @@ def path_of(
     for at in map(int, np.flatnonzero(np.isnan(chosen))):
         if at in top and not math.isnan(found := value_in(top[at], every[at][0])):
             chosen[at] = found
-    return GivenPath(where, prompt, tuple(row[0] for row in rows), chosen, top, +missing, declared=declared)
+    return EnginePath(where, prompt, tuple(row[0] for row in rows), chosen, top, +missing, declared=declared)

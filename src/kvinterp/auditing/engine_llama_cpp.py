@@ -9,8 +9,7 @@ Sources: llama.cpp src/llama-kv-cache.cpp, ggml/src/ggml-cpu/ops.cpp, convert_hf
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,8 +27,8 @@ MOST = 2**34
 ADDED = "added up in float16"
 
 
-def llama_cpp(cache: str, turned: str = "", way: str = "") -> Callable[[nn.Module, int], Any]:
-    """A change of a model: its attention, for as long as it is open, is llama.cpp's.
+def llama_cpp(cache: str, turned: str = "", way: str = "") -> Callable[[nn.Module], list[tuple[Any, str, Any]]]:
+    """The attribute of a model's config by which its attention is llama.cpp's: the config, its name and the value.
 
     Args:
         cache: ``"float16"``, ``"q8_0"`` or ``"q4_0"``.
@@ -37,24 +36,16 @@ def llama_cpp(cache: str, turned: str = "", way: str = "") -> Callable[[nn.Modul
         way: ``"rounded"``: probabilities are float16; :data:`ADDED`: so are sums of values, a key after another.
     """
 
-    @contextlib.contextmanager
-    def change(model: nn.Module, prompt: int) -> Iterator[bool]:
+    def attributes(model: nn.Module) -> list[tuple[Any, str, Any]]:
         config = text_config(model)
         width = getattr(config, "head_dim", None) or 0
-        fits = width % (64 if turned else BLOCK) == 0 or cache == "float16"
-        if not (width and fits):
-            yield False
-            return
+        if not width or (cache != "float16" and width % (64 if turned else BLOCK)):
+            return []
         pairs = getattr(config, "model_type", "") in ("llama", "mistral")
-        before = config._attn_implementation
         register_attention(NAME, _attention(cache, turned, way, pairs))
-        config._attn_implementation = NAME
-        try:
-            yield True
-        finally:
-            config._attn_implementation = before
+        return [(config, "_attn_implementation", NAME)]
 
-    return change
+    return attributes
 
 
 def _attention(cache: str, turned: str, way: str, pairs: bool) -> Callable[..., tuple[Tensor, None]]:
@@ -74,11 +65,11 @@ def _attention(cache: str, turned: str, way: str, pairs: bool) -> Callable[..., 
         later = torch.ones(length, length, dtype=torch.bool, device=query.device).triu(1)
         scores = (query @ key.transpose(-1, -2) * scaling).masked_fill(later, -torch.inf)
         if way == ADDED:
-            found = _added(scores.float(), value.float()).to(value.dtype)
+            read = _added(scores.float(), value.float()).to(value.dtype)
         else:
             weights = scores.softmax(-1)
-            found = (_half(weights) if way else weights) @ value
-        return _turn(found, turned, 64).transpose(1, 2).contiguous(), None
+            read = (_rounded(weights, "float16") if way else weights) @ value
+        return _turn(read, turned, 64).transpose(1, 2).contiguous(), None
 
     return attention
 
@@ -93,20 +84,18 @@ def _added(scores: Tensor, value: Tensor) -> Tensor:
         # A row sees no key behind it.
         score, above = scores[:, :, at:, at], most[:, :, at:]
         now = torch.maximum(above, score)
-        kept, weight = (above - now).exp(), (score - now).exp()
-        here = torch.where((score > above)[..., None], (sums[:, :, at:].float() * kept[..., None]).half(), sums[:, :, at:])
+        shrunk, weight = (above - now).exp(), (score - now).exp()
+        here = torch.where(
+            (score > above)[..., None], (sums[:, :, at:].float() * shrunk[..., None]).half(), sums[:, :, at:]
+        )
         sums[:, :, at:] = (here.float() + value[:, :, at, None] * weight[..., None]).half()
-        total[:, :, at:], most[:, :, at:] = total[:, :, at:] * kept + weight, now
+        total[:, :, at:], most[:, :, at:] = total[:, :, at:] * shrunk + weight, now
     return sums.float() / total[..., None]
-
-
-def _half(tensor: Tensor) -> Tensor:
-    return tensor.half().to(tensor.dtype)
 
 
 def _rounded(tensor: Tensor, kind: str) -> Tensor:
     if kind == "float16":
-        return _half(tensor)
+        return tensor.half().to(tensor.dtype)
     return KINDS[kind]().rounded(tensor.float().unflatten(-1, (-1, BLOCK))).flatten(-2).to(tensor.dtype)
 
 

@@ -1,0 +1,26 @@
+"""What the tests of the judge share: one model's rows, which are its slow part."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from kvinterp.auditing import engine
+
+
+@pytest.fixture(scope="session", autouse=True)
+def each_way_of_a_text_is_computed_once() -> Iterator[None]:
+    """The judge's tests judge few texts many times; what our own model gives of a text along a way is the same each time."""
+    compute, known = engine.our_row, dict[Any, Any]()
+
+    def once(adapter: Any, ids: Any, prompt: int, way: Any) -> Any:
+        key = (adapter.facts.name, adapter.dtype, tuple(ids), prompt, way.name, way.size, way.dtype)
+        if key not in known:
+            known[key] = compute(adapter, ids, prompt, way)
+        return known[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "our_row", once)
+        yield
