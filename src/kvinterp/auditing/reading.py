@@ -35,6 +35,9 @@ HINTS = {
 }
 
 
+IN_PYTHON = "In plain Python, run here before it was shown:"
+"""What stands before the lines of a program."""
+
 Reading = tuple[str, Place, list[str]]
 """The word, the place and the lines that say why."""
 
@@ -195,8 +198,7 @@ class Evidence:
         said += f"; not in {', '.join(clean)}" if clean else ""
         # What was tried and what is likely hold the cached step against the forward without a cache.
         said_of = [f"{said}."] if uncached else [f"{said}. {_tried(judged)}", *hint(judged, self)]
-        lines = [*said_of, *(check.failure for check in self._failures)]
-        return "bug", found.place, lines
+        return "bug", found.place, [*said_of, *self._said_of_uses()]
 
     @property
     def _failures(self) -> list[Check]:
@@ -207,9 +209,13 @@ class Evidence:
             return None
         first = self._failures[0]
         place = (first.layer, first.step, first.tensor or first.name, first.module)
-        lines = first.lines.splitlines()
-        shown = ["In plain Python, run here before it was shown:", *(f"    {line}" for line in lines)] if lines else []
-        return "bug", place, [check.failure for check in self._failures] + shown
+        return "bug", place, self._said_of_uses()
+
+    def _said_of_uses(self) -> list[str]:
+        """What the uses that are wrong showed, and the first program that shows it in plain Python."""
+        lines = next((check.lines for check in self._failures if check.lines), "").splitlines()
+        shown = [IN_PYTHON, *(f"    {line}" for line in lines)] if lines else []
+        return [check.failure for check in self._failures] + shown
 
     def _hidden_cast(self) -> Reading | None:
         """A cast that matters in the precision that serves; those that only matter above it become notes."""

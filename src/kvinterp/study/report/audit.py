@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
+from kvinterp.auditing.checks import RIGHT, WRONG
 from kvinterp.auditing.ladder import EMBEDDING, part_named
+from kvinterp.auditing.reading import IN_PYTHON
 from kvinterp.common.numbers import counted
 from kvinterp.errors import InputError
 from kvinterp.findings import Chart, Panel
@@ -19,11 +21,13 @@ from kvinterp.study.report.experiment import kicker_of
 from kvinterp.study.report.page import (
     Answer,
     Bullets,
+    Column,
     Folded,
     Links,
     Pairs,
     Parts,
     Picture,
+    Table,
     Text,
     pairs_of,
     render,
@@ -60,8 +64,8 @@ _BLOCKS_ELSEWHERE = (
     "kv.audit(model, detail='everything')."
 )
 _CHECKS = (
-    "Error: the largest difference of the logits, cached against recomputed, relative to the largest logit. "
-    "Beside it the same between two recomputations without a cache."
+    "Error: the largest difference of the logits beside one forward without a cache over a row's own tokens, relative to the "
+    "largest logit. The limit is the root of how far that forward is from itself."
 )
 
 
@@ -121,10 +125,13 @@ def page_of(verdict: Verdict, blocks: Sequence[Any], files: Sequence[str] = ()) 
         files: The tables that are written beside it.
     """
     first, why, _ = verdict.parts
+    shown = next((check.lines for check in verdict.checks if check.status == WRONG and check.lines), "")
+    why = why[: why.index(IN_PYTHON)] if IN_PYTHON in why else why
     figure = ladder_figure(verdict.evidence)
     rungs = table_of_rows([_rung_row(name, found) for name, found in verdict.evidence.items()])
     parts = [
         Answer([first, *why], {0: "good", 3: "unsure"}.get(verdict.exit_code, "bad")),
+        *([Table([Column(IN_PYTHON.rstrip(":"), "pre")], [[shown]])] if shown else []),
         _place(verdict),
         *([] if figure is None else [Picture("The precision ladder", png(figure), svg=inline(figure, "ladder"))]),
         *_exercised(verdict),
@@ -155,11 +162,12 @@ def _exercised(verdict: Verdict) -> Parts:
     detail = "what it showed, or why it was not run"
     rows: dict[bool, list[Row]] = {False: [], True: []}
     for check in verdict.checks:
-        rows[check.status == "right"].append({
-            "check": check.name,
+        rows[check.status == RIGHT].append({
+            "use": check.name,
             "status": check.status,
+            "programs": check.tried or None,
             "error": check.error,
-            "without a cache": check.null,
+            "limit": check.null,
             detail: check.detail + (f" Hint: {check.hint}" if check.hint else ""),
         })  # fmt: skip
     passed = [
@@ -170,7 +178,7 @@ def _exercised(verdict: Verdict) -> Parts:
     ]
     return [
         table_of_rows(rows[False], text=detail),
-        Folded(f"What was exercised: {counted(len(rows[True]), 'check')} passed", passed),
+        Folded(f"What was exercised: {counted(len(rows[True]), 'use')} right", passed),
         Folded("Notes", [Bullets(verdict.notes)]),
     ]
 
