@@ -28,6 +28,8 @@ from kvinterp.recording.readers import read_engine
 LENGTH, COUNT = 128, 4
 RECORDED = Path(__file__).parent / "recorded"
 
+pytestmark = pytest.mark.xdist_group("judge")
+
 
 @pytest.fixture(scope="module")
 def model() -> Any:
@@ -47,6 +49,7 @@ def walked(model: Any) -> Callable[[planted.Engine, str], list[EnginePath]]:
     return walk
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("engine", planted.CLEAN)
 def test_a_clean_engine_passes(engine: str, dtype: str, model: Any, walked: Any) -> None:
@@ -56,6 +59,7 @@ def test_a_clean_engine_passes(engine: str, dtype: str, model: Any, walked: Any)
     assert "would have shown (n = 508" in found.reading
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", [name for name, (_, named) in planted.FAULTS.items() if named and name != "q8_0 prefix"])
 def test_a_cause_that_one_of_our_paths_has_is_named_in_float16(fault: str, model: Any, walked: Any) -> None:
     engine, named = planted.FAULTS[fault]
@@ -71,6 +75,7 @@ def test_a_cause_of_about_float16s_own_rounding_is_named_or_not_told_and_nothing
     assert "q8_0" in found.given.get("named", "q8_0"), str(found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["a cached block repeated", "weights 0.1% stale", "weights 1% stale", "eps 1e-6"])
 def test_what_none_of_our_paths_has_is_no_bug_in_16_bits(fault: str, model: Any, walked: Any) -> None:
     """Of eps and staleness this is right: they stand within, or a little above, float16's own band."""
@@ -89,6 +94,7 @@ def test_float32_tells_what_float16_cannot(model: Any, walked: Any) -> None:
     assert audit_engine(model, walked(planted.stale(0.001), "float32"), "float32").verdict == "unexplained"
 
 
+@pytest.mark.slow
 def test_a_size_that_is_in_no_list_is_found(model: Any, walked: Any) -> None:
     found = audit_engine(model, walked(planted.rope(0.97), "float16"), "float16")
     assert "RoPE frequencies times 0.97" in found.reading.splitlines()[1]
@@ -120,6 +126,7 @@ def test_limits_are_measured_where_the_model_runs(model: Any, walked: Any, monke
     assert audit_engine(model, paths, "float16").verdict == "rounding"
 
 
+@pytest.mark.slow
 def test_signs_are_compared_not_sizes(model: Any, walked: Any) -> None:
     """An engine with a cause's differences turned around is as far off, and has not that cause."""
     paths = walked(planted.rope(0.98), "float32")
@@ -171,6 +178,7 @@ def test_generate_with_scores_is_a_clean_engine(model: Any, tmp_path: Path) -> N
     assert found.given["tokens"] == 60
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "dtype", "word"),
     [("f32", "float32", "rounding"), ("F16-f16", "float16", "rounding"), ("F16-q8_0", "float16", "policy")],
@@ -182,6 +190,7 @@ def test_llama_cpp_as_it_was_recorded(name: str, dtype: str, word: str, model: A
     assert found.given["sequences"] == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "engine",
     ["mlx_float32", "mlx_float16", "mlx_bfloat16", "openvino_float32", "ctranslate2_float32", "ort_float32"],
@@ -193,6 +202,7 @@ def test_engines_that_no_rule_was_chosen_beside_pass(engine: str, model: Any) ->
     assert found.given["tokens"] == 508
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("given", "declared", "word"),
     [
@@ -216,6 +226,7 @@ def test_openvino_computes_a_float32_model_in_bfloat16_and_it_is_said(model: Any
     assert "declared float32, stands on bfloat16" in found.reading
 
 
+@pytest.mark.slow
 def test_a_fault_of_bfloat16s_size_is_not_called_bfloat16(model: Any, walked: Any) -> None:
     found = audit_engine(model, walked(planted.stale(0.005), "float32"), "float32")
     assert found.verdict == "unexplained", str(found)
@@ -266,6 +277,7 @@ def test_logarithms_of_another_base_are_told_from_a_temperature(base: int, dtype
     assert f"in base {base}, not in nats" in found.reading, str(found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["temperature 0.9", "position off by one"])
 def test_of_a_large_vocabulary_and_of_long_texts_some_tokens_are_held_out(
     fault: str, model: Any, walked: Any, monkeypatch: pytest.MonkeyPatch
@@ -278,6 +290,7 @@ def test_of_a_large_vocabulary_and_of_long_texts_some_tokens_are_held_out(
     assert found.verdict in (("processed", "unexplained") if "temperature" in fault else ("bug",)), str(found)
 
 
+@pytest.mark.slow
 def test_sequences_without_log_probs_leave_both_halves_some(model: Any, walked: Any) -> None:
     paths = walked(planted.warm(0.8), "float32")
     for path in paths[1::2]:
@@ -304,6 +317,7 @@ def int8_weights(model: Any, ids: list[int], cut: int) -> np.ndarray:
     return planted.prefill(wrong, ids, cut)
 
 
+@pytest.mark.slow
 def test_what_a_passing_run_says_would_have_shown_does(model: Any, walked: Any) -> None:
     """A RoPE base of 2% more is .068 nats, and twice bfloat16's own distance: it passed beside "0.051 nats would have shown"."""
     found = audit_engine(model, walked(rope_base(1.02), "bfloat16"), "bfloat16")
@@ -311,6 +325,7 @@ def test_what_a_passing_run_says_would_have_shown_does(model: Any, walked: Any) 
     assert "RoPE base times 1.0" in found.reading
 
 
+@pytest.mark.slow
 def test_without_a_declared_dtype_a_fault_of_a_roundings_size_is_no_rounding(model: Any, walked: Any) -> None:
     found = audit_engine(model, walked(int8_weights, "float32"))
     assert found.exit_code != 0, str(found)
@@ -318,6 +333,7 @@ def test_without_a_declared_dtype_a_fault_of_a_roundings_size_is_no_rounding(mod
         assert audit_engine(model, walked(planted.decode, dtype)).verdict == "rounding"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("written", ["3 decimals", "float16", "bfloat16"])
 def test_log_probs_that_were_written_coarsely_are_told_from_faults(written: str, model: Any, walked: Any) -> None:
     def put(paths: list[EnginePath]) -> list[EnginePath]:
@@ -333,6 +349,7 @@ def test_log_probs_that_were_written_coarsely_are_told_from_faults(written: str,
     assert audit_engine(model, put(walked(planted.stale(0.01), "float32")), "float32").exit_code != 0
 
 
+@pytest.mark.slow
 def test_what_a_file_declares_excuses_nothing(model: Any, walked: Any) -> None:
     """A step of its own made every distance one of writing; a text for it ended in a traceback."""
     for step in (100.0, "x"):
@@ -404,6 +421,7 @@ def test_the_command_writes_verdict_and_page(model: Any, walked: Any, tmp_path: 
         kv.load(tmp_path / "elsewhere")
 
 
+@pytest.mark.slow
 def test_the_command_rounds_no_weights_to_what_was_declared(model: Any, tmp_path: Path) -> None:
     """--dtype is the engine's. Beside a model whose weights were rounded to it a clean vLLM stood 1.6 times too far, once."""
     file = RECORDED / "vllm_bfloat16.jsonl"
@@ -421,6 +439,7 @@ def test_the_command_cannot_tell_and_says_so(tmp_path: Path) -> None:
     wrong("does not exist", *asked[:3], tmp_path / "none.jsonl")
 
 
+@pytest.mark.slow
 def test_a_cause_that_a_model_cannot_have_is_not_tried() -> None:
     """Heads of 16 are no blocks of 32; the other causes are tried all the same."""
     narrow = kv.load_model("zoo:mistral-mini", kind="native", dtype="float32")
