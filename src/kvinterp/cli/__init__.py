@@ -90,7 +90,7 @@ class _Studies(_Experiments):
 
 
 class _Root(_Experiments):
-    def main(self, args: list[str] | None = None, *given: Any, **named: Any) -> Any:
+    def main(self, args: list[str] | None = None, *given: Any, **named: Any) -> Any:  # type: ignore[override]
         """Runs a command, says what went wrong in a sentence, and leaves with an exit code."""
         arguments = list(sys.argv[1:] if args is None else args)
         as_json = "--json" in arguments
