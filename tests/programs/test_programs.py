@@ -174,7 +174,7 @@ def test_the_text_form_says_everything():
 
     class Any(FunctionSubject):
         def __init__(self):
-            self.rows, self.caches, self.sizes = 3, ("own", "static"), ((7,), (7, 9))
+            self.rows, self.caches, self.sizes, self.special = 3, ("own", "static"), ((7,), (7, 9)), frozenset()
 
     for beyond in ("no", "yes"):
         for _ in range(50):
@@ -236,3 +236,67 @@ def test_a_model_is_left_as_it_was(sound):
     assert (repr(model.config), repr(model.generation_config)) == before[1:]
     assert not model._forward_hooks
     assert next(model.parameters()).dtype == torch.float32
+
+
+def test_a_module_of_ones_own_is_asked_as_it_is():
+    """A module whose forward takes ids and a cache and returns logits and the cache needs no functions."""
+
+    class Sums(torch.nn.Module):
+        fault = False
+
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.token, self.head = torch.nn.Embedding(50, 16), torch.nn.Linear(16, 50)
+
+        def forward(self, ids, cache=None):
+            rows = self.token(ids)
+            kept = rows if cache is None else torch.cat([cache, rows], 1)
+            sums = kept.cumsum(1)[:, -ids.shape[1] :] if not (self.fault and cache is not None) else rows
+            return self.head(torch.tanh(sums)), kept
+
+    model = Sums()
+    assert kv.audit(model, programs=26).exit_code == 0
+    model.fault = True
+    assert kv.audit(model, programs=26).exit_code == 1
+
+
+def test_an_encoder_decoder_is_asked_behind_what_its_encoder_read():
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    torch.manual_seed(0)
+    config = T5Config(vocab_size=99, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, decoder_start_token_id=0)
+    verdict = kv.audit(T5ForConditionalGeneration(config), programs=20)
+    assert verdict.exit_code == 0, str(verdict)
+    assert "behind 24 encoded tokens" in str(verdict)
+    assert max(check.error for check in verdict.checks if check.error is not None) < 1e-12
+
+
+def test_a_prompt_with_more_than_text_is_gone_on_from():
+    """The first forward of every text gets the inputs; what it leaves on the model is each program's own."""
+    from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
+
+    torch.manual_seed(0)
+    text = {
+        **SMALL,
+        "head_dim": 8,
+        "rope_parameters": {"rope_type": "default", "mrope_section": [2, 1, 1], "rope_theta": 1e4},
+    }
+    vision = {
+        "depth": 2, "hidden_size": 16, "intermediate_size": 32, "num_heads": 2, "patch_size": 4, "spatial_merge_size": 2,
+        "temporal_patch_size": 2, "out_hidden_size": 32, "deepstack_visual_indexes": [0], "num_position_embeddings": 16,
+    }  # fmt: skip
+    images = {"image_token_id": 90, "vision_start_token_id": 91, "vision_end_token_id": 92, "video_token_id": 93}
+    model = Qwen3VLForConditionalGeneration(Qwen3VLConfig(text_config=text, vision_config=vision, **images)).eval()
+    ids = torch.tensor([[5, 6, 91, 90, 92, 7, 8, 9]])
+    inputs = {
+        "pixel_values": torch.randn(4, 96),
+        "image_grid_thw": torch.tensor([[1, 2, 2]]),
+        "mm_token_type_ids": (ids == 90).int(),
+    }
+    verdict = kv.audit(model, [ids[0].tolist()], inputs=inputs, programs=20)
+    assert {check.name: check.status for check in verdict.checks}.get("decode step") == RIGHT, str(verdict)
+    assert verdict.exit_code == 0
+    assert model.model.rope_deltas is None
+    with pytest.raises(InputError, match="one prompt"):
+        kv.audit(model, inputs=inputs)

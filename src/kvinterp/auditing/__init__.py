@@ -6,7 +6,7 @@ To be read in this order:
   ``values``;
 - one precision: ``ladder`` (its notions), ``measure``;
 - what takes a difference away: ``causes``, ``judging``;
-- what else a cache is used for: ``exercises``, which are fed and judged on ``bench``: ``batches``, ``lengths``, ``called``;
+- what else a cache is used for: ``uses``, by programs of a cache (:mod:`kvinterp.programs`); ``own_code``: what is no decoder;
 - all of it: ``audit``, ``reading`` (what the evidence says), ``verdict``;
 - another engine's log-probs: ``engine``, on ``engine_ways`` (our own ways, and the table of causes) and ``engine_numbers``;
 - beside it: ``causality``, ``building`` (models made for an audit) and ``shape_dependence`` (the kernels table).

@@ -7,7 +7,7 @@ import dataclasses
 import inspect
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from kvinterp.auditing.engine import audit_engine
 from kvinterp.auditing.judging import RungJudge, account
 from kvinterp.auditing.ladder import Plan, PrecisionRun, band, dtype_name, prefix_plan, unit_roundoff
 from kvinterp.auditing.measure import climb, onset
+from kvinterp.auditing.own_code import behind, subject_of
 from kvinterp.auditing.reading import Evidence, of_functions
 from kvinterp.auditing.uses import (
     CHUNK_NAMES,
@@ -54,6 +55,7 @@ from kvinterp.models.threads import own_threads
 from kvinterp.paths.kernels import BatchInvariant
 from kvinterp.paths.prompt import prompt_difference
 from kvinterp.programs.running import named
+from kvinterp.programs.subject import FunctionSubject, Subject
 from kvinterp.recording import Trace
 
 RUNGS = ("bfloat16", "float16", "float32", "float64")
@@ -95,6 +97,7 @@ def audit(
     seconds: float = SECONDS,
     full: Callable[[Any], Any] | None = None,
     step: Callable[[Any, Any], tuple[Any, Any]] | None = None,
+    inputs: Mapping[str, Any] | None = None,
     allow: Sequence[str] = (),
     out: str | os.PathLike[str] | None = None,
     detail: str = "verdict",
@@ -123,8 +126,10 @@ def audit(
         programs: How many programs of the cache are run: some that try each use once, then drawn ones (``seed``).
         seconds: Processor seconds that they take at most.
         full: In the place of a model anybody's own code: token ids ``[row, position]`` to logits ``[row, position,
-            vocabulary]``, without a cache.
+            vocabulary]``, without a cache. A module whose ``forward(ids, cache)`` returns both may be given as the model.
         step: With it: token ids of new positions and a cache, None for a new one, to their logits and the cache behind them.
+        inputs: What the first forward gets besides, by name, such as ``pixel_values``, for a prompt that holds more than text:
+            then ``prompts`` is that one prompt as token ids, and programs run behind it.
         allow: Words of :data:`VERDICTS` that shall not fail, such as ``"hidden-cast"``.
         out: A folder for verdict.json and the page, or None.
         detail: ``"verdict"`` returns the :class:`Verdict`, ``"everything"`` the :class:`Audit`.
@@ -138,7 +143,12 @@ def audit(
         InputError: Something given does not fit.
     """
     if full is not None or step is not None:
-        return _audit_functions(model, full, step, programs, seconds, seed, allow)
+        if model is not None or not callable(full) or not callable(step):
+            raise InputError(
+                "full and step go together and take the place of a model: kv.audit(full=f, step=g), with f(ids) -> logits and "
+                "g(ids, cache) -> logits, cache."
+            )
+        return _audit_functions(FunctionSubject(full, step), programs, seconds, seed, allow)
     if model is None:
         raise InputError("no model was given: give one, or two functions of your own, full=f and step=g.")
     if against is not None:
@@ -153,8 +163,13 @@ def audit(
         return found
     for name, value in {"format": format, "declared": declared}.items():
         check_unread(name, value, None, "nothing is given to judge the model against; leave it out")
+    if (own := subject_of(model)) is not None:
+        return _audit_functions(own, programs, seconds, seed, allow)
     with evaluating(model):
         adapter = wrap(model)
+    if inputs is not None:
+        with evaluating(model):
+            return _audit_functions(behind(adapter, prompts, inputs), programs, seconds, seed, allow)
     check_choice("detail", detail, ("verdict", "everything"))
     check_choice("sweep", sweep, ("yes", "no"))
     check_choice("reach", reach, ("yes", "no"))
@@ -203,16 +218,9 @@ def _budget(programs: Any, seconds: Any) -> tuple[int, float]:
     return int(programs), float(seconds)
 
 
-def _audit_functions(
-    model: Any, full: Any, step: Any, programs: Any, seconds: Any, seed: int, allow: Sequence[str]
-) -> Verdict:
+def _audit_functions(subject: Subject, programs: Any, seconds: Any, seed: int, allow: Sequence[str]) -> Verdict:
     """Anybody's own code: the word of the programs, without layers."""
-    if model is not None or not callable(full) or not callable(step):
-        raise InputError(
-            "full and step go together and take the place of a model: kv.audit(full=f, step=g), with f(ids) -> logits and "
-            "g(ids, cache) -> logits, cache."
-        )
-    subject, found, checks = check_functions(full, step, *_budget(programs, seconds), check_seed(seed))
+    found, checks = check_functions(subject, *_budget(programs, seconds), check_seed(seed))
     return of_functions(subject.name, found.worst, checks, allowed(allow))
 
 

@@ -521,9 +521,8 @@ class _Side:
         n, best = f"n = {int(held.sum()):,} held-out tokens", self._nearest(rows)
         self.tried = f"none of {len(rows)} causes of ours reproduces it held out"
         # A listed size that is as near is the simpler one.
-        for way in (ways[best], self._sized(ways[best])) if best else ():
-            row = None if way is None else self._row(way, self.some)
-            if way is None or row is None:
+        for way in filter(None, (ways[best], self._sized(ways[best])) if best else ()):
+            if (row := self._row(way, self.some)) is None:
                 continue
             name, left = self._reproduced({way.name: row}, way if way.word in ("policy", "kernel") else None)
             if name:

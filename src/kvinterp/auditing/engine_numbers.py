@@ -199,7 +199,7 @@ def grid_of(values: np.ndarray, step: float | None = None) -> Grid | None:
         return None
     for digits in range(1, 7):
         if np.abs(values - np.round(values, digits)).max() < 10.0 ** (-5 - digits):
-            return f"with {digits} decimal{'s' * (digits > 1)}", functools.partial(np.round, decimals=digits)
+            return f"with {digits} decimal{'s' * (digits > 1)}", functools.partial(np.round, decimals=digits)  # type: ignore[return-value]
     for dtype in (torch.bfloat16, torch.float16):
         if np.array_equal(rounded(values, dtype), values):
             return f"in {str(dtype).removeprefix('torch.')}", functools.partial(rounded, dtype=dtype)

@@ -25,7 +25,7 @@ from kvinterp.programs.place import placed
 from kvinterp.programs.program import Program
 from kvinterp.programs.running import OwnError, named
 from kvinterp.programs.search import FIRST, Outcome, Searched, base_of, program_named, search, tried
-from kvinterp.programs.subject import FunctionSubject, ModelSubject, Subject, apart
+from kvinterp.programs.subject import ModelSubject, Subject, apart
 
 PROGRAMS, SECONDS = 60, 40.0
 """Programs that are run unless told, and processor seconds that they take at most."""
@@ -91,13 +91,10 @@ def uses_of(
         return [*sorted(checks, key=lambda one: one.status != WRONG), *far]
 
 
-def check_functions(
-    full: Callable[[Any], Any], step: Callable[[Any, Any], tuple[Any, Any]], programs: int, seconds: float, seed: int
-) -> tuple[Subject, Searched, list[Check]]:
+def check_functions(subject: Subject, programs: int, seconds: float, seed: int) -> tuple[Searched, list[Check]]:
     """The same of anybody's own forward and step: as far as the functions go, and without a place."""
-    subject = FunctionSubject(full, step)
     found = search(subject, programs, seconds, seed)
-    return subject, found, _checks(subject, found)
+    return found, _checks(subject, found)
 
 
 def _subject(adapter: Adapter) -> ModelSubject:
@@ -220,13 +217,13 @@ def _edges(adapter: Adapter, reach: str) -> tuple[dict[str, list[str]], list[Che
     for size in sorted({w for w in facts.windows if w and w > 2}):
         named[size] = f"window of {size}"
     for name in CHUNK_NAMES:
-        if isinstance(size := getattr(adapter.config, name, None), int) and size > 2:
-            named.setdefault(size, f"{name} of {size}")
+        if isinstance(chunk := getattr(adapter.config, name, None), int) and chunk > 2:
+            named.setdefault(chunk, f"{name} of {chunk}")
     rope = getattr(adapter.config, "rope_parameters", None) or {}
     for part in [rope, *(rope.values() if isinstance(rope, Mapping) else ())]:
         if isinstance(part, Mapping) and part.get("rope_type") in SWITCHING:
-            size = part.get("original_max_position_embeddings") or facts.context
-            named.setdefault(int(size), f"{part['rope_type']} RoPE that switches at {size}")
+            switch = int(part.get("original_max_position_embeddings") or facts.context)
+            named.setdefault(switch, f"{part['rope_type']} RoPE that switches at {switch}")
     programs, far = dict[str, list[str]](), list[Check]()
     for size, name in sorted(named.items()):
         if size + 5 > facts.context:

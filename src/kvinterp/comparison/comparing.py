@@ -263,7 +263,9 @@ class _Pair:
                 collected.add(now)
                 choices.add(now.logits, now.chosen)
                 if now.number == 0:
-                    unequal = (now.logits[0] != now.logits[1]).any(-1).nonzero() if self.asks_prompt else ()
+                    unequal = (
+                        (now.logits[0] != now.logits[1]).any(-1).nonzero().flatten().tolist() if self.asks_prompt else []
+                    )
                 one, other = map(collected.tokens_only, now.logits)
                 unlike = now.chosen[0] != now.chosen[1]
                 differences.add(
@@ -278,7 +280,7 @@ class _Pair:
                 flipped = flipped | unlike
         if len(unequal):
             # Once, since what rounding makes of one prompt it makes of all.
-            row, self.asks_prompt = int(unequal[0]), False
+            row, self.asks_prompt = unequal[0], False
             self.prompt_differs = prompt_difference(self.targets[0], prompt[row : row + 1])
         decided, frames, about = choices.of_rows(choose.distances), differences.frames(examples), self._about(runners)
         chosen, fed, sound = collected.lists()

@@ -70,7 +70,8 @@ class NotingStore:
 
     def update(self, layer: int, keys: Tensor, values: Tensor, window: int | None = None) -> tuple[Tensor, Tensor]:
         """Hands back what comes."""
-        self.noted.append((layer, *(each.detach().to(self._empty.device, copy=True) for each in (keys, values))))
+        kept = [each.detach().to(self._empty.device, copy=True) for each in (keys, values)]
+        self.noted.append((layer, kept[0], kept[1]))
         return keys, values
 
 

@@ -90,7 +90,7 @@ def _cache_heard(stack: list[str], seen: list[list[Event]]) -> Iterator[None]:
                 seen[-1].append((stack[-1], name, tensor.detach().transpose(1, 2).clone()))
         return made
 
-    Cache.update = update  # type: ignore[method-assign]
+    Cache.update = update  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
@@ -121,8 +121,9 @@ def placed(subject: ModelSubject, program: Program) -> Place | None:
         finally:
             del seen[before:]
 
-    run.took, run.judge, run.heard = marked, judged, lambda: state.setdefault("count", len(seen))  # type: ignore[method-assign]
-    subject.plain = aside  # type: ignore[method-assign]
+    # Their own methods run within.
+    vars(run).update(took=marked, judge=judged, heard=lambda: state.setdefault("count", len(seen)))
+    vars(subject)["plain"] = aside
     try:
         with heard(subject.adapter.source, seen):
             stop = run.run()[0]

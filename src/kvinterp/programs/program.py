@@ -9,7 +9,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import random
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvinterp.common import spec
 from kvinterp.errors import InputError
@@ -85,7 +85,7 @@ class Operation(abc.ABC):
         for field in dataclasses.fields(self):
             value, plain = getattr(self, field.name), field.default
             least = plain if isinstance(plain, int) else 1
-            options: list[object] = []
+            options: list[Any] = []
             if isinstance(value, int):
                 options = sorted({n for n in (least, value // 2, value - 1) if least <= n < value})
             elif plain is not dataclasses.MISSING and value != plain:

@@ -86,13 +86,15 @@ class Run:
         # Without a mask nothing tells a model of pads.
         self.pads = list(program.rows.pads) if "attention_mask" in subject.takes else [0] * rows
         self.beyond = program.rows.beyond == "yes"
-        self.since, self.cache = 0, None
+        self.since = 0
+        self.cache: Any = None
         # A program that says so goes further than those that are drawn.
         widest = max((getattr(step, "width", 0) for step in program.steps), default=0)
         self.room = min(subject.context, max(subject.room, widest + 64 if widest > subject.room else 0)) + 1
         self.tags: set[str] = set()
         self.uses: list[str] = []
-        self.judged, self.worst, self.wrong = 0, 0.0, None
+        self.judged, self.worst = 0, 0.0
+        self.wrong: Wrong | None = None
         self.lines: list[str] = []
         self.pending: tuple[Tensor, Tensor] | None = None
         self.without: Callable[[], float] | None = None

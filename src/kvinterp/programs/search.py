@@ -8,6 +8,7 @@ import itertools
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import kvinterp.programs.operations as folder
 from kvinterp.common import spec
@@ -75,9 +76,9 @@ def drawn(draw: random.Random, subject: Subject, beyond: str = "no") -> Program:
     rows, most = draw.randint(1, subject.rows), draw.choice([0, 4, 4, 18])
     others = [kind for kind in OPERATIONS.values() if kind is not Feed for _ in range(kind.weight)]
     kinds: list[type[Operation]] = [Feed, Feed, *draw.sample(others, draw.randint(1, 3))]
-    first = draw.choice([Feed, Feed, Feed, Generate])
+    first: type[Operation] = draw.choice([Feed, Feed, Feed, Generate])
     # What a step did to the cache is seen by the next.
-    steps = [first, *(draw.choice(kinds) for _ in range(draw.randint(0, 5))), Feed]
+    steps: list[type[Operation]] = [first, *(draw.choice(kinds) for _ in range(draw.randint(0, 5))), Feed]
     made = tuple(kind.drawn(draw, rows, subject, beyond) for kind in steps)
     pads, told = tuple(draw.randint(0, most) for _ in range(rows)), draw.choice(TOLD)
     return Program(
@@ -94,7 +95,8 @@ def smaller(program: Program) -> Iterator[Program]:
         yield Program(dataclasses.replace(rows, pads=rows.pads[:r] + rows.pads[r + 1 :]), steps)
     for name, plain in {"cache": CACHES[0], "told": TOLD[0], "pad": PADS[0], "beyond": "no"}.items():
         if getattr(rows, name) != plain:
-            yield Program(dataclasses.replace(rows, **{name: plain}), steps)
+            changed: Any = {name: plain}
+            yield Program(dataclasses.replace(rows, **changed), steps)
     for r, n in enumerate(rows.pads):
         for less in sorted({0, n // 2, n - 1} if n else ()):
             yield Program(_padded(rows, r, less), steps)

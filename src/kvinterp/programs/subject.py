@@ -88,6 +88,7 @@ class Subject(abc.ABC):
         context: The most that the model has.
         vocabulary: Tokens are drawn from so many.
         pad: The model's own pad token.
+        special: Tokens that stand for something else: images, the end of a text.
         sizes: Widths on both sides of the sizes that its config names, those of windows and chunks first.
         caches: Kinds of cache that it offers.
         device: Where tokens are to be.
@@ -99,6 +100,7 @@ class Subject(abc.ABC):
     name: str = ""
     takes: frozenset[str] = frozenset()
     offset: int | None = None
+    special: frozenset[int] = frozenset()
     rows, room, context, vocabulary, pad, noise = 1, ROOM, ROOM, WORDS, 0, 0.0
     sizes: tuple[tuple[int, ...], tuple[int, ...]] = ((7,), (7,))
     caches: tuple[str, ...] = ("own",)
@@ -145,9 +147,10 @@ class Subject(abc.ABC):
         return torch.tensor(rows, dtype=torch.long, device=self.device)
 
     def token(self, draw: random.Random) -> int:
-        """A token that is no pad."""
+        """A token that is no pad, and stands for nothing but itself."""
         low = min(6, self.vocabulary - 2)
-        return drawn if (drawn := draw.randrange(low, self.vocabulary)) != self.pad else drawn - 1
+        plain = [t for t in range(low, self.vocabulary) if t != self.pad and t not in self.special]
+        return draw.choice(plain or [*range(self.vocabulary)])
 
     def measure(self) -> None:
         """Measures the null, and asks what the model takes.
@@ -226,6 +229,7 @@ class ModelSubject(Subject):
         if not self.adapter.plain:
             self.takes = frozenset({"attention_mask"})
         config = self.adapter.config
+        self.special = special_tokens(self.adapter.source)
         pad = getattr(config, "pad_token_id", 0)
         self.pad = pad if isinstance(pad, int) else 0
         self.vocabulary = min(adapter.facts.vocabulary, WORDS)
@@ -289,7 +293,7 @@ class ModelSubject(Subject):
         config = self.adapter.config
         if kind == "static":
             return StaticCache(config=config, max_cache_len=self.static_room)
-        made = None if kind == "own" else DynamicCache(config=None if kind == "bare" else config)
+        made: Any = None if kind == "own" else DynamicCache(config=None if kind == "bare" else config)
         if kind == "recording":
             made.activate_past_recording()
         return made
@@ -329,7 +333,10 @@ class FunctionSubject(Subject):
         step: Token ids of new positions and a cache (None for a new one) to their logits and the cache behind them.
         vocabulary: How many tokens there are.
         room: The most positions.
-        give: What the functions are given: made of a tensor of token ids.
+        name: What it is called.
+        around: What every run stands in.
+        device: Where token ids are to be.
+        special: Token ids that are not fed.
     """
 
     def __init__(
@@ -338,27 +345,46 @@ class FunctionSubject(Subject):
         step: Callable[[Any, Any], tuple[Any, Any]],
         vocabulary: int | None = None,
         room: int = ROOM,
-        give: Callable[[Tensor], Any] = lambda ids: ids,
+        name: str = "",
+        around: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+        device: Any = None,
+        special: frozenset[int] = frozenset(),
     ) -> None:
         super().__init__()
-        self.full, self.step, self.give = full, step, give
-        self.name = f"{_named(full)} and {_named(step)}"
+        self.special = special
+        self.full, self.step, self.around = full, step, around
+        self.name = name or f"{_named(full)} and {_named(step)}"
+        self.device = torch.device("cpu") if device is None else device
         self.room = self.context = min(room, ROOM)
         self.vocabulary = 2
-        self.vocabulary = min(int(self.plain(self.tensor([[0, 1]])).shape[-1]) if vocabulary is None else vocabulary, WORDS)
+        with self.running():
+            self.vocabulary = min(vocabulary or int(self.plain(self.tensor([[0, 1]])).shape[-1]), WORDS)
         self.pad = -1
         self.measure()
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Within what every run stands in."""
+        with torch.no_grad(), self.around():
+            yield
 
     def plain(self, ids: Tensor, mask: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
         """What ``full`` gives."""
         self.forwards += 1
-        return _read(self.full(self.give(ids)))
+        return _read(self.full(ids))
 
     def feed(self, ids: Tensor, cache: Any, mask: Tensor | None, positions: Tensor | None) -> tuple[Tensor, Any]:
         """What ``step`` gives."""
         self.forwards += 1
-        logits, cache = self.step(self.give(ids), cache)
+        logits, cache = self.step(ids, cache)
         return _read(logits), cache
+
+
+def special_tokens(model: Any) -> frozenset[int]:
+    """The token ids that a transformers config names."""
+    config: Any = getattr(model, "config", None)
+    named = config.to_dict() if hasattr(config, "to_dict") else {}
+    return frozenset(value for name, value in named.items() if name.endswith("_token_id") and isinstance(value, int))
 
 
 def _read(logits: Any) -> Tensor:

@@ -87,8 +87,8 @@ class Generate(Operation):
         run.tries(f"{name}{PADDED}" if padded else name)
         needed = padded or run.program.rows.told != "needed" or self.how == "new"
         told = full if needed and "attention_mask" in subject.takes else None
-        run.pending, run.without = (ids, mask), lambda: self._uncached(run, prompt, told, [len(text) for text in texts])
-        texts = [list(text) for text in run.texts]
+        lengths = [len(text) for text in run.texts]
+        run.pending, run.without = (ids, mask), lambda: self._uncached(run, prompt, told, lengths)
         if not subject.adapter.plain:
             self._by_transformer_lens(run, ids, mask, told if padded else None)
             back()
@@ -114,11 +114,12 @@ class Generate(Operation):
 
     def _apart(self, run: Run, ids: Tensor, mask: Tensor, prompt: Tensor, told: Tensor | None) -> None:
         subject: Any = run.subject
-        given: dict[str, Any] = {
+        known: dict[str, dict[str, Any]] = {
             "beams": {"num_beams": 2, "num_return_sequences": 2},
             "lookup": {"prompt_lookup_num_tokens": DRAFTS},
             "static": {"cache_implementation": "static"},
-        }.get(self.how, {})
+        }
+        given = known.get(self.how, {})
         self._write(run, prompt, told, given, None)
         if self.how == "assistant":
             with subject.adapter.own_state([]):

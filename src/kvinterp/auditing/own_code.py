@@ -1,0 +1,145 @@
+"""Two functions of what is no decoder that kvinterp wraps: a module of one's own, an encoder-decoder, a prompt with an image.
+
+``full(ids)`` gives the logits without a cache, ``step(ids, cache)`` those of new positions and the cache behind them; programs of
+a cache run on them as on anybody's own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kvinterp.errors import InputError
+from kvinterp.models import Adapter
+from kvinterp.programs.subject import NARROW, FunctionSubject, Lifted, ModelSubject, special_tokens
+
+SOURCE = 24
+"""Tokens that an encoder reads, and more than a window where it has one."""
+LONGEST = 256
+
+
+def subject_of(model: Any) -> FunctionSubject | None:
+    """What programs run on, of a module that is no decoder of a known kind; None where it is one, or cannot be asked."""
+    if not isinstance(model, nn.Module):
+        return None
+    config = getattr(model, "config", None)
+    if getattr(config, "is_encoder_decoder", False):
+        return _encoder_decoder(model)
+    return None if hasattr(config, "to_dict") or hasattr(model, "cfg") else _module(model)
+
+
+def _module(model: nn.Module) -> FunctionSubject | None:
+    """A module whose forward takes token ids and a cache, and returns logits and the cache: found by trying."""
+    twin = copy.deepcopy(model).eval()
+    if len(inspect.signature(twin.forward).parameters) < 2:
+        return None
+    ids = torch.tensor([[1, 2, 3]], device=next((p.device for p in twin.parameters()), None))
+    try:
+        with torch.no_grad():
+            logits, cache = twin(ids, None)
+            again, _ = twin(ids[:, :1], cache)
+    except Exception:  # It is called otherwise: kv.wrap says what is taken.
+        return None
+    shapes = [made.shape[:-1] for made in (logits, again) if isinstance(made, Tensor) and made.dim() == 3]
+    if cache is None or shapes != [(1, 3), (1, 1)]:
+        return None
+    return FunctionSubject(lambda ids: twin(ids, None)[0], twin, name=type(model).__name__, device=ids.device)
+
+
+def _encoder_decoder(model: nn.Module) -> FunctionSubject:
+    """The decoder behind one text that the encoder has read, in float64 with casts lifted."""
+    twin: Any = copy.deepcopy(model).double().eval()
+    device, decoder = next(twin.parameters()).device, twin.config.get_text_config(decoder=True)
+    windows = [
+        n
+        for part in (twin.config.get_text_config(encoder=True), decoder)
+        if isinstance(n := getattr(part, "sliding_window", 0), int)
+    ]
+    length = max([SOURCE, *(n + 4 for n in windows if n + 4 <= LONGEST)])
+    source = torch.randint(6, min(decoder.vocab_size, 120), (1, length), generator=torch.Generator().manual_seed(0)).to(
+        device
+    )
+    with torch.no_grad(), _lifted():
+        read = twin.get_encoder()(input_ids=source, attention_mask=torch.ones_like(source))
+
+    def run(ids: Tensor, **more: Any) -> Any:
+        rows = copy.copy(read)
+        rows.last_hidden_state = read.last_hidden_state.expand(len(ids), -1, -1)
+        mask = torch.ones(len(ids), length, dtype=torch.long, device=device)
+        return twin(encoder_outputs=rows, attention_mask=mask, decoder_input_ids=ids, **more)
+
+    def step(ids: Tensor, cache: Any) -> tuple[Tensor, Any]:
+        out = run(ids, past_key_values=cache, use_cache=True)
+        return out.logits, out.past_key_values
+
+    name = f"{type(model).__name__} behind {length} encoded tokens"
+    return FunctionSubject(
+        lambda ids: run(ids, use_cache=False).logits,
+        step,
+        name=name,
+        around=_lifted,
+        device=device,
+        special=special_tokens(twin),
+    )
+
+
+def behind(adapter: Adapter, prompts: Any, inputs: Any) -> FunctionSubject:
+    """A decoder behind a prompt that holds more than text: what the first forward gets besides is handed through.
+
+    Args:
+        adapter: The model.
+        prompts: One prompt, as token ids.
+        inputs: Tensors by name, as the model's own forward takes them (``pixel_values``, ...); those as long as the prompt are
+            continued by zeros over the text that follows.
+
+    Raises:
+        InputError: They are none.
+    """
+    if not isinstance(inputs, Mapping) or not all(isinstance(name, str) for name in inputs) or not adapter.plain:
+        raise InputError(
+            "inputs was given: expected a dictionary of what a transformers model's forward gets besides tokens."
+        )
+    if not isinstance(prompts, Sequence) or len(prompts) != 1 or isinstance(prompts[0], str):
+        raise InputError(
+            "inputs was given: expected one prompt beside it, as token ids: kv.audit(model, [ids], inputs={...})."
+        )
+    subject = ModelSubject(adapter, NARROW)
+    prefix, own = subject.tensor([list(map(int, prompts[0]))]), subject.adapter
+    wide = {n: t.double() if isinstance(t, Tensor) and t.is_floating_point() else t for n, t in inputs.items()}
+
+    def first(ids: Tensor, use_cache: bool) -> Any:
+        given = dict(wide)
+        for name, value in wide.items():
+            if isinstance(value, Tensor) and value.dim() == 2 and value.shape == prefix.shape and len(ids) == 1:
+                given[name] = torch.cat([value, torch.zeros_like(value[:, :1]).expand(-1, ids.shape[1])], 1)
+        return own.model(input_ids=torch.cat([prefix.expand(len(ids), -1), ids], 1), use_cache=use_cache, **given)
+
+    def full(ids: Tensor) -> Tensor:
+        with own.own_state([]):
+            return first(ids, False).logits[:, prefix.shape[1] :]
+
+    def step(ids: Tensor, cache: Any) -> tuple[Tensor, Any]:
+        if cache is not None:
+            return own.called(ids, cache, None, None)
+        out = first(ids, True)
+        return out.logits[:, prefix.shape[1] :], out.get(own.cache_name)
+
+    name = f"{adapter.facts.name} behind {', '.join(inputs)}"
+    return FunctionSubject(full, step, name=name, around=subject.running, device=subject.device, special=subject.special)
+
+
+@contextlib.contextmanager
+def _lifted() -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with Lifted():
+            yield
+    finally:
+        torch.set_default_dtype(before)
