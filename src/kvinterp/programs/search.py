@@ -76,7 +76,8 @@ def drawn(draw: random.Random, subject: Subject, beyond: str = "no") -> Program:
     rows, most = draw.randint(1, subject.rows), draw.choice([0, 4, 4, 18])
     others = [kind for kind in OPERATIONS.values() if kind is not Feed for _ in range(kind.weight)]
     kinds: list[type[Operation]] = [Feed, Feed, *draw.sample(others, draw.randint(1, 3))]
-    first: type[Operation] = draw.choice([Feed, Feed, Feed, Generate])
+    firsts: list[type[Operation]] = [Feed, Feed, Feed, Generate]
+    first = draw.choice(firsts)
     # What a step did to the cache is seen by the next.
     steps: list[type[Operation]] = [first, *(draw.choice(kinds) for _ in range(draw.randint(0, 5))), Feed]
     made = tuple(kind.drawn(draw, rows, subject, beyond) for kind in steps)
