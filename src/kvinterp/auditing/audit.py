@@ -16,7 +16,7 @@ import torch
 from kvinterp.auditing.blocks import BlockModel, evaluating, prompts_for
 from kvinterp.auditing.causality import check_causal
 from kvinterp.auditing.causes import other_attention
-from kvinterp.auditing.checks import WRONG, Check
+from kvinterp.auditing.checks import Check
 from kvinterp.auditing.engine import audit_engine
 from kvinterp.auditing.judging import RungJudge, account
 from kvinterp.auditing.ladder import Plan, PrecisionRun, band, dtype_name, prefix_plan, unit_roundoff
@@ -50,11 +50,11 @@ from kvinterp.data.chat import prompt_ids
 from kvinterp.errors import InputError, KvinterpError, UnsupportedError, located, reason, shown
 from kvinterp.models import Adapter, dtype_named, wrap
 from kvinterp.models.inputs import token_ids
-from kvinterp.models.provenance import provenance
+from kvinterp.models.provenance import machine, provenance
 from kvinterp.models.threads import own_threads
 from kvinterp.paths.kernels import BatchInvariant
 from kvinterp.paths.prompt import prompt_difference
-from kvinterp.programs.running import named
+from kvinterp.programs.running import WRONG, named
 from kvinterp.programs.subject import FunctionSubject, Subject
 from kvinterp.recording import Trace
 
@@ -65,6 +65,11 @@ LENGTHS = (5, 63, 64, 65, 96, 97, 128)
 CHECKS = ("default", "thorough", "none")
 """How many programs of the cache are tried: as many as ``programs`` says, five times as many, or none."""
 THOROUGH = 5
+
+AGAINST_LEAVES = (
+    "prompts", "rungs", "lengths", "steps", "sweep", "checks", "reach", "calls", "programs", "seconds", "detail",
+)  # fmt: skip
+"""What nothing reads where another engine's log-probs are judged."""
 
 LONGEST, MOST_STEPS = 32_768, 4_096
 """The longest prompt of an audit, and the most tokens that are fed singly in all."""
@@ -142,34 +147,40 @@ def audit(
     Raises:
         InputError: Something given does not fit.
     """
+    told = {name: value for name, value in locals().items() if name not in ("full", "step", "inputs", "model")}
+
+    def functions(subject: Subject, *read: str) -> Verdict:
+        return _audit_functions(subject, told, read)
+
     if full is not None or step is not None:
         if model is not None or not callable(full) or not callable(step):
             raise InputError(
                 "full and step go together and take the place of a model: kv.audit(full=f, step=g), with f(ids) -> logits and "
                 "g(ids, cache) -> logits, cache."
             )
-        return _audit_functions(FunctionSubject(full, step), programs, seconds, seed, allow)
+        return functions(FunctionSubject(full, step))
     if model is None:
         raise InputError("no model was given: give one, or two functions of your own, full=f and step=g.")
     if against is not None:
-        read = {"prompts": prompts, "rungs": rungs, "lengths": lengths, "steps": steps, "sweep": sweep, "checks": checks,
-                "reach": reach, "calls": calls, "programs": programs, "seconds": seconds, "detail": detail}  # fmt: skip
-        for name, value in read.items():
-            default = inspect.signature(audit).parameters[name].default
-            check_unread(name, value, default, "against feeds the tokens of its file and runs no checks; leave it out")
+        defaults = inspect.signature(audit).parameters
+        for name in AGAINST_LEAVES:
+            why = "against feeds the tokens of its file and runs no checks; leave it out"
+            check_unread(name, told[name], defaults[name].default, why)
         found = audit_engine(model, against, declared, format, allow, seed, progress or (lambda _: None))
         if out is not None:
             found.save(out)
         return found
     for name, value in {"format": format, "declared": declared}.items():
         check_unread(name, value, None, "nothing is given to judge the model against; leave it out")
-    if (own := subject_of(model)) is not None:
-        return _audit_functions(own, programs, seconds, seed, allow)
     with evaluating(model):
-        adapter = wrap(model)
-    if inputs is not None:
-        with evaluating(model):
-            return _audit_functions(behind(adapter, prompts, inputs), programs, seconds, seed, allow)
+        try:
+            adapter = wrap(model)
+        except KvinterpError:
+            if (own := subject_of(model)) is None:
+                raise
+            return functions(own)
+        if inputs is not None:
+            return functions(behind(adapter, prompts, inputs), "prompts")
     check_choice("detail", detail, ("verdict", "everything"))
     check_choice("sweep", sweep, ("yes", "no"))
     check_choice("reach", reach, ("yes", "no"))
@@ -218,10 +229,26 @@ def _budget(programs: Any, seconds: Any) -> tuple[int, float]:
     return int(programs), float(seconds)
 
 
-def _audit_functions(subject: Subject, programs: Any, seconds: Any, seed: int, allow: Sequence[str]) -> Verdict:
-    """Anybody's own code: the word of the programs, without layers."""
-    found, checks = check_functions(subject, *_budget(programs, seconds), check_seed(seed))
-    return of_functions(subject.name, found.worst, checks, allowed(allow))
+def _audit_functions(subject: Subject, told: Mapping[str, Any], read: Sequence[str]) -> Verdict:
+    """Anybody's own code: the word of the programs, without layers; what else was given is named in a note.
+
+    Args:
+        subject: What programs run on.
+        told: The arguments of :func:`audit`, by name.
+        read: Those that were read already.
+    """
+    takes = ("programs", "seconds", "seed", "allow", "out", "progress", *read)
+    defaults = inspect.signature(audit).parameters
+    unread = [name for name, value in told.items() if name not in takes and value is not defaults[name].default]
+    notes = [f"{', '.join(unread)}: not read, since only programs of a cache run on this"] if unread else []
+    budget = _budget(told["programs"], told["seconds"])
+    found, checks = check_functions(subject, *budget, check_seed(told["seed"]), told["progress"] or (lambda _: None))
+    about = {**machine(subject.device), "model": subject.name, "kind": "functions"}
+    verdict = of_functions(subject.name, found.worst, checks, allowed(told["allow"]), notes)
+    verdict = dataclasses.replace(verdict, provenance=about)
+    if told["out"] is not None:
+        verdict.save(told["out"])
+    return verdict
 
 
 @dataclasses.dataclass

@@ -5,10 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 from kvinterp.auditing.ladder import part_named
-from kvinterp.programs.running import PLAIN, REFUSED, RIGHT, WRONG
 
 NOT_RUN, BEYOND, UNCLEAR = "not run", "wrong beyond what a cache promises", "cannot tell"
-WORDS = (RIGHT, WRONG, PLAIN, REFUSED, NOT_RUN, BEYOND, UNCLEAR)
 
 
 @dataclasses.dataclass(frozen=True)

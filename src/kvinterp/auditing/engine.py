@@ -48,7 +48,7 @@ TRIED = 1024
 LOGITS = 2**25
 """The most logits that temperatures and truncations are tried on."""
 CERTAIN = 1e-6
-"""Of a token that is surer than this, in nats, rounding goes one way: its probability ends at 1."""
+"""Rounding takes a token that is surer than this, in nats, one way: its probability ends at 1."""
 TRUTH = Way("float64")
 
 Row = np.ndarray

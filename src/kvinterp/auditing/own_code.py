@@ -6,10 +6,9 @@ a cache run on them as on anybody's own.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 
 from kvinterp.errors import InputError
 from kvinterp.models import Adapter
-from kvinterp.programs.subject import NARROW, FunctionSubject, Lifted, ModelSubject, special_tokens
+from kvinterp.programs.subject import FunctionSubject, ModelSubject, casts_lifted, special_tokens
 
 SOURCE = 24
 """Tokens that an encoder reads, and more than a window where it has one."""
@@ -25,20 +24,20 @@ LONGEST = 256
 
 
 def subject_of(model: Any) -> FunctionSubject | None:
-    """What programs run on, of a module that is no decoder of a known kind; None where it is one, or cannot be asked."""
+    """What programs run on, of a module that :func:`kvinterp.wrap` does not take; None where it cannot be asked either."""
     if not isinstance(model, nn.Module):
         return None
     config = getattr(model, "config", None)
     if getattr(config, "is_encoder_decoder", False):
         return _encoder_decoder(model)
-    return None if hasattr(config, "to_dict") or hasattr(model, "cfg") else _module(model)
+    return None if hasattr(config, "to_dict") else _module(model)
 
 
 def _module(model: nn.Module) -> FunctionSubject | None:
     """A module whose forward takes token ids and a cache, and returns logits and the cache: found by trying."""
-    twin = copy.deepcopy(model).eval()
-    if len(inspect.signature(twin.forward).parameters) < 2:
+    if len(inspect.signature(model.forward).parameters) < 2:
         return None
+    twin = copy.deepcopy(model).eval()
     ids = torch.tensor([[1, 2, 3]], device=next((p.device for p in twin.parameters()), None))
     try:
         with torch.no_grad():
@@ -65,7 +64,7 @@ def _encoder_decoder(model: nn.Module) -> FunctionSubject:
     source = torch.randint(6, min(decoder.vocab_size, 120), (1, length), generator=torch.Generator().manual_seed(0)).to(
         device
     )
-    with torch.no_grad(), _lifted():
+    with torch.no_grad(), casts_lifted():
         read = twin.get_encoder()(input_ids=source, attention_mask=torch.ones_like(source))
 
     def run(ids: Tensor, **more: Any) -> Any:
@@ -83,7 +82,7 @@ def _encoder_decoder(model: nn.Module) -> FunctionSubject:
         lambda ids: run(ids, use_cache=False).logits,
         step,
         name=name,
-        around=_lifted,
+        around=casts_lifted,
         device=device,
         special=special_tokens(twin),
     )
@@ -109,7 +108,7 @@ def behind(adapter: Adapter, prompts: Any, inputs: Any) -> FunctionSubject:
         raise InputError(
             "inputs was given: expected one prompt beside it, as token ids: kv.audit(model, [ids], inputs={...})."
         )
-    subject = ModelSubject(adapter, NARROW)
+    subject = ModelSubject(adapter)
     prefix, own = subject.tensor([list(map(int, prompts[0]))]), subject.adapter
     wide = {n: t.double() if isinstance(t, Tensor) and t.is_floating_point() else t for n, t in inputs.items()}
 
@@ -132,14 +131,3 @@ def behind(adapter: Adapter, prompts: Any, inputs: Any) -> FunctionSubject:
 
     name = f"{adapter.facts.name} behind {', '.join(inputs)}"
     return FunctionSubject(full, step, name=name, around=subject.running, device=subject.device, special=subject.special)
-
-
-@contextlib.contextmanager
-def _lifted() -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    try:
-        with Lifted():
-            yield
-    finally:
-        torch.set_default_dtype(before)

@@ -7,13 +7,14 @@ from typing import Any
 
 import torch
 
-from kvinterp.auditing.checks import BEYOND, NOT_RUN, PLAIN, REFUSED, RIGHT, UNCLEAR, WRONG, Check
+from kvinterp.auditing.checks import BEYOND, NOT_RUN, UNCLEAR, Check
 from kvinterp.auditing.first_difference import Place
 from kvinterp.auditing.judging import ROOM, Account, Judged
 from kvinterp.auditing.ladder import ONE_BY_ONE, PrecisionRun, band, part_named
 from kvinterp.auditing.values import narrower
 from kvinterp.auditing.verdict import CANNOT_TELL, GOOD, Verdict
 from kvinterp.paths.prompt import PromptDifference
+from kvinterp.programs.running import PLAIN, REFUSED, RIGHT, WRONG
 
 NOWHERE: Place = (None, None, "", "")
 """The place of what has none."""
@@ -433,7 +434,7 @@ def _exercised(seen: Evidence) -> list[str]:
     return [f"exercised: {seen.exercised}", *lines]
 
 
-def of_functions(name: str, worst: float, checks: list[Check], allow: tuple[str, ...]) -> Verdict:
+def of_functions(name: str, worst: float, checks: list[Check], allow: tuple[str, ...], notes: list[str]) -> Verdict:
     """The verdict on anybody's own two functions: whether their programs are right."""
     seen = Evidence(name, "functions", "", 0, checks=checks)
     failed = seen._failed()
@@ -448,4 +449,5 @@ def of_functions(name: str, worst: float, checks: list[Check], allow: tuple[str,
     seen.exercised = (
         f"programs of the cache, each against full() of a row's own tokens; the largest difference {worst:.1e}."
     )
-    return Verdict(word, *place, {}, tuple(checks), (), "\n".join([first, *lines, *_exercised(seen)]), allowed)
+    text = "\n".join([first, *lines, *_exercised(seen), *(f"note: {note}" for note in notes)])
+    return Verdict(word, *place, {}, tuple(checks), tuple(notes), text, allowed)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from kvinterp.auditing.blocks import evaluating
-from kvinterp.auditing.checks import BEYOND, NOT_RUN, PLAIN, REFUSED, RIGHT, UNCLEAR, WRONG, Check
+from kvinterp.auditing.checks import BEYOND, NOT_RUN, UNCLEAR, Check
 from kvinterp.common import spec
 from kvinterp.errors import InputError, UnsupportedError, out_of_memory
 from kvinterp.models import Adapter
@@ -23,7 +23,7 @@ from kvinterp.programs.crashes import CRASHES, whose
 from kvinterp.programs.pasted import pasted
 from kvinterp.programs.place import placed
 from kvinterp.programs.program import Program
-from kvinterp.programs.running import OwnError, named
+from kvinterp.programs.running import PLAIN, REFUSED, RIGHT, WRONG, OwnError, named
 from kvinterp.programs.search import FIRST, Outcome, Searched, base_of, program_named, search, tried
 from kvinterp.programs.subject import ModelSubject, Subject, apart
 
@@ -91,9 +91,11 @@ def uses_of(
         return [*sorted(checks, key=lambda one: one.status != WRONG), *far]
 
 
-def check_functions(subject: Subject, programs: int, seconds: float, seed: int) -> tuple[Searched, list[Check]]:
+def check_functions(
+    subject: Subject, programs: int, seconds: float, seed: int, progress: Callable[[str], None]
+) -> tuple[Searched, list[Check]]:
     """The same of anybody's own forward and step: as far as the functions go, and without a place."""
-    found = search(subject, programs, seconds, seed)
+    found = search(subject, programs, seconds, seed, progress=progress)
     return found, _checks(subject, found)
 
 

@@ -7,59 +7,62 @@ import copy
 import io
 from typing import Any
 
-import torch
-
 from kvinterp.programs.running import Run
 from kvinterp.programs.subject import ModelSubject
+
+AS_MUCH = 0.5
+"""The share of the program's error that the lines must show: as its users run the model, its casts are there."""
 
 
 def pasted(run: Run) -> str:
     """The lines, ending in a print of the largest difference; empty where they do not show what the program showed.
 
+    They are tried in float64 and then in float32, as the model's users run it, with its casts.
+
     Args:
         run: Of the wrong program, once it has run.
     """
-    made = [name for name in ("DynamicCache", "StaticCache") if any(f"{name}(" in line for line in run.lines)]
-    lines = ["import copy, torch" if any("copy." in line for line in run.lines) else "import torch"]
-    lines += [f"from transformers import {', '.join(made)}"] if made else []
-    lines += _model(run)
-    wide = isinstance(run.subject, ModelSubject) and bool(run.subject.lifted)
+    subject: Any = run.subject
+    if not isinstance(subject, ModelSubject):
+        return _text(run, "") if _shows(run, _text(run, ""), {"full": subject.full, "step": subject.step}) else ""
+    if not subject.lifted:
+        return _text(run, "") if _shows(run, _text(run, ""), {"model": subject.model}) else ""
+    for kind in ("double", "float"):
+        model = subject.model if kind == "double" else copy.deepcopy(subject.model).float()
+        if _shows(run, text := _text(run, f".{kind}()"), {"model": model}):
+            return text
+    return ""
+
+
+def _text(run: Run, cast: str) -> str:
     body = list(run.lines)
+    made = [name for name in ("DynamicCache", "StaticCache") if any(f"{name}(" in line for line in body)]
+    assisted = any("assistant_model=assistant" in line for line in body)
+    copies = assisted or any("copy." in line for line in body)
+    lines = ["import copy, torch" if copies else "import torch"]
+    lines += [f"from transformers import {', '.join(made)}"] if made else []
+    if isinstance(run.subject, ModelSubject):
+        lines.append(f"model = model.eval(){cast}  # yours: a {type(run.subject.model).__name__}")
+    else:
+        lines.append("# full(ids) and step(ids, cache) are yours")
+    lines += ["assistant = copy.deepcopy(model)"] if assisted else []
     if run.wrong is not None:
         want = run.subject.written("")[1].replace("TEXT", f"torch.tensor([{list(run.wrong.text)}])")
-        last = body[-1] if not body or not body[-1].startswith("cache =") else body[-2]
-        generated = last.startswith("out = model.generate")
+        generated = body[-1].startswith("out = model.generate")
         row, column = run.wrong.row, run.wrong.column
         got = f"out.logits[{column}][{row}]" if generated else f"logits[{row}, {column}]"
         body += [f"want = {want}", f"print(float(({got} - want).abs().max() / want.abs().max()))"]
-    lines += [f"with torch.no_grad():{'  # in float64' if wide else ''}", *(f"    {line}" for line in body)]
-    text = "\n".join(lines)
-    return text if _shows(run, text) else ""
+    return "\n".join([*lines, "with torch.no_grad():", *(f"    {line}" for line in body)])
 
 
-def _model(run: Run) -> list[str]:
-    if not isinstance(run.subject, ModelSubject):
-        return ["# full(ids) and step(ids, cache) are yours"]
-    double = ".double()" if run.subject.lifted else ""
-    lines = [f"model = model.eval(){double}  # yours: a {type(run.subject.model).__name__}"]
-    if any("assistant_model=assistant" in line for line in run.lines):
-        lines.append("assistant = copy.deepcopy(model)")
-    return lines
-
-
-def _shows(run: Run, text: str) -> bool:
-    """Whether the lines, run as they stand, show the error, or raise where the program did."""
-    subject: Any = run.subject
-    names: dict[str, Any] = {"torch": torch, "copy": copy}
-    if isinstance(subject, ModelSubject):
-        names["model"] = subject.model
-    else:
-        names |= {"full": subject.full, "step": subject.step}
-    said = io.StringIO()
+def _shows(run: Run, text: str, names: dict[str, Any]) -> bool:
+    """Whether the lines, run as they stand, show the error, or raise what the program raised."""
+    subject, said = run.subject, io.StringIO()
+    state = subject.adapter.own_state([]) if isinstance(subject, ModelSubject) else contextlib.nullcontext()
     try:
-        with subject.running(), contextlib.redirect_stdout(said):
+        with state, contextlib.redirect_stdout(said):
             exec(compile(text, "program", "exec"), names)
-    except Exception:
-        return run.wrong is None
+    except Exception as error:
+        return run.wrong is None and type(error).__name__ == run.raised
     printed = said.getvalue().split()
-    return bool(printed) and not float(printed[-1]) <= subject.limit
+    return run.wrong is not None and bool(printed) and not float(printed[-1]) < AS_MUCH * run.wrong.error

@@ -1,7 +1,7 @@
 """Where a program is wrong: every module heard in its last forwards and in the plain forward, and the first that parts.
 
-The keys, values and states that the cache gives to be read are heard too, and held against those that it was given to keep. Only
-columns that hold tokens are compared.
+The keys and values that a cache gives to be read are heard too, beside those of one forward of the whole text. Only columns
+that hold tokens are compared.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class Place:
     """The first tensor that parts.
 
     Attributes:
-        layer: The block; -1 before the first, the number of blocks behind the last.
+        layer: The block; behind the last the number of blocks.
         module: The module's path.
-        tensor: ``K``, ``V``, a state, ``input of`` or ``output of`` the module.
+        tensor: ``K``, ``V``, ``input of`` or ``output of`` the module.
         column: The first column of the program at which it parts.
         error: How far, of the tensor's largest number.
     """
@@ -138,7 +138,7 @@ def placed(subject: ModelSubject, program: Program) -> Place | None:
 def _first(subject: ModelSubject, mine: list[list[Event]], mask: Tensor, texts: list[list[int]]) -> Place | None:
     whole = [_alone(subject, text) for text in texts]
     first = next(((name, what) for name, what, _ in mine[0] if what == "output of"), None) if mine else None
-    widths = [_width(forward, len(texts)) for forward in mine]
+    widths = [_width(forward) for forward in mine]
     column = mask.shape[1] - sum(widths)
     if column < 0:
         return None
@@ -149,7 +149,7 @@ def _first(subject: ModelSubject, mine: list[list[Event]], mask: Tensor, texts: 
         times: dict[tuple[str, str], int] = {}
         entered = False
         for name, what, tensor in forward:
-            entered = entered or any(f"{name}.".startswith(block) for block in blocks)
+            entered = entered or _layer(blocks, name) < len(blocks)
             nth = times[name, what] = times.get((name, what), -1) + 1
             for row, text in enumerate(texts):
                 want = whole[row].get((name, what, nth))
@@ -178,7 +178,7 @@ def _first(subject: ModelSubject, mine: list[list[Event]], mask: Tensor, texts: 
                     columns = kept.nonzero().flatten().tolist()
                     start = column if what not in ("K", "V") else column + width - len(kept)
                     return Place(
-                        _layer(subject, name),
+                        _layer(blocks, name),
                         name,
                         what if what in ("K", "V") else f"{what} {name}",
                         start + columns[at],
@@ -206,7 +206,7 @@ def _alone(subject: ModelSubject, text: list[int]) -> dict[tuple[str, str, int],
     return found
 
 
-def _width(forward: list[Event], rows: int) -> int:
+def _width(forward: list[Event]) -> int:
     """Columns that a forward was fed: those of its first tensor."""
     return next((int(t.shape[1]) for _, what, t in forward if what not in ("K", "V") and t.dim() >= 3), 0)
 
@@ -217,7 +217,6 @@ def _blocks(subject: ModelSubject) -> list[str]:
     return [f"{names[block]}." for block in subject.adapter.blocks if block in names]
 
 
-def _layer(subject: ModelSubject, name: str) -> int:
+def _layer(blocks: list[str], name: str) -> int:
     """The block that a module stands in; behind them all their number."""
-    blocks = _blocks(subject)
     return next((layer for layer, block in enumerate(blocks) if f"{name}.".startswith(block)), len(blocks))

@@ -62,14 +62,16 @@ class Operation(abc.ABC):
 
     Attributes:
         weight: How often it is drawn beside others.
+        between: What the number of one that has a single one is drawn from.
     """
 
     weight: ClassVar[int] = 1
+    between: ClassVar[tuple[int, int]] = (1, 1)
 
     @classmethod
-    @abc.abstractmethod
     def drawn(cls, draw: random.Random, rows: int, subject: Subject, beyond: str) -> Operation:
-        """One for so many rows of this model."""
+        """One for so many rows of this model; of a single number where it says nothing else."""
+        return cls(draw.randint(*cls.between))  # type: ignore[call-arg]
 
     def offered(self, run: Run) -> bool:
         """Whether the model offers it where the program stands."""

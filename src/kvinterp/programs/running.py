@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvinterp.errors import reason
+from kvinterp.errors import KvinterpError, reason
 from kvinterp.programs.crashes import OURS, REFUSES, whose
 from kvinterp.programs.program import Program
 from kvinterp.programs.subject import ModelSubject, Subject, apart
@@ -30,7 +30,7 @@ class PlainError(Exception):
     """The plain forward over the same columns is off too, which says nothing about a cache."""
 
 
-class OwnError(Exception):
+class OwnError(KvinterpError):
     """kvinterp itself raised."""
 
 
@@ -70,11 +70,10 @@ class Run:
         pads: Pads that are still to come in front of each row.
         cache: The cache.
         since: Columns fed since the last crop.
-        tags: What happened, in words.
         uses: The uses of a cache that were tried.
-        judged: How many rows were judged.
         worst: The largest error of a row.
         wrong: Where the logits are wrong.
+        raised: The kind of error that a crash raised.
         lines: What was done, in lines of Python.
     """
 
@@ -91,9 +90,9 @@ class Run:
         # A program that says so goes further than those that are drawn.
         widest = max((getattr(step, "width", 0) for step in program.steps), default=0)
         self.room = min(subject.context, max(subject.room, widest + 64 if widest > subject.room else 0)) + 1
-        self.tags: set[str] = set()
         self.uses: list[str] = []
-        self.judged, self.worst = 0, 0.0
+        self.worst = 0.0
+        self.raised = ""
         self.wrong: Wrong | None = None
         self.lines: list[str] = []
         self.pending: tuple[Tensor, Tensor] | None = None
@@ -110,7 +109,6 @@ class Run:
                     break  # generate() gave none back.
                 try:
                     if step.offered(self):
-                        self.tags.add(type(step).__name__)
                         step.do(self)
                 except WrongError as error:
                     return WRONG, f"{error}"
@@ -143,7 +141,7 @@ class Run:
         """Whose an error is: a library's own ``raise`` is a refusal, what breaks deeper is a crash."""
         modules = self.subject.model if isinstance(self.subject, ModelSubject) else torch.nn.Module()
         who, place = whose(error, modules)
-        said = f"{named(error)} ({place})"
+        said, self.raised = f"{named(error)} ({place})", type(error).__name__
         if who == REFUSES:
             return REFUSED, said
         if who == OURS and isinstance(self.subject, ModelSubject):
@@ -197,7 +195,6 @@ class Run:
             text += new
             ids.append([pad] * (lead + more) + new)
             mask.append([0] * (lead + more) + [1] * len(new))
-            self.tags |= {"inner pads"} if more else set()
         return self.subject.tensor(ids), self.subject.tensor(mask)
 
     def told(self, mask: Tensor, width: int) -> dict[str, Tensor]:
@@ -222,7 +219,6 @@ class Run:
         width, full = ids.shape[1], torch.cat([self.mask, mask], 1)
         padded, all_padded = bool((mask == 0).any()), bool((full == 0).any())
         self.tries(self._use(width, padded, all_padded))
-        self.tags |= {"lone pad"} if padded and width == 1 else set()
         self.pending = ids, mask
         told = self.told(full, width)
         self.write(ids, told, cache)
@@ -279,7 +275,7 @@ class Run:
                 )
                 want = want[-len(columns) :]
                 error = apart(got, want)
-            self.judged, self.worst = self.judged + 1, max(self.worst, error)
+            self.worst = max(self.worst, error)
             if not error <= self.subject.limit and (worst is None or error > worst.error):
                 each = [apart(a[None], b[None]) for a, b in zip(got, want, strict=True)]
                 at = next(n for n, e in enumerate(each) if not e <= self.subject.limit)

@@ -16,7 +16,7 @@ from kvinterp.errors import InputError
 from kvinterp.programs.operations.feed import Feed
 from kvinterp.programs.operations.generate import Generate
 from kvinterp.programs.program import CACHES, PADS, TOLD, Operation, Program, Rows
-from kvinterp.programs.running import PADDED, PLAIN, REFUSED, RIGHT, WRONG, Run
+from kvinterp.programs.running import PADDED, RIGHT, WRONG, Run
 from kvinterp.programs.subject import Subject
 
 OPERATIONS = spec.plugins_of(folder, Operation)  # type: ignore[type-abstract]
@@ -135,25 +135,28 @@ class Outcome:
     """One program that came to a word other than right.
 
     Attributes:
-        program: It, shrunk where it is wrong.
+        run: Its run; of one that is wrong that of the shrunk program.
         word: The word.
         why: In words.
-        use: The use of a cache in which it came to it.
-        uses, tags: What it did.
-        run: Its run.
         ran: How many programs had run, this one included.
         origin: The program's text before it was shrunk.
     """
 
-    program: Program
+    run: Run
     word: str
     why: str
-    use: str
-    uses: frozenset[str]
-    tags: frozenset[str]
-    run: Run
     ran: int = 0
     origin: str = ""
+
+    @property
+    def program(self) -> Program:
+        """The program that ran."""
+        return self.run.program
+
+    @property
+    def use(self) -> str:
+        """The use of a cache in which it came to its word."""
+        return self.run.use
 
 
 @dataclasses.dataclass
@@ -165,25 +168,20 @@ class Searched:
         wrong: Each fault, its program shrunk.
         others: Programs whose plain forward is off too, or that are refused: the first of each use.
         ran: How many programs ran.
-        judged: How many rows of logits were judged.
         worst: The largest error of those that are right, of the largest logit.
-        seconds: How long it took.
     """
 
     tried: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     wrong: list[Outcome] = dataclasses.field(default_factory=list)
     others: dict[tuple[str, str], Outcome] = dataclasses.field(default_factory=dict)
     ran: int = 0
-    judged: int = 0
     worst: float = 0.0
-    seconds: float = 0.0
 
 
 def tried(subject: Subject, program: Program) -> Outcome:
     """Runs a program."""
     run = Run(subject, program)
-    word, why = run.run()
-    return Outcome(program, word, why, run.use, frozenset(run.uses), frozenset(run.tags), run)
+    return Outcome(run, *run.run())
 
 
 def search(
@@ -222,11 +220,10 @@ def search(
         found.ran += 1
         one.ran = found.ran
         progress(f"program {found.ran} of {max(programs, len(given))}")
-        found.judged += one.run.judged
         if one.word == RIGHT:
-            found.tried.update(one.uses)
+            found.tried.update(one.run.uses)
             found.worst = max(found.worst, one.run.worst)
-        elif one.word == WRONG and not known & set(map(base_of, one.uses)):
+        elif one.word == WRONG and not known & set(map(base_of, one.run.uses)):
             until = time.process_time() + max(seconds / 4, 5.0)
             least = tried(subject, shrunk(program, lambda p: tried(subject, p).word == WRONG, until))
             # What is right when it is run again depends on what ran before.
@@ -236,8 +233,4 @@ def search(
                 known.add(base_of(one.use))
         elif one.word != WRONG:
             found.others.setdefault((one.word, one.use), one)
-    found.seconds = time.process_time() - began
     return found
-
-
-__all__ = ["FIRST", "OPERATIONS", "PLAIN", "REFUSED", "Outcome", "Searched", "drawn", "program_named", "search", "shrunk"]

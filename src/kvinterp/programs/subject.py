@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import functools
 import random
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -62,6 +63,21 @@ class Lifted(TorchFunctionMode):
         return func(*args, **{n: torch.float64 if type(v) is torch.dtype and v in narrow else v for n, v in kwargs.items()})
 
 
+@contextlib.contextmanager
+def casts_lifted(narrow: Sequence[torch.dtype] = NARROW) -> Iterator[None]:
+    """What runs inside makes and casts to float64 where it would to one of these types; to what it would where there is none."""
+    if not narrow:
+        yield
+        return
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with Lifted(narrow):
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
 def apart(got: Tensor, want: Tensor) -> float:
     """Largest difference over the largest logit; infinite where only one is finite."""
     fine = want.isfinite()
@@ -109,7 +125,6 @@ class Subject(abc.ABC):
 
     def __init__(self) -> None:
         self._alone: dict[tuple[int, ...], Tensor] = {}
-        self.forwards = 0
 
     @abc.abstractmethod
     def plain(self, ids: Tensor, mask: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
@@ -137,7 +152,6 @@ class Subject(abc.ABC):
     def alone(self, text: Sequence[int]) -> Tensor:
         """Logits of one row's own tokens, ``[position, vocabulary]``: what is right."""
         if (key := tuple(text)) not in self._alone:
-            self.forwards += 1
             with self.running():
                 self._alone[key] = self.plain(self.tensor([text]))[0].clone()
         return self._alone[key]
@@ -146,11 +160,16 @@ class Subject(abc.ABC):
         """Whole numbers where the model is."""
         return torch.tensor(rows, dtype=torch.long, device=self.device)
 
-    def token(self, draw: random.Random) -> int:
-        """A token that is no pad, and stands for nothing but itself."""
+    @functools.cached_property
+    def tokens(self) -> list[int]:
+        """Tokens that are no pad, and stand for nothing but themselves."""
         low = min(6, self.vocabulary - 2)
         plain = [t for t in range(low, self.vocabulary) if t != self.pad and t not in self.special]
-        return draw.choice(plain or [*range(self.vocabulary)])
+        return plain or [*range(self.vocabulary)]
+
+    def token(self, draw: random.Random) -> int:
+        """One of :attr:`tokens`."""
+        return draw.choice(self.tokens)
 
     def measure(self) -> None:
         """Measures the null, and asks what the model takes.
@@ -215,14 +234,12 @@ class ModelSubject(Subject):
     Args:
         adapter: The model; not touched but for what every forward does, and given back as it was.
         lifted: The types whose casts are lifted to float64, where the model is cast to it; empty: the model as it is.
-        inputs: What the first forward of every text gets besides (images, an encoder's output), by name.
     """
 
-    def __init__(self, adapter: Adapter, lifted: Sequence[torch.dtype] = NARROW, inputs: Any = None) -> None:
+    def __init__(self, adapter: Adapter, lifted: Sequence[torch.dtype] = NARROW) -> None:
         super().__init__()
         self.adapter = adapter if not lifted or adapter.dtype == torch.float64 else adapter.cast(torch.float64)
         self.lifted = lifted
-        self.inputs = dict(inputs or {})
         self.model: Any = self.adapter.model
         self.name, self.device = adapter.facts.name, adapter.device
         self.takes = frozenset(self.adapter.takes) & {"attention_mask", "position_ids"}
@@ -265,25 +282,17 @@ class ModelSubject(Subject):
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """Whatever runs inside begins with the model as it was found, without its casts."""
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(torch.no_grad())
-            stack.enter_context(self.adapter.own_state([]))
-            if self.lifted:
-                stack.callback(torch.set_default_dtype, torch.get_default_dtype())
-                torch.set_default_dtype(torch.float64)
-                stack.enter_context(Lifted(self.lifted))
+        with torch.no_grad(), self.adapter.own_state([]), casts_lifted(self.lifted):
             yield
 
     def plain(self, ids: Tensor, mask: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
         """The forward that users call with ``use_cache=False``."""
-        self.forwards += 1
         # A decode that goes on beside it has its own state.
         with self.adapter.own_state([]):
             return self.adapter.forward(ids, None, mask, positions)
 
     def feed(self, ids: Tensor, cache: Any, mask: Tensor | None, positions: Tensor | None) -> tuple[Tensor, Any]:
         """The forward that users call with the cache of the call before."""
-        self.forwards += 1
         return self.adapter.called(ids, cache, mask, positions)
 
     def cache(self, kind: str) -> Any:
@@ -370,12 +379,10 @@ class FunctionSubject(Subject):
 
     def plain(self, ids: Tensor, mask: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
         """What ``full`` gives."""
-        self.forwards += 1
         return _read(self.full(ids))
 
     def feed(self, ids: Tensor, cache: Any, mask: Tensor | None, positions: Tensor | None) -> tuple[Tensor, Any]:
         """What ``step`` gives."""
-        self.forwards += 1
         logits, cache = self.step(ids, cache)
         return _read(logits), cache
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import random
 from typing import Any
 
 from kvinterp.programs.program import Operation
 from kvinterp.programs.running import Run
-from kvinterp.programs.subject import ModelSubject, Subject
+from kvinterp.programs.subject import ModelSubject
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,11 +19,7 @@ class Crop(Operation):
     """
 
     count: int
-
-    @classmethod
-    def drawn(cls, draw: random.Random, rows: int, subject: Subject, beyond: str) -> Crop:
-        """A few."""
-        return cls(draw.randint(1, 3))
+    between = (1, 3)
 
     def offered(self, run: Run) -> bool:
         """Where the library itself would: each layer can, and a window or a state is not asked for more than was fed since."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import random
 
+from torch import Tensor
+
 from kvinterp.programs.program import Operation
 from kvinterp.programs.running import Run
 from kvinterp.programs.subject import Subject
@@ -51,12 +53,12 @@ class Feed(Operation):
             run.took(*part, run.forward(*part, run.cache, mask[:, end:].sum(1)))
 
     @staticmethod
-    def _no_lone_pad(ends: list[int], mask: object) -> list[int]:
+    def _no_lone_pad(ends: list[int], mask: Tensor) -> list[int]:
         """The same cuts without pieces of a single column that has a pad."""
         kept: list[int] = []
         begin = 0
         for end in ends:
-            lone = end - begin == 1 and not bool(mask[:, begin].all())  # type: ignore[index]
+            lone = end - begin == 1 and not bool(mask[:, begin].all())
             last = end == ends[-1]
             if lone and not last:
                 continue

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import random
 
 from kvinterp.programs.program import Operation
 from kvinterp.programs.running import Run
-from kvinterp.programs.subject import Subject
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,11 +18,7 @@ class Fork(Operation):
     """
 
     width: int
-
-    @classmethod
-    def drawn(cls, draw: random.Random, rows: int, subject: Subject, beyond: str) -> Fork:
-        """A few."""
-        return cls(draw.randint(1, 4))
+    between = (1, 4)
 
     def offered(self, run: Run) -> bool:
         """Where there is room."""
@@ -50,11 +44,7 @@ class Request(Operation):
     """
 
     width: int
-
-    @classmethod
-    def drawn(cls, draw: random.Random, rows: int, subject: Subject, beyond: str) -> Request:
-        """Short ones."""
-        return cls(draw.randint(1, 9))
+    between = (1, 9)
 
     def do(self, run: Run) -> None:
         """A forward on a cache of its own."""

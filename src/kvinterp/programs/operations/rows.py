@@ -99,12 +99,8 @@ class Repeat(Moved):
     """
 
     times: int
+    between = (2, 3)
     method = "batch_repeat_interleave"
-
-    @classmethod
-    def drawn(cls, draw: random.Random, rows: int, subject: Subject, beyond: str) -> Repeat:
-        """Two or three times."""
-        return cls(draw.randint(2, 3))
 
     def order(self, rows: int) -> list[int]:
         """Each so often, while there are few."""

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from kvinterp.auditing.checks import RIGHT, WRONG
 from kvinterp.auditing.ladder import EMBEDDING, part_named
 from kvinterp.auditing.reading import IN_PYTHON
 from kvinterp.common.numbers import counted
 from kvinterp.errors import InputError
 from kvinterp.findings import Chart, Panel
 from kvinterp.models.adapter import DTYPES
+from kvinterp.programs.running import RIGHT, WRONG
 from kvinterp.study.report import given
 from kvinterp.study.report.charts import drawn
 from kvinterp.study.report.experiment import kicker_of
