@@ -94,11 +94,11 @@ CLEAN = rung(error=1e-7, logits=1e-6, null=1e-6, fixed=rung())
         ),
         (
             evidence(CLEAN, checks=[Check("left padding", "wrong", "off by 1.", step=9, layer=0, tensor="attention mask")]),
-            "bug", 1, "left padding is wrong: off by 1. First apart: attention mask of layer 0.", "right: ",
+            "bug", 1, "left padding is wrong: off by 1. First apart: attention mask of layer 0.", "right, each",
         ),
         (
             evidence(CLEAN, checks=[Check("batch", "right", ""), Check("window", "not run", "")]), "rounding", 0,
-            "right: batch (0) programs each\nnot reached: window", "cannot tell",
+            "right, each in so many programs: batch (0)\nnot reached: window", "cannot tell",
         ),
         (evidence(rung(nonfinite={"path": "recompute", "value": "NaN", "position": 0, "module": "m.0"})), "overflow", 1,
          "NaN first appears on the recompute path in m.0 in float32 at position 0", "wider range"),

@@ -48,7 +48,9 @@ def _module(model: nn.Module) -> FunctionSubject | None:
     shapes = [made.shape[:-1] for made in (logits, again) if isinstance(made, Tensor) and made.dim() == 3]
     if cache is None or shapes != [(1, 3), (1, 1)]:
         return None
-    return FunctionSubject(lambda ids: twin(ids, None)[0], twin, name=type(model).__name__, device=ids.device)
+    yours = "model is yours: full = lambda ids: model(ids, None)[0]; step = model"
+    name = type(model).__name__
+    return FunctionSubject(lambda ids: twin(ids, None)[0], twin, name=name, device=ids.device, yours=yours)
 
 
 def _encoder_decoder(model: nn.Module) -> FunctionSubject:

@@ -418,7 +418,14 @@ def _rung(rung: PrecisionRun, seen: Evidence) -> str:
 
 def _exercised(seen: Evidence) -> list[str]:
     """What was exercised, and what not."""
-    named = {RIGHT: "right", PLAIN: PLAIN, REFUSED: REFUSED, BEYOND: BEYOND, UNCLEAR: UNCLEAR, NOT_RUN: "not reached"}
+    named = {
+        RIGHT: "right, each in so many programs",
+        PLAIN: PLAIN,
+        REFUSED: REFUSED,
+        BEYOND: BEYOND,
+        UNCLEAR: UNCLEAR,
+        NOT_RUN: "not reached",
+    }
     found: dict[str, list[str]] = {status: [] for status in named}
     for check in seen.checks:
         # What is said by its sentence alone is said with it.
@@ -426,7 +433,6 @@ def _exercised(seen: Evidence) -> list[str]:
         found.get(check.status, []).append(f"{check.name}{more}")
     options = ", ".join(sorted({check.hint for check in seen.checks if check.hint.startswith("--")}))
     ends = {
-        RIGHT: " programs each",
         PLAIN: ": there a forward without a cache over the same columns is off as well",
         NOT_RUN: f" ({options} goes there)" if options else "",
     }

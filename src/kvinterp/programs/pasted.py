@@ -8,7 +8,7 @@ import io
 from typing import Any
 
 from kvinterp.programs.running import Run
-from kvinterp.programs.subject import ModelSubject
+from kvinterp.programs.subject import FunctionSubject, ModelSubject
 
 AS_MUCH = 0.5
 """The share of the program's error that the lines must show: as its users run the model, its casts are there."""
@@ -41,10 +41,10 @@ def _text(run: Run, cast: str) -> str:
     copies = assisted or any("copy." in line for line in body)
     lines = ["import copy, torch" if copies else "import torch"]
     lines += [f"from transformers import {', '.join(made)}"] if made else []
-    if isinstance(run.subject, ModelSubject):
+    if not isinstance(run.subject, FunctionSubject):
         lines.append(f"model = model.eval(){cast}  # yours: a {type(run.subject.model).__name__}")
     else:
-        lines.append("# full(ids) and step(ids, cache) are yours")
+        lines.append(f"# {run.subject.yours}")
     lines += ["assistant = copy.deepcopy(model)"] if assisted else []
     if run.wrong is not None:
         want = run.subject.written("")[1].replace("TEXT", f"torch.tensor([{list(run.wrong.text)}])")

@@ -346,6 +346,7 @@ class FunctionSubject(Subject):
         around: What every run stands in.
         device: Where token ids are to be.
         special: Token ids that are not fed.
+        yours: What the two are, in a line.
     """
 
     def __init__(
@@ -358,9 +359,10 @@ class FunctionSubject(Subject):
         around: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
         device: Any = None,
         special: frozenset[int] = frozenset(),
+        yours: str = "full(ids) and step(ids, cache) are yours",
     ) -> None:
         super().__init__()
-        self.special = special
+        self.special, self.yours = special, yours
         self.full, self.step, self.around = full, step, around
         self.name = name or f"{_named(full)} and {_named(step)}"
         self.device = torch.device("cpu") if device is None else device
