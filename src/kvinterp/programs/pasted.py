@@ -41,10 +41,10 @@ def _text(run: Run, cast: str) -> str:
     copies = assisted or any("copy." in line for line in body)
     lines = ["import copy, torch" if copies else "import torch"]
     lines += [f"from transformers import {', '.join(made)}"] if made else []
-    if not isinstance(run.subject, FunctionSubject):
-        lines.append(f"model = model.eval(){cast}  # yours: a {type(run.subject.model).__name__}")
-    else:
+    if isinstance(run.subject, FunctionSubject):
         lines.append(f"# {run.subject.yours}")
+    elif isinstance(run.subject, ModelSubject):
+        lines.append(f"model = model.eval(){cast}  # yours: a {type(run.subject.model).__name__}")
     lines += ["assistant = copy.deepcopy(model)"] if assisted else []
     if run.wrong is not None:
         want = run.subject.written("")[1].replace("TEXT", f"torch.tensor([{list(run.wrong.text)}])")
