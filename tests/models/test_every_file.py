@@ -67,8 +67,10 @@ def test_architectures_come_in(tiny, tmp_path, stem):
     more = (
         {"sizes": {"vocab_size": 61, "n_embd": 24, "n_layer": 2, "n_head": 4, "n_positions": 128}} if stem == "GPT2" else {}
     )
-    tiny(stem, scale=1.0, **more).save_pretrained(tmp_path)
-    loaded(tmp_path)
+    model = tiny(stem, scale=1.0, **more)
+    model.save_pretrained(tmp_path)
+    found = loaded(tmp_path).source.state_dict()
+    assert all(torch.equal(found[name], tensor) for name, tensor in model.state_dict().items())
 
 
 def test_shards_and_tied_embeddings_come_in(tiny, tmp_path):

@@ -129,15 +129,18 @@ def page_of(verdict: Verdict, blocks: Sequence[Any], files: Sequence[str] = ()) 
     why = why[: why.index(IN_PYTHON)] if IN_PYTHON in why else why
     figure = ladder_figure(verdict.evidence)
     rungs = table_of_rows([_rung_row(name, found) for name, found in verdict.evidence.items()])
+    ladder = [
+        Folded("The ladder, precision by precision", [Text(_LADDER, look="note"), rungs]),
+        Folded("The first tensor that differs, given equal inputs", _first_tensors(verdict)),
+        Folded("Block by block, given equal inputs", blocks),
+    ]
     parts = [
         Answer([first, *why], {0: "good", 3: "unsure"}.get(verdict.exit_code, "bad")),
         *([Table([Column(IN_PYTHON.rstrip(":"), "pre")], [[shown]])] if shown else []),
         _place(verdict),
         *([] if figure is None else [Picture("The precision ladder", png(figure), svg=inline(figure, "ladder"))]),
         *_exercised(verdict),
-        Folded("The ladder, precision by precision", [Text(_LADDER, look="note"), rungs]),
-        Folded("The first tensor that differs, given equal inputs", _first_tensors(verdict)),
-        Folded("Block by block, given equal inputs", blocks),
+        *(ladder if verdict.evidence else []),
         # An audit that was kept before that was written down has none.
         Folded("What took how long", [table_of_rows(pd.DataFrame(verdict.seconds).to_dict("records"))]),
         Folded("What this was made with", [pairs_of(verdict.provenance)]),
