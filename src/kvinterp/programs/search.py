@@ -228,7 +228,7 @@ def search(
             least = tried(subject, shrunk(program, lambda p: tried(subject, p).word == WRONG, until))
             # What is right when it is run again depends on what ran before.
             one = dataclasses.replace(least, ran=found.ran, origin=str(program)) if least.word == WRONG else one
-            if base_of(one.use) not in known:
+            if not known & set(map(base_of, one.run.uses)):
                 found.wrong.append(one)
                 known.add(base_of(one.use))
         elif one.word != WRONG:

@@ -84,6 +84,8 @@ class Generate(Operation):
         ids, mask = run.columns(max(self.width, max(run.pads, default=0) + 1))
         full, prompt = torch.cat([run.mask, mask], 1), torch.cat([run.ids, ids], 1)
         padded = bool((full == 0).any())
+        if self.count > 1:
+            run.tries("decode step")
         run.tries(f"{name}{PADDED}" if padded else name)
         needed = padded or run.program.rows.told != "needed" or self.how == "new"
         told = full if needed and "attention_mask" in subject.takes else None
