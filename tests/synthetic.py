@@ -120,8 +120,9 @@ def result(made: Comparison, folder: Path = Path("result"), **more: Any) -> Comp
 def comparison_page(folder: Path, made: Comparison, **more: Any) -> Path:
     """The page of one comparison, as its command writes it."""
     from kvinterp.study.experiments.compare import Compare
+    from kvinterp.study.experiments.running import draw
 
-    return Compare().drawn_into(result(made, folder, **more), folder / "figures")[-1]
+    return draw(Compare(), result(made, folder, **more), folder / "figures")[-1]
 
 
 def experiment_page(folder: Path, text: str, rows: int, **changed: Any) -> Path:

@@ -121,7 +121,7 @@ class Twice(Experiment):
     def cells(self) -> list[Cell]:
         return [Cell(f"one-{n}", f"{__name__}:valued", {"name": f"one-{n}", "value": v}) for n, v in enumerate(self.values)]
 
-    def then(self, made: Mapping[str, Made]) -> list[Cell]:
+    def second_stage(self, made: Mapping[str, Made]) -> list[Cell]:
         largest = joined(made)["table"].nlargest(2, "value")["name"]
         return [Cell(f"two-{name}", f"{__name__}:valued", {"name": f"two-{name}", "value": 0}) for name in largest]
 

@@ -14,9 +14,11 @@ from kvinterp.comparison import PARTS, Comparison
 from kvinterp.data import Prompt
 from kvinterp.study.cells import Cell, CellsMade
 from kvinterp.study.experiments.compare import Compare
+from kvinterp.study.experiments.running import file_names
+from kvinterp.study.experiments.running import read_result as read_result_of
 from kvinterp.study.results import check_free, is_finished, prompts_digest, prompts_of, write_result
 
-NAMES = Compare("zoo:mistral-mini").names()
+NAMES = file_names(Compare("zoo:mistral-mini"))
 
 
 def write_tables(
@@ -90,7 +92,7 @@ def joined(made: Mapping[str, Made], asked: list[Prompt]) -> Any:
 
 def read_result(folder: Path) -> Any:
     """The comparison in a folder."""
-    return Compare().read(folder)
+    return read_result_of(Compare(), folder)
 
 
 def cells_of(path: Path) -> list[str]:

@@ -30,6 +30,7 @@ from kvinterp.study.experiments.layer_drift import (
     of_example,
     tables_of,
 )
+from kvinterp.study.experiments.running import with_findings
 from support import Case
 
 pytestmark = [pytest.mark.bits, pytest.mark.slow]
@@ -126,7 +127,7 @@ def test_heads_that_share_their_error_are_told_from_those_that_do_not() -> None:
 
 def found_of(tables: dict[str, pd.DataFrame]) -> tuple[str, pd.DataFrame]:
     """The headline and the findings of made-up tables."""
-    outcome = LayerDrift().judged(Result(tables, {"provenance": {"m": synthetic.ABOUT}}))
+    outcome = with_findings(LayerDrift(), Result(tables, {"provenance": {"m": synthetic.ABOUT}}))
     return "\n".join(LayerDrift().headline(outcome)), outcome.tables["findings"].set_index("finding")
 
 

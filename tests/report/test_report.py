@@ -30,7 +30,7 @@ def page(folder: Path, one: Comparison, **more: Any) -> Page:
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """No figures: for tests of words, which are most of the page."""
-    monkeypatch.setattr(Experiment, "figures", lambda *_: [])
+    monkeypatch.setattr(Experiment, "figures", lambda *_: {})
 
 
 def test_the_answer_of_an_ordinary_run(tmp_path: Path, quick: None) -> None:

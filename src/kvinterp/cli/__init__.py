@@ -35,6 +35,7 @@ from kvinterp.models.naming import check_reached
 from kvinterp.study.experiments.base import OPTION, Experiment
 from kvinterp.study.experiments.choices import check_words
 from kvinterp.study.experiments.registry import command_of, experiment_named, experiments, question_of
+from kvinterp.study.experiments.running import default_folder
 
 _PANELS: dict[str, tuple[str, ...]] = {
     "How": ("kind", "dtype", "device", "attention", "random_init", "remote_code", "batch_size", "seed", "engine"),
@@ -203,9 +204,9 @@ def _command_of(experiment: type[Experiment]) -> Callable[..., Mapping[str, Any]
     def command(out: Path | None, overwrite: bool, as_json: bool, engine: str = "local", **given: Any) -> Mapping[str, Any]:
         _speak()
         asked = experiment(**{name: tuple(each) if isinstance(each, list) else each for name, each in given.items()})
-        out = asked.place() if out is None and experiment.OUT == "" else out
+        out = default_folder(asked) if out is None and experiment.OUT == "" else out
         result = asked.run(out, "overwrite" if overwrite else "error", engine=engine)
-        (result.experiment or asked).say(result, echo)
+        (result.experiment or asked).print_result(result, echo)
         return {"verb": asked.verb(), **result.told()}
 
     hints = typing.get_type_hints(experiment)

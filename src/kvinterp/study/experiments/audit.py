@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvinterp.common.result import Result
 from kvinterp.errors import InputError, KvinterpError, UnsupportedError, shown
-from kvinterp.study.experiments.base import NOTHING, Experiment, Parts, Tables
+from kvinterp.study.experiments.base import Experiment, Parts, Tables
 from kvinterp.study.experiments.options import argument, option, shared
 
 if TYPE_CHECKING:
@@ -36,7 +36,6 @@ class Audit(Experiment):
     """Is a model's cached decoding right, and if not, what is wrong and where?"""
 
     OVERWRITES: ClassVar = "always"
-    INTERRUPTED: ClassVar = NOTHING
 
     model: str | None = argument(
         None,
@@ -161,12 +160,12 @@ class Audit(Experiment):
 
         if self.against is not None:
             # --dtype is what the engine was said to run in. Of weights that were rounded to it no other precision is found again.
-            named = {**self.named(), "dtype": "float32"}
+            named = {**self.model_settings(), "dtype": "float32"}
             given = {"file": self.against, "format": self.format, "declared": self.dtype}
             return [Cell("audit", f"{__name__}:judged", {"model": named, **given, "seed": self.seed, "allow": self.allow})]
         settings = {
-            **self.taken("prompts", "steps", "seed", "allow", "lengths"),
-            "model": self.named(),
+            **self.choices("prompts", "steps", "seed", "allow", "lengths"),
+            "model": self.model_settings(),
             "rungs": [part.strip() for part in self.rungs.split(",")],
             "checks": "thorough" if self.thorough else self.checks,
             "reach": "yes" if self.reach else "no",
@@ -182,27 +181,28 @@ class Audit(Experiment):
         verdict = json.loads(about["texts"]["verdict.json"])
         return Result(tables, verdict, about["texts"])
 
-    def named(self, name: str | None = None) -> dict[str, Any]:
+    def model_settings(self, name: str | None = None) -> dict[str, Any]:
         """How the model is built: of a checkpoint, a config, or the user's code."""
         names = ("model", "own_class", "random_init", "kind", "dtype", "seed", "device", "attention", "remote_code")
-        given = self.taken(*names)
+        given = self.choices(*names)
         return {"loader": f"{__name__}:subject", **given, "config": self.config and str(self.config)}
 
-    def answered(self, out: Path | None, existing: str, *how: Any) -> Result:
+    def run(self, out: str | Path | None, existing: str = "error", *how: Any, **more: Any) -> Result:
         """Audits, and writes page, tables and verdict over an earlier audit's."""
         from kvinterp.auditing.folder import check_own, put
 
         if existing == "use":
             raise InputError("existing='use' was given, and an audit is made anew each time: leave it out.")
-        if out is not None:
-            check_own(out)
-        result = super().answered(None, existing, *how)
-        if out is not None:
-            put(result.others, out, result.tables)
-        result.folder = out
+        folder = None if out is None else Path(out)
+        if folder is not None:
+            check_own(folder)
+        result: Result = super().run(None, "error", *how, **more)
+        if folder is not None:
+            put(result.others, folder, result.tables)
+        result.folder = folder
         return result
 
-    def keep(self, result: Any, folder: Path, existing: str = "overwrite", figures: str = "none") -> None:
+    def save(self, result: Any, folder: Path, existing: str = "overwrite", figures: str = "none") -> None:
         """Writes page, tables and verdict over an earlier audit's."""
         from kvinterp.auditing.folder import put
         from kvinterp.common.checks import check_choice
@@ -212,14 +212,14 @@ class Audit(Experiment):
         texts, tables = (result.others, result.tables) if result.others else files_of(result)
         put(texts, folder, tables)
 
-    def drawings(self, result: Result) -> dict[str, Figure]:
+    def figures(self, result: Result) -> dict[str, Figure]:
         """The ladder of precisions."""
         from kvinterp.study.report.audit import ladder_figure
 
         figure = ladder_figure(result.contents()[1]["evidence"])
         return {} if figure is None else {"precision_ladder": figure}
 
-    def say(self, result: Result, echo: Callable[..., None]) -> None:
+    def print_result(self, result: Result, echo: Callable[..., None]) -> None:
         """The verdict, and where it is."""
         echo(f"{result.summary['reading']}\n")
         assert result.folder is not None, "the command writes a folder"

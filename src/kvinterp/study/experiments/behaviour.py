@@ -83,9 +83,9 @@ class Behaviour(OfModels):
     block: int = option(10, "How many examples make one piece of work, which a restarted run does not repeat.", min=1)
     batch_size: int = option(1, "The most prompts in one batch. Batching is used only where it gives the same bits.", min=1)
 
-    def named(self, name: str | None = None) -> dict[str, Any]:
+    def model_settings(self, name: str | None = None) -> dict[str, Any]:
         """A model with its weights in the dtype that was chosen."""
-        return {**super().named(name), "dtype": self.dtype}
+        return {**super().model_settings(name), "dtype": self.dtype}
 
     def check(self) -> None:
         """Strategies and paths too."""
@@ -108,14 +108,14 @@ class Behaviour(OfModels):
         cells = []
         for place, (model, adapter) in enumerate(zip(self.models, self.adapters(), strict=True)):
             tried(adapter, paths_of(self.kernels))
-            cells += [*self._decodes(f"behaviour-{place}", self.named(model))]
-            cells += [*self._controls(f"behaviour-{place}", self.named(model), adapter.facts.name)]
+            cells += [*self._decodes(f"behaviour-{place}", self.model_settings(model))]
+            cells += [*self._controls(f"behaviour-{place}", self.model_settings(model), adapter.facts.name)]
         return cells
 
     def _decodes(self, key: str, model: Mapping[str, Any]) -> Iterator[Cell]:
         strategies = self.chosen_strategies()
         # The same for all of a block: they share what they compute.
-        given = {"model": model, "strategies": strategies, **self.taken(*_PASSED)}
+        given = {"model": model, "strategies": strategies, **self.choices(*_PASSED)}
         for block, first in enumerate(range(0, len(load_prompts(self.prompts)), self.block)):
             settings = {**given, "first": first, "most": self.block, "batch_size": self.batch_size}
             for turn, strategy in enumerate(strategies):
@@ -123,7 +123,7 @@ class Behaviour(OfModels):
                     yield Cell(f"{key}-{block}-{turn}-{seed}", f"{__name__}:decoded", settings)
 
     def _controls(self, key: str, model: Mapping[str, Any], name: str) -> Iterator[Cell]:
-        given = {"model": model, "most": self.controls, **self.taken(*_PASSED)}
+        given = {"model": model, "most": self.controls, **self.choices(*_PASSED)}
         if not self.controls:
             return
         for turn, strategy in enumerate(self.chosen_strategies()):
@@ -145,7 +145,7 @@ class Behaviour(OfModels):
             tables[name] = found["table"] if found else pd.DataFrame(columns=columns)
         return tables | {name: decodes[name] for name in ("flip_steps", "flip_tokens", "failures")}
 
-    def noted(self) -> dict[str, Any]:
+    def provenance_notes(self) -> dict[str, Any]:
         """How it was decoded."""
         return {"kernels": self.kernels or "native", "max_new_tokens": self.max_new_tokens, "stop": self.stop}
 
@@ -246,7 +246,7 @@ class Behaviour(OfModels):
         first = next(iter(result.summary["provenance"].values()))
         return [f"kernels {first['kernels']}", f"{first['max_new_tokens']} tokens at most", f"until {first['stop']}"]
 
-    def lead(self, result: Result) -> list[Any]:
+    def page_parts(self, result: Result) -> list[Any]:
         """The decodes that flip, token by token; an experiment that keeps no decodes has none to show."""
         if "decodes" not in result.tables:
             return []

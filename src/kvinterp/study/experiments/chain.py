@@ -110,7 +110,7 @@ class Chain(Experiment):
 
         texts, arms, temperatures = self._texts(), self.arms(), self.drawn_at()
         names = ("template", "system", "chat", "hops", "max_new_tokens", "embedder", "batch_size")
-        more = self.taken(*names)
+        more = self.choices(*names)
         for adapter in self.adapters():
             # What is not there is said before anything runs.
             embedder_named(self.embedder, adapter)
@@ -126,8 +126,8 @@ class Chain(Experiment):
                     seeds = [seed + (count if arm == NULL else 0) for seed in range(count)]
                     for item, text in enumerate(texts):
                         settings = {
-                            "model": self.named(model), "arm": arm, "path": path, "temperature": temperature, "number": item,
-                            "text": text.text, "facts": list(facts_of(text)), "seeds": seeds, **more,
+                            "model": self.model_settings(model), "arm": arm, "path": path, "temperature": temperature,
+                            "number": item, "text": text.text, "facts": list(facts_of(text)), "seeds": seeds, **more,
                         }  # fmt: skip
                         told = f"chains of {model} on {arm}, temperature {temperature:g}" * (item == 0)
                         key = f"chain-{place}-{turn}-{degree}-{item}"
@@ -153,7 +153,7 @@ class Chain(Experiment):
         }
         about = {adapter.facts.name: provenance(adapter) for adapter in self.adapters()}
         rows = {name: records(tables[name]) for name in ("deltas", "cycles", "attractors")}
-        chosen = self.taken("hops", "seeds", "embedder")
+        chosen = self.choices("hops", "seeds", "embedder")
         summary = {**rows, **chosen, "control": CONTROL, "null": NULL, "provenance": about}
         return Result(tables, summary)
 

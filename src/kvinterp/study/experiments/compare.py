@@ -79,7 +79,7 @@ class Compare(OfModel):
     )
 
     @classmethod
-    def drawn(cls) -> tuple[str, ...]:
+    def figure_names(cls) -> tuple[str, ...]:
         """The charts of comparisons."""
         from kvinterp.comparison.findings import NAMES
 
@@ -92,7 +92,7 @@ class Compare(OfModel):
         from kvinterp.study.cells import Cell
 
         count = len(load_prompts(self.prompts))
-        settings = {**taken_by(self, compare), "model": self.named(), **self._recorded()}
+        settings = {**taken_by(self, compare), "model": self.model_settings(), **self._recorded()}
         return [Cell(f"example-{number}", f"{__name__}:compared", settings) for number in range(count)]
 
     def settings(self) -> dict[str, Any]:
@@ -107,6 +107,8 @@ class Compare(OfModel):
         parts = (made[key] for _, key in sorted(numbered(made).items()))
         found = Comparison.joined(Comparison(**tables, provenance=about) for tables, about in parts)
         found.prompts = load_prompts(self.prompts)
+        for row in found.failures.to_dict("records"):
+            log.warning("prompt %s is left out: %s", row["id"], row["message"])
         return found
 
     # What was found ----------------------------------------------------------------------------------------------------
@@ -132,17 +134,15 @@ class Compare(OfModel):
 
         return charts_of_comparisons({found.provenance["protocol"]: found})
 
-    def lead(self, found: Any) -> list[Any]:
+    def page_parts(self, found: Any) -> list[Any]:
         """The texts of both paths."""
         from kvinterp.study.report.tokens import changes
 
         return changes({"": found})
 
-    def drawn_into(self, found: Any, folder: Path) -> list[Path]:
-        """Figures and page, where there is anything to show."""
-        for row in found.failures.to_dict("records"):
-            log.warning("prompt %s is left out: %s", row["id"], row["message"])
-        return [] if found.steps.empty else super().drawn_into(found, folder)
+    def has_page(self, found: Any) -> bool:
+        """Whether any prompt could be compared."""
+        return not found.steps.empty
 
     def sentences(self, found: Any) -> list[str]:
         """Where the paths differ."""
@@ -151,7 +151,7 @@ class Compare(OfModel):
             raise KvinterpError(f"none of the {len(found.failures)} prompts could be compared; {place} says why.")
         return list(found.where().splitlines())
 
-    def again(self, tables: Tables, summary: Mapping[str, Any]) -> Result:
+    def result_of(self, tables: Tables, summary: Mapping[str, Any]) -> Result:
         """The comparison of its tables, once they are what a comparison has."""
         import pandas as pd
 
@@ -165,7 +165,7 @@ class Compare(OfModel):
             raise ValueError("summary.json does not say which paths were compared")
         for column in ("kl", "max_abs_logit"):
             pd.to_numeric(tables["steps"][column])
-        return super().again(tables, summary)
+        return super().result_of(tables, summary)
 
     def check(self) -> None:
         """Paths, strategy, protocol and sites too."""

@@ -34,7 +34,7 @@ class Decompose(OfModel):
     def cells(self) -> list[Cell]:
         """A cell a prompt."""
         count = len(load_prompts(self.prompts))
-        settings = {"model": self.named(), "prompts": self.prompts, "max_new_tokens": self.max_new_tokens}
+        settings = {"model": self.model_settings(), "prompts": self.prompts, "max_new_tokens": self.max_new_tokens}
         return [Cell(f"example-{number}", f"{__name__}:decomposed", settings) for number in range(count)]
 
     def reduce(self, made: Parts) -> Result:

@@ -52,7 +52,7 @@ class EquivalentNoise(OfModel):
     def cells(self) -> list[Cell]:
         """A cell a policy; what it does not fit is said before any is measured."""
         (adapter,) = self.adapters()
-        settings = {"model": self.named(), "prompts": self.prompts, "max_new_tokens": self.max_new_tokens}
+        settings = {"model": self.model_settings(), "prompts": self.prompts, "max_new_tokens": self.max_new_tokens}
         return [
             Cell(f"policy-{number}", f"{__name__}:measured", {**settings, "policy": policy}, f"noise of {policy}")
             for number, policy in enumerate(map(str, usable(self.policies, adapter)))

@@ -68,7 +68,7 @@ class FlipLaw(OfModel):
         tried(adapter, paths)
         prompts = load_prompts(self.prompts)
         passed = ("prompts", "max_new_tokens", "strategy", "seed")
-        given = {"model": self.named(), "paths": paths, **self.taken(*passed)}
+        given = {"model": self.model_settings(), "paths": paths, **self.choices(*passed)}
         return [
             Cell(f"prompt-{number}", f"{__name__}:measured", {**given, "number": number}, f"prompt {prompt.id}")
             for number, prompt in enumerate(prompts)

@@ -21,7 +21,7 @@ class OfFunction(Experiment):
         return cls.VERB
 
     @classmethod
-    def asks(cls) -> str:
+    def question(cls) -> str:
         """What the class says: several share this file."""
         return inspect.cleandoc(cls.__doc__ or "")
 

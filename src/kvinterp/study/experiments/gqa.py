@@ -76,7 +76,7 @@ class Gqa(OfModels):
         """One cell: of the models that differ in how many query heads share a KV head, and in nothing else."""
         adapters = self.adapters()
         alike = [
-            self.named(model)
+            self.model_settings(model)
             for model, adapter in zip(self.models, adapters, strict=True)
             if adapter.facts.width == adapters[0].facts.width and not any(adapter.facts.windows)
         ]

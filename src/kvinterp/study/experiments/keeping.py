@@ -18,6 +18,7 @@ from kvinterp.common.result import Result
 from kvinterp.errors import InputError, unexpected, unknown
 from kvinterp.study.experiments.base import Experiment
 from kvinterp.study.experiments.registry import experiment_named, experiments
+from kvinterp.study.experiments.running import draw, read_result
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -61,7 +62,7 @@ def keeper_of(found: Any) -> Experiment:
 def save(found: Result, folder: str | os.PathLike[str], existing: str = "error", figures: str = "none") -> Path:
     """Does what :meth:`Result.save` says."""
     place = _folder(folder)
-    keeper_of(found).keep(found, place, existing, figures)
+    keeper_of(found).save(found, place, existing, figures)
     return place
 
 
@@ -73,7 +74,7 @@ def report(found: Result, folder: str | os.PathLike[str] | None = None, existing
     if found.folder is None or found.folder.resolve() != place.resolve() or existing != "error":
         save(found, place, existing, "drawn")
     else:
-        keeper_of(found).drawn_into(found, place / "figures")
+        draw(keeper_of(found), found, place / "figures")
     page = place / "report.html"
     if not is_file(page):
         raise InputError(
@@ -122,7 +123,7 @@ def load(folder: str | os.PathLike[str]) -> Any:
             f"folder {str(place)!r} holds a summary.json that does not say what wrote it: give one that kvinterp wrote."
         )
     with reading(place, summary):
-        return experiment_of(verb)().read(place)
+        return read_result(experiment_of(verb)(), place)
 
 
 def _without_a_summary(place: Path) -> Any:
@@ -143,7 +144,7 @@ def _without_a_summary(place: Path) -> Any:
 
 def figures(found: Result) -> dict[str, Figure]:
     """Does what :meth:`Result.figures` says."""
-    return keeper_of(found).drawings(found)
+    return keeper_of(found).figures(found)
 
 
 def sentences(found: Result) -> list[str]:

@@ -41,13 +41,13 @@ class Kernels(Experiment):
 
     def cells(self) -> list[Cell]:
         """One cell: the operations are those of one forward."""
-        settings = {"model": self.named(), "sizes": list(self.sizes), "kernels": self.kernels, "seed": self.seed}
+        settings = {"model": self.model_settings(), "sizes": list(self.sizes), "kernels": self.kernels, "seed": self.seed}
         return [Cell("kernels", f"{__name__}:measured", settings, f"operations of {self.model}")]
 
-    def named(self, name: str | None = None) -> dict[str, Any]:
+    def model_settings(self, name: str | None = None) -> dict[str, Any]:
         """The model, which may be of a config alone."""
         names = ("model", "random_init", "kind", "dtype", "seed", "device", "attention", "remote_code")
-        return {"loader": "kvinterp.study.experiments.audit:subject", **self.taken(*names)}
+        return {"loader": "kvinterp.study.experiments.audit:subject", **self.choices(*names)}
 
     def reduce(self, made: Parts) -> Result:
         """The table, and the first operation that differs."""
@@ -80,7 +80,7 @@ class Kernels(Experiment):
         panel = Panel(table, "max_ulp_of_row", "line", "dots", color="varied", label="ULP of a row's largest number")
         return {"kernels": Chart("How far other sizes move an operation's numbers", [panel])}
 
-    def say(self, found: Any, echo: Callable[..., None]) -> None:
+    def print_result(self, found: Any, echo: Callable[..., None]) -> None:
         """A line an operation: from which size its bits change."""
         from kvinterp.common.numbers import models_of
 

@@ -161,7 +161,7 @@ class KvError(OfModel):
         policies.pop("identity", None)
         stored = {"exact": "", "stored": "[prefill=stored]"}
         tried(adapter, (f"cached{stored[reading]}+{text}" for text in policies for reading in self.chosen_readings()))
-        shared = {"model": self.named(), **taken_by(self, behaviour_of)}
+        shared = {"model": self.model_settings(), **taken_by(self, behaviour_of)}
         cells = []
         arms = [(CONTROL, "identity", ["exact"]), (AGAIN, "identity", ["exact"])]
         arms += [(text, text, self.chosen_readings()) for text in policies]
@@ -177,7 +177,7 @@ class KvError(OfModel):
                     cells.append(Cell(key, f"{__name__}:measured", {**shared, **what}, told))
         for place, text in enumerate(policies):
             if not policy_named(text).sites:
-                more = {"model": self.named(), "prompts": self.problems, "policy": text}
+                more = {"model": self.model_settings(), "prompts": self.problems, "policy": text}
                 cells.append(Cell(f"noise-{place}", f"{__name__}:noise", more, f"equivalent noise of {text}"))
         return cells
 
@@ -206,7 +206,7 @@ class KvError(OfModel):
             "provenance": provenance(adapter, strategy=self.strategy),
         }
         tables = {"scores": scores, "contrasts": contrasts, "examples": runs, "noise": noise}
-        return self.again(tables, summary)
+        return self.result_of(tables, summary)
 
     # What was found ----------------------------------------------------------------------------------------------------
 

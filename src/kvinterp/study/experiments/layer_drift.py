@@ -106,7 +106,7 @@ class LayerDrift(OfModels):
         names = ("prompts", "strategy", "seed", "kernels", "max_new_tokens", "suffix")
         for number, (model, adapter) in enumerate(zip(self.models, self.adapters(), strict=True)):
             encode_all(adapter, prompts, self.max_new_tokens + self.suffix)
-            settings = {"model": self.named(model), **self.taken(*names)}
+            settings = {"model": self.model_settings(model), **self.choices(*names)}
             for example in range(len(prompts)):
                 told = f"layer drift of {adapter.facts.name}" * (example == 0)
                 found.append(Cell(f"layer-drift-{number}-{example}", f"{__name__}:measured", settings, told))
@@ -116,9 +116,9 @@ class LayerDrift(OfModels):
         """What the examples of all models come to."""
         return tables_of(joined(made), self.step, self.divergent, self.contrast)
 
-    def noted(self) -> dict[str, Any]:
+    def provenance_notes(self) -> dict[str, Any]:
         """How the paths were run."""
-        return self.taken("kernels", "strategy", "seed", "max_new_tokens")
+        return self.choices("kernels", "strategy", "seed", "max_new_tokens")
 
     # What was found ----------------------------------------------------------------------------------------------------
 

@@ -97,7 +97,7 @@ class Localisation(OfModels):
                 found.append(Cell(f"{_RANKED}-{number}-{example}", f"{__name__}:ranked", self._given(model), told))
         return found
 
-    def then(self, made: Parts) -> list[Cell]:
+    def second_stage(self, made: Parts) -> list[Cell]:
         """The second stage, a cell a model and example of the highest KL, which is known from the first."""
         found, chosen, parts = [], self._chosen(made), list(dict.fromkeys(self.part))
         for number, model in enumerate(self.models):
@@ -186,7 +186,12 @@ class Localisation(OfModels):
 
     def _given(self, model: str) -> dict[str, Any]:
         paths = {form: f"{form}[kernels={self.kernels}]" for form in ("cached", "recompute")}
-        return {"model": self.named(model), "prompts": self.prompts, "paths": paths, "max_new_tokens": self.max_new_tokens}
+        return {
+            "model": self.model_settings(model),
+            "prompts": self.prompts,
+            "paths": paths,
+            "max_new_tokens": self.max_new_tokens,
+        }
 
     def _chosen(self, made: Parts) -> pd.DataFrame:
         ranked = {key: made[key][0]["table"] for key in made if key.startswith(_RANKED)}

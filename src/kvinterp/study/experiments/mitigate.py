@@ -92,7 +92,7 @@ class Mitigate(OfModel):
             pairs.append(("neither", "recompute", "cached"))
         (adapter,) = self.adapters()
         tried(adapter, (text for _, *both in pairs for text in both))
-        given = {"model": self.named(), "prompts": self.prompts, "max_new_tokens": self.max_new_tokens}
+        given = {"model": self.model_settings(), "prompts": self.prompts, "max_new_tokens": self.max_new_tokens}
         return [
             Cell(f"pair-{number}", f"{__name__}:measured", {**given, "what": what, "a": a, "b": b}, f"{b} beside {a}")
             for number, (what, a, b) in enumerate(pairs)

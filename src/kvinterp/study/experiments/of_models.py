@@ -41,9 +41,9 @@ class OfModels(Experiment):
     device: str | None = shared("device")
     attention: str | None = shared("attention")
 
-    def named(self, name: str | None = None) -> dict[str, Any]:
+    def model_settings(self, name: str | None = None) -> dict[str, Any]:
         """A model with its weights in float16, where no other dtype can be chosen."""
-        return {"dtype": "float16", **super().named(name)}
+        return {"dtype": "float16", **super().model_settings(name)}
 
     def check(self) -> None:
         """The list of models too."""
@@ -60,12 +60,12 @@ class OfModels(Experiment):
         """A cell a model: the function ``measured`` of the experiment's file, given prompts and the fields of its own."""
         shared_by_all = {field.name for field in dataclasses.fields(OfModels)}
         own = [field.name for field in dataclasses.fields(self) if field.name not in shared_by_all]
-        more = self.taken(*own)
+        more = self.choices(*own)
         return [
             Cell(
                 f"{self.verb()}-{number}",
                 f"{type(self).__module__}:measured",
-                {"model": self.named(model), "prompts": self.prompts, **more},
+                {"model": self.model_settings(model), "prompts": self.prompts, **more},
                 f"{self.TABLES[0]} of {adapter.facts.name}",
             )
             for number, (model, adapter) in enumerate(zip(self.models, self.adapters(), strict=True))

@@ -126,7 +126,12 @@ class Patch(OfModel):
         count = len(load_prompts(self.prompts))
         if self.examples is not None:
             count = min(count, self.examples)
-        settings = {**taken_by(self, sweep), "model": self.named(), "over": self.sweep, "steps": _steps(self.steps)}
+        settings = {
+            **taken_by(self, sweep),
+            "model": self.model_settings(),
+            "over": self.sweep,
+            "steps": _steps(self.steps),
+        }
         return [Cell(f"patched-{place}", f"{__name__}:patched", settings) for place in range(count)]
 
     def reduce(self, made: Parts) -> Result:

@@ -19,6 +19,7 @@ _OTHERS = (
     "of_models",
     "options",
     "registry",
+    "running",
 )
 
 

@@ -57,7 +57,7 @@ class Susceptibility(OfModel):
         """A cell a size and seed of the noise, and one of the model's own rounding."""
         check_choice("noise", self.noise, tuple(NOISE))
         check_whole("max_new_tokens", self.max_new_tokens, 2)
-        given = {"model": self.named(), "prompts": self.prompts, "max_new_tokens": self.max_new_tokens}
+        given = {"model": self.model_settings(), "prompts": self.prompts, "max_new_tokens": self.max_new_tokens}
         found = [Cell("rounding", f"{__name__}:measured", {**given, "b": "recompute"}, "cached against recompute")]
         for size in _sizes(self.sizes):
             for seed in range(self.seeds):
