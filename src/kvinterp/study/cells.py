@@ -72,43 +72,45 @@ def run_cells(
     Raises:
         InputError: A cell cannot be written.
     """
-    kept = store or _InMemory()
-    missing = [cell for cell in cells if kept.read(cell.key) is None]
+    cells_store = store or _InMemory()
+    missing = [cell for cell in cells if cells_store.read(cell.key) is None]
     if len(missing) < len(cells):
-        log.info("going on in %s: %d of %d %s are already there", kept.folder, len(cells) - len(missing), len(cells), unit)
+        log.info(
+            "going on in %s: %d of %d %s are already there", cells_store.folder, len(cells) - len(missing), len(cells), unit
+        )
     if missing:
         with counting(len(cells), "answering", unit.removesuffix("s"), progress) as bar:
             bar.update(len(cells) - len(missing))
 
-            def keep(*made: Any) -> None:
-                kept.keep(*made)
+            def keep(*cell_result: Any) -> None:
+                cells_store.keep(*cell_result)
                 bar.update()
 
             offered = {"keep": keep, "tell": lambda text: bar.set_postfix_str(visible(text)), "progress": progress}
             (engine or Local())(missing, offered)
-    return CellsMade({cell.key: (cell, kept) for cell in cells})
+    return CellsMade({cell.key: (cell, cells_store) for cell in cells})
 
 
 class CellsMade(UserDict[str, Any]):
     """What cells gave, read from where it is kept when it is asked for: of many prompts it would fill the memory."""
 
     def __getitem__(self, key: str) -> Made:
-        cell, kept = self.data[key]
-        if (made := kept.read(key)) is None:
+        cell, store = self.data[key]
+        if (result := store.read(key)) is None:
             # Another run into this folder finished first, and took the cells away.
-            again = _InMemory()
-            Local()([cell], {"keep": again.keep, "tell": lambda *_: None, "progress": "none"})
-            made = again[key]
-        return made
+            memory = _InMemory()
+            Local()([cell], {"keep": memory.keep, "tell": lambda *_: None, "progress": "none"})
+            result = memory[key]
+        return result
 
     @property
     def folder(self) -> Path | None:
         """The folder that they are kept in; None in memory."""
-        return next((kept.folder for _, kept in self.data.values()), None)
+        return next((store.folder for _, store in self.data.values()), None)
 
     def finished(self) -> CellsMade:
         """Those that are there."""
-        return CellsMade({key: each for key, each in self.data.items() if each[1].read(key) is not None})
+        return CellsMade({key: entry for key, entry in self.data.items() if entry[1].read(key) is not None})
 
 
 class _InMemory(dict[str, Made]):
@@ -133,16 +135,16 @@ class Local:
         """
         for group in groups(cells):
             function = imported(group[0].function)
-            takes = inspect.signature(function).parameters
-            given = {name: offered[name] for name in offered if name in takes}
-            if "keep" in given:
-                function(keys=[cell.key for cell in group], **group[0].settings, **given)
+            parameters = inspect.signature(function).parameters
+            options = {name: offered[name] for name in offered if name in parameters}
+            if "keep" in options:
+                function(keys=[cell.key for cell in group], **group[0].settings, **options)
                 continue
             for cell in group:
                 if cell.told:
                     offered["tell"](cell.told)
-                made = function(**cell.settings, **given)
-                tables, about = made if isinstance(made, tuple) else (made, {})
+                result = function(**cell.settings, **options)
+                tables, about = result if isinstance(result, tuple) else (result, {})
                 offered["keep"](cell.key, {"table": tables} if isinstance(tables, pd.DataFrame) else tables, about)
 
 
@@ -152,18 +154,18 @@ def groups(cells: Sequence[Cell]) -> Iterator[list[Cell]]:
         yield list(group)
 
 
-def joined(made: Mapping[str, Made]) -> dict[str, pd.DataFrame]:
+def joined(parts: Mapping[str, Made]) -> dict[str, pd.DataFrame]:
     """The tables of all cells by name, those of one below those of another."""
-    return stacked(tables for tables, _ in made.values())
+    return stacked(tables for tables, _ in parts.values())
 
 
-def stacked(several: Iterable[Mapping[str, pd.DataFrame]]) -> dict[str, pd.DataFrame]:
+def stacked(parts: Iterable[Mapping[str, pd.DataFrame]]) -> dict[str, pd.DataFrame]:
     """Tables by name, each the tables of that name one below the other."""
-    found: dict[str, list[pd.DataFrame]] = {}
-    for tables in several:
+    by_name: dict[str, list[pd.DataFrame]] = {}
+    for tables in parts:
         for name, table in tables.items():
-            found.setdefault(name, []).append(table)
-    return {name: pd.concat(tables, ignore_index=True) for name, tables in found.items()}
+            by_name.setdefault(name, []).append(table)
+    return {name: pd.concat(tables, ignore_index=True) for name, tables in by_name.items()}
 
 
 def imported(name: str) -> Callable[..., Any]:
@@ -176,8 +178,8 @@ def imported(name: str) -> Callable[..., Any]:
 
 
 @functools.lru_cache(maxsize=8)
-def _loaded(given: str) -> Any:
-    settings = json.loads(given)
+def _loaded(settings_json: str) -> Any:
+    settings = json.loads(settings_json)
     return imported(settings.pop("loader", MODEL_LOADER))(**settings).lasting()
 
 

@@ -59,15 +59,15 @@ def check_free(folder: Path, verb: str, names: Iterable[str], existing: str = "e
         raise InputError(f"folder {str(folder)!r} holds 'figures', which is no folder: {_ADVICE}")
     if existing == "overwrite":
         return False
-    held = read_json(folder / SUMMARY)
-    if held is None:
+    summary = read_json(folder / SUMMARY)
+    if summary is None:
         if taken := [name for name in (*names, SUMMARY) if (folder / name).exists()]:
             raise InputError(f"folder {str(folder)!r} already holds {taken[0]!r}, which is of no result of ours: {_ADVICE}")
         return False
-    if existing == "error" and not held.get("interrupted"):
+    if existing == "error" and not summary.get("interrupted"):
         raise InputError(f"folder {str(folder)!r} already holds a result: {_ADVICE}")
-    if (other := _settings(held).get("verb")) != verb:
-        raise InputError(f"folder {str(folder)!r} holds a result of {other!r}: {_ADVICE}")
+    if (verb_there := _settings(summary).get("verb")) != verb:
+        raise InputError(f"folder {str(folder)!r} holds a result of {verb_there!r}: {_ADVICE}")
     return True
 
 
@@ -77,18 +77,20 @@ def is_finished(folder: Path, settings: Mapping[str, Any]) -> bool:
     Raises:
         InputError: It was made with other settings.
     """
-    held, now = read_summary(folder), json.loads(strict_json(settings))
-    one, other = _settings(held), now
-    if held.get("interrupted"):
-        one, other = ({name: value for name, value in each.items() if name != "made_with"} for each in (one, other))
-    if changed := differences(one, other):
+    summary, wanted = read_summary(folder), json.loads(strict_json(settings))
+    before, after = _settings(summary), wanted
+    if summary.get("interrupted"):
+        before, after = (
+            {name: value for name, value in settings_of.items() if name != "made_with"} for settings_of in (before, after)
+        )
+    if changed := differences(before, after):
         raise InputError(f"folder {str(folder)!r} holds a result made with other settings ({changed}): {_ADVICE}")
-    return not held.get("interrupted")
+    return not summary.get("interrupted")
 
 
 def _settings(summary: Mapping[str, Any]) -> dict[str, Any]:
-    held = summary.get("settings")
-    return held if isinstance(held, dict) else {}
+    settings = summary.get("settings")
+    return settings if isinstance(settings, dict) else {}
 
 
 def write_result(
@@ -159,17 +161,17 @@ def read_summary(folder: Path) -> dict[str, Any]:
             f"folder {str(folder)!r} was made by another tool, or by kvinterp before {__version__}: make it again."
         )
     # What was chosen is compared with what is chosen now; all else is said.
-    kept = ("choices", "settings", "files")
-    return {name: value if name in kept else _in_lines(value) for name, value in summary.items()}
+    as_written = ("choices", "settings", "files")
+    return {name: value if name in as_written else _in_lines(value) for name, value in summary.items()}
 
 
 def _in_lines(value: Any) -> Any:
     """What a file of anybody's holds, each text of it safe to print and in one line."""
     if isinstance(value, dict):
         # The texts of tokens are what they are; where they are printed they are made safe.
-        return {in_one_line(name): held if name == "texts" else _in_lines(held) for name, held in value.items()}
+        return {in_one_line(name): entry if name == "texts" else _in_lines(entry) for name, entry in value.items()}
     if isinstance(value, list):
-        return [_in_lines(held) for held in value]
+        return [_in_lines(entry) for entry in value]
     return in_one_line(value) if isinstance(value, str) else value
 
 
@@ -202,10 +204,10 @@ def reading(folder: Path, summary: Mapping[str, Any]) -> Iterator[None]:
         raise  # It is a sentence already.
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ArrowException) as error:
         about = summary.get("provenance")
-        held = about.get("kvinterp") if isinstance(about, Mapping) else None
-        other = f", or read it with kvinterp {held}, which wrote it" if held not in (None, __version__) else ""
+        version = about.get("kvinterp") if isinstance(about, Mapping) else None
+        advice = f", or read it with kvinterp {version}, which wrote it" if version not in (None, __version__) else ""
         why = str(error).partition("\n")[0][:300]
-        raise InputError(f"folder {str(folder)!r} holds no readable result ({why}): make it again{other}.") from error
+        raise InputError(f"folder {str(folder)!r} holds no readable result ({why}): make it again{advice}.") from error
 
 
 def prompt_lines(prompts: Sequence[Prompt]) -> str:
@@ -217,9 +219,9 @@ def prompt_lines(prompts: Sequence[Prompt]) -> str:
     return "".join(json.dumps(row, default=dict) + "\n" for row in rows)
 
 
-def prompts_of(found: Any) -> dict[str, str]:
+def prompts_of(result: Any) -> dict[str, str]:
     """The prompts of a result as the text of their file, where it knows them."""
-    prompts = getattr(found, "prompts", ())
+    prompts = getattr(result, "prompts", ())
     return {PROMPTS: prompt_lines(prompts)} if len(prompts) else {}
 
 

@@ -37,11 +37,11 @@ class Accumulation(OfModels):
 
     def headline(self, result: Result) -> list[str]:
         """How the error of the longest sums is beside that of the shortest."""
-        found = [each["estimate"] for each in self.rows(result.tables) if each["finding"].endswith("the result")]
+        ratios = [row["estimate"] for row in self.rows(result.tables) if row["finding"].endswith("the result")]
         low, high = result.tables["accumulation"]["length"].agg(["min", "max"])
         return [
             f"From {low} to {high} positions the error of a sum of random signs, relative to its result, changes "
-            f"{between(found)}-fold (medians over seeds)."
+            f"{between(ratios)}-fold (medians over seeds)."
         ]
 
     def rows(self, tables: Tables) -> Rows:
@@ -107,9 +107,9 @@ def accumulation_error(
     rows = []
     for product, length, head_dim in each(sums, "adding up,", "sum"):
         terms = length if head_dim is None else head_dim
-        drawn = [torch.randn(2, samples, terms, generator=generator) for generator in generators]
+        operands = [torch.randn(2, samples, terms, generator=generator) for generator in generators]
         # Every seed's sums side by side: what is added up one after another is as many terms, not as many seeds.
-        a, b = torch.cat(drawn, dim=1)
+        a, b = torch.cat(operands, dim=1)
         a = torch.softmax(a, -1) if product == "values" else a
         a, b = a.to(torch.float16).double(), b.to(torch.float16).double()
         exact, size = (a * b).sum(-1), (a * b).abs().sum(-1)
@@ -117,7 +117,7 @@ def accumulation_error(
             dtype: Any = dtype_named(name)
             error = (_added_up(a, b, dtype) - exact).abs()
             relative, to_result = (error / over for over in (size, exact.abs().clamp(min=1e-12)))
-            for seed, mine, result in zip(seeds, relative.split(samples), to_result.split(samples), strict=True):
+            for seed, of_seed, result in zip(seeds, relative.split(samples), to_result.split(samples), strict=True):
                 rows.append(
                     {
                         "product": product,
@@ -126,10 +126,10 @@ def accumulation_error(
                         "accumulate": name,
                         "seed": seed,
                         "terms": terms,
-                        "mean_relative": float(mine.mean()),
-                        "std_relative": float(mine.std()),
+                        "mean_relative": float(of_seed.mean()),
+                        "std_relative": float(of_seed.std()),
                         "relative_to_result": float(result.median()),
-                        "in_unit_roundoffs": float(mine.mean()) / unit_roundoff(dtype),
+                        "in_unit_roundoffs": float(of_seed.mean()) / unit_roundoff(dtype),
                     }
                 )
     return pd.DataFrame(rows).astype({"head_dim": "Int64"})

@@ -175,9 +175,9 @@ class Audit(Experiment):
         }
         return [Cell("audit", f"{__name__}:audited", settings)]
 
-    def reduce(self, made: Parts) -> Result:
+    def reduce(self, parts: Parts) -> Result:
         """What the audit says."""
-        tables, about = made["audit"]
+        tables, about = parts["audit"]
         verdict = json.loads(about["texts"]["verdict.json"])
         return Result(tables, verdict, about["texts"])
 
@@ -236,22 +236,22 @@ def audited(
     from kvinterp.study.cells import loaded
     from kvinterp.study.report.audit import texts_of
 
-    given = None if prompts is None else load_prompts(prompts)
+    prompt_list = None if prompts is None else load_prompts(prompts)
     # What a user's code prints is no part of what this command says.
     with contextlib.redirect_stdout(sys.stderr):
         adapter = loaded(model)
         with models_own_errors():
-            found = audit(
+            verdict_found = audit(
                 adapter,
-                given,
+                prompt_list,
                 rungs=rungs,
                 **settings,
                 detail="everything",
                 progress=tell,
             )
-    verdict, tables = found.verdict, found.written()[0]
-    said = {"reading": str(verdict.reading), "exit_code": verdict.exit_code}
-    return tables, {**said, "texts": texts_of(found)}
+    verdict, tables = verdict_found.verdict, verdict_found.written()[0]
+    summary = {"reading": str(verdict.reading), "exit_code": verdict.exit_code}
+    return tables, {**summary, "texts": texts_of(verdict_found)}
 
 
 def judged(
@@ -270,10 +270,10 @@ def judged(
 
     with contextlib.redirect_stdout(sys.stderr):
         adapter = loaded(model)
-        found = audit_engine(adapter, file, declared, format, allow, seed, tell)
-    said = {"reading": str(found), "exit_code": found.exit_code}
-    tables = {} if found.tokens is None else {"given": found.tokens}
-    return tables, {**said, "texts": texts_of(found)}
+        verdict = audit_engine(adapter, file, declared, format, allow, seed, tell)
+    summary = {"reading": str(verdict), "exit_code": verdict.exit_code}
+    tables = {} if verdict.tokens is None else {"given": verdict.tokens}
+    return tables, {**summary, "texts": texts_of(verdict)}
 
 
 @contextlib.contextmanager
@@ -285,9 +285,9 @@ def models_own_errors() -> Iterator[None]:
         raise
     except Exception as error:
         frame = traceback.extract_tb(error.__traceback__)[-1]
-        said = next(iter(str(error).strip().splitlines()), "")[:200]
+        message = next(iter(str(error).strip().splitlines()), "")[:200]
         raise UnsupportedError(
-            f"the audit could not be finished: {type(error).__name__} was raised ({said or 'without a message'}) in "
+            f"the audit could not be finished: {type(error).__name__} was raised ({message or 'without a message'}) in "
             f"{frame.name}, {os.path.basename(frame.filename)} line {frame.lineno}; kv.audit(model) shows the whole traceback."
         ) from error
 
@@ -315,7 +315,7 @@ def subject(
     from kvinterp.models import dtype_named, load_model
 
     trust = "trust" if remote_code else "refuse"
-    wanted = None if dtype is None else dtype_named(dtype)
+    torch_dtype = None if dtype is None else dtype_named(dtype)
     code = model if own_class is None and model is not None and is_code(model) else own_class
     if code is None:
         if model is None:
@@ -334,7 +334,7 @@ def subject(
             )
         if kind != "native":
             raise InputError(f"--kind {kind!r} was given with --random-init: expected native, leave one of the two out.")
-        return random_model(model, wanted or torch.float16, seed, device, attention, trust)
+        return random_model(model, torch_dtype or torch.float16, seed, device, attention, trust)
     if kind != "native" or attention is not None:
         raise InputError(f"{code!r} is your own code, which says itself what it is: leave --kind and --attention out.")
     source: str | Path | None = config if code is model else model
@@ -348,4 +348,4 @@ def subject(
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     weights = "loaded" if loaded else "random"
-    return users_model(code, source, weights=weights, dtype=wanted, seed=seed, device=device, remote_code=trust)
+    return users_model(code, source, weights=weights, dtype=torch_dtype, seed=seed, device=device, remote_code=trust)

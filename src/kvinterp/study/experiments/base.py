@@ -53,10 +53,10 @@ def brief(sentences: Sequence[str]) -> list[str]:
     """The first sentences in at most SAID lines, and how many more there are; the first is there whole."""
     lines: list[str] = []
     for number, sentence in enumerate(sentences):
-        more = textwrap.wrap(sentence, WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
-        if lines and len(lines) + len(more) > SAID:
+        wrapped = textwrap.wrap(sentence, WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+        if lines and len(lines) + len(wrapped) > SAID:
             return [*lines, f"{len(sentences) - number} more sentences on the page and in summary.json."]
-        lines += more
+        lines += wrapped
     return lines
 
 
@@ -107,31 +107,31 @@ class Experiment:
         """The pieces of work, once :meth:`check` has looked at what was given."""
         return []
 
-    def second_stage(self, made: Parts) -> list[Cell]:
+    def second_stage(self, parts: Parts) -> list[Cell]:
         """The cells of a second stage, which are known only from what the first gave: on the examples of the highest KL, say.
 
         Args:
-            made: What every cell of the first stage gave. A run that is taken up again asks once more, so that the answer
+            parts: What every cell of the first stage gave. A run that is taken up again asks once more, so that the answer
                 must rest on this and on the choices alone.
         """
         return []
 
-    def reduce(self, made: Parts) -> Result:
+    def reduce(self, parts: Parts) -> Result:
         """What the cells come to: its tables, and what ran.
 
         Args:
-            made: What each cell gave, by its key; some where an interrupted run writes what it has.
+            parts: What each cell gave, by its key; some where an interrupted run writes what it has.
         """
         from kvinterp.models.provenance import provenance
 
         about = {adapter.facts.name: provenance(adapter, **self.provenance_notes()) for adapter in self.adapters()}
-        return Result(self.tables(made), {"provenance": about})
+        return Result(self.tables(parts), {"provenance": about})
 
-    def tables(self, made: Parts) -> Tables:
+    def tables(self, parts: Parts) -> Tables:
         """Its tables, those of all models one below the other."""
         from kvinterp.study.cells import joined
 
-        return {self.TABLES[0]: joined(made)["table"]} if made else {}
+        return {self.TABLES[0]: joined(parts)["table"]} if parts else {}
 
     def provenance_notes(self) -> dict[str, Any]:
         """What the provenance says beside the model."""
@@ -160,12 +160,12 @@ class Experiment:
         """What was found, a sentence a line."""
         from kvinterp.study.experiments.running import with_findings
 
-        said = result.contents()[1].get("reading")
-        if said is None and "findings" in with_findings(self, result).tables:
+        lines = result.contents()[1].get("reading")
+        if lines is None and "findings" in with_findings(self, result).tables:
             from kvinterp.findings import lines_of
 
-            said = [*self.headline(result), *lines_of(result.tables["findings"])]
-        return list(said or ())
+            lines = [*self.headline(result), *lines_of(result.tables["findings"])]
+        return list(lines or ())
 
     def page_parts(self, result: Result) -> list[Any]:
         """What stands on the page behind the findings; nothing unless an experiment says so."""
@@ -193,7 +193,11 @@ class Experiment:
 
         lines = brief(self.sentences(result))
         first = "".join(lines[:1])
-        unsaid = [of for of in _provenances(result) if "kind" in of and f"({of['kind']}, {of['dtype']}" not in first]
+        unsaid = [
+            about
+            for about in _provenances(result)
+            if "kind" in about and f"({about['kind']}, {about['dtype']}" not in first
+        ]
         for line in [models_of(unsaid), *lines] if unsaid else lines:
             echo(line)
         if result.folder is not None:
@@ -229,17 +233,22 @@ class Experiment:
         Args:
             name: Its name; that of the option ``model`` unless given.
         """
-        given = vars(self)
-        wanted: dict[str, Any] = {each: given[each] for each in ("kind", "dtype", "device", "attention") if each in given}
-        return {"name": str(given["model"] if name is None else name), **wanted}
+        fields = vars(self)
+        options: dict[str, Any] = {
+            option_name: fields[option_name]
+            for option_name in ("kind", "dtype", "device", "attention")
+            if option_name in fields
+        }
+        return {"name": str(fields["model"] if name is None else name), **options}
 
     def adapters(self) -> list[Adapter]:
         """The models it is asked of, loaded: those of the option ``models`` or ``model``, where there is one."""
         from kvinterp.study.cells import loaded
 
-        given = vars(self)
+        fields = vars(self)
         return [
-            loaded(self.model_settings(name)) for name in given.get("models", [given["model"]] if "model" in given else [])
+            loaded(self.model_settings(name))
+            for name in fields.get("models", [fields["model"]] if "model" in fields else [])
         ]
 
     def settings(self) -> dict[str, Any]:
@@ -247,10 +256,10 @@ class Experiment:
         from kvinterp.study.experiments.circumstances import circumstances
         from kvinterp.study.experiments.running import asked
 
-        found = asked(self)
+        settings = asked(self)
         made_with = [circumstances(adapter) for adapter in self.adapters()]
-        several = {str(number): each for number, each in enumerate(made_with)}
-        return {**found, "made_with": made_with[0] if len(made_with) == 1 else several}
+        by_number = {str(number): circumstances_of_one for number, circumstances_of_one in enumerate(made_with)}
+        return {**settings, "made_with": made_with[0] if len(made_with) == 1 else by_number}
 
     def run(
         self,

@@ -115,34 +115,34 @@ class Behaviour(OfModels):
     def _decodes(self, key: str, model: Mapping[str, Any]) -> Iterator[Cell]:
         strategies = self.chosen_strategies()
         # The same for all of a block: they share what they compute.
-        given = {"model": model, "strategies": strategies, **self.choices(*_PASSED)}
+        shared = {"model": model, "strategies": strategies, **self.choices(*_PASSED)}
         for block, first in enumerate(range(0, len(load_prompts(self.prompts)), self.block)):
-            settings = {**given, "first": first, "most": self.block, "batch_size": self.batch_size}
+            settings = {**shared, "first": first, "most": self.block, "batch_size": self.batch_size}
             for turn, strategy in enumerate(strategies):
                 for seed in range(1 if strategy == "greedy" else self.seeds):
                     yield Cell(f"{key}-{block}-{turn}-{seed}", f"{__name__}:decoded", settings)
 
     def _controls(self, key: str, model: Mapping[str, Any], name: str) -> Iterator[Cell]:
-        given = {"model": model, "most": self.controls, **self.choices(*_PASSED)}
+        shared = {"model": model, "most": self.controls, **self.choices(*_PASSED)}
         if not self.controls:
             return
         for turn, strategy in enumerate(self.chosen_strategies()):
             for null in NULLS:
-                settings = {**given, "strategy": strategy, "null": null}
+                settings = {**shared, "strategy": strategy, "null": null}
                 told = f"null of {name}: {null}" * (turn == 0)
                 yield Cell(f"{key}-null-{turn}-{null.split()[0]}", f"{__name__}:null_of", settings, told)
-        yield Cell(f"{key}-oracle", f"{__name__}:oracle_of", given, f"float64 beside {name}")
+        yield Cell(f"{key}-oracle", f"{__name__}:oracle_of", shared, f"float64 beside {name}")
 
     # What it comes to ----------------------------------------------------------------------------------------------------
 
-    def tables(self, made: Parts) -> Tables:
+    def tables(self, parts: Parts) -> Tables:
         """What the decodes say, and the controls."""
         controls = ("-null-", "-oracle")
-        decodes = joined({key: made[key] for key in made if not any(name in key for name in controls)})
+        decodes = joined({key: parts[key] for key in parts if not any(name in key for name in controls)})
         tables = behaviour_tables(decodes["decodes"], decodes["steps"])
         for name, part, columns in (("nulls", "-null-", _NULL), ("oracle", "-oracle", _ORACLE)):
-            found = joined({key: made[key] for key in made if part in key})
-            tables[name] = found["table"] if found else pd.DataFrame(columns=columns)
+            controls_found = joined({key: parts[key] for key in parts if part in key})
+            tables[name] = controls_found["table"] if controls_found else pd.DataFrame(columns=columns)
         return tables | {name: decodes[name] for name in ("flip_steps", "flip_tokens", "failures")}
 
     def provenance_notes(self) -> dict[str, Any]:
@@ -155,7 +155,7 @@ class Behaviour(OfModels):
         """How many decodes flip a token, and how far apart the paths are until then."""
         table = only(result.tables["divergence"], protocol="matched")
         flips, decodes = int(table["diverged"].sum()), int(table["decodes"].sum())
-        kl = [float(each) for each in table["typical_kl"].fillna(table["mean_kl"])]
+        kl = [float(kl_of_one) for kl_of_one in table["typical_kl"].fillna(table["mean_kl"])]
         lines = [
             f"A token flips in {flips} of {counted(decodes, 'decode')}; fed the same tokens, the paths are {between(kl)} nats "
             "of KL apart (median example)."
@@ -170,7 +170,7 @@ class Behaviour(OfModels):
         of_examples: dict[str, Any] = {"unit": "examples"}
         free = only(tables["divergence"], protocol="free").set_index(["model", "strategy"])
         for row in only(tables["divergence"], protocol="matched").to_dict("records"):
-            of = {"model": row["model"], "strategy": row["strategy"]}
+            labels = {"model": row["model"], "strategy": row["strategy"]}
             apart = free.loc[row["model"], row["strategy"]]
             above = int(apart["above_bound"])
             beyond = (
@@ -179,48 +179,48 @@ class Behaviour(OfModels):
             for what, side, note in (("matched", row, ""), ("free", apart, f"; {beyond}" if above else "")):
                 ends, mean = (side["typical_kl_low"], side["typical_kl_high"]), f"mean {number(side['mean_kl'])}"
                 rows.append(finding(f"median KL of an example, {what}", side["typical_kl"], ends, side["n"], measure="nats",
-                                    note=mean + note, **of_examples, **of))  # fmt: skip
+                                    note=mean + note, **of_examples, **labels))  # fmt: skip
             rows += [
                 finding("decodes in which a token flips", row["rate"], (row["low"], row["high"]), row["n"], measure="%",
-                        note=f"{row['diverged']} of {row['decodes']} decodes", **of_examples, **of),
+                        note=f"{row['diverged']} of {row['decodes']} decodes", **of_examples, **labels),
                 finding("steps at risk that flip", row["flip_rate"], (row["flip_rate_low"], row["flip_rate_high"]), row["n"],
-                        measure="%", **of_examples, **of),
+                        measure="%", **of_examples, **labels),
                 finding("largest difference of a logit, fed the same", row["max_abs_logit"], n=row["n"],
-                        note=f"allows a KL of {number(row['kl_bound'])} at most", **of_examples, **of),
+                        note=f"allows a KL of {number(row['kl_bound'])} at most", **of_examples, **labels),
             ]  # fmt: skip
         for row in tables["growth"].dropna(subset=["low", "high"]).to_dict("records"):
             rows.append(finding(f"slope of the KL over the steps, {row['protocol']}", row["slope"], (row["low"], row["high"]),
                                 row.get("n", 0), measure="nats a step", model=row["model"], strategy=row["strategy"],
                                 **of_examples))  # fmt: skip
         for row in tables["accuracy"].to_dict("records"):
-            of = {"model": row["model"], "strategy": row["strategy"]}
-            rows += [finding("right answers", row[f"accuracy_{side}"], n=row["n"], measure="%", path=path, **of_examples, **of)
-                     for side, path in (("a", "cached"), ("b", "recompute"))]  # fmt: skip
+            labels = {"model": row["model"], "strategy": row["strategy"]}
+            rows += [finding("right answers", row[f"accuracy_{side}"], n=row["n"], measure="%", path=path, **of_examples,
+                             **labels) for side, path in (("a", "cached"), ("b", "recompute"))]  # fmt: skip
             rows.append(finding("right answers, cached less recompute", row["difference"], (row["low"], row["high"]), row["n"],
                                 test=row["test"], p=row["p"], p_corrected=row["p_bh"], **of_examples,
-                                **of))  # fmt: skip
-        for model, mine in tables["examples"].groupby("model", sort=False):
-            shares = mine["diverges"].value_counts()
-            rows += [finding(f"examples that {name} flip a token", shares.get(name, 0) / len(mine), n=len(mine), measure="%",
+                                **labels))  # fmt: skip
+        for model, group in tables["examples"].groupby("model", sort=False):
+            shares = group["diverges"].value_counts()
+            rows += [finding(f"examples that {name} flip a token", shares.get(name, 0) / len(group), n=len(group), measure="%",
                              model=model, **of_examples) for name in ("always", "sometimes", "never")]  # fmt: skip
-        for (model, null), mine in tables["nulls"].groupby(["model", "null"], sort=False):
-            differ, steps = int(mine["differing_steps"].sum()), int(mine["steps"].sum())
-            note = f"{int(mine['flips'].sum())} chosen tokens with them"
+        for (model, null), group in tables["nulls"].groupby(["model", "null"], sort=False):
+            differ, steps = int(group["differing_steps"].sum()), int(group["steps"].sum())
+            note = f"{int(group['flips'].sum())} chosen tokens with them"
             rows.append(finding(f"null, {null}: steps whose logits differ", differ / max(steps, 1), n=steps, unit="steps",
                                 measure="%", note=note, model=model))  # fmt: skip
-        for model, mine in tables["oracle"].groupby("model", sort=False):
-            rows.append(finding("examples in which the cached path is nearer to float64", (mine["nearer"] == "a").mean(),
-                                n=len(mine), measure="%", model=model, **of_examples,
-                                note=f"neither in {int((mine['nearer'] == 'equal').sum())}"))  # fmt: skip
+        for model, group in tables["oracle"].groupby("model", sort=False):
+            rows.append(finding("examples in which the cached path is nearer to float64", (group["nearer"] == "a").mean(),
+                                n=len(group), measure="%", model=model, **of_examples,
+                                note=f"neither in {int((group['nearer'] == 'equal').sum())}"))  # fmt: skip
         return rows
 
     def charts(self, result: Result) -> Charts:
         """KL of every step, how long decodes stay the same, and the answers of both paths."""
         tables, notes = result.tables, self.notes(result)
         by: dict[str, Any] = {"x": "step", "color": "strategy", "facet": "model", "xlabel": "decode step", "ends": "band"}
-        found = {}
+        charts = {}
         if len(tables["kl_by_step"]):
-            found["behaviour_kl_by_step"] = Chart("How far apart the two paths are at every step", [
+            charts["behaviour_kl_by_step"] = Chart("How far apart the two paths are at every step", [
                 Panel(only(tables["kl_by_step"], protocol=protocol), y="median_kl", label=f"median KL (nats),\n{protocol}", **by)
                 for protocol in ("matched", "free")
             ], notes)  # fmt: skip
@@ -230,16 +230,16 @@ class Behaviour(OfModels):
             begin = table.groupby(["model", "strategy"], sort=False).head(1).assign(step=0, survival=1.0, low=1.0, high=1.0)
             label = "share of decodes\nwithout a flipped token"
             panel = Panel(pd.concat([begin, table]), y="survival", kind="step", scale="share", label=label, **by)
-            found["behaviour_survival"] = Chart("How long decodes stay the same (Kaplan and Meier)", [panel], notes)
+            charts["behaviour_survival"] = Chart("How long decodes stay the same (Kaplan and Meier)", [panel], notes)
         if len(table := tables["accuracy"]):
             table = table.assign(line=table["model"].str.removeprefix("zoo:") + ", " + table["strategy"])
             right = table.melt("line", ["accuracy_a", "accuracy_b"], "path", "right")
-            found["behaviour_accuracy"] = Chart("Right answers on both paths", [
+            charts["behaviour_accuracy"] = Chart("Right answers on both paths", [
                 Panel(right, "right", "line", "dots", color="path", scale="share", label="share of right answers",
                       names={"accuracy_a": "cached", "accuracy_b": "recompute"}),
                 Panel(table, "difference", "line", "dots", scale="linear", level=0, label="cached less recompute, 95% interval"),
             ], notes)  # fmt: skip
-        return found
+        return charts
 
     def notes(self, result: Result) -> list[str]:
         """How it was decoded."""
@@ -268,14 +268,14 @@ def paths_of(kernels: str) -> tuple[str, str]:
 
 def flipped_decodes(tables: Tables, paths: tuple[str, str]) -> dict[str, Comparison]:
     """The decodes that flip, each path on its own text, as comparisons without activations: one a model, strategy and seed."""
-    found = {}
-    of = ["model", "strategy", "seed"]
+    comparisons = {}
+    keys = ["model", "strategy", "seed"]
     free = only(tables["decodes"], protocol="free")
-    for place, steps in tables["flip_steps"].groupby(of, sort=False):
-        label = dict(zip(of, place, strict=True))
+    for place, steps in tables["flip_steps"].groupby(keys, sort=False):
+        label = dict(zip(keys, place, strict=True))
         examples, tokens = (only(table, **label) for table in (free, tables["flip_tokens"]))
         empty = {name: pd.DataFrame(columns=COLUMNS.get(name, ())) for name in PARTS}
-        given = {"steps": steps, "examples": examples[examples["diverged"]], "tokens": tokens}
+        parts = {"steps": steps, "examples": examples[examples["diverged"]], "tokens": tokens}
         about = {
             "paths": dict(zip("ab", paths, strict=True)),
             "protocol": "free",
@@ -283,8 +283,8 @@ def flipped_decodes(tables: Tables, paths: tuple[str, str]) -> dict[str, Compari
             "derived": [],
         }
         name = f"{label['model'].removeprefix('zoo:')}, {label['strategy']}, seed {label['seed']}"
-        found[name] = Comparison(**{**empty, **given}, provenance=about)
-    return found
+        comparisons[name] = Comparison(**{**empty, **parts}, provenance=about)
+    return comparisons
 
 
 # Decodes ---------------------------------------------------------------------------------------------------------------
@@ -307,17 +307,19 @@ def decoded(
     once.
     """
     adapter = loaded(model)
-    given = list(enumerate(load_prompts(prompts)))[first : first + most]
-    made: dict[str, list[Tables]] = {key: [] for key in keys}
+    numbered_prompts = list(enumerate(load_prompts(prompts)))[first : first + most]
+    tables_of_key: dict[str, list[Tables]] = {key: [] for key in keys}
     with own_threads(adapter):
-        blocks = [given] if batch_size > 1 else [[one] for one in given]
-        for some in each(blocks, f"decodes of {adapter.facts.name}, examples {first} to {first + len(given) - 1},", "part"):
+        blocks = [numbered_prompts] if batch_size > 1 else [[one] for one in numbered_prompts]
+        for some in each(
+            blocks, f"decodes of {adapter.facts.name}, examples {first} to {first + len(numbered_prompts) - 1},", "part"
+        ):
             memory = Memory() if batch_size == 1 else None
             for key in keys:
                 turn, seed = map(int, key.split("-")[-2:])
-                how: dict[str, Any] = {"seed": seed, "batch_size": batch_size, "memory": memory}
-                made[key].append(decodes_of(adapter, dict(some), strategies[turn], **how, **settings))
-    for key, parts in made.items():
+                options: dict[str, Any] = {"seed": seed, "batch_size": batch_size, "memory": memory}
+                tables_of_key[key].append(decodes_of(adapter, dict(some), strategies[turn], **options, **settings))
+    for key, parts in tables_of_key.items():
         tables = {name: pd.concat([part[name] for part in parts], ignore_index=True) for name in parts[0]}
         keep(key, {name: table.assign(model=adapter.facts.name) for name, table in tables.items()})
 
@@ -358,30 +360,32 @@ def decodes_of(
     """
     a, b = paths_of(kernels)
     lanes = (Runner, Runner) if memory is None else (memory.lane, memory.lane)
-    how: dict[str, Any] = {"strategy": strategy, "seed": seed, "max_new_tokens": max_new_tokens, "stop": stop}
-    how |= {"batch_size": batch_size, "lanes": lanes}
+    options: dict[str, Any] = {"strategy": strategy, "seed": seed, "max_new_tokens": max_new_tokens, "stop": stop}
+    options |= {"batch_size": batch_size, "lanes": lanes}
 
-    def ran(numbers: Sequence[int], first: str, second: str, **more: Any) -> Comparison:
+    def ran(numbers: Sequence[int], first: str, second: str, **extra: Any) -> Comparison:
         chosen = [prompts[number] for number in numbers]
-        return compare_examples(adapter, chosen, first, second, examples=numbers, **how, **more)
+        return compare_examples(adapter, chosen, first, second, examples=numbers, **options, **extra)
 
     matched = ran(list(prompts), a, b)
-    found = {"matched": matched}
+    comparisons = {"matched": matched}
     texts = matched.examples.set_index("example")["text_a"]
     written = pd.DataFrame({"text_a": texts, "text_b": texts})
     flipped = [int(number) for number in matched.examples.dropna(subset=["flip_index"])["example"]]
     if flipped:
-        found["free"] = ran(flipped, a, b, protocol="free")
+        comparisons["free"] = ran(flipped, a, b, protocol="free")
         # To its own end, which a comparison of both does not wait for.
         alone = ran(flipped, b, a).examples.set_index("example")["text_a"]
         written.loc[alone.index, "text_b"] = alone
     end = getattr(adapter.tokenizer, "eos_token", None)
-    tables = _tables(found, prompts, written, str(end) if end else "")
+    tables = _tables(comparisons, prompts, written, str(end) if end else "")
     return {name: table.assign(strategy=strategy, seed=seed) for name, table in tables.items()}
 
 
-def _tables(found: Mapping[str, Comparison], prompts: Mapping[int, Prompt], written: pd.DataFrame, end: str) -> Tables:
-    rows = {protocol: _rows(each) for protocol, each in found.items()}
+def _tables(
+    comparisons: Mapping[str, Comparison], prompts: Mapping[int, Prompt], written: pd.DataFrame, end: str
+) -> Tables:
+    rows = {protocol: _rows(comparison) for protocol, comparison in comparisons.items()}
     matched = rows["matched"]
     stays = matched[matched["flip_index"].isna()]
     free = pd.concat([rows["free"], stays]).sort_values("example") if "free" in rows else stays
@@ -397,10 +401,10 @@ def _tables(found: Mapping[str, Comparison], prompts: Mapping[int, Prompt], writ
         ]
         decodes[f"correct_{side}"] = pd.array(right, dtype="boolean")
     columns = ["example", "step", "kl", "max_abs_logit", "rms_logit", "margin_a", "flipped", "after_flip"]
-    steps = [each.steps[columns].assign(protocol=protocol) for protocol, each in found.items()]
-    failures = [each.failures.assign(protocol=protocol) for protocol, each in found.items()]
-    flips = found.get("free") or found["matched"]
-    some = slice(None) if "free" in found else slice(0)
+    steps = [comparison.steps[columns].assign(protocol=protocol) for protocol, comparison in comparisons.items()]
+    failures = [comparison.failures.assign(protocol=protocol) for protocol, comparison in comparisons.items()]
+    flips = comparisons.get("free") or comparisons["matched"]
+    some = slice(None) if "free" in comparisons else slice(0)
     return {
         "decodes": decodes,
         "steps": pd.concat(steps, ignore_index=True),
@@ -412,22 +416,22 @@ def _tables(found: Mapping[str, Comparison], prompts: Mapping[int, Prompt], writ
 
 def _right(prompt: Prompt, text: str, end: str) -> bool | Any:
     # What stands behind the end of the text, where it was decoded to a length, is no part of the answer.
-    found = judged(prompt, text.partition(end)[0] if end else text)
-    return pd.NA if found is None else found
+    right = judged(prompt, text.partition(end)[0] if end else text)
+    return pd.NA if right is None else right
 
 
-def _rows(found: Comparison) -> pd.DataFrame:
+def _rows(comparison: Comparison) -> pd.DataFrame:
     """A row a decode, as :func:`decodes_of` gives them, but for what is right."""
-    steps, together = found.steps, found.same_text(found.steps)
+    steps, together = comparison.steps, comparison.same_text(comparison.steps)
     first = steps[steps["flipped"] & ~steps["after_flip"]].set_index("example")
-    rows = found.examples.drop(columns=["token_divergence"]).set_index("example")
+    rows = comparison.examples.drop(columns=["token_divergence"]).set_index("example")
     largest = together.groupby("example")["max_abs_logit"].max()
-    more = {"mean_js": steps.groupby("example")["js"].mean(), "max_abs_logit": largest, "kl_bound": largest**2 / 2}
+    measures = {"mean_js": steps.groupby("example")["js"].mean(), "max_abs_logit": largest, "kl_bound": largest**2 / 2}
     # Of the steps behind the prefill's, which is the same computation on both paths.
     part = steps["step"] / steps.groupby("example")["step"].transform("max")
     for name, chosen in (("early_kl", (steps["step"] > 0) & (part <= 0.25)), ("late_kl", part > 0.75)):
-        more[name] = steps[chosen].groupby("example")["kl"].mean()
-    rows = rows.assign(diverged=rows["flip_index"].notna(), margin_at_flip=first["margin_a"], **more)
+        measures[name] = steps[chosen].groupby("example")["kl"].mean()
+    rows = rows.assign(diverged=rows["flip_index"].notna(), margin_at_flip=first["margin_a"], **measures)
     return rows.reset_index()
 
 
@@ -447,8 +451,8 @@ def null_of(
     adapter, (a, b) = loaded(model), paths_of(kernels)
     same = null == NULLS[0]
     paths, lanes = ((a, a), (Runner, Runner)) if same else ((b, b), (Runner, Suffixed))
-    found = compare_examples(adapter, load_prompts(prompts)[:most], *paths, lanes=lanes, strategy=strategy, **settings)
-    steps = found.steps
+    comparison = compare_examples(adapter, load_prompts(prompts)[:most], *paths, lanes=lanes, strategy=strategy, **settings)
+    steps = comparison.steps
     row = {
         "strategy": strategy,
         "null": null,
@@ -457,7 +461,7 @@ def null_of(
         "flips": int(steps["flipped"].sum()),
         "max_abs_logit": float(steps["max_abs_logit"].max()),
         "mean_kl": float(steps["kl"].mean()),
-        "n": len(found.examples),
+        "n": len(comparison.examples),
         "model": adapter.facts.name,
     }
     return pd.DataFrame([row])

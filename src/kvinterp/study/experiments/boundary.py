@@ -35,9 +35,9 @@ class Boundary(Behaviour):
         9, "The paper's second restriction: count only flips after this step; its step 8 is 9 here.", min=FIRST
     )
 
-    def tables(self, made: Parts) -> Tables:
+    def tables(self, parts: Parts) -> Tables:
         """What the decodes say of their flips."""
-        decodes = joined({key: each for key, each in made.items() if "decodes" in each[0]})
+        decodes = joined({key: each for key, each in parts.items() if "decodes" in each[0]})
         return boundary_tables(decodes["decodes"], decodes["steps"], self.above)
 
     # What was found ----------------------------------------------------------------------------------------------------
@@ -45,11 +45,11 @@ class Boundary(Behaviour):
     def headline(self, result: Result) -> list[str]:
         """How well the margin tells a flip, and why the paper's correlation needs no cause."""
         table = result.tables["prediction"]
-        known = table["auc"].dropna()
+        areas = table["auc"].dropna()
         flips = f"{counted(len(result.tables['boundary_flips']), 'decode')} flip a token"
-        if known.empty:
+        if areas.empty:
             return [f"{flips}: no margin tells anything of flips."]
-        area = between([float(each) for each in known])
+        area = between([float(value) for value in areas])
         return [
             f"{flips}. A small margin tells the step of a flip from others with an area under the curve of {area}.",
             "An early flip leaves more steps of two texts, so that its free KL is higher by counting alone.",
@@ -69,40 +69,40 @@ class Boundary(Behaviour):
                 rows.append(finding(what, row["ratio"], (row["low"], row["high"]), row.get("n", 0), "flips", "times",
                                     model=row["model"], strategy=row["strategy"]))  # fmt: skip
         for row in tables["prediction"].to_dict("records"):
-            of = {"model": row["model"], "strategy": row["strategy"]}
+            labels = {"model": row["model"], "strategy": row["strategy"]}
             rows.append(finding("steps that are a first flip", row["flips"] / max(row["steps"], 1), n=row["steps"], unit="steps",
-                                measure="%", **of))  # fmt: skip
+                                measure="%", **labels))  # fmt: skip
             if not row["flips"]:
                 continue
-            hazard = only(tables["hazard"], **of, margin="of the step").iloc[0]
+            hazard = only(tables["hazard"], **labels, margin="of the step").iloc[0]
             rows += [
                 finding("median margin at a flip", row["margin_at_flip"], n=row["flips"], unit="flips", measure="logits",
-                        note=f"{number(row['margin_elsewhere'])} elsewhere", **of),
+                        note=f"{number(row['margin_elsewhere'])} elsewhere", **labels),
                 finding("area under the curve of flips by margin", row["auc"], (row["auc_low"], row["auc_high"]), row["n"],
-                        "examples", **of),
+                        "examples", **labels),
                 finding("odds of a flip, a logit more of margin", hazard["hr"], (hazard["low"], hazard["high"]), row["n"],
-                        "examples", "times", note=hazard["why"], **of),
+                        "examples", "times", note=hazard["why"], **labels),
             ]  # fmt: skip
             # Of drawn tokens another boundary decides than that of the two highest logits.
             if row["strategy"] == "greedy":
                 rows.append(finding("first flips foretold from margin and logit noise", row["foretold"], n=row["n"],
-                                    unit="examples", note=f"{row['flips']} are counted", **of))  # fmt: skip
+                                    unit="examples", note=f"{row['flips']} are counted", **labels))  # fmt: skip
         return rows
 
     def charts(self, result: Result) -> Charts:
         """The step of the first flip against the mean KL."""
-        tables, notes, found = result.tables, self.notes(result), {}
+        tables, notes, charts = result.tables, self.notes(result), {}
         if len(flips := tables["boundary_flips"]):
             long = (
                 flips.reset_index(drop=True)
                 .melt(["flip_index", "model"], list(TITLES), "quantity", "kl")
                 .dropna(subset=["kl"])
             )
-            found["boundary_flips"] = Chart("When a token flips, and how far apart the paths are", [
+            charts["boundary_flips"] = Chart("When a token flips, and how far apart the paths are", [
                 Panel(long, "flip_index", "kl", "points", color="model", facet="quantity", titles=TITLES,
                       label=f"mean KL (nats) of {len(flips)} decodes", xlabel="step of the first flipped token"),
             ], notes)  # fmt: skip
-        return found
+        return charts
 
 
 TITLES = {

@@ -95,13 +95,13 @@ class Chain(Experiment):
         if not parts or not set(parts) <= {"kv", "k", "v"}:
             raise InputError(f"--on {self.on!r} was given: expected kv, k and v, or some of them, with commas.")
         for text in self.policies:
-            own = getattr(policy_named(text), "on", "kv")
-            if own != "kv" and not {"kv", own} & set(parts):
+            tensors = getattr(policy_named(text), "on", "kv")
+            if tensors != "kv" and not {"kv", tensors} & set(parts):
                 raise InputError(
-                    f"policy {text} is on {own.upper()} alone, and --on {self.on} leaves it out: add {own} to --on."
+                    f"policy {text} is on {tensors.upper()} alone, and --on {self.on} leaves it out: add {tensors} to --on."
                 )
-        several = [_on(policy_named(text), part) for text in self.policies for part in parts]
-        return {CONTROL: "cached", NULL: "cached", **{str(one): str(Cached(one, prefill=self.prefill)) for one in several}}
+        policies = [_on(policy_named(text), part) for text in self.policies for part in parts]
+        return {CONTROL: "cached", NULL: "cached", **{str(one): str(Cached(one, prefill=self.prefill)) for one in policies}}
 
     def cells(self) -> list[Cell]:
         """A cell a model, arm, temperature and text."""
@@ -110,13 +110,13 @@ class Chain(Experiment):
 
         texts, arms, temperatures = self._texts(), self.arms(), self.drawn_at()
         names = ("template", "system", "chat", "hops", "max_new_tokens", "embedder", "batch_size")
-        more = self.choices(*names)
+        shared = self.choices(*names)
         for adapter in self.adapters():
             # What is not there is said before anything runs.
             embedder_named(self.embedder, adapter)
             tokens_of(adapter, self.template, self.chat, self.system)
             tried(adapter, arms.values())
-        found = []
+        cells = []
         for place, model in enumerate(dict.fromkeys(self.models)):
             for turn, (arm, path) in enumerate(arms.items()):
                 for degree, temperature in enumerate(temperatures):
@@ -127,23 +127,23 @@ class Chain(Experiment):
                     for item, text in enumerate(texts):
                         settings = {
                             "model": self.model_settings(model), "arm": arm, "path": path, "temperature": temperature,
-                            "number": item, "text": text.text, "facts": list(facts_of(text)), "seeds": seeds, **more,
+                            "number": item, "text": text.text, "facts": list(facts_of(text)), "seeds": seeds, **shared,
                         }  # fmt: skip
                         told = f"chains of {model} on {arm}, temperature {temperature:g}" * (item == 0)
                         key = f"chain-{place}-{turn}-{degree}-{item}"
-                        found.append(Cell(key, f"{__name__}:measured", settings, told))
-        return found
+                        cells.append(Cell(key, f"{__name__}:measured", settings, told))
+        return cells
 
     def settings(self) -> dict[str, Any]:
         """With the texts themselves: a file may change."""
         return {**super().settings(), "restated": [text.text for text in self._texts()]}
 
-    def reduce(self, made: Parts) -> Result:
+    def reduce(self, parts: Parts) -> Result:
         """What the chains come to."""
         from kvinterp.models.provenance import provenance
         from kvinterp.study.behaviour.chains import attractors_of, curves_of, cycles_of, deltas_of
 
-        chains = joined(made)["chains"]
+        chains = joined(parts)["chains"]
         tables = {
             "chains": chains,
             "curves": curves_of(chains),
@@ -183,28 +183,30 @@ class Chain(Experiment):
         tables, rows = tables, []
         texts = tables["chains"].groupby("model")["text"].nunique()
         for row in tables["deltas"].to_dict("records"):
-            of = {"model": row["model"], "temperature": row["temperature"], "arm": row["arm"]}
-            more: dict[str, Any] = {"n": int(texts[row["model"]]), "unit": "texts"}
+            labels = {"model": row["model"], "temperature": row["temperature"], "arm": row["arm"]}
+            extra: dict[str, Any] = {"n": int(texts[row["model"]]), "unit": "texts"}
             if row["arm"] == CONTROL:
                 half = f"{row['halved']} of {counted(row['chains'], 'chain')} fall to a half"
                 rows += [
-                    finding("similarity of the last text to the first", row["similarity"], note=half, **more, **of),
-                    finding("facts kept", row["facts"], measure="%", **more, **of),
+                    finding("similarity of the last text to the first", row["similarity"], note=half, **extra, **labels),
+                    finding("facts kept", row["facts"], measure="%", **extra, **labels),
                 ]  # fmt: skip
                 continue
             same = row["same_text"] == row["chains"]
             note = f"{row['better']} better, {row['worse']} worse, {row['same_text']} with the same last text, of {row['chains']}"
-            more |= {"verdict": "every last text is the same, to the letter"} if same else {}
-            more |= {"note": "the null: only the seeds differ" if row["arm"] == NULL else note}
+            extra |= {"verdict": "every last text is the same, to the letter"} if same else {}
+            extra |= {"note": "the null: only the seeds differ" if row["arm"] == NULL else note}
             ends = row["delta_low"], row["delta_high"]
-            rows.append(finding("last similarity, less that without a policy", row["delta"], ends, null=0, **more, **of))
-        for (model, temperature), mine in tables["cycles"].groupby(["model", "temperature"], sort=False):
-            again = mine["period"].notna()
-            fixed = f"{int((mine['period'] == 1).sum())} of them to a fixed point" if again.any() else ""
-            rows.append(finding("chains that come back to a text, to the letter", again.mean(), n=len(mine), unit="chains",
+            rows.append(
+                finding("last similarity, less that without a policy", row["delta"], ends, null=0, **extra, **labels)
+            )
+        for (model, temperature), group in tables["cycles"].groupby(["model", "temperature"], sort=False):
+            again = group["period"].notna()
+            fixed = f"{int((group['period'] == 1).sum())} of them to a fixed point" if again.any() else ""
+            rows.append(finding("chains that come back to a text, to the letter", again.mean(), n=len(group), unit="chains",
                                 measure="%", note=fixed, model=model, temperature=temperature))  # fmt: skip
-        drawn = only(tables["attractors"], arm=CONTROL, of="words").dropna(subset=["strength", "position"])
-        for row in drawn[drawn["strength"].between(0, 2, inclusive="neither")].to_dict("records"):
+        pulls = only(tables["attractors"], arm=CONTROL, of="words").dropna(subset=["strength", "position"])
+        for row in pulls[pulls["strength"].between(0, 2, inclusive="neither")].to_dict("records"):
             rows.append(finding(f"pull to {number(row['position'])} words (1: in one hop)", row["strength"],
                                 (row["strength_low"], row["strength_high"]), row["pairs"], "hops", model=row["model"],
                                 temperature=row["temperature"], note="successive hops taken as independent"))  # fmt: skip
@@ -222,19 +224,19 @@ class Chain(Experiment):
         less = "last similarity less that without a policy"
         panel = Panel(curves, "hop", "similarity", color="arm", facet="place", columns=2, ends="band", scale="share",
                       label="similarity to the\nfirst text (mean)", xlabel="hop (0 is the text itself)")  # fmt: skip
-        drawn = {"chain_curves": Chart("How far a text drifts", [panel], notes)}
+        charts = {"chain_curves": Chart("How far a text drifts", [panel], notes)}
         if len(deltas):
             dots = Panel(
                 deltas, "delta", "line", "dots", color="what", scale="linear", level=0, label=f"{less}, 95% interval"
             )
-            drawn["chain_deltas"] = Chart("What each policy changes", [dots], notes)
+            charts["chain_deltas"] = Chart("What each policy changes", [dots], notes)
             order = [arm for arm in dict.fromkeys(curves["arm"]) if arm in set(deltas["arm"])]
             cells = deltas.sort_values("arm", key=lambda arm: arm.map(order.index), kind="stable")
             chart = Chart(
                 "What each policy changes", [Panel(cells, "arm", "place", "map", "delta", scale="linear", label=less)]
             )
-            drawn["chain_map"] = chart
-        return drawn
+            charts["chain_map"] = chart
+        return charts
 
     def check(self) -> None:
         """Models, template, temperatures, texts and policies too."""
@@ -308,18 +310,18 @@ def measured(
     adapter = loaded(model)
     embed = embedder_named(embedder, adapter)
     ask = tokens_of(adapter, template, chat, system)
-    how: dict[str, Any] = {"temperature": temperature, "max_new_tokens": max_new_tokens, "batch_size": batch_size}
+    options: dict[str, Any] = {"temperature": temperature, "max_new_tokens": max_new_tokens, "batch_size": batch_size}
     with counting(hops * len(seeds), arm, "hop", progress) as bar:
-        chains = played(adapter, path, text, number, seeds, hops, ask, **how, done=bar.update)
+        chains = played(adapter, path, text, number, seeds, hops, ask, **options, done=bar.update)
     rows = []
     for seed, chain in zip(seeds, chains, strict=True):
         similar = cosines(embed(chain))
-        for hop, (said, similarity) in enumerate(zip(chain, similar, strict=True)):
+        for hop, (sentence, similarity) in enumerate(zip(chain, similar, strict=True)):
             rows.append(
                 {
                     "model": adapter.facts.name, "arm": arm, "temperature": temperature, "text": number, "seed": seed, "hop": hop,
-                    "said": said, "words": len(said.split()), "similarity": float(similarity),
-                    "facts": share_kept(facts, said),
+                    "said": sentence, "words": len(sentence.split()), "similarity": float(similarity),
+                    "facts": share_kept(facts, sentence),
                 }
             )  # fmt: skip
     return {"chains": pd.DataFrame(rows)}, {}

@@ -33,17 +33,17 @@ def check_choices(experiment: Experiment) -> None:
     """
     from kvinterp.common.checks import check_unread
 
-    known = _known()
+    readers = _known()
     check_work(experiment)
-    given = {field: getattr(experiment, field.name) for field in dataclasses.fields(experiment) if field.init}
+    values = {field: getattr(experiment, field.name) for field in dataclasses.fields(experiment) if field.init}
     _check_loadable(vars(experiment))
-    for field, value in given.items():
+    for field, value in values.items():
         if value is None and field.default is None:
             continue
-        if field.name in known and value != field.default:
-            for each in value if isinstance(value, tuple) else (value,):
-                known[field.name](each)
-    for field, value in given.items():
+        if field.name in readers and value != field.default:
+            for text in value if isinstance(value, tuple) else (value,):
+                readers[field.name](text)
+    for field, value in values.items():
         if "only" in field.metadata.get(OPTION, {}) and not is_read(experiment, field):
             check_unread(field.name, value, field.default, field.metadata[OPTION]["only"][1])
 
@@ -80,15 +80,15 @@ def check_work(experiment: Experiment) -> None:
     from kvinterp.data import load_prompts
 
     for field in dataclasses.fields(experiment):
-        given, about = getattr(experiment, field.name), field.metadata.get(OPTION, {})
-        if not field.init or (given is None and field.default is None):
+        value, about = getattr(experiment, field.name), field.metadata.get(OPTION, {})
+        if not field.init or (value is None and field.default is None):
             continue
         if "min" in about:
-            check_whole(field.name, given, about["min"])
-        if isinstance(given, int) and field.name != "seed" and given > MOST:
-            raise unexpected(field.name, given, f"at most {MOST:,}")
+            check_whole(field.name, value, about["min"])
+        if isinstance(value, int) and field.name != "seed" and value > MOST:
+            raise unexpected(field.name, value, f"at most {MOST:,}")
         if field.name == "prompts":
-            load_prompts(given)
+            load_prompts(value)
 
 
 def _known() -> dict[str, Callable[[Any], Any]]:
@@ -111,9 +111,9 @@ def _check_loadable(given: Mapping[str, Any]) -> None:
     """How models are loaded, where the experiment is told that."""
     from kvinterp.models.load import check_loadable
 
-    how = {name: given[name] for name in ("kind", "attention", "dtype", "device") if name in given}
-    if "kind" in how:
-        check_loadable(**how)
+    options = {name: given[name] for name in ("kind", "attention", "dtype", "device") if name in given}
+    if "kind" in options:
+        check_loadable(**options)
 
 
 def is_read(experiment: Experiment, field: dataclasses.Field[Any]) -> bool:
@@ -133,14 +133,16 @@ def handed(kind: type[Experiment], shared: Mapping[str, Any], own: Mapping[str, 
         shared: The other's choices; None is none.
         own: Choices that are its alone, which win.
     """
-    fields, mine = _fields(kind), dict(own or {})
-    taken = {}
+    fields, own_choices = _fields(kind), dict(own or {})
+    choices = {}
     for name, value in shared.items():
         called = _called(name, fields)
-        if value is not None and called in fields and called not in mine:
-            taken[called] = value if called == name else value[0]
-    made = kind(**taken | mine)
-    return dataclasses.replace(made, **{name: fields[name].default for name in taken if not is_read(made, fields[name])})
+        if value is not None and called in fields and called not in own_choices:
+            choices[called] = value if called == name else value[0]
+    experiment = kind(**choices | own_choices)
+    return dataclasses.replace(
+        experiment, **{name: fields[name].default for name in choices if not is_read(experiment, fields[name])}
+    )
 
 
 def taken_by(experiment: Experiment, *functions: Callable[..., Any]) -> dict[str, Any]:

@@ -99,57 +99,57 @@ class Compare(OfModel):
         """With the sites and layers that this model can give."""
         return {**super().settings(), **self._recorded()}
 
-    def reduce(self, made: Parts) -> Result:
+    def reduce(self, tables_of_parts: Parts) -> Result:
         """The comparison of all prompts that are finished, in the order of their numbers."""
         from kvinterp.comparison import Comparison
         from kvinterp.data import load_prompts
 
-        parts = (made[key] for _, key in sorted(numbered(made).items()))
-        found = Comparison.joined(Comparison(**tables, provenance=about) for tables, about in parts)
-        found.prompts = load_prompts(self.prompts)
-        for row in found.failures.to_dict("records"):
+        parts = (tables_of_parts[key] for _, key in sorted(numbered(tables_of_parts).items()))
+        comparison = Comparison.joined(Comparison(**tables, provenance=about) for tables, about in parts)
+        comparison.prompts = load_prompts(self.prompts)
+        for row in comparison.failures.to_dict("records"):
             log.warning("prompt %s is left out: %s", row["id"], row["message"])
-        return found
+        return comparison
 
     # What was found ----------------------------------------------------------------------------------------------------
 
-    def headline(self, found: Any) -> list[str]:
+    def headline(self, comparison: Any) -> list[str]:
         """Whether the paths agree bit for bit, and whether a token flips."""
         from kvinterp.comparison.findings import headline_of
 
-        return headline_of([found])
+        return headline_of([comparison])
 
-    def findings(self, found: Any) -> pd.DataFrame:
+    def findings(self, comparison: Any) -> pd.DataFrame:
         """How far the paths are apart, how often a token flips, and where inside; what could not be recorded, and why."""
         from kvinterp.comparison.findings import rows_of_comparison
         from kvinterp.findings import finding, findings_of
 
-        left_out = (found.settings or {}).get("left_out") or {}
+        left_out = (comparison.settings or {}).get("left_out") or {}
         lacking = [finding("not recorded", float("nan"), note=why, site=site) for site, why in left_out.items()]
-        return findings_of([*rows_of_comparison(found), *lacking])
+        return findings_of([*rows_of_comparison(comparison), *lacking])
 
-    def charts(self, found: Any) -> Charts:
+    def charts(self, comparison: Any) -> Charts:
         """KL by step, and where inside the paths differ."""
         from kvinterp.comparison.findings import charts_of_comparisons
 
-        return charts_of_comparisons({found.provenance["protocol"]: found})
+        return charts_of_comparisons({comparison.provenance["protocol"]: comparison})
 
-    def page_parts(self, found: Any) -> list[Any]:
+    def page_parts(self, comparison: Any) -> list[Any]:
         """The texts of both paths."""
         from kvinterp.study.report.tokens import changes
 
-        return changes({"": found})
+        return changes({"": comparison})
 
-    def has_page(self, found: Any) -> bool:
+    def has_page(self, comparison: Any) -> bool:
         """Whether any prompt could be compared."""
-        return not found.steps.empty
+        return not comparison.steps.empty
 
-    def sentences(self, found: Any) -> list[str]:
+    def sentences(self, comparison: Any) -> list[str]:
         """Where the paths differ."""
-        if found.steps.empty:
-            place = Path(found.folder or "") / "summary.json"
-            raise KvinterpError(f"none of the {len(found.failures)} prompts could be compared; {place} says why.")
-        return list(found.where().splitlines())
+        if comparison.steps.empty:
+            place = Path(comparison.folder or "") / "summary.json"
+            raise KvinterpError(f"none of the {len(comparison.failures)} prompts could be compared; {place} says why.")
+        return list(comparison.where().splitlines())
 
     def result_of(self, tables: Tables, summary: Mapping[str, Any]) -> Result:
         """The comparison of its tables, once they are what a comparison has."""
@@ -216,10 +216,10 @@ def compared(
         log.info("%s is derived beside attention %r, which runs as it is and shows none", site, adapter.facts.attention)
     for site, reason in left_out.items():
         log.info("%s is not recorded: %s", site, reason.split(": ")[0])
-    given, numbers = load_prompts(prompts), numbered(keys)
+    prompt_list, numbers = load_prompts(prompts), numbered(keys)
 
     def kept(number: int, part: Comparison) -> None:
         keep(numbers[number], {name: getattr(part, name) for name in PARTS}, part.provenance)
 
-    chosen = [given[number] for number in numbers]
+    chosen = [prompt_list[number] for number in numbers]
     compare_each(kept, adapter, chosen, examples=list(numbers), record=record, **settings)

@@ -37,12 +37,12 @@ class Decompose(OfModel):
         settings = {"model": self.model_settings(), "prompts": self.prompts, "max_new_tokens": self.max_new_tokens}
         return [Cell(f"example-{number}", f"{__name__}:decomposed", settings) for number in range(count)]
 
-    def reduce(self, made: Parts) -> Result:
+    def reduce(self, parts: Parts) -> Result:
         """The split over all of them."""
         from kvinterp.patching import Decomposition
 
-        tables = joined(made)
-        about = next(about for _, about in made.values())
+        tables = joined(parts)
+        about = next(about for _, about in parts.values())
         return Decomposition(tables["decomposition"], tables["layers"], about)
 
 
@@ -56,7 +56,7 @@ def decomposed(
     """Decomposes some of the prompts, and keeps what each gave."""
     from kvinterp.patching import decompose
 
-    adapter, given = loaded(model), load_prompts(prompts)
+    adapter, prompt_list = loaded(model), load_prompts(prompts)
     for number, key in numbered(keys).items():
-        found = decompose(adapter, given, max_new_tokens=max_new_tokens, only=[number], progress="none")
-        keep(key, {"decomposition": found.steps, "layers": found.layers}, found.provenance)
+        decomposition = decompose(adapter, prompt_list, max_new_tokens=max_new_tokens, only=[number], progress="none")
+        keep(key, {"decomposition": decomposition.steps, "layers": decomposition.layers}, decomposition.provenance)

@@ -58,16 +58,16 @@ class EquivalentNoise(OfModel):
             for number, policy in enumerate(map(str, usable(self.policies, adapter)))
         ]
 
-    def reduce(self, made: Parts) -> Result:
+    def reduce(self, parts: Parts) -> Result:
         """By policy, layer, tensor and head over all prompts; the summary has each policy's K and V as a whole."""
         from kvinterp.models.provenance import provenance
 
         (adapter,) = self.adapters()
-        by_prompt = joined(made)["table"]
+        by_prompt = joined(parts)["table"]
         table = pooled(by_prompt, ["policy", *PLACE])
         wholes = pooled(by_prompt, ["policy", "tensor"])
-        each = by_prompt.groupby(["policy", "tensor"], sort=False)
-        intervals = [_interval(each.get_group(tuple(key))) for key in wholes[["policy", "tensor"]].to_numpy()]
+        groups = by_prompt.groupby(["policy", "tensor"], sort=False)
+        intervals = [_interval(groups.get_group(tuple(key))) for key in wholes[["policy", "tensor"]].to_numpy()]
         wholes[["low", "high"]] = pd.DataFrame(intervals, columns=["low", "high"])
         about = {
             "prompts": int(by_prompt["prompt"].nunique()),
@@ -97,14 +97,17 @@ class EquivalentNoise(OfModel):
         """Size, bias, flipped signs and zeros of the error of every policy on K and on V, smallest first."""
         rows, prompts = [], result.summary["prompts"]
         for row in _smallest_first(result).to_dict("records"):
-            of = {"policy": row["policy"], "tensor": row["tensor"]}
+            labels = {"policy": row["policy"], "tensor": row["tensor"]}
             rows.append(finding("root mean square of the error", row["relative_rms"], (row["low"], row["high"]), prompts,
-                                measure="of the tensor's own", note=f"stored in {number(row['bits'])} bits", **of))  # fmt: skip
+                                measure="of the tensor's own", note=f"stored in {number(row['bits'])} bits",
+                                **labels))  # fmt: skip
             if row["bias"]:
-                rows.append(finding("bias", row["bias"], n=prompts, measure="of the tensor's own root mean square", **of))
+                rows.append(
+                    finding("bias", row["bias"], n=prompts, measure="of the tensor's own root mean square", **labels)
+                )
             for name, what in SHARES.items():
                 if row[name] not in (0, 1):
-                    rows.append(finding(what, row[name], n=prompts, measure="%", **of))
+                    rows.append(finding(what, row[name], n=prompts, measure="%", **labels))
         return findings_of(rows)
 
     def charts(self, result: Result) -> Charts:
@@ -115,8 +118,8 @@ class EquivalentNoise(OfModel):
         panels = []
         for name, (label, scale) in QUANTITIES.items():
             ends = places[name].agg(["min", "max"]).set_axis(["low", "high"], axis=1).reset_index()
-            of = table.drop(columns=["low", "high"]).merge(ends, on=["policy", "tensor"])
-            panels.append(Panel(of, name, "line", "dots", color="tensor", label=label, scale=scale))
+            rows = table.drop(columns=["low", "high"]).merge(ends, on=["policy", "tensor"])
+            panels.append(Panel(rows, name, "line", "dots", color="tensor", label=label, scale=scale))
         return {"equivalent_noise": Chart("The error of each policy on K and V (lines: the layers and heads)", panels)}
 
 
@@ -149,11 +152,11 @@ def usable(policies: Sequence[str], adapter: Adapter) -> list[Policy]:
 
     if not policies:
         raise InputError("the list of policies is empty: give at least one.")
-    found = {str(policy): policy for policy in map(policy_named, policies)}
-    for policy in found.values():
+    by_text = {str(policy): policy for policy in map(policy_named, policies)}
+    for policy in by_text.values():
         policy.check(adapter.facts.layers)
         policy.start(adapter.facts)
-    return list(found.values())
+    return list(by_text.values())
 
 
 def bits_of(policy: Policy, adapter: Adapter, tensor: str, layer: int) -> float:
@@ -162,8 +165,8 @@ def bits_of(policy: Policy, adapter: Adapter, tensor: str, layer: int) -> float:
 
     parts = policy.parts if isinstance(policy, Chain) else (policy,)
     acting = [one for one in parts if not isinstance(one, Selective) or one.chosen(tensor, layer)]
-    found = [bits for one in acting if (bits := one.bits_stored(tensor, adapter.facts.head_dim)) is not None]
-    return float(found[-1] if found else 8 * adapter.dtype.itemsize)
+    bits_of_parts = [bits for one in acting if (bits := one.bits_stored(tensor, adapter.facts.head_dim)) is not None]
+    return float(bits_of_parts[-1] if bits_of_parts else 8 * adapter.dtype.itemsize)
 
 
 def measured(model: Mapping[str, Any], prompts: str, policy: str, max_new_tokens: int) -> pd.DataFrame:
@@ -205,11 +208,13 @@ def error_of_policy(adapter: Adapter, prompts: Sequence[Any], policy: Policy, ma
         )
     rows = []
     for index, prompt in enumerate(prompts):
-        for layer, exact, seen in _read_back(adapter, prompt, reseeded(policy, index), max_new_tokens):
-            positions, read = seen
+        for layer, exact, read_last in _read_back(adapter, prompt, reseeded(policy, index), max_new_tokens):
+            positions, read = read_last
             for tensor, x, y in zip(("K", "V"), exact, read, strict=True):
-                kept = x if positions is None else x.gather(2, positions[..., None].expand(*positions.shape, x.shape[3]))
-                sums = {name: values[0].tolist() for name, values in error_sums(kept, y).items()}
+                rows_kept = (
+                    x if positions is None else x.gather(2, positions[..., None].expand(*positions.shape, x.shape[3]))
+                )
+                sums = {name: values[0].tolist() for name, values in error_sums(rows_kept, y).items()}
                 place = {"policy": str(policy), "bits": bits_of(policy, adapter, tensor.lower(), layer), "prompt": index}
                 counts = {"rows": x.shape[2], "rows_kept": y.shape[2]}
                 if not bool(torch.isfinite(y).all()):
@@ -271,12 +276,12 @@ def pooled(by_prompt: pd.DataFrame, keys: Sequence[str]) -> pd.DataFrame:
     """
     from kvinterp.metrics.equivalent_noise import SUMS, noise_of_sums
 
-    each = by_prompt.groupby(list(keys), sort=False)
-    sums = each[[*SUMS, "rows", "rows_kept"]].sum()
+    groups = by_prompt.groupby(list(keys), sort=False)
+    sums = groups[[*SUMS, "rows", "rows_kept"]].sum()
     # Of places that store in several formats the mean over their elements.
     bits = (by_prompt["bits"] * by_prompt["elements"]).groupby([by_prompt[key] for key in keys], sort=False).sum()
-    kept = (sums["rows_kept"] / sums["rows"]).rename("share_kept")
-    return pd.concat([(bits / sums["elements"]).rename("bits"), kept, noise_of_sums(sums)], axis=1).reset_index()
+    share_kept = (sums["rows_kept"] / sums["rows"]).rename("share_kept")
+    return pd.concat([(bits / sums["elements"]).rename("bits"), share_kept, noise_of_sums(sums)], axis=1).reset_index()
 
 
 def _interval(by_prompt: pd.DataFrame) -> tuple[float, float]:

@@ -68,16 +68,16 @@ class FlipLaw(OfModel):
         tried(adapter, paths)
         prompts = load_prompts(self.prompts)
         passed = ("prompts", "max_new_tokens", "strategy", "seed")
-        given = {"model": self.model_settings(), "paths": paths, **self.choices(*passed)}
+        shared = {"model": self.model_settings(), "paths": paths, **self.choices(*passed)}
         return [
-            Cell(f"prompt-{number}", f"{__name__}:measured", {**given, "number": number}, f"prompt {prompt.id}")
+            Cell(f"prompt-{number}", f"{__name__}:measured", {**shared, "number": number}, f"prompt {prompt.id}")
             for number, prompt in enumerate(prompts)
         ]
 
-    def reduce(self, made: Parts) -> Result:
+    def reduce(self, parts: Parts) -> Result:
         """What was foretold of each path, and what came."""
         (adapter,) = self.adapters()
-        steps = joined(made)["table"]
+        steps = joined(parts)["table"]
         law = law_of(steps, str(adapter.dtype).removeprefix("torch."))
         tables = {"steps": steps, "law": law}
         rounded = steps["as_rounded"].to_numpy(bool)
@@ -95,11 +95,13 @@ class FlipLaw(OfModel):
         law, alike = result.tables["law"], result.summary["as_rounded"]
         by = law["verdict"].value_counts()
         decided = int(by.get("holds", 0) + by.get("fails", 0))
-        of = f"({counted(int(law['prompts'].iloc[0]), 'prompt')}, {law['steps'].iloc[0]} decode steps)"
-        lines = [f"Too few flips are expected, or too few prompts were given, to tell whether they come as foretold {of}."]
+        counts = f"({counted(int(law['prompts'].iloc[0]), 'prompt')}, {law['steps'].iloc[0]} decode steps)"
+        lines = [
+            f"Too few flips are expected, or too few prompts were given, to tell whether they come as foretold {counts}."
+        ]
         if decided:
             came = f"Flips come as foretold at {by.get('holds', 0)} of {decided} counts that could tell"
-            lines = [f"{came}; {by.get('open', 0)} are open {of}."]
+            lines = [f"{came}; {by.get('open', 0)} are open {counts}."]
         if alike["alike"] < alike["steps"]:
             lines.append(
                 f"The exact logits, rounded, choose another token than the model at {alike['steps'] - alike['alike']} of "
@@ -111,11 +113,11 @@ class FlipLaw(OfModel):
         """The flips that came at each path and unembedding, beside those foretold."""
         rows: Rows = []
         for row in tables["law"].to_dict("records"):
-            of = {"path": row["path"], "unembedding": row["unembedding"]}
+            labels = {"path": row["path"], "unembedding": row["unembedding"]}
             third = f"{row['third']} to or from a third token, which are not foretold" if row["third"] else ""
             ends, steps = (row["low"], row["high"]), row["steps"]
-            rows.append(finding("flips foretold", row["foretold"], ends, steps, "steps", verdict=row["verdict"], **of))
-            rows.append(finding("flips that came", row["flips"], n=steps, unit="steps", note=third, **of))
+            rows.append(finding("flips foretold", row["foretold"], ends, steps, "steps", verdict=row["verdict"], **labels))
+            rows.append(finding("flips that came", row["flips"], n=steps, unit="steps", note=third, **labels))
         return rows
 
     def charts(self, result: Result) -> Charts:
@@ -153,18 +155,18 @@ def steps_of(
         (the wide logits, rounded, choose what the model chose, on both paths).
     """
     last = adapter.facts.layers - 1
-    how: dict[str, Any] = {"record": "resid_post", "layers": [last], "logits": "keep"}
+    options: dict[str, Any] = {"record": "resid_post", "layers": [last], "logits": "keep"}
     head = Unembedding(adapter, torch.float32 if adapter.dtype.itemsize < 4 else torch.float64)
-    leader = run(adapter, prompt, LEADER, max_new_tokens=max_new_tokens, strategy=strategy, seed=seed, **how)
+    leader = run(adapter, prompt, LEADER, max_new_tokens=max_new_tokens, strategy=strategy, seed=seed, **options)
     count = len(leader.tokens)
-    own = _logits(head, leader)
-    (first, second), (one, two) = own.topk(2, -1).values.T, own.topk(2, -1).indices.T
+    leader_logits = _logits(head, leader)
+    (first, second), (one, two) = leader_logits.topk(2, -1).values.T, leader_logits.topk(2, -1).indices.T
     chosen = leader.logits.argmax(-1).cpu()
     tables = []
     for text in paths:
-        trace = run(adapter, prompt, text, max_new_tokens=count, stop="length", continuation=list(leader.tokens), **how)
-        others, took = _logits(head, trace), trace.logits.argmax(-1).cpu()
-        rounded = (own.to(adapter.dtype).argmax(-1) == chosen) & (others.to(adapter.dtype).argmax(-1) == took)
+        trace = run(adapter, prompt, text, max_new_tokens=count, stop="length", continuation=list(leader.tokens), **options)
+        logits, took = _logits(head, trace), trace.logits.argmax(-1).cpu()
+        rounded = (leader_logits.to(adapter.dtype).argmax(-1) == chosen) & (logits.to(adapter.dtype).argmax(-1) == took)
         flip = took != chosen
         columns = {
             "step": torch.arange(count),
@@ -172,18 +174,18 @@ def steps_of(
             "second": second,
             "first_token": one,
             "second_token": two,
-            "first_error": others.gather(1, one[:, None])[:, 0] - first,
-            "second_error": others.gather(1, two[:, None])[:, 0] - second,
-            "largest": (others - own).abs().amax(-1),
+            "first_error": logits.gather(1, one[:, None])[:, 0] - first,
+            "second_error": logits.gather(1, two[:, None])[:, 0] - second,
+            "largest": (logits - leader_logits).abs().amax(-1),
             "flip": flip,
-            "wide_flip": others.argmax(-1) != one,
+            "wide_flip": logits.argmax(-1) != one,
             "third": flip & ~(((took == one) & (chosen == two)) | ((took == two) & (chosen == one))),
             "as_rounded": rounded,
         }
         tables.append(pd.DataFrame({name: column.numpy() for name, column in columns.items()}).assign(path=text))
-    found = pd.concat(tables, ignore_index=True)
+    table = pd.concat(tables, ignore_index=True)
     # Step 0 is the prefill's, which paths have in common.
-    return found[found["step"] > 0]
+    return table[table["step"] > 0]
 
 
 def _logits(head: Unembedding, trace: Any) -> torch.Tensor:
@@ -207,12 +209,12 @@ def law_of(steps: pd.DataFrame, dtype: str) -> pd.DataFrame:
     for path, group in steps.groupby("path", sort=False):
         errors = group[["first_error", "second_error"]].to_numpy(float)
         margin = (group["first"] - group["second"]).to_numpy(float)
-        more = {
+        extra = {
             "error": float(abs(errors).mean()),
             "shared": float(pd.DataFrame(errors).corr().iloc[0, 1]),
             "certified": int((margin > 2 * group["largest"].to_numpy(float)).sum()),
             "third": int(group["third"].sum()),
         }
         for unembedding, grid, flips in ((dtype, dtype, "flip"), (WIDE, metrics.EXACT, "wide_flip")):
-            rows.append({"path": path, "unembedding": unembedding, **metrics.counted(group, grid, flips), **more})
+            rows.append({"path": path, "unembedding": unembedding, **metrics.counted(group, grid, flips), **extra})
     return pd.DataFrame(rows)

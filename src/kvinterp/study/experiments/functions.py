@@ -35,8 +35,8 @@ def _named(verb: str) -> Experiment:
 
 
 def _function(verb: str, result: str, question: str, *shown: Callable[[Any], Any], drawn: tuple[str, ...] = ()) -> Any:
-    said = {"__doc__": question, "VERB": verb, "RESULT": f"kvinterp.{result}", "SHOWN": shown, "DRAWN": drawn}
-    return type("OfFunction", (OfFunction,), said)
+    attributes = {"__doc__": question, "VERB": verb, "RESULT": f"kvinterp.{result}", "SHOWN": shown, "DRAWN": drawn}
+    return type("OfFunction", (OfFunction,), attributes)
 
 
 FUNCTIONS: dict[str, type[Experiment]] = {

@@ -41,15 +41,15 @@ class Gqa(OfModels):
     def headline(self, result: Result) -> list[str]:
         """How many query heads one KV head's error reaches."""
         rows = [row for row in self.rows(result.tables) if row["finding"] == REACHED]
-        found = listed([f"{row['estimate']:g} where {row['query_heads_per_kv_head']:g} share it" for row in rows])
-        return [f"An error in one KV head reaches so many query heads: {found}."]
+        reached = listed([f"{row['estimate']:g} where {row['query_heads_per_kv_head']:g} share it" for row in rows])
+        return [f"An error in one KV head reaches so many query heads: {reached}."]
 
     def rows(self, tables: Tables) -> Rows:
         """How far the error spreads at each ratio."""
         return [
-            finding(what, mine[column].median(), n=mine["prompt"].nunique(), query_heads_per_kv_head=count)
+            finding(what, group[column].median(), n=group["prompt"].nunique(), query_heads_per_kv_head=count)
             for column, what in {"heads_touched": REACHED, **DRIFTS}.items()
-            for count, mine in tables["gqa"].groupby("query_heads_per_kv_head")
+            for count, group in tables["gqa"].groupby("query_heads_per_kv_head")
         ]
 
     def charts(self, result: Result) -> Charts:
@@ -58,7 +58,12 @@ class Gqa(OfModels):
         by = result.tables["gqa"].groupby(["tensor", "query_heads_per_kv_head"])[columns].median().reset_index()
         drifts = by.melt(["tensor", "query_heads_per_kv_head"], list(DRIFTS), "quantity", "drift")
         names = {tensor: f"error planted in {tensor}" for tensor in ("K", "V")}
-        how: dict[str, Any] = {"color": "tensor", "names": names, "xscale": "doubling", "xlabel": "query heads a KV head"}
+        options: dict[str, Any] = {
+            "color": "tensor",
+            "names": names,
+            "xscale": "doubling",
+            "xlabel": "query heads a KV head",
+        }
         rows = [
             Panel(
                 by,
@@ -66,9 +71,9 @@ class Gqa(OfModels):
                 "share_touched",
                 scale="share",
                 label="share of the layer's\nquery heads reached",
-                **how,
+                **options,
             ),
-            Panel(drifts, "query_heads_per_kv_head", "drift", facet="quantity", titles=DRIFTS, label="median", **how),
+            Panel(drifts, "query_heads_per_kv_head", "drift", facet="quantity", titles=DRIFTS, label="median", **options),
         ]
         return {"root_cause_gqa": Chart("One KV head's error, against how many query heads share the head", rows)}
 

@@ -44,37 +44,37 @@ def experiment_of(verb: str) -> type[Experiment]:
     return experiment_named(verb)
 
 
-def keeper_of(found: Any) -> Experiment:
+def keeper_of(result: Any) -> Experiment:
     """The experiment that made a result, or keeps it: then its choices are noted, as far as the result knows them."""
-    if found.others is None:
+    if result.others is None:
         # Its own tables may have been changed within since what is in them was found.
-        vars(found).pop("_of", None)
-    if found.choices is None:
-        about = found.provenance
+        vars(result).pop("_of", None)
+    if result.choices is None:
+        about = result.provenance
         choices = {**{name: about[name] for name in _MADE if name in about}, **about.get("paths", {})}
-        vars(found).update(choices=choices, settings={"verb": found.VERB, **choices})
-    return found.experiment or experiment_of(found.VERB)()
+        vars(result).update(choices=choices, settings={"verb": result.VERB, **choices})
+    return result.experiment or experiment_of(result.VERB)()
 
 
 # Folders ---------------------------------------------------------------------------------------------------------------
 
 
-def save(found: Result, folder: str | os.PathLike[str], existing: str = "error", figures: str = "none") -> Path:
+def save(result: Result, folder: str | os.PathLike[str], existing: str = "error", figures: str = "none") -> Path:
     """Does what :meth:`Result.save` says."""
     place = _folder(folder)
-    keeper_of(found).save(found, place, existing, figures)
+    keeper_of(result).save(result, place, existing, figures)
     return place
 
 
-def report(found: Result, folder: str | os.PathLike[str] | None = None, existing: str = "error") -> Path:
+def report(result: Result, folder: str | os.PathLike[str] | None = None, existing: str = "error") -> Path:
     """Does what :meth:`Result.report` says."""
     from kvinterp.common.files import is_file
 
-    place = _folder(folder or found.folder or tempfile.mkdtemp(prefix="kvinterp-"))
-    if found.folder is None or found.folder.resolve() != place.resolve() or existing != "error":
-        save(found, place, existing, "drawn")
+    place = _folder(folder or result.folder or tempfile.mkdtemp(prefix="kvinterp-"))
+    if result.folder is None or result.folder.resolve() != place.resolve() or existing != "error":
+        save(result, place, existing, "drawn")
     else:
-        draw(keeper_of(found), found, place / "figures")
+        draw(keeper_of(result), result, place / "figures")
     page = place / "report.html"
     if not is_file(page):
         raise InputError(
@@ -111,8 +111,8 @@ def load(folder: str | os.PathLike[str]) -> Any:
 
     place = _folder(folder)
     if not is_folder(place):
-        said = "is no folder" if os.path.lexists(place) else "does not exist"
-        raise InputError(f"folder {str(place)!r} {said}: give one that kvinterp wrote.")
+        fault = "is no folder" if os.path.lexists(place) else "does not exist"
+        raise InputError(f"folder {str(place)!r} {fault}: give one that kvinterp wrote.")
     if not is_file(place / SUMMARY):
         return _without_a_summary(place)
     summary = read_summary(place)
@@ -142,27 +142,27 @@ def _without_a_summary(place: Path) -> Any:
 # What is shown ---------------------------------------------------------------------------------------------------------
 
 
-def figures(found: Result) -> dict[str, Figure]:
+def figures(result: Result) -> dict[str, Figure]:
     """Does what :meth:`Result.figures` says."""
-    return keeper_of(found).figures(found)
+    return keeper_of(result).figures(result)
 
 
-def sentences(found: Result) -> list[str]:
+def sentences(result: Result) -> list[str]:
     """Does what :meth:`Result.sentences` says."""
-    return [line for line in keeper_of(found).sentences(found) if line]
+    return [line for line in keeper_of(result).sentences(result) if line]
 
 
-def card(found: Result) -> str:
+def card(result: Result) -> str:
     """A card for a notebook: one line, the first sentences, and the first figure, small."""
     from kvinterp.study.report.page import Answer, Picture, Text, fragment
     from kvinterp.study.report.style import png
 
-    lines = found.sentences()
-    more = f"{len(lines) - _SENTENCES} more in .sentences()" if len(lines) > _SENTENCES else ""
-    parts: list[Any] = [Text(repr(found)[1:-1]), Answer(lines[:_SENTENCES])]
-    for name, figure in list(found.figures().items())[:1]:
+    lines = result.sentences()
+    rest = f"{len(lines) - _SENTENCES} more in .sentences()" if len(lines) > _SENTENCES else ""
+    parts: list[Any] = [Text(repr(result)[1:-1]), Answer(lines[:_SENTENCES])]
+    for name, figure in list(result.figures().items())[:1]:
         parts.append(Picture(name.replace("_", " "), png(figure, _DOTS)))
-    return fragment(*parts, *([Text(more)] if more else []))
+    return fragment(*parts, *([Text(rest)] if rest else []))
 
 
 # Asking ----------------------------------------------------------------------------------------------------------------
@@ -205,12 +205,12 @@ def experiment(
         if choice not in defaults:
             raise unknown(f"option of {name}", choice, defaults)
     files = {field.name for field in dataclasses.fields(kind) if "Path" in str(field.type)}
-    given = {
+    values = {
         choice: Path(value) if choice in files and isinstance(value, str) else _option(choice, value, defaults[choice])
         for choice, value in choices.items()
     }
-    found = kind(**given).run(None if out is None else _folder(out), existing, progress, engine=engine)
-    return found if out is None else load(out)
+    result = kind(**values).run(None if out is None else _folder(out), existing, progress, engine=engine)
+    return result if out is None else load(out)
 
 
 def _option(name: str, value: Any, default: Any) -> Any:

@@ -49,48 +49,50 @@ class Kernels(Experiment):
         names = ("model", "random_init", "kind", "dtype", "seed", "device", "attention", "remote_code")
         return {"loader": "kvinterp.study.experiments.audit:subject", **self.choices(*names)}
 
-    def reduce(self, made: Parts) -> Result:
+    def reduce(self, parts: Parts) -> Result:
         """The table, and the first operation that differs."""
         from kvinterp.auditing.shape_dependence import KernelsTable
 
-        tables, about = made["kernels"]
+        tables, about = parts["kernels"]
         return KernelsTable(tables["kernels"], about["first"], about["provenance"])
 
-    def headline(self, found: Any) -> list[str]:
+    def headline(self, table_of_kernels: Any) -> list[str]:
         """How many operations depend on the shape they are called with, and where the first of them stands."""
-        first, _, rest = str(found).partition(". ")
+        first, _, rest = str(table_of_kernels).partition(". ")
         return [f"{first}.", rest]
 
-    def findings(self, found: Any) -> pd.DataFrame:
+    def findings(self, table_of_kernels: Any) -> pd.DataFrame:
         """A row an operation and what was varied: those whose bits change first."""
-        table = found.summary().sort_values("max_ulp_of_row", ascending=False, kind="stable")
+        table = table_of_kernels.summary().sort_values("max_ulp_of_row", ascending=False, kind="stable")
         rows = []
         for row in table.to_dict("records"):
             away = f", not with {row['flags_that_fix']}" if row["flags_that_fix"] else ""
             note = "same bits" if row["same_bits"] else f"other bits from {row['first_size_that_differs']:g} on{away}"
-            of = {name: row[name] for name in ("operation", "shape", "varied")}
+            labels = {name: row[name] for name in ("operation", "shape", "varied")}
             what = "largest difference, in units of a row's largest number"
-            rows.append(finding(what, row["max_ulp_of_row"], n=row["calls"], unit="calls", measure="ULP", note=note, **of))
+            rows.append(
+                finding(what, row["max_ulp_of_row"], n=row["calls"], unit="calls", measure="ULP", note=note, **labels)
+            )
         return findings_of(rows)
 
-    def charts(self, found: Any) -> Charts:
+    def charts(self, table_of_kernels: Any) -> Charts:
         """How far the bits of each operation move, by what was varied."""
-        table = found.summary()
+        table = table_of_kernels.summary()
         table["line"] = table["operation"] + ", " + table["shape"]
         panel = Panel(table, "max_ulp_of_row", "line", "dots", color="varied", label="ULP of a row's largest number")
         return {"kernels": Chart("How far other sizes move an operation's numbers", [panel])}
 
-    def print_result(self, found: Any, echo: Callable[..., None]) -> None:
+    def print_result(self, table_of_kernels: Any, echo: Callable[..., None]) -> None:
         """A line an operation: from which size its bits change."""
         from kvinterp.common.numbers import models_of
 
-        echo(f"{models_of([found.provenance])}, {self.kernels} kernels")
-        for (operation, shape), rows in found.summary().groupby(["operation", "shape"], sort=False):
+        echo(f"{models_of([table_of_kernels.provenance])}, {self.kernels} kernels")
+        for (operation, shape), rows in table_of_kernels.summary().groupby(["operation", "shape"], sort=False):
             cells = [f"{row['varied']} {_same_bits(row)}" for row in rows.to_dict("records")]
             fixes = ", ".join(sorted({text for text in rows["flags_that_fix"] if text}))
             echo(f"{operation} ({shape}): {', '.join(cells)}{fixes and f'; fixed by {fixes}'}")
         echo("=: a row's bits stay the same; else the size from which they differ, and by how many ULP of its largest")
-        for line in (found, *found.files):
+        for line in (table_of_kernels, *table_of_kernels.files):
             echo(line)
 
 
@@ -100,8 +102,8 @@ def measured(
     """The kernels table of a model."""
     from kvinterp.auditing.shape_dependence import kernels_table
 
-    made = kernels_table(loaded(model), sizes=sizes, kernels=kernels, seed=seed)
-    return {"kernels": made.table}, {"first": made.first, "provenance": made.provenance}
+    table_of_kernels = kernels_table(loaded(model), sizes=sizes, kernels=kernels, seed=seed)
+    return {"kernels": table_of_kernels.table}, {"first": table_of_kernels.first, "provenance": table_of_kernels.provenance}
 
 
 def _same_bits(row: dict[str, Any]) -> str:

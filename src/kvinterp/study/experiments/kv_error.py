@@ -39,8 +39,8 @@ _NOISE_PROMPTS, _NOISE_TOKENS = 4, 16
 
 def _in_design(*users: str) -> tuple[Callable[[Any], bool], str]:
     """Where only some designs read a choice."""
-    said = f"no design that was asked for uses it; add {' or '.join(users)} to --design"
-    return lambda asked: bool({*users} & {*asked.chosen_designs()}), said
+    advice = f"no design that was asked for uses it; add {' or '.join(users)} to --design"
+    return lambda asked: bool({*users} & {*asked.chosen_designs()}), advice
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,12 +94,12 @@ class KvError(OfModel):
         """
         from kvinterp.study.behaviour.designs import Design, designed
 
-        found = {name: designed(name, self.base, self.rms, adapter.facts) for name in self.chosen_designs()}
+        designs = {name: designed(name, self.base, self.rms, adapter.facts) for name in self.chosen_designs()}
         if self.policies:
-            found["given"] = Design(self.policies)
+            designs["given"] = Design(self.policies)
         return {
             name: dataclasses.replace(one, policies=tuple(map(str, usable(one.policies, adapter))))
-            for name, one in found.items()
+            for name, one in designs.items()
         }
 
     def chosen_designs(self) -> list[str]:
@@ -141,8 +141,10 @@ class KvError(OfModel):
             if not all(prompt.task for prompt in load_prompts(getattr(self, name))):
                 raise InputError(f"--{name} {getattr(self, name)!r} has a prompt without a task, which nothing can score.")
         for name, wrong in (("instructions", lambda task: task != "instructions"), ("problems", "instructions".__eq__)):
-            if others := sorted({prompt.task for prompt in load_prompts(getattr(self, name)) if wrong(prompt.task)}):
-                raise InputError(f"--{name} {getattr(self, name)!r} holds prompts of the task {others[0]!r}, not {name}.")
+            if other_tasks := sorted({prompt.task for prompt in load_prompts(getattr(self, name)) if wrong(prompt.task)}):
+                raise InputError(
+                    f"--{name} {getattr(self, name)!r} holds prompts of the task {other_tasks[0]!r}, not {name}."
+                )
         if not all(prompt.answer.strip() for prompt in load_prompts(self.texts)):
             raise InputError(f"--texts {self.texts!r} has a prompt without an answer: give one, as in restate:16.")
         strings_of(self.strings)
@@ -177,18 +179,18 @@ class KvError(OfModel):
                     cells.append(Cell(key, f"{__name__}:measured", {**shared, **what}, told))
         for place, text in enumerate(policies):
             if not policy_named(text).sites:
-                more = {"model": self.model_settings(), "prompts": self.problems, "policy": text}
-                cells.append(Cell(f"noise-{place}", f"{__name__}:noise", more, f"equivalent noise of {text}"))
+                settings = {"model": self.model_settings(), "prompts": self.problems, "policy": text}
+                cells.append(Cell(f"noise-{place}", f"{__name__}:noise", settings, f"equivalent noise of {text}"))
         return cells
 
-    def reduce(self, made: Parts) -> Result:
+    def reduce(self, parts: Parts) -> Result:
         """Scores beside control, the designs' contrasts, every text, and the noise that each policy amounts to."""
         from kvinterp.models.provenance import provenance
         from kvinterp.study.behaviour.scores import contrasted, scored
 
         (adapter,) = self.adapters()
-        runs = joined({key: made[key] for key in made if key.startswith("run-")})["table"]
-        noises = joined({key: made[key] for key in made if key.startswith("noise-")})
+        runs = joined({key: parts[key] for key in parts if key.startswith("run-")})["table"]
+        noises = joined({key: parts[key] for key in parts if key.startswith("noise-")})
         columns = ["policy", "bits", "relative_rms", "sign_flips"]
         noise = pooled(noises["table"], ["policy"]) if noises else pd.DataFrame(columns=columns)
         designs = self.designs(adapter)
@@ -236,18 +238,18 @@ class KvError(OfModel):
 
         rows: Rows = []
         for row in tables["scores"].sort_values("q", kind="stable").to_dict("records"):
-            meaning, more = METRICS[row["metric"]].meaning, {"n": row["prompts"], "p": row["p"], "p_corrected": row["q"]}
-            more |= {"measure": "%", "policy": row["policy"], "reading": f"prefill={row['reading']}"}
-            more["verdict"] = "differs from control" if row["q"] < SIGNIFICANT else ""
+            meaning, extra = METRICS[row["metric"]].meaning, {"n": row["prompts"], "p": row["p"], "p_corrected": row["q"]}
+            extra |= {"measure": "%", "policy": row["policy"], "reading": f"prefill={row['reading']}"}
+            extra["verdict"] = "differs from control" if row["q"] < SIGNIFICANT else ""
             if row["policy"] == AGAIN:
-                more["note"] = "the floor: only the draws of the sampling differ"
+                extra["note"] = "the floor: only the draws of the sampling differ"
             if row["metric"] in SHARES or pd.isna(row["percent"]):
                 # The ends of a share are those of its difference from control, which is paired.
                 ends = row["control"] + row["low"], row["control"] + row["high"]
-                rows.append(finding(meaning, row["value"], ends, null=row["control"], **more))
+                rows.append(finding(meaning, row["value"], ends, null=row["control"], **extra))
             else:
                 ends = row["percent_low"] / 100, row["percent_high"] / 100
-                rows.append(finding(f"{meaning}, of control", row["percent"] / 100, ends, null=1, **more))
+                rows.append(finding(f"{meaning}, of control", row["percent"] / 100, ends, null=1, **extra))
         for row in tables["contrasts"].to_dict("records"):
             meaning = METRICS[row["metric"]].meaning
             what = f"log of {meaning}" if row["metric"] == "perplexity" else meaning
@@ -265,30 +267,30 @@ class KvError(OfModel):
         shares = scores.assign(**{end: scores["control"] + scores[end] for end in ("low", "high")})
         by: dict[str, Any] = {"y": "policy", "kind": "dots", "color": "reading", "facet": "metric", "titles": titles}
         by |= {"names": {name: f"prefill={name}" for name in dict.fromkeys(scores["reading"])}}
-        found = {"kv_error": Chart("What each policy does to behaviour", [
+        charts = {"kv_error": Chart("What each policy does to behaviour", [
             Panel(only_these(percent, ANSWERS), "percent", label="% of control", level=100, scale="linear", **by),
             Panel(only_these(percent, ["perplexity"]), "percent", label="% of control", level=100, scale="log", **by),
             Panel(only_these(shares, SHARES), "value", label="share", scale="share", **by),
         ])}  # fmt: skip
-        known = only_these(percent, ANSWERS)
-        known = known[(known["relative_rms"] > 0) & known["percent"].notna()]
-        if len(known):
-            full = known["bits"].max()
-            known = known.assign(of=[f"{bits:g} bits" if bits < full else "noise" for bits in known["bits"]])
+        with_error = only_these(percent, ANSWERS)
+        with_error = with_error[(with_error["relative_rms"] > 0) & with_error["percent"].notna()]
+        if len(with_error):
+            full = with_error["bits"].max()
+            with_error = with_error.assign(of=[f"{bits:g} bits" if bits < full else "noise" for bits in with_error["bits"]])
             at: dict[str, Any] = {"x": "relative_rms", "y": "percent", "kind": "points", "xscale": "log", "color": "of"}
             at |= {"scale": "linear", "level": 100, "facet": "metric", "titles": titles}
-            found["kv_error_noise"] = Chart("Does the size of the error foretell what it does?", [
-                Panel(mine, label=f"% of control,\nprefill={reading}", xlabel="root mean square of the error, relative", **at)
-                for reading, mine in known.groupby("reading", sort=False)
+            charts["kv_error_noise"] = Chart("Does the size of the error foretell what it does?", [
+                Panel(group, label=f"% of control,\nprefill={reading}", xlabel="root mean square of the error, relative", **at)
+                for reading, group in with_error.groupby("reading", sort=False)
             ])  # fmt: skip
         if len(contrasts):
-            of: dict[str, Any] = {"x": "difference", "y": "contrast", "kind": "dots", "scale": "linear", "level": 0}
-            found["kv_error_contrasts"] = Chart("Contrasts of the designs", [
+            options: dict[str, Any] = {"x": "difference", "y": "contrast", "kind": "dots", "scale": "linear", "level": 0}
+            charts["kv_error_contrasts"] = Chart("Contrasts of the designs", [
                 Panel(only_these(contrasts, ["instructions", "problems"]), label="difference of shares", facet="metric",
-                      titles=titles, **of),
-                Panel(only_these(contrasts, ["perplexity"]), label="difference of the logarithm of perplexity", **of),
+                      titles=titles, **options),
+                Panel(only_these(contrasts, ["perplexity"]), label="difference of the logarithm of perplexity", **options),
             ])  # fmt: skip
-        return found
+        return charts
 
     def _contrasts(self, designs: Mapping[str, Design]) -> Iterator[tuple[str, dict[tuple[str, str], float]]]:
         readings = self.chosen_readings()
@@ -428,12 +430,12 @@ def strings_of(source: str) -> list[tuple[str, str, str]]:
     Raises:
         InputError: No text has ten words.
     """
-    found: list[tuple[str, str, str]] = []
+    strings: list[tuple[str, str, str]] = []
     for prompt in load_prompts(source):
         text = f"{prompt.text} {prompt.answer}"
         ends = [word.end() for word in re.finditer(r"\S+", text)][:STRING]
         if len(ends) == STRING:
-            found.append((prompt.id, text[: ends[-2]], text[ends[-2] : ends[-1]]))
-    if not found:
+            strings.append((prompt.id, text[: ends[-2]], text[ends[-2] : ends[-1]]))
+    if not strings:
         raise InputError(f"--strings {source!r} has no text of {STRING} words: give longer ones.")
-    return found
+    return strings

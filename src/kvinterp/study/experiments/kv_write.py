@@ -39,8 +39,8 @@ class KvWrite(OfModels):
 
     def headline(self, result: Result) -> list[str]:
         """Under which kernels K and V differ where they are written."""
-        found = result.tables["kv_write"].groupby("kernels", sort=False)["relative_error"].max()
-        differ = [str(name) for name, most in found.items() if most > 0]
+        largest = result.tables["kv_write"].groupby("kernels", sort=False)["relative_error"].max()
+        differ = [str(name) for name, most in largest.items() if most > 0]
         if not differ:
             return ["K and V of a new token, computed alone and with its prefix, are equal under all kernels tried."]
         return [
@@ -51,7 +51,7 @@ class KvWrite(OfModels):
         """The error of each kernel mode."""
         what = "median relative error of K and V, written alone against written with the prefix"
         groups = tables["kv_write"].groupby("kernels", sort=False) if len(tables["kv_write"]) else ()
-        return [median_of(what, mine["relative_error"], mine["prompt"], kernels=name) for name, mine in groups]
+        return [median_of(what, group["relative_error"], group["prompt"], kernels=name) for name, group in groups]
 
     def charts(self, result: Result) -> Charts:
         """The error by layer, a line a kernel mode."""
@@ -95,9 +95,9 @@ def kv_write_error(
         tokens = torch.tensor([list(prompt)], device=adapter.device)
         with referenced(BlockModel(adapter, kernels_named(mode)), tokens) as hooks:
             for position, alone, jointly in _written(adapter, hooks, len(prompt) - steps):
-                for (tensor, layer), mine in alone.items():
-                    theirs = jointly[tensor, layer]
-                    errors = vector_errors(mine, theirs)
+                for (tensor, layer), alone_here in alone.items():
+                    jointly_here = jointly[tensor, layer]
+                    errors = vector_errors(alone_here, jointly_here)
                     rows.append(
                         {
                             "kernels": mode,
@@ -108,7 +108,7 @@ def kv_write_error(
                             "relative_error": float(errors["relative_error"].max()),
                             "ulp_mean": float(errors["ulp_mean"].mean()),
                             "ulp_max": float(errors["ulp_max"].max()),
-                            "share_differing": float((mine != theirs).double().mean()),
+                            "share_differing": float((alone_here != jointly_here).double().mean()),
                         }
                     )
     return pd.DataFrame(rows)
@@ -118,16 +118,16 @@ Written = dict[tuple[str, int], Tensor]
 
 
 def _written(adapter: Adapter, hooks: BlockHooks, prefill: int) -> Iterator[tuple[int, Written, Written]]:
-    seen: Written = {}
+    tensors: Written = {}
     places = [(site, layer) for site in ("k", "v") for layer in range(adapter.facts.layers)]
 
     def listener(place: tuple[str, int]) -> Callable[[Tensor], None]:
-        return lambda tensor: seen.__setitem__(place, tensor[0, -1].clone())
+        return lambda tensor: tensors.__setitem__(place, tensor[0, -1].clone())
 
     with adapter.attached(places), adapter.listening({place: [listener(place)] for place in places}):
         _, cache = hooks.feed(0, prefill)
         for position in range(prefill, hooks.reference.tokens.shape[1]):
             _, cache = hooks.feed(position, position + 1, cache)
-            alone = dict(seen)
+            alone = dict(tensors)
             hooks.recompute(position + 1)
-            yield position, alone, dict(seen)
+            yield position, alone, dict(tensors)

@@ -53,13 +53,13 @@ class Ladder(OfModels):
     def headline(self, result: Result) -> list[str]:
         """Whether one fixed order of additions leaves a difference where the machine's kernels make one."""
         table = only(result.tables["ladder"], protocol="matched")
-        known, failed = table[~table["failed"].astype(bool)], int(table["failed"].sum())
+        compared, failed = table[~table["failed"].astype(bool)], int(table["failed"].sum())
         lines = [f"{counted(failed, 'run')} could not be compared."] if failed else []
         fixed, native = (
-            only(known, kernels=kernels).groupby("dtype", sort=False)["max_abs_logit"].max()
+            only(compared, kernels=kernels).groupby("dtype", sort=False)["max_abs_logit"].max()
             for kernels in ("batch_invariant", "native")
         )
-        if known.empty or not (native > 0).any():
+        if compared.empty or not (native > 0).any():
             return [
                 "With the machine's kernels the paths gave the same logits in every dtype: no cause can be taken away.",
                 *lines,
@@ -70,21 +70,21 @@ class Ladder(OfModels):
             return [f"The machine's kernels make a difference in {listed(list(native[native > 0].index))}; one fixed order of "
                     f"additions {left}.", *lines]  # fmt: skip
         # Both add in float32 or wider and round once.
-        said = (
+        sentence = (
             f"One fixed order of additions leaves no difference in {listed(gone)}, where the machine's kernels make one: the "
             "order is the cause here. No kernel tried adds in float16 throughout, so this says nothing of sums kept in float16."
         )
-        return [said, *lines]
+        return [sentence, *lines]
 
     def rows(self, tables: Tables) -> Rows:
         """The logit difference on every rung."""
         table = only(tables["ladder"], protocol="matched")
-        known = table[~table["failed"].astype(bool)]
+        compared = table[~table["failed"].astype(bool)]
         return [
             median_of(
-                "median RMS logit difference", mine["rms_logit"], mine["id"], model=model, dtype=dtype, kernels=kernels
+                "median RMS logit difference", group["rms_logit"], group["id"], model=model, dtype=dtype, kernels=kernels
             )
-            for (dtype, kernels, model), mine in known.groupby(["dtype", "kernels", "model"], sort=False)
+            for (dtype, kernels, model), group in compared.groupby(["dtype", "kernels", "model"], sort=False)
         ]
 
     def charts(self, result: Result) -> Charts:

@@ -102,19 +102,19 @@ class LayerDrift(OfModels):
 
     def cells(self) -> list[Cell]:
         """A cell a model and example."""
-        found, prompts = [], load_prompts(self.prompts)
+        cells, prompts = [], load_prompts(self.prompts)
         names = ("prompts", "strategy", "seed", "kernels", "max_new_tokens", "suffix")
         for number, (model, adapter) in enumerate(zip(self.models, self.adapters(), strict=True)):
             encode_all(adapter, prompts, self.max_new_tokens + self.suffix)
             settings = {"model": self.model_settings(model), **self.choices(*names)}
             for example in range(len(prompts)):
                 told = f"layer drift of {adapter.facts.name}" * (example == 0)
-                found.append(Cell(f"layer-drift-{number}-{example}", f"{__name__}:measured", settings, told))
-        return found
+                cells.append(Cell(f"layer-drift-{number}-{example}", f"{__name__}:measured", settings, told))
+        return cells
 
-    def tables(self, made: Parts) -> Tables:
+    def tables(self, parts: Parts) -> Tables:
         """What the examples of all models come to."""
-        return tables_of(joined(made), self.step, self.divergent, self.contrast)
+        return tables_of(joined(parts), self.step, self.divergent, self.contrast)
 
     def provenance_notes(self) -> dict[str, Any]:
         """How the paths were run."""
@@ -144,10 +144,10 @@ class LayerDrift(OfModels):
 
     def rows(self, tables: Tables) -> Rows:
         """Drift in the first and last layer, its growth, what the rule of equal tokens removed, the tests, and the heads."""
-        tables, rows = tables, []
+        rows: Rows = []
         for model in dict.fromkeys(tables["drift_examples"]["model"]):
-            mine = {name: only(table, model=model) for name, table in tables.items() if "model" in table}
-            rows += [{"model": model, **found} for found in _found(mine)]
+            tables_of_model = {name: only(table, model=model) for name, table in tables.items() if "model" in table}
+            rows += [{"model": model, **row} for row in _rows_of_model(tables_of_model)]
         return rows
 
     def charts(self, result: Result) -> Charts:
@@ -170,7 +170,7 @@ class LayerDrift(OfModels):
         by: dict[str, Any] = {"x": "layer", "facet": "model"}
         label = "of resid_post\n(median, 95% interval)"
         growth = tables["amplification"].dropna(subset=["ratio"])
-        found = {
+        charts = {
             "layer_drift": Chart(
                 "Drift of the residual stream by layer, both paths fed the same tokens",
                 [Panel(only(every, measure=m), y="drift", color="line", names=streams, label=f"{NAMES[m]} {label}", **by)
@@ -189,57 +189,57 @@ class LayerDrift(OfModels):
         }  # fmt: skip
         if len(tables["head_kl"]):
             kinds = {"within": "within a KV group", "across": "across KV groups", "within - across": "difference"}
-            found["layer_drift_heads"] = Chart(
+            charts["layer_drift_heads"] = Chart(
                 "Attention by head, and how the heads' errors go together",
                 [Panel(tables["head_kl"], "head", "layer", "map", color="kl", facet="model", xlabel="query head",
                        label="mean attention KL (nats);\nblank: exactly 0"),
                  Panel(tables["head_correlation"], y="r", color="kind", names=kinds, scale="signed", level=0,
                        label="Spearman correlation of\nhead errors (95% interval)", **by)],
             )  # fmt: skip
-        return found
+        return charts
 
 
-def _found(mine: Tables) -> Rows:
+def _rows_of_model(tables: Tables) -> Rows:
     """The findings of one model."""
     rows: Rows = []
-    means = mine["drift_by_layer"]
+    means = tables["drift_by_layer"]
     every, null = (
         only(means, selection=EVERY_STEP, protocol=name).set_index(["measure", "layer"]) for name in ("matched", NULL)
     )
-    of: dict[str, Any] = {"unit": "examples"}
+    labels: dict[str, Any] = {"unit": "examples"}
     for measure, name in list(NAMES.items())[:3] if len(every) else ():
         for layer in sorted({*every.loc[measure].index[[0, -1]]}):
-            each = every.loc[measure, layer]
+            row = every.loc[measure, layer]
             beside = null["median"].get((measure, layer), float("nan"))
-            rows.append(finding(f"median {name} of resid_post", each["median"], each[["low", "high"]], each["n"], null=beside,
-                            layer=layer, **of))  # fmt: skip
-    grown = mine["amplification"].dropna(subset=["ratio"]).set_index(["measure", "layer"])
+            rows.append(finding(f"median {name} of resid_post", row["median"], row[["low", "high"]], row["n"], null=beside,
+                            layer=layer, **labels))  # fmt: skip
+    grown = tables["amplification"].dropna(subset=["ratio"]).set_index(["measure", "layer"])
     if "l2" in grown.index:
         # Of the layers before which enough examples drift, where there is one.
         enough = grown.loc["l2"].query(f"n >= {metrics.FEWEST}")
         most = (enough if len(enough) else grown.loc["l2"])["ratio"].idxmax()
         for measure, name in NAMES.items():
-            each = grown.loc[measure, most]
-            rows.append(finding(f"growth of {name}, in the layer where L2 grows most", each["ratio"], each[["low", "high"]],
-                                each["n"], measure="times", layer=most, **of))  # fmt: skip
-    free = only(mine["layer_drift_rows"], protocol="free").set_index("selection")
-    for selection, each in free.iterrows():
-        rows.append(finding(f"rows of other tokens, each path fed its own text, {selection}", each["removed"] / each["rows"],
-                        n=each["rows"], unit="rows", measure="%", note="left out of every other number"))  # fmt: skip
+            row = grown.loc[measure, most]
+            rows.append(finding(f"growth of {name}, in the layer where L2 grows most", row["ratio"], row[["low", "high"]],
+                                row["n"], measure="times", layer=most, **labels))  # fmt: skip
+    free = only(tables["layer_drift_rows"], protocol="free").set_index("selection")
+    for selection, row in free.iterrows():
+        rows.append(finding(f"rows of other tokens, each path fed its own text, {selection}", row["removed"] / row["rows"],
+                        n=row["rows"], unit="rows", measure="%", note="left out of every other number"))  # fmt: skip
     cosine = only(means, selection=ONE_STEP, protocol="free", measure="cosine")
-    for each in cosine[cosine["layer"] == cosine["layer"].min()].to_dict("records"):
-        which = "every row" if each["rule"] == "none" else "rows of the same tokens"
-        rows.append(finding(f"median cosine at the paper's decode step 1, {which}", each["median"], (each["low"], each["high"]),
-                        each["n"], layer=each["layer"], **of))  # fmt: skip
-    for (contrast, test), table in only(mine["layer_tests"], measure="l2").groupby(["contrast", "test"], sort=False):
-        told, middle = table[table["p_bh"] < LEVEL], 0.5 if test == "Mann-Whitney" else 0.0
-        less = int((told["effect"] < middle).sum())
-        rows.append(finding(f"layers with more L2 than {AGAINST[contrast]}", (told["effect"] > middle).sum(), n=len(table),
+    for row in cosine[cosine["layer"] == cosine["layer"].min()].to_dict("records"):
+        which = "every row" if row["rule"] == "none" else "rows of the same tokens"
+        rows.append(finding(f"median cosine at the paper's decode step 1, {which}", row["median"], (row["low"], row["high"]),
+                        row["n"], layer=row["layer"], **labels))  # fmt: skip
+    for (contrast, test), table in only(tables["layer_tests"], measure="l2").groupby(["contrast", "test"], sort=False):
+        apart_from, middle = table[table["p_bh"] < LEVEL], 0.5 if test == "Mann-Whitney" else 0.0
+        less = int((apart_from["effect"] < middle).sum())
+        rows.append(finding(f"layers with more L2 than {AGAINST[contrast]}", (apart_from["effect"] > middle).sum(), n=len(table),
                             unit="layers", test=test, note=f"BH at {LEVEL:g}; less in {less}"))  # fmt: skip
-    return rows + _found_of_heads(mine["head_kl"], mine["head_correlation"])
+    return rows + _rows_of_heads(tables["head_kl"], tables["head_correlation"])
 
 
-def _found_of_heads(heads: pd.DataFrame, correlations: pd.DataFrame) -> Rows:
+def _rows_of_heads(heads: pd.DataFrame, correlations: pd.DataFrame) -> Rows:
     if heads.empty:
         return []
     most = heads.loc[heads["kl"].idxmax()]
@@ -247,11 +247,11 @@ def _found_of_heads(heads: pd.DataFrame, correlations: pd.DataFrame) -> Rows:
     derived = "derived beside the kernel, which shows no pattern" if (heads["pattern"] == "derived").any() else ""
     rows = [finding("largest mean attention KL of a head", most["kl"], n=most["n"], unit="examples", measure="nats", note=derived,
                 **place)]  # fmt: skip
-    known = only(correlations, kind="within - across").dropna(subset=["low"])
-    if len(known):
-        less = int((known["high"] < 0).sum())
-        rows.append(finding("layers where heads that share a KV head err more alike than others", (known["low"] > 0).sum(),
-                        n=len(known), unit="layers", note=f"by the 95% interval; less alike in {less}"))  # fmt: skip
+    intervals = only(correlations, kind="within - across").dropna(subset=["low"])
+    if len(intervals):
+        less = int((intervals["high"] < 0).sum())
+        rows.append(finding("layers where heads that share a KV head err more alike than others", (intervals["low"] > 0).sum(),
+                        n=len(intervals), unit="layers", note=f"by the 95% interval; less alike in {less}"))  # fmt: skip
     return rows
 
 
@@ -273,22 +273,24 @@ def measured(
 
     Until the first flip both protocols feed the same tokens, so that only an example that flips is run free too.
     """
-    adapter, given = loaded(model), load_prompts(prompts)
+    adapter, prompt_list = loaded(model), load_prompts(prompts)
     tail = f"[kernels={kernels}]"
     paths = f"cached{tail}", f"recompute{tail}"
     sites = shown_sites(adapter)
     settings: dict[str, Any] = {"strategy": strategy, "seed": seed, "max_new_tokens": max_new_tokens}
     with adapter.one_call():
         for example, key in numbered(keys).items():
-            how = {**settings, "examples": [example]}
-            matched = free = compare_examples(adapter, given[example], *paths, record=sites, **how)
+            options = {**settings, "examples": [example]}
+            matched = free = compare_examples(adapter, prompt_list[example], *paths, record=sites, **options)
             if len(matched.failures):
                 tables = {"examples": matched.failures}
             else:
                 if matched.examples["flip_index"].notna().any():
-                    free = compare_examples(adapter, given[example], *paths, protocol="free", record="resid_post", **how)
+                    free = compare_examples(
+                        adapter, prompt_list[example], *paths, protocol="free", record="resid_post", **options
+                    )
                 tables = of_example(matched, free, adapter.facts.query_heads // adapter.facts.kv_heads)
-                tables["null"] = null_drift(adapter, given[example], matched.steps, paths[1], suffix).assign(
+                tables["null"] = null_drift(adapter, prompt_list[example], matched.steps, paths[1], suffix).assign(
                     example=example
                 )
             keep(key, {name: table.assign(model=adapter.facts.name) for name, table in tables.items()})
@@ -343,9 +345,9 @@ def null_drift(adapter: Adapter, prompt: Any, steps: pd.DataFrame, path: str, su
     layers = range(adapter.facts.layers)
     a = torch.stack([longer.records["resid_post", layer][0][newest] for layer in layers])
     b = torch.stack([alone["resid_post", layer] for layer in layers])
-    found = {name: values.flatten().tolist() for name, values in metrics.measured("residual", a, b).items()}
+    measures = {name: values.flatten().tolist() for name, values in metrics.measured("residual", a, b).items()}
     places = pd.MultiIndex.from_product([layers, range(len(steps))], names=["layer", "step"]).to_frame(index=False)
-    table = places.assign(**found)
+    table = places.assign(**measures)
     return table.loc[table["step"] > 0, ["step", "layer", *MEASURES]]
 
 
@@ -398,8 +400,8 @@ def tables_of(parts: Tables, step: int, divergent: int, contrasts: Sequence[str]
 
 def _highest(examples: pd.DataFrame, count: int) -> pd.DataFrame:
     """So many examples of each model, those of the highest mean KL in the free protocol; of equal ones the first."""
-    known = examples.dropna(subset=["mean_kl"])
-    return known.sort_values("mean_kl", ascending=False, kind="stable").groupby("model", sort=False).head(count)
+    with_kl = examples.dropna(subset=["mean_kl"])
+    return with_kl.sort_values("mean_kl", ascending=False, kind="stable").groupby("model", sort=False).head(count)
 
 
 def _at(table: pd.DataFrame, step: int, examples: pd.DataFrame) -> pd.DataFrame:
@@ -409,8 +411,8 @@ def _at(table: pd.DataFrame, step: int, examples: pd.DataFrame) -> pd.DataFrame:
 
 
 def _by_model(table: pd.DataFrame, function: Callable[[pd.DataFrame], pd.DataFrame]) -> pd.DataFrame:
-    made = [function(part).assign(model=model) for model, part in table.groupby("model", sort=False)]
-    frame = pd.concat(made, ignore_index=True) if made else function(table).assign(model="")
+    tables = [function(part).assign(model=model) for model, part in table.groupby("model", sort=False)]
+    frame = pd.concat(tables, ignore_index=True) if tables else function(table).assign(model="")
     return frame[["model", *frame.columns.drop("model")]]
 
 

@@ -87,34 +87,34 @@ class Localisation(OfModels):
 
     def cells(self) -> list[Cell]:
         """The first stage, a cell a model and example: how far apart its paths are."""
-        found, prompts = [], load_prompts(self.prompts)
+        cells, prompts = [], load_prompts(self.prompts)
         for number, (model, adapter) in enumerate(zip(self.models, self.adapters(), strict=True)):
             if SPLIT in self.part:
                 check_splittable(adapter, 8)
             encode_all(adapter, prompts, self.max_new_tokens + 8)
             for example in range(len(prompts)):
                 told = f"localisation: KL of each prompt of {adapter.facts.name}" * (example == 0)
-                found.append(Cell(f"{_RANKED}-{number}-{example}", f"{__name__}:ranked", self._given(model), told))
-        return found
+                cells.append(Cell(f"{_RANKED}-{number}-{example}", f"{__name__}:ranked", self._given(model), told))
+        return cells
 
     def second_stage(self, made: Parts) -> list[Cell]:
         """The second stage, a cell a model and example of the highest KL, which is known from the first."""
-        found, chosen, parts = [], self._chosen(made), list(dict.fromkeys(self.part))
+        cells, chosen, parts = [], self._chosen(made), list(dict.fromkeys(self.part))
         for number, model in enumerate(self.models):
-            mine = chosen.loc[chosen["number"] == number]
-            for place, example in enumerate(mine["example"]):
+            of_model = chosen.loc[chosen["number"] == number]
+            for place, example in enumerate(of_model["example"]):
                 settings = {**self._given(model), "parts": parts}
-                told = f"localisation: patches in {mine['model'].iloc[0]}" * (place == 0)
-                found.append(Cell(f"{_PATCHED}-{number}-{example}", f"{__name__}:localised", settings, told))
-        return found
+                told = f"localisation: patches in {of_model['model'].iloc[0]}" * (place == 0)
+                cells.append(Cell(f"{_PATCHED}-{number}-{example}", f"{__name__}:localised", settings, told))
+        return cells
 
-    def reduce(self, made: Parts) -> Result:
+    def reduce(self, parts: Parts) -> Result:
         """The sweeps and the split of every model, and their tables one below the other."""
-        patched = {key: made[key] for key in made if key.startswith(_PATCHED)}
+        patched = {key: parts[key] for key in parts if key.startswith(_PATCHED)}
         tables = {**dict.fromkeys(self.TABLES, pd.DataFrame()), **joined(patched)}
-        sweeps, splits = _found(tables, patched)
+        sweeps, splits = _sweeps_and_splits(tables, patched)
         by_layer = [found.aggregate().assign(model=model, part=part) for (model, part), found in sweeps.items()]
-        tables |= {"chosen": self._chosen(made).drop(columns="number")}
+        tables |= {"chosen": self._chosen(parts).drop(columns="number")}
         tables |= {"recovery_by_layer": pd.concat(by_layer, ignore_index=True) if by_layer else pd.DataFrame()}
         about = {
             adapter.facts.name: provenance(adapter, kernels=self.kernels, max_new_tokens=self.max_new_tokens)
@@ -153,11 +153,11 @@ class Localisation(OfModels):
     def findings(self, result: Result) -> pd.DataFrame:
         """Gives for each model which examples, what each patch recovers, and the split."""
         rows = []
-        for model, mine in result.tables["chosen"].groupby("model", sort=False):
-            flips, of = int(mine["flip_index"].notna().sum()), int(mine["of"].iloc[0])
-            note = f"the highest of {counted(of, 'example')}; {flips} flip a token"
-            more = {"unit": "examples", "measure": "nats", "model": model, "note": note}
-            rows.append(median_of("mean KL of an example that is patched, free protocol", mine["mean_kl"], **more))
+        for model, group in result.tables["chosen"].groupby("model", sort=False):
+            flips, labels = int(group["flip_index"].notna().sum()), int(group["of"].iloc[0])
+            note = f"the highest of {counted(labels, 'example')}; {flips} flip a token"
+            extra = {"unit": "examples", "measure": "nats", "model": model, "note": note}
+            rows.append(median_of("mean KL of an example that is patched, free protocol", group["mean_kl"], **extra))
         sweeps, splits = _of_result(result)
         for (model, part), found in sweeps.items():
             rows += [{"model": model, "part": part, **row} for row in rows_of_sweep(found)]
@@ -168,21 +168,23 @@ class Localisation(OfModels):
     def charts(self, result: Result) -> Charts:
         """The map of all patches, and of each model the paper's patch by example and the split."""
         sweeps, splits = _of_result(result)
-        drawn: Charts = {}
+        charts: Charts = {}
         if sweeps:
             table = pd.DataFrame(result.summary["by_layer"])
-            of = {part: RECOVERED[found.provenance["distance"]] for (_, part), found in sweeps.items()}
-            table["patch"] = [f"{row.part}, {row.sweep} ({of[row.part]})" for row in table.iloc[::-1].itertuples()][::-1]
+            measures = {part: RECOVERED[swept.provenance["distance"]] for (_, part), swept in sweeps.items()}
+            table["patch"] = [f"{row.part}, {row.sweep} ({measures[row.part]})" for row in table.iloc[::-1].itertuples()][
+                ::-1
+            ]
             panel = Panel(table, "layer", "patch", "map", "median", facet="model", scale="signed", label="median recovery")
-            drawn["localisation"] = Chart("What each patch recovers, layer by layer", [panel], ["in brackets: of what"])
+            charts["localisation"] = Chart("What each patch recovers, layer by layer", [panel], ["in brackets: of what"])
         papers = {model: swept for (model, part), swept in sweeps.items() if part == "paper"}
         for place, (model, swept) in enumerate(papers.items()):
             for chart in list(charts_of_sweep(swept, of_model(swept.provenance)).values())[:1]:
-                drawn[_named("localisation_paper", place, model)] = chart
+                charts[_named("localisation_paper", place, model)] = chart
         for place, (model, split) in enumerate(splits.items()):
             for chart in charts_of_decomposition(split, of_model(split.provenance)).values():
-                drawn[_named("localisation_decomposition", place, model)] = chart
-        return drawn
+                charts[_named("localisation_decomposition", place, model)] = chart
+        return charts
 
     def _given(self, model: str) -> dict[str, Any]:
         paths = {form: f"{form}[kernels={self.kernels}]" for form in ("cached", "recompute")}
@@ -193,8 +195,8 @@ class Localisation(OfModels):
             "max_new_tokens": self.max_new_tokens,
         }
 
-    def _chosen(self, made: Parts) -> pd.DataFrame:
-        ranked = {key: made[key][0]["table"] for key in made if key.startswith(_RANKED)}
+    def _chosen(self, parts: Parts) -> pd.DataFrame:
+        ranked = {key: parts[key][0]["table"] for key in parts if key.startswith(_RANKED)}
         numbered = [table.assign(number=int(key.split("-")[2])) for key, table in ranked.items()]
         return chosen_of(pd.concat(numbered, ignore_index=True), self.count)
 
@@ -214,27 +216,29 @@ def _named(name: str, place: int, model: str) -> str:
 
 def _of_result(result: Result) -> tuple[dict[tuple[str, str], Sweep], dict[str, Decomposition]]:
     own = {name: result.tables[name] for name in ("recovery", "steps", "controls", "decomposition", "layers")}
-    return _found(own, {name: ({}, {"model": name, "parts": each}) for name, each in result.summary["told"].items()})
+    return _sweeps_and_splits(
+        own, {name: ({}, {"model": name, "parts": each}) for name, each in result.summary["told"].items()}
+    )
 
 
-def _found(tables: Tables, made: Parts) -> tuple[dict[tuple[str, str], Sweep], dict[str, Decomposition]]:
+def _sweeps_and_splits(tables: Tables, parts: Parts) -> tuple[dict[tuple[str, str], Sweep], dict[str, Decomposition]]:
     """The sweeps by model and part and the splits by model, as what made them gives them of one model."""
     sweeps: dict[tuple[str, str], Sweep] = {}
     splits: dict[str, Decomposition] = {}
-    for _, about in made.values():
-        model = about["model"]
-        for part, kept in about["parts"].items():
-            mine = {
+    for _, about_model in parts.values():
+        model = about_model["model"]
+        for part, about_part in about_model["parts"].items():
+            tables_of_part = {
                 name: table[(table["model"] == model) & (table["part"] == part)].drop(columns=["model", "part"])
                 for name, table in tables.items()
                 if len(table)
             }
             if part == SPLIT and model not in splits:
-                splits[model] = Decomposition(mine["decomposition"], mine["layers"], kept)
+                splits[model] = Decomposition(tables_of_part["decomposition"], tables_of_part["layers"], about_part)
             elif part != SPLIT and (model, part) not in sweeps:
                 # One without controls has an empty table, without those of the others' distances.
-                controls = mine["controls"] if len(mine.get("controls", ())) else pd.DataFrame()
-                sweeps[model, part] = Sweep(mine["recovery"], mine["steps"], controls, kept)
+                controls = tables_of_part["controls"] if len(tables_of_part.get("controls", ())) else pd.DataFrame()
+                sweeps[model, part] = Sweep(tables_of_part["recovery"], tables_of_part["steps"], controls, about_part)
     return sweeps, splits
 
 
@@ -248,17 +252,17 @@ def chosen_of(ranked: pd.DataFrame, count: int) -> pd.DataFrame:
     Returns:
         Their rows, the highest first, with rank, of (how many there were) and why.
     """
-    found = []
+    best_of_models = []
     for _, group in ranked.groupby("number", sort=True):
-        known = group.dropna(subset=["mean_kl"]).sort_values(["mean_kl", "example"], ascending=[False, True])
-        best = known.head(count).assign(of=len(known))
+        ranking = group.dropna(subset=["mean_kl"]).sort_values(["mean_kl", "example"], ascending=[False, True])
+        best = ranking.head(count).assign(of=len(ranking))
         best["rank"] = range(1, len(best) + 1)
         best["why"] = [
-            f"number {rank} of {len(known)} by the mean KL of the steps after the prefill, free protocol"
+            f"number {rank} of {len(ranking)} by the mean KL of the steps after the prefill, free protocol"
             for rank in best["rank"]
         ]
-        found.append(best)
-    return pd.concat(found, ignore_index=True)
+        best_of_models.append(best)
+    return pd.concat(best_of_models, ignore_index=True)
 
 
 # Stages ----------------------------------------------------------------------------------------------------------------
@@ -273,11 +277,11 @@ def ranked(
     max_new_tokens: int,
 ) -> None:
     """How far apart the paths of some prompts are in the free protocol, as :func:`kvinterp.patching.highest_kl` has it."""
-    adapter, given = loaded(model), load_prompts(prompts)
-    how: dict[str, Any] = {"protocol": "free", "max_new_tokens": max_new_tokens}
+    adapter, prompt_list = loaded(model), load_prompts(prompts)
+    options: dict[str, Any] = {"protocol": "free", "max_new_tokens": max_new_tokens}
     with adapter.one_call():
         for example, key in numbered(keys).items():
-            part = compare_examples(adapter, given[example], *paths.values(), examples=[example], **how)
+            part = compare_examples(adapter, prompt_list[example], *paths.values(), examples=[example], **options)
             # A prompt that ends with the prefill's token has no step that could differ.
             later = part.steps[part.steps["step"] > 0].groupby("example")["kl"].mean().get(example, 0.0)
             columns = ["example", "id", "prompt_tokens", "steps", "flip_index"]

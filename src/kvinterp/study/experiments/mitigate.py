@@ -92,16 +92,16 @@ class Mitigate(OfModel):
             pairs.append(("neither", "recompute", "cached"))
         (adapter,) = self.adapters()
         tried(adapter, (text for _, *both in pairs for text in both))
-        given = {"model": self.model_settings(), "prompts": self.prompts, "max_new_tokens": self.max_new_tokens}
+        shared = {"model": self.model_settings(), "prompts": self.prompts, "max_new_tokens": self.max_new_tokens}
         return [
-            Cell(f"pair-{number}", f"{__name__}:measured", {**given, "what": what, "a": a, "b": b}, f"{b} beside {a}")
+            Cell(f"pair-{number}", f"{__name__}:measured", {**shared, "what": what, "a": a, "b": b}, f"{b} beside {a}")
             for number, (what, a, b) in enumerate(pairs)
         ]
 
-    def reduce(self, made: Parts) -> Result:
+    def reduce(self, parts: Parts) -> Result:
         """What each leaves and costs, and how each policy's error goes with the path's."""
         (adapter,) = self.adapters()
-        examples = joined(made)["table"]
+        examples = joined(parts)["table"]
         tables = {
             "examples": examples,
             "mitigations": pareto(costs_of(examples)),
@@ -133,15 +133,15 @@ class Mitigate(OfModel):
         """What each path leaves and costs, and whether each policy's error adds to the path's."""
         rows: Rows = []
         for row in tables["mitigations"].to_dict("records"):
-            of = {"path": row["path"]}
+            labels = {"path": row["path"]}
             rows += [
                 finding("median KL left, of the path's own recompute path", row["typical_kl"], (row["low"], row["high"]),
-                        row["prompts"], measure="nats", note=FRONT if row["pareto"] else "", **of),
-                finding("mean KL left", row["mean_kl"], n=row["prompts"], measure="nats", **of),
-                finding("flips", row["flips"] / max(row["steps"], 1), n=row["steps"], unit="steps", measure="%", **of),
-                finding("mean KL from float64", row["truth_kl"], n=row["prompts"], measure="nats", **of),
-                finding("rows that a block computes for a new token", row["rows_a_token"], **of),
-                finding("bytes of K and V a token", row["bytes_a_token"], **of),
+                        row["prompts"], measure="nats", note=FRONT if row["pareto"] else "", **labels),
+                finding("mean KL left", row["mean_kl"], n=row["prompts"], measure="nats", **labels),
+                finding("flips", row["flips"] / max(row["steps"], 1), n=row["steps"], unit="steps", measure="%", **labels),
+                finding("mean KL from float64", row["truth_kl"], n=row["prompts"], measure="nats", **labels),
+                finding("rows that a block computes for a new token", row["rows_a_token"], **labels),
+                finding("bytes of K and V a token", row["bytes_a_token"], **labels),
             ]  # fmt: skip
         for row in tables["interactions"].to_dict("records"):
             word = "more than their sum" if row["low"] > 0 else "less than their sum" if row["high"] < 0 else ""
@@ -160,7 +160,7 @@ class Mitigate(OfModel):
         table = table.assign(line=table["pareto"].map({True: FRONT, False: "behind it"}))
         left = "KL from its recompute path (nats, median, 95% interval)"
         cost = "rows that a block computes for each new token"
-        drawn = {
+        charts = {
             "mitigations": Chart(
                 "What is left, and what it costs",
                 [
@@ -180,15 +180,17 @@ class Mitigate(OfModel):
             }
             long = crossed.melt("policy", list(bars), "part", "error")
             panel = Panel(long, "error", "policy", "dots", color="part", names=bars, label="mean squared logit error")
-            drawn["mitigations_interaction"] = Chart("Does a policy's error add to that of decoding from a cache?", [panel])
-        return drawn
+            charts["mitigations_interaction"] = Chart(
+                "Does a policy's error add to that of decoding from a cache?", [panel]
+            )
+        return charts
 
 
 def measured(model: Mapping[str, Any], prompts: str, max_new_tokens: int, what: str, a: str, b: str) -> pd.DataFrame:
     """One path beside its reference: a row a prompt, over the steps from 1 on."""
-    adapter, given = loaded(model), load_prompts(prompts)
-    found = compare_examples(adapter, given, a, b, max_new_tokens=max_new_tokens)
-    steps = found.steps[found.steps["step"] > 0]
+    adapter, prompt_list = loaded(model), load_prompts(prompts)
+    comparison = compare_examples(adapter, prompt_list, a, b, max_new_tokens=max_new_tokens)
+    steps = comparison.steps[comparison.steps["step"] > 0]
     steps = steps.assign(
         squared=steps["rms_logit"] ** 2, differs=steps["max_abs_logit"] > 0, flip=~steps["top1_agree"].astype(bool)
     )
@@ -197,21 +199,21 @@ def measured(model: Mapping[str, Any], prompts: str, max_new_tokens: int, what: 
         [by["kl"].mean(), by["squared"].mean(), by[["differs", "flip"]].sum(), by.size().rename("steps")], axis=1
     ).reset_index()
     # Only a mitigation has a cost that is asked for.
-    rows, bytes_ = _cost(adapter, given[0], b, max_new_tokens) if what.startswith("path") else (np.nan, np.nan)
+    rows, bytes_ = _cost(adapter, prompt_list[0], b, max_new_tokens) if what.startswith("path") else (np.nan, np.nan)
     # What is said of the path is the same on each of its lines.
-    told = {"what": what.partition(" ")[0], "of": what.partition(" ")[2], "reference": a, "path": b}
-    return table.assign(**told, rows_a_token=rows, bytes_a_token=bytes_)
+    labels = {"what": what.partition(" ")[0], "of": what.partition(" ")[2], "reference": a, "path": b}
+    return table.assign(**labels, rows_a_token=rows, bytes_a_token=bytes_)
 
 
 def _cost(adapter: Any, prompt: Any, text: str, max_new_tokens: int) -> tuple[float, float]:
     """Rows that the first block is given for each token decoded after the prefill, and bytes that a cache stores of a token."""
-    path, given = path_named(text), list[int]()
-    wanted, kept_in = dtype_named(path.dtype), dtype_named(path.cache_dtype)
-    running = adapter if wanted is None else adapter.at(wanted)
+    path, counts = path_named(text), list[int]()
+    compute_dtype, store_dtype = dtype_named(path.dtype), dtype_named(path.cache_dtype)
+    running = adapter if compute_dtype is None else adapter.at(compute_dtype)
 
     def seen(_: Any, args: Any, kwargs: Any) -> None:
-        stream = next(each for each in (*args, *kwargs.values()) if hasattr(each, "shape"))
-        given.append(int(stream.shape[0] * stream.shape[1]))
+        stream = next(argument for argument in (*args, *kwargs.values()) if hasattr(argument, "shape"))
+        counts.append(int(stream.shape[0] * stream.shape[1]))
 
     handle = next(iter(running.blocks)).register_forward_pre_hook(seen, with_kwargs=True)
     try:
@@ -220,10 +222,13 @@ def _cost(adapter: Any, prompt: Any, text: str, max_new_tokens: int) -> tuple[fl
         handle.remove()
     decoded = max(len(trace.tokens) - 1, 1)
     facts, dtype = running.facts, path.kernels.compute_dtype(running.dtype)
-    kept = 8 * (kept_in or dtype).itemsize
-    bits = [kept if (own := path.policy.bits_stored(one, facts.head_dim)) is None else own for one in ("k", "v")]
+    bits_of_dtype = 8 * (store_dtype or dtype).itemsize
+    bits = [
+        bits_of_dtype if (bits_of_policy := path.policy.bits_stored(one, facts.head_dim)) is None else bits_of_policy
+        for one in ("k", "v")
+    ]
     stored = sum(bits) * facts.head_dim * facts.kv_heads * facts.layers / 8 if path.form == "cached" else 0.0
-    return sum(given[1:]) / decoded, stored
+    return sum(counts[1:]) / decoded, stored
 
 
 # What the pairs say ------------------------------------------------------------------------------------------------------

@@ -59,13 +59,13 @@ class OfModels(Experiment):
     def cells(self) -> list[Cell]:
         """A cell a model: the function ``measured`` of the experiment's file, given prompts and the fields of its own."""
         shared_by_all = {field.name for field in dataclasses.fields(OfModels)}
-        own = [field.name for field in dataclasses.fields(self) if field.name not in shared_by_all]
-        more = self.choices(*own)
+        own_fields = [field.name for field in dataclasses.fields(self) if field.name not in shared_by_all]
+        own_choices = self.choices(*own_fields)
         return [
             Cell(
                 f"{self.verb()}-{number}",
                 f"{type(self).__module__}:measured",
-                {"model": self.model_settings(model), "prompts": self.prompts, **more},
+                {"model": self.model_settings(model), "prompts": self.prompts, **own_choices},
                 f"{self.TABLES[0]} of {adapter.facts.name}",
             )
             for number, (model, adapter) in enumerate(zip(self.models, self.adapters(), strict=True))

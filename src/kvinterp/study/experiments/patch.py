@@ -81,14 +81,14 @@ class Patch(OfModel):
 
     def __post_init__(self) -> None:
         # Here and not when it is run: what was not given is told from what was given as its default.
-        found: dict[str, Any] = dict(_UNLESS_GIVEN)
+        settings: dict[str, Any] = dict(_UNLESS_GIVEN)
         if self.preset is not None:
             from kvinterp.common.checks import check_known
             from kvinterp.patching import PRESETS
 
             check_known("preset", self.preset, PRESETS)
-            found |= {"sweep" if name == "over" else name: value for name, value in PRESETS[self.preset].items()}
-        for name, value in found.items():
+            settings |= {"sweep" if name == "over" else name: value for name, value in PRESETS[self.preset].items()}
+        for name, value in settings.items():
             if getattr(self, name) is None:
                 object.__setattr__(self, name, value)
 
@@ -134,11 +134,11 @@ class Patch(OfModel):
         }
         return [Cell(f"patched-{place}", f"{__name__}:patched", settings) for place in range(count)]
 
-    def reduce(self, made: Parts) -> Result:
+    def reduce(self, parts: Parts) -> Result:
         """The sweep over all of them."""
         from kvinterp.patching import Sweep
 
-        tables, abouts = joined(made), [about for _, about in made.values()]
+        tables, abouts = joined(parts), [about for _, about in parts.values()]
         if len(tables["controls"]):
             # Those of the prompts, and behind them the planted ones.
             planted = tables["controls"]["control"].str.startswith("planted")
@@ -147,10 +147,10 @@ class Patch(OfModel):
         return Sweep(**tables, provenance={**abouts[0], "work": work})
 
 
-def _steps(given: str) -> str | tuple[int, ...]:
+def _steps(text: str) -> str | tuple[int, ...]:
     """A word, or the steps that are named with commas between."""
-    named = [each.strip() for each in given.strip("() ,").split(",")]
-    return tuple(map(int, named)) if all(map(str.isdecimal, named)) else given
+    named = [part.strip() for part in text.strip("() ,").split(",")]
+    return tuple(map(int, named)) if all(map(str.isdecimal, named)) else text
 
 
 def patched(
@@ -166,13 +166,13 @@ def patched(
     """Sweeps over some of the prompts that are patched, and keeps what each gave."""
     from kvinterp.patching import highest_kl, sweep
 
-    adapter, given = loaded(model), load_prompts(prompts)
-    chosen = list(range(len(given)))
+    adapter, prompt_list = loaded(model), load_prompts(prompts)
+    chosen = list(range(len(prompt_list)))
     if examples is not None:
-        how = {name: settings[name] for name in ("protocol", "max_new_tokens")}
-        chosen = highest_kl(adapter, given, examples, **how, progress=progress)
+        options = {name: settings[name] for name in ("protocol", "max_new_tokens")}
+        chosen = highest_kl(adapter, prompt_list, examples, **options, progress=progress)
     for place, key in numbered(keys).items():
         # The planted causes are a matter of the model: they are looked for once.
-        wanted = "quick" if controls == "all" and place else controls
-        found = sweep(adapter, given, **settings, only=[chosen[place]], controls=wanted, progress="none")
-        keep(key, {"recovery": found.recovery, "steps": found.steps, "controls": found.controls}, found.provenance)
+        controls_here = "quick" if controls == "all" and place else controls
+        swept = sweep(adapter, prompt_list, **settings, only=[chosen[place]], controls=controls_here, progress="none")
+        keep(key, {"recovery": swept.recovery, "steps": swept.steps, "controls": swept.controls}, swept.provenance)

@@ -47,9 +47,9 @@ class Propagation(OfModels):
         if not table["layer"].max():
             return []
         return [
-            median_of(_what(name), mine[growth], mine["prompt"], measure="times", model=model)
+            median_of(_what(name), group[growth], group["prompt"], measure="times", model=model)
             for growth, name in zip(("l2_growth", "relative_growth"), MEASURES.values(), strict=True)
-            for model, mine in deepest.groupby("model", sort=False)
+            for model, group in deepest.groupby("model", sort=False)
         ]
 
     def charts(self, result: Result) -> Charts:

@@ -25,8 +25,8 @@ _OTHERS = (
 
 def experiments() -> tuple[str, ...]:
     """The names of their commands; no file is imported for them."""
-    found = pkgutil.iter_modules([str(Path(__file__).parent)])
-    return tuple(module.name.replace("_", "-") for module in found if module.name not in _OTHERS)
+    modules = pkgutil.iter_modules([str(Path(__file__).parent)])
+    return tuple(module.name.replace("_", "-") for module in modules if module.name not in _OTHERS)
 
 
 VERBS = ("compare", "patch", "decompose", "audit", "kernels")
@@ -47,9 +47,9 @@ def question_of(name: str) -> str:
 def experiment_named(name: str) -> type[Experiment]:
     """The experiment of a command."""
     module = importlib.import_module(f"kvinterp.study.experiments.{name.replace('-', '_')}")
-    (found,) = (
+    (experiment,) = (
         value
         for value in vars(module).values()
         if is_class(value) and issubclass(value, Experiment) and value.__module__ == module.__name__
     )
-    return found
+    return experiment

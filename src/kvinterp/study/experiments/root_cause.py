@@ -51,7 +51,7 @@ class RootCause(OfModels):
         """The experiments that it runs, on one of its sets of prompts."""
         shared: dict[str, Any] = {field.name: getattr(self, field.name) for field in dataclasses.fields(OfModels)}
         shared["prompts"] = prompts_of_seed(self.prompts, seed)
-        own: dict[type[OfModels], dict[str, Any]] = {
+        own_choices: dict[type[OfModels], dict[str, Any]] = {
             # What is summed there is drawn: it has seeds of its own, and no prompts.
             **({Accumulation: {}} if seed == 0 else {}),
             Propagation: {"most": self.few_prompts},
@@ -59,7 +59,7 @@ class RootCause(OfModels):
             Ladder: {"most": self.ladder_prompts, "steps": self.ladder_steps},
             Gqa: {"most": self.few_prompts},
         }
-        return tuple(handed(kind, shared, choices) for kind, choices in own.items())
+        return tuple(handed(kind, shared, choices) for kind, choices in own_choices.items())
 
     def check(self) -> None:
         """What each of them asks."""
@@ -70,7 +70,7 @@ class RootCause(OfModels):
 
     def cells(self) -> list[Cell]:
         """The cells of all of them, one model after another."""
-        made = [
+        cells = [
             dataclasses.replace(cell, key=_key(cell.key, seed), told=cell.told * (seed == 0))
             for seed in range(self.seeds)
             for part in self.parts(seed)
@@ -80,22 +80,26 @@ class RootCause(OfModels):
         def place(cell: Cell) -> int:
             """The sums first, then model by model, then what is of several."""
             model = cell.settings.get("model")
-            several = -1 if cell.key.startswith("accumulation") else len(self.models)
-            return several if model is None else self.models.index(model["name"])
+            place_of_several = -1 if cell.key.startswith("accumulation") else len(self.models)
+            return place_of_several if model is None else self.models.index(model["name"])
 
-        ordered = sorted(made, key=place)
+        ordered = sorted(cells, key=place)
         return [dataclasses.replace(cell, told=cell.told and f"root cause: {cell.told}") for cell in ordered]
 
-    def tables(self, made: Parts) -> Tables:
+    def tables(self, parts: Parts) -> Tables:
         """The tables of all of them, with the seed of the prompts where there are several."""
-        found = []
+        tables_of_parts = []
         for seed in range(self.seeds):
             for part in self.parts(seed):
-                keys = {key: made[key] for key in made if key.startswith(f"{part.verb()}-")}
-                mine = {key: each for key, each in keys.items() if _key(key.partition("-of-")[0], seed) == key}
-                if mine:
-                    found.append({name: self._of_seed(table, seed) for name, table in part.tables(mine).items()})
-        return stacked(found)
+                keys = {key: parts[key] for key in parts if key.startswith(f"{part.verb()}-")}
+                cells_of_part = {
+                    key: cell_result for key, cell_result in keys.items() if _key(key.partition("-of-")[0], seed) == key
+                }
+                if cells_of_part:
+                    tables_of_parts.append(
+                        {name: self._of_seed(table, seed) for name, table in part.tables(cells_of_part).items()}
+                    )
+        return stacked(tables_of_parts)
 
     def _of_seed(self, table: pd.DataFrame, seed: int) -> pd.DataFrame:
         """A table with the seed, and with numbers of prompts that no other seed's have."""
@@ -120,14 +124,16 @@ class RootCause(OfModels):
         """The findings of all of them; of several sets of prompts, how far they lie apart."""
         rows = [row for part in self.among(tables) for row in part.rows(tables)]
         seeds = sorted({seed for table in tables.values() if "data_seed" in table for seed in table["data_seed"]})
-        apart: dict[tuple[Any, ...], list[float]] = {}
+        estimates: dict[tuple[Any, ...], list[float]] = {}
         for seed in seeds if len(seeds) > 1 else ():
-            mine = {name: table[table["data_seed"] == seed] for name, table in tables.items() if "data_seed" in table}
-            for row in (row for part in self.among(mine) for row in part.rows(mine)):
-                apart.setdefault(_place(row), []).append(row["estimate"])
+            tables_of_seed = {
+                name: table[table["data_seed"] == seed] for name, table in tables.items() if "data_seed" in table
+            }
+            for row in (row for part in self.among(tables_of_seed) for row in part.rows(tables_of_seed)):
+                estimates.setdefault(_place(row), []).append(row["estimate"])
         for row in rows:
-            if len(several := apart.get(_place(row), ())) > 1:
-                row["note"] = f"each of {len(several)} sets of prompts: {between(several)}" + f"; {row['note']}" * bool(
+            if len(of_seeds := estimates.get(_place(row), ())) > 1:
+                row["note"] = f"each of {len(of_seeds)} sets of prompts: {between(of_seeds)}" + f"; {row['note']}" * bool(
                     row["note"]
                 )
         return rows

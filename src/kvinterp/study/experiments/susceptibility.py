@@ -57,19 +57,19 @@ class Susceptibility(OfModel):
         """A cell a size and seed of the noise, and one of the model's own rounding."""
         check_choice("noise", self.noise, tuple(NOISE))
         check_whole("max_new_tokens", self.max_new_tokens, 2)
-        given = {"model": self.model_settings(), "prompts": self.prompts, "max_new_tokens": self.max_new_tokens}
-        found = [Cell("rounding", f"{__name__}:measured", {**given, "b": "recompute"}, "cached against recompute")]
+        shared = {"model": self.model_settings(), "prompts": self.prompts, "max_new_tokens": self.max_new_tokens}
+        cells = [Cell("rounding", f"{__name__}:measured", {**shared, "b": "recompute"}, "cached against recompute")]
         for size in _sizes(self.sizes):
             for seed in range(self.seeds):
                 policy = NOISE[self.noise].format(size=size, seed=seed)
-                settings = {**given, "b": f"cached+{policy}", "size": size, "seed": seed}
-                found.append(Cell(f"size-{size:g}-{seed}".replace(".", "_"), f"{__name__}:measured", settings, policy))
-        return found
+                settings = {**shared, "b": f"cached+{policy}", "size": size, "seed": seed}
+                cells.append(Cell(f"size-{size:g}-{seed}".replace(".", "_"), f"{__name__}:measured", settings, policy))
+        return cells
 
-    def reduce(self, made: Parts) -> Result:
+    def reduce(self, parts: Parts) -> Result:
         """Rates, thresholds, predictions and certificates of all steps."""
         (adapter,) = self.adapters()
-        steps = predicted(binned(joined(made)["table"], self.bins))
+        steps = predicted(binned(joined(parts)["table"], self.bins))
         noisy, rounding = steps[steps["size"] > 0], steps[steps["size"] == 0]
         tables = {
             "steps": steps,
@@ -119,9 +119,9 @@ class Susceptibility(OfModel):
         """Thresholds by class of margin, certified steps, how well flips are foretold, and the model's own rounding."""
         rows = []
         for row in result.tables["thresholds"].to_dict("records"):
-            of = "all" if row["bin"] == -1 else f"margin {short(row['margin_low'])} to {short(row['margin_high'])}"
+            labels = "all" if row["bin"] == -1 else f"margin {short(row['margin_low'])} to {short(row['margin_high'])}"
             rows.append(finding("noise in K and V at which half of the steps flip", row["threshold"], (row["low"], row["high"]),
-                                row["prompts"], note=f"{row['why']} tried" if row["why"] else "", steps=of))  # fmt: skip
+                                row["prompts"], note=f"{row['why']} tried" if row["why"] else "", steps=labels))  # fmt: skip
         certain = result.tables["certificates"].sum()
         brier, own = result.summary["brier"], result.summary["rounding"]
         # Read again, what was NaN is null.
@@ -175,12 +175,14 @@ def measured(
     model: Mapping[str, Any], prompts: str, max_new_tokens: int, b: str, size: float = 0.0, seed: int = 0
 ) -> pd.DataFrame:
     """Every decode step of the cached path beside another one, fed the same tokens."""
-    found = compare_examples(loaded(model), load_prompts(prompts), "cached", b, max_new_tokens=max_new_tokens)
-    steps = found.steps
+    comparison = compare_examples(loaded(model), load_prompts(prompts), "cached", b, max_new_tokens=max_new_tokens)
+    steps = comparison.steps
     # Step 0 is the prefill's: it reads keys and values as they were computed.
-    kept = steps.loc[steps["step"] > 0, ["example", "step", "margin_a", "rms_logit", "max_abs_logit", "kl", "top1_agree"]]
-    flip = ~kept.pop("top1_agree").astype(bool)
-    return kept.rename(columns={"margin_a": "margin"}).assign(flip=flip, size=size, seed=seed)
+    decoded = steps.loc[
+        steps["step"] > 0, ["example", "step", "margin_a", "rms_logit", "max_abs_logit", "kl", "top1_agree"]
+    ]
+    flip = ~decoded.pop("top1_agree").astype(bool)
+    return decoded.rename(columns={"margin_a": "margin"}).assign(flip=flip, size=size, seed=seed)
 
 
 # What the steps say ------------------------------------------------------------------------------------------------------
@@ -227,8 +229,8 @@ def flip_rates_of(steps: pd.DataFrame) -> pd.DataFrame:
     rows = []
     for number, part in _classes(steps):
         for size, group in part.groupby("size"):
-            seen = metrics.rate_of(group["flip"].astype(float), group["example"])
-            mean = {"rate": seen.effect, "low": seen.low, "high": seen.high, "rms_logit": group["rms_logit"].mean()}
+            share = metrics.rate_of(group["flip"].astype(float), group["example"])
+            mean = {"rate": share.effect, "low": share.low, "high": share.high, "rms_logit": group["rms_logit"].mean()}
             rows.append({"bin": number, "size": size, **_bounds(group), **_counts(group), **mean})
     return pd.DataFrame(rows)
 
@@ -245,12 +247,12 @@ def thresholds_of(steps: pd.DataFrame) -> pd.DataFrame:
     for number, part in _classes(steps):
         sizes = np.sort(part["size"].unique())
         columns = [part[name].to_numpy(float) for name in ("size", "flip")]
-        numbers, found = dict.fromkeys(("threshold", "low", "high", "rms_logit"), np.nan), _half(*columns)
-        if sizes[0] <= found <= sizes[-1]:
+        numbers, threshold = dict.fromkeys(("threshold", "low", "high", "rms_logit"), np.nan), _half(*columns)
+        if sizes[0] <= threshold <= sizes[-1]:
             low, high = metrics.clustered_interval(_half, part["example"].to_numpy(), *columns, resamples=RESAMPLES)
             noise = np.log(part.groupby("size")["rms_logit"].mean().clip(lower=1e-30))
-            level = float(np.exp(np.interp(np.log(found), np.log(sizes), noise)))
-            numbers, why = {"threshold": found, "low": low, "high": high, "rms_logit": level}, ""
+            level = float(np.exp(np.interp(np.log(threshold), np.log(sizes), noise)))
+            numbers, why = {"threshold": threshold, "low": low, "high": high, "rms_logit": level}, ""
         elif part.loc[part["size"] == sizes[0], "flip"].mean() >= 0.5:
             why = "below the smallest size"
         else:

@@ -1,0 +1,230 @@
+"""Runs an experiment: its cells, one after another or on Ray, kept as they are finished; then its result, files and page.
+
+An experiment says what is asked and what the answer comes to (:mod:`kvinterp.study.experiments.base`). Everything here is the
+same for all of them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from kvinterp.common.result import Result
+from kvinterp.errors import InputError, unknown
+from kvinterp.study.experiments.base import Experiment
+
+NOTHING = "nothing was finished; run the same command again"
+"""What an interruption of a single piece of work leaves behind."""
+_LONGEST = 80
+"""So many characters has the name of a folder that nobody named."""
+
+
+def run(experiment: Experiment, out: Path | None, existing: str, progress: str, figures: str, engine: str) -> Result:
+    """Does what :meth:`Experiment.run` says."""
+    check_reached(experiment)
+    from kvinterp.common.checks import check_choice, check_known, check_unread
+    from kvinterp.common.store import CELLS
+    from kvinterp.study.results import EXISTING
+
+    check_known("way to treat an existing result", existing, EXISTING)
+    check_choice("progress", progress, ("bar", "none"))
+    check_choice("figures", figures, ("drawn", "none"))
+    if out is None:
+        check_unread("existing", existing, "error", "there is no folder; give one as out, or leave it out")
+    try:
+        return _run(experiment, out, existing, progress, figures, engine)
+    except KeyboardInterrupt as error:
+        some = out is not None and any((out / CELLS).rglob("*.parquet"))
+        error.args = (experiment.INTERRUPTED if some else NOTHING,)
+        raise
+
+
+def _run(experiment: Experiment, out: Path | None, existing: str, progress: str, figures: str, engine: str) -> Result:
+    from kvinterp.common.store import Store
+    from kvinterp.study.cells import CellsMade, Local, loading_once, run_cells
+    from kvinterp.study.results import check_free, is_finished
+
+    # The cheap questions first: a typing error should not cost the loading of a model.
+    worker: Any = Local()
+    if engine != "local":
+        from kvinterp.study.engines import engine_named
+
+        worker = engine_named(engine)
+    experiment.check()
+    there = out is not None and check_free(out, experiment.verb(), file_names(experiment), existing)
+    with loading_once():
+        cells = experiment.cells()
+        check_steps(experiment)
+        settings = experiment.settings() if out is not None else asked(experiment)
+        store = None if out is None else Store(out, settings)
+        if out is not None and there and is_finished(out, settings):
+            return read_result(experiment, out)
+        if store is not None:
+            store.say_others()
+        options = (store, progress, experiment.UNIT, worker)
+        try:
+            parts = run_cells(cells, *options)
+            if second := experiment.second_stage(parts):
+                cells += second
+                parts |= run_cells(second, *options)
+        except KeyboardInterrupt:
+            if store is not None and experiment.PARTIAL == "yes":
+                parts = CellsMade({cell.key: (cell, store) for cell in cells}).finished()
+                if parts:
+                    write(experiment, store.folder, settings, experiment.reduce(parts), ending="interrupted")
+            raise
+        result = experiment.reduce(parts)
+        if out is None:
+            result.settings, result.choices = settings, experiment.choices()
+            return with_findings(experiment, result)
+        return write(experiment, out, settings, result, figures)
+
+
+# Before it runs --------------------------------------------------------------------------------------------------------
+
+
+def check_reached(experiment: Experiment) -> None:
+    """Raises where a model is on a hub that cannot be reached: before torch is imported, since that takes seconds."""
+    from kvinterp.models.naming import check_reached
+
+    fields = vars(experiment)
+    for name in filter(None, (fields.get("model"), *fields.get("models", ()))):
+        # TransformerLens has names of its own.
+        if fields.get("kind") not in ("hooked", "transformer_lens") or "/" in name:
+            check_reached(name)
+
+
+def check_steps(experiment: Experiment) -> None:
+    """Raises where a model has fewer positions than steps were asked for: before any part of the work is done."""
+    steps_by_field = {name: steps for name in experiment.STEPS if (steps := vars(experiment).get(name)) is not None}
+    for adapter in experiment.adapters() if steps_by_field else ():
+        for name, steps in steps_by_field.items():
+            if steps > (context := adapter.facts.context):
+                raise InputError(
+                    f"{name}={steps} was given, but {adapter.facts.name} has a context of {context:,} positions: decode "
+                    "fewer steps."
+                )
+
+
+def asked(experiment: Experiment) -> dict[str, Any]:
+    """The choices that decide the numbers, with what the prompts hold."""
+    from kvinterp.data import load_prompts
+    from kvinterp.study.results import prompts_digest
+
+    settings: dict[str, Any] = {"verb": experiment.verb(), **experiment.choices()}
+    if settings.get("prompts") is not None:
+        settings["prompts"] = prompts_digest(load_prompts(settings["prompts"]))
+    return settings
+
+
+def default_folder(experiment: Experiment) -> Path:
+    """The folder that its command writes unless one is given: ``out/VERB-MODEL``."""
+    models = filter(None, (vars(experiment).get("model"), *vars(experiment).get("models", ())))
+    names = [re.sub(r"[^\w.-]+", "-", re.split("[:/]", str(name).rstrip("/"))[-1]).strip("-") for name in models]
+    return Path("out") / "-".join([experiment.verb(), *names])[:_LONGEST].rstrip("-.")
+
+
+# Files -----------------------------------------------------------------------------------------------------------------
+
+
+def file_names(experiment: Experiment) -> list[str]:
+    """The names of the files that it will write, beside the summary and figures."""
+    kind = type(experiment)
+    finds = kind.SHOWN or kind.findings is not Experiment.findings or kind.rows is not Experiment.rows
+    tables = (f"{table}.parquet" for table in (*["findings"] * bool(finds), *kind.TABLES))
+    return [*tables, *kind.FILES, "report.html"]
+
+
+def files_of(experiment: Experiment, result: Result) -> list[str]:
+    """The names of a result's files beside the summary, drawn or not yet; for figures what they begin with, and a star."""
+    from kvinterp.study.results import prompts_of
+
+    tables = (f"{name}.parquet" for name in result.tables)
+    figures = (f"figures/{name}*" for name in experiment.figure_names())
+    return [*tables, *(result.others or prompts_of(result)), "report.html", *figures]
+
+
+def with_findings(experiment: Experiment, result: Result) -> Result:
+    """Adds its findings to the tables of a result, which knows from then on what made it."""
+    vars(result).update(VERB=experiment.verb(), experiment=experiment)
+    if "findings" not in result.tables and (rows := experiment.findings(result)) is not None:
+        result.tables = {"findings": rows.assign(experiment=experiment.verb()), **result.tables}
+    return result
+
+
+def read_result(experiment: Experiment, folder: Path) -> Result:
+    """Reads a finished result.
+
+    Raises:
+        InputError: A table is missing or damaged, or is of another version of kvinterp.
+    """
+    from kvinterp.data import load_prompts
+    from kvinterp.study.results import PROMPTS, read_summary, read_tables, reading
+
+    summary = read_summary(folder)
+    tables = read_tables(folder, summary)
+    with reading(folder, summary):
+        result = experiment.result_of(tables, summary)
+        result.tables, result.folder = tables, folder
+        result.settings = summary["settings"]
+        result.choices = summary.get("choices", result.settings)
+        if "prompts" in vars(result):
+            vars(result)["prompts"] = load_prompts(folder / PROMPTS) if PROMPTS in summary["files"] else []
+        return with_findings(experiment, result)
+
+
+def write(
+    experiment: Experiment,
+    folder: Path,
+    settings: Mapping[str, Any],
+    result: Result,
+    figures: str = "none",
+    ending: str = "finished",
+) -> Result:
+    """Writes a result into a folder, which is then finished."""
+    from kvinterp.study.results import prompts_of, write_result
+
+    result.settings, result.choices, result.folder = settings, result.choices or experiment.choices(), folder
+    with_findings(experiment, result)
+    summary = {**result.contents()[1], "choices": result.choices}
+    if "reading" not in summary:
+        # Kept as they are said now: what is read again has no NaN, which JSON does not know.
+        summary["reading"] = experiment.sentences(result)
+    draw_into = (lambda place: draw(experiment, result, place)) if figures == "drawn" else None
+    texts, files = result.others or prompts_of(result), files_of(experiment, result)
+    result.files = write_result(folder, settings, files, result.tables, summary, texts, draw_into, ending)
+    return result
+
+
+def save(experiment: Experiment, result: Result, folder: Path, existing: str, figures: str) -> None:
+    """Writes a result that a function gave into a folder; see :meth:`kvinterp.common.result.Result.save`."""
+    from kvinterp.study.results import check_free, is_finished
+
+    names = files_of(experiment, with_findings(experiment, result))
+    if check_free(folder, experiment.verb(), names, existing) and is_finished(folder, result.settings):
+        raise unknown("way to treat an existing result", existing, ("error", "overwrite"))
+    write(experiment, folder, result.settings, result, figures)
+
+
+def draw(experiment: Experiment, result: Result, folder: Path) -> list[Path]:
+    """Draws the figures of a result into a folder, and writes the page with them beside it.
+
+    Returns:
+        The files; none where there is nothing to show.
+    """
+    from kvinterp.study.report.experiment import write_experiment
+    from kvinterp.study.report.style import keeping
+    from kvinterp.study.report.style import save as save_figure
+
+    if not experiment.has_page(result):
+        return []
+    with keeping():
+        files = [save_figure(figure, folder / f"{name}.png") for name, figure in experiment.figures(result).items()]
+        about = result.contents()[1].get("provenance") or {}
+        findings = with_findings(experiment, result).tables.get("findings")
+        lines = experiment.sentences(result) if findings is None else experiment.headline(result)
+        content = (lines, result.tables, files, result.choices or {}, about, experiment.page_parts(result), findings)
+        beside = [name for name in files_of(experiment, result) if name != "report.html" and "*" not in name]
+        return [*files, write_experiment(folder.parent, experiment.question(), *content, [*beside, "summary.json"])]
