@@ -1,21 +1,22 @@
-"""Audits every causal language model that transformers' auto classes name; ``make wild``, which goes on where it stopped.
+"""Tries the cache of every causal language model that transformers' auto classes name by programs; ``make wild``.
 
-Each is made of small random weights by its own config class and audited in a process of its own, with a limit of time and of
-memory. A line of JSON a model goes to ``out/wild/PROCESSOR.jsonl``; ``--table`` writes ``docs/wild.md`` from these files.
+Each is made of small random weights by lines that anybody can run, and tried in a process of its own, with a limit of time and of
+memory. ``out/wild/TYPE.json`` is a finished one: what is there is left out, so a run goes on where it stopped. ``--table`` writes
+``docs/wild.md`` and the scripts of all failures from these files.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
+import dataclasses
 import json
 import os
 import resource
-import signal
+import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,19 @@ ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT / "benchmarks" / "bugs"), str(ROOT / "tools")]
 
 SECONDS, BYTES = 420, 6 * 2**30
-"""Of the clock and of memory, that a model may take."""
+"""Of the processor and of memory, that a model may take."""
+FAULTS = 12
+"""How many of one model are looked for at most."""
+MODEL = """import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+torch.manual_seed(0)
+config = AutoConfig.for_model({name!r}, {fields})
+model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+with torch.no_grad():  # What is initialised to a constant is not left at it.
+    for p in model.parameters():
+        p += 0.1 * torch.randn_like(p) * (p == p.flatten()[0]).all()
+"""
 
 
 def known() -> dict[str, dict[str, Any]]:
@@ -38,100 +51,108 @@ def known() -> dict[str, dict[str, Any]]:
     return {name: needed.get(name, {}) for name in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)}
 
 
-def seen(name: str, config: Mapping[str, Any]) -> dict[str, Any]:
-    """What an audit of one says, as a row."""
-    from bank.run import LENGTHS, STEPS
-    from bank.small import small
+def written(name: str, config: Mapping[str, Any]) -> str:
+    """Lines that make a small random model of a type."""
+    from bank.small import sizes
 
-    import kvinterp as kv
+    fields = {**sizes(name), **config}
+    return MODEL.format(name=name, fields=", ".join(f"{field}={value!r}" for field, value in fields.items()))
+
+
+def tried(name: str, config: Mapping[str, Any]) -> dict[str, Any]:
+    """What programs say of one, as a row."""
+    from kvinterp.auditing.uses import uses_of
+    from kvinterp.models import wrap
 
     began = time.process_time()
-    row: dict[str, Any] = {"type": name, "class": "", "word": "not built"}
+    row: dict[str, Any] = {"type": name, "class": "", "model": "", "why": "", "uses": []}
     try:
-        model = small(name, **config)
-        row["class"] = type(model).__name__
-        found = kv.audit(model, rungs=("float32", "float64"), lengths=LENGTHS, steps=STEPS)
+        made: dict[str, Any] = {}
+        row["model"] = written(name, config)
+        exec(row["model"], made)
+        row["class"] = type(made["model"]).__name__
+        found = [dataclasses.asdict(check) for check in uses_of(wrap(made["model"].eval()), faults=FAULTS)]
     # Whatever it raises is what there is to say.
     except Exception as error:
-        said = " ".join(str(error).split())
-        return {
-            **row,
-            "word": "not audited" if row["class"] else "not built",
-            "detail": f"{type(error).__name__}: {said[:300]}",
-        }
-    checks = {check.name: check.status for check in found.checks}
-    return {
-        **row,
-        "word": found.verdict,
-        "exit_code": found.exit_code,
-        "layer": found.first_layer,
-        "tensor": found.tensor,
-        "checks": checks,
-        "lines": found.reading.splitlines()[1:3],
-        "failed": {check.name: check.detail for check in found.checks if check.status == "failed"},
-        "seconds": round(time.process_time() - began, 1),
-    }
+        row["why"] = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        return row
+    row |= {"uses": found, "seconds": round(time.process_time() - began, 1)}
+    for check in found:
+        if check["lines"]:
+            check["printed"] = alone(row["model"] + "\n" + check["lines"])
+    return row
 
 
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
-        yield
+def alone(script: str) -> str:
+    """What a script prints, or the error it ends with, in a process that has never heard of kvinterp."""
+    made = subprocess.run([sys.executable, "-I", "-W", "ignore", "-c", script], capture_output=True, text=True)
+    said = made.stdout.strip()
+    return said if made.returncode == 0 else "\n".join([*said.splitlines(), made.stderr.strip().splitlines()[-1][:300]])
 
 
-def aside(name: str, config: Mapping[str, Any]) -> dict[str, Any]:
-    """The same in a fork, ended where it takes too long or too much."""
-    reading, writing = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.close(reading)
-        resource.setrlimit(resource.RLIMIT_DATA, (BYTES, BYTES))
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.alarm(SECONDS)
-        with _quiet():
-            row = seen(name, config)
-        os.write(writing, json.dumps(row).encode())
-        os._exit(0)
-    os.close(writing)
-    with os.fdopen(reading, "rb") as pipe:
-        said = pipe.read()
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    if said:
-        return dict(json.loads(said))
-    why = f"more than {SECONDS} seconds" if code == -signal.SIGALRM else f"the process ended with {code}"
-    return {"type": name, "class": "", "word": "not audited", "detail": why}
+def save(folder: Path, row: Mapping[str, Any]) -> None:
+    """A whole file or none."""
+    part = folder / f"{row['type']}.part"
+    part.write_text(json.dumps(row))
+    part.rename(folder / f"{row['type']}.json")
+
+
+def aside(name: str, config: Mapping[str, Any], folder: Path) -> int:
+    """Starts a fork that tries one and saves it; returns its process."""
+    if child := os.fork():
+        return child
+    resource.setrlimit(resource.RLIMIT_DATA, (BYTES, BYTES))
+    resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS))
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.dup2(nowhere, 2)
+    save(folder, tried(name, config))
+    os._exit(0)
 
 
 def main() -> None:
-    """Audits what is not there yet."""
+    """Tries what is not there yet."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="*", help="model types; all unless given, and those that are there are left out")
+    parser.add_argument("names", nargs="*", help="model types; all unless given; those that are there are left out")
     parser.add_argument("--out", type=Path, default=ROOT / "out" / "wild")
+    parser.add_argument("--workers", type=int, default=1, help="models that are tried side by side")
     parser.add_argument("--table", action="store_true", help="writes docs/wild.md from what is there")
     given = parser.parse_args()
     if given.table:
         from wild.page import write
 
-        write(given.out, ROOT / "docs" / "wild.md")
+        write(given.out, ROOT / "docs")
         return
     warnings.simplefilter("ignore")
     import torch
     from transformers.utils import logging
 
-    from kvinterp.models.provenance import machine
+    import kvinterp.auditing.uses  # noqa: F401  A fork does not import it again.
 
     logging.set_verbosity_error()
     torch.set_num_threads(1)
-    about = machine()
     given.out.mkdir(parents=True, exist_ok=True)
-    place = given.out / f"{torch.backends.cpu.get_cpu_capability().lower()}.jsonl"
-    there = {row["type"] for row in map(json.loads, place.read_text().splitlines())} if place.exists() else set()
-    configs = known()
-    with place.open("a") as file:
-        for name in given.names or [name for name in configs if name not in there]:
-            row = aside(name, configs[name])
-            print(json.dumps({**row, "device": about["device"]}), file=file, flush=True)
-            print(name, row["word"], row.get("layer"), row.get("tensor", ""), row.get("detail", "")[:150], flush=True)
+    configs, running = known(), dict[int, str]()
+    for name in given.names or configs:
+        if (given.out / f"{name}.json").exists():
+            continue
+        while len(running) >= given.workers:
+            ended(running, given.out)
+        running[aside(name, configs[name], given.out)] = name
+    while running:
+        ended(running, given.out)
+
+
+def ended(running: dict[int, str], folder: Path) -> None:
+    """Waits for one, and says what it came to; one that did not end by itself is saved as that."""
+    child, status = os.wait()
+    name, code = running.pop(child), os.waitstatus_to_exitcode(status)
+    if code:
+        why = f"the process ended with {code}, after at most {SECONDS} seconds of the processor and {BYTES // 2**30} GiB"
+        save(folder, {"type": name, "class": "", "model": "", "why": why, "uses": []})
+    row = json.loads((folder / f"{name}.json").read_text())
+    wrong = [check["name"] for check in row["uses"] if check["status"].startswith("wrong")]
+    print(name, row["why"] or f"wrong: {', '.join(wrong)}" if row["why"] or wrong else "right", flush=True)
 
 
 if __name__ == "__main__":

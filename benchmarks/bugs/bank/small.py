@@ -56,8 +56,7 @@ def small(
         seed: Of the weights.
         config: Fields of the config, over `SIZES`.
     """
-    kind = CONFIG_MAPPING[model_type]
-    made = kind(**{name: value for name, value in SIZES.items() if name in _fields(kind)} | config)
+    made = CONFIG_MAPPING[model_type](**sizes(model_type) | config)
     more = {} if attention is None else {"attn_implementation": attention}
     state = torch.get_rng_state()
     torch.manual_seed(seed)
@@ -69,14 +68,15 @@ def small(
     return model.to(getattr(torch, dtype)).eval()
 
 
-def _fields(kind: type) -> set[str]:
-    """The names a config's constructor takes."""
+def sizes(model_type: str) -> dict[str, Any]:
+    """Those of `SIZES` that the type's config has fields for."""
+    kind = CONFIG_MAPPING[model_type]
     names: set[str] = set()
     for base in kind.__mro__:
         names |= set(inspect.get_annotations(base))
         if base.__init__ is not object.__init__:
             names |= set(inspect.signature(base.__init__).parameters)
-    return names
+    return {name: value for name, value in SIZES.items() if name in names}
 
 
 @torch.no_grad()

@@ -19,6 +19,8 @@ from kvinterp.programs.program import CACHES, PADS, TOLD, Operation, Program, Ro
 from kvinterp.programs.running import PADDED, RIGHT, WRONG, Run
 from kvinterp.programs.subject import Subject
 
+FAULTS = 4
+"""How many are looked for unless told."""
 OPERATIONS = spec.plugins_of(folder, Operation)  # type: ignore[type-abstract]
 KINDS = spec.named(Rows, *OPERATIONS.values())
 
@@ -190,7 +192,7 @@ def search(
     seconds: float = 40.0,
     seed: int = 0,
     given: Sequence[Program] = (),
-    faults: int = 4,
+    faults: int = FAULTS,
     beyond: str = "no",
     progress: Callable[[str], None] = lambda _: None,
 ) -> Searched:
