@@ -153,6 +153,18 @@ VERBS: dict[str, tuple[dict[str, Any], dict[str, Changes]]] = {
             "cache_errors": Changes("whole"),
         },
     ),
+    "attention": (
+        {"model": SMALL, **_ONE, "a": "cached+int8", "step": 2},
+        {
+            **_MODEL,
+            **_PROMPTS,
+            "a": Changes("cached+int4"),
+            "b": Changes("recompute@float64"),
+            "step": Changes(3),
+            "layers": Changes((1,)),
+            "most": Changes(1),
+        },
+    ),
     "decompose": ({"model": SMALL, **_ONE, "max_new_tokens": 3}, {**_MODEL, **_PROMPTS, "max_new_tokens": Changes(4)}),
     "equivalent-noise": (
         {"model": SMALL, **_ONE, "policies": ("int4",), "max_new_tokens": 2},

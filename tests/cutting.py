@@ -26,6 +26,7 @@ DECODES = ("--strategy", "greedy", "--strategy", "top_p(1.0,1.5)", "--seeds", "1
 VERBS = {
     "compare": ("compare", MODEL, *SMALL, "--max-new-tokens", "3"),
     "patch": ("patch", MODEL, *SMALL, "--max-new-tokens", "3", "--controls", "quick"),
+    "attention": ("attention", MODEL, "--prompts", "arithmetic:1", "--device", "cpu", "--step", "1"),
     "decompose": ("decompose", MODEL, *SMALL, "--max-new-tokens", "3"),
     "audit": (
         *("audit", MODEL, "--lengths", "5", "--steps", "1", "--rungs", "float32"),

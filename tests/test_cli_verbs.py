@@ -9,6 +9,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
+import kvinterp as kv
 from command_line import kvinterp, wrong
 from kvinterp.auditing import VERDICTS
 
@@ -49,6 +50,22 @@ def test_decompose_writes_its_split(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "figures" / "decomposition.png").stat().st_size > 10_000
     again = ("decompose", MODEL, "--out", tmp_path / "out", *QUICK)
     wrong("already holds a result: choose another folder with --out, or pass --overwrite", *again)
+
+
+def test_attention_writes_every_head_side_by_side(tmp_path: Path) -> None:
+    """The table is that of `kv.attention_comparison`, and the page holds each head that differs; a second `report` keeps it."""
+    paths = {"a": "cached+int4", "b": "recompute"}
+    made = kvinterp("attention", MODEL, "--out", tmp_path / "out", "--a", paths["a"], "--step", "2", "--device", "cpu")
+    assert made.exit_code == 0, made.output
+    table = pd.read_parquet(tmp_path / "out" / "heads.parquet")
+    adapter = kv.load_model(MODEL, kind="native", device="cpu")
+    shown = kv.attention_comparison(adapter, kv.load_prompts("arithmetic:1")[0], step=2, **paths)
+    pd.testing.assert_frame_equal(table, shown.heads)
+    assert (tmp_path / "out" / "attention.html").read_text() == shown.page.html()
+    most = table.iloc[0]
+    assert f"most in layer {most['layer']}, head {most['head']}:" in made.stdout
+    assert kvinterp("report", tmp_path / "out").exit_code == 0
+    assert 'href="./attention.html"' in (tmp_path / "out" / "report.html").read_text()
 
 
 @pytest.mark.parametrize(

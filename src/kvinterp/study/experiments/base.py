@@ -167,6 +167,11 @@ class Experiment:
             lines = [*self.headline(result), *lines_of(result.tables["findings"])]
         return list(lines or ())
 
+    @classmethod
+    def has_findings(cls) -> bool:
+        """Whether it has a table of findings: it makes rows of what was found, or its result does."""
+        return bool(cls.SHOWN) or cls.findings is not Experiment.findings or cls.rows is not Experiment.rows
+
     def page_parts(self, result: Result) -> list[Any]:
         """What stands on the page behind the findings; nothing unless an experiment says so."""
         return []

@@ -29,7 +29,7 @@ def experiments() -> tuple[str, ...]:
     return tuple(module.name.replace("_", "-") for module in modules if module.name not in _OTHERS)
 
 
-VERBS = ("compare", "patch", "decompose", "audit", "kernels")
+VERBS = ("compare", "patch", "decompose", "attention", "audit", "kernels")
 """Those that are commands of their own; the others are studies."""
 
 

@@ -9,11 +9,13 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvinterp.common.result import Result
 from kvinterp.errors import InputError, unknown
-from kvinterp.study.experiments.base import Experiment
+
+if TYPE_CHECKING:
+    from kvinterp.study.experiments.base import Experiment
 
 NOTHING = "nothing was finished; run the same command again"
 """What an interruption of a single piece of work leaves behind."""
@@ -131,10 +133,8 @@ def default_folder(experiment: Experiment) -> Path:
 
 def file_names(experiment: Experiment) -> list[str]:
     """The names of the files that it will write, beside the summary and figures."""
-    kind = type(experiment)
-    finds = kind.SHOWN or kind.findings is not Experiment.findings or kind.rows is not Experiment.rows
-    tables = (f"{table}.parquet" for table in (*["findings"] * bool(finds), *kind.TABLES))
-    return [*tables, *kind.FILES, "report.html"]
+    tables = (f"{table}.parquet" for table in (*["findings"] * experiment.has_findings(), *experiment.TABLES))
+    return [*tables, *experiment.FILES, "report.html"]
 
 
 def files_of(experiment: Experiment, result: Result) -> list[str]:
@@ -142,8 +142,10 @@ def files_of(experiment: Experiment, result: Result) -> list[str]:
     from kvinterp.study.results import prompts_of
 
     tables = (f"{name}.parquet" for name in result.tables)
+    folder = result.folder
+    there = [name for name in experiment.FILES if folder is not None and (folder / name).exists()]
     figures = (f"figures/{name}*" for name in experiment.figure_names())
-    return [*tables, *(result.others or prompts_of(result)), "report.html", *figures]
+    return [*tables, *(result.others or prompts_of(result) or there), "report.html", *figures]
 
 
 def with_findings(experiment: Experiment, result: Result) -> Result:

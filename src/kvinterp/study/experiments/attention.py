@@ -1,0 +1,95 @@
+"""Show the attention of two paths at one step side by side, head by head, in circuitsvis.
+
+``attention.html`` holds every head three times (each path, and the difference) and needs nothing else: it works offline.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from kvinterp.common.numbers import counted, number
+from kvinterp.common.result import Result
+from kvinterp.findings import Chart, Panel, finding
+from kvinterp.study.experiments.base import Charts, OfModel, Parts, Rows, Tables
+from kvinterp.study.experiments.options import option
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from kvinterp.study.cells import Cell
+
+PAGE = "attention.html"
+
+
+@dataclasses.dataclass(frozen=True)
+class Attention(OfModel):
+    """Which heads attend elsewhere on the other path?"""
+
+    TABLES: ClassVar = ("heads",)
+    FILES: ClassVar = (PAGE,)
+    STEPS: ClassVar = ("step",)
+    UNIT: ClassVar = "pages"
+
+    prompts: str = option("arithmetic:1", "A text, or a file or generator of prompts, of which the first is shown.")
+    a: str = option("cached", "Path A; it chooses the tokens for both paths.")
+    b: str = option("recompute", "Path B.")
+    step: int = option(4, "The decode step; 0 is the prefill, which is the same on most paths.", min=0)
+    layers: tuple[int, ...] | None = option(None, "Layers to compare, such as 0,2,-1. Default: all.", example="0,2,-1")
+    most: int | None = option(None, "The most heads to show, those with the largest KL first. Default: as many as fit.")
+
+    def cells(self) -> list[Cell]:
+        """One cell: a page is of one prompt and step."""
+        from kvinterp.study.cells import Cell
+
+        choices = self.choices("prompts", "a", "b", "step", "most")
+        layers = None if self.layers is None else list(self.layers)
+        return [Cell("page", f"{__name__}:compared", {"model": self.model_settings(), "layers": layers, **choices})]
+
+    def reduce(self, parts: Parts) -> Result:
+        """The table of heads, and the page beside it."""
+        tables, about = parts["page"]
+        return Result(tables, {"provenance": about["provenance"]}, {PAGE: about["page"]})
+
+    def headline(self, result: Result) -> list[str]:
+        """How many heads differ, and which most."""
+        heads = result.tables["heads"]
+        differ = int((heads["largest_row_kl"] > 0).sum())
+        if not differ:
+            return [
+                f"All {counted(len(heads), 'head')} attend the same to the bit at step {self.step}: {self.a} against {self.b}."
+            ]
+        most = heads.sort_values("kl", ascending=False, kind="stable").iloc[0]
+        return [
+            f"{differ} of {counted(len(heads), 'head')} attend differently by step {self.step}; most in layer "
+            f"{most['layer']}, head {most['head']}: KL {number(most['kl'])} nats in the newest row. {PAGE} shows them."
+        ]
+
+    def rows(self, tables: Tables) -> Rows:
+        """The heads with the largest KL."""
+        return [
+            finding("attention KL of the newest row", row["kl"], measure="nats", layer=row["layer"], head=row["head"],
+                    note=f"largest row {number(row['largest_row_kl'])} at position {row['largest_row']}")
+            for row in tables["heads"].query("largest_row_kl > 0").head(8).to_dict("records")
+        ]  # fmt: skip
+
+    def charts(self, result: Result) -> Charts:
+        """The KL of every head."""
+        label = "KL of the newest row (nats);\nblank: exactly 0"
+        panel = Panel(result.tables["heads"], "head", "layer", "map", "kl", xlabel="query head", label=label)
+        return {"attention": Chart(f"Attention of {self.a} against {self.b} at step {self.step}", [panel])}
+
+
+def compared(
+    model: Mapping[str, Any], prompts: str, a: str, b: str, step: int, layers: list[int] | None, most: int | None
+) -> tuple[dict[str, pd.DataFrame], dict[str, Any]]:
+    """The heads of one prompt, and the page that shows them."""
+    from kvinterp.data import load_prompts
+    from kvinterp.models.provenance import provenance
+    from kvinterp.study.cells import loaded
+    from kvinterp.study.report.attention import attention_comparison
+
+    adapter = loaded(model)
+    shown = attention_comparison(adapter, load_prompts(prompts)[0], step=step, layers=layers, a=a, b=b, most=most)
+    return {"heads": shown.heads}, {"page": shown.page.html(), "provenance": provenance(adapter)}
