@@ -34,7 +34,7 @@ from kvinterp.errors import InputError, KvinterpError, out_of_memory, visible
 from kvinterp.models.naming import check_reached
 from kvinterp.study.experiments.base import OPTION, Experiment
 from kvinterp.study.experiments.choices import check_words
-from kvinterp.study.experiments.registry import command_of, experiment_named, experiments, question_of
+from kvinterp.study.experiments.registry import OF_FILES, command_of, experiment_named, experiments, question_of
 from kvinterp.study.experiments.running import default_folder
 
 _PANELS: dict[str, tuple[str, ...]] = {
@@ -65,7 +65,7 @@ class _Verb(TyperCommand):
         parts = [part for each in args for part in (each.split("=", 1) if each.startswith("--") else [each])]
         check_words({flag[2:].replace("-", "_"): value for flag, value in itertools.pairwise(parts) if flag[:2] == "--"})
         for name in itertools.takewhile(lambda each: not each.startswith("-"), args):
-            if _PLACE.fullmatch(name):
+            if self.name not in OF_FILES and _PLACE.fullmatch(name):
                 check_reached(name)
         return super().make_context(info_name, args, *given, **extra)
 

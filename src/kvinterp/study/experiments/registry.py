@@ -29,8 +29,10 @@ def experiments() -> tuple[str, ...]:
     return tuple(module.name.replace("_", "-") for module in modules if module.name not in _OTHERS)
 
 
-VERBS = ("compare", "patch", "decompose", "attention", "audit", "kernels")
+VERBS = ("compare", "compare-traces", "patch", "decompose", "attention", "audit", "kernels")
 """Those that are commands of their own; the others are studies."""
+OF_FILES = ("compare-traces",)
+"""Those whose arguments are files, and no models."""
 
 
 def command_of(name: str) -> tuple[str, ...]:
