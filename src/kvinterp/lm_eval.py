@@ -136,9 +136,9 @@ class PathLM(TemplateLM):
             tokens = self.tok_encode(request.args[0])
             split = get_rolling_token_windows(tokens, self.prefix_token_id, self.max_length, context_len=1)
             windows += [(number, *make_disjoint_window(pair)) for pair in split]
-        found = self._loglikelihood_tokens(windows)
+        sums = self._loglikelihood_tokens(windows)
         sums = [0.0] * len(requests)
-        for (number, *_), (log_probability, _) in zip(windows, found, strict=True):
+        for (number, *_), (log_probability, _) in zip(windows, sums, strict=True):
             sums[number] += log_probability
         return sums
 
@@ -240,8 +240,8 @@ class _TopKTopP(Strategy):
     temperature: float
 
     def distribution(self, logits: Tensor) -> Tensor:
-        kept = TopK(self.k, self.temperature).distribution(logits)
-        return TopP(self.p, 1.0).distribution(kept.log())
+        candidates = TopK(self.k, self.temperature).distribution(logits)
+        return TopP(self.p, 1.0).distribution(candidates.log())
 
 
 def main() -> None:

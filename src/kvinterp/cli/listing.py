@@ -42,11 +42,11 @@ NAMES: dict[str, Callable[[], Iterable[str]]] = {
 def described(what: str, rows: list[Row]) -> Iterator[str]:
     """The rows of a list as lines: a name, and below it what is said of it."""
     for row in rows:
-        name, *others = row.items()
+        name, *columns = row.items()
         yield name[1]
-        for column, text in others:
+        for column, text in columns:
             if text:
-                label = "" if len(others) == 1 else f"{column}: "
+                label = "" if len(columns) == 1 else f"{column}: "
                 yield textwrap.fill(label + text, 120, initial_indent="    ", subsequent_indent="      ")
     if what == "policies":
         yield POLICY_NOTE

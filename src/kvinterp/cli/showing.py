@@ -53,7 +53,7 @@ def rewritten(folder: Path) -> list[str]:
 
     if not is_folder(folder):
         raise InputError(f"folder {str(folder)!r} is not there: give one that kvinterp wrote.")
-    found = load(folder)
-    found.report()
+    result = load(folder)
+    result.report()
     cut = is_file(folder / SUMMARY) and read_summary(folder).get("interrupted")
-    return [*["This run was interrupted: only what was finished by then is in it."] * bool(cut), *found.sentences()]
+    return [*["This run was interrupted: only what was finished by then is in it."] * bool(cut), *result.sentences()]

@@ -38,11 +38,11 @@ def means_of(rows: pd.DataFrame, measures: Sequence[str]) -> pd.DataFrame:
         One row a layer and measure: mean and median over examples, the median's 95% interval (low, high); zeros,
         those of exactly 0; n (examples). NaN where none has a number.
     """
-    found = []
+    rows_of_layers = []
     for measure in measures:
         for layer, values in _layers(rows, measure):
-            found.append({"layer": layer, "measure": measure, **metrics.typical(values)._asdict()})
-    return pd.DataFrame(found, columns=["layer", "measure", *metrics.Typical._fields])
+            rows_of_layers.append({"layer": layer, "measure": measure, **metrics.typical(values)._asdict()})
+    return pd.DataFrame(rows_of_layers, columns=["layer", "measure", *metrics.Typical._fields])
 
 
 def amplification_of(rows: pd.DataFrame) -> pd.DataFrame:
@@ -55,16 +55,16 @@ def amplification_of(rows: pd.DataFrame) -> pd.DataFrame:
         One row a layer and measure of :data:`GROWING`: ratio, the median of the examples' own, its 95% interval (low, high) and
         n, the examples that drift in the layer before; NaN where there is none.
     """
-    found = []
+    rows_of_layers = []
     for measure in GROWING:
         layers = dict(_layers(rows, measure))
         for layer, values in layers.items():
             before = layers.get(layer - 1, values * np.nan)
             grown = metrics.typical((values / before.where(before > 0)).dropna())
-            found.append(
+            rows_of_layers.append(
                 {"layer": layer, "measure": measure, "ratio": grown.median, **grown.interval._asdict(), "n": grown.n}
             )
-    return pd.DataFrame(found, columns=["layer", "measure", "ratio", "low", "high", "n"])
+    return pd.DataFrame(rows_of_layers, columns=["layer", "measure", "ratio", "low", "high", "n"])
 
 
 def layer_tests_of(rows: pd.DataFrame, null: pd.DataFrame, contrasts: Sequence[str]) -> pd.DataFrame:
@@ -82,11 +82,11 @@ def layer_tests_of(rows: pd.DataFrame, null: pd.DataFrame, contrasts: Sequence[s
         One row a model, layer, measure, contrast and test: n (examples), statistic, p, p_bh, corrected over all layers of all
         models that are tested alike, effect, and effect_of, what that is. p is NaN where nothing differs.
     """
-    found = []
-    for model, mine in rows.groupby("model", sort=False):
-        beside = null[null["model"] == model]
+    rows_of_tests = []
+    for model, drift in rows.groupby("model", sort=False):
+        null_drift = null[null["model"] == model]
         for measure, contrast in itertools.product(GROWING, contrasts):
-            layers, nulls = dict(_layers(mine, measure)), dict(_layers(beside, measure))
+            layers, nulls = dict(_layers(drift, measure)), dict(_layers(null_drift, measure))
             against = {
                 "previous layer": {layer: layers.get(layer - 1) for layer in layers},
                 "layer 0": {layer: layers.get(0) if layer else None for layer in layers},
@@ -97,11 +97,11 @@ def layer_tests_of(rows: pd.DataFrame, null: pd.DataFrame, contrasts: Sequence[s
                     continue
                 both = pd.concat([values, against[layer]], axis=1).dropna().to_numpy()
                 for name, test, effect_of in _TESTS:
-                    found.append(
+                    rows_of_tests.append(
                         (model, layer, measure, contrast, name, len(both), *test(both[:, 0], both[:, 1]), effect_of)
                     )
     columns = ["model", "layer", "measure", "contrast", "test", "n", "statistic", "p", "effect", "effect_of"]
-    table = pd.DataFrame(found, columns=columns)
+    table = pd.DataFrame(rows_of_tests, columns=columns)
     alike = table.groupby(["measure", "contrast", "test"], sort=False)["p"]
     table["p_bh"] = alike.transform(lambda p: corrected(p.to_numpy(float), "bh"))
     return table
@@ -118,7 +118,7 @@ def pairs_of(heads: pd.DataFrame, sharing: int) -> pd.DataFrame:
         One row an example, layer and kind of pair (``within`` a KV group, ``across`` groups): r, the mean of Spearman's
         correlation over the pairs of heads, and pairs, how many have one; NaN and 0 where none varies.
     """
-    found = []
+    pairs = []
     for (example, layer), group in heads.groupby(["example", "layer"], sort=False):
         table = group.pivot(index="step", columns="head", values="kl")
         matrix = table.corr("spearman", min_periods=4).to_numpy()
@@ -128,8 +128,8 @@ def pairs_of(heads: pd.DataFrame, sharing: int) -> pd.DataFrame:
             known = matrix[one, other][chosen]
             known = known[np.isfinite(known)]
             r = known.mean() if len(known) else np.nan
-            found.append({"example": example, "layer": layer, "kind": kind, "r": r, "pairs": len(known)})
-    return pd.DataFrame(found, columns=["example", "layer", "kind", "r", "pairs"])
+            pairs.append({"example": example, "layer": layer, "kind": kind, "r": r, "pairs": len(known)})
+    return pd.DataFrame(pairs, columns=["example", "layer", "kind", "r", "pairs"])
 
 
 def head_correlations_of(pairs: pd.DataFrame) -> pd.DataFrame:
@@ -145,16 +145,16 @@ def head_correlations_of(pairs: pd.DataFrame) -> pd.DataFrame:
         One row a layer and kind (``within``, ``across``, ``within - across``): r, the mean over examples, low, high (95%
         interval over examples, none for fewer than :data:`kvinterp.metrics.FEWEST`) and n (examples that have it).
     """
-    found = []
+    correlations = []
     for layer, group in pairs.groupby("layer", sort=False):
         table = group.pivot(index="example", columns="kind", values="r")
         table["within - across"] = table["within"] - table["across"]
         for kind, values in table[["within", "across", "within - across"]].items():
             over = metrics.mean_of(values.dropna())
-            found.append(
+            correlations.append(
                 {"layer": layer, "kind": kind, "r": values.mean(), "low": over.low, "high": over.high, "n": over.n}
             )
-    return pd.DataFrame(found, columns=["layer", "kind", "r", "low", "high", "n"])
+    return pd.DataFrame(correlations, columns=["layer", "kind", "r", "low", "high", "n"])
 
 
 def _layers(rows: pd.DataFrame, measure: str) -> Iterator[tuple[int, pd.Series]]:
@@ -168,8 +168,8 @@ def _mann_whitney(here: np.ndarray, against: np.ndarray) -> tuple[float, float, 
     """U, p, and the chance that one of the first is larger than one of the others."""
     if len(here) < 2 or np.ptp([*here, *against]) == 0:
         return (np.nan,) * 3
-    found = stats.mannwhitneyu(here, against)
-    return found.statistic, found.pvalue, found.statistic / (len(here) * len(against))
+    test = stats.mannwhitneyu(here, against)
+    return test.statistic, test.pvalue, test.statistic / (len(here) * len(against))
 
 
 def _wilcoxon(here: np.ndarray, against: np.ndarray) -> tuple[float, float, float]:

@@ -63,9 +63,9 @@ def flips_with_kl(decodes: pd.DataFrame) -> pd.DataFrame:
     free, matched = (decodes[decodes["protocol"] == protocol] for protocol in ("free", "matched"))
     columns = ["id", "flip_index", "mean_kl", "mean_kl_before_flip", "smallest_margin", "margin_at_flip", "steps"]
     apart = matched[[*DECODE, "mean_kl", "smallest_margin"]].rename(columns={"mean_kl": "matched_mean_kl"})
-    kept = [name for name in columns if name != "smallest_margin"]
+    columns_kept = [name for name in columns if name != "smallest_margin"]
     # The smallest margin over the whole text that the first path writes, which the free protocol may not have seen to its end.
-    both = free[[*DECODE, *kept]].merge(apart, on=DECODE)
+    both = free[[*DECODE, *columns_kept]].merge(apart, on=DECODE)
     return both.dropna(subset=["flip_index"])[[*DECODE, *columns, "matched_mean_kl"]].reset_index(drop=True)
 
 
@@ -83,23 +83,25 @@ def correlations_with_flip(flips: pd.DataFrame, above: float) -> pd.DataFrame:
         value, low, high, p, n (decodes), n_prompts, why (there is none).
     """
     rows = []
-    for told, group in conditions(flips, *CONDITION):
+    for labels, group in conditions(flips, *CONDITION):
         for quantity in QUANTITIES:
-            held = "matched_mean_kl" if quantity == "smallest_margin" else "smallest_margin"
-            known = group[np.isfinite(group[[quantity, held]].astype(float)).all(axis=1)]
-            x, y, names = known["flip_index"], known[quantity], known["example"]
-            asked: dict[str, Callable[[], Test]] = {
+            covariate = "matched_mean_kl" if quantity == "smallest_margin" else "smallest_margin"
+            finite = group[np.isfinite(group[[quantity, covariate]].astype(float)).all(axis=1)]
+            x, y, names = finite["flip_index"], finite[quantity], finite["example"]
+            tests: dict[str, Callable[[], Test]] = {
                 name: functools.partial(correlation, x, y, names, method=name) for name in ("pearson", "spearman")
             }
             for bound in (float(FIRST), float(above)):
-                asked[f"restricted>{bound:g}"] = functools.partial(restricted_correlation, x, y, names, bound)
-            asked["partial"] = functools.partial(correlation, x, y, names, known[held])
-            for method, ask in asked.items():
+                tests[f"restricted>{bound:g}"] = functools.partial(restricted_correlation, x, y, names, bound)
+            tests["partial"] = functools.partial(correlation, x, y, names, finite[covariate])
+            for method, ask in tests.items():
                 bound = float(method.partition(">")[2] or -1)
                 few = names[x > bound].nunique()
                 test = ask() if few >= LEAST else Test(method, few, "r", why=f"{_FEW} ({few})")
                 counts = {"n": int((x > bound).sum()), "n_prompts": test.n}
-                rows.append({**told, "quantity": quantity, "method": method, "value": test.effect, **_ends(test), **counts})
+                rows.append(
+                    {**labels, "quantity": quantity, "method": method, "value": test.effect, **_ends(test), **counts}
+                )
                 rows[-1]["why"] = test.why
     names = ["model", "strategy", "quantity", "method", "value", "low", "high", "p", "n", "n_prompts", "why"]
     return pd.DataFrame(rows, columns=names)
@@ -112,13 +114,13 @@ def terciles_of(flips: pd.DataFrame) -> pd.DataFrame:
         One row a model, strategy and quantity: ratio of the two means, low, high, p (Welch), n (decodes), n_prompts, why.
     """
     rows = []
-    for told, group in conditions(flips, *CONDITION):
+    for labels, group in conditions(flips, *CONDITION):
         for quantity in QUANTITIES:
-            known = group.dropna(subset=[quantity])
-            given, few = (known["flip_index"], known[quantity], known["example"]), known["example"].nunique()
-            test = terciles(*given) if few >= LEAST else Test("thirds", few, "ratio", why=f"{_FEW} ({few})")
-            counts = {"n": len(known), "n_prompts": test.n, "why": test.why}
-            rows.append({**told, "quantity": quantity, "ratio": test.effect, **_ends(test), **counts})
+            finite = group.dropna(subset=[quantity])
+            columns, few = (finite["flip_index"], finite[quantity], finite["example"]), finite["example"].nunique()
+            test = terciles(*columns) if few >= LEAST else Test("thirds", few, "ratio", why=f"{_FEW} ({few})")
+            counts = {"n": len(finite), "n_prompts": test.n, "why": test.why}
+            rows.append({**labels, "quantity": quantity, "ratio": test.effect, **_ends(test), **counts})
     return pd.DataFrame(
         rows, columns=["model", "strategy", "quantity", "ratio", "low", "high", "p", "n", "n_prompts", "why"]
     )
@@ -140,14 +142,14 @@ def hazard_of(decodes: pd.DataFrame, risk: pd.DataFrame) -> pd.DataFrame:
     matched = decodes.loc[decodes["protocol"] == "matched", [*DECODE, "flip_index", "steps", "diverged"]]
     of_decode = risk.groupby(DECODE)["margin"].agg(mean="mean", smallest="min").reset_index()
     rows = []
-    for told, group in conditions(matched.merge(of_decode, on=DECODE), *CONDITION):
+    for labels, group in conditions(matched.merge(of_decode, on=DECODE), *CONDITION):
         time, events = group["flip_index"].fillna(group["steps"] - 1), int(group["diverged"].sum())
-        found = {name: cox(time, group["diverged"], group[name], group["example"]) for name in ("mean", "smallest")}
-        of_step = risk[(risk["model"] == told["model"]) & (risk["strategy"] == told["strategy"])]
-        found["of the step"] = _odds(of_step)
-        for margin, test in found.items():
+        tests = {name: cox(time, group["diverged"], group[name], group["example"]) for name in ("mean", "smallest")}
+        of_step = risk[(risk["model"] == labels["model"]) & (risk["strategy"] == labels["strategy"])]
+        tests["of the step"] = _odds(of_step)
+        for margin, test in tests.items():
             numbers = {"coef": float(np.log(test.effect)), "hr": test.effect, **_ends(test), "n": test.n}
-            rows.append({**told, "margin": margin, **numbers, "events": events, "why": test.why})
+            rows.append({**labels, "margin": margin, **numbers, "events": events, "why": test.why})
     return pd.DataFrame(rows)
 
 
@@ -170,8 +172,8 @@ def _odds(risk: pd.DataFrame) -> Test:
     with quiet():
         try:
             model = Logit(risk["flipped"].to_numpy(float), design)
-            found = model.fit(disp=0, cov_type="cluster", cov_kwds={"groups": groups})
-            beta, error = float(found.params[0]), float(found.bse[0]) if found.mle_retvals["converged"] else np.nan
+            fit = model.fit(disp=0, cov_type="cluster", cov_kwds={"groups": groups})
+            beta, error = float(fit.params[0]), float(fit.bse[0]) if fit.mle_retvals["converged"] else np.nan
         except (PerfectSeparationError, np.linalg.LinAlgError):
             beta = error = np.nan
     if not (np.isfinite(beta) and np.isfinite(error) and 0 < error < 1e3 and abs(beta) < 1e3):
@@ -196,14 +198,16 @@ def predicted(steps: pd.DataFrame) -> pd.DataFrame:
     parts = []
     for _, group in matched.groupby("model", sort=False):
         squares = (group["rms_logit"] ** 2).groupby(group["example"]).agg(["sum", "count"])
-        others = (squares.sum() - squares).clip(lower=0)
-        scale = group["example"].map(np.sqrt(2 * others["sum"] / others["count"].where(others["count"] > 0)))
+        others_squares = (squares.sum() - squares).clip(lower=0)
+        scale = group["example"].map(
+            np.sqrt(2 * others_squares["sum"] / others_squares["count"].where(others_squares["count"] > 0))
+        )
         with np.errstate(divide="ignore", invalid="ignore"):
             chance = stats.norm.cdf(-group["margin"] / scale)
         # Without noise nothing flips but what is equal.
         parts.append(group.assign(predicted=np.where(scale > 0, chance, 0.5 * (group["margin"] == 0))))
-    found = pd.concat(parts)
-    return found[~found["after_flip"]].reset_index(drop=True)
+    at_risk = pd.concat(parts)
+    return at_risk[~at_risk["after_flip"]].reset_index(drop=True)
 
 
 def _prediction(by_step: list[tuple[dict[str, Any], pd.DataFrame]]) -> pd.DataFrame:
@@ -216,14 +220,14 @@ def _prediction(by_step: list[tuple[dict[str, Any], pd.DataFrame]]) -> pd.DataFr
         No interval where fewer than :data:`LEAST` examples flip.
     """
     rows = []
-    for told, group in by_step:
-        given = group["margin"].to_numpy(float), group["flipped"].to_numpy(bool)
+    for labels, group in by_step:
+        columns = group["margin"].to_numpy(float), group["flipped"].to_numpy(bool)
         few = group.loc[group["flipped"], "example"].nunique() < LEAST
-        low, high = (np.nan, np.nan) if few else clustered_interval(_area, group["example"].to_numpy(), *given)
+        low, high = (np.nan, np.nan) if few else clustered_interval(_area, group["example"].to_numpy(), *columns)
         medians = group.groupby("flipped")["margin"].median()
         rows.append(
-            told
-            | {"auc": _area(*given), "auc_low": low, "auc_high": high, "foretold": float(group["predicted"].sum())}
+            labels
+            | {"auc": _area(*columns), "auc_low": low, "auc_high": high, "foretold": float(group["predicted"].sum())}
             | {"n": group["example"].nunique(), "steps": len(group), "flips": int(group["flipped"].sum())}
             | {"margin_at_flip": medians.get(True, np.nan), "margin_elsewhere": medians.get(False, np.nan)}
         )

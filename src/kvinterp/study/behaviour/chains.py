@@ -170,7 +170,7 @@ def embedder_named(name: str, adapter: Adapter) -> Callable[[Sequence[str]], np.
     place = real.path(name.removeprefix("real:")) if name.startswith("real:") else name
     try:
         with quiet_transformers():
-            made = SentenceTransformer(str(place), device=str(adapter.device))
+            embedder = SentenceTransformer(str(place), device=str(adapter.device))
     # Its folders are read by several libraries, each with errors of its own.
     except Exception as error:
         raise InputError(
@@ -178,7 +178,7 @@ def embedder_named(name: str, adapter: Adapter) -> Callable[[Sequence[str]], np.
             "real:all-minilm-l6-v2."
         ) from error
     # One by one: a text has the same vector whatever stands beside it.
-    return lambda texts: np.asarray(made.encode(list(texts), batch_size=1, show_progress_bar=False))
+    return lambda texts: np.asarray(embedder.encode(list(texts), batch_size=1, show_progress_bar=False))
 
 
 def _counts(texts: Sequence[str]) -> np.ndarray:
@@ -214,18 +214,18 @@ def cycles_of(chains: pd.DataFrame) -> pd.DataFrame:
         hops it does: 1 is a fixed point. NaN where none comes again. At temperature 0 the chain stays there; above it may leave.
     """
     rows = []
-    for told, chain in conditions(chains.sort_values("hop"), *CHAIN):
+    for labels, chain in conditions(chains.sort_values("hop"), *CHAIN):
         again = chain[chain["said"].duplicated()].head(1)
         enters = chain.loc[chain["said"].isin(again["said"]), "hop"].min()
-        rows.append({**told, "enters": float(enters), "period": float(again["hop"].min() - enters)})
+        rows.append({**labels, "enters": float(enters), "period": float(again["hop"].min() - enters)})
     return pd.DataFrame(rows)
 
 
 def curves_of(chains: pd.DataFrame) -> pd.DataFrame:
     """Mean similarity and share of facts by hop, of each model, arm and temperature, with Student's intervals over texts."""
     rows = []
-    for told, group in conditions(chains, *ARM, "hop"):
-        rows.append(told | {"chains": len(group)})
+    for labels, group in conditions(chains, *ARM, "hop"):
+        rows.append(labels | {"chains": len(group)})
         for column in ("similarity", "facts"):
             over = metrics.mean_of(group.groupby("text")[column].mean().dropna())
             rows[-1] |= {column: group[column].mean(), f"{column}_low": over.low, f"{column}_high": over.high}
@@ -252,12 +252,12 @@ def deltas_of(chains: pd.DataFrame, control: str) -> pd.DataFrame:
     own = last[last["arm"] == control][[*keys, "similarity", "said"]]
     beside = last.merge(own, on=keys, suffixes=("", "_control"))
     rows = []
-    for told, group in conditions(beside, *ARM):
+    for labels, group in conditions(beside, *ARM):
         delta = group["similarity"] - group["similarity_control"]
         over, half = metrics.mean_of(delta, group["text"]), group["half"].dropna()
         rows.append(
             {
-                **told, "chains": len(group),
+                **labels, "chains": len(group),
                 "similarity": group["similarity"].mean(), "facts": group["facts"].mean(),
                 "delta": delta.mean(), "delta_low": over.low, "delta_high": over.high,
                 "better": (delta > 0).sum(), "worse": (delta < 0).sum(),
@@ -283,10 +283,10 @@ def attractors_of(chains: pd.DataFrame) -> pd.DataFrame:
         slope's standard error, pairs. NaN where fewer than three pairs vary.
     """
     rows = []
-    for told, group in conditions(chains.sort_values("hop"), *ARM):
-        for of in ("words", "similarity"):
-            before = group.groupby(CHAIN)[of].shift(1)
-            x, y = before.dropna().astype(float), group.loc[before.notna(), of].astype(float)
+    for labels, group in conditions(chains.sort_values("hop"), *ARM):
+        for measure in ("words", "similarity"):
+            before = group.groupby(CHAIN)[measure].shift(1)
+            x, y = before.dropna().astype(float), group.loc[before.notna(), measure].astype(float)
             position = strength = far = np.nan
             if len(x) > 2 and x.nunique() > 1:
                 line: Any = stats.linregress(x, y)
@@ -295,5 +295,5 @@ def attractors_of(chains: pd.DataFrame) -> pd.DataFrame:
                 position = line.intercept / strength if abs(strength) > 1e-9 else np.nan
             numbers = {"position": position, "strength": strength}
             numbers |= {"strength_low": strength - far, "strength_high": strength + far}
-            rows.append({**told, "of": of, "pairs": len(x), **numbers})
+            rows.append({**labels, "of": measure, "pairs": len(x), **numbers})
     return pd.DataFrame(rows)

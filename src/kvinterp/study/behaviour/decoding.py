@@ -105,7 +105,7 @@ def write(
     for index, prompt in enumerate(prompts):
         encode(adapter, prompt, max_new_tokens)
         places.setdefault(len(prompt) - prefilled(path, len(prompt), through), []).append(index)
-    made: dict[int, Written] = {}
+    written_by_index: dict[int, Written] = {}
     with located(f"model {adapter.facts.name}"), own_threads(adapter):
         for fed, chosen in places.items():
 
@@ -119,9 +119,9 @@ def write(
                 return [writing.written(row) for row in range(len(batch))]
 
             heads = [prompts[index][: len(prompts[index]) - fed] for index in chosen]
-            found = in_batches(adapter, (path,), heads, fed + max_new_tokens, batch_size, work)
-            made |= zip(chosen, found, strict=True)
-    return [made[index] for index in range(len(prompts))]
+            texts = in_batches(adapter, (path,), heads, fed + max_new_tokens, batch_size, work)
+            written_by_index |= zip(chosen, texts, strict=True)
+    return [written_by_index[index] for index in range(len(prompts))]
 
 
 class _Writing:
@@ -139,20 +139,20 @@ class _Writing:
                 self._ended[row] = self._with(self._tokens[row], token)
         return [bool(ended) for ended in self._ended]
 
-    def _with(self, held: list[int], token: int) -> str:
+    def _with(self, tokens: list[int], token: int) -> str:
         if token in self._ends:
             return "end of sequence"
-        held.append(token)
+        tokens.append(token)
         # With special tokens, which a stop string may be.
-        if self._stops and any(stop in self._adapter.decode(held) for stop in self._stops):
+        if self._stops and any(stop in self._adapter.decode(tokens) for stop in self._stops):
             return "stop string"
-        return "length" if len(held) == self._most else ""
+        return "length" if len(tokens) == self._most else ""
 
     def written(self, row: int) -> Written:
-        held, tokenizer = self._tokens[row], self._adapter.tokenizer
-        text = self._adapter.decode(held) if tokenizer is None else tokenizer.decode(held, skip_special_tokens=True)
+        tokens, tokenizer = self._tokens[row], self._adapter.tokenizer
+        text = self._adapter.decode(tokens) if tokenizer is None else tokenizer.decode(tokens, skip_special_tokens=True)
         cuts = [place for stop in self._stops if (place := text.find(stop)) >= 0]
-        return Written(tuple(held), text[: min(cuts, default=len(text))], self._ended[row])
+        return Written(tuple(tokens), text[: min(cuts, default=len(text))], self._ended[row])
 
 
 def likelihoods(
@@ -190,7 +190,7 @@ def likelihoods(
         head = prefilled(path, length, through)
         encode(adapter, tokens[:head], len(tokens) - head + 1)
         by_shape.setdefault((length - head, len(tokens) - head), []).append(tokens)
-    found: dict[int, Likelihood] = {}
+    by_request: dict[int, Likelihood] = {}
     with located(f"model {adapter.facts.name}"), own_threads(adapter):
         for (before, fed), every in by_shape.items():
             asked = [[requests[index][1][-1] for index in alike[tokens, len(tokens) - fed + before]] for tokens in every]
@@ -200,15 +200,15 @@ def likelihoods(
                 asked: list[list[int]] = asked,
             ) -> list[list[Likelihood]]:  # fmt: skip
                 rows = [every[row] for row in batch]
-                made = _scored(adapter, path, rows, before, fed, [asked[row] for row in batch])
+                scores = _scored(adapter, path, rows, before, fed, [asked[row] for row in batch])
                 if done is not None:
                     done(sum(len(asked[row]) for row in batch))
-                return made
+                return scores
 
             scored = in_batches(adapter, (path,), [t[: len(t) - fed] for t in every], fed + 1, batch_size, work)
             for tokens, several in zip(every, scored, strict=True):
-                found |= zip(alike[tokens, len(tokens) - fed + before], several, strict=True)
-    return [found[index] for index in range(len(requests))]
+                by_request |= zip(alike[tokens, len(tokens) - fed + before], several, strict=True)
+    return [by_request[index] for index in range(len(requests))]
 
 
 def _scored(

@@ -114,12 +114,12 @@ def factorial(rms: float) -> dict[str, tuple[int, int, int]]:
     # Half of the mean square is the shift's, half the spread's.
     mean, spread = rms / math.sqrt(2), half / math.sqrt(2)
     # 1 / (1 - 2p) and back, so that the mean stays; and four times p where it may shift.
-    kept, turned = 1 / math.sqrt(1 + rms**2), rms**2 / 4
+    scale, share_turned = 1 / math.sqrt(1 + rms**2), rms**2 / 4
     arms = {
         f"uniform({-half:.5g},{half:.5g})": (int(half > 1), 0, 1),
-        f"uniform({-1 / kept:.5g},{1 / kept:.5g},preserve=magnitude+mean)": (1, 0, 0),
+        f"uniform({-1 / scale:.5g},{1 / scale:.5g},preserve=magnitude+mean)": (1, 0, 0),
         f"uniform({rms:.5g},{rms:.5g})": (0, 1, 0),
-        f"uniform({-1 / (1 - 2 * turned):.5g},{1 / (1 - 2 * turned):.5g},preserve=magnitude)": (1, 1, 0),
+        f"uniform({-1 / (1 - 2 * share_turned):.5g},{1 / (1 - 2 * share_turned):.5g},preserve=magnitude)": (1, 1, 0),
         f"uniform({mean - spread:.5g},{mean + spread:.5g})": (0, 1, 1),
         f"uniform({-mean - spread:.5g},{-mean + spread:.5g})": (int(mean + spread > 1), 1, 1),
     }
@@ -130,7 +130,7 @@ def factorial(rms: float) -> dict[str, tuple[int, int, int]]:
 
 def effects(arms: Mapping[str, tuple[int, int, int]]) -> dict[str, dict[str, float]]:
     """The weights of arms whose sum is the least-squares effect of each factor, the others held."""
-    levels = np.array([(1, *of) for of in arms.values()], dtype=float)
+    levels = np.array([(1, *levels_of_arm) for levels_of_arm in arms.values()], dtype=float)
     inverse = np.linalg.pinv(levels)
     return {name: dict(zip(arms, map(float, inverse[1 + row]), strict=True)) for row, name in enumerate(FACTORS)}
 

@@ -73,7 +73,7 @@ def kl_by_step_of(steps: pd.DataFrame) -> pd.DataFrame:
         n_examples, rows, flips (first ones at this step), at_risk (decodes that had none before).
     """
     tables = []
-    for told, group in conditions(steps, "model", "strategy", "protocol"):
+    for labels, group in conditions(steps, "model", "strategy", "protocol"):
         by = group.groupby("step")
         table = pd.DataFrame({"mean_kl": by["kl"].mean(), "n_examples": by["example"].nunique(), "rows": by.size()})
         over = pd.DataFrame([typical(rows["kl"], rows["example"])._asdict() for _, rows in by], index=table.index)
@@ -81,7 +81,7 @@ def kl_by_step_of(steps: pd.DataFrame) -> pd.DataFrame:
         before = group[~group["after_flip"]].groupby("step")
         table["flips"] = before["flipped"].sum().reindex(table.index, fill_value=0).astype(int)
         table["at_risk"] = before.size().reindex(table.index, fill_value=0)
-        tables.append(table.reset_index().assign(**told))
+        tables.append(table.reset_index().assign(**labels))
     columns = [
         "model",
         "strategy",
@@ -106,10 +106,10 @@ def survival_of(decodes: pd.DataFrame) -> pd.DataFrame:
         :func:`kvinterp.metrics.survival.survival_by_step`.
     """
     tables = []
-    for told, group in conditions(_matched(decodes), "model", "strategy"):
+    for labels, group in conditions(_matched(decodes), "model", "strategy"):
         # The step of the first flip, or the last step where there is none.
         time = group["flip_index"].fillna(group["steps"] - 1)
-        tables.append(survival_by_step(time, group["diverged"]).assign(**told))
+        tables.append(survival_by_step(time, group["diverged"]).assign(**labels))
     return pd.concat(tables, ignore_index=True)
 
 
@@ -130,14 +130,14 @@ def divergence_of(decodes: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
     keys = ["model", "strategy", "protocol"]
     risk = steps[~steps["after_flip"]].groupby([*keys, "seed", "example"]).size().rename("at_risk")
     rows = []
-    for told, group in conditions(decodes.join(risk, on=[*keys, "seed", "example"]), *keys):
+    for labels, group in conditions(decodes.join(risk, on=[*keys, "seed", "example"]), *keys):
         rate, step = _rate(group), _rate(group, "at_risk")
-        known = group.dropna(subset=["mean_kl"])
-        kl = typical(known["mean_kl"].to_numpy(float), known["example"].to_numpy())
+        with_kl = group.dropna(subset=["mean_kl"])
+        kl = typical(with_kl["mean_kl"].to_numpy(float), with_kl["example"].to_numpy())
         means = {name: group[name].mean() for name in ("mean_kl_before_flip", "mean_kl_after_flip", "mean_js")}
         largest = group["max_abs_logit"].max()
         rows.append(
-            told
+            labels
             | {"decodes": len(group), "n": group["example"].nunique(), "diverged": int(group["diverged"].sum())}
             | {"rate": rate[0], "low": rate[1], "high": rate[2], "at_risk": int(group["at_risk"].sum())}
             | {"flip_rate": step[0], "flip_rate_low": step[1], "flip_rate_high": step[2]}
@@ -149,18 +149,18 @@ def divergence_of(decodes: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def _rate(group: pd.DataFrame, of: str = "") -> tuple[float, float, float]:
+def _rate(group: pd.DataFrame, trials_column: str = "") -> tuple[float, float, float]:
     """Flips a decode, or a step at risk, with the interval; with no flip at all what so many examples leave possible."""
     flips = group["diverged"].to_numpy(float)
-    trials = group[of].to_numpy(float) if of else np.ones(len(group))
+    trials = group[trials_column].to_numpy(float) if trials_column else np.ones(len(group))
     rate, n = float(flips.sum() / trials.sum()), group["example"].nunique()
     if flips.sum() == 0:
         bound = share_of(np.zeros(n)).high
         # A chance of h a step leaves a decode of k steps without a flip with (1 - h) ** k.
         return rate, 0.0, float(1 - (1 - bound) ** (1 / trials.mean()))
-    if not of and n == len(group):
-        found = share_of(group["diverged"])
-        return rate, found.low, found.high
+    if not trials_column and n == len(group):
+        share = share_of(group["diverged"])
+        return rate, share.low, share.high
     ends = rate_of(flips, group["example"], trials)
     return rate, ends.low, ends.high
 
@@ -178,14 +178,14 @@ def growth_of(steps: pd.DataFrame) -> pd.DataFrame:
     later = steps[steps["step"] > 0]
     before = later[(later["protocol"] == "matched") & ~later["after_flip"]].assign(protocol="before the flip")
     rows = []
-    for told, group in conditions(pd.concat([later, before]), "model", "strategy", "protocol"):
+    for labels, group in conditions(pd.concat([later, before]), "model", "strategy", "protocol"):
         lines = {
             name: np.polyfit(one["step"].to_numpy(float), one["kl"].to_numpy(float), 1)[0]
             for name, one in group.groupby("example")
             if one["step"].nunique() > 1
         }
         over = typical(list(lines.values()))
-        rows.append({**told, "slope": over.median, **over.interval._asdict(), "n": over.n, "rows": len(group)})
+        rows.append({**labels, "slope": over.median, **over.interval._asdict(), "n": over.n, "rows": len(group)})
     return pd.DataFrame(rows)
 
 
@@ -216,11 +216,11 @@ def accuracy_of(decodes: pd.DataFrame) -> pd.DataFrame:
         only_b (decodes), test, p, p_bonferroni, p_bh (over the rows of this table). No row where no answer is known.
     """
     rows = []
-    for told, group in conditions(_answered(decodes), "model", "strategy"):
+    for labels, group in conditions(_answered(decodes), "model", "strategy"):
         a, b = (group[f"correct_{side}"].to_numpy(bool) for side in "ab")
         shares = {"decodes": len(group), "accuracy_a": a.mean(), "accuracy_b": b.mean()}
         counts = {"only_a": int((a & ~b).sum()), "only_b": int((b & ~a).sum())}
-        rows.append(told | shares | counts | _compared(a, b, group["example"]))
+        rows.append(labels | shares | counts | _compared(a, b, group["example"]))
     return _corrected(rows, ["model", "strategy", "decodes", "accuracy_a", "accuracy_b", "only_a", "only_b"])
 
 
@@ -239,14 +239,14 @@ def strategy_pairs_of(decodes: pd.DataFrame) -> pd.DataFrame:
             )
             for first, second in itertools.combinations(right.columns, 2):
                 both = right[[first, second]].dropna()
-                told = {"model": model, "path": side, "first": first, "second": second}
-                rows.append(told | _compared(both[first], both[second], both.index))
+                labels = {"model": model, "path": side, "first": first, "second": second}
+                rows.append(labels | _compared(both[first], both[second], both.index))
     return _corrected(rows, ["model", "path", "first", "second"])
 
 
 def _compared(first: Any, second: Any, examples: Any) -> dict[str, Any]:
     """Two shares of the same examples: McNemar's test where each is right or wrong once, else sign flips by example."""
-    first, second = (np.asarray(each, dtype=float) for each in (first, second))
+    first, second = (np.asarray(side, dtype=float) for side in (first, second))
     names, differences = np.asarray(examples), first - second
     once = len(np.unique(names)) == len(names) and bool(np.isin([first, second], (0, 1)).all())
     test = mcnemar(first.astype(bool), second.astype(bool)) if once else sign_flips(differences, names)

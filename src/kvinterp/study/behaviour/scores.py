@@ -117,12 +117,12 @@ def contrasted(examples: pd.DataFrame, contrasts: Mapping[str, Mapping[tuple[str
         for name, weights in contrasts.items():
             if not set(weights) <= set(table.columns):
                 continue
-            each = sum(weight * table[column] for column, weight in weights.items())
-            known = pd.Series(each).dropna().to_numpy()
-            if len(known):
-                low, high = _interval((known,), np.mean)
-                numbers = {"difference": known.mean(), "low": low, "high": high, "p": metrics.sign_flips(known).p}
-                rows.append({"contrast": name, "metric": metric, **numbers, "prompts": len(known)})
+            differences = sum(weight * table[column] for column, weight in weights.items())
+            differing = pd.Series(differences).dropna().to_numpy()
+            if len(differing):
+                low, high = _interval((differing,), np.mean)
+                numbers = {"difference": differing.mean(), "low": low, "high": high, "p": metrics.sign_flips(differing).p}
+                rows.append({"contrast": name, "metric": metric, **numbers, "prompts": len(differing)})
     return pd.DataFrame(rows, columns=["contrast", "metric", "difference", "low", "high", "p", "prompts"])
 
 
