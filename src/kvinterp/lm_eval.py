@@ -136,9 +136,9 @@ class PathLM(TemplateLM):
             tokens = self.tok_encode(request.args[0])
             split = get_rolling_token_windows(tokens, self.prefix_token_id, self.max_length, context_len=1)
             windows += [(number, *make_disjoint_window(pair)) for pair in split]
-        sums = self._loglikelihood_tokens(windows)
+        scored = self._loglikelihood_tokens(windows)
         sums = [0.0] * len(requests)
-        for (number, *_), (log_probability, _) in zip(windows, sums, strict=True):
+        for (number, *_), (log_probability, _) in zip(windows, scored, strict=True):
             sums[number] += log_probability
         return sums
 
