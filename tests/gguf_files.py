@@ -12,7 +12,7 @@ import transformers
 from gguf import GGMLQuantizationType
 
 from kvinterp.models import zoo
-from kvinterp.models.gguf_writing import add_header, add_tokenizer, tensors, written
+from kvinterp.models.gguf_writing import add_header, add_tokenizer, finish, tensors
 
 TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_1", "Q4_K")
 CHAT = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
@@ -53,7 +53,7 @@ def write_gguf(
     for name, values in tensors(model):
         stored = stored_as(values, kind)
         writer.add_tensor(name, packed(values, stored), raw_dtype=stored)
-    written(writer)
+    finish(writer)
     return file
 
 

@@ -26,7 +26,7 @@ class HeavyHitters:
     layers: tuple[int, ...] = ()
 
 
-KINDS = spec.named(HeavyHitters)
+KINDS = spec.by_name(HeavyHitters)
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_values_that_do_not_fit_say_what_is_taken(what):
 
 def test_two_plugins_of_one_name_are_a_mistake():
     with pytest.raises(RuntimeError, match="both have a plugin called 'dynamic'"):
-        spec.named(Dynamic, type("Dynamic", (), {}))
+        spec.by_name(Dynamic, type("Dynamic", (), {}))
 
 
 def test_a_separator_in_brackets_separates_nothing():

@@ -131,7 +131,7 @@ class BlockModel:
                 # Beside a decode, which goes on from what it left in the modules.
                 with self.adapter.own_state([]):
                     return self.adapter.forward(tokens, None, mask, positions), None
-            return self.adapter.called(tokens, cache, mask, positions)
+            return self.adapter.call_with_cache(tokens, cache, mask, positions)
 
     def unpadded(self, logits: Tensor) -> Tensor:
         """The logits with 0 where those that stand for no token are minus infinity."""

@@ -17,7 +17,7 @@ from kvinterp.common.checks import check_known, check_seed
 from kvinterp.common.files import is_file, is_folder
 from kvinterp.errors import InputError, reason, shown, unknown
 from kvinterp.models import Adapter, wrap
-from kvinterp.models.door import check_finite, check_loaded, config_of, loading, weights_of
+from kvinterp.models.door import check_finite, check_loaded, config_of, load_weights, loading
 from kvinterp.models.load import ATTENTION, device_named
 from kvinterp.models.naming import NAMED, cached_folder, local_folder, reach
 from kvinterp.models.transformers_api import from_config
@@ -191,7 +191,7 @@ def _loaded(code: str, found: Any, source: str, remote_code: str) -> nn.Module:
     folder = local_folder(source)
     options = {} if folder is not None else reach(source)
     with loading(source, f"{code!r}"):
-        model, report = weights_of(folder or source, found, remote_code, **options)
+        model, report = load_weights(folder or source, found, remote_code, **options)
     check_loaded(report, source, model.config)
     check_finite(model, source, folder or cached_folder(source))
     return model  # type: ignore[no-any-return]

@@ -127,7 +127,7 @@ def behind(adapter: Adapter, prompts: Any, inputs: Any) -> FunctionSubject:
 
     def step(ids: Tensor, cache: Any) -> tuple[Tensor, Any]:
         if cache is not None:
-            return own.called(ids, cache, None, None)
+            return own.call_with_cache(ids, cache, None, None)
         out = first(ids, True)
         return out.logits[:, prefix.shape[1] :], out.get(own.cache_name)
 

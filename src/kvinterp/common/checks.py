@@ -1,4 +1,4 @@
-"""Whether a single value, or a list of them, is what it must be: each sentence says what was given and what was expected."""
+"""Checks single values and lists of them; each error says what was given and what was expected."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any, get_args
 from kvinterp.errors import InputError, shown, unexpected, unknown
 
 SEEDS = (-(2**63), 2**63 - 1)
-"""The seeds there are, each with random numbers of its own: those of 64 bits with a sign."""
+"""The smallest and the largest seed: signed numbers of 64 bits, each with its own random numbers."""
 
 MOST = 1_000_000
-"""The largest count there is, of anything and of what is run in all."""
+"""The largest count of anything that an option accepts."""
 
 
 def whole_number(value: object) -> int | None:
-    """The value as an int where it is a whole number of any library's type, else None; truth values are none."""
+    """The value as an int where it is a whole number of any library's type, but no truth value; else None."""
     if isinstance(value, bool):
         return None
     try:
@@ -27,14 +27,14 @@ def whole_number(value: object) -> int | None:
 
 
 def check_whole(name: str, value: object, least: int = 1, most: int | None = None, hint: str = "") -> int:
-    """The value as an int, where it is a whole number of this range.
+    """Checks that a value is a whole number in a range, and returns it as an int.
 
     Args:
-        name: What the caller calls it.
-        value: What was given.
-        least: The smallest there is.
-        most: The largest there is, if there is one.
-        hint: What else would do, as in ``", or None for all"``.
+        name: The caller's name for it.
+        value: The value.
+        least: The smallest allowed number.
+        most: The largest allowed number, if there is one.
+        hint: What else is allowed, as in ``", or None for all"``.
 
     Raises:
         InputError: It is something else.
@@ -47,7 +47,7 @@ def check_whole(name: str, value: object, least: int = 1, most: int | None = Non
 
 
 def check_number(name: str, value: object, hint: str = "") -> float:
-    """The value as a float, where it is a finite number of any library's type.
+    """Checks that a value is a finite number of any library's type, and returns it as a float.
 
     Raises:
         InputError: It is something else.
@@ -59,7 +59,7 @@ def check_number(name: str, value: object, hint: str = "") -> float:
 
 
 def check_seed(seed: object) -> int:
-    """The seed, where it is a whole number of 64 bits: a longer one would be cut, and share another's random numbers.
+    """Checks that a seed is a whole number of 64 bits: a longer one would be cut, and have the random numbers of another.
 
     Raises:
         InputError: It is something else.
@@ -70,60 +70,60 @@ def check_seed(seed: object) -> int:
     return number
 
 
-def check_choice(name: str, given: object, known: Any) -> None:
-    """Raises InputError where ``given`` is not one of the known words: some texts, or a type of :mod:`kvinterp.common.words`."""
-    words = list(get_args(known) or known)
-    if not isinstance(given, str) or given not in words:
-        raise unexpected(name, given, " or ".join(map(repr, words)))
+def check_choice(name: str, value: object, choices: Any) -> None:
+    """Raises InputError where a value is not one of a few words: some texts, or a type of :mod:`kvinterp.common.words`."""
+    words = list(get_args(choices) or choices)
+    if not isinstance(value, str) or value not in words:
+        raise unexpected(name, value, " or ".join(map(repr, words)))
 
 
-def check_known(what: str, given: object, known: Iterable[str], hint: str = "") -> None:
-    """Raises InputError, with the near names, where ``given`` is not one of many names."""
-    names = list(known)
-    if not isinstance(given, str) or given not in names:
-        raise unknown(what, given, names, hint)
+def check_known(what: str, value: object, names: Iterable[str], hint: str = "") -> None:
+    """Raises InputError, with the near names, where a value is not one of many names."""
+    names = list(names)
+    if not isinstance(value, str) or value not in names:
+        raise unknown(what, value, names, hint)
 
 
-def check_text(name: str, given: object, example: str) -> str:
-    """The value, where it is a text.
+def check_text(name: str, value: object, example: str) -> str:
+    """Checks that a value is a text, and returns it.
 
     Raises:
         InputError: It is something else.
     """
-    check_instance(name, given, str, f"a text, as in {example}")
-    return str(given)
+    check_instance(name, value, str, f"a text, as in {example}")
+    return str(value)
 
 
-def check_instance(name: str, given: object, kind: type | tuple[type, ...], expected: str) -> None:
+def check_instance(name: str, value: object, kind: type | tuple[type, ...], expected: str) -> None:
     """Raises InputError where a value is of none of these types."""
-    if not isinstance(given, kind):
-        raise unexpected(name, given, expected)
+    if not isinstance(value, kind):
+        raise unexpected(name, value, expected)
 
 
-def check_unread(name: str, given: object, default: object, why: str) -> None:
-    """Raises where a choice was given that nothing reads here: what is given and not used would be believed to be used.
+def check_unread(name: str, value: object, default: object, why: str) -> None:
+    """Raises where a choice has no effect here: its user would believe that it has one.
 
     Args:
-        name: What the caller calls it.
-        given: What was given.
-        default: What it is where nothing was given, which is nothing to refuse.
-        why: Why nothing reads it, and what to do.
+        name: The caller's name for it.
+        value: The choice.
+        default: Its value where the user made no choice, which is allowed.
+        why: Why it has no effect, and what to do.
 
     Raises:
         InputError: It is not the default.
     """
-    if given is not default and (type(given) is not type(default) or given != default):
-        raise InputError(f"{name}={shown(given)} was given, and nothing reads it: {why}.")
+    if value is not default and (type(value) is not type(default) or value != default):
+        raise InputError(f"{name}={shown(value)} was given, and nothing reads it: {why}.")
 
 
-def check_callable(name: str, given: Callable[..., Any] | None) -> None:
-    """Raises InputError where what shall be called cannot be."""
-    if given is not None and not callable(given):
-        raise unexpected(name, given, "a function, or None")
+def check_callable(name: str, value: Callable[..., Any] | None) -> None:
+    """Raises InputError where a value is neither None nor a function."""
+    if value is not None and not callable(value):
+        raise unexpected(name, value, "a function, or None")
 
 
 def given_list(name: str, values: object, expected: str) -> list[Any]:
-    """What was given as a list of its elements; a text is none.
+    """Makes a list of the elements of a value; a text does not count as a list.
 
     Raises:
         InputError: It has no elements.
@@ -137,32 +137,32 @@ def given_list(name: str, values: object, expected: str) -> list[Any]:
 
 
 def whole_numbers(name: str, values: object, expected: str, least: int = 0, most: int = SEEDS[1]) -> list[int]:
-    """What was given as a list of ints, where each is a whole number of this range.
+    """Checks that each element of a value is a whole number in a range, and returns a list of ints.
 
     Raises:
-        InputError: It is no list, or one of them is something else.
+        InputError: It is no list, or an element is something else.
     """
-    given = given_list(name, values, expected)
-    kept = [number for value in given if (number := whole_number(value)) is not None and least <= number <= most]
-    if len(kept) != len(given):
+    items = given_list(name, values, expected)
+    numbers = [number for item in items if (number := whole_number(item)) is not None and least <= number <= most]
+    if len(numbers) != len(items):
         raise unexpected(name, values, expected)
-    return kept
+    return numbers
 
 
-def among(name: str, given: object, known: Iterable[int]) -> list[int]:
-    """The whole numbers given, where each is one of those known.
+def among(name: str, values: object, allowed: Iterable[int]) -> list[int]:
+    """Checks that the elements of a value are among some numbers, and returns a list of ints.
 
     Args:
-        name: What the caller calls them.
-        given: What was given.
-        known: The numbers there are.
+        name: The caller's name for them.
+        values: The value.
+        allowed: The numbers that are allowed.
 
     Raises:
-        InputError: One is none of them, or there are none.
+        InputError: An element is none of these, or there are no elements.
     """
-    numbers = list(known)
-    expected = f"a list of at least one of the numbers {shown(numbers)}"
-    wanted = whole_numbers(name, given, expected)
-    if not wanted or not set(wanted) <= set(numbers):
-        raise unexpected(name, given, expected)
-    return wanted
+    allowed = list(allowed)
+    expected = f"a list of at least one of the numbers {shown(allowed)}"
+    numbers = whole_numbers(name, values, expected)
+    if not numbers or not set(numbers) <= set(allowed):
+        raise unexpected(name, values, expected)
+    return numbers

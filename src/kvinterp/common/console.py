@@ -1,4 +1,4 @@
-"""What commands print: lines that are safe on a terminal, and that arrive."""
+"""Prints what commands print: lines that are safe on a terminal, with an error where they cannot be written."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from kvinterp.errors import InputError, visible
 
 
 def echo(text: object = "", err: bool = False) -> None:
-    """Prints a line with its control characters shown: what every command prints goes through here.
+    """Prints a line with its control characters escaped; every command prints by this function.
 
-    Where its reader has left, as in ``| head -1``, the work goes on for nobody to read.
+    Where the reader of a pipe has left, as in ``| head -1``, the work goes on and the line is dropped.
 
     Args:
         text: The line, or several.
@@ -24,7 +24,7 @@ def echo(text: object = "", err: bool = False) -> None:
     try:
         print(visible(text), file=stream, flush=True)
     except OSError as error:
-        # What the stream still holds is flushed once more at the end of the process.
+        # Python flushes the stream once more at the end of the process, which must not fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
         if not (err or isinstance(error, BrokenPipeError)):
             raise InputError(

@@ -1,6 +1,6 @@
-"""Random numbers by where they belong, not by when they are asked for (Philox, a counter-based generator).
+"""Random numbers that depend on a key and a counter, not on the order of calls (Philox, a counter-based generator).
 
-Whatever is drawn under one key and counter is drawn again under them, however a decode was cut into batches and chunks.
+The same key and counter give the same numbers, whatever batches and chunks a decode is split into.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 
 
 def draws(key: tuple[int, int], count: int, counter: tuple[int, int, int, int] = (0, 0, 0, 0)) -> NDArray[np.float64]:
-    """Numbers in [0, 1), one after the other from a place on.
+    """Draws numbers in [0, 1), from a place in the sequence on.
 
     Args:
-        key: Two words of 64 bits; of a number with a sign its two's complement.
-        count: How many.
-        counter: Where, in words of 64 bits; the first counts fours of numbers.
+        key: Two words of 64 bits; for a negative number its two's complement.
+        count: The number of draws.
+        counter: The place in the sequence, in words of 64 bits; the first counts blocks of four numbers.
     """
-    # As whole numbers: in a list with a small one, numpy makes a float of a large one, and many keys become the same.
-    words, place = (np.array([word % 2**64 for word in given], dtype=np.uint64) for given in (key, counter))
-    return np.random.Generator(np.random.Philox(key=words, counter=place)).random(count)
+    # As uint64: in a list with a small number numpy would make a float of a large one, and many keys would become the same.
+    key_words, place = (np.array([word % 2**64 for word in numbers], dtype=np.uint64) for numbers in (key, counter))
+    return np.random.Generator(np.random.Philox(key=key_words, counter=place)).random(count)

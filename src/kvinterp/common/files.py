@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all, and JSON that every reader takes."""
+"""Writes files that appear whole or not at all, and JSON that every reader accepts."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from typing import IO, Any
 from kvinterp.errors import InputError
 
 SUMMARY = "summary.json"
-"""The file that every finished result has."""
+"""The name of the file that every finished result has."""
 _PARTIAL = ".kvinterp-partial"
 
 
 def check_writable(folder: Path, option: str = "--out") -> None:
-    """Raises where no file can be made in a folder, which is left as it was.
+    """Raises where no file can be created in a folder; the folder stays as it was.
 
     Args:
         folder: The folder; it need not exist.
-        option: The option that it was given with.
+        option: The option that names the folder.
 
     Raises:
         InputError: It is no folder, or cannot be written.
     """
-    with told(folder, option):
+    with explaining_errors(folder, option):
         with contextlib.suppress(FileNotFoundError):
-            folder.lstat()  # A name that none can have is said now, not after the work.
+            folder.lstat()  # An impossible name raises now, not after the work.
         place = next(place for place in (folder, *folder.parents) if place.exists() or place.is_symlink())
         with replaced(place / "probe", keep=False):
             pass
@@ -38,11 +38,11 @@ def check_writable(folder: Path, option: str = "--out") -> None:
 
 @contextlib.contextmanager
 def replaced(path: Path, keep: bool = True) -> Iterator[IO[bytes]]:
-    """A file to write to, renamed to ``path`` at the end: there is the whole file or none.
+    """Opens a file to write to and renames it to ``path`` at the end, so that there is the whole file or none.
 
     Args:
         path: The file.
-        keep: False writes nothing in the end.
+        keep: False removes the file instead of renaming it.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}{_PARTIAL}")
@@ -58,7 +58,7 @@ def replaced(path: Path, keep: bool = True) -> Iterator[IO[bytes]]:
 
 
 def sweep_partials(folder: Path) -> None:
-    """Removes what a killed process left half written, figures too."""
+    """Removes files, figures too, that a killed process left half written."""
     for place in (folder, folder / "figures"):
         for path in place.glob(f".*{_PARTIAL}"):
             with contextlib.suppress(OSError):
@@ -66,20 +66,20 @@ def sweep_partials(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def told(path: Path, option: str = "--out") -> Iterator[None]:
-    """Turns what the system says about a folder into one sentence, with the option that names another."""
+def explaining_errors(path: Path, option: str = "--out") -> Iterator[None]:
+    """Turns the system's error about a folder into one sentence, with the option that names another folder."""
     try:
         yield
     except InputError:
         raise
     except (OSError, ValueError) as error:
         reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
-        named = str(path) if len(str(path)) <= 100 else f"{str(path)[:100]}..."
-        raise InputError(f"folder {named!r} cannot be written ({reason}): choose another with {option}.") from error
+        name = str(path) if len(str(path)) <= 100 else f"{str(path)[:100]}..."
+        raise InputError(f"folder {name!r} cannot be written ({reason}): choose another with {option}.") from error
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """The object in a file, None where there is none that can be read."""
+    """Reads the object in a file; None where there is none that can be read."""
     try:
         read = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -88,7 +88,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 def strict_json(value: Any) -> str:
-    """JSON that every reader takes: NaN and what it has no word for become null, infinities and other objects text."""
+    """Writes JSON that every reader accepts: NaN becomes null, infinities and objects without a JSON form become text."""
     return json.dumps(_plain(value), indent=1, allow_nan=False, default=str)
 
 
@@ -102,16 +102,16 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def differences(held: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> str:
-    """What differs between two settings, as ``dtype: float16, now float32; ...``."""
-    found = []
-    for key in sorted({*held, *now}):
-        old, new = held.get(key), now.get(key)
+def differences(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> str:
+    """Lists what differs between two settings, as ``dtype: float16, now float32; ...``."""
+    entries = []
+    for key in sorted({*before, *now}):
+        old, new = before.get(key), now.get(key)
         if isinstance(old, dict) and isinstance(new, dict):
-            found += [inner] if (inner := differences(old, new, f"{prefix}{key}.")) else []
+            entries += [inner] if (inner := differences(old, new, f"{prefix}{key}.")) else []
         elif old != new:
-            found.append(f"{prefix}{key}: {_short(old)}, now {_short(new)}")
-    return "; ".join(found)
+            entries.append(f"{prefix}{key}: {_short(old)}, now {_short(new)}")
+    return "; ".join(entries)
 
 
 def _short(value: Any) -> str:
@@ -120,11 +120,11 @@ def _short(value: Any) -> str:
 
 
 def bytes_of(path: Path, most: int | None = None) -> bytes:
-    """The content of a file that somebody else wrote.
+    """Reads a file that somebody else wrote.
 
     Args:
-        path: Where it is.
-        most: The most bytes it may have, if there is a bound.
+        path: The file.
+        most: The largest number of bytes that it may have, if there is a limit.
 
     Raises:
         OSError: It cannot be read, or is longer than that.
@@ -137,4 +137,4 @@ def bytes_of(path: Path, most: int | None = None) -> bytes:
 
 
 is_file, is_folder = os.path.isfile, os.path.isdir
-"""Whether a file, a folder is there; no for what nothing can be called."""
+"""Whether a file or a folder exists; False, and no error, for an impossible name."""

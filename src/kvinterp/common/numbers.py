@@ -1,4 +1,4 @@
-"""Numbers, counts, shares, intervals and machines, as a person reads them."""
+"""Formats numbers, counts, shares, intervals and machines for readers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 def number(value: float) -> str:
-    """Two or three digits a person can read: 0.0156, or 1.6 × 10⁻⁷; exact zeros as 0, no number as a dash."""
+    """A number with two or three digits: 0.0156, or 1.6 × 10⁻⁷; exact zeros as 0, NaN as a dash."""
     if pd.isna(value):
         return "–"
     if value == 0:
@@ -49,13 +49,13 @@ def percent(value: float) -> str:
 
 
 def between(values: Sequence[float]) -> str:
-    """The smallest and the largest of some numbers, or the one where they read the same."""
+    """The smallest and the largest of some numbers, or one of them where both look the same."""
     low, high = number(min(values)), number(max(values))
     return low if low == high else f"{low} to {high}"
 
 
 def share(part: int, whole: int) -> str:
-    """A share in percent that is 0% or 100% only where it is so."""
+    """A share in percent; 0% and 100% are exact."""
     if part in (0, whole):
         return f"{part // max(whole, 1):.0%}"
     value = 100 * part / whole
@@ -92,29 +92,29 @@ def sentence(text: str) -> str:
 
 
 def ends_said(low: float | None, high: float | None, form: str = " ({})", written: Callable[[Any], str] = number) -> str:
-    """The ends of an interval behind a number, or nothing where there is none."""
+    """The ends of an interval, to stand after a number; empty where there is none."""
     return "" if pd.isna(low) or pd.isna(high) else form.format(f"{written(low)} to {written(high)}")
 
 
 def most(means: pd.Series, names: tuple[str, ...]) -> tuple[float, str]:
-    """The largest of some means and where it is, with how many other places have it too.
+    """The largest of some means and its place, with the number of other places that have the same mean.
 
     Args:
-        means: By place; NaN is ignored.
-        names: What the place's parts are called.
+        means: The means by place; NaN is ignored.
+        names: The names of the place's parts.
     """
     largest, place = float(means.max()), means.idxmax()
     parts = place if isinstance(place, tuple) else (place,)
-    said = ", ".join(f"{name.replace('_', ' ')} {part}" for name, part in zip(names, parts, strict=True))
-    others = int((means == largest).sum()) - 1
-    return largest, said + (f" (and as much at {counted(others, 'other place')})" if others else "")
+    text = ", ".join(f"{name.replace('_', ' ')} {part}" for name, part in zip(names, parts, strict=True))
+    ties = int((means == largest).sum()) - 1
+    return largest, text + (f" (and as much at {counted(ties, 'other place')})" if ties else "")
 
 
 # Paths and machines ----------------------------------------------------------------------------------------------------
 
 
 def against(provenance: Mapping[str, Any]) -> str:
-    """Which path was compared with which."""
+    """The two paths of a comparison."""
     return f"{provenance['paths']['a']} against {provenance['paths']['b']}"
 
 
@@ -122,7 +122,7 @@ def models_of(provenances: Iterable[Mapping[str, Any]]) -> str:
     """Models and how they ran, as in ``zoo:llama-mini (native, float16; AMD EPYC (AVX2), 1 thread)``.
 
     Args:
-        provenances: What each was run with. Those that ran alike are named together, and one without a kind not at all.
+        provenances: The provenance of each model. Models that ran alike are named together; one without a kind is left out.
     """
     names: dict[str, list[str]] = {}
     for about in provenances:
@@ -133,11 +133,11 @@ def models_of(provenances: Iterable[Mapping[str, Any]]) -> str:
 
 
 def machine_of(provenance: Mapping[str, Any]) -> str:
-    """The hardware something was measured on, and its threads."""
+    """The hardware of a measurement, and its threads."""
     threads = provenance["threads"]
     return f"{provenance['device']}, {threads if isinstance(threads, str) else counted(threads, 'thread')}"
 
 
 def machines_of(provenances: Iterable[Mapping[str, Any]]) -> str:
-    """The hardware some results were measured on, each once."""
+    """The hardware of some results, each once."""
     return listed(list(dict.fromkeys(map(machine_of, provenances))))

@@ -1,4 +1,4 @@
-"""How far a piece of work is: tqdm's bar on a terminal or in a notebook, one at a time."""
+"""Shows the progress of work by tqdm's bar, on a terminal or in a notebook, one bar at a time."""
 
 from __future__ import annotations
 
@@ -10,38 +10,39 @@ from typing import Any, TypeVar
 from kvinterp.errors import visible
 
 Tell = Callable[..., None]
-"""Told what runs now."""
+"""A function that is called with the name of the work that begins."""
 Item = TypeVar("Item")
 
-_SHOWN: contextvars.ContextVar[bool] = contextvars.ContextVar("shown", default=True)
+_FREE: contextvars.ContextVar[bool] = contextvars.ContextVar("free", default=True)
+"""Whether no bar is shown at the moment."""
 
 
 @contextlib.contextmanager
 def counting(total: int, what: str, unit: str, progress: str = "bar") -> Iterator[Any]:
-    """Shows how much of some work is done; what is counted within it is not shown.
+    """Shows a bar for some work; inside it no other bar is shown.
 
     Args:
-        total: How many there are.
-        what: What is done with them, as in ``"patching"``.
-        unit: What they are, in the singular.
+        total: The number of items.
+        what: The work, as in ``"patching"``.
+        unit: The name of an item, in the singular.
         progress: ``"bar"`` or ``"none"``.
 
     Yields:
-        tqdm's bar, whose ``update`` is called with how many more are done.
+        tqdm's bar; call its ``update`` with the number of further items that are done.
     """
     from tqdm.auto import tqdm
 
-    shown = progress == "bar" and _SHOWN.get()
-    token = _SHOWN.set(False)
+    visible_bar = progress == "bar" and _FREE.get()
+    token = _FREE.set(False)
     try:
-        with tqdm(total=total, desc=visible(what), unit=unit, disable=None if shown else True) as bar:
+        with tqdm(total=total, desc=visible(what), unit=unit, disable=None if visible_bar else True) as bar:
             yield bar
     finally:
-        _SHOWN.reset(token)
+        _FREE.reset(token)
 
 
 def each(items: Sequence[Item], what: str, unit: str, progress: str = "bar") -> Iterator[Item]:
-    """Some items one after the other, counted as :func:`counting` says."""
+    """Yields items one after the other, with a bar as in :func:`counting`."""
     with counting(len(items), what, unit, progress) as bar:
         for item in items:
             yield item

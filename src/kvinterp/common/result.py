@@ -1,8 +1,8 @@
-"""What was found, as an object: shown in a notebook, kept in a folder as the command line keeps it, and read again.
+"""The class of results: shown in a notebook, saved in a folder as on the command line, and loaded again.
 
-There is one class of results, so that whatever finds something can have it: a comparison or a sweep only adds its own tables
-and properties. What stands behind it (:mod:`kvinterp.study.experiments.keeping`) knows folders, figures and pages, which no
-finder may import: it is found by its name, as what a registry holds.
+All results have this class, and a comparison or a sweep adds its own tables and properties. Folders, figures and pages are the
+work of :mod:`kvinterp.study.experiments.keeping`. The rooms below it may not import it, so it is imported here by its name, as
+a registry imports plugins.
 """
 
 from __future__ import annotations
@@ -26,31 +26,31 @@ def _keeping() -> Any:
 
 
 def signed(tables: dict[str, pd.DataFrame], about: Mapping[str, Any]) -> dict[str, pd.DataFrame]:
-    """The tables, each with what it was made with: one that has lost its folder still says it, in its Parquet file too."""
+    """Adds the provenance to each table, so that a table without its folder still has it, in its Parquet file too."""
     for table in tables.values():
         table.attrs = dict(about)
     return tables
 
 
 class Result:
-    """A result that can be shown, kept and read again; a subclass says what is written of it, and how it is read.
+    """A result that can be shown, saved and loaded; a subclass defines which tables are written and how they are read.
 
     Args:
         tables: The tables by the names of their files.
-        summary: What ``summary.json`` holds.
+        summary: The content of ``summary.json``.
         others: Other files by their names.
 
     Attributes:
-        folder: Where it is kept; None where it never was.
-        files: What was written there.
-        settings: Everything that decides what the tables hold.
-        choices: What was chosen, as the page shows it.
-        members: The results that it is made of, where it is made of several.
+        folder: The folder where it is saved; None where it is not saved.
+        files: The files that were written there.
+        settings: Everything that determines the content of the tables.
+        choices: The user's choices, as the page shows them.
+        members: The results that it consists of, where there are several.
         experiment: The experiment that made it or read it, if one did.
     """
 
     VERB: ClassVar[str] = ""
-    """The command whose folder it is kept in."""
+    """The command that writes such a result."""
     folder: Path | None = None
     files: Sequence[Path] = ()
     settings: Any = None
@@ -75,22 +75,22 @@ class Result:
 
     @property
     def tables(self) -> dict[str, Any]:
-        """Its tables by the names of their files, its findings among them once they are asked for.
+        """The tables by the names of their files, with the findings once they have been computed.
 
-        Of a result that has tables of its own, such as a comparison, those it has now: they are changed there.
+        A result with tables as fields, such as a comparison, gives the tables that its fields have now.
         """
         if self.others is not None:
             return self._found
-        own, _ = self.contents()  # Which may find that what was found is of other tables.
-        return {**self._found, **own}
+        fields, _ = self.contents()  # Before _found is read: it forgets findings of earlier tables.
+        return {**self._found, **fields}
 
     @tables.setter
     def tables(self, tables: Mapping[str, Any]) -> None:
-        own = {} if self.others is not None else self.contents()[0]
-        vars(self).update(_found={name: table for name, table in tables.items() if name not in own})
+        fields = {} if self.others is not None else self.contents()[0]
+        vars(self).update(_found={name: table for name, table in tables.items() if name not in fields})
 
     def contents(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """What :meth:`written` gives, worked out once for the tables that it has now; then nothing was found in them yet."""
+        """The result of :meth:`written`, computed once for the present tables; other tables than before have no findings yet."""
         if self.others is not None:
             return self.written()
         if self._of != (frames := self._frames()):
@@ -98,37 +98,37 @@ class Result:
         return self._own
 
     def _frames(self) -> dict[str, int]:
-        """Which tables it has as fields: what was found in others is not said of these."""
+        """The identities of the tables that are its fields, by which :meth:`contents` notices other tables."""
         fields = getattr(type(self), "__dataclass_fields__", ())
-        return {name: id(held) for name in fields if hasattr(held := vars(self).get(name), "columns")}
+        return {name: id(table) for name in fields if hasattr(table := vars(self).get(name), "columns")}
 
     def __repr__(self) -> str:
-        """What it is of, in one line; the tables are in ``tables``."""
+        """Its command and its tables, in one line."""
         tables = ", ".join(f"{name} ({len(table)} rows)" for name, table in self.tables.items())
         return f"<Result of {self.VERB or 'an experiment'}: {tables or 'no tables'}>"
 
     def overview(self) -> pd.DataFrame:
-        """The table that says most in few rows."""
+        """The table that shows most in few rows."""
         for table in self.tables.values():
             return table  # type: ignore[no-any-return]
         raise InputError(f"{self!r} has no table to show.")
 
     def written(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Its tables by the names of their files, and what ``summary.json`` holds."""
+        """The tables to write, by the names of their files, and the content of ``summary.json``."""
         return dict(self.tables), dict(self.summary)
 
     def told(self) -> dict[str, Any]:
-        """What ``--json`` prints: the folder, and what ``summary.json`` holds."""
-        # The file says more: the settings, and the names of the files.
-        held = next((read_json(file) for file in self.files if file.name == SUMMARY), None) or self.contents()[1]
-        return {"folder": self.folder and str(self.folder), "exit_code": 0, **held}
+        """The output of ``--json``: the folder, and the content of ``summary.json``."""
+        # The file also has the settings and the names of the files.
+        summary = next((read_json(file) for file in self.files if file.name == SUMMARY), None) or self.contents()[1]
+        return {"folder": self.folder and str(self.folder), "exit_code": 0, **summary}
 
     def save(self, folder: str | os.PathLike[str], existing: str = "error") -> Path:
-        """Writes tables and ``summary.json``, each whole or not at all, as the command does; :meth:`report` draws besides.
+        """Writes tables and ``summary.json``, each whole or not at all, as the command does; :meth:`report` also writes the page.
 
         Args:
-            folder: The folder; made where it is missing.
-            existing: What to do about a result that is there: ``"error"``, or ``"overwrite"``.
+            folder: The folder; created where it is missing.
+            existing: What to do about a result in the folder: ``"error"``, or ``"overwrite"``.
 
         Returns:
             The folder, which :func:`kvinterp.load` reads.
@@ -139,11 +139,11 @@ class Result:
         return _keeping().save(self, folder, existing)
 
     def report(self, folder: str | os.PathLike[str] | None = None, existing: str = "error") -> Path:
-        """Writes the page with its figures, and everything beside it that :meth:`save` writes.
+        """Writes the page with its figures, and everything that :meth:`save` writes.
 
         Args:
-            folder: Where to; unless given where it is kept, or else a new folder among the system's temporary ones.
-            existing: As for :meth:`save`; where it is kept already, page and figures are written again.
+            folder: The folder (default: where it is saved, or else a new folder among the system's temporary ones).
+            existing: As for :meth:`save`; where it is saved already, page and figures are written again.
 
         Returns:
             The page's path.
@@ -154,13 +154,13 @@ class Result:
         return _keeping().report(self, folder, existing)
 
     def figures(self) -> dict[str, Figure]:
-        """Its figures by name, drawn anew; nothing is written."""
+        """Draws its figures and returns them by name; nothing is written."""
         return _keeping().figures(self)
 
     def sentences(self) -> list[str]:
-        """What was found, a sentence a line."""
+        """The findings, one sentence each."""
         return _keeping().sentences(self)
 
     def _repr_html_(self) -> str:
-        """A card for a notebook: what it is, what was found, and one picture."""
+        """A card for a notebook: the command, the findings, and one picture."""
         return _keeping().card(self)

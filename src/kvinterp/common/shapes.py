@@ -1,7 +1,7 @@
-"""jaxtyping names for the tensors that recur, so that one shape is written one way everywhere.
+"""jaxtyping names for recurring tensors, so that one shape has one name everywhere.
 
-``*batch`` is whatever lies in front: steps, layers, heads, positions, or nothing at all. Within one signature equal
-names must have equal sizes; beartype checks it under pytest and nowhere else.
+``*batch`` stands for any leading axes: steps, layers, heads, positions, or none. Within one signature equal names must have
+equal sizes; beartype checks it under pytest and nowhere else.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Text form to object and back, and the plugins of a folder: one leaf that every registry calls.
+"""Converts between objects and their text forms, and finds the plugins of a folder; every registry calls it.
 
-A plugin is a dataclass. Its name is its class's in snake case (``SplitK`` is ``split_k``), and its text form that name with the
-values of its fields in brackets: ``split_k(4,float16,all,0+2)``. A number or a Python literal is read as such, anything else is
-a text; quotes hold one together that has commas or brackets. A field that is a tuple is written with ``+``, and empty as
-``all``. Any field may be named, a keyword-only one must be: ``name(-1,1,on=k)``; it is written where it is not at its default.
+A plugin is a dataclass. Its name is the name of its class in snake case (``SplitK`` is ``split_k``). Its text form is that name
+with the values of its fields in brackets: ``split_k(4,float16,all,0+2)``. A number or a Python literal is read as such, anything
+else as a text; a text with commas or brackets needs quotes. A field that is a tuple is written with ``+``, and empty as ``all``.
+Any field may be named, a keyword-only one must be: ``name(-1,1,on=k)``; it is written where it differs from its default.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from kvinterp.errors import InputError, unknown
 Plugin = TypeVar("Plugin")
 
 MADE_OF = ("base", "registry")
-"""Files of a folder that hold what its plugins are made of and found by, and no plugin."""
+"""The files of a folder that have no plugin: the base class and the registry."""
 
 
 def modules_of(folder: ModuleType) -> Iterator[ModuleType]:
-    """Every module of a package in which a plugin may be, imported; in alphabetical order."""
-    for found in pkgutil.iter_modules(folder.__path__):
-        if found.name not in MADE_OF:
-            yield importlib.import_module(f"{folder.__name__}.{found.name}")
+    """Imports every module of a package that may have a plugin, in alphabetical order."""
+    for module in pkgutil.iter_modules(folder.__path__):
+        if module.name not in MADE_OF:
+            yield importlib.import_module(f"{folder.__name__}.{module.name}")
 
 
 def is_class(value: object) -> TypeGuard[type]:
-    """Whether it is one: in Python 3.10 ``tuple[int, str]`` says so too, and :func:`issubclass` refuses it."""
+    """Whether a value is a class; in Python 3.10 ``tuple[int, str]`` is a type too, but :func:`issubclass` refuses it."""
     return isinstance(value, type) and not isinstance(value, GenericAlias)
 
 
 def plugins_of(folder: ModuleType, base: type[Plugin]) -> dict[str, type[Plugin]]:
-    """The plugins of a package by name: public classes that derive from ``base`` and are whole, in the file that defines them."""
+    """The plugins of a package by name: public classes that derive from ``base``, not abstract, in the file that defines them."""
     kinds = [(value, module.__name__) for module in modules_of(folder) for value in vars(module).values()]
-    return named(
+    return by_name(
         *(
             value
             for value, module in kinds
@@ -58,7 +58,7 @@ def plugins_of(folder: ModuleType, base: type[Plugin]) -> dict[str, type[Plugin]
 
 
 def plugin_names(folder: Path, base: str) -> list[str]:
-    """The names that :func:`plugins_of` finds in a folder, read from its source: nothing is imported.
+    """The names that :func:`plugins_of` finds in a folder, read from the source without an import.
 
     Args:
         folder: The package's folder.
@@ -71,13 +71,13 @@ def plugin_names(folder: Path, base: str) -> list[str]:
         for node in ast.parse(file.read_text(encoding="utf-8")).body
         if isinstance(node, ast.ClassDef)
     }
-    made = {name for file in MADE_OF for name in re.findall(r"(?m)^class (\w+)", _source(folder / f"{file}.py"))}
+    bases = {name for file in MADE_OF for name in re.findall(r"(?m)^class (\w+)", _source(folder / f"{file}.py"))}
 
     def derives(name: str) -> bool:
         return name == base or any(map(derives, _parents(classes[name]))) if name in classes else False
 
-    found = [name for name in classes if name not in made and name[0] != "_" and derives(name)]
-    return [_snake(name) for name in found if "ABC" not in _parents(classes[name])]
+    names = [name for name in classes if name not in bases and name[0] != "_" and derives(name)]
+    return [_snake(name) for name in names if "ABC" not in _parents(classes[name])]
 
 
 def _source(file: Path) -> str:
@@ -88,18 +88,18 @@ def _parents(node: ast.ClassDef) -> list[str]:
     return [ast.unparse(parent).rpartition(".")[2] for parent in node.bases]
 
 
-def named(*kinds: type[Plugin]) -> dict[str, type[Plugin]]:
-    """Classes by the names that their text forms begin with.
+def by_name(*kinds: type[Plugin]) -> dict[str, type[Plugin]]:
+    """Classes by the names of their text forms.
 
     Raises:
-        RuntimeError: Two have one name.
+        RuntimeError: Two have the same name.
     """
-    found: dict[str, type[Plugin]] = {}
+    classes: dict[str, type[Plugin]] = {}
     for kind in kinds:
         name = name_of(kind)
-        if found.setdefault(name, kind) is not kind:
-            raise RuntimeError(f"{kind.__module__} and {found[name].__module__} both have a plugin called {name!r}.")
-    return found
+        if classes.setdefault(name, kind) is not kind:
+            raise RuntimeError(f"{kind.__module__} and {classes[name].__module__} both have a plugin called {name!r}.")
+    return classes
 
 
 def name_of(kind: type) -> str:
@@ -112,35 +112,34 @@ def _snake(name: str) -> str:
 
 
 def text_of(plugin: Any) -> str:
-    """The text form of a dataclass; values that are left at nothing are left out at its end."""
+    """The text form of a dataclass, without the empty values at its end."""
     fields = dataclasses.fields(plugin)
     values = [getattr(plugin, field.name) for field in fields if not field.kw_only]
     while values and values[-1] in (None, ()):
         values.pop()
-    named = {field.name: getattr(plugin, field.name) for field in fields if field.kw_only}
-    defaults = {field.name: field.default for field in fields}
-    changed = [f"{name}={_written(value)}" for name, value in named.items() if value != defaults[name]]
-    shown = ",".join([*map(_written, values), *changed])
-    return name_of(type(plugin)) + (f"({shown})" if shown else "")
+    options = [(field.name, getattr(plugin, field.name), field.default) for field in fields if field.kw_only]
+    changed = [f"{name}={_written(value)}" for name, value, default in options if value != default]
+    arguments = ",".join([*map(_written, values), *changed])
+    return name_of(type(plugin)) + (f"({arguments})" if arguments else "")
 
 
 def read(what: str, text: str, kinds: Mapping[str, type[Plugin]], hint: str) -> Plugin:
-    """The object that a text form means.
+    """The object that a text form stands for.
 
     Args:
-        what: The kind of thing, as errors call it.
+        what: The kind of thing, for errors.
         text: ``name`` or ``name(value,field=value)``; capitals and hyphens of the name do not matter.
-        kinds: The classes there are, by name.
-        hint: What errors say besides of how it is written.
+        kinds: The classes, by name.
+        hint: What errors add about the form.
 
     Raises:
         InputError: The name is unknown or the values do not fit.
     """
     match = re.fullmatch(r"\s*([\w-]+)\s*(?:\((.*)\))?\s*", text, re.DOTALL)
-    given = text if match is None else match.group(1)
-    name = given.lower().replace("-", "_")
+    word = text if match is None else match.group(1)
+    name = word.lower().replace("-", "_")
     if match is None or name not in kinds:
-        raise unknown(what, given, kinds, hint)
+        raise unknown(what, word, kinds, hint)
     fields = {field.name: field for field in dataclasses.fields(kinds[name])}  # type: ignore[arg-type]
     inorder = [field.name for field in fields.values() if not field.kw_only]
     values: dict[str, Any] = {}
@@ -170,7 +169,7 @@ def read(what: str, text: str, kinds: Mapping[str, type[Plugin]], hint: str) -> 
 
 
 def path_parts(text: str) -> tuple[str, str | None, str | None, str | None]:
-    """Form, options, policies and dtype of a path's text form; torch is not needed for it.
+    """Splits a path's text form into form, options, policies and dtype, without importing torch.
 
     Raises:
         InputError: The text has another form, or there is no such dtype.
@@ -189,7 +188,7 @@ def path_parts(text: str) -> tuple[str, str | None, str | None, str | None]:
 
 
 def split(text: str, separator: str) -> list[str]:
-    """The parts of a text, stripped, at a separator that stands in no brackets and no quotes; none of an empty text."""
+    """Splits a text at a separator outside of brackets and quotes, and strips the parts; an empty text has none."""
     parts, depth, begun, quote, escaped = [], 0, 0, "", False
     for index, character in enumerate(text):
         if quote:
@@ -208,7 +207,7 @@ def split(text: str, separator: str) -> list[str]:
 
 
 def _fitted(value: Any, kind: str) -> Any:
-    """A value as a field of this type holds it."""
+    """Converts a value for a field of this type."""
     if kind.startswith("tuple") and not isinstance(value, tuple):
         return () if value == "all" else tuple(_value(part) for part in str(value).split("+"))
     return float(value) if kind == "float" and type(value) is int else value
@@ -222,7 +221,7 @@ def _value(text: str) -> Any:
 
 
 def _written(value: Any) -> str:
-    """The shortest text that is read back as the very same value."""
+    """The shortest text that is read back as the same value."""
     if isinstance(value, tuple):
         return "+".join(map(str, value)) or "all"
     if isinstance(value, str) and (

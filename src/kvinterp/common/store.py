@@ -1,9 +1,10 @@
-"""Files that are there whole or not at all, and cells of unfinished work: one Parquet file each.
+"""The cells of unfinished work, one Parquet file each, and files that appear whole or not at all.
 
-A file is written beside its place and renamed into it, so that whatever kills the process leaves the whole file or none. The
-cells of a run lie under ``.cells`` in the folder of its result until that is finished, in a folder named by a digest of all that
-decides their numbers: made with other weights, versions, threads or kernels, a cell lies elsewhere and is not found. Two runs
-may fill one folder at once: each writes whole files, and makes again what the other, finished first, has taken away.
+A file is written beside its place and renamed, so that a killed process leaves the whole file or none. The cells of a run are
+under ``.cells`` in the folder of its result until the result is finished. Their folder is named by a digest of all that
+determines their numbers: a run with other weights, versions, threads or kernels has another folder and does not find them. Two
+runs may write into one folder at the same time: each writes whole files, and computes again the cells that the other has
+removed at its end.
 """
 
 from __future__ import annotations
@@ -22,17 +23,17 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from kvinterp.common.files import differences, replaced, strict_json, sweep_partials, told
+from kvinterp.common.files import differences, explaining_errors, replaced, strict_json, sweep_partials
 
 log = logging.getLogger("kvinterp")
 
 CELLS = ".cells"
-"""The folder of the cells of unfinished runs, in that of their result."""
+"""The folder of the cells of unfinished runs, in the folder of their result."""
 Made = tuple[dict[str, pd.DataFrame], dict[str, Any]]
-"""What a cell gave: tables by name, and what else belongs to them as plain JSON values."""
+"""The content of a cell: tables by name, and further plain JSON values."""
 
 _ABOUT, _SETTINGS = "about", b"settings"
-"""The column of a cell's file that is no table; the key of its metadata under which it says what decided its numbers."""
+"""The column of a cell's file that is no table; the key of its metadata for the settings that determine its numbers."""
 
 
 class Store:
@@ -40,8 +41,8 @@ class Store:
 
     Args:
         folder: The folder of its result; it need not exist.
-        settings: Everything that decides the numbers, as plain JSON values: ``made_with`` holds the circumstances (versions,
-            device, threads, weights), the rest was chosen.
+        settings: Everything that determines the numbers, as plain JSON values: the circumstances (versions, device, threads,
+            weights) in ``made_with``, and the user's choices.
     """
 
     def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
@@ -49,19 +50,19 @@ class Store:
         self._place = folder / CELLS / hashlib.sha256(self._settings).hexdigest()[:16]
 
     def keep(self, key: str, tables: Mapping[str, pd.DataFrame], about: Mapping[str, Any] | None = None) -> None:
-        """Keeps what one cell gave.
+        """Writes the content of one cell.
 
         Raises:
             InputError: It cannot be written, for instance because the disk is full.
         """
-        # Tables of one cell have other columns each, which one table of Parquet cannot hold: a table is a value.
+        # The tables of a cell differ in their columns, so each is one value of the cell's only row.
         values = {name: table.to_parquet(None, index=False) for name, table in tables.items()}
         columns = {name: [value] for name, value in {**values, _ABOUT: json.dumps(dict(about or {}))}.items()}
         cell = pa.table(columns).replace_schema_metadata({_SETTINGS: self._settings})
         write_whole(self._place / f"{key}.parquet", lambda file: pq.write_table(cell, file, compression="NONE"))
 
     def read(self, key: str) -> Made | None:
-        """The tables of a cell and what belongs to it; None where there is none that can be read."""
+        """Reads the content of a cell; None where there is none that can be read."""
         try:
             (cell,) = _opened(self._place / f"{key}.parquet").read().to_pylist()
             about = json.loads(cell.pop(_ABOUT))
@@ -73,7 +74,7 @@ class Store:
             return None
 
     def say_others(self) -> None:
-        """Says of cells that were made with other settings that they are not used, and what differs."""
+        """Logs that cells of other settings are not used, and which settings differ."""
         for place in sorted((self.folder / CELLS).glob("*")):
             cell = next(place.glob("*.parquet"), None)
             if place == self._place or cell is None:
@@ -81,8 +82,8 @@ class Store:
             with contextlib.suppress(OSError, ValueError, KeyError, pa.ArrowException):
                 settings = _opened(cell).schema_arrow.metadata[_SETTINGS]
                 changed = differences(json.loads(settings), json.loads(self._settings)).replace("made_with.", "")
-                said = "what an unfinished run left in %s is not used: it was made with other settings (%s)"
-                log.warning(said, self.folder, changed)
+                sentence = "what an unfinished run left in %s is not used: it was made with other settings (%s)"
+                log.warning(sentence, self.folder, changed)
 
 
 def _opened(path: Path) -> pq.ParquetFile:
@@ -90,17 +91,17 @@ def _opened(path: Path) -> pq.ParquetFile:
 
 
 def clear_cells(folder: Path) -> None:
-    """Removes all cells of a folder, and what killed processes left there half written."""
+    """Removes all cells of a folder, and files that killed processes left half written."""
     shutil.rmtree(folder / CELLS, ignore_errors=True)
     sweep_partials(folder)
 
 
 def write_whole(path: Path, content: str | bytes | Callable[[IO[bytes]], object]) -> None:
-    """Writes a file so that it is there whole or not at all; its folder is made.
+    """Writes a file so that it appears whole or not at all; creates its folder.
 
     Args:
         path: The file.
-        content: What is in it, or what writes that.
+        content: Its content, or a function that writes it.
 
     Raises:
         InputError: It cannot be written.
@@ -111,12 +112,12 @@ def write_whole(path: Path, content: str | bytes | Callable[[IO[bytes]], object]
             if callable(content):
                 content(file)
             else:
-                # Of a file's name that is no UTF-8, which a page may show, an escape is written.
+                # A page may show a file name that is not UTF-8: it is written as an escape.
                 file.write(content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content)
 
-    with told(path.parent):
+    with explaining_errors(path.parent):
         try:
             write()
         except FileNotFoundError:
-            # Another run into this folder, as it finished, took away what was half written.
+            # Another run into this folder finished and removed the half-written file.
             write()

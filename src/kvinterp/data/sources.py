@@ -60,7 +60,7 @@ def _numbered(examples: list[Example], name: str) -> list[Example]:
     ]
 
 
-SOURCES: dict[str, type[FewShot]] = spec.named(Gsm8k, Jsonl, Arithmetic, Restate, Instructions)
+SOURCES: dict[str, type[FewShot]] = spec.by_name(Gsm8k, Jsonl, Arithmetic, Restate, Instructions)
 _FORM = re.compile(rf"\s*({'|'.join(SOURCES)})\(.*\)\s*", re.DOTALL)
 
 

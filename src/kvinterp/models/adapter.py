@@ -1,8 +1,9 @@
-"""One face for every kind of model, so that nothing outside ``models/`` asks which kind it has.
+"""The interface that every kind of model has, so that nothing outside ``models/`` asks which kind it is.
 
-An adapter forwards tokens with or without a cache, names the sites it has, hooks a site at a layer, and tells its facts.
-The loops in ``paths/`` hand it a :class:`KVStore`, over the model's own cache or over memory of kvinterp's; the adapter
-gives the latter the shape of whatever cache its model expects.
+An adapter runs tokens through a model with or without a cache, names the sites that the model has, hooks a site at a layer,
+and knows the model's facts. The loops in ``paths/`` pass it a :class:`KVStore`, which keeps keys and values either in the
+model's own cache or in memory of kvinterp's. In the second case the adapter shows the store to the model as a cache of the
+class that the model expects.
 """
 
 from __future__ import annotations
@@ -36,13 +37,14 @@ DTYPES = {
 }
 
 CacheRead = Callable[[int, int, Tensor, Tensor], "tuple[Tensor, Tensor] | None"]
-"""Called with layer, absolute position of the first key, keys and values."""
+"""A function of layer, absolute position of the first key, keys and values; it returns new keys and values, or None."""
 
 KeysValuesRead = Callable[[int, Tensor, Tensor], "tuple[Tensor, Tensor]"]
+"""A function of layer, keys and values that returns the keys and values that attention reads in their place."""
 
 
 class NotingStore:
-    """A store that holds nothing, and notes a copy of what each layer hands it.
+    """A store that stays empty and notes a copy of the keys and values that each layer passes to it.
 
     Args:
         adapter: The model.
@@ -61,17 +63,17 @@ class NotingStore:
         self.noted: list[tuple[int, Tensor, Tensor]] = []
 
     def length(self, layer: int) -> int:
-        """Nothing is held."""
+        """Returns 0: the store keeps no position."""
         return 0
 
     def held(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Nothing."""
+        """Returns keys and values of no position."""
         return self._empty, self._empty
 
     def update(self, layer: int, keys: Tensor, values: Tensor, window: int | None = None) -> tuple[Tensor, Tensor]:
-        """Hands back what comes."""
-        kept = [each.detach().to(self._empty.device, copy=True) for each in (keys, values)]
-        self.noted.append((layer, kept[0], kept[1]))
+        """Notes a copy of the new keys and values, and returns them for attention to read."""
+        copies = [tensor.detach().to(self._empty.device, copy=True) for tensor in (keys, values)]
+        self.noted.append((layer, copies[0], copies[1]))
         return keys, values
 
 
@@ -90,19 +92,19 @@ def dtype_named(dtype: str | torch.dtype | None) -> torch.dtype | None:
 
 
 class Adapter(Attaching):
-    """A model, its tokenizer and its facts behind the one face the rest of kvinterp talks to."""
+    """A model, its tokenizer and its facts: what the rest of kvinterp works with."""
 
     kind: str
     stored: str = ""
-    """How its weights were stored where that is another format than they are computed in: of a GGUF file its types."""
+    """For a GGUF file: the types in which it stores the weights. Empty where the weights are computed with as they are stored."""
     position_major_cache: bool = False
-    """Whether this model's own cache lays a position's heads side by side in memory."""
+    """Whether this model's own cache keeps the heads of a position side by side in memory."""
     plain: bool = False
-    """Whether it is run as its library's own users run it: masks, positions and caches of theirs can be given."""
+    """Whether the model runs as users of its library run it, so that it accepts their masks, positions and caches."""
     takes: frozenset[str] = frozenset()
-    """Which of a mask and positions its own forward may be given by name."""
+    """The arguments that the model's own forward accepts by name, as far as they matter here (mask and positions)."""
     cache_name: str = ""
-    """What its own forward calls the cache that it takes and returns."""
+    """The name of the argument by which the model's own forward takes its cache."""
 
     def __init__(self, model: nn.Module, facts: ModelInfo, tokenizer: Any = None) -> None:
         super().__init__()
@@ -115,31 +117,33 @@ class Adapter(Attaching):
         self._inside = 0
         self.checked: dict[tuple[Any, ...], Any] = {}
 
-    # What a kind must say ------------------------------------------------------------------------------------------
+    # What each kind defines ----------------------------------------------------------------------------------------
 
     @abc.abstractmethod
     def logits(self, tokens: Tensor, store: KVStore | None, mask: Tensor | None, positions: Tensor | None) -> Tensor:
-        """What :meth:`forward` returns, of a store that keeps something or of a model whose attention is not heard."""
+        """Computes what :meth:`forward` returns, with the store shown to the model as its cache."""
 
     @abc.abstractmethod
-    def called(self, tokens: Tensor, cache: Any, mask: Tensor | None, positions: Tensor | None) -> tuple[Tensor, Any]:
-        """A forward with a cache as the model's own users run it: its logits, and its cache or None where it gives none.
+    def call_with_cache(
+        self, tokens: Tensor, cache: Any, mask: Tensor | None, positions: Tensor | None
+    ) -> tuple[Tensor, Any]:
+        """Runs the model's own forward with a cache, as its users do; returns the logits and the cache (None if it returns none).
 
         Args:
             tokens: ``[batch, new]``.
-            cache: What the call before returned, a cache object of the library's, or None for the model's own.
-            mask, positions: As for :meth:`forward`; those that it :attr:`takes` are read.
+            cache: What the previous call returned, a cache object of the library, or None for a new one of the model's own.
+            mask, positions: As for :meth:`forward`; those that are not among :attr:`takes` are ignored.
         """
 
     @abc.abstractmethod
     def own_cache(self, kind: CacheKind, batch: int, capacity: int, dtype: torch.dtype) -> OwnCache | None:
-        """A new, empty cache as this model's library makes it, or None where the model makes one in its own forward.
+        """Makes a new, empty cache as this model's library does; returns None where the model's forward makes its own.
 
         Args:
             kind: Which cache.
             batch: Number of sequences.
-            capacity: Most positions that will be put in.
-            dtype: What it holds.
+            capacity: The largest number of positions that will be put in.
+            dtype: The dtype of its keys and values.
 
         Raises:
             UnsupportedError: This model cannot run with it.
@@ -147,48 +151,48 @@ class Adapter(Attaching):
 
     @abc.abstractmethod
     def cast(self, dtype: torch.dtype) -> Adapter:
-        """A copy of the model computing in another dtype, from the same weights."""
+        """Makes a copy of the model that computes in another dtype, from the same weights."""
 
     @abc.abstractmethod
     def block_cache(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """The cache that a block is handed in a forward the user runs on their own, or None."""
+        """Finds the cache among the arguments of a block, in a forward that the user runs; None where there is none."""
 
     @abc.abstractmethod
     def read_cache(self, site: str, layer: int, cache: Any) -> Tensor | None:
-        """A cache site after a block ran, from the cache that it was handed; None where that does not hold it."""
+        """Reads a cache site from the cache of a block that has just run; None where the cache does not hold the site."""
 
     @abc.abstractmethod
     def cached_length(self, cache: Any) -> int:
-        """Positions held by the cache that a block is handed; 0 without one."""
+        """Counts the positions in the cache that a block receives; 0 without a cache."""
 
     @abc.abstractmethod
     def intercept_cache(self, layer: int, cache: Any, on_read: CacheRead) -> Callable[[], None]:
-        """Lets ``on_read`` replace what a block's attention reads from the user's own cache; returns how to undo that.
+        """Lets ``on_read`` replace what a block's attention reads from the user's own cache; returns a function that undoes it.
 
         Raises:
-            InputError: The block is handed no cache.
+            InputError: The block receives no cache.
         """
 
     def call_cache(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """What :meth:`block_cache` will be at the first block, among the arguments of the model's own call."""
+        """Finds the cache among the arguments of the model's own call, as :meth:`block_cache` will see it at the first block."""
         return self.block_cache(args, kwargs)
 
     @property
     def attention_only(self) -> bool:
-        """Whether every layer keeps plain keys and values, so that a store can also sit in a pass without a cache."""
+        """Whether every layer keeps plain keys and values, so that a store can also take part in a pass without a cache."""
         return True
 
     @property
     def takes_mask(self) -> bool:
-        """Whether its forward can be told which positions hold no token."""
+        """Whether the model's forward accepts a mask of the positions that hold no token."""
         return False
 
     @property
     def takes_static(self) -> bool:
-        """Whether its library lets ``generate()`` give it a cache of a fixed size."""
+        """Whether the library's ``generate()`` can run the model with a cache of a fixed size."""
         return False
 
-    # What every kind shares ----------------------------------------------------------------------------------------
+    # What all kinds share ------------------------------------------------------------------------------------------
 
     def forward(
         self,
@@ -197,37 +201,37 @@ class Adapter(Attaching):
         mask: Int[Tensor, "batch position"] | None = None,
         positions: Int[Tensor, "batch new"] | None = None,
     ) -> Float[Tensor, "batch new vocabulary"]:
-        """Logits for every new token; with a store, attention also reads what the store holds.
+        """Computes the logits of every new token; with a store, attention also reads the keys and values in the store.
 
         Args:
-            tokens: What is fed.
-            store: What was fed before.
-            mask: Of all positions so far, 0 where there is no token; only where :attr:`takes_mask`.
-            positions: Of the new tokens, those that are masked not counted; given with a mask.
+            tokens: The new tokens.
+            store: The keys and values of the tokens that were fed before.
+            mask: For all positions so far, 0 where there is no token; only where :attr:`takes_mask`.
+            positions: The position numbers of the new tokens, which do not count masked positions; given with a mask.
         """
-        if store is not None and not store.keeps and self.hears_attention:
-            with self.attention_led(store.update):
+        if store is not None and not store.keeps and self.shows_attention:
+            with self.replacing_keys_values(store.update):
                 return self.logits(tokens, None, mask, positions)
         return self.logits(tokens, store, mask, positions)
 
     def __repr__(self) -> str:
-        """Which model, of which kind, in which dtype and where."""
+        """Names the model, its kind, its dtype and its device."""
         return f"<{self.facts.name}: {self.kind}, {str(self.dtype).removeprefix('torch.')}, {self.device}>"
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype the weights are in."""
+        """The dtype of the weights."""
         return next(p.dtype for p in self.model.parameters() if p.is_floating_point())
 
     @property
     def device(self) -> torch.device:
-        """The device tokens must be on."""
+        """The device that the tokens must be on."""
         return next(self.model.parameters()).device
 
     def at(self, dtype: torch.dtype | None) -> Adapter:
-        """This model computing in ``dtype``; itself where that is the dtype it has.
+        """Returns a copy of this model that computes in ``dtype``, or this model itself where that is its dtype.
 
-        A copy carries none of kvinterp's own hooks. Within :meth:`one_call` it is made once, outside of it anew.
+        A copy has none of kvinterp's own hooks. Inside :meth:`one_call` it is made once, outside of it every time.
         """
         if dtype is None or dtype == self.dtype:
             return self
@@ -243,7 +247,7 @@ class Adapter(Attaching):
 
     @contextlib.contextmanager
     def one_call(self) -> Iterator[None]:
-        """Runs one call of a verb: copies in another dtype and the weights' hash are made once in it, and forgotten behind it.
+        """Marks one call of a verb: copies in another dtype and the weights' hash are made once in it, and dropped at its end.
 
         Raises:
             UnsupportedError: A part of the model is compiled.
@@ -260,82 +264,78 @@ class Adapter(Attaching):
                 self._copies, self._hash, self._evaluating = {}, "", False
 
     def lasting(self) -> Adapter:
-        """This adapter, all of whose life is one call: for a model that nobody else has, and so nobody edits."""
+        """Returns this adapter with its copies kept for good: for a model that nobody else holds and so nobody edits."""
         self._calls += 1
         return self
 
     @contextlib.contextmanager
     def left_as_found(self) -> Iterator[None]:
-        """Gives back the attributes and buffers of the model's modules as they are found here, whatever ends the context."""
+        """Restores the attributes and buffers of the model's modules at the end of the context, however it ends."""
         if self._snapshot is not None:
             yield
             return
         with as_made(self.source):
-            self._snapshot = found = Snapshot(self.model, self.source)
+            self._snapshot = snapshot = Snapshot(self.model, self.source)
             try:
                 yield
             finally:
                 self._snapshot = None
-                found.taken("thorough")
+                snapshot.take_out("thorough")
 
     @contextlib.contextmanager
     def own_state(self, state: list[Leftover]) -> Iterator[None]:
-        """Gives what runs inside the context a state of its own, where modules keep state between forwards.
+        """Gives the forwards inside the context a state of their own, where modules keep state from one forward to the next.
 
-        It begins with what was found (:func:`as_made`), and what it leaves is taken out at its end, so that runs which take
-        turns on one model do not overwrite each other's.
+        The state begins as it was found (:func:`as_made`) and is taken out at the end, so that runs which take turns on one
+        model do not overwrite each other's state.
 
         Args:
-            state: What the context before left, which this one goes on from; filled anew at its end.
+            state: The state that an earlier context left, from which this one goes on; replaced at the end by this one's.
         """
         with self.left_as_found():
-            found: Any = self._snapshot
-            # Outside of all others there is what was found.
-            around = found.taken() if self._inside else Leftover()
+            snapshot: Any = self._snapshot
+            # Only a context inside another one has that one's state to put back.
+            outer = snapshot.take_out() if self._inside else Leftover()
             self._inside += 1
             if state:
-                found.put(state.pop())
+                snapshot.put_in(state.pop())
             try:
                 yield
             finally:
                 self._inside -= 1
-                state.append(found.taken())
-                found.put(around)
+                state.append(snapshot.take_out())
+                snapshot.put_in(outer)
 
-    def attention_led(self, read: KeysValuesRead) -> contextlib.AbstractContextManager[None]:
-        """Leads the keys and values of every layer of forwards without a cache through ``read``, as attention is handed them.
+    def replacing_keys_values(self, read: KeysValuesRead) -> contextlib.AbstractContextManager[None]:
+        """Replaces the keys and values that attention receives in forwards without a cache, while the context lasts.
 
         Args:
-            read: Called with layer, keys and values; what it returns is what attention reads.
+            read: Called with layer, keys and values; attention reads what it returns.
         """
         raise NotImplementedError
 
     @property
-    def hears_attention(self) -> bool:
-        """Whether each layer's keys and values can be heard in a forward without a cache; seen once on a few tokens."""
-        key = self.facts.attention, "hears attention"
+    def shows_attention(self) -> bool:
+        """Whether :meth:`replacing_keys_values` sees each layer once, in the shapes that a cache would receive; asked once."""
+        key = self.facts.attention, "shows attention"
         if key not in self.checked:
-            # The store below is then shown to the model as a cache.
+            # Until it is known, forward() shows a store to the model as a cache.
             self.checked[key] = False
+            # Another number than that of the heads, so that the dimensions can be told apart.
+            count = next(n for n in (5, 7, 11) if n not in (self.facts.query_heads, self.facts.kv_heads))
+            tokens = torch.arange(3, 3 + count, device=self.device)[None] % self.facts.vocabulary
+            plain, cached = NotingStore(self), NotingStore(self)
             lacks = contextlib.suppress(NotImplementedError, AttributeError, RuntimeError)
             with lacks, self.own_state([]), torch.no_grad(), hooks_suspended(self.model):
-                self.checked[key] = self._heard_as_cached()
+                with self.replacing_keys_values(plain.update):
+                    self.forward(tokens)
+                self.forward(tokens, cached)
+                shapes = [[(layer, k.shape, v.shape) for layer, k, v in store.noted] for store in (plain, cached)]
+                self.checked[key] = shapes[0] == shapes[1] and [s[0] for s in shapes[0]] == [*range(self.facts.layers)]
         return bool(self.checked[key])
 
-    def _heard_as_cached(self) -> bool:
-        """Whether each layer shows its keys and values once, in the shape in which it hands them to a cache."""
-        # Another number than that of the heads, so that the dimensions can be told apart.
-        count = next(n for n in (5, 7, 11) if n not in (self.facts.query_heads, self.facts.kv_heads))
-        tokens = torch.arange(3, 3 + count, device=self.device)[None] % self.facts.vocabulary
-        plain, cached = NotingStore(self), NotingStore(self)
-        with self.attention_led(plain.update):
-            self.forward(tokens)
-        self.forward(tokens, cached)
-        shapes = [[(layer, *(each.shape for each in pair)) for layer, *pair in store.noted] for store in (plain, cached)]
-        return shapes[0] == shapes[1] and [layer for layer, *_ in plain.noted] == [*range(self.facts.layers)]
-
     def supports(self, site: str, layer: int = 0) -> bool:
-        """Whether this model, as it was loaded, can give a site."""
+        """Whether this model, as it was loaded, has a site at a layer."""
         try:
             self.tap(site, layer)
         except UnsupportedError:
@@ -343,11 +343,11 @@ class Adapter(Attaching):
         return True
 
     def derives(self, site: str) -> bool:
-        """Whether a site is worked out beside a kernel that does not show it: it can be recorded, and not be patched."""
+        """Whether a site is computed beside a kernel that does not show it, so that it can be recorded but not patched."""
         return False
 
     def encode(self, text: str | Prompt) -> list[int]:
-        """Token ids of a text, with the special tokens the tokenizer puts in front, or of a prompt as every verb feeds it.
+        """Token ids of a text, with the special tokens that the tokenizer puts first, or of a prompt as every verb feeds it.
 
         Raises:
             InputError: It is neither, there is no tokenizer, or the text gives no token.
@@ -371,20 +371,20 @@ class Adapter(Attaching):
         return " ".join(map(str, tokens)) if self.tokenizer is None else self.tokenizer.decode(list(tokens))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What the wrapped model gives: logits of TransformerLens's models, transformers' output of its own."""
+        """Calls the wrapped model: a model of TransformerLens returns logits, one of transformers its own output object."""
         return self.model(*args, **kwargs)
 
     def to_tokens(self, text: str | Prompt | Sequence[str | Prompt]) -> Int[Tensor, "batch position"]:
-        """Token ids of a text as every function here feeds it: with the beginning that its tokenizer itself puts there.
+        """Token ids of a text as every function of kvinterp feeds it, with the special tokens that its tokenizer puts first.
 
         Args:
-            text: The text, or several, which are padded on the left. TransformerLens's ``to_tokens`` may prepend another
-                beginning: what it gives can be given as ids.
+            text: The text, or several, which are padded on the left. TransformerLens's ``to_tokens`` may put other special
+                tokens first; pass its result as token ids to feed them.
 
         Raises:
-            InputError: There is none, or texts have several lengths and the tokenizer no token to pad them with.
+            InputError: There is no text, or texts have several lengths and the tokenizer has no token to pad them with.
         """
-        rows = [self.encode(each) for each in ([text] if isinstance(text, str | Prompt) else text)]
+        rows = [self.encode(item) for item in ([text] if isinstance(text, str | Prompt) else text)]
         if not rows:
             raise InputError("no text was given: expected a text, or a list of at least one.")
         most, pad = max(map(len, rows)), getattr(self.tokenizer, "pad_token_id", None)
@@ -395,14 +395,15 @@ class Adapter(Attaching):
             )
         return torch.tensor([[pad] * (most - len(row)) + row for row in rows], device=self.device)
 
-    def to_str_tokens(self, given: str | Prompt | Sequence[int] | Tensor) -> list[str]:
+    def to_str_tokens(self, text: str | Prompt | Sequence[int] | Tensor) -> list[str]:
         """Text of each token of a text, or of token ids.
 
         Args:
-            given: A text, a prompt or token ids, ``[position]`` or ``[1, position]``.
+            text: A text, a prompt or token ids, ``[position]`` or ``[1, position]``.
         """
-        ids = self.encode(given) if isinstance(given, str | Prompt) else torch.as_tensor(given).flatten().tolist()
-        return self.pieces(ids)
+        return self.pieces(
+            self.encode(text) if isinstance(text, str | Prompt) else torch.as_tensor(text).flatten().tolist()
+        )
 
     def pieces(self, tokens: Sequence[int]) -> list[str]:
         """Text of each token alone."""
@@ -410,7 +411,7 @@ class Adapter(Attaching):
 
     @property
     def source(self) -> nn.Module:
-        """The module that carries the transformers configs."""
+        """The module that has the transformers configs."""
         return self.model
 
     @property
@@ -419,33 +420,33 @@ class Adapter(Attaching):
         return None
 
     def new_cache(self) -> Any:
-        """The cache that transformers makes for this model; None where none of its caches is the model's."""
+        """Makes the cache that transformers makes for this model; None where the model uses none of transformers' caches."""
         return None
 
     @property
     def end_tokens(self) -> frozenset[int]:
         """The token ids at which generation ends."""
-        found: set[int] = set()
+        tokens: set[int] = set()
         config = getattr(self.source, "generation_config", None) or getattr(self.source, "config", None)
         for holder in (config, self.tokenizer):
-            given = getattr(holder, "eos_token_id", None)
-            found |= set(given) if isinstance(given, list | tuple) else {given} if isinstance(given, int) else set()
-        return frozenset(found)
+            ends = getattr(holder, "eos_token_id", None)
+            tokens |= set(ends) if isinstance(ends, list | tuple) else {ends} if isinstance(ends, int) else set()
+        return frozenset(tokens)
 
     def fingerprint(self) -> str:
         """The hash of the weights, 16 hex digits."""
-        found = self._hash or weights_hash(self.model)
-        self._hash = found if self._calls else ""
-        return found
+        digest = self._hash or weights_hash(self.model)
+        self._hash = digest if self._calls else ""
+        return digest
 
-    def checked_once(self, check: Callable[[], Any], *of: Any) -> Any:
-        """What a check found that depends on kernels and shapes and not on the weights: it is made once for an attention.
+    def checked_once(self, check: Callable[[], Any], *subject: Any) -> Any:
+        """Runs a check whose result depends on kernels and shapes, not on the weights, once for each attention and subject.
 
         Args:
-            check: Makes it.
-            of: What is checked, and what else that depends on, such as a path's text and the shape.
+            check: Returns the result.
+            subject: What is checked and what else the result depends on, such as a path's text and the shape.
         """
-        key = self.facts.attention, *of
+        key = self.facts.attention, *subject
         if key not in self.checked:
             self.checked[key] = check()
         return self.checked[key]
@@ -453,19 +454,16 @@ class Adapter(Attaching):
 
 # Copies in another dtype -------------------------------------------------------------------------------------------------
 
-_DEPTH = 4
-"""Functions that call functions that call a module."""
-
 
 def _check_apart(model: nn.Module, copy: nn.Module, name: str) -> None:
-    """Raises UnsupportedError where a deep copy would run the original's modules.
+    """Raises UnsupportedError where a deep copy would run modules of the original.
 
-    Copies share functions, and so what a function that took the place of a module's ``forward`` holds on to.
+    A deep copy shares functions. A function that replaces a module's ``forward`` may hold the original module.
     """
     originals = {id(module) for module in model.modules()}
     for place, module in copy.named_modules():
         forward = vars(module).get("forward")
-        if forward is not None and any(id(held) in originals for held in _held(forward, _DEPTH)):
+        if forward is not None and any(id(value) in originals for value in _closed_over(forward)):
             raise UnsupportedError(
                 f"{name}: the forward of {place or 'the model'} was replaced by a function that holds on to the model itself, "
                 "so that a copy in another dtype would run this one's weights: change it by a hook (register_forward_hook), "
@@ -473,22 +471,14 @@ def _check_apart(model: nn.Module, copy: nn.Module, name: str) -> None:
             )
 
 
-def _held(function: Any, depth: int) -> Iterator[Any]:
-    """What a function is bound to or closes over, and what functions among that hold."""
+def _closed_over(function: Any, depth: int = 4) -> Iterator[Any]:
+    """Yields what a function is bound to or closes over, and the same for functions among that."""
     if isinstance(function, functools.partial):
-        reached = [function.func, *function.args, *function.keywords.values()]
+        values = [function.func, *function.args, *function.keywords.values()]
     else:
-        cells = getattr(function, "__closure__", None) or ()
-        reached = [getattr(function, "__self__", None), *(getattr(function, "__defaults__", None) or ())]
-        reached += [cell.cell_contents for cell in cells if _filled(cell)]
-    for held in reached:
-        yield held
-        if depth and callable(held) and not isinstance(held, nn.Module):
-            yield from _held(held, depth - 1)
-
-
-def _filled(cell: Any) -> bool:
-    try:
-        return cell.cell_contents is not None
-    except ValueError:
-        return False
+        values = [getattr(function, "__self__", None), *(getattr(function, "__defaults__", None) or ())]
+        values += [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
+    for value in values:
+        yield value
+        if depth and callable(value) and not isinstance(value, nn.Module):
+            yield from _closed_over(value, depth - 1)

@@ -1,4 +1,4 @@
-"""Two answers, and how much more of the logits one gets: TransformerLens's ``logits_to_logit_diff``."""
+"""The difference between the logits of two answers, as TransformerLens's ``logits_to_logit_diff`` computes it."""
 
 from __future__ import annotations
 
@@ -13,35 +13,35 @@ from kvinterp.errors import InputError, unexpected
 from kvinterp.models import Adapter
 
 LOGIT_DIFFERENCE = "logit_difference"
-"""The distance that is of two answers."""
+"""The distance that compares two answers."""
 
 
 def logit_difference(logits: Float[Tensor, "*batch vocab"], pair: tuple[int, int]) -> Float64[Tensor, "*batch"]:
-    """The first answer's logit less the second's, of a pair of token ids."""
+    """The logit of the first token of a pair, less the logit of the second."""
     return logits[..., pair[0]].double() - logits[..., pair[1]].double()
 
 
 def answer_pair(adapter: Adapter, answers: Sequence[str | int] | None) -> tuple[int, int]:
-    """The token ids of two answers, given as texts of one token or ids: whose logit counts, and whose is taken off.
+    """The token ids of two answers (texts of one token, or ids): the one whose logit counts, and the one that is subtracted.
 
     Raises:
         InputError: They are not two answers of one token each.
     """
     expected = "two answers of one token each, the one that counts first, such as (' Paris', ' Rome')"
-    given = given_list("answers", answers, expected)
-    if len(given) != 2:
+    pair = given_list("answers", answers, expected)
+    if len(pair) != 2:
         raise unexpected("answers", answers, expected)
-    first, second = (_token(adapter, answer, expected) for answer in given)
+    first, second = (_token(adapter, answer, expected) for answer in pair)
     if first == second:
         raise InputError(f"answers={answers!r} are one token, whose difference from itself is 0: expected {expected}.")
     return first, second
 
 
-def asked_pair(adapter: Adapter, distance: str, answers: Sequence[str | int] | None) -> tuple[int, int] | None:
-    """The two answers where a distance is of answers; None where it is not, and then none may be given.
+def pair_for(adapter: Adapter, distance: str, answers: Sequence[str | int] | None) -> tuple[int, int] | None:
+    """The two answers for a distance that compares answers; None for any other distance, which takes no answers.
 
     Raises:
-        InputError: They are not two answers of one token each, or nothing reads them.
+        InputError: They are not two answers of one token each, or the distance does not read them.
     """
     if LOGIT_DIFFERENCE in str(distance):
         return answer_pair(adapter, answers)

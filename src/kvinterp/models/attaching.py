@@ -1,7 +1,7 @@
-"""How an adapter's hooks are attached, who hears them, and how a forward begins in the middle.
+"""Attaches an adapter's hooks, sends their tensors to listeners, and begins a forward in the middle.
 
-Hooks belong to modules: what hooks a model hears every forward of it, whichever thread runs it. Threads that use verbs at once
-need a model each.
+Hooks belong to modules, so a listener receives every forward of the model, whichever thread runs it. Threads that use verbs at
+the same time need a model each.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ Listener = Callable[[Tensor], "Tensor | None"]
 
 
 class Attaching(abc.ABC):
-    """The hooks on one model: attached once, heard by whoever listens, gone without a trace."""
+    """The hooks on one model: attached once, with any number of listeners, and removed without a trace."""
 
     model: nn.Module
     facts: ModelInfo
 
     def __init__(self) -> None:
-        self._heard: list[tuple[Mapping[Site, Sequence[Listener]], int]] = []
+        self._entries: list[tuple[Mapping[Site, Sequence[Listener]], int]] = []
         self._listeners: list[Mapping[Site, Sequence[Listener]]] = [{}, {}]
         self._attachments: dict[tuple[Site, int], list[Any]] = {}
         self._calls, self._evaluating = 0, False
@@ -38,11 +38,11 @@ class Attaching(abc.ABC):
     @property
     @abc.abstractmethod
     def blocks(self) -> nn.ModuleList:
-        """The blocks, in order; each takes the residual stream first and returns it first."""
+        """The blocks, in order; the residual stream is the first argument and the first output of each."""
 
     @abc.abstractmethod
     def tap(self, site: str, layer: int) -> Tap:
-        """Where a site is found; raises UnsupportedError, saying why and what to do, where this kind lacks it."""
+        """Finds a site; raises UnsupportedError, saying why and what to do, where the model has none."""
 
     @property
     def alike_in_training(self) -> bool:
@@ -51,10 +51,10 @@ class Attaching(abc.ABC):
 
     @contextlib.contextmanager
     def attached(self, places: Sequence[Site], rank: int = 0) -> Iterator[None]:
-        """Hooks the places once, for as long as the context lasts; :meth:`listening` says who hears them.
+        """Hooks the places, while the context lasts; :meth:`listening` adds the listeners.
 
-        Every hook goes through torch's own handles, so leaving the context, by an exception too, removes exactly the
-        hooks it made and nothing of the user's. Nested contexts share a hook and the last one out removes it.
+        Every hook has a handle of torch's, so leaving the context, by an exception too, removes exactly the hooks that it
+        made and none of the user's. Nested contexts share a hook, and the last one to be left removes it.
 
         Args:
             places: Sites and layers.
@@ -64,25 +64,25 @@ class Attaching(abc.ABC):
             InputError: A part of the model is in training mode.
             UnsupportedError: A part of the model is compiled.
         """
-        # A verb asks at its door: each of its forwards would walk through every module again.
+        # A verb has checked this at its beginning: each of its forwards would walk through every module again.
         if not self._calls:
             check_uncompiled(self.model, self.facts.name)
         if not self.alike_in_training and not self._evaluating:
             _check_evaluating(self.model, self.facts.name)
             self._evaluating = self._calls > 0
-        mine: list[tuple[Site, int]] = []
+        keys: list[tuple[Site, int]] = []
         try:
             for place in dict.fromkeys(places):
-                # What is put on heads reaches their sum alone, and so no second hook.
+                # A change of heads reaches their sum only, so that a second hook on heads would not see it.
                 key = place, rank if rank and self.tap(*place).side != "heads" else 0
                 if key not in self._attachments:
                     tap = self.tap(*place)
                     self._attachments[key] = [0, self._attach(*key, tap), tap.module]
                 self._attachments[key][0] += 1
-                mine.append(key)
+                keys.append(key)
             yield
         finally:
-            for key in mine:
+            for key in keys:
                 self._attachments[key][0] -= 1
                 if not self._attachments[key][0]:
                     for handle in self._attachments.pop(key)[1]:
@@ -90,53 +90,53 @@ class Attaching(abc.ABC):
 
     @contextlib.contextmanager
     def listening(self, listeners: Mapping[Site, Sequence[Listener]], rank: int = 0) -> Iterator[None]:
-        """Sends what the attached hooks see to these listeners, in order.
+        """Sends the tensors of the attached hooks to these listeners, in order.
 
         A tensor that a listener returns replaces the site's, for the listeners after it too. Contexts may nest, as a run
-        inside a user's record() does: what was entered first hears first. They may be left in any order.
+        inside a user's record() does: listeners of the outer context are called first. Contexts may be left in any order.
 
         Args:
-            listeners: What is called, by site and layer.
-            rank: ``LAST`` for what only looks, and shall hear what the model goes on with.
+            listeners: The listeners, by site and layer.
+            rank: ``LAST`` for listeners that only look and shall receive the tensor that the model goes on with.
         """
         entry = listeners, rank
-        self._heard = [*self._heard, entry]
+        self._entries = [*self._entries, entry]
         self._arrange()
         try:
             yield
         finally:
-            self._heard = [held for held in self._heard if held is not entry]
+            self._entries = [other for other in self._entries if other is not entry]
             self._arrange()
 
     def _arrange(self) -> None:
-        ranks: list[list[Mapping[Site, Sequence[Listener]]]] = [[], []]
-        for listeners, rank in sorted(self._heard, key=lambda entry: entry[1]):
-            own = {place for place in listeners if rank and (place, rank) in self._attachments}
-            ranks[0].append({place: heard for place, heard in listeners.items() if place not in own} if own else listeners)
-            ranks[LAST].append({place: listeners[place] for place in own})
-        self._listeners = [_together(each) for each in ranks]
+        """Groups the listeners by the rank of the hook that calls them, and by place."""
+        ranks: list[dict[Site, list[Listener]]] = [{}, {}]
+        for listeners, rank in sorted(self._entries, key=lambda entry: entry[1]):
+            for place, called in listeners.items():
+                ranks[rank if (place, rank) in self._attachments else 0].setdefault(place, []).extend(called)
+        self._listeners = [*ranks]
 
     def put_last_hooks_last(self) -> None:
-        """Puts what hears last behind hooks that were added since, a user's among them; for the forward that begins."""
+        """Sorts the hooks of rank LAST behind hooks that were added since, a user's among them, for the forward that begins."""
         for (_, rank), (_, _, module) in self._attachments.items():
             if rank == LAST:
                 sort_hooks(module)
 
     @contextlib.contextmanager
     def resumed(self, layer: int, outputs: Sequence[Any]) -> Iterator[None]:
-        """Makes forwards begin at a block: the blocks before it return what they returned before, without running.
+        """Makes forwards begin at a block: the blocks before it return earlier outputs without running.
 
         Args:
             layer: The first block that runs.
-            outputs: What each block before it returned on the same tokens, as the block itself returns it.
+            outputs: What each block before it returned on the same tokens, in the form in which the block returns it.
         """
         skipped = list(self.blocks)[:layer]
-        # Libraries that spread a model over devices put a forward of their own there, which must come back.
+        # Libraries that place a model on several devices put a forward of their own there, which must be restored.
         before = [block.__dict__.get("forward") for block in skipped]
         try:
             for block, output in zip(skipped, outputs, strict=False):
                 # Straight into __dict__: a bridge's blocks pass attributes that are set on to what they wrap.
-                block.__dict__["forward"] = _returning(output)
+                block.__dict__["forward"] = lambda *_, output=output, **__: output
             yield
         finally:
             for block, forward in zip(skipped, before, strict=True):
@@ -146,7 +146,7 @@ class Attaching(abc.ABC):
                     block.__dict__["forward"] = forward
 
     def close_interrupted(self) -> None:
-        """Closes what hooks left open in a forward that a KeyboardInterrupt cut off, of which torch tells no hook."""
+        """Closes what hooks left open in a forward that a KeyboardInterrupt cut off: torch calls no hook for it."""
         for _, handles, _ in self._attachments.values():
             for handle in handles:
                 if isinstance(handle, Closing):
@@ -154,9 +154,9 @@ class Attaching(abc.ABC):
 
     def _attach(self, place: Site, rank: int, tap: Tap) -> list[Any]:
         def rows() -> str:
-            heard = self._listeners[rank].get(place, ())
-            newest = all(getattr(listener, "newest_row", False) for listener in heard)
-            return "none" if not heard else "newest" if newest else "all"
+            listeners = self._listeners[rank].get(place, ())
+            newest = all(getattr(listener, "newest_row", False) for listener in listeners)
+            return "none" if not listeners else "newest" if newest else "all"
 
         def emit(raw: Tensor) -> Tensor | None:
             changed: Tensor | None = None
@@ -168,18 +168,7 @@ class Attaching(abc.ABC):
         return tap_hooks(tap, place[0], emit, rows, rank)
 
 
-def _together(heard: Sequence[Mapping[Site, Sequence[Listener]]]) -> Mapping[Site, Sequence[Listener]]:
-    if len(heard) == 1:
-        return heard[0]
-    places = dict.fromkeys(place for listeners in heard for place in listeners)
-    return {place: [one for listeners in heard for one in listeners.get(place, ())] for place in places}
-
-
-def _returning(kept: Any) -> Callable[..., Any]:
-    return lambda *_, **__: kept
-
-
-# Whether a model computes what its hooks will see ---------------------------------------------------------------------
+# Whether a model can be hooked as it is -------------------------------------------------------------------------------
 
 
 def _check_evaluating(model: nn.Module, name: str) -> None:
@@ -193,9 +182,9 @@ def _check_evaluating(model: nn.Module, name: str) -> None:
 
 
 def check_uncompiled(model: nn.Module, name: str) -> None:
-    """Raises UnsupportedError where any part was compiled in place: what Dynamo compiled runs no hook that came later.
+    """Raises UnsupportedError where any part was compiled in place: what Dynamo compiled runs no hook that was added later.
 
-    By ``module.compile()`` or ``module.forward = torch.compile(module.forward)``.
+    A part is compiled in place by ``module.compile()`` or ``module.forward = torch.compile(module.forward)``.
     """
     for path, module in model.named_modules():
         forward = vars(module).get("forward")

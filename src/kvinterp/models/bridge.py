@@ -1,7 +1,7 @@
 """TransformerLens' TransformerBridge: TransformerLens' hooks over a transformers model.
 
-The bridge rebuilds attention from its parts, so its bits are not production's (the native kind's are), but it has a hook
-for everything and is the only kind in TransformerLens 4. Its cache is transformers' own.
+The bridge computes attention from its parts again, so its bits are not production's (those of the native kind are). It has a
+hook for everything and is the only kind in TransformerLens 4. Its cache is transformers' own.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvinterp.models.adapter import Adapter, KeysValuesRead, KVStore
 from kvinterp.models.caches import CacheKind, check_plain
 from kvinterp.models.door import importing_transformer_lens
 from kvinterp.models.hook_names import hook_name
-from kvinterp.models.hooks import Tap, heads_tap, methods_led, routing_tap
+from kvinterp.models.hooks import Tap, heads_tap, routing_tap, wrapping_methods
 from kvinterp.models.native import (
     cast_transformers,
     decoder_layers,
@@ -54,42 +54,39 @@ def build_bridge(model: nn.Module, name: str) -> nn.Module:
         raise UnsupportedError(
             f"TransformerLens has no bridge for {type(model).__name__} ({error}): use kind='native'."
         ) from error
-    hand_on(bridge.eval())
+    rename_cache_arguments(bridge.eval())
     return bridge
 
 
 @torch.no_grad()
-def hand_on(bridge: nn.Module) -> None:
-    """Gives a bridge's attention the cache by the name under which it looks for one, where transformers uses another.
+def rename_cache_arguments(bridge: nn.Module) -> None:
+    """Makes a bridge's attention receive the cache under the name that it looks for, where transformers uses another name.
 
-    Asked by trying: a layer whose attention leaves the cache as it was is given it so. What a bridge's own users run is changed
-    with it, so this is for bridges that are built here.
+    One forward shows which layers need this: their attention leaves the cache as it was. It changes what users of the bridge
+    run, so this is for bridges that are built here.
     """
     adapter = BridgeAdapter(bridge)
     cache = adapter.new_cache()
     try:
-        adapter.called(torch.arange(3, 5, device=adapter.device)[None] % adapter.facts.vocabulary, cache, None, None)
-    # What a bridge raises here it raises again where it is run in earnest.
+        tokens = torch.arange(3, 5, device=adapter.device)[None] % adapter.facts.vocabulary
+        adapter.call_with_cache(tokens, cache, None, None)
+    # The bridge will raise the same error again where it runs in earnest.
     except Exception:
         return
     for block, layer in zip(bridge.blocks, cache.layers, strict=False):  # type: ignore[arg-type]
         attention = getattr(block, "attn", None)
         if attention is not None and isinstance(layer, CacheLayerMixin) and not layer.get_seq_length():
-            # A partial, as a copy of the bridge then has its own; set past the bridge, which sets what is inside it.
-            vars(attention)["forward"] = functools.partial(_handed, attention)
+            # A partial is copied with the bridge, a closure is not. Into __dict__: a bridge's setattr reaches the module inside.
+            vars(attention)["forward"] = functools.partial(_forward_with_renamed_cache, attention)
 
 
-def _handed(attention: nn.Module, *args: Any, **given: Any) -> Any:
-    by_its_name = {"past_key_values" if isinstance(value, Cache) else name: value for name, value in given.items()}
-    return type(attention).forward(attention, *args, **by_its_name)
-
-
-def _told(mask: Tensor | None) -> dict[str, Tensor]:
-    return {} if mask is None else {"attention_mask": mask}
+def _forward_with_renamed_cache(attention: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    renamed = {"past_key_values" if isinstance(value, Cache) else name: value for name, value in kwargs.items()}
+    return type(attention).forward(attention, *args, **renamed)
 
 
 class BridgeAdapter(OnTransformersCache):
-    """A TransformerBridge, run through its own forward."""
+    """A TransformerBridge, run by its own forward."""
 
     kind = "bridge"
     takes = frozenset({"attention_mask"})
@@ -113,34 +110,39 @@ class BridgeAdapter(OnTransformersCache):
         return keeps_only_keys_and_values(self.source)
 
     def logits(self, tokens: Tensor, store: KVStore | None, mask: Tensor | None, positions: Tensor | None) -> Tensor:
-        """Logits of every new token, through the bridge."""
+        """Computes the logits of every new token by the bridge."""
         if store is None:
-            return self.model(tokens, return_type="logits", use_cache=False, **_told(mask))
+            masks = {} if mask is None else {"attention_mask": mask}
+            return self.model(tokens, return_type="logits", use_cache=False, **masks)
         cache = model_cache(store, lambda: self.config, f"the bridge for {self.facts.architecture}")
-        return self.called(tokens, cache, mask, positions)[0]
+        return self.call_with_cache(tokens, cache, mask, positions)[0]
 
-    def attention_led(self, read: KeysValuesRead) -> contextlib.AbstractContextManager[None]:
-        """Where each block's attention would hand them to a cache."""
+    def replacing_keys_values(self, read: KeysValuesRead) -> contextlib.AbstractContextManager[None]:
+        """Replaces them where the attention of each block would pass them to a cache."""
 
-        def led(layer: int, own: Any, keys: Tensor, values: Tensor, **more: Any) -> tuple[Tensor, Tensor]:
-            return read(layer, *own(keys, values, **more))
+        def wrapper(layer: int, update: Any, keys: Tensor, values: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor]:
+            return read(layer, *update(keys, values, **kwargs))
 
         attention = [block.attn for block in self.model.blocks]  # type: ignore[union-attr]
-        return methods_led(attention, "_update_kv_cache", led)
+        return wrapping_methods(attention, "_update_kv_cache", wrapper)
 
-    def called(self, tokens: Tensor, cache: Any, mask: Tensor | None, positions: Tensor | None) -> tuple[Tensor, Any]:
-        """Logits and the cache, a DynamicCache that is made where none is given."""
+    def call_with_cache(
+        self, tokens: Tensor, cache: Any, mask: Tensor | None, positions: Tensor | None
+    ) -> tuple[Tensor, Any]:
+        """Runs the bridge with a DynamicCache, a new one where none is given."""
         cache = self.new_cache() if cache is None else cache
-        given = {self.cache_name: cache} if self.cache_name else {}
-        return self.model(tokens, return_type="logits", use_cache=True, **given, **_told(mask)), cache
+        options = {"attention_mask": mask} if mask is not None else {}
+        if self.cache_name:
+            options[self.cache_name] = cache
+        return self.model(tokens, return_type="logits", use_cache=True, **options), cache
 
     def own_cache(self, kind: CacheKind, batch: int, capacity: int, dtype: torch.dtype) -> TransformersCache:
-        """The DynamicCache that a bridge's users make."""
+        """Makes the DynamicCache that a bridge's users make."""
         check_plain(kind, "a bridge, which rebuilds attention and its mask for a cache that grows")
-        return TransformersCache.of(kind, self.config, capacity)
+        return TransformersCache.of_kind(kind, self.config, capacity)
 
     def tap(self, site: str, layer: int) -> Tap:
-        """The HookPoint that carries a site."""
+        """Finds the HookPoint of a site."""
         if site.startswith("cache_"):
             raise UnsupportedError(f"site {site!r} has no hook in a bridge: it is read from the cache.")
         block: Any = self.model.blocks[layer]  # type: ignore[index]
@@ -164,10 +166,10 @@ class BridgeAdapter(OnTransformersCache):
             )
         normed = f"blocks.{layer}.attn.hook_{site}_normed"
         if site in ("q", "k") and f"blocks.{layer}.attn.{site}_norm.hook_out" in self.hooks and normed in self.hooks:
-            # TransformerLens' hook_q and hook_k come before the norm, and so are not what RoPE turns.
+            # TransformerLens' hook_q and hook_k come before the norm, so their tensors are not what RoPE rotates.
             count = self.facts.query_heads if site == "q" else self.facts.kv_heads
-            turned = getattr(block.attn, "_qk_norm_phase", "") == "post_reshape"
-            return Tap(self.hooks[normed], heads=count, head_major=turned)
+            head_major = getattr(block.attn, "_qk_norm_phase", "") == "post_reshape"
+            return Tap(self.hooks[normed], heads=count, head_major=head_major)
         if name not in self.hooks:
             raise UnsupportedError(
                 f"site {site!r} is not there: the bridge for {self.facts.architecture} has no hook {name}. "
@@ -177,7 +179,7 @@ class BridgeAdapter(OnTransformersCache):
         return Tap(self.hooks[name], heads=heads)
 
     def cast(self, dtype: torch.dtype) -> Adapter:
-        """The same weights in another dtype."""
+        """Makes a copy with the same weights in another dtype."""
         model: Any = cast_transformers(self.model, dtype)
         model.cfg.dtype = dtype
         return BridgeAdapter(model, self.facts.name, self.tokenizer)

@@ -1,12 +1,12 @@
-"""Which cache a cached path keeps its keys and values in, as data; and what every cache looks like from outside.
+"""The kinds of cache that a cached path can keep its keys and values in, and the interface that every cache has.
 
 ==========================  =========================================================================================
-``dynamic``                 the cache that the model makes by itself; what is run unless another is asked for
+``dynamic``                 the cache that the model makes by itself; the default
 ``static``, ``static(N)``   transformers' StaticCache, with room for what is run, or for N positions
 ``quantized(4)``            transformers' QuantizedCache; ``quantized(4,hqq)`` and ``quantized(8,fp8)`` name the backend
-``offloaded``               the model's own DynamicCache, whose layers wait in the host's memory; on a GPU alone
-``preallocated``            kvinterp's own store, which grows in place, where it was seen to give the same bits as
-                            ``dynamic``; else ``dynamic`` is run, and the result says so
+``offloaded``               the model's own DynamicCache with its layers in the host's memory; on a GPU only
+``preallocated``            kvinterp's own store, which grows in place, where a check shows that it gives the same bits
+                            as ``dynamic``; else ``dynamic`` runs, and the result says so
 ``package.module:Name``     a class or function that makes a transformers cache
 ==========================  =========================================================================================
 """
@@ -32,19 +32,19 @@ KeysValues = tuple[Float[Tensor, "batch kv_head position head_dim"], Float[Tenso
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where in the cache a policy, a recorder or a patch is looking.
+    """The part of the cache that a policy, a recorder or a patch reads.
 
     Attributes:
         layer: The block.
         start: Absolute position of the first key.
         stop: One past the absolute position of the last key.
         rotated: Whether these keys are after RoPE.
-        known: Whether the positions are known; a user's cache may have let go of some and does not say of which.
-        rows: The absolute position of each row, where a policy may have let go of some: they need no longer be all from start
-            to stop, and each sequence and KV head may have kept others. None where none can be missing.
+        known: Whether the positions are known; a user's cache may have removed some without saying which.
+        rows: The absolute position of each row, where a policy may have removed rows: positions between start and stop may be
+            missing, others for each sequence and KV head. None where none can be missing.
         heads: The KV heads that the tensors hold; empty for all.
-        prompt: Positions of the pass's prompt, whose forwards come before all others; 0 where that is not known.
-        remade: Whether what is held was read by another policy of the path first, which may make of a row another at each read.
+        prompt: The number of positions of the prompt, whose forwards come before all others; 0 where that is not known.
+        remade: Whether another policy of the path reads the tensors first, which may change a row at each read.
     """
 
     layer: int
@@ -59,11 +59,11 @@ class Place:
 
     @property
     def positions(self) -> Int[Tensor, "*batch_and_kv_head row"]:
-        """The absolute position of each row: of all heads alike, or a line for each sequence and KV head."""
+        """The absolute position of each row: one list for all heads, or one for each sequence and KV head."""
         return torch.arange(self.start, self.stop) if self.rows is None else self.rows
 
     def check_known(self, site: str) -> None:
-        """Raises UnsupportedError for what is recorded or moved where the cache holds fewer positions than were put in."""
+        """Raises UnsupportedError where a site is recorded or moved and the cache does not say which positions it still holds."""
         if not self.known:
             raise UnsupportedError(
                 f"site {site!r} cannot be had at layer {self.layer}: the cache holds {self.stop - self.start} of {self.stop} "
@@ -71,7 +71,7 @@ class Place:
             )
 
     def check_whole(self, site: str) -> None:
-        """Raises UnsupportedError for what takes positions side by side where rows are missing, or not known."""
+        """Raises UnsupportedError where a site is compared position by position and rows are missing, or not known."""
         self.check_known(site)
         if self.rows is not None and self.rows.shape[-1] < self.stop:
             raise UnsupportedError(
@@ -82,22 +82,22 @@ class Place:
 
 @runtime_checkable
 class KVStore(Protocol):
-    """Where keys and values live between forwards; ``paths.store`` holds the implementations."""
+    """Keeps keys and values between forwards; the implementations are in ``paths.store``."""
 
     model_cache: Any
-    """What the model was given for this store, kept for the store's whole life, or None before its first forward."""
+    """The cache object that the model receives for this store, one for its whole life; None before the first forward."""
 
     own: OwnCache | None
-    """The library's own cache that keeps the tensors, or None where the store keeps them or nothing does."""
+    """The library's own cache that keeps the tensors; None where the store itself keeps them or nothing does."""
 
     keeps: bool
-    """Whether anything is kept: where nothing is, the model is run without a cache, and its keys and values are heard there."""
+    """Whether anything is kept: if not, the model runs without a cache and passes its keys and values through the store."""
 
     def length(self, layer: int) -> int:
-        """Positions a layer holds before the next update."""
+        """Counts the positions in a layer before the next update."""
 
     def held(self, layer: int) -> KeysValues:
-        """The keys and values a layer holds, without copying."""
+        """The keys and values in a layer, without copying."""
 
     def update(
         self,
@@ -106,58 +106,58 @@ class KVStore(Protocol):
         values: Float[Tensor, "batch kv_head new head_dim"],
         window: int | None = None,
     ) -> KeysValues:
-        """Appends, and returns what attention is to read: all positions, or the last ``window - 1`` plus the new."""
+        """Appends, and returns what attention reads: all positions, or the last ``window - 1`` and the new ones."""
 
 
 class OwnCache:
-    """What keeps the keys and values of one run, a library's own cache for one; the base keeps nothing."""
+    """Keeps the keys and values of one run, as a library's own cache does; this base class keeps nothing."""
 
     name: str = ""
     """The name of its class."""
 
     model_cache: Any = None
-    """What the model is given, or None where it is given the store in the shape of a cache, which it then calls."""
+    """The cache object that the model receives; None where it receives the store in the shape of a cache."""
 
     def connect(self, update: Callable[..., KeysValues]) -> None:
-        """Sends every update the model makes to ``update(layer, keys, values, None, *more)``, which calls :meth:`append`."""
+        """Sends every update of the model to ``update(layer, keys, values, None, *args)``, which calls :meth:`append`."""
 
     def append(
-        self, layer: int, keys: Tensor, values: Tensor, window: int | None = None, *more: Any, **named: Any
+        self, layer: int, keys: Tensor, values: Tensor, window: int | None = None, *args: Any, **kwargs: Any
     ) -> KeysValues:
-        """What the library itself does: appends, and returns what attention reads, any unfilled room included."""
+        """Appends as the library itself does, and returns what attention reads, any unfilled room included."""
         return keys, values
 
     def held(self, layer: int) -> KeysValues | None:
-        """The tensors in which a layer keeps its keys and values, or None where it keeps them in another form."""
+        """The tensors in which a layer keeps its keys and values; None where it keeps them in another form."""
         return None
 
-    def memory_of(self, layer: int, handed: KeysValues) -> KeysValues | None:
-        """Where a layer keeps what it has just handed to attention, row for row; None where it does so in another form."""
-        held = self.held(layer)
-        same = held is not None and all(
-            one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
-            for one, other in zip(handed, held, strict=True)
+    def memory_of(self, layer: int, returned: KeysValues) -> KeysValues | None:
+        """The memory of what :meth:`append` has just returned, row for row; None where the layer keeps it in another form."""
+        tensors = self.held(layer)
+        same = tensors is not None and all(
+            view.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
+            for view, tensor in zip(returned, tensors, strict=True)
         )
-        return handed if same else None
+        return returned if same else None
 
     def let_go(self, kind: str) -> None:
-        """Told before anything is put in that rows will be let go of.
+        """Prepares an empty cache for the removal of rows.
 
         Args:
-            kind: What lets go of them, for the error.
+            kind: What removes them, for the error.
 
         Raises:
-            UnsupportedError: It cannot do that.
+            UnsupportedError: Rows cannot be removed from it.
         """
 
     can_select: bool = False
-    """Whether sequences can be put in another order, left out, and joined by others."""
+    """Whether sequences can be reordered, left out and appended."""
 
     def will_crop(self) -> None:
-        """Told before anything is put in that positions will be taken back."""
+        """Prepares an empty cache for :meth:`crop`."""
 
     def crop(self, length: int) -> None:
-        """Takes back all positions from ``length`` on.
+        """Removes all positions from ``length`` on.
 
         Raises:
             UnsupportedError: It cannot.
@@ -169,19 +169,19 @@ class OwnCache:
         """Keeps these sequences, in this order; only where :attr:`can_select`."""
 
     def join(self, other: OwnCache) -> None:
-        """Puts the sequences of another cache of as many positions behind its own; only where :attr:`can_select`."""
+        """Appends the sequences of another cache with as many positions; only where :attr:`can_select`."""
 
     def take(self, layer: int, rows: Int[Tensor, "batch kv_head kept"]) -> None:
-        """Lets go of all rows of a layer but these, counted among those that it holds."""
+        """Removes all rows of a layer but these, numbered among the rows that are left."""
 
 
-def taken(tensor: Tensor, rows: Int[Tensor, "batch kv_head kept"]) -> Tensor:
-    """Some rows of keys or values ``[batch, kv_head, row, head_dim]``, others for each sequence and KV head."""
+def gather_rows(tensor: Tensor, rows: Int[Tensor, "batch kv_head kept"]) -> Tensor:
+    """Gathers rows of keys or values ``[batch, kv_head, row, head_dim]``, others for each sequence and KV head."""
     return torch.gather(tensor, 2, rows[..., None].expand(*rows.shape, tensor.shape[3]))
 
 
-class _Led:
-    """A method of a user's cache, and who may replace what it hands to attention, in order."""
+class _WithReaders:
+    """A method of a user's cache, and the readers that may replace what it returns to attention, in order."""
 
     def __init__(self, method: Callable[..., Any]) -> None:
         self.method = method
@@ -195,25 +195,25 @@ class _Led:
         return read
 
 
-def lead(cache: Any, name: str, reader: Callable[..., Any]) -> Callable[[], None]:
-    """Leads what a method of a cache returns through a reader, before those that it is led through already.
+def add_reader(cache: Any, name: str, reader: Callable[..., Any]) -> Callable[[], None]:
+    """Lets a reader replace what a method of a cache returns, before the readers that were added earlier.
 
     Args:
-        cache: The cache, of anyone's.
+        cache: Anyone's cache.
         name: The method.
-        reader: Called with what the method returned and with what it was given; what it returns takes that place.
+        reader: Called with what the method returned and with its arguments; returns a replacement, or None.
 
     Returns:
-        How to undo it, in whatever order with the others.
+        A function that removes the reader; readers may be removed in any order.
     """
-    before, led = cache.__dict__.get(name), cache.__dict__.get(name)
-    if not isinstance(led, _Led):
-        led = cache.__dict__[name] = _Led(getattr(cache, name))
-    led.readers.insert(0, reader)
+    before = wrapped = cache.__dict__.get(name)
+    if not isinstance(wrapped, _WithReaders):
+        wrapped = cache.__dict__[name] = _WithReaders(getattr(cache, name))
+    wrapped.readers.insert(0, reader)
 
     def undo() -> None:
-        led.readers.remove(reader)
-        if led.readers or cache.__dict__.get(name) is not led:
+        wrapped.readers.remove(reader)
+        if wrapped.readers or cache.__dict__.get(name) is not wrapped:
             return
         if before is None:
             del cache.__dict__[name]
@@ -231,14 +231,14 @@ class CacheKind:
     """A kind of cache. The text form is the name of the class, with its values in brackets."""
 
     exact: ClassVar[bool] = True
-    """Whether it is known to give back the very keys and values that were put in."""
+    """Whether it is known to return the very keys and values that were put in."""
 
     def make(self, config: Any, capacity: int) -> Any:
-        """A new, empty transformers cache.
+        """Makes a new, empty transformers cache.
 
         Args:
             config: The decoder's config.
-            capacity: Most positions that will be put in.
+            capacity: The largest number of positions that will be put in.
         """
         raise NotImplementedError
 
@@ -246,16 +246,16 @@ class CacheKind:
         """Raises UnsupportedError where it cannot be used on a device."""
 
     def __str__(self) -> str:
-        """The text form used on the command line and in tables."""
+        """The text form for the command line and tables."""
         return spec.text_of(self)
 
 
 @dataclasses.dataclass(frozen=True)
 class Dynamic(CacheKind):
-    """The model's own cache, as it makes one by itself: a DynamicCache for nearly every transformers model."""
+    """The cache that the model makes by itself: a DynamicCache for nearly every transformers model."""
 
     def make(self, config: Any, capacity: int) -> Any:
-        """A DynamicCache, whose layers are those of the config."""
+        """Makes a DynamicCache with the layers that the config says."""
         from transformers import DynamicCache
 
         return DynamicCache(config=config)
@@ -263,7 +263,7 @@ class Dynamic(CacheKind):
 
 @dataclasses.dataclass(frozen=True)
 class Preallocated(Dynamic):
-    """kvinterp's own store, where it was seen on this machine to give the bits of the model's own cache."""
+    """kvinterp's own store, where a check on this machine shows that it gives the bits of the model's own cache."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -271,7 +271,7 @@ class Offloaded(CacheKind):
     """transformers' DynamicCache with ``offloading``: a layer's keys and values are on the GPU only while it runs."""
 
     def check(self, device: torch.device) -> None:
-        """Refuses every device but a GPU."""
+        """Raises UnsupportedError for every device but a GPU."""
         if device.type != "cuda":
             raise UnsupportedError(
                 f"cache=offloaded moves keys and values between a GPU and the host, and the model is on {device.type}: leave it "
@@ -279,7 +279,7 @@ class Offloaded(CacheKind):
             )
 
     def make(self, config: Any, capacity: int) -> Any:
-        """A DynamicCache that offloads every layer."""
+        """Makes a DynamicCache that offloads every layer."""
         from transformers import DynamicCache
 
         return DynamicCache(config=config, offloading=True)
@@ -290,7 +290,7 @@ class Static(CacheKind):
     """transformers' StaticCache, whose unfilled room is masked.
 
     Attributes:
-        room: Its ``max_cache_len`` in positions; as many as are run for None.
+        room: Its ``max_cache_len`` in positions; None for as many as the run needs.
     """
 
     room: int | None = None
@@ -300,10 +300,10 @@ class Static(CacheKind):
             raise InputError(f"cache=static({self.room!r}) was given: expected a whole number of positions of at least 1.")
 
     def make(self, config: Any, capacity: int) -> Any:
-        """A StaticCache with the room asked for.
+        """Makes a StaticCache.
 
         Raises:
-            InputError: More positions are run than it has room for.
+            InputError: The run needs more positions than it has room for.
         """
         from transformers import StaticCache
 
@@ -315,7 +315,7 @@ class Static(CacheKind):
 
 
 BACKENDS = {"quanto": ("optimum.quanto", "optimum-quanto"), "hqq": ("hqq", "hqq"), "fp8": ("torch", "torch")}
-"""For each backend of transformers' QuantizedCache the module it needs, and the package that has it."""
+"""For each backend of transformers' QuantizedCache: the module that it needs, and the package that has the module."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -324,7 +324,7 @@ class Quantized(CacheKind):
 
     Attributes:
         bits: Bits of an element; the backend ``fp8`` has 8.
-        backend: ``quanto``, ``hqq`` or ``fp8``; of the first two the one that is installed for None.
+        backend: ``quanto``, ``hqq`` or ``fp8``; None for whichever of the first two is installed.
     """
 
     exact: ClassVar[bool] = False
@@ -340,7 +340,7 @@ class Quantized(CacheKind):
             raise InputError(f"cache={self} was given, and fp8 has 8 bits: give quantized(8,fp8).")
 
     def make(self, config: Any, capacity: int) -> Any:
-        """A QuantizedCache of the backend.
+        """Makes a QuantizedCache with the backend.
 
         Raises:
             UnsupportedError: The backend's package is not installed, or cannot do this.
@@ -350,8 +350,8 @@ class Quantized(CacheKind):
         backend = self.backend or next((name for name in ("quanto", "hqq") if installed(BACKENDS[name][0])), "quanto")
         module, package = BACKENDS[backend]
         if not installed(module):
-            other = "" if self.backend else ", or hqq"
-            raise UnsupportedError(f"cache={self} needs the package {package}{other}: pip install {package}.")
+            alternative = "" if self.backend else ", or hqq"
+            raise UnsupportedError(f"cache={self} needs the package {package}{alternative}: pip install {package}.")
         try:
             return QuantizedCache(backend, config, **({} if backend == "fp8" else {"nbits": self.bits}))
         except (ImportError, TypeError, ValueError, KeyError, AttributeError) as error:
@@ -360,26 +360,32 @@ class Quantized(CacheKind):
 
 @dataclasses.dataclass(frozen=True)
 class MadeBy(CacheKind):
-    """A cache that a class or a function makes, anew for every run.
+    """A cache that a class or a function makes anew for every run.
 
     Attributes:
-        factory: Called with those of ``config`` and ``max_cache_len`` that it names; a function of one argument of another
-            name is given the config.
+        factory: Called with ``config`` and ``max_cache_len`` as far as it has parameters of these names; a function with one
+            parameter of another name receives the config.
     """
 
     exact: ClassVar[bool] = False
     factory: Callable[..., Any]
 
     def make(self, config: Any, capacity: int) -> Any:
-        """What the factory makes.
+        """Calls the factory.
 
         Raises:
-            InputError: It cannot be called so, or makes no empty transformers cache.
+            InputError: It cannot be called with these arguments, or returns no empty transformers cache.
         """
         from transformers import Cache
 
         try:
-            cache = self.factory(**self._arguments({"config": config, "max_cache_len": capacity}))
+            parameters = inspect.signature(self.factory).parameters
+            arguments = {"config": config, "max_cache_len": capacity}
+            arguments = {name: value for name, value in arguments.items() if name in parameters}
+            required = [p for p in parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD and p.default is p.empty]
+            if not arguments and len(required) == 1:
+                arguments = {required[0].name: config}
+            cache = self.factory(**arguments)
         except (ImportError, TypeError, ValueError) as error:
             raise InputError(
                 f"cache={self} could not be made ({_sentence(error)}) Give a class or a function that takes nothing, or "
@@ -391,32 +397,24 @@ class MadeBy(CacheKind):
             raise InputError(f"cache={self} made a cache that is in use already: make a new, empty one in every call.")
         return cache
 
-    def _arguments(self, offered: dict[str, Any]) -> dict[str, Any]:
-        parameters = inspect.signature(self.factory).parameters
-        given = {name: value for name, value in offered.items() if name in parameters}
-        single = [p for p in parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD and p.default is p.empty]
-        if not given and len(single) == 1:
-            given = {single[0].name: offered["config"]}
-        return given
-
     def __str__(self) -> str:
-        """Where it can be imported from."""
+        """The module and name to import it from."""
         return f"{self.factory.__module__}:{getattr(self.factory, '__qualname__', type(self.factory).__qualname__)}"
 
 
 @dataclasses.dataclass(frozen=True)
 class Named(CacheKind):
-    """A class or a function that a file names: it is shown and never imported, for a file may come from anybody.
+    """The name of a class or a function that was read from a file: it is shown and never imported, since anybody writes files.
 
     Attributes:
-        name: What the file says, as in ``package.module:Name``.
+        name: The text in the file, such as ``package.module:Name``.
     """
 
     exact: ClassVar[bool] = False
     name: str
 
     def make(self, config: Any, capacity: int) -> Any:
-        """Nothing.
+        """Makes no cache.
 
         Raises:
             InputError: Always.
@@ -427,35 +425,35 @@ class Named(CacheKind):
         )
 
     def __str__(self) -> str:
-        """What the file says."""
+        """The text in the file."""
         return self.name
 
 
-CACHE_KINDS: dict[str, type[CacheKind]] = spec.named(Dynamic, Preallocated, Offloaded, Static, Quantized)
+CACHE_KINDS: dict[str, type[CacheKind]] = spec.by_name(Dynamic, Preallocated, Offloaded, Static, Quantized)
 
 
-def cache_named(given: Any) -> CacheKind:
-    """The kind of cache meant by a text such as ``static(64)``, by a class or by a function that makes one.
+def cache_named(name: Any) -> CacheKind:
+    """The kind of cache that a text such as ``static(64)``, a class or a function that makes a cache stands for.
 
     Raises:
-        InputError: There is no such kind, or a cache itself was given.
+        InputError: There is no such kind, or it is itself a cache.
     """
-    if isinstance(given, CacheKind):
-        return given
-    if callable(given):
-        return MadeBy(given)
-    if not isinstance(given, str):
+    if isinstance(name, CacheKind):
+        return name
+    if callable(name):
+        return MadeBy(name)
+    if not isinstance(name, str):
         raise InputError(
-            f"cache={type(given).__name__}(...) was given, and a cache holds the keys and values of one run: give its class, or "
+            f"cache={type(name).__name__}(...) was given, and a cache holds the keys and values of one run: give its class, or "
             "a function that makes a new one for every run."
-            if hasattr(given, "get_seq_length")
-            else f"cache={given!r} was given: expected one of {', '.join(CACHE_KINDS)}, or a class or function that makes one."
+            if hasattr(name, "get_seq_length")
+            else f"cache={name!r} was given: expected one of {', '.join(CACHE_KINDS)}, or a class or function that makes one."
         )
-    if ":" in given:
-        return MadeBy(_imported(given))
+    if ":" in name:
+        return MadeBy(_import_factory(name))
     return spec.read(
         "cache",
-        given,
+        name,
         CACHE_KINDS,
         "A class or function is given as package.module:Name, a dtype as float32; a model's own sliding windows are in dynamic "
         "and static, and a window over another model is the policy sinks(0,N).",
@@ -463,7 +461,7 @@ def cache_named(given: Any) -> CacheKind:
 
 
 def cache_read(text: str) -> CacheKind:
-    """The kind of cache that a file names: as :func:`cache_named` says it, but a class is kept as its text alone.
+    """The kind of cache that a file names, as :func:`cache_named` reads it, but the name of a class stays a text.
 
     Raises:
         InputError: There is no such kind.
@@ -472,28 +470,28 @@ def cache_read(text: str) -> CacheKind:
 
 
 def check_plain(kind: CacheKind, who: str) -> None:
-    """Raises UnsupportedError for a cache of another kind than the model's own; ``who`` cannot use it, and why."""
+    """Raises UnsupportedError for a kind other than the model's own; ``who`` names the model and says why it has no other."""
     if not isinstance(kind, Dynamic):
         raise UnsupportedError(f"cache={kind} cannot be used by {who}: load the model with kind='native'.")
 
 
-def _imported(text: str) -> Callable[..., Any]:
+def _import_factory(text: str) -> Callable[..., Any]:
     module, _, name = text.partition(":")
     try:
-        found: Any = importlib.import_module(module.strip())
+        factory: Any = importlib.import_module(module.strip())
         for part in name.strip().split("."):
-            found = getattr(found, part)
+            factory = getattr(factory, part)
     except (ImportError, AttributeError, ValueError) as error:
         raise InputError(
             f"cache {text!r} cannot be imported ({error}): expected package.module:Name of a class or function."
         ) from error
-    if not callable(found):
-        raise InputError(f"cache {text!r} is a {type(found).__name__}: expected a class or function that makes a cache.")
-    return found
+    if not callable(factory):
+        raise InputError(f"cache {text!r} is a {type(factory).__name__}: expected a class or function that makes a cache.")
+    return factory
 
 
 def installed(module: str) -> bool:
-    """Whether a module can be imported, as far as can be told without importing it."""
+    """Whether a module seems to be there, without importing it."""
     try:
         return importlib.util.find_spec(module) is not None
     except ModuleNotFoundError:

@@ -1,4 +1,4 @@
-"""How a checkpoint, or a transformers model, becomes a HookedTransformer."""
+"""Converts a checkpoint, or a transformers model, into a HookedTransformer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvinterp.models.door import (
     check_loaded,
     check_plain_weights,
     importing_transformer_lens,
-    weights_of,
+    load_weights,
 )
 from kvinterp.models.naming import is_gguf
 from kvinterp.models.native import layer_windows
@@ -35,11 +35,11 @@ CARRIED = re.compile(
     r"|self_attn\.[qkvo]_proj\.(weight|bias)|mlp\.(gate|up|down)_proj\.weight|self_attn\.rotary_emb\.inv_freq"
     r"|mlp\.(gate\.weight|experts\.(gate_up|down)_proj))"
 )
-"""The tensors that the conversion carries over. TransformerLens adds the bias of a gated MLP behind the product with the
-gate, where these families add it before, so that it has no place for theirs."""
+"""The tensors that the conversion carries over. A bias in the MLP is not among them: TransformerLens adds it after the product
+with the gate, and these families before."""
 BIAS = re.compile(r"model\.layers\.(\d+)\.self_attn\.([qkvo])_proj\.bias")
-# How TransformerLens turns each weight before it multiplies by it, at every forward.
-TURNED = {
+# The order of dimensions into which TransformerLens permutes each weight at every forward, before it multiplies by it.
+PERMUTED = {
     **dict.fromkeys(("W_Q", "W_K", "W_V", "_W_K", "_W_V"), (0, 2, 1)),
     "W_O": (2, 0, 1),
     **dict.fromkeys(("W_gate", "W_in", "W_out", "W_U"), (1, 0)),
@@ -54,7 +54,7 @@ def hooked_class() -> type[nn.Module]:
         InputError: It cannot be imported.
     """
     with importing_transformer_lens():
-        # Version 4 answers the import itself with an ImportError, as a package that is missing does.
+        # find_spec, since in version 4 the import itself raises the ImportError of a missing package.
         if importlib.util.find_spec("transformer_lens.HookedTransformer") is None:
             raise UnsupportedError(
                 "the installed TransformerLens has no HookedTransformer (it was removed in 4.0): use kind='bridge' or "
@@ -82,31 +82,31 @@ def convert_checkpoint(
         UnsupportedError: The architecture is none of these families.
     """
     _check_convertible((config.architectures or ["unknown"])[0])
-    source, found = weights_of(folder, config=config, dtype=dtype)
-    check_loaded(found, name, config)
+    source, report = load_weights(folder, config=config, dtype=dtype)
+    check_loaded(report, name, config)
     check_plain_weights(source, name)
     check_finite(source, name, folder)
     model: Any = hooked_from_transformers(source, config, name, dtype, device)
     model.generation_config = source.generation_config
     if tokenizer is not None:
-        # TransformerLens builds a second tokenizer from this one's saved arguments, and looks its source up there.
-        mine = copy.deepcopy(tokenizer)
+        # TransformerLens loads a second tokenizer from the folder that this one's saved arguments name.
+        twin = copy.deepcopy(tokenizer)
         with tempfile.TemporaryDirectory(prefix="kvinterp-") as saved:
             if is_gguf(folder):
                 tokenizer.save_pretrained(saved)
-                mine.init_kwargs["name_or_path"] = saved
-            mine.init_kwargs.setdefault("name_or_path", str(folder))
-            model.set_tokenizer(mine)
+                twin.init_kwargs["name_or_path"] = saved
+            twin.init_kwargs.setdefault("name_or_path", str(folder))
+            model.set_tokenizer(twin)
     return model
 
 
 def hooked_from_transformers(
     source: nn.Module, config: Any, name: str, dtype: torch.dtype, device: torch.device
 ) -> nn.Module:
-    """An unprocessed HookedTransformer with the weights of a transformers model that is in memory.
+    """Makes an unprocessed HookedTransformer with the weights of a transformers model in memory.
 
     Args:
-        source: A transformers model of the Llama, Mistral, Gemma-2 or Mixtral family; it is left as it is.
+        source: A transformers model of the Llama, Mistral, Gemma-2 or Mixtral family; it is not changed.
         config, name, dtype, device: As for :func:`convert_checkpoint`.
 
     Raises:
@@ -120,7 +120,7 @@ def hooked_from_transformers(
     architecture = type(source).__name__
     _check_convertible(architecture)
     tensors = source.state_dict()
-    # A model without some of its weights is another model.
+    # A model without some of its weights would compute something else.
     left_out = sorted(key for key in tensors if not CARRIED.fullmatch(key))
     if left_out:
         raise UnsupportedError(
@@ -133,7 +133,7 @@ def hooked_from_transformers(
     hooked_config.model_name = name
     weights = getattr(weight_conversions, CONVERTED[architecture])(source, hooked_config)
     for key, bias in tensors.items():
-        # TransformerLens' own conversion of these families leaves the biases of the attention's projections at 0.
+        # TransformerLens' own conversion of these families leaves the biases of attention's projections at 0.
         if match := BIAS.fullmatch(key):
             layer, letter = match[1], match[2].upper()
             place = next(k for mark in ("", "_") if (k := f"blocks.{layer}.attn.{mark}b_{letter}") in weights)
@@ -155,31 +155,25 @@ def hooked_from_transformers(
 
 
 def lay_out_for_products(model: nn.Module) -> nn.Module:
-    """Lays each weight out in memory as TransformerLens multiplies by it; names, shapes and values stay.
+    """Lays each weight out in memory in the order in which TransformerLens multiplies by it; names, shapes and values stay.
 
-    At every forward TransformerLens turns its weights and copies what came out (``W.T.contiguous()``), which for one token
-    is most of the memory traffic. Where the turned weight is contiguous already, that copy is the weight itself: the same
-    operands in the same layout, so the same bits. Weights that TransformerLens multiplies by without a copy are left.
+    At every forward TransformerLens permutes its weights and copies the result (``W.T.contiguous()``), which for one token is
+    most of the memory traffic. Where the permuted weight is contiguous already, the copy is the weight itself: the same
+    operands in the same layout, so the same bits. Weights that TransformerLens multiplies by without a copy stay as they are.
 
     Args:
         model: A HookedTransformer; changed in place, and returned.
     """
     blocks: Any = model.blocks
-    for block in blocks:
-        _turn(block.attn)
-        if isinstance(getattr(getattr(block, "mlp", None), "W_gate", None), nn.Parameter):
-            _turn(block.mlp)
-    _turn(model.unembed)
-    return model
-
-
-def _turn(module: Any) -> None:
-    for name, weight in module.named_parameters(recurse=False):
-        order = TURNED.get(name, ())
-        # One head is not copied: turning it is a view, and another layout would be another kernel.
+    gated = [b.mlp for b in blocks if isinstance(getattr(getattr(b, "mlp", None), "W_gate", None), nn.Parameter)]
+    modules: list[Any] = [*(block.attn for block in blocks), *gated, model.unembed]
+    for name, weight in (pair for module in modules for pair in module.named_parameters(recurse=False)):
+        order = PERMUTED.get(name, ())
+        # A single head is not copied: permuting it is a view, and another layout would run another kernel.
         if weight.dim() == len(order) and not (order == (0, 2, 1) and len(weight) == 1):
             back = [order.index(dimension) for dimension in range(len(order))]
             weight.data = weight.data.permute(order).contiguous().permute(back)
+    return model
 
 
 def _check_convertible(architecture: str) -> None:

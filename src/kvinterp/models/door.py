@@ -1,5 +1,5 @@
-"""The door that every model comes in by: nothing of it runs unasked, whatever a library raises is one sentence, and what came
-in is whole, finite, in a floating dtype and able to run.
+"""The door for every model: no code of a checkpoint runs unasked, any error of a library becomes one sentence, and a model that
+passes is whole, finite, in a floating dtype and able to run.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ import torch
 from torch import nn
 
 from kvinterp.errors import InputError, KvinterpError, UnsupportedError, reason, shown
-from kvinterp.models.gguf_file import as_given, header_of
-from kvinterp.models.hooks import hooks_suspended
+from kvinterp.models.gguf_file import header_of, pretrained_arguments
 from kvinterp.models.naming import is_gguf, reach
 
 log = logging.getLogger("kvinterp")
@@ -27,13 +26,13 @@ log = logging.getLogger("kvinterp")
 
 
 def config_of(source: Path | str, name: str, remote_code: str = "refuse", options: Mapping[str, Any] | None = None) -> Any:
-    """The transformers config of a checkpoint.
+    """Reads the transformers config of a checkpoint.
 
     Args:
-        source: A folder, a GGUF file, or a hub id that was reached.
-        name: What the user called it, for messages.
+        source: A folder, a GGUF file, or a hub id that :func:`reach` has found.
+        name: The user's name for it, for messages.
         remote_code: ``"trust"`` lets code that comes with the checkpoint run.
-        options: What :func:`reach` returned for a hub id.
+        options: The options that :func:`reach` returned for a hub id.
 
     Raises:
         InputError: It cannot be used; or it needs code of its own and that is refused.
@@ -53,13 +52,13 @@ def config_of(source: Path | str, name: str, remote_code: str = "refuse", option
 
 
 def _config_of_gguf(file: Path, name: str) -> Any:
-    """The config that transformers makes of a GGUF file's header, which the weights must fill."""
+    """Lets transformers make a config of a GGUF file's header."""
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     header = header_of(file)
     try:
-        with as_given(file) as (place, gguf):
+        with pretrained_arguments(file) as (place, gguf):
             config = AutoConfig.from_pretrained(place, **gguf)
     except ValueError as error:
         if "architecture" not in str(error):
@@ -68,7 +67,7 @@ def _config_of_gguf(file: Path, name: str) -> Any:
             f"{shown(name)} is a GGUF file of architecture {shown(header.architecture)}, of which transformers makes no model: "
             "give a transformers checkpoint folder of it."
         ) from error
-    # Of some architectures it reads how they are scaled.
+    # transformers reads the scaling of RoPE for some architectures only.
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     if header.scaled and rope.get("rope_type", "default") == "default":
         raise UnsupportedError(
@@ -80,7 +79,7 @@ def _config_of_gguf(file: Path, name: str) -> Any:
 
 
 def code_refused(name: str) -> InputError:
-    """The sentence for a checkpoint that cannot be loaded without running what came with it."""
+    """The error for a checkpoint that cannot be loaded without running code that comes with it."""
     return InputError(
         f"model {shown(name)} needs code that comes with it (its config has auto_map), and remote_code='refuse' does not "
         "run that: read the code, and where you trust it use kv.load_model(..., kind='native', remote_code='trust') in Python, "
@@ -89,11 +88,11 @@ def code_refused(name: str) -> InputError:
 
 
 def check_hooked_code(name: str, remote_code: str) -> str:
-    """Refuses the families for which TransformerLens runs a repository's code without asking.
+    """Raises for the families for which TransformerLens runs a repository's code without asking.
 
     Args:
-        name: The name, or alias, that TransformerLens knows.
-        remote_code: ``"trust"`` lets it.
+        name: TransformerLens' name of the model, or an alias.
+        remote_code: ``"trust"`` lets the code run.
 
     Returns:
         TransformerLens' own name of the model.
@@ -115,71 +114,68 @@ def check_hooked_code(name: str, remote_code: str) -> str:
         ) from error
     if remote_code == "trust":
         return official
-    if official.startswith(tuple(theirs.NEED_REMOTE_CODE_MODELS)):
-        raise _runs_code(name)
-    reach(official)
-    with loading(name):
-        config = theirs.get_pretrained_model_config(official, trust_remote_code=False)
-    # For others it asks with its own code when it comes to the tokenizer.
-    if getattr(config, "trust_remote_code", False):
-        raise _runs_code(name)
+    runs_code = official.startswith(tuple(theirs.NEED_REMOTE_CODE_MODELS))
+    if not runs_code:
+        reach(official)
+        with loading(name):
+            config = theirs.get_pretrained_model_config(official, trust_remote_code=False)
+        # For other families TransformerLens sets it when it loads the tokenizer.
+        runs_code = getattr(config, "trust_remote_code", False)
+    if runs_code:
+        raise InputError(
+            f"model {shown(name)}: TransformerLens loads it with trust_remote_code=True, which runs code of its repository, and "
+            "remote_code='refuse' forbids that: use kind='bridge' or kind='native', which need none where transformers has the "
+            "architecture, or, where you trust the code, kv.load_model(..., remote_code='trust') in Python."
+        )
     return official
 
 
-def _runs_code(name: str) -> InputError:
-    return InputError(
-        f"model {shown(name)}: TransformerLens loads it with trust_remote_code=True, which runs code of its repository, and "
-        "remote_code='refuse' forbids that: use kind='bridge' or kind='native', which need none where transformers has the "
-        "architecture, or, where you trust the code, kv.load_model(..., remote_code='trust') in Python."
-    )
+# Loading ---------------------------------------------------------------------------------------------------------------
 
 
-# Loading it ------------------------------------------------------------------------------------------------------------
-
-
-def weights_of(
+def load_weights(
     source: Path | str, model_class: Any = None, remote_code: str = "refuse", **options: Any
 ) -> tuple[Any, Mapping[str, Any]]:
-    """The model of a checkpoint and transformers' ``output_loading_info``, which :func:`check_loaded` judges.
+    """Loads the model of a checkpoint, with transformers' ``output_loading_info`` for :func:`check_loaded`.
 
     Args:
-        source: A folder, a GGUF file, whose weights are dequantised, or a hub id that was reached.
-        model_class: What loads it; default: ``AutoModelForCausalLM``.
+        source: A folder, a GGUF file, whose weights are dequantised, or a hub id that :func:`reach` has found.
+        model_class: The class that loads it; default: ``AutoModelForCausalLM``.
         remote_code: ``"trust"`` lets code that comes with the checkpoint run.
-        options: Whatever else it is loaded with, such as config and dtype.
+        options: Other arguments of ``from_pretrained``, such as config and dtype.
     """
     from transformers import AutoModelForCausalLM
 
     loader: Any = model_class or AutoModelForCausalLM
-    with as_given(source) as (place, gguf), contextlib.ExitStack() as held:
+    with pretrained_arguments(source) as (place, gguf), contextlib.ExitStack() as stack:
         if gguf:
             from transformers import GgufConfig
 
             options |= {**gguf, "quantization_config": GgufConfig(dequantize=True)}
-            # It draws a bar of its own there, which none of its switches stops.
-            held.enter_context(contextlib.redirect_stderr(io.StringIO()))
-        model, found = loader.from_pretrained(
+            # transformers draws a progress bar there that no option switches off.
+            stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
+        model, report = loader.from_pretrained(
             place,
             use_safetensors=True,
             trust_remote_code=remote_code == "trust",
             output_loading_info=True,
-            # Said by check_loaded, with the tensor's name.
+            # check_loaded reports them, with the tensor's name.
             ignore_mismatched_sizes=True,
             **options,
         )
-    return model, found
+    return model, report
 
 
 @contextlib.contextmanager
 def loading(name: str, part: str = "") -> Iterator[None]:
-    """Makes one sentence of whatever a library raises while it loads a model.
+    """Turns whatever a library raises while it loads a model into one sentence.
 
     Args:
-        name: What the user called the model.
-        part: What of it is loaded, where that is not the whole.
+        name: The user's name for the model.
+        part: The part that is loaded, where that is not the whole model.
 
     Raises:
-        InputError: In the place of anything that is no error of kvinterp's own.
+        InputError: In the place of any error that is not kvinterp's own.
     """
     try:
         with quiet_transformers():
@@ -188,7 +184,7 @@ def loading(name: str, part: str = "") -> Iterator[None]:
         raise
     except (MemoryError, torch.OutOfMemoryError) as error:
         raise too_large(name, error) from error
-    # BaseException: what panics in Rust (tokenizers, safetensors) is no Exception.
+    # BaseException: a panic in Rust (tokenizers, safetensors) is no Exception.
     except BaseException as error:
         if "trust_remote_code" in str(error):
             raise code_refused(name) from error
@@ -201,7 +197,7 @@ def loading(name: str, part: str = "") -> Iterator[None]:
 
 @contextlib.contextmanager
 def importing_transformer_lens() -> Iterator[None]:
-    """Makes one sentence of a TransformerLens that cannot be imported: no model is to blame for a package that is missing.
+    """Turns a failing import of TransformerLens into one sentence that blames no model.
 
     Raises:
         InputError: In the place of an ImportError.
@@ -216,7 +212,7 @@ def importing_transformer_lens() -> Iterator[None]:
 
 
 def too_large(name: str, error: BaseException) -> InputError:
-    """The sentence for a model for which there is too little memory."""
+    """The error for a model that does not fit into memory."""
     return InputError(
         f"model {shown(name)} does not fit into memory ({reason(error)}): use a narrower dtype, another device or a "
         "smaller model."
@@ -225,60 +221,60 @@ def too_large(name: str, error: BaseException) -> InputError:
 
 @contextlib.contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Keeps transformers' progress bars and reports off the screen, and puts them back.
+    """Switches off transformers' progress bars and reports, while the context lasts.
 
-    Its report of missing tensors shows names as the file spells them; :func:`check_loaded` says what matters of it.
+    transformers' report of missing tensors shows names unescaped; :func:`check_loaded` says what matters of it.
     """
     from transformers.utils import logging as transformers_logging
 
-    shown_bars, level = transformers_logging.is_progress_bar_enabled(), transformers_logging.get_verbosity()
+    bars, level = transformers_logging.is_progress_bar_enabled(), transformers_logging.get_verbosity()
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity(max(level, transformers_logging.ERROR))
     try:
         yield
     finally:
         transformers_logging.set_verbosity(level)
-        if shown_bars:
+        if bars:
             transformers_logging.enable_progress_bar()
 
 
-# What came in ----------------------------------------------------------------------------------------------------------
+# What was loaded -------------------------------------------------------------------------------------------------------
 
-_ELSEWHERE = re.compile(
+_UNUSED = re.compile(
     # Buffers that older versions saved, and that are computed.
     r"(^|\.)(attn|attention|self_attn)(\.attention)?\.(bias|masked_bias)$"
     r"|(inv_freq|(cos|sin)_cached|freqs_cis|position_ids|causal_mask|alibi|embed_positions\.(weights|_float_tensor))$"
-    # Parts that a text decoder does without: further tokens at once, other senses, other heads.
+    # Parts that a text decoder does without: several tokens at once, images and sound, other heads.
     r"|(^|[._])(mtp|nextn|eagle|vision|visual|image|img|audio|speech|video|talker|token2wav|code2wav|mm|multi_modal)(?=[._\d]|$)"
     r"|(^|\.)(v_head|value_head|reward_head|score|classifier|qa_outputs|pooler|seq_relationship)\."
 )
 _BLOCK = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
 
 
-def _is_elsewhere(tensor: str, config: Any) -> bool:
+def _may_be_unused(tensor: str, config: Any) -> bool:
     """Whether a whole checkpoint may hold a tensor that its text decoder has no place for."""
     text = None if config is None else config.get_text_config(decoder=True)
-    layers, more = (getattr(text, key, None) or 0 for key in ("num_hidden_layers", "num_nextn_predict_layers"))
+    layers, extra = (getattr(text, key, None) or 0 for key in ("num_hidden_layers", "num_nextn_predict_layers"))
     block = _BLOCK.search(tensor)
-    return bool(_ELSEWHERE.search(tensor)) or (block is not None and layers <= int(block[1]) < layers + more)
+    return bool(_UNUSED.search(tensor)) or (block is not None and layers <= int(block[1]) < layers + extra)
 
 
-def check_loaded(found: Mapping[str, Any], name: str, config: Any = None) -> None:
-    """Refuses a model some of whose weights were not in the checkpoint, since transformers makes random ones of them, and a
-    checkpoint some of whose weights are not in the model, since transformers leaves them out.
+def check_loaded(report: Mapping[str, Any], name: str, config: Any = None) -> None:
+    """Raises where weights of the model were not in the checkpoint, or weights of the checkpoint are not in the model.
+
+    transformers makes random weights of the former and leaves the latter out.
 
     Args:
-        found: transformers' ``output_loading_info``, from which tied and legitimately absent tensors are left out already.
+        report: transformers' ``output_loading_info``, which omits tied and legitimately absent tensors already.
         name: The model's name, for the message.
         config: Its config.
 
     Raises:
         InputError: A tensor is missing, is left over, has another shape or could not be converted.
     """
-    missing = sorted(map(str, found["missing_keys"]))
+    missing, unexpected = (sorted(map(str, report[key])) for key in ("missing_keys", "unexpected_keys"))
     if missing:
-        others = sorted(map(str, found["unexpected_keys"]))
-        instead = f", and has {_few(others)} instead" if others else ""
+        instead = f", and has {_few(unexpected)} instead" if unexpected else ""
         raise InputError(
             f"checkpoint {shown(name)} lacks weights that its config needs ({_few(missing)}{instead}): random ones would "
             "have taken their place; give a whole checkpoint."
@@ -288,32 +284,31 @@ def check_loaded(found: Mapping[str, Any], name: str, config: Any = None) -> Non
             f"{key[0]}: {tuple(key[1])} where {tuple(key[2])} is expected"
             if isinstance(key, tuple) and len(key) == 3
             else str(key)
-            for key in found.get(what) or ()
+            for key in report.get(what) or ()
         )
         if wrong:
             raise InputError(
                 f"checkpoint {shown(name)} has weights that do not fit its config ({_few(wrong)}): give the config that "
                 "belongs to these weights."
             )
-    left = sorted(tensor for tensor in map(str, found["unexpected_keys"]) if not _is_elsewhere(tensor, config))
-    if left:
+    if left_over := [tensor for tensor in unexpected if not _may_be_unused(tensor, config)]:
         raise InputError(
-            f"checkpoint {shown(name)} holds weights that its config has no place for ({_few(left)}): the model would run "
+            f"checkpoint {shown(name)} holds weights that its config has no place for ({_few(left_over)}): the model would run "
             "without them; give the config that belongs to these weights."
         )
 
 
 def _few(names: list[str]) -> str:
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(name if len(name) <= 80 else f"{name[:77]}..." for name in names[:3]) + more
+    rest = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(name if len(name) <= 80 else f"{name[:77]}..." for name in names[:3]) + rest
 
 
 def check_plain_weights(model: nn.Module, name: str) -> None:
-    """Refuses weights that no run can compute with as they are.
+    """Raises for weights that cannot be computed with as they are.
 
     Raises:
-        InputError: Weights are on the meta device, where nothing is computed, or there are none.
-        UnsupportedError: Weights are quantised, or cut in pieces (FSDP2, tensor parallelism).
+        InputError: Weights are on the meta device, which holds no numbers, or there are none.
+        UnsupportedError: Weights are quantised, or split among processes (FSDP2, tensor parallelism).
     """
     parameters = list(model.parameters())
     if any(type(parameter.data).__name__ == "DTensor" for parameter in parameters):
@@ -339,56 +334,45 @@ def check_plain_weights(model: nn.Module, name: str) -> None:
 
 
 def check_finite(model: nn.Module, name: str, folder: Path | None = None) -> None:
-    """Refuses weights that are NaN, or Inf in the checkpoint itself.
+    """Raises for weights that are NaN, or Inf in the checkpoint itself.
 
-    Inf that is not in the checkpoint came from casting to a dtype of a narrower range: what runs says that, with the
-    remedy for it.
+    Inf that is not in the checkpoint came from a cast to a dtype with a narrower range; a run says so, with the remedy.
 
     Args:
         model: The model, loaded.
         name: Its name, for the message.
-        folder: Where its checkpoint lies, if that is known.
+        folder: The folder of its checkpoint, if that is known.
 
     Raises:
         InputError: Naming the tensor.
     """
     from safetensors import safe_open
 
-    for tensor, values in model.named_parameters():
-        what = _not_finite(values)
-        if what == "NaN":
-            raise _broken_weights(name, tensor, what)
-        if what == "Inf" and folder is not None:
-            for file in sorted(folder.glob("*.safetensors")):
-                with safe_open(file, framework="pt") as stored:
-                    for key in stored.keys():  # noqa: SIM118  # it is no dict
-                        if _not_finite(stored.get_tensor(key)):
-                            raise _broken_weights(name, key, what)
-            return
-
-
-def _broken_weights(name: str, tensor: str, what: str) -> InputError:
-    return InputError(
-        f"checkpoint {shown(name)} holds {what} in {tensor}: no dtype helps against that; give weights that are finite, or "
-        "copy or download the checkpoint again."
-    )
+    kinds = {tensor: kind for tensor, values in model.named_parameters() if (kind := _not_finite(values))}
+    broken = next((tensor for tensor, kind in kinds.items() if kind == "NaN"), "")
+    for file in sorted(folder.glob("*.safetensors")) if kinds and not broken and folder is not None else ():
+        with safe_open(file, framework="pt") as stored:
+            names = stored.keys()
+            broken = broken or next((tensor for tensor in names if _not_finite(stored.get_tensor(tensor))), "")
+    if broken:
+        raise InputError(
+            f"checkpoint {shown(name)} holds {kinds.get(broken, 'Inf')} in {broken}: no dtype helps against that; give weights "
+            "that are finite, or copy or download the checkpoint again."
+        )
 
 
 def _not_finite(tensor: torch.Tensor) -> str:
+    """``"NaN"`` or ``"Inf"`` where a tensor has any, else empty."""
     if not tensor.is_floating_point() or not tensor.numel() or tensor.is_meta:
         return ""
-    # The least and the largest are NaN where any element is, and need no copy of the tensor.
+    # The smallest and the largest are NaN where any element is, and need no copy of the tensor.
     ends = torch.stack(torch.aminmax(tensor.detach().to(torch.float32) if tensor.element_size() == 1 else tensor.detach()))
     return "NaN" if bool(ends.isnan().any()) else "Inf" if bool(ends.isinf().any()) else ""
 
 
 @torch.no_grad()
-def check_runs(adapter: Any, given: bool = False) -> None:
-    """Runs two tokens once, so that a model that cannot run at all is one sentence here and no traceback later.
-
-    Args:
-        adapter: The model.
-        given: Whether it is the user's own, whose hooks should not hear of it.
+def check_runs(adapter: Any) -> None:
+    """Runs two tokens once, so that a model that cannot run at all gives one sentence here and no traceback later.
 
     Raises:
         InputError: The forward failed, or its logits are not those of the vocabulary.
@@ -396,14 +380,14 @@ def check_runs(adapter: Any, given: bool = False) -> None:
     name = adapter.facts.name
     tokens = torch.tensor([[0, min(1, adapter.facts.vocabulary - 1)]], device=adapter.device)
     try:
-        with adapter.own_state([]), hooks_suspended(adapter.model) if given else contextlib.nullcontext():
+        with adapter.own_state([]):
             logits = adapter.forward(tokens)
     except KvinterpError:
         raise
     except torch.OutOfMemoryError as error:
         raise too_large(name, error) from error
     except Exception as error:
-        # An operation that this device lacks in this dtype may be there in another: what runs there says so.
+        # An operation that the device lacks in this dtype may exist in another; a run in this one raises the error.
         if isinstance(error, NotImplementedError) or "not implemented for" in str(error):
             return
         raise InputError(

@@ -1,4 +1,4 @@
-"""What is true of a model whatever runs it, apart from what runs it: hooks ask it, and adapters have it."""
+"""The facts of a model, whichever library runs it. Hooks read them, and every adapter has them."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from kvinterp.models.sites import layout_of
 
 @dataclasses.dataclass(frozen=True)
 class ModelInfo:
-    """What is true of a model whatever runs it.
+    """The facts of a model, whichever library runs it.
 
     Attributes:
-        name: Where it came from, for tables.
+        name: The name or folder that it was loaded from, for tables.
         architecture: The transformers class name, or the nearest there is.
         layers: Number of blocks.
         query_heads: Query heads in a block.
-        kv_heads: Key/value heads in a block; equal to query_heads without grouped-query attention. The most of any block
-            where blocks differ (Gemma 4).
-        head_dim: Width of one head; the widest where blocks differ.
+        kv_heads: Key/value heads in a block; equal to query_heads without grouped-query attention. Where blocks differ
+            (Gemma 4), the largest number.
+        head_dim: Width of one head; where blocks differ, the largest.
         width: Width of the residual stream.
         vocabulary: Number of logits.
-        context: Most positions the model may be given.
+        context: The largest number of positions that the model takes.
         windows: For each layer the sliding window in positions, or None where attention sees everything.
         cached_keys_rotated: Whether the cache holds keys after RoPE (transformers) or before it (HookedTransformer).
         attention: The attention implementation: eager, sdpa, flash_attention_2, ...
@@ -42,10 +42,10 @@ class ModelInfo:
     attention: str
 
     def __post_init__(self) -> None:
-        # It is in every sentence and table, and came from a folder or a hub.
+        # Every sentence and table shows the name, and it may be any text.
         object.__setattr__(self, "name", in_one_line(self.name))
 
     def heads_of(self, site: str) -> tuple[int, str]:
-        """How many heads a site or a group of sites has and what they are called; ``(0, "")`` where it has none."""
+        """The number of heads of a site or a group of sites, and their name; ``(0, "")`` where there are none."""
         kind = layout_of(site).head_kind
         return {"query": self.query_heads, "KV": self.kv_heads, "": 0}[kind], f"{kind} head" if kind else ""

@@ -1,4 +1,4 @@
-"""GGUF files as models: what one says of itself, and what transformers is given of it."""
+"""Reads the header of a GGUF file, and passes the file to transformers."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _EXACT = {"F64", "F32", "F16", "BF16"}
 
 @dataclasses.dataclass(frozen=True)
 class GgufHeader:
-    """What a GGUF file says of itself.
+    """The header of a GGUF file, as far as it is needed.
 
     Attributes:
         architecture: ``general.architecture``, such as ``"llama"``.
-        stored: How the weights are stored, for a provenance: ``"GGUF: 210 tensors in Q4_1, 61 in F32"``.
-        tokenizer: Whether a tokenizer is in it.
-        scaled: What of it scales RoPE, which transformers reads of few architectures; empty where nothing does.
+        stored: How the weights are stored, for the provenance: ``"GGUF: 210 tensors in Q4_1, 61 in F32"``.
+        tokenizer: Whether the file has a tokenizer.
+        scaled: The entry that scales RoPE, which transformers reads for few architectures; empty where there is none.
     """
 
     architecture: str
@@ -35,10 +35,10 @@ class GgufHeader:
 
 
 @contextlib.contextmanager
-def as_given(source: Path | str) -> Iterator[tuple[Path | str, dict[str, str]]]:
-    """What transformers' ``from_pretrained`` is given for a source: a folder and ``gguf_file`` for a GGUF file.
+def pretrained_arguments(source: Path | str) -> Iterator[tuple[Path | str, dict[str, str]]]:
+    """The arguments of transformers' ``from_pretrained`` for a source: for a GGUF file, a folder and ``gguf_file``.
 
-    The folder holds a link to the file and nothing else: of a tokenizer or an adapter that lies beside it nothing is said.
+    The folder has a link to the file and nothing else, so that transformers reads no tokenizer or adapter beside the file.
     """
     if not isinstance(source, Path) or not is_gguf(source):
         yield source, {}
@@ -50,11 +50,11 @@ def as_given(source: Path | str) -> Iterator[tuple[Path | str, dict[str, str]]]:
 
 
 def header_of(file: Path) -> GgufHeader:
-    """Reads what a GGUF file says of itself.
+    """Reads the header of a GGUF file.
 
     Raises:
         InputError: It is no GGUF file, or is cut off or damaged.
-        UnsupportedError: A package with which transformers reads it is not installed.
+        UnsupportedError: A package that transformers needs for reading it is not installed.
     """
     for package in ("gguf", "accelerate"):
         if importlib.util.find_spec(package) is None:
@@ -63,17 +63,17 @@ def header_of(file: Path) -> GgufHeader:
                 "install 'kvinterp[gguf]'."
             )
     try:
-        return _header(file, file.stat().st_size, file.stat().st_mtime_ns)
-    # What does not fit the layout shows in as many ways as there are places.
+        return _read_header(file, file.stat().st_size, file.stat().st_mtime_ns)
+    # A damaged file raises a different error at each place of the layout.
     except Exception as error:
         raise InputError(
             f"{shown(file)} is no GGUF file, or is cut off or damaged ({reason(error)}): copy or download it again."
         ) from error
 
 
-# Size and time are of its key: a file that was written anew is read anew.
+# Size and time are part of the key, so that a file that was written again is read again.
 @functools.lru_cache(maxsize=4)
-def _header(file: Path, size: int, changed: int) -> GgufHeader:
+def _read_header(file: Path, size: int, changed: int) -> GgufHeader:
     from gguf import GGUFReader
 
     reader = GGUFReader(file)

@@ -1,4 +1,4 @@
-"""A Llama as a GGUF file, as llama.cpp's ``convert_hf_to_gguf.py`` writes it: a second engine can run the same weights."""
+"""Writes a Llama as a GGUF file, as llama.cpp's ``convert_hf_to_gguf.py`` does, so that a second engine can run the weights."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import gguf
 
 STORED = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
-"""How products' weights are stored, by dtype; norms stay in F32, as llama.cpp has them."""
+"""GGUF's type for the weights of products, by dtype; norms stay in F32, as in llama.cpp."""
 
 
 def export(model: Any, file: str | Path, format: str = "gguf", dtype: str = "float32", existing: str = "error") -> Path:
@@ -34,7 +34,7 @@ def export(model: Any, file: str | Path, format: str = "gguf", dtype: str = "flo
         model: The model, as :func:`kvinterp.wrap` takes it: ``native``, of transformers' Llama, with RoPE as it is by default.
         file: The file, which ends with ``.gguf``.
         format: ``"gguf"``.
-        dtype: What products' weights are stored in: float32, float16 or bfloat16; norms are float32.
+        dtype: The dtype of the weights of products in the file: float32, float16 or bfloat16; norms are float32.
         existing: What to do where the file is there: ``"error"`` or ``"overwrite"``.
 
     Returns:
@@ -53,7 +53,7 @@ def export(model: Any, file: str | Path, format: str = "gguf", dtype: str = "flo
 
 
 def check_export(file: str | Path, format: str, dtype: str, existing: str) -> Path:
-    """The file, once everything that needs no model was looked at: see :func:`export`."""
+    """Checks the options of :func:`export` and returns the file."""
     check_choice("format", format, ("gguf",))
     check_choice("dtype", dtype, tuple(STORED))
     check_choice("existing", existing, ("error", "overwrite"))
@@ -70,15 +70,15 @@ def check_export(file: str | Path, format: str, dtype: str, existing: str) -> Pa
 
 
 def _check_plain(adapter: Adapter) -> None:
-    """Raises where what llama.cpp calls ``llama`` would compute something else."""
-    name, found = adapter.facts.name, getattr(adapter.model, "config", None)
-    if adapter.kind != "native" or getattr(found, "model_type", "") != "llama":
-        kind = getattr(found, "model_type", None) or type(adapter.model).__name__
+    """Raises UnsupportedError for a model that llama.cpp's ``llama`` would not compute."""
+    name, config = adapter.facts.name, getattr(adapter.model, "config", None)
+    if adapter.kind != "native" or getattr(config, "model_type", "") != "llama":
+        kind = getattr(config, "model_type", None) or type(adapter.model).__name__
         raise UnsupportedError(
             f"{name} ({adapter.kind}, {kind}) is no Llama of kind native: such alone is written as GGUF."
         )
-    assert found is not None
-    rope, act = found.rope_parameters.get("rope_type", "default"), found.hidden_act
+    assert config is not None
+    rope, act = config.rope_parameters.get("rope_type", "default"), config.hidden_act
     extras = [name for name, _ in adapter.model.named_parameters() if name.endswith(".bias")]
     for what, wrong in ((f"RoPE of type {rope!r}", rope != "default"), (f"{act!r} in its MLP", act not in ("silu", "swish")),
                         (f"a bias ({extras[:1]})", bool(extras))):  # fmt: skip
@@ -92,7 +92,7 @@ def write_gguf(model: Any, tokenizer: Any, file: Path, dtype: str = "float32") -
     Args:
         model: The model.
         tokenizer: Its byte-level BPE tokenizer; without one the file has none.
-        file: Where; it is there whole or not at all.
+        file: The file; it appears whole or not at all.
         dtype: One of :data:`STORED`.
     """
     import gguf
@@ -107,13 +107,13 @@ def write_gguf(model: Any, tokenizer: Any, file: Path, dtype: str = "float32") -
         for name, values in tensors(model):
             kind = gguf.GGMLQuantizationType[STORED[dtype] if values.ndim > 1 else "F32"]
             writer.add_tensor(name, gguf.quants.quantize(values, kind), raw_dtype=kind)
-        written(writer)
-        with part.open("rb") as made:
-            write_whole(file, lambda opened: shutil.copyfileobj(made, opened, 1 << 20))
+        finish(writer)
+        with part.open("rb") as source:
+            write_whole(file, lambda target: shutil.copyfileobj(source, target, 1 << 20))
 
 
-def written(writer: gguf.GGUFWriter) -> None:
-    """Writes what was added."""
+def finish(writer: gguf.GGUFWriter) -> None:
+    """Writes everything that was added, and closes the file."""
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -121,7 +121,7 @@ def written(writer: gguf.GGUFWriter) -> None:
 
 
 def add_header(writer: gguf.GGUFWriter, config: Any, name: str) -> None:
-    """Sizes, epsilon and RoPE of a Llama's config."""
+    """Adds the sizes, epsilon and RoPE of a Llama's config."""
     writer.add_name(name)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
@@ -136,7 +136,7 @@ def add_header(writer: gguf.GGUFWriter, config: Any, name: str) -> None:
 
 
 def tensors(model: Any) -> Iterator[tuple[str, np.ndarray]]:
-    """GGUF's names and the float32 numbers of a Llama; rows of queries and keys as llama.cpp's RoPE has them."""
+    """Yields GGUF's name and the float32 numbers of each tensor of a Llama, with rows in the order of llama.cpp's RoPE."""
     import gguf
 
     config = model.config
@@ -149,34 +149,34 @@ def tensors(model: Any) -> Iterator[tuple[str, np.ndarray]]:
         for part, count in heads.items():
             if f".{part}." in name:
                 values = permuted(values, count)
-        called = names.get_name(name, try_suffixes=(".weight",))
-        if called is None:
+        gguf_name = names.get_name(name, try_suffixes=(".weight",))
+        if gguf_name is None:
             raise UnsupportedError(f"the tensor {name!r} has no place in a Llama's GGUF file: export a plain Llama.")
-        yield called, np.ascontiguousarray(values)
+        yield gguf_name, np.ascontiguousarray(values)
 
 
 def permuted(weight: np.ndarray, heads: int) -> np.ndarray:
-    """Rows of queries or keys with a pair's two halves beside each other (convert_hf_to_gguf.py)."""
+    """Reorders rows of queries or keys so that the two halves of a pair are neighbours (convert_hf_to_gguf.py)."""
     return weight.reshape(heads, 2, weight.shape[0] // heads // 2, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
 
 
 def add_tokenizer(writer: gguf.GGUFWriter, tokenizer: Any, bos: bool | None = None) -> None:
-    """A byte-level BPE tokenizer.
+    """Adds a byte-level BPE tokenizer.
 
     Args:
         writer: The writer.
         tokenizer: The tokenizer.
-        bos: Whether it puts its first token before a text; as it does unless given.
+        bos: Whether it puts its first token before a text (default: as the tokenizer does).
 
     Raises:
         UnsupportedError: It is of another kind.
     """
     import gguf
 
-    held = json.loads(tokenizer.backend_tokenizer.to_str())["model"] if hasattr(tokenizer, "backend_tokenizer") else {}
-    if held.get("type") != "BPE" or held.get("byte_fallback"):
+    bpe = json.loads(tokenizer.backend_tokenizer.to_str())["model"] if hasattr(tokenizer, "backend_tokenizer") else {}
+    if bpe.get("type") != "BPE" or bpe.get("byte_fallback"):
         raise UnsupportedError(
-            f"a tokenizer of type {held.get('type')!r} is not written as GGUF: expected a byte-level BPE; wrap the model without "
+            f"a tokenizer of type {bpe.get('type')!r} is not written as GGUF: expected a byte-level BPE; wrap the model without "
             "its tokenizer, and give the engine token ids."
         )
     vocabulary: dict[str, int] = tokenizer.get_vocab()
@@ -186,11 +186,11 @@ def add_tokenizer(writer: gguf.GGUFWriter, tokenizer: Any, bos: bool | None = No
     writer.add_tokenizer_pre("default")
     writer.add_token_list(tokens)
     writer.add_token_types([gguf.TokenType.CONTROL if t in special else gguf.TokenType.NORMAL for t in tokens])
-    writer.add_token_merges([merge if isinstance(merge, str) else " ".join(merge) for merge in held["merges"]])
+    writer.add_token_merges([merge if isinstance(merge, str) else " ".join(merge) for merge in bpe["merges"]])
     for kind in ("bos", "eos", "pad"):
         if (number := getattr(tokenizer, f"{kind}_token_id")) is not None:
             getattr(writer, f"add_{kind}_token_id")(number)
-    own = tokenizer.bos_token_id is not None and tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
-    writer.add_add_bos_token(own if bos is None else bos)
+    adds_bos = tokenizer.bos_token_id is not None and tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
+    writer.add_add_bos_token(adds_bos if bos is None else bos)
     if tokenizer.chat_template:
         writer.add_chat_template(tokenizer.chat_template)

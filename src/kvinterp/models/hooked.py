@@ -16,19 +16,19 @@ from torch import Tensor, nn
 
 from kvinterp.errors import InputError, UnsupportedError
 from kvinterp.models.adapter import Adapter, CacheRead, KeysValuesRead, KVStore, ModelInfo
-from kvinterp.models.caches import CacheKind, OwnCache, check_plain, lead
+from kvinterp.models.caches import CacheKind, OwnCache, add_reader, check_plain
 from kvinterp.models.hook_names import hook_name
-from kvinterp.models.hooks import Tap, methods_led, routing_tap
+from kvinterp.models.hooks import Tap, routing_tap, wrapping_methods
 from kvinterp.models.sites import LAYOUTS, MLP_SITES, ROUTING_SITES
 
 
-def _turned(pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Keys and values with heads and positions exchanged: TransformerLens keeps ``[batch, position, kv_head, head_dim]``."""
+def _transpose(pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Swaps heads and positions of keys and values: TransformerLens keeps ``[batch, position, kv_head, head_dim]``."""
     return pair[0].transpose(1, 2), pair[1].transpose(1, 2)
 
 
 class _Entry:
-    """One layer of the store, in the shape of TransformerLens' cache entry (``[batch, position, kv_head, head_dim]``)."""
+    """One layer of the store as a cache entry of TransformerLens, ``[batch, position, kv_head, head_dim]``."""
 
     frozen = False
 
@@ -37,18 +37,18 @@ class _Entry:
 
     @property
     def past_keys(self) -> Tensor:
-        return _turned(self.store.held(self.layer))[0]
+        return _transpose(self.store.held(self.layer))[0]
 
     @property
     def past_values(self) -> Tensor:
-        return _turned(self.store.held(self.layer))[1]
+        return _transpose(self.store.held(self.layer))[1]
 
     def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        return _turned(self.store.update(self.layer, *_turned((keys, values))))
+        return _transpose(self.store.update(self.layer, *_transpose((keys, values))))
 
 
 class _Cache:
-    """The store, in the shape of a TransformerLensKeyValueCache."""
+    """The store as a TransformerLensKeyValueCache."""
 
     frozen = False
 
@@ -63,7 +63,7 @@ class _Cache:
 
 
 class _OwnCache(OwnCache):
-    """TransformerLens' own cache, of which the store hears every append through the entries that stand for it."""
+    """TransformerLens' own cache. The model receives entries that append to the store, which appends here."""
 
     name = "TransformerLensKeyValueCache"
 
@@ -72,41 +72,40 @@ class _OwnCache(OwnCache):
 
         self.model_cache = TransformerLensKeyValueCache.init_cache(config, device, batch)
         for entry in self.model_cache.entries:
-            # They begin with a tensor of no positions, whose dtype decides with the new keys' what is kept.
+            # Entries begin with a tensor of no positions, whose dtype takes part in the promotion of what is appended.
             entry.past_keys, entry.past_values = entry.past_keys.to(dtype), entry.past_values.to(dtype)
 
     def append(
-        self, layer: int, keys: Tensor, values: Tensor, window: int | None = None, *more: Any, **named: Any
+        self, layer: int, keys: Tensor, values: Tensor, window: int | None = None, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """TransformerLens' own append."""
-        return _turned(self.model_cache[layer].append(*_turned((keys, values))))
+        """Runs TransformerLens' own append."""
+        return _transpose(self.model_cache[layer].append(*_transpose((keys, values))))
 
     def held(self, layer: int) -> tuple[Tensor, Tensor]:
         """The entry's own tensors."""
-        return _turned((self.model_cache[layer].past_keys, self.model_cache[layer].past_values))
+        return _transpose((self.model_cache[layer].past_keys, self.model_cache[layer].past_values))
 
     can_select = True
 
     def crop(self, length: int) -> None:
-        """The first rows of every entry."""
-        self._each(lambda held: held[:, :length])
+        """Keeps the first positions of every entry."""
+        for entry in self.model_cache.entries:
+            entry.past_keys, entry.past_values = entry.past_keys[:, :length], entry.past_values[:, :length]
 
     def select(self, rows: Tensor) -> None:
-        """These sequences of every entry."""
-        self._each(lambda held: held[rows.to(held.device)])
+        """Keeps these sequences of every entry."""
+        for entry in self.model_cache.entries:
+            places = rows.to(entry.past_keys.device)
+            entry.past_keys, entry.past_values = entry.past_keys[places], entry.past_values[places]
 
     def join(self, other: OwnCache) -> None:
-        """Puts the other's entries behind these."""
-        for mine, theirs in zip(self.model_cache.entries, other.model_cache.entries, strict=True):
-            mine.past_keys = torch.cat([mine.past_keys, theirs.past_keys])
-            mine.past_values = torch.cat([mine.past_values, theirs.past_values])
-
-    def _each(self, change: Callable[[Tensor], Tensor]) -> None:
-        for entry in self.model_cache.entries:
-            entry.past_keys, entry.past_values = change(entry.past_keys), change(entry.past_values)
+        """Appends the sequences of the other cache to those of this one."""
+        for entry, added in zip(self.model_cache.entries, other.model_cache.entries, strict=True):
+            entry.past_keys = torch.cat([entry.past_keys, added.past_keys])
+            entry.past_values = torch.cat([entry.past_values, added.past_values])
 
     def let_go(self, kind: str) -> None:
-        """Refuses: keys are held before RoPE, and turned at every step by the number of their row."""
+        """Raises UnsupportedError: keys are kept before RoPE, and rotated at every step by the number of their row."""
         raise UnsupportedError(
             f"{kind} lets go of rows, and a HookedTransformer turns cached keys by the number of their row, which would then be "
             "another: load the model with kind='native' or kind='bridge'."
@@ -114,7 +113,7 @@ class _OwnCache(OwnCache):
 
 
 class HookedAdapter(Adapter):
-    """A HookedTransformer, run as it is: its own kernels, its own cache layout."""
+    """A HookedTransformer as it is, with its own kernels and its own cache layout."""
 
     kind, cache_name = "hooked", "past_kv_cache"
     position_major_cache = True
@@ -148,21 +147,21 @@ class HookedAdapter(Adapter):
 
     @property
     def alike_in_training(self) -> bool:
-        """TransformerLens has no dropout; two ways of reading long texts are all that asks for the mode."""
+        """Whether training mode changes nothing: there is no dropout, but two options for long texts ask for the mode."""
         config: Any = self.model.cfg
         return not (getattr(config, "use_logn_attn", False) or getattr(config, "use_dynamic_ntk_rope", False))
 
     def block_cache(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """The layer's entry of the user's TransformerLensKeyValueCache."""
+        """Finds the layer's entry of the user's TransformerLensKeyValueCache."""
         return kwargs.get("past_kv_cache_entry")
 
     def call_cache(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """The first layer's entry."""
+        """Finds the first layer's entry."""
         cache = kwargs.get("past_kv_cache")
         return None if cache is None else cache[0]
 
     def cached_length(self, cache: Any) -> int:
-        """Positions in the layer's entry."""
+        """Counts the positions in the layer's entry."""
         return 0 if cache is None else cache.past_keys.shape[1]
 
     def intercept_cache(self, layer: int, cache: Any, on_read: CacheRead) -> Callable[[], None]:
@@ -173,10 +172,10 @@ class HookedAdapter(Adapter):
             )
 
         def reader(read: tuple[Tensor, Tensor], *_: Any) -> tuple[Tensor, Tensor] | None:
-            new = on_read(layer, 0, *_turned(read))
-            return None if new is None else _turned(new)
+            new = on_read(layer, 0, *_transpose(read))
+            return None if new is None else _transpose(new)
 
-        return lead(cache, "append", reader)
+        return add_reader(cache, "append", reader)
 
     @property
     def blocks(self) -> nn.ModuleList:
@@ -184,50 +183,49 @@ class HookedAdapter(Adapter):
         return self.model.blocks  # type: ignore[return-value]
 
     def own_cache(self, kind: CacheKind, batch: int, capacity: int, dtype: torch.dtype) -> _OwnCache:
-        """A TransformerLensKeyValueCache."""
+        """Makes a TransformerLensKeyValueCache."""
         check_plain(kind, "a HookedTransformer, which has TransformerLens' own cache only")
         return _OwnCache(self.model.cfg, self.device, batch, dtype)
 
     def logits(self, tokens: Tensor, store: KVStore | None, mask: Tensor | None, positions: Tensor | None) -> Tensor:
-        """Logits of every new token; both paths get the same explicit all-ones mask (see FACTS in the README)."""
-        cache = None if store is None else _Cache(store, self.facts.layers)
-        return self.model(tokens, return_type="logits", past_kv_cache=cache, **self._told(tokens, mask))
+        """Computes the logits of every new token, with an explicit mask of ones on both paths."""
+        return self._run(tokens, None if store is None else _Cache(store, self.facts.layers), mask)
 
-    def attention_led(self, read: KeysValuesRead) -> contextlib.AbstractContextManager[None]:
-        """Where each block's attention has made them; some change them before a cache would keep them, and are not led.
+    def replacing_keys_values(self, read: KeysValuesRead) -> contextlib.AbstractContextManager[None]:
+        """Replaces them where the attention of each block has projected them.
 
         Raises:
-            NotImplementedError: This one does.
+            NotImplementedError: This attention changes them further before a cache would keep them.
         """
         config: Any = self.model.cfg
         attention: list[Any] = [block.attn for block in self.model.blocks]  # type: ignore[union-attr]
         if getattr(config, "clip_qkv", None) is not None or any(getattr(a, "k_norm", None) is not None for a in attention):
             raise NotImplementedError
 
-        def led(layer: int, own: Any, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
-            queries, keys, values = own(*given)
-            return queries, *_turned(read(layer, *_turned((keys, values))))
+        def wrapper(layer: int, project: Any, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+            queries, keys, values = project(*args)
+            return queries, *_transpose(read(layer, *_transpose((keys, values))))
 
-        return methods_led(attention, "calculate_qkv_matrices", led)
+        return wrapping_methods(attention, "calculate_qkv_matrices", wrapper)
 
-    def called(self, tokens: Tensor, cache: Any, mask: Tensor | None, positions: Tensor | None) -> tuple[Tensor, Any]:
-        """Logits and TransformerLens' cache, which is made where none is given."""
+    def call_with_cache(
+        self, tokens: Tensor, cache: Any, mask: Tensor | None, positions: Tensor | None
+    ) -> tuple[Tensor, Any]:
+        """Runs the model with TransformerLens' cache, a new one where none is given."""
         from transformer_lens import TransformerLensKeyValueCache
 
         if cache is None:
             config: Any = self.model.cfg
             cache = TransformerLensKeyValueCache.init_cache(config, self.device, len(tokens))
-        return self.model(tokens, return_type="logits", past_kv_cache=cache, **self._told(tokens, mask)), cache
+        return self._run(tokens, cache, mask), cache
 
-    def _told(self, tokens: Tensor, mask: Tensor | None) -> dict[str, Any]:
-        """Its cache keeps the mask of what came before, and is given that of the new tokens."""
-        return {
-            "attention_mask": torch.ones_like(tokens) if mask is None else mask[:, -tokens.shape[1] :],
-            "prepend_bos": False,
-        }
+    def _run(self, tokens: Tensor, cache: Any, mask: Tensor | None) -> Tensor:
+        # The cache keeps the mask of earlier tokens, so the call gets the mask of the new ones.
+        new_mask = torch.ones_like(tokens) if mask is None else mask[:, -tokens.shape[1] :]
+        return self.model(tokens, return_type="logits", past_kv_cache=cache, attention_mask=new_mask, prepend_bos=False)
 
     def tap(self, site: str, layer: int) -> Tap:
-        """The HookPoint that carries a site."""
+        """Finds the HookPoint of a site."""
         block: Any = self.model.blocks[layer]  # type: ignore[index]
         if site in ROUTING_SITES:
             return routing_tap(getattr(block, "mlp", None), site, layer, self.facts.architecture)
@@ -258,7 +256,7 @@ class HookedAdapter(Adapter):
         return Tap(self.model.get_submodule(name))
 
     def cast(self, dtype: torch.dtype) -> Adapter:
-        """The same weights in another dtype; rotary tables are computed anew in that dtype."""
+        """Makes a copy with the same weights in another dtype; rotary tables are computed anew in that dtype."""
         model: Any = copy.deepcopy(self.model)
         model.to(dtype, print_details=False)
         for module in model.modules():
@@ -274,7 +272,7 @@ class HookedAdapter(Adapter):
         return HookedAdapter(model, self.facts.name, self.tokenizer)
 
     def read_cache(self, site: str, layer: int, cache: Any) -> Tensor | None:
-        """What the layer's entry of the user's own TransformerLensKeyValueCache holds after the block."""
+        """Reads a site from the layer's entry of the user's own TransformerLensKeyValueCache, after the block ran."""
         if cache is None or site == "cache_k":
             return None
-        return _turned((cache.past_keys, cache.past_values))[site != "cache_k_pre"]
+        return _transpose((cache.past_keys, cache.past_values))[site != "cache_k_pre"]

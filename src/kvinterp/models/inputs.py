@@ -1,4 +1,4 @@
-"""What goes in: prompts, tokens, layers, heads, steps, choices and numbers, each checked here once, before anything runs."""
+"""Checks what users pass in (prompts, tokens, layers, heads, steps), once and before anything runs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _GENERATOR = re.compile(rf"({'|'.join(TASKS)}):\d+(:\d+)?")
 
 
 def chosen_layers(adapter: Adapter, layers: Iterable[int] | int | None) -> tuple[int, ...]:
-    """The layers asked for, checked; all of them for None. Negative numbers count from the last.
+    """Checks layer numbers and returns them; all layers for None. Negative numbers count from the last.
 
     Raises:
         InputError: A layer does not exist.
@@ -35,19 +35,16 @@ def chosen_layers(adapter: Adapter, layers: Iterable[int] | int | None) -> tuple
     count = adapter.facts.layers
     if layers is None:
         return tuple(range(count))
-    wanted = (
-        [layers]
-        if whole_number(layers) is not None
-        else given_list("layers", layers, "numbers as in (0, 2), or None for all")
-    )
-    numbers = _existing("layer", wanted, -count, count, f"{adapter.facts.name} has layers 0 to {count - 1}.")
+    items: Any = layers if whole_number(layers) is None else [layers]
+    items = given_list("layers", items, "numbers as in (0, 2), or None for all")
+    numbers = _existing("layer", items, -count, count, f"{adapter.facts.name} has layers 0 to {count - 1}.")
     if not numbers:
         raise InputError("an empty list of layers was given: name at least one, or leave it out for all of them.")
     return tuple(dict.fromkeys(number % count for number in numbers))
 
 
 def chosen_heads(heads: Iterable[int] | None, count: int, what: str) -> tuple[int, ...] | None:
-    """The heads asked for, checked; None for all of them.
+    """Checks head numbers and returns them; None for all heads.
 
     Args:
         heads: Their numbers.
@@ -59,30 +56,30 @@ def chosen_heads(heads: Iterable[int] | None, count: int, what: str) -> tuple[in
     """
     if heads is None:
         return None
-    wanted = given_list(f"{what}s", heads, "a list of whole numbers, or None for all")
-    numbers = _existing(what, wanted, 0, count, f"this model has {what}s 0 to {count - 1}.")
+    items = given_list(f"{what}s", heads, "a list of whole numbers, or None for all")
+    numbers = _existing(what, items, 0, count, f"this model has {what}s 0 to {count - 1}.")
     if not numbers:
         raise InputError(f"an empty list of {what}s was given: name at least one, or leave it out to keep all of them.")
     return tuple(dict.fromkeys(numbers))
 
 
 def chosen_steps(steps: Iterable[int]) -> tuple[int, ...]:
-    """The decode steps asked for, checked.
+    """Checks the numbers of decode steps and returns them.
 
     Raises:
-        InputError: One is no number of a step.
+        InputError: One is not the number of a step.
     """
-    wanted = given_list("steps", steps, "a list of whole numbers, or None for all")
-    return _existing("step", wanted, 0, math.inf, "steps are numbered 0, 1, 2, ...")
+    items = given_list("steps", steps, "a list of whole numbers, or None for all")
+    return _existing("step", items, 0, math.inf, "steps are numbered 0, 1, 2, ...")
 
 
-def _existing(what: str, wanted: Iterable[object], first: int, end: float, there_are: str) -> tuple[int, ...]:
-    """The numbers of what was asked for, each from ``first`` on and before ``end``."""
+def _existing(what: str, items: Iterable[object], first: int, end: float, there_are: str) -> tuple[int, ...]:
+    """Checks that each item is a whole number from ``first`` on and before ``end``; returns the numbers."""
     numbers = []
-    for one in wanted:
-        number = whole_number(one)
+    for item in items:
+        number = whole_number(item)
         if number is None or not first <= number < end:
-            raise InputError(f"{what} {shown(one)} does not exist: {there_are}")
+            raise InputError(f"{what} {shown(item)} does not exist: {there_are}")
         numbers.append(number)
     return tuple(numbers)
 
@@ -91,15 +88,15 @@ def _existing(what: str, wanted: Iterable[object], first: int, end: float, there
 
 
 def listed(prompts: Any, tokenizer: Any = None) -> tuple[list[Any], bool]:
-    """Prompts as a list, and whether they were a single one.
+    """Makes a list of prompts, and says whether there was a single one.
 
     Args:
         prompts: A text, a :class:`Prompt` or token ids; or a list of these; or a tensor or array of token ids, of one
-            dimension for one prompt or of two for several, whose padding is taken off.
-        tokenizer: Whose token pads them.
+            dimension for one prompt or of two for several, whose padding is removed.
+        tokenizer: The tokenizer whose pad token pads them.
 
     Raises:
-        InputError: They are none of these, there is none, or what is padding cannot be told.
+        InputError: They are none of these, there is none, or it is unclear which tokens are padding.
     """
     if isinstance(prompts, str | Prompt):
         return [prompts], True
@@ -119,22 +116,22 @@ def listed(prompts: Any, tokenizer: Any = None) -> tuple[list[Any], bool]:
 
 
 def _without_padding(rows: list[list[Any]], tokenizer: Any) -> list[list[Any]]:
-    """The rows of one batch without the pad tokens with which ``to_tokens`` and tokenizers make them equally long.
+    """Removes the pad tokens with which ``to_tokens`` and tokenizers make the rows of a batch equally long.
 
     Pad tokens are padding where other rows have fewer of them. Where the same token also begins texts (at the right: ends
-    them), every row keeps one of its own.
+    them), every row keeps one.
     """
     pad = getattr(tokenizer, "pad_token_id", None)
     if pad is None:
         return rows
     cuts: list[list[int]] = []
     unclear = False
-    for step, other in ((1, "bos_token_id"), (-1, "eos_token_id")):
-        runs = [sum(1 for _ in itertools.takewhile(lambda token: token == pad, row[::step])) for row in rows]
-        own = int(getattr(tokenizer, other, None) == pad)
+    for direction, name in ((1, "bos_token_id"), (-1, "eos_token_id")):
+        runs = [sum(1 for _ in itertools.takewhile(lambda token: token == pad, row[::direction])) for row in rows]
+        special = int(getattr(tokenizer, name, None) == pad)
         padded = len(set(runs)) > 1
-        unclear |= padded and (min(runs) != own or any(map(any, cuts)))
-        cuts.append([run - own if padded else 0 for run in runs])
+        unclear |= padded and (min(runs) != special or any(map(any, cuts)))
+        cuts.append([run - special if padded else 0 for run in runs])
     if unclear:
         raise InputError(
             f"the rows of the batch hold the pad token {pad} at their ends, and which of these belong to the text cannot be "
@@ -144,7 +141,7 @@ def _without_padding(rows: list[list[Any]], tokenizer: Any) -> list[list[Any]]:
 
 
 def encode_all(adapter: Adapter, prompts: Any, max_new_tokens: int) -> list[list[int]]:
-    """Token ids of one prompt or of several, each checked as :func:`encode` does."""
+    """Token ids of one prompt or of several, each checked as in :func:`encode`."""
     return [encode(adapter, item, max_new_tokens) for item in listed(prompts, adapter.tokenizer)[0]]
 
 
@@ -184,11 +181,11 @@ def encode(adapter: Adapter, prompt: Any, max_new_tokens: int) -> list[int]:
 
 
 def checked_continuation(continuation: Any, prompts: int, adapter: Adapter) -> list[int] | None:
-    """The token ids to be fed, checked; None where none were given.
+    """Checks the token ids to feed and returns them; None for None.
 
     Args:
         continuation: A list, an array or a tensor of token ids.
-        prompts: How many prompts it came with.
+        prompts: The number of prompts.
         adapter: The model.
 
     Raises:
@@ -206,25 +203,25 @@ def checked_continuation(continuation: Any, prompts: int, adapter: Adapter) -> l
     return tokens
 
 
-def token_ids(given: object) -> list[int] | None:
-    """What was given as a list of ints, None where it is no list, array or tensor of whole numbers."""
-    items = given.tolist() if isinstance(given, Tensor | np.ndarray) else given
+def token_ids(ids: object) -> list[int] | None:
+    """Makes a list of ints of a list, array or tensor of whole numbers; None for anything else."""
+    items = ids.tolist() if isinstance(ids, Tensor | np.ndarray) else ids
     if not isinstance(items, Iterable) or isinstance(items, bytes):
         return None
     numbers = [whole_number(item) for item in items]
     return None if None in numbers else [number for number in numbers if number is not None]
 
 
-def _checked_ids(given: object, what: str) -> list[int]:
-    rows = given.tolist() if isinstance(given, Tensor | np.ndarray) else given
+def _checked_ids(ids: object, what: str) -> list[int]:
+    rows = ids.tolist() if isinstance(ids, Tensor | np.ndarray) else ids
     if isinstance(rows, Sequence) and rows and all(isinstance(row, list | tuple) for row in rows):
-        # As to_tokens and tokenizers give one prompt: [1, position].
+        # to_tokens and tokenizers return one prompt as [1, position].
         if len(rows) > 1:
             raise InputError(f"{what} holds {len(rows)} rows, each a prompt: give one, such as tokens[:1].")
-        given = rows[0]
-    tokens = token_ids(given)
+        ids = rows[0]
+    tokens = token_ids(ids)
     if tokens is None:
-        raise InputError(f"{what} {shown(given)} was given: expected whole numbers, the ids of tokens.")
+        raise InputError(f"{what} {shown(ids)} was given: expected whole numbers, the ids of tokens.")
     return tokens
 
 

@@ -1,4 +1,4 @@
-"""Loading a model by name, and wrapping one the user already has."""
+"""Loads a model by name, and wraps a model that the user already has."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from kvinterp.models.door import (
     check_plain_weights,
     check_runs,
     config_of,
+    load_weights,
     loading,
-    weights_of,
 )
-from kvinterp.models.gguf_file import as_given, header_of
+from kvinterp.models.gguf_file import header_of, pretrained_arguments
 from kvinterp.models.hooks import hooks_suspended
 from kvinterp.models.naming import cached_folder, is_gguf, local_folder, reach
 
@@ -62,48 +62,49 @@ def load_model(
         remote_code: ``"refuse"`` (default) or ``"trust"``: whether code that comes with a checkpoint may run.
 
     Returns:
-        The model behind kvinterp's face; ``.model`` is the thing itself.
+        The model as an adapter; ``.model`` is the model itself.
 
     Raises:
-        InputError: The name, kind, dtype, device or attention is not one there is.
+        InputError: The name, kind, dtype, device or attention does not exist.
         UnsupportedError: This kind cannot run this architecture; the message names the kinds that can.
     """
-    wanted, place = check_loadable(kind, attention, dtype, device)
+    dtype, device = check_loadable(kind, attention, dtype, device)
     check_known("remote_code", remote_code, ("refuse", "trust"))
     if not isinstance(name, str | Path):
         raise InputError(
             f"model {shown(name)} is a {type(name).__name__}: expected a name or a folder; use wrap() for a model."
         )
-    called = str(name)
-    folder = local_folder(called)
-    kind = settled_kind(kind)
+    name = str(name)
+    folder = local_folder(name)
+    kind = resolved_kind(kind)
     first = " (importing TransformerLens first takes seconds)" * (
         kind != "native" and "transformer_lens" not in sys.modules
     )
-    log.info("loading %s as %s in %s on %s%s", called, kind, str(wanted).removeprefix("torch."), place, first)
+    log.info("loading %s as %s in %s on %s%s", name, kind, str(dtype).removeprefix("torch."), device, first)
     adapter: Adapter
     if kind == "hooked":
-        adapter = _hooked(called, folder, wanted, place, remote_code)
+        adapter = _load_hooked(name, folder, dtype, device, remote_code)
     else:
         eager = "eager" if kind == "bridge" else attention
-        source, tokenizer = _transformers(called, folder, wanted, place, eager, remote_code)
+        source, tokenizer = _load_transformers(name, folder, dtype, device, eager, remote_code)
         from kvinterp.models.bridge import BridgeAdapter, build_bridge
         from kvinterp.models.native import NativeAdapter
 
-        with loading(called):
+        with loading(name):
             if kind == "bridge":
-                adapter = BridgeAdapter(build_bridge(source, called), called, tokenizer)
+                adapter = BridgeAdapter(build_bridge(source, name), name, tokenizer)
             else:
-                adapter = NativeAdapter(source, called, tokenizer)
-            log.debug("%s ends at %s", called, sorted(adapter.end_tokens))  # Which raises where its files say nonsense.
+                adapter = NativeAdapter(source, name, tokenizer)
+            # end_tokens raises here, within loading(), where the generation config is nonsense.
+            log.debug("%s ends at %s", name, sorted(adapter.end_tokens))
     if folder is not None and is_gguf(folder):
         adapter.stored = header_of(folder).stored
     check_runs(adapter)
     return adapter
 
 
-def settled_kind(kind: str) -> str:
-    """``hooked`` or ``bridge`` for ``transformer_lens``, by what the installed TransformerLens has; else the kind itself."""
+def resolved_kind(kind: str) -> str:
+    """Resolves ``transformer_lens`` to ``hooked`` or ``bridge``, whichever the installed TransformerLens has."""
     if kind != "transformer_lens":
         return kind
     from kvinterp.models.convert import hooked_class
@@ -121,10 +122,10 @@ def check_loadable(
     dtype: str | torch.dtype | None = None,
     device: str | torch.device | None = None,
 ) -> tuple[torch.dtype, torch.device]:
-    """The dtype and the device of a model that is to be loaded, where there are these, the kind and the attention.
+    """Checks the options of :func:`load_model` and returns the dtype and the device that they stand for.
 
     Raises:
-        InputError: One is none there is, or the attention is none of this kind's.
+        InputError: One of them does not exist, or the attention was given for another kind than native.
     """
     check_known("kind", kind, KINDS)
     if attention is not None and kind != "native":
@@ -138,47 +139,49 @@ def check_loadable(
 
 
 def wrap(model: Any, tokenizer: Any = None, name: str | None = None) -> Adapter:
-    """Puts kvinterp's face on a model the user already has, without changing it.
+    """Makes an adapter of a model that the user already has, without changing the model.
 
     Args:
         model: A HookedTransformer, a TransformerBridge, a transformers decoder, an adapter (returned as it is), or a wrapper of
-            one of these (DistributedDataParallel, a PeftModel with LoRA), which is run as what it holds where both give the same
-            logits on a few tokens, bit for bit.
-        tokenizer: Its tokenizer, if it does not carry one; an adapter has its own.
+            one of these (DistributedDataParallel, a PeftModel with LoRA). A wrapper's inner model is used where both give the
+            same logits on a few tokens, bit for bit.
+        tokenizer: Its tokenizer, if it has none with it; an adapter has its own.
         name: A name for tables.
 
     Raises:
-        InputError: It is none of these, or a wrapper that computes something else than what it holds.
+        InputError: It is none of these, or a wrapper that computes something else than its inner model.
     """
     if isinstance(model, Adapter):
-        for what, given, own in (("tokenizer", tokenizer, model.tokenizer), ("name", name, model.facts.name)):
-            if given is not own:
-                check_unread(what, given, None, f"an adapter has its own; give kv.wrap(adapter.model, {what}=...)")
+        for option, value, current in (("tokenizer", tokenizer, model.tokenizer), ("name", name, model.facts.name)):
+            if value is not current:
+                check_unread(option, value, None, f"an adapter has its own; give kv.wrap(adapter.model, {option}=...)")
         return model
     if name is not None:
         check_text("name", name, "'my-model'")
     if tokenizer is not None and not callable(tokenizer):
         raise unexpected("tokenizer", tokenizer, "a tokenizer of transformers, which is called with a text")
-    known = {base.__name__ for base in type(model).__mro__}
-    if "HookedTransformer" in known:
+    classes = _class_names(model)
+    if "HookedTransformer" in classes:
         from kvinterp.models.hooked import HookedAdapter
 
         return HookedAdapter(model, name, tokenizer)
-    if "TransformerBridge" in known:
+    if "TransformerBridge" in classes:
         from kvinterp.models.bridge import BridgeAdapter
 
         _check_decoder(model.original_model, name)
-        check_plain_weights(model.original_model, _called(model, name))
+        check_plain_weights(model.original_model, name or type(model).__name__)
         return BridgeAdapter(model, name, tokenizer)
-    if "PreTrainedModel" in known:
+    if "PreTrainedModel" in classes:
         from kvinterp.models.native import NativeAdapter
 
         _check_decoder(model, name)
-        check_plain_weights(model, _called(model, name))
-        made = NativeAdapter(model, name, tokenizer)
+        check_plain_weights(model, name or type(model).__name__)
+        native = NativeAdapter(model, name, tokenizer)
+        # Architectures that keep a few weights in float32 run so; other mixtures may not.
         if len({p.dtype for p in model.parameters() if p.is_floating_point()}) > 1:
-            check_runs(made, given=True)  # Some architectures keep a few weights in float32 and run so.
-        return made
+            with hooks_suspended(model):
+                check_runs(native)
+        return native
     if isinstance(model, nn.Module) and "_orig_mod" in model._modules:
         raise InputError(
             f"cannot wrap what torch.compile returned, which runs no hooks: give the model that was compiled "
@@ -186,53 +189,56 @@ def wrap(model: Any, tokenizer: Any = None, name: str | None = None) -> Adapter:
         )
     if isinstance(model, str):
         raise InputError(f"a name was given where a model is expected: give kv.load_model({model!r}).")
-    where, held = _held_by(model)
-    if held is None:
+    path, inner = _inner_model(model)
+    if inner is None:
         raise InputError(
             f"cannot wrap a {type(model).__name__}: expected a HookedTransformer, a TransformerBridge or a transformers "
             "model; give one of these, or a name to load_model()."
         )
-    adapter = wrap(held, tokenizer or getattr(model, "tokenizer", None), name)
-    what, inside = type(model).__name__, f"the {type(held).__name__} that it holds"
-    if fault := _unlike(model, adapter):
+    adapter = wrap(inner, tokenizer or getattr(model, "tokenizer", None), name)
+    what, inside = type(model).__name__, f"the {type(inner).__name__} that it holds"
+    if difference := _difference(model, adapter):
         raise InputError(
-            f"cannot wrap a {what}: {fault} {inside}, so that this one alone would not be what you run; give model.{where} "
-            f"to look at that without what the {what} adds."
+            f"cannot wrap a {what}: {difference} {inside}, so that this one alone would not be what you run; give "
+            f"model.{path} to look at that without what the {what} adds."
         )
-    log.info("a %s is run as %s (model.%s): on a few tokens both give the same logits, bit for bit", what, inside, where)
+    log.info("a %s is run as %s (model.%s): on a few tokens both give the same logits, bit for bit", what, inside, path)
     return adapter
 
 
-def _held_by(model: Any) -> tuple[str, nn.Module | None]:
-    """The outermost model of a known kind within somebody's wrapper, and where it is kept there."""
-    modules = isinstance(model, nn.Module)
-    parts = (
-        {"": model} if modules else {n: v for n, v in getattr(model, "__dict__", {}).items() if isinstance(v, nn.Module)}
-    )
-    for place, part in parts.items():
-        for name, module in part.named_modules():
-            known = {base.__name__ for base in type(module).__mro__}
-            decodes = "PreTrainedModel" in known and module.get_output_embeddings() is not None
-            if module is not model and (decodes or known & {"HookedTransformer", "TransformerBridge"}):
-                return ".".join(filter(None, (place, name))), module
+def _class_names(model: Any) -> set[str]:
+    """The names of a model's class and its bases, which need no import of the library that defines them."""
+    return {base.__name__ for base in type(model).__mro__}
+
+
+def _inner_model(model: Any) -> tuple[str, nn.Module | None]:
+    """Finds the outermost model of a known kind within somebody's wrapper, and the path of attributes to it."""
+    parts = {"": model} if isinstance(model, nn.Module) else dict(getattr(model, "__dict__", {}))
+    for attribute, part in parts.items():
+        for name, module in part.named_modules() if isinstance(part, nn.Module) else ():
+            classes = _class_names(module)
+            decodes = "PreTrainedModel" in classes and module.get_output_embeddings() is not None
+            if module is not model and (decodes or classes & {"HookedTransformer", "TransformerBridge"}):
+                return ".".join(filter(None, (attribute, name))), module
     return "", None
 
 
 @torch.no_grad()
-def _unlike(wrapper: Any, held: Adapter) -> str:
-    """How a wrapper's logits differ from those of the model it holds, as the beginning of a sentence; empty where they do not."""
-    tokens = torch.arange(2, 10, device=held.device)[None] % held.facts.vocabulary
-    with hooks_suspended(held.model), held.left_as_found():
-        own = _logits(held.model(tokens))
+def _difference(wrapper: Any, inner: Adapter) -> str:
+    """Says how a wrapper's logits differ from its inner model's, as the beginning of a sentence; empty where they do not."""
+    tokens = torch.arange(2, 10, device=inner.device)[None] % inner.facts.vocabulary
+    with hooks_suspended(inner.model), inner.left_as_found():
+        expected = _logits(inner.model(tokens))
         try:
-            made = _logits(wrapper(tokens))
+            logits = _logits(wrapper(tokens))
         # Whatever the wrapper's own code raises.
         except Exception as error:
             return f"calling it with token ids raises {type(error).__name__} ({reason(error)}), which would be asked beside"
-    if not isinstance(made, torch.Tensor) or made.shape != own.shape:
-        return f"for {tokens.shape[1]} tokens it gives {getattr(made, 'shape', type(made).__name__)}, not logits of the shape of"
-    most = (made.double() - own.double()).abs().max().item()
-    return "" if torch.equal(made, own) else f"its logits differ by {most:.2g} from those of"
+    if not isinstance(logits, torch.Tensor) or logits.shape != expected.shape:
+        shape = getattr(logits, "shape", type(logits).__name__)
+        return f"for {tokens.shape[1]} tokens it gives {shape}, not logits of the shape of"
+    largest = (logits.double() - expected.double()).abs().max().item()
+    return "" if torch.equal(logits, expected) else f"its logits differ by {largest:.2g} from those of"
 
 
 def _logits(output: Any) -> Any:
@@ -240,12 +246,8 @@ def _logits(output: Any) -> Any:
     return getattr(output, "logits", first)
 
 
-def _called(model: Any, name: str | None) -> str:
-    return name or type(model).__name__
-
-
 def device_named(device: str | torch.device | None) -> torch.device:
-    """The device a name stands for; CUDA where there is one, else the CPU, for None.
+    """The device that a name stands for; for None, CUDA where there is one, else the CPU.
 
     Raises:
         InputError: There is no such device, or torch sees none here.
@@ -278,7 +280,7 @@ def device_named(device: str | torch.device | None) -> torch.device:
 
 
 def _check_decoder(model: Any, name: str | None) -> None:
-    """Raises InputError for a transformers model that does not decode, or not as it is."""
+    """Raises InputError for a transformers model that is no decoder, or is in training mode."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
     config = model.config
@@ -296,15 +298,15 @@ def _check_decoder(model: Any, name: str | None) -> None:
         raise InputError(f"{what} is in training mode, in which dropout changes what it computes: call model.eval() first.")
 
 
-def _hooked(name: str, folder: Path | None, dtype: torch.dtype, device: torch.device, remote_code: str) -> Adapter:
+def _load_hooked(name: str, folder: Path | None, dtype: torch.dtype, device: torch.device, remote_code: str) -> Adapter:
     from kvinterp.models.convert import convert_checkpoint, hooked_class, lay_out_for_products
     from kvinterp.models.hooked import HookedAdapter
 
     model_class: Any = hooked_class()
     if folder is not None:
-        # Its conversion is of three families that transformers has, whatever comes with the checkpoint.
+        # Only families that transformers has can be converted, so code that comes with the checkpoint is not needed.
         config = config_of(folder, name)
-        tokenizer = _tokenizer(folder, name, "refuse")
+        tokenizer = _load_tokenizer(folder, name, "refuse")
         with loading(name):
             return HookedAdapter(convert_checkpoint(folder, name, config, dtype, device, tokenizer), name, tokenizer)
     official = check_hooked_code(name, remote_code)
@@ -317,10 +319,10 @@ def _hooked(name: str, folder: Path | None, dtype: torch.dtype, device: torch.de
         return HookedAdapter(lay_out_for_products(model.eval()), name)
 
 
-def _transformers(
+def _load_transformers(
     name: str, folder: Path | None, dtype: torch.dtype, device: torch.device, attention: str | None, remote_code: str
 ) -> tuple[nn.Module, Any]:
-    """The model and its tokenizer."""
+    """Loads a transformers model and its tokenizer."""
     options = {} if folder is not None else reach(name)
     source = folder or name
     config = config_of(source, name, remote_code, options=options)
@@ -329,7 +331,7 @@ def _transformers(
     with loading(name):
         try:
             settings = {"config": config, "dtype": dtype, "attn_implementation": attention}
-            model, found = weights_of(source, remote_code=remote_code, **settings, **options)
+            model, report = load_weights(source, remote_code=remote_code, **settings, **options)
         except (ImportError, ValueError, RuntimeError) as error:
             if getattr(config, "quantization_config", None):
                 raise UnsupportedError(
@@ -346,26 +348,26 @@ def _transformers(
                 ) from error
             raise
     _check_decoder(model, name)
-    check_loaded(found, name, config)
+    check_loaded(report, name, config)
     check_plain_weights(model, name)
     check_finite(model, name, folder or cached_folder(name))
     plain_experts(model, dtype)
     with loading(name):
         placed: Any = model.to(device)
     if drops_soft_cap(placed.eval()):
-        used = placed.config._attn_implementation
-        if attention is not None or used == "eager":
+        default = placed.config._attn_implementation
+        if attention is not None or default == "eager":
             raise UnsupportedError(
-                f"attention {used!r} of this transformers leaves out the soft cap of {type(placed).__name__}, another model's "
-                "numbers: leave attention out, or use attention='eager'."
+                f"attention {default!r} of this transformers leaves out the soft cap of {type(placed).__name__}, another "
+                "model's numbers: leave attention out, or use attention='eager'."
             )
-        log.warning("%s: %s leaves out the soft cap of its scores in this transformers: eager is run", name, used)
+        log.warning("%s: %s leaves out the soft cap of its scores in this transformers: eager is run", name, default)
         placed.set_attn_implementation("eager")
-    return placed.eval().requires_grad_(False), _tokenizer(source, name, remote_code, options)
+    return placed.eval().requires_grad_(False), _load_tokenizer(source, name, remote_code, options)
 
 
-def _tokenizer(source: Path | str, name: str, remote_code: str, options: Mapping[str, Any] | None = None) -> Any:
-    """The checkpoint's tokenizer, or None where it has none (token ids still work)."""
+def _load_tokenizer(source: Path | str, name: str, remote_code: str, options: Mapping[str, Any] | None = None) -> Any:
+    """Loads the checkpoint's tokenizer; None where it has none (token ids still work)."""
     if isinstance(source, Path) and is_gguf(source):
         has_one = header_of(source).tokenizer
     else:
@@ -374,8 +376,8 @@ def _tokenizer(source: Path | str, name: str, remote_code: str, options: Mapping
         return None
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-    with loading(name, "its tokenizer"), as_given(source) as (place, gguf):
+    with loading(name, "its tokenizer"), pretrained_arguments(source) as (place, gguf):
         if gguf:
-            # The class that AutoTokenizer ends with, having read the whole header once more for it.
+            # AutoTokenizer would read the whole header once more, and use this class.
             return PreTrainedTokenizerFast.from_pretrained(place, gguf_file=gguf["gguf_file"])
         return AutoTokenizer.from_pretrained(place, trust_remote_code=remote_code == "trust", **(options or {}))

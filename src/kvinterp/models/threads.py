@@ -1,11 +1,11 @@
-"""How many threads a model runs with: one policy for every verb, whoever calls it.
+"""The number of threads that a model runs with: one policy for every verb.
 
-The threads that torch starts for one operation wait for each other at its end, and by default they wait spinning. A model
-of a few million numbers has operations of microseconds: on two cores that anything else uses as well, a decode then takes
-ten times as long with two threads as with one. So on a CPU small models run with one thread for as long as a verb runs.
+The threads that torch starts for one operation wait for each other at its end, by default in a busy loop. A model of a few
+million numbers has operations of microseconds: on two cores that another process uses too, a decode then takes ten times as
+long with two threads as with one. So on a CPU small models run with one thread while a verb runs.
 
-The bits of a sum may depend on the number of threads that made it. Both paths of a comparison run with the same number, and
-every result says it.
+The bits of a sum may depend on the number of threads. Both paths of a comparison run with the same number, and every result
+records it.
 """
 
 from __future__ import annotations
@@ -32,33 +32,32 @@ def threads_for(adapter: Adapter) -> int:
     Raises:
         InputError: The environment variable is set and is no number of threads.
     """
-    given = os.environ.get(VARIABLE, "").strip()
-    if given:
-        if not given.isascii() or not given.isdecimal() or not 1 <= int(given) <= 1024:
+    setting = os.environ.get(VARIABLE, "").strip()
+    if setting:
+        if not setting.isascii() or not setting.isdecimal() or not 1 <= int(setting) <= 1024:
             raise InputError(
-                f"{VARIABLE}={given!r} is set: expected a whole number of threads, 1 to 1024, or leave it unset."
+                f"{VARIABLE}={setting!r} is set: expected a whole number of threads, 1 to 1024, or leave it unset."
             )
-        return int(given)
+        return int(setting)
     small = adapter.device.type == "cpu" and sum(p.numel() for p in adapter.model.parameters()) < SMALL
     return 1 if small else torch.get_num_threads()
 
 
 @contextlib.contextmanager
 def own_threads(adapter: Adapter) -> Iterator[None]:
-    """Runs what is inside with the threads this model is run with.
+    """Sets the number of threads for this model while the context lasts.
 
-    Every verb comes in here, so this is also one call of :meth:`Adapter.one_call`.
+    Every verb enters this context, so it also enters :meth:`Adapter.one_call`.
 
     Raises:
         UnsupportedError: A part of the model is compiled.
     """
-    wanted = threads_for(adapter)
-    before = torch.get_num_threads()
+    number, before = threads_for(adapter), torch.get_num_threads()
     try:
-        if wanted != before:
-            torch.set_num_threads(wanted)
+        if number != before:
+            torch.set_num_threads(number)
         with adapter.one_call():
             yield
     finally:
-        if wanted != before:
+        if number != before:
             torch.set_num_threads(before)

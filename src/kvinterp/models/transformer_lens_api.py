@@ -1,4 +1,4 @@
-"""What is asked of TransformerLens besides its models: their own ``generate()``, heard forward by forward."""
+"""Runs TransformerLens's own ``generate()`` and records each forward of it."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from kvinterp.errors import UnsupportedError
 
 
-class Heard(NamedTuple):
+class Forward(NamedTuple):
     """One forward of a ``generate()``.
 
     Attributes:
-        new: How many positions it was fed.
-        logits: Of the newest, ``[batch, vocabulary]``.
-        positions: The numbers that a learned position embedding gave what was fed, ``[batch, new]``; None where there is none.
+        new: The number of positions that it was fed.
+        logits: The logits of the newest position, ``[batch, vocabulary]``.
+        positions: The position numbers that a learned position embedding used, ``[batch, new]``; None where there is none.
     """
 
     new: int
@@ -25,56 +25,56 @@ class Heard(NamedTuple):
     positions: Tensor | None
 
 
-def generated(
-    model: nn.Module, tokens: Tensor, steps: int, cached: str, mask: Tensor | None = None
-) -> tuple[Tensor, list[Heard]]:
-    """Greedy generation of so many tokens, none of them an end, by a model's own ``generate()``.
+def generate(
+    model: Any, tokens: Tensor, steps: int, cached: str, mask: Tensor | None = None
+) -> tuple[Tensor, list[Forward]]:
+    """Generates exactly ``steps`` tokens greedily, past any end token, by a model's own ``generate()``.
 
     Args:
         model: A HookedTransformer or a TransformerBridge.
         tokens: ``[batch, position]``.
-        steps: How many are generated.
+        steps: The number of tokens to generate.
         cached: ``"yes"`` or ``"no"``.
-        mask: Of the tokens, 0 where there is none; None where there is nothing to mask.
+        mask: For the tokens, 0 where there is none; None where there is nothing to mask.
 
     Returns:
-        All tokens, and what was heard of each forward.
+        All tokens, and the forwards.
 
     Raises:
-        UnsupportedError: It takes no mask, and one was given.
+        UnsupportedError: A mask was given to a ``generate()`` that takes none.
     """
-    own: Any = model
-    chosen: dict[str, Any] = {
+    options: dict[str, Any] = {
         "max_new_tokens": steps,
         "use_past_kv_cache": cached == "yes",
         "do_sample": False,
         "stop_at_eos": False,
+        "prepend_bos": False,
+        "return_type": "tokens",
+        "verbose": False,
+        **({} if mask is None else {"attention_mask": mask}),
     }
-    chosen |= {"prepend_bos": False, "return_type": "tokens", "verbose": False}
-    chosen |= {} if mask is None else {"attention_mask": mask}
-    takes, forward, heard = inspect.signature(own.generate).parameters, own.forward, list[Heard]()
-    numbered: list[Tensor] = []
+    takes, forward, forwards = inspect.signature(model.generate).parameters, model.forward, list[Forward]()
+    positions: list[Tensor] = []
     if mask is not None and "attention_mask" not in takes:
         raise UnsupportedError(f"generate() of {type(model).__name__} takes no attention_mask.")
 
-    def hear(*args: Any, **given: Any) -> Any:
-        made = forward(*args, **given)
-        new = (args[0] if args else given["input"]).shape[1]
-        heard.append(Heard(new, made[:, -1].clone(), numbered[-1][:, -new:] if numbered else None))
-        return made
+    def recording_forward(*args: Any, **kwargs: Any) -> Any:
+        logits = forward(*args, **kwargs)
+        new = (args[0] if args else kwargs["input"]).shape[1]
+        forwards.append(Forward(new, logits[:, -1].clone(), positions[-1][:, -new:] if positions else None))
+        return logits
 
-    def number(_: nn.Module, __: Any, rows: Tensor) -> None:
-        # Each row is one of the embedding's, as it stands there.
-        numbered.append(torch.cdist(rows.double(), own.pos_embed.W_pos.double()).argmin(-1))
+    def record_positions(_: nn.Module, __: Any, rows: Tensor) -> None:
+        # Each row is a row of the embedding's weight.
+        positions.append(torch.cdist(rows.double(), model.pos_embed.W_pos.double()).argmin(-1))
 
-    learned = hasattr(getattr(own, "pos_embed", None), "W_pos") and isinstance(
-        getattr(own, "hook_pos_embed", None), nn.Module
-    )
-    hook = own.hook_pos_embed.register_forward_hook(number) if learned else None
-    vars(own)["forward"] = hear
+    hook, point = None, getattr(model, "hook_pos_embed", None)
+    if isinstance(point, nn.Module) and hasattr(getattr(model, "pos_embed", None), "W_pos"):
+        hook = point.register_forward_hook(record_positions)
+    vars(model)["forward"] = recording_forward
     try:
-        return own.generate(tokens, **{name: value for name, value in chosen.items() if name in takes}), heard
+        return model.generate(tokens, **{name: value for name, value in options.items() if name in takes}), forwards
     finally:
-        vars(own).pop("forward")
+        vars(model).pop("forward")
         if hook is not None:
             hook.remove()

@@ -1,6 +1,6 @@
-"""What is asked of transformers besides its models and caches, so that a new version of it touches this folder alone.
+"""What kvinterp uses of transformers besides models and caches, so that a new version of it needs changes in this folder alone.
 
-It is imported when it is first asked: call plans are listed without it.
+Each function imports transformers when it is called: listing the ways of running needs none of it.
 """
 
 from __future__ import annotations
@@ -20,53 +20,53 @@ def can_generate(model: nn.Module) -> bool:
     return isinstance(model, PreTrainedModel) and hasattr(model, "generate") and bool(model.can_generate())
 
 
-def greedy(steps: int, **more: Any) -> Any:
-    """The config of a greedy ``generate()`` of at most so many tokens, in one beam unless told, that compiles nothing."""
+def greedy(steps: int, **options: Any) -> Any:
+    """Makes the config of a greedy ``generate()`` of at most ``steps`` tokens, with one beam by default and no compilation."""
     from transformers import GenerationConfig
 
     return GenerationConfig(
-        **{"max_new_tokens": steps, "do_sample": False, "num_beams": 1, "disable_compile": True, **more}
+        **{"max_new_tokens": steps, "do_sample": False, "num_beams": 1, "disable_compile": True, **options}
     )
 
 
 def from_config(config: Any, attention: str | None, trusted: bool) -> Any:
-    """A causal model of random weights; ``trusted``: code that came with the config may run."""
+    """Makes a causal model with random weights; ``trusted``: code that came with the config may run."""
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_config(config, attn_implementation=attention, trust_remote_code=trusted)
 
 
 def register_attention(name: str, attention: Callable[..., Any]) -> None:
-    """Makes an attention that a config can name."""
+    """Registers an attention function under a name that configs can use."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(name, attention)
 
 
 @contextlib.contextmanager
-def interface_led(layers: Mapping[nn.Module, int], read: Callable[..., Any]) -> Iterator[None]:
-    """Leads the keys and values of modules that ask transformers for their attention function through ``read``.
+def wrapping_attention(layers: Mapping[nn.Module, int], read: Callable[..., Any]) -> Iterator[None]:
+    """Replaces the keys and values of modules that get their attention function from transformers, while the context lasts.
 
     Args:
         layers: The layer of each module.
-        read: Called with layer, keys and values; what it returns is handed on.
+        read: Called with layer, keys and values; attention reads what it returns.
     """
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as INTERFACE
 
     find, before = INTERFACE.get_interface, vars(INTERFACE).get("get_interface")
 
-    def found(*asked: Any, **named: Any) -> Callable[..., Any]:
-        own = find(*asked, **named)
+    def get_interface(*args: Any, **kwargs: Any) -> Callable[..., Any]:
+        attention = find(*args, **kwargs)
 
-        @functools.wraps(own)
-        def attention(module: nn.Module, query: Any, key: Any, value: Any, *given: Any, **more: Any) -> Any:
+        @functools.wraps(attention)
+        def wrapped(module: nn.Module, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
             if module in layers:
                 key, value = read(layers[module], key, value)
-            return own(module, query, key, value, *given, **more)
+            return attention(module, query, key, value, *args, **kwargs)
 
-        return attention
+        return wrapped
 
-    vars(INTERFACE)["get_interface"] = found
+    vars(INTERFACE)["get_interface"] = get_interface
     try:
         yield
     finally:

@@ -1,11 +1,10 @@
-"""transformers' caches, for the bridge and native kinds: their own ones listened to, and kvinterp's store in the shape of one.
+"""transformers' caches, for the bridge and native kinds.
 
-A cached path runs on a cache of transformers' own, whose ``update`` alone is led through the store's: the layers, their
-memory and what they hand to attention are transformers', and so are the bits.
+A cached path runs on a cache of transformers' own. Only its ``update`` goes through the store; the layers, their memory and the
+tensors that they return to attention are transformers', and so are the bits.
 
-A pass without a cache, and the preallocated store, are given the shape of a transformers cache, which is a list of layers. Layers
-that keep keys and values of every position (or of a sliding window) are replaced by ones that keep them in the store; layers
-that keep something else (Mamba and Gated DeltaNet states, indexers) stay transformers' own.
+For a pass without a cache, and for the preallocated store, the model receives a transformers cache whose layers keep their
+keys and values in the store. Layers that keep something else (Mamba and Gated DeltaNet states, indexers) stay transformers' own.
 """
 
 from __future__ import annotations
@@ -28,15 +27,15 @@ from transformers.cache_utils import (
 
 from kvinterp.errors import InputError, UnsupportedError
 from kvinterp.models.adapter import Adapter, CacheRead, KVStore
-from kvinterp.models.caches import CacheKind, Dynamic, KeysValues, OwnCache, lead, taken
+from kvinterp.models.caches import CacheKind, Dynamic, KeysValues, OwnCache, add_reader, gather_rows
 from kvinterp.models.hooks import hooks_suspended
 
 # Until transformers 5.20 every quantised layer was a QuantizedLayer.
 BaseQuantizedLayer: Any = getattr(cache_utils, "BaseQuantizedLayer", cache_utils.QuantizedLayer)
 TAKEN_AS = ("cache", "past_key_values")
-"""What is tried on a forward that takes anything by any name and says none."""
+"""The argument names to try on a forward that takes any argument by any name."""
 STATES = {"conv_states": "convolution state", "recurrent_states": "recurrent state"}
-"""What layers that attend to nothing keep, by the attribute that holds it."""
+"""What layers without attention keep, by the attribute that holds it."""
 
 
 def text_config(model: nn.Module) -> Any:
@@ -46,29 +45,33 @@ def text_config(model: nn.Module) -> Any:
 
 
 class Memory(NamedTuple):
-    """What a model goes on from, as it answered when it was run: releases and families each have names of their own for it.
+    """How a model passes its cache from one forward to the next, found by running it: releases and families name it differently.
 
     Attributes:
-        name: The argument by which its forward takes it; None where it takes none that it uses.
-        made: The class of what it makes where it is given none.
-        own_form: Whether that holds no layer of keys and values, as Mamba's and RWKV's.
+        name: The argument by which the forward takes the cache; None where it takes none that it uses.
+        cache_class: The class of the cache that the forward makes where it receives none.
+        own_form: Whether that cache has no layer of keys and values, as Mamba's and RWKV's.
     """
 
     name: str | None = None
-    made: type = DynamicCache
+    cache_class: type = DynamicCache
     own_form: bool = False
 
 
-def returned(output: Any, arguments: Collection[str]) -> tuple[str, Any]:
-    """The cache of transformers' in a forward's output, or else what one of its arguments takes; ``("", None)`` for neither."""
-    held = output if isinstance(output, Mapping) else getattr(output, "__dict__", {})
-    there = [(name, value) for name, value in held.items() if value is not None]
-    caches = [pair for pair in there if isinstance(pair[1], Cache)]
-    return next(iter([*caches, *(pair for pair in there if pair[0] in arguments)]), ("", None))
+def returned_cache(output: Any, arguments: Collection[str]) -> tuple[str, Any]:
+    """Finds a transformers cache in a forward's output, or else a value that one of the forward's arguments takes.
+
+    Returns:
+        Its name in the output and the value; ``("", None)`` where there is neither.
+    """
+    fields = output if isinstance(output, Mapping) else getattr(output, "__dict__", {})
+    values = [(name, value) for name, value in fields.items() if value is not None]
+    caches = [pair for pair in values if isinstance(pair[1], Cache)]
+    return next(iter([*caches, *(pair for pair in values if pair[0] in arguments)]), ("", None))
 
 
 class StoreLayer(DynamicLayer):
-    """One layer of the store in the shape transformers asks for (``[batch, kv_head, position, head_dim]``)."""
+    """One layer of the store as a cache layer of transformers, ``[batch, kv_head, position, head_dim]``."""
 
     def __init__(self, store: KVStore, layer: int, window: int | None) -> None:
         super().__init__()
@@ -77,33 +80,33 @@ class StoreLayer(DynamicLayer):
         self.is_initialized, self.used = True, False
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing to do: the store allocates on its first update."""
+        """Does nothing: the store allocates at its first update."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Appends to the store and returns what attention reads."""
+        """Appends to the store and returns the keys and values that attention reads."""
         self.used = True
         return self.store.update(self.layer, key_states, value_states, self.sliding_window)
 
     def get_seq_length(self) -> int:
-        """Positions seen so far, whatever a sliding window lets attention see."""
+        """Counts the positions seen so far, whether or not a sliding window still shows them to attention."""
         return self.store.length(self.layer)
 
     def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
         """Length and offset of the keys that the next update will return."""
-        held = self.store.length(self.layer)
+        length = self.store.length(self.layer)
         if self.sliding_window is None:
-            return _mask_sizes(held, self.store.held(self.layer)[0].shape[2] if held else 0, query_length)
-        return _mask_sizes(held, min(held, self.sliding_window - 1), query_length)
+            return _mask_sizes(length, self.store.held(self.layer)[0].shape[2] if length else 0, query_length)
+        return _mask_sizes(length, min(length, self.sliding_window - 1), query_length)
 
     def get_max_length(self) -> int:
-        """The window, or -1 where there is no limit, as transformers' own layers say."""
+        """The window, or -1 for no limit, as in transformers' own layers."""
         return -1 if self.sliding_window is None else self.sliding_window
 
     get_max_cache_shape = get_max_length
 
 
 class ThinnedLayer(DynamicLayer):
-    """transformers' own growing layer, of which rows may be let go: it goes on counting the positions that it has seen."""
+    """transformers' own growing layer, from which rows may be removed: it goes on counting the positions that it has seen."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -115,18 +118,18 @@ class ThinnedLayer(DynamicLayer):
         return super().update(key_states, value_states, *args, **kwargs)
 
     def get_seq_length(self) -> int:
-        """Positions seen so far: those of the tokens that follow begin there, whatever was let go of."""
+        """Counts the positions seen so far, removed rows included: the next token has this position."""
         return self.seen
 
     def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
-        """As if the rows that are left were the newest: every query may read them all."""
+        """Length and offset as if the rows that are left were the newest: every query may read them all."""
         return _mask_sizes(self.seen, 0 if self.keys is None else self.keys.shape[-2], query_length)
 
 
-def _mask_sizes(seen: int, held: int, query_length: int | Tensor) -> tuple[int, int]:
-    """How many keys the next queries find, and the place of the first of them."""
+def _mask_sizes(positions: int, rows: int, query_length: int | Tensor) -> tuple[int, int]:
+    """The number of keys that the next queries read, and the position of the first, where ``rows`` of ``positions`` are left."""
     new = query_length if isinstance(query_length, int) else int(query_length.shape[0])
-    return held + new, seen - held
+    return rows + new, positions - rows
 
 
 def is_attention_only(cache: Cache) -> bool:
@@ -135,13 +138,13 @@ def is_attention_only(cache: Cache) -> bool:
 
 
 def model_cache(store: KVStore, config: Callable[[], Any], architecture: str) -> Cache:
-    """The cache that a store is given to the model as: one for its whole life, since some layers keep a state in it.
+    """The cache object that the model receives for a store, the same for the store's whole life: some layers keep a state in it.
 
-    It is the store's own one, or one whose attention layers keep their tensors in the store. The model's config is read when
-    it is made and not in every forward: to read one takes transformers hundreds of calls.
+    It is the library cache of the store, or a cache whose attention layers keep their tensors in the store. The config is read
+    once, when the cache is made: reading it takes transformers hundreds of calls.
 
     Raises:
-        UnsupportedError: A forward before this one left it unused.
+        UnsupportedError: An earlier forward did not use the cache.
     """
     if store.model_cache is not None:
         layers = (layer for layer in store.model_cache.layers if isinstance(layer, CacheLayerMixin))
@@ -158,14 +161,14 @@ def model_cache(store: KVStore, config: Callable[[], Any], architecture: str) ->
         for index, layer in enumerate(store.model_cache.layers):
             if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer):
                 store.model_cache.layers[index] = StoreLayer(store, index, getattr(layer, "sliding_window", None))
-    made: Cache = store.model_cache
-    return made
+    cache: Cache = store.model_cache
+    return cache
 
 
 def refusal(cache: Any, method: str) -> str:
-    """Why a cache is not to be asked for ``crop``, ``reorder_cache`` or the like, in a sentence; empty where it is."""
-    layers, shared = getattr(cache, "layers", []), getattr(Cache, method, None)
-    if not isinstance(cache, Cache) or getattr(type(cache), method, None) is shared:
+    """Says why a cache cannot run ``crop``, ``reorder_cache`` or a method like these, in one sentence; empty where it can."""
+    layers = getattr(cache, "layers", [])
+    if not isinstance(cache, Cache) or getattr(type(cache), method, None) is getattr(Cache, method, None):
         if not hasattr(cache, method):
             return f"{type(cache).__name__}, this model's cache, has no {method}()."
         lacks = next((layer for layer in layers if not hasattr(layer, method)), None)
@@ -181,7 +184,7 @@ def refusal(cache: Any, method: str) -> str:
 
 
 def _moves_half(part: Any, method: str) -> bool:
-    """Whether a cache or layer that keeps states beside keys and values has the method of its keys and values alone."""
+    """Whether a cache or layer keeps states beside keys and values but inherits a method that moves keys and values only."""
     whole = isinstance(part, Cache)
     if whole:
         states = any(isinstance(value, list) and name != "layers" for name, value in vars(part).items())
@@ -191,45 +194,47 @@ def _moves_half(part: Any, method: str) -> bool:
 
 
 class TransformersCache(OwnCache):
-    """A transformers cache of any class, new and empty, of which the store hears every update."""
+    """A transformers cache of any class, new and empty, whose updates all go through the store."""
 
     def __init__(self, cache: Cache) -> None:
         self.model_cache, self.name = cache, type(cache).__name__
         self._update = cache.update
 
     @classmethod
-    def of(cls, kind: CacheKind, config: Any, capacity: int, plain: Callable[[], Cache] | None = None) -> TransformersCache:
-        """A new cache of a kind.
+    def of_kind(
+        cls, kind: CacheKind, config: Any, capacity: int, plain: Callable[[], Cache] | None = None
+    ) -> TransformersCache:
+        """Makes a new cache of a kind.
 
         Args:
             kind: Which cache.
             config: The decoder's config.
-            capacity: Most positions that will be put in.
-            plain: Makes the cache that the model would make by itself, where that is no plain DynamicCache.
+            capacity: The largest number of positions that will be put in.
+            plain: Makes the cache that the model itself would make, where that is no plain DynamicCache.
         """
         return cls(plain() if plain is not None and isinstance(kind, Dynamic) else kind.make(config, capacity))
 
     def connect(self, update: Callable[..., KeysValues]) -> None:
-        """Leads every update through the store's."""
+        """Sends every update of the cache to ``update``."""
 
-        def heard(key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> KeysValues:
+        def send(key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> KeysValues:
             return update(layer_idx, key_states, value_states, None, *args, **kwargs)
 
-        self.model_cache.update = heard  # type: ignore[method-assign]
+        self.model_cache.update = send  # type: ignore[method-assign]
 
     def append(
-        self, layer: int, keys: Tensor, values: Tensor, window: int | None = None, *more: Any, **named: Any
+        self, layer: int, keys: Tensor, values: Tensor, window: int | None = None, *args: Any, **kwargs: Any
     ) -> KeysValues:
-        """What transformers' update does.
+        """Runs the cache's own update.
 
         Raises:
             UnsupportedError: A quantised layer cannot take keys and values of this shape.
         """
         try:
-            return self._update(keys, values, layer, *more, **named)
+            return self._update(keys, values, layer, *args, **kwargs)
         except ValueError as error:
-            # A backend has group sizes of its own. Whatever else a user's cache raises is the user's to see.
-            if not any(isinstance(held, BaseQuantizedLayer) for held in self.model_cache.layers):
+            # Each quantising backend has its own group sizes. The user sees any other error of their cache as it is.
+            if not any(isinstance(part, BaseQuantizedLayer) for part in self.model_cache.layers):
                 raise
             (heads, rows, width), why = keys.shape[1:], str(error).rstrip(".")
             raise UnsupportedError(
@@ -238,24 +243,20 @@ class TransformersCache(OwnCache):
             ) from error
 
     def held(self, layer: int) -> KeysValues | None:
-        """The layer's own tensors; a quantised layer has none that hold everything."""
-        found = self.model_cache.layers[layer] if layer < len(self.model_cache.layers) else None
-        keys, values = getattr(found, "keys", None), getattr(found, "values", None)
-        if isinstance(found, BaseQuantizedLayer) or not isinstance(keys, Tensor) or not isinstance(values, Tensor):
+        """The layer's own tensors; None for a quantised layer, whose tensors do not hold everything."""
+        part = self.model_cache.layers[layer] if layer < len(self.model_cache.layers) else None
+        keys, values = getattr(part, "keys", None), getattr(part, "values", None)
+        if isinstance(part, BaseQuantizedLayer) or not isinstance(keys, Tensor) or not isinstance(values, Tensor):
             return None
         return keys, values
 
     def let_go(self, kind: str) -> None:
-        """Puts layers that count what they have seen in place of a DynamicCache's.
+        """Replaces the layers of a DynamicCache by layers that count the positions that they have seen.
 
         Raises:
-            UnsupportedError: It is another cache.
+            UnsupportedError: It is no DynamicCache of plain layers.
         """
-        if (
-            type(self.model_cache) is not DynamicCache
-            or not is_attention_only(self.model_cache)
-            or self.model_cache.offloading
-        ):
+        if not self.can_select or self.model_cache.offloading:
             name = "an offloaded cache" if self.model_cache.offloading else f"a {self.name}"
             raise UnsupportedError(
                 f"{kind} lets go of rows, and {name} cannot: leave the cache out of the path, or use a model whose "
@@ -266,87 +267,88 @@ class TransformersCache(OwnCache):
 
     @property
     def can_select(self) -> bool:  # type: ignore[override]
-        """Where it is a DynamicCache of plain layers."""
+        """Whether it is a DynamicCache of plain layers."""
         return type(self.model_cache) is DynamicCache and is_attention_only(self.model_cache)
 
     def will_crop(self) -> None:
-        """As transformers' assisted decoding does; older releases have nothing of the kind."""
+        """Switches on the recording that transformers' assisted decoding switches on; older releases have none."""
         getattr(self.model_cache, "activate_past_recording", lambda: None)()
 
     def crop(self, length: int) -> None:
-        """Transformers' own ``crop``."""
+        """Runs transformers' own ``crop``."""
         try:
-            # Of a negative number every release takes so many away.
+            # Every release reads a negative number as how many positions to remove.
             self.model_cache.crop(length - int(self.model_cache.get_seq_length()))
         except (ValueError, RuntimeError, NotImplementedError, AttributeError) as error:
             why = str(error).rstrip(".")
-            said = f"a {self.name} of this model cannot take positions back ({why}): leave the call out of the path."
-            raise UnsupportedError(said) from error
+            raise UnsupportedError(
+                f"a {self.name} of this model cannot take positions back ({why}): leave the call out of the path."
+            ) from error
 
     def select(self, rows: Tensor) -> None:
-        """Transformers' own ``reorder_cache``, as beam search calls it, or ``batch_select_indices``."""
+        """Runs transformers' own ``reorder_cache``, as beam search does, or ``batch_select_indices``."""
         batch = self.model_cache.layers[0].keys.shape[0]
         (self.model_cache.reorder_cache if len(rows) == batch else self.model_cache.batch_select_indices)(rows)
 
     def join(self, other: OwnCache) -> None:
-        """Its layers hold both batches, one after the other."""
-        for mine, theirs in zip(self.model_cache.layers, other.model_cache.layers, strict=True):
-            mine.keys, mine.values = torch.cat([mine.keys, theirs.keys]), torch.cat([mine.values, theirs.values])
+        """Appends the sequences of the other cache to those of this one."""
+        for part, added in zip(self.model_cache.layers, other.model_cache.layers, strict=True):
+            part.keys, part.values = torch.cat([part.keys, added.keys]), torch.cat([part.values, added.values])
 
     def take(self, layer: int, rows: Tensor) -> None:
-        """Keeps these rows in memory of their own."""
-        held: Any = self.model_cache.layers[layer]
-        held.keys, held.values = taken(held.keys, rows), taken(held.values, rows)
+        """Keeps these rows of a layer, in new memory."""
+        part: Any = self.model_cache.layers[layer]
+        part.keys, part.values = gather_rows(part.keys, rows), gather_rows(part.values, rows)
 
 
 class OnTransformersCache(Adapter):
-    """An adapter over a transformers model, whose user keeps a transformers cache."""
+    """An adapter of a model whose users keep a transformers cache."""
 
     _blocks: nn.ModuleList
     _memory: Memory | None = None
 
     @property
     def memory(self) -> Memory:
-        """What the model goes on from: it is asked once."""
+        """How the model passes its cache from one forward to the next; found once."""
         if self._memory is None:
-            self._memory = self._asked()
+            self._memory = self._find_memory()
         return self._memory
 
     @property
     def cache_name(self) -> str:  # type: ignore[override]
-        """What the model's own forward calls the cache that it takes; empty where it takes none."""
+        """The argument by which the model's own forward takes its cache; empty where it takes none."""
         return self.memory.name or ""
 
     @torch.no_grad()
-    def _asked(self) -> Memory:
-        """Looks at what two tokens leave, and at which argument takes it back."""
+    def _find_memory(self) -> Memory:
+        """Runs two tokens and finds the cache in the output, and the argument that takes it back."""
         arguments = inspect.signature(self.source.forward).parameters
         tokens = torch.arange(3, 5, device=self.device)[None] % self.facts.vocabulary
 
-        def run(**more: Any) -> Any:
+        def run(**options: Any) -> Any:
             try:
-                return self.source(input_ids=tokens, use_cache=True, **more)
-            # What a model raises here it raises again where it is run in earnest.
+                return self.source(input_ids=tokens, use_cache=True, **options)
+            # The model will raise the same error again where it runs in earnest.
             except Exception:
                 return None
 
         with self.own_state([]), hooks_suspended(self.model):
-            name, made = returned(run(), arguments)
+            name, cache = returned_cache(run(), arguments)
             if name in arguments:
-                layers = getattr(made, "layers", ())
-                return Memory(name, type(made), not any(isinstance(layer, CacheLayerMixin) for layer in layers))
-            # An output may call it otherwise than the argument, or hold none that was not given.
-            for each in dict.fromkeys((*filter(None, [name]), *arguments, *TAKEN_AS)):
-                cache = DynamicCache(config=self.config) if made is None else made
-                before = cache.get_seq_length()
-                run(**{each: cache})
-                if cache.get_seq_length() > before:
-                    return Memory(each, type(cache))
+                layers = getattr(cache, "layers", ())
+                return Memory(name, type(cache), not any(isinstance(layer, CacheLayerMixin) for layer in layers))
+            # The output may use another name than the argument, or hold a cache only where one was passed in.
+            for argument in dict.fromkeys((*filter(None, [name]), *arguments, *TAKEN_AS)):
+                passed = DynamicCache(config=self.config) if cache is None else cache
+                before = passed.get_seq_length()
+                run(**{argument: passed})
+                if passed.get_seq_length() > before:
+                    return Memory(argument, type(passed))
         return Memory()
 
     @property
     def blocks(self) -> nn.ModuleList:
-        """The decoder's blocks; of a bridge those of the model inside, which it runs through."""
+        """The decoder's blocks; for a bridge those of the model inside, which the bridge runs."""
         return self._blocks
 
     @property
@@ -355,15 +357,15 @@ class OnTransformersCache(Adapter):
         return text_config(self.source)
 
     def new_cache(self) -> Any:
-        """A DynamicCache, whose layers are those of the config."""
+        """Makes a DynamicCache with the layers that the config says."""
         return DynamicCache(config=self.config)
 
     def block_cache(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """The transformers cache among a block's arguments, which every architecture names its own way."""
-        return next((given for given in (*args, *kwargs.values()) if isinstance(given, Cache)), None)
+        """Finds the transformers cache among a block's arguments, which every architecture names in its own way."""
+        return next((value for value in (*args, *kwargs.values()) if isinstance(value, Cache)), None)
 
     def cached_length(self, cache: Any) -> int:
-        """Positions that the cache has seen; 0 for one that keeps a state and no positions."""
+        """Counts the positions that the cache has seen; 0 for one that keeps a state and no positions."""
         if cache is None:
             return 0
         layers = getattr(cache, "layers", [])
@@ -371,7 +373,7 @@ class OnTransformersCache(Adapter):
         return 0 if states else int(cache.get_seq_length())
 
     def intercept_cache(self, layer: int, cache: Any, on_read: CacheRead) -> Callable[[], None]:
-        """Leads ``update`` of the user's own cache; of a static one's room ``on_read`` sees the slots that are filled.
+        """Wraps ``update`` of the user's own cache; of a static cache ``on_read`` receives the filled slots only.
 
         Raises:
             InputError: There is no cache.
@@ -396,34 +398,34 @@ class OnTransformersCache(Adapter):
                 return None
             return torch.cat([new[0], keys[:, :, filled:]], 2), torch.cat([new[1], values[:, :, filled:]], 2)
 
-        return lead(cache, "update", reader)
+        return add_reader(cache, "update", reader)
 
     def read_cache(self, site: str, layer: int, cache: Any) -> Tensor | None:
-        """What the cache of the user's own forward holds for a layer, or None where that is no keys and values.
+        """Reads a layer's keys or values from the cache of the user's own forward; None where it holds something else.
 
         Raises:
-            UnsupportedError: It holds them in a form that is not read here.
+            UnsupportedError: It holds them in a form that cannot be read here.
         """
         if cache is None:
             return None
         _check_readable(cache)
         if layer >= len(cache.layers):
             return None
-        held = cache.layers[layer]
-        if isinstance(held, BaseQuantizedLayer):
+        part = cache.layers[layer]
+        if isinstance(part, BaseQuantizedLayer):
             raise UnsupportedError(
                 f"site {site!r} cannot be read from a {type(cache).__name__}, which holds most of its keys and values "
                 "quantised: give a DynamicCache or a StaticCache."
             )
-        tensor = getattr(held, "keys" if site == "cache_k" else "values", None)
+        tensor = getattr(part, "keys" if site == "cache_k" else "values", None)
         if not isinstance(tensor, Tensor) or not tensor.numel():
             return None
-        # Of a static cache the slots that are filled.
+        # A static cache also has slots that are not filled yet.
         return tensor[:, :, : int(cache.get_seq_length(layer))]
 
 
 def _check_readable(cache: Cache) -> None:
-    """Raises UnsupportedError for a cache that does not belong to a decoder alone."""
+    """Raises UnsupportedError for the cache of an encoder-decoder."""
     if isinstance(cache, EncoderDecoderCache):
         raise UnsupportedError(
             "an EncoderDecoderCache was given, whose keys and values are not of one text alone: give a DynamicCache or a "

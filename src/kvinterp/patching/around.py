@@ -60,7 +60,7 @@ def patched(model: Any, patches: Patch | Iterable[Patch]) -> Iterator[PatchHook]
     patching = _Patching(adapter, hook)
     passes = Passes(adapter, patching, CONTEXT, hook.places)
     listeners = {place: [heard] for place, heard in hook.listeners.items()}
-    with adapter.attached(hook.places), adapter.listening(listeners), passes.heard():
+    with adapter.attached(hook.places), adapter.listening(listeners), passes.watching():
         yield hook
     if passes.silent:
         raise InputError(f"{CONTEXT} changed nothing: {passes.silence()}")
@@ -79,9 +79,9 @@ class _Patching(WatchesPasses):
         self.step = 0
         self.ran: set[int] = set()
 
-    def pass_begins(self, new: int, held: int) -> None:
+    def pass_begins(self, new: int, cached: int) -> None:
         """Begins a step."""
-        self.hook.at(self.step, held + new)
+        self.hook.at(self.step, cached + new)
         for patch in self.hook.patches:
             if patch.active(self.step, self.hook.every_from) and patch.starts_at >= self.hook.end:
                 raise InputError(

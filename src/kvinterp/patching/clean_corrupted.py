@@ -23,7 +23,7 @@ from kvinterp.common.result import Result, signed
 from kvinterp.common.vocabulary import UNCHANGED
 from kvinterp.errors import InputError, located
 from kvinterp.models import wrap
-from kvinterp.models.answers import LOGIT_DIFFERENCE, asked_pair, logit_difference
+from kvinterp.models.answers import LOGIT_DIFFERENCE, logit_difference, pair_for
 from kvinterp.models.hook_names import layers_with, one_site
 from kvinterp.models.inputs import chosen_layers, encode_all
 from kvinterp.models.provenance import provenance
@@ -172,7 +172,7 @@ def activation_patching(
     check_choice("progress", progress, words.Progress)
     if not callable(distance):
         check_choice("distance", distance, ("kl", "l2", LOGIT_DIFFERENCE))
-    answer = asked_pair(adapter, "function" if callable(distance) else distance, answers)
+    answer = pair_for(adapter, "function" if callable(distance) else distance, answers)
     if over == "heads":
         check_unread(
             "block", check_whole("block", block), 1, f"over={over!r} has no blocks; leave it out, or patch over='positions'"

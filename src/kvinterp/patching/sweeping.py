@@ -15,7 +15,7 @@ from kvinterp.common.checks import among, check_choice, check_known, check_text,
 from kvinterp.common.progress import each
 from kvinterp.errors import InputError, located, out_of_memory
 from kvinterp.models import Adapter, wrap
-from kvinterp.models.answers import LOGIT_DIFFERENCE, asked_pair
+from kvinterp.models.answers import LOGIT_DIFFERENCE, pair_for
 from kvinterp.models.hook_names import layers_with, one_site
 from kvinterp.models.inputs import chosen_layers, encode_all
 from kvinterp.models.provenance import autocast, provenance
@@ -165,7 +165,7 @@ def sweep(
     lanes = _planned(adapter, site, over, direction, spot, steps, layers, block, longest)
     if batch_size > 1 and direction == "into-cached" and protocol == "free":
         log.info("batch_size=%d is not used: fed each its own tokens, patched cached paths go one by one", batch_size)
-    pair = asked_pair(adapter, name_of(distance) if callable(distance) else distance, answers)
+    pair = pair_for(adapter, name_of(distance) if callable(distance) else distance, answers)
     if "blocks" not in over:
         check_unread("block", block, 16, f"over={over!r} has no blocks; leave it out, or sweep over='blocks'")
     measures = distances_of(distance, pair)

@@ -149,7 +149,7 @@ def uncached(
     if isinstance(before, PassThrough) and before.used and not before.policy.acts:
         return before
     batch, length = tokens.shape
-    if not adapter.hears_attention:
+    if not adapter.shows_attention:
         check_prompt_bits(adapter, batch, length)
     return PassThrough(adapter.facts, path.policy, batch, adapter.dtype, adapter.device, reads, prompt=length)
 

@@ -129,7 +129,7 @@ def _quanta(probabilities: Float[Tensor, "batch vocab"]) -> Int[Tensor, "batch v
     return (probabilities / QUANTUM).round().nan_to_num(0.0).long()
 
 
-STRATEGIES: dict[str, type[Strategy]] = spec.named(Greedy, TopK, TopP)
+STRATEGIES: dict[str, type[Strategy]] = spec.by_name(Greedy, TopK, TopP)
 
 
 def strategy_named(text: object) -> Strategy:

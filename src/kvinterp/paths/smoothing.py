@@ -13,7 +13,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from kvinterp.models.caches import taken
+from kvinterp.models.caches import gather_rows
 from kvinterp.policies import Place, Policy
 from kvinterp.policies.base import KV
 from kvinterp.recording import PathHook
@@ -33,7 +33,7 @@ class Recomputed(PathHook):
         """Those of the positions that another path reads."""
         held, *pair = self._read[place.layer]
         if place.rows is not None:
-            keys, values = (taken(tensor, place.rows - held.start) for tensor in pair)
+            keys, values = (gather_rows(tensor, place.rows - held.start) for tensor in pair)
         else:
             keys, values = (tensor[:, :, place.start - held.start : place.stop - held.start] for tensor in pair)
         return keys, values

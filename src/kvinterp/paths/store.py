@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 from kvinterp.errors import InputError, UnsupportedError
 from kvinterp.models import ModelInfo
 from kvinterp.models.attaching import Listener, Site
-from kvinterp.models.caches import KeysValues, OwnCache, taken
+from kvinterp.models.caches import KeysValues, OwnCache, gather_rows
 from kvinterp.policies import Place, Policy
 
 Pair = tuple[Tensor, Tensor]
@@ -65,7 +65,7 @@ class Growing(OwnCache):
         """Moves them to the front."""
         left = self._rows[layer] = rows.shape[2]
         for room in self._room[layer]:
-            room[:, :, :left] = taken(room, rows)
+            room[:, :, :left] = gather_rows(room, rows)
 
     def _between(self, layer: int, start: int, stop: int) -> KeysValues:
         keys, values = self._room[layer]

@@ -14,7 +14,7 @@ from kvinterp.common.checks import check_choice
 from kvinterp.common.spec import name_of, text_of
 from kvinterp.errors import InputError, UnsupportedError, unexpected
 from kvinterp.models.adapter import ModelInfo
-from kvinterp.models.caches import KeysValues, Place, taken
+from kvinterp.models.caches import KeysValues, Place, gather_rows
 
 KV = KeysValues
 
@@ -276,7 +276,7 @@ class Chain(Policy):
                 every = rows.expand(*keys.shape[:2], -1)
                 positions = place.positions.to(rows.device).expand(*keys.shape[:3])
                 place = dataclasses.replace(place, rows=positions.gather(2, every))
-                keys, values = taken(keys, every), taken(values, every)
+                keys, values = gather_rows(keys, every), gather_rows(values, every)
                 left = every if left is None else left.gather(2, every)
         return left
 

@@ -22,7 +22,7 @@ from kvinterp.programs.subject import Subject
 FAULTS = 4
 """How many are looked for unless told."""
 OPERATIONS = spec.plugins_of(folder, Operation)  # type: ignore[type-abstract]
-KINDS = spec.named(Rows, *OPERATIONS.values())
+KINDS = spec.by_name(Rows, *OPERATIONS.values())
 
 FIRST = (
     "rows(0)+feed(9)+feed(3,1)",

@@ -293,7 +293,7 @@ class ModelSubject(Subject):
 
     def feed(self, ids: Tensor, cache: Any, mask: Tensor | None, positions: Tensor | None) -> tuple[Tensor, Any]:
         """The forward that users call with the cache of the call before."""
-        return self.adapter.called(ids, cache, mask, positions)
+        return self.adapter.call_with_cache(ids, cache, mask, positions)
 
     def cache(self, kind: str) -> Any:
         """A cache of one of :attr:`caches`, as users make it; None is what the model makes."""

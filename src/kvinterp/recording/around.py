@@ -62,7 +62,7 @@ def record(
     recorder = Recorder(adapter, sites, layers, heads, kv_heads, None, positions)
     passes = Passes(adapter, _Recording(adapter, recorder), CONTEXT, recorder.places)
     listeners = {place: [heard] for place, heard in recorder.listeners.items()}
-    with adapter.attached(recorder.places, LAST), adapter.listening(listeners, LAST), passes.heard():
+    with adapter.attached(recorder.places, LAST), adapter.listening(listeners, LAST), passes.watching():
         yield recorder
     if passes.silent:
         raise InputError(f"{CONTEXT} heard nothing: {passes.silence()}")
@@ -78,7 +78,7 @@ class _Recording(WatchesPasses):
             if site in CACHE_SITES and (site, layer) not in recorder.listeners:
                 self._from_cache.setdefault(layer, []).append(site)
 
-    def pass_begins(self, new: int, held: int) -> None:
+    def pass_begins(self, new: int, cached: int) -> None:
         """Begins a step."""
         self.recorder.begin_step(len(self.recorder.recorded_steps))
         self.recorder.begin_pass()

@@ -16,7 +16,7 @@ from torch import Tensor
 from kvinterp.errors import UnsupportedError
 from kvinterp.models import Adapter
 from kvinterp.models.attaching import Listener, Site
-from kvinterp.models.caches import Place, taken
+from kvinterp.models.caches import Place, gather_rows
 from kvinterp.models.sites import CACHE_SITES, LAYOUTS
 
 LOGITS: Site = ("logits", -1)
@@ -116,7 +116,7 @@ class SiteHook(PathHook):
             if site == "cache_k_pre" and self._rotated_in_cache:
                 pieces = self._keys_before_rope[place.layer]
                 gathered = pieces[0] if len(pieces) == 1 else torch.cat(pieces, 2)
-                rows = gathered[:, :, place.start :] if place.rows is None else taken(gathered, place.rows)
+                rows = gathered[:, :, place.start :] if place.rows is None else gather_rows(gathered, place.rows)
             else:
                 rows = values if site == "cache_v" else keys
             self._bring(site, place.layer, place.start, rows)

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from kvinterp.common.files import differences
-from kvinterp.common.spec import named, read
+from kvinterp.common.spec import by_name, read
 from kvinterp.common.store import Made
 from kvinterp.errors import InputError, KvinterpError, reason
 from kvinterp.study.cells import Cell, Local, groups, imported
@@ -123,7 +123,7 @@ def _work(cells: Sequence[Cell], here: Mapping[str, Any]) -> dict[str, Made]:
     return made
 
 
-ENGINES: dict[str, Any] = named(Local, Ray)
+ENGINES: dict[str, Any] = by_name(Local, Ray)
 """The engines by name."""
 
 

@@ -34,7 +34,7 @@ def names() -> tuple[str, ...]:
 
 
 def meant(name: str) -> str:
-    """Asks whether a zoo model was meant, where a name lacks no more than ``zoo:``; otherwise nothing."""
+    """The question whether a zoo model was meant, for a name that only lacks ``zoo:``; empty for any other name."""
     return f"did you mean zoo:{name}? Otherwise " if name in names() else ""
 
 

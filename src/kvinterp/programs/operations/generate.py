@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvinterp.models.transformer_lens_api import generated
-from kvinterp.models.transformers_cache import returned
+from kvinterp.models.transformer_lens_api import generate
+from kvinterp.models.transformers_cache import returned_cache
 from kvinterp.programs.program import Operation
 from kvinterp.programs.running import PADDED, Run
 from kvinterp.programs.subject import ModelSubject, Subject, apart
@@ -110,7 +110,7 @@ class Generate(Operation):
             text += row[:-1]
         fed, seen = torch.cat([ids, new[:, :-1]], 1), torch.cat([mask, torch.ones_like(new[:, :-1])], 1)
         run.judge(torch.stack(out.logits, 1), fed, seen, last=True)
-        name, made = returned(out, subject.adapter.takes)
+        name, made = returned_cache(out, subject.adapter.takes)
         run.lines += [f"cache = out.{name}"] if run.cache is None and made is not None else []
         run.took(fed, seen, run.cache if run.cache is not None else made)
 
@@ -148,7 +148,7 @@ class Generate(Operation):
         run.lines.append(
             f"tokens = model.generate(torch.tensor({ids.tolist()}), max_new_tokens={self.count}, do_sample=False)"
         )
-        made, heard = generated(subject.model, ids, self.count, "yes", told)
+        made, heard = generate(subject.model, ids, self.count, "yes", told)
         new = made[:, ids.shape[1] :]
         for text, row in zip(run.texts, new.tolist(), strict=True):
             text += row[:-1]
@@ -159,7 +159,7 @@ class Generate(Operation):
         """How far the first logits of ``generate(use_cache=False)`` are from the plain forward."""
         subject: Any = run.subject
         if not subject.adapter.plain:
-            logits = generated(subject.model, prompt, 1, "no", told)[1][0].logits
+            logits = generate(subject.model, prompt, 1, "no", told)[1][0].logits
         else:
             with subject.running():
                 logits = subject.generate(prompt, self.count, told, use_cache=False).logits[0]
