@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pandas as pd
 from pandas.api.types import is_bool_dtype, is_numeric_dtype
 
@@ -17,7 +16,7 @@ from kvinterp.common.numbers import counted, ends_said, listed, machines_of, num
 from kvinterp.common.store import write_whole
 from kvinterp.common.vocabulary import PROTOCOLS
 from kvinterp.findings.rows import bare, labels_of, of_how_many, place, tested, value
-from kvinterp.study.report.page import Answer, Column, Folded, Interval, Links, Pairs, Parts, Table, Text, opened, render
+from kvinterp.study.report.page import Answer, Column, Folded, Links, Pairs, Parts, Table, Text, opened, render
 from kvinterp.study.report.svg import picture
 from kvinterp.study.report.tokens import SCRIPTS, SHEETS
 
@@ -34,7 +33,6 @@ GLOSSARY = {
     "95% interval": "Of a median by order statistics, from six prompts on; of a share Clopper and Pearson's; prompts are drawn "
     "whole. A dash says that there is none.",
     "null": "The same number where nothing should be found.",
-    "drawn": "Estimate, interval and null between the smallest and the largest number of the same finding.",
     "machine": "The kernels of other processors add in other orders: there paths can be equal where they differ here.",
 }
 _ROWS = 40
@@ -42,9 +40,6 @@ _ROWS = 40
 
 OPEN = 12
 """So many findings are seen before one unfolds the others."""
-_DRAWN = ("low", "estimate", "high", "null")
-_WIDE = 100
-"""Above this ratio of the largest to the smallest a scale is logarithmic."""
 SENTENCES = 3
 """So many sentences are above the figure; of more the others are folded below."""
 
@@ -197,31 +192,15 @@ def findings_table(table: pd.DataFrame, name: str = "findings") -> Table:
         name: By which a link finds it.
     """
     alike = [label for label in labels_of(table) if len(table) > 1 and table[label].nunique(dropna=False) == 1]
-    rows: list[list[str | Interval]] = []
-    for drawn, found in zip(scaled(table), table.drop(columns=alike).to_dict("records"), strict=True):
-        ends = ends_said(found["low"], found["high"], " ({})", functools.partial(bare, found))
-        null = "" if pd.isna(found["null"]) else f"null {bare(found, found['null'])}"
-        said = [str(found["verdict"]), str(found["note"]), null, tested(found)]
-        said += ["nothing that it could be of"] * (pd.isna(found["estimate"]) and not any(said))
-        cells = (value(found, found["estimate"]) + ends, drawn, of_how_many(found), "; ".join(filter(None, said)))
-        rows.append([str(found["finding"]), place(found), *cells])
-    names = ("finding", "of", "estimate (95% interval)", "drawn", "n", "note")
-    kept = [at for at in range(len(names)) if any(row[at] for row in rows)]
-    head = [Column(names[at], "text" if names[at] in ("finding", "of", "note") else "") for at in kept]
-    return Table(head, [[row[at] for at in kept] for row in rows], name=name, look="cards findings")
-
-
-def scaled(table: pd.DataFrame) -> list[Interval]:
-    """Where each row's numbers are, from 0 to 1, between the smallest and the largest of the same finding."""
-    values = table[list(_DRAWN)].to_numpy(float, copy=True)
-    for _, places in table.reset_index(drop=True).groupby(["finding", "measure"], sort=False).groups.items():
-        own = values[places]
-        known = own[np.isfinite(own)]
-        if not known.size:
-            continue
-        if known.min() > 0 and known.max() > _WIDE * known.min():
-            own, known = np.log(own), np.log(known)
-        low, high = known.min(), known.max()
-        # A number that stands alone has no place on a scale.
-        values[places] = (own - low) / (high - low) if high > low else np.nan
-    return [Interval(*(None if not np.isfinite(each) else round(float(each), 3) for each in row)) for row in values]
+    rows: list[list[str]] = []
+    for row in table.drop(columns=alike).to_dict("records"):
+        ends = ends_said(row["low"], row["high"], " ({})", functools.partial(bare, row))
+        null = "" if pd.isna(row["null"]) else f"null {bare(row, row['null'])}"
+        notes = [str(row["verdict"]), str(row["note"]), null, tested(row)]
+        notes += ["nothing that it could be of"] * (pd.isna(row["estimate"]) and not any(notes))
+        cells = (value(row, row["estimate"]) + ends, of_how_many(row), "; ".join(filter(None, notes)))
+        rows.append([str(row["finding"]), place(row), *cells])
+    names = ("finding", "of", "estimate (95% interval)", "n", "note")
+    columns = [at for at in range(len(names)) if any(row[at] for row in rows)]
+    head = [Column(names[at], "text" if names[at] in ("finding", "of", "note") else "") for at in columns]
+    return Table(head, [[row[at] for at in columns] for row in rows], name=name, look="cards findings")

@@ -97,16 +97,6 @@ class Fold:
 
 
 @dataclasses.dataclass(frozen=True)
-class Interval:
-    """A cell that draws an estimate, its interval and its null, each from 0 (left) to 1 (right); None where there is none."""
-
-    low: float | None
-    at: float | None
-    high: float | None
-    null: float | None = None
-
-
-@dataclasses.dataclass(frozen=True)
 class Column:
     """The head of a column, and what its cells are: ``number``, ``text`` (broken into lines), ``pre``, ``code`` or ``filter``,
     by whose values the reader chooses among the rows.
@@ -121,7 +111,7 @@ class Table:
     """A table; the row whose first cell is ``here`` stands out, and ``folded`` is what one clicks on to see it."""
 
     head: Sequence[Column]
-    rows: Sequence[Sequence[str | Links | Fold | Interval]]
+    rows: Sequence[Sequence[str | Links | Fold]]
     here: str | None = None
     caption: str = ""
     folded: str = ""
