@@ -49,7 +49,7 @@ def printed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
 def test_the_page_says_what_the_tool_prints(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Every block of the page that begins with a command of the tool is what the command prints."""
     blocks = re.findall(r"```text\n\$ python tools/study_cost\.py (.*?)\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    assert len(blocks) >= 3
+    assert len(blocks) >= 2
     for command, shown in blocks:
         code, out, _ = printed(capsys, monkeypatch, *command.replace("benchmarks/results", str(MEASURED.parent)).split())
         assert code == 0
