@@ -34,6 +34,8 @@ def test_every_format_gives_the_numbers_that_were_put_in(sample: Any, tmp_path: 
     _, ids, rows = sample
     want, tail = chosen(ids, rows), chosen(ids, rows)
     tail[:CUT] = np.nan
+    masked = tail.copy()
+    masked[CUT + 3] = np.nan
     cases = {
         "own": (w.own(ids, CUT, rows), want),
         "completions": (w.completions(ids, CUT, rows, infinite=False), want),
@@ -41,13 +43,16 @@ def test_every_format_gives_the_numbers_that_were_put_in(sample: Any, tmp_path: 
         "sglang": (w.sglang(ids, CUT, rows), want),
         "nemo": (w.nemo(ids, CUT, rows, rows), tail),
         "prime": (w.prime(ids, CUT, rows, rows), tail),
+        "trl": (w.trl(ids, CUT, rows), tail),
+        "verl": (w.verl(ids, CUT, rows, rows), masked),
         "llama_server": (w.llama_positions(ids, rows), None),
     }
     assert set(cases) == set(READERS)
     for name, (record, values) in cases.items():
         file = w.lines(record if isinstance(record, list) else [record], tmp_path / f"{name}.jsonl")
         for named in (None, name):
-            (path,) = read_engine(file, named)
+            path, *others = read_engine(file, named)
+            assert len(others) == (name == "trl")
             if values is not None:
                 assert path.ids == tuple(ids), name
                 np.testing.assert_array_equal(path.chosen, values, err_msg=name)

@@ -118,6 +118,26 @@ def prime(ids: Ids, cut: int, rows: np.ndarray, trainer: np.ndarray) -> dict[str
     return {"schema_version": 1, "token_ids": list(ids), "loss_mask": [at >= cut for at in range(len(ids))], **sides}
 
 
+def trl(ids: Ids, cut: int, rows: np.ndarray) -> dict[str, Any]:
+    """A server's batch: two replies to one prompt, the likeliest tokens' log-probs beside each token's own."""
+    tops = [best(rows[at - 1], ids[at]) for at in range(cut, len(ids))]
+    values, names = ([[pair[part] for pair in top] for top in tops] for part in (1, 0))
+    replies = {"completion_ids": list(ids[cut:]), "logprobs": values, "logprob_token_ids": names}
+    return {"prompt_ids": [list(ids[:cut])], **{name: [row, row] for name, row in replies.items()}}
+
+
+def verl(ids: Ids, cut: int, rows: np.ndarray, trainer: np.ndarray) -> dict[str, Any]:
+    """A batch of one, padded left and right; its fourth token is a tool's."""
+    pad, count = [0] * 3, len(ids) - cut
+    sides = ([float(of[at - 1][ids[at]]) for at in range(cut, len(ids))] + [0.0] * 3 for of in (rows, trainer))
+    batch = {"prompts": [*pad, *ids[:cut]], "responses": [*ids[cut:], *pad], "attention_mask": [*pad, *[1] * len(ids), *pad],
+             "response_mask": [*[int(at != 3) for at in range(count)], *pad]}  # fmt: skip
+    return {
+        name: [row]
+        for name, row in {**batch, **dict(zip(("rollout_log_probs", "old_log_probs"), sides, strict=True))}.items()
+    }
+
+
 def own(ids: Ids, cut: int, rows: np.ndarray, **declared: Any) -> dict[str, Any]:
     chosen = [None, *(float(v) if math.isfinite(v := rows[at - 1][ids[at]]) else None for at in range(1, len(ids)))]
     return {"prompt": list(ids[:cut]), "tokens": list(ids[cut:]), "prompt_logprobs": chosen[:cut], "logprobs": chosen[cut:],

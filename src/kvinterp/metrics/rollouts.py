@@ -31,6 +31,8 @@ def rollout_statistics(trainer: np.ndarray, rollout: np.ndarray, sequence: np.nd
     rho, absolute = np.exp(clamped), np.abs(r)
     _, index, counts = np.unique(sequence, return_inverse=True, return_counts=True)
     sums = np.bincount(index, clamped)
+    # The importance ratio of a sequence: the product of its tokens' ratios.
+    ratios = np.exp(np.bincount(index, r).clip(-CLAMP, CLAMP))
     weights = np.minimum(rho, CAP)
     seconds, firsts = np.exp(trainer), np.exp(rollout)
     means = [np.bincount(index, side) / counts for side in (trainer, rollout)]
@@ -48,6 +50,9 @@ def rollout_statistics(trainer: np.ndarray, rollout: np.ndarray, sequence: np.nd
         "rollout_is_p99": float(np.quantile(rho, 0.99)),
         "rollout_is_max": float(rho.max()),
         "rollout_is_eff_sample_size": float(1 / ((weights / weights.mean()) ** 2).mean()),
+        "rollout_is_seq_mean": float(ratios.mean()),
+        "rollout_is_seq_min": float(ratios.min()),
+        "rollout_is_seq_max": float(ratios.max()),
         "rollout_probs_diff_mean": float(apart.mean()),
         "rollout_probs_diff_max": float(apart.max()),
         "rollout_actor_probs_pearson_corr": float(np.corrcoef(seconds, firsts)[0, 1]) if spread > 0 else 1.0,

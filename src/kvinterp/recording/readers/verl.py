@@ -1,0 +1,18 @@
+"""Batches of verl as JSON: ``data.batch`` of the trainer with its tensors as lists, padded left and right.
+
+Source: verl/trainer/ppo/ray_trainer.py and rollout_corr_helper.py.
+"""
+
+from __future__ import annotations
+
+from kvinterp.recording.readers.trl import Trl
+
+
+class Verl(Trl):
+    """A record with ``prompts``, ``responses`` and ``rollout_log_probs``."""
+
+    ids = ("prompts", "responses")
+    engine = ("rollout_log_probs",)
+    trainer = "old_log_probs"
+    seen = ("attention_mask",)
+    judged = "response_mask"
