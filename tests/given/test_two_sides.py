@@ -76,6 +76,9 @@ def test_the_side_that_is_off_is_named_and_why(fault: str, side: str, model: Any
     assert other.startswith(f"  the {'trainer' if side == 'engine' else 'engine'}: rounding: ")
     assert found.exit_code == 1
     assert [row["verdict"] for row in found.given["sides"]] == ["bug" if side == name else "rounding" for name in sides]
+    # Trainer over engine, whichever is off.
+    assert abs(found.given["statistics"]["all"]["k1"]) > 1e-3
+    assert f"mean {found.given['statistics']['all']['rollout_is_seq_mean']:.3g} (n = 2 sequences)" in found.reading
 
 
 def test_where_both_are_right_both_are_said(model: Any, texts: Any, tmp_path: Path) -> None:

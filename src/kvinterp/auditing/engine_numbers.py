@@ -1,12 +1,14 @@
 """What is asked of log-probs as numbers alone: which are compared, how far apart, surely or by chance.
 
-Whatever is chosen among several is chosen on one half of the tokens and accepted on the other, the held-out one.
+Whatever is chosen among several is chosen on a third of the tokens and accepted on the others, the held-out ones: to choose takes
+fewer than to be sure.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
@@ -17,114 +19,100 @@ from torch import Tensor
 
 from kvinterp.recording.engine_path import EnginePath
 
-FEWEST = 32
-"""Of fewer tokens nothing is judged."""
-DRAWS = 400
 CHANCE = 1e-3
-"""The level of every test here: how often it may call chance a difference."""
+"""The level of every test and interval here: how often it may call chance a difference."""
+FEWEST = math.ceil(-math.log2(CHANCE) * 3 / 2)
+"""The fewest tokens that are judged: on two thirds of fewer no signed-rank test can reject at this level."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Tokens:
-    """The tokens whose log-probs are judged, behind each other.
+    """The tokens whose log-probs are judged, one after another.
 
     Attributes:
         engine: ``[token]``, what the engine gave.
         sequence: Which path each is of.
         position: Where in it.
-        held: Whether it is held out.
-        unit: What is drawn when resampling: the sequence, or of few sequences a block of 8 positions.
     """
 
     engine: np.ndarray
     sequence: np.ndarray
     position: np.ndarray
-    held: np.ndarray
-    unit: np.ndarray
 
     @classmethod
     def of(cls, paths: Sequence[EnginePath]) -> Tokens:
         """Gathers what all paths have behind the first position."""
         places = [np.flatnonzero(np.isfinite(path.chosen[1:])) + 1 for path in paths]
-        sequence = np.repeat(np.arange(len(paths)), [len(at) for at in places])
-        position = np.concatenate([*places, np.array([], int)])
         engine = np.concatenate([*(path.chosen[at] for path, at in zip(paths, places, strict=True)), np.array([])])
-        numbers, rank = np.unique(sequence, return_inverse=True)
-        halves = [position // 8 % 2 == 1, np.arange(len(engine)) // 4 % 2 == 1]
-        halves = [rank % 2 == 1, *halves] if len(numbers) >= 4 else halves
-        # The tokens may lie in few sequences or at few positions: both halves have some.
-        held = next((half for half in halves if min(half.sum(), (~half).sum()) >= FEWEST // 2), halves[-1])
-        unit = sequence if len(numbers) >= 8 else sequence * 100_000 + position // 8
-        return cls(engine, sequence, position, held, unit)
+        sequence = np.repeat(np.arange(len(paths)), [len(at) for at in places])
+        return cls(engine, sequence, np.concatenate([*places, np.array([], int)]))
 
-    def some(self, most: int) -> np.ndarray:
-        """``[token]``: at most so many, drawn from the first sequences that have as many, and from at least four if there are.
+    @property
+    def run(self) -> np.ndarray:
+        """``[token]``: which run of neighbours each is of; runs, at least :data:`FEWEST`, are what is resampled."""
+        return np.arange(len(self.engine)) // max(1, len(self.engine) // FEWEST)
 
-        Of few tokens there are some of each half, and of the end of a text as well as of its beginning.
-        """
-        drawn = np.zeros(len(self.engine), bool)
-        numbers = np.unique(self.sequence)
+    @property
+    def held_out(self) -> np.ndarray:
+        """``[token]``: two runs of three."""
+        return self.run % 3 > 0
+
+    def some(self, most: int) -> Tokens:
+        """At most so many of them: of the first sequences that have as many, and of at least four if there are."""
+        numbers, at = np.unique(self.sequence), np.array([], int)
         draw = np.random.default_rng(0)
         for number in numbers:
-            own = np.flatnonzero(self.sequence == number)
-            count = min(len(own), most - int(drawn.sum()), -(-most // min(4, len(numbers))))
-            drawn[draw.permutation(own)[:count]] = True
-        return drawn
+            own = draw.permutation(np.flatnonzero(self.sequence == number))
+            at = np.append(at, own[: min(most - len(at), -(-most // min(4, len(numbers))))])
+        at.sort()
+        return Tokens(self.engine[at], self.sequence[at], self.position[at])
 
-    def gathered(self, rows: Sequence[np.ndarray | None], offset: int = 0) -> np.ndarray:
+    def gathered(self, rows: Mapping[int, np.ndarray | None]) -> np.ndarray:
         """``[token]``: of numbers by sequence and position those of the tokens; NaN where there are none."""
         values = np.full(len(self.engine), np.nan)
-        for number, row in enumerate(rows):
-            here = np.flatnonzero(self.sequence == number)
-            at = self.position[here] + offset
-            fits = (at > 0) & (at < (0 if row is None else len(row)))
-            if row is not None:
-                values[here[fits]] = row[at[fits]]
+        for number, row in rows.items():
+            here = self.sequence == number
+            values[here] = np.nan if row is None else row[self.position[here]]
         return values
 
-    def nearer(self, row: np.ndarray, truth: np.ndarray) -> bool:
-        """Whether a row is surely nearer to the engine than the truth is on held-out tokens (Wilcoxon's signed ranks)."""
-        gain = (np.abs(self.engine - truth) - np.abs(self.engine - row))[self.held]
-        gain = gain[np.isfinite(gain)]
-        return bool(gain.any()) and bool(scipy.stats.wilcoxon(gain, alternative="greater").pvalue < CHANCE)
-
-    def ratio(self, engine: np.ndarray, ours: np.ndarray, seed: int) -> dict[str, float]:
-        """One distance to float64 over another, mean and max, with 98% of the resampled means, where both are.
+    def ratio(self, distance: np.ndarray, ours: np.ndarray, seed: int) -> dict[str, float]:
+        """One distance to float64 over another where both are: of the means, with an interval by resampling, and of the largest.
 
         Args:
-            engine: ``[token]``, the engine's ``|difference to float64|``.
+            distance: ``[token]``, the engine's ``|difference to float64|``.
             ours: The same of one of our precisions.
             seed: Seeds the resampling.
         """
-        ok = np.isfinite(engine) & np.isfinite(ours)
-        _, index = np.unique(self.unit[ok], return_inverse=True)
-        engine, ours = engine[ok], ours[ok]
-        sums = [np.bincount(index, each) for each in (engine, ours)]
-        drawn = np.random.default_rng(seed).integers(0, len(sums[0]), (DRAWS, len(sums[0])))
-        low, high = np.quantile(sums[0][drawn].sum(1) / np.maximum(sums[1][drawn].sum(1), 1e-300), [0.01, 0.99])
-        mean, most = engine.sum() / max(ours.sum(), 1e-300), engine.max() / max(ours.max(), 1e-300)
+        known = np.isfinite(distance) & np.isfinite(ours)
+        _, index = np.unique(self.run[known], return_inverse=True)
+        sums = np.array([np.bincount(index, each[known]) for each in (distance, ours)])
+        drawn = np.random.default_rng(seed).integers(0, sums.shape[1], (round(10 / CHANCE), sums.shape[1]))
+        above, below = np.maximum(sums[:, drawn].sum(-1), TINY)
+        low, high = np.quantile(above / below, [CHANCE, 1 - CHANCE])
+        mean, most = (of(distance[known]) / max(of(ours[known]), TINY) for of in (np.mean, np.max))
         return {"mean": float(mean), "low": float(low), "high": float(high), "max": float(most)}
 
-    def onset(self, difference: np.ndarray, noise: np.ndarray) -> int | None:
+    def onset(self, distance: np.ndarray, noise: np.ndarray) -> int | None:
         """The position from which on an engine surely differs by more, in units of our own noise; None where there is none.
 
         Args:
-            difference: ``[token]``, absolute.
+            distance: ``[token]``, absolute.
             noise: ``[token]``, the same of one of our precisions: what late positions have anyway is not said of the engine.
         """
-        level = scipy.stats.rankdata(np.log(difference + 1e-12) - np.log(noise + 1e-12))
+        level = scipy.stats.rankdata((distance + TINY) / (noise + TINY))
         best, cut, tried = 0.0, None, np.unique(self.position)[::2]
         for position in tried:
             late = self.position >= position
             n, m = int(late.sum()), int((~late).sum())
-            if min(n, m) < FEWEST // 4:
-                continue
-            # The normal form of Mann and Whitney's test of late against early.
-            z = (level[late].sum() - n * (n + m + 1) / 2) / np.sqrt(n * m * (n + m + 1) / 12)
-            if z > best:
-                best, cut = float(z), int(position)
+            if min(n, m) >= FEWEST // 2:
+                # The normal form of Mann and Whitney's test of late against early.
+                z = (level[late].sum() - n * (n + m + 1) / 2) / np.sqrt(n * m * (n + m + 1) / 12)
+                best, cut = max((best, cut), (float(z), int(position)), key=lambda one: one[0])
         # One of many cuts is the best one by chance: the level is divided among them.
         return cut if scipy.stats.norm.sf(best) < CHANCE / len(tried) else None
+
+
+TINY = float(np.finfo(float).tiny)
 
 
 def mean_gap(a: np.ndarray, b: np.ndarray, where: np.ndarray) -> float:
@@ -134,18 +122,18 @@ def mean_gap(a: np.ndarray, b: np.ndarray, where: np.ndarray) -> float:
     return float(gap.mean()) if len(gap) else float("inf")
 
 
+def nearer(side: np.ndarray, row: np.ndarray, truth: np.ndarray, where: np.ndarray) -> bool:
+    """Whether a row is surely nearer to a side than the truth is (Wilcoxon's signed ranks)."""
+    gain = (np.abs(side - truth) - np.abs(side - row))[where]
+    gain = gain[np.isfinite(gain)]
+    return bool(gain.any()) and bool(scipy.stats.wilcoxon(gain, alternative="greater").pvalue < CHANCE)
+
+
 def alike(a: np.ndarray, b: np.ndarray) -> bool:
     """Whether two signed differences surely go together (Spearman's rank correlation, one-sided)."""
-    ok = np.isfinite(a) & np.isfinite(b)
-    moved = a[ok].any() and b[ok].any()
-    return bool(moved) and bool(scipy.stats.spearmanr(a[ok], b[ok], alternative="greater").pvalue < CHANCE)
-
-
-def one_sided(difference: np.ndarray) -> tuple[float, float]:
-    """The share of differences above 0, and the chance of as one-sided a share where both signs are as likely."""
-    moved = difference[np.isfinite(difference) & (difference != 0)]
-    above = int((moved > 0).sum())
-    return (above / len(moved), float(scipy.stats.binomtest(above, len(moved)).pvalue)) if len(moved) else (0.5, 1.0)
+    known = np.isfinite(a) & np.isfinite(b)
+    moved = a[known].any() and b[known].any()
+    return bool(moved) and bool(scipy.stats.spearmanr(a[known], b[known], alternative="greater").pvalue < CHANCE)
 
 
 def fitted(loss: Callable[[float], float], near: float, reach: float) -> float:
@@ -155,31 +143,30 @@ def fitted(loss: Callable[[float], float], near: float, reach: float) -> float:
     return float(np.exp(best.x))
 
 
-def processed(engine: np.ndarray, logits: Tensor, ids: np.ndarray, held: np.ndarray) -> Mapping[str, np.ndarray]:
-    """Our log-probs, ``[token]``, after the temperature that is nearest to the engine, and after each truncation.
-
-    Args:
-        engine: ``[token]``.
-        logits: ``[token, vocabulary]`` of our float64.
-        ids: ``[token]``.
-        held: ``[token]``, those that choose no temperature.
-    """
-
-    def at(value: float) -> np.ndarray:
-        return (logits / value).log_softmax(-1).gather(1, torch.from_numpy(ids)[:, None])[:, 0].numpy()
-
-    def loss(value: float) -> float:
-        return mean_gap(engine, at(value), ~held)
-
-    # The loss has one valley near the truth and may be flat elsewhere: a grid first.
-    value = fitted(loss, min(np.exp(np.linspace(-1.5, 1.5, 13)), key=loss), 0.25)
+def truncated(logits: Tensor, ids: np.ndarray) -> Mapping[str, np.ndarray]:
+    """Log-probs, ``[token]``, after each truncation, of ``[token, vocabulary]`` logits and ``[token]`` ids."""
+    own = logits.log_softmax(-1).gather(1, torch.from_numpy(ids)[:, None])
     sums = logits.softmax(-1).sort(-1, descending=True).values.cumsum(-1)
     last = logits.shape[1] - 1
     keeps = {f"top_k={k}": torch.full((len(ids), 1), k - 1) for k in (5, 10, 20, 40, 50, 64, 100) if k <= last}
     for share in (0.5, 0.8, 0.9, 0.95, 0.99):
         keeps[f"top_p={share:g}"] = (sums < share).sum(-1, keepdim=True).clamp(max=last)
-    rows = {f"after {name}": at(1) - sums.gather(1, keep)[:, 0].log().numpy() for name, keep in keeps.items()}
-    return {f"after temperature {value:.3g}": at(value), **rows}
+    return {f"after {name}": (own - sums.gather(1, keep).log())[:, 0].numpy() for name, keep in keeps.items()}
+
+
+def warmed(engine: np.ndarray, logits: Tensor, ids: np.ndarray, where: np.ndarray) -> Mapping[str, np.ndarray]:
+    """Log-probs as :func:`truncated` gives them after the temperature that is nearest to the engine at some of the tokens."""
+
+    def at(value: float) -> np.ndarray:
+        return (logits / value).log_softmax(-1).gather(1, torch.from_numpy(ids)[:, None])[:, 0].numpy()  # type: ignore[no-any-return]
+
+    def loss(value: float) -> float:
+        return mean_gap(engine, at(value), where)
+
+    # The loss has one valley near the truth and may be flat elsewhere: a grid first.
+    grid = np.exp(np.linspace(-1.5, 1.5, 13))
+    value = fitted(loss, min(grid, key=loss), float(np.log(grid[1] / grid[0])))
+    return {f"after temperature {value:.3g}": at(value)}
 
 
 Grid = tuple[str, Callable[[np.ndarray], np.ndarray]]
@@ -195,14 +182,12 @@ def grid_of(values: np.ndarray, step: float | None = None) -> Grid | None:
     """
     if step is not None:
         return f"in steps of {step:.2g}", lambda row: np.round(row / step) * step
-    if len(np.unique(values)) < FEWEST // 2:
-        return None
-    for digits in range(1, 7):
-        if np.abs(values - np.round(values, digits)).max() < 10.0 ** (-5 - digits):
-            return f"with {digits} decimal{'s' * (digits > 1)}", functools.partial(np.round, decimals=digits)  # type: ignore[return-value]
     for dtype in (torch.bfloat16, torch.float16):
         if np.array_equal(rounded(values, dtype), values):
             return f"in {str(dtype).removeprefix('torch.')}", functools.partial(rounded, dtype=dtype)
+    for digits in range(1, 7):
+        if np.array_equal(np.round(values, digits), values):
+            return f"with {digits} decimal{'s' * (digits > 1)}", functools.partial(np.round, decimals=digits)  # type: ignore[return-value]
     return None
 
 

@@ -11,10 +11,12 @@ import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from kvinterp.auditing.engine_llama_cpp import ADDED, llama_cpp
+from kvinterp.errors import InputError, UnsupportedError
 from kvinterp.models import Adapter, dtype_named
 from kvinterp.paths.model_cache import own_store
 from kvinterp.paths.path import path_named
@@ -38,7 +40,9 @@ class Way:
         attributes: What is wrong with the model's attributes.
         hooks: What hooks do to it.
         prefix: The policy that is done once to what the cache holds of the prompt.
-        fed: ``"whole"``; ``"twice"``, a second time beside itself; or ``"apart"``, what is behind the prompt by itself.
+        fed: ``"whole"``; ``"twice"``, a second time beside itself; ``"apart"``, what is behind the prompt by itself;
+            ``"headless"``, without the first token; or ``"begun"``, with the token in front that begins a text.
+        shift: So many tokens further on is the log-prob that a token is given.
         resized: Makes the same cause of another size.
         size: Its own size.
         tiled: Where each position was asked for alone: the way of prompts of fewer than :data:`TILE` rows, that of longer ones.
@@ -52,6 +56,7 @@ class Way:
     hooks: Hooks | None = None
     prefix: str = ""
     fed: str = "whole"
+    shift: int = 0
     resized: Callable[[float], Way] | None = None
     size: float = 1.0
     tiled: tuple[Way, ...] = ()
@@ -60,13 +65,7 @@ class Way:
 TILE = 64
 """A prompt of as many rows is computed in tiles by llama.cpp's flash attention, which are added up in float32."""
 
-RUNGS = (
-    Way("float32", dtype="float32"),
-    Way("float32 with a float16 cache", dtype="float32", path="cached[cache=float16,prefill=stored]"),
-    Way("float16", dtype="float16"),
-    Way("float32 with a bfloat16 cache", dtype="float32", path="cached[cache=bfloat16,prefill=stored]"),
-    Way("bfloat16", dtype="bfloat16"),
-)
+RUNGS = tuple(Way(dtype, dtype=dtype) for dtype in ("float32", "float16", "bfloat16"))
 """The precisions, from fine to coarse."""
 
 
@@ -81,6 +80,9 @@ def causes() -> list[Way]:
     # As where positions jump without a mask: transformers takes what follows for another text.
     apart = "the reply computed without its prompt, as where positions jump without a mask,"
     return [
+        *(Way(f"shifted by {by:+d}", "misaligned", shift=by) for by in (1, -1)),
+        Way("computed without the first token (BOS)", "misaligned", fed="headless"),
+        Way("computed with a BOS in front", "misaligned", fed="begun"),
         float16,
         Way("bfloat16 cache", "policy", path="cached[cache=bfloat16,prefill=stored]"),
         *(
@@ -117,18 +119,20 @@ def causes() -> list[Way]:
     ]  # fmt: skip
 
 
-def nulls(rung: Way) -> list[Way]:
-    """Other ways to compute the same in a precision, which differ by rounding alone: how far they are from float64 is its null.
+def nulls(rung: Way) -> tuple[list[Way], list[Way]]:
+    """Other ways to compute the same in a precision, which differ by rounding alone; and ways with one bit fewer.
 
-    From a cache; beside another row; and, three times, with every module's result rounded once more, for an engine
-    adds in another order and rounds in other places.
+    From a cache, beside another row, and, twice, with every module's result rounded once more, for an engine adds in another
+    order and rounds in other places. What is further off than with every result rounded to a bit fewer is no rounding of it.
     """
-    ways = [dataclasses.replace(rung, name=f"{rung.name}, every result rounded once more, {seed}", hooks=_round_again(seed))
-            for seed in range(3)]  # fmt: skip
-    if rung.path:
-        return ways
+
+    def again(bits: int) -> list[Way]:
+        name = f"{rung.name}, every result rounded once more" + ", to a bit fewer" * bits
+        return [dataclasses.replace(rung, name=f"{name}, {seed}", hooks=_round_again(seed, 2.0**bits)) for seed in (0, 1)]
+
     cached = dataclasses.replace(rung, name=f"{rung.name} from a cache", path="cached")
-    return [cached, dataclasses.replace(rung, name=f"{rung.name} beside another row", fed="twice"), *ways]
+    beside = dataclasses.replace(rung, name=f"{rung.name} beside another row", fed="twice")
+    return [cached, beside, *again(0)], again(1)
 
 
 # What is changed -----------------------------------------------------------------------------------------------------------
@@ -201,8 +205,8 @@ def _positions(place: Callable[[Tensor, int], Tensor]) -> Hooks:
     return attach
 
 
-def _round_again(seed: int) -> Hooks:
-    """Rounds every result once more, at random: by at most half a unit in the last place, as to the nearest number.
+def _round_again(seed: int, units: float) -> Hooks:
+    """Rounds every result once more, at random: by at most half of so many units in the last place, as to the nearest number.
 
     Where K products are added, by the root of K such units of float32 too: engines add in float32 at least, in an order of their
     own, and roundings of either sign add up to about the root of their number (Higham and Mary 2019, SIAM J. Sci. Comput. 41).
@@ -217,7 +221,7 @@ def _round_again(seed: int) -> Hooks:
                 return None
             read = next((a for a in args if isinstance(a, Tensor) and a.is_floating_point()), None)
             terms = 0 if read is None else read.shape[-1]
-            unit = torch.finfo(first.dtype).eps / 2 + terms**0.5 * torch.finfo(torch.float32).eps / 2
+            unit = units * (torch.finfo(first.dtype).eps + terms**0.5 * torch.finfo(torch.float32).eps) / 2
             random = 2 * torch.rand(first.shape, generator=generator, dtype=torch.float64) - 1
             moved = (first.double() * (1 + unit * random.to(first.device))).to(first.dtype)
             return (moved, *output[1:]) if isinstance(output, tuple) else moved
@@ -251,7 +255,9 @@ def changed(model: nn.Module, prompt: int, way: Way) -> Iterator[bool]:
 
 @torch.no_grad()
 def log_probs(adapter: Adapter, ids: Sequence[int], prompt: int, way: Way) -> Tensor | None:
-    """``[position, vocabulary]``, in nats and float64: row t is of the token behind position t. None: nothing to change.
+    """``[position, vocabulary]``, in nats: row t is of the token behind position t. None: nothing to change.
+
+    They are made of logits in float32, as engines make them, but where all is in float64.
 
     Args:
         adapter: The model.
@@ -266,9 +272,11 @@ def log_probs(adapter: Adapter, ids: Sequence[int], prompt: int, way: Way) -> Te
         return None if first is None or rest is None else torch.cat([first[: TILE - 1], rest[TILE - 1 :]])
     model = adapter.at(dtype_named(way.dtype))
     tokens = torch.tensor([list(ids)], device=model.device)
-    inner = 0 < prompt < len(ids)
+    inner, bos = 0 < prompt < len(ids), getattr(adapter.tokenizer, "bos_token_id", None)
     with changed(model.model, prompt, way) as there:
         if not there or (not inner and (way.prefix or way.fed == "apart")):
+            return None
+        if way.fed == "begun" and (bos in (None, ids[0]) or len(ids) == adapter.facts.context):
             return None
         if way.path:
             path = path_named(way.path)
@@ -288,12 +296,24 @@ def log_probs(adapter: Adapter, ids: Sequence[int], prompt: int, way: Way) -> Te
             logits = torch.cat([head, model.model(tokens[:, prompt:], past_key_values=cache).logits], 1)
         elif way.fed == "apart":
             logits = torch.cat([model.forward(piece) for piece in tokens.split([prompt, len(ids) - prompt], 1)], 1)
+        elif way.fed == "headless":
+            logits = nn.functional.pad(model.forward(tokens[:, 1:]), (0, 0, 1, 0), value=torch.nan)
+        elif way.fed == "begun":
+            logits = model.forward(torch.cat([tokens.new_tensor([[bos]]), tokens], 1))[:, 1:]
         else:
             logits = model.forward(tokens.repeat(2, 1) if way.fed == "twice" else tokens)
-    return logits[0].double().log_softmax(-1)
+    return logits[0].to(torch.float64 if way.dtype == "float64" else torch.float32).log_softmax(-1)
 
 
-def chosen_of(rows: Tensor, ids: Sequence[int]) -> Any:
-    """``[position]``, NumPy: the log-prob of each id given those before it; NaN for the first."""
-    own = rows[:-1].gather(1, torch.tensor(list(ids[1:]), device=rows.device)[:, None])[:, 0]
-    return torch.cat([own.new_full((1,), torch.nan), own]).cpu().numpy()
+def own_row(adapter: Adapter, ids: Sequence[int], prompt: int, way: Way) -> np.ndarray | None:
+    """``[position]``, the log-prob of each id given those before it, NaN for the first; None where this model has no such way."""
+    try:
+        rows = log_probs(adapter, ids, prompt, way)
+    except (InputError, UnsupportedError):
+        # This model cannot be run so: heads too narrow for a policy's blocks, say.
+        return None
+    if rows is None:
+        return None
+    own = rows[:-1].gather(1, torch.tensor(list(ids[1:]), device=rows.device)[:, None])[:, 0].double().cpu().numpy()
+    behind = np.pad(own, abs(way.shift) + 1, constant_values=np.nan)
+    return behind[abs(way.shift) + way.shift :][: len(ids)]

@@ -266,7 +266,7 @@ def judged(
     """The verdict on another engine's log-probs, as texts."""
     from kvinterp.auditing.engine import audit_engine
     from kvinterp.study.cells import loaded
-    from kvinterp.study.report.given import texts_of
+    from kvinterp.study.report.engine import texts_of
 
     with contextlib.redirect_stdout(sys.stderr):
         adapter = loaded(model)

@@ -15,7 +15,7 @@ from kvinterp.errors import InputError
 from kvinterp.findings import Chart, Panel
 from kvinterp.models.adapter import DTYPES
 from kvinterp.programs.running import RIGHT, WRONG
-from kvinterp.study.report import given
+from kvinterp.study.report import engine
 from kvinterp.study.report.charts import drawn
 from kvinterp.study.report.experiment import kicker_of
 from kvinterp.study.report.page import (
@@ -101,7 +101,7 @@ def files_of(found: Any) -> tuple[dict[str, str], dict[str, pd.DataFrame]]:
     if not isinstance(found.verdict, str):
         return texts_of(found), found.written()[0]
     if found.given:
-        return given.texts_of(found), {} if found.tokens is None else {"given": found.tokens}
+        return engine.texts_of(found), {} if found.tokens is None else {"given": found.tokens}
     return {"report.html": page_of(found, [Text(_BLOCKS_ELSEWHERE)]), "verdict.json": found.to_json()}, {}
 
 

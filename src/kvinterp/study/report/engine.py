@@ -30,6 +30,8 @@ SHEETS = ("shaded",)
 """The styles of a page with shaded tokens."""
 BOUNDS = (1, 3, 10, 30, 100)
 """From which on a difference has the next shade, in units of rounding; from the last on it is off the scale."""
+SHOWN = ("sequence", "tokens", "k1", "k3", "rollout_is_seq_mean", "rollout_is_max", "token_mult_prob_error", "ppl_ratio")
+"""The statistics of a sequence that the page has."""
 OPEN, TOKENS, LARGEST = 4, 2**16, 10
 """So many sequences are seen at once, so many tokens are on the page at most, and so many rows has the table of the largest."""
 
@@ -63,7 +65,7 @@ def texts_of(verdict: Verdict) -> dict[str, str]:
 
 def page(verdict: Verdict) -> str:
     """The page, self-contained; whatever comes from the file is escaped."""
-    found: Mapping[str, Any] = verdict.given
+    summary: Mapping[str, Any] = verdict.given
     steps = [{"step": each.name, "status": each.status, "what it showed": each.detail} for each in verdict.checks]
     parts = [
         *_answer(verdict),
@@ -71,27 +73,26 @@ def page(verdict: Verdict) -> str:
         Text("Step by step", look="h2"),
         table_of_rows(steps, text="what it showed"),
     ]
-    if found["rungs"]:
+    if summary["rungs"]:
         note = (
-            "The distance to our float64 over that of our own precision; low, high: 98% of resampled means; null: the furthest "
+            "The distance to our float64 over that of our own precision; low, high: 99.8% of resampled means; null: the furthest "
             "of our own ways to compute the same, measured in this run."
         )
-        parts += [Text("Distances", look="h2"), Text(note, look="note"), table_of_rows(found["rungs"])]
-    if found["tried"]:
-        named = found.get("named")
-        tried = [{**row, "ruled out": "no, it is named" if row["cause"] == named else "yes"} for row in found["tried"]]
+        parts += [Text("Distances", look="h2"), Text(note, look="note"), table_of_rows(summary["rungs"])]
+    if summary["tried"]:
+        named = summary.get("named")
+        tried = [{**row, "ruled out": "no, it is named" if row["cause"] == named else "yes"} for row in summary["tried"]]
         tried.sort(key=lambda row: row["left"])
         parts.append(
             Folded(counted(len(tried), "cause") + " that were tried", [Text(_TRIED, look="note"), table_of_rows(tried)])
         )
-    if "statistics" in found:
-        said = found["statistics"]
-        names = ("sequence", "tokens", "k1", "k3", "rollout_is_max", "token_mult_prob_error", "ppl_ratio")
-        rows = [{name: row[name] for name in names} for row in said["by_sequence"][:200]]
+    if "statistics" in summary:
+        ratios = summary["statistics"]
+        rows = [{name: row[name] for name in SHOWN} for row in ratios["by_sequence"][:200]]
         shown = [
-            Text(f"{_RL} Trainer: {said['trainer']}.", look="note"),
-            Pairs({name: f"{value:.4g}" for name, value in said["all"].items()}, look="beside"),
-            table_of_rows(rows, folded=f"By sequence: {len(rows)} of {len(said['by_sequence'])}"),
+            Text(f"{_RL} Trainer: {ratios['trainer']}.", look="note"),
+            Pairs({name: f"{value:.4g}" for name, value in ratios["all"].items()}, look="beside"),
+            table_of_rows(rows, folded=f"By sequence: {len(rows)} of {len(ratios['by_sequence'])}"),
         ]
         parts.append(Folded("What reinforcement learning libraries print", shown))
     files = ["verdict.json", *([] if verdict.tokens is None else ["given.parquet"])]
@@ -102,7 +103,7 @@ def page(verdict: Verdict) -> str:
     return render("audit", f"Another engine against {verdict.provenance['model']}", parts, sheets=SHEETS)
 
 
-def given_fragment(verdict: Verdict) -> str:
+def engine_fragment(verdict: Verdict) -> str:
     """The verdict and the shaded tokens as a notebook shows them: a page in a frame, which needs nothing from outside."""
     parts, title = [*_answer(verdict), *_tokens_of(verdict)], f"Another engine against {verdict.provenance['model']}"
     shown = render("report", title, parts, sheets=SHEETS)
@@ -121,15 +122,11 @@ def _answer(verdict: Verdict) -> Parts:
 def _tokens_of(verdict: Verdict) -> Parts:
     if verdict.tokens is None:
         return []
-    found, table = verdict.given, verdict.tokens
-    if found.get("side") == "the trainer":
+    summary, table = verdict.given, verdict.tokens
+    if summary.get("side") == "the trainer":
         table = table.assign(engine=table["trainer"], difference=table["trainer_difference"])
-    unit = (
-        (found["our_mean_distance"], f"our own mean rounding in {found['beside']}")
-        if found.get("our_mean_distance")
-        else None
-    )
-    return shaded(table, unit, found["begins"])
+    size = summary.get("our_mean_distance")
+    return shaded(table, (size, f"our own mean rounding in {summary['beside']}") if size else None, summary["begins"])
 
 
 def shaded(table: pd.DataFrame, unit: tuple[float, str] | None = None, begins: int | None = None) -> Parts:
@@ -155,13 +152,13 @@ def shaded(table: pd.DataFrame, unit: tuple[float, str] | None = None, begins: i
     for place, name in enumerate(order):
         if room <= 0:
             break
-        said = (
+        heading = (
             f"{in_one_line(name)}: mean {number(means[name])} nats, largest {number(most[name])} (n = {counts[name]:,} of "
             f"{len(rows[name]):,} tokens)"
         )
         text = Shaded(_looks(rows[name].head(room), begins))
         cut = [Text(f"The first {room:,} of its tokens; all are in given.parquet.", look="note")] * (len(rows[name]) > room)
-        parts += [Text(said, look="h3"), text, *cut] if place < OPEN else [Folded(said, [text, *cut])]
+        parts += [Text(heading, look="h3"), text, *cut] if place < OPEN else [Folded(heading, [text, *cut])]
         room, shown = room - len(rows[name]), shown + 1
     if shown < len(order):
         parts.append(Text(f"{counted(len(order) - shown, 'more sequence')} in given.parquet.", look="note"))
@@ -185,13 +182,15 @@ def _scale(table: pd.DataFrame, size: float, what: str, begins: int | None) -> P
     """What the shades mean."""
     last, off = len(BOUNDS), int((table["units"].abs() >= BOUNDS[-1]).sum())
     steps = [*(f"{low} to {high}" for low, high in itertools.pairwise(BOUNDS)), f"{BOUNDS[-1]} and more, off the scale"]
-    found = [(f"b{n}", f"below by {steps[n - 1]}") for n in range(last, 0, -1)] + [("", f"less than {BOUNDS[0]}")]
-    found += [(f"a{n}", f"above by {steps[n - 1]}") for n in range(1, last + 1)]
-    found += [("n", "not given")] if table["engine"].isna().any() or _gaps(table).any() else []
-    found += [("p", "of the prompt")] if "prompt" in set(table.get("part", [])) else []
-    found += [("s", f"position {begins}")] if begins is not None else []
-    said = f"Shaded is engine less ours, in units of {what}, {number(size)} nats; {counted(off, 'token')} off the scale."
-    return [Text(said), Shaded((), found)]
+    legend = [(f"b{n}", f"below by {steps[n - 1]}") for n in range(last, 0, -1)] + [("", f"less than {BOUNDS[0]}")]
+    legend += [(f"a{n}", f"above by {steps[n - 1]}") for n in range(1, last + 1)]
+    legend += [("n", "not given")] if table["engine"].isna().any() or _gaps(table).any() else []
+    legend += [("p", "of the prompt")] if "prompt" in set(table.get("part", [])) else []
+    legend += [("s", f"position {begins}")] if begins is not None else []
+    sentence = (
+        f"Shaded is engine less ours, in units of {what}, {number(size)} nats; {counted(off, 'token')} off the scale."
+    )
+    return [Text(sentence), Shaded((), legend)]
 
 
 def _gaps(table: pd.DataFrame) -> np.ndarray:
@@ -200,23 +199,23 @@ def _gaps(table: pd.DataFrame) -> np.ndarray:
 
 
 def _looks(rows: pd.DataFrame, begins: int | None) -> list[tuple[str, str, str]]:
-    found, gaps = [], _gaps(rows)
+    looks, gaps = [], _gaps(rows)
     texts = rows.get("text", rows["token"].map("{} ".format))
     prompt = rows["part"] == "prompt" if "part" in rows else np.zeros(len(rows), bool)
     columns = (rows[name] for name in ("position", "engine", "ours", "difference", "units"))
     for text, of_prompt, gap, at, engine, ours, difference, units in zip(texts, prompt, gaps, *columns, strict=True):
         if gap:
-            found.append((" … ", "n", f"{int(gap)} not given"))
+            looks.append((" … ", "n", f"{int(gap)} not given"))
         level = int(np.searchsorted(BOUNDS, abs(units), "right")) if units == units else 0
         look = "n" if engine != engine and at else f"{'ab'[units < 0]}{level}" if level else ""
         look = " ".join(filter(None, (look, "p" * bool(of_prompt), "s" * (at == begins))))
-        said = (
+        note = (
             f"{at}: not given"
             if engine != engine
             else f"{at}: engine {engine:.4g}, ours {ours:.4g}, less ours {difference:+.2g} ({units:+.3g})"
         )
-        found.append((visible(text).replace("\n", "↵\n"), look, said))
-    return found
+        looks.append((visible(text).replace("\n", "↵\n"), look, note))
+    return looks
 
 
 def _largest(table: pd.DataFrame, what: str) -> Parts:

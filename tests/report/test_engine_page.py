@@ -12,7 +12,7 @@ from browser import EVIL, IN_A_BROWSER, Opened, check_markup, check_page
 
 from kvinterp.auditing.checks import Check
 from kvinterp.auditing.verdict import Verdict
-from kvinterp.study.report.given import OPEN, given_fragment, page, shaded
+from kvinterp.study.report.engine import OPEN, engine_fragment, page, shaded
 from kvinterp.study.report.page import Folded, Shaded, Text
 
 RNG = np.random.default_rng(0)
@@ -72,4 +72,4 @@ def test_the_page_in_a_browser(page_opened: Callable[..., Opened], tmp_path: Pat
     opened = page_opened(file)
     check_markup(opened)
     opened.quiet()
-    assert "<img" not in given_fragment(verdict(every))
+    assert "<img" not in engine_fragment(verdict(every))
