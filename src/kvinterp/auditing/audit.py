@@ -147,10 +147,10 @@ def audit(
     Raises:
         InputError: Something given does not fit.
     """
-    told = {name: value for name, value in locals().items() if name not in ("full", "step", "inputs", "model")}
+    arguments = {name: value for name, value in locals().items() if name not in ("full", "step", "inputs", "model")}
 
     def functions(subject: Subject, *read: str) -> Verdict:
-        return _audit_functions(subject, told, read)
+        return _audit_functions(subject, arguments, read)
 
     if full is not None or step is not None:
         if model is not None or not callable(full) or not callable(step):
@@ -165,11 +165,11 @@ def audit(
         defaults = inspect.signature(audit).parameters
         for name in AGAINST_LEAVES:
             why = "against feeds the tokens of its file and runs no checks; leave it out"
-            check_unread(name, told[name], defaults[name].default, why)
-        found = audit_engine(model, against, declared, format, allow, seed, progress or (lambda _: None))
+            check_unread(name, arguments[name], defaults[name].default, why)
+        judged = audit_engine(model, against, declared, format, allow, seed, progress or (lambda _: None))
         if out is not None:
-            found.save(out)
-        return found
+            judged.save(out)
+        return judged
     for name, value in {"format": format, "declared": declared}.items():
         check_unread(name, value, None, "nothing is given to judge the model against; leave it out")
     with evaluating(model):
@@ -185,8 +185,8 @@ def audit(
     check_choice("sweep", sweep, ("yes", "no"))
     check_choice("reach", reach, ("yes", "no"))
     check_known("checks", checks, CHECKS)
-    given = programs_named(check_text("calls", calls, "programs such as 'rows(0+4)+feed(9)+feed(3,1)', or 'all'"))
-    if given and checks == "none":
+    extra = programs_named(check_text("calls", calls, "programs such as 'rows(0+4)+feed(9)+feed(3,1)', or 'all'"))
+    if extra and checks == "none":
         raise InputError(f"calls={calls!r} was given with checks='none': leave one of the two out.")
     count, most = _budget(programs, seconds)
     check_seed(seed)
@@ -206,14 +206,14 @@ def audit(
         tell, more = progress or (lambda _: None), THOROUGH if checks == "thorough" else 1
 
         def exercised() -> list[Check]:
-            return [] if checks == "none" else uses_of(adapter, count * more, most * more, seed, given, reach, tell)
+            return [] if checks == "none" else uses_of(adapter, count * more, most * more, seed, extra, reach, tell)
 
-        seen = _Auditor(adapter, plan, dtypes, sweep, exercised, tell).run()
+        evidence = _Auditor(adapter, plan, dtypes, sweep, exercised, tell).run()
 
         about = provenance(adapter, lengths=list(plan.prefills), steps=plan.steps)
-        about |= {"prompt_differs": dataclasses.asdict(seen.prompt)} if seen.prompt is not None else {}
-    verdict = dataclasses.replace(seen.judge(allow), provenance=about, seconds=tuple(seen.seconds))
-    result = Audit(verdict, list(seen.rungs.values()), plan, about)
+        about |= {"prompt_differs": dataclasses.asdict(evidence.prompt)} if evidence.prompt is not None else {}
+    verdict = dataclasses.replace(evidence.judge(allow), provenance=about, seconds=tuple(evidence.seconds))
+    result = Audit(verdict, list(evidence.rungs.values()), plan, about)
     if out is not None:
         result.save(out)
     return result if detail == "everything" else result.verdict
@@ -229,25 +229,27 @@ def _budget(programs: Any, seconds: Any) -> tuple[int, float]:
     return int(programs), float(seconds)
 
 
-def _audit_functions(subject: Subject, told: Mapping[str, Any], read: Sequence[str]) -> Verdict:
+def _audit_functions(subject: Subject, arguments: Mapping[str, Any], read: Sequence[str]) -> Verdict:
     """Anybody's own code: the word of the programs, without layers; what else was given is named in a note.
 
     Args:
         subject: What programs run on.
-        told: The arguments of :func:`audit`, by name.
-        read: Those that were read already.
+        arguments: Those of :func:`audit`, by name.
+        read: The names of those that were read already.
     """
     takes = ("programs", "seconds", "seed", "allow", "out", "progress", *read)
     defaults = inspect.signature(audit).parameters
-    unread = [name for name, value in told.items() if name not in takes and value is not defaults[name].default]
+    unread = [name for name, value in arguments.items() if name not in takes and value is not defaults[name].default]
     notes = [f"{', '.join(unread)}: not read, since only programs of a cache run on this"] if unread else []
-    budget = _budget(told["programs"], told["seconds"])
-    found, checks = check_functions(subject, *budget, check_seed(told["seed"]), told["progress"] or (lambda _: None))
+    budget = _budget(arguments["programs"], arguments["seconds"])
+    searched, checks = check_functions(
+        subject, *budget, check_seed(arguments["seed"]), arguments["progress"] or (lambda _: None)
+    )
     about = {**machine(subject.device), "model": subject.name, "kind": "functions"}
-    verdict = of_functions(subject.name, found.worst, checks, allowed(told["allow"]), notes)
+    verdict = of_functions(subject.name, searched.worst, checks, allowed(arguments["allow"]), notes)
     verdict = dataclasses.replace(verdict, provenance=about)
-    if told["out"] is not None:
-        verdict.save(told["out"])
+    if arguments["out"] is not None:
+        verdict.save(arguments["out"])
     return verdict
 
 
@@ -267,38 +269,38 @@ class _Auditor:
         facts, matrices = self.adapter.facts, [p.shape[-1] for p in self.adapter.model.parameters() if p.dim() == 2]
         self.weights = sum(p.numel() for p in self.adapter.model.parameters())
         terms = max([self.plan.length, facts.width, *matrices])
-        self.seen = Evidence(facts.name, self.adapter.kind, dtype_name(self.adapter.dtype), terms)
+        self.evidence = Evidence(facts.name, self.adapter.kind, dtype_name(self.adapter.dtype), terms)
 
     def run(self) -> Evidence:
         """Runs every rung; of a model that crashes there the programs of its cache alone, if one of these crashes too."""
-        seen = self.seen
-        seen.random = self._random()
+        evidence = self.evidence
+        evidence.random = self._random()
         try:
             self._ladder()
-            seen.exercised = self._exercised()
+            evidence.exercised = self._exercised()
         except KvinterpError:
             raise
         # Whatever a model's own code meets first.
         except Exception as error:
-            seen.checks = seen.checks or self.exercise()
-            if not any(check.status == WRONG for check in seen.checks):
+            evidence.checks = evidence.checks or self.exercise()
+            if not any(check.status == WRONG for check in evidence.checks):
                 raise
-            seen.rungs, seen.judged, seen.accounts, seen.prompt, seen.onset = {}, {}, {}, None, None
-            seen.exercised = f"no precisions: decoding token by token raised {named(error)}."
-        return seen
+            evidence.rungs, evidence.judged, evidence.accounts, evidence.prompt, evidence.onset = {}, {}, {}, None, None
+            evidence.exercised = f"no precisions: decoding token by token raised {named(error)}."
+        return evidence
 
     def _ladder(self) -> None:
         """Every rung, and the programs of the cache."""
-        seen, judges = self.seen, []
+        evidence, judges = self.evidence, []
         self.progress("the prompt itself")
-        seen.prompt = prompt_difference(self.adapter, self.plan.tokens(0, self.adapter.device))
+        evidence.prompt = prompt_difference(self.adapter, self.plan.tokens(0, self.adapter.device))
         for name, dtype in self.dtypes.items():
             self.progress(name)
             with self._timed("copy", name):
                 twin = self._in(dtype)
             run = self._climb(twin, name)
             if run is not None:
-                seen.rungs[name] = run
+                evidence.rungs[name] = run
                 if run.grid:
                     self._ask_grid(twin, run)
                 if not run.nonfinite:
@@ -306,8 +308,8 @@ class _Auditor:
                         judges += self._judge(twin, run)
             del twin  # Two copies at once would be one too many.
         self.progress("programs of the cache")
-        with self._timed("programs", seen.own):
-            seen.checks = self.exercise()
+        with self._timed("programs", evidence.own):
+            evidence.checks = self.exercise()
         if judges:
             with self._timed("causes", "float64 beside"):
                 self._settle(judges)
@@ -317,16 +319,16 @@ class _Auditor:
         runner, tokens, grid = BlockModel(twin), self.plan.tokens(0, twin.device), getattr(torch, run.grid)
         if not on_grid(runner.moved(tokens), grid):
             run.grid = ""
-        elif not self.seen.grid_module:
-            self.seen.grid_module = grid_module(runner, tokens, grid)
+        elif not self.evidence.grid_module:
+            self.evidence.grid_module = grid_module(runner, tokens, grid)
 
     def _judge(self, twin: Adapter, run: PrecisionRun) -> list[RungJudge]:
         """Judges a rung; its judge, where that has to see the model in float64."""
-        seen, one = self.seen, RungJudge(twin, run, self.seen.terms)
-        seen.judged[run.name] = one.judge()
-        seen.accounts[run.name] = account(twin, run, seen.terms)
-        if run.name in (seen.own, "float32") and seen.onset is None:
-            seen.onset = onset(twin, run)
+        evidence, one = self.evidence, RungJudge(twin, run, self.evidence.terms)
+        evidence.judged[run.name] = one.judge()
+        evidence.accounts[run.name] = account(twin, run, evidence.terms)
+        if run.name in (evidence.own, "float32") and evidence.onset is None:
+            evidence.onset = onset(twin, run)
         one.release()
         return [one] if one.open else []
 
@@ -337,26 +339,26 @@ class _Auditor:
         with contextlib.suppress(RuntimeError, UnsupportedError):
             twin = self._in(torch.float64)
         clean: set[int] | None = None
-        if "float64" in self.seen.judged:
-            wrong = {j.finding.layer for name, j in self.seen.caused("") if name == "float64"}
+        if "float64" in self.evidence.judged:
+            wrong = {j.finding.layer for name, j in self.evidence.caused("") if name == "float64"}
             clean = set(range(-1, len(self.adapter.blocks) + 1)) - wrong
-        elif right_in_float64(self.seen.checks):
+        elif right_in_float64(self.evidence.checks):
             clean = set(range(-1, len(self.adapter.blocks) + 1))
-        elif self.seen.random:
+        elif self.evidence.random:
             clean = set()  # What differs from one run to the next does so in every precision.
         for one in judges:
-            self.seen.judged[one.name] = one.settle(twin, clean)
+            self.evidence.judged[one.name] = one.settle(twin, clean)
 
     @contextlib.contextmanager
     def _timed(self, part: str, rung: str) -> Iterator[None]:
         began = time.perf_counter(), time.process_time()
         yield
         took = time.perf_counter() - began[0], time.process_time() - began[1]
-        self.seen.seconds.append({"rung": rung, "part": part, "seconds": took[0], "processor_seconds": took[1]})
+        self.evidence.seconds.append({"rung": rung, "part": part, "seconds": took[0], "processor_seconds": took[1]})
 
     def _climb(self, twin: Adapter, name: str) -> PrecisionRun | None:
         """One rung, or None where torch cannot run the model in its dtype."""
-        long = "yes" if name in (self.seen.own, "float32") else "first" if name == self.finest else "no"
+        long = "yes" if name in (self.evidence.own, "float32") else "first" if name == self.finest else "no"
         sweep = long if self.sweep == "yes" else "no"
         # Each prefix recomputed costs the square of the length: beyond that, one recomputation stands beside them all.
         costly = self.adapter.device.type == "cpu" and self.weights * self.plan.length**2 / 2 > SWEPT
@@ -369,16 +371,16 @@ class _Auditor:
         try:
             run = own()
         except RuntimeError as error:
-            if name == self.seen.own or isinstance(error, torch.OutOfMemoryError):
+            if name == self.evidence.own or isinstance(error, torch.OutOfMemoryError):
                 raise
-            self.seen.refused[name] = reason(error)
+            self.evidence.refused[name] = reason(error)
             if twin is self.adapter or not other_attention(twin):
                 return None
             try:
                 run = own()
             except RuntimeError:
                 return None
-            self.seen.refused[name] += "; it was run with eager attention"
+            self.evidence.refused[name] += "; it was run with eager attention"
         if not run.nonfinite:
             with self._timed("fixed order", name):
                 self._fix(twin, run, "first" if sweep != "no" else "no")
@@ -422,22 +424,22 @@ class _Auditor:
         return self.adapter if dtype == self.adapter.dtype and dtype != torch.float64 else self.adapter.cast(dtype)
 
     def _exercised(self) -> str:
-        plan, runs = self.plan, self.seen.rungs.values()
-        said = f"Prompts of {', '.join(map(str, plan.prefills))} tokens, each with the next {plan.steps} one by one; "
+        plan, runs = self.plan, self.evidence.rungs.values()
+        sentence = f"Prompts of {', '.join(map(str, plan.prefills))} tokens, each with the next {plan.steps} one by one; "
         if any(len(run.sweep) for run in runs):
-            said += f"positions {plan.sweep} to {plan.length - 1} one by one"
+            sentence += f"positions {plan.sweep} to {plan.length - 1} one by one"
             beside = ", ".join(run.name for run in runs if run.among_more.any())
-            said += f" (in {beside} beside one recomputation of all); " if beside else "; "
+            sentence += f" (in {beside} beside one recomputation of all); " if beside else "; "
         if any((run.chunks["start"] > 0).any() for run in runs):
-            return f"{said}positions {plan.chunk} to {plan.length - 1} at once on a cache of {plan.chunk}."
-        return f"{said}never several tokens at once on a cache that is not empty."
+            return f"{sentence}positions {plan.chunk} to {plan.length - 1} at once on a cache of {plan.chunk}."
+        return f"{sentence}never several tokens at once on a cache that is not empty."
 
     def _random(self) -> float:
         """The relative difference of one forward run twice, where it is beyond what rounding in another order makes."""
         model, tokens = BlockModel(self.adapter), self.plan.tokens(0, self.adapter.device)
         first, again = model.recompute(tokens), model.recompute(tokens)
-        kept = first.isfinite() & again.isfinite()
-        size = difference(first[kept], again[kept]) if bool(kept.any()) else 0.0
+        finite = first.isfinite() & again.isfinite()
+        size = difference(first[finite], again[finite]) if bool(finite.any()) else 0.0
         return size if size > band(model.dtype, self.adapter.facts.width) else 0.0
 
 
@@ -496,7 +498,7 @@ def _own_lengths(adapter: Adapter) -> tuple[int, ...]:
 def _tokens(adapter: Adapter, prompts: Sequence[Any] | None, length: int, seed: int) -> list[Sequence[int]]:
     if prompts is None:
         return prompts_for(adapter, 2, length, seed)
-    found: list[Sequence[int]] = []
+    every: list[Sequence[int]] = []
     for prompt in given_list("prompts", prompts, "a list of prompts, each text or token ids"):
         if not isinstance(prompt, str | Prompt | Iterable):
             raise InputError(f"prompt {prompt!r} cannot be audited: expected text or a list of token ids.")
@@ -506,7 +508,7 @@ def _tokens(adapter: Adapter, prompts: Sequence[Any] | None, length: int, seed: 
         if wrong is not None or len(ids) < 3:
             what = "it has fewer than 3 tokens" if wrong is None else f"it holds token {wrong!r}"
             raise InputError(f"prompt {str(prompt)[:40]!r} cannot be audited: {what}; vocabulary {vocabulary}.")
-        found.append(ids)
-    if not found:
+        every.append(ids)
+    if not every:
         raise InputError("the list of prompts is empty: give at least one, or leave it out for random ones.")
-    return found
+    return every

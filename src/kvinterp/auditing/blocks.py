@@ -21,7 +21,6 @@ from kvinterp.errors import UnsupportedError
 from kvinterp.models import Adapter
 from kvinterp.models.hooks import first_of, put_first, stream_hook
 from kvinterp.models.transformers_cache import STATES
-from kvinterp.paths.calls.base import NOTHING, Feeding, Masking
 from kvinterp.paths.kernels import KernelMode, Kernels, Native
 from kvinterp.paths.vocabulary import padding_of
 
@@ -79,9 +78,38 @@ class BlockModel:
         """The dtype the weights are in."""
         return self.adapter.dtype
 
-    def recompute(self, tokens: Tensor, masking: Masking = NOTHING) -> Tensor:
+    @torch.no_grad()
+    def recompute(self, tokens: Tensor) -> Tensor:
         """Logits of every token without a cache, ``[batch, position, vocabulary]``."""
-        return self.unpadded(self.forward(tokens, None, 0, masking, "no")[0])
+        # Beside a decode, which goes on from what it left in the modules.
+        with self.running(), self.adapter.own_state([]):
+            return self.unpadded(self.adapter.forward(tokens, None, None, self._numbers(tokens, 0)))
+
+    @torch.no_grad()
+    def feed(self, tokens: Tensor, cache: Any = None, start: int = 0) -> tuple[Tensor, Any]:
+        """Logits of new tokens and the cache after them, as the model's own users run it.
+
+        Args:
+            tokens: ``[batch, new]``.
+            cache: What the call before returned, a cache object of transformers', or None for the model's own.
+            start: How many tokens came before.
+
+        Raises:
+            UnsupportedError: The model returns no cache that is known here.
+        """
+        with self.running():
+            logits, cache = self.adapter.call_with_cache(tokens, cache, None, self._numbers(tokens, start))
+        if cache is None:
+            raise UnsupportedError(
+                f"{type(self.model).__name__} returned no cache though use_cache was true: there is no cached path to audit."
+            )
+        return self.unpadded(logits), cache
+
+    def _numbers(self, tokens: Tensor, start: int) -> Tensor | None:
+        """The positions that the model is told, or None where it numbers tokens by itself."""
+        if self.positions == "own":
+            return None
+        return torch.arange(start, start + tokens.shape[1], device=tokens.device).expand(len(tokens), -1)
 
     def moved(self, tokens: Tensor) -> Tensor:
         """A recomputation in which what every block returns is moved by as much as its rounding may, at random."""
@@ -97,42 +125,6 @@ class BlockModel:
         with moving(self.blocks, change):
             return self.recompute(tokens)
 
-    def feed(self, tokens: Tensor, cache: Any = None, start: int = 0, masking: Masking = NOTHING) -> tuple[Tensor, Any]:
-        """Logits of new tokens and the cache after them; arguments as in :meth:`forward`.
-
-        Raises:
-            UnsupportedError: The model returns no cache that is known here.
-        """
-        logits, cache = self.forward(tokens, cache, start, masking)
-        if cache is None:
-            raise UnsupportedError(
-                f"{type(self.model).__name__} returned no cache though use_cache was true: there is no cached path to audit."
-            )
-        return self.unpadded(logits), cache
-
-    @torch.no_grad()
-    def forward(
-        self, tokens: Tensor, cache: Any = None, start: int = 0, masking: Masking = NOTHING, cached: str = "yes"
-    ) -> tuple[Tensor, Any]:
-        """One forward as the model's own users run it: its logits, and its cache or None where it gives none.
-
-        Args:
-            tokens: ``[batch, new]``.
-            cache: What the call before returned, a cache object of transformers', or None for the model's own.
-            start: How many tokens came before.
-            masking: Mask and positions of these tokens.
-            cached: ``"no"`` runs without a cache.
-        """
-        mask, positions = masking
-        if positions is None and self.positions == "given":
-            positions = torch.arange(start, start + tokens.shape[1], device=tokens.device).expand(len(tokens), -1)
-        with self.running():
-            if cached == "no":
-                # Beside a decode, which goes on from what it left in the modules.
-                with self.adapter.own_state([]):
-                    return self.adapter.forward(tokens, None, mask, positions), None
-            return self.adapter.call_with_cache(tokens, cache, mask, positions)
-
     def unpadded(self, logits: Tensor) -> Tensor:
         """The logits with 0 where those that stand for no token are minus infinity."""
         if self.padding is None or not bool(self.padding.any()):
@@ -142,14 +134,14 @@ class BlockModel:
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """The kernels that every forward runs under."""
-        heard = self.mode.listeners
+        listeners = self.mode.listeners
         with (
-            self.adapter.attached(list(heard)),
+            self.adapter.attached(list(listeners)),
             contextlib.ExitStack() as hooks,
             self.mode,
         ):
-            if heard:
-                hooks.enter_context(self.adapter.listening({place: [one] for place, one in heard.items()}))
+            if listeners:
+                hooks.enter_context(self.adapter.listening({place: [one] for place, one in listeners.items()}))
             hooks.callback(self._resting, False)
             for part in self._rest:
                 hooks.enter_context(part.register_forward_pre_hook(lambda *_: self._resting(True)))
@@ -162,71 +154,20 @@ class BlockModel:
     def states(self, cache: Any, layer: int) -> dict[str, Tensor]:
         """The recurrent and convolution states a layer's cache holds, copied; empty for an attention layer."""
         layers = getattr(cache, "layers", None) or []
-        found = layers[layer] if layer < len(layers) else None
+        own = layers[layer] if layer < len(layers) else None
         states = {}
         for attribute, name in STATES.items():
-            kept = getattr(found, attribute, None)
-            tensors = kept if isinstance(kept, list | tuple) else list(kept.values()) if isinstance(kept, dict) else [kept]
+            value = getattr(own, attribute, None)
+            tensors = (
+                value if isinstance(value, list | tuple) else list(value.values()) if isinstance(value, dict) else [value]
+            )
             for index, tensor in enumerate(t for t in tensors if isinstance(t, Tensor)):
                 states[name if index == 0 else f"{name} {index}"] = tensor.clone()
         return states
 
-    def recurrent_layers(self, cache: Any) -> list[int]:
-        """Layers whose cache keeps a state instead of keys and values."""
-        return [layer for layer in range(len(self.blocks)) if self.states(cache, layer)]
-
     def name_of(self, module: nn.Module) -> str:
         """The module's path in the model."""
         return self.names.get(module, type(module).__name__)
-
-
-class Fed(Feeding):
-    """Rows of tokens on a model's own cache, and all the logits that were made of them.
-
-    Args:
-        model: The model.
-        masking: Of all positions.
-        cache: What holds them; default: what the model makes.
-
-    Attributes:
-        first: The position from which on the logits are judged.
-    """
-
-    def __init__(self, model: BlockModel, masking: Masking = NOTHING, cache: Any = None) -> None:
-        self.model, self.masking, self.cache, self.first = model, masking, cache, 0
-        self._pieces: list[tuple[int, Tensor, Tensor]] = []
-
-    def run(self, tokens: Tensor, masking: Masking) -> Tensor:
-        """One forward on the cache; where it raises, what the same rows raise without one is raised, if they do."""
-        try:
-            logits, self.cache = self.model.feed(tokens, self.cache, self.length, masking)
-        except Exception:
-            stop = self.length + tokens.shape[1]
-            self.model.recompute(torch.cat([*(piece for _, piece, _ in self._pieces), tokens], 1), self.masking.of(0, stop))
-            raise
-        self._pieces.append((self.length, tokens, logits))
-        return logits
-
-    def feed(self, tokens: Tensor, *sizes: int) -> Fed:
-        """Feeds tokens in pieces of these sizes, and what is left one by one."""
-        for piece in tokens.split([*sizes, *[1] * (tokens.shape[1] - sum(sizes))], 1):
-            self.forward(piece)
-        return self
-
-    def holds(self, tokens: Tensor) -> None:
-        """Told what the cache holds now that somebody changed it; what is fed from then on is judged."""
-        self._pieces, self.length, self.first = [(0, tokens, tokens)], tokens.shape[1], tokens.shape[1]
-
-    @property
-    def tokens(self) -> Tensor:
-        """``[row, position]``, all that are on the cache."""
-        return torch.cat([tokens for _, tokens, _ in self._pieces], 1)
-
-    @property
-    def logits(self) -> Tensor:
-        """Those that are judged, ``[row, position, vocabulary]``."""
-        judged = [piece for piece in self._pieces if piece[0] + piece[1].shape[1] > self.first]
-        return torch.cat([made[:, max(self.first - start, 0) :] for start, _, made in judged], 1)
 
 
 @contextlib.contextmanager
@@ -285,11 +226,6 @@ class Reference:
     outputs: dict[Call, Tensor]
     again: dict[tuple[str, int], dict[Any, Tensor]] = dataclasses.field(default_factory=dict)
 
-    def in_dtype(self, dtype: torch.dtype) -> Reference:
-        """The same rows in another dtype."""
-        inputs, outputs = ({c: t.to(dtype) for c, t in side.items()} for side in (self.inputs, self.outputs))
-        return Reference(self.tokens, self.logits.to(dtype), inputs, outputs)
-
 
 class BlockHooks:
     """Sees what every block is given and returns, and can put a reference's rows in the place of both.
@@ -327,14 +263,14 @@ class BlockHooks:
 
     def _met(self, side: str, layer: int, tensor: Tensor) -> Tensor | None:
         """Keeps what a block is given or returns; what goes in its place, or None."""
-        seen: dict[Call, Tensor] = getattr(self, side)
-        call = (layer, sum(n == layer for n, _ in seen))
+        rows_seen: dict[Call, Tensor] = getattr(self, side)
+        call = (layer, sum(n == layer for n, _ in rows_seen))
         if self._count is not None:
             # Positions are last but one, but where a model carries several streams at once and keeps them there.
             axes = [axis for axis in (tensor.dim() - 2, 1) if tensor.shape[axis] == self._count]
             self._axes[call] = axes[0] if axes else tensor.dim() - 2
         # Copies, of what is seen and of what is put there: a block may compute in the memory that it is given.
-        seen[call] = tensor.clone().movedim(self._axes.get(call, tensor.dim() - 2), -2)
+        rows_seen[call] = tensor.clone().movedim(self._axes.get(call, tensor.dim() - 2), -2)
         start = self._forced_from
         rows = None if start is None else getattr(self.reference, side).get(call)
         if rows is None or start is None:
@@ -384,6 +320,6 @@ def prompts_for(adapter: Adapter, count: int, length: int, seed: int = 0) -> lis
     """Random prompts: every token id equally likely, none of those that end a sequence."""
     generator = torch.Generator().manual_seed(check_seed(seed))
     ends = adapter.end_tokens
-    known = range(min(adapter.facts.vocabulary, 50_000))
-    allowed = torch.tensor([t for t in known if t not in ends] or list(known))
+    ids = range(min(adapter.facts.vocabulary, 50_000))
+    allowed = torch.tensor([t for t in ids if t not in ends] or list(ids))
     return [allowed[torch.randint(len(allowed), (length,), generator=generator)].tolist() for _ in range(count)]

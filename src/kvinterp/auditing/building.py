@@ -54,7 +54,14 @@ def random_model(
     check_known("remote_code", remote_code, ("refuse", "trust"))
     check_seed(seed)
     place_on, text = device_named(device), str(source)
-    folder = _folder_of(Path(text)) if text.endswith(".json") else local_folder(text)
+    if text.endswith(".json"):
+        if not is_file(Path(text)):
+            raise InputError(f"{shown(text)} does not exist or is no file: expected the name of a config.json.")
+        if Path(text).name != "config.json":
+            raise InputError(
+                f"config {shown(text)}: transformers reads a file named config.json; give that one, or its folder."
+            )
+    folder = Path(text).parent if text.endswith(".json") else local_folder(text)
     options = {} if folder is not None else reach(text)
     config = config_of(folder or text, text, remote_code, options)
     with loading(text), torch.random.fork_rng():
@@ -68,16 +75,6 @@ def _made(model: nn.Module, dtype: torch.dtype | None, device: torch.device, giv
         adapter = wrap(model.to(device=device, dtype=dtype).eval().requires_grad_(False), name=name)
         check_causal(adapter)
     return adapter
-
-
-def _folder_of(file: Path) -> Path:
-    if not is_file(file):
-        raise InputError(f"{shown(file)} does not exist or is no file: expected the name of a config.json.")
-    if file.name != "config.json":
-        raise InputError(
-            f"config {shown(file)}: transformers reads a file named config.json; give that one, or its folder."
-        )
-    return file.parent
 
 
 # A user's own code -----------------------------------------------------------------------------------------------------
@@ -115,19 +112,19 @@ def users_model(
     check_seed(seed)
     place_on = device_named(device)
     with torch.random.fork_rng():
-        found = _imported(code)
+        member = _imported(code)
         torch.manual_seed(seed)
-        if inspect.isclass(found) and "PreTrainedModel" in {base.__name__ for base in found.__mro__}:
+        if inspect.isclass(member) and "PreTrainedModel" in {base.__name__ for base in member.__mro__}:
             called = code if source is None else f"{code} ({source})"
             load = weights == "loaded"
-            model = _loaded(code, found, str(source), remote_code) if load else _from_config(code, found, source)
+            model = _loaded(code, member, str(source), remote_code) if load else _from_config(code, member, source)
         elif source is not None:
             raise InputError(
                 f"{code!r} is no transformers model class, and only such a class takes a config: leave the config out, and "
                 "let it be a function without arguments that returns a model."
             )
         else:
-            called, model = code, found if isinstance(found, nn.Module) else _called(code, found)
+            called, model = code, member if isinstance(member, nn.Module) else _called(code, member)
     if not isinstance(model, nn.Module):
         raise InputError(f"{code!r} gave a {type(model).__name__}: expected a model, a torch.nn.Module.")
     return _made(model, dtype, place_on, called, called)
@@ -138,7 +135,7 @@ def _imported(code: str) -> Any:
         raise InputError(f"{code!r} names no class: expected package.module:Class, as in mypackage.modeling:MyForCausalLM.")
     module, _, path = code.partition(":")
     try:
-        found: Any = importlib.import_module(module)
+        member: Any = importlib.import_module(module)
     # A user's module may raise anything.
     except Exception as error:
         missing = isinstance(error, ModuleNotFoundError) and error.name is not None and f"{module}.".startswith(error.name)
@@ -147,10 +144,10 @@ def _imported(code: str) -> Any:
             f"module {module!r} of {code!r} cannot be imported ({why}): it must be installed, or lie in the current folder."
         ) from error
     for name in path.split("."):
-        if not hasattr(found, name):
-            raise unknown(f"name in module {module!r}", name, [n for n in vars(found) if not n.startswith("_")])
-        found = getattr(found, name)
-    return found
+        if not hasattr(member, name):
+            raise unknown(f"name in module {module!r}", name, [n for n in vars(member) if not n.startswith("_")])
+        member = getattr(member, name)
+    return member
 
 
 def _from_config(code: str, found: Any, source: str | Path | None) -> nn.Module:
@@ -161,7 +158,9 @@ def _from_config(code: str, found: Any, source: str | Path | None) -> nn.Module:
             "without arguments that returns a model."
         )
     try:
-        config = config_class() if source is None else config_class.from_json_file(_config_file(Path(source)))
+        place = Path("" if source is None else source)
+        file = place / "config.json" if is_folder(place) else place
+        config = config_class() if source is None else config_class.from_json_file(file)
         if source is None:
             with torch.device("meta"):
                 count = sum(p.numel() for p in found(config).parameters())
@@ -183,15 +182,11 @@ def _from_config(code: str, found: Any, source: str | Path | None) -> nn.Module:
     return model
 
 
-def _config_file(place: Path) -> Path:
-    return place / "config.json" if is_folder(place) else place
-
-
-def _loaded(code: str, found: Any, source: str, remote_code: str) -> nn.Module:
+def _loaded(code: str, kind: Any, source: str, remote_code: str) -> nn.Module:
     folder = local_folder(source)
     options = {} if folder is not None else reach(source)
     with loading(source, f"{code!r}"):
-        model, report = load_weights(folder or source, found, remote_code, **options)
+        model, report = load_weights(folder or source, kind, remote_code, **options)
     check_loaded(report, source, model.config)
     check_finite(model, source, folder or cached_folder(source))
     return model  # type: ignore[no-any-return]

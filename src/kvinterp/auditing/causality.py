@@ -35,10 +35,10 @@ def check_causal(adapter: Adapter) -> None:
     if adapter.facts.vocabulary < 2 or adapter.facts.context < 4:
         return
     with own_threads(adapter):
-        found = sees_ahead(adapter)
-    if found is None:
+        ahead = sees_ahead(adapter)
+    if ahead is None:
         log.info("%s: whether its tokens see the ones after them could not be told", adapter.facts.name)
-    if found:
+    if ahead:
         raise InputError(
             f"model {adapter.facts.name} ({adapter.facts.architecture}) is not causal, its tokens see the ones after them: "
             "only a causal decoder can decode from a cache; give one."
@@ -67,11 +67,11 @@ def sees_ahead(adapter: Adapter) -> bool | None:
 def _bits_stay(adapter: Adapter, tokens: Tensor, other: Tensor, kernels: Kernels) -> bool:
     """Whether the rows before the last keep their bits with another last token; so too where no run is like another."""
     mode = kernels.mode(adapter)
-    made = []
-    for given in (tokens, other, tokens):
+    logits = []
+    for fed in (tokens, other, tokens):
         with adapter.own_state([]), mode:
-            made.append(adapter.forward(given)[0, :-1].nan_to_num())
-    first, changed, again = made
+            logits.append(adapter.forward(fed)[0, :-1].nan_to_num())
+    first, changed, again = logits
     return torch.equal(first, changed) or not torch.equal(first, again)
 
 

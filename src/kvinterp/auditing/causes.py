@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvinterp.auditing.blocks import BlockHooks, BlockModel
+from kvinterp.auditing.blocks import BlockHooks, BlockModel, Reference
 from kvinterp.auditing.first_difference import Finding, Sight, paired, recomputed
 from kvinterp.auditing.ladder import unit_roundoff
 from kvinterp.auditing.values import narrower
@@ -117,17 +117,17 @@ def wide_constants(twin: Adapter) -> Iterator[None]:
     try:
         near = 8 * unit_roundoff(torch.float32)
         for name, module in source.named_modules():
-            for key, held in list(module.named_buffers(recurse=False)):
+            for key, constant in list(module.named_buffers(recurse=False)):
                 new = getattr(fresh.get(name), key, None)
-                if not isinstance(new, Tensor) or new.dtype != torch.float64 or new.shape != held.shape:
+                if not isinstance(new, Tensor) or new.dtype != torch.float64 or new.shape != constant.shape:
                     continue
-                if held.is_floating_point() and torch.allclose(new, held.double(), rtol=near, atol=0):
-                    swapped.append((module, key, held))
+                if constant.is_floating_point() and torch.allclose(new, constant.double(), rtol=near, atol=0):
+                    swapped.append((module, key, constant))
                     setattr(module, key, new)
         yield
     finally:
-        for module, key, held in swapped:
-            setattr(module, key, held)
+        for module, key, constant in swapped:
+            setattr(module, key, constant)
 
 
 def excused(dtype: torch.dtype, limit: float) -> float:
@@ -169,17 +169,17 @@ def beyond_truth(twin: Adapter, sight: Sight, unit: float) -> tuple[Finding | No
         truth = _truth(twin, sight)
     if truth is None:
         raise RuntimeError("the model cannot be run in float64 on the same inputs")
-    found = {(f.tensor, f.module): f for f in reversed(sight.findings(0.0))}
+    findings = {(f.tensor, f.module): f for f in reversed(sight.findings(0.0))}
     first: Finding | None = None
     for event, other, true in paired(sight.mine, sight.theirs, truth):
-        finding = found.get((event.name, event.module))
+        finding = findings.get((event.name, event.module))
         if event.name == CHOICE and other is not None and event.chosen != other.chosen:
-            finding = found[CHOICE, event.module]
+            finding = findings[CHOICE, event.module]
             return (first, False) if finding.nearly_equal else (first or finding, True)
         if finding is None or true is None or other is None or event.name in ("attention mask", CHOICE):
             continue
-        held = event.name in ("K", "V")
-        if finding.error == math.inf or _further(event.tensor, other.tensor, true.tensor, unit, held):
+        by_position = event.name in ("K", "V")
+        if finding.error == math.inf or _further(event.tensor, other.tensor, true.tensor, unit, by_position):
             first = first or finding
             if sight.is_end(finding):
                 return first, True
@@ -191,7 +191,10 @@ def _truth(twin: Adapter, sight: Sight) -> list[Event] | None:
     assert sight.reference is not None
     for kernels in (WithoutCasts(), None):
         hooks = BlockHooks(BlockModel(twin, kernels))
-        hooks.reference = sight.reference.in_dtype(torch.float64)
+        inputs, outputs = (
+            {c: t.double() for c, t in side.items()} for side in (sight.reference.inputs, sight.reference.outputs)
+        )
+        hooks.reference = Reference(sight.reference.tokens, sight.reference.logits.double(), inputs, outputs)
         with contextlib.suppress(RuntimeError, ValueError, TypeError), hooks.attached():
             return recomputed(hooks, sight.feed, sight.layer)
     return None
@@ -205,13 +208,13 @@ def _further(mine: Tensor, theirs: Tensor, true: Tensor, unit: float, by_positio
         # Of all keys and values only those that differ: one wrong one does not hide among many right ones.
         apart = (a != b).flatten(0, -3).any(-1).any(0)
         a, b, t = a[..., apart, :], b[..., apart, :], t[..., apart, :]
-    kept = a.isfinite() & b.isfinite() & t.isfinite()
+    finite = a.isfinite() & b.isfinite() & t.isfinite()
     # Masked scores hold the most negative number of each dtype, which says nothing.
-    kept &= t.abs() < torch.finfo(torch.bfloat16).max / 4
-    kept &= (a.abs() < 6e4) & (b.abs() < 6e4) if mine.dtype == torch.float16 else kept
-    if not bool(kept.any()):
+    finite &= t.abs() < torch.finfo(torch.bfloat16).max / 4
+    finite &= (a.abs() < 6e4) & (b.abs() < 6e4) if mine.dtype == torch.float16 else finite
+    if not bool(finite.any()):
         return False
-    off, other, size = (part[kept].abs() for part in (a - t, b - t, t))
+    off, other, size = (part[finite].abs() for part in (a - t, b - t, t))
     mean = _rms(off) > max(AS_FAR * _rms(other), ONCE * unit * _rms(size))
     worst = off.max() > max(WORST * other.max(), FEW * unit * size.max())
     return bool(mean) or bool(worst)

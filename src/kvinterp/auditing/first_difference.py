@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from kvinterp.auditing.blocks import BlockHooks, BlockModel, Reference
-from kvinterp.auditing.ladder import EMBEDDING, dtype_name
-from kvinterp.auditing.values import difference, first_wrong, on_grid, row_errors
+from kvinterp.auditing.ladder import EMBEDDING
+from kvinterp.auditing.values import difference, first_wrong, row_errors
 from kvinterp.auditing.watch import CHOICE, RESIDUAL, Event, Watch, watching
 
 BLOCK_INPUT = "block input"
@@ -63,8 +63,6 @@ class Finding:
         position: The first absolute position at which it differs by more than the threshold.
         step: The position of the token being fed when that was seen.
         error: Its relative error there; inf where one side sees what the other does not.
-        grid: The narrowest dtype whose grid the cached values lie on, where the recomputed ones do not; "" if none.
-        casts: The narrower dtypes the block was seen to cast to, each with the modules that did, in order.
         nearly_equal: For an expert choice: whether rounding can have brought the swapped scores past each other.
     """
 
@@ -74,8 +72,6 @@ class Finding:
     position: int
     step: int
     error: float
-    grid: str = ""
-    casts: dict[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
     nearly_equal: bool = False
 
     @property
@@ -140,12 +136,12 @@ class Sight:
 
     def findings(self, threshold: float) -> list[Finding]:
         """The tensors that differ by more, in the order in which they were computed, up to a choice that differs."""
-        found: list[Finding] = []
+        differing: list[Finding] = []
         newest = self.feed.stop - 1
         position = newest if self.feed.row is None else self.feed.row
 
-        def add(event: Event, name: str, where: int, error: float, on: str = "", near: bool = False) -> None:
-            found.append(Finding(self.layer, name, event.module, where, position, error, on, self.casts, near))
+        def add(event: Event, name: str, where: int, error: float, near: bool = False) -> None:
+            differing.append(Finding(self.layer, name, event.module, where, position, error, near))
 
         for event, other in paired(self.mine, self.theirs):
             if event.name == "attention output" and event.module in self.hidden:
@@ -154,7 +150,7 @@ class Sight:
                 continue
             if event.name == "K" and event.module in self.lost:
                 add(event, "K", self.lost[event.module], math.inf)
-            where, error, mine, theirs = compared(event, other, position, newest)
+            where, error = compared(event, other, position, newest)
             if event.name == CHOICE and (event.chosen, event.best) != (other.chosen, other.best):
                 # Scores that rounding alone brings past each other choose other experts: what follows is another function.
                 near = swapped_nearly_equal(event, other)
@@ -164,8 +160,8 @@ class Sight:
                 name = "router scores" if event.name == CHOICE else event.name
                 if name == "attention scores" and error == math.inf:
                     name = "attention mask"
-                add(event, name, where, error, grid(mine, theirs))
-        return found
+                add(event, name, where, error)
+        return differing
 
 
 Differing = dict[int, tuple[Sight, list[Finding]]]
@@ -177,19 +173,19 @@ def differing(sights: Iterable[dict[int, Sight]], threshold: float) -> Differing
 
     The first of these has the position at which it was seen first.
     """
-    seen: dict[int, list[tuple[Sight, list[Finding]]]] = {}
+    several_by_layer: dict[int, list[tuple[Sight, list[Finding]]]] = {}
     for each in sights:
         for layer, sight in each.items():
             if tensors := sight.findings(threshold):
-                seen.setdefault(layer, []).append((sight, tensors))
-    found: Differing = {}
-    for layer, several in sorted(seen.items()):
+                several_by_layer.setdefault(layer, []).append((sight, tensors))
+    worst: Differing = {}
+    for layer, several in sorted(several_by_layer.items()):
         sight, tensors = max(several, key=lambda each: each[0].error(each[1]))
         earlier = several[0][1][0]
         if (earlier.tensor, earlier.module) == (tensors[0].tensor, tensors[0].module):
             tensors[0] = dataclasses.replace(tensors[0], position=earlier.position, step=earlier.step)
-        found[layer] = sight, tensors
-    return found
+        worst[layer] = sight, tensors
+    return worst
 
 
 def largest(found: Differing) -> float:
@@ -215,18 +211,18 @@ def look(hooks: BlockHooks, feeds: Sequence[Feed], layers: Sequence[int]) -> Ite
             logits, cache = hooks.feed(feed.start, feed.stop, cache)
         ends = _ends(hooks, logits, feed.back)
         # Copied now: the next feed may write into them.
-        kept = {layer: _states(model, cache, watch, layer) for layer, watch in mine.items()}
+        states_kept = {layer: _states(model, cache, watch, layer) for layer, watch in mine.items()}
         theirs, again = _recomputed(hooks, feed, mine)
-        fresh = hooks.feed(0, feed.stop)[1] if any(kept.values()) else None
+        fresh = hooks.feed(0, feed.stop)[1] if any(states_kept.values()) else None
         sights = {}
         for layer in [layer for layer in layers if layer in ends]:
             sight = sights[layer] = Sight(feed, layer, [*ends[layer][0]], [*again[layer][0]], hooks.reference)
             sight.ends = frozenset((event.name, event.module) for event in itertools.chain(*ends[layer]))
             if layer in mine:
-                held = _states(model, fresh, mine[layer], layer) if kept[layer] else []
+                fresh_states = _states(model, fresh, mine[layer], layer) if states_kept[layer] else []
                 sight.note(mine[layer], theirs[layer])
-                sight.mine += [*_in_order(mine[layer].events, kept[layer]), *ends[layer][1]]
-                sight.theirs += [*_in_order(theirs[layer].events, held), *again[layer][1]]
+                sight.mine += [*_in_order(mine[layer].events, states_kept[layer]), *ends[layer][1]]
+                sight.theirs += [*_in_order(theirs[layer].events, fresh_states), *again[layer][1]]
         yield sights
 
 
@@ -254,18 +250,18 @@ def _recomputed(hooks: BlockHooks, feed: Feed, layers: Iterable[int]) -> tuple[d
 def _ends(hooks: BlockHooks, logits: Tensor, back: int) -> dict[int, Ends]:
     """What each block was given and what it returned, and the model's own ends, at one row."""
     model = hooks.model
-    found: dict[int, Ends] = {}
+    ends: dict[int, Ends] = {}
     for (layer, nth), tensor in hooks.inputs.items():
         if nth:
             continue
         name = model.name_of(model.blocks[layer])
-        given, made = tensor[..., back, :].clone(), hooks.outputs.get((layer, nth))
-        before = [Event(BLOCK_INPUT, name, given)]
-        if not found:
-            found[EMBEDDING], before = ([Event("embedding", model.end_name("input"), given)], []), []
-        found[layer] = before, [] if made is None else [Event(RESIDUAL, name, made[..., back, :].clone())]
-    found[len(model.blocks)] = [Event("logits", model.end_name("output"), logits[..., back, :])], []
-    return found
+        entering, leaving = tensor[..., back, :].clone(), hooks.outputs.get((layer, nth))
+        before = [Event(BLOCK_INPUT, name, entering)]
+        if not ends:
+            ends[EMBEDDING], before = ([Event("embedding", model.end_name("input"), entering)], []), []
+        ends[layer] = before, [] if leaving is None else [Event(RESIDUAL, name, leaving[..., back, :].clone())]
+    ends[len(model.blocks)] = [Event("logits", model.end_name("output"), logits[..., back, :])], []
+    return ends
 
 
 def _states(model: BlockModel, cache: Any, watch: Watch, layer: int) -> list[Event]:
@@ -298,8 +294,6 @@ def _in_order(inside: list[Event], states: list[Event]) -> list[Event]:
 
 # Two runs of one block --------------------------------------------------------------------------------------------------
 
-NARROWER = (torch.bfloat16, torch.float16, torch.float32)
-
 
 def paired(events: Iterable[Event], *others: Iterable[Event]) -> Iterator[tuple[Any, ...]]:
     """Each event with the others' of the same name, module and turn; None where they have none."""
@@ -311,16 +305,6 @@ def paired(events: Iterable[Event], *others: Iterable[Event]) -> Iterator[tuple[
     for event in events:
         queues = [queue[event.name, event.module] for queue in waiting]
         yield event, *(queue.pop(0) if queue else None for queue in queues)
-
-
-def grid(mine: Tensor, theirs: Tensor) -> str:
-    """The narrowest dtype whose grid one side lies on and the other does not."""
-    if not (mine.is_floating_point() and theirs.is_floating_point()):
-        return ""
-    for dtype in NARROWER:
-        if on_grid(mine, dtype) != on_grid(theirs, dtype):
-            return dtype_name(dtype)
-    return ""
 
 
 def swapped_nearly_equal(mine: Event, other: Event) -> bool:
@@ -336,8 +320,8 @@ def swapped_nearly_equal(mine: Event, other: Event) -> bool:
     return len(mine.chosen) == len(other.chosen) and (scores.max() - scores.min()).item() <= 2 * most
 
 
-def compared(mine: Event, other: Event, position: int, newest: int) -> tuple[int, float, Tensor, Tensor]:
-    """Absolute position of the first difference, its relative error, and both tensors there.
+def compared(mine: Event, other: Event, position: int, newest: int) -> tuple[int, float]:
+    """Absolute position of the first difference, and its relative error.
 
     Args:
         mine: What the cached run computed.
@@ -354,33 +338,28 @@ def compared(mine: Event, other: Event, position: int, newest: int) -> tuple[int
         if heads % min(len(a), len(b)) == 0:
             a, b = (t.repeat_interleave(heads // len(t), 0) for t in (a, b))
         if a.shape != b.shape:
-            return position, math.inf, mine.tensor, other.tensor
+            return position, math.inf
         errors = row_errors(a.transpose(0, 1), b.transpose(0, 1))
-        if not bool(errors.max() > 0):
-            return position, 0.0, a, b
-        index = first_wrong(errors)
-        return newest + 1 - keys + index, float(errors.max()), a[:, index], b[:, index]
+        worst = float(errors.max())
+        return newest + 1 - keys + first_wrong(errors) if worst else position, worst
     if mine.name in ("attention mask", "attention scores"):
         return _compare_visible(a, b, position, newest)
-    if a.shape != b.shape:
-        return position, 0.0, a, b
-    return position, difference(a, b), a, b
+    return position, difference(a, b) if a.shape == b.shape else 0.0
 
 
-def _compare_visible(a: Tensor, b: Tensor, position: int, newest: int) -> tuple[int, float, Tensor, Tensor]:
+def _compare_visible(a: Tensor, b: Tensor, position: int, newest: int) -> tuple[int, float]:
     counts = a.shape[-1], b.shape[-1]
     keys = min(counts)
     if any(bool(_visible(t[..., : t.shape[-1] - keys]).any()) for t in (a, b)):
-        return max(newest + 1 - max(counts), 0), math.inf, a, b
+        return max(newest + 1 - max(counts), 0), math.inf
     a, b = (t[..., t.shape[-1] - keys :].flatten(0, -2) for t in (a, b))
     if len(a) != len(b) and 1 not in (len(a), len(b)):
-        return position, 0.0, a, b
+        return position, 0.0
     seen_a, seen_b = (_visible(t).any(0) for t in (a, b))
     if not torch.equal(seen_a, seen_b):
-        return newest + 1 - keys + int((seen_a != seen_b).int().argmax()), math.inf, a, b
-    if torch.bool in (a.dtype, b.dtype) or a.shape != b.shape or not bool(seen_a.any()):
-        return position, 0.0, a, b
-    return position, difference(a[:, seen_a], b[:, seen_a]), a, b
+        return newest + 1 - keys + int((seen_a != seen_b).int().argmax()), math.inf
+    same = torch.bool not in (a.dtype, b.dtype) and a.shape == b.shape and bool(seen_a.any())
+    return position, difference(a[:, seen_a], b[:, seen_a]) if same else 0.0
 
 
 def _visible(mask: Tensor) -> Tensor:

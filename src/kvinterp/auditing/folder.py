@@ -42,12 +42,12 @@ def check_own(folder: Path) -> None:
 
 def tables_of(rungs: Sequence[PrecisionRun]) -> dict[str, pd.DataFrame]:
     """The tables of all precisions, those of one below those of another; none that is empty."""
-    found = {}
+    tables = {}
     for name in TABLES:
         frames = [getattr(rung, name).assign(rung=rung.name) for rung in rungs if len(getattr(rung, name))]
         if frames:
-            found[name] = pd.concat(frames, ignore_index=True)
-    return found
+            tables[name] = pd.concat(frames, ignore_index=True)
+    return tables
 
 
 def put(texts: Mapping[str, str], folder: Path, tables: Mapping[str, pd.DataFrame] | None = None) -> Path:

@@ -12,11 +12,11 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from kvinterp.auditing.blocks import BlockHooks, BlockModel, Fed, moving, referenced
+from kvinterp.auditing.blocks import BlockHooks, BlockModel, moving, referenced
 from kvinterp.auditing.causes import Cause, WithoutCasts, beyond_truth, coarsest, excused, wide_constants
 from kvinterp.auditing.first_difference import Differing, Feed, Finding, Sight, differing, largest, look
 from kvinterp.auditing.ladder import ONE_BY_ONE, Plan, PrecisionRun, band, unit_roundoff
-from kvinterp.auditing.values import apart, difference
+from kvinterp.auditing.values import difference
 from kvinterp.auditing.watch import CHOICE
 from kvinterp.errors import UnsupportedError
 from kvinterp.models import Adapter
@@ -50,7 +50,7 @@ class Case:
 
     @classmethod
     def of(cls, row: Any, side: PrecisionRun) -> Case:
-        """Of a row."""
+        """Makes the case of a row."""
         return cls(**{name: int(row[name]) for name in ("prompt", "prefill", "start", "stop", "position")}, side=side)
 
     def feeds(self, plan: Plan) -> list[Feed]:
@@ -142,7 +142,7 @@ class RungJudge:
                     wrong = None
                 if wrong is None and clean is None and not kernel:
                     tried = (self._tried(case, each, [judged.finding.layer]) for each in (Native(), WithoutCasts()))
-                    left = min((largest(found) for found in tried if found is not None), default=math.nan)
+                    left = min((largest(blocks) for blocks in tried if blocks is not None), default=math.nan)
                     if math.isnan(left):
                         raise RuntimeError(NO_FLOAT64)
                     if left > band(torch.float64 if self.dtype == torch.float32 else torch.float32, self.terms):
@@ -215,12 +215,12 @@ class RungJudge:
         """
         tokens, limit = self.run.plan.tokens(case.prompt, self.twin.device), band(torch.float64, self.terms)
         for kernels in under if case.start else ():
-            fed, apart_by = Fed(BlockModel(self.twin, kernels)), 0.0
+            model, cache, apart_by = BlockModel(self.twin, kernels), None, 0.0
             with contextlib.suppress(RuntimeError, UnsupportedError):
-                reference = fed.model.recompute(tokens)
+                reference = model.recompute(tokens)
                 for feed in case.feeds(self.run.plan):
-                    logits = fed.forward(tokens[:, feed.start : feed.stop])
-                    apart_by = max(apart_by, apart(logits, reference[:, feed.start : feed.stop]))
+                    logits, cache = model.feed(tokens[:, feed.start : feed.stop], cache, feed.start)
+                    apart_by = max(apart_by, difference(logits, reference[:, feed.start : feed.stop]))
                 if apart_by <= limit and error > APART * max(apart_by, unit_roundoff(torch.float64)):
                     return True
         return False
@@ -232,10 +232,10 @@ class RungJudge:
         """
         limit = band(torch.float64, self.terms)
         for kernels in (Native(), WithoutCasts()):
-            found = self._tried(case, kernels, [wrong.layer])
-            if found is None or wrong.layer not in found:
+            differing_there = self._tried(case, kernels, [wrong.layer])
+            if differing_there is None or wrong.layer not in differing_there:
                 continue
-            sight, tensors = found[wrong.layer]
+            sight, tensors = differing_there[wrong.layer]
             named = [f for f in tensors if (f.tensor, f.module) == (wrong.tensor, wrong.module)]
             same = [f for f in named if f.error >= wrong.error / 2]
             if not proven and not all(map(sight.is_end, same)) and sight.error(tensors) <= limit:
@@ -331,9 +331,9 @@ class RungJudge:
         Given equal inputs that order is needed in this block alone, which costs little. Some blocks also read what another one
         keeps (shared keys and values): what is left is looked at again with that order in the whole model.
         """
-        found = self._look(case, BatchInvariant(), [layer], positions=positions, only=[layer])
-        if not found or largest(found) < enough:
-            return found
+        differing_there = self._look(case, BatchInvariant(), [layer], positions=positions, only=[layer])
+        if not differing_there or largest(differing_there) < enough:
+            return differing_there
         return self._look(case, BatchInvariant(), [layer], positions=positions)
 
     def _tried(

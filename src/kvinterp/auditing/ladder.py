@@ -242,5 +242,5 @@ class PrecisionRun:
 
 
 def _largest(frame: pd.DataFrame, column: str) -> float | None:
-    found = frame[column].max() if len(frame) else float("nan")
-    return None if pd.isna(found) else float(found)
+    size = frame[column].max() if len(frame) else float("nan")
+    return None if pd.isna(size) else float(size)

@@ -130,25 +130,25 @@ class _Climb:
 # Rows of every part -----------------------------------------------------------------------------------------------------
 
 
-def _rows(seen: BlockHooks | Reference, logits: Tensor, count: int | None = None, stop: int | None = None) -> Rows:
+def _rows(source: BlockHooks | Reference, logits: Tensor, count: int | None = None, stop: int | None = None) -> Rows:
     """The newest row of what every part was given and returned, in that order, and of the logits.
 
     Args:
-        seen: The hooks after a forward, or a reference.
+        source: The hooks after a forward, or a reference.
         logits: ``[position, vocabulary]`` of the same.
         count: So many newest rows instead, ``[row, width]``.
         stop: As if the tokens ended there.
     """
-    found: Rows = {}
-    for (layer, nth), tensor in seen.inputs.items():
-        found[(layer, "input", nth) if found else (EMBEDDING, "output", 0)] = tensor
-        if (layer, nth) in seen.outputs:
-            found[layer, "output", nth] = seen.outputs[layer, nth]
-    found[max((layer for layer, _ in seen.inputs), default=-1) + 1, "output", 0] = logits
-    found = {part: tensor[..., :stop, :] for part, tensor in found.items()}
+    rows: Rows = {}
+    for (layer, nth), tensor in source.inputs.items():
+        rows[(layer, "input", nth) if rows else (EMBEDDING, "output", 0)] = tensor
+        if (layer, nth) in source.outputs:
+            rows[layer, "output", nth] = source.outputs[layer, nth]
+    rows[max((layer for layer, _ in source.inputs), default=-1) + 1, "output", 0] = logits
+    rows = {part: tensor[..., :stop, :] for part, tensor in rows.items()}
     if count is None:
-        return {part: tensor[..., -1, :].flatten().clone() for part, tensor in found.items()}
-    return {part: tensor[..., -count:, :].movedim(-2, 0).flatten(1).clone() for part, tensor in found.items()}
+        return {part: tensor[..., -1, :].flatten().clone() for part, tensor in rows.items()}
+    return {part: tensor[..., -count:, :].movedim(-2, 0).flatten(1).clone() for part, tensor in rows.items()}
 
 
 def _whole(hooks: BlockHooks, stop: int, count: int | None = None) -> Rows:
@@ -158,10 +158,10 @@ def _whole(hooks: BlockHooks, stop: int, count: int | None = None) -> Rows:
 
 def _again(hooks: BlockHooks, stop: int, equal_inputs: str) -> Rows:
     """The newest rows of a prefix recomputed, made once."""
-    kept = hooks.reference.again
-    if (equal_inputs, stop) not in kept:
-        kept[equal_inputs, stop] = _rows(hooks, hooks.recompute(stop, equal_inputs)[0])
-    return kept[equal_inputs, stop]
+    known = hooks.reference.again
+    if (equal_inputs, stop) not in known:
+        known[equal_inputs, stop] = _rows(hooks, hooks.recompute(stop, equal_inputs)[0])
+    return known[equal_inputs, stop]
 
 
 def _fed(hooks: BlockHooks, start: int, stop: int, cache: Any = None, equal_inputs: str = "yes") -> tuple[Rows, Any]:
@@ -225,7 +225,7 @@ def _at_once(hooks: BlockHooks, start: int, stop: int, against: str, mine: Rows)
 
     The recomputation has as many rows as the cache then holds, so that a prompt is compared among the same number of rows.
     """
-    theirs, found = _whole(hooks, stop, stop - start), []
+    theirs, table = _whole(hooks, stop, stop - start), []
     if against == "prefix":
         theirs = _rows(hooks, hooks.recompute(stop)[0], stop - start)
         hooks.reference.again.setdefault(("yes", stop), {part: rows[-1].clone() for part, rows in theirs.items()})
@@ -233,14 +233,14 @@ def _at_once(hooks: BlockHooks, start: int, stop: int, against: str, mine: Rows)
         errors = row_errors(mine[part], again)
         first = first_wrong(errors) if bool(errors.max() > 0) else len(errors) - 1
         where = {"start": start, "stop": stop, "position": stop - len(errors) + first}
-        found.append({**where, "layer": part[0], "part": part[1], "error": float(errors.max()), "null": math.nan})
-    return found
+        table.append({**where, "layer": part[0], "part": part[1], "error": float(errors.max()), "null": math.nan})
+    return table
 
 
 def _takes_chunks(hooks: BlockHooks, start: int) -> bool:
     """Whether the model takes several tokens on a cache that is not empty; recurrent ones as a rule do not."""
     _, cache = hooks.feed(0, start)
-    if hooks.model.recurrent_layers(cache):
+    if any(hooks.model.states(cache, layer) for layer in range(len(hooks.model.blocks))):
         return False
     try:
         hooks.feed(start, start + 2, cache)
@@ -253,24 +253,18 @@ def _takes_chunks(hooks: BlockHooks, start: int) -> bool:
 def onset(twin: Adapter, run: PrecisionRun) -> tuple[str, int, int] | None:
     """The rung, layer and position at which a difference appears or jumps in every prompt, gone with fixed kernels."""
     swept = run.sweep[(run.sweep["layer"] >= 0) & (run.sweep["part"] == "output")]
-    starts = set(jumps(swept).values())
+    starts = {_jump(rows.groupby("position")["error"].max()) for _, rows in swept.groupby("prompt")}
     start = starts.pop() if len(starts) == 1 else None
-    found = swept[(swept["position"] == start) & (swept["error"] > 0)]
-    if start is None or found.empty:
+    rows_there = swept[(swept["position"] == start) & (swept["error"] > 0)]
+    if start is None or rows_there.empty:
         return None
     # Whether these blocks still differ there with fixed kernels; what differs in none of them is not asked.
-    layers, stop = set(found["layer"]), min(start + 2, run.plan.length)
+    layers, stop = set(rows_there["layer"]), min(start + 2, run.plan.length)
     tokens, fixed = run.plan.tokens(0, twin.device)[:, :stop], BlockModel(twin, BatchInvariant(), only=layers)
     with contextlib.suppress(UnsupportedError), referenced(fixed, tokens) as hooks:
         if not any(row["error"] > 0 for row in forced(hooks, start, stop) if row["layer"] in layers):
-            return run.name, int(found["layer"].min()), start
+            return run.name, int(rows_there["layer"].min()), start
     return None
-
-
-def jumps(swept: pd.DataFrame) -> dict[int, int | None]:
-    """For each prompt of a sweep the position at which a difference of what a part returns appears or jumps, or None."""
-    outputs = swept[(swept["layer"] >= 0) & (swept["part"] == "output")]
-    return {prompt: _jump(rows.groupby("position")["error"].max()) for prompt, rows in outputs.groupby("prompt")}
 
 
 def _jump(errors: pd.Series) -> int | None:
@@ -294,14 +288,14 @@ def _free(
     hooks: BlockHooks, fed: Iterable[tuple[int, Rows]], prefill: int, against: str
 ) -> tuple[list[Row], pd.DataFrame, pd.DataFrame]:
     """A row a step of the free-running logits, and the layers and the largest logits of one that has something to show."""
-    found, layers, top = [], pd.DataFrame(), pd.DataFrame()
+    steps, layers, top = [], pd.DataFrame(), pd.DataFrame()
     head, prefix = (len(hooks.model.blocks), "output", 0), against == "prefix"
     for position, mine in fed:
         theirs = _again(hooks, position + 1, "no") if prefix else _whole(hooks, position + 1)
         a, b = mine[head], theirs[head]
         sizes, kl = _sizes(a, b), float(metrics.kl_divergence(b, a))
         null = _sizes(b, hooks.reference.logits[position])["max_abs"] if prefix else math.nan
-        found.append({"position": position, **sizes, "kl": kl, "null_max_abs": null})
+        steps.append({"position": position, **sizes, "kl": kl, "null_max_abs": null})
         # The last step that differs has something to show; among equal ones any is as good.
         if sizes["max_abs"] > 0 or position == prefill or not bool(top["difference"].any()):
             where = {"prefill": prefill, "position": position}
@@ -311,7 +305,7 @@ def _free(
             columns = {"index": at, "recompute": b.double()[at], "cached": a.double()[at], "difference": worst}
             shown = pd.DataFrame({name: tensor.tolist() for name, tensor in columns.items()})
             layers, top = table.assign(**where), shown.assign(**where)
-    return found, layers, top
+    return steps, layers, top
 
 
 def _sizes(a: Tensor, b: Tensor) -> dict[str, float]:

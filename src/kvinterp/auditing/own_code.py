@@ -45,7 +45,7 @@ def _module(model: nn.Module) -> FunctionSubject | None:
             again, _ = twin(ids[:, :1], cache)
     except Exception:  # It is called otherwise: kv.wrap says what is taken.
         return None
-    shapes = [made.shape[:-1] for made in (logits, again) if isinstance(made, Tensor) and made.dim() == 3]
+    shapes = [one.shape[:-1] for one in (logits, again) if isinstance(one, Tensor) and one.dim() == 3]
     if cache is None or shapes != [(1, 3), (1, 1)]:
         return None
     yours = "model is yours: full = lambda ids: model(ids, None)[0]; step = model"
@@ -115,11 +115,11 @@ def behind(adapter: Adapter, prompts: Any, inputs: Any) -> FunctionSubject:
     wide = {n: t.double() if isinstance(t, Tensor) and t.is_floating_point() else t for n, t in inputs.items()}
 
     def first(ids: Tensor, use_cache: bool) -> Any:
-        given = dict(wide)
+        extra = dict(wide)
         for name, value in wide.items():
             if isinstance(value, Tensor) and value.dim() == 2 and value.shape == prefix.shape and len(ids) == 1:
-                given[name] = torch.cat([value, torch.zeros_like(value[:, :1]).expand(-1, ids.shape[1])], 1)
-        return own.model(input_ids=torch.cat([prefix.expand(len(ids), -1), ids], 1), use_cache=use_cache, **given)
+                extra[name] = torch.cat([value, torch.zeros_like(value[:, :1]).expand(-1, ids.shape[1])], 1)
+        return own.model(input_ids=torch.cat([prefix.expand(len(ids), -1), ids], 1), use_cache=use_cache, **extra)
 
     def full(ids: Tensor) -> Tensor:
         with own.own_state([]):

@@ -102,7 +102,7 @@ class Evidence:
 
     def judge(self, allow: tuple[str, ...] = ()) -> Verdict:
         """Says what the evidence means, where some words do not fail."""
-        self.allow, checks = allow, self.checks
+        self.allow = allow
         self.notes = [f"in {name} the model as it is cannot be run ({why})" for name, why in self.refused.items()]
         asked = (self._overflow, self._wrong_dtype, self._bug, self._failed, self._hidden_cast, self._unexplained)
         others = (self._unknown, self._random, self._not_judged, self._benign)
@@ -113,14 +113,16 @@ class Evidence:
             lines = [self.prompt.said, *lines]
             # What is left of the difference once a cause of it was taken away is no excuse for the rest.
             word = "bug" if word in (*GOOD, CANNOT_TELL) else word
+        return self._verdict(word, place, lines, f"{self.model} ({self.kind}, {self.own})")
+
+    def _verdict(self, word: str, place: Place, lines: list[str], who: str) -> Verdict:
         allowed = "yes" if word in self.allow else "no"
-        passes = word in GOOD or allowed == "yes"
-        tried = sum(check.status in (RIGHT, WRONG, PLAIN) for check in checks)
-        uses = f"{tried} of {len(checks)} uses tried" if checks else "decoding token by token alone"
-        first = "PASS" if passes else "CANNOT TELL" if word == CANNOT_TELL else "FAIL"
-        first += f"  {word}{' (allowed)' if allowed == 'yes' else ''}  {self.model} ({self.kind}, {self.own}), {uses}"
+        tried = sum(check.status in (RIGHT, WRONG, PLAIN) for check in self.checks)
+        uses = f"{tried} of {len(self.checks)} uses tried" if self.checks else "decoding token by token alone"
+        first = "PASS" if word in GOOD or allowed == "yes" else "CANNOT TELL" if word == CANNOT_TELL else "FAIL"
+        first += f"  {word}{' (allowed)' if allowed == 'yes' else ''}  {who}, {uses}"
         text = "\n".join([first, *lines, *_exercised(self), *(f"note: {note}" for note in self.notes)])
-        return Verdict(word, *place, self._evidence(), tuple(checks), tuple(self.notes), text, allowed)
+        return Verdict(word, *place, self._evidence(), tuple(self.checks), tuple(self.notes), text, allowed)
 
     def _evidence(self) -> dict[str, dict[str, Any]]:
         evidence = {name: run.summary() for name, run in self.rungs.items()}
@@ -178,28 +180,30 @@ class Evidence:
         _, judged = min(here, key=lambda case: (case[1].fed != ONE_BY_ONE, self.rungs[case[0]].unit))
         same = [j for _, j in here if j.finding.tensor == judged.finding.tensor]
         judged = min(same, key=lambda j: (j.fed != ONE_BY_ONE, j.finding.position))
-        found, sizes = judged.finding, dict[str, float]()
+        finding, sizes = judged.finding, dict[str, float]()
         for name, j in every:
             sizes[name] = max(sizes.get(name, 0.0), j.finding.error)
         at = (
-            f"at step {found.step}" if judged.fed == ONE_BY_ONE else f"in {judged.fed}, in the row of position {found.step}"
+            f"at step {finding.step}"
+            if judged.fed == ONE_BY_ONE
+            else f"in {judged.fed}, in the row of position {finding.step}"
         )
         prompt = self.prompt
         uncached = prompt is not None and "without a cache" in (prompt.off, prompt.alone)
         wrong = "is wrong"
         if prompt is not None and uncached:
             wrong = "without a cache is wrong" if prompt.off else "is another without a cache than with one"
-        said = f"Given equal inputs, {_place(judged)} {wrong} from position {found.position} on (seen {at}): "
-        said += ", ".join(
+        sentence = f"Given equal inputs, {_place(judged)} {wrong} from position {finding.position} on (seen {at}): "
+        sentence += ", ".join(
             f"{name} "
             + ("one side sees what the other does not" if size == torch.inf else f"a relative error of {size:.1e}")
             for name, size in sizes.items()
         )
         clean = [name for name in sorted(self.judged) if name not in sizes]
-        said += f"; not in {', '.join(clean)}" if clean else ""
+        sentence += f"; not in {', '.join(clean)}" if clean else ""
         # What was tried and what is likely hold the cached step against the forward without a cache.
-        said_of = [f"{said}."] if uncached else [f"{said}. {_tried(judged)}", *hint(judged, self)]
-        return "bug", found.place, [*said_of, *self._said_of_uses()]
+        said_of = [f"{sentence}."] if uncached else [f"{sentence}. {_tried(judged)}", *hint(judged, self)]
+        return "bug", finding.place, [*said_of, *self._said_of_uses()]
 
     @property
     def _failures(self) -> list[Check]:
@@ -235,13 +239,13 @@ class Evidence:
         if not fail:
             return None
         name, judged = fail[0]
-        found, cause = judged.finding, judged.cause
+        finding, cause = judged.finding, judged.cause
         line = (
-            f"In {name}, given equal inputs, {_place(judged)} is off by {found.error:.1e}, "
-            f"{found.error / self.rungs[name].unit:.2g} unit roundoffs; {cause.module or 'the block'} casts to "
+            f"In {name}, given equal inputs, {_place(judged)} is off by {finding.error:.1e}, "
+            f"{finding.error / self.rungs[name].unit:.2g} unit roundoffs; {cause.module or 'the block'} casts to "
             f"{cause.dtype}, and without that cast "
         ) + ("nothing differs." if cause.left == 0 else f"{cause.left:.1e} is left.")
-        return "hidden-cast", (*found.place[:3], cause.module), [line]
+        return "hidden-cast", (*finding.place[:3], cause.module), [line]
 
     def _unexplained(self) -> Reading | None:
         name, short = next(((n, a) for n, a in self.accounts.items() if not a.holds), ("", None))
@@ -313,10 +317,10 @@ class Evidence:
                 f"Rounding tips the choice between nearly equal experts in {', '.join(tipped)}; with a fixed order the same "
                 "ones are chosen."
             )
-        found = self.caused("kernel")
-        if found:
+        kernels = self.caused("kernel")
+        if kernels:
             # The rung with the long decode knows the first position; the others only the lengths they were given.
-            name, judged = min(found, key=lambda case: (case[1].finding.position, self.rungs[case[0]].unit))
+            name, judged = min(kernels, key=lambda case: (case[1].finding.position, self.rungs[case[0]].unit))
             line = (
                 f"Given equal inputs, {_place(judged)} is off by {judged.finding.error:.1e} in {name}, first at position "
                 f"{judged.finding.position}, and bitwise right once every sum has a fixed order: a kernel is coarse there, not "
@@ -343,47 +347,46 @@ class Evidence:
 
 def _place(judged: Judged) -> str:
     """A finding's layer, tensor and module."""
-    found = judged.finding
-    return f"{found.tensor} of {part_named(found.layer, found.tensor)}" + (f" ({found.module})" if found.module else "")
+    finding = judged.finding
+    return f"{finding.tensor} of {part_named(finding.layer, finding.tensor)}" + (
+        f" ({finding.module})" if finding.module else ""
+    )
 
 
 def _tried(judged: Judged) -> str:
     cause = judged.cause
     if cause.detail.startswith("gone with a fixed order"):
         return f"It is {cause.detail}: the kernel's own result is wrong."
-    said = {
+    known = {
         "fixed order": "With a fixed order of additions it is there all the same.",
         "native": "A fixed order of additions does not take it away.",
     }.get(judged.kernels, "No fixed order of additions could be run.")
-    return f"{said} It is {cause.detail}." if cause.detail else said
+    return f"{known} It is {cause.detail}." if cause.detail else known
 
 
-def hint(judged: Judged, seen: Evidence) -> list[str]:
+def hint(judged: Judged, evidence: Evidence) -> list[str]:
     """The likely cause of what is wrong, in a line or none."""
-    found = judged.finding
-    known = HINTS.get(found.tensor)
-    switched = next(
-        (check.hint for check in seen.checks if check.status == WRONG and check.name.startswith("RoPE switch")), ""
-    )
+    finding = judged.finding
+    likely = HINTS.get(finding.tensor)
     if judged.numbered:
-        known = (
+        likely = (
             "told the positions of its tokens, as generate() tells them, the model is right: called without position_ids it "
             "numbers cached tokens wrongly"
         )
-    elif found.tensor == "K" and switched:
-        known = switched
-    elif found.tensor == "K":
-        every = seen.rungs[seen.own].every_error
-        new = found.position >= (int(every["prefill"].min()) if len(every) else 0)
-        known = "new keys as they are written" if new else "old keys: a stale, lost or shifted cache"
-    return [f"hint: {known}"] if known else []
+    elif finding.tensor == "K":
+        every = evidence.rungs[evidence.own].every_error
+        new = finding.position >= (int(every["prefill"].min()) if len(every) else 0)
+        likely = "new keys as they are written" if new else "old keys: a stale, lost or shifted cache"
+    return [f"hint: {likely}"] if likely else []
 
 
 def overflow(own: PrecisionRun, others: str) -> list[str]:
     """Where NaN or Inf first appears, and what to do; ``others``: the other precisions in which it does."""
     where = own.nonfinite
-    said = f"{where['value']} first appears on the {where['path']} path in {where['module'] or 'the logits'} in {own.name}"
-    said += "" if where["position"] is None else f" at position {where['position']}"
+    sentence = (
+        f"{where['value']} first appears on the {where['path']} path in {where['module'] or 'the logits'} in {own.name}"
+    )
+    sentence += "" if where["position"] is None else f" at position {where['position']}"
     remedy = "the recomputation itself is not finite in this precision"
     if where.get("weights"):
         remedy = f"the weights themselves hold NaN or Inf ({where['weights']}): load another checkpoint"
@@ -391,32 +394,32 @@ def overflow(own: PrecisionRun, others: str) -> list[str]:
         remedy = "the recomputation is finite there: look at what the cache gives back, and at rows that see no key"
     elif own.name == "float16":
         remedy = "a dtype with a wider range (bfloat16, float32) may hold it"
-    return [f"{said}; also in {others}." if others else f"{said}.", f"hint: {remedy}"]
+    return [f"{sentence}; also in {others}." if others else f"{sentence}.", f"hint: {remedy}"]
 
 
-def _rung(rung: PrecisionRun, seen: Evidence) -> str:
+def _rung(rung: PrecisionRun, evidence: Evidence) -> str:
     """What one precision showed: the machine's kernels, the null control, and a fixed order."""
-    found, fixed = rung.summary(), rung.fixed
-    said = (
-        f"{rung.name}: {found['bitwise_equal_steps']} of {found['steps']} steps are bitwise equal; the logits differ by at most "
-        f"{found['max_abs_logit'] or 0.0:.2g} (two recomputations, one among more rows, by "
-        f"{found['null_max_abs_logit'] or 0.0:.2g}), a block given equal inputs by {rung.largest_error / rung.unit:.2g} unit "
+    summary, fixed = rung.summary(), rung.fixed
+    sentence = (
+        f"{rung.name}: {summary['bitwise_equal_steps']} of {summary['steps']} steps are bitwise equal; the logits differ by at "
+        f"most {summary['max_abs_logit'] or 0.0:.2g} (two recomputations, one among more rows, by "
+        f"{summary['null_max_abs_logit'] or 0.0:.2g}), a block given equal inputs by {rung.largest_error / rung.unit:.2g} unit "
         "roundoffs"
     )
     if fixed is None:
-        return f"{said}."
+        return f"{sentence}."
     if fixed.largest_error == 0 and not len(fixed.differing_steps):
         return (
-            f"{said}; with a fixed order of additions all {len(fixed.every_error)} checks and {len(fixed.steps)} steps are "
+            f"{sentence}; with a fixed order of additions all {len(fixed.every_error)} checks and {len(fixed.steps)} steps are "
             "bitwise equal."
         )
-    reasons = {j.cause.word: None for j in seen.judged.get(rung.name, ()) if j.kernels == "fixed order"}
+    reasons = {j.cause.word: None for j in evidence.judged.get(rung.name, ()) if j.kernels == "fixed order"}
     why = " and ".join(word for word in reasons if word in ("cast", "rounding"))
     left = f"{fixed.largest_error / rung.unit:.2g} unit roundoffs are left"
-    return f"{said}; with a fixed order {left}{f' ({why})' if why else ''}."
+    return f"{sentence}; with a fixed order {left}{f' ({why})' if why else ''}."
 
 
-def _exercised(seen: Evidence) -> list[str]:
+def _exercised(evidence: Evidence) -> list[str]:
     """What was exercised, and what not."""
     named = {
         RIGHT: "right, each in so many programs",
@@ -426,34 +429,27 @@ def _exercised(seen: Evidence) -> list[str]:
         UNCLEAR: UNCLEAR,
         NOT_RUN: "not reached",
     }
-    found: dict[str, list[str]] = {status: [] for status in named}
-    for check in seen.checks:
+    by_status: dict[str, list[str]] = {status: [] for status in named}
+    for check in evidence.checks:
         # What is said by its sentence alone is said with it.
         more = {RIGHT: f" ({check.tried})", PLAIN: "", WRONG: ""}.get(check.status, f" ({check.detail.rstrip('.')})")
-        found.get(check.status, []).append(f"{check.name}{more}")
-    options = ", ".join(sorted({check.hint for check in seen.checks if check.hint.startswith("--")}))
+        by_status.get(check.status, []).append(f"{check.name}{more}")
+    options = ", ".join(sorted({check.hint for check in evidence.checks if check.hint.startswith("--")}))
     ends = {
         PLAIN: ": there a forward without a cache over the same columns is off as well",
         NOT_RUN: f" ({options} goes there)" if options else "",
     }
-    lines = [f"{named[of]}: {'; '.join(names)}{ends.get(of, '')}" for of, names in found.items() if names]
-    return [f"exercised: {seen.exercised}", *lines]
+    lines = [f"{named[of]}: {'; '.join(names)}{ends.get(of, '')}" for of, names in by_status.items() if names]
+    return [f"exercised: {evidence.exercised}", *lines]
 
 
 def of_functions(name: str, worst: float, checks: list[Check], allow: tuple[str, ...], notes: list[str]) -> Verdict:
     """The verdict on anybody's own two functions: whether their programs are right."""
-    seen = Evidence(name, "functions", "", 0, checks=checks)
-    failed = seen._failed()
-    word, place, lines = failed or ("rounding" if worst else "equal", NOWHERE, [])
+    evidence = Evidence(name, "functions", "", 0, checks=checks, allow=allow, notes=notes)
+    word, place, lines = evidence._failed() or ("rounding" if worst else "equal", NOWHERE, [])
     if not any(check.status in (RIGHT, WRONG) for check in checks):
         word, lines = CANNOT_TELL, ["No use could be tried."]
-    allowed = "yes" if word in allow else "no"
-    passes = word in GOOD or allowed == "yes"
-    first = "PASS" if passes else "CANNOT TELL" if word == CANNOT_TELL else "FAIL"
-    tried = sum(check.status in (RIGHT, WRONG, PLAIN) for check in checks)
-    first += f"  {word}{' (allowed)' if allowed == 'yes' else ''}  {name}, {tried} of {len(checks)} uses tried"
-    seen.exercised = (
+    evidence.exercised = (
         f"programs of the cache, each against full() of a row's own tokens; the largest difference {worst:.1e}."
     )
-    text = "\n".join([first, *lines, *_exercised(seen), *(f"note: {note}" for note in notes)])
-    return Verdict(word, *place, {}, tuple(checks), tuple(notes), text, allowed)
+    return evidence._verdict(word, place, lines, name)

@@ -51,7 +51,7 @@ class KernelsTable(Result):
     Attributes:
         table: One row an operation, varied dimension and size: operation, shape, where (first module), calls, varied, size,
             bitwise_equal, rows_differing (share), max_ulp (of each number itself, which is large where a sum cancels),
-            max_ulp_of_row (of the row's largest number), flags_that_change, flags_that_fix.
+            max_ulp_of_row (of the row's largest number), flags_that_fix.
         first: The first operation of the model whose output in the newest row differs between a cached step and recomputation
             given equal inputs: operation, layer, tensor, module, position, error; None where none does. Rows before the newest,
             which a recomputation makes anew among more rows, are not asked about.
@@ -104,16 +104,16 @@ class KernelsTable(Result):
 
     def __str__(self) -> str:
         first, same = self.first, self.table.groupby(["operation", "shape"])["bitwise_equal"].all()
-        said = f"{len(same)} operations; {int((~same).sum())} depend on the shape. "
+        sentence = f"{len(same)} operations; {int((~same).sum())} depend on the shape. "
         if first is None:
-            return said + (
+            return sentence + (
                 f"Given equal inputs, the newest row of each of {STEPS} tokens fed after a prompt of {self.provenance['length']} "
                 "has the same bits in every operation, cached and recomputed. Earlier rows, and other lengths, were not "
                 "asked about: kvinterp compare runs whole prompts."
             )
         what = "" if first["tensor"] == first["module"] else f"{first['tensor']} of "
         by = f" ({first['operation']})" if first["operation"] else ""
-        return said + (
+        return sentence + (
             f"Given equal inputs, the newest row first differs in {what}{first['module']}{by}, "
             f"{part_named(first['layer'], first['tensor'])}, "
             f"relative error {first['error']:.1e}."
@@ -157,12 +157,12 @@ def kernels_table(
     return KernelsTable(pd.DataFrame(rows), None if first is None else _described(first, operations), about)
 
 
-def _described(found: Finding, operations: Sequence[Operation]) -> dict[str, Any]:
+def _described(finding: Finding, operations: Sequence[Operation]) -> dict[str, Any]:
     """The first that differs, with the operation of the table that computed it (the last one its module calls)."""
-    inner = {"attention output": ("attention (SDPA)", "values"), "attention scores": ("scores",)}.get(found.tensor)
-    mine = [o for o in operations if o.calls and any(f"{m}.".startswith(f"{found.module}.") for m in o.modules)]
+    inner = {"attention output": ("attention (SDPA)", "values"), "attention scores": ("scores",)}.get(finding.tensor)
+    mine = [o for o in operations if o.calls and any(f"{m}.".startswith(f"{finding.module}.") for m in o.modules)]
     names = [f"{o.name} {o.shape}" for o in mine if inner is None or o.name in inner]
-    where = {n: getattr(found, n) for n in ("layer", "tensor", "module", "position", "error")}
+    where = {n: getattr(finding, n) for n in ("layer", "tensor", "module", "position", "error")}
     return {"operation": names[-1] if names else "", **where}
 
 
@@ -206,47 +206,40 @@ def _measure(operation: Operation, sizes: Sequence[int], mode: KernelMode) -> li
                     "rows_differing": float((gap > 0).any(-1).double().mean()),
                     "max_ulp": float((gap / unit).max()),
                     "max_ulp_of_row": float((gap / unit.amax(-1, keepdim=True)).max()),
-                    **_flags(operation, call, size, mine, alone, mode),
+                    "flags_that_fix": "" if torch.equal(mine, alone) else _fixing(operation, call, size, mode, mine.device),
                 }
             )
     return rows
 
 
-def _flags(operation: Operation, call: Variant, size: int, mine: Tensor, alone: Tensor, mode: KernelMode) -> dict[str, str]:
-    """The flags under which the result has other bits, and those under which it no longer depends on the shape."""
-    found: dict[str, list[str]] = {"flags_that_change": [], "flags_that_fix": []}
-    switches = {} if torch.equal(mine, alone) else _switches(mine.device)
-    if switches and operation.name == "attention (SDPA)":
+def _fixing(operation: Operation, call: Variant, size: int, mode: KernelMode, device: torch.device) -> str:
+    """The flags under which the result no longer depends on the shape."""
+    switches = _switches(device)
+    if operation.name == "attention (SDPA)":
         switches = {f"sdpa {name}": partial(sdpa_kernel, backend) for name, backend in BACKENDS.items()} | switches
+    fixing = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's own context of oneDNN's flags sets older names of them.
         for name, flag in switches.items():
-            try:
-                with flag(), mode:
-                    again, again_alone = call(size)
-            except RuntimeError:
-                continue  # This combination of flags has no kernel for these inputs.
-            if not torch.equal(again, mine):
-                found["flags_that_change"].append(name)
-            if torch.equal(again, again_alone):
-                found["flags_that_fix"].append(name)
-    return {of: ", ".join(names) for of, names in found.items()}
+            # Some combinations of flags have no kernel for these inputs.
+            with contextlib.suppress(RuntimeError), flag(), mode:
+                if torch.equal(*call(size)):
+                    fixing.append(name)
+    return ", ".join(fixing)
 
 
 def _switches(device: torch.device) -> dict[str, Callable[[], Any]]:
     """Every switch that may choose another kernel on this device, by name; each restores what it changed."""
-    deterministic = partial(
-        _set,
-        (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()),
-        (not torch.are_deterministic_algorithms_enabled(), True),
-        lambda to: torch.use_deterministic_algorithms(to[0], warn_only=to[1]),
-    )
-    switches: dict[str, Callable[[], Any]] = {"oneDNN off": partial(torch.backends.mkldnn.flags, enabled=False)}
-    if device.type == "cuda":
-        matmul = torch.backends.cuda.matmul
-        names = ("allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction", "allow_tf32")
-        switches = {name: partial(_toggled, matmul, name) for name in names}
-    return {**switches, "deterministic algorithms": deterministic}
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+
+    def put(to: tuple[bool, bool]) -> None:
+        torch.use_deterministic_algorithms(to[0], warn_only=to[1])
+
+    switches = {"deterministic algorithms": partial(_set, before, (not before[0], True), put)}
+    if device.type != "cuda":
+        return {"oneDNN off": partial(torch.backends.mkldnn.flags, enabled=False), **switches}
+    reduced = ("allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction", "allow_tf32")
+    return {**{name: partial(_toggled, torch.backends.cuda.matmul, name) for name in reduced}, **switches}
 
 
 def _toggled(holder: Any, name: str) -> contextlib.AbstractContextManager[None]:
@@ -323,7 +316,7 @@ def collect(adapter: Adapter, tokens: Tensor, sizes: Sequence[int]) -> list[Oper
 
 
 class _Collector:
-    """Told every call of torch in a forward; ``most``: how many rows or keys each will be called with."""
+    """Collects the operations of one forward; ``most``: how many rows or keys each will be called with."""
 
     def __init__(self, model: BlockModel, most: int) -> None:
         self.model, self.most = model, most
@@ -352,18 +345,18 @@ class _Collector:
         self.product(self.attention.product)
 
     def called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Told a call; gives its result."""
+        """Adds the operation of a call of torch; returns its result."""
         result = func(*args, **kwargs)
-        found = self.attention.told(func, args, kwargs, result)
+        part = self.attention.told(func, args, kwargs, result)
         args, kwargs = in_order(args, kwargs)
-        if isinstance(found, Fused):
-            self.fused(found)
-        elif isinstance(found, Product):
-            self.product(found.before)
-        elif isinstance(found, Scores):
-            self.softmax(found)
-        elif isinstance(found, Values):
-            self.values(found)
+        if isinstance(part, Fused):
+            self.fused(part)
+        elif isinstance(part, Product):
+            self.product(part.before)
+        elif isinstance(part, Scores):
+            self.softmax(part)
+        elif isinstance(part, Values):
+            self.values(part)
         elif func is _F.linear:
             self.linear(args[0], result.shape[-1], lambda x: func(x, *args[1:], **kwargs))
         elif func is torch.addmm and args[1].dim() == 2:
@@ -426,9 +419,9 @@ class _Collector:
         rows = _longer(x.reshape(-1, x.shape[-1]), 0, self.most)
         self.by_rows(name, f"{what}{x.shape[-1]} to {outputs}", call, rows)
 
-    def norm(self, module: nn.Module, given: Sequence[Any], output: Tensor) -> None:
+    def norm(self, module: nn.Module, arguments: Sequence[Any], output: Tensor) -> None:
         """A norm, and whatever else of the same shape it was given (a gate)."""
-        parts = [t for t in given if isinstance(t, Tensor) and t.shape == output.shape]
+        parts = [t for t in arguments if isinstance(t, Tensor) and t.shape == output.shape]
         if not parts or output.dim() < 2:
             return
         forward: Any = type(module).forward.__get__(module)
@@ -452,10 +445,10 @@ class _Collector:
         shape = f"{a.shape[-1]} to {b.shape[-1]}, {a.shape[-3]} at once"
         self.by_rows("product", shape, torch.matmul, _longer(a, -2, self.most), b)
 
-    def softmax(self, found: Scores) -> None:
+    def softmax(self, scores_seen: Scores) -> None:
         """Probabilities, and the product of queries and keys that they were made of."""
-        scores, dtype = _heads(found.product.made), found.given.dtype
-        a, b = _heads(found.product.a), _heads(found.product.b)
+        scores, dtype = _heads(scores_seen.product.made), scores_seen.given.dtype
+        a, b = _heads(scores_seen.product.a), _heads(scores_seen.product.b)
         query, key = _longer(a, -2, self.most), _longer(b, -1, self.most)
 
         def fewer(n: int) -> tuple[Tensor, Tensor]:
@@ -466,23 +459,18 @@ class _Collector:
         full = _longer(_longer(scores, -1, self.most), -2, self.most)
 
         def call(s: Tensor) -> Tensor:
-            return torch.softmax(s, -1, dtype=found.dtype).to(dtype)
+            return torch.softmax(s, -1, dtype=scores_seen.dtype).to(dtype)
 
         def masked(n: int) -> tuple[Tensor, Tensor]:
             hidden = full[..., :1, :].clone()
             hidden[..., n:] = -torch.inf
             return call(full[..., :1, :n]), call(hidden)[..., :n]
 
-        variants: dict[str, Variant] = {
-            "rows": lambda n: (call(full[..., :n, :])[..., :1, :], call(full[..., :1, :])),
-            "keys": masked,
-            "batch": lambda n: _batch_pair(call, full[..., :4, :], n),
-        }
-        self.add("softmax", f"over keys, {scores.shape[1]} heads", dtype, variants)
+        self.by_rows("softmax", f"over keys, {scores.shape[1]} heads", call, full, keys=masked, dtype=dtype)
 
-    def values(self, found: Values) -> None:
+    def values(self, values_seen: Values) -> None:
         """Probabilities by values."""
-        a, b, scores = (_heads(t) for t in (found.weights, found.values, found.scores.product.made))
+        a, b, scores = (_heads(t) for t in (values_seen.weights, values_seen.values, values_seen.scores.product.made))
         square = _longer(_longer(scores, -1, self.most), -2, self.most)
         weights, values = torch.softmax(square.float(), -1).to(a.dtype), _longer(b, -2, self.most)
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvinterp.auditing.blocks import BlockModel, Fed
+from kvinterp.auditing.blocks import BlockModel
 from kvinterp.auditing.ladder import dtype_name
 from kvinterp.models.hooks import first_of
 
@@ -30,19 +30,11 @@ def magnitude(values: Tensor) -> float:
     return finite.abs().max().item() if finite.numel() else 0.0
 
 
-def apart(mine: Tensor, theirs: Tensor, size: float | None = None) -> float:
-    """Largest difference over the largest finite magnitude of ``theirs``, or over ``size``; inf where one is no number."""
-    found = gap(mine, theirs)
-    worst = found.max().item() if found.numel() else 0.0
-    if not worst:
-        return 0.0
-    size = magnitude(theirs) if size is None else size
-    return worst / size if size else math.inf
-
-
 def difference(a: Tensor, b: Tensor) -> float:
-    """As :func:`apart`, where what ``b`` holds may be all zero."""
-    return 0.0 if torch.equal(a, b) else apart(a, b, max(magnitude(b), TINY))
+    """Largest difference over the largest finite magnitude of ``b``, which may be all zero; inf where one is no number."""
+    if torch.equal(a, b) or not a.numel():
+        return 0.0
+    return gap(a, b).max().item() / max(magnitude(b), TINY)
 
 
 def row_errors(mine: Tensor, theirs: Tensor) -> Tensor:
@@ -55,12 +47,6 @@ def row_errors(mine: Tensor, theirs: Tensor) -> Tensor:
 def first_wrong(errors: Tensor) -> int:
     """The first that is as wrong as any, to within a factor of ten: not one that differs by rounding only."""
     return int((errors >= errors.max() / 10).int().argmax())
-
-
-def by_position(mine: Tensor, theirs: Tensor, first: int) -> dict[int, float]:
-    """Relative error of each position of ``[batch, position, vocabulary]``, over all rows; the first is at ``first``."""
-    size = magnitude(theirs)
-    return {first + n: apart(mine[:, n], theirs[:, n], size) for n in range(mine.shape[1])}
 
 
 # What values say by themselves ----------------------------------------------------------------------------------------
@@ -83,8 +69,8 @@ def logit_grid(logits: Tensor) -> str:
     """
     if not bool(logits.any()) or torch.finfo(logits.dtype).bits < 32:
         return ""
-    found = [d for d in (torch.bfloat16, torch.float16) if on_grid(logits, d)]
-    return dtype_name(found[0]) if found else ""
+    grids = [d for d in (torch.bfloat16, torch.float16) if on_grid(logits, d)]
+    return dtype_name(grids[0]) if grids else ""
 
 
 @contextlib.contextmanager
@@ -107,16 +93,16 @@ def grid_module(model: BlockModel, tokens: Tensor, dtype: torch.dtype) -> str:
 
     What went before may have been there by chance (16-bit weights).
     """
-    seen: list[tuple[str, bool]] = []
+    outputs: list[tuple[str, bool]] = []
 
-    def tell(name: str, made: Tensor) -> None:
-        if made.numel() > 1:
-            seen.append((name or type(model.adapter.source).__name__, on_grid(made, dtype)))
+    def tell(name: str, output: Tensor) -> None:
+        if output.numel() > 1:
+            outputs.append((name or type(model.adapter.source).__name__, on_grid(output, dtype)))
 
     with _told_outputs(model, tell):
         model.recompute(tokens)
-    last_off = max((i for i, (_, on) in enumerate(seen) if not on), default=-1)
-    return seen[min(last_off + 1, len(seen) - 1)][0] if seen else ""
+    last_off = max((i for i, (_, on) in enumerate(outputs) if not on), default=-1)
+    return outputs[min(last_off + 1, len(outputs) - 1)][0] if outputs else ""
 
 
 def first_nonfinite(model: BlockModel, tokens: Tensor, prefill: int | None) -> dict[str, Any]:
@@ -131,25 +117,24 @@ def first_nonfinite(model: BlockModel, tokens: Tensor, prefill: int | None) -> d
     weights = next((name for name, p in named if p.is_floating_point() and not bool(p.isfinite().all())), "")
     path = "recompute" if prefill is None else "cached"
     answer = {"path": path, "module": "", "value": "NaN or Inf", "position": None, "weights": weights}
-    found: dict[str, Any] = {}
+    first: dict[str, Any] = {}
     fed: int | None = None
 
     def tell(name: str, made: Tensor) -> None:
-        if not found and not bool(made.isfinite().all()):
+        if not first and not bool(made.isfinite().all()):
             rows = (~made.isfinite()).flatten(2).any(-1)[0] if made.dim() >= 3 and made.shape[0] == 1 else None
             position = fed if fed is not None or rows is None else int(rows.int().argmax())
-            found.update(module=name, value="NaN" if bool(made.isnan().any()) else "Inf", position=position)
+            first.update(module=name, value="NaN" if bool(made.isnan().any()) else "Inf", position=position)
 
     with _told_outputs(model, tell):
         if prefill is None:
             model.recompute(tokens)
         else:
-            feeding = Fed(model)
-            feeding.forward(tokens[:, :prefill])
+            _, cache = model.feed(tokens[:, :prefill])
             for fed in range(prefill, tokens.shape[1]):
-                if not found:
-                    feeding.forward(tokens[:, fed : fed + 1])
-    name = found.get("module", "")
+                if not first:
+                    _, cache = model.feed(tokens[:, fed : fed + 1], cache, fed)
+    name = first.get("module", "")
     blocks = {model.name_of(block): layer for layer, block in enumerate(model.blocks)}
-    found["layer"] = next((layer for block, layer in blocks.items() if name == block or name.startswith(block + ".")), None)
-    return answer | found
+    first["layer"] = next((layer for block, layer in blocks.items() if name == block or name.startswith(block + ".")), None)
+    return answer | first

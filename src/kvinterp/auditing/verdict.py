@@ -96,9 +96,9 @@ class Verdict(Result):
 
     def _plain(self) -> dict[str, Any]:
         """The fields of the JSON; what is of every token is a table beside it."""
-        found = dataclasses.asdict(dataclasses.replace(self, tokens=None))
-        del found["tokens"]
-        return found
+        fields = dataclasses.asdict(dataclasses.replace(self, tokens=None))
+        del fields["tokens"]
+        return fields
 
     @classmethod
     def load(cls, folder: str | os.PathLike[str]) -> Verdict:
@@ -119,16 +119,16 @@ class Verdict(Result):
             del fields["exit_code"]
             checks = tuple(Check(**check) for check in fields.pop("checks"))
             rows = {name: tuple(fields.get(name, ())) for name in ("notes", "seconds")}
-            found = cls(**{**fields, **rows}, checks=checks, tokens=tokens)
-            if found.verdict not in VERDICTS or not isinstance(found.provenance, dict):
-                raise ValueError(f"{found.verdict!r} is no verdict")
+            loaded = cls(**{**fields, **rows}, checks=checks, tokens=tokens)
+            if loaded.verdict not in VERDICTS or not isinstance(loaded.provenance, dict):
+                raise ValueError(f"{loaded.verdict!r} is no verdict")
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise InputError(
                 f"folder {str(place)!r} holds no readable verdict.json ({error}): it is damaged or of another version of "
                 "kvinterp; make the audit again."
             ) from error
-        vars(found).update(folder=place, settings={}, choices={})
-        return found
+        vars(loaded).update(folder=place, settings={}, choices={})
+        return loaded
 
     def written(self) -> tuple[dict[str, pd.DataFrame], dict[str, Any]]:
         """What each precision showed and what was exercised, and the fields of the JSON."""
@@ -145,7 +145,7 @@ class Verdict(Result):
             "max_kl",
             "block_error_in_unit_roundoffs",
         )
-        return pd.DataFrame([{"rung": name, **{n: held[n] for n in names}} for name, held in self.evidence.items()])
+        return pd.DataFrame([{"rung": name, **{n: summary[n] for n in names}} for name, summary in self.evidence.items()])
 
     def save(self, folder: str | os.PathLike[str], existing: str = "overwrite") -> Path:
         """Writes verdict.json and the page; an earlier audit's are always written over (``existing``). Returns the folder."""

@@ -135,41 +135,41 @@ class Watch:
 
     def choice(self, scores: Tensor, indices: Tensor) -> None:
         """Keeps which experts were chosen, and from which scores."""
-        held, taken = (_one_row(t, self.rows, self.back) for t in (scores, indices))
-        if held is not None and taken is not None:
+        scored, taken = (_one_row(t, self.rows, self.back) for t in (scores, indices))
+        if scored is not None and taken is not None:
             chosen = frozenset(taken.flatten().tolist())
             # Only a single row of scores can be checked; a router in several stages may leave out experts that score higher.
-            best = held.dim() != 1 or bool(held[list(chosen)].min() >= held.topk(len(chosen)).values[-1])
-            self.events.append(Event(CHOICE, self.inner, held.detach().clone(), chosen, best))
+            best = scored.dim() != 1 or bool(scored[list(chosen)].min() >= scored.topk(len(chosen)).values[-1])
+            self.events.append(Event(CHOICE, self.inner, scored.detach().clone(), chosen, best))
 
     def _called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Told every call of torch."""
+        """Keeps what attention reads, of each call of torch; returns its result."""
         result = func(*args, **kwargs)
-        found = self._attention.told(func, args, kwargs, result)
-        if isinstance(found, Fused):
-            query, key, mask = found.query, found.key, found.mask
+        part = self._attention.told(func, args, kwargs, result)
+        if isinstance(part, Fused):
+            query, key, mask = part.query, part.key, part.mask
             self.add("Q", query[..., self.back, :])
             self.add("K", key)
-            self.add("V", found.value)
-            if mask is None and self.back < -1 and found.options.get("is_causal", False):
+            self.add("V", part.value)
+            if mask is None and self.back < -1 and part.options.get("is_causal", False):
                 mask = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril()[None, None]
             if mask is not None:
                 mask = mask.expand(*mask.shape[:-2], query.shape[-2], mask.shape[-1])
                 self.add("attention mask", mask[..., self.back, :])
-            self.add("attention output", found.made[..., self.back, :])
-        elif isinstance(found, Scores):
-            self.add("Q", found.product.a[..., self.back, :])
-            self.add("K", found.product.b.transpose(-1, -2))
-            self.add("attention scores", found.given[..., self.back, :])
-        elif isinstance(found, Values):
-            self.add("V", found.values)
-            self.add("attention output", found.made[..., self.back, :])
+            self.add("attention output", part.made[..., self.back, :])
+        elif isinstance(part, Scores):
+            self.add("Q", part.product.a[..., self.back, :])
+            self.add("K", part.product.b.transpose(-1, -2))
+            self.add("attention scores", part.given[..., self.back, :])
+        elif isinstance(part, Values):
+            self.add("V", part.values)
+            self.add("attention output", part.made[..., self.back, :])
         elif func in _TOPK:
             self.choice(in_order(args, kwargs)[0][0], result[1])
         return result
 
     def _dispatched(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Told every operation of torch: notes casts of floating-point tensors."""
+        """Notes casts of floating-point tensors, of each operation of torch; returns its result."""
         result = func(*args, **kwargs)
         if func in _CASTS:
             source = args[func is torch.ops.aten.copy_.default]
@@ -241,7 +241,7 @@ class Values(NamedTuple):
 
 
 class Recogniser:
-    """Told every call of torch, says which part of attention it is."""
+    """Says which part of attention each call of torch is."""
 
     def __init__(self) -> None:
         self.product: Product | None = None
@@ -272,9 +272,9 @@ class Recogniser:
         if scores is not None and a.shape[-1] == scores.product.made.shape[-1] and _rows(a) == _rows(scores.product.made):
             self.scores = None
             return Values(a, b, made, scores)
-        found = Product(a, b, made, self.product)
+        product = Product(a, b, made, self.product)
         self.product = Product(a, b, made)
-        return found
+        return product
 
 
 def _rows(tensor: Tensor) -> int:
