@@ -101,8 +101,8 @@ def test_vectors_that_are_equal_are_not_measured_to_the_same_bits(
     b[0, 0, 0, 3] = 0.0
     if odd is not None:
         a[1, 2, 3, 4] = b[1, 2, 3, 4] = odd
-    found = tables_module._in_parts(a, b, 1000)
-    monkeypatch.setattr(tables_module, "_unlike", lambda a, b: None)
-    for name, wanted in tables_module._in_parts(a, b, 1000).items():
+    found = tables_module._cache_errors(a, b, 1000)
+    monkeypatch.setattr(tables_module, "_unequal_vectors", lambda a, b: None)
+    for name, wanted in tables_module._cache_errors(a, b, 1000).items():
         torch.testing.assert_close(found[name], wanted, rtol=0, atol=0, equal_nan=True)
         assert bool(wanted.isnan().any()) == (odd is not None)

@@ -18,7 +18,7 @@ PLACE = Place(0, 0, 1, rotated=True)
 
 
 def rounded(text, tensor, which="k"):
-    return policy_named(text).written(tensor, which, PLACE)
+    return policy_named(text).write_rows(tensor, which, PLACE)
 
 
 def normal(*shape, seed=0):
@@ -108,7 +108,7 @@ def test_hadamard_is_the_matrix_of_scipy_in_blocks_and_its_own_inverse():
         matrix = torch.from_numpy(np.kron(np.eye(96 // size), hadamard(size) / np.sqrt(size)))
         turned = rounded(text, given)
         assert_close(turned, given @ matrix, text, relative=1e-15)
-        assert_close(policy_named(text).seen(turned, "k", PLACE), given, "turned back", relative=1e-15)
+        assert_close(policy_named(text).read_rows(turned, "k", PLACE), given, "turned back", relative=1e-15)
 
 
 def test_hadamard_alone_changes_nothing_in_float64_but_rounding(wide):

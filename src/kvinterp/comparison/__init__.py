@@ -1,4 +1,4 @@
-"""How far apart two paths are: run side by side, reduced on the device, told in tidy tables."""
+"""Runs two paths side by side, measures on the device how far apart they are, and returns tidy tables."""
 
 from kvinterp.common.vocabulary import PROTOCOLS
 from kvinterp.comparison.cache_errors import CACHE_ERRORS

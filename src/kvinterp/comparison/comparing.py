@@ -17,7 +17,7 @@ from kvinterp.common.checks import check_choice, check_seed
 from kvinterp.common.progress import counting
 from kvinterp.comparison.comparison import Comparison, Origin
 from kvinterp.comparison.recordable import COMPARED, recordable
-from kvinterp.comparison.rows import Choices, of_example
+from kvinterp.comparison.rows import Choices, comparison_of_example
 from kvinterp.comparison.tables import Differences
 from kvinterp.data import Prompt
 from kvinterp.errors import InputError, NonFiniteError, UnsupportedError, located, shown
@@ -85,20 +85,20 @@ def compare(
         progress: ``"bar"`` (on a terminal or in a notebook) or ``"none"``.
 
     Raises:
-        InputError: Something given does not exist or does not fit.
+        InputError: An argument names something that does not exist, or does not fit the others.
         UnsupportedError: This kind of model cannot give a site.
-        NonFiniteError: NaN or Inf appeared with every prompt; where it did with some, they stand in ``failures``.
+        NonFiniteError: NaN or Inf appeared with every prompt. Where only some prompts have it, ``failures`` lists them.
     """
-    found = compare_examples(
+    comparison = compare_examples(
         model, prompts, a, b, protocol=protocol, strategy=strategy, max_new_tokens=max_new_tokens, seed=seed,
         continuation=continuation, record=record, layers=layers, stop=stop, batch_size=batch_size, cache_errors=cache_errors,
         progress=progress,
     )  # fmt: skip
-    if found.examples.empty:
-        first, count = found.failures.iloc[0], len(found.failures)
+    if comparison.examples.empty:
+        first, count = comparison.failures.iloc[0], len(comparison.failures)
         which = f"none of the {count} prompts can be compared; the first," if count > 1 else "prompt"
         raise NonFiniteError(f"{which} {shown(first['id'])}: {first['message']}")
-    return found
+    return comparison
 
 
 def compare_examples(
@@ -110,7 +110,7 @@ def compare_examples(
     examples: Sequence[int] | None = None,
     **settings: Any,
 ) -> Comparison:
-    """Does what :func:`compare` does, and lists the prompts with NaN or Inf in ``failures`` even where these are all.
+    """Compares two paths as :func:`compare` does, but returns the comparison even if every prompt had NaN or Inf.
 
     Args:
         model: A model of any kind, or an adapter.
@@ -146,14 +146,15 @@ def compare_each(
     progress: str = "none",
     lanes: tuple[Callable[..., Any], Callable[..., Any]] = (Runner, Runner),
 ) -> None:
-    """Compares two paths and hands over each prompt's comparison as its batch is finished, so that none is held here.
+    """Compares two paths and passes each prompt's comparison to ``keep`` once its batch is done, so that memory stays small.
 
     Args:
         keep: Called with the number of each prompt and its comparison.
         model: As for :func:`compare`, and so are the other arguments but these:
         examples: The number of each prompt in the tables and for the random numbers, where these prompts are some of a
             longer list (a resumed or sharded run; default: 0, 1, 2, ...).
-        lanes: What advances each path, made as a :class:`kvinterp.paths.Runner` is; another one has no sites to compare.
+        lanes: The class that advances each path, called as :class:`kvinterp.paths.Runner` is. Of another class no site can be
+            compared.
     """
     if prompts is None:
         raise InputError("no prompts were given: expected a text, a Prompt, token ids or a list of them; give some.")
@@ -167,33 +168,33 @@ def compare_each(
     if continuation is not None and (len(items) != 1 or protocol != "matched"):
         raise InputError("continuation feeds one prompt in the matched protocol: give one prompt, or leave it out.")
     forced = checked_continuation(continuation, len(items), adapter)
-    # Made into a list here: it is asked for more than once.
+    # A list, because it is read more than once.
     layers = None if layers is None else chosen_layers(adapter, layers)
     numbers = list(range(len(items)) if examples is None else examples)
     tokens = [encode(adapter, item, max_new_tokens) for item in items]
-    # Token ids have no text of their own, so that no prompt is known of them.
-    named = [item if isinstance(item, Prompt) else Prompt(str(number), item if isinstance(item, str) else "")
-             for number, item in zip(numbers, items, strict=True)]  # fmt: skip
+    named_prompts = [item if isinstance(item, Prompt) else Prompt(str(number), item if isinstance(item, str) else "")
+                     for number, item in zip(numbers, items, strict=True)]  # fmt: skip
     with located(f"model {adapter.facts.name}, {paths[0]} against {paths[1]}"), own_threads(adapter):
-        sites, wanted = places_of(adapter, _compared(adapter, record, layers), layers)
-        layers = sorted({layer for _, layer in wanted}) if wanted else chosen_layers(adapter, layers)
+        sites, places = places_of(adapter, _sites_to_compare(adapter, record, layers), layers)
+        layers = sorted({layer for _, layer in places}) if places else chosen_layers(adapter, layers)
         if sites and lanes != (Runner, Runner):
             raise InputError(f"lanes of their own were given, which show no site, with record={record!r}: pass record=''.")
         pair = _Pair(
-            adapter, paths, protocol, strategy_named(strategy), seed, max_new_tokens, forced, stop, wanted, layers,
+            adapter, paths, protocol, strategy_named(strategy), seed, max_new_tokens, forced, stop, places, layers,
             cache_errors, lanes,
         )  # fmt: skip
         with counting(len(tokens), "comparing", "prompt", progress) as bar:
 
             def work(batch: Sequence[int]) -> list[None]:
-                own = [numbers[i] for i in batch]
-                for i, part in zip(
-                    batch, pair.batch(own, [tokens[i] for i in batch], [named[i].id for i in batch]), strict=True
-                ):
+                comparisons = pair.compare_batch(
+                    [numbers[i] for i in batch], [tokens[i] for i in batch], [named_prompts[i].id for i in batch]
+                )
+                for i, comparison in zip(batch, comparisons, strict=True):
                     ids = {numbers[i]: tokens[i]}
-                    part.origin = Origin(weakref.ref(adapter.model), adapter.facts.name, adapter.tokenizer, ids)
-                    part.prompts = [named[i]] if isinstance(items[i], Prompt | str) else []
-                    keep(numbers[i], part)
+                    comparison.origin = Origin(weakref.ref(adapter.model), adapter.facts.name, adapter.tokenizer, ids)
+                    # Token ids have no text of their own, so their prompt is unknown.
+                    comparison.prompts = [named_prompts[i]] if isinstance(items[i], Prompt | str) else []
+                    keep(numbers[i], comparison)
                 bar.update(len(batch))
                 return [None] * len(batch)
 
@@ -202,7 +203,7 @@ def compare_each(
 
 @dataclasses.dataclass
 class _Pair:
-    """Two paths of one model, and how they are fed."""
+    """Two paths of one model, and the settings they are compared under."""
 
     adapter: Adapter
     paths: tuple[ExecutionPath, ExecutionPath]
@@ -212,7 +213,7 @@ class _Pair:
     steps: int
     continuation: Sequence[int] | None
     stop: str
-    wanted: Sequence[Site]
+    places: Sequence[Site]
     layers: Sequence[int]
     cache_errors: str
     lanes: tuple[Callable[..., Any], Callable[..., Any]]
@@ -221,9 +222,9 @@ class _Pair:
     def __post_init__(self) -> None:
         self.targets = [self.adapter.at(dtype_named(path.dtype)) for path in self.paths]
         for target in self.targets:
-            _Newest(target, self.wanted)
+            _NewestRows(target, self.places)
         sides = dict(zip("ab", self.paths, strict=True))
-        self.about = provenance(
+        self.provenance = provenance(
             self.adapter,
             paths={side: str(path) for side, path in sides.items()},
             protocol=self.protocol,
@@ -231,114 +232,116 @@ class _Pair:
             seed=self.seed,
             derived=[
                 site
-                for site in dict.fromkeys(site for site, _ in self.wanted)
+                for site in dict.fromkeys(site for site, _ in self.places)
                 if any(t.derives(site) for t in self.targets)
             ],
             lets_go=[side for side, path in sides.items() if path.policy.evicts],
         )
-        # Whether nothing but the cache is another on the two paths.
+        # Whether the two paths differ in nothing but the cache.
         plain = all(dataclasses.replace(path, form="cached", dtype=None) == ExecutionPath() for path in self.paths)
         same_dtype = self.targets[0].dtype == self.targets[1].dtype
         self.asks_prompt = plain and same_dtype and self.paths[0].form != self.paths[1].form
 
-    def batch(self, examples: Sequence[int], prompts: Sequence[Sequence[int]], names: Sequence[str]) -> list[Comparison]:
-        """Runs one batch and returns a comparison for each prompt."""
+    def compare_batch(
+        self, examples: Sequence[int], prompts: Sequence[Sequence[int]], names: Sequence[str]
+    ) -> list[Comparison]:
+        """Runs both paths on one batch and returns a comparison for each prompt."""
         facts, matched = self.adapter.facts, self.protocol == "matched"
         prompt = torch.tensor(list(map(list, prompts)), device=self.adapter.device)
         choose = drawing(self.strategy, self.seed, examples, self.steps, prompt.device)
         ends = end_tokens(self.adapter, prompt.device) if self.stop == "end of sequence" else None
-        given = fed_to_all(self.continuation, 2, len(prompts), prompt.device)
+        forced = fed_to_all(self.continuation, 2, len(prompts), prompt.device)
         length = self.steps if self.continuation is None else min(self.steps, len(self.continuation) + 1)
-        newest = [_Newest(target, self.wanted) for target in self.targets]
+        newest = [_NewestRows(target, self.places) for target in self.targets]
         heads = range(facts.query_heads), range(facts.kv_heads)
         differences = Differences(self.layers, *heads, self.cache_errors, same_text=matched)
-        collected, choices = Collected(), Choices()
+        collected, choices, unequal = Collected(), Choices(), list[int]()
         flipped = torch.zeros(len(prompts), dtype=torch.bool, device=prompt.device)
         runners = [
             lane(self.adapter, path, prompt, length, [hook])
             for lane, path, hook in zip(self.lanes, self.paths, newest, strict=True)
         ]
         with runners[0], runners[1]:
-            for now in lockstep(runners, length, choose, follows=[0, 0 if matched else 1], given=given, ends=ends):
-                collected.add(now)
-                choices.add(now.logits, now.chosen)
-                if now.number == 0:
-                    unequal = (
-                        (now.logits[0] != now.logits[1]).any(-1).nonzero().flatten().tolist() if self.asks_prompt else []
-                    )
-                one, other = map(collected.tokens_only, now.logits)
-                unlike = now.chosen[0] != now.chosen[1]
+            for step in lockstep(runners, length, choose, follows=[0, 0 if matched else 1], given=forced, ends=ends):
+                collected.add(step)
+                choices.add(step.logits, step.chosen)
+                if step.number == 0 and self.asks_prompt:
+                    unequal = (step.logits[0] != step.logits[1]).any(-1).nonzero().flatten().tolist()
+                logits_a, logits_b = map(collected.tokens_only, step.logits)
+                differs = step.chosen[0] != step.chosen[1]
                 differences.add(
-                    now.number,
+                    step.number,
                     examples,
-                    prompt.shape[1] + now.number,
-                    (one, other),
-                    (newest[0].seen, newest[1].seen),
-                    flipped.to(torch.int8).masked_fill(now.over, -1),
-                    unlike & ~flipped,
+                    prompt.shape[1] + step.number,
+                    (logits_a, logits_b),
+                    (newest[0].tensors, newest[1].tensors),
+                    flipped.to(torch.int8).masked_fill(step.over, -1),
+                    differs & ~flipped,
                 )
-                flipped = flipped | unlike
-        if len(unequal):
-            # Once, since what rounding makes of one prompt it makes of all.
+                flipped = flipped | differs
+        if unequal:
+            # Measured once: rounding does to every prompt what it does to one.
             row, self.asks_prompt = unequal[0], False
             self.prompt_differs = prompt_difference(self.targets[0], prompt[row : row + 1])
-        decided, frames, about = choices.of_rows(choose.distances), differences.frames(examples), self._about(runners)
-        chosen, fed, sound = collected.lists()
+        columns, frames = choices.columns_by_row(choose.distances), differences.frames(examples)
+        about = self._provenance_of(runners)
+        tokens, fed, sound = collected.lists()
         stops = [] if ends is None else ends.tolist()
 
-        def compared(row: int) -> Comparison:
+        def comparison_of(row: int) -> Comparison:
             count, failure = min(length_of(fed[side][row], stops) for side in (0, 1)), ""
             for side, path in enumerate(self.paths):
                 if not failure and not all(sound[side][row][:count]):
-                    tokens = fed[side][row][: count - 1]
-                    failure = first_nonfinite(self.adapter, path, prompts[row], tokens, collected.padding)
-            a, b = (np.asarray(chosen[side][row][:count]) for side in (0, 1))
+                    failure = first_nonfinite(
+                        self.adapter, path, prompts[row], fed[side][row][: count - 1], collected.padding
+                    )
+            a, b = (np.asarray(tokens[side][row][:count]) for side in (0, 1))
             texts = ("", "") if failure else (self.adapter.decode(a.tolist()), self.adapter.decode(b.tolist()))
-            return of_example(
-                examples[row], names[row], prompts[row], frames, (a, b), texts, about, decided[row], self.adapter.pieces,
-                failure,
+            return comparison_of_example(
+                examples[row], names[row], prompts[row], frames, (a, b), texts, about, columns[row],
+                self.adapter.pieces, failure,
             )  # fmt: skip
 
-        return [*map(compared, range(len(prompts)))]
+        return [*map(comparison_of, range(len(prompts)))]
 
-    def _about(self, runners: Sequence[Any]) -> dict[str, Any]:
-        """What the paths were compared with, and what their call plans saw themselves do."""
+    def _provenance_of(self, runners: Sequence[Any]) -> dict[str, Any]:
+        """The provenance of one batch: the pair's, with its caches and what the call plans counted while they ran."""
         sides = dict(zip("ab", zip(self.paths, runners, strict=True), strict=True))
-        about = {**self.about, "caches": {side: runner.cache for side, (_, runner) in sides.items()}}
+        about = {**self.provenance, "caches": {side: runner.cache for side, (_, runner) in sides.items()}}
         if self.prompt_differs is not None:
             about["prompt_differs"] = dataclasses.asdict(self.prompt_differs) | {"said": self.prompt_differs.said}
-        seen = {
+        witnesses = {
             side: {name: [n, n] for name, n in witnessed(path, runner.witness).items()}
             for side, (path, runner) in sides.items()
             if path.call is not None
         }
-        return {**about, "witness": seen} if seen else about
+        return {**about, "witness": witnesses} if witnesses else about
 
 
-class _Newest(SiteHook):
-    """Holds what one path shows at the newest position, until the next step."""
+class _NewestRows(SiteHook):
+    """Keeps the tensors of the newest position, and whole caches, until the next step begins."""
 
-    def __init__(self, adapter: Adapter, wanted: Sequence[Site]) -> None:
-        super().__init__(adapter, wanted, "newest", rows="said")
-        self.architecture, self.seen = adapter.facts.architecture, dict[Site, Tensor]()
+    def __init__(self, adapter: Adapter, places: Sequence[Site]) -> None:
+        super().__init__(adapter, places, "newest", rows="known")
+        self.architecture, self.tensors = adapter.facts.architecture, dict[Site, Tensor]()
 
     @property
     def reads(self) -> bool:
-        """Whether it hears a site of the cache; of which rows that is, is told where some may be missing."""
+        """Whether a site of the cache is compared. The positions of its rows come with it where a policy lets go of rows."""
         return bool(self._reads)
 
     def begin_step(self, step: int) -> None:
-        """Lets go of the step before."""
-        self.seen.clear()
+        """Forgets the tensors of the step before."""
+        self.tensors.clear()
 
     def on_read(self, place: Place, keys: Tensor, values: Tensor) -> None:
-        """Hears what attention is about to read, and of which rows where a policy may have let go of some."""
+        """Keeps what attention is about to read, and the positions of its rows where a policy may have let go of some."""
         if place.rows is not None:
-            self.seen[ROWS, place.layer] = place.rows.to(self._device)
+            self.tensors[ROWS, place.layer] = place.rows.to(self._device)
         super().on_read(place, keys, values)
 
     def see(self, site: str, layer: int, start: int, tensor: Tensor) -> None:
-        """Holds the newest row; of a cache site all rows.
+        """Keeps the newest row, or all rows of a cache site.
 
         Raises:
             UnsupportedError: A residual site holds several streams.
@@ -352,29 +355,29 @@ class _Newest(SiteHook):
             )
         if layout.group != "cache":
             tensor = tensor.select(layout.rows, -1).clone()
-        elif (ROWS, layer) in self.seen:
-            # What is left is moved to the front of a preallocated cache before anyone compares.
+        elif (ROWS, layer) in self.tensors:
+            # The rows that are left move to the front of a preallocated cache before they are compared.
             tensor = tensor.clone()
-        self.seen[site, layer] = tensor
+        self.tensors[site, layer] = tensor
 
 
-def _compared(adapter: Adapter, record: Names | None, layers: Iterable[int] | int | None) -> tuple[str, ...]:
+def _sites_to_compare(adapter: Adapter, record: Names | None, layers: Iterable[int] | int | None) -> tuple[str, ...]:
     if record is None:
-        found, left_out = recordable(adapter, None, chosen_layers(adapter, layers))
+        names, left_out = recordable(adapter, None, chosen_layers(adapter, layers))
         for site, reason in left_out.items():
             log.info("%s is not compared: %s", site, reason)
-        return found
-    names = names_of(adapter, record)
+        return names
+    names = tuple(names_of(adapter, record))
     sites = sites_of(names)
     wrong = [site for site in sites if site not in COMPARED]
     if wrong:
         raise InputError(
             f"site {wrong[0]!r} cannot be compared: expected one of {', '.join(COMPARED)} or kv; use run() to record it."
         )
-    half = set(ROUTING_SITES).intersection(sites)
-    if len(half) == 1:
+    routing = set(ROUTING_SITES).intersection(sites)
+    if len(routing) == 1:
         raise InputError(
-            f"site {half.pop()!r} alone cannot be compared: a choice is read beside the logits that it is made from; record "
+            f"site {routing.pop()!r} alone cannot be compared: a choice is read beside the logits that it is made from; record "
             "routing, which is both."
         )
-    return tuple(names)
+    return names

@@ -1,4 +1,4 @@
-"""What a comparison holds: tidy tables, what they were made with, and what they say in a few sentences."""
+"""The result of comparing two paths: tidy tables, their provenance, and a summary in a few sentences."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ COLUMNS: dict[str, tuple[str, ...]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Origin:
-    """What a comparison was made on, for those who want to run an example again; it keeps no model alive.
+    """The model and token ids of a comparison, to run an example again. It keeps no model alive.
 
     Attributes:
-        model: The model, or nothing once the user let go of it.
-        name: Its name.
-        tokenizer: Its tokenizer.
+        model: A weak reference to the model.
+        name: The model's name.
+        tokenizer: The model's tokenizer.
         prompts: Token ids by example number.
     """
 
@@ -49,7 +49,7 @@ class Origin:
     prompts: Mapping[int, Sequence[int]]
 
     def adapter(self) -> Adapter | None:
-        """The model behind kvinterp's face, or None where it is gone."""
+        """Returns the model's adapter, or None if the model no longer exists."""
         model = self.model()
         return None if model is None else wrap(model, self.tokenizer, self.name)
 
@@ -110,7 +110,7 @@ class Comparison(Result):
     prompts: Sequence[Prompt] = dataclasses.field(default=(), repr=False, compare=False)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the model, which is not the comparison's to keep."""
+        """Leaves out the model, which a saved comparison must not hold."""
         return {**vars(self), "origin": None}
 
     @property
@@ -143,24 +143,27 @@ class Comparison(Result):
         }
 
     def written(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Its tables, each with what it was made with, and what ``summary.json`` holds."""
+        """Returns the tables, each with the provenance, and the content of ``summary.json``."""
         numbers = self.summary()
         counts = {name: numbers.pop(name) for name in ("examples", "steps", "failed")}
-        seen = counts["examples"] + counts["failed"]
-        counts["planned"] = len(self.prompts) or seen
+        finished = counts["examples"] + counts["failed"]
+        counts["planned"] = len(self.prompts) or finished
         front = {name: numbers.pop(name) for name in ("paths", "protocol", "strategy")}
-        reading, interrupted = self.where().splitlines(), seen < counts["planned"]
-        summary = {**front, "counts": counts, "interrupted": interrupted, "reading": reading, **numbers}
-        return signed({name: getattr(self, name) for name in TABLES}, self.provenance), {
-            **summary,
+        summary = {
+            **front,
+            "counts": counts,
+            "interrupted": finished < counts["planned"],
+            "reading": self.where().splitlines(),
+            **numbers,
             "provenance": self.provenance,
         }
+        return signed({name: getattr(self, name) for name in TABLES}, self.provenance), summary
 
     @classmethod
     def read(
         cls, tables: Mapping[str, pd.DataFrame], summary: Mapping[str, Any], prompts: Sequence[Prompt] = ()
     ) -> Comparison:
-        """The comparison of its tables, of the failures that its summary names, and of its prompts."""
+        """Makes a comparison of its tables, of the failures and provenance in its summary, and of its prompts."""
         failures = pd.DataFrame(summary["failures"], columns=["example", "id", "message"])
         failures = failures.astype({"example": "int64", "id": str, "message": str})
         return cls(
@@ -188,11 +191,11 @@ class Comparison(Result):
         return tuple(self.provenance.get("derived", ()))
 
     def where(self) -> str:
-        """What was found, a line each: whether the paths differ, when, and in which layer, head and cache position most."""
+        """Says whether the paths differ, when, and in which layer, head and cache position most; a line a finding."""
         return "\n".join(where(self))
 
     def __repr__(self) -> str:
-        """What it is of, in one line; the tables are attributes."""
+        """Names the model, the paths and the size in one line."""
         about = self.provenance
         paths = f"{about['paths']['a']} against {about['paths']['b']}"
         size = f"{counted(len(self.steps), 'step')} of {counted(len(self.examples), 'prompt')}"
@@ -200,13 +203,13 @@ class Comparison(Result):
 
     @classmethod
     def joined(cls, parts: Iterable[Comparison]) -> Comparison:
-        """Several comparisons of one model along the same paths as one; each part is asked for once, and then let go of.
+        """Joins comparisons of one model along the same paths. Parts are read one at a time, so they need not all be in memory.
 
         Args:
             parts: The comparisons.
 
         Raises:
-            InputError: They were made differently: averaging them together would mix unlike things.
+            InputError: Their provenance differs, so that averaging over them would mix unlike things.
         """
         abouts: list[dict[str, Any]] = []
         pieces: dict[str, list[pd.DataFrame]] = {name: [] for name in PARTS}
@@ -215,57 +218,59 @@ class Comparison(Result):
             abouts.append(part.provenance)
             prompts += part.prompts
             origins.append(part.origin)
-            first, own = abouts[0], ("caches", "witness", "prompt_differs")
-            unlike = sorted(key for key in first if key not in own and part.provenance.get(key) != first[key])
+            first, of_one_part = abouts[0], ("caches", "witness", "prompt_differs")
+            unlike = sorted(key for key in first if key not in of_one_part and part.provenance.get(key) != first[key])
             if unlike:
                 raise InputError(f"comparisons made with different {', '.join(unlike)} cannot be joined: keep them apart.")
-            for name, several in pieces.items():
-                several.append(getattr(part, name))
+            for name, piece in pieces.items():
+                piece.append(getattr(part, name))
             if len(abouts) % _TOGETHER == 0:
                 # Many small tables take more memory than one.
-                pieces = {name: [_stacked(several)] for name, several in pieces.items()}
+                pieces = {name: [_concatenated(piece)] for name, piece in pieces.items()}
                 pieces["attention_rows"] = [within(pieces["attention_rows"][0], pieces["steps"][0])]
         if not abouts:
             raise InputError("there is no comparison to join: give at least one.")
-        tables = {name: _stacked(several) for name, several in pieces.items()}
-        # Of these rows there is room for a number, however many prompts there are.
+        tables = {name: _concatenated(piece) for name, piece in pieces.items()}
+        # This table has the same limit however many prompts there are.
         tables["attention_rows"] = within(tables["attention_rows"], tables["steps"])
         differs = [{name: about[name]} for about in abouts for name in ("prompt_differs",) if name in about]
-        about = {**abouts[0], **_caches(abouts), **_witnesses(abouts), **(differs[0] if differs else {})}
-        return cls(**tables, provenance=about, origin=_one(origins), prompts=prompts)
+        about = {**abouts[0], **_joined_caches(abouts), **_joined_witnesses(abouts), **(differs[0] if differs else {})}
+        return cls(**tables, provenance=about, origin=_joined_origin(origins), prompts=prompts)
 
 
 _TOGETHER = 32
 """How many parts are joined at a time."""
 
 
-def _stacked(tables: list[pd.DataFrame]) -> pd.DataFrame:
-    """Tables one below the other; one without rows knows nothing of the columns' types, and is left out beside others."""
+def _concatenated(tables: list[pd.DataFrame]) -> pd.DataFrame:
+    """Concatenates tables without the empty ones, whose columns have no types that would hold for the others."""
     return pd.concat([table for table in tables if len(table)] or tables[:1], ignore_index=True)
 
 
-def _one(origins: Sequence[Origin | None]) -> Origin | None:
-    known = [each for each in origins if each is not None]
+def _joined_origin(origins: Sequence[Origin | None]) -> Origin | None:
+    known = [origin for origin in origins if origin is not None]
     if len(known) < len(origins):
         return None
-    return dataclasses.replace(known[0], prompts={number: ids for each in known for number, ids in each.prompts.items()})
+    prompts = {number: ids for origin in known for number, ids in origin.prompts.items()}
+    return dataclasses.replace(known[0], prompts=prompts)
 
 
-def _caches(abouts: Sequence[dict[str, Any]]) -> dict[str, dict[str, str]]:
-    """What kept keys and values on each side: a preallocated cache may have been left for some shapes and not for others."""
-    said = [about["caches"] for about in abouts if "caches" in about]
-    return {"caches": {side: "; ".join(sorted({each[side] for each in said})) for side in said[0]}} if said else {}
+def _joined_caches(abouts: Sequence[dict[str, Any]]) -> dict[str, dict[str, str]]:
+    """The caches that each side used: some shapes may have a preallocated one and others not."""
+    caches = [about["caches"] for about in abouts if "caches" in about]
+    joined = {side: "; ".join(sorted({cache[side] for cache in caches})) for side in caches[0]} if caches else {}
+    return {"caches": joined} if joined else {}
 
 
-def _witnesses(abouts: Sequence[dict[str, Any]]) -> dict[str, dict[str, dict[str, list[int]]]]:
-    """What the call plans of each side saw themselves do, from the least of any prompt to the most."""
+def _joined_witnesses(abouts: Sequence[dict[str, Any]]) -> dict[str, dict[str, dict[str, list[int]]]]:
+    """The least and the most that the call plans of each side counted for any prompt."""
     joined: dict[str, dict[str, list[int]]] = {}
     for about in abouts:
-        for side, seen in about.get("witness", {}).items():
-            into = joined.setdefault(side, {})
-            for name, (least, most) in seen.items():
-                low, high = into.get(name, (least, most))
-                into[name] = [min(low, least), max(high, most)]
+        for side, counts in about.get("witness", {}).items():
+            ranges = joined.setdefault(side, {})
+            for name, (least, most) in counts.items():
+                low, high = ranges.get(name, (least, most))
+                ranges[name] = [min(low, least), max(high, most)]
     return {"witness": joined} if joined else {}
 
 

@@ -1,4 +1,4 @@
-"""Facts about comparisons that sentences, tables and figures are made of."""
+"""Numbers of a comparison that findings, tables and figures share."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ if TYPE_CHECKING:
 
 
 def judged(prompt: Prompt | None, text: object) -> bool | None:
-    """Whether a prompt was answered right; None where it has nothing to judge it by."""
+    """Whether a prompt was answered right; None if its task has no judge."""
     return None if prompt is None or prompt.task not in JUDGES else score(prompt, str(text))
 
 
 def decoded(comparison: Comparison, table: str, first: int = 1) -> pd.DataFrame:
-    """The rows of a table from a step on at which both paths hold the same text.
+    """The rows of a table, from a step on, at which both paths hold the same text.
 
     Args:
         comparison: The comparison.
-        table: The table's name; what it sums over the steps leaves out step 0, which is the prefill's on both paths.
-        first: The step.
+        table: The table's name. Tables summed over steps leave out step 0, which is the prefill on both paths.
+        first: The first step.
     """
     same = comparison.same_text(getattr(comparison, table))
     return same[same["step"] >= first] if "step" in same else same
 
 
 def means_of(comparison: Comparison, table: str, keys: Sequence[str], value: str, first: int = 1) -> pd.Series:
-    """The mean of a column over the rows of :func:`decoded`, where they are of several vectors over those."""
+    """The mean of a column over the rows of :func:`decoded`, weighted by a row's number of vectors where it has one."""
     rows = decoded(comparison, table, first)
     weights = rows["vectors"] if "vectors" in rows else rows[value].notna()
     groups = [rows[key] for key in keys]
     return (rows[value] * weights).groupby(groups).sum() / weights.groupby(groups).sum()
 
 
-def let_go_of(comparison: Comparison) -> list[tuple[str, int, int]]:
-    """How many rows the policy of each path that lets go of some did by the last step, and of how many."""
+def evicted_rows(comparison: Comparison) -> list[tuple[str, int, int]]:
+    """For each path whose policy evicts: its side, how many rows were evicted by the last step, and of how many."""
     steps = comparison.kv_steps
     last = steps[steps["step"] == steps.groupby("example")["step"].transform("max")]
     last = last[last["tensor"] == last["tensor"].min()]
@@ -50,6 +50,6 @@ def let_go_of(comparison: Comparison) -> list[tuple[str, int, int]]:
 
 
 def site_of(comparison: Comparison) -> str:
-    """The site whose drift is told: resid_post, or else the first recorded; empty where none was."""
+    """The site whose drift is reported: resid_post, or else the first recorded; empty if none was."""
     sites = comparison.layers["site"].unique().tolist()
     return "resid_post" if "resid_post" in sites else str(sites[0]) if sites else ""

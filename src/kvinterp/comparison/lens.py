@@ -1,7 +1,7 @@
-"""Where the difference between two paths becomes visible in token space: a logit lens along both.
+"""A logit lens along two paths: the layer from which their difference shows in token space.
 
 The residual stream behind every layer is read through the model's own final norm and unembedding (nostalgebraist 2020), on both
-paths, in float64: what differs is then the streams and not the reading.
+paths, in float64, so that only the streams differ and not the reading.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from kvinterp.recording import Trace
 
 @dataclasses.dataclass(repr=False)
 class LogitLens(Result):
-    """What both paths would say if they ended behind a layer.
+    """The logits that both paths would give if the model ended behind a layer.
 
     Attributes:
         table: One row an example, step and layer (-1 is what enters the first block, the number of layers the path's own
@@ -44,18 +44,18 @@ class LogitLens(Result):
     provenance: dict[str, Any]
 
     def __repr__(self) -> str:
-        """What it is of, in one line; the table is an attribute."""
+        """Names the model, the paths and the number of steps in one line."""
         paths, steps = self.provenance["paths"], len(self.table[["example", "step"]].drop_duplicates())
         return f"<LogitLens of {models_of([self.provenance])}: {paths['a']} against {paths['b']}, {steps} steps>"
 
     def written(self) -> tuple[dict[str, pd.DataFrame], dict[str, Any]]:
-        """Its table with what it was made with."""
+        """Returns the table with its provenance, and the summary."""
         summary = {"paths": self.provenance["paths"], "provenance": self.provenance}
         return signed({"lens": self.table}, self.provenance), summary
 
     @classmethod
     def read(cls, tables: Mapping[str, pd.DataFrame], summary: Mapping[str, Any]) -> LogitLens:
-        """The same of its table."""
+        """Makes a lens of its table."""
         return cls(tables["lens"], tables["lens"].attrs)
 
     def overview(self) -> pd.DataFrame:
@@ -85,7 +85,7 @@ def logit_lens(
         max_new_tokens: Most steps; step 0 is the token the prefill decides.
 
     Raises:
-        InputError: Something given does not fit.
+        InputError: An argument does not fit the model or the others.
         NonFiniteError: NaN or Inf appeared.
         UnsupportedError: This model does not show its residual stream, or has several side by side.
 
@@ -99,49 +99,49 @@ def logit_lens(
     record = ["blocks.0.hook_resid_pre", "resid_post"]
     places = [("resid_pre", 0), *(("resid_post", layer) for layer in range(layers))]
     for example, tokens in enumerate(encode_all(adapter, prompts, max_new_tokens)):
-        traces = beside(adapter, tokens, paths, max_new_tokens, record)
+        traces = _run_both(adapter, tokens, paths, max_new_tokens, record)
         for step in range(len(traces[0].tokens)):
-            shown = [_read(through, trace, places, step) for trace in traces]
-            tables.append(_table(adapter, *shown).assign(example=example, step=step))
-    found = pd.concat(tables, ignore_index=True)
+            logits = [_logits_by_layer(through, trace, places, step) for trace in traces]
+            tables.append(_table(adapter, *logits).assign(example=example, step=step))
+    table = pd.concat(tables, ignore_index=True)
     front = ["example", "step"]
     sides = dict(zip("ab", map(str, paths), strict=True))
-    made = provenance(adapter, paths=sides, max_new_tokens=max_new_tokens)
-    return LogitLens(found[[*front, *found.columns.drop(front)]], made)
+    about = provenance(adapter, paths=sides, max_new_tokens=max_new_tokens)
+    return LogitLens(table[[*front, *table.columns.drop(front)]], about)
 
 
-def beside(
+def _run_both(
     adapter: Adapter,
     tokens: Sequence[int],
     paths: tuple[ExecutionPath, ExecutionPath],
     max_new_tokens: int,
     record: Sequence[str],
 ) -> tuple[Trace, Trace]:
-    """Both paths fed the first one's greedy tokens, with sites at the newest position and logits.
+    """Runs both paths on the first one's greedy tokens and records sites at the newest position and logits.
 
     Raises:
         NonFiniteError: NaN or Inf appeared.
     """
-    how: dict[str, Any] = {"record": record, "logits": "keep", "max_new_tokens": max_new_tokens}
-    lead = run(adapter, tokens, paths[0], **how)
-    other = run(adapter, tokens, paths[1], continuation=list(lead.tokens[:-1]), stop="length", **how)
-    for trace in (lead, other):
+    options: dict[str, Any] = {"record": record, "logits": "keep", "max_new_tokens": max_new_tokens}
+    lead = run(adapter, tokens, paths[0], **options)
+    follower = run(adapter, tokens, paths[1], continuation=list(lead.tokens[:-1]), stop="length", **options)
+    for trace in (lead, follower):
         if trace.failure:
             raise NonFiniteError(trace.failure)
-    return lead, other
+    return lead, follower
 
 
-def _read(through: Unembedding, trace: Trace, places: Sequence[tuple[str, int]], step: int) -> Tensor:
-    """``[layer, vocab]``: the reading behind each layer, and the path's own logits last."""
+def _logits_by_layer(through: Unembedding, trace: Trace, places: Sequence[tuple[str, int]], step: int) -> Tensor:
+    """``[layer, vocab]``: the stream before each layer read as logits, and the path's own logits last."""
     streams = torch.stack([trace.records[place][step].double() for place in places])
     assert trace.logits is not None, "they were asked for"
-    found = through.logits(streams)
-    return torch.cat([found, trace.logits[step][None].to(found)])
+    logits = through.logits(streams)
+    return torch.cat([logits, trace.logits[step][None].to(logits)])
 
 
 def _table(adapter: Adapter, a: Tensor, b: Tensor) -> pd.DataFrame:
-    """A row a layer."""
-    tops = [each.argmax(-1).tolist() for each in (a, b)]
+    """Compares two ``[layer, vocab]`` of logits: a row a layer."""
+    tops = [logits.argmax(-1).tolist() for logits in (a, b)]
     return pd.DataFrame(
         {
             "layer": range(-1, len(a) - 1),
@@ -151,7 +151,7 @@ def _table(adapter: Adapter, a: Tensor, b: Tensor) -> pd.DataFrame:
             "top_b": tops[1],
             "text_a": adapter.pieces(tops[0]),
             "text_b": adapter.pieces(tops[1]),
-            "same_top": [one == other for one, other in zip(*tops, strict=True)],
+            "same_top": [top_a == top_b for top_a, top_b in zip(*tops, strict=True)],
             "kl_to_last": metrics.kl_divergence(a, a[-2:-1].expand_as(a)).tolist(),
         }
     )

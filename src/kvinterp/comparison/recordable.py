@@ -1,4 +1,4 @@
-"""What a model can be compared by."""
+"""The sites at which a model can be compared."""
 
 from __future__ import annotations
 
@@ -22,30 +22,30 @@ def recordable(
 
     Args:
         adapter: The model.
-        record: Sites, which must all be there, or None for what the model can give of :data:`DEFAULT_RECORD`, and ``routing``
-            where it has routers.
+        record: Sites, which must all exist, or None for those of :data:`DEFAULT_RECORD` that the model can give, with
+            ``routing`` if it has routers.
         layers: The layers they are recorded at.
 
     Returns:
-        The sites (hooks by their own names), and for each default one that is left out the reason.
+        The sites (hooks by their own names), and for each default site that is left out the reason.
 
     Raises:
-        UnsupportedError: A site was asked for by name and is not there.
+        UnsupportedError: ``record`` names a site that this model does not have.
     """
     if record is not None:
         names = listed_names(record)
         _check(adapter, names, layers)
         return expand_sites(names) if all(hook_of(name) is None for name in names) else tuple(names), {}
-    kept: list[str] = []
+    available: list[str] = []
     left_out: dict[str, str] = {}
     routed = any(adapter.supports("experts", layer) for layer in layers)
     for name in (*DEFAULT_RECORD, *["routing"] * routed):
         try:
             _check(adapter, expand_sites(name), layers)
-            kept += expand_sites(name)
+            available += expand_sites(name)
         except UnsupportedError as error:
             left_out[name] = str(error)
-    return tuple(kept), left_out
+    return tuple(available), left_out
 
 
 def _check(adapter: Adapter, sites: Sequence[str], layers: Sequence[int]) -> None:

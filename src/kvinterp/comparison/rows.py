@@ -1,4 +1,4 @@
-"""The tables of one example: cut out of a batch's, with its tokens, what decided them, and what comes after its flip."""
+"""Cuts the tables of one example out of its batch's and adds its tokens, their probabilities and what follows a flip."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from kvinterp.comparison.comparison import Comparison
 
 
-def chance(logits: Tensor, tokens: Tensor) -> Tensor:
+def token_probability(logits: Tensor, tokens: Tensor) -> Tensor:
     """The probability of each row's token under the softmax of its logits, float64; no temperature, no cut.
 
     Args:
@@ -25,33 +25,33 @@ def chance(logits: Tensor, tokens: Tensor) -> Tensor:
 
 
 class Choices:
-    """Gathers, step by step, what decided the tokens of both paths; brought to the host once."""
+    """Gathers how probable each path's chosen tokens were, step by step, and brings them to the host once."""
 
     def __init__(self) -> None:
-        self._chances: list[Tensor] = []
+        self._probabilities: list[Tensor] = []
 
     def add(self, logits: Sequence[Tensor], chosen: Sequence[Tensor]) -> None:
         """Adds a step: of each path the logits and the tokens it chose."""
-        self._chances.append(torch.stack([*map(chance, logits, chosen)]))
+        self._probabilities.append(torch.stack([*map(token_probability, logits, chosen)]))
 
-    def of_rows(self, distances: Sequence[Tensor]) -> list[dict[str, np.ndarray]]:
-        """For each row of the batch the columns that go into its table of steps.
+    def columns_by_row(self, distances: Sequence[Tensor]) -> list[dict[str, np.ndarray]]:
+        """Returns, for each row of the batch, the columns that go into its table of steps.
 
         Args:
             distances: How far each choice was from another one, path by path and step by step; infinite for never.
         """
-        chances = torch.stack(self._chances, -1).cpu().numpy()
-        far = torch.stack([torch.stack([*distances[path::2]], -1) for path in (0, 1)]).cpu().numpy()
+        probabilities = torch.stack(self._probabilities, -1).cpu().numpy()
+        boundaries = torch.stack([torch.stack([*distances[path::2]], -1) for path in (0, 1)]).cpu().numpy()
         # No other token could be drawn: there is no distance.
-        far = np.where(np.isinf(far), np.nan, far)
+        boundaries = np.where(np.isinf(boundaries), np.nan, boundaries)
         return [
-            {f"{name}_{side}": values[path, row] for name, values in (("probability", chances), ("boundary", far))
+            {f"{name}_{side}": values[path, row] for name, values in (("probability", probabilities), ("boundary", boundaries))
              for path, side in enumerate("ab")}
-            for row in range(chances.shape[1])
+            for row in range(probabilities.shape[1])
         ]  # fmt: skip
 
 
-def of_example(
+def comparison_of_example(
     example: int,
     name: str,
     prompt: Sequence[int],
@@ -59,34 +59,34 @@ def of_example(
     tokens: tuple[np.ndarray, np.ndarray],
     texts: tuple[str, str],
     about: dict[str, Any],
-    decided: Mapping[str, np.ndarray] | None = None,
+    choices: Mapping[str, np.ndarray] | None = None,
     pieces: Callable[[Sequence[int]], list[str]] = lambda ids: [*map(str, ids)],
     failure: str = "",
 ) -> Comparison:
-    """The comparison of one example.
+    """Makes the comparison of one example.
 
     Args:
         example: Its number.
         name: The prompt's id.
         prompt: The prompt's token ids.
         frames: The tables of its batch.
-        tokens: The tokens each path chose, as many as count.
-        texts: The same as text.
-        about: What it was made with.
-        decided: What decided the tokens: columns of :class:`Choices`; unknown for None.
-        pieces: Gives the text of each token alone; token ids are their own text unless given.
-        failure: Why it could not be compared: it has nothing but that then.
+        tokens: The tokens each path chose, as far as both are compared.
+        texts: The texts of these tokens.
+        about: The comparison's provenance.
+        choices: The columns that :class:`Choices` gives for this row; None if they are unknown.
+        pieces: Returns the text of each token alone; by default its number.
+        failure: Why the example could not be compared. If it is not empty, the comparison holds nothing else.
     """
     if failure:
         prompt, tokens = (), (np.zeros(0, np.int64),) * 2
-    count, mine = len(tokens[0]), {}
+    count, tables = len(tokens[0]), {}
     for table, frame in frames.items():
-        # None of a step after its end; what is summed over steps was not given any.
+        # Steps after the text's end are dropped; sums over steps never included them.
         rows = (frame["example"].to_numpy() == example) & (not failure)
         if "step" in frame:
             rows &= frame["step"].to_numpy() < count
-        mine[table] = frame[rows].reset_index(drop=True)
-    steps = _steps(mine["steps"], *tokens, decided or {}, about)
+        tables[table] = frame[rows].reset_index(drop=True)
+    steps = _steps(tables["steps"], *tokens, choices or {}, about)
     flips, after = steps.index[steps["flipped"]], steps["step"].to_numpy()[steps["after_flip"].to_numpy()]
     row = {
         "example": example,
@@ -104,52 +104,52 @@ def of_example(
         "text_a": texts[0],
         "text_b": texts[1],
     }
-    for table, frame in mine.items():
+    for table, frame in tables.items():
         if "after_flip" not in frame and "step" in frame:
-            mine[table] = frame.assign(after_flip=np.isin(frame["step"].to_numpy(), after))
+            tables[table] = frame.assign(after_flip=np.isin(frame["step"].to_numpy(), after))
     source = "derived" if "pattern" in about["derived"] else "recorded"
-    mine |= {"steps": steps, "heads": mine["heads"].assign(pattern=source)}
-    # Empty but typed: joined to others, its columns must not turn theirs into objects.
+    tables |= {"steps": steps, "heads": tables["heads"].assign(pattern=source)}
+    # Empty but typed: when tables are joined, its columns must not turn the others' into objects.
     examples = pd.DataFrame([row]).iloc[: int(not failure)]
     failures = pd.DataFrame([{"example": example, "id": name, "message": failure}]).iloc[: int(bool(failure))]
-    told = {"tokens": _token_rows(example, prompt, tokens, pieces), "examples": examples, "failures": failures}
-    return Comparison(**mine, **told, provenance=about)
+    tables |= {"tokens": _token_rows(example, prompt, tokens, pieces), "examples": examples, "failures": failures}
+    return Comparison(**tables, provenance=about)
 
 
 def _steps(
-    steps: pd.DataFrame, a: np.ndarray, b: np.ndarray, decided: Mapping[str, np.ndarray], about: Mapping[str, Any]
+    steps: pd.DataFrame, a: np.ndarray, b: np.ndarray, choices: Mapping[str, np.ndarray], about: Mapping[str, Any]
 ) -> pd.DataFrame:
-    """The table of steps with both paths' tokens, and with what decided them, NaN where it is not known."""
+    """Adds to the table of steps both paths' tokens, flips, and the columns of :class:`Choices` (NaN if unknown)."""
     steps = steps.sort_values("step", ignore_index=True)
     flipped, unknown = a != b, np.full(len(a), np.nan)
     first = int(flipped.argmax()) if flipped.any() else len(a)
-    more = {"flipped": flipped, "after_flip": np.arange(len(a)) > first}
+    columns = {"flipped": flipped, "after_flip": np.arange(len(a)) > first}
     for name in ("probability_a", "probability_b", "boundary_a", "boundary_b"):
-        more[name] = decided.get(name, unknown)[: len(a)]
+        columns[name] = choices.get(name, unknown)[: len(a)]
     if about.get("strategy") == "greedy":
         # A greedy choice is as far from another one as its logits' margin.
-        more |= {f"boundary_{side}": steps[f"margin_{side}"].to_numpy() for side in "ab"}
+        columns |= {f"boundary_{side}": steps[f"margin_{side}"].to_numpy() for side in "ab"}
     front = {"example": steps["example"], "step": steps["step"], "token_a": a, "token_b": b}
-    return pd.DataFrame(front).assign(**{name: steps[name] for name in steps if name not in front}, **more)
+    return pd.DataFrame(front).assign(**{name: steps[name] for name in steps if name not in front}, **columns)
 
 
 def _token_rows(
     example: int,
     prompt: Sequence[int],
-    chosen: tuple[np.ndarray, np.ndarray],
+    tokens: tuple[np.ndarray, np.ndarray],
     pieces: Callable[[Sequence[int]], list[str]],
 ) -> pd.DataFrame:
-    """The table of tokens: the prompt's, and those that each path chose, at the position that each has if it is fed."""
-    paths = {"prompt": np.asarray(prompt, np.int64), "a": chosen[0], "b": chosen[1]}
+    """The table of tokens: the prompt's and those each path chose, each at the position it has when it is fed."""
+    paths = {"prompt": np.asarray(prompt, np.int64), "a": tokens[0], "b": tokens[1]}
     every = np.concatenate([*paths.values()])
-    ids = np.unique(every).astype(np.int64).tolist()
-    texts = dict(zip(ids, pieces(ids) if ids else [], strict=True))
+    unique = np.unique(every).astype(np.int64).tolist()
+    texts = dict(zip(unique, pieces(unique) if unique else [], strict=True))
     starts = {"prompt": 0, "a": len(prompt), "b": len(prompt)}
     return pd.DataFrame(
         {
             "example": np.full(len(every), example, np.int64),
             "path": pd.Series(np.repeat([*paths], [*map(len, paths.values())]), dtype=str),
-            "position": np.concatenate([np.arange(len(found)) + starts[path] for path, found in paths.items()]),
+            "position": np.concatenate([np.arange(len(ids)) + starts[path] for path, ids in paths.items()]),
             "token": every,
             "text": pd.Series([texts[token] for token in every.tolist()], dtype=str),
         }

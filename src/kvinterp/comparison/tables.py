@@ -1,8 +1,8 @@
-"""How far apart two paths are at a step, measured on the device by every metric there is and gathered in tidy tables.
+"""Measures on the device how far apart two paths are at each step, by every metric, and gathers tidy tables.
 
-A step of a small model has few numbers, and measuring it takes longer in Python than in the processor. So steps are kept
-until a block of them is worth a call, and measured together. Every metric gives a number for each vector of
-the last dimension, so that a block's numbers are those of its steps to the bit; a test holds them.
+A step of a small model has few numbers, so that measuring it alone costs more in Python than in the processor. Steps therefore
+wait until a block of them is worth a call and are measured together. Every metric gives one number for each vector of the last
+dimension, so a block's numbers equal those of its steps to the bit; a test checks this.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from kvinterp.models.attaching import Site
 from kvinterp.models.sites import RESIDUAL_SITES, ROUTING_SITES, ROWS
 
 _CACHED = {"cache_k": "K", "cache_k_pre": "K before RoPE", "cache_v": "V"}
-"""What a cache site is called in the tables."""
+"""The names of the cache sites in the tables."""
 
 BLOCK = 2**17
 """How many numbers of both paths are worth a call on a CPU; other devices take 32 times as many.
 
-As float64 they are a megabyte, which a core's own cache holds from one operation to the next: a call is given twice as many at
-most, where they can be parted.
+As float64 they take a megabyte, which a core's cache holds between operations. Where a block can be split, a call gets at most
+twice as many.
 """
 ALONE = 2**15
-"""A vector of as many numbers is measured with no other step's: torch adds up a single one with several threads, and several
-with one each.
+"""A vector of this many numbers is measured alone: torch sums a single long vector with several threads, but several vectors
+with one thread each.
 """
 
 Pair = tuple[Tensor, Tensor]
@@ -44,39 +44,40 @@ Pair = tuple[Tensor, Tensor]
 
 @dataclasses.dataclass(frozen=True)
 class _Piece:
-    """What one step showed of one kind, in a copy.
+    """A copy of the tensors of one kind at one step.
 
     Attributes:
         step: The step.
-        at: The labels of the dimensions of ``pair``, but for the last one, and of K and V the positions before it.
-        pair: What both paths showed, ``[*dimensions, last]``.
-        span: Of K and V where the positions are, and how each row of the batch counts.
+        labels: The labels of the dimensions of ``pair`` without the last one, and for K and V without the positions.
+        pair: The tensors of both paths, ``[*dimensions, last]``.
+        span: For K and V where the positions are and how each row of the batch counts.
     """
 
     step: int
-    at: dict[str, Any]
+    labels: dict[str, Any]
     pair: Pair
     span: Span | None = None
 
     @property
-    def like(self) -> tuple[Any, ...]:
-        """What is alike in pieces that are measured together: all but the number of positions."""
+    def group(self) -> tuple[Any, ...]:
+        """What must be equal for pieces to be measured together: everything but the number of positions."""
         shape = self.pair[0].shape
         step = self.step if self.alone else -1
-        return self.at, shape if self.span is None else (*shape[:-2], shape[-1]), *(each.dtype for each in self.pair), step
+        shape = shape if self.span is None else (*shape[:-2], shape[-1])
+        return self.labels, shape, *(tensor.dtype for tensor in self.pair), step
 
     @property
     def alone(self) -> bool:
-        """Whether it waits for no other step."""
-        return self.pair[0].shape[-1] >= ALONE or (self.span is not None and self.span.there is not None)
+        """Whether it is measured without other steps."""
+        return self.pair[0].shape[-1] >= ALONE or (self.span is not None and self.span.mask is not None)
 
 
 class Differences:
-    """Takes what both paths showed at a step and keeps how far apart they were.
+    """Takes the tensors of both paths step by step and measures how far apart they are.
 
     Args:
-        layers: The layers that are watched.
-        heads: Labels of the query heads that are watched.
+        layers: The layers that are compared.
+        heads: Labels of the query heads that are compared.
         kv_heads: Labels of the KV heads.
         cache_errors: One of :data:`kvinterp.comparison.cache_errors.CACHE_ERRORS`.
         block: Most numbers that wait to be measured together; default: :data:`BLOCK`, by the device.
@@ -99,7 +100,7 @@ class Differences:
             fills.table: Table(("step", *fills.dimensions), [metric.column for metric in metrics.OF_KIND[kind]])
             for kind, fills in metrics.KINDS.items()
             if kind != "kv"
-        } | {"kv": self.cache.every, "kv_steps": self.cache.steps}
+        } | {"kv": self.cache.whole, "kv_steps": self.cache.steps}
         self._waiting: dict[metrics.Kind, list[_Piece]] = {kind: [] for kind in metrics.KINDS}
         self._numbers = dict.fromkeys(metrics.KINDS, 0)
 
@@ -107,11 +108,11 @@ class Differences:
     def columns(cls) -> dict[str, tuple[str, ...]]:
         """The columns of each table, by the names they have in a comparison."""
         empty = cls((), (), ())
-        found = {name: (*table.dimensions, *table.values, "after_flip") for name, table in empty.tables.items()}
-        return found | {"kv_positions": tuple(empty.cache.positions((), ()).columns), "attention_rows": COLUMNS}
+        columns = {name: (*table.dimensions, *table.values, "after_flip") for name, table in empty.tables.items()}
+        return columns | {"kv_positions": tuple(empty.cache.positions((), ()).columns), "attention_rows": COLUMNS}
 
     def frames(self, examples: Sequence[int]) -> dict[str, pd.DataFrame]:
-        """Everything added, by the names the tables have in a comparison.
+        """Measures what still waits and returns the tables by their names in a comparison.
 
         Args:
             examples: The example number of each row of the batch.
@@ -119,8 +120,8 @@ class Differences:
         for kind in metrics.KINDS:
             self._measure(kind)
         frames = {name: table.frame() for name, table in self.tables.items()}
-        more = {"kv_positions": self.cache.positions(examples, self.kv_heads), "attention_rows": self.rows.frame(examples)}
-        return frames | more
+        frames["kv_positions"] = self.cache.positions(examples, self.kv_heads)
+        return frames | {"attention_rows": self.rows.frame(examples)}
 
     def add(
         self,
@@ -128,52 +129,54 @@ class Differences:
         examples: Sequence[int],
         end: int,
         logits: tuple[Tensor, Tensor],
-        seen: tuple[Mapping[Site, Tensor], Mapping[Site, Tensor]],
+        tensors: tuple[Mapping[Site, Tensor], Mapping[Site, Tensor]],
         marks: Tensor,
         flips: Tensor | None = None,
     ) -> None:
-        """Adds one step of one batch; nothing of it is kept but copies.
+        """Adds one step of one batch. Only copies of its tensors are kept.
 
         Args:
             step: The decode step.
             examples: The example number of each row.
             end: Positions in the context at this step; keys are aligned by it.
             logits: ``[batch, vocab]`` of both paths.
-            seen: For each path what it showed at the newest position, sites to tensors with a batch dimension; where rows of
-                the cache were let go of also the positions of those that are left, as site ``ROWS``.
+            tensors: For each path its tensors at the newest position by site, with a batch dimension; if rows of the cache
+                were evicted, also the positions of the rest, as site ``ROWS``.
             marks: For each row 1 after its flip, 0 before it, -1 where its text has ended; stays on its device.
-            flips: Which rows flip their first token at this step, on the same device; None where it is not known.
+            flips: Which rows flip their first token at this step, on the same device; None if unknown.
         """
         layers_of: dict[str, list[int]] = {}
-        for site, layer in seen[0]:
-            if (site, layer) in seen[1]:
+        for site, layer in tensors[0]:
+            if (site, layer) in tensors[1]:
                 layers_of.setdefault(site, []).append(layer)
         streams = []
         labels: dict[str, Sequence[Any]]
         for site in filter(layers_of.get, RESIDUAL_SITES):
             layers = layers_of[site]
             labels = {"site": [site], "layer": layers, "example": examples}
-            a, b = (torch.stack([path[site, layer] for layer in layers])[None] for path in seen)
+            a, b = (torch.stack([path[site, layer] for layer in layers])[None] for path in tensors)
             streams.append(_Piece(step, labels, (a, b)))
         self._wait("residual", streams)
         if "pattern" in layers_of:
             layers = layers_of["pattern"]
             labels = {"layer": layers, "example": examples, "head": self.heads}
-            rows = [[path["pattern", layer] for layer in layers] for path in seen]
+            rows = [[path["pattern", layer] for layer in layers] for path in tensors]
             widest = max(row.shape[-1] for path in rows for row in path)
             a, b = (_stacked(path, widest) for path in rows)
             self.rows.add(step, layers, self.heads, end, (a, b), marks, flips)
             self._wait("pattern", [_Piece(step, labels, (a, b))])
         if set(ROUTING_SITES) <= layers_of.keys():
             layers = layers_of["experts"]
-            a, b = (torch.stack([routing_of(*(path[site, x] for site in ROUTING_SITES)) for x in layers]) for path in seen)
+            a, b = (
+                torch.stack([routing_of(*(path[site, x] for site in ROUTING_SITES)) for x in layers]) for path in tensors
+            )
             self._wait("routing", [_Piece(step, {"layer": layers, "example": examples}, (a, b))])
         # After the rows of attention, which are chosen among as soon as the KL is known.
         self._wait("logits", [_Piece(step, {"example": examples}, (logits[0].clone(), logits[1].clone()))])
         if self.rows.full:
             self._measure("logits")
         sites = [site for site in _CACHED if site in layers_of]
-        self._wait("kv", [*self._cached(step, examples, end, {site: layers_of[site] for site in sites}, seen, marks)])
+        self._wait("kv", [*self._cached(step, examples, end, {site: layers_of[site] for site in sites}, tensors, marks)])
 
     def _cached(
         self,
@@ -181,13 +184,13 @@ class Differences:
         examples: Sequence[int],
         end: int,
         layers_of: Mapping[str, list[int]],
-        seen: tuple[Mapping[Site, Tensor], Mapping[Site, Tensor]],
+        tensors: tuple[Mapping[Site, Tensor], Mapping[Site, Tensor]],
         marks: Tensor,
     ) -> Iterator[_Piece]:
         # A sliding window may hold fewer positions on one path: the newest ones, so both are cut to the shorter. Layers may
         # differ in the number and the width of their heads too (Gemma 4).
         lined_up = {
-            (site, x): [_by_position(path[site, x], path.get((ROWS, x)), end) for path in seen]
+            (site, x): [_by_position(path[site, x], path.get((ROWS, x)), end) for path in tensors]
             for site, layers in layers_of.items()
             for x in layers
         }
@@ -205,21 +208,21 @@ class Differences:
                 sides = [[lined_up[site, x][side] for site in together for x in layers] for side in (0, 1)]
                 size = len(together), len(layers)
                 a, b = (_newest([tensor for tensor, _ in side], length, size) for side in sides)
-                # A policy has a say over all layers or none.
-                held = [[mask for _, mask in side if mask is not None] for side in sides]
-                of_a, of_b = (_newest(masks, length, size) if masks else None for masks in held)
-                span = Span(end - length, length, marks, (of_a, of_b))
+                # A policy evicts in all layers or in none.
+                masks = [[mask for _, mask in side if mask is not None] for side in sides]
+                held_a, held_b = (_newest(side, length, size) if side else None for side in masks)
+                span = Span(end - length, length, marks, (held_a, held_b))
                 yield _Piece(step, {**labels, "kv_head": self.kv_heads[:heads]}, (a, b), span)
 
     def _wait(self, kind: metrics.Kind, pieces: Sequence[_Piece]) -> None:
-        """Puts a step behind those that wait, after measuring them where it cannot be measured with them."""
+        """Queues the pieces of a step. Pieces that wait are measured first if the new ones cannot be measured with them."""
         waiting = self._waiting[kind]
-        if waiting and (len(pieces) != 1 or pieces[0].like != waiting[0].like):
+        if waiting and (len(pieces) != 1 or pieces[0].group != waiting[0].group):
             self._measure(kind)
         for piece in pieces:
             waiting.append(piece)
             self._numbers[kind] += 2 * piece.pair[0].numel()
-            # Several pieces of a step go into the table one after the other, as the steps do.
+            # Several pieces of one step go into the table one after the other, as steps do.
             if len(pieces) > 1 or piece.alone or self._numbers[kind] >= self._most(piece):
                 self._measure(kind)
 
@@ -227,51 +230,51 @@ class Differences:
         return self.block or (BLOCK if piece.pair[0].device.type == "cpu" else 32 * BLOCK)
 
     def _measure(self, kind: metrics.Kind) -> None:
-        """Measures what waits."""
+        """Measures the pieces of a kind that wait and adds the numbers to its table."""
         waiting = list(self._waiting[kind])
         self._waiting[kind].clear()
         self._numbers[kind] = 0
         if not waiting:
             return
-        steps, labels = [piece.step for piece in waiting], waiting[0].at
+        steps, labels = [piece.step for piece in waiting], waiting[0].labels
         paths = [*zip(*(piece.pair for piece in waiting), strict=True)]
         if kind == "kv":
             a, b = (path[0] if len(path) == 1 else torch.cat(path, -2) for path in paths)
-            found = _in_parts(a, b, self._most(waiting[0]))
-            self.cache.add(steps, labels, [piece.span for piece in waiting if piece.span is not None], found)
+            errors = _cache_errors(a, b, self._most(waiting[0]))
+            self.cache.add(steps, labels, [piece.span for piece in waiting if piece.span is not None], errors)
         else:
             a, b = (path[0][None] if len(path) == 1 else torch.stack(path) for path in paths)
-            found = metrics.measured(kind, a, b)
-            self.tables[metrics.KINDS[kind].table].add({"step": steps, **labels}, found)
+            values = metrics.measured(kind, a, b)
+            self.tables[metrics.KINDS[kind].table].add({"step": steps, **labels}, values)
             if kind == "logits":
-                self.rows.measured(steps, found["kl"], self.same_text)
+                self.rows.select(steps, values["kl"], self.same_text)
 
 
-def _in_parts(a: Tensor, b: Tensor, most: int) -> dict[str, Measure | Flag]:
-    """Every metric of K and V, so many numbers at a time: more than a core's cache holds is slower than another call."""
+def _cache_errors(a: Tensor, b: Tensor, most: int) -> dict[str, Measure | Flag]:
+    """Every metric of K and V, at most so many numbers a call: exceeding a core's cache costs more than another call."""
     shape, (a, b) = a.shape[:-1], (path.flatten(0, -2) for path in (a, b))
-    # A metric of one path alone has no zero.
+    # A metric of one path alone has no value for equal vectors.
     zeros = {metric.column: metric.zero for metric in metrics.OF_KIND["kv"] if metric.zero is not None}
-    unlike = _unlike(a, b) if len(zeros) == len(metrics.OF_KIND["kv"]) else None
-    if unlike is not None:
-        a, b = a.index_select(0, unlike), b.index_select(0, unlike)
+    unequal = _unequal_vectors(a, b) if len(zeros) == len(metrics.OF_KIND["kv"]) else None
+    if unequal is not None:
+        a, b = a.index_select(0, unequal), b.index_select(0, unequal)
     size = max(most // a.shape[-1], 1)
-    parts = [metrics.measured("kv", *each) for each in zip(a.split(size), b.split(size), strict=True)]
-    found = parts[0] if len(parts) == 1 else {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-    if unlike is not None:
-        found = {
-            name: measure.new_full((shape.numel(),), zeros[name]).index_copy_(0, unlike, measure)
-            for name, measure in found.items()
+    parts = [metrics.measured("kv", *pair) for pair in zip(a.split(size), b.split(size), strict=True)]
+    errors = parts[0] if len(parts) == 1 else {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+    if unequal is not None:
+        errors = {
+            name: error.new_full((shape.numel(),), zeros[name]).index_copy_(0, unequal, error)
+            for name, error in errors.items()
         }
-    return {name: measure.reshape(shape) for name, measure in found.items()}
+    return {name: error.reshape(shape) for name, error in errors.items()}
 
 
-def _unlike(a: Tensor, b: Tensor) -> Tensor | None:
-    """Which vectors differ in a bit; None where all are to be measured.
+def _unequal_vectors(a: Tensor, b: Tensor) -> Tensor | None:
+    """The indices of the vectors that differ in a bit; None if all must be measured.
 
-    Of the positions that a cache holds most are often equal on both paths (58% on a small model, 85% on one of 124 M), and to see
-    it takes a tenth of what measuring takes: equal ones have every metric's zero. A vector that is not finite has none, and
-    another device than a CPU would have to be waited for.
+    Most cached positions are often equal on both paths (58% on a small model, 85% on one of 124 M). Finding them takes a tenth of
+    the time of measuring them, and every metric has a known value for equal vectors. This does not hold for vectors that are not
+    finite, and on another device than a CPU the result would have to be waited for.
     """
     if a.device.type != "cpu" or a.dtype != b.dtype or a.shape[-1] * a.element_size() % 8:
         return None
@@ -281,12 +284,12 @@ def _unlike(a: Tensor, b: Tensor) -> Tensor | None:
 
 
 def _newest(tensors: Sequence[Tensor], length: int, size: tuple[int, int]) -> Tensor:
-    """The newest so many positions of several layers of several tensors, ``[tensor, layer, batch, kv_head, position, ...]``."""
+    """Stacks the newest ``length`` positions of all tensors: ``[tensor, layer, batch, kv_head, position, ...]``."""
     return torch.stack([t if t.shape[2] == length else t[:, :, t.shape[2] - length :] for t in tensors]).unflatten(0, size)
 
 
 def _by_position(tensor: Tensor, rows: Tensor | None, end: int) -> tuple[Tensor, Tensor | None]:
-    """Keys or values with a row for each of ``end`` positions where rows were let go of, and which of them are held."""
+    """Spreads the rows of an evicting cache over all ``end`` positions and says which positions it holds."""
     if rows is None:
         return tensor, None
     whole = tensor.new_zeros(*tensor.shape[:2], end, tensor.shape[3])
@@ -295,5 +298,5 @@ def _by_position(tensor: Tensor, rows: Tensor | None, end: int) -> tuple[Tensor,
 
 
 def _stacked(rows: Sequence[Tensor], widest: int) -> Tensor:
-    # The newest key is the last on both paths; what a window does not hold got probability 0.
+    # The newest key is the last on both paths; keys outside a window had probability 0.
     return torch.stack([torch.nn.functional.pad(row, (widest - row.shape[-1], 0)) for row in rows])

@@ -1,4 +1,4 @@
-"""Compares two traces that were recorded one after the other, or on two machines."""
+"""Compares two traces, recorded one after the other, on two machines, or made of arrays."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvinterp.common.checks import check_choice, check_instance
 from kvinterp.comparison.cache_errors import CACHE_ERRORS
 from kvinterp.comparison.comparison import Comparison
 from kvinterp.comparison.recordable import COMPARED
-from kvinterp.comparison.rows import chance, of_example
+from kvinterp.comparison.rows import comparison_of_example, token_probability
 from kvinterp.comparison.tables import Differences
 from kvinterp.errors import InputError
 from kvinterp.models.attaching import Site
@@ -26,20 +26,20 @@ from kvinterp.recording import Trace
 def compare_traces(a: Trace, b: Trace, cache_errors: str = "aggregated") -> Comparison:
     """Compares two traces that were recorded with ``logits="keep"``, for instance on two machines.
 
-    Residual sites and patterns are compared at the newest position, of those recorded with ``positions="all"`` too; cache
-    sites where they were recorded with ``positions="all"``.
+    Residual sites and patterns are compared at the newest position, also if they were recorded with ``positions="all"``; cache
+    sites only if they were recorded with ``positions="all"``.
 
-    Of traces of someone's arrays (:meth:`kvinterp.Trace.from_arrays`) log-probs are compared, at the tokens that both sides give:
-    ``compared`` of the steps says how many. Where these are not the whole vocabulary, what needs it (KL, JS) is NaN, not given.
-    On the same text tokens are not compared: which were drawn says nothing of what was computed.
+    Traces made by :meth:`kvinterp.Trace.from_arrays` are compared by log-probs, at the tokens that both sides give; the column
+    ``compared`` of the steps says how many. Where these are not the whole vocabulary, KL and JS, which need it, are NaN. If both
+    traces hold the same text, their tokens are not compared: which token was drawn says nothing about what was computed.
 
     Args:
         a: The leading trace.
-        b: The other.
+        b: The trace it is compared with.
         cache_errors: As for :func:`kvinterp.compare`.
 
     Raises:
-        InputError: They are not of the same prompt, hold no logits, or were recorded with different heads.
+        InputError: The traces have different prompts, no logits, or records of different heads.
     """
     check_choice("cache_errors", cache_errors, tuple(CACHE_ERRORS))
     for name, trace in (("a", a), ("b", b)):
@@ -48,10 +48,10 @@ def compare_traces(a: Trace, b: Trace, cache_errors: str = "aggregated") -> Comp
         raise InputError(
             f"the traces have different prompts ({len(a.prompt)} and {len(b.prompt)} tokens): give the same one."
         )
-    thinned = {
+    evicting = {
         side: trace for side, trace in zip("ab", (a, b), strict=True) if any(site == ROWS for site, _ in trace.records)
     }
-    for trace in thinned.values():
+    for trace in evicting.values():
         _check_rows(trace)
     if a.logits is None or b.logits is None:
         raise InputError("a trace holds no logits: run it with logits='keep'.")
@@ -61,19 +61,19 @@ def compare_traces(a: Trace, b: Trace, cache_errors: str = "aggregated") -> Comp
     kv_heads = _head_labels(a.kv_heads, b.kv_heads, "KV heads", (a, b), CACHE_SITES)
     differences = Differences(layers, heads, kv_heads, cache_errors)
     matched = a.fed[: count - 1] == b.fed[: count - 1]
-    given = next((trace for trace in (a, b) if trace.ids is not None), None)
-    rows = (a.logits[:count], b.logits[:count]) if given is None else _aligned(a, b, count)
+    from_arrays = next((trace for trace in (a, b) if trace.ids is not None), None)
+    rows = (a.logits[:count], b.logits[:count]) if from_arrays is None else _aligned_logprobs(a, b, count)
     padding = padding_of(rows)
-    sides = (given, given) if given is not None and matched else (a, b)
-    chosen = (np.asarray(sides[0].tokens[:count]), np.asarray(sides[1].tokens[:count]))
-    flips = np.flatnonzero(chosen[0] != chosen[1])
+    sides = (from_arrays, from_arrays) if from_arrays is not None and matched else (a, b)
+    tokens = (np.asarray(sides[0].tokens[:count]), np.asarray(sides[1].tokens[:count]))
+    flips = np.flatnonzero(tokens[0] != tokens[1])
     for step in range(count):
-        seen = (_shown(a, step), _shown(b, step))
+        tensors = (_tensors_at(a, step), _tensors_at(b, step))
         logits = (rows[0][step : step + 1, ~padding], rows[1][step : step + 1, ~padding])
         after = int(flips.size > 0 and step > flips[0])
-        differences.add(step, [0], len(a.prompt) + step, logits, seen, torch.tensor([after]))
+        differences.add(step, [0], len(a.prompt) + step, logits, tensors, torch.tensor([after]))
     about = {
-        **_UNKNOWN,
+        **_NOT_GIVEN,
         **b.provenance,
         **a.provenance,
         **_sides(a, b),
@@ -82,30 +82,25 @@ def compare_traces(a: Trace, b: Trace, cache_errors: str = "aggregated") -> Comp
         "strategy": a.provenance.get("strategy", "unknown"),
         "provenance_b": b.provenance,
         "derived": sorted({*a.derived, *b.derived} & {"pattern"}),
-        "lets_go": list(thinned),
+        "lets_go": list(evicting),
     }
-    decided = {
-        f"probability_{side}": chance(logits[:count], torch.from_numpy(tokens).to(logits.device)).cpu().numpy()
-        for side, logits, tokens in zip("ab", rows, chosen, strict=True)
-    }
-    frames = differences.frames([0])
-    if given is not None:
-        frames["steps"] = _of_both(frames["steps"], *rows)
-        at = torch.arange(count)
-        decided = {
-            name: side[at, torch.from_numpy(tokens)].exp().numpy()
-            for name, side, tokens in zip(decided, rows, chosen, strict=True)
-        }
-    return of_example(0, "0", a.prompt, frames, chosen, ("", ""), about, decided)
+    frames, ids = differences.frames([0]), [*map(torch.from_numpy, tokens)]
+    if from_arrays is None:
+        chosen = [token_probability(logits, side.to(logits.device)).cpu() for logits, side in zip(rows, ids, strict=True)]
+    else:
+        frames["steps"] = _with_common_tokens(frames["steps"], *rows)
+        chosen = [logprobs[torch.arange(count), side].exp() for logprobs, side in zip(rows, ids, strict=True)]
+    probabilities = {f"probability_{side}": values.numpy() for side, values in zip("ab", chosen, strict=True)}
+    return comparison_of_example(0, "0", a.prompt, frames, tokens, ("", ""), about, probabilities)
 
 
 def _sides(a: Trace, b: Trace) -> dict[str, Any]:
-    """The two paths by name, each with its model where these are two."""
+    """The provenance's names of the two paths, each with its model if the models differ."""
     paths, models = {"a": a.path, "b": b.path}, [str(trace.provenance.get("model", "")) for trace in (a, b)]
     if "" in models or models[0] == models[1]:
         return {"paths": paths}
-    named = {side: f"{path} of {model}" for (side, path), model in zip(paths.items(), models, strict=True)}
-    return {"paths": named, "model": " and ".join(models)}
+    of_models = {side: f"{path} of {model}" for (side, path), model in zip(paths.items(), models, strict=True)}
+    return {"paths": of_models, "model": " and ".join(models)}
 
 
 _FORWARD = (
@@ -116,7 +111,7 @@ _FORWARD = (
 
 
 def _first_different(a: Trace, b: Trace) -> dict[str, Any]:
-    """The first tensor, in the order of the computation, that both recorded and that is not the same bits: site, layer, error."""
+    """The first tensor, in the order of the computation, that both recorded with different bits: site, layer and error."""
     both = [place for place in a.records if place in b.records and place[0] in _FORWARD]
     for site, layer in sorted(both, key=lambda place: (place[1], _FORWARD.index(place[0]))):
         if _equal(a, b, (site, layer)):
@@ -133,13 +128,13 @@ def _equal(a: Trace, b: Trace, place: Site) -> bool:
     return all(torch.equal(*pair) for pair in zip(a.records[place], b.records[place], strict=False))
 
 
-_UNKNOWN = {name: f"{name} not given" for name in ("model", "kind", "dtype", "attention", "weights", "device", "threads")}
+_NOT_GIVEN = {name: f"{name} not given" for name in ("model", "kind", "dtype", "attention", "weights", "device", "threads")}
 
 
-def _aligned(a: Trace, b: Trace, count: int) -> tuple[Tensor, Tensor]:
-    """``[step, token]`` of both, log-probs in float64, NaN where none is given."""
-    widths = [int(each.ids.max()) + 1 if each.ids is not None else each.logits.shape[1] for each in (a, b)]  # type: ignore
-    whole = [each.ids is None or each.ids.dim() == 1 for each in (a, b)]
+def _aligned_logprobs(a: Trace, b: Trace, count: int) -> tuple[Tensor, Tensor]:
+    """``[step, token]`` of both traces, log-probs in float64, NaN where none is given."""
+    widths = [int(t.ids.max()) + 1 if t.ids is not None else t.logits.shape[1] for t in (a, b)]  # type: ignore
+    whole = [t.ids is None or t.ids.dim() == 1 for t in (a, b)]
     width = max(widths)
     if any(full and size < width for full, size in zip(whole, widths, strict=True)):
         raise InputError(f"the traces are of {widths[0]:,} and {widths[1]:,} tokens: give two of one vocabulary.")
@@ -154,76 +149,71 @@ def _aligned(a: Trace, b: Trace, count: int) -> tuple[Tensor, Tensor]:
     return rows(a), rows(b)
 
 
-def _of_both(steps: pd.DataFrame, a: Tensor, b: Tensor) -> pd.DataFrame:
-    """The table of steps with how many tokens both sides give, and where these are not all with what can be said of them."""
+def _with_common_tokens(steps: pd.DataFrame, a: Tensor, b: Tensor) -> pd.DataFrame:
+    """Adds to the table of steps how many tokens both sides give and, where not all, the metrics over those tokens."""
     steps, gap = steps.sort_values("step", ignore_index=True), b - a
-    low = [each.masked_fill(each.isnan(), -torch.inf) for each in (a, b)]
-    best = [each.topk(min(2, each.shape[1])) for each in low]
+    filled = [side.masked_fill(side.isnan(), -torch.inf) for side in (a, b)]
+    best = [side.topk(min(2, side.shape[1])) for side in filled]
     top, most = best[0].indices[:, :1], gap.abs().nan_to_num(-1.0).amax(-1)
-    margins = [(each.values[:, 0] - each.values[:, -1]) for each in best]
-    found = {
+    margins = [side.values[:, 0] - side.values[:, -1] for side in best]
+    columns = {
         "max_abs_logit": most.masked_fill(most < 0, torch.nan),
         "rms_logit": gap.square().nanmean(-1).sqrt(),
-        "top1_agree": low[0].argmax(-1) == low[1].argmax(-1),
+        "top1_agree": filled[0].argmax(-1) == filled[1].argmax(-1),
         "margin_a": margins[0].masked_fill(margins[0].isinf(), torch.nan),
         "margin_b": margins[1].masked_fill(margins[1].isinf(), torch.nan),
         "top_probability_difference": (b.gather(1, top).exp() - a.gather(1, top).exp())[:, 0],
     }
     compared = (~gap.isnan()).sum(-1)
     part = (compared < gap.shape[1]).numpy()
-    for name, values in found.items():
+    for name, values in columns.items():
         steps.loc[part, name] = values.numpy()[part]
     return steps.assign(compared=compared.numpy())
 
 
 def _check_rows(trace: Trace) -> None:
-    """Refuses a trace of a path that lets go of rows where it does not say of which, or of too few heads to tell whose."""
-    newest = any(kept[0].dim() == 1 for (site, _), kept in trace.records.items() if site == ROWS and kept)
+    """Refuses the trace of an evicting path if it lacks the rows' positions, or the heads that they belong to."""
+    newest = any(record[0].dim() == 1 for (site, _), record in trace.records.items() if site == ROWS and record)
     if newest or ((trace.heads or trace.kv_heads) and any(site == "pattern" for site, _ in trace.records)):
-        how = "with positions='all'" if newest else "with every head"
+        remedy = "with positions='all'" if newest else "with every head"
         raise InputError(
             f"path {trace.path} lets go of rows, so the caches and patterns of its trace cannot be lined up by position: "
-            f"record it {how}, or compare the paths with compare()."
+            f"record it {remedy}, or compare the paths with compare()."
         )
 
 
-def _shown(trace: Trace, step: int) -> dict[Site, Tensor]:
+def _tensors_at(trace: Trace, step: int) -> dict[Site, Tensor]:
     if step not in trace.steps:
         return {}
     index = trace.steps.index(step)
-    seen = {}
-    for (site, layer), kept in trace.records.items():
+    tensors = {}
+    for (site, layer), record in trace.records.items():
         if site == ROWS:
-            seen[site, layer] = kept[index][None]
+            tensors[site, layer] = record[index][None]
         if site not in COMPARED:
             continue
         # A cache is compared whole, everything else at the newest position.
-        layout, tensor, whole = LAYOUTS[site], kept[index][None], site in CACHE_SITES
+        layout, tensor, whole = LAYOUTS[site], record[index][None], site in CACHE_SITES
         if not whole and tensor.dim() == layout.dimensions:
             tensor = tensor.select(layout.rows, -1)
         if tensor.dim() == layout.dimensions - (not whole):
-            seen[site, layer] = tensor
+            tensors[site, layer] = tensor
         if site == "pattern" and (ROWS, layer) in trace.records:
             rows = trace.records[ROWS, layer][index][None]
             keys = tensor.new_zeros(*tensor.shape[:2], len(trace.prompt) + step)
-            seen[site, layer] = keys.scatter(2, rows.repeat_interleave(tensor.shape[1] // rows.shape[1], 1), tensor)
-    return seen
+            tensors[site, layer] = keys.scatter(2, rows.repeat_interleave(tensor.shape[1] // rows.shape[1], 1), tensor)
+    return tensors
 
 
 def _head_labels(
-    one: Sequence[int] | None, other: Sequence[int] | None, what: str, traces: Sequence[Trace], sites: Sequence[str]
+    a: Sequence[int] | None, b: Sequence[int] | None, what: str, traces: Sequence[Trace], sites: Sequence[str]
 ) -> Sequence[int]:
-    """The heads that the traces' records of some sites hold, which must be the same ones."""
-    counts = [next((kept[0].shape[0] for (s, _), kept in t.records.items() if s in sites and kept), None) for t in traces]
+    """The heads that both traces recorded at some sites; they must be the same."""
+    counts = [next((r[0].shape[0] for (site, _), r in t.records.items() if site in sites and r), None) for t in traces]
     if None in counts:
         return ()
-    first, second = (range(count or 0) if held is None else held for held, count in zip((one, other), counts, strict=True))
+    first, second = (range(count or 0) if heads is None else heads for heads, count in zip((a, b), counts, strict=True))
     if list(first) != list(second):
-        raise InputError(
-            f"the traces hold different {what} ({_shown_heads(first)} and {_shown_heads(second)}): record the same ones."
-        )
+        names = [f"0 to {h[-1]}" if isinstance(h, range) and h else ", ".join(map(str, h)) for h in (first, second)]
+        raise InputError(f"the traces hold different {what} ({' and '.join(names)}): record the same ones.")
     return first
-
-
-def _shown_heads(heads: Sequence[int]) -> str:
-    return f"0 to {heads[-1]}" if isinstance(heads, range) and heads else ", ".join(map(str, heads))

@@ -1,4 +1,4 @@
-"""What was found, as data: rows with estimate, interval and n, and charts that say what is drawn of which table."""
+"""Findings and charts as data: rows with estimate, interval and n, and charts that name a table and its columns."""
 
 from kvinterp.findings.charts import Chart, Panel
 from kvinterp.findings.rows import COLUMNS, finding, findings_of, labels_of, lines_of, median_of, only

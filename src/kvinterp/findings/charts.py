@@ -1,4 +1,4 @@
-"""Charts as data: a title and rows of panels, each a table, what of it is drawn, and by what lines and panels differ.
+"""Charts as data: a title and rows of panels, each with a table and the columns that are drawn.
 
 :func:`kvinterp.study.report.charts.drawn` draws them.
 """
@@ -17,24 +17,24 @@ class Panel:
     """A row of panels: one for each value of ``facet``, all drawn alike.
 
     Attributes:
-        table: Tidy. Where it has columns ``low`` and ``high`` they are an interval.
+        table: A tidy table; columns ``low`` and ``high`` are an interval.
         x: The column of the horizontal axis.
         y: The column of the vertical axis.
         kind: ``line``; ``points``; ``step``, a line that changes at once; ``medians``, a faint point a row and a line of the
             medians; ``dots``, a line of the panel for each ``y``; ``map``, a cell for each x and y.
-        color: The column that tells lines apart; of a map, the column of what its cells show.
-        names: What the legend calls each value of ``color``; those not named are left out. All, as they are, unless given.
+        color: The column that tells lines apart; in a map, the column of the cells' values.
+        names: The legend's names for the values of ``color``; values without a name are left out. By default all values.
         facet: The column that tells panels apart.
-        titles: What stands over the panel of each value of ``facet``; those not named are left out.
-        label: What the axis of values (of a map, its bar) says.
-        xlabel: What the horizontal axis says; the column's name unless given. Of dots, use ``label``.
+        titles: The titles of the panels by the values of ``facet``; values without a title are left out.
+        label: The label of the axis of values (in a map, of its bar).
+        xlabel: The label of the horizontal axis; by default the column's name. With dots, use ``label``.
         ends: How the interval is drawn: ``bars``, ``band`` or ``none``.
-        scale: Of the values: ``zero``, logarithmic with a place for exact zeros; ``linear``; ``share``, 0 to 1; ``signed``,
-            -1 to 1 with what is beyond at the edge; ``log``; ``counts``, logarithmic above 1.
-        xscale: Of the horizontal axis: ``whole`` numbers, ``linear``, ``log``, ``doubling`` or ``share``.
-        level: Where a grey line is: a value, of a map one of x, or ``equal``, where both axes say the same.
-        mark: The column that says which rows get a cross, and the cross's name in the legend.
-        columns: So many panels stand beside each other at most.
+        scale: The scale of the values: ``zero``, logarithmic with a place for exact zeros; ``linear``; ``share``, 0 to 1;
+            ``signed``, -1 to 1 with values beyond at the edge; ``log``; ``counts``, logarithmic above 1.
+        xscale: The scale of the horizontal axis: ``whole`` numbers, ``linear``, ``log``, ``doubling`` or ``share``.
+        level: The place of a grey line: a value, in a map one of x, or ``equal``, where both axes have the same value.
+        mark: The column that marks rows with a cross, and the cross's name in the legend.
+        columns: Most panels in a row.
     """
 
     table: pd.DataFrame
@@ -60,9 +60,9 @@ class Chart:
     """A figure.
 
     Attributes:
-        title: What is to be seen.
-        panels: Its rows, from above.
-        notes: What the small print says besides models, versions and machine.
+        title: The title.
+        panels: The rows of panels, from the top.
+        notes: Small print besides models, versions and machine.
     """
 
     title: str

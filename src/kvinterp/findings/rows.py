@@ -1,7 +1,7 @@
-"""Findings: one row each, with an estimate, its interval, how many it is of, and what it is held against.
+"""Findings: one row each, with an estimate, its interval, its number of units, and a null or a test.
 
-The columns of :data:`COLUMNS` are always there. Every other column is a label that says what a row is of (``model``, ``layer``,
-``policy``); one without a value does not apply to the row.
+The columns of :data:`COLUMNS` are always there. Every other column is a label (``model``, ``layer``, ``policy``); a label
+without a value does not apply to the row.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ COLUMNS = (
 
 
 def finding(
-    what: str,
+    name: str,
     estimate: float,
     ends: Iterable[float] = (np.nan, np.nan),
     n: float = 0,
@@ -50,130 +50,133 @@ def finding(
     p_corrected: float = np.nan,
     verdict: str = "",
     note: str = "",
-    **of: Any,
+    **labels: Any,
 ) -> Finding:
-    """A finding.
+    """Makes a finding.
 
     Args:
-        what: What was estimated, as in ``"median L2 of resid_post"``.
+        name: The quantity that was estimated, as in ``"median L2 of resid_post"``.
         estimate: The number.
-        ends: The two ends of its 95% interval; NaN where there is none.
+        ends: The two ends of its 95% interval; NaN if there is none.
         n: How many units it rests on.
         unit: The unit of analysis, in the plural.
         measure: The unit of measure: ``"nats"``, ``"times"``, ``"%"`` for a share.
-        null: The same number where nothing should be found.
+        null: The same number under conditions that should show no effect.
         test: The test that gave p.
         p: Its p-value.
         p_corrected: The p-value, corrected for how many were tested.
-        verdict: What a rule says of it.
+        verdict: The verdict of a rule.
         note: A reservation or a reason, in a few words.
-        of: Labels that say what it is of.
+        labels: Its labels, such as ``layer=3``.
     """
     low, high = ends
-    values = (what, estimate, low, high, n, unit, measure, null, test, p, p_corrected, verdict, note, "")
-    return {**of, **dict(zip(COLUMNS, values, strict=True))}
+    values = (name, estimate, low, high, n, unit, measure, null, test, p, p_corrected, verdict, note, "")
+    return {**labels, **dict(zip(COLUMNS, values, strict=True))}
 
 
-def median_of(what: str, values: Any, clusters: Any = None, **more: Any) -> Finding:
-    """A finding that is the median of some numbers, with its interval by order statistics.
+def median_of(name: str, values: Any, clusters: Any = None, **options: Any) -> Finding:
+    """Makes a finding of the median of some numbers, with its interval by order statistics.
 
     Args:
-        what: What was estimated.
-        values: The numbers; what is not finite is left out.
-        clusters: What each number belongs to, where there are several for each: then the median is of their means.
-        more: As for :func:`finding`.
+        name: The quantity that was estimated.
+        values: The numbers; those that are not finite are left out.
+        clusters: The cluster of each number, if clusters have several numbers: then the median is of their means.
+        options: Further arguments of :func:`finding`.
     """
     values = np.asarray(values, dtype=float)
-    known = np.isfinite(values)
-    middle = metrics.typical(values[known], None if clusters is None else np.asarray(clusters, dtype=str)[known])
+    finite = np.isfinite(values)
+    middle = metrics.typical(values[finite], None if clusters is None else np.asarray(clusters, dtype=str)[finite])
     zeros = f"{middle.zeros} of them exactly 0" if middle.zeros else ""
-    return finding(what, middle.median, middle.interval, middle.n, **{"note": zeros, **more})
+    return finding(name, middle.median, middle.interval, middle.n, **{"note": zeros, **options})
 
 
-def share_of(what: str, events: Any, clusters: Any = None, of: Any = None, **more: Any) -> Finding:
-    """A finding that is the share of events, with its interval.
+def share_of(name: str, events: Any, clusters: Any = None, trials: Any = None, **options: Any) -> Finding:
+    """Makes a finding of the share of events, with its interval.
 
     Args:
-        what: What was estimated.
-        events: Whether each happened, or how often.
-        clusters: What each belongs to, where there are several for each.
-        of: Out of how many each is, where not of one.
-        more: As for :func:`finding`.
+        name: The quantity that was estimated.
+        events: Whether each event happened, or how often.
+        clusters: The cluster of each event, if clusters have several.
+        trials: How often each event could have happened; once for None.
+        options: Further arguments of :func:`finding`.
     """
     events = np.asarray(events, dtype=float)
-    rate = metrics.share_of(events) if clusters is None else metrics.rate_of(events, np.asarray(clusters, dtype=str), of)
-    n = len(events) if of is None else int(np.sum(of))
-    return finding(what, rate.effect, (rate.low, rate.high), n, measure="%", **more)
+    rate = (
+        metrics.share_of(events) if clusters is None else metrics.rate_of(events, np.asarray(clusters, dtype=str), trials)
+    )
+    n = len(events) if trials is None else int(np.sum(trials))
+    return finding(name, rate.effect, (rate.low, rate.high), n, measure="%", **options)
 
 
 def findings_of(rows: Iterable[Finding]) -> pd.DataFrame:
-    """Findings as a table: labels first, then :data:`COLUMNS`."""
+    """Makes a table of findings: labels first, then :data:`COLUMNS`."""
     table = pd.DataFrame(list(rows))
     labels = [name for name in table.columns if name not in COLUMNS]
     return table.reindex(columns=[*labels, *COLUMNS])
 
 
 def labels_of(table: pd.DataFrame) -> list[str]:
-    """The columns that say what a finding is of."""
+    """The columns that are labels."""
     return [name for name in table.columns if name not in COLUMNS]
 
 
 def lines_of(table: pd.DataFrame) -> list[str]:
-    """A line a finding."""
-    return [line(each) for each in table.to_dict("records")]
+    """Writes each finding of a table in one line."""
+    return [line(row) for row in table.to_dict("records")]
 
 
-def line(found: Finding) -> str:
-    """A finding in one line: of what, what, how much, its interval and n, and what it is held against."""
-    of = place(found)
-    amount = "has no number" if pd.isna(found["estimate"]) else value(found, found["estimate"])
-    said = f"{f'{of}: ' if of else ''}{found['finding']} {amount}"
-    interval = ends_said(found["low"], found["high"], "95% interval {}", lambda end: bare(found, end))
-    n = f"n = {of_how_many(found)}" if found["n"] else ""
-    null = "" if pd.isna(found["null"]) else f"null {bare(found, found['null'])}"
-    within = ", ".join(filter(None, (interval, n, null, tested(found))))
-    ending = "; ".join(filter(None, (found["verdict"], found["note"])))
-    return in_one_line(f"{said}{f' ({within})' if within else ''}{f': {ending}' if ending else ''}.")
+def line(row: Finding) -> str:
+    """Writes a finding in one line: labels, name, estimate, interval, n, null, test, verdict and note."""
+    labels = place(row)
+    amount = "has no number" if pd.isna(row["estimate"]) else value(row, row["estimate"])
+    subject = f"{f'{labels}: ' if labels else ''}{row['finding']} {amount}"
+    interval = ends_said(row["low"], row["high"], "95% interval {}", lambda end: bare(row, end))
+    n = f"n = {units(row)}" if row["n"] else ""
+    null = "" if pd.isna(row["null"]) else f"null {bare(row, row['null'])}"
+    within = ", ".join(filter(None, (interval, n, null, test_of(row))))
+    ending = "; ".join(filter(None, (row["verdict"], row["note"])))
+    return in_one_line(f"{subject}{f' ({within})' if within else ''}{f': {ending}' if ending else ''}.")
 
 
-def place(found: Finding) -> str:
-    """What a finding is of, by its labels: texts as they are, numbers behind their label's name."""
-    known = {name: of for name, of in found.items() if name not in COLUMNS and not pd.isna(of) and of != ""}
-    if {"start", "stop"} <= known.keys():
-        first, last = known.pop("start"), known.pop("stop") - 1
+def place(row: Finding) -> str:
+    """The labels of a finding in words: texts as they are, numbers after their label's name."""
+    labels = {name: label for name, label in row.items() if name not in COLUMNS and not pd.isna(label) and label != ""}
+    if {"start", "stop"} <= labels.keys():
+        first, last = labels.pop("start"), labels.pop("stop") - 1
         spot = f"position {first:g}" if first == last else f"positions {first:g} to {last:g}"
-        known["spot"] = f"{spot} ({known.pop('text')!r})" if "text" in known else spot
-    return ", ".join(of if isinstance(of, str) else f"{name.replace('_', ' ')} {of:g}" for name, of in known.items())
+        labels["spot"] = f"{spot} ({labels.pop('text')!r})" if "text" in labels else spot
+    words = (label if isinstance(label, str) else f"{name.replace('_', ' ')} {label:g}" for name, label in labels.items())
+    return ", ".join(words)
 
 
-def of_how_many(found: Finding) -> str:
-    """How many units a finding rests on."""
-    unit = found["unit"].removesuffix("s") if found["n"] == 1 else found["unit"]
-    return f"{found['n']:,g} {unit}" if found["n"] else ""
+def units(row: Finding) -> str:
+    """How many units a finding rests on, in words."""
+    unit = row["unit"].removesuffix("s") if row["n"] == 1 else row["unit"]
+    return f"{row['n']:,g} {unit}" if row["n"] else ""
 
 
-def value(found: Finding, given: float) -> str:
-    """A number with the finding's unit of measure."""
-    return bare(found, given) if found["measure"] == "%" else f"{number(given)} {found['measure']}".rstrip()
+def value(row: Finding, amount: float) -> str:
+    """Writes a number with the finding's unit of measure."""
+    return bare(row, amount) if row["measure"] == "%" else f"{number(amount)} {row['measure']}".rstrip()
 
 
-def bare(found: Finding, given: float) -> str:
-    """A number without its unit, which stands beside it already; a share in percent."""
-    if found["measure"] != "%" or pd.isna(given):
-        return number(given)
-    return f"{100 * given:.3g}%" if abs(given) < 100 else f"{number(100 * given)}%"
+def bare(row: Finding, amount: float) -> str:
+    """Writes a number without its unit, but a share in percent."""
+    if row["measure"] != "%" or pd.isna(amount):
+        return number(amount)
+    return f"{100 * amount:.3g}%" if abs(amount) < 100 else f"{number(100 * amount)}%"
 
 
-def tested(found: Finding) -> str:
-    """The test of a finding and its p-values; nothing where nothing was tested."""
-    if pd.isna(found["p"]):
-        return str(found["test"])
-    corrected = "" if pd.isna(found["p_corrected"]) else f", corrected {number(found['p_corrected'])}"
-    return f"{found['test'] or 'test'} p = {number(found['p'])}{corrected}"
+def test_of(row: Finding) -> str:
+    """The test of a finding and its p-values in words; empty if there is no test."""
+    if pd.isna(row["p"]):
+        return str(row["test"])
+    corrected = "" if pd.isna(row["p_corrected"]) else f", corrected {number(row['p_corrected'])}"
+    return f"{row['test'] or 'test'} p = {number(row['p'])}{corrected}"
 
 
 def only(table: pd.DataFrame, **values: Any) -> pd.DataFrame:
-    """The rows of a table in which each of these columns holds that value."""
+    """Returns the rows of a table in which each named column has the given value."""
     for column, value in values.items():
         table = table[table[column] == value]
     return table

@@ -1,6 +1,6 @@
 """WHAT IS MOVED: patches as data, sweeps over them, and the split of the difference into state and fresh.
 
-What a sweep does not need is imported when it is first asked for.
+Modules that a sweep does not need are imported on first use.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What a patch puts in that comes from no run of ours: ablations, and what a user hands to it.
+"""Donors of patches that are no trace: ablations, and a user's own tensors or functions.
 
-Ablations are zeros, the mean of given prompts' rows, or rows drawn from them. Mean and resample share one pool: the rows that
-given prompts show at the site, of every position. So they need no prompts of equal length. For another prompt's rows position by
-position, its trace is the donor. A user hands over a tensor, TransformerLens's ``ActivationCache``, or a function of the
+Ablations are zeros, the mean of other prompts' rows, or rows drawn from them. Mean and resample share one pool: the rows of all
+positions of some prompts at the site, so these prompts need not be of equal length. For another prompt's rows position by
+position, use its trace as the donor. A user may give a tensor, TransformerLens's ``ActivationCache``, or a function of the
 activation (steering).
 """
 
@@ -32,11 +32,11 @@ ABLATIONS = {
 
 @dataclasses.dataclass(frozen=True)
 class Ablation:
-    """What stands in for a run that gives: rows that do not depend on the one that is patched.
+    """A donor whose rows do not depend on the patched run.
 
     Attributes:
         name: A name of ABLATIONS.
-        pool: For each site and layer the rows to take from, without the batch dimension; empty for zeros.
+        pool: For each site and layer the rows of the prompts, without the batch dimension; empty for zeros.
         seed: Seeds the draws.
     """
 
@@ -45,35 +45,33 @@ class Ablation:
     seed: int = 0
 
     def rows(self, site: str, layer: int, start: int, like: Tensor) -> Tensor:
-        """What replaces a tensor of a site.
+        """Returns the rows that replace a tensor of a site.
 
         Args:
             site: The site.
             layer: The layer.
             start: The absolute position of the first row.
-            like: The tensor, with the batch dimension; only its shape, dtype and device count.
+            like: The tensor, with the batch dimension; only its shape, dtype and device matter.
         """
         if self.name == "zero":
             return torch.zeros_like(like)
         pool, axis = self.pool[site, layer], LAYOUTS[site].rows
         if self.name == "mean":
-            taken = pool.double().mean(axis - 1, keepdim=True)
+            rows = pool.double().mean(axis - 1, keepdim=True)
         else:
-            # Drawn by position alone: the same one in every layer, site and forward.
-            places = [self._drawn(start + row, pool.shape[axis - 1]) for row in range(like.shape[axis])]
-            taken = pool.index_select(axis - 1, torch.tensor(places, device=pool.device))
-        taken = taken[None].to(like)
-        fits = [1, *like.shape[1:]]
-        fits[axis] = taken.shape[axis]
-        if list(taken.shape) != fits:
+            # The draw depends on the position alone, so it is the same in every layer, site and forward.
+            count, positions = pool.shape[axis - 1], range(start, start + like.shape[axis])
+            indices = [int(draws((self.seed, 0), 1, (0, position, 0, 0))[0] * count) for position in positions]
+            rows = pool.index_select(axis - 1, torch.tensor(indices, device=pool.device))
+        rows = rows[None].to(like)
+        expected = [1, *like.shape[1:]]
+        expected[axis] = rows.shape[axis]
+        if list(rows.shape) != expected:
             raise InputError(
-                f"the {self.name} donor's {site} at layer {layer} has shape {tuple(taken.shape[1:])} and cannot be put where "
+                f"the {self.name} donor's {site} at layer {layer} has shape {tuple(rows.shape[1:])} and cannot be put where "
                 f"{tuple(like.shape[1:])} is: make it with the model that is patched."
             )
-        return taken.expand_as(like)
-
-    def _drawn(self, position: int, count: int) -> int:
-        return int(draws((self.seed, 0), 1, (0, position, 0, 0))[0] * count)
+        return rows.expand_as(like)
 
 
 ZERO = Ablation("zero")
@@ -81,14 +79,14 @@ ZERO = Ablation("zero")
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class HandedRows:
-    """Rows that come from no run of ours.
+    """A donor that the user made: records, a tensor, or a function.
 
     Attributes:
-        name: What it is, for messages.
-        records: For each site and layer a tensor with the batch in front; empty where there is one tensor, or a function.
-        tensor: What goes in at every site and layer, of the activation's shape or of one that torch broadcasts to it.
-        function: Called with a copy of the whole activation (and, where it takes one, TransformerLens's hook): what it
-            returns, or what it made of the copy, goes in.
+        name: The donor's name in errors.
+        records: For each site and layer a tensor with the batch first; empty for a tensor or a function.
+        tensor: The rows for every site and layer, of a shape that torch broadcasts to the activation's.
+        function: Called with a copy of the whole activation (and with TransformerLens's hook, if it takes one). The rows are
+            its result, or the edited copy if it returns None.
     """
 
     name: str
@@ -97,7 +95,7 @@ class HandedRows:
     function: Callable[..., Any] | None = None
 
     def rows(self, site: str, layer: int, start: int, like: Tensor, low: int, high: int) -> Tensor:
-        """The rows for the positions ``low`` to ``high``, with the batch.
+        """Returns the rows for the positions ``low`` to ``high``, with the batch.
 
         Args:
             site: The site.
@@ -105,68 +103,69 @@ class HandedRows:
             start: The absolute position of the activation's first row.
             like: The whole activation, with the batch.
             low: The first absolute position that is replaced.
-            high: The one behind the last.
+            high: One past the last.
 
         Raises:
-            InputError: What was given, or what the function returned, does not fit.
+            InputError: The donor's tensor, or the function's result, does not fit.
         """
         axis = LAYOUTS[site].rows
         if self.function is not None:
-            return self._called(self.function, site, layer, like).narrow(axis, low - start, high - low)
-        given = self.records[site, layer] if self.tensor is None else self.tensor
-        given, whole, fits = given.to(like), list(like.shape), list(like.shape)
-        fits[axis] = high - low
+            return self._function_rows(self.function, site, layer, like).narrow(axis, low - start, high - low)
+        tensor = self.records[site, layer] if self.tensor is None else self.tensor
+        tensor, whole, patched = tensor.to(like), list(like.shape), list(like.shape)
+        patched[axis] = high - low
         stop = start + like.shape[axis]
-        if given.dim() == like.dim() and given.shape[axis] == stop and start:
-            # Of a whole context, of which this forward computes the newest rows.
-            given = given.narrow(axis, start, stop - start)
-        if self.records and (given.dim() != like.dim() or given.shape[axis] != like.shape[axis]):
+        if tensor.dim() == like.dim() and tensor.shape[axis] == stop and start:
+            # The donor has the whole context, and this forward computes the newest rows only.
+            tensor = tensor.narrow(axis, start, stop - start)
+        if self.records and (tensor.dim() != like.dim() or tensor.shape[axis] != like.shape[axis]):
             raise InputError(
-                f"the {self.name} holds {given.shape[axis]} positions at {site!r} and the patched context {stop}, so positions "
+                f"the {self.name} holds {tensor.shape[axis]} positions at {site!r} and the patched context {stop}, so positions "
                 "cannot be matched: give that of a prompt of as many tokens."
             )
-        for shape in (whole, fits):
-            if _broadcasts(given, shape):
-                taken = given.expand(shape)
-                return taken.narrow(axis, low - start, high - low) if shape is whole else taken
+        for shape in (whole, patched):
+            if _broadcasts(tensor, shape):
+                rows = tensor.expand(shape)
+                return rows.narrow(axis, low - start, high - low) if shape is whole else rows
         raise InputError(
-            f"the {self.name} has shape {tuple(given.shape)} and cannot be put where {site!r} of layer {layer} has "
-            f"{tuple(whole)}: give that shape, or of the positions that are patched {tuple(fits)}, with or without the batch."
+            f"the {self.name} has shape {tuple(tensor.shape)} and cannot be put where {site!r} of layer {layer} has "
+            f"{tuple(whole)}: give that shape, or of the positions that are patched {tuple(patched)}, with or without the batch."
         )
 
-    def _called(self, function: Callable[..., Any], site: str, layer: int, like: Tensor) -> Tensor:
+    def _function_rows(self, function: Callable[..., Any], site: str, layer: int, like: Tensor) -> Tensor:
         hook = SimpleNamespace(name=hook_name(site, layer), layer=lambda: layer, ctx={})
         activation = like.clone()
-        made = _call(self.name, function, activation, hook)
-        made = activation if made is None else made
-        if not isinstance(made, Tensor) or not _broadcasts(made, list(like.shape)):
-            was = f"shape {tuple(made.shape)}" if isinstance(made, Tensor) else f"a {type(made).__name__}"
+        result = _call(self.name, function, activation, hook)
+        result = activation if result is None else result
+        if not isinstance(result, Tensor) or not _broadcasts(result, list(like.shape)):
+            kind = f"shape {tuple(result.shape)}" if isinstance(result, Tensor) else f"a {type(result).__name__}"
             raise InputError(
-                f"the {self.name} gave {was} for {site!r} of layer {layer}: expected a tensor of shape {tuple(like.shape)}."
+                f"the {self.name} gave {kind} for {site!r} of layer {layer}: expected a tensor of shape {tuple(like.shape)}."
             )
-        return made.to(like).expand_as(like)
+        return result.to(like).expand_as(like)
 
 
-def _broadcasts(given: Tensor, shape: list[int]) -> bool:
+def _broadcasts(tensor: Tensor, shape: list[int]) -> bool:
     try:
-        return list(torch.broadcast_shapes(given.shape, shape)) == shape
+        return list(torch.broadcast_shapes(tensor.shape, shape)) == shape
     except RuntimeError:
         return False
 
 
 def _call(name: str, function: Callable[..., Any], activation: Tensor, hook: Any) -> Any:
-    """Calls a function with the hook by its name, as TransformerLens does, or without it, or with it as second argument."""
+    """Calls a function with the hook as keyword, as TransformerLens does, or without it, or with it as second argument."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
         return function(activation)
     kinds = {parameter.kind for parameter in signature.parameters.values()}
-    # A wrapper that takes anything does not say whether what it wraps takes a hook.
-    named = "hook" in signature.parameters or kinds & {inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL} == {
-        inspect.Parameter.VAR_KEYWORD
-    }
-    ways: list[tuple[tuple[Any, ...], dict[str, Any]]] = [((activation,), {}), ((activation, hook), {})]
-    for args, kwargs in ([((activation,), {"hook": hook})] if named else []) + ways:
+    # A wrapper that takes any argument does not show whether the wrapped function takes a hook.
+    takes_hook = "hook" in signature.parameters or kinds & {
+        inspect.Parameter.VAR_KEYWORD,
+        inspect.Parameter.VAR_POSITIONAL,
+    } == {inspect.Parameter.VAR_KEYWORD}
+    calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = [((activation,), {}), ((activation, hook), {})]
+    for args, kwargs in ([((activation,), {"hook": hook})] if takes_hook else []) + calls:
         try:
             signature.bind(*args, **kwargs)
         except TypeError:

@@ -1,4 +1,4 @@
-"""Patches in a user's own forwards, applied where the model computes them."""
+"""Applies patches to the user's own forwards."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ CONTEXT = "kv.patched"
 
 @contextlib.contextmanager
 def patched(model: Any, patches: Patch | Iterable[Patch]) -> Iterator[PatchHook]:
-    """Patches the user's own forwards on anyone's model; each pass through its blocks is one step, from 0.
+    """Patches the forwards that run inside the ``with`` block; each pass through the model's blocks is one step, from 0.
 
-    Passes are counted where the model computes, as :func:`kvinterp.record` counts them, and every one of them is patched
-    unless ``steps`` names some: inside ``generate`` step 0 is the prompt and step 1 the first token fed after it.
+    Passes are counted as :func:`kvinterp.record` counts them, and every pass is patched unless ``steps`` names some: inside
+    ``generate`` step 0 is the prompt and step 1 the first token fed after it.
 
-    Cache patches change what attention reads from the cache of the forward; the cache itself is left as it is, so that a
-    recorder of cache sites shows it unpatched.
+    Cache patches change what attention reads from the cache of the forward. The cache itself stays as it is, so a recorder of
+    cache sites shows it unpatched.
 
     Args:
         model: A HookedTransformer, TransformerBridge, transformers model or adapter.
-        patches: Patches that each carry a donor trace, which recorded every step that is patched.
+        patches: Patches, each with a donor; a donor trace must have recorded every step that is patched.
 
     Raises:
         InputError: A patch does not fit the model or its donor, several prompts are run at once, or a patch moved nothing
             until the end.
         UnsupportedError: The model cannot be patched there, or a part of it is compiled.
 
-    A patch that wrote nothing but the values that were there already is said by a warning of the logger ``kvinterp``.
+    The logger ``kvinterp`` warns of a patch that wrote only values that were there already.
 
     Example:
         >>> clean = kv.run(model, prompt, "cached", record="resid_post", positions="all")  # doctest: +SKIP
@@ -51,20 +51,20 @@ def patched(model: Any, patches: Patch | Iterable[Patch]) -> Iterator[PatchHook]
     """
     adapter = wrap(model)
     expected = "a Patch, or a list of them"
-    given = (patches,) if isinstance(patches, Patch) else tuple(given_list("patches", patches, expected))
-    for patch in given:
+    listing = (patches,) if isinstance(patches, Patch) else tuple(given_list("patches", patches, expected))
+    for patch in listing:
         check_instance("patches", patch, Patch, expected)
         if patch.donor is None:
             raise InputError(f"the patch of {patch.site!r} has no donor: give Patch(..., donor=trace).")
-    hook = PatchHook(adapter, given, every_from=0)
+    hook = PatchHook(adapter, listing, every_from=0)
     patching = _Patching(adapter, hook)
     passes = Passes(adapter, patching, CONTEXT, hook.places)
-    listeners = {place: [heard] for place, heard in hook.listeners.items()}
+    listeners = {place: [listener] for place, listener in hook.listeners.items()}
     with adapter.attached(hook.places), adapter.listening(listeners), passes.watching():
         yield hook
     if passes.silent:
         raise InputError(f"{CONTEXT} changed nothing: {passes.silence()}")
-    for patch, moved, changed in zip(given, hook.moved, hook.changed, strict=True):
+    for patch, moved, changed in zip(listing, hook.moved, hook.changed, strict=True):
         if moved and not changed:
             log.warning("%s: the patch of %r %s: its donor is equal to what it replaces", CONTEXT, patch.site, UNCHANGED)
         if not moved and not passes.cut:
@@ -72,7 +72,7 @@ def patched(model: Any, patches: Patch | Iterable[Patch]) -> Iterator[PatchHook]
 
 
 class _Patching(WatchesPasses):
-    """Makes a step of every pass, and leads what attention reads from the user's cache through the patches."""
+    """Makes every pass one step, and applies cache patches to what attention reads from the user's cache."""
 
     def __init__(self, adapter: Adapter, hook: PatchHook) -> None:
         self.adapter, self.hook = adapter, hook
@@ -101,22 +101,24 @@ class _Patching(WatchesPasses):
         self.ran.update(ran)
 
     def pass_undone(self) -> None:
-        """The step is the next pass's."""
+        """Gives the step to the next pass."""
         self.step -= 1
 
     def why_not(self, patch: Patch) -> str:
-        """Why a patch moved nothing, and what to do."""
-        seen = f"{self.step} forward{'s' if self.step > 1 else ''} ran, step 0{f' to {self.step - 1}' if self.step > 1 else ''}"
+        """Says why a patch moved nothing, and what to do."""
+        ran = f"{self.step} forward{'s' if self.step > 1 else ''} ran, step 0{f' to {self.step - 1}' if self.step > 1 else ''}"
         if not any(patch.active(step, self.hook.every_from) for step in range(self.step)):
-            named = "step 1" if patch.steps == "first" else f"steps={patch.steps!r}"
-            return f"it is for {named}, and {seen}: name one that runs, such as steps=(0,), or leave steps out for all of them."
+            steps = "step 1" if patch.steps == "first" else f"steps={patch.steps!r}"
+            return (
+                f"it is for {steps}, and {ran}: name one that runs, such as steps=(0,), or leave steps out for all of them."
+            )
         layers = chosen_layers(self.adapter, patch.layers)
         if not self.ran.intersection(layers):
             return (
                 f"it is for layer {', '.join(map(str, layers))}, and the forwards ran the layers {sorted(self.ran)} only."
             )
         return (
-            f"{seen}, and none computed the positions it names, positions={patch.positions!r}: with a cache a forward computes "
+            f"{ran}, and none computed the positions it names, positions={patch.positions!r}: with a cache a forward computes "
             "the new positions only, so patch them where they are computed, or patch site 'kv' for those in the cache. A patch "
             "of the cache also leaves positions alone where its donor's cache slid past them."
         )

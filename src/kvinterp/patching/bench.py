@@ -1,6 +1,6 @@
-"""One patch after another on one model: what does not depend on the patch is run once, so that a question costs its own run.
+"""Answers one patch after another on one model. Runs that do not depend on the patch are made once and reused.
 
-A question is data, and so is its answer. This is what stands behind the panel in a notebook, and its face without a front end.
+A question is data, and so is its answer. The notebook panel uses this bench, and it works without the panel.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from kvinterp.recording import Trace
 
 EVERY = "every"
 MEASURED = ("kl", "l2", LOGIT_DIFFERENCE)
-"""What is measured of every patch: KL in nats, the L2 distance of the logits, and how far apart two tokens' logits are moved."""
+"""The distances of every patch: KL in nats, L2 of the logits, and the logit difference of two tokens."""
 DONORS = {
     "path": "the other path, on the same prompt",
     "prompt": "the same path, on another prompt of as many tokens",
@@ -54,8 +54,8 @@ class Asked:
         layer: The layer, or several.
         head: Query head or KV head, as the site has them, or several; all for None.
         step: A step, or ``"every"``: every step from ``first`` on.
-        positions: As of a :class:`Patch`; None for the newest, of the cache all.
-        direction: A direction of DIRECTIONS: into which path.
+        positions: As in :class:`Patch`; None for the newest, or for all of the cache.
+        direction: A direction of DIRECTIONS.
         donor: A name of DONORS.
         seed: Seeds the draws of ``"resample"``.
     """
@@ -81,12 +81,12 @@ class Asked:
 
     @property
     def first(self) -> int:
-        """The first step that differs: both paths of one prompt begin with the same forward."""
+        """The first step that can differ: both paths of one prompt begin with the same forward."""
         return 1 if self.donor == "path" else 0
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """The layers."""
+        """The layers as a tuple."""
         return self.layer if isinstance(self.layer, tuple) else (self.layer,)
 
     @property
@@ -96,11 +96,11 @@ class Asked:
 
     @property
     def ablates(self) -> bool:
-        """Whether nothing is restored: rows that no run computed go in."""
+        """Whether the patch puts in rows that no run of the prompt computed, so that it restores nothing."""
         return self.donor in ABLATIONS
 
     def patch(self, donor: Trace | Ablation | None = None) -> Patch:
-        """The same as a :class:`Patch`."""
+        """Makes the :class:`Patch`."""
         positions = self.positions
         if positions is None:
             positions = "all" if self.site in PATCHED_CACHE else "newest"
@@ -112,28 +112,28 @@ class Asked:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PatchAnswer:
-    """What one patch did.
+    """The effect of one patch.
 
-    Distances are means over the steps patched, from what gives (the donor's logits; of an ablation the unpatched ones).
+    Distances are means over the patched steps, from the donor's logits, or for an ablation from the unpatched ones.
 
     Attributes:
         asked: The patch.
-        recovery: ``1 - d_after / d_before``; NaN where there is nothing to recover, as with an ablation.
-        l2_recovery: The same of the L2 distance of the logits, which no single step decides.
+        recovery: ``1 - d_after / d_before``; NaN if there is nothing to recover, as with an ablation.
+        l2_recovery: The recovery of the L2 distance of the logits, which no single step decides.
         why: Why ``recovery`` is NaN and what to do instead; else empty.
-        d_before: KL(donor || unpatched), in nats; exactly 0 of an ablation.
-        d_after: KL(donor || patched); of an ablation KL(unpatched || patched), which is what it does.
+        d_before: KL(donor || unpatched), in nats; exactly 0 for an ablation.
+        d_after: KL(donor || patched); for an ablation KL(unpatched || patched), which is its effect.
         l2_before: L2 distance of the logits, unpatched.
-        l2_after: The same, patched.
-        pair: The two tokens of the logit difference, whose ids are :func:`pair_of`'s.
-        pair_before: ``|difference of the donor - that of the unpatched|``, in logits.
-        pair_after: The same, patched.
-        pair_recovery: The recovery of it.
-        steps: One row a step patched: step, token (fed at it), recovery, d_before, d_after, l2_recovery.
-        tokens: The top tokens at ``shown_step`` of each run: run (donor, unpatched, patched), rank, token, text, probability,
+        l2_after: L2 distance of the logits, patched.
+        pair: The two tokens of the logit difference, chosen by :func:`pair_of`.
+        pair_before: ``|difference of the donor - difference of the unpatched run|``, in logits.
+        pair_after: The same for the patched run.
+        pair_recovery: The recovery of the logit difference.
+        steps: One row a patched step: step, token (fed at it), recovery, d_before, d_after, l2_recovery.
+        tokens: The top tokens of each run at ``shown_step``: run (donor, unpatched, patched), rank, token, text, probability,
             logit.
-        shown_step: The step with the largest distance before; of an ablation after.
-        unchanged: Whether all that the patch wrote was there already.
+        shown_step: The step with the largest distance before the patch; for an ablation after it.
+        unchanged: Whether every value that the patch wrote was there already.
         seconds: How long the answer took.
     """
 
@@ -156,37 +156,37 @@ class PatchAnswer:
     seconds: float = float("nan")
 
     def __repr__(self) -> str:
-        """The patch and what it did, in one line."""
-        did = f"KL {self.d_before:.3g} to {self.d_after:.3g} nats over {len(self.steps)} steps"
+        """Names the patch and its effect in one line."""
+        effect = f"KL {self.d_before:.3g} to {self.d_after:.3g} nats over {len(self.steps)} steps"
         share = f"recovery {self.recovery:.2%}, " if self.recovery == self.recovery else ""
-        return f"<PatchAnswer to {self.asked}: {share}{did}>"
+        return f"<PatchAnswer to {self.asked}: {share}{effect}>"
 
 
 def pair_of(donor: Float[Tensor, "step vocab"], base: Float[Tensor, "step vocab"]) -> tuple[int, int]:
-    """The two tokens of the logit difference: the donor's first where the logits are farthest apart, and the other run's.
+    """The two tokens of the logit difference: at the step where the logits are farthest apart, the top tokens of both runs.
 
-    Where that is the same token, the donor's second.
+    If both have the same top token, the second is the donor's second.
     """
     at = int(DISTANCES["l2"](donor, base).argmax())
     first, second = donor[at].topk(2).indices.tolist()
-    other = int(base[at].argmax())
-    return first, second if other == first else other
+    base_first = int(base[at].argmax())
+    return first, second if base_first == first else base_first
 
 
 class PatchBench:
     """Answers one patch after another on one model, in the matched protocol.
 
-    Both paths are fed the tokens the cached path chooses greedily, and so is another prompt that gives.
+    Both paths are fed the tokens the cached path chooses greedily, and so is another prompt that is the donor.
 
     Args:
         model: A model of any kind, or an adapter.
         max_new_tokens: Most steps; step 0 is the token the prefill decides.
-        kernels: The kernel mode of both paths, as in ``split_k(4,float16)``, under which they differ on any machine.
+        kernels: The kernel mode of both paths, such as ``split_k(4,float16)``, under which they differ on any machine.
 
     Attributes:
-        runs: Runs made so far that do not depend on a patch, the measure of what is remembered.
-        prompt: Token ids of the prompt in hand.
-        other: Token ids of the other prompt; none where there is none.
+        runs: How many runs that do not depend on a patch were made so far.
+        prompt: Token ids of the current prompt.
+        other: Token ids of the other prompt; empty if there is none.
     """
 
     def __init__(self, model: Any, max_new_tokens: int = 12, kernels: str = "native") -> None:
@@ -217,59 +217,59 @@ class PatchBench:
         other: Any = None,
         seed: int = 0,
     ) -> PatchAnswer:
-        """Patches and says what it recovers, or what an ablation does.
+        """Runs a patch and returns what it recovers, or what an ablation does.
 
         Args:
             prompt: A text, a prompt or token ids.
-            site: As of :class:`Asked`; a hook's name of TransformerLens says the layer too.
-            layer: As of :class:`Asked`.
-            head: As of :class:`Asked`.
-            step: As of :class:`Asked`.
-            direction: As of :class:`Asked`.
-            top: How many of each run's top tokens to show.
-            positions: As of :class:`Asked`.
-            donor: As of :class:`Asked`.
-            other: Another prompt, for the donors ``"prompt"``, ``"mean"`` and ``"resample"``; ``"mean"`` without one is
-                that over the prompt's own positions.
-            seed: As of :class:`Asked`.
+            site: As in :class:`Asked`, or a hook by TransformerLens's name, which names the layer too.
+            layer: As in :class:`Asked`.
+            head: As in :class:`Asked`.
+            step: As in :class:`Asked`.
+            direction: As in :class:`Asked`.
+            top: How many top tokens of each run to return.
+            positions: As in :class:`Asked`.
+            donor: As in :class:`Asked`.
+            other: Another prompt, for the donors ``"prompt"``, ``"mean"`` and ``"resample"``. Without one, ``"mean"`` is over
+                the prompt's own positions.
+            seed: As in :class:`Asked`.
 
         Raises:
-            InputError: Something given does not exist.
+            InputError: An argument names something that does not exist.
             NonFiniteError: NaN or Inf appeared in the logits.
             UnsupportedError: This model does not show the site.
         """
-        site, own = one_site(self.adapter, site, None)
-        layers = chosen_layers(self.adapter, own or (layer if isinstance(layer, tuple) else [layer]))
+        site, hook_layers = one_site(self.adapter, site, None)
+        layers = chosen_layers(self.adapter, hook_layers or (layer if isinstance(layer, tuple) else [layer]))
         layer = layers[0] if len(layers) == 1 else tuple(layers)
-        asked = Asked(site, layer, head, step, positions, direction, donor, seed)
+        question = Asked(site, layer, head, step, positions, direction, donor, seed)
         if donor != "resample":
             check_unread("seed", seed, 0, f"donor {donor!r} draws nothing; leave it out, or give donor='resample'")
         if donor in ("path", "zero"):
             check_unread("other", other, None, f"donor {donor!r} gives without another prompt; give donor='prompt'")
         self.turn_to(prompt, other)
-        return self.answer(asked, top)
+        return self.answer(question, top)
 
-    def answer(self, asked: Asked, top: int = 5) -> PatchAnswer:
-        """The answer to a patch of the prompt that :meth:`turn_to` turned to, as :meth:`ask` gives it."""
+    def answer(self, question: Asked, top: int = 5) -> PatchAnswer:
+        """Answers a question about the prompt that :meth:`turn_to` set, as :meth:`ask` does."""
         started, top = time.perf_counter(), check_whole("top", top)
-        steps, pair, logits, changed, found = self._answered(asked)
-        recovered = {name: metrics.recovery(*both).tolist() for name, both in found.items()}
-        (before, after), (l2_before, l2_after), (pair_before, pair_after) = (both.tolist() for both in found.values())
+        steps, pair, logits, changed, distances = self._measure(question)
+        recovery = {name: metrics.recovery(*ends).tolist() for name, ends in distances.items()}
+        (before, after), (l2_before, l2_after), (pair_before, pair_after) = (ends.tolist() for ends in distances.values())
         columns = {
             "step": steps,
             "token": [self.adapter.decode([self.fed[step - 1]]) if step else "" for step in steps],
-            "recovery": recovered["kl"][1:],
+            "recovery": recovery["kl"][1:],
             "d_before": before[1:],
             "d_after": after[1:],
-            "l2_recovery": recovered["l2"][1:],
+            "l2_recovery": recovery["l2"][1:],
         }
-        shown = int(found["kl"][int(asked.ablates), 1:].argmax())
-        runs = ("unpatched", "patched") if asked.ablates else ("donor", "unpatched", "patched")
+        shown = int(distances["kl"][int(question.ablates), 1:].argmax())
+        runs = ("unpatched", "patched") if question.ablates else ("donor", "unpatched", "patched")
         return PatchAnswer(
-            asked=asked,
-            recovery=recovered["kl"][0],
-            l2_recovery=recovered["l2"][0],
-            why="" if asked.ablates else metrics.why_undefined(len(steps), l2_before[0], before[0]),
+            asked=question,
+            recovery=recovery["kl"][0],
+            l2_recovery=recovery["l2"][0],
+            why="" if question.ablates else metrics.why_undefined(len(steps), l2_before[0], before[0]),
             d_before=before[0],
             d_after=after[0],
             l2_before=l2_before[0],
@@ -277,7 +277,7 @@ class PatchBench:
             pair=tuple(self.adapter.pieces(list(pair))),  # type: ignore[arg-type]
             pair_before=pair_before[0],
             pair_after=pair_after[0],
-            pair_recovery=recovered[LOGIT_DIFFERENCE][0],
+            pair_recovery=recovery[LOGIT_DIFFERENCE][0],
             steps=pd.DataFrame(columns),
             tokens=self._top_tokens(dict(zip(runs, logits[-len(runs) :, shown], strict=True)), top),
             shown_step=steps[shown],
@@ -286,59 +286,60 @@ class PatchBench:
         )
 
     def _top_tokens(self, runs: Mapping[str, Float[Tensor, " vocab"]], top: int) -> pd.DataFrame:
-        found: list[dict[str, Any]] = []
+        rows: list[dict[str, Any]] = []
         for name, logits in runs.items():
-            chances = logits.double().softmax(-1)
+            probabilities = logits.double().softmax(-1)
             best = logits.topk(min(top, len(logits))).indices.tolist()
             for rank, (token, text) in enumerate(zip(best, self.adapter.pieces(best), strict=True), 1):
-                scores = {"probability": float(chances[token]), "logit": float(logits[token])}
-                found.append({"run": name, "rank": rank, "token": token, "text": text, **scores})
-        return pd.DataFrame(found)
+                scores = {"probability": float(probabilities[token]), "logit": float(logits[token])}
+                rows.append({"run": name, "rank": rank, "token": token, "text": text, **scores})
+        return pd.DataFrame(rows)
 
-    # What does not depend on the patch ---------------------------------------------------------------------------------
+    # Runs that do not depend on the patch ------------------------------------------------------------------------------
 
     def turn_to(self, prompt: Any, other: Any = None) -> None:
-        """Makes a prompt, and another one that gives, those that are asked about.
+        """Sets the prompt, and the other prompt, of the questions that follow.
 
         Raises:
             InputError: One of them is empty, too long or no text of this model.
         """
-        given = tuple(encode(self.adapter, prompt, self.max_new_tokens))
-        # A blank one in the panel is none.
+        tokens = tuple(encode(self.adapter, prompt, self.max_new_tokens))
+        # A blank field of the panel means no other prompt.
         blank = other is None or (isinstance(other, str) and not other.strip())
-        others = () if blank else tuple(encode(self.adapter, other, self.max_new_tokens))
-        if given != self.prompt:
+        other_tokens = () if blank else tuple(encode(self.adapter, other, self.max_new_tokens))
+        if tokens != self.prompt:
             self._traces.clear()
             self._pools.clear()
             self._pure = PureRecompute(self.adapter, self._paths["recompute"])
-        elif others != self.other:
+        elif other_tokens != self.other:
             self._traces = {key: trace for key, trace in self._traces.items() if key[1] == "prompt"}
             self._pools.clear()
-        self.prompt, self.other = given, others
+        self.prompt, self.other = tokens, other_tokens
 
     @property
     def fed(self) -> tuple[int, ...]:
         """The tokens that both paths are fed, one a step from step 1 on."""
-        return self._any("cached").fed
+        return self._prompt_trace("cached").fed
 
-    def _any(self, form: str) -> Trace:
-        """A path's run of the prompt, with whatever it recorded."""
-        found = next((trace for key, trace in self._traces.items() if key[:2] == (form, "prompt")), None)
-        return self._trace(form, "prompt") if found is None else found
+    def _prompt_trace(self, form: str) -> Trace:
+        """A path's trace of the prompt, whichever sites it recorded."""
+        trace = next((trace for key, trace in self._traces.items() if key[:2] == (form, "prompt")), None)
+        return self._trace(form, "prompt") if trace is None else trace
 
-    def _trace(self, form: str, of: str, asked: Asked | None = None) -> Trace:
-        # All positions are recorded at one layer only, the newest of every layer.
-        whole = asked is not None and asked.patch().positions != "newest"
-        layers = asked.layers if asked is not None and whole else None
-        site = "" if asked is None else asked.site
-        key = (form, of, site, layers)
+    def _trace(self, form: str, name: str, question: Asked | None = None) -> Trace:
+        """A path's trace of ``"prompt"`` or ``"other"``, with the site of a question."""
+        # All positions are recorded at the question's layers only, the newest position at every layer.
+        whole = question is not None and question.patch().positions != "newest"
+        layers = question.layers if question is not None and whole else None
+        site = "" if question is None else question.site
+        key = (form, name, site, layers)
         if key not in self._traces:
-            lead = form == "cached" and of == "prompt" and not any(k[:2] == (form, of) for k in self._traces)
+            lead = form == "cached" and name == "prompt" and not any(k[:2] == (form, name) for k in self._traces)
             fed = None if lead else self.fed
             self.runs += 1
             self._traces[key] = run(
                 self.adapter,
-                list(getattr(self, of)),
+                list(getattr(self, name)),
                 self._paths[form],
                 max_new_tokens=self.max_new_tokens if fed is None else len(fed) + 1,
                 continuation=fed,
@@ -350,80 +351,87 @@ class PatchBench:
             )
         return self._traces[key]
 
-    def _ablation(self, asked: Asked) -> Ablation:
-        key = (asked.donor, asked.site, asked.layer, asked.seed)
-        if asked.donor == "zero":
+    def _ablation(self, question: Asked) -> Ablation:
+        key = (question.donor, question.site, question.layer, question.seed)
+        if question.donor == "zero":
             return ZERO
-        if asked.donor == "resample" and not self.other:
+        if question.donor == "resample" and not self.other:
             raise InputError("donor 'resample' draws another prompt's rows and none was given: give other='a text'.")
         if key not in self._pools:
             self.runs += 1
-            of: Any = (self.adapter, [list(self.other or self.prompt)], asked.site, list(asked.layers))
-            drawn = asked.donor == "resample"
-            self._pools[key] = resample_donor(*of, seed=asked.seed) if drawn else mean_donor(*of)
+            pool: Any = (self.adapter, [list(self.other or self.prompt)], question.site, list(question.layers))
+            resample = question.donor == "resample"
+            self._pools[key] = resample_donor(*pool, seed=question.seed) if resample else mean_donor(*pool)
         return self._pools[key]
 
-    # What does ---------------------------------------------------------------------------------------------------------
+    # The patched run ---------------------------------------------------------------------------------------------------
 
-    def _answered(
-        self, asked: Asked
+    def _measure(
+        self, question: Asked
     ) -> tuple[list[int], tuple[int, int], Float[Tensor, "run step vocab"], Tensor, dict[str, Tensor]]:
-        """The steps; the two tokens of the logit difference; at each step the logits of what gives, of the unpatched run and of
-        the patched one; whether the patch changed anything; and by each of MEASURED the distance before and after, the mean over
-        the steps and then at each.
+        """Runs a patch and measures it.
+
+        Returns:
+            The steps; the two tokens of the logit difference; the logits of the donor, the unpatched and the patched run at each
+            step; whether the patch changed anything; and for each of MEASURED the distance before and after, first its mean over
+            the steps and then each step's.
         """
-        PatchHook(self.adapter, [asked.patch()])
+        # Raises InputError if the patch does not fit the model.
+        PatchHook(self.adapter, [question.patch()])
         with located(f"model {self.adapter.facts.name}"), own_threads(self.adapter), torch.no_grad():
-            source = self._source(asked)
-            base: Any = self._any(asked.into).logits
+            source = self._donor(question)
+            base: Any = self._prompt_trace(question.into).logits
             donor: Any = base if isinstance(source, Ablation) else source.logits
-            steps = list(range(asked.first, len(base))) if asked.step == EVERY else [int(asked.step)]
+            steps = list(range(question.first, len(base))) if question.step == EVERY else [int(question.step)]
             if not steps or steps[-1] >= len(base):
                 raise InputError(
                     f"step {steps[-1] if steps else 1} does not exist: the cached path decodes steps 1 to {len(base) - 1} of "
                     f"this prompt with max_new_tokens={self.max_new_tokens}."
                 )
-            if not self._moves(asked):
+            if not self._moves(question):
                 raise InputError(
-                    f"positions={asked.patch().positions!r} of {asked.site!r} patches nothing at "
-                    f"{'any step' if asked.step == EVERY else f'step {asked.step}'}: the cached path computes the newest "
+                    f"positions={question.patch().positions!r} of {question.site!r} patches nothing at "
+                    f"{'any step' if question.step == EVERY else f'step {question.step}'}: the cached path computes the newest "
                     "position only at a decode step, and no path has positions yet to come; name others, patch kv, or patch "
                     "into-recompute."
                 )
-            patched, changed = self._patched(asked, asked.patch(source), steps)
-        logits, pair, found = torch.stack([donor[steps], base[steps], patched]), pair_of(donor, base), {}
+            patched, changed = self._run_patched(question, question.patch(source), steps)
+        logits, pair, distances = torch.stack([donor[steps], base[steps], patched]), pair_of(donor, base), {}
         for name, distance in distances_of(",".join(MEASURED), pair).items():
-            both = [distance(logits[0], other).double() for other in logits[1:]]
-            found[name] = torch.stack([torch.cat([each.mean()[None], each]) for each in both])
-        check_finite(torch.stack([*found.values()]), f"the patch of {asked.site} at layer {asked.layer}")
-        return steps, pair, logits, changed, found
+            ends = [distance(logits[0], run).double() for run in logits[1:]]
+            distances[name] = torch.stack([torch.cat([by_step.mean()[None], by_step]) for by_step in ends])
+        check_finite(torch.stack([*distances.values()]), f"the patch of {question.site} at layer {question.layer}")
+        return steps, pair, logits, changed, distances
 
-    def _source(self, asked: Asked) -> Trace | Ablation:
-        if asked.ablates:
-            return self._ablation(asked)
-        if asked.donor == "path":
-            return self._trace("recompute" if asked.into == "cached" else "cached", "prompt", asked)
+    def _donor(self, question: Asked) -> Trace | Ablation:
+        if question.ablates:
+            return self._ablation(question)
+        if question.donor == "path":
+            return self._trace("recompute" if question.into == "cached" else "cached", "prompt", question)
         if not self.other:
             raise InputError("donor 'prompt' takes from another prompt and none was given: give other='a text'.")
         check_aligned(self.other, self.prompt)
-        return self._trace(asked.into, "other", asked)
+        return self._trace(question.into, "other", question)
 
-    def _moves(self, asked: Asked) -> bool:
-        steps = range(asked.first, len(self.fed) + 1) if asked.step == EVERY else [int(asked.step)]
-        patch = dataclasses.replace(asked.patch(), steps=tuple(steps) or (1,))
-        return any(patch.moves(step, len(self.prompt), asked.into) for step in steps)
+    def _moves(self, question: Asked) -> bool:
+        steps = range(question.first, len(self.fed) + 1) if question.step == EVERY else [int(question.step)]
+        patch = dataclasses.replace(question.patch(), steps=tuple(steps) or (1,))
+        return any(patch.moves(step, len(self.prompt), question.into) for step in steps)
 
-    def _patched(self, asked: Asked, patch: Patch, steps: Sequence[int]) -> tuple[Float[Tensor, "step vocab"], Tensor]:
+    def _run_patched(
+        self, question: Asked, patch: Patch, steps: Sequence[int]
+    ) -> tuple[Float[Tensor, "step vocab"], Tensor]:
+        """The logits of the patched path at each step, and whether the patch changed anything."""
         fed, prompt = self.fed, list(self.prompt)
-        hook = PatchHook(self.adapter, [patch], None, len(prompt), asked.first)
-        if asked.into == "recompute":
+        hook = PatchHook(self.adapter, [patch], None, len(prompt), question.first)
+        if question.into == "recompute":
             if len(steps) == 1:
-                # One prefix for several questions: what comes before the patched block runs once.
+                # Questions about one prefix share it: the blocks before the patched one run once.
                 self._pure.capture([*prompt, *fed[: steps[0]]])
             rows = [self._pure.patched([*prompt, *fed[:step]], step, hook) for step in steps]
             return torch.stack(rows), hook.changed[0]
         room, row = steps[-1] + 1, torch.tensor([prompt], device=self.adapter.device)
         with Runner(self.adapter, self._paths["cached"], row, room, [hook]) as runner:
-            given = fed_to_all(fed, 1, 1, row.device)
-            rows = [now.logits[0][0].clone() for now in lockstep([runner], room, given=given)]
+            forced = fed_to_all(fed, 1, 1, row.device)
+            rows = [step.logits[0][0].clone() for step in lockstep([runner], room, given=forced)]
         return torch.stack([rows[step] for step in steps]), hook.changed[0]

@@ -1,4 +1,4 @@
-"""Several lanes' patches in one forward: each changes its own row of a batch and sees no other."""
+"""Runs the patches of several lanes in one forward: each lane is one row of the batch."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from kvinterp.policies import Place
 from kvinterp.recording import PathHook
 
 
-def together(
+def batches(
     adapter: Adapter, path: ExecutionPath, hooks: Sequence[PatchHook], prompt: Sequence[int], steps: int, batch_size: int
 ) -> Iterator[Sequence[PatchHook]]:
-    """Lanes in batches where it was checked that each has the bits that it has alone (docs/laws.md, law 9), else one by one.
+    """Yields lanes in batches where a check showed that each keeps the bits it has alone (docs/laws.md, law 9), else singly.
 
     Args:
         adapter: The model.
-        path: The path they patch.
+        path: The path that they patch.
         hooks: The patches of each lane.
         prompt: Token ids of all of them.
         steps: Steps each will run.
@@ -42,10 +42,10 @@ def together(
 
 
 class PatchesByRow(PathHook):
-    """The patches of several lanes, the first lane's for the first row and so on.
+    """The patches of several lanes, one row of the batch a lane.
 
     Args:
-        hooks: Those of each lane.
+        hooks: The patches of each lane, in the order of the rows.
     """
 
     def __init__(self, hooks: Sequence[PatchHook]) -> None:
@@ -57,43 +57,43 @@ class PatchesByRow(PathHook):
         }
 
     def begin_step(self, step: int) -> None:
-        """What follows belongs to this step."""
+        """Begins the step in every lane."""
         for hook in self.hooks:
             hook.begin_step(step)
 
     def at(self, step: int, end: int) -> None:
-        """Says which step runs and how many positions the context then holds."""
+        """Sets the step and how many positions the context then holds."""
         for hook in self.hooks:
             hook.at(step, end)
 
     def only_output(self, layer: int) -> Listener | None:
-        """What the lanes do to a block's output, where that is all that each does to the block; else None."""
+        """The listener of a block's output, if no lane patches anything else in the block; else None."""
         changes = [hook.only_output(layer) for hook in self.hooks]
         return None if None in changes else functools.partial(by_row, changes)
 
     def on_read(self, place: Place, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Replaces each lane's rows of what attention reads by its donor's."""
+        """Replaces the keys and values of each lane's row by its donor's."""
         rows = zip(self.hooks, keys.split(1), values.split(1), strict=True)
-        found = [hook.on_read(place, *row) for hook, *row in rows]
-        if all(changed is None for changed in found):
+        changes = [hook.on_read(place, *row) for hook, *row in rows]
+        if all(change is None for change in changes):
             return None
-        both = ([None if changed is None else changed[side] for changed in found] for side in (0, 1))
-        return tuple(_put(tensor, new) for tensor, new in zip((keys, values), both, strict=True))  # type: ignore[return-value]
+        sides = ([None if change is None else change[side] for change in changes] for side in (0, 1))
+        return tuple(_replaced(tensor, new) for tensor, new in zip((keys, values), sides, strict=True))  # type: ignore[return-value]
 
 
 def by_row(changes: Sequence[Listener | None], tensor: Tensor) -> Tensor | None:
-    """A tensor of which each row is changed by a listener of its own; None where none changes anything.
+    """Calls a listener for each row of a tensor and returns the changed tensor; None if no row changes.
 
     Args:
-        changes: For each row what changes it, or None.
-        tensor: With a row for each.
+        changes: The listener of each row, or None.
+        tensor: The tensor, with a row for each listener.
     """
-    found = [None if change is None else change(row) for change, row in zip(changes, tensor.split(1), strict=True)]
-    return None if all(new is None for new in found) else _put(tensor, found)
+    rows = [None if change is None else change(row) for change, row in zip(changes, tensor.split(1), strict=True)]
+    return None if all(row is None for row in rows) else _replaced(tensor, rows)
 
 
-def _put(tensor: Tensor, rows: Iterable[Tensor | None]) -> Tensor:
-    # A clone lies in memory as the tensor does, so that the next kernel meets what it would have met.
+def _replaced(tensor: Tensor, rows: Iterable[Tensor | None]) -> Tensor:
+    # The copy keeps the tensor's strides, so that the next kernel computes the same bits.
     new = tensor.clone(memory_format=torch.preserve_format)
     for number, row in enumerate(rows):
         if row is not None:
@@ -102,20 +102,20 @@ def _put(tensor: Tensor, rows: Iterable[Tensor | None]) -> Tensor:
 
 
 class OneRow:
-    """A lane of the cached path that is a row of one run, in which all are fed the same token.
+    """A lane of the cached path that is one row of a run; all rows are fed the same token.
 
     Args:
         runner: The run.
-        number: Which row it is; the first advances them all.
-        shown: What they all show, which they share; as long as they are many.
+        number: The number of the row; row 0 advances the run.
+        rows: The logits of every row, a list that all rows share.
     """
 
-    def __init__(self, runner: Runner, number: int, shown: list[Tensor]) -> None:
-        self.runner, self.number, self.shown = runner, number, shown
+    def __init__(self, runner: Runner, number: int, rows: list[Tensor]) -> None:
+        self.runner, self.number, self.rows = runner, number, rows
 
     def advance(self, tokens: Int[Tensor, " batch"] | None = None) -> Float[Tensor, "batch vocab"]:
         """Logits of the next step; the first takes no tokens."""
         if self.number == 0:
-            fed = None if tokens is None else tokens.expand(len(self.shown))
-            self.shown[:] = self.runner.advance(fed).split(1)
-        return self.shown[self.number]
+            fed = None if tokens is None else tokens.expand(len(self.rows))
+            self.rows[:] = self.runner.advance(fed).split(1)
+        return self.rows[self.number]

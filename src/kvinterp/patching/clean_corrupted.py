@@ -1,4 +1,4 @@
-"""The field's usual experiment: a clean prompt's activations into the forward of a corrupted one, one place at a time."""
+"""Activation patching: puts a clean prompt's activations into the forward of a corrupted one, one place at a time."""
 
 from __future__ import annotations
 
@@ -44,27 +44,27 @@ OVER = {
     "heads,positions": "one head of one layer at one block of positions at a time",
 }
 Metric = Callable[[Float[Tensor, "batch position vocab"]], Any]
-"""TransformerLens's: a number of the logits ``[batch, position, vocab]``."""
+"""A metric in TransformerLens's form: one number of the logits ``[batch, position, vocab]``."""
 
 
 @dataclasses.dataclass(eq=False, repr=False)
 class ActivationPatching(Result):
-    """What each place of a clean prompt brings into a corrupted one.
+    """How much of a clean prompt's answer each patched place restores in a corrupted prompt.
 
     Attributes:
         frame: One row a patch: layer, head, or start, stop and text of the positions; value, the distance with the patch (nats
-            for KL, logits otherwise); recovery, ``1 - (clean - value) / (clean - corrupted)``: 1 where the patch gives the
-            clean prompt's, 0 where it changes nothing, NaN where both prompts show the same; unchanged, whether the clean
-            prompt has the very values of the corrupted one there.
-        site: What was moved.
+            for KL, logits otherwise); recovery, ``1 - (clean - value) / (clean - corrupted)``: 1 if the patch gives the clean
+            prompt's distance, 0 if it changes nothing, NaN if both prompts have the same distance; unchanged, whether both
+            prompts have the same values there.
+        site: The patched site.
         over: Whether columns are blocks of ``"positions"``, ``"heads"``, or both.
-        distance: What was measured; of a function its name.
-        clean: The distance on the clean prompt: 0, or the logit difference; the mean over pairs where there are several.
-        corrupted: The same on the corrupted one, unpatched.
-        texts: The corrupted prompt's tokens, by position; of the first pair.
+        distance: The name of the distance or function.
+        clean: The distance on the clean prompt: 0, or the logit difference; with several pairs the mean.
+        corrupted: The distance on the corrupted prompt, unpatched.
+        texts: The corrupted prompt's tokens by position, in the first pair.
         differ: The positions at which the prompts of any pair differ.
         pairs: How many pairs of prompts.
-        provenance: What it was made with.
+        provenance: Model, machine and settings.
     """
 
     VERB: ClassVar = "activation-patching"
@@ -94,24 +94,24 @@ class ActivationPatching(Result):
         return torch.tensor(self.frame[name].to_numpy(float)).reshape(self.frame["layer"].nunique(), -1)
 
     def __repr__(self) -> str:
-        """What it is of, in one line."""
-        shape, of = " by ".join(map(str, self.values.shape)), models_of([self.provenance])
+        """Names the model, the site, the shape and the distances in one line."""
+        shape, model = " by ".join(map(str, self.values.shape)), models_of([self.provenance])
         ends = f"{self.distance} {self.corrupted:.3g} corrupted, {self.clean:.3g} clean"
-        how = "; both are equal, so no recovery is defined" if self.clean == self.corrupted else ""
-        return f"<ActivationPatching of {of}: {self.site}, layers by {self.over}, {shape}: {ends}{how}>"
+        note = "; both are equal, so no recovery is defined" if self.clean == self.corrupted else ""
+        return f"<ActivationPatching of {model}: {self.site}, layers by {self.over}, {shape}: {ends}{note}>"
 
     def overview(self) -> pd.DataFrame:
-        """The ten places that bring most."""
+        """The ten places that restore most."""
         return self.frame.sort_values("recovery", ascending=False, kind="stable").head(10).reset_index(drop=True)
 
     def written(self) -> tuple[dict[str, pd.DataFrame], dict[str, Any]]:
-        """Its table, and the ends and texts that it is read with."""
+        """Returns the table with its provenance, and the summary."""
         about = {name: value for name, value in vars(self).items() if name in _ABOUT}
         return signed({"patches": self.frame}, self.provenance), {"about": about, "provenance": self.provenance}
 
     @classmethod
     def read(cls, tables: Mapping[str, pd.DataFrame], summary: Mapping[str, Any]) -> ActivationPatching:
-        """The same of its table."""
+        """Makes a result of its table and summary."""
         return cls(tables["patches"], **summary["about"], provenance=tables["patches"].attrs)
 
 
@@ -132,37 +132,38 @@ def activation_patching(
     block: int = 1,
     progress: str = "bar",
 ) -> ActivationPatching:
-    """Puts a clean prompt's activations into the forward of a corrupted one, and says how much of its answer they restore.
+    """Puts a clean prompt's activations into the forward of a corrupted one and measures how much of its answer they restore.
 
-    Measured on the logits of the newest position; a function is given those of all. One forward, so the paths do not matter:
-    both begin with it. Several pairs go in one batch, and what is measured is the mean over them.
+    Distances are of the logits of the newest position; a function gets those of all positions. It takes one forward, with which
+    both paths begin, so the path does not matter. Several pairs go in one batch, and distances are means over the pairs.
 
     Args:
         model: A model of any kind, or an adapter.
-        clean: The prompt that gives; a text, a prompt or token ids, ``[1, position]`` too; or a list or tensor of several.
-        corrupted: The prompt that takes, of as many tokens: positions are matched by number. Or as many prompts.
+        clean: The prompt whose activations are moved: a text, a prompt or token ids, ``[1, position]`` too; or a list or
+            tensor of several.
+        corrupted: The prompt that is patched, of as many tokens, since positions are matched by number; or as many prompts.
         site: A site of PATCH_SITES, a hook's or module's name, or a ``names_filter`` that takes hooks of one site.
         over: ``"positions"``, ``"heads"`` or ``"heads,positions"``.
         distance: ``"kl"`` (KL(clean || patched), nats), ``"l2"`` of the logits, ``"logit_difference"`` of two answers, or a
             function of the logits ``[batch, position, vocab]`` that gives one number, as TransformerLens's metrics do.
-        answers: For the logit difference, the token whose logit counts and the one whose is taken off: texts, or ids.
+        answers: For ``"logit_difference"`` two tokens, the second of which is subtracted: texts, or ids.
         layers: Layers (default: all).
-        positions: The positions that are patched (default: all); as of a :class:`Patch`.
+        positions: The positions that are patched (default: all), as in :class:`Patch`.
         block: Positions in a block.
         progress: ``"bar"`` or ``"none"``.
 
     Raises:
-        InputError: Something given does not exist, or the prompts cannot be aligned.
+        InputError: An argument names something that does not exist, or the prompts cannot be aligned.
         NonFiniteError: NaN or Inf appeared in the logits.
         UnsupportedError: This model does not show the site.
 
     Source: Meng et al. 2022 (arXiv 2202.05262), section 2; Zhang and Nanda 2024 (arXiv 2309.16042) on what to measure.
 
     Example:
-        >>> found = kv.activation_patching(  # doctest: +SKIP
+        >>> result = kv.activation_patching(  # doctest: +SKIP
         ...     model, clean, corrupted, distance="logit_difference", answers=(" Paris", " Rome")
         ... )
-        >>> found.recovery.shape  # layers by positions  # doctest: +SKIP
+        >>> result.recovery.shape  # layers by positions  # doctest: +SKIP
     """
     adapter = wrap(model)
     site, layers = one_site(adapter, site, layers)
@@ -177,73 +178,74 @@ def activation_patching(
         check_unread(
             "block", check_whole("block", block), 1, f"over={over!r} has no blocks; leave it out, or patch over='positions'"
         )
-    gives, takes = (encode_all(adapter, prompts, 1) for prompts in (clean, corrupted))
-    if len(gives) != len(takes) or len({*map(len, gives)}) > 1:
+    clean_ids, corrupted_ids = (encode_all(adapter, prompts, 1) for prompts in (clean, corrupted))
+    if len(clean_ids) != len(corrupted_ids) or len({*map(len, clean_ids)}) > 1:
         raise InputError(
-            f"{len(gives)} clean prompts of {', '.join(map(str, sorted({*map(len, gives)})))} tokens and {len(takes)} corrupted "
-            "ones were given: give them in pairs, all of as many tokens, since a column is one position of all."
+            f"{len(clean_ids)} clean prompts of {', '.join(map(str, sorted({*map(len, clean_ids)})))} tokens and "
+            f"{len(corrupted_ids)} corrupted ones were given: give them in pairs, all of as many tokens, since a column is one "
+            "position of all."
         )
-    differ = sorted({at for pair in zip(gives, takes, strict=True) for at in check_aligned(*pair)})
-    length, rows = len(takes[0]), layers_with(adapter, site, chosen_layers(adapter, layers))
+    differ = sorted({at for pair in zip(clean_ids, corrupted_ids, strict=True) for at in check_aligned(*pair)})
+    length, swept = len(corrupted_ids[0]), layers_with(adapter, site, chosen_layers(adapter, layers))
     low, high = Patch(site, positions="all" if positions is None else positions_of(positions)).span(length)
     if not 0 <= low < high:
         raise InputError(f"positions={positions!r} hold none of the prompt's, which are 0 to {length - 1}.")
-    spots = [(start, min(start + block, high)) for start in range(low, high, check_whole("block", block))]
-    spans = [(low, high)] if over == "heads" else spots
+    blocks = [(start, min(start + block, high)) for start in range(low, high, check_whole("block", block))]
+    spans = [(low, high)] if over == "heads" else blocks
     heads = [None] if over == "positions" else range(heads_at(adapter, site, f"over={over!r}"))
-    places = list(itertools.product(rows, heads, spans))
+    places = list(itertools.product(swept, heads, spans))
 
-    def measured(logits: Tensor) -> Float64[Tensor, ""]:
+    def measure(logits: Tensor) -> Float64[Tensor, ""]:
         if callable(distance):
             return one_number(distance, logits)
-        shown = logits[:, -1]
+        newest = logits[:, -1]
         if answer is not None:
-            return logit_difference(shown, answer).mean()
-        return DISTANCES[distance](wanted[:, -1].to(logits), shown).double().mean()
+            return logit_difference(newest, answer).mean()
+        return DISTANCES[distance](clean_logits[:, -1].to(logits), newest).double().mean()
 
     with located(f"model {adapter.facts.name}"), own_threads(adapter), torch.no_grad():
         pure = PureRecompute(adapter, path_named("recompute"))
-        recorder = Recorder(adapter, list(stored_sites(adapter, site)), rows, positions="all")
-        wanted = pure.whole(torch.tensor(gives, device=adapter.device), recorder)
+        recorder = Recorder(adapter, list(stored_sites(adapter, site)), swept, positions="all")
+        clean_logits = pure.whole(torch.tensor(clean_ids, device=adapter.device), recorder)
         recorder.end_step()
-        donor = HandedRows("clean prompts", {at: kept[-1] for at, kept in recorder.kept.items()})
-        # A forward a patch: of one pair from the first patched block on, of several pairs, or for a function, a whole one.
-        if len(takes) > 1 or callable(distance):
-            run: Callable[[Any], Tensor] = functools.partial(pure.whole, torch.tensor(takes, device=adapter.device))
+        donor = HandedRows("clean prompts", {place: record[-1] for place, record in recorder.kept.items()})
+        # One pair resumes at the first patched block; several pairs, or a function, take a whole forward a patch.
+        if len(corrupted_ids) > 1 or callable(distance):
+            run: Callable[[Any], Tensor] = functools.partial(pure.whole, torch.tensor(corrupted_ids, device=adapter.device))
             base = run(None)
         else:
-            run = lambda hook: pure.patched(takes[0], 0, hook)[None, None]  # noqa: E731
-            base = pure.capture(takes[0], None)[None, None]
-        found, changed = [measured(wanted), measured(base)], []
+            run = lambda hook: pure.patched(corrupted_ids[0], 0, hook)[None, None]  # noqa: E731
+            base = pure.capture(corrupted_ids[0], None)[None, None]
+        distances, changed = [measure(clean_logits), measure(base)], []
         for layer, head, span in each(places, "patching", "patch", progress):
             patch = Patch(site, (layer,), None if head is None else (head,), span, (0,), donor)
             hook = PatchHook(adapter, [patch], None, length)
-            found.append(measured(run(hook)))
+            distances.append(measure(run(hook)))
             changed.append(torch.stack(hook.changed).any())
-    numbers, same = torch.stack(found).cpu(), (~torch.stack(changed)).tolist()
+    numbers, same = torch.stack(distances).cpu(), (~torch.stack(changed)).tolist()
     check_finite(numbers, "the patched runs")
     if all(same):
         log.warning("activation_patching: every patch of %r %s: both prompts have the same there", site, UNCHANGED)
-    ends, values, texts = numbers[:2], numbers[2:], adapter.pieces(takes[0])
+    ends, values, texts = numbers[:2], numbers[2:], adapter.pieces(corrupted_ids[0])
     recovery = metrics.recovery((ends[0] - ends[1]).expand_as(values), ends[0] - values)
-    where = [
+    labels = [
         {"layer": layer}
         | ({} if head is None else {"head": head})
         | ({} if over == "heads" else {"start": span[0], "stop": span[1], "text": "".join(texts[slice(*span)])})
         for layer, head, span in places
     ]
-    frame = pd.DataFrame(where).assign(value=values.numpy(), recovery=recovery.numpy(), unchanged=same)
+    frame = pd.DataFrame(labels).assign(value=values.numpy(), recovery=recovery.numpy(), unchanged=same)
     name = distance if isinstance(distance, str) else name_of(distance)
-    about = provenance(adapter, site=site, over=over, distance=name, pairs=len(takes))
+    about = provenance(adapter, site=site, over=over, distance=name, pairs=len(corrupted_ids))
     clean_end, corrupted_end = ends.tolist()
-    return ActivationPatching(frame, site, over, name, clean_end, corrupted_end, texts, differ, len(takes), about)
+    return ActivationPatching(frame, site, over, name, clean_end, corrupted_end, texts, differ, len(corrupted_ids), about)
 
 
 def check_aligned(clean: Sequence[int], corrupted: Sequence[int]) -> tuple[int, ...]:
-    """The positions at which two prompts' tokens differ.
+    """Returns the positions at which two prompts' tokens differ.
 
     Raises:
-        InputError: They are not of equal length, or the same.
+        InputError: The prompts have different lengths, or the same tokens.
     """
     if len(clean) != len(corrupted):
         raise InputError(

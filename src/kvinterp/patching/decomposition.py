@@ -1,20 +1,20 @@
 """Splits the difference between the paths into parts of one cause each, every part beside its null.
 
 At every matched step lanes lead from the recompute path to the cached one, each of which changes one thing
-(:mod:`kvinterp.patching.splitting` draws them). The parts between them:
+(see the table in :mod:`kvinterp.patching.splitting`). The parts between them:
 
 - **fresh**: the newest row, computed alone;
-- **alone**: K and V of the decoded rows, each computed alone at its own step and not among the prefix that it ended;
-- **anew**: K and V of earlier rows, which the recompute path makes anew at every step among another number of rows, while the
-  cache holds them as they were written: the **prompt**'s rows, and the decoded ones (**remade**, with what they take over from
-  the prompt's). No cache makes this part: the recompute path differs from itself;
-- **kept**: what the cached path keeps otherwise (a policy, a narrower cache, a prefill in chunks); 0 without such.
+- **alone**: K and V of the decoded rows, each computed alone at its own step instead of among the prefix that it ended;
+- **anew**: K and V of earlier rows, which the recompute path computes again at every step among another number of rows, while
+  the cache keeps them as they were written: the **prompt**'s rows, and the decoded ones (**remade**, with what they inherit from
+  the prompt's). No cache causes this part: the recompute path differs from itself;
+- **kept**: what the cached path stores in another form (a policy, a narrower cache, a prefill in chunks); 0 without these.
 
 As logits and as residual streams total = fresh + alone + anew + kept and anew = prompt + remade; their norms and KL
-divergences need not add up. **state** is all but fresh, what earlier rows carry; **decoded** is remade + alone, what the
-decoded ones do. **cache** = fresh + alone is what a cache as such contributes: rows computed alone. Each part's **null** is a
-difference of the same kind that no cache can explain: the same rows, computed by the recompute path among more rows (a longer
-suffix, which a causal model must not see).
+divergences need not add up. **state** is all but fresh, carried by earlier rows; **decoded** is remade + alone, carried by the
+decoded rows. **cache** = fresh + alone is the contribution of a cache as such: rows computed alone. Each part's **null** is a
+difference of the same kind that no cache can explain: the recompute path computes the same rows among more rows (a longer suffix,
+which a causal model must not see).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from kvinterp.models.threads import own_threads
 from kvinterp.patching.distances import check_finite
 from kvinterp.patching.planted import Plant
 from kvinterp.patching.side_by_side import two_paths
-from kvinterp.patching.splitting import DIFFERENCES, Shown, Split, leading_part
+from kvinterp.patching.splitting import DIFFERENCES, Outputs, Split, leading_part
 from kvinterp.paths import ExecutionPath
 
 
@@ -67,22 +67,22 @@ class Decomposition(Result):
     provenance: dict[str, Any]
 
     def __repr__(self) -> str:
-        """What it is of, in one line; the tables are attributes."""
+        """Names the model, the paths and the size in one line."""
         paths, examples = self.provenance["paths"], self.steps["example"].nunique() if len(self.steps) else 0
-        of = f"{counted(len(self.steps), 'step')} of {counted(examples, 'prompt')}"
-        return f"<Decomposition of {models_of([self.provenance])}: {paths['cached']} against {paths['recompute']}, {of}>"
+        size = f"{counted(len(self.steps), 'step')} of {counted(examples, 'prompt')}"
+        return f"<Decomposition of {models_of([self.provenance])}: {paths['cached']} against {paths['recompute']}, {size}>"
 
     def written(self) -> tuple[dict[str, pd.DataFrame], dict[str, Any]]:
-        """Its tables, each with what it was made with, and its summary."""
+        """Returns the tables, each with the provenance, and the summary."""
         return signed({"decomposition": self.steps, "layers": self.layers}, self.provenance), self.summary()
 
     @classmethod
     def read(cls, tables: Mapping[str, pd.DataFrame], summary: Mapping[str, Any]) -> Decomposition:
-        """The decomposition of its tables."""
+        """Makes a decomposition of its tables."""
         return cls(tables["decomposition"], tables["layers"], tables["decomposition"].attrs)
 
     def overview(self) -> pd.DataFrame:
-        """One row a part, and one for the whole: mean KL and L2 over the decode steps, beside its null."""
+        """One row a part and one for the whole: mean KL and L2 over the decode steps, and the L2 of its null."""
         means, rows = self.summary(), []
         for part in ("total", *PARTS, *ANEW):
             row = {"part": part, "kl": means[part], "l2": means[f"{part}_l2"], "null_l2": means.get(f"null_{part}_l2")}
@@ -92,8 +92,8 @@ class Decomposition(Result):
     def summary(self) -> dict[str, Any]:
         """Means over the decode steps of every example (step 0 is the same computation on both paths), and counts.
 
-        ``most`` counts the decode steps by what makes most of their difference; ``without_cache`` those that differ though a
-        cache as such contributes nothing; ``within_null`` those where it contributes something no longer than its null.
+        ``most`` counts the decode steps by the part that makes most of their difference; ``without_cache`` those that differ
+        although a cache as such contributes nothing; ``within_null`` those where its contribution is no longer than its null.
         """
         later = self.steps[self.steps["step"] > 0]
         means = later.drop(columns=["example", "step", "most", "share"]).mean()
@@ -132,12 +132,12 @@ def decompose(
         model: A model of any kind, or an adapter.
         prompts: One prompt or a list.
         max_new_tokens: Most steps; the tokens are those the cached path chooses greedily.
-        suffix: Tokens put behind the prefix for the nulls.
-        only: The numbers of the prompts to split where the others are not this run's (a resumed or sharded one).
+        suffix: Tokens put after the prefix in the nulls.
+        only: The numbers of the prompts to split, in a resumed or sharded run.
         cached: The cached path. Its policy on K and V, its cache's dtype and its chunks are the part ``kept``: the other
             lanes compute one row without them.
         recompute: The recompute path.
-        plant: A difference to plant in the cached path first, to check that it is told apart.
+        plant: A difference to plant in the cached path first, to check that the split names its part.
         progress: ``"bar"`` or ``"none"``.
 
     Raises:
@@ -154,19 +154,19 @@ def decompose(
     steps: list[dict[str, Any]] = []
     layers: list[dict[str, Any]] = []
     with located(f"model {adapter.facts.name}"), own_threads(adapter):
-        chosen = range(len(tokens)) if only is None else among("only", only, range(len(tokens)))
-        for example in each(chosen, "decomposing", "prompt", progress):
-            for step, shown in Split(adapter, paths, tokens[example], max_new_tokens, suffix, plant).steps():
+        examples = range(len(tokens)) if only is None else among("only", only, range(len(tokens)))
+        for example in each(examples, "decomposing", "prompt", progress):
+            for step, lanes in Split(adapter, paths, tokens[example], max_new_tokens, suffix, plant).steps():
                 place = {"example": example, "step": step}
-                steps.append(place | measured(shown, f"example {example}, step {step}"))
-                layers += [place | row for row in _by_layer(shown)]
+                steps.append(place | step_row(lanes, f"example {example}, step {step}"))
+                layers += [place | row for row in _layer_rows(lanes)]
     sides = {"cached": str(paths[0]), "recompute": str(paths[1])}
-    made = provenance(adapter, paths=sides, suffix=suffix, max_new_tokens=max_new_tokens)
-    return Decomposition(pd.DataFrame(steps), pd.DataFrame(layers), made)
+    about = provenance(adapter, paths=sides, suffix=suffix, max_new_tokens=max_new_tokens)
+    return Decomposition(pd.DataFrame(steps), pd.DataFrame(layers), about)
 
 
 def check_splittable(adapter: Adapter, suffix: int, plant: Plant | None = None) -> None:
-    """Raises UnsupportedError for a model whose state cannot be split, InputError for a suffix or a plant that is none."""
+    """Raises UnsupportedError for a model whose state cannot be split, and InputError for a wrong suffix or plant."""
     if not adapter.attention_only:
         raise UnsupportedError(
             f"{adapter.facts.architecture} keeps other state than keys and values, which cannot be split this way: "
@@ -178,29 +178,29 @@ def check_splittable(adapter: Adapter, suffix: int, plant: Plant | None = None) 
         chosen_layers(adapter, plant.layer)
 
 
-def measured(shown: dict[str, Shown], where: str) -> dict[str, Any]:
-    """The differences of a step: KL in nats and L2 of the logits, what makes most of it, and its share.
+def step_row(lanes: dict[str, Outputs], where: str) -> dict[str, Any]:
+    """The differences of a step: KL in nats and L2 of the logits, the part that makes most of it, and its share.
 
     Raises:
-        NonFiniteError: One of them is not finite.
+        NonFiniteError: A difference is not finite.
     """
-    pairs = {name: (shown[a].logits, shown[b].logits) for name, (a, b) in DIFFERENCES.items()}
-    found = {name: metrics.kl_divergence(a, b) for name, (a, b) in pairs.items()}
-    found |= {f"{name}_l2": (a.double() - b.double()).norm() for name, (a, b) in pairs.items()}
+    pairs = {name: (lanes[a].logits, lanes[b].logits) for name, (a, b) in DIFFERENCES.items()}
+    distances = {name: metrics.kl_divergence(a, b) for name, (a, b) in pairs.items()}
+    distances |= {f"{name}_l2": (a.double() - b.double()).norm() for name, (a, b) in pairs.items()}
     for prefix in ("", "null_"):
-        both = [a.double() - b.double() for a, b in (pairs[f"{prefix}fresh"], pairs[f"{prefix}alone"])]
-        found[f"{prefix}cache_l2"] = (both[0] + both[1]).norm()
-    # Brought to the host at once: a device is waited for at each read.
-    numbers = torch.stack([each.reshape(()).double() for each in found.values()]).cpu()
+        fresh, alone = (a.double() - b.double() for a, b in (pairs[f"{prefix}fresh"], pairs[f"{prefix}alone"]))
+        distances[f"{prefix}cache_l2"] = (fresh + alone).norm()
+    # Read at once, because each read waits for the device.
+    numbers = torch.stack([distance.reshape(()).double() for distance in distances.values()]).cpu()
     check_finite(numbers, where)
-    said = dict(zip(found, numbers.tolist(), strict=True))
-    most, share = leading_part({part: said[f"{part}_l2"] for part in PARTS}, said["total_l2"])
-    return {**said, "most": most, "share": share}
+    row = dict(zip(distances, numbers.tolist(), strict=True))
+    most, share = leading_part({part: row[f"{part}_l2"] for part in PARTS}, row["total_l2"])
+    return {**row, "most": most, "share": share}
 
 
-def _by_layer(shown: dict[str, Shown]) -> list[dict[str, Any]]:
-    streams = {name: lane.stream.double() for name, lane in shown.items()}
+def _layer_rows(lanes: dict[str, Outputs]) -> list[dict[str, Any]]:
+    streams = {name: lane.stream.double() for name, lane in lanes.items()}
     norms = streams["recompute"].norm(dim=-1)
-    apart = torch.stack([(streams[a] - streams[b]).norm(dim=-1) / norms for a, b in DIFFERENCES.values()])
-    relative = dict(zip(DIFFERENCES, apart.tolist(), strict=True))
+    distances = torch.stack([(streams[a] - streams[b]).norm(dim=-1) / norms for a, b in DIFFERENCES.values()])
+    relative = dict(zip(DIFFERENCES, distances.tolist(), strict=True))
     return [{"layer": layer, **{name: values[layer] for name, values in relative.items()}} for layer in range(len(norms))]

@@ -1,4 +1,4 @@
-"""What is measured of logits: how far some are from the donor's, by a distance of ours, of two answers, or a user's function."""
+"""Distances between the donor's logits and others: our own, the logit difference of two answers, or a user's function."""
 
 from __future__ import annotations
 
@@ -15,70 +15,69 @@ from kvinterp.errors import InputError, NonFiniteError
 from kvinterp.models.answers import LOGIT_DIFFERENCE, logit_difference
 
 Distance = Callable[[Tensor, Tensor], Tensor]
-"""Given logits of the donor and of another ``[..., vocab]``, how far apart they are ``[...]``."""
+"""Returns how far apart the donor's logits and others ``[..., vocab]`` are, ``[...]``."""
 DISTANCES: dict[str, Distance] = {
     "kl": metrics.kl_divergence,
-    "l2": lambda donor, other: (donor.double() - other.double()).norm(dim=-1),
-    "margin": lambda donor, other: (metrics.logit_margin(donor) - metrics.logit_margin(other)).abs(),
+    "l2": lambda donor, logits: (donor.double() - logits.double()).norm(dim=-1),
+    "margin": lambda donor, logits: (metrics.logit_margin(donor) - metrics.logit_margin(logits)).abs(),
 }
 
 
-def distances_of(asked: str | Callable[..., Any], answers: tuple[int, int] | None = None) -> dict[str, Distance]:
-    """By name the distances asked for, and L2, which tells paths that are bitwise equal.
+def distances_of(distance: str | Callable[..., Any], answers: tuple[int, int] | None = None) -> dict[str, Distance]:
+    """Returns distances by name, always with L2, which shows whether logits are bitwise equal.
 
     Args:
-        asked: Names with commas between, or a function of logits ``[batch, position, vocab]``.
+        distance: Names with commas between, or a function of logits ``[batch, position, vocab]``.
         answers: The token ids of the logit difference.
     """
-    if callable(asked):
-        own: dict[str, Distance] = {name_of(asked): functools.partial(_by_function, asked)}
-        return own | {"l2": DISTANCES["l2"]}
-    names = dict.fromkeys([*map(str.strip, asked.split(",")), "l2"])
+    if callable(distance):
+        return {name_of(distance): functools.partial(_by_function, distance), "l2": DISTANCES["l2"]}
+    names = dict.fromkeys([*map(str.strip, distance.split(",")), "l2"])
     return {name: DISTANCES.get(name, functools.partial(_by_answers, answers)) for name in names}
 
 
-def _by_answers(pair: tuple[int, int] | None, donor: Tensor, other: Tensor) -> Tensor:
-    assert pair is not None, "checked where they are given"
-    return (logit_difference(donor, pair) - logit_difference(other, pair)).abs()
+def _by_answers(pair: tuple[int, int] | None, donor: Tensor, logits: Tensor) -> Tensor:
+    assert pair is not None, "sweep() checks that answers are given"
+    return (logit_difference(donor, pair) - logit_difference(logits, pair)).abs()
 
 
-def _by_function(function: Callable[[Tensor], Any], donor: Tensor, other: Tensor) -> Tensor:
-    """How far a function of logits ``[batch, position, vocab]`` is from the donor's, row by row."""
-    given, found = ([one_number(function, row[None, None]) for row in rows] for rows in (donor, other))
-    return (torch.stack(given) - torch.stack(found)).abs()
+def _by_function(function: Callable[[Tensor], Any], donor: Tensor, logits: Tensor) -> Tensor:
+    """How far a function of logits ``[batch, position, vocab]`` is from its value on the donor's, row by row."""
+    of_donor, of_logits = (torch.stack([one_number(function, row[None, None]) for row in rows]) for rows in (donor, logits))
+    return (of_donor - of_logits).abs()
 
 
 def one_number(function: Callable[[Tensor], Any], logits: Float[Tensor, "batch position vocab"]) -> Tensor:
-    """What a user's metric gives of logits, in float64.
+    """Calls a user's metric and returns its value in float64.
 
     Raises:
-        InputError: It is not one number.
+        InputError: The value is not one number.
     """
-    given = function(logits)
+    result = function(logits)
     try:
-        one = torch.as_tensor(given)
-        was = f"the shape {tuple(one.shape)}" if one.numel() != 1 or one.is_complex() else ""
+        number = torch.as_tensor(result)
+        wrong = f"the shape {tuple(number.shape)}" if number.numel() != 1 or number.is_complex() else ""
     except (TypeError, ValueError, RuntimeError):
-        was = f"a {type(given).__name__}"
-    # Of logits that are not finite the number need not be, and what is to be done is another thing.
-    if not was and not one.isfinite() and logits.isfinite().all():
-        was = str(float(one))
-    if was:
+        wrong = f"a {type(result).__name__}"
+    # If the logits are not finite, the number need not be either, and check_finite() says what to do.
+    if not wrong and not number.isfinite() and logits.isfinite().all():
+        wrong = str(float(number))
+    if wrong:
         raise InputError(
-            f"the metric {name_of(function)} gave {was} for logits of shape {tuple(logits.shape)}: expected a function that "
+            f"the metric {name_of(function)} gave {wrong} for logits of shape {tuple(logits.shape)}: expected a function that "
             "gives one finite number, such as the mean over the batch."
         )
-    return one.double().reshape(())
+    return number.double().reshape(())
 
 
 def name_of(function: Any) -> str:
-    """What a user's function is called in tables."""
+    """The name of a user's function in tables."""
     name = str(getattr(function, "__name__", type(function).__name__)).replace("<lambda>", "function")
     return f"own {name}" if name in (*DISTANCES, LOGIT_DIFFERENCE) else name
 
 
 def check_finite(distances: Float64[Tensor, "*any"], what: str) -> None:
-    """Raises NonFiniteError where a distance is not a number: there is then no share of it to recover."""
+    """Raises NonFiniteError if a distance is NaN or Inf, of which no share can be recovered."""
     if not bool(distances.isfinite().all()):
         raise NonFiniteError(
             f"{what}: NaN or Inf appeared in the logits: use a dtype with a wider range, such as dtype='bfloat16' or "

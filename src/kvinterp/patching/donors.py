@@ -1,4 +1,4 @@
-"""Where a patch takes from: a trace's rows, by step and absolute position; or an ablation's, which given prompts make."""
+"""Donors of patches: a trace's rows by step and absolute position, and ablations made of other prompts."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from kvinterp.recording.activation_cache import is_activation_cache, records_of
 
 
 def check_donor(adapter: Adapter, patch: Patch, donor: Trace | Ablation | HandedRows) -> None:
-    """Refuses a donor that does not hold what a patch moves.
+    """Refuses a donor without the tensors that a patch moves.
 
     Raises:
-        InputError: It lacks a site, a layer or a step, or is of another tokenisation.
+        InputError: It lacks a site, a layer or a step, or its prompt was tokenised otherwise.
     """
     layers = chosen_layers(adapter, patch.layers)
-    held: Mapping[Site, Any] = donor.pool if isinstance(donor, Ablation) else donor.records
+    tensors: Mapping[Site, Any] = donor.pool if isinstance(donor, Ablation) else donor.records
     for site, layer in itertools.product(stored_sites(adapter, patch.site), layers):
         if isinstance(donor, Ablation):
             name = f"{donor.name} donor"
@@ -39,16 +39,16 @@ def check_donor(adapter: Adapter, patch: Patch, donor: Trace | Ablation | Handed
             name, remedy = donor.name, f"let run_with_cache keep {hook_name(site, layer)}"
         else:
             name, remedy = "donor trace", f"run the donor with record={site!r}"
-        # Zeros, a tensor and a function go in anywhere.
-        if (site, layer) not in held and (held or isinstance(donor, Trace)):
-            have = ", ".join(sorted({known for known, _ in held})) or "nothing"
+        # Zeros, a tensor and a function fit every site.
+        if (site, layer) not in tensors and (tensors or isinstance(donor, Trace)):
+            have = ", ".join(sorted({place[0] for place in tensors})) or "nothing"
             raise InputError(f"the {name} holds no {site!r} of layer {layer} (it has {have}): {remedy}.")
     if not isinstance(donor, Trace):
         return
-    named = patch.steps if isinstance(patch.steps, tuple) else (1,) if patch.steps == "first" else ()
-    missing = next((step for step in named if step not in donor.steps), None)
+    steps = patch.steps if isinstance(patch.steps, tuple) else (1,) if patch.steps == "first" else ()
+    missing = next((step for step in steps if step not in donor.steps), None)
     if missing is not None:
-        raise _no_step(donor, missing)
+        raise _missing_step(donor, missing)
     wrong = next((t for t in donor.prompt if t >= adapter.facts.vocabulary), None)
     if wrong is not None:
         raise InputError(
@@ -57,54 +57,51 @@ def check_donor(adapter: Adapter, patch: Patch, donor: Trace | Ablation | Handed
         )
 
 
-def _no_step(donor: Trace, step: int) -> InputError:
-    shown = ", ".join(map(str, donor.steps[:8])) + (", ..." if len(donor.steps) > 8 else "")
+def _missing_step(donor: Trace, step: int) -> InputError:
+    steps = ", ".join(map(str, donor.steps[:8])) + (", ..." if len(donor.steps) > 8 else "")
     return InputError(
-        f"the donor trace did not record step {step} (it has {shown or 'none'}): run it for as many steps, or name "
+        f"the donor trace did not record step {step} (it has {steps or 'none'}): run it for as many steps, or name "
         "the steps to patch, such as steps=(0,)."
     )
 
 
 def rows_of(donor: Trace, site: str, layer: int, step: int) -> tuple[int, Tensor]:
-    """The donor's rows at a step with the absolute position of the first, gathered over steps for a cached donor."""
+    """The absolute position of the first row, and the donor's rows at a step, gathered over steps for a cached donor."""
     if step not in donor.steps:
-        raise _no_step(donor, step)
+        raise _missing_step(donor, step)
     index = donor.steps.index(step)
-    kept = donor.records[site, layer]
-    layout = LAYOUTS[site]
-    rows = layout.rows
+    record, layout = donor.records[site, layer], LAYOUTS[site]
+    tensor, rows, length = record[index], layout.rows, len(donor.prompt) + step
     if (ROWS, layer) in donor.records and not layout.gathers:
         raise UnsupportedError(
             f"the donor's {site} cannot be moved: path {donor.path} lets go of rows, so positions cannot be matched: patch q, k, "
             "v or z, or give a donor that keeps all rows."
         )
-    if kept[index].dim() < layout.dimensions - 1:
-        # Recorded at the newest position: one row, without the dimension; and never that of the batch.
-        return len(donor.prompt) + step - 1, kept[index].unsqueeze(rows - 1)[None]
-    here = kept[index]
-    held = len(donor.prompt) + step
-    if site == "pattern" and here.shape[-1] > held:
+    if tensor.dim() < layout.dimensions - 1:
+        # Recorded at the newest position only: one row, without the dimension of rows.
+        return length - 1, tensor.unsqueeze(rows - 1)[None]
+    if site == "pattern" and tensor.shape[-1] > length:
         raise UnsupportedError(
-            f"the donor's pattern at layer {layer} has {here.shape[-1]} keys in a context of {held} positions, as with a "
+            f"the donor's pattern at layer {layer} has {tensor.shape[-1]} keys in a context of {length} positions, as with a "
             "static cache, so keys cannot be matched: record it with a cache that grows."
         )
     if layout.gathers and donor.path.startswith("cached") and list(donor.steps[: index + 1]) == list(range(step + 1)):
-        here = torch.cat(kept[: index + 1], rows - 1)
-        # A refresh computes rows anew that earlier steps had.
-        here = here.narrow(rows - 1, here.shape[rows - 1] - held, held)
-    return len(donor.prompt) + step - here.shape[rows - 1], here[None]
+        tensor = torch.cat(record[: index + 1], rows - 1)
+        # After a refresh the newest rows replace those of earlier steps.
+        tensor = tensor.narrow(rows - 1, tensor.shape[rows - 1] - length, length)
+    return length - tensor.shape[rows - 1], tensor[None]
 
 
 def donor_trace(recorder: Any, prompt: Sequence[int], fed: Sequence[int] = ()) -> Trace:
-    """What :func:`kvinterp.record` kept of the user's own forwards, as a trace that patches can take from.
+    """Makes a trace, as the donor of patches, of the user's own forwards that :func:`kvinterp.record` recorded.
 
     Args:
-        recorder: What recorded them, one prompt at a time; or TransformerLens's ``ActivationCache`` of one forward of the prompt.
+        recorder: The recorder, of one prompt at a time, or TransformerLens's ``ActivationCache`` of one forward of the prompt.
         prompt: Token ids of the first forward.
-        fed: Token ids fed after it, one a forward (alone with a cache, or behind the whole prefix without one).
+        fed: Token ids fed after it, one a forward (alone with a cache, or after the whole prefix without one).
 
     Raises:
-        InputError: The forwards were of several prompts at once, or are not as many as the tokens say.
+        InputError: A forward had several prompts, or the number of forwards does not fit the tokens.
 
     Example:
         >>> with kv.record(model, "resid_pre", positions="all") as clean:  # doctest: +SKIP
@@ -113,7 +110,7 @@ def donor_trace(recorder: Any, prompt: Sequence[int], fed: Sequence[int] = ()) -
     """
     prompt, fed = _token_ids("prompt", prompt), _token_ids("fed", fed)
     if is_activation_cache(recorder):
-        return _of_activation_cache(recorder, prompt, fed)
+        return _trace_of_activation_cache(recorder, prompt, fed)
     check_instance(
         "recorder", recorder, Recorder, "what kv.record(...) gave: with kv.record(model, 'resid_pre') as recorder"
     )
@@ -128,17 +125,17 @@ def donor_trace(recorder: Any, prompt: Sequence[int], fed: Sequence[int] = ()) -
             f"{len(steps)} forwards were recorded, and a prompt with {len(fed)} tokens fed after it takes {1 + len(fed)}: "
             "give the tokens that were fed, one for each forward after the first."
         )
-    if any(tensor.shape[0] != 1 for kept in recorder.kept.values() for tensor in kept):
+    if any(tensor.shape[0] != 1 for record in recorder.kept.values() for tensor in record):
         raise InputError("the recorded forwards hold several prompts at once: record one prompt at a time.")
-    # Every row from position 0 in a later forward means that it ran without a cache.
-    rows = [kept[-1].shape[1] for (site, _), kept in recorder.kept.items() if LAYOUTS[site].gathers]
+    # A later forward with all rows from position 0 ran without a cache.
+    rows = [record[-1].shape[1] for (site, _), record in recorder.kept.items() if LAYOUTS[site].gathers]
     cached = bool(fed) and recorder.positions == "all" and bool(rows) and rows[0] == 1
-    records = {place: [tensor[0] for tensor in kept] for place, kept in recorder.kept.items()}
+    records = {place: [tensor[0] for tensor in record] for place, record in recorder.kept.items()}
     form = "cached" if cached else "recompute"
     return Trace(form, tuple(prompt), (), tuple(fed), records, steps)
 
 
-def _of_activation_cache(cache: Any, prompt: list[int], fed: list[int]) -> Trace:
+def _trace_of_activation_cache(cache: Any, prompt: list[int], fed: list[int]) -> Trace:
     records = records_of(cache)
     if fed:
         raise InputError("fed was given with an ActivationCache, which is of one forward: leave it out.")
@@ -150,12 +147,12 @@ def _of_activation_cache(cache: Any, prompt: list[int], fed: list[int]) -> Trace
     return Trace("recompute", tuple(prompt), (), (), {place: [tensor] for place, tensor in records.items()}, (0,))
 
 
-def _token_ids(name: str, given: object) -> list[int]:
-    if isinstance(given, Tensor) and given.dim() == 2 and given.shape[0] == 1:
-        given = given[0]
-    tokens = token_ids(given)
+def _token_ids(name: str, ids: object) -> list[int]:
+    if isinstance(ids, Tensor) and ids.dim() == 2 and ids.shape[0] == 1:
+        ids = ids[0]
+    tokens = token_ids(ids)
     if tokens is None:
-        raise unexpected(name, given, "a list of token ids")
+        raise unexpected(name, ids, "a list of token ids")
     return tokens
 
 
@@ -165,21 +162,21 @@ def _token_ids(name: str, given: object) -> list[int]:
 def mean_donor(
     model: Any, prompts: Any, sites: str | Sequence[str], layers: Iterable[int] | int | None = None, *, first: int = 0
 ) -> Ablation:
-    """The mean of what given prompts show, over all their positions and over the prompts, as a donor of patches.
+    """Makes a donor of patches that gives the mean of some prompts' rows, over all positions of all prompts.
 
-    Every row counts the same, so a longer prompt counts more. Of one prompt, it is the mean over its positions.
+    Every row counts the same, so a longer prompt counts more. With one prompt it is the mean over its positions.
 
     Args:
         model: A model of any kind, or an adapter.
         prompts: One prompt or a list; they need not be of equal length.
-        sites: Sites to be patched: names of PATCH_SITES, or of TransformerLens's hooks, but the pattern, whose rows have as many
-            keys as positions. Keys in a cache after RoPE carry their position, and their mean none in particular: ablate ``k`` to
-            mean them before.
+        sites: Sites to be patched: names of PATCH_SITES or of TransformerLens's hooks, except the pattern, whose rows have as
+            many keys as positions. Keys in a cache carry their position after RoPE, which their mean loses; ablate ``k`` for the
+            mean before RoPE.
         layers: Layers (default: all).
-        first: The first position that counts; 1 leaves out position 0, where many models put an attention sink.
+        first: The first position that counts; 1 leaves out position 0, where many models have an attention sink.
 
     Raises:
-        InputError: Something given does not exist, or no position is left.
+        InputError: An argument names something that does not exist, or no position is left.
         UnsupportedError: This model does not show the site, or its rows have no mean.
 
     Example:
@@ -199,10 +196,10 @@ def resample_donor(
     seed: int = 0,
     first: int = 0,
 ) -> Ablation:
-    """Rows drawn from what given prompts show, as a donor of patches.
+    """Makes a donor of patches that gives rows drawn at random from other prompts.
 
     For each position one prompt and position is drawn, the same in all layers and at all sites. To resample position by
-    position, give a trace of another prompt of the same length as the donor.
+    position, use a trace of another prompt of the same length as the donor.
 
     Args:
         model: A model of any kind, or an adapter.
@@ -213,7 +210,7 @@ def resample_donor(
         first: As for :func:`mean_donor`.
 
     Raises:
-        InputError: Something given does not exist, or no position is left.
+        InputError: An argument names something that does not exist, or no position is left.
         UnsupportedError: This model does not show the site, or its rows cannot be exchanged.
     """
     return Ablation("resample", _pool(model, prompts, sites, layers, first), check_seed(seed))
@@ -223,37 +220,34 @@ def _pool(
     model: Any, prompts: Any, sites: str | Sequence[str], layers: Iterable[int] | int | None, first: int
 ) -> dict[Site, Tensor]:
     adapter, first = wrap(model), check_whole("first", first, 0)
-    named = sites.split(",") if isinstance(sites, str) else given_list("sites", sites, "names such as 'z' or ['k', 'v']")
-    said = [site_of(name.strip()) if isinstance(name, str) else (name, None) for name in named]
-    named, own = [name for name, _ in said], [layers for _, layers in said]
-    if layers is None and own and all(own):
-        layers = sorted({layer for each in own for layer in each or ()})
-    for name in named:
+    listing = sites.split(",") if isinstance(sites, str) else given_list("sites", sites, "names such as 'z' or ['k', 'v']")
+    places = [site_of(name.strip()) if isinstance(name, str) else (name, None) for name in listing]
+    names, hook_layers = [name for name, _ in places], [of_hook for _, of_hook in places]
+    if layers is None and places and all(hook_layers):
+        layers = sorted({layer for of_hook in hook_layers for layer in of_hook or ()})
+    for name in names:
         check_patch_site(name)
-    if "pattern" in named:
+    if "pattern" in names:
         raise UnsupportedError(
             "the rows of a pattern have as many keys as there are positions, so that those of one position do not fit another: "
             "ablate it with donor='zero', or give the trace of another prompt of the same length."
         )
-    wanted = tuple(dict.fromkeys(stored for name in named for stored in stored_sites(adapter, name)))
-    if not wanted:
+    recorded = tuple(dict.fromkeys(stored for name in names for stored in stored_sites(adapter, name)))
+    if not recorded:
         raise InputError("sites=[] was given: expected at least one name, such as 'z'.")
     items, _ = listed(prompts, adapter.tokenizer)
-    traces = run(adapter, items, "recompute", max_new_tokens=1, record=wanted, layers=layers, positions="all")
+    traces = run(adapter, items, "recompute", max_new_tokens=1, record=recorded, layers=layers, positions="all")
     failure = next((trace.failure for trace in traces if trace.failure), "")
     if failure:
         raise NonFiniteError(failure)
     if first >= max(len(trace.prompt) for trace in traces):
         raise InputError(f"first={first} leaves no position of the prompts given: give a smaller one, or longer prompts.")
-    return {
-        (site, layer): torch.cat(
-            [_from_position(first, trace.records[site, layer][0], LAYOUTS[site].rows - 1) for trace in traces],
-            LAYOUTS[site].rows - 1,
-        )
-        for site, layer in traces[0].records
-        if site != ROWS
-    }
-
-
-def _from_position(first: int, tensor: Tensor, axis: int) -> Tensor:
-    return tensor.narrow(axis, min(first, tensor.shape[axis]), max(tensor.shape[axis] - first, 0))
+    pool: dict[Site, Tensor] = {}
+    for site, layer in traces[0].records:
+        if site != ROWS:
+            axis = LAYOUTS[site].rows - 1
+            tensors = [trace.records[site, layer][0] for trace in traces]
+            pool[site, layer] = torch.cat(
+                [t.narrow(axis, min(first, n := t.shape[axis]), max(n - first, 0)) for t in tensors], axis
+            )
+    return pool

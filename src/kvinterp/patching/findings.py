@@ -1,4 +1,4 @@
-"""What patches, a decomposition and a logit lens found, as findings and charts."""
+"""Findings and charts of sweeps, decompositions, activation patching and logit lenses."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ _CONTROLS = {
 
 
 def headline_of_sweep(sweep: Sweep) -> list[str]:
-    """Which place recovers most; or why nothing can be recovered."""
+    """Names the place that recovers most, or says why nothing can be recovered."""
     summary = sweep.summary()
-    best, of, prompts = summary["best"], RECOVERED[summary["distance"]], counted(summary["examples"], "prompt")
+    best, distance, prompts = summary["best"], RECOVERED[summary["distance"]], counted(summary["examples"], "prompt")
     if best is None and summary["examples_without_difference"] == summary["examples"]:
         return [
             f"The paths' logits are bitwise equal at the steps patched of {prompts}: there is no difference to recover.",
@@ -58,47 +58,46 @@ def headline_of_sweep(sweep: Sweep) -> list[str]:
         "cumulative-from": "layers {layer:g} to the last together recover",
         "blocks": "positions {positions} recover",
     }.get(best["sweep"], "layer {layer:g}, head {head:g} recovers").format(**best)
-    of_all = "" if best["defined"] == summary["examples"] else f"{int(best['defined'])} of "
-    how = f"{best['site']}, {summary['direction']}, {of_all}{prompts}"
+    count = "" if best["defined"] == summary["examples"] else f"{int(best['defined'])} of "
+    setting = f"{best['site']}, {summary['direction']}, {count}{prompts}"
     low, high = best["interval_low"], best["interval_high"]
-    how += "" if pd.isna(low) else f"; 95% interval {percent(low)} to {percent(high)}"
-    few = (
-        "No place recovers more than 5%" if best["median"] < 0.05 else "No recovery is clearly above 0" if low <= 0 else ""
-    )
-    lead = (
-        f"{few}{'; ' if few else ''}{place if few else upper(place)} most: {percent(best['median'])} of the {of} ({how})."
-    )
-    return [lead, *_unchanged(sweep.recovery, ["sweep", "layer", "head", "positions"]), *lines]
+    setting += "" if pd.isna(low) else f"; 95% interval {percent(low)} to {percent(high)}"
+    if best["median"] < 0.05:
+        place = f"No place recovers more than 5%; {place}"
+    elif low <= 0:
+        place = f"No recovery is clearly above 0; {place}"
+    lead = f"{upper(place)} most: {percent(best['median'])} of the {distance} ({setting})."
+    return [lead, *_unchanged_patches(sweep.recovery, ["sweep", "layer", "head", "positions"]), *lines]
 
 
-def _unchanged(table: pd.DataFrame, labels: list[str]) -> list[str]:
-    """Which patches put in what was there already, in every prompt: their recovery of 0 is no finding."""
-    # What an older version kept does not say.
+def _unchanged_patches(table: pd.DataFrame, labels: list[str]) -> list[str]:
+    """Names the patches that wrote only values that were there already, in every prompt: their recovery of 0 means nothing."""
+    # Results of older versions lack the column.
     if "unchanged" not in table:
         return []
     idle = table.groupby(labels, sort=False)["unchanged"].all()
     layers = sorted({int(layer) for layer in idle[idle].index.get_level_values("layer") if layer >= 0})
     where = f" (layer {', '.join(map(str, layers))})" if layers else ""
-    said = f"{int(idle.sum())} of {len(idle)} patches{where} {UNCHANGED}: the donor is equal to what it replaces there."
-    return [said] if idle.any() else []
+    sentence = f"{int(idle.sum())} of {len(idle)} patches{where} {UNCHANGED}: the donor is equal to what it replaces there."
+    return [sentence] if idle.any() else []
 
 
 def rows_of_sweep(sweep: Sweep) -> Iterator[Finding]:
-    """The median recovery of every patch, the largest first, then the controls and what no patch reaches."""
+    """The median recovery of every patch, the largest first, then the controls and the difference that no patch reaches."""
     distance = sweep.provenance["distance"]
     table = sweep.aggregate()
     for row in table.sort_values("median", ascending=False, kind="stable").to_dict("records") if len(table) else ():
-        of = {name: row[name] for name in ("layer", "head") if row[name] >= 0}
-        of |= {"positions": row["positions"]} if row["sweep"] == "blocks" else {}
-        others = [f"{percent(row[name])} of the {RECOVERED[name.removeprefix('median_')]}" for name in row
-                  if name.startswith("median_") and not pd.isna(row[name])]  # fmt: skip
-        less = row["examples"] - row["defined"]
-        notes = [*others, *([f"{counted(less, 'prompt')} without a difference left out"] if less else [])]
+        labels = {name: row[name] for name in ("layer", "head") if row[name] >= 0}
+        labels |= {"positions": row["positions"]} if row["sweep"] == "blocks" else {}
+        notes = [f"{percent(row[name])} of the {RECOVERED[name.removeprefix('median_')]}" for name in row
+                 if name.startswith("median_") and not pd.isna(row[name])]  # fmt: skip
+        undefined = row["examples"] - row["defined"]
+        notes += [f"{counted(undefined, 'prompt')} without a difference left out"] if undefined else []
         yield finding(f"median recovery of the {RECOVERED[distance]}", row["median"], (row["interval_low"], row["interval_high"]),
-                      row["defined"], measure="%", note="; ".join(notes), sweep=row["sweep"], **of)  # fmt: skip
+                      row["defined"], measure="%", note="; ".join(notes), sweep=row["sweep"], **labels)  # fmt: skip
     if "control" in sweep.controls:
-        for name, mine in sweep.controls.groupby("control", sort=False):
-            yield median_of(f"control, {_CONTROLS.get(str(name), name)}: recovery", mine["recovery"], measure="%", note="")
+        for name, rows in sweep.controls.groupby("control", sort=False):
+            yield median_of(f"control, {_CONTROLS.get(str(name), name)}: recovery", rows["recovery"], measure="%", note="")
     for name, left in sweep.left().items():
         yield finding(f"{RECOVERED[name]} left with all swept layers patched together", left["share"], measure="%",
                       n=sweep.recovery["example"].nunique())  # fmt: skip
@@ -107,47 +106,47 @@ def rows_of_sweep(sweep: Sweep) -> Iterator[Finding]:
                       n=sweep.recovery["example"].nunique())  # fmt: skip
 
 
-def charts_of_sweep(sweep: Sweep, of: str = "") -> dict[str, Chart]:
-    """``recovery``, and ``recovery_by_step`` where layers were swept over more than one step; ``of`` is put into the titles."""
+def charts_of_sweep(sweep: Sweep, suffix: str = "") -> dict[str, Chart]:
+    """Charts ``recovery`` and, for layers over several steps, ``recovery_by_step``; the suffix goes into their titles."""
     about, frame = sweep.provenance, sweep.recovery
-    what = f"of the {RECOVERED[about['distance']]}"
+    distance = f"of the {RECOVERED[about['distance']]}"
     notes = [f"{about['site']} at {about['positions']} positions", f"steps: {about['steps']}"]
-    shown: dict[str, Any] = {"y": "recovery", "scale": "signed", "label": f"recovery {what}"}
+    axis: dict[str, Any] = {"y": "recovery", "scale": "signed", "label": f"recovery {distance}"}
     panels = []
     if len(layers := frame[frame["sweep"].isin(LAYERS)]):
-        panels.append(Panel(layers, "layer", kind="medians", facet="sweep", titles=LAYERS, level=0, **shown))
+        panels.append(Panel(layers, "layer", kind="medians", facet="sweep", titles=LAYERS, level=0, **axis))
     if len(heads := frame[frame["sweep"].isin(HEADS)]):
         medians = heads[heads["defined"]].groupby(["sweep", "layer", "head"])["recovery"].median()
         places = pd.MultiIndex.from_frame(heads[["sweep", "layer", "head"]].drop_duplicates())
         head = "query head" if about["site"] in ("q", "z", "result", "pattern") else "KV head"
         cells = medians.reindex(places).reset_index()
         panels.append(Panel(cells, "head", "layer", "map", "recovery", facet="sweep", titles=HEADS, scale="signed",
-                            label=f"median recovery\n{what}", xlabel=head))  # fmt: skip
+                            label=f"median recovery\n{distance}", xlabel=head))  # fmt: skip
     if len(blocks := only(sweep.aggregate(), sweep="blocks") if len(frame) else frame):
         blocks = blocks.rename(columns={"interval_low": "low", "interval_high": "high"})
         panels.append(Panel(blocks, "median", "positions", "dots", scale="signed", level=0,
-                            label=f"recovery {what} by a block of positions, all layers"))  # fmt: skip
-    found = {}
+                            label=f"recovery {distance} by a block of positions, all layers"))  # fmt: skip
+    charts = {}
     if panels:
         if "control" in sweep.controls:
-            rows = [median_of("", mine["recovery"]) | {"control": _CONTROLS.get(str(name), name)}
-                    for name, mine in sweep.controls.groupby("control", sort=False)]  # fmt: skip
+            rows = [median_of("", group["recovery"]) | {"control": _CONTROLS.get(str(name), name)}
+                    for name, group in sweep.controls.groupby("control", sort=False)]  # fmt: skip
             panels.append(
                 Panel(pd.DataFrame(rows), "estimate", "control", "dots", scale="signed", level=0, label="controls")
             )
-        found["recovery"] = Chart(f"What each patch recovers{of}", panels, notes)
+        charts["recovery"] = Chart(f"What each patch recovers{suffix}", panels, notes)
     steps = sweep.steps[sweep.steps["sweep"].isin(LAYERS)] if len(sweep.steps) else sweep.steps
     if len(steps) and steps["step"].nunique() > 1:
         medians = steps.groupby(["sweep", "layer", "step"])["recovery"].median().reset_index()
         panel = Panel(medians, "step", "layer", "map", "recovery", facet="sweep", titles=LAYERS, scale="signed", columns=1,
-                      label=f"median recovery\n{what}", xlabel="decode step")  # fmt: skip
-        found["recovery_by_step"] = Chart(f"What each patch recovers at each step{of}", [panel], notes)
-    return found
+                      label=f"median recovery\n{distance}", xlabel="decode step")  # fmt: skip
+        charts["recovery_by_step"] = Chart(f"What each patch recovers at each step{suffix}", [panel], notes)
+    return charts
 
 
 # A decomposition -------------------------------------------------------------------------------------------------------
 
-_TOLD = {
+_PART_NAMES = {
     "total": "total: cached against recompute",
     "fresh": "fresh: this step's row, computed alone",
     "alone": "alone: K and V of decoded rows, computed alone",
@@ -158,18 +157,18 @@ _TOLD = {
 
 
 def headline_of_decomposition(split: Decomposition) -> list[str]:
-    """Which part is most of the difference, and at how many steps a cache as such contributes nothing."""
+    """Names the part that is most of the difference, and counts the steps at which a cache as such contributes nothing."""
     summary = split.summary()
-    steps, differ, of = summary["steps"], summary["differ"], counted(summary["examples"], "prompt")
+    steps, differ, prompts = summary["steps"], summary["differ"], counted(summary["examples"], "prompt")
     if not steps:
         return [NOTHING]
     if not differ:
-        return [f"The paths' logits are bitwise equal at {every(steps, 'decode step')} of {of}.", TO_SEE_A_DIFFERENCE]
-    led = sorted((part for part in PARTS if summary["most"].get(part)), key=lambda part: -summary["most"][part])
-    most = "; ".join(f"{_TOLD[part].partition(': ')[2]} ({part}), at {summary['most'][part]}" for part in led)
+        return [f"The paths' logits are bitwise equal at {every(steps, 'decode step')} of {prompts}.", TO_SEE_A_DIFFERENCE]
+    leading = sorted((part for part in PARTS if summary["most"].get(part)), key=lambda part: -summary["most"][part])
+    most = "; ".join(f"{_PART_NAMES[part].partition(': ')[2]} ({part}), at {summary['most'][part]}" for part in leading)
     lines = [
-        f"The logits differ at {differ} of {counted(steps, 'decode step')} of {of}. "
-        + (f"Most of the difference comes from {most}." if led else "No part is more than half of it at any step.")
+        f"The logits differ at {differ} of {counted(steps, 'decode step')} of {prompts}. "
+        + (f"Most of the difference comes from {most}." if leading else "No part is more than half of it at any step.")
     ]
     none, within = summary["without_cache"], summary["within_null"]
     if none or within:
@@ -181,133 +180,131 @@ def headline_of_decomposition(split: Decomposition) -> list[str]:
 
 
 def rows_of_decomposition(split: Decomposition) -> Iterator[Finding]:
-    """The mean length of every part beside its null, its KL, and at how many steps it is most of the difference."""
+    """The mean length of every part with its null, its KL, and at how many steps it is most of the difference."""
     summary = split.summary()
     if not summary["differ"]:
         return
-    more: dict[str, Any] = {"n": summary["steps"], "unit": "steps"}
+    options: dict[str, Any] = {"n": summary["steps"], "unit": "steps"}
     names = {
         "total": "the whole",
         **PARTS,
         **ANEW,
         "cache": "rows computed alone (fresh and alone): what a cache as such makes",
     }
-    for part, what in names.items():
+    for part, name in names.items():
         if not summary[f"{part}_l2"]:
             continue
         null = summary.get(f"null_{part}_l2")
-        led = f"most of the difference at {counted(summary['most'].get(part, 0), 'step')}" if part in PARTS else ""
-        led += "; no cache makes it: the recompute path's difference from itself" if part == "anew" else ""
+        note = f"most of the difference at {counted(summary['most'].get(part, 0), 'step')}" if part in PARTS else ""
+        note += "; no cache makes it: the recompute path's difference from itself" if part == "anew" else ""
         yield finding("mean L2 of the logits", summary[f"{part}_l2"], null=np.nan if null is None else null, part=part,
-                      note="; ".join(filter(None, (what, led))), **more)  # fmt: skip
+                      note="; ".join(filter(None, (name, note))), **options)  # fmt: skip
         if part in summary:
-            yield finding("mean KL", summary[part], measure="nats", part=part, **more)
+            yield finding("mean KL", summary[part], measure="nats", part=part, **options)
 
 
-def charts_of_decomposition(split: Decomposition, of: str = "") -> dict[str, Chart]:
-    """The parts by step and by layer, every example and the medians; nothing where there is no step."""
-    parts = [part for part in _TOLD if part in split.steps]
+def charts_of_decomposition(split: Decomposition, suffix: str = "") -> dict[str, Chart]:
+    """Charts the parts by step and by layer, every example and the medians; no chart if there is no step."""
+    parts = [part for part in _PART_NAMES if part in split.steps]
     later = split.layers[split.layers["step"] > 0]
     if split.steps.empty:
         return {}
-    by: dict[str, Any] = {"y": "size", "kind": "medians", "color": "part", "names": _TOLD}
+    axis: dict[str, Any] = {"y": "size", "kind": "medians", "color": "part", "names": _PART_NAMES}
     panels = [
         Panel(split.steps.melt(["example", "step"], parts, "part", "size"), "step", label="KL of the logits (nats)",
-              xlabel="decode step (0 is the token the prefill decides)", **by),
+              xlabel="decode step (0 is the token the prefill decides)", **axis),
     ]  # fmt: skip
     if len(later):
         long = later.melt(["example", "step", "layer"], parts, "part", "size")
-        panels.append(Panel(long, "layer", label="relative L2 difference\nof resid_post", **by))
-    return {"decomposition": Chart(f"What makes the difference{of} (points: every step and prompt; lines: medians)", panels,
+        panels.append(Panel(long, "layer", label="relative L2 difference\nof resid_post", **axis))
+    return {"decomposition": Chart(f"What makes the difference{suffix} (points: every step and prompt; lines: medians)", panels,
                                    [f"null control: {split.provenance.get('suffix', '?')} more tokens"])}  # fmt: skip
 
 
 # Clean into corrupted ----------------------------------------------------------------------------------------------------
 
 
-def headline_of_activation_patching(found: ActivationPatching) -> list[str]:
-    """The place that restores most of the clean prompt's answer."""
-    what = _measure_of(found)
-    ends = f"{what} {number(found.corrupted)} with the corrupted prompt, {number(found.clean)} with the clean one"
-    best = found.overview().iloc[0]
+def headline_of_activation_patching(result: ActivationPatching) -> list[str]:
+    """Names the place that restores most of the clean prompt's answer."""
+    ends = f"{_distance_name(result)} {number(result.corrupted)} with the corrupted prompt"
+    ends += f", {number(result.clean)} with the clean one"
+    best = result.overview().iloc[0]
     if pd.isna(best["recovery"]):
         return [f"Both prompts show the same ({ends}), so no place can restore it: give two whose answers differ."]
-    many = f", mean of {counted(found.pairs, 'pair')}" if found.pairs > 1 else ""
-    lines = [f"{upper(place(_labels_of(best)))} restores most: {percent(best['recovery'])} by {found.site} ({ends}{many})."]
-    lines += _unchanged(found.frame, [name for name in ("layer", "head", "start") if name in found.frame])
-    return lines
+    mean = f", mean of {counted(result.pairs, 'pair')}" if result.pairs > 1 else ""
+    lead = f"{upper(place(_labels(best)))} restores most: {percent(best['recovery'])} by {result.site} ({ends}{mean})."
+    labels = [name for name in ("layer", "head", "start") if name in result.frame]
+    return [lead, *_unchanged_patches(result.frame, labels)]
 
 
-def _measure_of(found: ActivationPatching) -> str:
+def _distance_name(result: ActivationPatching) -> str:
     # A lambda has no name of its own.
-    return "metric" if found.distance == "function" else RECOVERED[found.distance]
+    return "metric" if result.distance == "function" else RECOVERED[result.distance]
 
 
-def _labels_of(row: Mapping[Any, Any]) -> Finding:
+def _labels(row: Mapping[Any, Any]) -> Finding:
     return {name: row[name] for name in ("layer", "head", "start", "stop", "text") if name in row}
 
 
-def rows_of_activation_patching(found: ActivationPatching) -> Iterator[Finding]:
+def rows_of_activation_patching(result: ActivationPatching) -> Iterator[Finding]:
     """The places that restore most."""
-    if not found.recovery.isfinite().any():
+    if not result.recovery.isfinite().any():
         return
-    for row in found.overview().to_dict("records"):
-        note = f"{_measure_of(found)} {number(row['value'])}{' nats' if found.distance == 'kl' else ''}"
+    for row in result.overview().to_dict("records"):
+        note = f"{_distance_name(result)} {number(row['value'])}{' nats' if result.distance == 'kl' else ''}"
         yield finding(
-            f"recovery by {found.site}", row["recovery"], n=found.pairs, unit="pairs", note=note, **_labels_of(row)
+            f"recovery by {result.site}", row["recovery"], n=result.pairs, unit="pairs", note=note, **_labels(row)
         )
 
 
-def charts_of_activation_patching(found: ActivationPatching) -> dict[str, Chart]:
-    """Recovery of every place."""
-    table = found.frame
+def charts_of_activation_patching(result: ActivationPatching) -> dict[str, Chart]:
+    """Charts the recovery of every place."""
+    table = result.frame
     if not table["recovery"].notna().any():
         return {}
     facet, titles = "", {}
-    if found.over == "heads,positions":
+    if result.over == "heads,positions":
         facet, titles = "head", {head: f"head {head}" for head in table["head"].unique()}
-    x, xlabel = ("head", "head") if found.over == "heads" else ("start", "position (of a block the first)")
-    label = f"recovery of the {RECOVERED[found.distance]}"
+    x, xlabel = ("head", "head") if result.over == "heads" else ("start", "position (of a block the first)")
+    label = f"recovery of the {RECOVERED[result.distance]}"
     panel = Panel(table, x, "layer", "map", "recovery", facet=facet, titles=titles, label=label, xlabel=xlabel,
                   scale="signed", columns=4)  # fmt: skip
-    title = f"What {found.site} of the clean prompt restores in the corrupted one, by patches{of_model(found.provenance)}"
-    return {"activation_patching": Chart(title, [panel], [f"n = {counted(found.pairs, 'pair')} of prompts"])}
+    title = f"What {result.site} of the clean prompt restores in the corrupted one, by patches{of_model(result.provenance)}"
+    return {"activation_patching": Chart(title, [panel], [f"n = {counted(result.pairs, 'pair')} of prompts"])}
 
 
 # The lens --------------------------------------------------------------------------------------------
 
 
 def headline_of_lens(lens: LogitLens) -> list[str]:
-    """Behind which layer the readings differ first, and most."""
+    """Names the layers behind which the logits of the streams differ first, and most."""
     table = lens.overview()
     if table.empty:
         return [NOTHING]
-    layers, of = (
-        table.iloc[1:-1],
-        f"{against(lens.provenance)}, over {counted(int(table['steps'].iloc[-1]), 'decode step')}",
-    )
+    layers = table.iloc[1:-1]
+    paths = f"{against(lens.provenance)}, over {counted(int(table['steps'].iloc[-1]), 'decode step')}"
     first = layers[layers["max_kl"] > 0]
     if first.empty:
-        return [f"{of}: read as logits the streams are equal behind every layer.", TO_SEE_A_DIFFERENCE]
+        return [f"{paths}: read as logits the streams are equal behind every layer.", TO_SEE_A_DIFFERENCE]
     most = layers.loc[layers["mean_kl"].idxmax()]
     return [
-        f"{of}: read as logits the residual stream differs first behind layer {int(first['layer'].iloc[0])}, and most behind "
+        f"{paths}: read as logits the residual stream differs first behind layer {int(first['layer'].iloc[0])}, and most behind "
         f"layer {int(most['layer'])} (mean KL {number(most['mean_kl'])} nats)."
     ]
 
 
 def rows_of_lens(lens: LogitLens) -> Iterator[Finding]:
-    """Mean KL behind every layer, and at how many steps another token is read; both are read in float64."""
+    """Mean KL behind every layer, and at how many steps the top token differs, both in float64."""
     table = lens.overview()
     for row in table.to_dict("records"):
         last = row["layer"] == table["layer"].max()
-        what = "mean KL of the paths' own logits" if last else "mean KL of the residual stream read as logits"
+        name = "mean KL of the paths' own logits" if last else "mean KL of the residual stream read as logits"
         note = f"another token is read at {counted(int(row['top_differs']), 'step')}"
-        yield finding(what, row["mean_kl"], n=row["steps"], unit="steps", measure="nats", note=note, layer=row["layer"])
+        yield finding(name, row["mean_kl"], n=row["steps"], unit="steps", measure="nats", note=note, layer=row["layer"])
 
 
 def charts_of_lens(lens: LogitLens) -> dict[str, Chart]:
-    """KL between the paths' readings behind every layer."""
+    """Charts the KL between the paths' logits behind every layer."""
     later, paths = lens.table[lens.table["step"] > 0], lens.provenance["paths"]
     if later.empty:
         return {}
@@ -318,5 +315,5 @@ def charts_of_lens(lens: LogitLens) -> dict[str, Chart]:
 
 
 def of_model(about: Mapping[str, Any]) -> str:
-    """For a title: of which model."""
+    """The model's name as the end of a title."""
     return f" in {str(about['model']).removeprefix('zoo:')}"

@@ -1,12 +1,12 @@
 """The hook that applies patches: it moves tensors of one trace into the other path.
 
-Nothing is edited in place: a patch hands the model a copy in which its rows are the donor's. What it changes in a cache it
-changes in the store's own memory, so a patched cache stays patched for the steps that follow.
+A patch does not edit activations in place: it gives the model a copy with the donor's rows. In a cache it edits the store's own
+memory, so a patched cache stays patched in the following steps.
 
-A patch of the residual stream between attention and MLP is carried on to where the stream goes. A HookedTransformer shows that
-stream itself. A bridge and a transformers model show it only where it enters the norm before the MLP, and the stream goes around
-that norm: what is put there reaches the MLP and nothing else. So the block's output is made again as the block makes it, the
-patched stream plus what the MLP added.
+The residual stream between attention and MLP needs more. A HookedTransformer shows that stream itself. A bridge and a
+transformers model show it only where it enters the norm before the MLP, while the stream goes around that norm: a patch there
+reaches the MLP and nothing else. So the block's output is computed again as the block computes it: the patched stream plus the
+MLP's output.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from kvinterp.policies import Place
 from kvinterp.recording import PathHook
 
 Window = Callable[[str, int], "tuple[int, Tensor]"]
-"""Given a site and layer, the donor's tensor at this step and the absolute position of its first row."""
+"""Returns for a site and layer the absolute position of the first row and the donor's tensor at this step."""
 
 
 class PatchHook(PathHook):
@@ -36,14 +36,14 @@ class PatchHook(PathHook):
 
     Args:
         adapter: The model that is patched.
-        patches: What to move.
-        window: Where the donor's tensors come from, for patches that carry no trace of their own.
-        prompt_length: Tokens in the prompt of the path that is patched, when a Runner drives it.
-        every_from: The first step that ``steps="every"`` means: 1 where both paths do the same at step 0.
+        patches: The patches.
+        window: Returns the donor's tensors, for patches that carry no donor of their own.
+        prompt_length: Tokens in the prompt of the patched path, if a Runner drives it.
+        every_from: The first step that ``steps="every"`` means: 1 if both paths compute the same at step 0.
 
     Attributes:
-        moved: How often each patch moved something, in their order.
-        changed: Of each patch whether something that it wrote was not there already, on the model's device.
+        moved: For each patch how often it moved something.
+        changed: For each patch whether it wrote a value that was not there already, on the model's device.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class PatchHook(PathHook):
         self.step, self.end = 0, 0
         self.listeners: dict[Site, Listener] = {}
         self._cache: dict[int, list[int]] = {}
-        self._thinned: dict[int, Place] = {}
+        self._evicted: dict[int, Place] = {}
         for number, patch in enumerate(self.patches):
             self._check(patch)
             for layer in chosen_layers(adapter, patch.layers):
@@ -71,7 +71,7 @@ class PatchHook(PathHook):
                 else:
                     adapter.tap(*place)
                     self.listeners[place] = self._listener(number, layer, self.listeners.get(place))
-        carry_on(adapter, self.listeners)
+        rebuild_outputs(adapter, self.listeners)
 
     @property
     def first_layer(self) -> int:
@@ -79,7 +79,7 @@ class PatchHook(PathHook):
         return min([layer for _, layer in self.listeners] + list(self._cache), default=self.adapter.facts.layers)
 
     def only_output(self, layer: int) -> Listener | None:
-        """What it does to a block's output, where that is all it does to the block; else None."""
+        """The listener of a block's output, if nothing else in the block is patched; else None."""
         sites = {site for site, at in self.listeners if at == layer}
         return self.listeners["resid_post", layer] if sites == {"resid_post"} and layer not in self._cache else None
 
@@ -92,27 +92,27 @@ class PatchHook(PathHook):
         return any(patch.active(step, self.every_from) for patch in self.patches)
 
     def begin_step(self, step: int) -> None:
-        """What follows belongs to this step."""
+        """Sets the step and the length of the context, if a Runner drives the path."""
         if self.prompt_length is not None:
             self.at(step, self.prompt_length + step)
 
     def at(self, step: int, end: int) -> None:
-        """Says which step runs and how many positions the context then holds."""
+        """Sets the step and how many positions the context then holds."""
         self.step, self.end = step, end
 
     def on_read(self, place: Place, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor] | None:
         """Replaces cached keys and values by the donor's."""
         changed = False
         if place.rows is not None:
-            self._thinned[place.layer] = place
+            self._evicted[place.layer] = place
         for number in self._cache.get(place.layer, ()):
             patch = self.patches[number]
             if not patch.active(self.step, self.every_from):
                 continue
             place.check_whole(patch.site)
             for site in stored_sites(self.adapter, patch.site):
-                held = values if site == "cache_v" else keys
-                new = self._moved(number, site, place.layer, held, place.start)
+                cached = values if site == "cache_v" else keys
+                new = self._patched(number, site, place.layer, cached, place.start)
                 keys, values = (keys, new) if site == "cache_v" else (new, values)
             changed = True
         return (keys, values) if changed else None
@@ -126,11 +126,12 @@ class PatchHook(PathHook):
             if not patch.active(self.step, self.every_from):
                 return earlier
             tensor = tensor if earlier is None else earlier
-            return self._moved(number, patch.site, layer, tensor, (self.end or tensor.shape[rows]) - tensor.shape[rows])
+            return self._patched(number, patch.site, layer, tensor, (self.end or tensor.shape[rows]) - tensor.shape[rows])
 
         return listener
 
-    def _moved(self, number: int, site: str, layer: int, tensor: Tensor, start: int) -> Tensor:
+    def _patched(self, number: int, site: str, layer: int, tensor: Tensor, start: int) -> Tensor:
+        """A copy of a tensor with the donor's rows; the tensor itself if the patch moves none of its rows."""
         patch, layout = self.patches[number], LAYOUTS[site]
         rows, heads = layout.rows, layout.heads
         stop = start + tensor.shape[rows]
@@ -140,7 +141,7 @@ class PatchHook(PathHook):
             return tensor
         donor_start, donor = self._donor(patch, site, layer, start, tensor, low, high)
         if layout.group == "cache" and self.adapter.facts.windows[layer] is not None:
-            # A cache that slides has forgotten the first positions, and the newest query does not read them.
+            # A sliding cache has dropped the first positions, and the newest query does not read them.
             low = max(low, donor_start)
             if low >= high:
                 return tensor
@@ -151,45 +152,45 @@ class PatchHook(PathHook):
                 f"{self.step}, and {low} to {high - 1} are to be moved: {self._remedy(patch)}."
             )
         new = tensor.clone()
-        into, taken = new.narrow(rows, low - start, high - low), donor.narrow(rows, low - donor_start, high - low)
-        taken = self._fitted(site, layer, taken, into)
+        target = new.narrow(rows, low - start, high - low)
+        source = self._fitted(site, layer, donor.narrow(rows, low - donor_start, high - low), target)
         if patch.heads is not None and heads:
             index = torch.tensor(patch.heads, device=new.device)
-            into.index_copy_(heads, index, taken.index_select(heads, index))
+            target.index_copy_(heads, index, source.index_select(heads, index))
         else:
-            into.copy_(taken)
+            target.copy_(source)
         self.moved[number] += 1
-        # Read at the end: a device is waited for at each read.
+        # Stays on the device: reading it waits for the device.
         self.changed[number] = self.changed[number] | (new != tensor).any().to(self.adapter.device)
         return new
 
-    def _fitted(self, site: str, layer: int, taken: Tensor, into: Tensor) -> Tensor:
-        """The donor's rows in the shape, dtype and place of those they replace."""
-        taken = taken.to(into)
-        if site == "pattern" and layer in self._thinned:
-            self._thinned[layer].check_whole(site)
-        if site == "pattern" and into.shape[-1] > self.end > 0:
+    def _fitted(self, site: str, layer: int, source: Tensor, target: Tensor) -> Tensor:
+        """The donor's rows in the shape, dtype and device of the rows they replace."""
+        source = source.to(target)
+        if site == "pattern" and layer in self._evicted:
+            self._evicted[layer].check_whole(site)
+        if site == "pattern" and target.shape[-1] > self.end > 0:
             raise UnsupportedError(
-                f"the pattern at layer {layer} has {into.shape[-1]} keys in a context of {self.end} positions, as with a "
+                f"the pattern at layer {layer} has {target.shape[-1]} keys in a context of {self.end} positions, as with a "
                 "static cache, so keys cannot be matched: use a cache that grows."
             )
-        if site == "pattern" and taken.shape[-1] != into.shape[-1]:
+        if site == "pattern" and source.shape[-1] != target.shape[-1]:
             # One of the two keeps a sliding window of keys: the newest keys are the last of both.
-            fitted = taken.new_zeros(*taken.shape[:-1], into.shape[-1])
-            keys = min(taken.shape[-1], into.shape[-1])
-            fitted[..., -keys:] = taken[..., -keys:]
-            taken = fitted
-        if taken.shape[1:] != into.shape[1:]:
+            fitted = source.new_zeros(*source.shape[:-1], target.shape[-1])
+            keys = min(source.shape[-1], target.shape[-1])
+            fitted[..., -keys:] = source[..., -keys:]
+            source = fitted
+        if source.shape[1:] != target.shape[1:]:
             raise InputError(
-                f"the donor's {site} at layer {layer} has shape {tuple(taken.shape[1:])} and cannot be put where "
-                f"{tuple(into.shape[1:])} is: give a donor of the same model, recorded with all its heads."
+                f"the donor's {site} at layer {layer} has shape {tuple(source.shape[1:])} and cannot be put where "
+                f"{tuple(target.shape[1:])} is: give a donor of the same model, recorded with all its heads."
             )
-        if taken.shape[0] != into.shape[0]:
+        if source.shape[0] != target.shape[0]:
             raise InputError(
-                f"{into.shape[0]} prompts are run at once and the donor holds {taken.shape[0]}: patch one prompt at a time, "
+                f"{target.shape[0]} prompts are run at once and the donor holds {source.shape[0]}: patch one prompt at a time, "
                 "each with a donor of its own."
             )
-        return taken
+        return source
 
     @staticmethod
     def _remedy(patch: Patch) -> str:
@@ -200,7 +201,7 @@ class PatchHook(PathHook):
     def _donor(
         self, patch: Patch, site: str, layer: int, start: int, like: Tensor, low: int, high: int
     ) -> tuple[int, Tensor]:
-        """What a patch takes from for the positions from ``low`` to ``high``, and the position of its first row."""
+        """The donor's tensor for the positions from ``low`` to ``high``, after the position of its first row."""
         if isinstance(patch.donor, HandedRows):
             return low, patch.donor.rows(site, layer, start, like, low, high)
         if isinstance(patch.donor, Ablation):
@@ -209,11 +210,11 @@ class PatchHook(PathHook):
             if self.window is None:
                 raise InputError(f"the patch of {patch.site!r} has no donor: give Patch(..., donor=trace).")
             return self.window(site, layer)
-        held = len(patch.donor.prompt) + self.step
+        length = len(patch.donor.prompt) + self.step
         stop = start + like.shape[LAYOUTS[site].rows]
-        if held != stop:
+        if length != stop:
             raise InputError(
-                f"the donor trace holds {held} positions at step {self.step} and the patched context {stop}, so positions "
+                f"the donor trace holds {length} positions at step {self.step} and the patched context {stop}, so positions "
                 "cannot be matched: give a donor whose prompt is tokenised to the same length."
             )
         return rows_of(patch.donor, site, layer, self.step)
@@ -247,12 +248,12 @@ class PatchHook(PathHook):
             check_donor(self.adapter, patch, patch.donor)
 
 
-def carry_on(adapter: Adapter, listeners: dict[Site, Listener]) -> None:
-    """Adds to the listeners of patches what their patches of ``resid_mid`` need.
+def rebuild_outputs(adapter: Adapter, listeners: dict[Site, Listener]) -> None:
+    """Adds the listeners that patches of ``resid_mid`` need to rebuild the block's output.
 
     Args:
         adapter: The model.
-        listeners: What patches do at each site and layer; changed in place.
+        listeners: The patches' listener of each site and layer; changed in place.
 
     Raises:
         UnsupportedError: This kind of model cannot show what the MLP adds.
@@ -262,12 +263,12 @@ def carry_on(adapter: Adapter, listeners: dict[Site, Listener]) -> None:
         mlp, post = (listeners.get((site, layer)) for site in ("mlp_out", "resid_post"))
         adapter.tap("mlp_out", layer)
         listeners["resid_mid", layer] = stream.mid
-        listeners["mlp_out", layer] = one_after_the_other(mlp, stream.added)
-        listeners["resid_post", layer] = one_after_the_other(stream.post, post)
+        listeners["mlp_out", layer] = chained(mlp, stream.added)
+        listeners["resid_post", layer] = chained(stream.post, post)
 
 
 class _MidStream:
-    """The stream between attention and MLP of one layer: before and after the patch, and what the MLP adds to it."""
+    """The residual stream between attention and MLP of one layer, before and after the patch, and the MLP's output."""
 
     def __init__(self, architecture: str, layer: int, change: Listener) -> None:
         self.architecture, self.layer, self.change = architecture, layer, change
@@ -276,18 +277,18 @@ class _MidStream:
         self._added: Tensor | None = None
 
     def mid(self, tensor: Tensor) -> Tensor | None:
-        """Patches, and remembers both."""
+        """Patches the stream and remembers it before and after."""
         before = tensor.clone()
         changed = self.change(tensor)
         self._before, self._after, self._added = before, None if changed is None else changed.clone(), None
         return changed
 
     def added(self, tensor: Tensor) -> None:
-        """Remembers what the MLP adds, after any patch of it."""
+        """Remembers the MLP's output, after any patch of it."""
         self._added = tensor.clone()
 
     def post(self, tensor: Tensor) -> Tensor | None:
-        """The block's output with the patched stream in it, if it is not in it already."""
+        """The block's output with the patched stream, if it does not hold it already."""
         before, after, added = self._before, self._after, self._added
         self._before = self._after = self._added = None
         if before is None or after is None or added is None:
@@ -303,8 +304,8 @@ class _MidStream:
         return patched
 
 
-def one_after_the_other(first: Listener | None, second: Listener | None) -> Listener:
-    """Both, the second of what the first made."""
+def chained(first: Listener | None, second: Listener | None) -> Listener:
+    """A listener that calls two, the second with the result of the first."""
 
     def both(tensor: Tensor) -> Tensor | None:
         changed = None if first is None else first(tensor)

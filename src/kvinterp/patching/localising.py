@@ -1,14 +1,14 @@
-"""Finding what makes the difference at the first decode step, where nothing has accumulated yet.
+"""Finds the cause of the difference at the first decode step, where nothing has accumulated yet.
 
-The cache then holds the prompt's keys and values, written by the same prefill on both paths, and only the newest row is
-computed alone. The recompute path has meanwhile made the prompt's rows anew, among one row more. So the difference is that
-of :func:`kvinterp.decompose` at step 1, whose parts are here followed into the layers, again lane by lane so that each step
-from lane to lane has one cause:
+At that step the cache holds the prompt's keys and values, written by the same prefill on both paths, and only the newest row is
+computed alone. The recompute path computes the prompt's rows again, among one row more. So the difference is that of
+:func:`kvinterp.decompose` at step 1. Here its parts are followed into the layers, again lane by lane, so that each pair of lanes
+differs in one cause:
 
-- **fresh**: the residual stream of the recompute path put back behind layer 0, 1, ...: from one to the next the **one-row
-  computation** of a layer is what goes, and behind the last there is the **unembedding**;
-- **anew**: the prompt's K and V as the recompute path has them now, layer after layer, in place of those it wrote at step 0;
-- **kept**: those of step 0 in place of what the cached path keeps.
+- **fresh**: the residual stream of the recompute path is put back after layer 0, 1, ...: two neighbouring lanes differ in the
+  **one-row computation** of one layer, and the last two in the **unembedding**;
+- **anew**: the prompt's K and V that the recompute path has now, layer by layer, instead of those it wrote at step 0;
+- **kept**: the K and V of step 0 instead of those that the cached path keeps.
 """
 
 from __future__ import annotations
@@ -30,33 +30,33 @@ from kvinterp.models import dtype_named, wrap
 from kvinterp.models.inputs import encode
 from kvinterp.models.provenance import provenance
 from kvinterp.models.threads import own_threads
-from kvinterp.patching.decomposition import check_splittable, measured
+from kvinterp.patching.decomposition import check_splittable, step_row
 from kvinterp.patching.hook import PatchHook
 from kvinterp.patching.patch import Patch
 from kvinterp.patching.planted import PLACES, Plant
 from kvinterp.patching.side_by_side import two_paths
-from kvinterp.patching.splitting import KeysValues, Rows, Shown, Split, StreamRunner
+from kvinterp.patching.splitting import KeysValues, Outputs, Rows, Split, StreamRunner
 from kvinterp.paths import ExecutionPath
 
 PLACES_OF = {"fresh": ("row", "unembedding"), "anew": ("prompt",), "kept": ("kv",)}
-"""The places that a part can be made at; there are no decoded rows yet."""
+"""The places that can cause a part; there are no decoded rows yet."""
 COLUMNS = ["place", "layer", "l2", "share"]
-_SAID = ("part", "place", "layer", "share", "suffix")
+_SUMMARISED = ("part", "place", "layer", "share", "suffix")
 
 
 @dataclasses.dataclass(repr=False)
 class Cause(Result):
-    """What makes the difference at the first decode step.
+    """The cause of the difference at the first decode step.
 
     Attributes:
-        part: The part of PARTS that is longer than all others together, ``"spread"`` where there is none, ``"none"`` where
-            the logits are bitwise equal; as in :func:`kvinterp.decompose`.
-        place: Where it is made: one of PLACES, or ``"none"`` or ``"spread"`` as the part.
-        layer: The layer that makes more than half of it at that place, or -1.
-        share: Share of the L2 lengths of all parts that lies there.
+        part: The part of PARTS that is longer than all others together; ``"spread"`` if there is none, ``"none"`` if the
+            logits are bitwise equal, as in :func:`kvinterp.decompose`.
+        place: The place of the cause: one of PLACES, or ``"none"`` or ``"spread"`` as the part.
+        layer: The layer that causes more than half of it at that place, or -1.
+        share: The share of the L2 lengths of all parts that this place and layer cause.
         table: One row a place and layer: its L2 length and its share; the shares of all places add up to 1.
         split: KL and L2 of every part and null at this step, as a row of :attr:`Decomposition.steps`.
-        suffix: Tokens behind the prefix in the nulls.
+        suffix: Tokens after the prefix in the nulls.
         provenance: Paths, plant, model and machine.
     """
 
@@ -72,17 +72,17 @@ class Cause(Result):
     provenance: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def __repr__(self) -> str:
-        """What it is, in one line; the shares are in ``table``."""
+        """Names the cause in one line; the shares are in ``table``."""
         layer = f", layer {self.layer}" * (self.layer >= 0)
-        of = f" of {models_of([self.provenance])}" if self.provenance else ""
-        return f"<Cause{of}: part {self.part}, place {self.place}{layer}, share {self.share:.0%}>"
+        model = f" of {models_of([self.provenance])}" if self.provenance else ""
+        return f"<Cause{model}: part {self.part}, place {self.place}{layer}, share {self.share:.0%}>"
 
     def written(self) -> tuple[dict[str, pd.DataFrame], dict[str, Any]]:
-        """The shares of all places, the split as a table of one row, and the rest."""
-        found = {name: getattr(self, name) for name in _SAID}
+        """Returns the shares of all places and the split as tables, and the summary."""
+        summary = {name: getattr(self, name) for name in _SUMMARISED}
         tables = {"places": self.table, "split": pd.DataFrame([self.split])}
         return signed(tables, self.provenance), {
-            **found,
+            **summary,
             "reading": str(self).splitlines(),
             "paths": self.provenance["paths"],
             "provenance": self.provenance,
@@ -90,20 +90,20 @@ class Cause(Result):
 
     @classmethod
     def read(cls, tables: Mapping[str, pd.DataFrame], summary: Mapping[str, Any]) -> Cause:
-        """The cause as it was written."""
-        found = {name: summary[name] for name in _SAID}
+        """Makes a cause of its tables and summary."""
+        fields = {name: summary[name] for name in _SUMMARISED}
         (split,) = tables["split"].to_dict("records")
-        return cls(**found, table=tables["places"], split=split, provenance=tables["places"].attrs)
+        return cls(**fields, table=tables["places"], split=split, provenance=tables["places"].attrs)
 
     def overview(self) -> pd.DataFrame:
         """One row a place and layer: its length and its share."""
         return self.table
 
     def __str__(self) -> str:
-        """Of which model, and two or three sentences: what makes the difference, and how long its null is."""
-        return ": ".join(filter(None, (models_of([self.provenance]), self._said())))
+        """Names the model and says in two or three sentences what causes the difference and how long its null is."""
+        return ": ".join(filter(None, (models_of([self.provenance]), self._sentences())))
 
-    def _said(self) -> str:
+    def _sentences(self) -> str:
         if self.part == "none":
             return (
                 "At the first decode step the paths' logits are bitwise equal. compare(...).where() says from which step on they "
@@ -118,17 +118,17 @@ class Cause(Result):
         where = PLACES[self.place] if self.layer < 0 else PLACES[self.place].replace("a layer", f"layer {self.layer}")
         if self.layer < 0 and "a layer" in where:
             where = where.replace(" at a layer", "").replace(" of a layer", "") + ", in no single layer"
-        said = f"At the first decode step {self.share:.0%} of the difference is made by {where}."
-        return " ".join([said, *self._null(lengths[self.part])])
+        sentence = f"At the first decode step {self.share:.0%} of the difference is made by {where}."
+        return " ".join([sentence, *self._null_sentences(lengths[self.part])])
 
-    def _null(self, length: float) -> list[str]:
+    def _null_sentences(self, length: float) -> list[str]:
         if self.part == "kept":
             return []
         null = self.split[f"null_{self.part}_l2"]
-        said = f"Null, the same rows among {self.suffix} more and no cache at all: L2 {null:.2g}, here {length:.2g}."
+        sentence = f"Null, the same rows among {self.suffix} more and no cache at all: L2 {null:.2g}, here {length:.2g}."
         if self.part == "anew":
-            return ["No cache makes it: the cache holds those rows as the recompute path wrote them at step 0.", said]
-        return [said] + ["A difference of that size needs no cache."] * (null >= length)
+            return ["No cache makes it: the cache holds those rows as the recompute path wrote them at step 0.", sentence]
+        return [sentence] + ["A difference of that size needs no cache."] * (null >= length)
 
 
 def localise(
@@ -141,7 +141,7 @@ def localise(
     dtype: str | None = None,
     suffix: int = 8,
 ) -> Cause:
-    """Names what makes the difference between cached and recompute at the first decode step.
+    """Finds the cause of the difference between cached and recompute at the first decode step.
 
     Args:
         model: A model of any kind, or an adapter.
@@ -149,8 +149,8 @@ def localise(
         plant: A difference to plant in the cached path first, to check that it is found.
         cached: The cached path.
         recompute: The recompute path.
-        dtype: Compute dtype of both paths instead of their own; float64 leaves nothing but what is planted.
-        suffix: Tokens put behind the prefix for the nulls.
+        dtype: Compute dtype of both paths instead of their own; in float64 only a planted difference is left.
+        suffix: Tokens put after the prefix in the nulls.
 
     Returns:
         The part and the place, by the L2 distance of the logits.
@@ -165,75 +165,82 @@ def localise(
     tokens = encode(adapter, prompt, 2 + suffix)
     paths = two_paths(cached, recompute, "this search", dtype)
     with located(f"model {adapter.facts.name}"), own_threads(adapter):
-        found = _cause(Split(adapter, paths, tokens, 2, suffix, plant, stop="length"), suffix)
+        cause = _cause(Split(adapter, paths, tokens, 2, suffix, plant, stop="length"), suffix)
     sides = dict(zip(("cached", "recompute"), map(str, paths), strict=True))
-    found.provenance = provenance(adapter, paths=sides, plant=None if plant is None else str(plant))
-    return found
+    cause.provenance = provenance(adapter, paths=sides, plant=None if plant is None else str(plant))
+    return cause
 
 
 def _cause(split: Split, suffix: int) -> Cause:
-    (_, first), (_, shown) = split.steps()
-    row = measured(shown, "step 1")
+    (_, first), (_, lanes) = split.steps()
+    row = step_row(lanes, "step 1")
     most, table = row["most"], pd.DataFrame(columns=COLUMNS)
     if most != "none":
-        table = _table(split, first["cached"].logits.argmax()[None], shown, {part: row[f"{part}_l2"] for part in PARTS})
+        table = _table(split, first["cached"].logits.argmax()[None], lanes, {part: row[f"{part}_l2"] for part in PARTS})
     if most not in PLACES_OF:
         return Cause(most, most, -1, row["share"], table, row, suffix)
     sums = table[table["place"].isin(PLACES_OF[most])].groupby("place")["share"].sum()
     place = str(sums.idxmax())
-    here = table[table["place"] == place].sort_values("share")
-    layer, share = int(here["layer"].iloc[-1]), float(here["share"].iloc[-1])
+    by_layer = table[table["place"] == place].sort_values("share")
+    layer, share = int(by_layer["layer"].iloc[-1]), float(by_layer["share"].iloc[-1])
     if 2 * share <= sums[place]:
         layer, share = -1, float(sums[place])
     return Cause(most, place, layer, share, table, row, suffix)
 
 
-def _table(split: Split, token: Tensor, shown: Mapping[str, Shown], lengths: Mapping[str, float]) -> pd.DataFrame:
-    """The lengths at every place; those of one part are scaled so that their shares add up to the part's."""
-    layers, end, streams = range(split.adapter.facts.layers), len(split.prompt) + 1, shown["recompute"].stream
+def _table(split: Split, token: Tensor, outputs: Mapping[str, Outputs], lengths: Mapping[str, float]) -> pd.DataFrame:
+    """The lengths at every place, scaled so that the shares of one part's places add up to the part's share."""
+    layers, end, streams = range(split.adapter.facts.layers), len(split.prompt) + 1, outputs["recompute"].stream
     one_row, now, old = split.one_row, split.now, split.at_step_0
     model = split.adapter.at(dtype_named(one_row.dtype))
 
-    def second(path: ExecutionPath, held: KeysValues, reaching: Collection[int] | None = None, back: int = -1) -> Shown:
-        """Step 1 of a lane in which the prompt's rows are replaced, and the stream behind a layer is put back."""
-        patches = [] if back < 0 else [Patch("resid_post", (back,), None, "newest", "first")]
+    def step_1(
+        path: ExecutionPath, cache: KeysValues, cache_layers: Collection[int] | None = None, stream_layer: int = -1
+    ) -> Outputs:
+        """Step 1 of a lane with the prompt's K and V replaced and the stream after a layer put back."""
+        patches = [] if stream_layer < 0 else [Patch("resid_post", (stream_layer,), None, "newest", "first")]
         stream = PatchHook(model, patches, lambda _, layer: (end - 1, streams[layer][None, None]), end - 1)
-        rows = Rows(held, 0, reaching)
+        rows = Rows(cache, 0, cache_layers)
         lane = StreamRunner(split, path, [rows, stream])
         with lane:
             lane.advance()
             rows.stop = end - 1
-            return lane.shows(token)
+            return lane.outputs(token)
 
     rows_of, keys_values = [("row", layer) for layer in layers], [("kv", layer) for layer in layers]
-    # Of each part the lane it begins at, those between layer by layer, the lane it ends at, and the place of each way between.
-    # What is left with all rows of the prompt put back is how the newest row's own K and V are kept.
-    ways: list[tuple[str, str, Callable[[int], Shown], str, list[tuple[str, int]]]] = [
-        ("fresh", "one_row", lambda layer: second(one_row, now, back=layer), "recompute", [*rows_of, ("unembedding", -1)]),
+    # For each part its first lane, the lanes between layer by layer, its last lane, and the place that each pair differs in. The
+    # last pair of "kept" has all rows of the prompt put back, so it differs in the K and V of the newest row.
+    chains: list[tuple[str, str, Callable[[int], Outputs], str, list[tuple[str, int]]]] = [
+        (
+            "fresh",
+            "one_row",
+            lambda layer: step_1(one_row, now, stream_layer=layer),
+            "recompute",
+            [*rows_of, ("unembedding", -1)],
+        ),
         (
             "anew",
             "as_written",
-            lambda layer: second(one_row, [*now[: layer + 1], *old[layer + 1 :]]),
+            lambda layer: step_1(one_row, [*now[: layer + 1], *old[layer + 1 :]]),
             "one_row",
             [("prompt", layer) for layer in layers],
         ),
         (
             "kept",
             "cached",
-            lambda layer: second(split.cached, old, range(layer + 1)),
+            lambda layer: step_1(split.cached, old, range(layer + 1)),
             "as_written",
             [*keys_values, ("kv", -1)],
         ),
     ]
     rows = []
-    for part, begin, between, end_at, places in ways:
+    for part, first, between, last, places in chains:
         if lengths[part]:
-            lanes = [shown[begin], *map(between, layers[: len(places) - 1]), shown[end_at]]
+            lanes = [outputs[first], *map(between, layers[: len(places) - 1]), outputs[last]]
             logits, share = [lane.logits.double() for lane in lanes], lengths[part] / sum(lengths.values())
-            # How far each lane is from the one before, brought to the host at once.
-            apart = torch.stack([(one - other).norm() for one, other in itertools.pairwise(logits)]).tolist()
+            distances = torch.stack([(a - b).norm() for a, b in itertools.pairwise(logits)]).tolist()
             rows += [
-                {"place": place, "layer": layer, "l2": length, "share": share * length / sum(apart)}
-                for (place, layer), length in zip(places, apart, strict=True)
+                {"place": place, "layer": layer, "l2": length, "share": share * length / sum(distances)}
+                for (place, layer), length in zip(places, distances, strict=True)
             ]
     return pd.DataFrame(rows, columns=COLUMNS)

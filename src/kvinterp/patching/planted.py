@@ -1,4 +1,4 @@
-"""A difference planted in one known place, so that what looks for causes can be checked on causes we know."""
+"""Plants a difference in one known place, to check that the search for causes finds it."""
 
 from __future__ import annotations
 
@@ -22,33 +22,33 @@ PLACES = {
     "unembedding": "the unembedding",
     "prompt": "K and V of the prompt at a layer, which the recompute path makes anew among another number of rows",
 }
-"""Where a difference can be made."""
+"""The places that can cause a difference."""
 PLANTED = ("kv", "row", "unembedding")
-"""Where one can be planted: all that belongs to the cached path."""
+"""The places where one can be planted: those of the cached path."""
 STEPS = ("every", "first")
 ONE_ROW = tuple(
     site
     for site, layout in LAYOUTS.items()
     if layout.gathers and layout.group not in ("routing", "embedding") and site != "resid_pre"
 )
-"""Where a layer's one-row result can be moved; ``resid_pre`` is the result of the layer before."""
+"""The sites of a layer's one-row result; ``resid_pre`` is the result of the layer before."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Plant:
-    """A difference of a few units in the last place, put into the cached path in one place only.
+    """A difference of a few units in the last place, in one place of the cached path.
 
     Attributes:
         place: One of PLANTED.
         layer: The layer, for ``kv`` and ``row``.
         units: How many units in the last place.
-        bits: Significant bits of the format meant: 11 is float16.
+        bits: Significant bits of the format whose last place is meant: 11 is float16.
         site: For ``row``: the site whose one-row result is moved; one of ONE_ROW.
-        steps: For ``row`` and ``unembedding``: ``"every"`` decode step, or the ``"first"`` only, after which nothing but the
-            K and V written by then tells of it.
+        steps: For ``row`` and ``unembedding``: ``"every"`` decode step, or only the ``"first"``, after which the difference
+            lives on in the K and V written by then.
 
     Raises:
-        InputError: The place or site does not exist, or the steps are of no form that exists.
+        InputError: The place, the site or the steps do not exist.
     """
 
     place: str
@@ -66,14 +66,14 @@ class Plant:
         check_size(self.units, self.bits)
 
     def written(self, path: ExecutionPath, prompt_length: int) -> ExecutionPath:
-        """The path with the difference where the prompt's K and V are written, if that is the place."""
+        """Returns the path, with a policy that plants the difference in the prompt's K and V if that is the place."""
         if self.place != "kv":
             return path
         return dataclasses.replace(path, policy=Planted(self.layer, self.units, self.bits, prompt_length))
 
 
 class PlantHook(PathHook):
-    """Puts the difference into the one-row computations of one path, from step 1 on."""
+    """Plants the difference in the one-row computations of a path, from step 1 on."""
 
     def __init__(self, plant: Plant) -> None:
         self.plant = plant
@@ -82,7 +82,7 @@ class PlantHook(PathHook):
         self.step = 0
 
     def begin_step(self, step: int) -> None:
-        """What follows belongs to this step."""
+        """Notes the step."""
         self.step = step
 
     def _nudge(self, tensor: Tensor) -> Tensor | None:
@@ -94,7 +94,7 @@ class PlantHook(PathHook):
 class Planted(Policy):
     """A policy that moves K and V of one layer by a few units in the last place as they are written (docs/laws.md, law 6).
 
-    An instrument, not something to run a model with: it stands in no registry and has no text form to be read.
+    It is an instrument for tests, so it is in no registry and no text names it.
 
     Attributes:
         layer: The layer whose cache writes are changed.
@@ -114,12 +114,12 @@ class Planted(Policy):
         check_size(self.units, self.bits)
 
     def check(self, layers: int) -> None:
-        """Refuses a layer that the model does not have: nothing would be planted, and nothing would say so."""
+        """Refuses a layer that the model does not have, where nothing would be planted."""
         if self.layer >= layers:
             raise InputError(f"policy {self}: layer {self.layer} does not exist; this model has layers 0 to {layers - 1}.")
 
     def write(self, keys: Tensor, values: Tensor, place: Place) -> KV:
-        """K and V of the planted layer, moved; the others as they are."""
+        """Moves K and V of the planted layer and returns the others unchanged."""
         if place.layer != self.layer or (self.until and place.stop > self.until):
             return keys, values
         units = float(self.units)
@@ -127,13 +127,13 @@ class Planted(Policy):
 
 
 def check_size(units: object, bits: object) -> None:
-    """Raises InputError where a difference is of no size: its units are no number, or the format has no such last place."""
+    """Raises InputError for units that are no number, or bits that are no format's."""
     check_number("units", units)
     check_whole("bits", bits, 2, 53)
 
 
 def nudged(tensor: Tensor, units: float, bits: int) -> Tensor:
-    """A tensor whose elements are moved by ``units`` in the last of ``bits`` significant bits, signs alternating.
+    """Returns a tensor whose elements are moved by ``units`` in the last of ``bits`` significant bits, with alternating signs.
 
     Args:
         tensor: Any float tensor.

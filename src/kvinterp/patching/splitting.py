@@ -1,8 +1,8 @@
-"""One prompt along both paths and the lanes that stand between them, so that every difference has one cause.
+"""Runs one prompt along both paths and along lanes between them, so that every difference has one cause.
 
-What a cache changes is the company in which a row is computed: alone when it is decoded, among the whole prefix when the
-prefix is recomputed. The recompute path is no fixed truth either: at every step it makes the old rows anew among another
-number of rows. So the lanes go from one path to the other and change one thing at a time, on the same tokens:
+A cache changes how many rows are computed together: a decoded row is computed alone, a recomputed row among its whole prefix. The
+recompute path is no fixed reference either: at every step it computes the old rows again, among another number of rows. So the
+lanes lead from one path to the other and change one thing at a time, on the same tokens:
 
 ==============  =============================  ====================================================  ================
 lane            K and V of the prompt's rows   K and V of the decoded rows                           the newest row
@@ -16,9 +16,9 @@ lane            K and V of the prompt's rows   K and V of the decoded rows      
 ==============  =============================  ====================================================  ================
 
 The differences from lane to lane are the **parts** (``fresh``, ``prompt``, ``remade``, ``alone``, ``kept``): as vectors they
-add up to the whole. ``fresh`` and ``alone`` are what a cache as such contributes; ``prompt`` and ``remade``, together
-``anew``, are the recompute path's difference from itself, without a cache. Each part has a **null** in which the same rows are
-computed by the recompute path among more rows.
+add up to the whole. ``fresh`` and ``alone`` are the contribution of a cache as such; ``prompt`` and ``remade``, together
+``anew``, are the recompute path's difference from itself, without a cache. Each part has a **null** in which the recompute path
+computes the same rows among more rows.
 """
 
 from __future__ import annotations
@@ -62,18 +62,18 @@ DIFFERENCES = {
     "null_anew": ("longer_rows", "one_row"),
     "null_alone": ("longer_among", "among"),
 }
-"""Which two lanes each difference is between. ``decoded`` is remade and alone together, ``state`` all but fresh; each
-``null_`` is the same rows computed by the recompute path among more rows, ``null`` the whole path."""
+"""The two lanes of each difference. ``decoded`` is remade and alone together, ``state`` all but fresh. In each ``null_`` the
+recompute path computes the same rows among more rows; ``null`` is that for the whole path."""
 
 KeysValues = Sequence[tuple[Tensor, Tensor]]
 """K and V of every layer, each ``[1, kv_head, position, head_dim]`` from position 0 on."""
 
 
 def leading_part(lengths: Mapping[str, float], total: float) -> tuple[str, float]:
-    """The part that is longer than all others together, and its share of the lengths.
+    """Names the part that is longer than all others together, and its share of the lengths.
 
-    Only then can no way of adding the parts up make another one the cause. ``"none"`` where there is no difference,
-    ``"spread"`` (with the largest share) where no part is that long.
+    Only such a part is the cause however the parts add up as vectors. ``"none"`` if there is no difference, ``"spread"`` (with
+    the largest share) if no part is that long.
 
     Args:
         lengths: L2 length of every part.
@@ -87,11 +87,11 @@ def leading_part(lengths: Mapping[str, float], total: float) -> tuple[str, float
 
 
 @dataclasses.dataclass(frozen=True)
-class Shown:
-    """What a lane shows at a step.
+class Outputs:
+    """The outputs of a lane at one step.
 
     Attributes:
-        logits: Of the newest row.
+        logits: Logits of the newest row.
         stream: ``resid_post`` of the newest row, layer by layer.
     """
 
@@ -100,21 +100,21 @@ class Shown:
 
 
 class Rows(PathHook):
-    """Puts given keys and values in place of those of earlier positions, as attention reads them.
+    """Replaces the keys and values of earlier positions as attention reads them.
 
     Args:
-        held: What to put there.
+        cache: The keys and values that replace them.
         stop: One past the last position to replace; 0 replaces nothing.
-        layers: Where; everywhere for None.
+        layers: The layers; all for None.
     """
 
-    def __init__(self, held: KeysValues = (), stop: int = 0, layers: Collection[int] | None = None) -> None:
-        self.held, self.stop, self.layers = held, stop, layers
+    def __init__(self, cache: KeysValues = (), stop: int = 0, layers: Collection[int] | None = None) -> None:
+        self.cache, self.stop, self.layers = cache, stop, layers
 
     def on_read(self, place: Place, keys: Tensor, values: Tensor) -> None:
-        """Replaces the rows, in the memory where they are: a kernel may add up in another order for other strides.
+        """Writes into the rows' own memory, because for other strides a kernel may add up in another order.
 
-        They are set anew at every step, so a cache that keeps them in another form than attention reads need not keep them.
+        It writes at every step, so a cache that stores rows in another form than attention reads need not keep them.
 
         Raises:
             UnsupportedError: The cache does not say which positions it still holds.
@@ -123,17 +123,17 @@ class Rows(PathHook):
         if stop <= place.start or (self.layers is not None and place.layer not in self.layers):
             return
         place.check_whole("keys and values")
-        for tensor, given in zip((keys, values), self.held[place.layer], strict=True):
-            tensor[:, :, : stop - place.start].copy_(given[:, :, place.start : stop])
+        for tensor, source in zip((keys, values), self.cache[place.layer], strict=True):
+            tensor[:, :, : stop - place.start].copy_(source[:, :, place.start : stop])
 
 
-class _Watched(Donor):
-    """What a split sees of one path: the stream, and where it is asked for the K and V that are read.
+class _Observer(Donor):
+    """Keeps the residual stream of one path and, if asked, the K and V that attention reads.
 
     Args:
-        split: Whose model and prompt.
+        split: The split whose model and prompt it is.
         path: The path.
-        keeps: Whether K and V are.
+        keeps: Whether K and V are kept.
     """
 
     def __init__(self, split: Split, path: ExecutionPath, keeps: bool) -> None:
@@ -141,35 +141,35 @@ class _Watched(Donor):
         self.residual, self.kv = split.residual, split.kv if keeps else []
         super().__init__(model, [*self.residual, *itertools.chain(*self.kv)], len(split.prompt))
 
-    def shown(self, logits: Float[Tensor, " vocab"], newest: int | None = None) -> Shown:
-        """What the path shows with these logits at a position, the last for None."""
+    def outputs(self, logits: Float[Tensor, " vocab"], newest: int | None = None) -> Outputs:
+        """The outputs with these logits at a position; the last for None."""
         at = -1 if newest is None else newest
-        return Shown(logits.clone(), torch.stack([self.window(*place)[1][0, at] for place in self.residual]))
+        return Outputs(logits.clone(), torch.stack([self.window(*place)[1][0, at] for place in self.residual]))
 
-    def held(self) -> KeysValues:
-        """K and V that were read."""
+    def cache(self) -> KeysValues:
+        """K and V that attention read."""
         return [(self.window(*keys)[1], self.window(*values)[1]) for keys, values in self.kv]
 
 
 class StreamRunner(Runner):
-    """A path advanced step by step that shows its logits and its residual stream.
+    """Advances a path step by step and gives its logits and its residual stream.
 
     Args:
-        split: Whose model, prompt and plant.
-        path: How to run it; the one-row difference is planted in a cached one.
-        hooks: More that look in.
-        keeps: Whether it shows the K and V that are read, too.
+        split: The split whose model, prompt and plant it uses.
+        path: The path; the plant's one-row difference goes into a cached one.
+        hooks: Further hooks.
+        keeps: Whether it keeps the K and V that attention reads, too.
     """
 
     def __init__(self, split: Split, path: ExecutionPath, hooks: Sequence[PathHook] = (), keeps: bool = False) -> None:
-        self.watched = _Watched(split, path, keeps)
+        self.observer = _Observer(split, path, keeps)
         planted = [PlantHook(split.plant)] if split.plant is not None and path.form == "cached" else []
         prompt = torch.tensor([split.prompt], device=split.adapter.device)
-        super().__init__(split.adapter, path, prompt, split.room, [*planted, *hooks, self.watched])
+        super().__init__(split.adapter, path, prompt, split.room, [*planted, *hooks, self.observer])
 
-    def shows(self, token: Tensor | None) -> Shown:
-        """What it shows at the next step, which is fed this token."""
-        return self.watched.shown(self.advance(token)[0])
+    def outputs(self, token: Tensor | None) -> Outputs:
+        """Feeds a token and returns the outputs of the step."""
+        return self.observer.outputs(self.advance(token)[0])
 
 
 class Split:
@@ -180,13 +180,13 @@ class Split:
         paths: The cached and the recompute path.
         prompt: Token ids.
         room: Most steps.
-        suffix: Tokens put behind the prefix for the nulls.
+        suffix: Tokens put after the prefix in the nulls.
         plant: A difference to plant in the cached path.
         stop: ``"end of sequence"`` or ``"length"``.
 
     Attributes:
-        one_row: The cached path's one-row computation alone: without its policy, its cache's dtype, its chunks and a cache
-            that does not give back the very rows, which all belong to ``kept``.
+        one_row: The cached path's one-row computation alone, without everything that belongs to ``kept``: its policy, its
+            cache's dtype, its chunks, and a cache that does not return the exact rows.
         at_step_0: K and V of the prompt as the recompute path wrote them at step 0.
         now: K and V as the recompute path reads them at this step.
     """
@@ -205,10 +205,10 @@ class Split:
         self.ends = end_tokens(adapter, adapter.device) if stop == "end of sequence" else None
         cached, self.recompute = paths
         self.pure = PureRecompute(adapter, self.recompute)
-        # A cache that keeps the very rows keeps them laid out in memory as the cached path's attention reads them.
-        keeps = cached.cache if cached.cache.exact else Dynamic()
+        # An exact cache keeps the memory layout that the cached path's attention reads.
+        exact = cached.cache if cached.cache.exact else Dynamic()
         self.one_row = dataclasses.replace(
-            cached, policy=Identity(), cache_dtype=None, chunk=None, cache=keeps, refresh=None, smooth=None
+            cached, policy=Identity(), cache_dtype=None, chunk=None, cache=exact, refresh=None, smooth=None
         )
         self.cached = cached if plant is None else plant.written(cached, len(self.prompt))
         self.filler = (self.prompt * (suffix // len(self.prompt) + 1))[:suffix]
@@ -218,81 +218,80 @@ class Split:
         self.at_step_0: KeysValues = ()
         self.now: KeysValues = ()
 
-    def steps(self) -> Iterator[tuple[int, dict[str, Shown]]]:
-        """At every step what each lane of DIFFERENCES shows."""
+    def steps(self) -> Iterator[tuple[int, dict[str, Outputs]]]:
+        """Yields each step with the outputs of every lane of DIFFERENCES."""
         nulls = ("longer_prompt", "longer_remade", "longer_rows", "longer_among")
         replaced = {name: Rows() for name in ("as_written", "one_row", "old_prompt", "among", *nulls)}
         prompt = len(self.prompt)
         with contextlib.ExitStack() as stack:
 
             def lane(path: ExecutionPath, *hooks: PathHook, keeps: bool = False) -> StreamRunner:
-                made = StreamRunner(self, path, hooks, keeps)
-                stack.enter_context(made)
-                return made
+                return stack.enter_context(StreamRunner(self, path, hooks, keeps))
 
             cached, recompute = lane(self.cached), lane(self.recompute, keeps=True)
             one_row = {name: lane(self.one_row, rows) for name, rows in replaced.items()}
             fed: list[int] = []
             among: KeysValues = ()
             longer_among: KeysValues = ()
-            for now in lockstep([cached, recompute], self.room, ends=self.ends):
-                token, end = now.fed[0], prompt + now.number
+            for step in lockstep([cached, recompute], self.room, ends=self.ends):
+                token, end = step.fed[0], prompt + step.number
                 fed += [] if token is None else [int(token)]
-                pairs = zip(("cached", "recompute"), (cached, recompute), now.logits, strict=True)
-                shown = {name: each.watched.shown(logits[0]) for name, each, logits in pairs}
-                self.now = recompute.watched.held()
-                shown["longer"], longer = self._forward(fed, self.now, 0, self.filler)
+                pairs = zip(("cached", "recompute"), (cached, recompute), step.logits, strict=True)
+                outputs = {name: runner.observer.outputs(logits[0]) for name, runner, logits in pairs}
+                self.now = recompute.observer.cache()
+                outputs["longer"], longer = self._forward(fed, self.now, 0, self.filler)
                 if token is None:
                     self.at_step_0 = among = longer_among = self.now
-                    for each in one_row.values():
-                        each.advance()
-                    same = [*replaced, "longer_newest"]
-                    shown |= dict.fromkeys(same, shown["recompute"])
+                    for runner in one_row.values():
+                        runner.advance()
+                    outputs |= dict.fromkeys([*replaced, "longer_newest"], outputs["recompute"])
                 else:
-                    shown["longer_newest"], _ = self._forward(fed, self.now, end - 1, self.filler)
-                    _, prompt_held = self._forward(fed, self.now, prompt, self.filler)
-                    given = {
+                    outputs["longer_newest"], _ = self._forward(fed, self.now, end - 1, self.filler)
+                    _, longer_remade = self._forward(fed, self.now, prompt, self.filler)
+                    caches = {
                         "as_written": self.at_step_0,
                         "one_row": self.now,
                         "old_prompt": _joined(self.at_step_0, prompt, self.now, end),
                         "among": among,
                         "longer_prompt": _joined(longer, prompt, self.now, end),
-                        "longer_remade": prompt_held,
+                        "longer_remade": longer_remade,
                         "longer_rows": longer,
                         "longer_among": longer_among,
                     }
-                    for name, held in given.items():
-                        replaced[name].held, replaced[name].stop = held, end - 1
+                    for name, cache in caches.items():
+                        replaced[name].cache, replaced[name].stop = cache, end - 1
                     replaced["as_written"].stop = prompt
-                    shown |= {name: each.shows(token) for name, each in one_row.items()}
-                    # The newest row's K and V, made among the prefix that it ends; in the null among more rows than that.
-                    _, made = self._forward(fed, among, end - 1, ())
-                    _, longer_made = self._forward(fed, longer_among, end - 1, self.filler)
-                    among = _joined(among, end - 1, made, end)
-                    longer_among = _joined(longer_among, end - 1, longer_made, end)
-                yield now.number, shown
+                    outputs |= {name: runner.outputs(token) for name, runner in one_row.items()}
+                    # The newest row's K and V, computed among the prefix that it ends, and in the null among more rows.
+                    _, newest = self._forward(fed, among, end - 1, ())
+                    _, longer_newest = self._forward(fed, longer_among, end - 1, self.filler)
+                    among = _joined(among, end - 1, newest, end)
+                    longer_among = _joined(longer_among, end - 1, longer_newest, end)
+                yield step.number, outputs
 
-    def _forward(self, fed: Sequence[int], held: KeysValues, stop: int, filler: Sequence[int]) -> tuple[Shown, KeysValues]:
-        """The recompute path with some rows held, and more tokens behind the prefix, which a causal model must not see.
+    def _forward(
+        self, fed: Sequence[int], cache: KeysValues, stop: int, filler: Sequence[int]
+    ) -> tuple[Outputs, KeysValues]:
+        """Runs the recompute path with the K and V of some rows replaced and more tokens after the prefix.
 
         Args:
             fed: Tokens decoded so far.
-            held: K and V to hold.
-            stop: Of the positions before this one.
-            filler: The tokens behind.
+            cache: The K and V that replace those of the first positions.
+            stop: One past the last position that is replaced.
+            filler: The tokens after the prefix, which a causal model must not see.
 
         Returns:
-            What it shows at the newest position of the prefix, and K and V.
+            The outputs at the newest position of the prefix, and K and V.
         """
-        newest, watched = len(self.prompt) + len(fed) - 1, _Watched(self, self.recompute, True)
+        newest, observer = len(self.prompt) + len(fed) - 1, _Observer(self, self.recompute, True)
         tokens = torch.tensor([[*self.prompt, *fed, *filler]], device=self.adapter.device)
         with torch.no_grad():
-            logits = self.pure.whole(tokens, Rows(held, stop), watched)
-        return watched.shown(logits[0, newest], newest), watched.held()
+            logits = self.pure.whole(tokens, Rows(cache, stop), observer)
+        return observer.outputs(logits[0, newest], newest), observer.cache()
 
 
 def _joined(early: KeysValues, at: int, late: KeysValues, end: int) -> KeysValues:
-    """The rows before a position of one, and behind them those up to ``end`` of another."""
+    """Joins the rows of one cache before a position with those of another from there to ``end``."""
     return [
         (torch.cat([k[:, :, :at], keys[:, :, at:end]], 2), torch.cat([v[:, :, :at], values[:, :, at:end]], 2))
         for (k, v), (keys, values) in zip(early, late, strict=True)

@@ -1,4 +1,4 @@
-"""Sweeps: the same patch at every layer, head or block of positions, with the controls that make the answer trustworthy."""
+"""Sweeps: the same patch at every layer, head or block of positions, with controls for the answer."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from kvinterp.models.threads import own_threads
 from kvinterp.patching.distances import DISTANCES, check_finite, distances_of, name_of
 from kvinterp.patching.hook import PatchHook
 from kvinterp.patching.patch import PATCHED_CACHE, Patch, Positions, Where, check_patch_site, heads_at, positions_of
-from kvinterp.patching.side_by_side import PlannedLane, Setting, advance_beside, not_the_same, two_paths
+from kvinterp.patching.side_by_side import PlannedLane, Setting, advance_beside, other_prompt, two_paths
 from kvinterp.patching.table import Sweep, Tables
 from kvinterp.paths import ExecutionPath
 
@@ -42,7 +42,7 @@ DIRECTIONS = {
     "into-cached": "the recompute path's tensors are put into the cached path, where they persist through K and V",
 }
 STREAM = ("resid_pre", "resid_mid", "resid_post")
-"""Sites that are the whole residual stream: what is put back there undoes everything before it in the same rows."""
+"""Sites that are the whole residual stream: a patch there undoes everything before it in the same rows."""
 PRESETS: dict[str, dict[str, Any]] = {
     # arXiv 2604.15409, section 5.2: hidden states of the cached path are put into the recompute path at the first decode
     # step, one layer at a time and cumulatively, on the examples with the highest KL, 32 free-running steps. How many
@@ -93,16 +93,16 @@ def sweep(
     batch_size: int = 1,
     progress: words.Progress | str = "bar",
 ) -> Sweep:
-    """Patches one place at a time and says how much of the difference between the paths each recovers.
+    """Patches one place at a time and measures how much of the difference between the paths each patch recovers.
 
-    A cumulative sweep of the residual stream into the recompute path cannot say more than its last layer: what is put back
-    at layer l replaces those rows whole, no other row reads what they were before, and nothing is carried to the next step.
-    So the patch of layers 0 to l gives the very bits of the patch of layer l alone, and that is what is run; a test holds
-    the two against each other. The same makes every patch of layers l to the last the patch of the last.
+    A cumulative sweep of the residual stream into the recompute path gives no more than its last layer. The patch at layer l
+    replaces its rows whole, no other row reads what they were before, and nothing is carried to the next step. So the patch of
+    layers 0 to l gives the bits of the patch of layer l alone, and only that one runs; a test compares the two. In the same
+    way every patch of layers l to the last equals the patch of the last layer.
 
-    K and V patched into the recompute path are read by every row of the forward, not by the newest alone, so that a
-    layer's patch also changes what later layers make of earlier positions. To put a layer's K and V back and nothing
-    else, sweep into the cached path, or into the recompute path from that layer to the last (``"cumulative-from"``).
+    Every row of the forward reads K and V patched into the recompute path, not the newest row alone. So a layer's patch also
+    changes what later layers compute for earlier positions. To put back a layer's K and V and nothing else, sweep into the
+    cached path, or into the recompute path from that layer to the last (``"cumulative-from"``).
 
     Args:
         model: A model of any kind, or an adapter.
@@ -118,13 +118,13 @@ def sweep(
         max_new_tokens: Most steps.
         distance: ``"kl"`` (nats, donor against patched), ``"l2"`` of the logits, ``"margin"``, or ``"logit_difference"`` of
             two answers (TransformerLens's ``logits_to_logit_diff``, how far it is from the donor's); several with commas
-            between. The first leads: figures and summaries are by it. KL alone misleads where a difference is of rounding
-            size, since the one step whose next token is least certain is most of it; L2 is measured always. Or a function of
-            the logits ``[batch, position, vocab]`` of one row and step, as TransformerLens's metrics are: how far it is from the
-            donor's.
-        answers: For the last, the token whose logit counts and the one whose is taken off: texts of one token, or ids.
-        examples: Sweep only so many prompts, those with the highest KL between the paths; see :func:`highest_kl`.
-        only: The numbers of the prompts to sweep where the others are not this run's (a resumed or sharded one).
+            between. Figures and summaries use the first. KL alone misleads where a difference has the size of rounding,
+            because the step whose next token is least certain makes up most of it; so L2 is always measured. Or a function
+            of the logits ``[batch, position, vocab]`` of one row and step, like TransformerLens's metrics: its distance is the
+            difference from its value on the donor's logits.
+        answers: For ``"logit_difference"`` two tokens, the second of which is subtracted: texts of one token, or ids.
+        examples: Sweeps only this many prompts, those with the highest KL between the paths; see :func:`highest_kl`.
+        only: The numbers of the prompts to sweep, in a resumed or sharded run.
         block: Positions in a block, for ``over="blocks"``.
         cached: The cached path.
         recompute: The recompute path.
@@ -132,12 +132,12 @@ def sweep(
             planted causes, each localised with the model in float64, once a model; or ``"none"``.
         logits: ``"keep"`` keeps the full-vocabulary logits of every lane and step; ``"discard"`` does not.
         stop: ``"end of sequence"`` (of the unpatched cached path, or at the length) or ``"length"``.
-        batch_size: Most patches in one forward: of one layer into the recompute path, of any into the cached path (the matched
-            protocol only); used only where that was checked to give each the bits it has alone (docs/laws.md, law 9).
+        batch_size: Most patches in one forward: of one layer into the recompute path, of any layers into the cached path (matched
+            protocol only). Used only where a check showed that each patch keeps the bits it has alone (docs/laws.md, law 9).
         progress: ``"bar"`` or ``"none"``.
 
     Raises:
-        InputError: Something given does not exist or does not fit.
+        InputError: An argument names something that does not exist, or does not fit the others.
         NonFiniteError: NaN or Inf appeared in the logits of an example.
         UnsupportedError: This kind of model cannot give the site.
 
@@ -147,22 +147,22 @@ def sweep(
     """
     adapter, batch_size = wrap(model), check_whole("batch_size", batch_size)
     site, layers = one_site(adapter, site, layers)
-    named = [] if callable(distance) else str(distance).split(",")
-    for name, given, known in (
+    names = [] if callable(distance) else str(distance).split(",")
+    for name, value, choices in (
         ("direction", direction, DIRECTIONS),
         ("protocol", protocol, words.Protocol),
-        *(("distance", name.strip(), (*DISTANCES, LOGIT_DIFFERENCE)) for name in named),
+        *(("distance", name.strip(), (*DISTANCES, LOGIT_DIFFERENCE)) for name in names),
         ("controls", controls, words.Controls),
         ("logits", logits, words.Kept),
         ("stop", stop, words.Stop),
         ("progress", progress, words.Progress),
     ):
-        check_choice(name, given, known)
+        check_choice(name, value, choices)
     tokens = encode_all(adapter, prompts, max_new_tokens)
     paths = two_paths(cached, recompute, "a sweep", calls=True)
     spot = positions_of(("all" if site in PATCHED_CACHE else "newest") if positions is None else positions)
     shortest, longest = (function(map(len, tokens)) + max_new_tokens - 1 for function in (min, max))
-    lanes = _planned(adapter, site, over, direction, spot, steps, layers, block, longest)
+    lanes = _planned_lanes(adapter, site, over, direction, spot, steps, layers, block, longest)
     if batch_size > 1 and direction == "into-cached" and protocol == "free":
         log.info("batch_size=%d is not used: fed each its own tokens, patched cached paths go one by one", batch_size)
     pair = pair_for(adapter, name_of(distance) if callable(distance) else distance, answers)
@@ -171,17 +171,17 @@ def sweep(
     measures = distances_of(distance, pair)
     setting = Setting(adapter, *paths, direction, protocol, measures, max_new_tokens, logits, stop, batch_size)
     _check_reach(setting, lanes[0], shortest)
-    chosen = list(range(len(tokens)))
+    swept = list(range(len(tokens)))
     if examples is not None:
-        chosen = _chosen_examples(setting, tokens, examples, progress)
+        swept = _examples_of_highest_kl(setting, tokens, examples, progress)
     if only is not None:
-        chosen = among("only", only, chosen)
-    made = Tables(setting, str(steps))
+        swept = among("only", only, swept)
+    tables = Tables(setting, str(steps))
     if controls != "none":
-        lanes += _controls(adapter, lanes, spot, steps)
+        lanes += _control_lanes(adapter, lanes, spot, steps)
     with located(f"model {adapter.facts.name}, {direction}"), own_threads(adapter):
-        for example in each(chosen, "patching", "prompt", progress):
-            other = not_the_same(tokens, example, adapter.facts.vocabulary)
+        for example in each(swept, "patching", "prompt", progress):
+            other = other_prompt(tokens, example, adapter.facts.vocabulary)
             try:
                 advanced = advance_beside(setting, lanes, tokens[example], other)
             except (RuntimeError, MemoryError) as error:
@@ -191,20 +191,20 @@ def sweep(
                 setting = dataclasses.replace(setting, batch_size=1)
                 advanced = advance_beside(setting, lanes, tokens[example], other)
             check_finite(advanced.distances, f"example {example}")
-            made.add(example, len(tokens[example]), lanes, advanced)
+            tables.add(example, len(tokens[example]), lanes, advanced)
         if controls == "all" and adapter.attention_only:
-            made.controls += _planted(adapter, tokens[chosen[0]], chosen[0])
+            tables.controls += _planted_controls(adapter, tokens[swept[0]], swept[0])
         about = provenance(adapter, max_new_tokens=max_new_tokens)
-    made_with = {
+    settings = {
         "site": site, "sweep": over, "direction": direction, "protocol": protocol, "steps": str(steps),
         "distance": next(iter(measures)), "distances": list(measures),
         **({} if pair is None else {"answers": adapter.pieces(pair)}),
         "paths": {"cached": str(paths[0]), "recompute": str(paths[1])}, "positions": str(spot),
-        "work": dict(made.work),
+        "work": dict(tables.work),
         **about,
     }  # fmt: skip
-    recovery, by_step, checks = (pd.DataFrame(rows) for rows in (made.recovery, made.steps, made.controls))
-    return Sweep(recovery, by_step, checks, made_with, made.logits)
+    recovery, by_step, checks = (pd.DataFrame(rows) for rows in (tables.recovery, tables.steps, tables.controls))
+    return Sweep(recovery, by_step, checks, settings, tables.logits)
 
 
 def highest_kl(
@@ -218,12 +218,12 @@ def highest_kl(
     recompute: str | ExecutionPath = "recompute",
     progress: str = "bar",
 ) -> list[int]:
-    """Which prompts' paths differ most, by KL(cached || recompute) averaged over the steps after the prefill.
+    """Finds the prompts whose paths differ most, by KL(cached || recompute) averaged over the steps after the prefill.
 
     Args:
         model: A model of any kind, or an adapter.
         prompts: A list of prompts.
-        count: How many to choose; all where there are fewer.
+        count: How many prompts to return; all if there are fewer.
         protocol: ``"free"`` (as in arXiv 2604.15409) or ``"matched"``.
         max_new_tokens: Most steps.
         cached: The cached path.
@@ -231,21 +231,21 @@ def highest_kl(
         progress: ``"bar"`` or ``"none"``.
 
     Returns:
-        Their numbers in the list, the highest KL first; where two are equal, the earlier first.
+        Their numbers in the list, the highest KL first; of two equal ones the earlier first.
 
     Raises:
-        InputError: Something given does not fit.
+        InputError: An argument does not fit the model or the others.
     """
     adapter = wrap(model)
-    for name, given, known in (("protocol", protocol, words.Protocol), ("progress", progress, words.Progress)):
-        check_choice(name, given, known)
+    check_choice("protocol", protocol, words.Protocol)
+    check_choice("progress", progress, words.Progress)
     tokens = encode_all(adapter, prompts, max_new_tokens)
     paths = two_paths(cached, recompute, "a sweep", calls=True)
     setting = Setting(adapter, *paths, "into-recompute", protocol, distances_of("kl"), max_new_tokens)
-    return _chosen_examples(setting, tokens, count, progress)
+    return _examples_of_highest_kl(setting, tokens, count, progress)
 
 
-def _chosen_examples(setting: Setting, tokens: Sequence[Sequence[int]], count: int, progress: str) -> list[int]:
+def _examples_of_highest_kl(setting: Setting, tokens: Sequence[Sequence[int]], count: int, progress: str) -> list[int]:
     count = check_whole("examples", count, hint=", or None for all")
     if count >= len(tokens):
         return list(range(len(tokens)))
@@ -260,7 +260,7 @@ def _chosen_examples(setting: Setting, tokens: Sequence[Sequence[int]], count: i
 
 
 def _check_reach(setting: Setting, lane: PlannedLane, shortest: int) -> None:
-    """Raises InputError for a sweep that would patch nothing in some prompt."""
+    """Raises InputError if the sweep would patch nothing in some prompt."""
     patch, cached, max_new_tokens = lane.patch, setting.cached, setting.max_new_tokens
     prompt_length = shortest - max_new_tokens + 1
     if not any(patch.active(step) for step in range(max_new_tokens)):
@@ -282,7 +282,7 @@ def _check_reach(setting: Setting, lane: PlannedLane, shortest: int) -> None:
         )
 
 
-def _planned(
+def _planned_lanes(
     adapter: Adapter,
     site: str,
     over: str,
@@ -294,16 +294,16 @@ def _planned(
     length: int,
 ) -> list[PlannedLane]:
     check_patch_site(site)
-    facts, chosen = adapter.facts, layers_with(adapter, site, chosen_layers(adapter, layers))
+    facts, swept = adapter.facts, layers_with(adapter, site, chosen_layers(adapter, layers))
     shadowed = direction == "into-recompute" and site in STREAM and positions in ("newest", "all")
 
-    def lane(where: Sequence[int], layer: int, head: int | None = None, spot: Positions = positions) -> None:
-        # Only the last of several patches of the stream is left standing; see the text of sweep().
-        standing = layers_with(adapter, site, where)[-1 if shadowed and spot == positions else 0 :]
-        patch = Patch(site, tuple(standing), None if head is None else (head,), spot, steps)
-        made.append(PlannedLane({"sweep": name, **_labels(patch, layer)}, patch))
+    def add(where: Sequence[int], layer: int, head: int | None = None, spot: Positions = positions) -> None:
+        # Of several patches of the stream only the last has an effect; see the docstring of sweep().
+        effective = layers_with(adapter, site, where)[-1 if shadowed and spot == positions else 0 :]
+        patch = Patch(site, tuple(effective), None if head is None else (head,), spot, steps)
+        lanes.append(PlannedLane({"sweep": name, **_labels(patch, layer)}, patch))
 
-    made: list[PlannedLane] = []
+    lanes: list[PlannedLane] = []
     layers_of = {
         "single": lambda layer: [layer],
         "cumulative": lambda layer: range(layer + 1),
@@ -312,24 +312,25 @@ def _planned(
     for name in map(str.strip, check_text("over", over, "'single' or 'single,cumulative'").split(",")):
         check_known("sweep", name, SWEEPS)
         if name in layers_of:
-            for layer in chosen:
-                lane(layers_of[name](layer), layer)
+            for layer in swept:
+                add(layers_of[name](layer), layer)
         elif name == "blocks":
             check_whole("block", block)
             for start in range(0, length, block):
-                lane(chosen, -1, spot=(start, min(start + block, length)))
+                add(swept, -1, spot=(start, min(start + block, length)))
         else:
             if name == "kv-heads" and facts.heads_of(site)[1] != "KV head":
                 raise InputError(
                     f"sweep 'kv-heads' needs a site with KV heads, and {site!r} was given: use kv, cache_k, cache_v, k or v."
                 )
-            for layer, head in itertools.product(chosen, range(heads_at(adapter, site, f"sweep {name!r}"))):
-                lane([layer], layer, head)
-    PatchHook(adapter, [each.patch for each in made])
-    return made
+            for layer, head in itertools.product(swept, range(heads_at(adapter, site, f"sweep {name!r}"))):
+                add([layer], layer, head)
+    # Raises InputError if a patch does not fit the model.
+    PatchHook(adapter, [lane.patch for lane in lanes])
+    return lanes
 
 
-def _controls(
+def _control_lanes(
     adapter: Adapter, lanes: Sequence[PlannedLane], positions: Positions, steps: str | tuple[int, ...]
 ) -> list[PlannedLane]:
     middle, swept = adapter.facts.layers // 2, [lane.patch for lane in lanes]
@@ -339,7 +340,7 @@ def _controls(
         "floor": (adapter.facts.layers - 1, "newest"),
         "all-positions": (middle, "all"),
     }
-    made = [
+    controls = [
         PlannedLane(_labels(patch, layer), patch, name)
         for name, (layer, spot) in places.items()
         for patch in [Patch("resid_post", (layer,), None, spot, steps)]
@@ -347,35 +348,36 @@ def _controls(
     layers = sorted({at for patch in swept for at in patch.layers or ()})
     if layers:
         together = Patch(swept[0].site, tuple(layers), None, positions, steps)
-        made.append(PlannedLane(_labels(together, -1), together, "together"))
-    return made
+        controls.append(PlannedLane(_labels(together, -1), together, "together"))
+    return controls
 
 
 def _labels(patch: Patch, layer: int) -> dict[str, Any]:
-    """The columns that say what a patch moves: those that do not vary are -1."""
+    """The columns that say what a patch moves; -1 in those that do not vary."""
     spot = patch.positions
-    said = spot if isinstance(spot, str) else f"{spot[0]}:{'' if spot[1] is None else spot[1]}"
-    return {"site": patch.site, "layer": layer, "head": patch.heads[0] if patch.heads else -1, "positions": said}
+    positions = spot if isinstance(spot, str) else f"{spot[0]}:{'' if spot[1] is None else spot[1]}"
+    return {"site": patch.site, "layer": layer, "head": patch.heads[0] if patch.heads else -1, "positions": positions}
 
 
-def _planted(adapter: Adapter, prompt: Sequence[int], example: int) -> list[dict[str, Any]]:
-    """Plants a difference in each kind of place and says where it was found: once a model, and not once a sweep.
+def _planted_controls(adapter: Adapter, prompt: Sequence[int], example: int) -> list[dict[str, Any]]:
+    """Plants a difference in each kind of place and reports where :func:`localise` finds it, once a model.
 
-    What is planted is far larger than float64's rounding, so where it is found is a matter of the model and not of the prompt.
-    A later sweep is given what was found then, with the example -1 where that was another prompt's.
+    The planted difference is far larger than float64's rounding, so the place found depends on the model and not on the prompt.
+    Later sweeps reuse the result, with example -1 if it came from another prompt.
     """
     from kvinterp.patching.localising import localise
     from kvinterp.patching.planted import Plant
 
-    def found_now() -> tuple[list[int], list[Any]]:
+    def localise_plants() -> tuple[list[int], list[Any]]:
         middle = adapter.facts.layers // 2
         plants = (Plant("kv", middle), Plant("row", middle), Plant("unembedding"))
         return list(prompt), [(plant, localise(adapter, list(prompt), plant, dtype="float64")) for plant in plants]
 
-    of, causes = adapter.checked_once(found_now, "plants", autocast(adapter.device))
+    planted_in, causes = adapter.checked_once(localise_plants, "plants", autocast(adapter.device))
     checks = []
-    for plant, found in causes:
-        right = found.place == plant.place and (plant.place == "unembedding" or found.layer == plant.layer)
-        where = {"site": found.place, "layer": found.layer, "recovery": found.share if right else float("nan")}
-        checks.append({"control": f"planted {plant.place}", **where, "example": example if of == list(prompt) else -1})
+    for plant, cause in causes:
+        right = cause.place == plant.place and (plant.place == "unembedding" or cause.layer == plant.layer)
+        where = {"site": cause.place, "layer": cause.layer, "recovery": cause.share if right else float("nan")}
+        number = example if planted_in == list(prompt) else -1
+        checks.append({"control": f"planted {plant.place}", **where, "example": number})
     return checks

@@ -1,4 +1,4 @@
-"""The one interface that a policy has."""
+"""The interface of policies."""
 
 from __future__ import annotations
 
@@ -23,56 +23,56 @@ KV = KeysValues
 class Policy:
     """What is done to keys and values on their way into and out of the cache; the base does nothing.
 
-    A policy overrides what it needs. None of its methods changes a tensor in place. One that remembers something from one
-    call to the next says so by :meth:`start`, whose twin is used for one pass from position 0 and then thrown away.
+    A policy overrides the methods it needs, none of which may change a tensor in place. A policy with state returns a copy of
+    itself from :meth:`start`, which is used for one pass from position 0 and then thrown away.
     """
 
     SOURCE: ClassVar[str] = ""
-    """Where it is from: the paper or program whose rule it follows."""
+    """The paper or program whose rule it follows."""
 
     def bits_stored(self, tensor: str, width: int) -> float | None:
-        """Bits that a real implementation stores for an element of a row, scales included.
+        """How many bits a real implementation stores for an element of a row, scales included.
 
         Args:
             tensor: ``"k"`` or ``"v"``.
             width: ``head_dim``.
 
         Returns:
-            None where it stores what it is given in the cache's own dtype.
+            The bits; None if rows are stored in the cache's own dtype.
         """
         return None
 
-    def rows_stored(self, prompt: int, seen: int) -> int:
-        """Rows held in each layer and KV head once a forward is over.
+    def rows_stored(self, prompt: int, length: int) -> int:
+        """How many rows each layer and KV head holds after a forward.
 
         Args:
             prompt: Positions of the prompt.
-            seen: Positions so far, the prompt's among them.
+            length: Positions so far, including the prompt's.
         """
-        return seen
+        return length
 
     def check(self, layers: int) -> None:
-        """Raises InputError where the policy names a layer that a model of so many has not; the base names none."""
+        """Raises InputError if the policy names a layer that a model with this many layers does not have."""
 
     def start(self, facts: ModelInfo) -> Policy:
-        """What runs in one pass from position 0: itself, or a fresh twin that may keep state (see :func:`running`)."""
+        """The policy for one pass from position 0: itself, or a copy that may keep state (see :func:`running`)."""
         return self
 
     def write(self, keys: Tensor, values: Tensor, place: Place) -> KV:
-        """The keys and values to keep, given those of new positions."""
+        """The keys and values that the cache keeps of new positions."""
         return keys, values
 
     def read(self, keys: Tensor, values: Tensor, place: Place) -> KV:
-        """The keys and values attention reads, given those kept."""
+        """The keys and values that attention reads of the rows in the cache."""
         return keys, values
 
     def keep(self, keys: Tensor, values: Tensor, place: Place) -> Int[Tensor, "*batch_and_kv_head kept"] | None:
-        """Which of the rows held stay for the forwards that follow, asked once attention has read.
+        """Which rows of the cache stay for the forwards that follow; called after attention has read.
 
         Args:
-            keys: What is held, ``[batch, kv_head, row, head_dim]``.
-            values: The same of values.
-            place: Where; ``place.positions`` are the rows' absolute positions.
+            keys: The keys in the cache, ``[batch, kv_head, row, head_dim]``.
+            values: The values in the cache.
+            place: The layer and positions; ``place.positions`` are the rows' absolute positions.
 
         Returns:
             Indices of rows, ``[kept]`` for all heads alike or ``[batch, kv_head, kept]``; as many in every layer. None for
@@ -82,41 +82,41 @@ class Policy:
 
     @property
     def sites(self) -> tuple[str, ...]:
-        """The sites that :meth:`see` wants, such as ``("pattern",)``."""
+        """The sites that :meth:`see` is called with, such as ``("pattern",)``."""
         return ()
 
     def see(self, site: str, tensor: Tensor, place: Place) -> None:
-        """Hears a site it asked for in every layer of every forward, before :meth:`keep` is asked.
+        """Called with each of its :attr:`sites` in every layer of every forward, before :meth:`keep`.
 
         Args:
-            site: Its name.
-            tensor: In the layout all kinds of model share, such as ``[batch, query_head, query, key]`` for ``pattern``.
-            place: Where attention last read in this layer: for ``pattern`` and ``attn_scores`` the rows that their columns are.
+            site: The name of the site.
+            tensor: Its tensor, in the layout that all kinds of model share: ``[batch, query_head, query, key]`` for ``pattern``.
+            place: The rows that attention last read in this layer: the columns of ``pattern`` and ``attn_scores``.
         """
 
     @property
     def depends_on(self) -> tuple[str, ...]:
-        """What besides tokens and positions decides what it leaves of them; of other policies the laws say that nothing does.
+        """The properties of a run, besides tokens and positions, on which its result depends; usually none (docs/laws.md).
 
-        ``"prompt"``: where the prompt ends, so that a decode taken up again with its answer as part of the prompt goes on
-        otherwise. ``"chunks"``: which positions of the prompt come in one forward. Where rows are let go of forward by
-        forward, or by what attention has shown, it is the first unless a policy says otherwise.
+        ``"prompt"``: where the prompt ends, so that a resumed decode whose prompt includes the answer so far gives other rows.
+        ``"chunks"``: which positions of the prompt share a forward. A policy that evicts, or looks at sites, depends on the
+        prompt unless it says otherwise.
         """
         return ("prompt",) if self.evicts or self.sites else ()
 
     @property
     def evicts(self) -> bool:
-        """Whether it may let go of rows; one whose twin alone overrides :meth:`keep` says so itself."""
+        """Whether it may evict rows; overridden by a policy of which only the running copy overrides :meth:`keep`."""
         return type(self).keep is not Policy.keep
 
     @property
     def acts(self) -> bool:
-        """Whether it does or sees anything at all."""
+        """Whether it changes, evicts or observes anything."""
         return type(self).write is not Policy.write or self.reads or self.evicts or bool(self.sites)
 
     @property
     def reads(self) -> bool:
-        """Whether attention may read something else than is kept."""
+        """Whether attention may read other numbers than the cache keeps."""
         return type(self).read is not Policy.read
 
     def __str__(self) -> str:
@@ -128,30 +128,30 @@ Kind = TypeVar("Kind", bound=Policy)
 
 
 def running(policy: Kind, **state: Any) -> Kind:
-    """A twin of a policy for one pass, with attributes of its own beside the fields."""
-    twin = copy.copy(policy)
-    vars(twin).update(state)
-    return twin
+    """Copies a policy for one pass and gives the copy attributes besides its fields."""
+    clone = copy.copy(policy)
+    vars(clone).update(state)
+    return clone
 
 
 TENSORS = {"kv": ("k", "v"), "k": ("k",), "v": ("v",)}
-"""What ``on`` may be, and which tensors it means."""
+"""The values of ``on``, each with the tensors that it means."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Selective(Policy):
-    """A policy that makes K or V alone into another tensor, in the layers and KV heads that it is asked for.
+    """A policy that changes K or V, each tensor by itself, in chosen layers and KV heads.
 
-    A policy that derives from it writes :meth:`written` (new rows on their way in), :meth:`seen` (rows held, on their way to
-    attention), or both; where a layer or head is left out, its tensors go through untouched, to the very tensor.
-    One that is of K or V alone unless asked gives ``on`` another default, in a field that is ``kw_only`` as here.
+    A subclass overrides :meth:`write_rows` (new rows on their way into the cache), :meth:`read_rows` (rows of the cache on their
+    way to attention), or both. In other layers and heads the same tensor object goes through. A subclass for K or V alone gives
+    ``on`` another default, in a field that is ``kw_only`` as here.
 
     Attributes:
         on: ``"kv"``, ``"k"`` or ``"v"``.
         layers: The layers; empty for all.
         heads: The KV heads; empty for all.
-        keys: ``"before"`` or ``"after"`` RoPE: refuses a kind of model that caches its keys otherwise. ``"cached"``: as the
-            model caches them, ``hooked`` before RoPE, ``native`` and ``bridge`` after it.
+        keys: ``"before"`` or ``"after"`` RoPE refuses a kind of model that caches its keys on the other side. ``"cached"``
+            takes keys as the model caches them: ``hooked`` before RoPE, ``native`` and ``bridge`` after it.
     """
 
     on: Literal["kv", "k", "v"] = "kv"
@@ -160,48 +160,48 @@ class Selective(Policy):
     keys: Literal["cached", "before", "after"] = "cached"
 
     def __post_init__(self) -> None:
-        """Refuses words and numbers that mean nothing."""
+        """Checks the fields."""
         policy = name_of(type(self))
         check_choice(f"policy {policy!r}: on", self.on, TENSORS)
         check_choice(f"policy {policy!r}: keys", self.keys, ("cached", "before", "after"))
         for name, numbers in (("layers", self.layers), ("heads", self.heads)):
-            if not isinstance(numbers, tuple) or not all(type(one) is int and one >= 0 for one in numbers):
+            if not isinstance(numbers, tuple) or not all(type(number) is int and number >= 0 for number in numbers):
                 raise unexpected(f"policy {policy!r}: {name}", numbers, f"whole numbers from 0 on, as in {name}=0+2")
 
-    def written(self, tensor: Tensor, which: str, place: Place) -> Tensor:
-        """What is kept of new rows of one tensor.
+    def write_rows(self, tensor: Tensor, which: str, place: Place) -> Tensor:
+        """The rows that the cache keeps of new rows of one tensor.
 
         Args:
-            tensor: ``[batch, kv_head, row, head_dim]``; only the heads asked for.
+            tensor: ``[batch, kv_head, row, head_dim]``, with the chosen heads only.
             which: ``"k"`` or ``"v"``.
-            place: Where.
+            place: The layer and positions.
         """
         return tensor
 
-    def seen(self, tensor: Tensor, which: str, place: Place) -> Tensor:
-        """What attention reads of the rows held of one tensor; see :meth:`written`."""
+    def read_rows(self, tensor: Tensor, which: str, place: Place) -> Tensor:
+        """The rows that attention reads of one tensor's rows in the cache; see :meth:`write_rows`."""
         return tensor
 
     def write(self, keys: Tensor, values: Tensor, place: Place) -> KV:
-        """Each tensor on its own."""
-        return self._each(self.written, keys, values, place)
+        """Applies :meth:`write_rows` to K and to V."""
+        return self._apply(self.write_rows, keys, values, place)
 
     def read(self, keys: Tensor, values: Tensor, place: Place) -> KV:
-        """Each tensor on its own."""
-        return self._each(self.seen, keys, values, place)
+        """Applies :meth:`read_rows` to K and to V."""
+        return self._apply(self.read_rows, keys, values, place)
 
     @property
     def reads(self) -> bool:
-        """Whether it overrides :meth:`seen`."""
-        return type(self).seen is not Selective.seen or type(self).read is not Selective.read
+        """Whether it overrides :meth:`read_rows`."""
+        return type(self).read_rows is not Selective.read_rows or type(self).read is not Selective.read
 
     def check(self, layers: int) -> None:
-        """Refuses a layer that the model has not."""
+        """Refuses a layer that the model does not have."""
         if self.layers and max(self.layers) >= layers:
             raise InputError(f"policy {self} names layer {max(self.layers)}: expected layers from 0 to {layers - 1}.")
 
     def start(self, facts: ModelInfo) -> Policy:
-        """Refuses a head that the model has not, and keys on the other side of RoPE."""
+        """Refuses a head that the model does not have, and keys on the other side of RoPE."""
         if self.heads and max(self.heads) >= facts.kv_heads:
             raise InputError(
                 f"policy {self} names KV head {max(self.heads)} of {facts.name}: expected heads from 0 to {facts.kv_heads - 1}."
@@ -216,29 +216,29 @@ class Selective(Policy):
             )
         return self
 
-    def chosen(self, which: str, layer: int) -> bool:
-        """Whether it has a say over a tensor of a layer."""
+    def applies_to(self, which: str, layer: int) -> bool:
+        """Whether it changes a tensor of a layer."""
         return which in TENSORS[self.on] and (not self.layers or layer in self.layers)
 
-    def _each(self, act: Callable[[Tensor, str, Place], Tensor], keys: Tensor, values: Tensor, place: Place) -> KV:
-        return self._of(act, keys, "k", place), self._of(act, values, "v", place)
+    def _apply(self, act: Callable[[Tensor, str, Place], Tensor], keys: Tensor, values: Tensor, place: Place) -> KV:
+        return self._apply_to(act, keys, "k", place), self._apply_to(act, values, "v", place)
 
-    def _of(self, act: Callable[[Tensor, str, Place], Tensor], tensor: Tensor, which: str, place: Place) -> Tensor:
-        if not self.chosen(which, place.layer):
+    def _apply_to(self, act: Callable[[Tensor, str, Place], Tensor], tensor: Tensor, which: str, place: Place) -> Tensor:
+        if not self.applies_to(which, place.layer):
             return tensor
         if not self.heads:
             return act(tensor, which, place)
         heads = list(self.heads)
         rows = None if place.rows is None else place.rows[:, heads]
-        made = act(tensor[:, heads], which, dataclasses.replace(place, rows=rows, heads=self.heads))
-        whole = tensor.to(made.dtype, copy=True)
-        whole[:, heads] = made
+        changed = act(tensor[:, heads], which, dataclasses.replace(place, rows=rows, heads=self.heads))
+        whole = tensor.to(changed.dtype, copy=True)
+        whole[:, heads] = changed
         return whole
 
 
 @dataclasses.dataclass(frozen=True)
 class Chain(Policy):
-    """Several policies: each writes and keeps of what the one before it left, and what is held is read back the other way.
+    """Several policies. Each writes and keeps rows of those that the one before it left; reading goes the other way.
 
     Attributes:
         parts: The policies, the first one nearest to the model.
@@ -247,29 +247,29 @@ class Chain(Policy):
     parts: tuple[Policy, ...] = ()
 
     def check(self, layers: int) -> None:
-        """Asks each."""
+        """Checks every part."""
         for part in self.parts:
             part.check(layers)
 
     def start(self, facts: ModelInfo) -> Chain:
-        """A chain of what each starts."""
+        """A chain of the parts' running policies."""
         return Chain(tuple(part.start(facts) for part in self.parts))
 
     def write(self, keys: Tensor, values: Tensor, place: Place) -> KV:
-        """From the first to the last."""
+        """Writes through the parts from first to last."""
         for part in self.parts:
             keys, values = part.write(keys, values, place)
         return keys, values
 
     def read(self, keys: Tensor, values: Tensor, place: Place) -> KV:
-        """From the last to the first."""
+        """Reads through the parts from last to first."""
         for part in reversed(self.parts):
             keys, values = part.read(keys, values, place)
             place = dataclasses.replace(place, remade=place.remade or part.reads)
         return keys, values
 
     def keep(self, keys: Tensor, values: Tensor, place: Place) -> Int[Tensor, "*batch_and_kv_head kept"] | None:
-        """The rows that all of them keep; each is asked about those that the ones before it left."""
+        """The rows that all parts keep; each part chooses among those that the parts before it left."""
         left: Tensor | None = None
         for part in self.parts:
             if (rows := part.keep(keys, values, place)) is not None:
@@ -281,40 +281,40 @@ class Chain(Policy):
         return left
 
     def bits_stored(self, tensor: str, width: int) -> float | None:
-        """What the last that has a format of its own stores."""
-        found = [bits for part in self.parts if (bits := part.bits_stored(tensor, width)) is not None]
-        return found[-1] if found else None
+        """The bits of the last part that has a format of its own."""
+        formats = [bits for part in self.parts if (bits := part.bits_stored(tensor, width)) is not None]
+        return formats[-1] if formats else None
 
     @property
     def sites(self) -> tuple[str, ...]:
-        """What any of them wants."""
+        """The sites of all parts."""
         return tuple(dict.fromkeys(site for part in self.parts for site in part.sites))
 
-    def rows_stored(self, prompt: int, seen: int) -> int:
-        """Those of the one that keeps the fewest."""
-        return min((part.rows_stored(prompt, seen) for part in self.parts), default=seen)
+    def rows_stored(self, prompt: int, length: int) -> int:
+        """The rows of the part that keeps the fewest."""
+        return min((part.rows_stored(prompt, length) for part in self.parts), default=length)
 
     def see(self, site: str, tensor: Tensor, place: Place) -> None:
-        """Shows it to those that asked for it."""
+        """Passes a site to the parts that name it."""
         for part in self.parts:
             if site in part.sites:
                 part.see(site, tensor, place)
 
     @property
     def depends_on(self) -> tuple[str, ...]:
-        """What any of them depends on."""
-        return tuple(dict.fromkeys(what for part in self.parts for what in part.depends_on))
+        """The dependencies of all parts."""
+        return tuple(dict.fromkeys(name for part in self.parts for name in part.depends_on))
 
     @property
     def evicts(self) -> bool:
-        """Whether any of them does."""
+        """Whether any part evicts."""
         return any(part.evicts for part in self.parts)
 
     @property
     def reads(self) -> bool:
-        """Whether any of them does."""
+        """Whether any part reads other numbers than the cache keeps."""
         return any(part.reads for part in self.parts)
 
     def __str__(self) -> str:
-        """The text forms, joined as in a path."""
+        """The parts' text forms, joined as in a path."""
         return "+".join(map(str, self.parts))

@@ -1,4 +1,4 @@
-"""What the quantising policies share: blocks that must fit, affine integers, and rows that are made what they stay once."""
+"""Shared by quantising policies: the check of blocks, affine integers, and rows that are rounded once."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvinterp.policies.base import Place
 
 
 def check_blocks(policy: object, block: int, width: int, name: str) -> None:
-    """Raises UnsupportedError where ``width``, a model's ``head_dim``, is no multiple of a policy's block along it."""
+    """Raises UnsupportedError if ``width``, a model's ``head_dim``, is no multiple of a policy's block."""
     if width % block:
         fitting = [f"zoo:{record['name']}" for record in zoo.describe() if record["head_dim"] % block == 0]
         such = f", such as {fitting[0]}" if fitting else ""
@@ -30,14 +30,14 @@ def cut(tensor: Tensor, block: int, policy: object) -> Tensor:
 
 
 def affine(groups: Tensor, bits: int) -> Tensor:
-    """Groups as asymmetric integers hold them: ``scale = (max - min) / (2**bits - 1)``, ``x = min + scale * code``.
+    """Rounds groups to asymmetric integers: ``scale = (max - min) / (2**bits - 1)``, ``x = min + scale * code``.
 
-    A group whose elements are all equal has scale 0 and stays what it is. All is computed in the tensor's own dtype, in which
-    the scale and the minimum are stored: KIVI (arXiv 2402.02750, section 3.1), and optimum-quanto's ``MaxOptimizer``.
+    A group whose elements are all equal has scale 0 and does not change. Everything is computed in the tensor's own dtype, in
+    which the scale and the minimum are stored: KIVI (arXiv 2402.02750, section 3.1), and optimum-quanto's ``MaxOptimizer``.
 
     Args:
         groups: ``[..., group]``.
-        bits: Of a code.
+        bits: Bits of a code.
     """
     levels = 2**bits - 1
     least = groups.amin(-1, keepdim=True)
@@ -47,39 +47,39 @@ def affine(groups: Tensor, bits: int) -> Tensor:
 
 
 class Settled:
-    """What attention reads of one tensor of one layer: older rows as they were made, once each; newer ones as they are held.
+    """The rows that attention reads of one tensor of one layer: older rows rounded once each, newer rows exact.
 
-    So a step makes only the rows whose turn has come, however long the history.
+    So a step rounds only the rows that became old, however long the history.
     """
 
     def __init__(self) -> None:
         self._read: Tensor | None = None
         self._start = self._stop = 0
 
-    def read(self, held: Tensor, place: Place, upto: int, make: Callable[[Tensor, int], Tensor]) -> Tensor:
-        """What is read now.
+    def read(self, cached: Tensor, place: Place, upto: int, rounded: Callable[[Tensor, int], Tensor]) -> Tensor:
+        """Returns the rows that attention reads now.
 
         Args:
-            held: ``[batch, kv_head, row, head_dim]``, a row for each position from ``place.start`` to ``place.stop``.
-            place: Where.
-            upto: Positions below it are settled; never less than at the call before.
-            make: Gives what stays of rows, of these and the position of the first.
+            cached: ``[batch, kv_head, row, head_dim]``, a row for each position from ``place.start`` to ``place.stop``.
+            place: The layer and positions.
+            upto: Positions below it are rounded; never less than at the call before.
+            rounded: Rounds rows, given these and the position of the first.
         """
         if upto <= place.start:
-            return held
+            return cached
         first, parts = max(self._stop, place.start), []
         if self._read is not None:
             parts.append(self._read[:, :, place.start - self._start : first - self._start])
         if upto > first:
-            parts.append(make(held[:, :, first - place.start : upto - place.start], first))
-        self._read = torch.cat([*parts, held[:, :, upto - place.start :]], 2)
+            parts.append(rounded(cached[:, :, first - place.start : upto - place.start], first))
+        self._read = torch.cat([*parts, cached[:, :, upto - place.start :]], 2)
         self._start, self._stop = place.start, upto
         return self._read
 
 
 class Memory(dict[tuple[int, str], Settled]):
-    """What was settled of each layer's keys and values in one pass."""
+    """The rounded rows of each layer's keys and values in one pass."""
 
     def at(self, place: Place, which: str) -> Settled:
-        """That of a place where no row was let go of; a new one where rows may not be those of the read before."""
+        """The rows of a layer and tensor; empty if another policy may have changed the rows since the last read."""
         return Settled() if place.remade else self.setdefault((place.layer, which), Settled())

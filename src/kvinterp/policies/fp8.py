@@ -1,4 +1,4 @@
-"""``fp8``: K and V in eight-bit floating point, with the scale's rule and what becomes of an overflow as fields."""
+"""``fp8``: K and V in eight-bit floating point, with fields for the rule of the scale and for overflow."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from kvinterp.policies.base import TENSORS, Place, Policy, Selective, running
 from kvinterp.policies.blocks import Memory, Settled
 
 FORMATS = {"e4m3": (torch.float8_e4m3fn, 464.0, math.nan), "e5m2": (torch.float8_e5m2, 61440.0, math.inf)}
-"""By name: the dtype, the magnitude halfway between its largest and what would come next, and what stands for more than that.
+"""By name: the dtype, the magnitude halfway between its largest number and the next one, and the code for larger magnitudes.
 
-e4m3 is even at its largest, so a tie goes back to it; e5m2 is odd there, so a tie goes up (OCP 8-bit floating point, 5.3).
+The largest e4m3 number is even, so a tie rounds down to it; that of e5m2 is odd, so a tie rounds up (OCP 8-bit floating point,
+5.3).
 """
 
 
@@ -28,9 +29,9 @@ class Fp8(Selective):
 
     Attributes:
         format: ``"e4m3"`` (largest 448, has no Inf) or ``"e5m2"`` (largest 57344).
-        scale: A number, 1.0 as in vLLM; or ``"prefill"``: what brings the largest magnitude of the prefill to the format's
-            largest, frozen from then on.
-        per: ``"tensor"`` or ``"head"``: over what the largest magnitude is taken; layers and K and V always have their own.
+        scale: A number, 1.0 as in vLLM; or ``"prefill"``: the scale that brings the largest magnitude of the prefill to the
+            format's largest, used from then on.
+        per: ``"tensor"`` or ``"head"``: the range of the largest magnitude; layers, and K and V, always have their own.
         overflow: ``"saturate"`` at the largest, or ``"nonfinite"``: NaN in e4m3, Inf in e5m2.
     """
 
@@ -44,7 +45,7 @@ class Fp8(Selective):
     _settled: ClassVar[Memory]
 
     def __post_init__(self) -> None:
-        """Refuses words and scales that mean nothing."""
+        """Checks the fields."""
         check_choice("policy 'fp8': format", self.format, FORMATS)
         check_choice("policy 'fp8': per", self.per, ("tensor", "head"))
         check_choice("policy 'fp8': overflow", self.overflow, ("saturate", "nonfinite"))
@@ -55,63 +56,63 @@ class Fp8(Selective):
         super().__post_init__()
 
     def bits_stored(self, tensor: str, width: int) -> float | None:
-        """Eight: a scale belongs to a whole tensor or head."""
+        """Eight bits; a scale belongs to a whole tensor or head."""
         return 8.0 if tensor in TENSORS[self.on] else None
 
     @property
     def depends_on(self) -> tuple[str, ...]:
-        """Where the prompt ends, if its largest magnitude is the scale."""
+        """The end of the prompt, if the scale is the prompt's largest magnitude."""
         return ("prompt",) if self.reads else ()
 
     @property
     def reads(self) -> bool:
-        """Whether rows wait, exact, for a scale that only the end of the prefill gives."""
+        """Whether rows are kept exact because the scale is known only at the end of the prefill."""
         return self.scale == "prefill"
 
     def start(self, facts: ModelInfo) -> Policy:
-        """A twin that finds the scale, where it is to be found."""
+        """A copy that finds the scale, if it is ``"prefill"``."""
         super().start(facts)
         return running(self, _largest={}, _settled=Memory()) if self.reads else self
 
-    def written(self, tensor: Tensor, which: str, place: Place) -> Tensor:
-        """With a scale that is known, at once; else as it is, its largest magnitude kept until the scale is frozen."""
+    def write_rows(self, tensor: Tensor, which: str, place: Place) -> Tensor:
+        """Rounds rows if the scale is a number; else keeps them exact and notes their largest magnitude."""
         if not isinstance(self.scale, str):
             return self.rounded(tensor, self.scale)
         if self._largest is not None and (place.layer, which) not in self._settled:
             self._largest.setdefault((place.layer, which), []).append(self.largest(tensor))
         return tensor
 
-    def seen(self, tensor: Tensor, which: str, place: Place) -> Tensor:
-        """With the scale of all that was written before the forward that first reads; of what is held where there is no other."""
+    def read_rows(self, tensor: Tensor, which: str, place: Place) -> Tensor:
+        """Rounds rows with the scale of the prefill; outside a pass with the scale of the rows themselves."""
         if not self.reads:
             return tensor
         if self._largest is None:
             return self.rounded(tensor, self.scale_of(self.largest(tensor)))
         at = place.layer, which
-        found = self._largest[at]
+        largest = self._largest[at]
         if at not in self._settled:
-            found[:] = [torch.stack(found[:-1] or found).amax(0)]
+            largest[:] = [torch.stack(largest[:-1] or largest).amax(0)]
             self._settled[at] = Settled()
-        scale = self.scale_of(found[0])
+        scale = self.scale_of(largest[0])
         if place.rows is not None:
             return self.rounded(tensor, scale)
         return self._settled.at(place, which).read(tensor, place, place.stop, lambda rows, _: self.rounded(rows, scale))
 
     def largest(self, tensor: Tensor) -> Tensor:
-        """The largest magnitude, ``[batch, 1 or kv_head, 1, 1]``: of each sequence, so that a batch changes no number."""
+        """The largest magnitude of each sequence, ``[batch, 1 or kv_head, 1, 1]``, so that a batch changes no number."""
         return tensor.abs().amax((2, 3) if self.per == "head" else (1, 2, 3), keepdim=True).float()
 
     def scale_of(self, largest: Tensor) -> Tensor:
-        """What brings it to the format's largest; 1 of nothing but zeros."""
+        """The scale that brings a magnitude to the format's largest; 1 for zeros."""
         return (largest / torch.finfo(FORMATS[self.format][0]).max).masked_fill(largest == 0, 1)
 
     def rounded(self, tensor: Tensor, scale: float | Tensor) -> Tensor:
-        """As it is read back. The casts themselves differ: torch on a CPU saturates where it once gave NaN."""
+        """Rounds to the format and back. Saturates before the cast, because torch versions differ in casts that overflow."""
         dtype, limit, beyond = FORMATS[self.format]
         most = torch.finfo(dtype).max
         scaled = tensor.float() / scale
-        kept = scaled.clamp(-most, most).to(dtype).float() * scale
+        result = scaled.clamp(-most, most).to(dtype).float() * scale
         if self.overflow == "nonfinite":
             over = scaled.abs() > limit if math.isnan(beyond) else scaled.abs() >= limit
-            kept = torch.where(over, scaled.sign() * beyond, kept)
-        return kept.to(tensor.dtype)
+            result = torch.where(over, scaled.sign() * beyond, result)
+        return result.to(tensor.dtype)

@@ -27,14 +27,14 @@ class _Blocks(Selective):
 
     SOURCE: ClassVar[str] = SOURCE
     BYTES: ClassVar[int]
-    """Of a block."""
+    """Bytes of a block."""
 
     @abc.abstractmethod
     def rounded(self, blocks: Tensor) -> Tensor:
         """Blocks in float32 as they are read back, ``[..., 32]``."""
 
     def bits_stored(self, tensor: str, width: int) -> float | None:
-        """The bytes of a block, over its elements."""
+        """The bits of a block, divided by its elements."""
         return 8 * self.BYTES / BLOCK if tensor in TENSORS[self.on] else None
 
     def start(self, facts: ModelInfo) -> Policy:
@@ -42,8 +42,8 @@ class _Blocks(Selective):
         check_blocks(self, BLOCK, facts.head_dim, facts.name)
         return super().start(facts)
 
-    def written(self, tensor: Tensor, which: str, place: Place) -> Tensor:
-        """In float32, as the reference, and back in the tensor's dtype."""
+    def write_rows(self, tensor: Tensor, which: str, place: Place) -> Tensor:
+        """Computes in float32, as the reference does, and returns the tensor's dtype."""
         return self.rounded(cut(tensor.float(), BLOCK, self)).flatten(-2).to(tensor.dtype)
 
 
@@ -54,7 +54,7 @@ class Q8_0(_Blocks):  # noqa: N801  # the format's own name
     BYTES: ClassVar[int] = 34
 
     def rounded(self, blocks: Tensor) -> Tensor:
-        """See the class."""
+        """Rounds as the class says."""
         scale = _over(blocks.abs().amax(-1, keepdim=True), 127)
         exact = blocks * _inverse(scale)
         # trunc(2 x fraction) is 1 from a half on, without the sum that rounds 0.49999997 up; + 0.0 for an integer's one zero.
@@ -68,7 +68,7 @@ class _Signed(_Blocks):
     LOWEST: ClassVar[int]
 
     def rounded(self, blocks: Tensor) -> Tensor:
-        """Of equal magnitudes the first one counts; what is as large with the other sign is clipped."""
+        """Of equal magnitudes the first one counts; an element as large with the other sign is clipped."""
         scale = _over(blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True)), self.LOWEST)
         codes = (blocks * _inverse(scale) + (0.5 - self.LOWEST)).trunc().clamp(0, -2 * self.LOWEST - 1)
         return (codes + self.LOWEST) * _half(scale)
@@ -121,15 +121,15 @@ class Q5_1(_Affine):  # noqa: N801
 
 
 def _over(tensor: Tensor, number: int) -> Tensor:
-    """A true quotient: by a number that is no tensor of the device, torch on CUDA multiplies by the reciprocal instead."""
+    """Divides by a tensor, because torch on CUDA multiplies by the reciprocal of a plain number instead."""
     return tensor / torch.full_like(tensor, number)
 
 
 def _inverse(scale: Tensor) -> Tensor:
-    """One over it; 0 of a scale so small that there is no inverse, or the block would be inf x 0: it is stored as 0 anyway."""
+    """The reciprocal of a scale; 0 if the scale is too small to have one, as it is stored as 0 anyway."""
     return scale.reciprocal().masked_fill(scale.abs() < torch.finfo(torch.float32).tiny, 0)
 
 
 def _half(tensor: Tensor) -> Tensor:
-    """As it is stored, in float16."""
+    """Rounds to float16, the stored form."""
     return tensor.half().float()

@@ -16,7 +16,7 @@ class H2O(Scored):
     """Keeps, in each KV head, the newest rows and those with the largest attention summed over all queries so far.
 
     The sum favours old rows, which more queries saw. kvpress's ObservedAttentionPress divides by the number of queries, and
-    lets go of rows once, after the prompt.
+    evicts rows once, after the prompt.
 
     Attributes:
         heavy_ratio: Rows kept for their sum, as a share of the prompt.
@@ -34,17 +34,17 @@ class H2O(Scored):
         check_share(self, "recent_ratio")
 
     def room(self, prompt: int) -> int:
-        """Both budgets."""
+        """Both budgets together."""
         return int(self.heavy_ratio * prompt + 1e-9) + self.newest(prompt)
 
     def newest(self, prompt: int) -> int:
         """The recent budget."""
         return max(1, int(self.recent_ratio * prompt + 1e-9))
 
-    def heard(self, before: Tensor, weights: Tensor, place: Place) -> Tensor:
-        """Adds what every query of this forward gave."""
-        return before + weights.sum(2)
+    def accumulate(self, totals: Tensor, weights: Tensor, place: Place) -> Tensor:
+        """Adds the attention of every query of this forward."""
+        return totals + weights.sum(2)
 
-    def scores(self, keys: Tensor, values: Tensor, remembered: Tensor) -> Tensor:
-        """The sums."""
-        return remembered
+    def scores(self, keys: Tensor, values: Tensor, totals: Tensor) -> Tensor:
+        """The sums of attention."""
+        return totals

@@ -32,33 +32,33 @@ class Hadamard(Selective):
     _memory: ClassVar[Memory | None] = None
 
     def __post_init__(self) -> None:
-        """Refuses a block that has no such matrix."""
+        """Checks the block."""
         if self.block is not None and (type(self.block) is not int or self.block < 2 or self.block & (self.block - 1)):
             raise unexpected("policy 'hadamard': block", self.block, "a power of two, as in hadamard(64)")
         super().__post_init__()
 
     def start(self, facts: ModelInfo) -> Policy:
-        """A twin that turns each row back once; refuses heads that the blocks do not fill."""
+        """A copy that turns each row back once; refuses heads that the blocks do not fill."""
         check_blocks(self, self.block or 2, facts.head_dim, facts.name)
         super().start(facts)
         return running(self, _memory=Memory())
 
-    def written(self, tensor: Tensor, which: str, place: Place) -> Tensor:
-        """By sums and differences of pairs, in which no row meets another: in chunks or at once, the bits are the same."""
+    def write_rows(self, tensor: Tensor, which: str, place: Place) -> Tensor:
+        """Multiplies by sums and differences within each row, so that chunks give the same bits."""
         size = self.block or tensor.shape[-1] & -tensor.shape[-1]
-        turned = cut(tensor.to(torch.promote_types(tensor.dtype, torch.float32)), size, self)
-        apart = 1
-        while apart < size:
-            one, other = turned.unflatten(-1, (-1, 2, apart)).unbind(-2)
-            turned = torch.stack([one + other, one - other], -2).flatten(-3)
-            apart *= 2
-        return (turned * size**-0.5).flatten(-2).to(tensor.dtype)
+        rows = cut(tensor.to(torch.promote_types(tensor.dtype, torch.float32)), size, self)
+        half = 1
+        while half < size:
+            left, right = rows.unflatten(-1, (-1, 2, half)).unbind(-2)
+            rows = torch.stack([left + right, left - right], -2).flatten(-3)
+            half *= 2
+        return (rows * size**-0.5).flatten(-2).to(tensor.dtype)
 
-    def seen(self, tensor: Tensor, which: str, place: Place) -> Tensor:
-        """The same again, for the matrix is symmetric and orthonormal: in a pass each row once, however often it is read."""
-        # Where another policy lets go of rows, positions are not those from start to stop.
+    def read_rows(self, tensor: Tensor, which: str, place: Place) -> Tensor:
+        """Multiplies again, since the matrix is its own inverse; in a pass each row once, however often it is read."""
+        # If another policy evicts rows, positions are not those from start to stop.
         if self._memory is None or place.rows is not None:
-            return self.written(tensor, which, place)
+            return self.write_rows(tensor, which, place)
         return self._memory.at(place, which).read(
-            tensor, place, place.stop, lambda rows, _: self.written(rows, which, place)
+            tensor, place, place.stop, lambda rows, _: self.write_rows(rows, which, place)
         )

@@ -21,11 +21,11 @@ class Int8(Selective):
     SOURCE: ClassVar[str] = "LLM.int8() (arXiv 2208.07339), section 2: absmax, a row at a time"
 
     def bits_stored(self, tensor: str, width: int) -> float | None:
-        """A byte, and a scale of four for each head."""
+        """A byte, and four bytes for each head's scale."""
         return 8 + 32 / width if tensor in TENSORS[self.on] else None
 
-    def written(self, tensor: Tensor, which: str, place: Place) -> Tensor:
-        """In float32, and back in the tensor's dtype."""
+    def write_rows(self, tensor: Tensor, which: str, place: Place) -> Tensor:
+        """Computes in float32 and returns the tensor's dtype."""
         rows = tensor.float()
         scale = rows.abs().amax(-1, keepdim=True) / 127
         codes = (rows / scale.clamp_min(torch.finfo(torch.float32).tiny)).round().clamp(-127, 127)
@@ -47,12 +47,12 @@ class Int4(Selective):
     group: int | None = None
 
     def __post_init__(self) -> None:
-        """Refuses a group that is none."""
+        """Checks the group."""
         check_whole("policy 'int4': group", 1 if self.group is None else self.group)
         super().__post_init__()
 
     def bits_stored(self, tensor: str, width: int) -> float | None:
-        """Four, and a scale and a minimum of 16 bits for each group."""
+        """Four bits, and a scale and a minimum of 16 bits for each group."""
         return 4 + 32 / (self.group or width) if tensor in TENSORS[self.on] else None
 
     def start(self, facts: ModelInfo) -> Policy:
@@ -60,6 +60,6 @@ class Int4(Selective):
         check_blocks(self, self.group or 1, facts.head_dim, facts.name)
         return super().start(facts)
 
-    def written(self, tensor: Tensor, which: str, place: Place) -> Tensor:
-        """In the tensor's own dtype, as quanto."""
+    def write_rows(self, tensor: Tensor, which: str, place: Place) -> Tensor:
+        """Computes in the tensor's own dtype, as quanto does."""
         return affine(cut(tensor, self.group or tensor.shape[-1], self), 4).flatten(-2)

@@ -37,7 +37,7 @@ class Kivi(Selective):
     _memory: ClassVar[Memory | None] = None
 
     def __post_init__(self) -> None:
-        """Refuses numbers that no such cache has."""
+        """Checks the fields."""
         if self.bits not in (2, 4, 8) or isinstance(self.bits, float):
             raise unexpected("policy 'kivi': bits", self.bits, "2, 4 or 8, as in kivi(2,32,128)")
         group = check_whole("policy 'kivi': group", self.group)
@@ -46,18 +46,18 @@ class Kivi(Selective):
         super().__post_init__()
 
     def bits_stored(self, tensor: str, width: int) -> float | None:
-        """The codes', and a scale and a minimum of 16 bits for each group; the window, which does not grow, left out."""
+        """The codes and, for each group, a scale and a minimum of 16 bits; without the window, which does not grow."""
         return self.bits + 32 / self.group if tensor in TENSORS[self.on] else None
 
     def start(self, facts: ModelInfo) -> Policy:
-        """A twin that remembers what it rounded."""
+        """A copy that remembers the rows it rounded."""
         if "v" in TENSORS[self.on]:
             check_blocks(self, self.group, facts.head_dim, facts.name)
         super().start(facts)
         return running(self, _memory=Memory())
 
-    def seen(self, tensor: Tensor, which: str, place: Place) -> Tensor:
-        """All that have left the window, each rounded once in a pass.
+    def read_rows(self, tensor: Tensor, which: str, place: Place) -> Tensor:
+        """Rounds the rows that have left the window, each once in a pass.
 
         Raises:
             UnsupportedError: Rows are missing, so that groups of neighbouring tokens are not there.
@@ -72,13 +72,13 @@ class Kivi(Selective):
         return settled.read(tensor, place, max(before - self.residual, 0), self.per_token)
 
     def per_channel(self, rows: Tensor, first: int) -> Tensor:
-        """Keys, of which groups of tokens begin at multiples of the group."""
-        # Of a group that slid partly out of a window, those that are left: another of the first row moves neither end.
+        """Rounds keys; groups of tokens begin at multiples of the group."""
+        # A group that slid partly out of a window is filled with its first row, which changes neither minimum nor maximum.
         gone = first % self.group
         whole = torch.cat([rows[:, :, :1].expand(-1, -1, gone, -1), rows], 2)
         groups = whole.transpose(2, 3).unflatten(-1, (-1, self.group))
         return affine(groups, self.bits).flatten(-2).transpose(2, 3)[:, :, gone:]
 
     def per_token(self, rows: Tensor, first: int) -> Tensor:
-        """Values, of which groups of elements are a token's own."""
+        """Rounds values; each group is of one token."""
         return affine(cut(rows, self.group, self), self.bits).flatten(-2)

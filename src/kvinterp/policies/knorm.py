@@ -20,6 +20,6 @@ class Knorm(Budgeted):
     SOURCE: ClassVar[str] = "Devoto et al. (arXiv 2406.11430); kvpress KnormPress"
     goes_on = False
 
-    def scores(self, keys: Tensor, values: Tensor, remembered: Tensor) -> Tensor:
-        """Minus the length of the key."""
+    def scores(self, keys: Tensor, values: Tensor, totals: Tensor) -> Tensor:
+        """Minus the length of each key."""
         return -keys.norm(dim=-1)

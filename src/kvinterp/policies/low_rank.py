@@ -1,4 +1,4 @@
-"""Low rank: of the prompt's keys and values what a few singular vectors hold."""
+"""Low rank: the prompt's keys and values, reduced to a few singular vectors."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class LowRank(Selective):
     rank: int = 64
     group: int = 1
     _every: ClassVar[list[int]]
-    _given: ClassVar[dict[tuple[str, int], list[Tensor]]]
-    _made: ClassVar[dict[tuple[str, int], Tensor]]
+    _prompt: ClassVar[dict[tuple[str, int], list[Tensor]]]
+    _truncated: ClassVar[dict[tuple[str, int], Tensor]]
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -41,24 +41,24 @@ class LowRank(Selective):
         check_whole("policy 'low_rank': group", self.group)
 
     def start(self, facts: ModelInfo) -> Policy:
-        """A twin that holds the prompt until it is whole, and then what is read of it."""
+        """A copy that keeps the prompt's rows until the prompt is whole, and then their truncated form."""
         super().start(facts)
         layers = self.layers or tuple(range(facts.layers))
         if len(layers) % self.group:
             raise InputError(
                 f"policy {self} groups {len(layers)} layers by {self.group}: expected a divisor of {len(layers)}."
             )
-        return running(self, _every=sorted(layers), _given={}, _made={})
+        return running(self, _every=sorted(layers), _prompt={}, _truncated={})
 
-    def written(self, tensor: Tensor, which: str, place: Place) -> Tensor:
-        """Holds the rows of the prompt."""
+    def write_rows(self, tensor: Tensor, which: str, place: Place) -> Tensor:
+        """Keeps the rows of the prompt."""
         if place.start < (place.prompt or 1):
-            self._given.setdefault((which, place.layer), []).append(tensor)
+            self._prompt.setdefault((which, place.layer), []).append(tensor)
         return tensor
 
-    def seen(self, tensor: Tensor, which: str, place: Place) -> Tensor:
-        """The decomposition's rows in place of the prompt's; in a stored prefill of the rows there are by then."""
-        pieces = self._given.get((which, place.layer), [])
+    def read_rows(self, tensor: Tensor, which: str, place: Place) -> Tensor:
+        """Replaces the prompt's rows by those of the decomposition; in a stored prefill, of the rows there are by then."""
+        pieces = self._prompt.get((which, place.layer), [])
         if pieces and sum(piece.shape[2] for piece in pieces) == place.stop:
             if self.group > 1:
                 raise UnsupportedError(
@@ -67,32 +67,32 @@ class LowRank(Selective):
                 )
             low = truncated([torch.cat(pieces, 2)], self.rank)[0]
         else:
-            low = self._of_prompt(which, place.layer)
+            low = self._prompt_rows(which, place.layer)
         at = place.positions.to(tensor.device).expand(tensor.shape[:3])
         if place.rows is None:
             return torch.cat([low[:, :, place.start :], tensor[:, :, max(low.shape[2] - place.start, 0) :]], 2)
         rows = low.gather(2, at.clamp(max=low.shape[2] - 1)[..., None].expand_as(tensor))
         return torch.where((at < low.shape[2])[..., None], rows, tensor)
 
-    def _of_prompt(self, which: str, layer: int) -> Tensor:
-        """What is read of a layer's prompt, decomposed with its group's when it is first asked for."""
-        if (which, layer) not in self._made:
+    def _prompt_rows(self, which: str, layer: int) -> Tensor:
+        """A layer's rows of the decomposition, which is computed for the whole group on first use."""
+        if (which, layer) not in self._truncated:
             first = self._every.index(layer) // self.group * self.group
             group = self._every[first : first + self.group]
-            pieces = [torch.cat(self._given.pop((which, each)), 2) for each in group]
-            self._made.update(zip([(which, each) for each in group], truncated(pieces, self.rank), strict=True))
-        return self._made[which, layer]
+            pieces = [torch.cat(self._prompt.pop((which, member)), 2) for member in group]
+            self._truncated.update(zip([(which, member) for member in group], truncated(pieces, self.rank), strict=True))
+        return self._truncated[which, layer]
 
 
 def truncated(layers: list[Tensor], rank: int) -> list[Tensor]:
-    """The matrices of some layers, decomposed side by side and put together again of the largest singular values.
+    """Reduces the matrices of some layers, side by side, to their largest singular values.
 
     Args:
         layers: Keys or values, ``[batch, kv_head, token, head_dim]``, of as many tokens each.
         rank: How many singular values are kept.
     """
     dtype = layers[0].dtype
-    # LAPACK has no 16 bits. The product is compared and never the factors, whose signs are anyone's.
+    # LAPACK has no 16-bit types. Only the product matters: the signs of the factors are arbitrary.
     wide = [layer.transpose(1, 2).to(torch.promote_types(dtype, torch.float32)) for layer in layers]
     left, values, right = torch.linalg.svd(torch.cat([layer.flatten(2) for layer in wide], 2), full_matrices=False)
     product = (left[..., :rank] * values[..., None, :rank]) @ right[..., :rank, :]

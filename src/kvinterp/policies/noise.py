@@ -7,11 +7,11 @@ a batch, and all prompts, get the same errors at the same positions; other draws
 
 ``preserve`` takes one effect of the noise away, so that flipped signs, a shifted mean and a changed magnitude can be told apart:
 
-- ``sign``: no element changes its sign. An error that would turn one over is taken with the other sign, so all errors are as
-  large as without it (their mean square is the same), and their mean is shifted;
-- ``magnitude``: elements change their signs where the noise would turn them over, and nothing else;
-- ``mean``: what is written is divided by what the noise multiplies by on average, so that its expectation is what was given
-  (of additive errors their mean is taken off); with the others as ``sign+mean`` and ``magnitude+mean``.
+- ``sign``: no element changes its sign. An error that would flip the sign is taken with the other sign, so errors are as large
+  as without it (their mean square is the same), and their mean is shifted;
+- ``magnitude``: elements change their signs where the noise would flip them, and nothing else;
+- ``mean``: the written element is divided by the mean factor of the noise, so that its expectation is the exact element (of
+  additive errors the mean is subtracted); with the others as ``sign+mean`` and ``magnitude+mean``.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ from kvinterp.policies.base import Place, Policy, Selective, running
 
 PRESERVED = ("nothing", "sign", "magnitude", "mean", "sign+mean", "magnitude+mean")
 AT_ONCE = 64
-"""Positions whose errors are drawn together: at every step anew, drawing would take longer than a small model's step."""
+"""How many positions' errors are drawn together: one draw a step would take longer than a small model's step."""
 OF_NOISE = 1
 """The last word of the counter of noise; sampling draws at 0."""
 
 
 @dataclasses.dataclass(frozen=True)
 class _Noise(Selective):
-    """A random error for every element that is written; a subclass says how errors are distributed.
+    """Adds a random error to every element that is written; a subclass defines the distribution.
 
     Attributes:
-        seed: Other errors for another one.
+        seed: Seeds the errors.
         error: ``"multiplicative"``: ``kv + kv * error``; ``"additive"``: ``kv + error``.
-        preserve: What of K and V the noise leaves alone.
+        preserve: The property of K and V that the noise preserves; one of PRESERVED.
     """
 
     SOURCE: ClassVar[str] = "the KV cache error study: kv + kv * error on write"
@@ -75,12 +75,12 @@ class _Noise(Selective):
             )
 
     @abc.abstractmethod
-    def errors(self, drawn: Float[Tensor, "*places"]) -> Float[Tensor, "*places"]:
-        """Errors of this distribution, made of numbers drawn evenly from [0, 1)."""
+    def errors(self, uniform: Float[Tensor, "*places"]) -> Float[Tensor, "*places"]:
+        """Converts numbers drawn evenly from [0, 1) to errors of this distribution."""
 
     @abc.abstractmethod
     def below(self, bound: float) -> tuple[float, float]:
-        """The share of errors below a bound, and what these add to the mean."""
+        """The share of errors below a bound, and their contribution to the mean."""
 
     @property
     @abc.abstractmethod
@@ -88,39 +88,39 @@ class _Noise(Selective):
         """The mean error."""
 
     def start(self, facts: ModelInfo) -> Policy:
-        """A twin that keeps the errors it draws ahead."""
+        """A copy that keeps the errors it draws ahead."""
         super().start(facts)
         return running(self, _blocks={})
 
-    def written(self, tensor: Tensor, which: str, place: Place) -> Tensor:
+    def write_rows(self, tensor: Tensor, which: str, place: Place) -> Tensor:
         """The rows with their errors, computed in float32 at least and rounded once."""
         wide = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
         heads = place.heads or tuple(range(tensor.shape[1]))
-        error = self._drawn(which, place, heads, tensor.shape[3]).to(wide)
+        error = self._errors_at(which, place, heads, tensor.shape[3]).to(wide)
         if self.error == "multiplicative":
             error = wide * error
         elif self.preserve == "mean":
             error = error - self.expected
-        made = wide + error
-        turned = made.sign() * wide.sign() < 0
+        noisy = wide + error
+        flipped = noisy.sign() * wide.sign() < 0
         if "sign" in self.preserve:
-            made = torch.where(turned, wide - error, made)
+            noisy = torch.where(flipped, wide - error, noisy)
         elif "magnitude" in self.preserve:
-            made = torch.where(turned, -wide, wide)
+            noisy = torch.where(flipped, -wide, wide)
         if "mean" in self.preserve and self.error == "multiplicative":
-            made = made / self._factor()
-        return made.to(tensor.dtype)
+            noisy = noisy / self._factor()
+        return noisy.to(tensor.dtype)
 
     def _factor(self) -> float:
-        """What elements are multiplied by on average."""
+        """The mean factor of the noise."""
         share, part = self.below(-1.0)
-        return (
-            1 - 2 * share
-            if "magnitude" in self.preserve
-            else 1 + self.expected - (2 * part if "sign" in self.preserve else 0)
-        )
+        if "magnitude" in self.preserve:
+            return 1 - 2 * share
+        return 1 + self.expected - (2 * part if "sign" in self.preserve else 0)
 
-    def _drawn(self, which: str, place: Place, heads: tuple[int, ...], width: int) -> Float[Tensor, "kv_head row head_dim"]:
+    def _errors_at(
+        self, which: str, place: Place, heads: tuple[int, ...], width: int
+    ) -> Float[Tensor, "kv_head row head_dim"]:
         """The errors of the rows from ``place.start`` to ``place.stop``."""
         first, last = place.start // AT_ONCE, (place.stop - 1) // AT_ONCE
         blocks = [self._block(which, place.layer, number, heads, width) for number in range(first, last + 1)]
@@ -128,20 +128,20 @@ class _Noise(Selective):
         return whole[:, place.start - first * AT_ONCE : place.stop - first * AT_ONCE]
 
     def _block(self, which: str, layer: int, number: int, heads: tuple[int, ...], width: int) -> Tensor:
-        """The errors of AT_ONCE positions; of each layer and tensor the newest block is kept for the steps that follow."""
-        kept = {} if self._blocks is None else self._blocks
-        if (layer, which, number) not in kept:
+        """The errors of AT_ONCE positions. The newest block of each layer and tensor is kept for the steps that follow."""
+        blocks = {} if self._blocks is None else self._blocks
+        if (layer, which, number) not in blocks:
             fours = -(-width // 4)
-            key, begun, count = (self.seed, 2 * layer + (which == "v")), number * AT_ONCE * fours, AT_ONCE * fours * 4
-            drawn = [torch.from_numpy(draws(key, count, (begun, head, 0, OF_NOISE))) for head in heads]
-            kept.pop((layer, which, number - 1), None)
-            kept[layer, which, number] = self.errors(torch.stack(drawn).view(len(heads), AT_ONCE, -1)[..., :width])
-        return kept[layer, which, number]
+            key, start, count = (self.seed, 2 * layer + (which == "v")), number * AT_ONCE * fours, AT_ONCE * fours * 4
+            uniform = [torch.from_numpy(draws(key, count, (start, head, 0, OF_NOISE))) for head in heads]
+            blocks.pop((layer, which, number - 1), None)
+            blocks[layer, which, number] = self.errors(torch.stack(uniform).view(len(heads), AT_ONCE, -1)[..., :width])
+        return blocks[layer, which, number]
 
 
 @dataclasses.dataclass(frozen=True)
 class Uniform(_Noise):
-    """Relative errors drawn evenly from ``low`` to ``high``; one below -1 turns the sign."""
+    """Relative errors drawn evenly from ``low`` to ``high``; an error below -1 flips the sign."""
 
     low: float = -1.0
     high: float = 1.0
@@ -151,12 +151,12 @@ class Uniform(_Noise):
         if self.low > self.high:
             raise InputError(f"policy {self} has low={self.low:g} above high={self.high:g}: give the smaller first.")
 
-    def errors(self, drawn: Float[Tensor, "*places"]) -> Float[Tensor, "*places"]:
-        """From 0 to 1 stretched to low to high."""
-        return self.low + (self.high - self.low) * drawn
+    def errors(self, uniform: Float[Tensor, "*places"]) -> Float[Tensor, "*places"]:
+        """Stretches [0, 1) to [low, high)."""
+        return self.low + (self.high - self.low) * uniform
 
     def below(self, bound: float) -> tuple[float, float]:
-        """In closed form."""
+        """Computes both in closed form."""
         if self.low == self.high:
             return float(self.low < bound), self.low * (self.low < bound)
         end = min(max(bound, self.low), self.high)
@@ -164,13 +164,13 @@ class Uniform(_Noise):
 
     @property
     def expected(self) -> float:
-        """The middle."""
+        """The middle of the range."""
         return (self.low + self.high) / 2
 
 
 @dataclasses.dataclass(frozen=True)
 class Normal(_Noise):
-    """Relative errors drawn from a normal distribution; one below -1 turns the sign."""
+    """Relative errors drawn from a normal distribution; an error below -1 flips the sign."""
 
     mean: float = 0.0
     std: float = 0.25
@@ -180,12 +180,12 @@ class Normal(_Noise):
         if self.std < 0:
             raise InputError(f"policy {self} has std={self.std:g}: expected a standard deviation of at least 0.")
 
-    def errors(self, drawn: Float[Tensor, "*places"]) -> Float[Tensor, "*places"]:
-        """The quantiles, so that each error needs one number."""
-        return self.mean + self.std * torch.special.ndtri(drawn.clamp(min=2.0**-54))
+    def errors(self, uniform: Float[Tensor, "*places"]) -> Float[Tensor, "*places"]:
+        """Takes the quantiles, so that each error needs one number."""
+        return self.mean + self.std * torch.special.ndtri(uniform.clamp(min=2.0**-54))
 
     def below(self, bound: float) -> tuple[float, float]:
-        """In closed form."""
+        """Computes both in closed form."""
         if self.std == 0:
             return float(self.mean < bound), self.mean * (self.mean < bound)
         z = (bound - self.mean) / self.std

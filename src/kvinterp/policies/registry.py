@@ -11,11 +11,11 @@ POLICIES = spec.plugins_of(folder, Policy)
 
 
 def policy_named(text: str) -> Policy:
-    """Builds a policy from its text form, such as ``identity`` or ``name(1,2)``; of ``a+b`` a :class:`Chain`.
+    """Builds a policy from its text form, such as ``identity`` or ``name(1,2)``; from ``a+b`` it builds a :class:`Chain`.
 
     Raises:
         InputError: No policy has that name, or its arguments do not fit its fields.
     """
     parts = spec.split(check_text("policy", text, "'identity', or a Policy"), "+") or [text]
-    found = [spec.read("policy", part, POLICIES, "Values go in brackets, as in name(1,2).") for part in parts]
-    return found[0] if len(found) == 1 else Chain(tuple(found))
+    policies = [spec.read("policy", part, POLICIES, "Values go in brackets, as in name(1,2).") for part in parts]
+    return policies[0] if len(policies) == 1 else Chain(tuple(policies))

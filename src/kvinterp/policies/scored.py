@@ -1,4 +1,4 @@
-"""What policies share that keep the rows with the largest scores: how many stay, what attention showed, and which they are."""
+"""The base of policies that keep the rows with the largest scores."""
 
 from __future__ import annotations
 
@@ -19,115 +19,115 @@ from kvinterp.policies.base import Place, Policy, running
 
 
 def check_share(policy: Policy, field: str) -> None:
-    """Raises InputError where a field of a policy is no share from 0 up to, and not reaching, 1."""
+    """Raises InputError if a field of a policy is no share from 0 up to, and not reaching, 1."""
     name = f"policy {name_of(type(policy))!r}: {field}"
     if not 0 <= check_number(name, getattr(policy, field)) < 1:
         raise unexpected(name, getattr(policy, field), "a share from 0 up to, and not reaching, 1")
 
 
 def rows_left(rows: int, compression_ratio: float) -> int:
-    """How many of so many rows stay, as kvpress counts them: the whole part of ``rows * (1 - compression_ratio)``, at least 1."""
+    """How many rows stay, as kvpress counts them: the whole part of ``rows * (1 - compression_ratio)``, at least 1."""
     # 100 * (1 - 0.9) is 9.999999999999998 in float64, and means 10.
     return max(1, int(rows * (1 - compression_ratio) + 1e-9))
 
 
 @dataclasses.dataclass(frozen=True)
 class Scored(Policy, abc.ABC):
-    """A policy that lets go of the rows with the smallest scores, in each KV head on its own; of equal scores the newer go.
+    """A policy that evicts the rows with the smallest scores, in each KV head on its own; of equal scores the newer rows.
 
-    A policy that derives from it writes :meth:`room` and :meth:`scores`, and :meth:`heard` where scores rest on attention.
+    A subclass defines :meth:`room` and :meth:`scores`, and :meth:`accumulate` if scores rest on attention.
     """
 
     goes_on: ClassVar[bool] = True
-    """Whether it lets go of rows at every step; else once, when the prompt is whole, and every later row stays."""
+    """Whether it evicts rows at every step; else once, when the prompt is whole, and every later row stays."""
     _heads: ClassVar[int]
-    _held: ClassVar[dict[int, Tensor]]
-    """What is remembered of each absolute position, by layer."""
+    _totals: ClassVar[dict[int, Tensor]]
+    """By layer the total of :meth:`accumulate` for each absolute position."""
 
     def start(self, facts: ModelInfo) -> Policy:
-        """A twin that remembers what attention showed."""
-        return running(self, _heads=facts.kv_heads, _held={})
+        """A copy that accumulates attention."""
+        return running(self, _heads=facts.kv_heads, _totals={})
 
     @abc.abstractmethod
     def room(self, prompt: int) -> int:
-        """Rows that stay in each layer and KV head, of a prompt of so many positions."""
+        """How many rows stay in each layer and KV head, for a prompt of this length."""
 
-    def rows_stored(self, prompt: int, seen: int) -> int:
-        """The room, and where only the prompt is compressed all that came later."""
+    def rows_stored(self, prompt: int, length: int) -> int:
+        """The room, plus all later rows if only the prompt is compressed."""
         room = self.room(prompt)
-        return min(seen, room if self.goes_on else room + max(seen - prompt, 0))
+        return min(length, room if self.goes_on else room + max(length - prompt, 0))
 
     def newest(self, prompt: int) -> int:
-        """Rows at the end that stay whatever their scores are."""
+        """How many of the newest rows stay whatever their scores are."""
         return 0
 
-    def heard(
+    def accumulate(
         self,
-        before: Float[Tensor, "batch kv_head row"],
+        totals: Float[Tensor, "batch kv_head row"],
         weights: Float[Tensor, "batch kv_head query row"],
         place: Place,
     ) -> Float[Tensor, "batch kv_head row"]:
-        """What is remembered of each row, once a forward was heard.
+        """Updates the total of each row after a forward.
 
         Args:
-            before: What was remembered before it, 0 of new rows.
+            totals: The totals before it; 0 for new rows.
             weights: The forward's attention probabilities, averaged over the query heads of each KV head.
-            place: Where; its last query is at position ``place.stop - 1``.
+            place: The layer and positions; the last query is at position ``place.stop - 1``.
         """
-        return before
+        return totals
 
     @abc.abstractmethod
     def scores(
-        self, keys: Tensor, values: Tensor, remembered: Float[Tensor, "batch kv_head row"]
+        self, keys: Tensor, values: Tensor, totals: Float[Tensor, "batch kv_head row"]
     ) -> Float[Tensor, "batch kv_head row"]:
-        """The scores of the rows held.
+        """The scores of the rows in the cache.
 
         Args:
             keys: ``[batch, kv_head, row, head_dim]``.
-            values: The same of values.
-            remembered: What :meth:`heard` gave last; 0 where it was not heard.
+            values: The values, in the same shape.
+            totals: The totals of :meth:`accumulate`; 0 if it was not called.
         """
 
     def see(self, site: str, tensor: Tensor, place: Place) -> None:
-        """Remembers what the rows' attention says of them."""
+        """Accumulates the attention that the rows received."""
         # Blocks may differ in how many KV heads they have (Gemma 4).
         heads = self._heads if place.rows is None else place.rows.shape[1]
         weights = tensor.unflatten(1, (heads, -1)).mean(2, dtype=torch.promote_types(tensor.dtype, torch.float32))
-        at = _at(place, weights[:, :, 0])
-        before = self._remembered(weights[:, :, 0], place)
-        self._held[place.layer].scatter_(2, at, self.heard(before, weights, place))
+        at = _positions(place, weights[:, :, 0])
+        totals = self._totals_of(weights[:, :, 0], place)
+        self._totals[place.layer].scatter_(2, at, self.accumulate(totals, weights, place))
 
     def keep(self, keys: Tensor, values: Tensor, place: Place) -> Int[Tensor, "batch kv_head kept"] | None:
-        """As many as there is room for, those with the largest scores."""
+        """The rows with the largest scores, as many as there is room for."""
         prompt, rows = place.prompt or place.stop, keys.shape[2]
         room = self.room(prompt)
         if rows <= room or (place.stop != prompt and not self.goes_on):
             return None
-        scores = self.scores(keys, values, self._remembered(keys[..., 0], place))
+        scores = self.scores(keys, values, self._totals_of(keys[..., 0], place))
         scores = scores.masked_fill(torch.arange(rows, device=scores.device) >= rows - self.newest(prompt), torch.inf)
         return scores.sort(dim=-1, descending=True, stable=True).indices[..., :room]
 
-    def _remembered(self, like: Tensor, place: Place) -> Tensor:
-        """What is remembered of the rows held, and room for those of positions to come."""
-        held = self._held.get(place.layer)
-        if held is None:
-            held = like.new_zeros(*like.shape[:2], 0, dtype=torch.promote_types(like.dtype, torch.float32))
-        if held.shape[2] < place.stop:
-            # Twice what is needed, so that it is moved a few times in a long decode and not at every step.
-            held = self._held[place.layer] = pad(held, (0, 2 * place.stop - held.shape[2]))
-        return held.gather(2, _at(place, like))
+    def _totals_of(self, like: Tensor, place: Place) -> Tensor:
+        """The totals of the rows in the cache; makes room for the positions to come."""
+        totals = self._totals.get(place.layer)
+        if totals is None:
+            totals = like.new_zeros(*like.shape[:2], 0, dtype=torch.promote_types(like.dtype, torch.float32))
+        if totals.shape[2] < place.stop:
+            # Twice what is needed, so that a long decode moves it a few times and not at every step.
+            totals = self._totals[place.layer] = pad(totals, (0, 2 * place.stop - totals.shape[2]))
+        return totals.gather(2, _positions(place, like))
 
 
-def _at(place: Place, like: Tensor) -> Tensor:
+def _positions(place: Place, like: Tensor) -> Tensor:
     return place.positions.to(like.device).expand(*like.shape[:2], -1)
 
 
 @dataclasses.dataclass(frozen=True)
 class Budgeted(Scored, abc.ABC):
-    """A scored policy whose rows are counted by kvpress's one field.
+    """A scored policy with kvpress's field for the number of rows.
 
     Attributes:
-        compression_ratio: Share of the prompt's rows that is let go of. kvpress's default 0.0 lets go of none.
+        compression_ratio: Share of the prompt's rows that is evicted. kvpress's default is 0.0.
     """
 
     compression_ratio: float = 0.5
@@ -136,5 +136,5 @@ class Budgeted(Scored, abc.ABC):
         check_share(self, "compression_ratio")
 
     def room(self, prompt: int) -> int:
-        """The rest of the prompt's rows."""
+        """The rows of the prompt that are not evicted."""
         return rows_left(prompt, self.compression_ratio)

@@ -17,9 +17,9 @@ from kvinterp.policies.base import Place, Policy
 class Sinks(Policy):
     """Keeps the first and the newest positions at every step; ``sinks=0`` is a window alone.
 
-    StreamingLLM besides numbers the rows that are left anew, 0, 1, 2, ..., and turns their keys by these numbers. This does
-    not: every key stays turned by the position of its token, as with kvpress's StreamingLLMPress without KeyRerotationPress.
-    So a text longer than the model's context stays out of reach.
+    StreamingLLM also renumbers the rows that are left, 0, 1, 2, ..., and rotates their keys by these numbers. This policy does
+    not: every key stays rotated by the position of its token, as with kvpress's StreamingLLMPress without KeyRerotationPress.
+    So texts longer than the model's context remain impossible.
 
     Attributes:
         sinks: The first rows, kvpress's ``n_sink``.
@@ -35,9 +35,9 @@ class Sinks(Policy):
         check_whole("policy 'sinks': sinks", self.sinks, 0)
         check_whole("policy 'sinks': window", self.window)
 
-    def rows_stored(self, prompt: int, seen: int) -> int:
-        """Both, once the text is longer."""
-        return min(seen, self.sinks + self.window)
+    def rows_stored(self, prompt: int, length: int) -> int:
+        """The sinks and the window, once the text is longer."""
+        return min(length, self.sinks + self.window)
 
     def keep(self, keys: Tensor, values: Tensor, place: Place) -> Int[Tensor, " kept"] | None:
         """The first rows and the last."""

@@ -47,14 +47,14 @@ class Snapkv(Budgeted):
         """The window."""
         return self.window_size
 
-    def heard(self, before: Tensor, weights: Tensor, place: Place) -> Tensor:
-        """Adds what those of this forward's queries gave that lie in the window."""
+    def accumulate(self, totals: Tensor, weights: Tensor, place: Place) -> Tensor:
+        """Adds the attention of those of this forward's queries that lie in the window."""
         queries = weights.shape[2]
         first = (place.prompt or place.stop) - self.window_size - (place.stop - queries)
-        return before + weights[:, :, max(first, 0) :].sum(2)
+        return totals + weights[:, :, max(first, 0) :].sum(2)
 
-    def scores(self, keys: Tensor, values: Tensor, remembered: Tensor) -> Tensor:
-        """The pooled sums of the rows before the window; those of the window are not asked for."""
-        before = remembered[..., : -self.window_size]
+    def scores(self, keys: Tensor, values: Tensor, totals: Tensor) -> Tensor:
+        """The pooled sums of the rows before the window; rows of the window stay whatever their scores are."""
+        before = totals[..., : -self.window_size]
         pooled = avg_pool1d(before, self.kernel_size, stride=1, padding=self.kernel_size // 2)
         return pad(pooled, (0, self.window_size))

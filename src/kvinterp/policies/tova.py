@@ -15,8 +15,8 @@ from kvinterp.policies.scored import Budgeted
 class Tova(Budgeted):
     """Keeps at every step the rows that the newest query attends to most, averaged over all heads; all heads keep the same rows.
 
-    The newest row itself always stays, as in kvpress; the paper lets it go too, were its own probability the least. kvpress
-    lets go of rows once, after the prompt.
+    The newest row itself always stays, as in kvpress; the paper evicts it too if its own probability is the least. kvpress
+    evicts rows once, after the prompt.
     """
 
     SOURCE: ClassVar[str] = "TOVA (arXiv 2401.06104), the variant with one choice of rows for a layer; kvpress TOVAPress"
@@ -26,10 +26,10 @@ class Tova(Budgeted):
         """The row of the query itself."""
         return 1
 
-    def heard(self, before: Tensor, weights: Tensor, place: Place) -> Tensor:
-        """What the newest query gave, and nothing of those before it."""
-        return weights[:, :, -1].mean(1, keepdim=True).expand_as(before)
+    def accumulate(self, totals: Tensor, weights: Tensor, place: Place) -> Tensor:
+        """Replaces the totals by the attention of the newest query."""
+        return weights[:, :, -1].mean(1, keepdim=True).expand_as(totals)
 
-    def scores(self, keys: Tensor, values: Tensor, remembered: Tensor) -> Tensor:
-        """That of the newest query."""
-        return remembered
+    def scores(self, keys: Tensor, values: Tensor, totals: Tensor) -> Tensor:
+        """The attention of the newest query."""
+        return totals

@@ -38,8 +38,8 @@ class Truncate(Selective):
         super().__post_init__()
         check_whole("truncate's bits", self.bits, 0, 52)
 
-    def written(self, tensor: Tensor, which: str, place: Place) -> Tensor:
-        """The rows without their low bits; what is not finite stays."""
+    def write_rows(self, tensor: Tensor, which: str, place: Place) -> Tensor:
+        """Clears the low bits of rows; elements that are not finite stay."""
         mantissa = -round(math.log2(torch.finfo(tensor.dtype).eps))
         if self.bits > mantissa:
             raise UnsupportedError(

@@ -1,4 +1,4 @@
-"""WHAT IS KEPT: hooks that hear named sites, the recorder, and the trace it fills."""
+"""WHAT IS KEPT: hooks on named sites, the recorder, and the trace that it fills."""
 
 from kvinterp.recording.around import record
 from kvinterp.recording.hook import LOGITS, PathHook, SiteHook

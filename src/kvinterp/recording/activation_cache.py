@@ -1,4 +1,4 @@
-"""TransformerLens's ``ActivationCache``: made of a trace, and read as what was recorded of one forward."""
+"""Conversion of traces and recorders to TransformerLens's ``ActivationCache``, and back to records."""
 
 from __future__ import annotations
 
@@ -17,71 +17,71 @@ from kvinterp.models.sites import LAYOUTS
 def activation_cache(
     records: Mapping[Site, Sequence[Tensor]], steps: Sequence[int], step: int, path: str, model: Any = None
 ) -> Any:
-    """An ``ActivationCache`` of one step of a trace.
+    """Makes an ``ActivationCache`` of one step of a trace.
 
     Args:
-        records: What the trace holds.
-        steps: The steps it recorded.
+        records: The trace's records.
+        steps: The recorded steps.
         step: The step.
-        path: The path's text form. Of a cached one with all positions the rows that earlier steps computed are put in front.
-        model: The model that the cache's own methods ask, or None.
+        path: The path's text form. If it is a cached path with all positions, the rows of earlier steps come first.
+        model: The model that some methods of the cache need, or None.
 
     Raises:
-        InputError: The step was not recorded, or nothing that a hook shows.
+        InputError: The step was not recorded, or no recorded site has a hook.
     """
     if isinstance(step, bool) or step not in steps:
         raise InputError(f"step={step!r} was not recorded: expected one of {', '.join(map(str, steps)) or 'none'}.")
     at = list(steps).index(step)
-    found: dict[Site, Tensor] = {}
-    for (site, layer), kept in records.items():
+    every_step = path.startswith("cached") and list(steps[: at + 1]) == list(range(step + 1))
+    tensors: dict[Site, Tensor] = {}
+    for (site, layer), record in records.items():
         if site not in HOOKS:
             continue
-        layout, here = LAYOUTS[site], kept[at]
-        newest = here.dim() < layout.dimensions - 1
-        if not newest and layout.gathers and path.startswith("cached") and list(steps[: at + 1]) == list(range(step + 1)):
-            here = torch.cat(list(kept[: at + 1]), 0)
-        found[site, layer] = here[None]
-    return cache_of(found, model)
+        layout, tensor = LAYOUTS[site], record[at]
+        if tensor.dim() == layout.dimensions - 1 and layout.gathers and every_step:
+            tensor = torch.cat(list(record[: at + 1]), 0)
+        tensors[site, layer] = tensor[None]
+    return cache_of(tensors, model)
 
 
 def cache_of(records: Mapping[Site, Tensor], model: Any = None) -> Any:
-    """An ``ActivationCache`` of one forward.
+    """Makes an ``ActivationCache`` of one forward.
 
     Args:
         records: For each site and layer a tensor with the batch, of all positions or of the newest without their axis.
-        model: The model that the cache's own methods ask, or None.
+        model: The model that some methods of the cache need, or None.
 
     Raises:
-        InputError: None of it is what a hook shows.
+        InputError: No recorded site has a hook.
     """
     from transformer_lens import ActivationCache
 
-    found = {
-        hook_name(site, layer): here if here.dim() == LAYOUTS[site].dimensions else here.unsqueeze(LAYOUTS[site].rows)
-        for (site, layer), here in records.items()
+    tensors = {
+        hook_name(site, layer): tensor if tensor.dim() == LAYOUTS[site].dimensions else tensor.unsqueeze(LAYOUTS[site].rows)
+        for (site, layer), tensor in records.items()
         if site in HOOKS
     }
-    if not found:
+    if not tensors:
         raise InputError(
             f"what was recorded holds nothing that a hook of TransformerLens shows: record one of {', '.join(HOOKS)}, as in "
             "record='resid_post,pattern'."
         )
-    return ActivationCache(found, getattr(model, "model", model))
+    return ActivationCache(tensors, getattr(model, "model", model))
 
 
-def is_activation_cache(given: object) -> bool:
-    """Whether it is an ``ActivationCache``, of whatever version of TransformerLens; it need not be imported for that."""
-    return type(given).__name__ == "ActivationCache" and isinstance(getattr(given, "cache_dict", None), Mapping)
+def is_activation_cache(value: object) -> bool:
+    """Whether a value is an ``ActivationCache`` of any version of TransformerLens, without importing it."""
+    return type(value).__name__ == "ActivationCache" and isinstance(getattr(value, "cache_dict", None), Mapping)
 
 
 def records_of(cache: Any, batched: bool = False) -> dict[Site, Tensor]:
-    """What an ``ActivationCache`` holds at the sites that there are: of one prompt without its batch, or with the batch.
+    """Returns the tensors of an ``ActivationCache`` by site and layer, without the batch (of one) unless ``batched``.
 
     Raises:
-        InputError: It holds none, or several prompts.
+        InputError: It holds no site, or several prompts without ``batched``.
         UnsupportedError: A tensor is not of the shape that its site has here.
     """
-    found: dict[Site, Tensor] = {}
+    records: dict[Site, Tensor] = {}
     for name, tensor in cache.cache_dict.items():
         try:
             place = hook_of(name)
@@ -99,7 +99,7 @@ def records_of(cache: Any, batched: bool = False) -> dict[Site, Tensor]:
                 f"{name} has the shape {tuple(tensor.shape)}, and {site} has {LAYOUTS[site].dimensions} axes here: leave it out, "
                 "with names_filter."
             )
-        found[site, layer] = rows if batched else rows[0]
-    if not found:
+        records[site, layer] = rows if batched else rows[0]
+    if not records:
         raise InputError(f"the cache holds no hook at which a site is: expected some of {', '.join(HOOKS.values())}.")
-    return found
+    return records

@@ -1,4 +1,4 @@
-"""The recorder around a user's own forwards, heard where the model computes them."""
+"""Attaches a recorder to the user's own forwards."""
 
 from __future__ import annotations
 
@@ -26,15 +26,14 @@ def record(
     kv_heads: Iterable[int] | None = None,
     positions: words.Positions | str | int = "newest",
 ) -> Iterator[Recorder]:
-    """Records the user's own forwards on anyone's model; each pass through its blocks is one step.
+    """Records the forwards that run inside the ``with`` block; each pass through the model's blocks is one step.
 
     Passes are counted where the model computes, not where it is called: ``model(...)``, ``model.forward(...)``, ``generate``
-    (a step a forward, whatever it decodes with), ``run_with_hooks``, ``run_with_cache`` and a decoder inside the model are
-    all heard. A forward that an error or an interruption cuts off is no step, and leaves nothing in what is kept. Every
-    forward is heard until it is left, whoever runs it.
+    (a step a forward, whatever it decodes with), ``run_with_hooks``, ``run_with_cache`` and a decoder inside the model all
+    count. A forward that an error or an interruption cuts off is no step, and nothing of it is kept.
 
-    It shows what the model goes on with: it hears behind all patches, and behind hooks of the user's own that are on the same
-    module when the forward begins, whichever was opened first.
+    The recorder sees the tensors that the model goes on with: its hooks run after all patches and after the user's own hooks
+    that are on the same module when the forward begins, in whichever order they were opened.
 
     Cache sites are read from the cache that the user's forward used or made.
 
@@ -47,21 +46,21 @@ def record(
         positions: As for :class:`Recorder`.
 
     Yields:
-        The recorder; ``recorder["resid_post", 3]`` is a tensor, of several forwards stacked; ``.kept`` has each.
+        The recorder; ``recorder["resid_post", 3]`` is a tensor, with several forwards stacked; ``.kept`` has each.
 
     Raises:
-        InputError: No forward was heard until it was left, or one did not run a layer that was asked for.
+        InputError: No forward ran in the block, or one did not run a layer that is recorded.
         UnsupportedError: The model cannot give a site, or a part of it is compiled.
 
     Example:
-        >>> with kvinterp.record(model, "resid_post,pattern") as seen:  # doctest: +SKIP
+        >>> with kvinterp.record(model, "resid_post,pattern") as recorder:  # doctest: +SKIP
         ...     model(tokens)
-        >>> seen["pattern", 0].shape  # doctest: +SKIP
+        >>> recorder["pattern", 0].shape  # doctest: +SKIP
     """
     adapter = wrap(model)
     recorder = Recorder(adapter, sites, layers, heads, kv_heads, None, positions)
     passes = Passes(adapter, _Recording(adapter, recorder), CONTEXT, recorder.places)
-    listeners = {place: [heard] for place, heard in recorder.listeners.items()}
+    listeners = {place: [listener] for place, listener in recorder.listeners.items()}
     with adapter.attached(recorder.places, LAST), adapter.listening(listeners, LAST), passes.watching():
         yield recorder
     if passes.silent:
@@ -69,7 +68,7 @@ def record(
 
 
 class _Recording(WatchesPasses):
-    """Makes a step of every pass."""
+    """Makes every pass one step of the recorder."""
 
     def __init__(self, adapter: Adapter, recorder: Recorder) -> None:
         self.adapter, self.recorder = adapter, recorder
@@ -84,7 +83,7 @@ class _Recording(WatchesPasses):
         self.recorder.begin_pass()
 
     def block_ends(self, layer: int, cache: Any) -> None:
-        """Reads what no hook shows."""
+        """Reads the cache sites that no hook shows."""
         for site in self._from_cache.get(layer, ()):
             tensor = self.adapter.read_cache(site, layer, cache)
             if tensor is None:
@@ -95,12 +94,11 @@ class _Recording(WatchesPasses):
             self.recorder.keep(site, layer, tensor)
 
     def pass_ends(self, ran: Sequence[int]) -> None:
-        """Ends the step, if it showed everything that was asked for."""
-        unheard = self.recorder.unheard()
-        if unheard:
+        """Ends the step, if it showed every recorded site."""
+        missing = self.recorder.missing()
+        if missing:
             self.recorder.abandon_step()
-            site, layer = unheard[0]
-            raise InputError(self._missing(site, layer, ran))
+            raise InputError(self._error(*missing[0], ran))
         self.recorder.end_step()
 
     def pass_cut(self) -> None:
@@ -111,7 +109,8 @@ class _Recording(WatchesPasses):
         """Forgets the newest step."""
         self.recorder.forget_step()
 
-    def _missing(self, site: str, layer: int, ran: Sequence[int]) -> str:
+    def _error(self, site: str, layer: int, ran: Sequence[int]) -> str:
+        """Says why a forward did not show a site."""
         name = self.adapter.facts.name
         if layer in ran:
             return (

@@ -1,4 +1,4 @@
-"""A path that was walked elsewhere: what another engine says it computed, as plain numbers."""
+"""The log-probs that another engine wrote for one sequence, as plain numbers."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ import numpy as np
 from kvinterp.errors import InputError, shown
 
 MISSING = -9000.0
-"""At or below this a log-prob stands for none: vLLM writes -9999, llama.cpp the lowest float32."""
+"""A value at or below this means that no log-prob was given: vLLM writes -9999, llama.cpp the lowest float32."""
 LARGEST = 1e30
-"""Above this a number is no log-prob, nor a probability or a logit in its place."""
+"""A number above this is no log-prob, probability or logit."""
 ROUNDED = 1e-3
-"""So far above 0 a log-prob is 0, rounded."""
+"""A log-prob at most this far above 0 is a rounded 0."""
 Pairs = tuple[np.ndarray, np.ndarray]
 """Token ids and their log-probs at one position."""
 
 
 @dataclasses.dataclass(eq=False, repr=False)
 class EnginePath:
-    """One sequence that another engine walked.
+    """One sequence with the log-probs of another engine.
 
     Attributes:
-        id: Where it stands in its file.
+        id: Its place in the file.
         prompt: Token ids of the prompt.
-        tokens: Token ids behind it.
-        chosen: ``[position]``, in nats: the log-prob of each id of prompt and tokens given those before it; NaN: not given.
-        top: For a position the ids that were given there besides, and their log-probs.
-        missing: What stood where no log-prob was given, and how often.
-        trainer: As ``chosen``, of a second side in the same file; None where there is none.
-        declared: What the file says it was made with, such as ``{"dtype": "float32"}``.
-        step: The step of the grid that the format writes log-probs on, in nats; None where it has none.
+        tokens: Token ids after the prompt.
+        chosen: ``[position]``, in nats: the log-prob of each id of prompt and tokens given those before it; NaN if not given.
+        top: For some positions further ids and their log-probs.
+        missing: What the file holds where no log-prob is given, and how often.
+        trainer: As ``chosen``, for the trainer's log-probs in the same file; None if there are none.
+        declared: The settings that the file names, such as ``{"dtype": "float32"}``.
+        step: The step of the grid on which the format writes log-probs, in nats; None if it has no grid.
     """
 
     id: str
@@ -60,7 +60,7 @@ class EnginePath:
             raise InputError(f"{self.id} has no token: expected token ids; leave it out.")
 
     def __repr__(self) -> str:
-        """What it is of, in one line."""
+        """Names the sequence and its size in one line."""
         count = int(np.isfinite(self.chosen).sum())
         return f"<EnginePath {self.id}: {len(self.prompt)} prompt tokens, {len(self.tokens)} more, {count} log-probs>"
 
@@ -71,15 +71,15 @@ class EnginePath:
 
 
 def log_probs(values: Iterable[Any], where: str, missing: Counter[str], zero: str = "missing") -> np.ndarray:
-    """Log-probs as numbers; NaN, and counted, where what stands there means that none was given.
+    """Converts log-probs to numbers. Values that mean "not given" become NaN and are counted.
 
     Args:
         values: Numbers or None.
-        where: What errors call it.
-        missing: What was found to be missing is counted here.
-        zero: ``"missing"``: an exact 0 fills a gap, as in rollout dumps; ``"certain"``: it is the log-prob of certainty.
+        where: The name of the record in errors.
+        missing: Counts the values that mean "not given"; changed in place.
+        zero: ``"missing"``: an exact 0 means "not given", as in rollout dumps; ``"certain"``: it is the log-prob of certainty.
     """
-    found = []
+    numbers = []
     for value in values:
         if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
             raise InputError(f"{where} has {shown(value)} for a log-prob: expected a number or null; mend it.")
@@ -90,15 +90,15 @@ def log_probs(values: Iterable[Any], where: str, missing: Counter[str], zero: st
         word = _missing(value, zero)
         if word:
             missing[word] += 1
-        found.append(math.nan if word else float(value))  # type: ignore[arg-type]
-    return np.array(found, dtype=float)
+        numbers.append(math.nan if word else float(value))  # type: ignore[arg-type]
+    return np.array(numbers, dtype=float)
 
 
 def positive(values: np.ndarray) -> str | None:
-    """What is wrong with log-probs that are above 0, None where none is by more than rounding."""
+    """Says how many log-probs are above 0 by more than rounding; None if none is."""
     above, n = int((values > ROUNDED).sum()), int(np.isfinite(values).sum())
-    said = f"{above:,} of {n:,} values are above 0, which no log-prob is: they may be probabilities, or logits."
-    return said if above else None
+    sentence = f"{above:,} of {n:,} values are above 0, which no log-prob is: they may be probabilities, or logits."
+    return sentence if above else None
 
 
 def _missing(value: float | None, zero: str) -> str:
@@ -112,7 +112,7 @@ def _missing(value: float | None, zero: str) -> str:
 
 
 def token_ids(values: Any, where: str) -> tuple[int, ...]:
-    """Token ids of a list.
+    """Checks a list of token ids and returns it as a tuple.
 
     Raises:
         InputError: It is no list of whole numbers of at least 0.
@@ -123,10 +123,10 @@ def token_ids(values: Any, where: str) -> tuple[int, ...]:
 
 
 def pairs_of(pairs: Sequence[tuple[int, Any]], where: str, missing: Counter[str]) -> Pairs:
-    """Ids and log-probs of one position; those that are not given are left out, and counted.
+    """Makes arrays of the ids and log-probs of one position. Log-probs that are not given are left out and counted.
 
     Raises:
-        InputError: An id is none; -1 stands for a text that no single token has.
+        InputError: An id is negative; only -1, for a text that no single token has, is allowed.
     """
     if (wrong := next((token for token, _ in pairs if not -1 <= token < 2**31), None)) is not None:
         raise InputError(f"{where} has {shown(wrong)} for a token id: expected a whole number of at least 0; mend it.")
@@ -136,7 +136,7 @@ def pairs_of(pairs: Sequence[tuple[int, Any]], where: str, missing: Counter[str]
 
 
 def value_in(pairs: Pairs, token: int) -> float:
-    """The log-prob of a token among those of a position, NaN where it is not there."""
+    """Returns a token's log-prob among those of a position; NaN if it is not among them."""
     at = np.flatnonzero(pairs[0] == token)
     return float(pairs[1][at[0]]) if len(at) else math.nan
 
@@ -148,24 +148,24 @@ def path_of(
     before: Any = None,
     **declared: Any,
 ) -> EnginePath:
-    """A path of what an engine answered: an id, its log-prob and the pairs beside it for each token.
+    """Makes a path of an engine's answer: for each token an id, its log-prob and further pairs of the same position.
 
     Args:
-        where: What errors call it.
+        where: The name of the record in errors.
         prompt: Token ids of the prompt.
         rows: For each token its id, its log-prob and the ids and log-probs of the same position.
-        before: The same for each position of the prompt, without the ids; None where they were not given.
-        declared: What is known of how it was made.
+        before: For each position of the prompt the same without the id; None if not given.
+        declared: The settings that the file names.
     """  # fmt: skip
     missing: Counter[str] = Counter()
     head = [(token, *row) for token, row in zip(prompt, before or [(None, [])] * len(prompt), strict=True)]
     every = [*head, *rows]
-    chosen = log_probs([value for _, value, _ in every], where, missing, "certain")
+    logprobs = log_probs([value for _, value, _ in every], where, missing, "certain")
     if before is None:
-        # Nobody asked for those of the prompt.
+        # Log-probs of the prompt were not requested, so they do not count as missing.
         missing["null"] -= len(prompt)
     top = {at: pairs_of(pairs, where, missing) for at, (_, _, pairs) in enumerate(every) if pairs}
-    for at in map(int, np.flatnonzero(np.isnan(chosen))):
-        if at in top and not math.isnan(found := value_in(top[at], every[at][0])):
-            chosen[at] = found
-    return EnginePath(where, prompt, tuple(row[0] for row in rows), chosen, top, +missing, declared=declared)
+    for at in map(int, np.flatnonzero(np.isnan(logprobs))):
+        if at in top:
+            logprobs[at] = value_in(top[at], every[at][0])
+    return EnginePath(where, prompt, tuple(row[0] for row in rows), logprobs, top, +missing, declared=declared)

@@ -1,4 +1,4 @@
-"""Keeps what was asked, at the query position that was asked, and nothing else."""
+"""The recorder: keeps the tensors of chosen sites, layers, heads, steps and positions, and nothing else."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kvinterp.recording.hook import SiteHook
 from kvinterp.recording.trace import stacked
 
 WITH_ROWS = (*CACHE_SITES, *ATTENDED_SITES)
-"""Beside these the positions of the rows are recorded where a policy may let go of some."""
+"""The sites for which the positions of the rows are recorded too where a policy may evict some."""
 
 
 class Recorder(SiteHook):
@@ -40,9 +40,9 @@ class Recorder(SiteHook):
         positions: ``"newest"``, or -1 (the last query position; for cache sites the last key), or ``"all"``.
 
     Attributes:
-        heads: The query heads that are kept, None for all.
-        kv_heads: The KV heads that are kept, None for all.
-        derived: The sites that are worked out beside a kernel that does not show them (SDPA).
+        heads: The query heads that are kept; None for all.
+        kv_heads: The KV heads that are kept; None for all.
+        derived: The sites that are computed beside a kernel that does not show them (SDPA).
 
     Raises:
         InputError: A site, layer, head or choice of positions does not exist.
@@ -72,8 +72,8 @@ class Recorder(SiteHook):
         self.heads = chosen_heads(heads, adapter.facts.query_heads, "query head")
         self.kv_heads = chosen_heads(kv_heads, adapter.facts.kv_heads, "KV head")
         self._heads = {
-            kind: None if chosen is None else torch.tensor(chosen)
-            for kind, chosen in (("query", self.heads), ("KV", self.kv_heads), ("", None))
+            kind: None if heads is None else torch.tensor(heads)
+            for kind, heads in (("query", self.heads), ("KV", self.kv_heads), ("", None))
         }
         self.kept: dict[Site, list[Tensor]] = {place: [] for place in places}
         self.recorded_steps: list[int] = []
@@ -82,10 +82,10 @@ class Recorder(SiteHook):
         super().__init__(adapter, self.kept, positions, rows="any")
 
     def __repr__(self) -> str:
-        """What it keeps, in one line."""
-        name, kept = self.adapter.facts.name, max(map(len, self.kept.values()), default=0)
+        """Names the sites, layers, model and number of forwards in one line."""
+        name, count = self.adapter.facts.name, max(map(len, self.kept.values()), default=0)
         sites = (f"{site} (derived)" if site in self.derived else site for site in self.sites)
-        return f"<Recorder of {', '.join(sites)} in {len(self.layers)} layers of {name}: {kept} forwards kept>"
+        return f"<Recorder of {', '.join(sites)} in {len(self.layers)} layers of {name}: {count} forwards kept>"
 
     @property
     def kept_bytes(self) -> int:
@@ -94,11 +94,11 @@ class Recorder(SiteHook):
 
     @property
     def reads(self) -> bool:
-        """Whether it keeps a site of the cache; of which rows that is, is told where some may be missing."""
+        """Whether it keeps a site of the cache. The positions of its rows come with it where a policy may evict some."""
         return bool(self._reads)
 
     def begin_step(self, step: int) -> None:
-        """What follows belongs to this step."""
+        """Ends the step before and begins this one."""
         self.end_step()
         self._begun = True
         self._on = self.steps is None or step in self.steps
@@ -106,25 +106,25 @@ class Recorder(SiteHook):
             self.recorded_steps.append(step)
 
     def end_step(self) -> None:
-        """Puts together what one step showed; a chunked prefill shows a site once a chunk."""
+        """Joins the pieces of one step; a chunked prefill shows a site once a chunk."""
         for place, pieces in self._pieces.items():
             self.kept.setdefault(place, []).append(pieces[0] if len(pieces) == 1 else self._joined(place[0], pieces))
         self._pieces = {}
         self._on = self._begun = False
 
     def popped(self) -> list[Tensor]:
-        """Ends the step and hands over what it showed, site by site, keeping none of it."""
+        """Ends the step and returns its tensors, site by site, keeping none of them."""
         self.end_step()
-        return [kept.pop() for kept in self.kept.values() if kept]
+        return [tensors.pop() for tensors in self.kept.values() if tensors]
 
     def forget_step(self) -> None:
         """Forgets the step that ended last."""
         self.recorded_steps.pop()
-        for kept in self.kept.values():
-            kept.pop()
+        for tensors in self.kept.values():
+            tensors.pop()
 
     def abandon_step(self) -> bool:
-        """Forgets a step that was begun and never ended, because its forward was cut off; whether there was one."""
+        """Forgets a step whose forward was cut off, and says whether there was one."""
         begun = self._begun
         if self._on:
             self.recorded_steps.pop()
@@ -133,30 +133,30 @@ class Recorder(SiteHook):
         return begun
 
     def keep(self, site: str, layer: int, tensor: Tensor) -> None:
-        """Keeps a site that no hook shows, of the step that was begun."""
-        self._bring(site, layer, 0, tensor)
+        """Keeps a tensor of a site that no hook shows, in the current step."""
+        self._show(site, layer, 0, tensor)
 
-    def unheard(self) -> list[Site]:
-        """What is to be kept and was not shown since the step was begun."""
+    def missing(self) -> list[Site]:
+        """The sites and layers that the current step has not shown yet."""
         return [place for place in self.kept if place not in self._pieces]
 
     def on_read(self, place: Place, keys: Tensor, values: Tensor) -> None:
-        """Hears what attention reads from the cache, and of which rows where a policy may have let go of some."""
+        """Keeps what attention reads from the cache, with the positions of the rows where a policy may have evicted some."""
         if place.rows is not None and any((site, place.layer) in self.kept for site in WITH_ROWS):
-            self._bring(ROWS, place.layer, place.start, place.rows)
+            self._show(ROWS, place.layer, place.start, place.rows)
         super().on_read(place, keys, values)
 
     def see(self, site: str, layer: int, start: int, tensor: Tensor) -> None:
-        """Keeps the rows and heads that were asked for, in a step that was."""
+        """Keeps the chosen rows and heads of a tensor, if this step is recorded."""
         if not self._on:
             return
         layout, newest = LAYOUTS[site], self.positions == "newest"
         if newest:
             tensor = tensor.select(layout.rows, -1)
-        if (chosen := self._heads[layout.head_kind]) is not None:
-            # Where the axis of rows is gone, those behind it have moved up.
+        if (heads := self._heads[layout.head_kind]) is not None:
+            # Without the axis of rows, the axes after it move up by one.
             axis = layout.heads - (newest and layout.heads > layout.rows)
-            tensor = tensor.index_select(axis, chosen.to(tensor.device))
+            tensor = tensor.index_select(axis, heads.to(tensor.device))
         self._pieces.setdefault((site, layer), []).append(tensor.clone())
 
     def _joined(self, site: str, pieces: list[Tensor]) -> Tensor:
@@ -164,18 +164,18 @@ class Recorder(SiteHook):
             return pieces[-1]
         if not LAYOUTS[site].keys:
             return torch.cat(pieces, 1)
-        # A piece's newest key is its newest query's; a sliding window lets go of the oldest ones.
+        # A piece's newest key belongs to its newest query; a sliding window drops the oldest keys.
         ends = list(itertools.accumulate(piece.shape[2] for piece in pieces))
         fill = 0.0 if site == "pattern" else -torch.inf
-        around = [(end - piece.shape[3], ends[-1] - end) for piece, end in zip(pieces, ends, strict=True)]
-        return torch.cat([nn.functional.pad(p, room, value=fill) for p, room in zip(pieces, around, strict=True)], 2)
+        padding = [(end - piece.shape[3], ends[-1] - end) for piece, end in zip(pieces, ends, strict=True)]
+        return torch.cat([nn.functional.pad(p, widths, value=fill) for p, widths in zip(pieces, padding, strict=True)], 2)
 
     def keys(self) -> list[Site]:
-        """The sites and layers that are kept, each by which :meth:`__getitem__` takes it."""
+        """The keys of :meth:`__getitem__`: the sites and layers that are kept."""
         return list(self.kept)
 
     def __iter__(self) -> Iterator[Site]:
-        """As :meth:`keys`."""
+        """Iterates over :meth:`keys`."""
         return iter(self.kept)
 
     def __contains__(self, place: object) -> bool:
@@ -187,57 +187,57 @@ class Recorder(SiteHook):
         return len(self.kept)
 
     def values(self) -> list[Tensor]:
-        """What :meth:`__getitem__` gives of each."""
+        """The values of :meth:`__getitem__`, in the order of the keys."""
         return [self[place] for place in self.kept]
 
     def items(self) -> list[tuple[Site, Tensor]]:
-        """Each beside its site and layer."""
+        """Pairs of keys and values."""
         return [(place, self[place]) for place in self.kept]
 
-    def _place(self, given: object) -> object:
-        """A site and its layer, which counts from the last where it is negative."""
-        place = place_of(given)
+    def _place(self, name: object) -> object:
+        """The site and layer of a name; a negative layer counts from the last."""
+        place = place_of(name)
         layer = whole_number(place[1]) if isinstance(place, tuple) and len(place) == 2 else None
         if layer is not None and -self.adapter.facts.layers <= layer < 0:
             return place[0], layer + self.adapter.facts.layers  # type: ignore[index]
         return place
 
     def __getitem__(self, place: Site | str) -> Tensor:
-        """What was kept of a site at a layer (-1: the last), or of a hook or module by its name, with the batch in front.
+        """Returns a site at a layer (-1: the last), or a hook or module by its name, with the batch first.
 
-        Of one forward its tensor; of several they are stacked, ``[forward, batch, ...]``, and ragged lengths padded with NaN
-        (positions with -1). :attr:`kept` has them one by one.
+        After one forward it is that forward's tensor. Several forwards are stacked, ``[forward, batch, ...]``, and ragged lengths
+        padded with NaN (positions with -1). :attr:`kept` has them one by one.
         """
         place = cast(Site, self._place(place))
         if place not in self.kept:
             have = ", ".join(f"({s!r}, {layer})" for s, layer in self.kept)
             raise InputError(f"nothing was recorded as {shown(place)}: expected a site and a layer, one of {have}.")
-        kept = self.kept[place]
-        if not kept:
+        tensors = self.kept[place]
+        if not tensors:
             raise InputError(f"{shown(place)} was recorded of no forward yet: run the model within kv.record(...) first.")
-        return kept[0] if len(kept) == 1 else stacked(kept)
+        return tensors[0] if len(tensors) == 1 else stacked(tensors)
 
     def stack_activation(self, site: str, layer: int = -1) -> Tensor:
-        """A site of all layers that were kept, stacked in front, as TransformerLens's cache does.
+        """Stacks a site of all kept layers along a new first axis, as TransformerLens's cache does.
 
         Args:
             site: A site, or a hook's name without its layer.
             layer: How many layers, from the first that was kept; all for -1.
         """
         (name,) = sites_of(site)
-        layers = sorted(at for of, at in self.kept if of == name)
+        layers = sorted(at for recorded, at in self.kept if recorded == name)
         layers = layers if layer == -1 else layers[: check_whole("layer", layer)]
         return torch.stack([self[name, at] for at in layers or [0]])
 
     def to_activation_cache(self, forward: int = -1, model: Any = None) -> Any:
-        """One forward as TransformerLens's ``ActivationCache``, by the names of its hooks, with the batch.
+        """Returns one forward as TransformerLens's ``ActivationCache``, by the names of its hooks, with the batch.
 
         Args:
-            forward: Which forward; the last unless given.
-            model: The model that the cache's own methods ask; the one that was recorded unless given.
+            forward: The number of the forward; by default the last.
+            model: The model that some methods of the cache need; by default the one that was recorded.
 
         Raises:
-            InputError: No such forward was recorded, or nothing that a hook shows.
+            InputError: No such forward was recorded, or no recorded site has a hook.
         """
         from kvinterp.recording.activation_cache import cache_of
 
@@ -246,5 +246,5 @@ class Recorder(SiteHook):
             raise InputError(
                 f"forward={forward!r} was not recorded: {count} were; give a number from 0, or -1 for the last."
             )
-        here = {place: kept[forward] for place, kept in self.kept.items()}
-        return cache_of(here, self.adapter.model if model is None else model)
+        tensors = {place: record[forward] for place, record in self.kept.items()}
+        return cache_of(tensors, self.adapter.model if model is None else model)

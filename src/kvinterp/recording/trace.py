@@ -1,4 +1,4 @@
-"""What one path computed for one prompt: the tokens, the records, and what they were made with."""
+"""A trace: the tokens, records and provenance of one path on one prompt."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ class Trace:
     Attributes:
         path: The path's text form.
         prompt: Token ids of the prompt.
-        tokens: Token ids decided, one a step; step 0 is the token decided by the prefill.
-        fed: Token ids the path was fed from step 1 on; ``tokens`` itself unless it was led by another.
+        tokens: The token ids that the path chose, one a step; the prefill decides that of step 0.
+        fed: The token ids that the path was fed from step 1 on; ``tokens`` itself unless another path led.
         records: For each site and layer one tensor a recorded step, without the batch dimension.
         steps: The recorded steps.
-        logits: ``[step, vocab]`` where they were asked for.
+        logits: ``[step, vocab]``, with ``logits="keep"``.
         ended: ``"length"`` or ``"end of sequence"``.
         failure: Where NaN or Inf first appeared, or empty.
-        provenance: What it was made with.
-        heads: The query heads that the records hold, in their order; None for all of them.
-        kv_heads: The same for KV heads.
-        derived: The sites that were worked out beside a kernel that does not show them (SDPA).
-        ids: Of a trace of someone's arrays ``[column]`` or ``[step, column]``: the tokens whose log-probs ``logits`` holds, NaN
-            where none is given; None where it holds the logits of the whole vocabulary.
+        provenance: Model, machine and settings.
+        heads: The query heads in the records, in their order; None for all.
+        kv_heads: The KV heads in the records, in their order; None for all.
+        derived: The sites that were computed beside a kernel that does not show them (SDPA).
+        ids: For a trace made of arrays ``[column]`` or ``[step, column]``: the tokens whose log-probs ``logits`` holds, NaN
+            where none is given. None if ``logits`` holds logits of the whole vocabulary.
     """
 
     path: str
@@ -77,29 +77,29 @@ class Trace:
         hidden: Mapping[Any, Any] | None = None,
         **declared: Any,
     ) -> Trace:
-        """A trace of what was computed elsewhere, of NumPy's or torch's arrays or of lists.
+        """Makes a trace of arrays or lists that were computed elsewhere.
 
         Args:
             prompt: Token ids.
-            tokens: Token ids behind it, one a step.
+            tokens: Token ids after the prompt, one a step.
             values: ``[step, vocabulary]``, log-probs in nats or logits, or with ``ids`` ``[step, k]``, log-probs of the k
-                likeliest tokens. NaN and what is at most -9000 is not given.
-            ids: ``[step, k]``, the token of each value; none for the whole vocabulary.
-            path: What it is called.
+                likeliest tokens. NaN and values of at most -9000 count as not given.
+            ids: ``[step, k]``, the token of each value; None for the whole vocabulary.
+            path: The name of the path.
             hidden: Activations at the newest position, a row a step: by site and layer, ``{("resid_post", 3): [step, width]}``,
                 or by TransformerLens's hook.
-            **declared: What is known of how it was made, such as ``model="..."`` and ``dtype="float16"``.
+            **declared: Provenance, such as ``model="..."`` and ``dtype="float16"``.
 
         Raises:
-            InputError: The shapes do not fit, or what were to be log-probs are none.
+            InputError: The shapes do not fit, or the values cannot be log-probs.
         """
         try:
             prompt, tokens = np.asarray(prompt).tolist(), np.asarray(tokens).tolist()
-            read = torch.as_tensor(values).detach().cpu()
-            if read.is_complex() or read.dtype == torch.bool:
+            array = torch.as_tensor(values).detach().cpu()
+            if array.is_complex() or array.dtype == torch.bool:
                 raise TypeError("no real numbers")
-            rows = read.double()
-            places = torch.arange(rows.shape[-1]) if ids is None else torch.as_tensor(ids).detach().cpu().clone()
+            rows = array.double()
+            columns = torch.arange(rows.shape[-1]) if ids is None else torch.as_tensor(ids).detach().cpu().clone()
         except (TypeError, ValueError, RuntimeError, IndexError) as error:
             raise InputError(
                 "prompt, tokens, values and ids cannot be made arrays of real numbers: expected such."
@@ -110,38 +110,41 @@ class Trace:
                 f"{len(prompt)} prompt tokens, {len(tokens)} more and values of shape {tuple(rows.shape)} were given: expected "
                 "values [step, vocabulary], or [step, k] with ids, a row for each token behind the prompt."
             )
-        if ids is not None and (places.shape != rows.shape or places.is_floating_point() or bool((places < 0).any())):
-            raise InputError(f"ids of shape {tuple(places.shape)} were given: expected a token id for each value.")
-        if ids is not None and bool((places.sort(-1).values.diff(dim=-1) == 0).any()):
+        if ids is not None and (columns.shape != rows.shape or columns.is_floating_point() or bool((columns < 0).any())):
+            raise InputError(f"ids of shape {tuple(columns.shape)} were given: expected a token id for each value.")
+        if ids is not None and bool((columns.sort(-1).values.diff(dim=-1) == 0).any()):
             raise InputError("ids has a token twice in one row: expected each once, with its own value.")
-        given = (rows > MISSING) & (rows < LARGEST)
-        # What is as low in every row is how a vocabulary is padded.
+        present = (rows > MISSING) & (rows < LARGEST)
+        # Columns that are this low in every row pad the vocabulary.
         pads = (rows <= MISSING) & ((rows <= MISSING).all(0) | (rows == -torch.inf)) & (ids is None)
-        if ids is None and bool((given | pads).all()):
-            rows, given = rows.masked_fill(pads, -torch.inf).log_softmax(-1), given | pads
-        rows = rows.masked_fill(~given, torch.nan)
+        if ids is None and bool((present | pads).all()):
+            rows, present = rows.masked_fill(pads, -torch.inf).log_softmax(-1), present | pads
+        rows = rows.masked_fill(~present, torch.nan)
         if why := positive(rows.numpy()):
             raise InputError(f"{why} Give log-probs, or the logits of the whole vocabulary.")
         records = {
-            cast(Site, place_of(place)): [*torch.as_tensor(each).detach().cpu()] for place, each in (hidden or {}).items()
+            cast(Site, place_of(place)): [*torch.as_tensor(tensor).detach().cpu()]
+            for place, tensor in (hidden or {}).items()
         }
-        if wrong := [place for place, each in records.items() if len(each) != len(tokens) or not isinstance(place, tuple)]:
+        if wrong := [
+            place for place, record in records.items() if len(record) != len(tokens) or not isinstance(place, tuple)
+        ]:
             raise InputError(
                 f"hidden[{shown(wrong[0])}] does not fit {len(tokens)} tokens: expected a row for each, by site and layer."
             )
         steps = tuple(range(len(tokens))) if records else ()
-        return cls(path, prompt, tokens, tokens[:-1], records, steps, rows, provenance=declared, ids=places)
+        return cls(path, prompt, tokens, tokens[:-1], records, steps, rows, provenance=declared, ids=columns)
 
     def __repr__(self) -> str:
-        """What it is of, in one line."""
+        """Names the model, the path, the size and the records in one line."""
         names = sorted({site for site, _ in self.records})
         sites = [f"{name} (derived)" if name in self.derived else name for name in names]
-        held = f"{', '.join(sites)} of {len({layer for _, layer in self.records})} layers" if sites else "no records"
-        of = ", ".join(filter(None, (models_of([self.provenance]), f"path {self.path}")))
-        return f"<Trace of {of}: {len(self.prompt)} prompt tokens, {len(self.tokens)} steps, {held}>"
+        records = f"{', '.join(sites)} of {len({layer for _, layer in self.records})} layers" if sites else "no records"
+        path = ", ".join(filter(None, (models_of([self.provenance]), f"path {self.path}")))
+        return f"<Trace of {path}: {len(self.prompt)} prompt tokens, {len(self.tokens)} steps, {records}>"
 
     def __getitem__(self, place: Site | str) -> Tensor:
-        """One site at one layer, stacked over the recorded steps; ragged lengths are padded with NaN (positions with -1).
+        """Returns one site at one layer, stacked over the recorded steps; ragged lengths are padded with NaN (positions with -1).
 
         Args:
             place: A site and a layer, ``("pattern", 1)``, or a hook's name, ``"blocks.1.attn.hook_pattern"``.
@@ -161,18 +164,18 @@ class Trace:
         return stacked(self.records[place])
 
     def to_activation_cache(self, step: int | None = None, model: Any = None) -> Any:
-        """One step as TransformerLens's ``ActivationCache``, by the names of its hooks, with a batch of one.
+        """Returns one step as TransformerLens's ``ActivationCache``, by the names of its hooks, with a batch of one.
 
-        Of a cached path that recorded ``positions="all"`` at every step, rows that earlier steps computed stand in front, so that
-        there is a row a position; scores and patterns are those of the step's own queries. Sites of the KV cache are no hook's
-        and are left out.
+        If a cached path recorded ``positions="all"`` at every step, the rows of earlier steps come first, so that there is a row
+        for each position; scores and patterns are those of the step's own queries. Sites of the KV cache have no hook and are
+        left out.
 
         Args:
-            step: The step; the last recorded unless given.
-            model: The model, for the cache's methods that ask it (``stack_head_results``, ...).
+            step: The step; by default the last recorded.
+            model: The model, which some methods of the cache need (``stack_head_results``, ...).
 
         Raises:
-            InputError: The step was not recorded, or nothing that a hook shows.
+            InputError: The step was not recorded, or no recorded site has a hook.
         """
         from kvinterp.recording.activation_cache import activation_cache
 
@@ -182,19 +185,19 @@ class Trace:
     @property
     def kept_bytes(self) -> int:
         """Bytes of records and logits."""
-        tensors = [t for kept in self.records.values() for t in kept] + ([] if self.logits is None else [self.logits])
+        tensors = [t for record in self.records.values() for t in record] + ([] if self.logits is None else [self.logits])
         return sum(t.numel() * t.element_size() for t in tensors)
 
     def save(self, folder: str | Path) -> Path:
-        """Writes ``trace.safetensors`` and ``trace.json`` into a folder, each whole or not at all."""
+        """Writes ``trace.safetensors`` and ``trace.json`` into a folder. A killed run leaves no half file."""
         target = Path(folder)
         tensors = {name: getattr(self, name) for name in ("logits", "ids")}
         tensors = {name: tensor.contiguous().cpu() for name, tensor in tensors.items() if tensor is not None}
-        for (site, layer), kept in self.records.items():
-            if len({t.shape for t in kept}) == 1:
-                tensors[f"{site}.{layer}"] = torch.stack(kept).cpu()
+        for (site, layer), record in self.records.items():
+            if len({t.shape for t in record}) == 1:
+                tensors[f"{site}.{layer}"] = torch.stack(record).cpu()
             else:
-                tensors |= {f"{site}.{layer}.{step}": t.contiguous().cpu() for step, t in enumerate(kept)}
+                tensors |= {f"{site}.{layer}.{step}": t.contiguous().cpu() for step, t in enumerate(record)}
         about = {
             f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in ("records", "logits", "ids")
         }
@@ -208,7 +211,7 @@ class Trace:
         """Reads a trace that :meth:`save` wrote.
 
         Raises:
-            InputError: The folder holds no whole trace.
+            InputError: The folder holds no complete trace.
         """
         check_instance("folder", folder, (str, Path), "the name of a folder that Trace.save wrote")
         source = Path(folder)
@@ -226,32 +229,32 @@ class Trace:
                 site, layer, *step = name.split(".")
                 pieces = {int(step[0]): tensor} if step else dict(enumerate(tensor.unbind(0)))
                 records.setdefault((site, int(layer)), {}).update(pieces)
-            whole = {place: [kept[i] for i in sorted(kept)] for place, kept in records.items()}
-            return cls(**about, records=whole, logits=logits, ids=ids)
+            lists = {place: [record[i] for i in sorted(record)] for place, record in records.items()}
+            return cls(**about, records=lists, logits=logits, ids=ids)
         except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
             raise InputError(f"folder {str(source)!r} holds no readable trace ({error}): save it again.") from error
 
 
-def stacked(kept: list[Tensor]) -> Tensor:
-    """Tensors in one, each axis as long as its longest: what is not there is NaN, of positions -1."""
-    if len({t.shape for t in kept}) == 1:
-        return torch.stack(kept)
-    shape = [max(sizes) for sizes in zip(*(t.shape for t in kept), strict=True)]
-    whole = kept[0].new_full((len(kept), *shape), torch.nan if kept[0].is_floating_point() else -1)
-    for row, tensor in zip(whole, kept, strict=True):
+def stacked(tensors: list[Tensor]) -> Tensor:
+    """Stacks tensors, padding each axis to the longest with NaN, and positions (whole numbers) with -1."""
+    if len({t.shape for t in tensors}) == 1:
+        return torch.stack(tensors)
+    shape = [max(sizes) for sizes in zip(*(t.shape for t in tensors), strict=True)]
+    stack = tensors[0].new_full((len(tensors), *shape), torch.nan if tensors[0].is_floating_point() else -1)
+    for row, tensor in zip(stack, tensors, strict=True):
         row[tuple(slice(size) for size in tensor.shape)] = tensor
-    return whole
+    return stack
 
 
 def path_of_trace(trace: Trace) -> EnginePath:
-    """The log-probs of a trace of someone's arrays, as those of a file."""
+    """Makes an :class:`EnginePath` of a trace made of arrays, as readers make one of a file."""
     if trace.logits is None or trace.ids is None:
         raise InputError(
             f"{trace!r} is no trace of arrays: make one with kv.Trace.from_arrays, or give the name of a file."
         )
     rows, cut = trace.logits.numpy(), len(trace.prompt)
-    places = np.broadcast_to(np.asarray(trace.ids), rows.shape)
-    top = {cut + step: (places[step][there], row[there]) for step, row in enumerate(rows) for there in [np.isfinite(row)]}
-    chosen = [math.nan] * cut + [value_in(top[cut + step], token) for step, token in enumerate(trace.tokens)]
+    ids = np.broadcast_to(np.asarray(trace.ids), rows.shape)
+    top = {cut + step: (ids[step][finite], row[finite]) for step, row in enumerate(rows) for finite in [np.isfinite(row)]}
+    logprobs = [math.nan] * cut + [value_in(top[cut + step], token) for step, token in enumerate(trace.tokens)]
     missing = Counter({"NaN": int(np.isnan(rows).sum())})
-    return EnginePath(trace.path, trace.prompt, trace.tokens, np.array(chosen), top, +missing, declared=trace.provenance)
+    return EnginePath(trace.path, trace.prompt, trace.tokens, np.array(logprobs), top, +missing, declared=trace.provenance)

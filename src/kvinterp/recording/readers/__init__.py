@@ -1,4 +1,4 @@
-"""WHAT OTHER ENGINES WRITE, one file a format, found as policies are; nothing that is read is run or unpickled."""
+"""WHAT OTHER ENGINES WRITE: one reader a file, found as policies are. No reader runs or unpickles what it reads."""
 
 from kvinterp.recording.readers.registry import READERS, read_engine
 

@@ -9,24 +9,22 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from kvinterp.recording.engine_path import EnginePath, path_of
-from kvinterp.recording.readers.base import Reader, Token, id_of, ids_beside, part, prompt_of
+from kvinterp.recording.readers.base import Reader, Token, checked_ids, id_of, part, prompt_of
 
 
 class Chat(Reader):
     """An answer whose choices have ``logprobs.content``."""
 
     def fits(self, record: Mapping[str, Any]) -> bool:
-        """Choices with ``logprobs.content``."""
+        """Whether the choices have ``logprobs.content``."""
         choices = record.get("choices")
-        held = (
-            choices[0].get("logprobs")
-            if isinstance(choices, list) and choices and isinstance(choices[0], Mapping)
-            else None
-        )
-        return isinstance(held, Mapping) and "content" in held
+        if not isinstance(choices, list) or not choices or not isinstance(choices[0], Mapping):
+            return False
+        logprobs = choices[0].get("logprobs")
+        return isinstance(logprobs, Mapping) and "content" in logprobs
 
     def paths(self, record: Mapping[str, Any], where: str, token: Token) -> Iterator[EnginePath]:
-        """One a choice."""
+        """Yields one path a choice."""
         for number, choice in enumerate(record["choices"]):
             here = where if len(record["choices"]) == 1 else f"{where}, choice {number}"
             content = part(part(choice, "logprobs", dict, here, {}), "content", list, here, [])
@@ -34,13 +32,13 @@ class Chat(Reader):
             yield path_of(here, prompt_of(record, choice, here), rows)
 
 
-def rows_of(content: Any, token: Token, where: str, given: Any = None) -> list[tuple[int, Any, list[tuple[int, Any]]]]:
-    """Gives each entry's id, its log-prob and those beside it."""
+def rows_of(content: Any, token: Token, where: str, answer_ids: Any = None) -> list[tuple[int, Any, list[tuple[int, Any]]]]:
+    """Returns for each entry its id, its log-prob and the further pairs of its position."""
     entries = [(part(e, "token", str, where, ""), e) for e in content]
-    ids = ids_beside(given, [id_of(text, token, entry) for text, entry in entries], where)
-    found = []
-    for own, (_, entry) in zip(ids, entries, strict=True):
-        beside = [(id_of(p.get("token"), token, p), p.get("logprob"))
-                  for p in part(entry, "top_logprobs", list, where, []) if isinstance(p, Mapping)]  # fmt: skip
-        found.append((own, entry.get("logprob"), [pair for pair in beside if pair[0] != -1]))
-    return found
+    ids = checked_ids(answer_ids, [id_of(text, token, entry) for text, entry in entries], where)
+    rows = []
+    for number, (_, entry) in zip(ids, entries, strict=True):
+        pairs = [(id_of(p.get("token"), token, p), p.get("logprob"))
+                 for p in part(entry, "top_logprobs", list, where, []) if isinstance(p, Mapping)]  # fmt: skip
+        rows.append((number, entry.get("logprob"), [pair for pair in pairs if pair[0] != -1]))
+    return rows

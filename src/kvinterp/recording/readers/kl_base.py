@@ -18,47 +18,47 @@ MAGIC = b"_logits_"
 
 
 def read_kl_base(content: bytes, name: str, bos: int | None = None) -> list[EnginePath]:
-    """The paths of a file, one a chunk.
+    """Reads the paths of a file, one a chunk.
 
     Args:
         content: Its bytes.
-        name: What errors call it.
-        bos: The token that was put in the place of each chunk's first; None where none was.
+        name: The name of the file in errors.
+        bos: The token that llama.cpp put in place of each chunk's first; None if it put none.
 
     Raises:
-        InputError: It is cut, or is no such file.
+        InputError: The file is cut, or is of another format.
     """
     words = np.frombuffer(content[8:20], "<i4")
     if content[:8] != MAGIC or len(words) < 3 or not (words[0] > 1 and words[1] > 1 and words[2] > 0):
         raise InputError(f"file {name!r} is no --kl-divergence-base file, or is cut: write it again.")
     context, vocabulary, chunks = map(int, words)
     rows, width = context - 1 - context // 2, 2 * ((vocabulary + 1) // 2) + 4
-    begun = 20 + 4 * chunks * context
-    if len(content) != begun + 2 * chunks * rows * width:
+    start = 20 + 4 * chunks * context
+    if len(content) != start + 2 * chunks * rows * width:
         raise InputError(
-            f"file {name!r} has {len(content):,} bytes where {begun + 2 * chunks * rows * width:,} were expected: it is cut; "
+            f"file {name!r} has {len(content):,} bytes where {start + 2 * chunks * rows * width:,} were expected: it is cut; "
             "write it again."
         )
-    ids = np.frombuffer(content[20:begun], "<i4").reshape(chunks, context).copy()
+    ids = np.frombuffer(content[20:start], "<i4").reshape(chunks, context).copy()
     if (ids < 0).any() or (ids >= vocabulary).any():
         raise InputError(f"file {name!r} has a token outside its vocabulary of {vocabulary:,}: write it again.")
     if bos is not None:
         ids[:, 0] = bos
-    every = np.frombuffer(content[begun:], "<u2").reshape(chunks, rows, width)
+    every = np.frombuffer(content[start:], "<u2").reshape(chunks, rows, width)
     scales = np.ascontiguousarray(every[..., :4]).view("<f4")
-    found, places = [], np.arange(vocabulary)
+    paths, ids_of_row = [], np.arange(vocabulary)
     for chunk in range(chunks):
         whole = scales[chunk, :, :1].astype(float) * every[chunk, :, 4 : 4 + vocabulary] + scales[chunk, :, 1:]
         first = context // 2 + 1
-        chosen = np.full(context, np.nan)
-        chosen[first:] = whole[np.arange(rows), ids[chunk, first:]]
-        given, least = every[chunk, :, 4 : 4 + vocabulary], scales[chunk, :, 0] > 0
-        # What lies at the clamp is only known to be as small.
-        clamped = (given[np.arange(rows), ids[chunk, first:]] == 0) & least
-        chosen[first:][clamped] = np.nan
+        logprobs = np.full(context, np.nan)
+        logprobs[first:] = whole[np.arange(rows), ids[chunk, first:]]
+        levels = every[chunk, :, 4 : 4 + vocabulary]
+        # A value at the clamp is only known to be at most that.
+        clamped = (levels[np.arange(rows), ids[chunk, first:]] == 0) & (scales[chunk, :, 0] > 0)
+        logprobs[first:][clamped] = np.nan
         missing = Counter({"clamped": int(clamped.sum())}) if clamped.any() else Counter()
-        top = {first + row: (places, whole[row]) for row in range(rows)}
+        top = {first + row: (ids_of_row, whole[row]) for row in range(rows)}
         tokens = tuple(map(int, ids[chunk]))
         where = f"file {name!r}, chunk {chunk + 1}"
-        found.append(EnginePath(where, tokens[:first], tokens[first:], chosen, top, missing, step=16 / 65535))
-    return found
+        paths.append(EnginePath(where, tokens[:first], tokens[first:], logprobs, top, missing, step=16 / 65535))
+    return paths

@@ -1,6 +1,6 @@
 """llama.cpp's server, ``/completion``: ``completion_probabilities``, before temperature and samplers.
 
-Prompt log-probs need a request a position there; ``read_engine`` puts such answers together.
+Prompt log-probs need a request a position there; ``read_engine`` merges such answers.
 Source: llama.cpp tools/server/server-task.cpp.
 """
 
@@ -19,11 +19,11 @@ class LlamaServer(Reader):
     """An answer with ``completion_probabilities``."""
 
     def fits(self, record: Mapping[str, Any]) -> bool:
-        """``completion_probabilities``."""
+        """Whether it has ``completion_probabilities``."""
         return "completion_probabilities" in record
 
     def paths(self, record: Mapping[str, Any], where: str, token: Token) -> Iterator[EnginePath]:
-        """One."""
+        """Yields one path."""
         content = part(record, "completion_probabilities", list, where, [])
         if content and isinstance(content[0], Mapping) and "prob" in content[0]:
             raise InputError(

@@ -23,27 +23,23 @@ class Nemo(Reader):
     mask = "token_loss_mask"
 
     def fits(self, record: Mapping[str, Any]) -> bool:
-        """``generation_logprobs``."""
+        """Whether it has token ids and the engine's log-probs."""
         return {"token_ids", self.sides[0]} <= record.keys()
 
     def paths(self, record: Mapping[str, Any], where: str, token: Token) -> Iterator[EnginePath]:
-        """One a line; what the mask leaves out is not given."""
-        ids = token_ids(record["token_ids"], f"{where}: 'token_ids'")[: _length(record)]
+        """Yields one path a line, without log-probs where the mask is 0."""
+        length = record.get("input_lengths")
+        length = length if type(length) is int and length > 0 else None
+        ids = token_ids(record["token_ids"], f"{where}: 'token_ids'")[:length]
         mask = np.array([bool(m) for m in part(record, self.mask, list, where, [1] * len(ids))][: len(ids)], bool)
         missing: Counter[str] = Counter()
-        engine, trainer = (self._side(record, name, len(ids), where, missing) for name in self.sides)
+        engine, trainer = (
+            log_probs(part(record, name, list, where, [])[: len(ids)], where, missing) for name in self.sides
+        )
         if not len(mask) == len(ids) == len(engine):
             raise InputError(
                 f"{where} has {len(ids)} tokens, a mask of {len(mask)} and {len(engine)} log-probs: expected as many; mend it."
             )
         engine[~mask] = np.nan
-        begun = int(mask.argmax()) if mask.any() else len(ids)
-        yield EnginePath(where, ids[:begun], ids[begun:], engine, {}, missing, trainer if len(trainer) else None)
-
-    def _side(self, record: Mapping[str, Any], name: str, count: int, where: str, missing: Counter[str]) -> np.ndarray:
-        return log_probs(part(record, name, list, where, [])[:count], where, missing)
-
-
-def _length(record: Mapping[str, Any]) -> int | None:
-    length = record.get("input_lengths")
-    return length if type(length) is int and length > 0 else None
+        start = int(mask.argmax()) if mask.any() else len(ids)
+        yield EnginePath(where, ids[:start], ids[start:], engine, {}, missing, trainer if len(trainer) else None)

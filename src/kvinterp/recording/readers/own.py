@@ -1,6 +1,6 @@
 """Our own JSONL: ``{"prompt": [IDS], "tokens": [IDS], "logprobs": [NATS or null]}`` a line, which any engine's answer can become.
 
-Also, where wanted: ``prompt_logprobs`` (one a prompt token), ``top`` (for each token of both a list of ``[id, log-prob]``, or
+Also, optionally: ``prompt_logprobs`` (one a prompt token), ``top`` (for each token of both a list of ``[id, log-prob]``, or
 null), ``trainer_logprobs`` (as ``logprobs``), ``declared`` (an object), ``id``.
 """
 
@@ -21,11 +21,11 @@ class Own(Reader):
     """kvinterp's own form."""
 
     def fits(self, record: Mapping[str, Any]) -> bool:
-        """Prompt, tokens and log-probs."""
+        """Whether it has prompt, tokens and log-probs."""
         return {"prompt", "tokens", "logprobs"} <= record.keys()
 
     def paths(self, record: Mapping[str, Any], where: str, token: Token) -> Iterator[EnginePath]:
-        """One a line."""
+        """Yields one path a line."""
         prompt, tokens = (token_ids(record[name], f"{where}: {name!r}") for name in ("prompt", "tokens"))
         missing: Counter[str] = Counter()
         declared = part(record, "declared", dict, where, {})

@@ -1,4 +1,4 @@
-"""Finds every reader in this folder, and the one that a file is for."""
+"""Reads a file of another engine with the reader of this folder that fits it."""
 
 from __future__ import annotations
 
@@ -21,45 +21,45 @@ from kvinterp.recording.readers.kl_base import MAGIC, read_kl_base
 READERS: dict[str, type[Reader]] = spec.plugins_of(folder, Reader)  # type: ignore[type-abstract]
 BINARY = "kl_base"
 MOST = 2**31
-"""The most bytes of a file that are read."""
+"""The most bytes that are read of a file."""
 
 
 def read_engine(
     file: str | Path, format: str | None = None, token: Token = lambda text: None, bos: int | None = None
 ) -> list[EnginePath]:
-    """The paths that a file of another engine holds.
+    """Reads the paths of a file of another engine.
 
     Args:
         file: JSON, JSON a line, or a ``--kl-divergence-base`` file of llama.cpp.
-        format: The reader's name; known by the content unless given.
-        token: The model's own ids of texts, for answers without ids.
-        bos: The token that llama.cpp put at the beginning of each chunk; None where it put none.
+        format: The reader's name; by default the content decides.
+        token: Returns the model's id of a text, for answers without ids.
+        bos: The token that llama.cpp put at the beginning of each chunk; None if it put none.
 
     Raises:
-        InputError: It is not there, is of no format that is known, or holds what cannot be.
+        InputError: The file does not exist, has an unknown format, or holds an impossible value.
     """
     check_instance("file", file, (str, Path), "the path of a file")
-    path = Path(file)
-    if not is_file(path):
+    location = Path(file)
+    if not is_file(location):
         raise InputError(
-            f"file {str(path)!r} does not exist or is no file: expected log-probs of another engine; check it."
+            f"file {str(location)!r} does not exist or is no file: expected log-probs of another engine; check it."
         )
     try:
-        content = bytes_of(path, MOST)
+        content = bytes_of(location, MOST)
     except OSError as error:
-        raise InputError(f"file {str(path)!r} cannot be read ({error.strerror or error}): check it.") from error
+        raise InputError(f"file {str(location)!r} cannot be read ({error.strerror or error}): check it.") from error
     if format is not None and format not in (*READERS, BINARY):
         raise unknown("format", format, [*READERS, BINARY])
     if content[: len(MAGIC)] == MAGIC or format == BINARY:
-        return read_kl_base(content, path.name, bos)
-    records = _records(content, path.name)
-    found = _together([each for where, record in records for each in _paths(record, where, format, token)])
+        return read_kl_base(content, location.name, bos)
+    records = _records(content, location.name)
+    paths = _merged([path for where, record in records for path in _paths(record, where, format, token)])
     names: set[str] = set()
-    for number, each in enumerate(found, 1):
-        # A name that two have would make them one sequence in every table.
-        each.id = f"{each.id} ({number})" if each.id in names else each.id
-        names.add(each.id)
-    return found
+    for number, path in enumerate(paths, 1):
+        # Two paths of one name would be one sequence in every table.
+        path.id = f"{path.id} ({number})" if path.id in names else path.id
+        names.add(path.id)
+    return paths
 
 
 def _records(content: bytes, name: str) -> list[tuple[str, Mapping[str, Any]]]:
@@ -79,17 +79,18 @@ def _records(content: bytes, name: str) -> list[tuple[str, Mapping[str, Any]]]:
         raise InputError(f"file {name!r} is empty: expected log-probs of another engine, JSON a line; write some.")
     try:
         whole = json.loads(text)
-        read = [
-            (f"file {name!r}, record {n}", each) for n, each in enumerate(whole if isinstance(whole, list) else [whole], 1)
+        values = [
+            (f"file {name!r}, record {n}", value)
+            for n, value in enumerate(whole if isinstance(whole, list) else [whole], 1)
         ]
     except (ValueError, RecursionError):
-        read = [(where := f"file {name!r}, line {n}", _line(where, line)) for n, line in lines]
+        values = [(where := f"file {name!r}, line {n}", _line(where, line)) for n, line in lines]
     records: list[tuple[str, Mapping[str, Any]]] = []
-    for where, each in read:
-        if not isinstance(each, dict):
-            raise InputError(f"{where} is {shown(each)}: expected an object, an answer of an engine; mend it.")
-        response = each.get("response")
-        records.append((where, {**response, "request": each.get("request")} if isinstance(response, dict) else each))
+    for where, value in values:
+        if not isinstance(value, dict):
+            raise InputError(f"{where} is {shown(value)}: expected an object, an answer of an engine; mend it.")
+        response = value.get("response")
+        records.append((where, {**response, "request": value.get("request")} if isinstance(response, dict) else value))
     return records
 
 
@@ -117,21 +118,20 @@ def _paths(record: Mapping[str, Any], where: str, format: str | None, token: Tok
     return list(reader.paths(record, where, token))
 
 
-def _together(paths: list[EnginePath]) -> list[EnginePath]:
-    """One path where several are a request a position of the same text, as llama.cpp needs them."""
+def _merged(paths: list[EnginePath]) -> list[EnginePath]:
+    """Merges paths of one token each, which llama.cpp needs for log-probs of a prompt, into one path a text."""
     if len(paths) < 2 or any(len(path.tokens) != 1 for path in paths):
         return paths
-    left = sorted(paths, key=lambda path: -len(path.prompt))
-    found: list[EnginePath] = []
-    for path in left:
+    merged: list[EnginePath] = []
+    for path in sorted(paths, key=lambda path: -len(path.prompt)):
         at = len(path.prompt)
-        whole = next((w for w in found if w.prompt[:at] == path.prompt and len(w.prompt) > at), None)
+        whole = next((w for w in merged if w.prompt[:at] == path.prompt and len(w.prompt) > at), None)
         if whole is None:
-            found.append(path)
+            merged.append(path)
             continue
         if at in path.top:
             whole.top[at] = path.top[at]
-        own = value_in(path.top[at], whole.prompt[at]) if at in path.top else np.nan
-        whole.chosen[at] = path.chosen[at] if path.tokens[0] == whole.prompt[at] else own
+        beside = value_in(path.top[at], whole.prompt[at]) if at in path.top else np.nan
+        whole.chosen[at] = path.chosen[at] if path.tokens[0] == whole.prompt[at] else beside
         whole.missing += path.missing
-    return found
+    return merged

@@ -18,17 +18,16 @@ class Sglang(Reader):
     """An answer whose ``meta_info`` has ``output_token_logprobs``."""
 
     def fits(self, record: Mapping[str, Any]) -> bool:
-        """``meta_info`` with log-probs."""
-        held = record.get("meta_info")
-        return isinstance(held, Mapping) and "output_token_logprobs" in held
+        """Whether it has ``meta_info`` with log-probs."""
+        meta = record.get("meta_info")
+        return isinstance(meta, Mapping) and "output_token_logprobs" in meta
 
     def paths(self, record: Mapping[str, Any], where: str, token: Token) -> Iterator[EnginePath]:
-        """One; the prompt is that of the request where log-probs do not begin with its first token."""
-        held = record["meta_info"]
+        """Yields one path, with the prompt of the request if the log-probs do not begin with its first token."""
         request = part(record, "request", dict, where, {})
-        before, after = (_side(held, side, where) for side in ("input", "output"))
-        given = request.get("input_ids")
-        prompt = tuple(t for t, _, _ in before) if given is None else token_ids(given, f"{where}: the prompt")
+        before, after = (_side(record["meta_info"], side, where) for side in ("input", "output"))
+        ids = request.get("input_ids")
+        prompt = tuple(t for t, _, _ in before) if ids is None else token_ids(ids, f"{where}: the prompt")
         if not prompt or len(before) > len(prompt):
             raise InputError(
                 f"{where} has the log-probs of {len(before)} prompt tokens, and the request {len(prompt)}: ask with "
@@ -39,13 +38,14 @@ class Sglang(Reader):
                 f"{where} has log-probs of other prompt tokens than the request's input_ids: keep the request of this answer."
             )
         head: list[Any] = [(None, [])] * (len(prompt) - len(before)) + [(v, pairs) for _, v, pairs in before]
-        asked = part(request, "sampling_params", dict, where, {})
-        yield path_of(where, prompt, after, head, **{n: asked[n] for n in ("temperature", "top_p", "top_k") if n in asked})
+        sampling = part(request, "sampling_params", dict, where, {})
+        declared = {name: sampling[name] for name in ("temperature", "top_p", "top_k") if name in sampling}
+        yield path_of(where, prompt, after, head, **declared)
 
 
-def _side(held: Mapping[str, Any], side: str, where: str) -> list[tuple[int, Any, list[tuple[int, Any]]]]:
-    rows = part(held, f"{side}_token_logprobs", list, where, [])
-    tops = part(held, f"{side}_top_logprobs", list, where, []) or [None] * len(rows)
+def _side(meta: Mapping[str, Any], side: str, where: str) -> list[tuple[int, Any, list[tuple[int, Any]]]]:
+    rows = part(meta, f"{side}_token_logprobs", list, where, [])
+    tops = part(meta, f"{side}_top_logprobs", list, where, []) or [None] * len(rows)
     if len(tops) != len(rows):
         raise InputError(f"{where} has {len(rows)} {side} log-probs and {len(tops)} lists beside them: ask again.")
     for top in tops:

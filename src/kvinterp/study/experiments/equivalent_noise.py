@@ -164,7 +164,7 @@ def bits_of(policy: Policy, adapter: Adapter, tensor: str, layer: int) -> float:
     from kvinterp.policies.base import Chain, Selective
 
     parts = policy.parts if isinstance(policy, Chain) else (policy,)
-    acting = [one for one in parts if not isinstance(one, Selective) or one.chosen(tensor, layer)]
+    acting = [one for one in parts if not isinstance(one, Selective) or one.applies_to(tensor, layer)]
     bits_of_parts = [bits for one in acting if (bits := one.bits_stored(tensor, adapter.facts.head_dim)) is not None]
     return float(bits_of_parts[-1] if bits_of_parts else 8 * adapter.dtype.itemsize)
 
