@@ -23,7 +23,7 @@ from torch import Tensor
 from kvinterp.common.checks import check_whole
 from kvinterp.common.console import echo
 from kvinterp.common.progress import counting
-from kvinterp.data.chat import rendered
+from kvinterp.data.chat import render
 from kvinterp.data.tokenizing import ids_of
 from kvinterp.errors import InputError, KvinterpError, shown
 from kvinterp.models import load_model, wrap
@@ -111,7 +111,7 @@ class PathLM(TemplateLM):
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """A conversation as the text that the model was trained on."""
         how = {"add_generation_prompt": add_generation_prompt, "continue_final_message": not add_generation_prompt}
-        return rendered(self.tokenizer, chat_history, self.adapter.facts.name, **how)
+        return render(self.tokenizer, chat_history, self.adapter.facts.name, **how)
 
     def get_model_info(self) -> dict[str, Any]:
         """What the harness writes about the model, into ``config`` of its results."""

@@ -1,4 +1,4 @@
-"""Generated problems with known answers, and the loader for prompts from anywhere."""
+"""Generated problems with known answers, and the loader of prompts."""
 
 from __future__ import annotations
 

@@ -22,8 +22,8 @@ _FINAL = re.compile(r"####\s*(-?\d+)")
 
 def score(prompt: Prompt, completion: str) -> bool:
     """Tells whether the number after the first ``####`` is the answer."""
-    found = _FINAL.search(completion)
-    return found is not None and int(found.group(1)) == float(prompt.answer)
+    match = _FINAL.search(completion)
+    return match is not None and int(match.group(1)) == float(prompt.answer)
 
 
 def draw(rng: Random) -> Example:
@@ -50,22 +50,24 @@ def _addend(rng: Random, total: int) -> int:
     return rng.randint(1, max(1, min(50, LIMIT - total)))
 
 
-def _change(rng: Random, pronoun: str, other: str, total: int) -> tuple[str, str]:
+def _change(rng: Random, pronoun: str, friend: str, total: int) -> tuple[str, str]:
     """One event of a story and the step it means."""
     if total > 5 and (total > LIMIT - 5 or rng.random() < 0.5):
-        less = rng.randint(1, min(50, total - 1))
+        lost = rng.randint(1, min(50, total - 1))
         text = rng.choice(
-            (f"{pronoun} gives {less} to {other}.", f"{pronoun} loses {less}.", f"{pronoun} sells {less} of them.")
+            (f"{pronoun} gives {lost} to {friend}.", f"{pronoun} loses {lost}.", f"{pronoun} sells {lost} of them.")
         )
-        return text, f"{total} - {less}"
-    more = _addend(rng, total)
-    text = rng.choice((f"{pronoun} buys {more} more.", f"{pronoun} finds {more} more.", f"{other} brings {more} more."))
-    return text, f"{total} + {more}"
+        return text, f"{total} - {lost}"
+    gained = _addend(rng, total)
+    text = rng.choice(
+        (f"{pronoun} buys {gained} more.", f"{pronoun} finds {gained} more.", f"{friend} brings {gained} more.")
+    )
+    return text, f"{total} + {gained}"
 
 
 def _story(rng: Random) -> tuple[str, list[str]]:
     """A start, given or a product, and one to three changes."""
-    (name, pronoun), (other, _) = rng.sample(PEOPLE, 2)
+    (name, pronoun), (friend, _) = rng.sample(PEOPLE, 2)
     objects = rng.choice(OBJECTS)
     steps: list[str] = []
     if rng.random() < 0.35:
@@ -78,7 +80,7 @@ def _story(rng: Random) -> tuple[str, list[str]]:
         texts = [f"{name} has {total} {objects}."]
         changes = rng.choice((1, 1, 2, 2, 3))
     for _ in range(changes):
-        text, step = _change(rng, pronoun, other, total)
+        text, step = _change(rng, pronoun, friend, total)
         texts.append(text)
         steps.append(step)
         total = _value(step)
@@ -87,35 +89,35 @@ def _story(rng: Random) -> tuple[str, list[str]]:
 
 
 def _together(rng: Random) -> tuple[str, list[str]]:
-    name, other = _pair(rng)
+    name, friend = _pair(rng)
     objects = rng.choice(OBJECTS)
     a = rng.randint(2, 60)
     b = _addend(rng, a)
-    return f"{name} has {a} {objects} and {other} has {b}. How many {objects} do they have together?", [f"{a} + {b}"]
+    return f"{name} has {a} {objects} and {friend} has {b}. How many {objects} do they have together?", [f"{a} + {b}"]
 
 
 def _difference(rng: Random) -> tuple[str, list[str]]:
-    name, other = _pair(rng)
+    name, friend = _pair(rng)
     objects = rng.choice(OBJECTS)
     b = rng.randint(1, 60)
     a = b + rng.randint(1, 39)
     return (
-        f"{name} has {a} {objects} and {other} has {b}. How many more {objects} does {name} have than {other}?",
+        f"{name} has {a} {objects} and {friend} has {b}. How many more {objects} does {name} have than {friend}?",
         [f"{a} - {b}"],
     )
 
 
 def _relative(rng: Random) -> tuple[str, list[str]]:
     """One has more or fewer than the other; asked for both together."""
-    name, other = _pair(rng)
+    name, friend = _pair(rng)
     objects = rng.choice(OBJECTS)
     a = rng.randint(4, 45)
     if rng.random() < 0.5:
         b = rng.randint(1, max(1, min(9, LIMIT - 2 * a)))
-        text, step, second = f"{other} has {b} more than {name}.", f"{a} + {b}", a + b
+        text, step, second = f"{friend} has {b} more than {name}.", f"{a} + {b}", a + b
     else:
         b = rng.randint(1, min(9, a - 1))
-        text, step, second = f"{other} has {b} fewer than {name}.", f"{a} - {b}", a - b
+        text, step, second = f"{friend} has {b} fewer than {name}.", f"{a} - {b}", a - b
     question = f"{name} has {a} {objects}. {text} How many {objects} do they have together?"
     return question, [step, f"{a} + {second}"]
 
@@ -141,8 +143,8 @@ def _price(rng: Random) -> tuple[str, list[str]]:
 def _share(rng: Random) -> tuple[str, list[str]]:
     name, pronoun = rng.choice(PEOPLE)
     objects = rng.choice(OBJECTS)
-    friends, each = rng.randint(2, 9), rng.randint(2, 9)
-    total = friends * each
+    friends, size = rng.randint(2, 9), rng.randint(2, 9)
+    total = friends * size
     if total > 8 and rng.random() < 0.5:
         start = rng.randint(2, total - 2)
         steps = [f"{start} + {total - start}", f"{total} / {friends}"]

@@ -1,7 +1,7 @@
-"""Worked examples before a question, and the questions drawn from a larger set without replacement.
+"""Questions drawn from a larger set without replacement, each after the same worked examples.
 
-The worked examples are the same for every question, so that all prompts of a source begin with the same tokens. Which
-examples are drawn is decided by the seed alone: ``count=20`` are the first 20 of ``count=700``.
+The worked examples are the same for every question, so that all prompts of a source begin with the same tokens. The seed alone
+decides which examples are drawn: ``count=20`` are the first 20 of ``count=700``.
 
 Format: that of lm-evaluation-harness (task ``gsm8k``: five shots, a blank line between them).
 """
@@ -19,23 +19,23 @@ from kvinterp.data.example import Example, Prompt
 from kvinterp.errors import InputError
 
 CHATS = ("none", "template", "turns")
-"""How a model is asked: the bare text; one message in its chat template; the worked examples as turns of the chat."""
+"""The form of a prompt: the bare text; one message in the chat template; the worked examples as turns of the chat."""
 ENDS = ("</s>", "<|im_end|>")
-"""Where a completion ends in any case that is cut at all, as in lm-evaluation-harness: tokens that end a text or a turn."""
+"""Tokens that end a text or a turn, at which every completion is cut, as in lm-evaluation-harness."""
 
 
 @dataclass(frozen=True)
 class FewShot(abc.ABC):
-    r"""Prompts drawn from examples, each behind the same few worked ones.
+    r"""Prompts drawn from examples, each after the same few worked ones.
 
     Attributes:
         shots: How many worked examples come before each question.
-        count: How many questions; all that are no worked example unless given.
-        seed: Decides which, and which worked examples.
-        between: What stands between one example and the next.
-        cut: ``"on"``: what is judged ends where the model begins a next question by itself; ``"off"``: all of it is judged.
+        count: How many questions; by default all that are no worked example.
+        seed: Decides which questions and which worked examples.
+        between: The text between one example and the next.
+        cut: ``"on"``: the judged text ends where the model begins a next question by itself; ``"off"``: all of it is judged.
         chat: One of :data:`CHATS`.
-        system: What comes before all: the system message of a chat, a paragraph of its own elsewhere.
+        system: A text before everything: the system message of a chat, otherwise a paragraph of its own.
     """
 
     _: KW_ONLY
@@ -57,65 +57,64 @@ class FewShot(abc.ABC):
             check_instance(name, getattr(self, name), str, "a text; put it in quotes")
 
     @abc.abstractmethod
-    def drawn(self) -> tuple[list[Example], list[Example]]:
-        """The examples that are asked, and the worked ones before each of them."""
+    def draw(self) -> tuple[list[Example], list[Example]]:
+        """Returns the examples that are asked, and the worked examples before each of them."""
 
     @abc.abstractmethod
     def mark(self, prompt: Prompt) -> str:
-        """What begins a question of this form, as ``Question:``; empty where nothing does."""
+        """The text with which every question begins, such as ``Question:``; may be empty."""
 
     def prompts(self) -> list[Prompt]:
-        """The questions behind the worked examples; ``meta`` says which these were and where a completion is cut.
+        """Makes the prompts; ``meta`` names the worked examples and the texts at which a completion is cut.
 
         Raises:
             InputError: There are too few examples, or one cannot be read.
         """
-        asked, worked = self.drawn()
-        made = []
-        for example in asked:
-            prompt = behind(example.prompt, worked, self.between, self.chat, self.system)
-            more: dict[str, Any] = {"shots": [each.prompt.id for each in worked]} if worked else {}
-            if self.cut == "on":
-                more["until"] = [*filter(None, [self.mark(example.prompt)]), *ENDS]
-            made.append(replace(prompt, meta={**prompt.meta, **more}))
-        return made
+        questions, worked = self.draw()
+        shots: dict[str, Any] = {"shots": [example.prompt.id for example in worked]} if worked else {}
+        prompts = []
+        for question in questions:
+            prompt = with_examples(question.prompt, worked, self.between, self.chat, self.system)
+            until = {"until": [*filter(None, [self.mark(question.prompt)]), *ENDS]} if self.cut == "on" else {}
+            prompts.append(replace(prompt, meta={**prompt.meta, **shots, **until}))
+        return prompts
 
 
-def behind(prompt: Prompt, worked: Sequence[Example], between: str, chat: str, system: str) -> Prompt:
-    """A prompt behind worked examples.
+def with_examples(prompt: Prompt, worked: Sequence[Example], between: str, chat: str, system: str) -> Prompt:
+    """Puts worked examples before a prompt.
 
     Args:
         prompt: The question.
         worked: The examples, in order.
-        between: What stands between one and the next.
-        chat: One of :data:`CHATS`; other than ``"none"`` the prompt has messages, and its text is what they say.
-        system: What comes before all; may be empty.
+        between: The text between one and the next.
+        chat: One of :data:`CHATS`; unless it is ``"none"`` the prompt has messages, and its text is their content.
+        system: A text before everything; may be empty.
 
     Raises:
-        InputError: One of them has no answer to show.
+        InputError: A worked example has no answer.
     """
-    without = next((each.prompt.id for each in worked if not each.completion.strip()), None)
+    without = next((example.prompt.id for example in worked if not example.completion.strip()), None)
     if without is not None:
         raise InputError(
             f"example {without!r} has no answer: expected one, as it is a worked example; add it or pass shots=0."
         )
-    text = between.join([*(f"{each.prompt.text}{each.completion}" for each in worked), prompt.text])
+    text = between.join([*(f"{example.prompt.text}{example.completion}" for example in worked), prompt.text])
     whole = f"{system}{between}{text}" if system else text
     if chat == "none":
         return replace(prompt, text=whole)
     turns = [("user", text)]
     if chat == "turns":
-        shown = [(("user", each.prompt.text), ("assistant", each.completion.strip())) for each in worked]
-        turns = [turn for pair in shown for turn in pair] + [("user", prompt.text)]
-    said = [("system", system), *turns] if system else turns
-    return replace(prompt, text=whole, messages=tuple({"role": role, "content": content} for role, content in said))
+        pairs = [(("user", example.prompt.text), ("assistant", example.completion.strip())) for example in worked]
+        turns = [turn for pair in pairs for turn in pair] + [("user", prompt.text)]
+    messages = [("system", system), *turns] if system else turns
+    return replace(prompt, text=whole, messages=tuple({"role": role, "content": content} for role, content in messages))
 
 
 def cut_at(completion: str, until: Sequence[str]) -> str:
-    """What comes before the first of some texts.
+    """Cuts a completion at the first of some texts.
 
     Args:
-        completion: What a model wrote.
+        completion: The text that a model wrote.
         until: The texts.
     """
     for end in until:
@@ -123,43 +122,43 @@ def cut_at(completion: str, until: Sequence[str]) -> str:
     return completion
 
 
-def sampled(
-    examples: Sequence[Example], train: Sequence[Example] | None, how: FewShot, source: str
+def sample(
+    examples: Sequence[Example], train: Sequence[Example] | None, settings: FewShot, source: str
 ) -> tuple[list[Example], list[Example]]:
-    """Draws without replacement: what is asked, and the worked examples, none of which asks the same.
+    """Draws questions and worked examples without replacement; no worked example has the text of a question.
 
     All numbers are shuffled by the seed (``random.Random(seed).sample``) and the first ``count`` taken, in that order; without a
-    count all in the order of the file. Worked examples are the first of ``train``, shuffled likewise, or else the last of the
-    shuffled examples, so that they are the same for every count.
+    count all are taken in the order of the file. Worked examples are the first of ``train``, shuffled likewise, or else the last
+    of the shuffled examples, so that they are the same for every count.
 
     Args:
-        examples: What there is to ask.
-        train: Where worked examples come from; None for those examples that are not asked.
-        how: Count, shots and seed.
-        source: What errors call the examples.
+        examples: The examples to ask.
+        train: The worked examples to draw from; None for those examples that are not asked.
+        settings: Count, shots and seed.
+        source: The name of the examples in errors.
 
     Raises:
-        InputError: There are too few.
+        InputError: There are too few examples.
     """
-    order = Random(how.seed).sample(range(len(examples)), len(examples))
-    held = how.shots if train is None else 0
-    count = len(examples) - held if how.count is None else how.count
-    if not 1 <= count <= len(examples) - held:
-        taken = f", and {held} worked examples come from there too" if held else ""
-        advice = f"ask for at most {len(examples) - held:,}" if len(examples) > held else "take fewer shots"
+    order = Random(settings.seed).sample(range(len(examples)), len(examples))
+    reserved = settings.shots if train is None else 0
+    count = len(examples) - reserved if settings.count is None else settings.count
+    if not 1 <= count <= len(examples) - reserved:
+        remark = f", and {reserved} worked examples come from there too" if reserved else ""
+        advice = f"ask for at most {len(examples) - reserved:,}" if len(examples) > reserved else "take fewer shots"
         raise InputError(
-            f"{max(count, 1):,} examples were asked for, but {source!r} has {len(examples):,}{taken}: {advice}, or name a file "
+            f"{max(count, 1):,} examples were asked for, but {source!r} has {len(examples):,}{remark}: {advice}, or name a file "
             "of worked examples with train=FILE."
         )
-    asked = [examples[number] for number in (sorted(order[:count]) if how.count is None else order[:count])]
+    questions = [examples[number] for number in (sorted(order[:count]) if settings.count is None else order[:count])]
     rest = [examples[number] for number in reversed(order[count:])]
-    others = rest if train is None else [train[n] for n in Random(how.seed).sample(range(len(train)), len(train))]
-    known = {example.prompt.text for example in asked}
-    worked = [example for example in others if example.prompt.text not in known][: how.shots]
-    if len(worked) < how.shots:
-        there = len(worked)
+    candidates = rest if train is None else [train[n] for n in Random(settings.seed).sample(range(len(train)), len(train))]
+    texts = {example.prompt.text for example in questions}
+    worked = [example for example in candidates if example.prompt.text not in texts][: settings.shots]
+    if len(worked) < settings.shots:
+        count = len(worked)
         raise InputError(
-            f"{how.shots} worked examples were asked for, but beside those that are asked there are {there}: pass shots={there}, "
-            "or name a file of others with train=FILE."
+            f"{settings.shots} worked examples were asked for, but beside those that are asked there are {count}: pass "
+            f"shots={count}, or name a file of others with train=FILE."
         )
-    return asked, worked
+    return questions, worked

@@ -1,7 +1,7 @@
-r"""Grade-school problems as GSM8K has them, or any file of questions with a number as answer, and how they are judged.
+r"""Grade-school problems in the form of GSM8K, or any file of questions with a number as answer, and their judge.
 
 ``gsm8k(FILE_OR_NAME,shots=5,count=700,seed=42)``: a ``.jsonl`` file whose lines have ``question`` (or ``prompt``) and
-``answer``, or what ``datasets`` knows by name, such as ``openai/gsm8k``.
+``answer``, or the name of a dataset that ``datasets`` loads, such as ``openai/gsm8k``.
 
 The answer is read in one of two ways, both those of lm-evaluation-harness (task ``gsm8k``, version 3): *strict*, the number after
 the first ``####``; *flexible*, the last number of the text. Commas, dollar signs and a full stop at the end do not count; what is
@@ -21,36 +21,36 @@ from typing import Any
 from kvinterp.common.checks import check_instance, check_known
 from kvinterp.common.files import is_file
 from kvinterp.data.example import Example, Prompt
-from kvinterp.data.few_shot import FewShot, sampled
+from kvinterp.data.few_shot import FewShot, sample
 from kvinterp.data.jsonl import normalised, number_of, objects_of, own_id
 from kvinterp.errors import InputError, shown, unexpected
 
 QUESTION = "{question}"
-"""Where a format takes the question."""
+"""The place of the question in a format."""
 ANSWERS = {"strict": re.compile(r"#### (-?[0-9.,]+)"), "flexible": re.compile(r"-?[$0-9.,]{2,}|-?[0-9]+")}
-"""What an answer looks like, by how it is read; of ``strict`` the first counts, of ``flexible`` the last."""
+"""The pattern of an answer for each way to read it: ``strict`` takes the first match, ``flexible`` the last."""
 
 
 # Judging -----------------------------------------------------------------------------------------------------------------
 
 
 def extracted(completion: str, answer: str = "strict") -> str | None:
-    """The number that a completion gives as its answer, normalised; None where it gives none.
+    """Returns the number that a completion gives as its answer, normalised; None if it gives none.
 
     Args:
-        completion: What a model wrote.
-        answer: How it is read, one of :data:`ANSWERS`.
+        completion: The text that a model wrote.
+        answer: The way to read it, one of :data:`ANSWERS`.
 
     Raises:
-        InputError: There is no such way.
+        InputError: ``answer`` is none of :data:`ANSWERS`.
     """
     check_known("way to read an answer", answer, ANSWERS)
-    found = ANSWERS[answer].findall(completion)
-    return normalised(found[0 if answer == "strict" else -1]) if found else None
+    numbers = ANSWERS[answer].findall(completion)
+    return normalised(numbers[0 if answer == "strict" else -1]) if numbers else None
 
 
 def score(prompt: Prompt, completion: str) -> bool:
-    """Tells whether the number that a completion gives is the prompt's; ``prompt.meta["answer"]`` says how it is read."""
+    """Tells whether a completion gives the prompt's number, read in the way that ``prompt.meta["answer"]`` names."""
     return extracted(completion, str(prompt.meta.get("answer", "strict"))) == normalised(prompt.answer.strip())
 
 
@@ -63,12 +63,12 @@ class Gsm8k(FewShot):
 
     Attributes:
         file: A ``.jsonl`` file, or the name of a dataset, which ``datasets`` loads (a folder of files too).
-        split: The split of a dataset; ``test`` unless given.
-        config: Its configuration; ``main`` of ``openai/gsm8k``, and else its default.
-        train: Where worked examples come from: another file, or a split of the dataset. Unless given, the ``train`` split of a
-            dataset, and of a file those examples that are not asked.
-        format: A question as it is asked.
-        answer: How the answer is read, one of :data:`ANSWERS`.
+        split: The split of a dataset; by default ``test``.
+        config: The configuration of a dataset; by default ``main`` for ``openai/gsm8k``, else the dataset's default.
+        train: The source of worked examples: another file, or a split of the dataset. By default the ``train`` split of a
+            dataset, or the examples of a file that are not asked.
+        format: The form of a question.
+        answer: The way to read the answer, one of :data:`ANSWERS`.
     """
 
     file: str
@@ -94,18 +94,18 @@ class Gsm8k(FewShot):
         if _is_path(self.file) and (self.split or self.config):
             raise InputError(f"split and config are a dataset's, and {self.file!r} is a file: leave them out.")
 
-    def drawn(self) -> tuple[list[Example], list[Example]]:
-        """Those asked, and the worked examples."""
-        asked = self._examples(self.file, self.split or "test")
+    def draw(self) -> tuple[list[Example], list[Example]]:
+        """Draws from the file or the dataset."""
+        questions = self._examples(self.file, self.split or "test")
         if self.train is None:
             train = None if _is_path(self.file) or not self.shots else self._examples(self.file, "train")
         else:
             of_file = _is_path(self.train) or _is_path(self.file)
             train = self._examples(self.train, "test") if of_file else self._examples(self.file, self.train)
-        return sampled(asked, train, self, self.file)
+        return sample(questions, train, self, self.file)
 
     def mark(self, prompt: Prompt | None = None) -> str:
-        """What the format begins with."""
+        """The beginning of the format."""
         return self.format.partition(QUESTION)[0].strip()
 
     def _examples(self, file: str, split: str) -> list[Example]:
@@ -118,16 +118,16 @@ class Gsm8k(FewShot):
             self._example(where, own_id(where, row, f"{stem}-{number}"), row) for number, (where, row) in enumerate(rows)
         ]
 
-    def _example(self, where: str, own: str, record: dict[str, Any]) -> Example:
+    def _example(self, where: str, example_id: str, record: dict[str, Any]) -> Example:
         question, answer = record.get("question", record.get("prompt")), record.get("answer")
         for name, value in (("question", question), ("answer", answer)):
             if value is None or not str(value).strip():
-                given = ", ".join(map(str, record)) or "none"
-                raise InputError(f'{where} has no field "{name}", or nothing in it (fields: {given}): add it.')
+                fields = ", ".join(map(str, record)) or "none"
+                raise InputError(f'{where} has no field "{name}", or nothing in it (fields: {fields}): add it.')
         if not isinstance(question, str):
             raise InputError(f'{where}: "question" is {type(question).__name__}, expected a text; write one.')
         prompt = Prompt(
-            id=own,
+            id=example_id,
             text=self.format.replace(QUESTION, question),
             task="gsm8k",
             answer=number_of(where, str(answer)),
@@ -142,7 +142,7 @@ def _is_path(file: str) -> bool:
 
 @functools.lru_cache(maxsize=8)
 def _dataset(name: str, config: str | None, split: str) -> list[tuple[str, dict[str, Any]]]:
-    """The rows of a dataset's split, each with what errors call it."""
+    """Loads the rows of a dataset's split, each with its name for errors."""
     try:
         import datasets
     except ModuleNotFoundError as error:

@@ -16,11 +16,11 @@ from kvinterp.data.words import ADJECTIVES, CATEGORIES, PEOPLE, PLACES, THINGS
 from kvinterp.errors import unknown
 
 MOST = {"train": 110_917, "heldout": 12_283}
-"""How many different instructions there are; a test makes them all."""
+"""How many different instructions each split has; a test generates them all."""
 
 
 def score(prompt: Prompt, completion: str) -> bool:
-    """Tells whether the completion does what ``prompt.meta`` says the instruction asks for.
+    """Tells whether the completion follows the instruction that ``prompt.meta`` describes.
 
     Raises:
         InputError: If ``prompt.meta["kind"]`` is not a kind of instruction.
@@ -52,14 +52,14 @@ def _items(rng: Random) -> _Part:
     category = rng.choice(tuple(CATEGORIES))
     members = CATEGORIES[category]
     count, start, (name, _) = rng.randint(2, 6), rng.randrange(len(members)), rng.choice(PEOPLE)
-    chosen = [members[(start + i) % len(members)] for i in range(count)]
+    items = [members[(start + i) % len(members)] for i in range(count)]
     text = rng.choice(
         (
-            f"List exactly {count} {category} for {name}, and begin with {chosen[0]}.",
-            f"{name} wants a list of exactly {count} {category} that begins with {chosen[0]}.",
+            f"List exactly {count} {category} for {name}, and begin with {items[0]}.",
+            f"{name} wants a list of exactly {count} {category} that begins with {items[0]}.",
         )
     )
-    return text, f"{', '.join(chosen)}.", {"kind": "items", "count": count, "category": category, "first": chosen[0]}
+    return text, f"{', '.join(items)}.", {"kind": "items", "count": count, "category": category, "first": items[0]}
 
 
 def _last_word(rng: Random) -> _Part:
@@ -80,8 +80,8 @@ def _is_capitals(meta: Mapping[str, Any], completion: str) -> bool:
 
 def _has_items(meta: Mapping[str, Any], completion: str) -> bool:
     items = [item.strip() for item in completion.rstrip(".").split(",")]
-    known = CATEGORIES[str(meta["category"])]
-    right = items[0] == meta["first"] and all(item in known for item in items)
+    category = CATEGORIES[str(meta["category"])]
+    right = items[0] == meta["first"] and all(item in category for item in items)
     return right and len(items) == len(set(items)) == int(meta["count"])
 
 

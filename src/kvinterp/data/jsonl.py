@@ -1,4 +1,4 @@
-"""Files of one JSON object a line: prompts, or questions and answers; what is wrong is said with its line."""
+"""Reads files of one JSON object a line: prompts, or questions and answers. Errors name the line."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 from kvinterp.common.files import is_file
 from kvinterp.data.example import Example, Prompt, check_fields
-from kvinterp.data.few_shot import FewShot, sampled
+from kvinterp.data.few_shot import FewShot, sample
 from kvinterp.errors import InputError, located, shown
 
 log = logging.getLogger("kvinterp")
@@ -24,13 +24,13 @@ _JUDGED_BY_NUMBER = ("arithmetic", "gsm8k")
 
 @dataclass(frozen=True)
 class Jsonl(FewShot):
-    """Prompts of a file, as they stand there; its answers, where they have any, are the worked examples.
+    """Prompts of a file, unchanged; those with answers can be worked examples.
 
     Attributes:
         file: The ``.jsonl`` file.
         shots: How many worked examples come before each.
-        train: The file of the worked examples; those of the same file that were not drawn unless given.
-        cut: Off, since what begins the next problem is known of no file.
+        train: The file of the worked examples; by default those of the same file that were not drawn.
+        cut: Off, because the beginning of a next problem is unknown.
     """
 
     file: str
@@ -38,13 +38,13 @@ class Jsonl(FewShot):
     train: str | None = field(default=None, kw_only=True)
     cut: str = field(default="off", kw_only=True)
 
-    def drawn(self) -> tuple[list[Example], list[Example]]:
-        """Those asked, and the worked examples."""
-        asked, train = self._examples(self.file), None if self.train is None else self._examples(self.train)
-        return sampled(asked, train, self, self.file)
+    def draw(self) -> tuple[list[Example], list[Example]]:
+        """Draws from the file or files."""
+        questions, train = self._examples(self.file), None if self.train is None else self._examples(self.train)
+        return sample(questions, train, self, self.file)
 
     def mark(self, prompt: Prompt) -> str:
-        """Nothing: what begins the next prompt is not known."""
+        """Empty, because the beginning of a next prompt is unknown."""
         return ""
 
     def _examples(self, file: str) -> list[Example]:
@@ -52,34 +52,34 @@ class Jsonl(FewShot):
 
 
 def objects_of(path: Path) -> list[tuple[str, dict[str, Any]]]:
-    """The objects of a file, each with what errors call it (its file and line).
+    """Reads the objects of a file, each with its file and line for errors.
 
     Raises:
-        InputError: There is no such file, it is no UTF-8, it has no line, or one of them is no object.
+        InputError: The file does not exist, is no UTF-8, has no line, or a line is no object.
     """
     lines = _lines(path, ".jsonl", 'lines such as {"prompt": "..."}')
     return [(where, _object(where, line)) for where, line in lines]
 
 
 def _lines(path: Path, suffix: str, expected: str) -> list[tuple[str, str]]:
-    """The lines of a file that are not blank, each with what errors call it."""
+    """Reads the lines of a file that are not blank, each with its file and line for errors."""
     if not is_file(path):
         raise InputError(
             f"prompt file {str(path)!r} does not exist or is no file: expected the path of a .jsonl or .txt file, a generator "
             "such as arithmetic:20, or a text with a space in it, which is a prompt; check the path."
         )
-    named = f"prompt file {path.name!r}"
+    name = f"prompt file {path.name!r}"
     if path.suffix.lower() != suffix:
-        raise InputError(f"{named} ends with {path.suffix!r}: expected .jsonl, one JSON object a line.")
+        raise InputError(f"{name} ends with {path.suffix!r}: expected .jsonl, one JSON object a line.")
     try:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{named} cannot be read ({error}): expected a file of UTF-8 text.") from error
+        raise InputError(f"{name} cannot be read ({error}): expected a file of UTF-8 text.") from error
     # Only a line feed ends a line: JSON strings may hold U+2028, which str.splitlines would cut at.
-    found = [(f"{named}, line {number}", line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
-    if not found:
-        raise InputError(f"{named} is empty: expected {expected}; add one.")
-    return found
+    lines = [(f"{name}, line {number}", line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
+    if not lines:
+        raise InputError(f"{name} is empty: expected {expected}; add one.")
+    return lines
 
 
 def _object(where: str, line: str) -> dict[str, Any]:
@@ -93,19 +93,19 @@ def _object(where: str, line: str) -> dict[str, Any]:
 
 
 def own_id(where: str, record: Mapping[str, Any], unless_given: str) -> str:
-    """The id of a record, a text or a number.
+    """Returns the id of a record as a text.
 
     Raises:
-        InputError: It is something else.
+        InputError: The id is neither a text nor a number.
     """
-    given = record.get("id", unless_given)
-    if not isinstance(given, str | int | float) or isinstance(given, bool):
-        raise InputError(f'{where}: "id" is {shown(given)}, expected a text or a number; write one, or leave it out.')
-    return str(given)
+    value = record.get("id", unless_given)
+    if not isinstance(value, str | int | float) or isinstance(value, bool):
+        raise InputError(f'{where}: "id" is {shown(value)}, expected a text or a number; write one, or leave it out.')
+    return str(value)
 
 
 def prompts_of(path: Path) -> list[Prompt]:
-    """The prompts of a file, as :func:`kvinterp.data.load_prompts` says; of a ``.txt`` file each line as it stands there."""
+    """Reads the prompts of a file; see :func:`kvinterp.data.load_prompts`. In a ``.txt`` file each line is a prompt."""
     if path.suffix.lower() == ".txt":
         return [Prompt(id=_line_id(where), text=line) for where, line in _lines(path, ".txt", "a prompt a line")]
     records = objects_of(path)
@@ -118,19 +118,19 @@ def _line_id(where: str) -> str:
 
 
 FIELDS = ("prompt", "text", "id", "task", "answer", "facts", "meta", "messages")
-"""What is read of a record."""
+"""The fields of a record that are read."""
 
 
 def _check_fields(records: Sequence[tuple[str, Mapping[str, Any]]]) -> None:
-    """Raises where a field's name is nearly that of one that is read; says which others are not read."""
-    others = {name: where for where, record in reversed(records) for name in record if name not in FIELDS}
-    for name, where in others.items():
+    """Raises InputError for a field whose name nearly is one that is read, and logs the others that are not read."""
+    unread = {name: where for where, record in reversed(records) for name in record if name not in FIELDS}
+    for name, where in unread.items():
         if near := difflib.get_close_matches(name.lower(), FIELDS, n=1, cutoff=0.8):
             raise InputError(f"{where} has the field {shown(name)}, which is not read: did you mean {near[0]!r}? Rename it, or "
                              "leave it out.")  # fmt: skip
-    if others:
+    if unread:
         log.warning("of the prompts in %s these fields are not read: %s", records[0][0].partition(",")[0],
-                    ", ".join(map(shown, sorted(others)[:8])))  # fmt: skip
+                    ", ".join(map(shown, sorted(unread)[:8])))  # fmt: skip
 
 
 def _prompt(where: str, record: Mapping[str, Any]) -> Prompt:
@@ -138,9 +138,9 @@ def _prompt(where: str, record: Mapping[str, Any]) -> Prompt:
         raise InputError(f'{where} has both "prompt" and "text": expected one of the two; leave the other out.')
     text = record.get("prompt", record.get("text"))
     if text is None:
-        other = "a file of questions is given as gsm8k(FILE)" if "question" in record else "add it"
+        advice = "a file of questions is given as gsm8k(FILE)" if "question" in record else "add it"
         raise InputError(
-            f'{where} has no field "prompt" (fields: {", ".join(record) or "none"}): expected the text there; {other}.'
+            f'{where} has no field "prompt" (fields: {", ".join(record) or "none"}): expected the text there; {advice}.'
         )
     if not isinstance(text, str) or not text.strip():
         raise InputError(f"{where} has an empty prompt: expected a text with at least one visible character; write one.")
@@ -156,15 +156,15 @@ def _prompt(where: str, record: Mapping[str, Any]) -> Prompt:
 
 
 def normalised(number: str) -> str:
-    """A number without commas, dollar signs and a full stop at its end."""
+    """Removes commas, dollar signs and a final full stop from a number."""
     return re.sub(r"\.$", "", re.sub(r"[,$]", "", number))
 
 
 def number_of(where: str, answer: str) -> str:
-    """The number of a worked answer, normalised: what comes after its last ``####``, or all of it.
+    """Returns the number of a worked answer, normalised: the text after its last ``####``, or all of it.
 
     Raises:
-        InputError: That is no number.
+        InputError: This text is no number.
     """
     number = normalised(answer.rpartition("####")[2].strip())
     if _NUMBER.fullmatch(number) is None:

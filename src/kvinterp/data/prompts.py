@@ -1,4 +1,4 @@
-"""Prompts from a generator, a file, a text or a list: the one door through which text comes in."""
+"""Loads prompts from a generator, a file, a text or a list."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _CALLED = re.compile(r"\s*(\w+)\s*\(.*\)\s*", re.DOTALL)
 
 
 def load_prompts(source: Any) -> list[Prompt]:
-    """Loads prompts, each with an id of its own.
+    """Loads prompts with unique ids.
 
     Args:
         source: ``"arithmetic:N"``, ``"restate:N"`` or ``"instructions:N"`` for N heldout problems (``":SEED"`` may
@@ -67,15 +67,15 @@ def load_prompts(source: Any) -> list[Prompt]:
 
 
 def _is_text(source: str) -> bool:
-    """Whether it is a prompt itself: no path, and no form, even where that is mistyped.
+    """Whether a text is itself a prompt, and neither a path nor a (perhaps mistyped) form.
 
-    Without a space, and of characters that paths and forms are made of, it is one of these: ``aritmetic:20``, ``data/mine``.
+    A text without spaces, of characters of paths and forms, is one of these: ``aritmetic:20``, ``data/mine``.
     """
     inner = source.strip()
     if not inner or inner.lower().endswith(_FILES) or _PATH.fullmatch(inner):
         return False
-    named = _NUMBERED.fullmatch(inner) or _CALLED.fullmatch(inner)
-    if named and difflib.get_close_matches(named[1].lower(), {*TASKS, *SOURCES}, n=1, cutoff=0.7):
+    form = _NUMBERED.fullmatch(inner) or _CALLED.fullmatch(inner)
+    if form and difflib.get_close_matches(form[1].lower(), {*TASKS, *SOURCES}, n=1, cutoff=0.7):
         return False
     return re.fullmatch(r"[\w.:~/\\(),=*+-]+", inner, re.ASCII) is None
 
@@ -127,12 +127,12 @@ def _from_item(index: int, item: object) -> Prompt:
 
 
 def _unique(prompts: list[Prompt], where: str) -> list[Prompt]:
-    seen: dict[str, int] = {}
+    numbers: dict[str, int] = {}
     for index, prompt in enumerate(prompts, start=1):
-        if prompt.id in seen:
+        if prompt.id in numbers:
             raise InputError(
-                f"{where}: prompts {seen[prompt.id]} and {index} share the id {prompt.id!r}, expected every id once; "
+                f"{where}: prompts {numbers[prompt.id]} and {index} share the id {prompt.id!r}, expected every id once; "
                 "rename one."
             )
-        seen[prompt.id] = index
+        numbers[prompt.id] = index
     return prompts

@@ -1,6 +1,6 @@
-"""Where prompts are drawn from, by text form: ``gsm8k(FILE,shots=5,count=700)``, ``jsonl(FILE,...)``, ``arithmetic(20,shots=5)``.
+"""The sources of prompts by text form: ``gsm8k(FILE,shots=5,count=700)``, ``jsonl(FILE,...)``, ``arithmetic(20,shots=5)``.
 
-The options that all of them have are the fields of :class:`kvinterp.data.few_shot.FewShot`.
+Their common options are the fields of :class:`kvinterp.data.few_shot.FewShot`.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from kvinterp.data.tasks import TASKS
 
 @dataclass(frozen=True)
 class Generated(FewShot):
-    """Held-out problems of a generator; worked examples are training problems, which no held-out one ever is.
+    """Held-out problems of a generator; worked examples are training problems, which are never held out.
 
     Attributes:
-        count: How many.
+        count: How many problems.
         shots: How many worked examples come before each.
-        seed: Decides both.
+        seed: Seeds the problems and the worked examples.
     """
 
     count: int = 20
     shots: int = field(default=0, kw_only=True)
     seed: int = field(default=0, kw_only=True)
 
-    def drawn(self) -> tuple[list[Example], list[Example]]:
-        """Those asked, and the worked examples; each is named by task, seed and number."""
+    def draw(self) -> tuple[list[Example], list[Example]]:
+        """Generates both; the id of each example is its task, seed and number."""
         name = spec.name_of(type(self))
-        asked = TASKS[name].generate(self.count, self.seed, "heldout")
+        questions = TASKS[name].generate(self.count, self.seed, "heldout")
         worked = TASKS[name].generate(self.shots, self.seed, "train") if self.shots else []
-        return _numbered(asked, f"{name}-{self.seed}"), _numbered(worked, f"{name}-train-{self.seed}")
+        return _numbered(questions, f"{name}-{self.seed}"), _numbered(worked, f"{name}-train-{self.seed}")
 
     def mark(self, prompt: Prompt) -> str:
-        """The first word of a problem, as ``Question:``."""
+        """The first word of a problem, such as ``Question:``."""
         return "".join(prompt.text.partition(":")[:2])
 
 
@@ -65,14 +65,14 @@ _FORM = re.compile(rf"\s*({'|'.join(SOURCES)})\(.*\)\s*", re.DOTALL)
 
 
 def names_source(text: str) -> bool:
-    """Whether a text is written as a source: one of their names and brackets."""
+    """Whether a text has the form of a source: a name of SOURCES and brackets."""
     return _FORM.fullmatch(text) is not None
 
 
 def source_named(text: str) -> FewShot:
-    """The source that a text form means.
+    """Makes the source of a text form.
 
     Raises:
-        InputError: Its values do not fit.
+        InputError: A value does not fit its field.
     """
     return spec.read("prompts", text, SOURCES, "Values go in brackets, as in gsm8k(test.jsonl,shots=5,count=700).")

@@ -1,4 +1,4 @@
-"""The tasks by name: how to make examples of those that are generated, and how a completion of each is scored."""
+"""The tasks by name: generators of examples and judges of completions."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class Task:
     """One task: a maker of examples and a judge of completions.
 
     Attributes:
-        name: What ``Prompt.task`` says.
+        name: The value of ``Prompt.task``.
         draw: Makes one example, of either split, from a random state.
         score: Tells whether a completion is right.
-        most: How many different examples a split has, where they were counted.
+        most: How many different examples a split has, if known.
     """
 
     name: str
@@ -52,14 +52,14 @@ JUDGES: dict[str, Callable[[Prompt, str], bool]] = {
     **{task.name: task.score for task in TASKS.values()},
     "gsm8k": gsm8k.score,
 }
-"""What judges a completion, by what ``Prompt.task`` says: every task's, and those of problems that come from files."""
+"""The judge of completions for each value of ``Prompt.task``: those of all tasks, and those of problems from files."""
 
 
 def score(prompt: Prompt, completion: str) -> bool:
-    """Judges a completion by the prompt's own task, cut where ``prompt.meta["until"]`` says.
+    """Judges a completion by the prompt's task, after cutting it at ``prompt.meta["until"]``.
 
     Raises:
-        InputError: If the prompt has no task, or one that is not known.
+        InputError: The prompt has no task, or an unknown one.
     """
     if prompt.task not in JUDGES:
         raise unknown("task", prompt.task, JUDGES)

@@ -1,6 +1,6 @@
-"""The one place where a text becomes token ids, which are asked whether they still say the text.
+"""Tokenises texts, and checks that the token ids still decode to the text.
 
-A tokenizer that drops what it is given (an empty vocabulary, a normaliser that deletes, another model's files) makes every
+A tokenizer that drops most of a text (an empty vocabulary, a normaliser that deletes, another model's files) would make every
 path equal to every other.
 """
 
@@ -16,42 +16,42 @@ from kvinterp.errors import InputError, shown
 _LEAST = 0.5
 
 
-def ids_of(tokenizer: Any, text: str, model: str, **how: Any) -> list[int]:
-    """Token ids of a text.
+def ids_of(tokenizer: Any, text: str, model: str, **options: Any) -> list[int]:
+    """Tokenises a text.
 
     Args:
-        tokenizer: That of the model.
+        tokenizer: The model's tokenizer.
         text: The text.
-        model: The model's name, for messages.
-        how: Whatever else the tokenizer is asked with, as ``add_special_tokens``.
+        model: The model's name, for errors.
+        options: Further arguments of the tokenizer, such as ``add_special_tokens``.
 
     Raises:
         InputError: The tokenizer fails, or leaves most of the text out.
     """
-    given = f"{shown(text[:60])}{'...' if len(text) > 60 else ''} ({len(text):,} characters)"
+    excerpt = f"{shown(text[:60])}{'...' if len(text) > 60 else ''} ({len(text):,} characters)"
     try:
-        ids = list(tokenizer(text, **how)["input_ids"])
+        ids = list(tokenizer(text, **options)["input_ids"])
     except (KeyboardInterrupt, SystemExit, GeneratorExit):
         raise
-    # BaseException: what panics in Rust is no Exception.
+    # A panic in Rust raises a BaseException.
     except BaseException as error:
         raise InputError(
-            f"the tokenizer of {model} cannot take the text {given}: {type(error).__name__}, {shown(str(error))}; mend its "
+            f"the tokenizer of {model} cannot take the text {excerpt}: {type(error).__name__}, {shown(str(error))}; mend its "
             "files, copy them again, or give token ids."
         ) from error
-    said = str(tokenizer.decode(ids)) if ids else text
-    if kept_of(text, said) < _LEAST:
+    decoded = str(tokenizer.decode(ids)) if ids else text
+    if kept_of(text, decoded) < _LEAST:
         raise InputError(
-            f"the tokenizer of {model} makes {len(ids):,} tokens of the text {given}, and they say {shown(said[:60])}: expected "
-            "ids that say the text; mend its vocabulary and normaliser, give the model's own tokenizer, or give token ids."
+            f"the tokenizer of {model} makes {len(ids):,} tokens of the text {excerpt}, and they say {shown(decoded[:60])}: "
+            "expected ids that say the text; mend its vocabulary and normaliser, give the model's own tokenizer, or give token ids."
         )
     return ids
 
 
-def kept_of(text: str, said: str) -> float:
-    """The share of a text's characters that what was made of it still has; case, accents, spaces and order do not count."""
-    wanted = Counter(_characters(text))
-    return (wanted & Counter(_characters(said))).total() / wanted.total() if wanted else 1.0
+def kept_of(text: str, result: str) -> float:
+    """The share of a text's characters that a result still has; case, accents, spaces and order do not count."""
+    characters = Counter(_characters(text))
+    return (characters & Counter(_characters(result))).total() / characters.total() if characters else 1.0
 
 
 def _characters(text: str) -> Iterable[str]:

@@ -133,7 +133,7 @@ def line(row: Finding) -> str:
     interval = ends_said(row["low"], row["high"], "95% interval {}", lambda end: bare(row, end))
     n = f"n = {units(row)}" if row["n"] else ""
     null = "" if pd.isna(row["null"]) else f"null {bare(row, row['null'])}"
-    within = ", ".join(filter(None, (interval, n, null, test_of(row))))
+    within = ", ".join(filter(None, (interval, n, null, p_values_of(row))))
     ending = "; ".join(filter(None, (row["verdict"], row["note"])))
     return in_one_line(f"{subject}{f' ({within})' if within else ''}{f': {ending}' if ending else ''}.")
 
@@ -167,7 +167,7 @@ def bare(row: Finding, amount: float) -> str:
     return f"{100 * amount:.3g}%" if abs(amount) < 100 else f"{number(100 * amount)}%"
 
 
-def test_of(row: Finding) -> str:
+def p_values_of(row: Finding) -> str:
     """The test of a finding and its p-values in words; empty if there is no test."""
     if pd.isna(row["p"]):
         return str(row["test"])

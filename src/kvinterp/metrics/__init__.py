@@ -1,10 +1,9 @@
 """WHAT IS MEASURED: pure functions on tensors, computed in float64 on the tensors' device.
 
-Each takes two paths' tensors ``[*batch, last]`` and gives one number ``[*batch]``; nothing is brought to the host but
-in :mod:`kvinterp.metrics.statistics` and the tests beside it (inference, dependence, survival), which take
-numbers that are there already. The device must have float64, which Apple's MPS has not. Bitwise equal inputs
-give exactly the metric's zero. Non-finite inputs are the caller's to find: they give non-finite numbers, never a
-plausible one.
+Each maps two paths' tensors ``[*batch, last]`` to one number ``[*batch]``. Only :mod:`kvinterp.metrics.statistics` and the tests
+beside it (inference, dependence, survival) work on the host, with numbers that are there already. The device must have float64,
+which Apple's MPS does not have. Bitwise equal inputs give exactly the metric's zero. Non-finite inputs give non-finite numbers,
+which the caller must look for.
 """
 
 from kvinterp.metrics.attention import pattern_kl
@@ -42,7 +41,7 @@ from kvinterp.metrics.statistics import (
 )
 from kvinterp.metrics.survival import cox, survival_by_step
 
-# By the names of functions, for who measures tensors of their own.
+# Single metrics as functions, for users with tensors of their own.
 js_divergence = REGISTRY["js"].function
 max_abs_difference, rms_difference = REGISTRY["max_abs_logit"].function, REGISTRY["rms_logit"].function
 top1_agreement, top_probability_difference = (

@@ -1,4 +1,4 @@
-"""What every metric is, which table it fills, and how every metric takes its two inputs."""
+"""The definition of metrics, the tables they fill, and the form of their two inputs."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ Kind = Literal["logits", "residual", "pattern", "kv", "routing"]
 
 
 class Fills(NamedTuple):
-    """Where the numbers about two tensors of a kind go.
+    """The table for the numbers of one kind of tensor.
 
     Attributes:
         table: The table of a comparison, see :class:`kvinterp.comparison.Comparison`.
-        dimensions: What a row of it is told apart by, besides the step.
-        summed: The tables that hold the same, brought together over their last dimension or over the steps.
+        dimensions: The columns that identify a row, besides the step.
+        summed: The tables with the same numbers summed over the last dimension or over the steps.
     """
 
     table: str
@@ -38,7 +38,7 @@ KINDS: dict[Kind, Fills] = {
     "routing": Fills("routing", ("layer", "example")),
     "kv": Fills("kv", ("tensor", "layer", "example", "kv_head", "position"), ("kv_steps", "kv_positions")),
 }
-"""The kinds of tensors that are compared, each with the table that holds how far apart two of them are."""
+"""The kinds of tensors that are compared, each with the table of its numbers."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,15 +46,15 @@ class Metric:
     """One number about two tensors of the same kind, as the contract tests, the tables and ``kvinterp list`` find it.
 
     Attributes:
-        name: Its name, which no other metric has.
-        function: From the two tensors, both ``[*batch, last]``, to one number each, ``[*batch]``.
-        kind: What the two tensors are; :data:`KINDS` says which table it fills.
-        zero: What it gives, exactly, when the two tensors are bitwise equal; None where it is of one path alone.
-        nonnegative: Whether it can never be below zero.
-        column: Its column there; default: its name.
-        together: Gives this metric and others of the same kind at once, by column; None where it shares no work.
-        over: Of K and V alone, how the numbers of several vectors come together, ``"mean"`` or ``"max"``. The first has the
-            metric's own column in the summed tables, others one with their name behind it.
+        name: Its unique name.
+        function: Maps two tensors ``[*batch, last]`` to one number each, ``[*batch]``.
+        kind: The kind of the two tensors; :data:`KINDS` has its table.
+        zero: Its exact value for bitwise equal tensors; None if it is of one path alone.
+        nonnegative: Whether it is never below zero.
+        column: Its column in the table; by default its name.
+        together: Computes this metric and others of the same kind at once, by column; None if it shares no work.
+        over: For K and V, how the numbers of several vectors are combined, ``"mean"`` or ``"max"``. In the summed tables the
+            first has the metric's own column, others have their name as suffix.
     """
 
     name: str
@@ -74,47 +74,54 @@ def parted(
     kind: Kind,
     together: Callable[[Tensor, Tensor], dict[str, Measure | Flag]],
     *columns: tuple[str, float | bool | None, bool, str],
-    named: str = "{}",
+    name: str = "{}",
     **over: tuple[str, ...],
 ) -> tuple[Metric, ...]:
-    """The metrics that one function gives at once, with the work they share done once.
+    """Makes the metrics of one function that computes them together.
 
     Args:
-        kind: What the two tensors are.
-        together: Gives all of them by column.
-        columns: Of each the column, its zero, whether it can never be below that, and what it is.
-        named: Its name, given its column.
+        kind: The kind of the two tensors.
+        together: Computes all of them, by column.
+        columns: For each metric the column, its zero, whether it is never below zero, and its description.
+        name: The form of a metric's name, with ``{}`` for its column.
         over: As :attr:`Metric.over`, by column.
     """
 
-    def one(column: str, what: str) -> Callable[[Tensor, Tensor], Measure | Flag]:
+    def measure_of(column: str, text: str) -> Callable[[Tensor, Tensor], Measure | Flag]:
         def measure(a: Tensor, b: Tensor) -> Measure | Flag:
             return together(a, b)[column]
 
-        measure.__doc__ = what
+        measure.__doc__ = text
         return measure
 
     return tuple(
         Metric(
-            named.format(column), one(column, what), kind, zero, nonnegative, column, together, over.get(column, ("mean",))
+            name.format(column),
+            measure_of(column, text),
+            kind,
+            zero,
+            nonnegative,
+            column,
+            together,
+            over.get(column, ("mean",)),
         )
-        for column, zero, nonnegative, what in columns
+        for column, zero, nonnegative, text in columns
     )
 
 
 def float64_pair(a: Float[Tensor, "*shape"], b: Float[Tensor, "*shape"], what: str) -> Float64[Tensor, "path=2 *shape"]:
-    """Both tensors in one float64 copy, so that each later operation is one kernel and not two.
+    """Stacks both tensors in one float64 copy, so that each later operation is one kernel and not two.
 
-    The copy is the caller's to overwrite, and carries no gradient. Float64 holds every float16, bfloat16 and float32
+    The caller may overwrite the copy, which carries no gradient. Float64 holds every float16, bfloat16 and float32
     exactly.
 
     Args:
         a: One path's tensor.
         b: The other path's, of the same shape; its dtype may differ.
-        what: What they are, in the plural, for the message.
+        what: Their name in the plural, for errors.
 
     Returns:
-        Both, stacked in front.
+        Both, stacked along a new first dimension.
 
     Raises:
         InputError: The shapes differ, or the last dimension is missing or empty.

@@ -1,4 +1,4 @@
-"""How one number goes with another over observations that come in clusters: correlations, slopes, and odds by path."""
+"""The dependence of one number on another over clustered observations: correlations, slopes and thirds."""
 
 from __future__ import annotations
 
@@ -20,118 +20,120 @@ def correlation(
     x: Column,
     y: Column,
     clusters: Column | None = None,
-    *given: Column,
+    *controls: Column,
     method: str = "pearson",
     seed: int = 0,
     resamples: int = 1000,
 ) -> Test:
-    """The correlation of two numbers; a partial one where others are given, which are taken out of both.
+    """The correlation of two numbers, or with controls the partial correlation.
 
     Args:
         x: One number an observation.
-        y: The other.
-        clusters: What each observation belongs to.
-        given: What is held constant: the correlation is that of what two linear regressions on these leave. Spearman's takes
-            ranks first.
+        y: The other number.
+        clusters: The cluster of each observation.
+        controls: Numbers that are held constant: the correlation is that of the residuals of two linear regressions on these.
+            For Spearman's all numbers are ranked first.
         method: ``pearson`` or ``spearman``.
         seed: Seeds the interval's resampling.
         resamples: How often whole clusters are resampled.
 
     Returns:
-        statistic: Student's t. p: of the slope of ``y`` on ``x`` beside what is given, which without clusters is the usual
-        test of the correlation; with them its error lets rows of one cluster be correlated. effect: r.
+        statistic: Student's t. p: of the slope of ``y`` on ``x`` with the controls, which without clusters is the usual test of
+        the correlation; with clusters its error allows rows of one cluster to be correlated. effect: r.
     """
     if method not in METHODS:
         raise InputError(f"method {method!r} was given: expected {' or '.join(METHODS)}.")
-    names, one, other, *held = _beside(clusters, x, y, given)
+    names, xs, ys, *covariates = _beside(clusters, x, y, controls)
     n = len(np.unique(names))
-    what = (f"{'partial ' * bool(held)}{method}", n, "r")
+    what = (f"{'partial ' * bool(covariates)}{method}", n, "r")
     if method == "spearman":
-        one, other, *held = (stats.rankdata(each) for each in (one, other, *held))
-    if n < 4 + len(held):
-        return Test(*what, why=f"there are fewer than {4 + len(held)} clusters")
-    if not np.isfinite(r := _r(one, other, *held)):
+        xs, ys, *covariates = (stats.rankdata(column) for column in (xs, ys, *covariates))
+    if n < 4 + len(covariates):
+        return Test(*what, why=f"there are fewer than {4 + len(covariates)} clusters")
+    if not np.isfinite(r := _r(xs, ys, *covariates)):
         return Test(*what, why="one of the two does not vary")
-    test = slope(one, other, names, *held)
-    # Ranks are of the sample they are taken in: with those of the whole one, resampled, 9 in 100 intervals of 12 prompts miss.
+    test = slope(xs, ys, names, *covariates)
+    # Each resample is ranked again: with resampled ranks of the whole sample 9 in 100 intervals of 12 prompts miss.
     resampled = _rank_r if method == "spearman" else _r
-    ends = clustered_interval(resampled, names, one, other, *held, seed=seed, resamples=resamples)
+    ends = clustered_interval(resampled, names, xs, ys, *covariates, seed=seed, resamples=resamples)
     return Test(*what, test.statistic, test.p, r, *ends, test.why)
 
 
-def _beside(clusters: Column | None, x: Column, y: Column, given: Sequence[Column]) -> tuple[np.ndarray, ...]:
-    return columns(clusters, (), x=x, y=y, **{f"given_{at}": each for at, each in enumerate(given)})
+def _beside(clusters: Column | None, x: Column, y: Column, controls: Sequence[Column]) -> tuple[np.ndarray, ...]:
+    return columns(clusters, (), x=x, y=y, **{f"given_{at}": column for at, column in enumerate(controls)})
 
 
 def restricted_correlation(
-    x: Column, y: Column, clusters: Column | None = None, above: float = 0.0, method: str = "pearson", **how: Any
+    x: Column, y: Column, clusters: Column | None = None, above: float = 0.0, method: str = "pearson", **options: Any
 ) -> Test:
-    """The correlation over those observations alone whose ``x`` is above a bound.
+    """The correlation over the observations whose ``x`` is above a bound.
 
-    The FP16 paper calls this a partial correlation. It is none: leaving out a range of ``x`` holds nothing constant, and a
-    smaller range by itself makes a correlation weaker.
+    The FP16 paper calls this a partial correlation. It is not one: leaving out a range of ``x`` holds nothing constant, and a
+    smaller range alone weakens a correlation.
     """
-    names, one, other = columns(clusters, x=x, y=y)
-    kept = one > above
-    found = correlation(one[kept], other[kept], names[kept], method=method, **how)
-    return dataclasses.replace(found, name=f"{method} above {above:g}")
+    names, xs, ys = columns(clusters, x=x, y=y)
+    inside = xs > above
+    test = correlation(xs[inside], ys[inside], names[inside], method=method, **options)
+    return dataclasses.replace(test, name=f"{method} above {above:g}")
 
 
-def _r(x: np.ndarray, y: np.ndarray, *given: np.ndarray) -> float:
-    """Pearson's r of what is left of both beside a constant and what is given; NaN where nothing is left."""
-    design = np.column_stack([np.ones(len(x)), *given])
-    left = []
+def _r(x: np.ndarray, y: np.ndarray, *controls: np.ndarray) -> float:
+    """Pearson's r of the residuals of both on a constant and the controls; NaN if nothing is left."""
+    design = np.column_stack([np.ones(len(x)), *controls])
+    residuals = []
     for values in (x, y):
-        rest = values - design @ np.linalg.lstsq(design, values, rcond=None)[0]
-        # What rounding leaves of a number that is explained whole is no variation.
-        if np.ptp(values) == 0 or np.abs(rest).max() <= 1e-12 * np.abs(values).max():
+        residual = values - design @ np.linalg.lstsq(design, values, rcond=None)[0]
+        # Rounding errors of a number that the controls explain fully are no variation.
+        if np.ptp(values) == 0 or np.abs(residual).max() <= 1e-12 * np.abs(values).max():
             return np.nan
-        left.append(rest)
-    return float(np.clip(left[0] @ left[1] / np.sqrt((left[0] @ left[0]) * (left[1] @ left[1])), -1, 1))
+        residuals.append(residual)
+    return float(
+        np.clip(residuals[0] @ residuals[1] / np.sqrt((residuals[0] @ residuals[0]) * (residuals[1] @ residuals[1])), -1, 1)
+    )
 
 
 def _rank_r(*numbers: np.ndarray) -> float:
-    return _r(*(stats.rankdata(each) for each in numbers))
+    return _r(*(stats.rankdata(column) for column in numbers))
 
 
-def slope(x: Column, y: Column, clusters: Column | None = None, *given: Column) -> Test:
-    """The slope of ``y`` on ``x`` by least squares, beside a constant and what is given.
+def slope(x: Column, y: Column, clusters: Column | None = None, *controls: Column) -> Test:
+    """The slope of ``y`` on ``x`` by least squares, with a constant and the controls.
 
     Args:
         x: One number an observation.
-        y: What is explained.
-        clusters: What each observation belongs to; where one has several, errors within it may be correlated (the sandwich
+        y: The number that is explained.
+        clusters: The cluster of each observation; if one has several, errors within it may be correlated (the sandwich
             of statsmodels' ``cov_type="cluster"``, Student's t with one degree of freedom less than there are clusters).
-        given: Further numbers beside ``x``.
+        controls: Further numbers beside ``x``.
     """
     import statsmodels.api as sm
 
-    names, one, other, *held = _beside(clusters, x, y, given)
+    names, xs, ys, *covariates = _beside(clusters, x, y, controls)
     n = len(np.unique(names))
     what = ("least squares", n, "slope")
-    if n < 3 + len(held):
-        return Test(*what, why=f"there are fewer than {3 + len(held)} clusters")
-    if not np.isfinite(_r(one, other, *held)):
+    if n < 3 + len(covariates):
+        return Test(*what, why=f"there are fewer than {3 + len(covariates)} clusters")
+    if not np.isfinite(_r(xs, ys, *covariates)):
         return Test(*what, why="one of the two does not vary")
-    model = sm.OLS(other, np.column_stack([one, np.ones(len(one)), *held]))
+    model = sm.OLS(ys, np.column_stack([xs, np.ones(len(xs)), *covariates]))
     with quiet():
-        how: Any = {} if n == len(one) else {"cov_type": "cluster", "cov_kwds": {"groups": names}, "use_t": True}
-        found: Any = model.fit(**how)
-    return Test(*what, found.tvalues[0], found.pvalues[0], found.params[0], *found.conf_int()[0])
+        options: Any = {} if n == len(xs) else {"cov_type": "cluster", "cov_kwds": {"groups": names}, "use_t": True}
+        fit: Any = model.fit(**options)
+    return Test(*what, fit.tvalues[0], fit.pvalues[0], fit.params[0], *fit.conf_int()[0])
 
 
 def terciles(order: Column, values: Column, clusters: Column | None = None, seed: int = 0, resamples: int = 1000) -> Test:
-    """The mean of a number over the lowest third of another, against that over its highest third.
+    """Compares the mean of a number over the lowest third of another with that over its highest third.
 
     Args:
-        order: What the thirds are of.
-        values: What is averaged.
-        clusters: What each row belongs to.
+        order: The number whose thirds are taken.
+        values: The number that is averaged.
+        clusters: The cluster of each row.
         seed: Seeds the interval's resampling.
         resamples: How often clusters are resampled; the thirds are made anew in each.
 
     Returns:
-        statistic and p: Welch's t of the lowest against the highest third; where clusters have several rows, the t of the same
+        statistic and p: Welch's t of the lowest against the highest third; if clusters have several rows, the t of the same
         difference with errors that are correlated within clusters (statsmodels, ``cov_type="cluster"``). effect: the ratio of
         the two means.
     """
@@ -143,11 +145,11 @@ def terciles(order: Column, values: Column, clusters: Column | None = None, seed
     early, late = _thirds(place)
     if (early & late).any() or min(early.sum(), late.sum()) < 2:
         return Test(*what, why="the thirds are not apart: too many are equal in what orders them")
-    kept = early | late
+    outer = early | late
     if n == len(place):
         test = welch(numbers[early], numbers[late])
     else:
-        test = slope(early[kept].astype(float), numbers[kept], clusters=names[kept])
+        test = slope(early[outer].astype(float), numbers[outer], clusters=names[outer])
     if test.why:
         return Test(*what, why=test.why)
     ends = clustered_interval(_ratio_of_thirds, names, place, numbers, seed=seed, resamples=resamples)

@@ -105,7 +105,7 @@ def compare_logits(a: Logits, b: Logits) -> dict[str, Measure | Flag]:
     tanh, mass = torch.tanh(half_log_ratio), probability[0] + probability[1]
     margin = _margin(logits, *top)  # Overwrites the logits: everything else has used them.
     agree = top.indices[0] == top.indices[1]
-    chosen = probability.gather(-1, top.indices[:1].expand_as(top.indices)).squeeze(-1)
+    of_top = probability.gather(-1, top.indices[:1].expand_as(top.indices)).squeeze(-1)
     return {
         "kl": _kl(half_log_ratio, tanh, mass),
         "js": _js(half_log_ratio, tanh, mass),
@@ -114,7 +114,7 @@ def compare_logits(a: Logits, b: Logits) -> dict[str, Measure | Flag]:
         "top1_agree": agree.squeeze(-1),
         "margin_a": margin[0],
         "margin_b": margin[1],
-        "top_probability_difference": chosen[1] - chosen[0],
+        "top_probability_difference": of_top[1] - of_top[0],
     }
 
 

@@ -1,4 +1,4 @@
-"""How far apart two residual streams are beside their largest dimensions, which in many models hold massive activations.
+"""Distances of two residual streams without their largest dimensions, which in many models hold massive activations.
 
 A few dimensions of the residual stream are hundreds of times larger than the others at some positions (arXiv 2402.17762:
 1415 and 2533 of LLaMA-2-7B, at the first token and the first full stop, from an early layer on). An absolute distance over
@@ -17,14 +17,14 @@ from kvinterp.metrics.drift import residual_drift
 COUNT = 3
 """How many dimensions are left out."""
 SUFFIX = f"_without_top{COUNT}"
-"""What the columns end with."""
+"""The suffix of the columns."""
 
 
 def residual_drift_without_largest(a: Residual, b: Residual) -> dict[str, Measure]:
-    """What :func:`kvinterp.metrics.drift.residual_drift` gives of all dimensions but the three where b is largest.
+    """Computes :func:`kvinterp.metrics.drift.residual_drift` over all dimensions except the three where b is largest.
 
-    They are chosen at each position by b alone, the reference (in a comparison of paths: the recompute path), so that no
-    difference between the two decides what is left out; of equal magnitudes the first goes.
+    At each position b alone, the reference (in a comparison of paths: the recompute path), decides which dimensions are left
+    out, so that no difference between the two decides it; of equal magnitudes the first is left out.
 
     Args:
         a: One path's residual stream.
@@ -38,15 +38,15 @@ def residual_drift_without_largest(a: Residual, b: Residual) -> dict[str, Measur
         InputError: The shapes differ, or the last dimension is empty.
     """
     if a.shape != b.shape or not a.ndim or not a.shape[-1]:
-        residual_drift(a, b)  # Which says so.
+        residual_drift(a, b)  # Raises InputError.
     size = b.detach().double().abs()
     left_out = torch.zeros_like(size, dtype=torch.bool)
     for _ in range(min(COUNT, size.shape[-1])):
         # One by one and not topk(3), which may take another of equal magnitudes in another batch.
         left_out.scatter_(-1, size.masked_fill(left_out, -1.0).argmax(-1, keepdim=True), True)
     unknown = ~(a.isfinite().all(-1) & b.isfinite().all(-1) & ~left_out.all(-1))
-    found = residual_drift(a.detach().masked_fill(left_out, 0), b.detach().masked_fill(left_out, 0))
-    return {f"{name}{SUFFIX}": measure.masked_fill(unknown, torch.nan) for name, measure in found.items()}
+    drift = residual_drift(a.detach().masked_fill(left_out, 0), b.detach().masked_fill(left_out, 0))
+    return {f"{name}{SUFFIX}": measure.masked_fill(unknown, torch.nan) for name, measure in drift.items()}
 
 
 METRICS = parted(

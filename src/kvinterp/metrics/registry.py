@@ -14,13 +14,13 @@ from kvinterp.metrics.base import KINDS, Kind, Metric
 
 
 def _discover() -> dict[str, Metric]:
-    found: dict[str, Metric] = {}
+    metrics: dict[str, Metric] = {}
     for module in modules_of(folder):
         for metric in getattr(module, "METRICS", ()):
-            if metric.name in found:
+            if metric.name in metrics:
                 raise RuntimeError(f"two metrics are called {metric.name!r}; the second is in {module.__name__}.")
-            found[metric.name] = metric
-    return found
+            metrics[metric.name] = metric
+    return metrics
 
 
 REGISTRY = _discover()
@@ -29,15 +29,15 @@ OF_KIND: dict[Kind, tuple[Metric, ...]] = {kind: tuple(m for m in REGISTRY.value
 
 
 def measured(kind: Kind, a: Tensor, b: Tensor) -> dict[str, Measure | Flag]:
-    """Every metric of two tensors of a kind, by column; what several share is worked out once.
+    """Computes every metric of two tensors of a kind, by column; work that metrics share is done once.
 
     Args:
-        kind: What the tensors are.
+        kind: The kind of the tensors.
         a: One path's, ``[*batch, last]``.
         b: The other path's.
     """
-    found: dict[str, Measure | Flag] = {}
+    values: dict[str, Measure | Flag] = {}
     for metric in OF_KIND[kind]:
-        if metric.column not in found:
-            found |= {metric.column: metric.function(a, b)} if metric.together is None else metric.together(a, b)
-    return found
+        if metric.column not in values:
+            values |= {metric.column: metric.function(a, b)} if metric.together is None else metric.together(a, b)
+    return values

@@ -1,4 +1,4 @@
-"""What many steps say together: the metrics that bring their input to the host and return Python numbers."""
+"""Statistics over many steps: these functions bring their input to the host and return Python numbers."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ Values: TypeAlias = Shaped[Tensor, " count"] | Shaped[np.ndarray, " count"]
 Flags: TypeAlias = Bool[Tensor, " count"] | Bool[np.ndarray, " count"]
 
 FEWEST = 6
-"""Of fewer independent observations no interval is given: of five all lie on one side of their median in 6% of samples."""
+"""The fewest independent observations with an interval: five all lie on one side of their median in 6% of samples."""
 FEWEST_RESAMPLED = 12
-"""Of fewer clusters resampling gives no interval that holds the truth as often as it says."""
+"""The fewest clusters for which a resampled interval covers the truth as often as it claims."""
 
 
 class Interval(NamedTuple):
@@ -35,7 +35,7 @@ class Interval(NamedTuple):
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Within it nothing warns: of what has no number, which is looked at afterwards."""
+    """Silences warnings about values that have no number; the caller checks for NaN."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
@@ -93,14 +93,14 @@ def mean_error(frame: pd.DataFrame, keys: Sequence[str], value: str = "relative_
 
 
 class Typical(NamedTuple):
-    """What is typical of numbers, whatever their distribution.
+    """Typical values of numbers with any distribution.
 
     Attributes:
-        mean: Of all.
-        median: Of all.
+        mean: The mean.
+        median: The median.
         low, high: The confidence interval of the median, by order statistics.
-        zeros: How many are exactly 0.
-        n: How many there are, one a cluster.
+        zeros: How many numbers are exactly 0.
+        n: How many numbers there are, one a cluster.
     """
 
     mean: float
@@ -112,24 +112,24 @@ class Typical(NamedTuple):
 
     @property
     def interval(self) -> Interval:
-        """Of the median."""
+        """The interval of the median."""
         return Interval(self.low, self.high)
 
 
 def typical(values: Any, clusters: Any = None, confidence: float = 0.95) -> Typical:
-    """How large numbers typically are: their median, with the interval that any distribution allows.
+    """Returns the median of numbers with an interval that is valid for any distribution.
 
-    KL, drift and relative errors spread over orders of magnitude, and one prompt may be most of a mean; recoveries are all
-    alike but a few. No interval of a mean holds it as often as it says then (``benchmarks/calibration.py``). That of a median
-    lies between two of the numbers, is the same on every scale, and needs no assumption; zeros count as what they are.
+    KL, drift and relative errors spread over orders of magnitude, so one prompt may dominate a mean; recoveries are almost all
+    alike. In such cases no interval of a mean has the coverage it claims (``benchmarks/calibration.py``). The interval of a
+    median lies between two of the numbers, is the same on every scale, and needs no assumption; zeros need no special case.
 
     Args:
-        values: One number each; NaN is left out.
-        clusters: What each belongs to; each cluster counts once, by its own mean. Unless given each is its own.
+        values: The numbers; NaN is left out.
+        clusters: The cluster of each number; each cluster counts once, by its mean. By default each number is its own.
         confidence: Share of such intervals that should hold the true median.
 
     Returns:
-        What there is; both ends NaN for fewer than :data:`FEWEST` at 95%.
+        The typical values; both ends NaN for fewer than :data:`FEWEST` at 95%.
 
     Raises:
         InputError: The confidence is not between 0 and 1.
@@ -138,12 +138,12 @@ def typical(values: Any, clusters: Any = None, confidence: float = 0.95) -> Typi
     numbers = pd.Series(np.asarray(values, dtype=float))
     if clusters is not None:
         numbers = numbers.groupby(np.asarray(clusters)).mean()
-    known = numbers.dropna().to_numpy()
-    if not len(known):
+    finite = numbers.dropna().to_numpy()
+    if not len(finite):
         return Typical(np.nan, np.nan, np.nan, np.nan, 0, 0)
-    ends: Any = scipy.stats.quantile_test(known).confidence_interval(confidence)
-    middle = float(np.median(known))
-    return Typical(float(known.mean()), middle, float(ends.low), float(ends.high), int((known == 0).sum()), len(known))
+    ends: Any = scipy.stats.quantile_test(finite).confidence_interval(confidence)
+    middle = float(np.median(finite))
+    return Typical(float(finite.mean()), middle, float(ends.low), float(ends.high), int((finite == 0).sum()), len(finite))
 
 
 def clustered_interval(
@@ -154,16 +154,16 @@ def clustered_interval(
     seed: int = 0,
     resamples: int = 1000,
 ) -> Interval:
-    """Bootstrap interval of a statistic of observations that come in clusters, by ``scipy.stats.bootstrap``.
+    """Computes the bootstrap interval of a statistic of clustered observations, by ``scipy.stats.bootstrap``.
 
-    The steps of one prompt, or its decodes under several seeds, are not independent: whole clusters are drawn, with all
-    that belongs to them. A percentile interval of few clusters is too short; its percentiles are taken further out, as far as
-    Student's quantiles and the divisor n - 1 ask for (the expanded percentile interval of Hesterberg 2015,
+    The steps of one prompt, or its decodes under several seeds, are not independent, so whole clusters are drawn. A percentile
+    interval of few clusters is too short; its percentiles are moved outwards to match Student's quantiles and the divisor n - 1
+    (the expanded percentile interval of Hesterberg 2015,
     doi:10.1080/00031305.2015.1089789).
 
     Args:
-        statistic: Given the columns of a resample, returns a number; NaN where it has none.
-        clusters: What each observation belongs to.
+        statistic: Returns a number of the columns of a resample, or NaN.
+        clusters: The cluster of each observation.
         columns: The observations, one number each.
         confidence: Share of such intervals that should hold the true value.
         seed: Seed of the resampling; the same seed gives the same interval.
@@ -185,25 +185,25 @@ def clustered_interval(
     if n < FEWEST_RESAMPLED:
         return Interval(np.nan, np.nan)
 
-    def drawn(chosen: np.ndarray) -> float:
-        rows = np.concatenate([members[int(number)] for number in chosen])
+    def resampled(numbers: np.ndarray) -> float:
+        rows = np.concatenate([members[int(number)] for number in numbers])
         return statistic(*(column[rows] for column in columns))
 
-    # It warns where a resample has no value, which is what is left out below.
+    # bootstrap() warns of resamples without a value, which are left out below.
     with quiet():
         result: Any = scipy.stats.bootstrap(
             (np.arange(len(members)),),
-            drawn,
+            resampled,
             vectorized=False,
             n_resamples=resamples,
             method="percentile",
             random_state=np.random.default_rng(seed),
         )
-    known = result.bootstrap_distribution[np.isfinite(result.bootstrap_distribution)]
-    if not len(known):
+    finite = result.bootstrap_distribution[np.isfinite(result.bootstrap_distribution)]
+    if not len(finite):
         return Interval(np.nan, np.nan)
     tail = scipy.stats.norm.cdf(scipy.stats.t.ppf((1 - confidence) / 2, n - 1) * np.sqrt(n / (n - 1)))
-    low, high = np.quantile(known, (tail, 1 - tail))
+    low, high = np.quantile(finite, (tail, 1 - tail))
     return Interval(float(low), float(high))
 
 

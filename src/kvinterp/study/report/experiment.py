@@ -15,7 +15,7 @@ from kvinterp._version import __version__
 from kvinterp.common.numbers import counted, ends_said, listed, machines_of, number, sentence
 from kvinterp.common.store import write_whole
 from kvinterp.common.vocabulary import PROTOCOLS
-from kvinterp.findings.rows import bare, labels_of, place, test_of, units, value
+from kvinterp.findings.rows import bare, labels_of, p_values_of, place, units, value
 from kvinterp.study.report.page import Answer, Column, Folded, Links, Pairs, Parts, Table, Text, opened, render
 from kvinterp.study.report.svg import picture
 from kvinterp.study.report.tokens import SCRIPTS, SHEETS
@@ -196,7 +196,7 @@ def findings_table(table: pd.DataFrame, name: str = "findings") -> Table:
     for row in table.drop(columns=alike).to_dict("records"):
         ends = ends_said(row["low"], row["high"], " ({})", functools.partial(bare, row))
         null = "" if pd.isna(row["null"]) else f"null {bare(row, row['null'])}"
-        notes = [str(row["verdict"]), str(row["note"]), null, test_of(row)]
+        notes = [str(row["verdict"]), str(row["note"]), null, p_values_of(row)]
         notes += ["nothing that it could be of"] * (pd.isna(row["estimate"]) and not any(notes))
         cells = (value(row, row["estimate"]) + ends, units(row), "; ".join(filter(None, notes)))
         rows.append([str(row["finding"]), place(row), *cells])
