@@ -43,7 +43,8 @@ def ids_of(tokenizer: Any, text: str, model: str, **options: Any) -> list[int]:
     if kept_of(text, decoded) < _LEAST:
         raise InputError(
             f"the tokenizer of {model} makes {len(ids):,} tokens of the text {excerpt}, and they say {shown(decoded[:60])}: "
-            "expected ids that say the text; mend its vocabulary and normaliser, give the model's own tokenizer, or give token ids."
+            "expected ids that say the text; mend its vocabulary and normaliser, give the model's own tokenizer, or give "
+            "token ids."
         )
     return ids
 
