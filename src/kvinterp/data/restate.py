@@ -8,7 +8,7 @@ the completion as a word of its own.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Sequence
 from random import Random
 
 from kvinterp.data.example import Example, Prompt
@@ -25,53 +25,48 @@ def score(prompt: Prompt, completion: str) -> bool:
 def draw(rng: Random) -> Example:
     """Makes one text of two sentences of different kinds about different people."""
     names = [name for name, _ in rng.sample(PEOPLE, 4)]
-    parts = [kind(rng, names[2 * i], names[2 * i + 1]) for i, kind in enumerate(rng.sample(_KINDS, 2))]
-    text = " ".join(sentence for sentence, _, _ in parts)
-    again = " ".join(restated for _, restated, _ in parts)
-    facts = tuple(dict.fromkeys(fact for _, _, facts_of in parts for fact in facts_of))
-    prompt = Prompt(id="", text=f"Text: {text}\nIn other words:", task="restate", answer=again, facts=facts)
-    return Example(prompt, f" {again}")
+    parts = []
+    for number, (draws, forms) in enumerate(rng.sample(_KINDS, 2)):
+        words = {"name": names[2 * number], "friend": names[2 * number + 1]}
+        words |= {name: str(rng.choice(choices)) for name, choices in draws.items()}
+        sentence, restated, facts = rng.choice(forms)
+        parts.append((sentence.format(**words), restated.format(**words), [words[fact] for fact in facts.split()]))
+    answer = " ".join(restated for _, restated, _ in parts)
+    prompt = Prompt(
+        id="",
+        text=f"Text: {' '.join(sentence for sentence, _, _ in parts)}\nIn other words:",
+        task="restate",
+        answer=answer,
+        facts=tuple(dict.fromkeys(fact for _, _, facts in parts for fact in facts)),
+    )
+    return Example(prompt, f" {answer}")
 
 
-_Part = tuple[str, str, tuple[str, ...]]
+def _kind(
+    first: str, second: str, restated: str, facts: str, **draws: Sequence[object]
+) -> tuple[dict[str, Sequence[object]], list[tuple[str, str, str]]]:
+    """A kind of sentence: the words it draws, and for each of its two forms the sentence, the restatement and the facts."""
+    return draws, [(first, restated, facts), (second, restated, facts)]
 
 
-def _owns(rng: Random, name: str, friend: str) -> _Part:
-    count, objects = str(rng.randint(2, 99)), rng.choice(OBJECTS)
-    sentence = rng.choice((f"{name} owns {count} {objects}.", f"{name} has {count} {objects} at home."))
-    return sentence, f"There are {count} {objects} that belong to {name}.", (count, objects, name)
-
-
-def _lives(rng: Random, name: str, friend: str) -> _Part:
-    place = rng.choice(PLACES)
-    sentence = rng.choice((f"{name} lives in {place}.", f"{name} has a house in {place}."))
-    return sentence, f"The home of {name} is in {place}.", (name, place)
-
-
-def _works(rng: Random, name: str, friend: str) -> _Part:
-    job = rng.choice(JOBS)
-    sentence = rng.choice((f"{name} works as a {job}.", f"{name} is a {job}."))
-    return sentence, f"The job of {name} is {job}.", (name, job)
-
-
-def _stands(rng: Random, name: str, friend: str) -> _Part:
-    adjective, thing, place = rng.choice(ADJECTIVES), rng.choice(THINGS), rng.choice(PLACES)
-    sentence = rng.choice((f"The {adjective} {thing} is in {place}.", f"The {adjective} {thing} stands in {place}."))
-    return sentence, f"In {place} there is a {adjective} {thing}.", (place, adjective, thing)
-
-
-def _met(rng: Random, name: str, friend: str) -> _Part:
-    place = rng.choice(PLACES)
-    sentence = rng.choice((f"{name} met {friend} in {place}.", f"In {place}, {name} saw {friend}."))
-    return sentence, f"{name} and {friend} were both in {place}.", (name, friend, place)
-
-
-def _costs(rng: Random, name: str, friend: str) -> _Part:
-    thing, price = rng.choice(THINGS), str(rng.randint(2, 99))
-    sentence = rng.choice((f"The {thing} costs {price} dollars.", f"{name} sells the {thing} for {price} dollars."))
-    facts = (price, thing) if name not in sentence else (price, thing, name)
-    again = f"You pay {price} dollars for the {thing}" + (f" of {name}." if name in sentence else ".")
-    return sentence, again, facts
-
-
-_KINDS: tuple[Callable[[Random, str, str], _Part], ...] = (_owns, _lives, _works, _stands, _met, _costs)
+_NUMBERS = range(2, 100)
+_KINDS = (
+    _kind("{name} owns {count} {objects}.", "{name} has {count} {objects} at home.",
+          "There are {count} {objects} that belong to {name}.", "count objects name", count=_NUMBERS, objects=OBJECTS),
+    _kind("{name} lives in {place}.", "{name} has a house in {place}.", "The home of {name} is in {place}.", "name place",
+          place=PLACES),
+    _kind("{name} works as a {job}.", "{name} is a {job}.", "The job of {name} is {job}.", "name job", job=JOBS),
+    _kind("The {adjective} {thing} is in {place}.", "The {adjective} {thing} stands in {place}.",
+          "In {place} there is a {adjective} {thing}.", "place adjective thing", adjective=ADJECTIVES, thing=THINGS,
+          place=PLACES),
+    _kind("{name} met {friend} in {place}.", "In {place}, {name} saw {friend}.", "{name} and {friend} were both in {place}.",
+          "name friend place", place=PLACES),
+    (
+        {"thing": THINGS, "price": _NUMBERS},
+        [
+            ("The {thing} costs {price} dollars.", "You pay {price} dollars for the {thing}.", "price thing"),
+            ("{name} sells the {thing} for {price} dollars.", "You pay {price} dollars for the {thing} of {name}.",
+             "price thing name"),
+        ],
+    ),
+)  # fmt: skip
