@@ -122,7 +122,8 @@ class CacheErrors:
     def _step_columns(self, errors: Sequence[tuple[Tensor, Tensor]], first: Span) -> dict[str, Tensor]:
         """The columns of the table by step: each step's errors over its positions."""
         counts = torch.stack([summed[: len(COUNTS)].sum(-1) for summed, _ in errors], 1)
-        means = torch.stack([_mean(summed[len(COUNTS) :], first.mask) for summed, _ in errors], 1)
+        totals = [summed[len(COUNTS) :] for summed, _ in errors]
+        means = torch.stack([t.mean(-1) if first.mask is None else t.sum(-1) / first.mask.sum(-1) for t in totals], 1)
         maxima = torch.stack([most.amax(-1) for _, most in errors], 1)
         zeros = torch.zeros_like(counts[0])
         evicted = [zeros if mask is None else zeros + (~mask).sum(-1) for mask in first.masks]
@@ -148,10 +149,6 @@ class CacheErrors:
             table.add({**places, "tensor": [tensor], "position": np.arange(sums.room)}, sums.means())
         frame = table.frame()
         return frame[frame["vectors"] > 0].astype({"after_flip": bool}).reset_index(drop=True)
-
-
-def _mean(errors: Tensor, mask: Tensor | None) -> Tensor:
-    return errors.mean(-1) if mask is None else errors.sum(-1) / mask.sum(-1)
 
 
 class _Sums:

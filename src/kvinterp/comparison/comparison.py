@@ -56,7 +56,7 @@ class Origin:
 
 @dataclasses.dataclass(repr=False)
 class Comparison(Result):
-    """How far apart two paths are. Every table is tidy: a row a number, named columns; divergences are in nats.
+    """The distances of two paths. Every table is tidy: a row a number, named columns; divergences are in nats.
 
     Attributes:
         steps: One row an example and step: token_a, token_b, kl, js, max_abs_logit, rms_logit, top1_agree, margin_a,
@@ -115,7 +115,7 @@ class Comparison(Result):
 
     @property
     def statistics(self) -> dict[str, float]:
-        """What ``llama-perplexity --kl-divergence`` prints, over every step of every example that has a KL."""
+        """The statistics that ``llama-perplexity --kl-divergence`` prints, over all steps that have a KL."""
         steps = self.steps
         steps = steps[steps["kl"].notna()] if "compared" in steps else steps
         return metrics.kl_statistics(

@@ -60,7 +60,7 @@ class _Piece:
 
     @property
     def group(self) -> tuple[Any, ...]:
-        """What must be equal for pieces to be measured together: everything but the number of positions."""
+        """The key of pieces that can be measured together: everything but the number of positions."""
         shape = self.pair[0].shape
         step = self.step if self.alone else -1
         shape = shape if self.span is None else (*shape[:-2], shape[-1])
@@ -162,7 +162,9 @@ class Differences:
             labels = {"layer": layers, "example": examples, "head": self.heads}
             rows = [[path["pattern", layer] for layer in layers] for path in tensors]
             widest = max(row.shape[-1] for path in rows for row in path)
-            a, b = (_stacked(path, widest) for path in rows)
+            # The newest key is the last on both paths; keys outside a window had probability 0.
+            padded = ([torch.nn.functional.pad(row, (widest - row.shape[-1], 0)) for row in path] for path in rows)
+            a, b = map(torch.stack, padded)
             self.rows.add(step, layers, self.heads, end, (a, b), marks, flips)
             self._wait("pattern", [_Piece(step, labels, (a, b))])
         if set(ROUTING_SITES) <= layers_of.keys():
@@ -295,8 +297,3 @@ def _by_position(tensor: Tensor, rows: Tensor | None, end: int) -> tuple[Tensor,
     whole = tensor.new_zeros(*tensor.shape[:2], end, tensor.shape[3])
     held = torch.zeros(whole.shape[:3], dtype=torch.bool, device=tensor.device)
     return whole.scatter(2, rows[..., None].expand_as(tensor), tensor), held.scatter(2, rows, True)
-
-
-def _stacked(rows: Sequence[Tensor], widest: int) -> Tensor:
-    # The newest key is the last on both paths; keys outside a window had probability 0.
-    return torch.stack([torch.nn.functional.pad(row, (widest - row.shape[-1], 0)) for row in rows])

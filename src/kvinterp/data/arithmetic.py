@@ -51,7 +51,7 @@ def _addend(rng: Random, total: int) -> int:
 
 
 def _change(rng: Random, pronoun: str, friend: str, total: int) -> tuple[str, str]:
-    """One event of a story and the step it means."""
+    """Makes one event of a story and its step."""
     if total > 5 and (total > LIMIT - 5 or rng.random() < 0.5):
         lost = rng.randint(1, min(50, total - 1))
         text = rng.choice(
@@ -66,7 +66,7 @@ def _change(rng: Random, pronoun: str, friend: str, total: int) -> tuple[str, st
 
 
 def _story(rng: Random) -> tuple[str, list[str]]:
-    """A start, given or a product, and one to three changes."""
+    """Makes a problem with a start, a number or a product, and one to three changes."""
     (name, pronoun), (friend, _) = rng.sample(PEOPLE, 2)
     objects = rng.choice(OBJECTS)
     steps: list[str] = []
@@ -108,7 +108,7 @@ def _difference(rng: Random) -> tuple[str, list[str]]:
 
 
 def _relative(rng: Random) -> tuple[str, list[str]]:
-    """One has more or fewer than the other; asked for both together."""
+    """Makes a problem in which one has more or fewer than the other, and asks for both together."""
     name, friend = _pair(rng)
     objects = rng.choice(OBJECTS)
     a = rng.randint(4, 45)

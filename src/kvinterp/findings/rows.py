@@ -111,8 +111,7 @@ def share_of(name: str, events: Any, clusters: Any = None, trials: Any = None, *
 def findings_of(rows: Iterable[Finding]) -> pd.DataFrame:
     """Makes a table of findings: labels first, then :data:`COLUMNS`."""
     table = pd.DataFrame(list(rows))
-    labels = [name for name in table.columns if name not in COLUMNS]
-    return table.reindex(columns=[*labels, *COLUMNS])
+    return table.reindex(columns=[*labels_of(table), *COLUMNS])
 
 
 def labels_of(table: pd.DataFrame) -> list[str]:

@@ -1,4 +1,4 @@
-"""How far apart two attention patterns are, given as the probabilities a softmax left in the model's dtype."""
+"""The divergence of two attention patterns, given as the probabilities of a softmax in the model's dtype."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from kvinterp.common.shapes import Measure, Pattern
 from kvinterp.metrics.base import Metric, float64_pair
 from kvinterp.metrics.divergence import kl_terms
 
-#: Where half the log-ratio goes by the difference of the probabilities, and from where on by their logarithms.
+#: Below this, half the log-ratio is computed from the difference of the probabilities, above it from their logarithms.
 _NEAR = 0.5
 
 

@@ -43,7 +43,7 @@ KINDS: dict[Kind, Fills] = {
 
 @dataclasses.dataclass(frozen=True)
 class Metric:
-    """One number about two tensors of the same kind, as the contract tests, the tables and ``kvinterp list`` find it.
+    """A number about two tensors of the same kind; the contract tests, the tables and ``kvinterp list`` use its fields.
 
     Attributes:
         name: Its unique name.

@@ -1,4 +1,4 @@
-"""How far apart two next-token distributions are, accurate down to the last bit that differs.
+"""Divergences of two next-token distributions, accurate down to the last bit that differs.
 
 Two paths of one model often differ by 1e-13 nats or less, and the textbook ``sum p (log p - log q)`` loses all of that:
 its terms are of both signs and cancel down to rounding noise, which can even be negative. Because p and q both sum to
@@ -81,9 +81,9 @@ def logit_margin(a: Logits) -> Measure:
 
 
 def compare_logits(a: Logits, b: Logits) -> dict[str, Measure | Flag]:
-    """Everything this module measures about two logit vectors, with the work they share done once.
+    """Computes every metric of this module for two logit vectors, with shared work done once.
 
-    Made to be called at every decode step: about 45 kernels, and no transfer to the host.
+    It is called at every decode step: about 45 kernels, and no transfer to the host.
 
     Args:
         a: Logits of the first path, of any float dtype.
@@ -94,9 +94,9 @@ def compare_logits(a: Logits, b: Logits) -> dict[str, Measure | Flag]:
         their even mixture, at most ln 2, bitwise the same with the sides exchanged), in nats, both exactly 0 for bitwise equal
         logits and never negative; ``max_abs_logit`` and ``rms_logit``, the largest difference and the root of the mean squared
         one, in logits; ``top1_agree``, whether both greedy tokens are the same, of equal logits the first; ``margin_a`` and
-        ``margin_b``, see :func:`logit_margin`; and ``top_probability_difference``, what the second path gives the first path's
-        greedy token minus what the first gives it. llama-perplexity's Δp is the same difference with another token, the one
-        that follows in its text file, which decoding has not.
+        ``margin_b``, see :func:`logit_margin`; and ``top_probability_difference``, the probability that the second path gives the
+        first path's greedy token minus that of the first path. llama-perplexity's Δp is the same difference for the next token
+        of its text file, which decoding does not have.
 
     Raises:
         InputError: The shapes differ, or the vocabulary is empty.
@@ -137,10 +137,11 @@ def kl_terms(half_log_ratio: Float64[Tensor, "*shape"], tanh: Float64[Tensor, "*
 
 
 def _distributions(a: Tensor, b: Tensor) -> tuple[Tensor, Any, Tensor, Tensor, Tensor]:
-    """Both paths' logits in float64 and what the metrics share; the first dimension is the path where there is one.
+    """Computes in float64 the parts that the metrics share.
 
     Returns:
-        The logits, values and indices of the largest, the difference, the probabilities, and half the logarithm of their ratio.
+        The logits of both paths, values and indices of the largest, the difference, the probabilities, and half the logarithm of
+        their ratio; the first dimension is the path, where there are two.
     """
     logits = float64_pair(a, b, "logits")
     difference = logits[1] - logits[0]

@@ -1,4 +1,4 @@
-"""How far apart two residual streams are, in length and in direction."""
+"""The distance of two residual streams, in length and in direction."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
-"""What a policy does to keys and values, as the noise it amounts to: gain, spread, flipped signs and tails of the error.
+"""The noise that a policy's change of keys and values amounts to: gain, spread, flipped signs and tails of the error.
 
-The error ``e`` of an element ``x`` is split by least squares into ``gain * x`` and what is left. For multiplicative noise,
-``e = x u``, the gain is the mean of ``u`` and the spread its standard deviation, whatever ``x`` is: so a quantiser stands on the
-same axis as the noise of a study that injects it. Sums are kept and not numbers, so that vectors of several prompts, heads and
-layers are put together exactly.
+The error ``e`` of an element ``x`` is split by least squares into ``gain * x`` and a residual. For multiplicative noise,
+``e = x u``, the gain is the mean of ``u`` and the spread its standard deviation, whatever ``x`` is, so that quantisers and
+injected noise share an axis. Sums are kept instead of means, so that several prompts, heads and layers combine exactly.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from jaxtyping import Float, Float64
 from torch import Tensor
 
 SUMS = ("elements", "nonzero", "x2", "ex", "e1", "e2", "e3", "e4", "flipped", "zeroed")
-"""What is summed over elements: their count, those that are not 0, moments, and how many change sign or become 0."""
+"""The sums over elements: their count, how many are not 0, moments, and how many change sign or become 0."""
 
 
 def error_sums(
@@ -41,16 +40,16 @@ def error_sums(
 
 
 def noise_of_sums(sums: pd.DataFrame) -> pd.DataFrame:
-    """The noise that sums amount to, row by row; add rows up first to put places together.
+    """Computes the noise of each row of sums; add rows up first to combine places.
 
     Args:
         sums: The columns of :data:`SUMS`.
 
     Returns:
         relative_rms, the error's root mean square over that of the elements; bias, its gain: the mean error of multiplicative
-        noise, below 0 where elements shrink; relative_std, what is left of relative_rms beside the bias; sign_flips and
+        noise, below 0 where elements shrink; relative_std, the rest of relative_rms besides the bias; sign_flips and
         zeroed, shares of the elements that are not 0; kurtosis of the error about its mean, 0 for a normal distribution, NaN
-        without an error. Put-together places of different size have heavier tails than each.
+        without an error. Combined places of different size have heavier tails than each alone.
     """
     count, x2, power = sums["elements"], sums["x2"], {n: sums[f"e{n}"] / sums["elements"] for n in (1, 2, 3, 4)}
     mean = power[1]
@@ -64,7 +63,7 @@ def noise_of_sums(sums: pd.DataFrame) -> pd.DataFrame:
             "relative_std": ((sums["e2"] - sums["ex"] ** 2 / x2).clip(lower=0) / x2) ** 0.5,
             "sign_flips": sums["flipped"] / sums["nonzero"],
             "zeroed": sums["zeroed"] / sums["nonzero"],
-            # A constant error has no spread but what rounding leaves of it.
+            # The spread of a constant error is rounding.
             "kurtosis": (fourth / spread**2 - 3).where(some & (spread > 1e-12 * power[2])),
         }
     )

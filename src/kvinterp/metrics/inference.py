@@ -16,7 +16,7 @@ import pandas as pd
 from scipy import stats
 
 from kvinterp.errors import InputError, NonFiniteError
-from kvinterp.metrics.statistics import FEWEST
+from kvinterp.metrics.statistics import FEWEST, check_confidence
 
 Column: TypeAlias = Sequence[Any] | np.ndarray | pd.Series | pd.Index
 """One number, flag or name for each observation."""
@@ -329,8 +329,7 @@ def rate_of(events: Column, clusters: Column, trials: Column | None = None, conf
 
     Source: Korn and Graubard 1998, Survey Methodology 24(2).
     """
-    if not 0 < confidence < 1:
-        raise InputError(f"confidence {confidence} is not between 0 and 1: give a share such as 0.95.")
+    check_confidence(confidence)
     trial_counts = np.ones(len(np.asarray(events))) if trials is None else trials
     names, count, tries = columns(clusters, events=events, trials=trial_counts)
     if (names < 0).any() or (count < 0).any() or (count > tries).any():

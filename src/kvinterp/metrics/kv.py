@@ -1,4 +1,4 @@
-"""How far apart two keys or values are, relative to their length and in units of the last place their dtype has."""
+"""Distances of two keys or values, relative to their length and in units in the last place of their dtype."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _APART = "absolute difference over the last dimension, in units in the last plac
 
 
 def vector_errors(a: HeadVectors, b: HeadVectors) -> dict[str, Measure]:
-    """How far apart two keys or values are, relative to their length and in units in the last place.
+    """Computes the distances of two keys or values, relative to their length and in units in the last place.
 
     Neighbouring floats are 1 unit apart; across a power of two they are 0.5 apart, because the unit is the larger number's.
     Equal numbers are exactly 0 apart, zeros of different sign too. Where the dtypes differ the unit is the larger of

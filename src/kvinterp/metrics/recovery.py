@@ -1,4 +1,4 @@
-"""How much of a difference a patch takes away."""
+"""The share of a difference that a patch removes."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ TO_SEE_A_DIFFERENCE = (
     "To see a difference try another dtype, kernels that differ by construction (split_k(4,float16), as in "
     "cached[kernels=split_k(4,float16)]), longer prompts or more steps, or another kind of model."
 )
-"""What to do where everything is equal, whatever was compared."""
+"""The advice if everything is equal, whatever was compared."""
 ONLY_THE_PREFILL = (
     "Only step 0 was compared, which is the prefill's and the same on both paths: no token was decoded, since every text ended "
     "there or one step was asked for. Give --stop length and more steps, or a prompt that the model goes on with: a chat model "
     "wants messages, as in a .jsonl file or natural:8."
 )
-"""What equality says where nothing was decoded."""
+"""The sentence for equality if nothing was decoded."""
 
 
 def recovery(d_before: Float[Tensor, "*batch"], d_after: Float[Tensor, "*batch"]) -> Measure:
@@ -29,9 +29,8 @@ def recovery(d_before: Float[Tensor, "*batch"], d_after: Float[Tensor, "*batch"]
         d_after: The same with the patch.
 
     Returns:
-        A fraction: 1 where the patch removed everything, 0 where it changed nothing, negative where it made the paths
-        differ more. NaN where there was nothing to remove (``d_before`` is 0), for no share of nothing is defined;
-        :func:`why_undefined` says why and what to do instead.
+        A fraction: 1 if the patch removed everything, 0 if it changed nothing, negative if it made the paths differ more.
+        NaN if there was nothing to remove (``d_before`` is 0); :func:`why_undefined` says why and what to do instead.
 
     Source: arXiv 2604.15409, eq. (4), there in percent (:func:`recovery_percent`).
     """
@@ -40,17 +39,17 @@ def recovery(d_before: Float[Tensor, "*batch"], d_after: Float[Tensor, "*batch"]
 
 
 def recovery_percent(d_before: Float[Tensor, "*batch"], d_after: Float[Tensor, "*batch"]) -> Measure:
-    """The same in percent, as arXiv 2604.15409 reports it, see :func:`recovery`."""
+    """The recovery in percent, as arXiv 2604.15409 reports it; see :func:`recovery`."""
     return recovery(d_before, d_after) * 100
 
 
 def why_undefined(steps: int, l2: float, d_before: float) -> str:
-    """Why a recovery is NaN and what to do instead, as a sentence; empty where it is defined.
+    """Says in a sentence why a recovery is NaN and what to do instead; empty if it is defined.
 
     Args:
-        steps: How many steps it is taken over.
-        l2: L2 distance of the unpatched paths' logits over them.
-        d_before: Their divergence, of the metric whose recovery it is.
+        steps: How many steps the recovery is over.
+        l2: L2 distance of the unpatched paths' logits over these steps.
+        d_before: The divergence over these steps, of the recovery's metric.
     """
     if d_before > 0:
         return ""

@@ -1,4 +1,4 @@
-"""What the reinforcement learning libraries print of trainer and rollout log-probs, under their own names; never a verdict.
+"""The statistics of trainer and rollout log-probs that reinforcement learning libraries print, under their names.
 
 ``r = trainer - rollout`` of the same token, ``rho = exp r``. ``k1`` (verl's ``rollout_corr/kl``, OpenRLHF's ``vllm_kl``) and
 ``k3`` (``rollout_corr/k3_kl``, prime-rl's ``mismatch_kl``) estimate KL(rollout || trainer) only where the tokens were sampled
@@ -12,18 +12,18 @@ import numpy as np
 
 CLAMP = 20.0
 LARGEST = 700.0
-"""Beyond this an exponential is no float64; a token that is as unlikely is taken for one of so many nats."""
+"""Log-probs are clipped at minus this, beyond which an exponential is no float64."""
 CAP = 2.0
-"""The threshold that verl cuts importance weights at unless told."""
+"""verl's default threshold for importance weights."""
 
 
 def rollout_statistics(trainer: np.ndarray, rollout: np.ndarray, sequence: np.ndarray) -> dict[str, float]:
-    """The statistics of tokens that both sides gave.
+    """Computes the statistics over tokens that both sides gave.
 
     Args:
-        trainer: ``[token]``, log-probs in nats.
-        rollout: The same of the engine.
-        sequence: ``[token]``: which sequence each is of.
+        trainer: ``[token]``, the trainer's log-probs in nats.
+        rollout: ``[token]``, the engine's log-probs in nats.
+        sequence: ``[token]``, the sequence of each token.
     """
     trainer, rollout = trainer.clip(min=-LARGEST), rollout.clip(min=-LARGEST)
     r = trainer - rollout

@@ -134,7 +134,7 @@ def typical(values: Any, clusters: Any = None, confidence: float = 0.95) -> Typi
     Raises:
         InputError: The confidence is not between 0 and 1.
     """
-    _check(confidence, 1)
+    check_confidence(confidence)
     numbers = pd.Series(np.asarray(values, dtype=float))
     if clusters is not None:
         numbers = numbers.groupby(np.asarray(clusters)).mean()
@@ -176,7 +176,9 @@ def clustered_interval(
     Raises:
         InputError: The confidence is not between 0 and 1, there are no resamples, or the lengths differ.
     """
-    _check(confidence, resamples)
+    check_confidence(confidence)
+    if resamples < 1:
+        raise InputError(f"{resamples} resamples cannot give an interval: give at least 1, better 1000.")
     if any(len(column) != len(clusters) for column in columns):
         lengths = ", ".join(str(len(column)) for column in columns)
         raise InputError(f"got {len(clusters)} cluster names and columns of {lengths}: give one name for every number.")
@@ -207,11 +209,10 @@ def clustered_interval(
     return Interval(float(low), float(high))
 
 
-def _check(confidence: float, resamples: int) -> None:
+def check_confidence(confidence: float) -> None:
+    """Raises InputError unless a confidence is between 0 and 1."""
     if not 0 < confidence < 1:
         raise InputError(f"confidence {confidence} is not between 0 and 1: give a share such as 0.95.")
-    if resamples < 1:
-        raise InputError(f"{resamples} resamples cannot give an interval: give at least 1, better 1000.")
 
 
 def _host(values: Values, what: str) -> Float64[np.ndarray, " count"]:

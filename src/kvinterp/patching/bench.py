@@ -388,9 +388,10 @@ class PatchBench:
                     f"step {steps[-1] if steps else 1} does not exist: the cached path decodes steps 1 to {len(base) - 1} of "
                     f"this prompt with max_new_tokens={self.max_new_tokens}."
                 )
-            if not self._moves(question):
+            patch = dataclasses.replace(question.patch(), steps=tuple(steps))
+            if not any(patch.moves(step, len(self.prompt), question.into) for step in steps):
                 raise InputError(
-                    f"positions={question.patch().positions!r} of {question.site!r} patches nothing at "
+                    f"positions={patch.positions!r} of {question.site!r} patches nothing at "
                     f"{'any step' if question.step == EVERY else f'step {question.step}'}: the cached path computes the newest "
                     "position only at a decode step, and no path has positions yet to come; name others, patch kv, or patch "
                     "into-recompute."
@@ -412,11 +413,6 @@ class PatchBench:
             raise InputError("donor 'prompt' takes from another prompt and none was given: give other='a text'.")
         check_aligned(self.other, self.prompt)
         return self._trace(question.into, "other", question)
-
-    def _moves(self, question: Asked) -> bool:
-        steps = range(question.first, len(self.fed) + 1) if question.step == EVERY else [int(question.step)]
-        patch = dataclasses.replace(question.patch(), steps=tuple(steps) or (1,))
-        return any(patch.moves(step, len(self.prompt), question.into) for step in steps)
 
     def _run_patched(
         self, question: Asked, patch: Patch, steps: Sequence[int]

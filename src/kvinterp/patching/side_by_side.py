@@ -237,12 +237,10 @@ def advance_beside(setting: Setting, lanes: Sequence[PlannedLane], prompt: Seque
     pure, distances, logits = PureRecompute(adapter, setting.recompute), [], []
     # Lanes with the same patch and the same donor are one run.
     runs = [(lane.patch, lane.source) for lane in lanes]
-    places = {
-        source: [
-            place for patch, origin in dict.fromkeys(runs) if origin == source for place in _donor_places(adapter, patch)
-        ]
-        for source in ("", "self", "other-prompt")
-    }
+    places: dict[str, list[Site]] = {"": [], "self": [], "other-prompt": []}
+    for patch, source in dict.fromkeys(runs):
+        layers = chosen_layers(adapter, patch.layers)
+        places[source] += itertools.product(stored_sites(adapter, patch.site), layers)
     moved = {patch.site for patch, _ in runs if patch.positions != "newest" and setting.donor.form == "cached"}
     donors = {
         # If earlier positions are moved too, a cached donor keeps the rows of every step.
@@ -320,9 +318,3 @@ def _distances(
     values = torch.stack([distance(donor.expand_as(stacked), stacked).double() for distance in distances.values()])
     index = {key: number for number, key in enumerate(different)}
     return values[:, [index[row.data_ptr()] for row in rows]]
-
-
-def _donor_places(adapter: Adapter, patch: Patch) -> list[Site]:
-    """The sites and layers that a patch takes from its donor."""
-    layers = chosen_layers(adapter, patch.layers)
-    return [(site, layer) for site in stored_sites(adapter, patch.site) for layer in layers]

@@ -21,7 +21,7 @@ KV = KeysValues
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
-    """What is done to keys and values on their way into and out of the cache; the base does nothing.
+    """Changes keys and values on their way into and out of the cache; the base changes nothing.
 
     A policy overrides the methods it needs, none of which may change a tensor in place. A policy with state returns a copy of
     itself from :meth:`start`, which is used for one pass from position 0 and then thrown away.
@@ -67,7 +67,7 @@ class Policy:
         return keys, values
 
     def keep(self, keys: Tensor, values: Tensor, place: Place) -> Int[Tensor, "*batch_and_kv_head kept"] | None:
-        """Which rows of the cache stay for the forwards that follow; called after attention has read.
+        """Chooses the rows of the cache that stay for the forwards that follow; called after attention has read.
 
         Args:
             keys: The keys in the cache, ``[batch, kv_head, row, head_dim]``.

@@ -31,7 +31,7 @@ _ABOUT, _TENSORS = "trace.json", "trace.safetensors"
 
 @dataclasses.dataclass(repr=False)
 class Trace:
-    """One prompt along one path.
+    """The trace of one prompt along one path.
 
     Attributes:
         path: The path's text form.

@@ -50,6 +50,19 @@ def part(record: Any, name: str, kind: type, where: str, default: Any = None) ->
     return value
 
 
+def choices_of(record: Mapping[str, Any], where: str) -> list[tuple[str, Any]]:
+    """The choices of an answer, each with its name for errors."""
+    choices = record["choices"]
+    return [(where if len(choices) == 1 else f"{where}, choice {n}", choice) for n, choice in enumerate(choices)]
+
+
+def first_choice(record: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The first choice of an answer; empty if it has none."""
+    choices = record.get("choices")
+    first = choices[0] if isinstance(choices, list) and choices else None
+    return first if isinstance(first, Mapping) else {}
+
+
 def prompt_of(record: Mapping[str, Any], choice: Mapping[str, Any], where: str) -> tuple[int, ...]:
     """Returns the prompt's ids, from the answer or from the request beside it.
 

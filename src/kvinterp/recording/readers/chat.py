@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from kvinterp.recording.engine_path import EnginePath, path_of
-from kvinterp.recording.readers.base import Reader, Token, checked_ids, id_of, part, prompt_of
+from kvinterp.recording.readers.base import Reader, Token, checked_ids, choices_of, first_choice, id_of, part, prompt_of
 
 
 class Chat(Reader):
@@ -17,16 +17,12 @@ class Chat(Reader):
 
     def fits(self, record: Mapping[str, Any]) -> bool:
         """Whether the choices have ``logprobs.content``."""
-        choices = record.get("choices")
-        if not isinstance(choices, list) or not choices or not isinstance(choices[0], Mapping):
-            return False
-        logprobs = choices[0].get("logprobs")
+        logprobs = first_choice(record).get("logprobs")
         return isinstance(logprobs, Mapping) and "content" in logprobs
 
     def paths(self, record: Mapping[str, Any], where: str, token: Token) -> Iterator[EnginePath]:
         """Yields one path a choice."""
-        for number, choice in enumerate(record["choices"]):
-            here = where if len(record["choices"]) == 1 else f"{where}, choice {number}"
+        for here, choice in choices_of(record, where):
             content = part(part(choice, "logprobs", dict, here, {}), "content", list, here, [])
             rows = rows_of(content, token, here, choice.get("token_ids"))
             yield path_of(here, prompt_of(record, choice, here), rows)

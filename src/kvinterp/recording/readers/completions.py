@@ -10,7 +10,7 @@ from typing import Any
 
 from kvinterp.errors import InputError
 from kvinterp.recording.engine_path import EnginePath, path_of
-from kvinterp.recording.readers.base import Reader, Token, checked_ids, id_of, part, prompt_of
+from kvinterp.recording.readers.base import Reader, Token, checked_ids, choices_of, first_choice, id_of, part, prompt_of
 
 
 class Completions(Reader):
@@ -18,16 +18,13 @@ class Completions(Reader):
 
     def fits(self, record: Mapping[str, Any]) -> bool:
         """Whether the choices have log-probs by token, not ``content``."""
-        choices = record.get("choices")
-        if not isinstance(choices, list) or not choices or not isinstance(choices[0], Mapping):
-            return False
-        logprobs = choices[0].get("logprobs")
-        return "token_logprobs" in logprobs if isinstance(logprobs, Mapping) else "prompt_logprobs" in choices[0]
+        choice = first_choice(record)
+        logprobs = choice.get("logprobs")
+        return "token_logprobs" in logprobs if isinstance(logprobs, Mapping) else "prompt_logprobs" in choice
 
     def paths(self, record: Mapping[str, Any], where: str, token: Token) -> Iterator[EnginePath]:
         """Yields one path a choice."""
-        for number, choice in enumerate(record["choices"]):
-            here = where if len(record["choices"]) == 1 else f"{where}, choice {number}"
+        for here, choice in choices_of(record, where):
             logprobs = part(choice, "logprobs", dict, here, {})
             values, texts = (part(logprobs, name, list, here, []) for name in ("token_logprobs", "tokens"))
             tops = part(logprobs, "top_logprobs", list, here, []) or [None] * len(values)
