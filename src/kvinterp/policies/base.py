@@ -168,6 +168,14 @@ class Selective(Policy):
             if not isinstance(numbers, tuple) or not all(type(number) is int and number >= 0 for number in numbers):
                 raise unexpected(f"policy {policy!r}: {name}", numbers, f"whole numbers from 0 on, as in {name}=0+2")
 
+    def element_bits(self, width: int) -> float | None:
+        """The bits that an element of a changed tensor takes; see :meth:`bits_stored`."""
+        return None
+
+    def bits_stored(self, tensor: str, width: int) -> float | None:
+        """The bits of :meth:`element_bits` for the tensors that the policy changes."""
+        return self.element_bits(width) if tensor in TENSORS[self.on] else None
+
     def write_rows(self, tensor: Tensor, which: str, place: Place) -> Tensor:
         """The rows that the cache keeps of new rows of one tensor.
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from kvinterp.common.checks import check_choice
 from kvinterp.errors import InputError, unexpected
 from kvinterp.models.adapter import ModelInfo
-from kvinterp.policies.base import TENSORS, Place, Policy, Selective, running
+from kvinterp.policies.base import Place, Policy, Selective, running
 from kvinterp.policies.blocks import Memory, Settled
 
 FORMATS = {"e4m3": (torch.float8_e4m3fn, 464.0, math.nan), "e5m2": (torch.float8_e5m2, 61440.0, math.inf)}
@@ -55,9 +55,9 @@ class Fp8(Selective):
             raise InputError("policy fp8 has per=head with one scale for all heads: give scale=prefill too.")
         super().__post_init__()
 
-    def bits_stored(self, tensor: str, width: int) -> float | None:
+    def element_bits(self, width: int) -> float:
         """Eight bits; a scale belongs to a whole tensor or head."""
-        return 8.0 if tensor in TENSORS[self.on] else None
+        return 8.0
 
     @property
     def depends_on(self) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kvinterp.models.adapter import ModelInfo
-from kvinterp.policies.base import TENSORS, Place, Policy, Selective
+from kvinterp.policies.base import Place, Policy, Selective
 from kvinterp.policies.blocks import check_blocks, cut
 
 BLOCK = 32
@@ -33,9 +33,9 @@ class _Blocks(Selective):
     def rounded(self, blocks: Tensor) -> Tensor:
         """Blocks in float32 as they are read back, ``[..., 32]``."""
 
-    def bits_stored(self, tensor: str, width: int) -> float | None:
+    def element_bits(self, width: int) -> float:
         """The bits of a block, divided by its elements."""
-        return 8 * self.BYTES / BLOCK if tensor in TENSORS[self.on] else None
+        return 8 * self.BYTES / BLOCK
 
     def start(self, facts: ModelInfo) -> Policy:
         """Refuses heads that blocks of 32 do not fill."""

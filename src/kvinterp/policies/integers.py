@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvinterp.common.checks import check_whole
 from kvinterp.models.adapter import ModelInfo
-from kvinterp.policies.base import TENSORS, Place, Policy, Selective
+from kvinterp.policies.base import Place, Policy, Selective
 from kvinterp.policies.blocks import affine, check_blocks, cut
 
 
@@ -20,9 +20,9 @@ class Int8(Selective):
 
     SOURCE: ClassVar[str] = "LLM.int8() (arXiv 2208.07339), section 2: absmax, a row at a time"
 
-    def bits_stored(self, tensor: str, width: int) -> float | None:
+    def element_bits(self, width: int) -> float:
         """A byte, and four bytes for each head's scale."""
-        return 8 + 32 / width if tensor in TENSORS[self.on] else None
+        return 8 + 32 / width
 
     def write_rows(self, tensor: Tensor, which: str, place: Place) -> Tensor:
         """Computes in float32 and returns the tensor's dtype."""
@@ -51,9 +51,9 @@ class Int4(Selective):
         check_whole("policy 'int4': group", 1 if self.group is None else self.group)
         super().__post_init__()
 
-    def bits_stored(self, tensor: str, width: int) -> float | None:
+    def element_bits(self, width: int) -> float:
         """Four bits, and a scale and a minimum of 16 bits for each group."""
-        return 4 + 32 / (self.group or width) if tensor in TENSORS[self.on] else None
+        return 4 + 32 / (self.group or width)
 
     def start(self, facts: ModelInfo) -> Policy:
         """Refuses heads that the groups do not fill."""

@@ -45,9 +45,9 @@ class Kivi(Selective):
             raise unexpected("policy 'kivi': residual", self.residual, f"a multiple of group={group}, as in kivi(2,32,128)")
         super().__post_init__()
 
-    def bits_stored(self, tensor: str, width: int) -> float | None:
+    def element_bits(self, width: int) -> float:
         """The codes and, for each group, a scale and a minimum of 16 bits; without the window, which does not grow."""
-        return self.bits + 32 / self.group if tensor in TENSORS[self.on] else None
+        return self.bits + 32 / self.group
 
     def start(self, facts: ModelInfo) -> Policy:
         """A copy that remembers the rows it rounded."""
