@@ -168,7 +168,7 @@ SWEEPS: dict[str, Callable[[str], Iterator[Row]]] = {
 def draw(fits: list[Row], here: dict[str, Any], picture: Path) -> None:
     """A panel a sweep: the mean difference and its line, a dtype each."""
     from kvinterp.study.report.charts import legend_outside, log_ticks
-    from kvinterp.study.report.style import line_of, save, sheet, signed
+    from kvinterp.study.report.style import line_of, save, sheet, sign
 
     labels = {"depth": "layers", "width": "width", "logit scale": "head multiplied by", "length": "prompt (tokens)"}
     with sheet(9, 5.6) as figure:
@@ -187,7 +187,7 @@ def draw(fits: list[Row], here: dict[str, Any], picture: Path) -> None:
             log_ticks(panel.yaxis)
             panel.set_ylabel("mean |logit difference| / std")
         legend_outside(figure, panels[0, 0], side="upper")
-        signed(
+        sign(
             figure,
             f"{here['device']}, {here['threads']} thread; SmolLM2-135M (depth, length), random Llama (others); zeros left out",
             [here],

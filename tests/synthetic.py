@@ -134,7 +134,7 @@ def experiment_page(folder: Path, text: str, rows: int, **changed: Any) -> Path:
         "sentences": [f"{text} is 3.", "It holds for 2 prompts."],
         "tables": {"many": pd.DataFrame({"step": range(rows), "kl": 0.5, "word": text, "same": True})},
         "figures": [],
-        "chosen": {"prompts": text, "sizes": (1, 2), "device": None},
+        "choices": {"prompts": text, "sizes": (1, 2), "device": None},
         "provenance": {"model": f"zoo:{text}", "dtype": "float16", "kernel_flags": {"tf32": False}},
     }
     return write_experiment(folder, **{**told, **changed})

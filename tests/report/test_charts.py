@@ -10,7 +10,7 @@ import pytest
 
 from kvinterp.findings import Chart, Panel, finding, median_of
 from kvinterp.findings.rows import line
-from kvinterp.study.report.charts import drawn
+from kvinterp.study.report.charts import draw_chart
 from synthetic import ABOUT
 
 TABLE = pd.DataFrame(
@@ -27,7 +27,7 @@ SCALES = ("zero", "linear", "share", "signed", "log", "counts")
 
 
 def figure_of(**how: Any) -> Any:
-    figure = drawn(Chart("What there is", [Panel(TABLE, **{"x": "x", "y": "y", "label": "size", **how})]), [ABOUT])
+    figure = draw_chart(Chart("What there is", [Panel(TABLE, **{"x": "x", "y": "y", "label": "size", **how})]), [ABOUT])
     figure.draw_without_rendering()
     return figure
 
@@ -67,7 +67,7 @@ def test_a_map_has_a_cell_for_each_place(scale: str) -> None:
 
 def test_what_is_beyond_a_signed_scale_stands_at_its_edge_with_its_number() -> None:
     table = pd.DataFrame({"x": [0, 1], "y": [-30.0, 0.5]})
-    figure = drawn(Chart("Recovery", [Panel(table, "x", "y", scale="signed")]), [ABOUT])
+    figure = draw_chart(Chart("Recovery", [Panel(table, "x", "y", scale="signed")]), [ABOUT])
     assert [text.get_text().replace("\u202f", " ") for text in figure.axes[0].texts] == ["▼ −3000 %"]
 
 

@@ -10,8 +10,8 @@ from matplotlib.figure import Figure
 
 from kvinterp.comparison import Comparison
 from kvinterp.comparison.findings import NAMES, charts_of_comparisons
-from kvinterp.study.report.charts import drawn, zero_aware
-from kvinterp.study.report.style import looks
+from kvinterp.study.report.charts import draw_chart, zero_aware
+from kvinterp.study.report.style import applying_style
 from synthetic import comparison
 
 MADE = {
@@ -29,7 +29,7 @@ def figures(comparisons: dict[str, Comparison]) -> dict[str, Figure]:
     provenances = [one.provenance for one in comparisons.values()]
     charts = charts_of_comparisons(comparisons)
     assert charts.keys() <= NAMES.keys(), "a folder is looked through for figures by these names"
-    return {name: drawn(chart, provenances) for name, chart in charts.items()}
+    return {name: draw_chart(chart, provenances) for name, chart in charts.items()}
 
 
 def figure_with(name: str, made: Comparison, label: str = "") -> Figure:
@@ -53,7 +53,7 @@ def test_nothing_is_cut_off(name: str, what: str) -> None:
 
 
 def test_zeros_get_a_strip_of_their_own_under_every_positive_value() -> None:
-    with looks():
+    with applying_style():
         axes = Figure().subplots()
         zero_aware(axes, np.array([0.0, 3e-9, np.nan, 2e-4]))
         axes.figure.draw_without_rendering()

@@ -12,7 +12,7 @@ import pytest
 from browser import EVIL
 from matplotlib.image import imread
 
-from kvinterp.study.report.style import CMAP, SERIES, drawn_as, sheet
+from kvinterp.study.report.style import CMAP, SERIES, figure_as, sheet
 from kvinterp.study.report.svg import inline
 
 
@@ -25,11 +25,11 @@ def drawn(title: str = "a title", name: str = "one", marks: int = 9) -> str:
         right.set_title(title)
         figure.colorbar(right.imshow(np.eye(3), cmap=CMAP), ax=right)
         # Each drawing lays out anew, a little otherwise.
-        drawn_as(figure, "svg")
+        figure_as(figure, "svg")
         figure.set_layout_engine("none")
-        before = drawn_as(figure, "svg")
+        before = figure_as(figure, "svg")
         svg = inline(figure, name)
-        assert drawn_as(figure, "svg") == before, "the figure is left as it was"
+        assert figure_as(figure, "svg") == before, "the figure is left as it was"
     return svg
 
 

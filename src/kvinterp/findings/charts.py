@@ -1,6 +1,6 @@
 """Charts as data: a title and rows of panels, each with a table and the columns that are drawn.
 
-:func:`kvinterp.study.report.charts.drawn` draws them.
+:func:`kvinterp.study.report.charts.draw_chart` draws them.
 """
 
 from __future__ import annotations

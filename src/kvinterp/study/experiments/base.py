@@ -182,10 +182,10 @@ class Experiment:
 
     def figures(self, result: Result) -> dict[str, Figure]:
         """Its figures by name; nothing is written."""
-        from kvinterp.study.report.charts import drawn
+        from kvinterp.study.report.charts import draw_chart
 
         models = _provenances(result)
-        return {name: drawn(chart, models) for name, chart in self.charts(result).items()}
+        return {name: draw_chart(chart, models) for name, chart in self.charts(result).items()}
 
     def print_result(self, result: Result, echo: Callable[..., None]) -> None:
         """Prints what the command prints.

@@ -1,6 +1,6 @@
-"""The kit for pages and figures. Nothing here computes a divergence.
+"""The room of pages and figures. Nothing here computes a divergence.
 
-matplotlib is imported first, whatever ``MPLBACKEND`` names: figures here are drawn and saved without a window.
+matplotlib is imported first, without the backend in ``MPLBACKEND``: figures are drawn and saved without a window.
 """
 
 import contextlib
@@ -8,14 +8,14 @@ import os
 import sys
 
 if "matplotlib" not in sys.modules:
-    named = os.environ.pop("MPLBACKEND", None)
+    backend = os.environ.pop("MPLBACKEND", None)
     import matplotlib
 
-    if named is not None:
-        os.environ["MPLBACKEND"] = named
-        # As matplotlib itself takes it up, but that it is not imported at all where there is no such backend.
+    if backend is not None:
+        os.environ["MPLBACKEND"] = backend
+        # matplotlib itself would fail to import where there is no such backend.
         with contextlib.suppress(ValueError):
-            matplotlib.rcParams["backend"] = named
+            matplotlib.rcParams["backend"] = backend
 
 from kvinterp.study.report.attention import attention_comparison  # matplotlib first
 from kvinterp.study.report.style import save

@@ -1,7 +1,7 @@
-"""Attention of two paths side by side: cached, recompute and their difference for every head, on circuitsvis.
+"""Compares the attention of two paths side by side: each head's pattern on both paths and their difference, drawn by circuitsvis.
 
 circuitsvis draws one pattern at a time, and loads its code from a network or puts 1.3 MB of it into every figure. Here one
-page holds its code once and every head three times; :mod:`kvinterp.study.report.attention_page` says how it looks.
+page has its code once and every head three times; :mod:`kvinterp.study.report.attention_page` makes the page.
 """
 
 from __future__ import annotations
@@ -36,30 +36,30 @@ _CELLS = 240_000
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class AttentionComparison:
-    """The patterns of two paths at one step, ready to be looked at.
+    """The patterns of two paths at one step, as a page.
 
-    In a notebook it shows itself, in a frame that cannot reach the notebook; :meth:`save` writes the same page as one file.
+    A notebook shows the page in a frame that cannot reach the notebook; :meth:`save` writes the same page as one file.
 
     Attributes:
-        heads: One row a head that was compared, the largest KL first: layer, head, kl (of the newest row, in nats),
+        heads: One row for each head that was compared, the largest KL first: layer, head, kl (of the newest row, in nats),
             largest_row_kl, largest_row (its position), largest_difference (of any probability), shown.
-        page: What is shown.
+        page: The page.
     """
 
     heads: pd.DataFrame
     page: AttentionPage = dataclasses.field(repr=False)
 
     def save(self, path: str | Path) -> Path:
-        """Writes the page as one file that needs nothing else, whole or not at all.
+        """Writes the page as one self-contained file, whole or not at all.
 
         Args:
-            path: Where to, such as ``"attention.html"``; the folder is made.
+            path: The file, such as ``"attention.html"``; its folder is created.
 
         Raises:
             InputError: It cannot be written.
         """
         target = Path(path)
-        # A lone surrogate in a token has no UTF-8; as a reference it reads as the replacement character.
+        # A lone surrogate in a token has no UTF-8; browsers show its character reference as the replacement character.
         write_whole(target, self.page.html().encode("utf-8", "xmlcharrefreplace"))
         return target
 
@@ -86,15 +86,15 @@ def attention_comparison(
 ) -> AttentionComparison:
     """Shows the attention of two paths at one step side by side, and their difference, for every head.
 
-    A path that recomputes has all its rows at every step. A cached path computes one row a step, so its pattern is put
-    together from the prefill's rows and the row of each step since: each row is what that path used when it wrote the
-    position. Both are fed the same tokens.
+    A path that recomputes has all its rows at every step. A cached path computes one row per step, so its pattern is assembled
+    from the prefill's rows and the row of each later step: each row is the one that the path used when it wrote the position.
+    Both paths are fed the same tokens.
 
     Three ways to call it: ``attention_comparison(model, prompt, step=5)`` runs both paths;
-    ``attention_comparison(comparison, step=5)`` runs again what a comparison compared (one that was read from disk needs the
-    prompt and ``model=`` as well);
+    ``attention_comparison(comparison, step=5)`` runs the paths of a comparison again (a comparison that was read from disk also
+    needs the prompt and ``model=``);
     ``attention_comparison(trace_a, trace_b, step=5)`` takes two traces of ``run(..., record="pattern", positions="all")``, or two
-    ``ActivationCache`` of TransformerLens, which are of one forward and have no step.
+    ``ActivationCache`` of TransformerLens, which hold one forward each and have no step.
 
     Args:
         source: A model or adapter, a comparison in the matched protocol, or the first trace.
@@ -104,36 +104,36 @@ def attention_comparison(
         heads: Query heads to compare in every layer (default: all).
         a: The first path; the tokens are those it chooses greedily. A comparison brings its own paths and tokens.
         b: The second path.
-        model: The model, for a comparison; for traces it gives the tokens' text.
-        example: Which example of the comparison the prompt is.
+        model: The model, for a comparison; for traces it gives the text of the tokens.
+        example: The example of the comparison.
         tokens: Text of each position, for traces without a model (default: token ids).
-        most: Most heads to show, those with the largest KL first (default: as many as a browser draws without a wait).
+        most: The largest number of heads to show, those with the largest KL first (default: as many as a browser draws
+            without a wait).
         positions: Positions ``(start, stop)`` to show.
-        cells: Most rows and columns to show, where positions are not given.
-        fit: How a longer context is brought to ``cells``: ``"crop"`` shows the newest positions; ``"pool"`` shows all, in
+        cells: The largest number of rows and columns to show, where positions are not given.
+        fit: How a longer context is reduced to ``cells``: ``"crop"`` shows the newest positions; ``"pool"`` shows all, in
             blocks of neighbours (attention to a block summed over its keys, averaged over its queries).
 
     Raises:
-        InputError: A step, layer, head or position does not exist, or the two sides are not of the same tokens.
-        UnsupportedError: The pattern cannot be derived beside the model's attention (flash attention), or a path keeps too
-            little of it.
+        InputError: A step, layer, head or position does not exist, or the two sides have different tokens.
+        UnsupportedError: The pattern cannot be derived (flash attention), or a path keeps too little of it.
     """
     check_choice("fit", fit, ("crop", "pool"))
     if is_activation_cache(source):
         check_unread("step", step, None, "a cache is of one forward; leave it out")
         check_unread("model", model, None, "a cache has no tokens; give their text, tokens=model.to_str_tokens(text)")
-        source, other, step = *_of_caches(source, other), 0
+        source, other, step = *_traces_of_caches(source, other), 0
     if step is None:
         raise InputError(
             "no step was given: give step=..., such as step=5; 0 is the prefill, which is the same on most paths."
         )
-    for name, given, least in (("step", step, 0), ("cells", cells, 2), ("most", most, 1)):
-        if given is not None:
-            check_whole(name, given, least)
-    layers, heads = (_numbers(name, given) for name, given in (("layers", layers), ("heads", heads)))
-    own = "traces have" if isinstance(source, Trace) else "a comparison has" if isinstance(source, Comparison) else ""
-    for name, path, default in (("a", a, "cached"), ("b", b, "recompute")) if own else ():
-        check_unread(name, path, default, f"{own} paths; leave it out")
+    for name, value, least in (("step", step, 0), ("cells", cells, 2), ("most", most, 1)):
+        if value is not None:
+            check_whole(name, value, least)
+    layers, heads = (_as_list(name, value) for name, value in (("layers", layers), ("heads", heads)))
+    subject = "traces have" if isinstance(source, Trace) else "a comparison has" if isinstance(source, Comparison) else ""
+    for name, path, default in (("a", a, "cached"), ("b", b, "recompute")) if subject else ():
+        check_unread(name, path, default, f"{subject} paths; leave it out")
     if isinstance(source, Comparison):
         check_whole("example", example, 0)
     else:
@@ -142,51 +142,51 @@ def attention_comparison(
         check_unread("cells", cells, 48, "positions are given; leave one of the two out")
         check_unread("fit", fit, "crop", "positions are given; leave one of the two out")
     if isinstance(source, Trace):
-        pair, adapter = _given(source, other), None if model is None else wrap(model)
+        pair, adapter = _two_traces(source, other), None if model is None else wrap(model)
     elif isinstance(source, Comparison):
-        model, other = _origin(source, model, other, example)
+        model, other = _model_and_prompt(source, model, other, example)
         adapter = wrap(model)
-        pair = _again(source, adapter, other, example, step, layers)
+        pair = _rerun(source, adapter, other, example, step, layers)
     else:
         check_unread("model", model, None, "the model came first; leave it out")
         adapter = wrap(source)
         if other is None:
             raise InputError("no prompt was given: call attention_comparison(model, prompt, step=...).")
-        pair = _both(adapter, other, (path_named(a), path_named(b)), step, layers, None)
-    ids = _fed(pair, step)
+        pair = _run_both(adapter, other, (path_named(a), path_named(b)), step, layers, None)
+    ids = _tokens_fed(pair, step)
     if tokens is not None:
-        texts = [check_text("tokens", each, "['2', ' +']") for each in given_list("tokens", tokens, "a list of texts")]
+        texts = [check_text("tokens", text, "['2', ' +']") for text in given_list("tokens", tokens, "a list of texts")]
     else:
-        texts = [str(each) for each in ids] if adapter is None else adapter.pieces(ids)
+        texts = [str(text) for text in ids] if adapter is None else adapter.pieces(ids)
     names = [readable(text) for text in texts]
     if len(names) != len(ids):
         raise InputError(f"{len(names)} tokens were given for {len(ids)} positions: give the text of each position.")
-    view = View.of(len(ids), positions, cells, fit)
-    found: list[ShownHead] = []
+    view = View.choose(len(ids), positions, cells, fit)
+    shown_heads: list[ShownHead] = []
     with located(f"step {step}"):
-        for layer in _layers_of(pair[0], adapter, layers):
+        for layer in _layers_to_compare(pair[0], adapter, layers):
             first, second = (assembled_pattern(trace, layer, step) for trace in pair)
-            found += _heads(layer, first, second, heads, view)
-    found.sort(key=lambda head: (-head.row["kl"], head.row["layer"], head.row["head"]))
+            shown_heads += _compare_heads(layer, first, second, heads, view)
+    shown_heads.sort(key=lambda head: (-head.row["kl"], head.row["layer"], head.row["head"]))
     room = max(_CELLS // (3 * view.side**2), 1) if most is None else most
-    table = pd.DataFrame([{**head.row, "shown": place < room} for place, head in enumerate(found)])
-    return AttentionComparison(table, page_of(pair, step, len(found), view, names, found[:room]))
+    table = pd.DataFrame([{**head.row, "shown": place < room} for place, head in enumerate(shown_heads)])
+    return AttentionComparison(table, page_of(pair, step, len(shown_heads), view, names, shown_heads[:room]))
 
 
-def _numbers(name: str, given: int | Sequence[int] | None) -> list[int] | None:
-    """Layers or heads as a list, None for all."""
-    if given is None or isinstance(given, int):
-        return None if given is None else [given]
-    numbers = given_list(name, given, "a list of numbers, or None for all")
+def _as_list(name: str, value: int | Sequence[int] | None) -> list[int] | None:
+    """Makes a list of layers or heads; None for all."""
+    if value is None or isinstance(value, int):
+        return None if value is None else [value]
+    numbers = given_list(name, value, "a list of numbers, or None for all")
     if not numbers:
-        raise InputError(f"{name}={given!r} was given: expected at least one number, or None for all.")
+        raise InputError(f"{name}={value!r} was given: expected at least one number, or None for all.")
     return numbers
 
 
 # The patterns ----------------------------------------------------------------------------------------------------------
 
 
-def _both(
+def _run_both(
     adapter: Adapter,
     prompt: Any,
     paths: tuple[ExecutionPath, ExecutionPath],
@@ -203,7 +203,7 @@ def _both(
                 "give a path without."
             )
 
-    def one(path: ExecutionPath, continuation: Sequence[int] | None) -> Trace:
+    def record(path: ExecutionPath, continuation: Sequence[int] | None) -> Trace:
         steps = range(step + 1) if path.form == "cached" else [step]
         stop = "end of sequence" if continuation is None else "length"
         return run(
@@ -211,17 +211,17 @@ def _both(
             layers=watched, steps=steps, continuation=continuation, stop=stop,
         )  # fmt: skip
 
-    first = one(paths[0], fed)
+    first = record(paths[0], fed)
     if len(first.fed) < step:
         raise InputError(
             f"step {step} does not exist: path {paths[0]} ends this prompt after step {len(first.tokens) - 1}; "
             "give an earlier step."
         )
-    return first, one(paths[1], first.fed)
+    return first, record(paths[1], first.fed)
 
 
-def _origin(comparison: Comparison, model: Any, prompt: Any, example: int) -> tuple[Any, Any]:
-    """The model and the prompt of an example: those given, else those the comparison remembers."""
+def _model_and_prompt(comparison: Comparison, model: Any, prompt: Any, example: int) -> tuple[Any, Any]:
+    """The model and the prompt of an example: the user's, or else those that the comparison still has."""
     origin = comparison.origin
     if model is None and origin is not None:
         model = origin.adapter()
@@ -237,7 +237,7 @@ def _origin(comparison: Comparison, model: Any, prompt: Any, example: int) -> tu
     return model, prompt
 
 
-def _again(
+def _rerun(
     comparison: Comparison, adapter: Adapter, prompt: Any, example: int, step: int, layers: Sequence[int] | None
 ) -> tuple[Trace, Trace]:
     provenance, steps = comparison.provenance, comparison.steps[comparison.steps["example"] == example]
@@ -259,13 +259,13 @@ def _again(
             "prompt it was made on."
         )
     fed = steps.sort_values("step")["token_a"].tolist()[:step]
-    # What was compared in this process the user named; what was read may come from anybody.
+    # Paths of a comparison made in this process are the user's own; a file may come from anybody, so it may import nothing.
     read = path_read if comparison.origin is None else path_named
     paths = (read(provenance["paths"]["a"]), read(provenance["paths"]["b"]))
-    return _both(adapter, prompt, paths, step, layers, fed)
+    return _run_both(adapter, prompt, paths, step, layers, fed)
 
 
-def _given(a: Trace, b: Any) -> tuple[Trace, Trace]:
+def _two_traces(a: Trace, b: Any) -> tuple[Trace, Trace]:
     if not isinstance(b, Trace):
         raise InputError(f"one trace and a {type(b).__name__} were given: expected two traces of the same prompt.")
     if a.prompt != b.prompt:
@@ -275,9 +275,9 @@ def _given(a: Trace, b: Any) -> tuple[Trace, Trace]:
     return a, b
 
 
-def _of_caches(a: Any, b: Any) -> tuple[Trace, Trace]:
-    """Two of TransformerLens's caches as traces, whose tokens are called by their positions."""
-    made = []
+def _traces_of_caches(a: Any, b: Any) -> tuple[Trace, Trace]:
+    """Makes traces of two of TransformerLens's caches, with positions in the place of tokens."""
+    traces = []
     for number, cache in (("first", a), ("second", b)):
         if not is_activation_cache(cache):
             raise InputError(
@@ -291,27 +291,27 @@ def _of_caches(a: Any, b: Any) -> tuple[Trace, Trace]:
             raise InputError(
                 f"the {number} cache holds {rows} of {keys} query positions: make it of all of them, as with positions='all'."
             )
-        made.append(Trace(f"{number} cache", tuple(range(rows)), (), (), records, (0,)))
-    lengths = [len(each.prompt) for each in made]
+        traces.append(Trace(f"{number} cache", tuple(range(rows)), (), (), records, (0,)))
+    lengths = [len(trace.prompt) for trace in traces]
     if lengths[0] != lengths[1]:
         raise InputError(f"the caches hold {lengths[0]} and {lengths[1]} positions: give two of prompts of as many tokens.")
-    return made[0], made[1]
+    return traces[0], traces[1]
 
 
 def assembled_pattern(trace: Trace, layer: int, step: int) -> Square:
-    """Attention of every query position at a step, as the path that was traced computed each row.
+    """Assembles the attention of every query position at a step from the rows that the path computed.
 
     Args:
-        trace: A trace of ``run(..., record="pattern", positions="all")``: of a path that recomputes with that step, of a
+        trace: A trace of ``run(..., record="pattern", positions="all")``: for a path that recomputes with that step, for a
             cached path with every step up to it.
         layer: The layer.
         step: The decode step.
 
     Returns:
-        Probabilities ``[head, query, key]``, queries and keys by absolute position, in the dtype they were computed in.
+        Probabilities ``[head, query, key]``, queries and keys by absolute position, in the dtype of the path.
 
     Raises:
-        InputError: The trace does not hold these rows.
+        InputError: The trace does not have these rows.
         UnsupportedError: A chunked path with a sliding window showed too few keys to place its rows.
     """
     if ("pattern", layer) not in trace.records:
@@ -319,21 +319,21 @@ def assembled_pattern(trace: Trace, layer: int, step: int) -> Square:
         raise InputError(
             f"a trace holds no pattern of layer {layer} (it recorded {have}): run with record='pattern', positions='all'."
         )
-    kept = dict(zip(trace.steps, trace.records["pattern", layer], strict=True))
+    patterns = dict(zip(trace.steps, trace.records["pattern", layer], strict=True))
     length = len(trace.prompt) + step
-    if step not in kept:
+    if step not in patterns:
         raise InputError(f"the {trace.path} trace did not record step {step}: record it, and the steps before it.")
-    if kept[step].dim() != 3:
+    if patterns[step].dim() != 3:
         raise InputError(f"the {trace.path} trace holds the newest row only: run with record='pattern', positions='all'.")
-    needed = [step] if kept[step].shape[1] == length else list(range(step + 1))
-    missing = [number for number in needed if number not in kept]
+    needed = [step] if patterns[step].shape[1] == length else list(range(step + 1))
+    missing = [number for number in needed if number not in patterns]
     if missing:
         raise InputError(
             f"the {trace.path} trace did not record step {missing[0]}, whose row is needed: record every step."
         )
-    square = kept[step].new_zeros(kept[step].shape[0], length, length)
+    square = patterns[step].new_zeros(patterns[step].shape[0], length, length)
     for number in needed:
-        rows, end = kept[number], len(trace.prompt) + number
+        rows, end = patterns[number], len(trace.prompt) + number
         if rows.shape[2] < rows.shape[1]:
             raise UnsupportedError(
                 f"path {trace.path} shows {rows.shape[2]} keys to {rows.shape[1]} queries at layer {layer}, so its rows "
@@ -344,8 +344,8 @@ def assembled_pattern(trace: Trace, layer: int, step: int) -> Square:
     return square
 
 
-def _fed(pair: tuple[Trace, Trace], step: int) -> list[int]:
-    """The tokens at a step, which both traces were fed."""
+def _tokens_fed(pair: tuple[Trace, Trace], step: int) -> list[int]:
+    """The tokens up to a step, after a check that both traces were fed the same."""
     for trace in pair:
         if len(trace.fed) < step:
             raise InputError(f"the {trace.path} trace ends at step {len(trace.fed)}, before step {step}: run more steps.")
@@ -357,7 +357,7 @@ def _fed(pair: tuple[Trace, Trace], step: int) -> list[int]:
     return [*pair[0].prompt, *pair[0].fed[:step]]
 
 
-def _layers_of(trace: Trace, adapter: Adapter | None, layers: Sequence[int] | None) -> Sequence[int]:
+def _layers_to_compare(trace: Trace, adapter: Adapter | None, layers: Sequence[int] | None) -> Sequence[int]:
     recorded = sorted({layer for site, layer in trace.records if site == "pattern"})
     if layers is not None and adapter is None:
         end = max(recorded, default=0) + 1
@@ -369,7 +369,7 @@ def _layers_of(trace: Trace, adapter: Adapter | None, layers: Sequence[int] | No
     return recorded
 
 
-def _heads(layer: int, a: Square, b: Square, heads: Sequence[int] | None, view: View) -> list[ShownHead]:
+def _compare_heads(layer: int, a: Square, b: Square, heads: Sequence[int] | None, view: View) -> list[ShownHead]:
     if a.shape != b.shape:
         raise InputError(f"the patterns of layer {layer} have shapes {tuple(a.shape)} and {tuple(b.shape)}: record alike.")
     for head in heads or ():
@@ -380,7 +380,7 @@ def _heads(layer: int, a: Square, b: Square, heads: Sequence[int] | None, view: 
     kl = metrics.pattern_kl(a, b.to(a.device)).cpu()
     first, second = (pattern.double().cpu() for pattern in (a, b))
     apart = (first - second).abs().amax((1, 2))
-    made = []
+    shown_heads = []
     for head in range(a.shape[0]) if heads is None else heads:
         row = {
             "layer": layer,
@@ -390,5 +390,5 @@ def _heads(layer: int, a: Square, b: Square, heads: Sequence[int] | None, view: 
             "largest_row": int(kl[head].argmax()),
             "largest_difference": float(apart[head]),
         }
-        made.append(ShownHead(row, view.of_pattern(first[head]), view.of_pattern(second[head])))
-    return made
+        shown_heads.append(ShownHead(row, view.crop(first[head]), view.crop(second[head])))
+    return shown_heads

@@ -1,6 +1,6 @@
-"""The page that shows attention side by side: one HTML file with circuitsvis inside it once, and nothing else.
+"""Makes the page that shows attention side by side: one HTML file, with the code of circuitsvis in it once.
 
-Only its own two scripts may run and nothing may be loaded: it works offline, and text that came with a prompt stays text.
+Only the page's own two scripts may run, and nothing may be loaded, so that it works offline and the text of a prompt stays text.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from kvinterp.study.report.page import render
 
 @dataclasses.dataclass(frozen=True)
 class View:
-    """Which positions are shown, and how many share a cell."""
+    """The positions to show, and the number of positions in a cell."""
 
     start: int
     stop: int
     block: int
 
     @classmethod
-    def of(cls, length: int, positions: tuple[int, int] | None, cells: int, fit: str) -> View:
-        """The view that was asked for; see :func:`kvinterp.study.report.attention.attention_comparison`."""
+    def choose(cls, length: int, positions: tuple[int, int] | None, cells: int, fit: str) -> View:
+        """Makes the view for the options of :func:`kvinterp.study.report.attention.attention_comparison`."""
         if positions is not None:
             whole = isinstance(positions, list | tuple) and len(positions) == 2
             if not (whole and all(isinstance(p, int) for p in positions) and 0 <= positions[0] < positions[1] <= length):
@@ -46,11 +46,11 @@ class View:
 
     @property
     def side(self) -> int:
-        """How many rows are shown."""
+        """The number of rows."""
         return -(-(self.stop - self.start) // self.block)
 
-    def of_pattern(self, square: Float64[Tensor, "query key"]) -> Float64[np.ndarray, "side side"]:
-        """What is shown of a pattern."""
+    def crop(self, square: Float64[Tensor, "query key"]) -> Float64[np.ndarray, "side side"]:
+        """Crops a pattern to the view, and pools its blocks."""
         cut = square[self.start : self.stop, self.start : self.stop].numpy()
         if self.block == 1:
             return cut
@@ -60,7 +60,7 @@ class View:
         return summed / counts[:, None]
 
     def place(self, number: int, prompt: int) -> tuple[str, str]:
-        """A row's positions, and whether they are the prompt's, decoded, or both."""
+        """The positions of a row as text, and whether they are the prompt's, decoded, or both."""
         first = self.start + number * self.block
         last = min(first + self.block, self.stop) - 1
         whose = "prompt" if last < prompt else "decoded" if first >= prompt else "prompt and decoded"
@@ -71,13 +71,13 @@ class View:
         if self.block > 1:
             starts = range(self.start, self.stop, self.block)
             return tuple(f"{s}-{min(s + self.block, self.stop) - 1}: {''.join(names[s : s + self.block])}" for s in starts)
-        shown = range(self.start, self.stop)
-        return tuple(names[p] if self.start == 0 else f"{p}: {names[p]}" for p in shown)
+        positions = range(self.start, self.stop)
+        return tuple(names[p] if self.start == 0 else f"{p}: {names[p]}" for p in positions)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ShownHead:
-    """One head: what is said of it, and the two patterns, pooled or cropped alike.
+    """One head with its numbers and its two patterns, pooled or cropped alike.
 
     Attributes:
         row: layer, head, kl, largest_row_kl and largest_row.
@@ -102,7 +102,7 @@ class ShownHead:
 
     @property
     def scale(self) -> str:
-        """The scale of the difference; one far below the largest is as good as white, so those that are not 0 are counted."""
+        """The scale of the difference, with the number of cells that are not 0, since small ones look white."""
         difference, cells = self.a - self.b, len(self.a) * (len(self.a) + 1) // 2
         differing = np.count_nonzero(difference)
         return (
@@ -116,15 +116,15 @@ def _nats(value: float) -> str:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class AttentionPage:
-    """Everything the page says.
+    """The content of the page.
 
     Attributes:
         title: Its heading.
-        sentences: What was compared, and what is shown of it.
+        sentences: What was compared, and which part of it is shown.
         paths: The labels of the two paths.
         tokens: Text of each row and column.
-        places: For each of them its position or positions and whether they are the prompt's, decoded or the newest, as text.
-        heads: The heads, in the order shown.
+        places: For each of them its positions and whether they are the prompt's, decoded or the newest, as text.
+        heads: The heads, in their order on the page.
     """
 
     title: str
@@ -141,7 +141,7 @@ class AttentionPage:
 
     @property
     def data(self) -> dict[str, Any]:
-        """What is drawn: the tokens, and of each figure its rows as far as the diagonal and the limit of its scale."""
+        """The data of the figures: the tokens, and for each figure its rows up to the diagonal and the limit of its scale."""
         figures = []
         for number, head in enumerate(self.heads):
             difference = head.a - head.b
@@ -159,23 +159,32 @@ class AttentionPage:
 
 @functools.cache
 def _bundle() -> Markup:
-    """The code of the installed circuitsvis, made fit to stand inside a page."""
+    """The code of the installed circuitsvis, escaped for use inside a page."""
     source = resources.files("circuitsvis").joinpath("dist", "cdn", "iife.js").read_text(encoding="utf-8")
-    # In a JavaScript string "<\\/" means "</", but it ends no script element. The source map is a file that is not there.
+    # In a JavaScript string "<\\/" means "</", but it ends no script element. The file of the source map does not exist.
     return Markup(source.replace("</script", "<\\/script").partition("//# sourceMappingURL")[0].replace("\r", ""))
 
 
 def readable(token: str) -> str:
-    """A token with its blanks visible, because circuitsvis leaves white space out of its labels."""
+    """Makes the blanks of a token visible, since circuitsvis drops white space from its labels."""
     return token.replace(" ", "·").replace("\n", "↵").replace("\t", "→") or "(empty)"
 
 
 def page_of(
     pair: tuple[Trace, Trace], step: int, compared: int, view: View, names: Sequence[str], heads: Sequence[ShownHead]
 ) -> AttentionPage:
-    """The page about some heads, of so many that were compared, of two traces at a step; ``names`` are all positions' texts."""
-    prompt, length, (a, b), made = len(pair[0].prompt), len(names), (trace.path for trace in pair), pair[0].provenance
-    what = ", ".join(str(made[key]) for key in ("model", "kind", "dtype") if key in made) or "a model"
+    """Makes the page of two traces at a step.
+
+    Args:
+        pair: The traces.
+        step: The decode step.
+        compared: The number of heads that were compared.
+        view: The positions to show.
+        names: The text of every position.
+        heads: The heads to show.
+    """
+    prompt, length, (a, b), provenance = len(pair[0].prompt), len(names), (trace.path for trace in pair), pair[0].provenance
+    what = ", ".join(str(provenance[key]) for key in ("model", "kind", "dtype") if key in provenance) or "a model"
     sentences = [
         f"{what}. Step {step}: {length} positions, of which {prompt} are the prompt's. KL is of the newest row, "
         f"KL({a} || {b}), before any cropping or pooling."

@@ -1,4 +1,4 @@
-"""Draws charts that are data (:mod:`kvinterp.findings.charts`): one place for each kind of panel."""
+"""Draws charts, which are data (:mod:`kvinterp.findings.charts`), with one function for each kind of panel."""
 
 from __future__ import annotations
 
@@ -17,155 +17,153 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullForm
 
 from kvinterp.common.numbers import percent, power, short
 from kvinterp.findings import Chart, Panel
-from kvinterp.study.report.style import CMAP, DIVERGING, ink_on, line_of, of_models, series_of, sheet
+from kvinterp.study.report.style import CMAP, DIVERGING, ink_on, line_of, series_of, sheet, sign_with_models
 
 _GREY = {"color": "#808080", "linewidth": 0.9, "linestyle": (0, (3, 2)), "zorder": 1}
 _WRITTEN = 96
-"""So many cells of a map have their numbers written."""
+"""A map with more cells than this has no numbers in them."""
 _SHARE = (-0.03, 1.03)
 _EDGE = 1.12
 _NARROW = 4.6
-"""Inches that a phone shows without scrolling."""
+"""The width in inches that a phone shows without scrolling."""
 _ON_WHITE = {"facecolor": "#ffffff", "edgecolor": "none", "alpha": 0.6, "pad": 0.8}
 _PERCENT = FuncFormatter(lambda value, _: percent(value))
 
 
-def drawn(chart: Chart, provenances: Sequence[Mapping[str, Any]], wide: float = 7.2) -> Figure:
-    """The figure of a chart, signed with the models that it is of; its ``narrow()`` draws the same for a phone.
+def draw_chart(chart: Chart, provenances: Sequence[Mapping[str, Any]], wide: float = 7.2) -> Figure:
+    """Draws a chart, with the provenance of its models below; the figure's ``narrow()`` draws it again for a phone.
 
     Args:
-        chart: What is drawn.
-        provenances: Those of the models.
-        wide: Inches that it is wide, at least.
+        chart: The chart.
+        provenances: The provenance of each model.
+        wide: The smallest width in inches.
     """
     grids = [(panel, *_grid(panel)) for panel in chart.panels]
-    heights = [rows * _height(panel) + _below(panel) for panel, _, rows, _ in grids]
+    heights = []
+    for panel, _, rows, _ in grids:
+        colors = panel.table[panel.color].unique() if panel.color and panel.kind != "map" else ()
+        heights.append(rows * _row_height(panel) + 0.3 + 0.1 * len(panel.names or colors))
     widest = max(2.6 * columns + 1.9 * (panel.kind == "dots") for panel, _, _, columns in grids)
     with sheet(max(wide, widest), 0.9 + sum(heights)) as figure:
-        # Within a part of the sheet, so that the small print has a place of its own.
+        # In a part of the sheet, so that the small print has a place of its own.
         inner: Any = figure.subfigures(1, 1)
-        told: list[str] = []
+        legend: list[str] = []
         parts = inner.subfigures(len(grids), 1, height_ratios=heights, squeeze=False)[:, 0]
         for part, (panel, facets, rows, columns) in zip(parts, grids, strict=True):
             grid = part.subplots(rows, columns, squeeze=False, sharey=panel.kind != "map")
             for axes in grid.flat[len(facets) :]:
                 axes.set_visible(False)
-            (_map if panel.kind == "map" else _series)(part, grid, panel, facets)
+            (_draw_map if panel.kind == "map" else _draw_series)(part, grid, panel, facets)
             labels = grid.flat[0].get_legend_handles_labels()[1]
-            if len(labels) > 1 and labels != told:
+            if len(labels) > 1 and labels != legend:
                 across = 2 if max(map(len, labels)) > 24 else 4
                 legend_outside(part, grid.flat[0], across // (2 if wide <= _NARROW else 1))
-            told = labels
-        title = broken(chart.title, int(figure.get_figwidth() * 11))
+            legend = labels
+        title = wrapped(chart.title, int(figure.get_figwidth() * 11))
         figure.suptitle(title, x=0.01, ha="left", fontsize=10, fontweight="bold")
         if wide > _NARROW and not any(panel.kind == "map" for panel in chart.panels):
             narrow = dataclasses.replace(chart, panels=[dataclasses.replace(panel, columns=1) for panel in chart.panels])
-            figure.narrow = lambda: drawn(narrow, provenances, _NARROW)  # type: ignore[attr-defined]  # for a page
-        return of_models(figure, provenances, chart.notes)
+            figure.narrow = lambda: draw_chart(narrow, provenances, _NARROW)  # type: ignore[attr-defined]  # for a page
+        return sign_with_models(figure, provenances, chart.notes)
 
 
 def _grid(panel: Panel) -> tuple[list[Any], int, int]:
-    """The values of ``facet`` that are drawn, and how many rows and columns of panels they need."""
-    there = list(dict.fromkeys(panel.table[panel.facet])) if panel.facet else [None]
-    facets = [each for each in panel.titles if each in there] if panel.titles else there
+    """The values of ``facet`` to draw, and the numbers of rows and columns of panels for them."""
+    values = list(dict.fromkeys(panel.table[panel.facet])) if panel.facet else [None]
+    facets = [title for title in panel.titles if title in values] if panel.titles else values
     columns = min(max(1, len(facets)), panel.columns)
     return facets, max(1, math.ceil(len(facets) / columns)), columns
 
 
-def _height(panel: Panel) -> float:
-    """Inches of one row of panels."""
+def _row_height(panel: Panel) -> float:
+    """The height of one row of panels in inches."""
     if panel.kind == "dots":
-        lines = sum(broken(str(each)).count("\n") + 1 for each in panel.table[panel.y].unique())
+        lines = sum(wrapped(str(label)).count("\n") + 1 for label in panel.table[panel.y].unique())
         return 0.7 + 0.2 * lines
     return 0.9 + min(2.4, max(0.6, 0.24 * panel.table[panel.y].nunique())) if panel.kind == "map" else 2.5
 
 
-def _below(panel: Panel) -> float:
-    """Inches for the legend of a row."""
-    told = panel.color and panel.kind != "map"
-    return 0.3 + 0.1 * len(panel.names or (panel.table[panel.color].unique() if told else ()))
-
-
 def _facet(axes: Axes, panel: Panel, facet: Any, table: pd.DataFrame) -> pd.DataFrame:
-    """The rows of a panel, which gets its title."""
+    """Writes the title of a facet, and returns its rows of a table."""
     if not panel.facet:
         return table
-    axes.set_title(broken(panel.titles.get(facet, str(facet).removeprefix("zoo:")), 28), fontsize=9)
+    axes.set_title(wrapped(panel.titles.get(facet, str(facet).removeprefix("zoo:")), 28), fontsize=9)
     return table[table[panel.facet] == facet]
 
 
-def broken(text: str, width: int = 34) -> str:
-    """A label in lines of so many characters, so that no name pushes the axes out of their figure."""
+def wrapped(text: str, width: int = 34) -> str:
+    """Breaks a label into lines of ``width`` characters, so that no name pushes the axes out of their figure."""
     return "\n".join(textwrap.wrap(text, width))
 
 
 def legend_outside(target: FigureBase, axes: Axes, columns: int = 5, side: str = "lower") -> None:
-    """A legend of the axes under all axes of a figure, or above them where its small print stands below."""
+    """Draws the legend of some axes below all axes of a figure, or above them (``side="upper"``)."""
     handles, labels = axes.get_legend_handles_labels()
     place: Any = f"outside {side} center"
-    target.legend(handles, [broken(label, 44) for label in labels], loc=place, ncols=min(len(labels), columns))
+    target.legend(handles, [wrapped(label, 44) for label in labels], loc=place, ncols=min(len(labels), columns))
 
 
 # Lines, points, steps and dots ------------------------------------------------------------------------------------------
 
 
-def _series(target: FigureBase, grid: Any, panel: Panel, facets: Sequence[Any]) -> None:
+def _draw_series(target: FigureBase, grid: Any, panel: Panel, facets: Sequence[Any]) -> None:
     table, names = panel.table, dict(panel.names) or {None: ""}
     if panel.color:
-        names = dict(panel.names) or {each: str(each) for each in table[panel.color].unique()}
+        names = dict(panel.names) or {key: str(key) for key in table[panel.color].unique()}
         table = table[table[panel.color].isin(names)]
     if panel.ends == "none":
         table = table.drop(columns=["low", "high"], errors="ignore")
     sideways = panel.kind == "dots"
     value = panel.x if sideways else panel.y
     numbers = [value, *(name for name in ("low", "high") if name in table)]
-    drawn = table.assign(size=table[value])
+    points = table.assign(size=table[value])
     if panel.scale == "signed":
-        drawn[numbers] = drawn[numbers].clip(-1.05, 1.05)
+        points[numbers] = points[numbers].clip(-1.05, 1.05)
     lines = list(table[panel.y].unique())[::-1] if sideways else []
     apart = sideways or (panel.xscale == "whole" and panel.ends == "bars")
     for axes, facet in zip(grid.flat, facets, strict=False):
-        _scaled(axes, panel, table[numbers].to_numpy(float))
-        mine = _facet(axes, panel, facet, drawn)
-        for index, (each, name) in enumerate(names.items()):
+        _scale_values(axes, panel, table[numbers].to_numpy(float))
+        facet_points = _facet(axes, panel, facet, points)
+        for index, (key, name) in enumerate(names.items()):
             shift = (index - (len(names) - 1) / 2) * min(0.08, 0.4 / len(names)) * apart
-            own = mine[mine[panel.color] == each] if panel.color else mine
+            line_points = facet_points[facet_points[panel.color] == key] if panel.color else facet_points
             if sideways:
-                _dots(axes, own, panel, index, name, np.array([lines.index(line) for line in own[panel.y]]) - 2.5 * shift)
+                y = np.array([lines.index(line) for line in line_points[panel.y]]) - 2.5 * shift
+                _draw_dots(axes, line_points, panel, index, name, y)
             else:
-                _line(axes, own.dropna(subset=[value]), panel, index, name, shift)
+                _draw_line(axes, line_points.dropna(subset=[value]), panel, index, name, shift)
         if panel.level == "equal":
             ends, limit = np.geomspace(1e-9, 1, 20) if panel.xscale == "log" else (0.0, 1.0), axes.get_ylim()
             axes.plot(ends, ends, **_GREY)
             axes.set_ylim(*limit)
         elif panel.level is not None:
             (axes.axvline if sideways else axes.axhline)(float(panel.level), **_GREY)
-        axes.set_xlabel(broken(panel.label if sideways else panel.xlabel or panel.x, 36 if len(facets) > 1 else 80))
+        axes.set_xlabel(wrapped(panel.label if sideways else panel.xlabel or panel.x, 36 if len(facets) > 1 else 80))
         if sideways:
             axes.grid(visible=True, axis="x")
             axes.grid(visible=False, axis="y")
         else:
-            _along(axes, panel, table[panel.x].to_numpy(float))
+            _scale_along(axes, panel, table[panel.x].to_numpy(float))
     if sideways:
-        grid.flat[0].set_yticks(range(len(lines)), [broken(str(each)) for each in lines], fontsize=7.5)
+        grid.flat[0].set_yticks(range(len(lines)), [wrapped(str(key)) for key in lines], fontsize=7.5)
         grid.flat[0].set_ylim(-0.6, len(lines) - 0.4)
         return
-    for first, *others in grid:
+    for first, *rest in grid:
         first.set_ylabel(panel.label)
-        for axes in others:
+        for axes in rest:
             axes.tick_params(labelleft=False)
 
 
-def _line(axes: Axes, table: pd.DataFrame, panel: Panel, index: int, name: str, shift: float) -> None:
+def _draw_line(axes: Axes, table: pd.DataFrame, panel: Panel, index: int, name: str, shift: float) -> None:
     look = line_of(index)
     if panel.kind == "medians":
         faint = {"markersize": 2.6, "alpha": 0.35, "markeredgewidth": 0, "color": look["color"]}
         axes.plot(table[panel.x] + shift, table[panel.y], series_of(index).marker, **faint)
-        column, told = panel.mark
+        column, label = panel.mark
         if column and table[column].any():
-            crossed, known = table[table[column]], axes.get_legend_handles_labels()[1]
+            marked, labels = table[table[column]], axes.get_legend_handles_labels()[1]
             cross: dict[str, Any] = {"linestyle": "none", "marker": "X", "color": "#000000", "markersize": 6, "zorder": 5}
-            axes.plot(crossed[panel.x] + shift, crossed[panel.y], label="" if told in known else told, **cross)
+            axes.plot(marked[panel.x] + shift, marked[panel.y], label="" if label in labels else label, **cross)
         table = table.groupby(panel.x)[[panel.y, "size"]].median().reset_index()
     x = table[panel.x].to_numpy(float) + shift
     if "low" in table and panel.ends == "band":
@@ -180,19 +178,19 @@ def _line(axes: Axes, table: pd.DataFrame, panel: Panel, index: int, name: str, 
     elif len(table) > 40:
         look |= {"markevery": max(1, len(table) // 20)}
     axes.plot(x, table[panel.y], **look, label=name)
-    _beyond(axes, panel, x, table["size"])
+    _write_beyond(axes, panel, x, table["size"])
 
 
-def _dots(axes: Axes, table: pd.DataFrame, panel: Panel, index: int, name: str, y: np.ndarray) -> None:
+def _draw_dots(axes: Axes, table: pd.DataFrame, panel: Panel, index: int, name: str, y: np.ndarray) -> None:
     look = line_of(index, linestyle="none", markersize=4.5)
     if "low" in table:
         axes.hlines(y, table["low"], table["high"], color=look["color"], linewidth=1.4)
     axes.plot(table[panel.x], y, **look, label=name)
-    _beyond(axes, panel, y, table["size"])
+    _write_beyond(axes, panel, y, table["size"])
 
 
-def _beyond(axes: Axes, panel: Panel, places: np.ndarray, values: pd.Series) -> None:
-    """The numbers of what lies beyond a signed scale, at its edge."""
+def _write_beyond(axes: Axes, panel: Panel, places: np.ndarray, values: pd.Series) -> None:
+    """Writes the numbers that lie beyond a signed scale at its edge."""
     for place, value in zip(places, values, strict=True) if panel.scale == "signed" else ():
         if abs(value) > 1:
             text = f"{'▲' if value > 0 else '▼'} {percent(value)}"
@@ -203,8 +201,8 @@ def _beyond(axes: Axes, panel: Panel, places: np.ndarray, values: pd.Series) -> 
 # Scales ----------------------------------------------------------------------------------------------------------------
 
 
-def _scaled(axes: Axes, panel: Panel, values: np.ndarray) -> None:
-    """Scales the axis of values."""
+def _scale_values(axes: Axes, panel: Panel, values: np.ndarray) -> None:
+    """Sets the scale of the axis of values."""
     along = "x" if panel.kind == "dots" else "y"
     axis = axes.xaxis if along == "x" else axes.yaxis
     scale, limits = getattr(axes, f"set_{along}scale"), getattr(axes, f"set_{along}lim")
@@ -219,19 +217,19 @@ def _scaled(axes: Axes, panel: Panel, values: np.ndarray) -> None:
         scale("log")
         log_ticks(axis)
     elif panel.scale == "counts":
-        # Linear up to 1, so that 0 has a place; marks at 0 are seen whole.
+        # Linear up to 1, so that 0 has a place; the limit leaves room for a whole marker at 0.
         scale("symlog", linthresh=1)
         log_ticks(axis)
         limits(-0.15, 1.3 * max(1.0, np.nanmax(values, initial=1.0)))
 
 
 def zero_aware(axes: Axes, values: np.ndarray, along: str = "y") -> None:
-    """A logarithmic axis on which exact zeros have a place of their own: a grey strip under the smallest decade.
+    """Makes an axis logarithmic, with a place for exact zeros: a grey strip below the smallest decade.
 
     Args:
         axes: The axes.
         values: All the numbers that will be drawn; NaN is ignored.
-        along: Which axis: ``"x"`` or ``"y"``.
+        along: The axis, ``"x"`` or ``"y"``.
     """
     upright = along == "y"
     axis, span, line = (axes.yaxis, axes.axhspan, axes.axhline) if upright else (axes.xaxis, axes.axvspan, axes.axvline)
@@ -242,7 +240,7 @@ def zero_aware(axes: Axes, values: np.ndarray, along: str = "y") -> None:
     least, bottom = 10.0**low, 10 ** (low - 0.04 * decades)
     ticks = list(10 ** np.arange(low, low + decades + 1, max(1, math.ceil(decades / 6)))) if positive.size else []
     if zero or not positive.size:
-        # Linear below the smallest decade, where nothing but zeros is.
+        # Linear below the smallest decade, which holds nothing but zeros.
         scale("symlog", linthresh=least, linscale=0.11 * decades)
         span(-least / 2, least / 2, color="#dcdcdc", zorder=0, linewidth=0)
         line(least / 2, color="#999999", linewidth=0.6, linestyle=(0, (2, 2)), zorder=1)
@@ -256,15 +254,15 @@ def zero_aware(axes: Axes, values: np.ndarray, along: str = "y") -> None:
 
 
 def log_ticks(axis: Any) -> None:
-    """A logarithmic axis whose ticks are plain numbers: text is not parsed for mathematics."""
+    """Gives a logarithmic axis plain numbers as tick labels, since text is not parsed for mathematics."""
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axis.set_minor_formatter(NullFormatter())
 
 
-def _along(axes: Axes, panel: Panel, x: np.ndarray) -> None:
-    """Scales the horizontal axis of lines and points."""
+def _scale_along(axes: Axes, panel: Panel, x: np.ndarray) -> None:
+    """Sets the scale of the horizontal axis of lines and points."""
     if panel.xscale == "doubling":
-        places = sorted({int(each) for each in x})
+        places = sorted({int(value) for value in x})
         axes.set_xscale("log", base=2)
         axes.set_xticks(places, [str(place) for place in places])
     elif panel.xscale == "log":
@@ -281,43 +279,43 @@ def _along(axes: Axes, panel: Panel, x: np.ndarray) -> None:
 # Maps -------------------------------------------------------------------------------------------------------------------
 
 
-def _map(target: FigureBase, grid: Any, panel: Panel, facets: Sequence[Any]) -> None:
-    """A cell for each x and y, all panels on one scale: logarithmic and blank at 0, or white at 0 and as far to both sides."""
+def _draw_map(target: FigureBase, grid: Any, panel: Panel, facets: Sequence[Any]) -> None:
+    """Draws a cell for each x and y, all panels on one scale: logarithmic and blank at 0, or symmetric and white at 0."""
     values = panel.table[panel.color].to_numpy(float)
-    known, positive = values[np.isfinite(values)], values[values > 0]
+    finite, positive = values[np.isfinite(values)], values[values > 0]
     signed, limit = panel.scale != "zero", 1.0
     if panel.scale == "linear":
-        limit = float(np.abs(known).max(initial=0.0)) or 1.0
+        limit = float(np.abs(finite).max(initial=0.0)) or 1.0
     low, high = (positive.min(), positive.max()) if positive.size else (1e-9, 1e-8)
     norm: Any = Normalize(-limit, limit) if signed else LogNorm(low, high if high > low else low * 10)
-    # As the table has them: the order of rows and columns is the caller's.
-    rows, columns = (list(panel.table[name].unique()) for name in (panel.y, panel.x))
-    rows, columns = (sorted(each) if _numbers(each) else each for each in (rows, columns))
-    how: Any = {"aspect": "auto", "origin": "lower", "interpolation": "nearest"}
+    # Numbers are sorted; other rows and columns are in the order of the table, which is the caller's.
+    labels = [list(panel.table[name].unique()) for name in (panel.y, panel.x)]
+    rows, columns = (sorted(values) if _numbers(values) else values for values in labels)
+    options: Any = {"aspect": "auto", "origin": "lower", "interpolation": "nearest"}
     for axes, facet in zip(grid.flat, facets, strict=False):
         table = _facet(axes, panel, facet, panel.table)
         table = table.pivot_table(index=panel.y, columns=panel.x, values=panel.color, dropna=False)
         cells = table.reindex(index=rows, columns=columns).to_numpy(float)
         axes.grid(visible=False)
-        # Where there is no value the ground is hatched; an exact zero is white.
+        # Cells without a value are hatched; an exact zero is white.
         axes.patch.set(hatch="//////", facecolor="#ededed", edgecolor="#a0a0a0", linewidth=0)
-        axes.imshow(np.where(np.isnan(cells), np.nan, 1.0), cmap=ListedColormap(["#ffffff"]), **how)
-        shown, colors = (cells, DIVERGING) if signed else (np.ma.masked_where(~(cells > 0), cells), CMAP)
-        image = axes.imshow(shown, norm=norm, cmap=colors, **how)
+        axes.imshow(np.where(np.isnan(cells), np.nan, 1.0), cmap=ListedColormap(["#ffffff"]), **options)
+        visible, colors = (cells, DIVERGING) if signed else (np.ma.masked_where(~(cells > 0), cells), CMAP)
+        image = axes.imshow(visible, norm=norm, cmap=colors, **options)
         room = cells.size <= _WRITTEN
         for (row, column), value in np.ndenumerate(cells) if signed or room else ():
-            _written(axes, row, column, value, limit, room, panel.scale == "signed", colors(norm(value)))
+            _write_cell(axes, row, column, value, limit, room, panel.scale == "signed", colors(norm(value)))
         if panel.level is not None:
             axes.axvline(columns.index(panel.level) - 0.5, color="#000000", linewidth=1.1, linestyle=(0, (3, 1.5)))
-        _ticked(axes.xaxis, columns)
-        _ticked(axes.yaxis, rows)
+        _set_ticks(axes.xaxis, columns)
+        _set_ticks(axes.yaxis, rows)
         axes.set_xlabel(panel.xlabel or panel.x.replace("_", " "))
-    for first, *others in grid:
-        for axes in others:
+    for first, *rest in grid:
+        for axes in rest:
             axes.tick_params(labelleft=False)
         if _numbers(rows):
             first.set_ylabel(panel.y.replace("_", " "))
-    bar: dict[str, Any] = {"extend": "both" if (np.abs(known) > limit).any() else "neither"}
+    bar: dict[str, Any] = {"extend": "both" if (np.abs(finite) > limit).any() else "neither"}
     if panel.scale == "signed":
         bar["format"] = _PERCENT
     elif not signed:
@@ -326,32 +324,32 @@ def _map(target: FigureBase, grid: Any, panel: Panel, facets: Sequence[Any]) -> 
         form = FuncFormatter(lambda value, _: f"{value:.1e}" if few else power(value))
         bar = {"ticks": [norm.vmin, norm.vmax] if few else tens, "format": form}
     if signed or positive.size:
-        drawn = target.colorbar(image, ax=list(grid.flat), pad=0.02, aspect=30, **bar)
-        drawn.set_label(broken(panel.label, 20))
-        drawn.ax.grid(visible=False)
-        drawn.minorticks_off()
+        colorbar = target.colorbar(image, ax=list(grid.flat), pad=0.02, aspect=30, **bar)
+        colorbar.set_label(wrapped(panel.label, 20))
+        colorbar.ax.grid(visible=False)
+        colorbar.minorticks_off()
 
 
 def _numbers(values: Sequence[Any]) -> bool:
-    return all(isinstance(each, int | float | np.number) for each in values)
+    return all(isinstance(value, int | float | np.number) for value in values)
 
 
-def _ticked(axis: Any, values: Sequence[Any]) -> None:
+def _set_ticks(axis: Any, values: Sequence[Any]) -> None:
     if _numbers(values):
         stride = math.ceil(len(values) / 12) if len(values) > 16 else 1
-        axis.set_ticks(range(0, len(values), stride), [f"{each:g}" for each in values[::stride]])
+        axis.set_ticks(range(0, len(values), stride), [f"{value:g}" for value in values[::stride]])
     else:
-        turned = {"rotation": 30, "ha": "right"} if axis.axis_name == "x" and max(map(len, map(str, values))) > 4 else {}
-        axis.set_ticks(range(len(values)), [broken(str(each)) for each in values], fontsize=7.5, **turned)
+        rotation = {"rotation": 30, "ha": "right"} if axis.axis_name == "x" and max(map(len, map(str, values))) > 4 else {}
+        axis.set_ticks(range(len(values)), [wrapped(str(value)) for value in values], fontsize=7.5, **rotation)
 
 
-def _written(axes: Axes, row: int, column: int, value: float, limit: float, room: bool, share: bool, color: Any) -> None:
-    """The number in a cell, or where there is no room a sign alone."""
-    how: dict[str, Any]
+def _write_cell(axes: Axes, row: int, column: int, value: float, limit: float, room: bool, share: bool, color: Any) -> None:
+    """Writes the number into a cell, or a sign alone where there is no room."""
+    style: dict[str, Any]
     if not np.isfinite(value):
-        text, how = "n/a" if room else "×", {"fontsize": 6, "color": "#555555"}
+        text, style = "n/a" if room else "×", {"fontsize": 6, "color": "#555555"}
     else:
-        said = percent(value) if share else short(value).replace("-", "−")
-        text = said if room else "−" if value < -0.005 * limit else ""
-        how = {"fontsize": 6.5, "color": ink_on(color) if value else "#000000"}
-    axes.text(column, row, text, ha="center", va="center", **how)
+        label = percent(value) if share else short(value).replace("-", "−")
+        text = label if room else "−" if value < -0.005 * limit else ""
+        style = {"fontsize": 6.5, "color": ink_on(color) if value else "#000000"}
+    axes.text(column, row, text, ha="center", va="center", **style)

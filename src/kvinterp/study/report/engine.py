@@ -1,4 +1,4 @@
-"""The page of another engine's log-probs: the verdict, the tokens shaded by their difference, each step, what was ruled out."""
+"""Makes the page about another engine's log-probs: verdict, tokens shaded by their difference, checks, causes ruled out."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from kvinterp.study.report.page import (
 SHEETS = ("shaded",)
 """The styles of a page with shaded tokens."""
 BOUNDS = (1, 3, 10, 30, 100)
-"""From which on a difference has the next shade, in units of rounding; from the last on it is off the scale."""
+"""The differences at which the next shade begins, in units of rounding; from the last on a difference is off the scale."""
 SHOWN = ("sequence", "tokens", "k1", "k3", "rollout_is_seq_mean", "rollout_is_max", "token_mult_prob_error", "ppl_ratio")
 """The statistics of a sequence that the page has."""
 OPEN, TOKENS, LARGEST = 4, 2**16, 10
-"""So many sequences are seen at once, so many tokens are on the page at most, and so many rows has the table of the largest."""
+"""The number of sequences that are visible, the most tokens on the page, and the rows in the table of the largest."""
 
 _SAID = {
     "equal": "The engine gave the bits that we compute.",
@@ -64,12 +64,12 @@ def texts_of(verdict: Verdict) -> dict[str, str]:
 
 
 def page(verdict: Verdict) -> str:
-    """The page, self-contained; whatever comes from the file is escaped."""
+    """The self-contained page; all text of the file is escaped."""
     summary: Mapping[str, Any] = verdict.given
-    steps = [{"step": each.name, "status": each.status, "what it showed": each.detail} for each in verdict.checks]
+    steps = [{"step": check.name, "status": check.status, "what it showed": check.detail} for check in verdict.checks]
     parts = [
         *_answer(verdict),
-        *_tokens_of(verdict),
+        *_token_parts(verdict),
         Text("Step by step", look="h2"),
         table_of_rows(steps, text="what it showed"),
     ]
@@ -80,8 +80,8 @@ def page(verdict: Verdict) -> str:
         )
         parts += [Text("Distances", look="h2"), Text(note, look="note"), table_of_rows(summary["rungs"])]
     if summary["tried"]:
-        named = summary.get("named")
-        tried = [{**row, "ruled out": "no, it is named" if row["cause"] == named else "yes"} for row in summary["tried"]]
+        cause = summary.get("named")
+        tried = [{**row, "ruled out": "no, it is named" if row["cause"] == cause else "yes"} for row in summary["tried"]]
         tried.sort(key=lambda row: row["left"])
         parts.append(
             Folded(counted(len(tried), "cause") + " that were tried", [Text(_TRIED, look="note"), table_of_rows(tried)])
@@ -89,12 +89,12 @@ def page(verdict: Verdict) -> str:
     if "statistics" in summary:
         ratios = summary["statistics"]
         rows = [{name: row[name] for name in SHOWN} for row in ratios["by_sequence"][:200]]
-        shown = [
+        content = [
             Text(f"{_RL} Trainer: {ratios['trainer']}.", look="note"),
             Pairs({name: f"{value:.4g}" for name, value in ratios["all"].items()}, look="beside"),
             table_of_rows(rows, folded=f"By sequence: {len(rows)} of {len(ratios['by_sequence'])}"),
         ]
-        parts.append(Folded("What reinforcement learning libraries print", shown))
+        parts.append(Folded("What reinforcement learning libraries print", content))
     files = ["verdict.json", *([] if verdict.tokens is None else ["given.parquet"])]
     parts += [
         Folded("What this was made with", [pairs_of(verdict.provenance)]),
@@ -104,10 +104,10 @@ def page(verdict: Verdict) -> str:
 
 
 def engine_fragment(verdict: Verdict) -> str:
-    """The verdict and the shaded tokens as a notebook shows them: a page in a frame, which needs nothing from outside."""
-    parts, title = [*_answer(verdict), *_tokens_of(verdict)], f"Another engine against {verdict.provenance['model']}"
-    shown = render("report", title, parts, sheets=SHEETS)
-    return fragment(Text("In short; .report() writes the whole page.", look="note"), Text(shown, look="frame"))
+    """The verdict and the shaded tokens for a notebook, as a self-contained page in a frame."""
+    parts, title = [*_answer(verdict), *_token_parts(verdict)], f"Another engine against {verdict.provenance['model']}"
+    html = render("report", title, parts, sheets=SHEETS)
+    return fragment(Text("In short; .report() writes the whole page.", look="note"), Text(html, look="frame"))
 
 
 def _answer(verdict: Verdict) -> Parts:
@@ -119,7 +119,7 @@ def _answer(verdict: Verdict) -> Parts:
     return [Answer([head, f"{why[:1].upper()}{why[1:]}"], {0: "good", 3: "unsure"}.get(verdict.exit_code, "bad"))]
 
 
-def _tokens_of(verdict: Verdict) -> Parts:
+def _token_parts(verdict: Verdict) -> Parts:
     if verdict.tokens is None:
         return []
     summary, table = verdict.given, verdict.tokens
@@ -130,25 +130,25 @@ def _tokens_of(verdict: Verdict) -> Parts:
 
 
 def shaded(table: pd.DataFrame, unit: tuple[float, str] | None = None, begins: int | None = None) -> Parts:
-    """Parts of a page: the texts, their tokens shaded by engine less ours, the sequences of the largest mean difference first.
+    """The texts with their tokens shaded by engine less ours, the sequences of the largest mean difference first.
 
     Args:
-        table: Of each token ``sequence``, ``position``, ``token``, ``engine``, ``ours``, ``difference``, and where known ``text``
-            and ``part``.
-        unit: What differences are divided by, in nats, and what it is; their own mean unless given.
-        begins: The position from which on they differ.
+        table: For each token ``sequence``, ``position``, ``token``, ``engine``, ``ours``, ``difference``, and where known
+            ``text`` and ``part``.
+        unit: The unit of the differences in nats, and its name (default: their mean).
+        begins: The position at which they begin to differ.
     """
     gap = table["difference"].abs()
-    own = float(gap.mean())
-    size, what = unit or (own if own > 0 else 1.0, "the mean difference")
+    mean = float(gap.mean())
+    size, what = unit or (mean if mean > 0 else 1.0, "the mean difference")
     table = table.assign(units=table["difference"] / size)
-    of = gap.groupby(table["sequence"], observed=True)
-    means, most, counts = of.mean(), of.max(), of.count()
+    gaps = gap.groupby(table["sequence"], observed=True)
+    means, most, counts = gaps.mean(), gaps.max(), gaps.count()
     order = means.sort_values(ascending=False, na_position="last", kind="stable").index
     rows = dict(iter(table.groupby("sequence", observed=True, sort=False)))
     parts: Parts = [Text("Token by token", look="h2"), *_where(table, begins)]
     parts += _scale(table, size, what, begins)
-    room, shown = TOKENS, 0
+    room, count_shown = TOKENS, 0
     for place, name in enumerate(order):
         if room <= 0:
             break
@@ -159,9 +159,9 @@ def shaded(table: pd.DataFrame, unit: tuple[float, str] | None = None, begins: i
         text = Shaded(_looks(rows[name].head(room), begins))
         cut = [Text(f"The first {room:,} of its tokens; all are in given.parquet.", look="note")] * (len(rows[name]) > room)
         parts += [Text(heading, look="h3"), text, *cut] if place < OPEN else [Folded(heading, [text, *cut])]
-        room, shown = room - len(rows[name]), shown + 1
-    if shown < len(order):
-        parts.append(Text(f"{counted(len(order) - shown, 'more sequence')} in given.parquet.", look="note"))
+        room, count_shown = room - len(rows[name]), count_shown + 1
+    if count_shown < len(order):
+        parts.append(Text(f"{counted(len(order) - count_shown, 'more sequence')} in given.parquet.", look="note"))
     return [*parts, *_largest(table, what)]
 
 
@@ -179,7 +179,7 @@ def _where(table: pd.DataFrame, begins: int | None) -> Parts:
 
 
 def _scale(table: pd.DataFrame, size: float, what: str, begins: int | None) -> Parts:
-    """What the shades mean."""
+    """The legend of the shades."""
     last, off = len(BOUNDS), int((table["units"].abs() >= BOUNDS[-1]).sum())
     steps = [*(f"{low} to {high}" for low, high in itertools.pairwise(BOUNDS)), f"{BOUNDS[-1]} and more, off the scale"]
     legend = [(f"b{n}", f"below by {steps[n - 1]}") for n in range(last, 0, -1)] + [("", f"less than {BOUNDS[0]}")]
@@ -194,7 +194,7 @@ def _scale(table: pd.DataFrame, size: float, what: str, begins: int | None) -> P
 
 
 def _gaps(table: pd.DataFrame) -> np.ndarray:
-    """How many positions before each row have none, in the order of the table."""
+    """The number of missing positions before each row, in the order of the table."""
     return np.maximum(table.groupby("sequence", observed=True)["position"].diff().fillna(1).to_numpy() - 1, 0)
 
 

@@ -1,4 +1,4 @@
-"""The page of an experiment that has none of its own: its sentences, figures and tables, what was chosen, what made it."""
+"""Makes the page of an experiment that has no page of its own: sentences, figures, tables, choices and provenance."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ GLOSSARY = {
     "machine": "The kernels of other processors add in other orders: there paths can be equal where they differ here.",
 }
 _ROWS = 40
-"""Rows of a table that the page shows; the file has them all."""
+"""The number of rows that the page shows of a table; the file has them all."""
 
 OPEN = 12
-"""So many findings are seen before one unfolds the others."""
+"""The number of findings that are visible; the others are folded."""
 SENTENCES = 3
-"""So many sentences are above the figure; of more the others are folded below."""
+"""The number of sentences above the figure; the others are folded below."""
 
 
 def write_experiment(
@@ -50,51 +50,51 @@ def write_experiment(
     sentences: Sequence[str],
     tables: Mapping[str, pd.DataFrame],
     figures: Sequence[Path],
-    chosen: Mapping[str, Any],
+    choices: Mapping[str, Any],
     provenance: Mapping[str, Any],
     lead: Sequence[Any] = (),
     findings: pd.DataFrame | None = None,
     beside: Sequence[str] = (),
 ) -> Path:
-    """Writes ``report.html``: what was found in a sentence, one picture, the findings; all else is folded.
+    """Writes ``report.html``: a few sentences, one picture and the findings; everything else is folded.
 
     Args:
         folder: The folder of the result.
-        question: What was asked; its first line is the heading.
-        sentences: What was found, the most important first.
+        question: The question; its first line is the heading.
+        sentences: The answers in sentences, the most important first.
         tables: The tables by name.
         figures: Their PNGs; drawn as SVG where they were saved within :func:`kvinterp.study.report.style.keeping`.
-        chosen: The choices.
-        provenance: The provenance: of one model, or of each by its name.
-        lead: Parts that stand behind the findings.
-        findings: What was found, row by row; without them the first table stands in their place.
-        beside: The files that lie beside it.
+        choices: The user's choices.
+        provenance: The provenance of one model, or of each model by its name.
+        lead: Parts that follow the findings.
+        findings: The findings, one in a row; without them the first table takes their place.
+        beside: The files beside the page.
 
     Returns:
         The page's path.
     """
-    heading, _, more = question.partition("\n")
+    heading, _, explanation = question.partition("\n")
     several = (
-        provenance if provenance and all(isinstance(one, Mapping) for one in provenance.values()) else {"": provenance}
+        provenance if provenance and all(isinstance(part, Mapping) for part in provenance.values()) else {"": provenance}
     )
-    drawn = [path for path in figures if path.suffix == ".png"]
-    pictures = [picture(path, path.stem.replace("_", " "), narrow=path == drawn[0]) for path in drawn]
+    pngs = [path for path in figures if path.suffix == ".png"]
+    pictures = [picture(path, path.stem.replace("_", " "), narrow=path == pngs[0]) for path in pngs]
     rest = {name: table for name, table in tables.items() if name != "findings"}
-    shown = list(rest)[:1] if findings is None else []
+    leading = list(rest)[:1] if findings is None else []
     lines = list(filter(None, sentences))
     parts: Parts = [Answer(lines[:SENTENCES]), *pictures[:1]]
-    first = [table_of(name, rest.pop(name)) for name in shown]
+    first = [table_of(name, rest.pop(name)) for name in leading]
     parts += [dataclasses.replace(table, folded="", caption=table.folded) for table in first]
     if findings is not None and len(findings):
         parts += opened(findings_table(findings), OPEN, "finding" if len(findings) == OPEN + 1 else "findings")
     folded = [table_of(name, table) for name, table in rest.items() if len(table)]
     parts += [
-        Folded(counted(len(lines) - SENTENCES, "more sentence"), [Text(each) for each in lines[SENTENCES:]]),
+        Folded(counted(len(lines) - SENTENCES, "more sentence"), [Text(line) for line in lines[SENTENCES:]]),
         *lead,
         Folded(counted(len(pictures) - 1, "more figure"), pictures[1:], "figures"),
         Folded(counted(len(folded), "table"), folded, "tables"),
-        Folded("What was asked", [Text(text) for text in more.strip().split("\n\n")]),
-        *last_parts(chosen, several, beside),
+        Folded("What was asked", [Text(text) for text in explanation.strip().split("\n\n")]),
+        *last_parts(choices, several, beside),
     ]
     more_of = {"scripts": SCRIPTS, "sheets": (*SHEETS, "shaded")} if lead else {}
     path = folder / "report.html"
@@ -104,31 +104,31 @@ def write_experiment(
 
 def kicker_of(several: Mapping[str, Mapping[str, Any]]) -> str:
     """The line above a heading: version, models, precision and machine, each once."""
-    models = [str(each.get("model", name)) for name, each in several.items()]
-    made = [each for each in several.values() if "device" in each and "threads" in each]
-    kinds = [str(each[name]) for name in ("kind", "dtype") for each in several.values() if name in each]
-    said = (
+    models = [str(about.get("model", name)) for name, about in several.items()]
+    measured = [about for about in several.values() if "device" in about and "threads" in about]
+    kinds = [str(about[name]) for name in ("kind", "dtype") for about in several.values() if name in about]
+    items = (
         f"kvinterp {__version__}",
         listed(list(dict.fromkeys(filter(None, models)))),
         *dict.fromkeys(kinds),
-        machines_of(made) if made else "",
+        machines_of(measured) if measured else "",
     )
-    return " · ".join(filter(None, said))
+    return " · ".join(filter(None, items))
 
 
-def last_parts(chosen: Mapping[str, Any], several: Mapping[str, Mapping[str, Any]], files: Sequence[str]) -> Parts:
-    """How a page of experiments ends: how to read it, what was chosen, what made it, and the files beside it."""
+def last_parts(choices: Mapping[str, Any], several: Mapping[str, Mapping[str, Any]], files: Sequence[str]) -> Parts:
+    """The last parts of a page: how to read it, the choices, the provenance, and the files beside it."""
     return [
         Folded("How to read this", [Pairs(GLOSSARY)]),
-        Folded("What was chosen", [Pairs({name: said(value) for name, value in chosen.items()}, "beside")]),
+        Folded("What was chosen", [Pairs({name: as_text(value) for name, value in choices.items()}, "beside")]),
         *made_with_parts(several, "model"),
         Links(files={name: name for name in files}, label="Beside this page:"),
     ]
 
 
 def made_with_parts(several: Mapping[str, Mapping[str, Any]], what: str) -> Parts:
-    """What some things were made with, by their provenances: what they share, and what differs."""
-    rows = {name: flattened(one) for name, one in several.items()}
+    """A table of the values that some provenances share, and one of those in which they differ."""
+    rows = {name: flattened(about) for name, about in several.items()}
     if not any(rows.values()):
         return []
     keys = list(dict.fromkeys(key for row in rows.values() for key in row))
@@ -146,11 +146,11 @@ def made_with_parts(several: Mapping[str, Mapping[str, Any]], what: str) -> Part
 
 
 def flattened(provenance: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Nested values by dotted keys, as text."""
+    """Flattens nested values to dotted keys, as text."""
     rows: dict[str, str] = {}
-    for key, held in provenance.items():
-        nested = isinstance(held, Mapping)
-        rows |= flattened(held, f"{prefix}{key}.") if nested else {f"{prefix}{key}": str(held)}
+    for key, inner in provenance.items():
+        nested = isinstance(inner, Mapping)
+        rows |= flattened(inner, f"{prefix}{key}.") if nested else {f"{prefix}{key}": str(inner)}
     return rows
 
 
@@ -158,23 +158,23 @@ def table_of(name: str, table: pd.DataFrame) -> Table:
     """The beginning of a table, folded, under the name ``table-NAME``."""
     first = table.head(_ROWS)
     counts = f"{counted(len(table), 'row')} of {counted(first.shape[1], 'column')}"
-    more = f", the first {_ROWS} here, all in {name}.parquet" if len(table) > _ROWS else ""
+    rest = f", the first {_ROWS} here, all in {name}.parquet" if len(table) > _ROWS else ""
     head = [Column(column, "number" if is_number else "") for column, is_number in numeric(first).items()]
-    return Table(head, cells_of(first), folded=f"{name}: {counts}{more}", name=f"table-{name}")
+    return Table(head, cells_of(first), folded=f"{name}: {counts}{rest}", name=f"table-{name}")
 
 
 def numeric(table: pd.DataFrame) -> dict[str, bool]:
-    """Says for each column whether it holds numbers."""
+    """Whether each column holds numbers, by name."""
     return {str(name): is_numeric_dtype(column) and not is_bool_dtype(column) for name, column in table.items()}
 
 
 def cells_of(table: pd.DataFrame) -> list[list[str]]:
     """The rows of a table as text."""
-    forms = [number if is_number else said for is_number in numeric(table).values()]
+    forms = [number if is_number else as_text for is_number in numeric(table).values()]
     return [[form(cell) for form, cell in zip(forms, row, strict=True)] for row in table.itertuples(index=False)]
 
 
-def said(value: Any) -> str:
+def as_text(value: Any) -> str:
     """A choice or a cell as text."""
     if value is None:
         return "not given"
@@ -185,11 +185,11 @@ def said(value: Any) -> str:
 
 
 def findings_table(table: pd.DataFrame, name: str = "findings") -> Table:
-    """The table of findings; what no row says, and what all are of, is left out.
+    """The table of findings, without columns that are empty in every row and labels that all rows share.
 
     Args:
         table: Findings, as :func:`kvinterp.findings.findings_of` makes them.
-        name: By which a link finds it.
+        name: The name for links.
     """
     alike = [label for label in labels_of(table) if len(table) > 1 and table[label].nunique(dropna=False) == 1]
     rows: list[list[str]] = []

@@ -1,7 +1,7 @@
-"""Pages: the parts that one is made of, and the one template that shows them all (``page.html.j2``).
+"""The parts of pages, and the one template that renders them (``page.html.j2``).
 
-A page asks the network for nothing, reads in light and dark, on a desk and on a phone. It is rendered with autoescape on:
-whatever comes from a model, a prompt or a file is text.
+A page loads nothing from the network, and can be read in light and dark, on a desk and on a phone. It is rendered with
+autoescape on, so that all text of a model, a prompt or a file stays text.
 """
 
 from __future__ import annotations
@@ -20,26 +20,25 @@ from markupsafe import Markup
 from kvinterp.errors import visible
 
 Parts: TypeAlias = list[Any]
-"""What a page consists of, one under the other; what is empty (a text without words, a table without rows or a line that
-unfolds it) is not shown."""
+"""The parts of a page, in order; an empty part (a text without words, a table without rows) is not shown."""
 
-# Parts: each is shown by the macro that bears its name -----------------------------------------------------------------
+# Parts: the template has a macro of the same name for each --------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
 class Text:
-    """A text, led by a label: a paragraph, or what ``look`` says (note, h2, h3, alert; frame: a whole page in a notebook)."""
+    """A text after a label: a paragraph, or what ``look`` says (note, h2, h3, alert; frame: a whole page in a notebook)."""
 
     text: str
     label: str = ""
     look: str = ""
     name: str = ""
-    """By which a link finds a heading."""
+    """The name for links to a heading."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """The box at the top; with a mark (good, bad, unsure) it is a verdict."""
+    """The box at the top of a page; with a mark (good, bad, unsure) it is a verdict."""
 
     sentences: Sequence[str]
     mark: str = ""
@@ -54,18 +53,18 @@ class Bullets:
 
 @dataclasses.dataclass(frozen=True)
 class Pairs:
-    """Terms and what they are, under each other or side by side."""
+    """Terms and their meanings or values, below each other or side by side."""
 
-    found: Mapping[str, str]
+    terms: Mapping[str, str]
     look: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
 class Picture:
-    """A figure: what it is called, its PNG, the name by which a link finds it, and what a page shows of it.
+    """A figure: its caption, its PNG, its name for links, and its SVG.
 
-    The SVG is of our own making (:func:`kvinterp.study.report.svg.inline`), and stands in the page as it is; without one, and in
-    a notebook, whose ground no page knows, the PNG is shown.
+    The SVG comes from :func:`kvinterp.study.report.svg.inline` and goes into the page unescaped. Without an SVG, and in a
+    notebook, whose background is not known, the PNG is shown.
     """
 
     caption: str
@@ -73,33 +72,25 @@ class Picture:
     name: str = ""
     svg: str = ""
     narrow: str = ""
-    """The same drawn for a phone."""
+    """The SVG for a phone."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Links:
-    """Links, by what they say, to things on the page or to files beside it: a cell of a table, or a line."""
+    """Links to parts of the page or to files beside it, by their texts: a cell of a table, or a line."""
 
     to: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Names on the page."""
+    """Names of parts of the page."""
     files: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Relative to the page."""
+    """Paths relative to the page."""
     label: str = ""
-    """Before the links, where they are a line of their own."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Fold:
-    """A cell of one line, which unfolds into more."""
-
-    line: str
-    more: Mapping[str, str]
+    """The text before the links, where they are a line."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Column:
-    """The head of a column, and what its cells are: ``number``, ``text`` (broken into lines), ``pre``, ``code`` or ``filter``,
-    by whose values the reader chooses among the rows.
+    """The head of a column, and the kind of its cells: ``number``, ``text`` (broken into lines), ``pre``, ``code`` or ``filter``,
+    by whose values the reader filters the rows.
     """
 
     text: str
@@ -108,50 +99,52 @@ class Column:
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """A table; the row whose first cell is ``here`` stands out, and ``folded`` is what one clicks on to see it."""
+    """A table; the row whose first cell is ``here`` is highlighted, and ``folded`` is the line that unfolds the table."""
 
     head: Sequence[Column]
-    rows: Sequence[Sequence[str | Links | Fold]]
+    rows: Sequence[Sequence[str | Links]]
     here: str | None = None
     caption: str = ""
     folded: str = ""
     name: str = ""
-    """By which a link finds it."""
+    """The name for links."""
     look: str = ""
     """``cards``: on a phone each row is a card."""
 
 
-def told(value: Any) -> str:
-    """A value as text: three digits of a number, what a list or a mapping holds, nothing where there is none."""
+def as_text(value: Any) -> str:
+    """A value as text: a float with three digits, the items of a list or a mapping, empty for None and NaN."""
     if value is None or value != value:
         return ""
     if isinstance(value, Mapping):
-        return ", ".join(f"{name} {told(each) or 'none'}" for name, each in value.items())
+        return ", ".join(f"{name} {as_text(item) or 'none'}" for name, item in value.items())
     if isinstance(value, list | tuple):
-        return ", ".join(told(each) or "none" for each in value)
+        return ", ".join(as_text(item) or "none" for item in value)
     return f"{value or 0:.3g}" if isinstance(value, float) else str(value)
 
 
 def table_of_rows(rows: Sequence[Mapping[str, Any]], text: str = "", here: str | None = None, folded: str = "") -> Table:
-    """A table of rows that all have the same names; where one column is a ``text``, each row is a card on a phone."""
+    """A table of rows with the same names; where one column is a ``text``, each row is a card on a phone."""
     head = [Column(name.replace("_", " "), "text" if name == text else "") for name in (rows[0] if rows else ())]
-    return Table(head, [list(map(told, row.values())) for row in rows], here, folded=folded, look="cards" if text else "")
+    return Table(
+        head, [list(map(as_text, row.values())) for row in rows], here, folded=folded, look="cards" if text else ""
+    )
 
 
-def pairs_of(found: Mapping[str, Any]) -> Pairs:
+def pairs_of(values: Mapping[str, Any]) -> Pairs:
     """Values beside their names."""
-    return Pairs({name.replace("_", " "): told(value) or "none" for name, value in found.items()}, look="beside")
+    return Pairs({name.replace("_", " "): as_text(value) or "none" for name, value in values.items()}, look="beside")
 
 
 def opened(table: Table, count: int, what: str) -> list[Table]:
-    """A table of which the first rows are seen, and the others behind a line that says how many more there are of what."""
+    """A table with its first rows visible, and the others folded behind a line with their number."""
     rest = dataclasses.replace(table, rows=table.rows[count:], name="", folded=f"{len(table.rows) - count} more {what}")
     return [dataclasses.replace(table, rows=table.rows[:count]), *([rest] if rest.rows else [])]
 
 
 @dataclasses.dataclass(frozen=True)
 class Folded:
-    """Parts that are seen where one clicks on a line."""
+    """Parts behind a line that unfolds them."""
 
     summary: str
     parts: Sequence[Any]
@@ -160,7 +153,7 @@ class Folded:
 
 @dataclasses.dataclass(frozen=True)
 class Packed:
-    """Data that the page's script draws, JSON compressed with gzip, by what the reader calls them."""
+    """Data that the page's script draws, as JSON compressed with gzip, by their labels."""
 
     name: str
     blobs: Mapping[str, bytes]
@@ -175,7 +168,7 @@ class Shaded:
     """
 
     tokens: Sequence[tuple[str, str, str]]
-    """Gives each one's text, its look, and what one reads who points at it."""
+    """For each token its text, its look, and the hint that appears where the reader points at it."""
     legend: Sequence[tuple[str, str]] = ()
     """Looks and what they mean."""
 
@@ -185,18 +178,18 @@ class Shaded:
 
 @functools.cache
 def _static(ending: str, *names: str) -> Markup:
-    """Files of ``static/`` by their names without ending, joined; they hold no "</", and nothing of a user's is in them."""
+    """Joins files of ``static/``, named without their suffix; they contain no "</" and nothing of a user's."""
     folder = resources.files("kvinterp.study.report").joinpath("static")
     return Markup("\n".join(folder.joinpath(f"{name}.{ending}").read_text(encoding="utf-8") for name in names))
 
 
 script = functools.partial(_static, "js")
-"""The code of several scripts as one module, the one that others use first: ``script("draw", "page")``.
+"""Joins several scripts to one module, scripts that others use first: ``script("draw", "page")``.
 
-No script imports another, so that one text serves a page, which allows it by its hash, and a notebook's widget.
+No script imports another, so that the same text works in a page, which allows it by its hash, and in a notebook's widget.
 """
 styles = functools.partial(_static, "css")
-"""The styles that go with scripts, as one style sheet."""
+"""Joins the styles of several scripts to one style sheet."""
 
 
 _STYLES = {"report": ("page",), "audit": ("page", "audit"), "attention": ("page", "attention")}
@@ -212,17 +205,17 @@ def render(
     scripts: Sequence[str] = ("tables",),
     sheets: Sequence[str] = (),
 ) -> str:
-    """A page; every value is escaped.
+    """Renders a page; every value is escaped.
 
     Args:
         look: ``"report"``, ``"audit"`` or ``"attention"``.
         title: The browser's title.
-        parts: What the page consists of.
+        parts: The parts of the page.
         heading: The heading (default: the title).
         kicker: A line above it.
         page: The attention page's own content; it has its own scripts.
-        scripts: The scripts that run on it, by the names of their files in ``static/``: no others can.
-        sheets: Style sheets behind those of the look, named likewise.
+        scripts: The scripts that may run on it, by the names of their files in ``static/``.
+        sheets: Further style sheets, by the names of their files.
     """
     content = {"title": title, "parts": parts, "heading_text": heading or title, "kicker": kicker, "page": page}
     shell = {"style": styles(*_STYLES[look], *sheets), "script": script(*scripts)}
@@ -230,7 +223,7 @@ def render(
 
 
 def fragment(*parts: Any) -> str:
-    """Parts without a page around them, as a notebook shows them."""
+    """Renders parts without a page around them, for a notebook."""
     return _template().render(look="fragment", parts=parts).strip()
 
 
@@ -238,7 +231,7 @@ def fragment(*parts: Any) -> str:
 def _template() -> Any:
     environment = Environment(
         autoescape=True,
-        # What moves a cursor or turns a text round is shown as its escape, on a page as on a terminal.
+        # Characters that move a cursor or reverse a text are escaped, as on a terminal.
         finalize=lambda value: visible(value) if type(value) is str else value,
         undefined=StrictUndefined,
         loader=PackageLoader("kvinterp.study.report", ""),
@@ -248,6 +241,6 @@ def _template() -> Any:
     )
     environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
     environment.filters["base64"] = lambda data: base64.b64encode(data).decode()
-    # The hash by which a policy allows a script.
+    # The hash by which the page's content security policy allows a script.
     environment.filters["sha256"] = lambda text: hashlib.sha256(text.encode()).digest()
     return environment.get_template("page.html.j2")

@@ -1,4 +1,4 @@
-"""What the panel shows, as plain data and as a picture: the choices and the answer, every word of them made here."""
+"""Makes what the panel shows, as plain data and as a picture: the choices and the answer, with all their words."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from kvinterp.patching.bench import EVERY, MEASURED
 from kvinterp.study.report.page import Column, Table, Text, fragment
 
 
-def choices(models: Iterable[str], bench: PatchBench | None, asked: Asked | None) -> dict[str, Any]:
-    """Every choice there is, each as [value, what it is called, what it means]."""
+def choices(models: Iterable[str], bench: PatchBench | None, question: Asked | None) -> dict[str, Any]:
+    """All choices, each as [value, label, meaning]."""
     offered: dict[str, Any] = {
         "model": [[name, name, ""] for name in models],
         **{
@@ -34,30 +34,30 @@ def choices(models: Iterable[str], bench: PatchBench | None, asked: Asked | None
         "step": [[EVERY, "all", ""]],
         "positions": [["newest", "newest", ""], ["all", "all", ""]],
     }
-    if bench is None or asked is None:
+    if bench is None or question is None:
         return offered
-    count, kind = bench.adapter.facts.heads_of(asked.site)
+    count, kind = bench.adapter.facts.heads_of(question.site)
     last = len(bench.fed)
     pieces = bench.adapter.pieces([*bench.prompt, *bench.fed])
     texts = [f"fed {piece!r}" for piece in pieces[len(bench.prompt) :]]
-    at = asked.positions
+    at = question.positions
     spans = [(at[0], at[1] or len(pieces))] if isinstance(at, tuple) else []
-    other = bench.other or bench.prompt
+    other_prompt = bench.other or bench.prompt
     return offered | {
-        # Every token with whether the other prompt has another there, which no decoded one has.
+        # Every token, and whether the other prompt has a different one in its place; False for decoded tokens.
         "tokens": [
-            [piece, at < len(bench.prompt) and (at >= len(other) or other[at] != bench.prompt[at])]
+            [piece, at < len(bench.prompt) and (at >= len(other_prompt) or other_prompt[at] != bench.prompt[at])]
             for at, piece in enumerate(pieces)
         ],
-        "layer": [*([layer, str(layer), ""] for layer in range(bench.adapter.facts.layers)), *_several(asked.layer)],
+        "layer": [*([layer, str(layer), ""] for layer in range(bench.adapter.facts.layers)), *_several(question.layer)],
         "head": [
             [None, "all", f"all {count} {kind}s at once" if count else "this site has no heads"],
             *([head, str(head), kind] for head in range(count)),
-            *_several(asked.head),
+            *_several(question.head),
         ],
         "step": [
-            [EVERY, "all", f"steps {asked.first} to {last}, each patched"],
-            *([step, str(step), texts[step - 1] if step else "the prefill"] for step in range(asked.first, last + 1)),
+            [EVERY, "all", f"steps {question.first} to {last}, each patched"],
+            *([step, str(step), texts[step - 1] if step else "the prefill"] for step in range(question.first, last + 1)),
         ],
         "positions": [
             ["newest", "newest", "the one that decides the next token"],
@@ -67,24 +67,24 @@ def choices(models: Iterable[str], bench: PatchBench | None, asked: Asked | None
     }
 
 
-def answer_shown(answer: PatchAnswer, bench: PatchBench, measure: str) -> dict[str, Any]:
-    """What a patch did, with the distance asked for first."""
-    asked = answer.asked
-    lead, rest = recovery_said(answer)
-    giving = {"path": f"{'cached' if asked.into == 'recompute' else 'recompute'} path", "prompt": "other prompt"}
+def answer_data(answer: PatchAnswer, bench: PatchBench, measure: str) -> dict[str, Any]:
+    """The effect of a patch as plain data, the chosen distance first."""
+    question = answer.asked
+    lead, rest = recovery_in_words(answer)
+    giving = {"path": f"{'cached' if question.into == 'recompute' else 'recompute'} path", "prompt": "other prompt"}
     titles = {
-        "donor": f"donor: {giving.get(asked.donor, '')}",
-        "unpatched": f"unpatched {asked.into} path",
-        "patched": f"patched {asked.into} path",
+        "donor": f"donor: {giving.get(question.donor, '')}",
+        "unpatched": f"unpatched {question.into} path",
+        "patched": f"patched {question.into} path",
     }
     lists = []
     for run, rows in answer.tokens.groupby("run", sort=False):
-        shown = [[repr(row.text), f"{row.probability:.4g}", f"{row.logit:.5g}"] for row in rows.itertuples()]
-        lists.append({"title": titles[str(run)], "rows": shown})
-    one, two = answer.pair
+        entries = [[repr(row.text), f"{row.probability:.4g}", f"{row.logit:.5g}"] for row in rows.itertuples()]
+        lists.append({"title": titles[str(run)], "rows": entries})
+    first, second = answer.pair
     distances: dict[str, tuple[str, float, float, float]] = {
         "logit_difference": (
-            f"logit difference {one!r} − {two!r}",
+            f"logit difference {first!r} − {second!r}",
             answer.pair_before,
             answer.pair_after,
             answer.pair_recovery,
@@ -96,7 +96,7 @@ def answer_shown(answer: PatchAnswer, bench: PatchBench, measure: str) -> dict[s
     return {
         "lead": lead,
         "rest": rest,
-        "said": asked_said(asked, bench.adapter.facts.heads_of(asked.site), len(bench.fed)),
+        "said": question_in_words(question, bench.adapter.facts.heads_of(question.site), len(bench.fed)),
         "distances": [
             [name, f"{before:.4g}", f"{after:.4g}", "undefined" if math.isnan(share) else f"{share:.2%}"]
             for name, before, after, share in map(distances.__getitem__, order)
@@ -108,27 +108,29 @@ def answer_shown(answer: PatchAnswer, bench: PatchBench, measure: str) -> dict[s
 
 
 def plain(value: Any) -> Any:
-    """The value as JSON has it: a tuple becomes a list."""
+    """Converts a value for JSON: a tuple becomes a list."""
     return list(value) if isinstance(value, tuple) else value
 
 
 def _several(numbers: Any) -> list[list[Any]]:
-    """The choice of several layers or heads at once, where they were typed."""
-    return [[list(numbers), said_of(numbers), "at once"]] if isinstance(numbers, tuple) else []
+    """The choice of several layers or heads at once, where the user typed several."""
+    return [[list(numbers), numbers_in_words(numbers), "at once"]] if isinstance(numbers, tuple) else []
 
 
 def _span(span: Any) -> str:
     return str(span[0]) if span[1] == span[0] + 1 else f"{span[0]}–{span[1] - 1}"
 
 
-def code_of(asked: Asked, prompt: str, other: str, max_new_tokens: int, kernels: str) -> str:
+def code_of(question: Asked, prompt: str, other_prompt: str, max_new_tokens: int, kernels: str) -> str:
     """The call that gives the same answer, for a model named ``model``."""
-    given = {f.name: getattr(asked, f.name) for f in dataclasses.fields(asked) if getattr(asked, f.name) != f.default}
-    if asked.donor not in ("path", "zero") and other.strip():
-        given["other"] = other
-    if asked.donor != "resample":
-        given.pop("seed", None)
-    choices = "".join(f", {name}={value!r}" for name, value in given.items())
+    options = {
+        f.name: getattr(question, f.name) for f in dataclasses.fields(question) if getattr(question, f.name) != f.default
+    }
+    if question.donor not in ("path", "zero") and other_prompt.strip():
+        options["other"] = other_prompt
+    if question.donor != "resample":
+        options.pop("seed", None)
+    choices = "".join(f", {name}={value!r}" for name, value in options.items())
     return f"kv.PatchBench(model, {max_new_tokens}, {kernels!r}).ask({prompt!r}{choices})"
 
 
@@ -140,22 +142,22 @@ def _block(span: Any, pieces: list[str]) -> str:
 # The picture -----------------------------------------------------------------------------------------------------------
 
 
-def picture(asked: Mapping[str, Any], answer: Mapping[str, Any], error: str) -> str:
-    """The panel as it stands, for a page that has no kernel: its answer may be empty, all is escaped."""
+def picture(fields: Mapping[str, Any], answer: Mapping[str, Any], error: str) -> str:
+    """The panel's state for a page without a kernel; the answer may be empty, and all text is escaped."""
     parts: list[Any] = [
         Text("A picture of the panel as it last stood. To change it, run the cell in a notebook."),
-        Text(asked["prompt"], "Prompt:"),
+        Text(fields["prompt"], "Prompt:"),
     ]
-    if asked["donor"] not in ("path", "zero") and asked["other"]:
-        parts.append(Text(asked["other"], "Other prompt:"))
+    if fields["donor"] not in ("path", "zero") and fields["other"]:
+        parts.append(Text(fields["other"], "Other prompt:"))
     if error:
         parts.append(Text(error, look="alert"))
     if answer:
         head = map(Column, ("distance", "before", "after", "recovery"))
         parts += [Text(answer["rest"], answer["lead"]), Text(answer["said"]), Table([*head], answer["distances"])]
         lists = answer["lists"]
-        tokens = [Column(name) for found in lists for name in (found["title"], "probability", "logit")]
-        beside = zip(*(found["rows"] for found in lists), strict=True)
+        tokens = [Column(name) for token_list in lists for name in (token_list["title"], "probability", "logit")]
+        beside = zip(*(token_list["rows"] for token_list in lists), strict=True)
         parts += [Text(answer["step"]), Table(tokens, [list(itertools.chain(*rows)) for rows in beside])]
     return fragment(*parts)
 
@@ -163,8 +165,8 @@ def picture(asked: Mapping[str, Any], answer: Mapping[str, Any], error: str) -> 
 # Sentences -------------------------------------------------------------------------------------------------------------
 
 
-def recovery_said(answer: PatchAnswer) -> tuple[str, str]:
-    """What one patch by hand did: the share that it recovered, or the distance that an ablation made, and what it is of."""
+def recovery_in_words(answer: PatchAnswer) -> tuple[str, str]:
+    """Says what one patch did: the share that it recovered, or the distance that an ablation made; and over which steps."""
     over = f"over {counted(len(answer.steps), 'step')}" + (f". The patch {UNCHANGED}" if answer.unchanged else "")
     if answer.asked.ablates:
         kl, l2 = _exactly(answer.d_after, "nats"), _exactly(answer.l2_after)
@@ -183,37 +185,42 @@ def _exactly(value: float, unit: str = "") -> str:
     return "exactly 0" if value == 0 else f"{value:.3g} {unit}".strip()
 
 
-def asked_said(asked: Asked, heads: tuple[int, str], last_step: int) -> str:
-    """What a patch by hand moves, and from where, in words; "all" is said with how many ``heads`` the site has of which kind."""
+def question_in_words(question: Asked, heads: tuple[int, str], last_step: int) -> str:
+    """Says in words what a patch moves, and from where.
+
+    Args:
+        question: The patch.
+        heads: The number of heads of the site, and their name.
+        last_step: The last step.
+    """
     count, kind = heads
-    head = (
-        "" if not count else f", all {count} {kind}s at once" if asked.head is None else f", {kind} {said_of(asked.head)}"
-    )
+    several = f"all {count} {kind}s at once" if question.head is None else f"{kind} {numbers_in_words(question.head)}"
+    place = f"{question.site} of layer {numbers_in_words(question.layer)}" + (f", {several}" if count else "")
     spots = {
         "newest": "at the newest position",
-        "all": "at all positions that attention reads" if asked.site in _IN_CACHE else "at all positions computed",
+        "all": "at all positions that attention reads" if question.site in _IN_CACHE else "at all positions computed",
         "earlier": "at all positions but the newest",
     }
-    positions = asked.patch().positions
+    positions = question.patch().positions
     where = (
         spots[positions]
         if isinstance(positions, str)
         else f"at positions {positions[0]} to {'the newest' if positions[1] is None else positions[1] - 1}"
     )
-    every = f"at every step from {asked.first} to {last_step}, and the distances are means over them"
-    when = every if asked.step == "every" else f"at step {asked.step} alone"
-    giving = {
-        "path": f"the {'cached' if asked.into == 'recompute' else 'recompute'} path's",
+    every = f"at every step from {question.first} to {last_step}, and the distances are means over them"
+    when = every if question.step == "every" else f"at step {question.step} alone"
+    source = {
+        "path": f"the {'cached' if question.into == 'recompute' else 'recompute'} path's",
         "prompt": "those of the other prompt, which is fed the same tokens",
         "zero": "zeros",
         "mean": "the mean over the positions of the other prompt, or without one of this prompt",
-        "resample": f"rows drawn from the other prompt's positions (seed {asked.seed})",
-    }[asked.donor]
-    return f"{asked.site} of layer {said_of(asked.layer)}{head}, {where}, {when}: replaced in the {asked.into} path by {giving}."
+        "resample": f"rows drawn from the other prompt's positions (seed {question.seed})",
+    }[question.donor]
+    return f"{place}, {where}, {when}: replaced in the {question.into} path by {source}."
 
 
-def said_of(number: int | tuple[int, ...] | None) -> str:
-    """A layer or a head, or several."""
+def numbers_in_words(number: int | tuple[int, ...] | None) -> str:
+    """A layer or a head, or several, as text."""
     return ", ".join(map(str, number)) if isinstance(number, tuple) else str(number)
 
 

@@ -1,6 +1,6 @@
-"""The sheet every figure is drawn on, and how it looks: readable in grey, by the colour-blind and on a phone.
+"""The style of all figures: readable in grey, by the colour-blind and on a phone; and functions that save figures.
 
-No pyplot, so importing or drawing leaves no trace in the user's own session.
+It uses no pyplot, so that importing and drawing leave no trace in the user's session.
 """
 
 from __future__ import annotations
@@ -46,19 +46,19 @@ RC: Any = {
     "figure.facecolor": "white",
     "axes.facecolor": "white",
     "savefig.facecolor": "white",
-    # A model's name may hold a dollar sign, which is not mathematics.
+    # A dollar sign in a model's name is not mathematics.
     "text.parse_math": False,
     "text.usetex": False,
 }
 CMAP = LinearSegmentedColormap.from_list("amount", ["#efeaf6", "#4a148c"])
-"""Of maps, the colours of ``static/draw.css``: nearest to the ground is least, on a light page and on a dark one."""
+"""For maps, the colours of ``static/draw.css``: the nearest to the background is the least, on a light and on a dark page."""
 DIVERGING = LinearSegmentedColormap.from_list("signed", ["#b04a00", "#ffffff", "#005a9e"])
-"""White at 0, orange below, blue above, as there: told apart by the colour-blind; in grey the sign in each cell tells."""
+"""White at 0, orange below, blue above: distinct for the colour-blind; in grey the sign in each cell distinguishes them."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Series:
-    """How one line looks, told apart by marker and dashes as well as by colour."""
+    """The look of one line, distinct by marker and dashes as well as by colour."""
 
     color: str
     marker: str
@@ -77,23 +77,23 @@ SERIES = (
 
 
 def series_of(index: int) -> Series:
-    """The look of a number: behind the last colour comes the first again, with the next marker and another line."""
+    """The look of a line by its number; after the last colour comes the first again, with the next marker and other dashes."""
     turn, place = divmod(index, len(SERIES))
     marker, line = SERIES[(place + turn) % len(SERIES)].marker, SERIES[(place + 2 * turn) % len(SERIES)].line
     return Series(SERIES[place].color, marker, line)
 
 
 def line_of(index: int, width: float = 1.4, **otherwise: Any) -> dict[str, Any]:
-    """Keyword arguments for ``Axes.plot`` of the line of a number, and what is otherwise in it."""
+    """Keyword arguments of ``Axes.plot`` for a line by its number, with any others."""
     series = series_of(index)
-    # Later lines are drawn hollow: where two coincide, both are seen.
+    # Every second line has hollow markers: where two coincide, both are visible.
     hollow = {"markerfacecolor": "#ffffff"} if (index + index // len(SERIES)) % 2 else {}
     look = {"color": series.color, "marker": series.marker, "linestyle": series.line}
     return {**look, "linewidth": width, "markersize": 4, **hollow, **otherwise}
 
 
 def ink_on(color: Any) -> str:
-    """Black or white: what can be read better on a colour of a map, red, green and blue first, and where lightness is turned."""
+    """Black or white, whichever reads better on a colour of a map, also where a dark page inverts lightness."""
     # Relative luminance (WCAG 2.2, https://www.w3.org/TR/WCAG22/#dfn-relative-luminance).
     linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in color[:3]]
     return "#ffffff" if np.dot([0.2126, 0.7152, 0.0722], linear) < 0.188 else "#000000"
@@ -103,106 +103,106 @@ def ink_on(color: Any) -> str:
 
 
 @contextlib.contextmanager
-def looks() -> Iterator[None]:
-    """Applies the style while a figure is made or saved, and puts the user's own settings back."""
+def applying_style() -> Iterator[None]:
+    """Applies the style while the context lasts, and restores the user's own settings."""
     with matplotlib.rc_context(RC):
         yield
 
 
 @contextlib.contextmanager
 def sheet(width: float, height: float) -> Iterator[Figure]:
-    """An empty figure of a size in inches, and the style while it is drawn on; no session of pyplot knows it."""
-    with looks():
+    """Makes an empty figure with a size in inches, outside of pyplot, and applies the style while the context lasts."""
+    with applying_style():
         figure = Figure(figsize=(width, height), layout="constrained")
         FigureCanvasAgg(figure)
         yield figure
 
 
-def signed(figure: Figure, text: str, provenances: Sequence[Mapping[str, Any]]) -> None:
-    """Writes under a figure what it was made with, and keeps the whole of it for :func:`save`."""
+def sign(figure: Figure, text: str, provenances: Sequence[Mapping[str, Any]]) -> None:
+    """Writes a text below a figure, and attaches the full provenances for :func:`save`."""
     figure.supxlabel(text, x=0.01, ha="left", fontsize=5.5, color="#555555")
     figure.provenance = list(provenances)  # type: ignore[attr-defined]  # kept for save()
 
 
 def png(figure: Figure, dots: int = 160) -> bytes:
-    """A figure as PNG of so many dots an inch, with the full provenance in its text fields."""
+    """A figure as PNG, ``dots`` per inch, with the full provenance in its text fields."""
     provenance = json.dumps(getattr(figure, "provenance", []))
-    with looks():
-        return _printed(figure, "png", dots, {"Software": "kvinterp", "Description": provenance})
+    with applying_style():
+        return _print_figure(figure, "png", dots, {"Software": "kvinterp", "Description": provenance})
 
 
 def save(figure: Figure, path: str | Path, formats: Sequence[str] = ()) -> Path:
     """Writes a PNG, with the full provenance in its text fields.
 
     Args:
-        figure: A figure made here.
-        path: Where to; the folder is made.
-        formats: What else is written beside it: ``svg``, ``pdf``.
+        figure: A figure of :func:`sheet`.
+        path: The file; its folder is created.
+        formats: Further formats to write beside it: ``svg``, ``pdf``.
 
     Raises:
         InputError: It cannot be written.
     """
     place = Path(path)
     write_whole(place, png(figure))
-    held = _KEPT.get()
-    if held is not None:
-        held[place] = figure
-    if formats or held is not None:
-        # What was laid out once stays where it is.
+    figures = _SAVED.get()
+    if figures is not None:
+        figures[place] = figure
+    if formats or figures is not None:
+        # The other formats have the layout of the PNG.
         figure.set_layout_engine("none")
     for name in formats:
-        write_whole(place.with_suffix(f".{name}"), drawn_as(figure, name))
+        write_whole(place.with_suffix(f".{name}"), figure_as(figure, name))
     return place
 
 
-_KEPT: ContextVar[dict[Path, Figure] | None] = ContextVar("kept", default=None)
+_SAVED: ContextVar[dict[Path, Figure] | None] = ContextVar("kept", default=None)
 
 
 @contextlib.contextmanager
 def keeping() -> Iterator[None]:
-    """Within it every figure that is saved is kept, by its file, for the page that will show it."""
-    token = _KEPT.set({})
+    """Keeps every figure that is saved while the context lasts, by its file, for the page that will show it."""
+    token = _SAVED.set({})
     try:
         yield
     finally:
-        _KEPT.reset(token)
+        _SAVED.reset(token)
 
 
-def kept(path: Path) -> Figure | None:
-    """The figure of a file that was saved within :func:`keeping`."""
-    return (_KEPT.get() or {}).get(path)
+def saved_figure(path: Path) -> Figure | None:
+    """The figure of a file, if it was saved within :func:`keeping`."""
+    return (_SAVED.get() or {}).get(path)
 
 
-def drawn_as(figure: Figure, name: str, ids: str = "kvinterp") -> bytes:
-    """A figure as ``svg`` or ``pdf``; the same figure is the same file, whenever it is drawn.
+def figure_as(figure: Figure, name: str, ids: str = "kvinterp") -> bytes:
+    """A figure as ``svg`` or ``pdf``; the same figure always gives the same bytes.
 
     Args:
         figure: The figure.
         name: The format.
-        ids: What the ids of an SVG are made of.
+        ids: The salt of the ids in an SVG.
     """
     undated = {"Date": None} if name == "svg" else {"CreationDate": None}
     look: Any = {"svg.hashsalt": ids, "svg.fonttype": "none", "pdf.fonttype": 42}
-    with looks(), matplotlib.rc_context(look), _lean() if name == "pdf" else contextlib.nullcontext():
-        return _printed(figure, name, 144, {"Creator": "kvinterp", **undated})
+    with applying_style(), matplotlib.rc_context(look), _without_ligatures() if name == "pdf" else contextlib.nullcontext():
+        return _print_figure(figure, name, 144, {"Creator": "kvinterp", **undated})
 
 
-def _printed(figure: Figure, name: str, dots: int, metadata: Mapping[str, Any]) -> bytes:
-    """A figure in a format. ``savefig`` would draw it twice, the first time for where everything goes."""
-    drawn, before = io.BytesIO(), (figure.canvas, figure.dpi)
+def _print_figure(figure: Figure, name: str, dots: int, metadata: Mapping[str, Any]) -> bytes:
+    """Prints a figure in a format. ``savefig`` would draw it twice, the first time for the layout."""
+    output, before = io.BytesIO(), (figure.canvas, figure.dpi)
     canvas = get_registered_canvas_class(name)(figure)
     try:
         figure.dpi = dots
-        getattr(canvas, f"print_{name}")(drawn, metadata=metadata)
+        getattr(canvas, f"print_{name}")(output, metadata=metadata)
     finally:
         figure.dpi = before[1]
         figure.set_canvas(before[0])
-    return drawn.getvalue()
+    return output.getvalue()
 
 
 @contextlib.contextmanager
-def _lean() -> Iterator[None]:
-    """Leaves the tables of ligatures out of the fonts of a PDF: no reader uses them, and most time went into reducing them."""
+def _without_ligatures() -> Iterator[None]:
+    """Drops the tables of ligatures from the fonts of a PDF: no reader uses them, and subsetting them takes most of the time."""
     from fontTools.subset import Options
 
     before = Options._drop_tables_default
@@ -223,14 +223,14 @@ _VERSIONS = {
 }
 
 
-def of_models(figure: Figure, provenances: Sequence[Mapping[str, Any]], more: Sequence[str] = ()) -> Figure:
-    """Signs a figure with more that is said of it, and what it was made with, each value once."""
-    signed(figure, small_print(provenances, more, min(130, int(18 * figure.get_figwidth()))), provenances)
+def sign_with_models(figure: Figure, provenances: Sequence[Mapping[str, Any]], lines: Sequence[str] = ()) -> Figure:
+    """Writes further lines and the provenances below a figure, each value once."""
+    sign(figure, small_print(provenances, lines, min(130, int(18 * figure.get_figwidth()))), provenances)
     return figure
 
 
-def small_print(provenances: Sequence[Mapping[str, Any]], more: Sequence[str] = (), width: int = 130) -> str:
-    """What stands below a figure, in lines of a width."""
+def small_print(provenances: Sequence[Mapping[str, Any]], lines: Sequence[str] = (), width: int = 130) -> str:
+    """The text below a figure, in lines of a width."""
     columns: dict[str, list[str]] = {
         "paths": [],
         "how": [],
@@ -239,18 +239,18 @@ def small_print(provenances: Sequence[Mapping[str, Any]], more: Sequence[str] = 
         "machine": [],
     }
     for about in provenances:
-        how = [about[name] for name in ("direction", "protocol", "strategy") if name in about]
-        # Of several pairs there are several paths b.
+        choices = [about[name] for name in ("direction", "protocol", "strategy") if name in about]
+        # A result of several pairs has a list of paths b.
         paths = (path if isinstance(path, str) else listed(path) for path in about.get("paths", {}).values())
         columns["paths"].append(" against ".join(paths))
-        columns["how"].append(", ".join([*how, *([f"seed {about['seed']}"] if "seed" in about else [])]))
-        # Of a result that is of many models the machine alone is told.
+        columns["how"].append(", ".join([*choices, *([f"seed {about['seed']}"] if "seed" in about else [])]))
+        # A result of many models has no model of its own, only a machine.
         columns["model"].append(" ".join((*_model(about), f"weights {about['weights']}")) if "model" in about else "")
         for title, name in _VERSIONS.items():
             columns[title].append(f"{title} {about.get(name, 'not given')}")
         columns["machine"].append(f"{about['device']}, threads: {about['threads']}")
-    said = ["; ".join(dict.fromkeys(filter(None, column))) for column in columns.values()]
-    return "\n".join(textwrap.wrap(" · ".join(filter(None, (*more, *said))), width))
+    values = ["; ".join(dict.fromkeys(filter(None, column))) for column in columns.values()]
+    return "\n".join(textwrap.wrap(" · ".join(filter(None, (*lines, *values))), width))
 
 
 def _model(provenance: Mapping[str, Any]) -> tuple[str, str, str]:

@@ -1,7 +1,7 @@
-"""A figure as SVG that stands inside a page, where text stays text.
+"""Makes an SVG of a figure for use inside a page, with its texts as text.
 
-matplotlib draws every figure once, for a white ground; on a dark one the page turns its lightness round (``.drawn`` in
-``static/page.css``): what has a contrast of 3 and more on white has no less there.
+matplotlib draws every figure once, for a white background. A dark page inverts its lightness (``.drawn`` in
+``static/page.css``), which keeps any contrast of 3 or more.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ from matplotlib.image import AxesImage
 from matplotlib.lines import Line2D
 
 from kvinterp.study.report.page import Picture
-from kvinterp.study.report.style import drawn_as, kept
+from kvinterp.study.report.style import figure_as, saved_figure
 
 _LOOK = (
     "stroke-linejoin:round;stroke-linecap:butt;font-family:'DejaVu Sans', Verdana, 'Bitstream Vera Sans', Arial, sans-serif"
 )
 _MANY = 1000
-"""Marks and segments from which on an artist's are drawn as a picture of points."""
+"""An artist with more marks or segments is drawn as pixels."""
 _BROAD = 7.5
-"""Inches from which on a figure has a row of the page to itself."""
+"""A figure that is wider, in inches, has a row of the page to itself."""
 
 
 def picture(path: Path, caption: str, name: str = "", *, narrow: bool = False) -> Picture:
-    """A figure of a page, from its PNG: as SVG where it was saved within :func:`kvinterp.study.report.style.keeping`.
+    """Makes a page's figure from its PNG: as SVG where it was saved within :func:`kvinterp.study.report.style.keeping`.
 
     Args:
         path: The PNG.
-        caption: What it is called.
-        name: By which a link finds it.
-        narrow: Whether it is drawn for a phone too, where it is the drawing of a chart.
+        caption: The caption.
+        name: The name for links.
+        narrow: Whether to draw it for a phone too, if it is the drawing of a chart.
     """
-    figure = kept(path)
+    figure = saved_figure(path)
     again = getattr(figure, "narrow", None) if narrow else None
     return Picture(
         caption,
@@ -51,58 +51,58 @@ def picture(path: Path, caption: str, name: str = "", *, narrow: bool = False) -
 
 
 def inline(figure: Figure, name: str) -> str:
-    """A figure as an ``<svg>`` element without ground.
+    """Makes an ``<svg>`` element without a background.
 
     Args:
-        figure: The figure, laid out; it is left as it was.
-        name: What tells it apart from the other figures of its page: its ids are made of it.
+        figure: The figure, with its layout; it is not changed.
+        name: A name that no other figure of the page has, for the ids.
     """
-    restore = list(_made_ready(figure))
+    restore = list(_prepare(figure))
     try:
-        text = drawn_as(figure, "svg", name).decode()
+        text = figure_as(figure, "svg", name).decode()
     finally:
         for undo in restore:
             undo()
-    # XML has no name for these; a model's name may hold them.
+    # XML cannot express these characters, and a model's name may have them.
     text = re.sub("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ufffe\uffff]", "\ufffd", text[text.index("<svg") :])
     body = re.sub(r"(?s)<metadata>.*?</metadata>|<style.*?</style>", "", text.partition(">")[2])
-    named = {found[1] for found in re.finditer(r"""[("]#([^")]+)""", body)}
-    # matplotlib escapes what ends a tag, in texts and in what is quoted.
-    body = re.sub("(?s)<[^>]*>", lambda tag: _shortened(tag[0], named), re.sub(r">\s+<", "><", body))
+    referenced = {match[1] for match in re.finditer(r"""[("]#([^")]+)""", body)}
+    # matplotlib escapes ">" in texts and in attributes, so that it only ends tags.
+    body = re.sub("(?s)<[^>]*>", lambda tag: _shorten(tag[0], referenced), re.sub(r">\s+<", "><", body))
     width, height = figure.get_size_inches()
     broad = " broad" * bool(width > _BROAD)
     view = f'viewBox="0 0 {72 * width:g} {72 * height:g}" class="drawn{broad}" style="--inches:{width:g};{_LOOK}"'
     return f"<svg {view}>{body}"
 
 
-def _shortened(tag: str, named: set[str]) -> str:
-    """A tag without ids that nothing refers to, and with short numbers but where a picture lies."""
-    tag = re.sub(' id="([^"]*)"', lambda found: found[0] if found[1] in named else "", tag)
+def _shorten(tag: str, referenced: set[str]) -> str:
+    """Removes ids that nothing refers to, and shortens numbers, except in the place of a picture."""
+    tag = re.sub(' id="([^"]*)"', lambda match: match[0] if match[1] in referenced else "", tag)
     if not tag.startswith("<image"):
-        tag = re.sub(r"\d+\.\d{3,}", lambda found: f"{float(found[0]):.2f}".rstrip("0").rstrip("."), tag)
+        tag = re.sub(r"\d+\.\d{3,}", lambda match: f"{float(match[0]):.2f}".rstrip("0").rstrip("."), tag)
     return tag.replace("xlink:href", "href").replace(" font-family: 'DejaVu Sans';", "")
 
 
-def _made_ready(figure: Figure) -> Iterator[Callable[[], None]]:
-    """Takes away white grounds, and draws as pictures what has too many marks; gives what puts each back."""
+def _prepare(figure: Figure) -> Iterator[Callable[[], None]]:
+    """Removes white backgrounds, and draws artists with many marks as pixels; yields functions that undo each change."""
     for part in (figure, *figure.subfigs):
-        yield _changed(part.patch, "visible", False)  # type: ignore[attr-defined]  # every figure has one
+        yield _change(part.patch, "visible", False)  # type: ignore[attr-defined]  # every figure has one
     for axes in figure.findobj(Axes):
         if np.allclose(axes.patch.get_facecolor(), 1) and not axes.patch.get_hatch():
-            yield _changed(axes.patch, "visible", False)
+            yield _change(axes.patch, "visible", False)
     for image in figure.findobj(AxesImage):
-        # A cell is a pixel, which the browser enlarges; of more cells than there is room for, only those that are seen.
+        # A cell is a pixel, which the browser enlarges. With more cells than there is room for, matplotlib samples them.
         if image.get_size()[0] * image.get_size()[1] < 200_000:
-            yield _changed(image, "interpolation", "none")
+            yield _change(image, "interpolation", "none")
     for line in figure.findobj(Line2D):
         if line.get_marker() not in ("None", "none", None, "", " ") and np.size(line.get_xdata()) > _MANY:
-            yield _changed(line, "rasterized", True)
+            yield _change(line, "rasterized", True)
     for several in figure.findobj(Collection):
         if len(several.get_paths()) > _MANY or np.shape(several.get_offsets())[0] > _MANY:
-            yield _changed(several, "rasterized", True)
+            yield _change(several, "rasterized", True)
 
 
-def _changed(artist: Any, what: str, value: Any) -> Callable[[], None]:
+def _change(artist: Any, what: str, value: Any) -> Callable[[], None]:
     before, change = getattr(artist, f"get_{what}")(), getattr(artist, f"set_{what}")
     change(value)
     return lambda: change(before)

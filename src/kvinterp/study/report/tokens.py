@@ -1,7 +1,7 @@
-"""What changed, token by token: the data of one comparison as a page holds them, and the parts of a page that show them.
+"""Packs the data of a comparison for a page, and makes the parts of the page that show what changed, token by token.
 
-The page's script draws on demand (``static/page.js``): the texts of both paths coloured by KL, for a chosen token its map of
-heads and its drift by layer, for a chosen head its attention on both paths.
+The page's script draws on demand (``static/page.js``): the texts of both paths coloured by KL, the map of heads and the drift by
+layer of a chosen token, and the attention of a chosen head on both paths.
 """
 
 from __future__ import annotations
@@ -21,84 +21,84 @@ from kvinterp.comparison.facts import site_of
 from kvinterp.study.report.page import Column, Links, Packed, Parts, Table, Text, fragment, opened, render
 
 SCRIPTS, SHEETS = ("tables", "draw", "page"), ("draw",)
-"""What a page with these parts runs, and its styles."""
+"""The scripts and style sheets of a page with these parts."""
 
 MAP_NUMBERS, ROW_NUMBERS = 2**20, 2**17
-"""Most numbers of maps and drift in a page, and most attention probabilities a path: about two megabytes, and less than one."""
+"""The most numbers of maps and drift in a page (about 2 MB), and the most attention probabilities of a path (under 1 MB)."""
 OPEN, FLIPS = 6, 100
-"""So many rows of a table are seen at once, and so many are on the page."""
+"""The number of rows of a table that are visible, and the number of rows on the page."""
 
-_OF = ["example", "step"]
+_STEP = ["example", "step"]
 
 
-def changes(found: Mapping[str, Comparison]) -> Parts:
+def changes(comparisons: Mapping[str, Comparison]) -> Parts:
     """The parts of a page about what changed: flips, or else the steps of largest KL, and the texts to click on.
 
     Args:
-        found: The comparisons, by what the reader calls them (one may be called ``""``).
+        comparisons: The comparisons by their labels (one may have the label ``""``).
     """
-    found = {label: one for label, one in found.items() if len(one.steps)}
-    if not found:
+    comparisons = {label: comparison for label, comparison in comparisons.items() if len(comparison.steps)}
+    if not comparisons:
         return []
-    # Flips first, in the list that is chosen from too.
-    found = dict(sorted(found.items(), key=lambda item: flips_of(item[1]).empty))
-    share = len(found)
+    # Comparisons with flips come first, also in the list from which the reader chooses.
+    comparisons = dict(sorted(comparisons.items(), key=lambda item: flips_of(item[1]).empty))
+    share = len(comparisons)
     blobs = {
         label: packed_comparison(comparison, MAP_NUMBERS // share, ROW_NUMBERS // share)
-        for label, comparison in found.items()
+        for label, comparison in comparisons.items()
     }
-    return [Text("Token by token", look="h2", name="changed"), *_table(found), Packed("kv-changes", blobs)]
+    return [Text("Token by token", look="h2", name="changed"), *_table(comparisons), Packed("kv-changes", blobs)]
 
 
-def _table(found: Mapping[str, Comparison]) -> Parts:
-    """The flips, each prompt's first before the others; where nothing flips the prompts by their largest KL."""
+def _table(comparisons: Mapping[str, Comparison]) -> Parts:
+    """The table of flips, each prompt's first flip before the others; where nothing flips, the prompts by their largest KL."""
     rows: list[tuple[bool, bool, float, list[Any]]] = []
-    for place, (label, comparison) in enumerate(found.items()):
-        texts, seen = _texts(comparison), set()
-        for row in _told(comparison).to_dict("records"):
+    for place, (label, comparison) in enumerate(comparisons.items()):
+        texts, examples = _texts(comparison), set()
+        for row in _steps_to_show(comparison).to_dict("records"):
             link = Links({f"{row['id']}, step {int(row['step'])}": f"at-{place}-{int(row['example'])}-{int(row['step'])}"})
             tokens = (repr(texts.get(int(row[f"token_{side}"]), str(row[f"token_{side}"]))) for side in "ab")
             numbers = (number(row.get(f"{name}_{side}", np.nan)) for name in ("probability", "boundary") for side in "ab")
-            cells: list[Any] = [link, *tokens, *numbers, number(row["kl"]), *[label] * (len(found) > 1)]
-            rows.append((not row["flipped"], row["example"] in seen, -row["kl"] * (not row["flipped"]), cells))
-            seen.add(row["example"])
+            cells: list[Any] = [link, *tokens, *numbers, number(row["kl"]), *[label] * (len(comparisons) > 1)]
+            rows.append((not row["flipped"], row["example"] in examples, -row["kl"] * (not row["flipped"]), cells))
+            examples.add(row["example"])
     if not rows:
         return []
     head = [Column("prompt, step"), Column("path a chose", "code"), Column("path b chose", "code")]
     head += [Column(f"{what}, {side}", "number") for what in ("probability", "distance") for side in "ab"]
-    head += [Column("KL, nats", "number"), *([Column("comparison")] if len(found) > 1 else [])]
+    head += [Column("KL, nats", "number"), *([Column("comparison")] if len(comparisons) > 1 else [])]
     listed: list[list[Any]] = [cells for *_, cells in sorted(rows, key=lambda row: row[:3])][:FLIPS]
-    note = f"Distance: {'; or '.join(dict.fromkeys(boundary_of(comparison)[0] for comparison in found.values()))}."
-    known = [at for at in range(len(head)) if any(row[at] != "–" for row in listed)]
-    head, listed = [head[at] for at in known], [[row[at] for at in known] for row in listed]
+    note = f"Distance: {'; or '.join(dict.fromkeys(boundary_of(comparison)[0] for comparison in comparisons.values()))}."
+    columns = [at for at in range(len(head)) if any(row[at] != "–" for row in listed)]
+    head, listed = [head[at] for at in columns], [[row[at] for at in columns] for row in listed]
     return [*opened(Table(head, listed, name="flips"), OPEN, f"of {len(rows)}"), Text(note, look="note")]
 
 
-def _told(comparison: Comparison) -> pd.DataFrame:
-    """The steps that a table names: the flips, or else each prompt's step of largest KL where that is not 0."""
+def _steps_to_show(comparison: Comparison) -> pd.DataFrame:
+    """The steps for the table: the flips, or else each prompt's step of largest KL where that is not 0."""
     flips = flips_of(comparison)
     if len(flips):
         return flips
     steps = comparison.same_text(comparison.steps)
     largest = steps.loc[steps.dropna(subset=["kl"]).groupby("example")["kl"].idxmax()]
-    named = largest.assign(id=largest["example"].map(comparison.examples.set_index("example")["id"]))
-    return named[named["kl"] > 0]
+    rows = largest.assign(id=largest["example"].map(comparison.examples.set_index("example")["id"]))
+    return rows[rows["kl"] > 0]
 
 
 def _texts(comparison: Comparison) -> dict[int, str]:
-    """The text of every token id that there is a text of."""
+    """The text of each token id, where it is known."""
     tokens = comparison.tokens
     return dict(zip(tokens["token"].astype(int), tokens["text"].astype(str), strict=True))
 
 
 def tokens_fragment(comparison: Comparison) -> str:
-    """The texts of a comparison to click on, as a notebook shows them: a page in a frame, which needs nothing from outside."""
+    """The texts of a comparison to click on, for a notebook: a self-contained page in a frame."""
     parts, heading = changes({"": comparison}), against(comparison.provenance)
     page = render("report", "what changed", parts, heading, scripts=SCRIPTS, sheets=SHEETS)
     return fragment(Text(page, look="frame"))
 
 
-# What is said of it ----------------------------------------------------------------------------------------------------
+# Sentences -------------------------------------------------------------------------------------------------------------
 
 
 def flips_of(comparison: Comparison) -> pd.DataFrame:
@@ -110,40 +110,40 @@ def flips_of(comparison: Comparison) -> pd.DataFrame:
 
 
 def boundary_of(comparison: Comparison) -> tuple[str, str]:
-    """What the distance to the decision boundary is under the strategy in use, and its unit."""
+    """The meaning of the distance to the decision boundary under the strategy in use, and its unit."""
     strategy = str(comparison.provenance["strategy"])
     if strategy == "greedy":
         return "how many logits a path's token was ahead of its next best", "logits"
     if strategy.startswith(("top_k", "top_p")):
-        said = "how far the number drawn lay from where another token begins, in the cumulative probability of"
-        return f"{said} {strategy}", "cumulative probability"
+        text = "how far the number drawn lay from where another token begins, in the cumulative probability of"
+        return f"{text} {strategy}", "cumulative probability"
     return "not known under this strategy", ""
 
 
 def no_boundary(comparison: Comparison) -> str:
-    """What it means that a step has no distance."""
-    drawn = str(comparison.provenance["strategy"]).startswith(("top_k", "top_p"))
-    return "no other token could be drawn" if drawn and "boundary_a" in comparison.steps else "not recorded"
+    """The reason why a step has no distance."""
+    sampled = str(comparison.provenance["strategy"]).startswith(("top_k", "top_p"))
+    return "no other token could be drawn" if sampled and "boundary_a" in comparison.steps else "not recorded"
 
 
-def kept_said(comparison: Comparison, maps: int, rows: int) -> list[str]:
-    """What of a comparison the page holds, maps and attention rows of so many steps, and why not more."""
+def coverage_sentences(comparison: Comparison, maps: int, rows: int) -> list[str]:
+    """Says for how many steps the page has maps and attention rows, and why not for more."""
     if comparison.heads.empty and comparison.layers.empty:
         return ["No activation was recorded."]
-    said, steps = [], len(comparison.steps)
+    sentences, steps = [], len(comparison.steps)
     if comparison.heads.empty:
-        said.append("No attention pattern was recorded.")
+        sentences.append("No attention pattern was recorded.")
     elif "pattern" in comparison.derived:
-        said.append("Attention was derived from queries and keys, beside a kernel that shows none.")
+        sentences.append("Attention was derived from queries and keys, beside a kernel that shows none.")
     if maps < steps or (rows < steps and len(comparison.heads)):
-        said.append(
+        sentences.append(
             f"Of {steps} steps {maps} have their map here and {rows} their attention (dotted): flips and the largest KL first."
         )
-    return said
+    return sentences
 
 
-def square_said(comparison: Comparison) -> str:
-    """How to see the attention of every query, and not of the newest alone."""
+def attention_hint(comparison: Comparison) -> str:
+    """Says how to see the attention of every query instead of the newest alone."""
     call = (
         "kv.attention_comparison(both, prompts[{example}], model=model, example={example}, step={step}, layers=[{layer}])"
     )
@@ -156,20 +156,20 @@ def square_said(comparison: Comparison) -> str:
 
 
 def packed_comparison(comparison: Comparison, maps: int = MAP_NUMBERS, rows: int = ROW_NUMBERS) -> bytes:
-    """Everything that is drawn of one comparison, as compressed JSON; the same comparison gives the same bytes.
+    """Packs everything that the page draws of one comparison as compressed JSON; the same comparison gives the same bytes.
 
-    A number on the page has three digits, and so many are in it.
+    Numbers have three digits, as on the page.
 
     Args:
         comparison: The comparison.
-        maps: Most numbers of maps and drift.
-        rows: Most attention probabilities a path.
+        maps: The most numbers of maps and drift.
+        rows: The most attention probabilities of a path.
     """
-    steps = comparison.steps.sort_values(_OF, ignore_index=True)
+    steps = comparison.steps.sort_values(_STEP, ignore_index=True)
     prompts = comparison.tokens[comparison.tokens["path"] == "prompt"].sort_values(["example", "position"])
-    # Each text is there once, and named by its number.
-    chosen = [steps["token_a"], steps["token_b"], prompts["token"]]
-    places, tokens = pd.factorize(pd.concat(chosen).astype(int))
+    # Each text occurs once, and is referred to by its number.
+    token_columns = [steps["token_a"], steps["token_b"], prompts["token"]]
+    places, tokens = pd.factorize(pd.concat(token_columns).astype(int))
     text_a, text_b, prompted = np.split(places, np.cumsum([len(steps), len(steps)]))
     texts, unknown = _texts(comparison), pd.Series(np.nan, steps.index)
     numbers = ("kl", "max_abs_logit", "probability_a", "probability_b", "boundary_a", "boundary_b", "margin_a", "margin_b")
@@ -186,8 +186,8 @@ def packed_comparison(comparison: Comparison, maps: int = MAP_NUMBERS, rows: int
         },
         "unit": boundary_of(comparison)[1],
         "no_distance": no_boundary(comparison),
-        "said": kept_said(comparison, len(mapped["maps"]), len(attention)),
-        "square": square_said(comparison),
+        "said": coverage_sentences(comparison, len(mapped["maps"]), len(attention)),
+        "square": attention_hint(comparison),
         "patterns": len(comparison.heads) > 0,
         **mapped,
         "rows": attention,
@@ -196,17 +196,17 @@ def packed_comparison(comparison: Comparison, maps: int = MAP_NUMBERS, rows: int
 
 
 def three_digits(values: Any) -> list[Any]:
-    """Numbers to three digits as JSON has them: none for NaN, and infinity as a text that JavaScript reads as a number."""
+    """Rounds numbers to three digits for JSON: None for NaN, and infinity as a text that JavaScript reads as a number."""
     array = np.asarray(values, float)
-    told = [
+    digits = [
         None if v != v else float(f"{v:.3g}") if abs(v) < np.inf else f"{'-' * (v < 0)}Infinity"
         for v in array.ravel().tolist()
     ]
-    return list(np.array(told, dtype=object).reshape(array.shape).tolist())
+    return list(np.array(digits, dtype=object).reshape(array.shape).tolist())
 
 
 def _prompts(comparison: Comparison, steps: pd.DataFrame, texts: pd.Series) -> list[dict[str, Any]]:
-    """Each prompt, with where its rows begin, how many there are, and its texts."""
+    """Each prompt, with the first of its rows, their number, and its texts."""
     sizes = steps.groupby("example").size()
     starts = sizes.cumsum() - sizes
     return [
@@ -224,28 +224,28 @@ def _prompts(comparison: Comparison, steps: pd.DataFrame, texts: pd.Series) -> l
 
 
 def _maps(comparison: Comparison, steps: pd.DataFrame, most: int) -> dict[str, Any]:
-    """The KL of each head and the drift of each layer at as many steps as there is room for."""
+    """The KL of each head and the drift of each layer, at as many steps as there is room for."""
     site = site_of(comparison)
 
     drifted = comparison.layers[comparison.layers["site"] == site]
-    named = {
+    label_columns = {
         "map_layers": comparison.heads["layer"],
         "map_heads": comparison.heads["head"],
         "drift_layers": drifted["layer"],
     }
-    names = {name: sorted(labels.unique().tolist()) for name, labels in named.items()}
+    names = {name: sorted(labels.unique().tolist()) for name, labels in label_columns.items()}
     layers, heads, drifts = names.values()
     size = len(layers) * len(heads) + len(drifts)
-    kept = _first(comparison, steps, most // size if size else 0)
-    chosen = steps.loc[kept, _OF]
-    maps = _grid(comparison.heads, chosen, "kl", layer=layers, head=heads)
-    drift = _grid(drifted, chosen, "relative_l2", layer=drifts)
-    each = zip(kept.tolist(), three_digits(maps), three_digits(drift), strict=True)
-    return {**names, "site": site, "maps": {step: {"heads": of_heads, "drift": drift} for step, of_heads, drift in each}}
+    step_rows = _most_important(comparison, steps, most // size if size else 0)
+    places = steps.loc[step_rows, _STEP]
+    maps = _grid(comparison.heads, places, "kl", layer=layers, head=heads)
+    drift = _grid(drifted, places, "relative_l2", layer=drifts)
+    entries = zip(step_rows.tolist(), three_digits(maps), three_digits(drift), strict=True)
+    return {**names, "site": site, "maps": {step: {"heads": of_heads, "drift": drift} for step, of_heads, drift in entries}}
 
 
-def _first(comparison: Comparison, steps: pd.DataFrame, most: int) -> np.ndarray:
-    """Which steps come first: first flips, then by KL on the same text, then the others; in their order."""
+def _most_important(comparison: Comparison, steps: pd.DataFrame, most: int) -> np.ndarray:
+    """Selects steps: first flips, then those of largest KL on the same text, then the others; returns them in their order."""
     same = ~steps["after_flip"].astype(bool) | (comparison.provenance["protocol"] != "free")
     first = steps["flipped"].astype(bool) & ~steps["after_flip"].astype(bool)
     order = pd.DataFrame({"first": first, "same": same, "kl": steps["kl"]})
@@ -253,28 +253,28 @@ def _first(comparison: Comparison, steps: pd.DataFrame, most: int) -> np.ndarray
     return np.sort(ranked.to_numpy())
 
 
-def _grid(table: pd.DataFrame, chosen: pd.DataFrame, value: str, **labels: list[int]) -> np.ndarray:
-    """A column of a table as ``[step, *labels]``, NaN where there is none."""
-    grid = np.full((len(chosen), *map(len, labels.values())), np.nan)
-    places = chosen.assign(place=np.arange(len(chosen)))
+def _grid(table: pd.DataFrame, step_places: pd.DataFrame, value: str, **labels: list[int]) -> np.ndarray:
+    """A column of a table as an array ``[step, *labels]``, NaN where there is no row."""
+    grid = np.full((len(step_places), *map(len, labels.values())), np.nan)
+    places = step_places.assign(place=np.arange(len(step_places)))
     if grid.size:
-        found = table[[*_OF, *labels, value]].merge(places, on=_OF)
-        at = [np.searchsorted(names, found[label]) for label, names in labels.items()]
-        grid[(found["place"].to_numpy(), *at)] = found[value]
+        values = table[[*_STEP, *labels, value]].merge(places, on=_STEP)
+        at = [np.searchsorted(names, values[label]) for label, names in labels.items()]
+        grid[(values["place"].to_numpy(), *at)] = values[value]
     return grid
 
 
 def _attention(comparison: Comparison, steps: pd.DataFrame, most: int) -> dict[int, list[dict[str, Any]]]:
-    """By step, the attention rows there is room for, with where their keys begin."""
-    rows, found = comparison.attention_rows, dict[int, list[dict[str, Any]]]()
+    """The attention rows by step, as many as there is room for, with the first of their keys."""
+    rows, entries = comparison.attention_rows, dict[int, list[dict[str, Any]]]()
     if rows.empty:
-        return found
-    rows = within(rows, steps, most).sort_values([*_OF, "layer", "head", "position"], ignore_index=True)
-    rows = rows.merge(steps[_OF].assign(place=np.arange(len(steps))), on=_OF)
+        return entries
+    rows = within(rows, steps, most).sort_values([*_STEP, "layer", "head", "position"], ignore_index=True)
+    rows = rows.merge(steps[_STEP].assign(place=np.arange(len(steps))), on=_STEP)
     rows = rows.assign(difference=rows["a"].astype(float) - rows["b"].astype(float))
-    for (place, layer, head), own in rows.groupby(["place", "layer", "head"]):
-        # Both paths read nearly alike: beside each other they take little room.
-        values = {name: three_digits(own[name]) for name in ("a", "b", "difference")}
-        row = {"layer": int(layer), "head": int(head), "first": int(own["position"].min()), **values}
-        found.setdefault(int(place), []).append(row)
-    return found
+    for (place, layer, head), group in rows.groupby(["place", "layer", "head"]):
+        # The rows of both paths are nearly equal, so that beside each other they compress well.
+        values = {name: three_digits(group[name]) for name in ("a", "b", "difference")}
+        row = {"layer": int(layer), "head": int(head), "first": int(group["position"].min()), **values}
+        entries.setdefault(int(place), []).append(row)
+    return entries
