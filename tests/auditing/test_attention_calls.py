@@ -22,7 +22,7 @@ class Listening(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        self.found.append(self.recogniser.told(func, args, kwargs or {}, result))
+        self.found.append(self.recogniser.recognise(func, args, kwargs or {}, result))
         return result
 
 

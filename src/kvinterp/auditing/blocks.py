@@ -118,9 +118,9 @@ class BlockModel:
         narrow = self.dtype in (torch.float16, torch.bfloat16)
         size = unit * (1.0 if narrow else math.sqrt(max(tokens.shape[1], self.adapter.facts.width)))
 
-        def change(_: int, made: Tensor) -> Tensor:
-            noise = torch.rand(made.shape, generator=generator, dtype=torch.float64).to(made.device) * 2 - 1
-            return (made.double() * (1 + size * noise)).to(made.dtype)
+        def change(_: int, output: Tensor) -> Tensor:
+            noise = torch.rand(output.shape, generator=generator, dtype=torch.float64).to(output.device) * 2 - 1
+            return (output.double() * (1 + size * noise)).to(output.dtype)
 
         with moving(self.blocks, change):
             return self.recompute(tokens)

@@ -347,7 +347,7 @@ class _Collector:
     def called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Adds the operation of a call of torch; returns its result."""
         result = func(*args, **kwargs)
-        part = self.attention.told(func, args, kwargs, result)
+        part = self.attention.recognise(func, args, kwargs, result)
         args, kwargs = in_order(args, kwargs)
         if isinstance(part, Fused):
             self.fused(part)
@@ -447,7 +447,7 @@ class _Collector:
 
     def softmax(self, scores_seen: Scores) -> None:
         """Probabilities, and the product of queries and keys that they were made of."""
-        scores, dtype = _heads(scores_seen.product.made), scores_seen.given.dtype
+        scores, dtype = _heads(scores_seen.product.result), scores_seen.scaled.dtype
         a, b = _heads(scores_seen.product.a), _heads(scores_seen.product.b)
         query, key = _longer(a, -2, self.most), _longer(b, -1, self.most)
 
@@ -470,7 +470,7 @@ class _Collector:
 
     def values(self, values_seen: Values) -> None:
         """Probabilities by values."""
-        a, b, scores = (_heads(t) for t in (values_seen.weights, values_seen.values, values_seen.scores.product.made))
+        a, b, scores = (_heads(t) for t in (values_seen.weights, values_seen.values, values_seen.scores.product.result))
         square = _longer(_longer(scores, -1, self.most), -2, self.most)
         weights, values = torch.softmax(square.float(), -1).to(a.dtype), _longer(b, -2, self.most)
 

@@ -196,8 +196,8 @@ def _casts(adapter: Adapter, wide: ModelSubject, seconds: float) -> list[Check]:
     if apart(subject.alone(text), wide.alone(text)) > wide.limit:
         return []  # The model alone casts: the ladder says so.
     found = search(subject, len(FIRST), seconds, faults=1)
-    made = [_wrong(subject, one, WRONG, found.ran) for one in found.wrong]
-    return [dataclasses.replace(one, hint=FEWER_BITS, detail=f"{one.detail.rstrip('.')}; {FEWER_BITS}.") for one in made]
+    wrong = [_wrong(subject, one, WRONG, found.ran) for one in found.wrong]
+    return [dataclasses.replace(one, hint=FEWER_BITS, detail=f"{one.detail.rstrip('.')}; {FEWER_BITS}.") for one in wrong]
 
 
 def _beyond(subject: Subject, programs: int, seconds: float, seed: int, known: set[str]) -> list[Check]:

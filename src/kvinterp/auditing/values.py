@@ -78,9 +78,9 @@ def _told_outputs(model: BlockModel, tell: Callable[[str, Tensor], None]) -> Ite
     """Tells every module's name and floating-point output, for as long as the context lasts."""
 
     def hook(module: Any, _: Any, output: Any) -> None:
-        made = first_of(getattr(output, "logits", output))
-        if isinstance(made, Tensor) and made.is_floating_point():
-            tell(model.name_of(module), made)
+        result = first_of(getattr(output, "logits", output))
+        if isinstance(result, Tensor) and result.is_floating_point():
+            tell(model.name_of(module), result)
 
     with contextlib.ExitStack() as hooks:
         for module in model.adapter.source.modules():
@@ -120,11 +120,11 @@ def first_nonfinite(model: BlockModel, tokens: Tensor, prefill: int | None) -> d
     first: dict[str, Any] = {}
     fed: int | None = None
 
-    def tell(name: str, made: Tensor) -> None:
-        if not first and not bool(made.isfinite().all()):
-            rows = (~made.isfinite()).flatten(2).any(-1)[0] if made.dim() >= 3 and made.shape[0] == 1 else None
+    def tell(name: str, output: Tensor) -> None:
+        if not first and not bool(output.isfinite().all()):
+            rows = (~output.isfinite()).flatten(2).any(-1)[0] if output.dim() >= 3 and output.shape[0] == 1 else None
             position = fed if fed is not None or rows is None else int(rows.int().argmax())
-            first.update(module=name, value="NaN" if bool(made.isnan().any()) else "Inf", position=position)
+            first.update(module=name, value="NaN" if bool(output.isnan().any()) else "Inf", position=position)
 
     with _told_outputs(model, tell):
         if prefill is None:

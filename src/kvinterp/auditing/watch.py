@@ -145,7 +145,7 @@ class Watch:
     def _called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Keeps what attention reads, of each call of torch; returns its result."""
         result = func(*args, **kwargs)
-        part = self._attention.told(func, args, kwargs, result)
+        part = self._attention.recognise(func, args, kwargs, result)
         if isinstance(part, Fused):
             query, key, mask = part.query, part.key, part.mask
             self.add("Q", query[..., self.back, :])
@@ -156,14 +156,14 @@ class Watch:
             if mask is not None:
                 mask = mask.expand(*mask.shape[:-2], query.shape[-2], mask.shape[-1])
                 self.add("attention mask", mask[..., self.back, :])
-            self.add("attention output", part.made[..., self.back, :])
+            self.add("attention output", part.result[..., self.back, :])
         elif isinstance(part, Scores):
             self.add("Q", part.product.a[..., self.back, :])
             self.add("K", part.product.b.transpose(-1, -2))
-            self.add("attention scores", part.given[..., self.back, :])
+            self.add("attention scores", part.scaled[..., self.back, :])
         elif isinstance(part, Values):
             self.add("V", part.values)
-            self.add("attention output", part.made[..., self.back, :])
+            self.add("attention output", part.result[..., self.back, :])
         elif func in _TOPK:
             self.choice(in_order(args, kwargs)[0][0], result[1])
         return result
@@ -211,7 +211,7 @@ class Fused(NamedTuple):
     value: Tensor
     mask: Tensor | None
     options: dict[str, Any]
-    made: Tensor
+    result: Tensor
 
 
 class Product(NamedTuple):
@@ -219,7 +219,7 @@ class Product(NamedTuple):
 
     a: Tensor
     b: Tensor
-    made: Tensor
+    result: Tensor
     before: Product | None = None
 
 
@@ -227,7 +227,7 @@ class Scores(NamedTuple):
     """A softmax of a product's numbers, scaled and masked in between: the product was of queries and keys."""
 
     product: Product
-    given: Tensor
+    scaled: Tensor
     dtype: torch.dtype | None
 
 
@@ -236,7 +236,7 @@ class Values(NamedTuple):
 
     weights: Tensor
     values: Tensor
-    made: Tensor
+    result: Tensor
     scores: Scores
 
 
@@ -247,7 +247,7 @@ class Recogniser:
         self.product: Product | None = None
         self.scores: Scores | None = None
 
-    def told(
+    def recognise(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
     ) -> Fused | Product | Scores | Values | None:
         """What a call and its result are, or None."""
@@ -257,23 +257,27 @@ class Recogniser:
             return Fused(named["query"], named["key"], named["value"], named.get("attn_mask"), named, result)
         if func in MATMUL or func in _BADDBMM:
             others = [kwargs[name] for name in ("batch1", "batch2", "other", "mat2") if name in kwargs]
-            given = [*args[func in _BADDBMM :], *others]
-            return self._multiplied(given[0], given[1], result) if len(given) > 1 else None
+            factors = [*args[func in _BADDBMM :], *others]
+            return self._multiplied(factors[0], factors[1], result) if len(factors) > 1 else None
         product = self.product
-        if func in _SOFTMAX and product is not None and args[0].dim() >= 3 and _rows(args[0]) == _rows(product.made):
+        if func in _SOFTMAX and product is not None and args[0].dim() >= 3 and _rows(args[0]) == _rows(product.result):
             self.scores, self.product = Scores(product, args[0], kwargs.get("dtype")), None
             return self.scores
         return None
 
-    def _multiplied(self, a: Tensor, b: Tensor, made: Tensor) -> Product | Values | None:
+    def _multiplied(self, a: Tensor, b: Tensor, result: Tensor) -> Product | Values | None:
         if a.dim() < 3 or a.dim() != b.dim():
             return None
         scores = self.scores
-        if scores is not None and a.shape[-1] == scores.product.made.shape[-1] and _rows(a) == _rows(scores.product.made):
+        if (
+            scores is not None
+            and a.shape[-1] == scores.product.result.shape[-1]
+            and _rows(a) == _rows(scores.product.result)
+        ):
             self.scores = None
-            return Values(a, b, made, scores)
-        product = Product(a, b, made, self.product)
-        self.product = Product(a, b, made)
+            return Values(a, b, result, scores)
+        product = Product(a, b, result, self.product)
+        self.product = Product(a, b, result)
         return product
 
 
