@@ -128,6 +128,13 @@ def test_texts_become_ids_only_where_one_token_has_them(sample: Any, tmp_path: P
         (b'{"prompt": [1], "tokens": [2, 3], "logprobs": [-1]}', "expected one for each"),
         (b'{"token_ids": [], "generation_logprobs": []}', "has no token"),
         (b"[" * 100_000, "nested too deeply"),
+        (b'{"prompt_ids": [1], "completion_ids": [2], "logprobs": [-1, -2]}', "2 logprobs for 1 tokens"),
+        (
+            b'{"prompt_ids": [[1], [1]], "completion_ids": [[2]], "logprobs": [[-1]]}',
+            "2 rows of 'prompt_ids' for 1 replies",
+        ),
+        (b'{"prompt_ids": [1], "completion_ids": [2], "logprobs": [[-1, -2]]}', "keep these beside them"),
+        (b'{"prompts": [1], "responses": [2], "rollout_log_probs": [-1], "attention_mask": [1]}', "mask and all"),
         (b'{"answer": "yes"}', "The simplest is a line for each text"),
     ],
 )

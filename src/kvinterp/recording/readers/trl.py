@@ -57,20 +57,19 @@ class Trl(Reader):
         judged = row.get(self.judged, [1] * len(reply))
         begun, end = [t for t, seen in zip(prompt, mask, strict=False) if seen], sum(map(bool, mask[len(prompt) :]))
         missing: Counter[str] = Counter()
-        sides = []
-        for name in (next(name for name in self.engine if name in row), self.trainer):
-            values = row.get(name)
-            if values is not None:
-                if not end <= min(len(values), len(judged), len(reply)) or len(mask) != len(prompt + reply):
+        sides: dict[str, np.ndarray] = {}
+        engine = next(name for name in self.engine if name in row)
+        for name in (engine, self.trainer):
+            if (values := row.get(name)) is not None:
+                if not len(values) == len(judged) == len(reply) or len(mask) != len(prompt + reply):
                     raise InputError(
-                        f"{where} has {len(values)} {name} for {end} tokens: expected one for each, mask and all."
+                        f"{where} has {len(values)} {name} for {len(reply)} tokens: expected one for each, mask and all."
                     )
                 if isinstance(next(iter(values), None), list):
                     values = _of_the_reply(values, row.get("logprob_token_ids"), reply, where)
                 values = [value if kept else None for value, kept in zip(values[:end], judged, strict=False)]
-                values = np.concatenate([np.full(len(begun), np.nan), log_probs(values, where, missing)])
-            sides.append(values)
-        return EnginePath(where, tuple(begun), reply[:end], sides[0], {}, missing, sides[1])
+                sides[name] = np.concatenate([np.full(len(begun), np.nan), log_probs(values, where, missing)])
+        return EnginePath(where, tuple(begun), reply[:end], sides[engine], {}, missing, sides.get(self.trainer))
 
 
 def _of_the_reply(values: list[Any], ids: Any, reply: Sequence[int], where: str) -> list[Any]:
