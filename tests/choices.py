@@ -90,21 +90,6 @@ VERBS: dict[str, tuple[dict[str, Any], dict[str, Changes]]] = {
         {"models": (SMALL,), **_ONE, "strategies": ("greedy",), "max_new_tokens": 3, "controls": 0},
         {**_DECODES, "controls": Changes(1)},
     ),
-    "boundary": (
-        {
-            "models": (SMALL,),
-            "prompts": "arithmetic:2",
-            "strategies": ("top_p(1.0,2.0)",),
-            "max_new_tokens": 6,
-            "seeds": 2,
-            "kernels": SPLIT,
-        },
-        {
-            **_DECODES,
-            "kernels": Changes("native"),
-            "strategies": Changes(("greedy", "top_p(1.0,2.0)")),
-        },
-    ),
     "chain": (
         {
             "models": (SMALL,),
@@ -272,6 +257,17 @@ VERBS: dict[str, tuple[dict[str, Any], dict[str, Changes]]] = {
             "max_new_tokens": Changes(4),
         },
     ),
+    "paper": (
+        {"models": (SMALL,), **_ONE, "strategies": ("greedy",), "max_new_tokens": 4},
+        {
+            **_MODELS,
+            "preset": Changes("real"),
+            "strategies": Changes(("top_k(50,50.0)",)),
+            "seeds": Changes(3, {"strategies": ("top_p(1.0,2.0)",)}),
+            "max_new_tokens": Changes(5),
+            "kernels": Changes(SPLIT),
+        },
+    ),
     "patch": (
         {"model": SMALL, "prompts": "arithmetic:2", "examples": 1, "max_new_tokens": 3, "controls": "none"},
         {
@@ -328,7 +324,6 @@ VERBS: dict[str, tuple[dict[str, Any], dict[str, Changes]]] = {
 """By verb its smallest choices, and for every option what it does to the result of these."""
 
 ELSEWHERE = {
-    ("boundary", "above"): "the tables of made-up decodes with flips, in tests/experiments/test_boundary.py",
     ("compare-traces", "first"): "two dumps, in tests/experiments/test_compare_traces.py",
     ("compare-traces", "second"): "two dumps, in tests/experiments/test_compare_traces.py",
     ("chain", "prefill"): "policies under both readings, in tests/behaviour/test_chains.py and tests/policies",

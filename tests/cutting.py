@@ -44,7 +44,7 @@ VERBS = {
     "localisation": ("localisation", MODEL, *SMALL, "--max-new-tokens", "2", "--part", "paper", "--part", "kv-into-cached"),
     "susceptibility": ("susceptibility", MODEL, *SMALL, "--max-new-tokens", "3", "--sizes", "0.5,2,4", "--seeds", "2"),
     "behaviour": ("behaviour", MODEL, *SMALL, *DECODES, "--controls", "1"),
-    "boundary": ("boundary", MODEL, *SMALL, *DECODES),
+    "paper": ("paper", MODEL, *SMALL, "--strategy", "greedy", "--max-new-tokens", "4"),
     "mitigate": ("mitigate", MODEL, *SMALL, "--path", "cached[refresh=2]", "--policy", "int4", "--max-new-tokens", "3"),
     "equivalent-noise": ("equivalent-noise", MODEL, *SMALL, "--policy", "uniform(-1,1)", "--max-new-tokens", "2"),
     "kv-error": (

@@ -69,6 +69,18 @@ def test_figures_that_are_shown_are_there(page: Path) -> None:
         assert (page.parent / shown).is_file(), shown
 
 
+def test_every_figure_is_shown_is_in_the_index_and_is_made_again() -> None:
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "notebooks").glob("*.ipynb")]
+    shown = {name for page in pages for name in re.findall(r"figures/(\w+\.png)", page.read_text(encoding="utf-8"))}
+    index = (ROOT / "figures" / "README.md").read_text(encoding="utf-8")
+    there = {path.name for path in (ROOT / "figures").glob("*.png")}
+    assert there == shown == set(re.findall(r"`(\w+\.png)`", index))
+    recipe = (ROOT / "Makefile").read_text(encoding="utf-8").partition("\nfigures:")[2].partition("\nCOMMA")[0]
+    copied = {f"root_cause_{name}.png" for name in re.findall(r"for name in ([\w ]+);", recipe)[0].split()}
+    made = copied | set(re.findall(r"(\w+\.png)", recipe)) | ({"scale.png"} if "benchmarks/scale.py" in recipe else set())
+    assert there <= made
+
+
 def test_files_and_rooms_that_are_named_are_there() -> None:
     """The walks through the house and the map in the README name what is there."""
     core, root = ROOT / "src" / "kvinterp", ROOT

@@ -1,8 +1,12 @@
 """What `kvinterp list policies` shows, and that the page of policies shows the same."""
 
+import dataclasses
 from pathlib import Path
 
-from kvinterp.cli.listing import POLICY_NOTE, policy_rows
+import torch
+
+import kvinterp as kv
+from kvinterp.cli.listing import LISTED, POLICY_NOTE, policy_rows
 from kvinterp.policies import POLICIES
 
 PAGE = Path(__file__).parents[1] / "docs" / "policies.md"
@@ -23,6 +27,20 @@ def test_every_policy_is_listed_with_what_it_stores():
     assert rows["uniform"]["as text"] == "uniform(-1,1)"
     assert "preserve=nothing" in rows["uniform"]["fields"]
     assert rows["q8_0"]["KiB per token"] == "68"  # 34 bytes of 32 elements
+
+
+def test_the_bytes_of_a_cache_are_those_that_a_cache_holds():
+    model = kv.load_model("zoo:gqa2-mini", dtype="float16", device="cpu")
+    with torch.no_grad():
+        cache = model.model(input_ids=torch.arange(1, 11)[None], use_cache=True).past_key_values
+    held = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+    facts = model.facts
+    assert facts.cache_bytes(10) == held
+    assert facts.cache_bytes(10, bits=8.5) == held * 8.5 / 16
+    windowed = dataclasses.replace(facts, windows=(4,) * facts.layers)
+    assert windowed.cache_bytes(10) == facts.cache_bytes(4)
+    (row,) = (row for row in LISTED["models"]() if row["name"] == "zoo:gqa2-mini")
+    assert row["K and V"] == f"{held // 10:,} bytes a token in 16 bits"
 
 
 def test_the_page_shows_what_is_listed():

@@ -9,6 +9,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import kvinterp as kv
+from kvinterp.cli import app
 from kvinterp.models import threads
 from kvinterp.models.provenance import kernel_flags, provenance
 from support import PROMPT, Case
@@ -23,6 +24,20 @@ def test_the_environment_and_the_processor_are_said(load: Any, monkeypatch: pyte
     assert made["environment"]["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
     assert "MKL_CBWR" not in made["environment"]
     assert made["cpu_capability"] == torch.backends.cpu.get_cpu_capability()
+
+
+def test_deterministic_algorithms_are_asked_for_before_a_command_runs(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+    assert not kernel_flags()["deterministic_algorithms"]
+    try:
+        with pytest.raises(SystemExit):
+            app(["--deterministic", "list", "protocols"])
+        made = provenance(load(CASE))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert made["kernel_flags"]["deterministic_algorithms"] is True
+    assert made["environment"]["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
 
 
 def test_back_ends_of_attention_are_said() -> None:

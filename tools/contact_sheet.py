@@ -30,7 +30,7 @@ PAGES: dict[str, Sequence[str]] = {
     "root-cause": (MODEL, "--prompts", "arithmetic:4", "--ladder-prompts", "2"),
     "kernels": ("--model", MODEL, "--sizes", "16,64,256"),
     "behaviour": (MODEL, "--prompts", "arithmetic:12", "--max-new-tokens", "24", "--controls", "2"),
-    "boundary": (MODEL, "--prompts", "arithmetic:8", "--max-new-tokens", "16"),
+    "paper": (MODEL, "--prompts", "arithmetic:8", "--max-new-tokens", "16"),
     "mitigate": (MODEL, *SHORT, "--policy", "int8", "--path", "cached", "--path", "cached[kernels=batch_invariant]"),
     "equivalent-noise": ("zoo:llama64-mini", *SHORT),
     "susceptibility": (MODEL, *SHORT, "--seeds", "2"),

@@ -1,4 +1,4 @@
-"""Flips against KL and margin: on decodes whose truth is made known, and one small run of the command."""
+"""Flips against KL and margin, on decodes whose truth is made known."""
 
 from __future__ import annotations
 
@@ -7,14 +7,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
-import statsmodels.api as sm
 from scipy import stats
 
-from kvinterp.metrics import cox
 from kvinterp.study.behaviour import boundary as b
-from kvinterp.study.behaviour.divergence import DECODE
-from kvinterp.study.experiments.behaviour import Behaviour
-from kvinterp.study.experiments.boundary import Boundary
 
 pytestmark = pytest.mark.slow
 
@@ -58,8 +53,8 @@ def tables() -> dict[str, pd.DataFrame]:
 
 
 def test_a_correlation_with_free_kl_that_counting_makes_is_gone_where_texts_are_the_same(tables: Any) -> None:
-    found = tables["boundary"].set_index(["quantity", "method"])
-    flips = tables["boundary_flips"]
+    found = tables["correlations"].set_index(["quantity", "method"])
+    flips = tables["flips"]
     pearson = found.xs("pearson", level="method")
     assert pearson.loc["mean_kl", "value"] < -0.95
     assert pearson.loc["mean_kl", "high"] < -0.9
@@ -80,31 +75,19 @@ def test_a_correlation_with_free_kl_that_counting_makes_is_gone_where_texts_are_
         for name in ("flip_index", "mean_kl")
     ]
     assert found.loc[("mean_kl", "partial"), "value"] == pytest.approx(stats.pearsonr(*left).statistic)
-    thirds = tables["terciles"].set_index("quantity")
+    thirds = tables["thirds"].set_index("quantity")
     assert thirds.loc["mean_kl", "low"] > 1
     assert thirds.loc["matched_mean_kl", "low"] < 1 < thirds.loc["matched_mean_kl", "high"]
 
 
-def test_flips_are_counted_until_the_first_and_decodes_that_never_flip_last(tables: Any) -> None:
+def test_steps_are_at_risk_until_the_first_flip(tables: Any) -> None:
     decodes, steps = made_up()
     matched = decodes[decodes["protocol"] == "matched"]
     (row,) = tables["prediction"].to_dict("records")
     at_risk = matched["flip_index"].fillna(LENGTH - 1).sum()  # Step 0 is the prefill's.
     assert (row["flips"], row["steps"], row["n"]) == (matched["diverged"].sum(), at_risk, 40)
     assert row["margin_at_flip"] == pytest.approx(matched["margin_at_flip"].median())
-    hazard = tables["hazard"].set_index("margin")
-    assert (hazard["events"] == row["flips"]).all()
-    assert hazard.loc["of the step", "high"] < 1
-    assert (
-        hazard.loc["of the step", "low"] < 0.5 * hazard.loc["of the step", "hr"] < 0.25 * hazard.loc["of the step", "high"]
-    )
     risk = b.predicted(steps)
-    mean = risk.groupby(DECODE)["margin"].mean().reindex(pd.MultiIndex.from_frame(matched[DECODE])).to_numpy()
-    lasted = matched["flip_index"].fillna(LENGTH - 1).to_numpy()
-    assert hazard.loc["mean", "hr"] == pytest.approx(cox(lasted, matched["diverged"], mean).effect)
-    logit = sm.Logit(risk["flipped"].astype(float), sm.add_constant(risk["margin"])).fit(disp=0)
-    assert hazard.loc["of the step", "coef"] == pytest.approx(logit.params["margin"], rel=1e-5)
-    assert np.log(hazard["hr"]).tolist() == pytest.approx(hazard["coef"].tolist())
     assert len(risk) == at_risk
     assert not risk["after_flip"].any()
 
@@ -124,16 +107,3 @@ def test_the_chance_from_margin_and_noise_is_the_true_one(tables: Any) -> None:
     loud = steps.assign(rms_logit=steps["rms_logit"].where(steps["example"] != 0, 1e2))
     quiet, other = (b.predicted(each).query("example == 0")["predicted"] for each in (steps, loud))
     assert quiet.tolist() == pytest.approx(other.tolist(), rel=1e-6)
-
-
-def test_the_whole_command_has_the_decodes_of_behaviour(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    noisy = "cached+normal(0,0.5,seed=0)", "recompute"
-    monkeypatch.setattr("kvinterp.study.experiments.behaviour.paths_of", lambda kernels: noisy)
-    asked: dict[str, Any] = {"prompts": "arithmetic:2", "strategies": ("greedy",), "max_new_tokens": 12, "device": "cpu"}
-    experiment = Boundary(("zoo:gqa2-mini",), **asked)
-    beside = {cell.key: cell for cell in Behaviour(("zoo:gqa2-mini",), **asked).cells()}
-    assert [beside[cell.key] for cell in experiment.cells()] == experiment.cells()
-    outcome = experiment.run(tmp_path / "out", progress="none")
-    assert set(outcome.tables) == {*Boundary.TABLES, "findings"}
-    assert len(outcome.tables["boundary_flips"]) > 0
-    assert {path.name for path in outcome.files} >= {"boundary_flips.png", "report.html"}

@@ -100,18 +100,6 @@ def test_survival_and_hazard_hold_the_truth(repeats):
     assert hazards >= stats.binom.ppf(0.001, repeats, 0.95), hazards
 
 
-@pytest.mark.long
-def test_cox_holds_the_hazard_ratio_of_clustered_decodes():
-    repeats, rng, hits = 250, np.random.default_rng(4), 0
-    for _ in range(repeats):
-        margin = rng.normal(size=40)
-        names = np.repeat(np.arange(40), 3)
-        time = rng.exponential(np.exp(0.5 * margin))[names]  # The seeds of one prompt flip together.
-        found = metrics.cox(np.minimum(time, 2), time < 2, margin[names], names)
-        hits += found.low <= math.exp(-0.5) <= found.high
-    assert hits >= stats.binom.ppf(0.001, repeats, 0.93), hits
-
-
 @pytest.mark.parametrize("n", [6, 12, 40])
 @pytest.mark.parametrize("repeats", [pytest.param(200, id="short"), pytest.param(2000, id="long", marks=pytest.mark.long)])
 def test_the_interval_of_what_spreads_over_orders_of_magnitude(n: int, repeats: int) -> None:

@@ -14,6 +14,7 @@ import functools
 import inspect
 import itertools
 import logging
+import os
 import re
 import signal
 import sys
@@ -181,7 +182,16 @@ def _root(
     version: Annotated[
         bool, typer.Option("--version", is_eager=True, callback=_version, help="Print the version.")
     ] = False,
-) -> None: ...
+    deterministic: Annotated[
+        bool, typer.Option("--deterministic", help="Run torch's deterministic algorithms only, with cuBLAS told so.")
+    ] = False,
+) -> None:
+    if deterministic:
+        # Before anything runs on a device: cuBLAS reads it once.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        import torch
+
+        torch.use_deterministic_algorithms(True)
 
 
 # Experiments as commands -----------------------------------------------------------------------------------------------
@@ -236,7 +246,7 @@ def _parameter(field: dataclasses.Field[Any], hint: Any) -> inspect.Parameter:
     elif typing.get_origin(hint) is tuple:
         hint, default = list[str], list(default)
     if about.get("positional") == "yes":
-        default = inspect.Parameter.empty if default is not None else None
+        default = inspect.Parameter.empty if default else default
         return _keyword(field.name, hint, default, typer.Argument(**more))
     return _option(field.name, hint, default, more.pop("help"), flag, **more)
 

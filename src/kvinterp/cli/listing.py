@@ -58,9 +58,9 @@ def _models() -> list[Row]:
         right = ", ".join(f"{task} {share:.0%}" for task, share in record["accuracy"].items())
         what = f"{record['architecture'].removesuffix('ForCausalLM')}, {record['parameters'] / 1e6:.2g} M parameters"
         heads = f"{record['layers']} layers, {record['heads']} query heads, {record['kv_heads']} KV heads"
-        rows.append(
-            {"name": f"zoo:{record['name']}", "what it is": f"{what}, {heads}", "right of held-out problems": right}
-        )
+        cache = f"{4 * record['layers'] * record['kv_heads'] * record['head_dim']:,} bytes a token in 16 bits"
+        about = {"what it is": f"{what}, {heads}", "K and V": cache, "right of held-out problems": right}
+        rows.append({"name": f"zoo:{record['name']}", **about})
     for name, one in _fetched():
         there = "" if real.is_here(name.removeprefix("real:")) else f"; {one.megabytes:.0f} MB, fetched by make real"
         rows.append({"name": name, "what it is": f"{one.what}{there}"})

@@ -32,7 +32,7 @@ Direction = Literal["into-recompute", "into-cached"]
 Distance = Literal["kl", "l2", "margin", "logit_difference"]
 Controls = Literal["all", "quick", "none"]
 ExperimentName = Literal[
-    "accumulation", "attention", "audit", "behaviour", "boundary", "chain", "compare", "compare-traces", "decompose",
+    "accumulation", "attention", "audit", "behaviour", "chain", "compare", "compare-traces", "decompose",
     "equivalent-noise", "flip-law", "gqa", "kernels", "kv-error", "kv-write", "ladder", "layer-drift", "localisation",
-    "mitigate", "patch", "propagation", "root-cause", "susceptibility",
+    "mitigate", "paper", "patch", "propagation", "root-cause", "susceptibility",
 ]  # fmt: skip

@@ -39,7 +39,7 @@ from kvinterp.metrics.statistics import (
     kl_statistics,
     typical,
 )
-from kvinterp.metrics.survival import cox, survival_by_step
+from kvinterp.metrics.survival import survival_by_step
 
 # Single metrics as functions, for users with tensors of their own.
 js_divergence = REGISTRY["js"].function

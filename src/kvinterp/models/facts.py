@@ -45,6 +45,16 @@ class ModelInfo:
         # Every sentence and table shows the name, and it may be any text.
         object.__setattr__(self, "name", in_one_line(self.name))
 
+    def cache_bytes(self, context: int, bits: float = 16) -> int:
+        """The bytes of K and V of one text; at most, where blocks differ or do not all attend.
+
+        Args:
+            context: Positions in the cache; a layer with a sliding window keeps no more than the window.
+            bits: Those of a number, with its share of scales: see ``kvinterp list policies``.
+        """
+        positions = sum(min(context, window or context) for window in self.windows)
+        return int(2 * positions * self.kv_heads * self.head_dim * bits / 8)
+
     def heads_of(self, site: str) -> tuple[int, str]:
         """The number of heads of a site or a group of sites, and their name; ``(0, "")`` where there are none."""
         kind = layout_of(site).head_kind

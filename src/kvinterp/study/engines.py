@@ -112,6 +112,7 @@ def _work(cells: Sequence[Cell], here: Mapping[str, Any]) -> dict[str, Made]:
     from kvinterp.models.provenance import machine
 
     torch.set_num_threads(here["threads"])
+    torch.use_deterministic_algorithms(here["kernel_flags"]["deterministic_algorithms"])
     if unlike := differences(here, machine()):
         raise InputError(
             f"a worker of Ray runs on a machine unlike this one ({unlike}), so that its bits may be others: start the study on a "

@@ -2,7 +2,7 @@
 
 In the free protocol the mean KL of a decode counts the steps after the flip, which are of two texts: an early flip leaves more of
 them, so a negative correlation of flip step and mean KL follows from counting. Beside it stand the KL before the flip and the
-matched protocol's, which are arithmetic alone, and regressions in which a decode that never flips counts as one that lasted.
+matched protocol's, which are arithmetic alone, and how well the margin tells the step of a flip.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from scipy import stats
 
 from kvinterp.metrics.dependence import correlation, restricted_correlation, terciles
 from kvinterp.metrics.inference import Test
-from kvinterp.metrics.statistics import FEWEST, clustered_interval, quiet
-from kvinterp.metrics.survival import cox
+from kvinterp.metrics.statistics import FEWEST, clustered_interval
 from kvinterp.study.behaviour.divergence import DECODE, conditions
 
 QUANTITIES = ("mean_kl", "mean_kl_before_flip", "matched_mean_kl", "smallest_margin")
@@ -35,22 +34,28 @@ CONDITION = ("model", "strategy")
 
 
 def boundary_tables(decodes: pd.DataFrame, steps: pd.DataFrame, above: float) -> dict[str, pd.DataFrame]:
-    """Every table of the experiment.
+    """Every table of the decision boundary.
 
     Args:
         decodes: As :func:`kvinterp.study.experiments.behaviour.decodes_of` gives them, with the model of each.
         steps: The same.
         above: The second restriction: flips later than this step alone.
+
+    Returns:
+        flips; correlations, of the decodes of all strategies together; thirds and prediction.
     """
-    flips, risk = flips_with_kl(decodes), predicted(steps)
-    by_step = list(conditions(risk, *CONDITION))
+    flips = flips_with_kl(decodes)
     return {
-        "boundary_flips": flips,
-        "boundary": correlations_with_flip(flips, above),
-        "terciles": terciles_of(flips),
-        "hazard": hazard_of(decodes, risk),
-        "prediction": _prediction(by_step),
+        "flips": flips,
+        "correlations": correlations_with_flip(pooled(flips), above),
+        "thirds": terciles_of(flips),
+        "prediction": _prediction(list(conditions(predicted(steps), *CONDITION))),
     }
+
+
+def pooled(table: pd.DataFrame) -> pd.DataFrame:
+    """The decodes of all strategies together, each still told apart."""
+    return table.assign(seed=table["strategy"] + " " + table["seed"].astype(str), strategy="all")
 
 
 def flips_with_kl(decodes: pd.DataFrame) -> pd.DataFrame:
@@ -124,64 +129,6 @@ def terciles_of(flips: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(
         rows, columns=["model", "strategy", "quantity", "ratio", "low", "high", "p", "n", "n_prompts", "why"]
     )
-
-
-def hazard_of(decodes: pd.DataFrame, risk: pd.DataFrame) -> pd.DataFrame:
-    """How the chance of a flip goes with the margin, where a decode that never flips counts as long as it lasted.
-
-    Args:
-        decodes: A row a decode and protocol.
-        risk: Every step up to the first flip, as :func:`predicted` gives them.
-
-    Returns:
-        One row a model, strategy and margin: ``mean`` and ``smallest`` of the decode's steps at risk, by Cox's regression (a
-        decode at risk for longer has a smaller smallest one, so that this ratio says too much for the margin), and ``of the
-        step``, by a logistic regression of all steps. coef, hr (of one logit more; for steps the odds ratio), low, high, p,
-        n (examples), events, why (there is none).
-    """
-    matched = decodes.loc[decodes["protocol"] == "matched", [*DECODE, "flip_index", "steps", "diverged"]]
-    of_decode = risk.groupby(DECODE)["margin"].agg(mean="mean", smallest="min").reset_index()
-    rows = []
-    for labels, group in conditions(matched.merge(of_decode, on=DECODE), *CONDITION):
-        time, events = group["flip_index"].fillna(group["steps"] - 1), int(group["diverged"].sum())
-        tests = {name: cox(time, group["diverged"], group[name], group["example"]) for name in ("mean", "smallest")}
-        of_step = risk[(risk["model"] == labels["model"]) & (risk["strategy"] == labels["strategy"])]
-        tests["of the step"] = _odds(of_step)
-        for margin, test in tests.items():
-            numbers = {"coef": float(np.log(test.effect)), "hr": test.effect, **_ends(test), "n": test.n}
-            rows.append({**labels, "margin": margin, **numbers, "events": events, "why": test.why})
-    return pd.DataFrame(rows)
-
-
-def _odds(risk: pd.DataFrame) -> Test:
-    """The odds ratio of a flip at a step, of one logit more of its margin; errors may be correlated within examples."""
-    from statsmodels.discrete.discrete_model import Logit
-    from statsmodels.tools.sm_exceptions import PerfectSeparationError
-
-    n, flips = risk["example"].nunique(), int(risk["flipped"].sum())
-    what = ("logistic regression", n, "odds ratio")
-    margin = risk["margin"].to_numpy(float)
-    scale = margin.std()
-    if n < 5 or flips < 3:
-        return Test(*what, why=f"there are {flips} flips of {n} examples: fewer than 3 or 5")
-    if not scale > 0 or flips == len(risk):
-        return Test(*what, why="margin or flips do not vary")
-    design = np.column_stack([(margin - margin.mean()) / scale, np.ones(len(risk))])
-    groups = pd.factorize(risk["example"])[0]
-    # It warns of flips that the margin parts whole, which is asked below.
-    with quiet():
-        try:
-            model = Logit(risk["flipped"].to_numpy(float), design)
-            fit = model.fit(disp=0, cov_type="cluster", cov_kwds={"groups": groups})
-            beta, error = float(fit.params[0]), float(fit.bse[0]) if fit.mle_retvals["converged"] else np.nan
-        except (PerfectSeparationError, np.linalg.LinAlgError):
-            beta = error = np.nan
-    if not (np.isfinite(beta) and np.isfinite(error) and 0 < error < 1e3 and abs(beta) < 1e3):
-        return Test(*what, why="the margin parts the flips whole: the odds ratio is not finite")
-    t = stats.t(n - 1)
-    half = t.ppf(0.975) * error
-    ends = np.exp(np.array([beta, beta - half, beta + half]) / scale)
-    return Test(*what, beta / error, 2 * t.sf(abs(beta / error)), *ends)
 
 
 def predicted(steps: pd.DataFrame) -> pd.DataFrame:

@@ -3,7 +3,7 @@
 They are those of the FP16 paper's root cause falsification (arXiv 2604.15409, section 5.2), which argues that FP16 sums
 taken in another order are the cause of the divergence. Four of the five that it numbers there are here, on any model,
 each with the control that tells the possible readings apart, and one about grouped-query attention; of when a token
-flips ``boundary`` is. What comes out of one prompt or one seed is a row of its own, so that every mean has its interval.
+flips ``paper`` says. What comes out of one prompt or one seed is a row of its own, so that every mean has its interval.
 """
 
 from __future__ import annotations

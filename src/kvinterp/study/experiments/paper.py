@@ -1,0 +1,574 @@
+"""Write the FP16 paper's three tables and five figures with your models, the paper's own numbers beside them.
+
+The paper is arXiv 2604.15409. Its tables 1 to 3 and figures 1 to 5 have their names and columns here, and each table ends with
+a control that the paper lacks: the same number where both paths are fed the same tokens, so that it is rounding and not two
+different texts. --preset quick takes small trained models and minutes, real takes SmolLM2 and hours, paper the paper's own
+models, problems and counts. Steps are counted as the paper counts them: its step 0 is the first that a cache decides, which is
+step 1 elsewhere in kvinterp, where the prefill's token is step 0.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import itertools
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+import pandas as pd
+from scipy import stats
+
+from kvinterp.common.checks import check_known
+from kvinterp.common.numbers import between, counted, ends_said, number
+from kvinterp.common.result import Result
+from kvinterp.comparison import compare_examples
+from kvinterp.data import load_prompts
+from kvinterp.findings import Chart, Panel, only
+from kvinterp.metrics.statistics import quiet
+from kvinterp.study.behaviour.boundary import boundary_tables, pooled
+from kvinterp.study.behaviour.divergence import DECODE, accuracy_of, divergence_of, kl_by_step_of, with_free_steps
+from kvinterp.study.cells import Cell, joined
+from kvinterp.study.experiments.base import Charts, Parts, Rows, Tables
+from kvinterp.study.experiments.behaviour import Behaviour, paths_of
+from kvinterp.study.experiments.choices import handed
+from kvinterp.study.experiments.layer_drift import NULL, ONE_STEP, LayerDrift
+from kvinterp.study.experiments.localisation import Localisation
+from kvinterp.study.experiments.of_models import OfModels
+from kvinterp.study.experiments.options import argument, option
+
+log = logging.getLogger("kvinterp")
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "quick": {
+        "models": ("zoo:llama-mini", "zoo:mistral-mini", "zoo:gemma2-mini"),
+        "prompts": "arithmetic:8",
+        # Small models are sure of their sums: with a high temperature some tokens flip.
+        "strategies": ("greedy", "top_k(50,2.0)", "top_p(0.95,2.0)"),
+        "seeds": 2,
+        "max_new_tokens": 24,
+        "few": 6,
+        "patched_steps": 6,
+        "block": 4,
+    },
+    "real": {
+        "models": ("real:smollm2-135m",),
+        "prompts": "natural:24",
+        "strategies": ("greedy", "top_k(50,0.8)", "top_p(0.95,0.8)"),
+        "seeds": 2,
+        "max_new_tokens": 32,
+        "few": 6,
+        "patched_steps": 4,
+        "block": 1,
+    },
+    "paper": {
+        "models": ("meta-llama/Llama-2-7b-hf", "mistralai/Mistral-7B-v0.3", "google/gemma-2-2b"),
+        "prompts": "gsm8k(openai/gsm8k,shots=5,count=700,seed=42)",
+        "strategies": ("greedy", "top_k(50,0.8)", "top_p(0.95,0.8)"),
+        "seeds": 5,
+        "max_new_tokens": 128,
+        "few": 50,
+        "patched_steps": 32,
+        "block": 20,
+    },
+}
+"""What each preset runs. How many examples the paper ran in FP32, drifted and patched is not said in the text that we have, nor
+are top_k's and top_p's constants: ``few`` (those of the highest KL, where the paper chose so) and the two strategies are ours."""
+
+PAPER = """
+architecture,paper,strategy,mean_kl,mean_kl_low,mean_kl_high,cache_acc,no_cache_acc,trend
+LlamaForCausalLM,LLaMA-2-7B,greedy,10.68,10.63,10.74,.033,.020,weakens
+LlamaForCausalLM,LLaMA-2-7B,top_k,10.70,10.65,10.74,.033,.012,weakens
+LlamaForCausalLM,LLaMA-2-7B,top_p,10.79,10.75,10.83,.028,.017,weakens
+MistralForCausalLM,Mistral-7B-v0.3,greedy,11.46,11.40,11.53,.066,.020,strengthens
+MistralForCausalLM,Mistral-7B-v0.3,top_k,10.70,10.66,10.76,.065,.017,strengthens
+MistralForCausalLM,Mistral-7B-v0.3,top_p,10.90,10.85,10.94,.050,.019,strengthens
+Gemma2ForCausalLM,Gemma-2-2B,greedy,12.66,12.62,12.70,.019,.021,strengthens
+Gemma2ForCausalLM,Gemma-2-2B,top_k,12.80,12.76,12.84,.039,.011,strengthens
+Gemma2ForCausalLM,Gemma-2-2B,top_p,12.83,12.79,12.86,.033,.013,strengthens
+"""
+"""The paper's Table 1, by the architecture of its models, and the last column of its Table 3. In every condition all of its
+decodes diverge, and in FP32 none flips; the other numbers of its Tables 2 and 3 are lost in the text that we have."""
+
+ABOVE = 9
+"""The paper's second restriction is to flips after its step 8."""
+RESAMPLES = 1000
+PROTOCOLS = {"free": "each path its own text, as in the paper", "matched": "control: the same tokens"}
+_PATCHES = {
+    ("paper", "single"): "the paper's patch, one layer",
+    ("paper", "cumulative"): "the paper's patch, layers 0 to this one",
+    ("kv-into-cached", "single"): "control: K and V into the cached path, one layer",
+    ("kv-into-cached", "cumulative"): "control: K and V into the cached path, layers 0 to this one",
+}
+MEASURES = {"l2": "L2", "cosine_distance": "1 - cosine"}
+_ROWS = {
+    "none": "each path its own text, as in the paper",
+    "same tokens": "rows where both read the same tokens",
+    NULL: "control: recompute among more rows, no cache",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Paper(OfModels):
+    """What do the FP16 paper's tables and figures say of these models?"""
+
+    TABLES: ClassVar = (
+        "table_1",
+        "table_2",
+        "table_3",
+        "figure_1",
+        "figure_2",
+        "figure_4_flips",
+        "figure_4_thirds",
+        "figure_4_correlations",
+        "figure_4_prediction",
+        "figure_5",
+        "failures",
+    )
+    DRAWN: ClassVar = ("figure",)
+    UNIT: ClassVar = "cells"
+    PARTIAL: ClassVar = "yes"
+
+    models: tuple[str, ...] = argument((), "zoo:NAME, checkpoint folders or hub ids. Default: the preset's.")
+    preset: str = option("quick", f"How much is run: {', '.join(PRESETS)}.")
+    prompts: str = option("", "Prompts, as for other studies. Default: the preset's.")
+    strategies: tuple[str, ...] = option((), "How tokens are chosen. Default: the preset's three.", flag="--strategy")
+    seeds: int = option(0, "Seeds for each sampled strategy. Default: the preset's.")
+    max_new_tokens: int = option(0, "The most tokens to generate per text. Default: the preset's.")
+    kernels: str = option("native", "Kernels for both paths, such as batch_invariant.")
+
+    def __post_init__(self) -> None:
+        """Sets what is not given to the preset's."""
+        for name in ("models", "prompts", "strategies", "seeds", "max_new_tokens") if self.preset in PRESETS else ():
+            object.__setattr__(self, name, vars(self)[name] or PRESETS[self.preset][name])
+
+    def check(self) -> None:
+        """The studies that it runs are asked too."""
+        check_known("preset", self.preset, PRESETS)
+        super().check()
+        self.check_distinct()
+        for study in (*self._decoding().values(), self._drift(), self._patching()):
+            study.check()
+
+    def _decoding(self) -> dict[str, Behaviour]:
+        """The decodes in FP16 and in FP32, by what begins the keys of their cells."""
+        own = {"block": PRESETS[self.preset]["block"], "controls": 0, "stop": "length"}
+        return {dtype: handed(Behaviour, vars(self), own | {"dtype": dtype}) for dtype in ("float16", "float32")}
+
+    def _drift(self) -> LayerDrift:
+        # Only the paper's decode step 1 is shown.
+        return handed(LayerDrift, vars(self), {"divergent": PRESETS[self.preset]["few"], "max_new_tokens": 4})  # type: ignore[no-any-return]
+
+    def _patching(self) -> Localisation:
+        preset = PRESETS[self.preset]
+        steps = min(preset["patched_steps"], self.max_new_tokens)
+        own = {"count": preset["few"], "max_new_tokens": steps, "part": ("paper", "kv-into-cached")}
+        return handed(Localisation, vars(self), own)  # type: ignore[no-any-return]
+
+    # What is run ---------------------------------------------------------------------------------------------------------
+
+    def cells(self) -> list[Cell]:
+        """The decodes, in FP32 those of a few examples; an interrupted run has some of both."""
+        few, cells = PRESETS[self.preset]["few"], list[Cell]()
+        self._log_estimate()
+        for dtype, study in self._decoding().items():
+            for cell in study.cells():
+                first, most = cell.settings["first"], cell.settings["most"]
+                if (most := min(most, few - first) if dtype == "float32" else most) > 0:
+                    settings = {**cell.settings, "most": most}
+                    cells.append(dataclasses.replace(cell, key=f"{dtype}-{cell.key}", settings=settings))
+        return sorted(cells, key=lambda cell: cell.settings["first"])
+
+    def second_stage(self, parts: Parts) -> list[Cell]:
+        """Drift and patches of the examples whose decodes by the first strategy are the furthest apart."""
+        drift, ranked = self._drift(), self._ranked(parts)
+        keys = {key.replace("localisation-kl", drift.verb()) for key in ranked}
+        patches = self._patching().second_stage(ranked) if ranked else []
+        return [cell for cell in drift.cells() if cell.key in keys] + patches
+
+    def _ranked(self, parts: Parts) -> dict[str, Any]:
+        """The decodes of the highest mean KL, so many of each model, as the first stage of Localisation gives its own."""
+        decodes, _ = decodes_of(parts, "float16")
+        numbers = {adapter.facts.name: number for number, adapter in enumerate(self.adapters())}
+        first = only(decodes, protocol="free", strategy=decodes["strategy"].iloc[0], seed=0).dropna(subset=["mean_kl"])
+        ordered = first.sort_values("mean_kl", ascending=False, kind="stable")
+        highest = ordered.groupby("model").head(PRESETS[self.preset]["few"])
+        rows = highest[["model", "example", "id", "prompt_tokens", "steps", "flip_index", "mean_kl"]].to_dict("records")
+        keys = (f"localisation-kl-{numbers[row['model']]}-{row['example']}" for row in rows)
+        return {key: ({"table": pd.DataFrame([row])}, {}) for key, row in zip(keys, rows, strict=True)}
+
+    def _log_estimate(self) -> None:
+        """Says how long all of it will take, by a few steps of each model."""
+        preset, prompts, hours = PRESETS[self.preset], load_prompts(self.prompts), np.zeros(2)
+        few = min(preset["few"], len(prompts))
+        decodes = sum(1 if name == "greedy" else self.seeds for name in self.strategies)
+        for adapter in self.adapters():
+            begun = time.perf_counter()
+            compare_examples(adapter, prompts[0], *paths_of(self.kernels), max_new_tokens=4, stop="length")
+            seconds = (time.perf_counter() - begun) / 4
+            steps = (len(prompts) + few) * decodes * self.max_new_tokens
+            patched = 4 * few * adapter.facts.layers * min(preset["patched_steps"], self.max_new_tokens)
+            # Where no token flips the free protocol costs nothing; where all decodes flip, the recompute path runs twice more.
+            hours += np.array([steps + patched, 3 * steps + patched]) * seconds / 3600
+        low, high = (f"{60 * each:.0f} minutes" if each < 2 else f"{each:.0f} hours" for each in hours)
+        log.info(
+            "about %s here if no token flips, up to %s if all decodes do; what is finished is not done again", low, high
+        )
+
+    # What it comes to ----------------------------------------------------------------------------------------------------
+
+    def tables(self, parts: Parts) -> Tables:
+        """The paper's tables, and what its figures show."""
+        fp16 = decodes_of(parts, "float16")
+        both = {"fp16": fp16, "fp32": decodes_of(parts, "float32")} if any(key[:7] == "float32" for key in parts) else {}
+        facts = [{"model": adapter.facts.name, "architecture": adapter.facts.architecture} for adapter in self.adapters()]
+        papers = pd.DataFrame(facts).merge(pd.read_csv(io.StringIO(PAPER)), on="architecture")
+        by_step, boundary = kl_by_step_of(fp16[1]), boundary_tables(*fp16, ABOVE)
+        flips = boundary["flips"]
+        failures = (tables["failures"] for tables, _ in parts.values() if "failures" in tables)
+        tables = {
+            "table_1": table_1(*fp16, self.seeds, papers),
+            "table_2": table_2(both, papers),
+            "table_3": table_3(boundary["correlations"], papers),
+            "figure_1": by_step.assign(step=by_step["step"] - 1).query("step >= 0"),
+            "figure_2": self._drift_by_layer(parts),
+            "figure_4_flips": flips.assign(flip_index=flips["flip_index"] - 1),
+            "figure_4_thirds": boundary["thirds"],
+            "figure_4_correlations": boundary["correlations"],
+            "figure_4_prediction": boundary["prediction"],
+            "figure_5": self._recovery(parts),
+            "failures": pd.concat(failures, ignore_index=True),
+        }
+        return {name: tables[name] for name in self.TABLES}
+
+    def _drift_by_layer(self, parts: Parts) -> pd.DataFrame:
+        study = self._drift()
+        drifted = {key: parts[key] for key in parts if key.startswith(f"{study.verb()}-")}
+        if not drifted:
+            return pd.DataFrame()
+        table = only(study.tables(drifted)["drift_by_layer"], selection=ONE_STEP)
+        table = table[table["measure"].isin(["l2", "cosine", "cosine_distance"]) & (table["protocol"] != "matched")]
+        return table.assign(rows=table["rule"].where(table["protocol"] != NULL, NULL))
+
+    def _recovery(self, parts: Parts) -> pd.DataFrame:
+        patched = {key: parts[key] for key in parts if key.startswith("localisation-")}
+        if not patched:
+            return pd.DataFrame()
+        table = self._patching().reduce({**patched, **self._ranked(parts)}).tables["recovery_by_layer"]
+        if table.empty:
+            return table
+        names = [_PATCHES[place] for place in zip(table["part"], table["sweep"], strict=True)]
+        table = table.assign(patch=names).rename(columns={"interval_low": "low", "interval_high": "high"})
+        return table[["model", "patch", "layer", "examples", "defined", "median", "low", "high"]]
+
+    def provenance_notes(self) -> dict[str, Any]:
+        """The preset's choices that no option shows."""
+        preset = {name: PRESETS[self.preset][name] for name in ("few", "patched_steps")}
+        return self.choices("kernels", "strategies", "seeds", "max_new_tokens") | preset
+
+    # What was found ------------------------------------------------------------------------------------------------------
+
+    def headline(self, result: Result) -> list[str]:
+        """Table 1 beside its control, in a sentence."""
+        table, failed = result.tables["table_1"], len(result.tables["failures"])
+        flips, decodes = (table["div_rate"] * table["decodes"]).sum(), int(table["decodes"].sum())
+        free, same = (between(table[name].dropna().tolist() or [np.nan]) for name in ("mean_kl", "same_tokens"))
+        lines = [f"A token flips in {flips:.0f} of {counted(decodes, 'decode')}: measured as in the paper, each path on its own "
+                 f"text, the mean KL is {free} nats; fed the same tokens it is {same}."]  # fmt: skip
+        return lines + [f"{counted(failed, 'decode')} gave NaN or Inf and stand apart, in failures."] * bool(failed)
+
+    def rows(self, tables: Tables) -> Rows:
+        """None beside the tables, in which each number has its interval and control."""
+        return []
+
+    def page_parts(self, result: Result) -> list[Any]:
+        """The tables as the paper has them: a row of ours, and below it the paper's."""
+        from kvinterp.study.report.page import Column, Table, Text
+
+        parts: list[Any] = []
+        for name, (caption, note, columns) in SHOWN.items():
+            rows = [
+                [written(row, column, own) for column in columns.values()]
+                for row in result.tables[name].to_dict("records")
+                for own in ("", "paper_")
+                if not own or isinstance(row["paper"], str)
+            ]
+            table = Table([*map(Column, columns)], rows, name=f"paper-{name}", look="cards")
+            parts += [Text(f"{name.replace('_', ' ').capitalize()}. {caption}", look="h2"), table, Text(note, look="note")]
+        return parts
+
+    def charts(self, result: Result) -> Charts:
+        """The paper's five figures."""
+        tables, notes = result.tables, ["steps counted as in the paper"]
+        figures = {
+            "figure_1": ("KL at every decode step", [
+                Panel(only(tables["figure_1"], protocol=protocol), "step", "mean_kl", color="strategy", facet="model",
+                      ends="none", xlabel="decode step", label=f"mean KL (nats),\n{name}")
+                for protocol, name in PROTOCOLS.items()
+            ]),
+            "figure_2": ("Drift of the residual stream by layer, at decode step 1", [
+                Panel(only(tables["figure_2"], measure=measure), "layer", "median", color="rows", names=_ROWS, facet="model",
+                      label=f"{MEASURES[measure]} (median)")
+                for measure in MEASURES if len(tables["figure_2"])
+            ]),
+            "figure_3": ("KL in FP16 and in FP32", [
+                Panel(bars_of(tables["table_2"]), "kl", "line", "dots", color="protocol", names=PROTOCOLS, label="mean KL (nats)")
+            ]),
+            "figure_4": ("When the first token flips", views_of(tables)),
+            "figure_5": ("What patches recover", [
+                Panel(tables["figure_5"], "layer", "median", color="patch", facet="model", scale="signed", level=0,
+                      label="recovery (median)")
+            ]),
+        }  # fmt: skip
+        charts = {}
+        for name, (title, panels) in figures.items():
+            if panels := [panel for panel in panels if len(panel.table)]:
+                charts[name] = Chart(f"Figure {name[-1]}. {title}", panels, notes)
+        return charts
+
+
+# Tables ------------------------------------------------------------------------------------------------------------------
+
+
+def decodes_of(parts: Parts, dtype: str) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """The decodes in a precision and their steps in both protocols; the mean KL is that of the steps that the paper counts."""
+    tables = joined({key: parts[key] for key in parts if key.startswith(f"{dtype}-")})
+    steps = with_free_steps(tables["decodes"], tables["steps"])
+    means = steps[steps["step"] > 0].groupby([*DECODE, "protocol"])["kl"].mean().rename("mean_kl")
+    return tables["decodes"].drop(columns="mean_kl").join(means, on=[*DECODE, "protocol"]), steps
+
+
+def mean_kl_of(decodes: pd.DataFrame, seeds: int) -> tuple[float, float, float]:
+    """The mean KL with its interval as the paper takes it: run pairs are resampled as if each were independent of the others.
+
+    Args:
+        decodes: Some decodes.
+        seeds: How often a greedy decode counts, which draws nothing: once a seed.
+    """
+    kl = decodes["mean_kl"].repeat(np.where(decodes["strategy"] == "greedy", seeds, 1)).dropna().to_numpy(float)
+    if len(kl) < 2:
+        return float(kl.mean()) if len(kl) else np.nan, np.nan, np.nan
+    options: dict[str, Any] = {"method": "percentile", "n_resamples": RESAMPLES, "rng": np.random.default_rng(0)}
+    with quiet():
+        ends = stats.bootstrap((kl,), np.mean, **options).confidence_interval
+    return float(kl.mean()), float(ends.low), float(ends.high)
+
+
+def with_ends(name: str, value: float, low: float, high: float) -> dict[str, float]:
+    """An estimate and its interval, by the names of their columns."""
+    return {name: value, f"{name}_low": low, f"{name}_high": high}
+
+
+def beside(table: pd.DataFrame, papers: pd.DataFrame, on: Sequence[str], **columns: str) -> pd.DataFrame:
+    """A table with the paper's numbers, the control's columns behind them."""
+    named = papers[["paper", *on, *columns]].drop_duplicates().rename(columns=columns)
+    control = [name for name in table if name.startswith("same_tokens")]
+    merged = table.merge(named, "left", list(on))
+    return merged[[*merged.columns.drop(control), *control]]
+
+
+def table_1(decodes: pd.DataFrame, steps: pd.DataFrame, seeds: int, papers: pd.DataFrame) -> pd.DataFrame:
+    """The paper's Table 1, a row a model and strategy.
+
+    Args:
+        decodes: As :func:`decodes_of` gives them.
+        steps: The same.
+        seeds: How often the paper counts a greedy decode.
+        papers: The paper's numbers, by model and strategy.
+
+    Returns:
+        decodes, n (examples), div_rate and mean_kl (free, with the paper's interval), median_kl (over examples, by order
+        statistics), cache_acc, no_cache_acc, p_bonferroni (McNemar), what the paper has, and same_tokens, the mean KL with both
+        paths fed the same tokens. Estimates have their ends in _low and _high.
+    """
+    rows, accuracy = [], accuracy_of(decodes).set_index(["model", "strategy"])
+    for row in only(divergence_of(decodes, steps), protocol="free").to_dict("records"):
+        place = {"model": row["model"], "strategy": row["strategy"]}
+        free, same = (mean_kl_of(only(decodes, protocol=protocol, **place), seeds) for protocol in PROTOCOLS)
+        right = accuracy.loc[tuple(place.values())] if tuple(place.values()) in accuracy.index else {}
+        rows.append(
+            {**place, "family": row["strategy"].partition("(")[0], "decodes": row["decodes"], "n": row["n"]}
+            | with_ends("div_rate", row["rate"], row["low"], row["high"])
+            | with_ends("mean_kl", *free)
+            | with_ends("median_kl", row["typical_kl"], row["typical_kl_low"], row["typical_kl_high"])
+            | {"cache_acc": right.get("accuracy_a"), "no_cache_acc": right.get("accuracy_b")}
+            | {"p_bonferroni": right.get("p_bonferroni")}
+            | with_ends("same_tokens", *same)
+        )
+    numbers = papers.rename(columns={"strategy": "family"}).assign(div_rate=1.0)
+    names = ("div_rate", "mean_kl", "mean_kl_low", "mean_kl_high", "cache_acc", "no_cache_acc")
+    return beside(pd.DataFrame(rows), numbers, ["model", "family"], **{name: f"paper_{name}" for name in names})
+
+
+def table_2(found: Mapping[str, tuple[pd.DataFrame, pd.DataFrame]], papers: pd.DataFrame) -> pd.DataFrame:
+    """The paper's Table 2, a row a model: the decodes of all strategies in FP16 and in FP32, of the examples that have both.
+
+    Args:
+        found: Decodes and steps by precision; empty where none was finished.
+        papers: The paper's numbers, by model.
+
+    Returns:
+        n (examples), decodes; of each precision the mean KL (free, with the paper's interval) and the share of decodes that
+        flip; what the paper has; the mean KL of each with the same tokens.
+    """
+    if not found:
+        return pd.DataFrame()
+    shared = found["fp32"][0][DECODE].drop_duplicates()
+    rows: dict[str, dict[str, Any]] = {}
+    for precision, tables in found.items():
+        decodes, steps = (pooled(table.merge(shared, on=DECODE)) for table in tables)
+        for row in only(divergence_of(decodes, steps), protocol="free").to_dict("records"):
+            kl = {protocol: mean_kl_of(only(decodes, protocol=protocol, model=row["model"]), 1) for protocol in PROTOCOLS}
+            rows.setdefault(row["model"], {"model": row["model"], "n": row["n"], "decodes": row["decodes"]}).update(
+                with_ends(f"{precision}_kl", *kl["free"])
+                | with_ends(f"{precision}_flip", row["rate"], row["low"], row["high"])
+                | with_ends(f"same_tokens_{precision}_kl", *kl["matched"])
+            )
+    return beside(pd.DataFrame(rows.values()), papers.assign(fp32_flip=0.0), ["model"], fp32_flip="paper_fp32_flip")
+
+
+def table_3(correlations: pd.DataFrame, papers: pd.DataFrame) -> pd.DataFrame:
+    """The paper's Table 3, a row a model: Pearson's correlation of the first flip's step and the mean KL, strategies pooled.
+
+    Args:
+        correlations: As :func:`kvinterp.study.behaviour.boundary.correlations_with_flip` gives them of pooled decodes.
+        papers: The paper's trend, by model.
+
+    Returns:
+        flips, n (examples); full, without_0 (flips after step 0) and without_8; trend from full to without_0, or why there is
+        none; the paper's; same_tokens, full, of the KL with the same tokens.
+    """
+    rows = []
+    for model, group in correlations.groupby("model", sort=False):
+        free, same = (only(group, quantity=name).set_index("method") for name in ("mean_kl", "matched_mean_kl"))
+        row: dict[str, Any] = {"model": model, "flips": free.loc["pearson", "n"], "n": free.loc["pearson", "n_prompts"]}
+        ends = ["value", "low", "high"]
+        for name, method in zip(("full", "without_0", "without_8"), METHODS, strict=True):
+            row |= with_ends(name, *free.loc[method, ends])
+        trend = free.loc["pearson", "why"] or free.loc["restricted>1", "why"]
+        if not trend:
+            trend = "strengthens" if abs(row["without_0"]) > abs(row["full"]) else "weakens"
+            trend += ", within the interval" * bool(row["full_low"] <= row["without_0"] <= row["full_high"])
+        rows.append(row | {"trend": trend} | with_ends("same_tokens", *same.loc["pearson", ends]))
+    return beside(pd.DataFrame(rows), papers, ["model"], trend="paper_trend") if rows else pd.DataFrame()
+
+
+# Figures -----------------------------------------------------------------------------------------------------------------
+
+METHODS = {"pearson": "full", "restricted>1": "without step 0", f"restricted>{ABOVE}": "without steps 0 to 8"}
+
+
+def bars_of(table: pd.DataFrame) -> pd.DataFrame:
+    """Table 2 as Figure 3 draws it: a row a model, precision and protocol."""
+    rows = []
+    for row, precision in itertools.product(table.to_dict("records"), ("fp16", "fp32")):
+        line = f"{_bare(row['model'])}, {precision.upper()}"
+        for protocol, name in (("free", f"{precision}_kl"), ("matched", f"same_tokens_{precision}_kl")):
+            rows.append({"line": line, "protocol": protocol, "kl": row[name], "low": row[f"{name}_low"],
+                         "high": row[f"{name}_high"]})  # fmt: skip
+    return pd.DataFrame(rows)
+
+
+def views_of(tables: Tables) -> list[Panel]:
+    """The four views of Figure 4: flip step and KL, early against late flips, correlations, and the decision boundary."""
+    names = {"mean_kl": PROTOCOLS["free"], "matched_mean_kl": PROTOCOLS["matched"]}
+    flips, thirds, correlations, margins = (
+        tables[f"figure_4_{name}"] for name in ("flips", "thirds", "correlations", "prediction")
+    )
+    points = flips.melt(["flip_index", "model"], list(names), "quantity", "kl").dropna(subset=["kl"])
+    thirds, margins = (
+        table.assign(line=table["model"].map(_bare) + ", " + table["strategy"]) for table in (thirds, margins)
+    )
+    margins = margins.melt("line", ["margin_at_flip", "margin_elsewhere"], "at", "margin").dropna(subset=["margin"])
+    at = {"margin_at_flip": "at a first flip", "margin_elsewhere": "at other steps"}
+    correlations = correlations[correlations["method"].isin(METHODS)].dropna(subset=["value"])
+    lines = correlations["model"].map(_bare) + ", " + correlations["method"].map(METHODS)
+    dots: dict[str, Any] = {"y": "line", "kind": "dots"}
+    return [
+        Panel(points, "flip_index", "kl", "points", color="model", facet="quantity", titles=names, label="mean KL (nats)",
+              xlabel="step of the first flip"),
+        Panel(thirds.dropna(subset=["ratio"]), "ratio", color="quantity", names=names, scale="log", level=1,
+              label="mean KL of the earliest third of flips over the latest", **dots),
+        Panel(correlations.assign(line=lines), "value", color="quantity", names=names, scale="linear", level=0,
+              label="Pearson's correlation of flip step and mean KL", **dots),
+        Panel(margins, "margin", color="at", names=at, scale="linear", label="margin of the two highest logits (median)", **dots),
+    ]  # fmt: skip
+
+
+def _bare(model: str) -> str:
+    return model.removeprefix("zoo:")
+
+
+# The tables on the page --------------------------------------------------------------------------------------------------
+
+
+def written(row: Mapping[str, Any], column: str, own: str) -> str:
+    """A cell of ours (``own`` is empty) or of the paper: an estimate and its interval; one that begins with % is a share."""
+    if own and column == "model":
+        return f"paper: {row['paper']}"
+    if own and column == "strategy":
+        return str(row[column]).partition("(")[0]
+    name = f"{own}{column.removeprefix('%')}"
+    value = row.get(name, "")
+    if isinstance(value, str):
+        return value
+    form = _share if column[0] == "%" else "{:.4g}".format if own else number
+    return form(value) + ends_said(row.get(f"{name}_low"), row.get(f"{name}_high"), " [{}]", form).replace(" to ", ", ")
+
+
+def _share(value: float) -> str:
+    return "–" if pd.isna(value) else f"{100 * value:.3g}%"
+
+
+SHOWN: dict[str, tuple[str, str, dict[str, str]]] = {
+    "table_1": (
+        "Divergence, KL and accuracy",
+        "The mean's interval is the paper's bootstrap: it takes run pairs as independent, though seeds of a prompt are not and "
+        "greedy's are copies. The median's is by order statistics over prompts. They differ because a mean follows the few "
+        "decodes that flip early.",
+        {
+            "Model": "model",
+            "Strategy": "strategy",
+            "n": "n",
+            "Div. rate": "%div_rate",
+            "Mean KL [95% CI]": "mean_kl",
+            "Median KL [95% CI]": "median_kl",
+            "Cache acc.": "%cache_acc",
+            "No-cache acc.": "%no_cache_acc",
+            "Control: mean KL, same tokens": "same_tokens",
+        },
+    ),
+    "table_2": (
+        "FP16 against FP32, strategies pooled",
+        "With the same tokens as many decodes flip, since up to the first flip both paths read the same. Where the paper's rows "
+        "are empty, its numbers are lost in the text that we have.",
+        {
+            "Model": "model",
+            "n": "n",
+            "FP16 KL": "fp16_kl",
+            "FP32 KL": "fp32_kl",
+            "FP16 flip": "%fp16_flip",
+            "FP32 flip": "%fp32_flip",
+            "Control: FP16 KL, same tokens": "same_tokens_fp16_kl",
+            "Control: FP32 KL, same tokens": "same_tokens_fp32_kl",
+        },
+    ),
+    "table_3": (
+        "Pearson's correlation of the step of the first flip and the mean KL, strategies pooled",
+        "An early flip leaves more steps of two texts, so the correlation is negative by counting; with the same tokens no step "
+        "is of two texts. Steps are counted as in the paper: flip 0 is at the first step that a cache decides.",
+        {
+            "Model": "model",
+            "flips": "flips",
+            "n": "n",
+            "Full": "full",
+            "Excl. flip 0": "without_0",
+            "Excl. flips 0 to 8": "without_8",
+            "Trend": "trend",
+            "Control: full, same tokens": "same_tokens",
+        },
+    ),
+}
+"""The tables of the page: what each is, a note, and the columns by their heads."""
