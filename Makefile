@@ -102,9 +102,27 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/sweeps.py
 	$(BIN)/python benchmarks/panel.py
 
+# Every figure that README and docs show; figures/README.md says which command makes which. Some 40 minutes of one core.
+MADE := out/figures
+STUDY = $(BIN)/kvinterp study $(1) --out $(MADE)/$(2) --overwrite
 figures: real
-	$(BIN)/kvinterp compare real:smollm2-135m --prompts natural:8 --dtype bfloat16 --max-new-tokens 32 --out out/page --overwrite
-	$(BIN)/python tools/picture.py out/page/report.html figures/page.png --height 1650
+	$(BIN)/kvinterp compare real:smollm2-135m --prompts natural:8 --dtype bfloat16 --max-new-tokens 32 --out $(MADE)/page --overwrite
+	$(BIN)/python tools/picture.py $(MADE)/page/report.html figures/page.png --height 1650
+	$(BIN)/kvinterp attention zoo:mistral-mini --kind hooked --step 8 --most 2 --out $(MADE)/attention --overwrite
+	$(BIN)/python tools/picture.py $(MADE)/attention/attention.html figures/attention.png --width 1300 --height 1190
+	$(call STUDY,root-cause zoo:llama-mini zoo:gqa2-mini zoo:mistral-mini zoo:mqa-mini zoo:gemma2-mini --prompts arithmetic:10 --ladder-prompts 4 --ladder-steps 12,cause)
+	$(call STUDY,equivalent-noise zoo:llama64-mini,noise)
+	$(call STUDY,kv-error zoo:llama64-mini,kv-error)
+	$(call STUDY,kv-error zoo:llama64-mini --design factorial$(COMMA)tensors$(COMMA)layers$(COMMA)heads --readings stored,kv-error-where)
+	$(call STUDY,susceptibility zoo:gqa2-mini,flips)
+	$(call STUDY,mitigate zoo:llama64-mini --policy q8_0 --policy q4_0,mitigate)
+	$(call STUDY,flip-law real:smollm2-135m --prompts natural:18 --max-new-tokens 40 --dtype bfloat16 --path cached --path cached+q8_0 --path cached+fp8 --path cached+q4_0 --path "cached+normal(0$(COMMA)0.03)",law)
+	for name in accumulation propagation kv_write ladder gqa; do cp $(MADE)/cause/figures/root_cause_$$name.png figures/; done
+	cp $(MADE)/noise/figures/equivalent_noise.png $(MADE)/kv-error/figures/kv_error.png $(MADE)/kv-error/figures/kv_error_noise.png figures/
+	cp $(MADE)/kv-error-where/figures/kv_error.png figures/kv_error_where.png
+	cp $(MADE)/flips/figures/susceptibility.png $(MADE)/mitigate/figures/mitigations.png $(MADE)/law/figures/flip_law.png figures/
+	$(BIN)/python benchmarks/scale.py
+COMMA := ,
 
 zoo: $(STAMP)
 	PYTHONPATH=tools $(BIN)/python -m zoo.recipe
