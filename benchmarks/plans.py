@@ -1,4 +1,4 @@
-"""What a call plan costs over the plain loop that its users write, at the size of GPT-2 small: ratios of one run.
+"""What a named program costs over the plain loop that its users write, at the size of GPT-2 small: ratios of one run.
 
 Random weights, float32, one thread. Each round times a plan and its loop (those of tests/paths/test_calls_loops.py) one after the
 other, in turns; the ratio is that of each round, and its median is kept. ``python benchmarks/plans.py [ROUNDS]``.

@@ -164,12 +164,14 @@ def test_names_are_those_of_the_registries_and_help_imports_nothing_heavy() -> N
     from kvinterp.cli.listing import NAMES
     from kvinterp.models import KINDS
     from kvinterp.paths import KERNELS, STRATEGIES
-    from kvinterp.paths.calls import CALLS
     from kvinterp.policies import POLICIES
+    from kvinterp.programs.names import NAMES as PROGRAMS
+    from kvinterp.programs.names import OPERATIONS
 
-    tables = {"kinds": KINDS, "strategies": STRATEGIES, "policies": POLICIES, "kernels": KERNELS, "calls": CALLS}
+    tables = {"kinds": KINDS, "strategies": STRATEGIES, "policies": POLICIES, "kernels": KERNELS}
     for what, table in tables.items():
         assert [*NAMES[what]()] == [*table], what
+    assert sorted(NAMES["calls"]()) == sorted([*OPERATIONS, *PROGRAMS])
     code = (
         "import sys; from kvinterp.cli import main; sys.argv = ['kvinterp', 'list']\n"
         "try: main()\n"

@@ -1,4 +1,4 @@
-"""Faults of call plans: the audit's check of the plan fails each, in its layer, and passes the model without it."""
+"""Faults of named programs: an audit fails each, in its layer, and passes the model without it."""
 
 from __future__ import annotations
 

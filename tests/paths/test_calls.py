@@ -1,4 +1,4 @@
-"""Call plans: another way for the tokens to reach the model, and the same numbers where its code is right."""
+"""Programs of paths: another way for the tokens to reach the model, and the same numbers where its code is right."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from typing import ClassVar
 import pytest
 import torch
 from bank.bugs_paths import generate_positions
-from bank.calls import FAULTS
+from bank.calls import FAULTS, fed
+from bank.planting import around
 from transformers import DynamicCache
 
 import kvinterp as kv
 from kvinterp.paths import Runner
-from kvinterp.paths.calls import CALLS
+from kvinterp.programs.names import NAMES, OPERATIONS
 from kvinterp.recording import PathHook
 
 PROMPT = "3+4=7\n5+2=7\n1+1="
@@ -28,6 +29,15 @@ PLANS = [
     "generate",
     "assisted(3)",
 ]
+PROGRAMS = [
+    "rows(3)+feed(9,4)+feed(4)+crop(2)+feed(1)",
+    "rows(2+0+1,own=1)+feed(7)+select(1+2)+feed(1)+reorder(1+0)+feed(1)+repeat(2)+feed(1)+join+feed(1)",
+    "rows(0)+feed(5)+fork(2)+request(4)+feed(3)+draft(2)+feed(1)",
+    "rows(0)+feed(4)+generate(3,2,new)+feed(2)",
+    "rows(0+2)+feed(9,behind=0+3)+feed(4,0,0+1)",
+    "rows(0,told=all)+generate(8,12,lookup)",
+]
+"""Each operation, within the prompt of a path or behind it."""
 TOGETHER = ["padded(left,5)+static", "verified(2)+chunked(5)", "beams(2)+chunked(3)"]
 OPTIONS = {"chunked(4)": "chunk=4", "static": "cache=static", "static(64)+beams(2)": "call=beams(2),cache=static(64)"}
 RUN = {"compiled"}
@@ -51,7 +61,9 @@ def apart(found: kv.Comparison) -> float:
 
 
 def test_every_plan_is_tried_here():
-    assert {plan.split("(")[0] for plan in [*PLANS, *OPTIONS]} | RUN == set(CALLS)
+    assert {plan.split("(")[0] for plan in [*PLANS, *OPTIONS]} | RUN == set(NAMES)
+    tried = {step.split("(")[0] for program in PROGRAMS for step in program.split("+") if step[0].isalpha()}
+    assert set(OPERATIONS) - {"compile"} <= tried
 
 
 @pytest.mark.hooked
@@ -68,6 +80,21 @@ def test_a_plan_shows_what_the_prompt_alone_shows(plan, kind):
     assert apart(found) < (1e-4 if kind == "bridge" and plan.startswith("forked") else 1e-9)
     assert found.provenance["witness"]["a"]
     assert "not exercised" not in found.provenance["witness"]["a"]
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_a_program_within_the_prompt_shows_what_the_prompt_alone_shows(native, program):
+    found = kv.compare(native, [PROMPT], a=f"cached[call={program}]", b="cached", record=SITES, **SHORT)
+    assert apart(found) < 1e-9
+    assert "not exercised" not in found.provenance["witness"]["a"]
+
+
+@pytest.mark.parametrize("rows", ["padded(left,5)", "padded(right,3)", "batched(4)", "rows(0+4)", "rows(3+0,own=1)"])
+def test_two_full_forwards_in_different_batches_are_compared(native, rows):
+    """The trainer's question: the same text among other rows, without any cache."""
+    found = kv.compare(native, [PROMPT], a=f"recompute[call={rows}]", b="recompute", record="resid_post,pattern", **SHORT)
+    assert max(found.steps["max_abs_logit"].max(), found.layers["relative_l2"].max()) < 1e-9
+    assert found.provenance["witness"]["a"]
 
 
 @pytest.mark.bits
@@ -128,6 +155,87 @@ def test_a_planted_fault_of_a_cache_is_seen(fault, native, monkeypatch):
         # Rows that do not fit fail in the model, which is seen too.
         found = kv.compare(native, [PROMPT], a=f"cached[call={plan}]", b="cached", record="", **SHORT)
         assert found.steps["max_abs_logit"].max() > 1e-6
+
+
+def _later(given):
+    return given["past_key_values"].get_seq_length() > 0
+
+
+def _others(given, wrong):
+    """Other tokens where something is wrong."""
+    return {**given, "input_ids": (given["input_ids"] + 1) % 99} if wrong else given
+
+
+def _restarted(given):
+    ids = given["input_ids"]
+    return {**given, "position_ids": torch.zeros_like(ids)} if ids.shape[1] > 1 and _later(given) else given
+
+
+def _left_behind(grows):
+    """What a batch that grew, or another request, leaves on a module."""
+    seen = {"rows": 0, "prompts": 0, "grew": False}
+
+    def change(given):
+        rows = len(given["input_ids"])
+        seen["prompts"] += not _later(given)
+        seen["grew"] |= _later(given) and 0 < seen["rows"] < rows
+        seen["rows"] = rows if _later(given) else seen["rows"]
+        return _others(given, _later(given) and (seen["grew"] if grows else seen["prompts"] > 1))
+
+    return fed(change)
+
+
+def _compiled_otherwise(model, _):
+    """One layer's feed-forward is scaled where torch.compile looks at it."""
+
+    def wrapper(_, forward, args, given):
+        made = forward(*args, **given)
+        return made * 1.01 if torch.compiler.is_compiling() else made
+
+    around(model.model.layers[1].mlp, wrapper)
+    return model
+
+
+def _stays(*_, **__):
+    return None
+
+
+OPERATION_FAULTS = {
+    "feed(4)+feed(4)": lambda: fed(_restarted),
+    "feed(4)+feed(6,behind=3)": lambda: fed(lambda given: {**given, "attention_mask": None}),
+    "feed(4)+crop(2)": ("crop", _stays),
+    "feed(4)+draft(2)": ("crop", _stays),
+    "feed(4)+reorder(1+0)": ("reorder_cache", _stays),
+    "feed(4)+select(1+0)": ("batch_select_indices", _stays),
+    "feed(4)+repeat(2)": ("batch_repeat_interleave", _stays),
+    "feed(4)+fork(2)": ("__deepcopy__", lambda cache, memo: cache),
+    "feed(4)+feed(1)+join": lambda: _left_behind(grows=True),
+    "feed(4)+request(5)": lambda: _left_behind(grows=False),
+    "generate(9,2)": lambda: fed(lambda given: _others(given, given.get("position_ids") is not None)),
+    "compile(eager)": lambda: _compiled_otherwise,
+}
+"""Each operation, and what goes wrong in it alone."""
+
+
+@pytest.mark.parametrize("steps", OPERATION_FAULTS)
+def test_a_fault_in_each_operation_is_seen_by_compare(steps, monkeypatch):
+    model = kv.load_model("zoo:gqa2-mini", dtype="float64", kind="native")
+    fault = OPERATION_FAULTS[steps]
+    rows = "rows(0+0)" if any(name in steps for name in ("reorder", "select", "repeat", "join")) else "rows(0)"
+    if isinstance(fault, tuple):
+        monkeypatch.setattr(DynamicCache, *fault, raising=False)
+    else:
+        model = kv.wrap(fault()(model.model, monkeypatch), tokenizer=model.tokenizer)
+    with contextlib.suppress(RuntimeError, IndexError, ValueError):
+        # Rows that do not fit fail in the model, which is seen too.
+        found = kv.compare(model, [PROMPT], a=f"cached[call={rows}+{steps}]", b="cached", record="", **SHORT)
+        assert found.steps["max_abs_logit"].max() > 1e-6
+
+
+def test_each_operation_has_a_fault_that_is_tried():
+    assert {step.split("(")[0] for steps in OPERATION_FAULTS for step in steps.split("+") if step[0].isalpha()} == set(
+        OPERATIONS
+    )
 
 
 def test_a_planted_fault_of_what_generate_prepares_is_seen(monkeypatch):
@@ -206,6 +314,12 @@ def test_a_fault_behind_pads_is_located_by_moving_keys_and_then_values(native, d
     [
         ("recompute[call=beams(3)]", "which it cannot drive"),
         ("cached[call=forkd]", "did you mean 'forked'"),
+        ("cached[call=feed(3)]", "unknown program"),
+        ("cached[call=rows(0)+feed(3)+crop(4)]", "takes back 1 columns more"),
+        ("cached[call=rows(0)+feed(-3)]", "width of feed"),
+        ("cached[call=rows(0,own=1)]", "own"),
+        ("cached[call=rows(0,cache=bare)+feed(3)]", "audits alone make"),
+        ("recompute[call=rows(0)+feed(9)]", "give the rows alone"),
         ("cached[call=padded(left,0)]", "pads"),
         ("cached[call=beams(1)]", "from 2 to 1000"),
         ("cached[call=verified(3)]+q8_0", "moves rows under it"),

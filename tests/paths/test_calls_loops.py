@@ -1,4 +1,4 @@
-"""Each call plan has the bits of the loop that its users write with transformers alone."""
+"""Each named program has the bits of the loop that its users write with transformers alone."""
 
 from __future__ import annotations
 

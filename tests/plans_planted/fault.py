@@ -1,4 +1,4 @@
-"""What a planted fault of a call plan is, and how a check of its plan is run."""
+"""What a planted fault of a named program is, and how that program is run."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ from torch import nn
 
 from kvinterp.auditing.checks import Check
 from kvinterp.auditing.uses import programs_named, uses_of
-from kvinterp.errors import InputError
 from kvinterp.models import wrap
 
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """A fault that a call plan shows.
+    """A fault that a program shows.
 
     Attributes:
         name: Its name in tests and tables.
@@ -50,8 +49,4 @@ def named(*faults: Fault) -> dict[str, Fault]:
 
 def checked(model: nn.Module, plan: str = "") -> Check:
     """What an audit's programs say of a model: the first use that is wrong, or else one that is right; the plan is run besides."""
-    try:
-        given = programs_named(plan)
-    except InputError:
-        given = []
-    return uses_of(wrap(model), given=given)[0]
+    return uses_of(wrap(model), given=programs_named(plan))[0]

@@ -20,11 +20,12 @@ from transformers import (
 import kvinterp as kv
 from kvinterp.auditing.uses import programs_named
 from kvinterp.errors import InputError
+from kvinterp.programs.names import OPERATIONS, program_named
 from kvinterp.programs.pasted import pasted
 from kvinterp.programs.place import placed
 from kvinterp.programs.program import Program, Rows
 from kvinterp.programs.running import PLAIN, RIGHT, WRONG, Run
-from kvinterp.programs.search import FIRST, OPERATIONS, drawn, program_named, search, smaller
+from kvinterp.programs.search import FIRST, drawn, search, smaller
 from kvinterp.programs.subject import FunctionSubject, ModelSubject
 
 SMALL = {
@@ -180,19 +181,41 @@ def test_the_text_form_says_everything():
         for _ in range(50):
             program = drawn(draw, Any(), beyond)
             assert program_named(str(program)) == program
-    assert set(OPERATIONS) == {"crop", "feed", "fork", "generate", "reorder", "repeat", "request", "select"}
+    assert {step.split("(")[0] for text in FIRST for step in text.split("+") if step[0].isalpha()} - {"rows"} >= set(
+        OPERATIONS
+    ) - {"compile", "draft", "join"}
     with pytest.raises(InputError, match="rows"):
         program_named("feed(3)")
     with pytest.raises(InputError, match="told"):
         program_named("rows(0,told=nothing)+feed(3)")
 
 
-def test_a_plan_is_a_name_for_a_program():
+def test_a_name_is_written_as_a_program_of_the_prompt_it_is_given():
     (one,) = programs_named("padded(left,6)+chunked(4)")
-    assert one == program_named("rows(0+6)+feed(17,4)+feed(8,1)")
+    assert one == program_named("rows(6)+feed(23,4)+feed(8,1)")
     assert programs_named("rows(0)+feed(3)") == [Program(Rows((0,)), program_named("rows(0)+feed(3)").steps)]
-    with pytest.raises(InputError, match="compare runs the others"):
-        programs_named("compiled(aot_eager)")
+    (right,) = programs_named("padded(right,3)")
+    assert right == program_named("rows(0,beyond=yes)+feed(20,behind=3)+feed(8,1)")
+    with pytest.raises(InputError, match="unknown program 'padde'"):
+        programs_named("padde(3)")
+
+
+@pytest.mark.parametrize(
+    "name", ["padded(right,3)", "batched(3)", "forked(3)", "verified(3)", "beams", "assisted(2)", "compiled(eager)"]
+)
+def test_a_name_is_right_on_a_sound_model_and_was_tried(sound, name):
+    (program,) = programs_named(name)
+    run = Run(sound, program)
+    assert run.run() == (RIGHT, "")
+    assert run.worst < 1e-12
+    wanted = {
+        "padded(right,3)": "pads within a text",
+        "batched(3)": "rows that join",
+        "verified(3)": "drafts checked",
+        "beams": "reorder_cache",
+        "compiled(eager)": "compiled",
+    }
+    assert wanted.get(name, "decode step") in run.uses
 
 
 def test_anybodys_own_forward_and_step_are_asked():

@@ -1,6 +1,6 @@
 """Faults that one way of feeding a cache shows: pads, a crop, beams, drafts, rows that are selected, what ``generate()`` prepares.
 
-Plain decoding of one prompt is right in all of them, so that only the named call plan shows them.
+Plain decoding of one prompt is right in all of them, so that only the named program shows them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from bank.small import small
 
 @dataclasses.dataclass(frozen=True)
 class CallFault:
-    """A fault that a call plan shows.
+    """A fault that a program shows.
 
     Args:
         name: Its name in tests and tables.

@@ -1,4 +1,4 @@
-"""Everything a detector is tried on: planted bugs, planted faults of call plans, clean models."""
+"""Everything a detector is tried on: planted bugs, planted faults of named programs, clean models."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def subjects() -> dict[str, Subject]:
 
 
 def _of_plans() -> Iterator[Subject]:
-    """The planted faults of call plans that the tests hold, where they are here."""
+    """The planted faults of named programs that the tests hold, where they are here."""
     tests = Path(__file__).parents[3] / "tests"
     if not (tests / "plans_planted" / "everything.py").is_file():
         return

@@ -15,16 +15,16 @@ import torch
 from kvinterp.auditing.blocks import evaluating
 from kvinterp.auditing.checks import BEYOND, NOT_RUN, UNCLEAR, Check
 from kvinterp.common import spec
-from kvinterp.errors import InputError, UnsupportedError, out_of_memory
+from kvinterp.errors import UnsupportedError, out_of_memory
 from kvinterp.models import Adapter
 from kvinterp.models.door import quiet_transformers
-from kvinterp.paths.calls import call_named
 from kvinterp.programs.crashes import CRASHES, whose
+from kvinterp.programs.names import call_named, program_named
 from kvinterp.programs.pasted import pasted
 from kvinterp.programs.place import placed
 from kvinterp.programs.program import Program
 from kvinterp.programs.running import PLAIN, REFUSED, RIGHT, WRONG, OwnError, named
-from kvinterp.programs.search import FAULTS, FIRST, Outcome, Searched, base_of, program_named, search, tried
+from kvinterp.programs.search import FAULTS, FIRST, Outcome, Searched, base_of, search, tried
 from kvinterp.programs.subject import ModelSubject, Subject, apart
 
 PROGRAMS, SECONDS = 60, 40.0
@@ -258,53 +258,21 @@ def _too_much(adapter: Adapter, length: int, reach: str, most: int = POSITIONS) 
     )
 
 
-# Names of programs -------------------------------------------------------------------------------------------------------
+# Programs that are given ----------------------------------------------------------------------------------------------
 
-STEPS = {
-    "chunked": "feed(17,{0})",
-    "forked": "feed(9)+fork({0})",
-    "generate": "generate(9,8)",
-    "assisted": "generate(9,8,assistant)",
-    "beams": "generate(9,8,beams)",
-    "verified": "feed(9)+feed({0})+crop({0})",
-}
-"""What plans of :mod:`kvinterp.paths.calls` feed."""
+LENGTH, STEPS = 17, 8
+"""Tokens of a prompt that a name writes its program for, and tokens after it."""
 ALL = "padded(left,5),batched(3),chunked(4),forked(3),generate,assisted(3),beams,static,verified(3)"
 
 
 def programs_named(calls: str) -> list[Program]:
-    """The programs of a text with commas: each a program, or a plan that is a name for one; ``"all"``: every plan.
+    """The programs of a text with commas: each a program, or a name for one; ``"all"``: one of each that the library offers.
 
     Raises:
         InputError: One is neither.
     """
-    return [_program(text) for text in spec.split(ALL if calls == "all" else calls, ",")]
-
-
-def _program(text: str) -> Program:
-    if text.startswith("rows("):
-        return program_named(text)
-    plan: Any = call_named(text)
-    pads, cache, steps = [0], "own", list[str]()
-    for one in getattr(plan, "plans", (plan,)):
-        name, values = type(one).__name__.lower(), list(vars(one).values())
-        count = next((value for value in values if isinstance(value, int)), 1)
-        if name == "padded" and "right" not in values:
-            pads = [*pads, count]
-        elif name == "batched":
-            pads = [*pads, *[0] * (min(count, 8) - 1)]
-        elif name == "static":
-            cache = "static"
-        elif name in STEPS:
-            steps.append(STEPS[name].format(count))
-        else:
-            raise InputError(
-                f"calls={text!r} was given: expected programs of a cache, as in rows(0+4)+feed(9)+feed(3,1), or plans that are "
-                f"names for one: padded(left,N), batched(N), static, {', '.join(STEPS)}. compare runs the others: "
-                "--a 'cached[call=...]'."
-            )
-    first = [] if steps else ["feed(14)"]
-    return program_named("+".join([f"rows({'+'.join(map(str, pads))},cache={cache})", *first, *steps, "feed(8,1)"]))
+    texts = spec.split(ALL if calls == "all" else calls, ",")
+    return [call_named(text).program(LENGTH, STEPS, ("mask", "rows")) for text in texts]  # type: ignore[union-attr]
 
 
 @contextlib.contextmanager

@@ -32,7 +32,7 @@ NAMES: dict[str, Callable[[], Iterable[str]]] = {
     "policies": lambda: plugin_names(_ROOT / "policies", "Policy"),
     "metrics": lambda: ["see kvinterp list metrics"],
     "kernels": lambda: plugin_names(_ROOT / "paths" / "kernels", "Kernels"),
-    "calls": lambda: plugin_names(_ROOT / "paths" / "calls", "Call"),
+    "calls": lambda: [*plugin_names(_ROOT / "programs" / "operations", "Operation"), *plugin_names(_ROOT / "programs", "Name")],
     "protocols": lambda: PROTOCOLS,
     "experiments": experiments,
 }  # fmt: skip
@@ -137,7 +137,7 @@ LISTED: dict[str, Callable[[], list[Row]]] = {
     "policies": policy_rows,
     "metrics": _metrics,
     "kernels": lambda: _plugins(_from("paths", "KERNELS")),
-    "calls": lambda: _plugins(_from("paths.calls", "CALLS")),
+    "calls": lambda: [*_plugins(_from("programs.names", "OPERATIONS")), *_plugins(_from("programs.names", "NAMES"))],
     "protocols": lambda: _pairs("protocol", PROTOCOLS),
     "experiments": lambda: _pairs("command", {name: question_of(name).splitlines()[0] for name in experiments()}),
 }

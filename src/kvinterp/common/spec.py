@@ -74,7 +74,7 @@ def plugin_names(folder: Path, base: str) -> list[str]:
     bases = {name for file in MADE_OF for name in re.findall(r"(?m)^class (\w+)", _source(folder / f"{file}.py"))}
 
     def derives(name: str) -> bool:
-        return name == base or any(map(derives, _parents(classes[name]))) if name in classes else False
+        return name == base or (name in classes and any(map(derives, _parents(classes[name]))))
 
     names = [name for name in classes if name not in bases and name[0] != "_" and derives(name)]
     return [_snake(name) for name in names if "ABC" not in _parents(classes[name])]
@@ -178,7 +178,7 @@ def path_parts(text: str) -> tuple[str, str | None, str | None, str | None]:
     if match is None:
         raise InputError(
             f"path {text!r} cannot be read: expected cached or recompute, then if wanted "
-            "[call=PLAN,chunk=N,refresh=N,smooth=WEIGHT,prefill=stored,cache=KIND,cache_dtype=DTYPE,kernels=MODE], "
+            "[call=PROGRAM,chunk=N,refresh=N,smooth=WEIGHT,prefill=stored,cache=KIND,cache_dtype=DTYPE,kernels=MODE], "
             "+POLICY once or more and @DTYPE, as in cached, recompute@float64 or cached[chunk=16]."
         )
     form, options, policy, dtype = match.groups()

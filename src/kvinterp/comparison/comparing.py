@@ -30,7 +30,6 @@ from kvinterp.models.sites import LAYOUTS, ROUTING_SITES, ROWS
 from kvinterp.models.threads import own_threads
 from kvinterp.paths import ExecutionPath, Runner, Strategy, path_named, strategy_named
 from kvinterp.paths.batches import in_batches
-from kvinterp.paths.calls.base import witnessed
 from kvinterp.paths.decode import Collected, fed_to_all, length_of, lockstep
 from kvinterp.paths.finite import first_nonfinite
 from kvinterp.paths.prompt import PromptDifference, prompt_difference
@@ -305,13 +304,13 @@ class _Pair:
         return [*map(comparison_of, range(len(prompts)))]
 
     def _provenance_of(self, runners: Sequence[Any]) -> dict[str, Any]:
-        """The provenance of one batch: the pair's, with its caches and what the call plans counted while they ran."""
+        """The provenance of one batch: the pair's, with its caches and what the programs counted while they ran."""
         sides = dict(zip("ab", zip(self.paths, runners, strict=True), strict=True))
         about = {**self.provenance, "caches": {side: runner.cache for side, (_, runner) in sides.items()}}
         if self.prompt_differs is not None:
             about["prompt_differs"] = dataclasses.asdict(self.prompt_differs) | {"said": self.prompt_differs.said}
         witnesses = {
-            side: {name: [n, n] for name, n in witnessed(path, runner.witness).items()}
+            side: {name: [n, n] for name, n in runner.witnessed().items()}
             for side, (path, runner) in sides.items()
             if path.call is not None
         }

@@ -263,7 +263,7 @@ def _joined_caches(abouts: Sequence[dict[str, Any]]) -> dict[str, dict[str, str]
 
 
 def _joined_witnesses(abouts: Sequence[dict[str, Any]]) -> dict[str, dict[str, dict[str, list[int]]]]:
-    """The least and the most that the call plans of each side counted for any prompt."""
+    """The least and the most that the programs of each side counted for any prompt."""
     joined: dict[str, dict[str, list[int]]] = {}
     for about in abouts:
         for side, counts in about.get("witness", {}).items():

@@ -165,8 +165,8 @@ class OwnCache:
         name = self.name or "cache of this kind"
         raise UnsupportedError(f"a {name} cannot take positions back: leave the call out of the path.")
 
-    def select(self, rows: Int[Tensor, " chosen"]) -> None:
-        """Keeps these sequences, in this order; only where :attr:`can_select`."""
+    def select(self, method: str, asked: Tensor | int) -> None:
+        """Goes on as other sequences by the library's method, such as ``reorder_cache``; only where :attr:`can_select`."""
 
     def join(self, other: OwnCache) -> None:
         """Appends the sequences of another cache with as many positions; only where :attr:`can_select`."""

@@ -92,11 +92,13 @@ class _OwnCache(OwnCache):
         for entry in self.model_cache.entries:
             entry.past_keys, entry.past_values = entry.past_keys[:, :length], entry.past_values[:, :length]
 
-    def select(self, rows: Tensor) -> None:
-        """Keeps these sequences of every entry."""
+    def select(self, method: str, asked: Tensor | int) -> None:
+        """Keeps the sequences of every entry that transformers' method of this name would go on as."""
         for entry in self.model_cache.entries:
-            places = rows.to(entry.past_keys.device)
-            entry.past_keys, entry.past_values = entry.past_keys[places], entry.past_values[places]
+            for name in ("past_keys", "past_values"):
+                held = getattr(entry, name)
+                kept = held.repeat_interleave(asked, 0) if isinstance(asked, int) else held[asked.to(held.device)]
+                setattr(entry, name, kept)
 
     def join(self, other: OwnCache) -> None:
         """Appends the sequences of the other cache to those of this one."""

@@ -285,10 +285,9 @@ class TransformersCache(OwnCache):
                 f"a {self.name} of this model cannot take positions back ({why}): leave the call out of the path."
             ) from error
 
-    def select(self, rows: Tensor) -> None:
-        """Runs transformers' own ``reorder_cache``, as beam search does, or ``batch_select_indices``."""
-        batch = self.model_cache.layers[0].keys.shape[0]
-        (self.model_cache.reorder_cache if len(rows) == batch else self.model_cache.batch_select_indices)(rows)
+    def select(self, method: str, asked: Tensor | int) -> None:
+        """Runs a method of transformers', such as ``reorder_cache``."""
+        getattr(self.model_cache, method)(asked)
 
     def join(self, other: OwnCache) -> None:
         """Appends the sequences of the other cache to those of this one."""

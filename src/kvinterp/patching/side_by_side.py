@@ -32,10 +32,10 @@ from kvinterp.recording import PathHook, SiteHook
 def two_paths(
     cached: str | ExecutionPath, recompute: str | ExecutionPath, what: str, dtype: str | None = None, calls: bool = False
 ) -> tuple[ExecutionPath, ExecutionPath]:
-    """Returns both paths by name, checked, in ``dtype`` if it is given; with ``calls`` the cached one may have a call plan.
+    """Returns both paths by name, checked, in ``dtype`` if it is given; with ``calls`` the cached one may have a program.
 
     Raises:
-        InputError: The first is no cached path, the second no unchunked recompute path, or one has a call plan.
+        InputError: The first is no cached path, the second no unchunked recompute path, or one has a program.
     """
     paths = path_named(cached), path_named(recompute)
     if paths[0].form != "cached" or paths[1].form != "recompute" or paths[1].chunk is not None:

@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import logging
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
@@ -21,7 +22,7 @@ from kvinterp.errors import InputError, UnsupportedError
 from kvinterp.models import Adapter, dtype_named
 from kvinterp.models.attaching import Listener, Site
 from kvinterp.models.sites import ATTENDED_SITES
-from kvinterp.paths.calls.base import Feeder
+from kvinterp.paths import programmed
 from kvinterp.paths.chunks import in_chunks
 from kvinterp.paths.forwards import HookedForwards
 from kvinterp.paths.model_cache import Stores, path_store, uncached
@@ -31,6 +32,8 @@ from kvinterp.paths.store import Store, policy_listeners
 from kvinterp.paths.view import Shown, View
 from kvinterp.policies import Chain, Place
 from kvinterp.recording import LOGITS, PathHook
+
+log = logging.getLogger("kvinterp")
 
 Loop = Generator[Float[Tensor, "batch vocab"], Int[Tensor, " batch"], None]
 Begin = Callable[[], None]
@@ -95,6 +98,8 @@ class Runner:
         cache: What keeps the keys and values, such as ``"DynamicCache"``; ``"none"`` where nothing does.
     """
 
+    _lane: programmed.Lane
+
     def __init__(
         self, adapter: Adapter, path: ExecutionPath, prompt: Tensor, room: int, hooks: Sequence[PathHook] = ()
     ) -> None:
@@ -103,17 +108,21 @@ class Runner:
         self.step, self._device = -1, self.adapter.device
         self.cache = "none"
         cached = path.form == "cached"
-        call, self.witness = path.call, dict[str, int]()
+        call, self._offers = path.call, ["mask"] * self.adapter.takes_mask + ["rows"] * cached
         if call is not None:
-            call.check(self.adapter, prompt.shape[1], room)
             if len(prompt) > 1:
                 raise InputError(f"call={call} drives one prompt at a time, and {len(prompt)} were given together.")
+            program = call.program(prompt.shape[1], room, self._offers)
+            programmed.check(program, self.adapter, prompt.shape[1], room)
         if cached or path.chunk is not None:
             # Whatever is to be found out about this model's cache is found out here, before anything is heard.
             begun = range(0, room, path.refresh) if cached and path.refresh and room else (0,)
             shapes = [(len(prompt), prompt.shape[1] + step, room - step if cached else 0) for step in begun]
-            shapes = shapes if call is None else [call.room(prompt.shape[1], room)]
-            self.cache = "; ".join(dict.fromkeys(path_store(self.adapter, path, *shape, ()).name for shape in shapes))
+            shapes = shapes if call is None else [programmed.room(program, prompt.shape[1], room)]
+            stores = [path_store(self.adapter, path, *shape, ()) for shape in shapes]
+            self.cache = "; ".join(dict.fromkeys(store.name for store in stores))
+            if not stores[0].can_select:
+                self._offers = [each for each in self._offers if each != "rows"]
         self._store: Store | None = None
         # Without a store a forward reads the keys it made and no others.
         columns = _FilledColumns(hooks if call is None and (cached or path.chunk is not None) else ())
@@ -131,7 +140,8 @@ class Runner:
         loop, hears = cached_loop if cached else recompute_loop, (*([columns] if columns.attended else []), *hooks)
         self._loop = loop(self.adapter, path, prompt.to(self._device), room, self._stores, hears, self._begin)
         if call is not None:
-            self._loop = call.feed(self._feeder(path, prompt, room, hears, view))
+            self._lane = self._led(path, prompt, room, hears, view)
+            self._loop = self._lane.run()
 
     def __enter__(self) -> Runner:
         with contextlib.ExitStack() as stack:
@@ -158,7 +168,7 @@ class Runner:
         for listener in forwards.listeners.get(LOGITS, ()):
             changed = listener(logits)
             logits = logits if changed is None else changed
-        # Of a model that is spread over devices, where the tokens are. What a call plan was given lies in memory of the
+        # Of a model that is spread over devices, where the tokens are. What a program was given lies in memory of the
         # library's: assisted generation writes into its logits, and a compiled graph into those of the forward before.
         return logits.to(self._device, copy=self.path.call is not None)
 
@@ -181,20 +191,33 @@ class Runner:
         self._store = path_store(adapter, path, batch, length, room, hooks)
         return self._store
 
-    def _feeder(self, path: ExecutionPath, prompt: Tensor, room: int, hears: Sequence[PathHook], view: View) -> Feeder:
-        """What a call plan drives the model with."""
+    def _led(
+        self, path: ExecutionPath, prompt: Tensor, room: int, hears: Sequence[PathHook], view: View
+    ) -> programmed.Lane:
+        """What a program leads."""
+        call: Any = path.call
 
-        def begin(tokens: Tensor, after: int) -> Store | None:
+        def begin(rows: int, length: int, after: int) -> Store | None:
             self._begin()
             if path.form == "recompute":
-                return uncached(self.adapter, path, tokens, self._stores, hears)
-            return self._stores(self.adapter, path, len(tokens), tokens.shape[1], after, hears)
+                return uncached(self.adapter, path, torch.empty(rows, length), self._stores, hears)
+            return self._stores(self.adapter, path, rows, length, after, hears)
 
         def aside(tokens: Tensor, after: int) -> Store:
             return path_store(self.adapter, path, len(tokens), tokens.shape[1], after, ())
 
+        def write(length: int, steps: int) -> Any:
+            return call.program(length, steps, self._offers)
+
         asked = prompt.to(self._device)
-        return Feeder(self.adapter, path.form, asked, room, path.chunk, begin, aside, view, self.witness)
+        return programmed.Lane(self.adapter, path.form, asked, room, path.chunk, write, begin, aside, view, {})
+
+    def witnessed(self) -> dict[str, int]:
+        """What a program saw itself do; what it stands for and did not happen is said, and counted."""
+        why = self._lane.missing()
+        if why:
+            log.warning("call=%s was not exercised: %s", self.path.call, why)
+        return self._lane.witness | ({"not exercised": 1} if why else {})
 
     def _begin(self) -> None:
         for hook in self.hooks:

@@ -13,13 +13,19 @@ from kvinterp.errors import InputError, shown, unexpected
 from kvinterp.models import dtype_named
 from kvinterp.models.adapter import DTYPES
 from kvinterp.models.caches import CacheKind, Dynamic, Preallocated, Quantized, cache_named, cache_read
-from kvinterp.paths.calls import Call, call_named
 from kvinterp.paths.kernels import Kernels, Native, kernels_named
+from kvinterp.paths.programmed import staying
 from kvinterp.policies import Identity, Policy, policy_named
+from kvinterp.programs.names import Call, call_named
+from kvinterp.programs.operations.compile import Compile
+from kvinterp.programs.operations.feed import Feed
+from kvinterp.programs.program import Program
 
 FORMS = ("cached", "recompute")
 OPTIONS = ("call", "chunk", "refresh", "smooth", "prefill", "cache", "cache_dtype", "kernels")
 PREFILLS = ("exact", "stored")
+LONG, SOME = 2**20, 4
+"""A prompt and steps for which a name writes the program that is asked what it can go together with."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,8 +46,8 @@ class ExecutionPath:
         refresh: After how many decode steps the cache is made anew by a prefill of the whole prefix, or None for never.
         smooth: The weight of the cache, from 0 to 1, in what attention reads beside what a recompute path reads at the same
             step, or None for the cache alone.
-        call: How the tokens reach the model, where that is another way than alone: padded, in a batch, behind a prefix that
-            was there before; see :mod:`kvinterp.paths.calls`.
+        call: The program by which the tokens reach the model, where that is another than the prompt alone and then a token a
+            step: padded, in a batch, behind a prefix that was there before; see :mod:`kvinterp.programs`.
     """
 
     form: str = "cached"
@@ -86,7 +92,7 @@ class ExecutionPath:
             self._check_call()
 
     def _take_options(self, call: Call) -> None:
-        """Puts the options that a call plan is a name for in their place, so that a path has one text whichever was given."""
+        """Puts the options that a program is another way to write in their place: a path has one text whichever was given."""
         plain = {"chunk": None, "cache": Dynamic()}
         for name, value in call.options.items():
             given = getattr(self, name)
@@ -96,17 +102,28 @@ class ExecutionPath:
         object.__setattr__(self, "call", call.rest)
 
     def _check_call(self) -> None:
-        """Refuses what a call plan cannot go together with."""
-        check_instance("call", self.call, Call, "a call plan, or use Cached(call='padded(left,5)')")
+        """Refuses what a program cannot go together with."""
+        check_instance("call", self.call, Call, "a program, or use Cached(call='padded(left,5)')")
         assert self.call is not None
-        if self.form not in self.call.forms:
+        rows = self.form == "cached"
+        made = self.call.program(LONG, SOME, ("mask", "rows") if rows else ("mask",))
+        if not rows and (isinstance(self.call, Program) if made.steps else made.rows.cache != "own"):
+            raise InputError(
+                f"call={self.call} was given for recompute, which feeds its whole text at every step: give the rows alone, as in "
+                "recompute[call=rows(0+4)], or use cached."
+            )
+        if not rows and not all(isinstance(step, Feed) for step in made.steps):
             raise InputError(f"call={self.call} was given for {self.form}, which it cannot drive: use cached.")
+        staying(made)
+        if made.rows.cache == "bare":
+            raise InputError(f"call={self.call} asks for a cache that audits alone make: leave cache=bare out.")
         for name in ("refresh", "smooth"):
             if getattr(self, name) is not None:
                 raise InputError(f"{name}={getattr(self, name)} was given with call={self.call}: leave one out.")
-        if not self.call.kernels and not isinstance(self.kernels, Native):
+        if any(isinstance(step, Compile) for step in made.steps) and not isinstance(self.kernels, Native):
             raise InputError(f"kernels={self.kernels} was given with call={self.call}, which has its own: leave one out.")
-        if self.policy.evicts or self.policy.sites or (self.policy.acts and not self.call.policies):
+        alone = len(made.rows.pads) == 1 and all(isinstance(step, Feed) for step in made.steps)
+        if self.policy.evicts or self.policy.sites or (self.policy.acts and not alone):
             raise InputError(
                 f"policy={self.policy} was given with call={self.call}, which moves rows under it: leave one out."
             )
@@ -174,7 +191,8 @@ def Cached(  # noqa: N802  # reads as the noun it makes
         refresh: After how many decode steps the cache is made anew by a prefill of the whole prefix; default: never.
         smooth: From 0 to 1: attention reads ``smooth`` times the cache and ``1 - smooth`` times what a recompute path, run
             beside it, reads at the same step; default: the cache alone.
-        call: A call plan, such as ``"padded(left,5)"`` or ``"batched(8)"``; default: the prompt alone, then a token a step.
+        call: A program, such as ``"rows(0+4)+feed(9)+crop(2)"``, or its name, such as ``"padded(left,5)"`` or ``"batched(8)"``;
+            default: the prompt alone, then a token a step.
     """
     ways = prefill, refresh, smooth, call_named(call)
     kept = _name(cache_dtype), chunk, kernels_named(kernels), cache_named(cache), *ways
@@ -195,7 +213,7 @@ def Recompute(  # noqa: N802  # reads as the noun it makes
         dtype: Compute dtype (default: the model's own).
         chunk: Most tokens in one forward; the prefix is then computed chunk after chunk, anew at every step.
         kernels: A kernel mode, as for :func:`Cached`.
-        call: A call plan that needs no cache, such as ``"padded(left,5)"``.
+        call: The rows of each forward, such as ``"rows(0+4)"``, ``"padded(left,5)"`` or ``"batched(8)"``.
     """
     kept = None, chunk, kernels_named(kernels)
     return ExecutionPath("recompute", _policy(policy), _name(dtype), *kept, call=call_named(call))
@@ -236,7 +254,7 @@ def _read(text: object, cache: Callable[[str], CacheKind]) -> ExecutionPath:
         name = "cache_dtype" if name == "cache" and value in DTYPES else name
         if name not in OPTIONS or not value or name in chosen:
             raise InputError(
-                f"path option {part!r} in {text!r} is {'given twice' if name in chosen else 'unknown'}: expected call=PLAN, "
+                f"path option {part!r} in {text!r} is {'given twice' if name in chosen else 'unknown'}: expected call=PROGRAM, "
                 "chunk=N, "
                 "refresh=N, smooth=WEIGHT, prefill=stored, cache=KIND, cache_dtype=DTYPE or kernels=MODE."
             )

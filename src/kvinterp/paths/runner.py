@@ -17,7 +17,6 @@ from kvinterp.models.inputs import checked_continuation, chosen_heads, chosen_la
 from kvinterp.models.provenance import provenance
 from kvinterp.models.threads import own_threads
 from kvinterp.paths.batches import in_batches
-from kvinterp.paths.calls.base import witnessed
 from kvinterp.paths.decode import Collected, fed_to_all, length_of, lockstep
 from kvinterp.paths.finite import first_nonfinite
 from kvinterp.paths.loops import Runner
@@ -145,7 +144,7 @@ class _Run:
             self.adapter, path=str(self.path), strategy=str(self.strategy), seed=self.seed, cache=runner.cache
         )
         if self.path.call is not None:
-            about["witness"] = witnessed(self.path, runner.witness)
+            about["witness"] = runner.witnessed()
         logits = torch.stack(kept, 1) if kept else [None] * len(prompts)
         rows = zip(*(of_lane[0] for of_lane in collected.lists()), logits, strict=True)
         stops = [] if ends is None else ends.tolist()

@@ -211,9 +211,9 @@ class Store:
         """Told that somebody else took back all positions from ``length`` on."""
         self._lengths = dict.fromkeys(self._lengths, length)
 
-    def select(self, rows: Tensor) -> None:
-        """Keeps these sequences, in this order."""
-        self.memory.select(rows)
+    def select(self, method: str, asked: Tensor | int) -> None:
+        """Goes on as other sequences, by a method of the library's cache."""
+        self.memory.select(method, asked)
 
     def join(self, other: Store) -> None:
         """Puts the sequences of another store of as many positions behind its own."""

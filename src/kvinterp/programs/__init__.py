@@ -3,6 +3,7 @@
 A cache is right if every way of using it gives, for every row, the logits of one forward without a cache over that row's own
 tokens.
 
-- ``subject``: what runs, and the null; ``program`` and ``operations/``: what is done, as data; ``running``: does and judges it;
+- ``program``, ``operations/``, ``names``: what is done, as data; :mod:`kvinterp.paths.programmed` runs it on a path;
+- ``subject``: what an audit runs, and the null; ``running``: does and judges it;
 - ``search``: draws programs and shrinks the first that is wrong; ``place``: where it is wrong; ``pasted``: it in plain Python.
 """

@@ -1,7 +1,8 @@
 """A program: rows of text with pads in front, and what is done to one cache that holds them; as data, and as a text.
 
 The text form joins its parts with ``+``: ``rows(0+4)+feed(9)+crop(2)+feed(1)`` is two rows, of which the second begins with four
-pads, fed nine columns; two are taken back, and one is fed.
+pads, fed nine columns; two are taken back, and one is fed. An audit draws the tokens and judges every row; a path runs the same
+program over its own prompt, which stands in one of the rows (:mod:`kvinterp.paths.programmed`).
 """
 
 from __future__ import annotations
@@ -9,12 +10,18 @@ from __future__ import annotations
 import abc
 import dataclasses
 import random
+from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from torch import Tensor
+
 from kvinterp.common import spec
-from kvinterp.errors import InputError
+from kvinterp.common.checks import check_whole
+from kvinterp.errors import InputError, UnsupportedError
+from kvinterp.models import Adapter, caches
 
 if TYPE_CHECKING:
+    from kvinterp.paths.programmed import Lane
     from kvinterp.programs.running import Run
     from kvinterp.programs.subject import Subject
 
@@ -39,6 +46,7 @@ class Rows:
         beyond: ``"yes"``: what no contract of a cache promises may happen too: a pad in a forward of one column, pads inside
             a text, a crop of more than was fed since the last one.
         seed: Draws the tokens.
+        own: The row in which a path's own prompt stands; in the others stand its neighbours.
     """
 
     pads: tuple[int, ...]
@@ -47,13 +55,36 @@ class Rows:
     pad: str = dataclasses.field(default="other", kw_only=True)
     beyond: str = dataclasses.field(default="no", kw_only=True)
     seed: int = dataclasses.field(default=0, kw_only=True)
+    own: int = dataclasses.field(default=0, kw_only=True)
 
     def __post_init__(self) -> None:
         if not self.pads or any(type(n) is not int or n < 0 for n in self.pads):
             raise InputError(f"rows{self.pads!r} was given: expected the pads of each row, as in rows(0) or rows(0+4).")
+        check_whole("own", self.own, 0, len(self.pads) - 1, f", a row of {spec.text_of(self)}")
         for name, known in {"told": TOLD, "cache": CACHES, "pad": PADS, "beyond": ("no", "yes")}.items():
             if getattr(self, name) not in known:
                 raise InputError(f"rows(..., {name}={getattr(self, name)}) was given: expected one of {', '.join(known)}.")
+
+    def tells(
+        self, mask: Tensor, width: int, padded: bool, takes: Collection[str], offset: int | None
+    ) -> dict[str, Tensor]:
+        """The mask and positions that the forward of the newest columns is given.
+
+        Args:
+            mask: Of all columns so far, ``[row, column]``.
+            width: How many of them are new.
+            padded: Whether any was a pad.
+            takes: Which of ``attention_mask`` and ``position_ids`` the forward takes.
+            offset: The position of the first token; None where positions are not told.
+        """
+        found = dict[str, Tensor]()
+        if "attention_mask" in takes and (padded or self.told in ("mask", "all", "mask_alone")):
+            found["attention_mask"] = mask
+        # Where several texts lie in one row, positions tell them apart.
+        wanted = padded and self.told != "mask_alone"
+        if offset is not None and (wanted or self.told in ("positions", "all")):
+            found["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)[:, -width:] + offset
+        return found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,12 +92,22 @@ class Operation(abc.ABC):
     """One use of a cache; a new one is one file in ``operations/``.
 
     Attributes:
-        weight: How often it is drawn beside others.
+        weight: How often it is drawn beside others; never for 0.
         between: What the number of one that has a single one is drawn from.
+        proof: What a path counts that runs it, and what is said where there is none of it.
+        columns: How many it leaves on the cache, or takes back.
+        ahead: Columns that it needs behind them for a while.
     """
 
     weight: ClassVar[int] = 1
     between: ClassVar[tuple[int, int]] = (1, 1)
+    proof: ClassVar[tuple[str, str]] = ("", "")
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value, name = getattr(self, field.name), f"{field.name} of {spec.name_of(type(self))}"
+            for number in value if isinstance(value, tuple) else [value] if field.type == "int" else []:
+                check_whole(name, number, int(field.default is dataclasses.MISSING and not isinstance(value, tuple)))
 
     @classmethod
     def drawn(cls, draw: random.Random, rows: int, subject: Subject, beyond: str) -> Operation:
@@ -80,6 +121,23 @@ class Operation(abc.ABC):
     @abc.abstractmethod
     def do(self, run: Run) -> None:
         """Does it, and judges the logits."""
+
+    def lead(self, lane: Lane) -> Iterable[Tensor]:
+        """Does it on a path: yields the newest logits wherever it needs a token that is not known yet."""
+        raise UnsupportedError(f"{self} is no use of a path's cache: leave it out.")
+
+    def check(self, adapter: Adapter, length: int) -> None:  # noqa: B027
+        """Raises UnsupportedError, before a path runs, where this model cannot be run so over so many positions."""
+
+    @property
+    def columns(self) -> int:
+        """None."""
+        return 0
+
+    @property
+    def ahead(self) -> int:
+        """None."""
+        return 0
 
     def smaller(self) -> list[Operation]:
         """The same in a smaller or plainer form, the smallest first."""
@@ -106,7 +164,21 @@ class Program:
     """Rows, and the operations on their cache."""
 
     rows: Rows
-    steps: tuple[Operation, ...]
+    steps: tuple[Operation, ...] = ()
+
+    def program(self, length: int, steps: int, offers: Collection[str]) -> Program:
+        """Itself, whatever the prompt: see :class:`kvinterp.programs.names.Names`."""
+        return self
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Options of a path that it is another way to write."""
+        return {"cache": caches.Static()} if self.rows.cache == "static" else {}
+
+    @property
+    def rest(self) -> Program:
+        """What is left of it beside these options."""
+        return dataclasses.replace(self, rows=dataclasses.replace(self.rows, cache="own"))
 
     def __str__(self) -> str:
         return "+".join([spec.text_of(self.rows), *map(str, self.steps)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import random
@@ -75,6 +76,7 @@ class Run:
         wrong: Where the logits are wrong.
         raised: The kind of error that a crash raised.
         lines: What was done, in lines of Python.
+        held: What lasts until its end.
     """
 
     def __init__(self, subject: Subject, program: Program) -> None:
@@ -95,13 +97,14 @@ class Run:
         self.raised = ""
         self.wrong: Wrong | None = None
         self.lines: list[str] = []
+        self.held = contextlib.ExitStack()
         self.pending: tuple[Tensor, Tensor] | None = None
         self.without: Callable[[], float] | None = None
         self.heard: Callable[[], None] = lambda: None
 
     def run(self) -> tuple[str, str]:
         """The word that it comes to, and why."""
-        with self.subject.running():
+        with self.subject.running(), self.held:
             if self.program.rows.cache != "own" and isinstance(self.subject, ModelSubject):
                 self._makes_cache(self.subject)
             for step in self.program.steps:
@@ -174,12 +177,13 @@ class Run:
         """New tokens of a row."""
         return [self.subject.token(self.draw) for _ in range(count)]
 
-    def columns(self, width: int, inner: tuple[int, ...] = ()) -> tuple[Tensor, Tensor]:
+    def columns(self, width: int, inner: tuple[int, ...] = (), behind: tuple[int, ...] = ()) -> tuple[Tensor, Tensor]:
         """So many new columns of all rows, pads first where any are still to come, and their mask.
 
         Args:
             width: How many.
             inner: Pads that each row has here in any case.
+            behind: Pads that each row ends with.
         """
         width = min(width, self.room - self.ids.shape[1])
         width = 2 if width == 1 and any(self.pads) and not self.beyond else width
@@ -191,22 +195,17 @@ class Run:
             self.pads[row] -= lead
             inside = self.beyond and row < len(inner) and text and lead < width and not self.pads[row]
             more = min(inner[row], width - lead - 1) if inside else 0
-            new = self.tokens(width - lead - more)
+            last = min(behind[row], width - lead - more - 1) if self.beyond and row < len(behind) else 0
+            new = self.tokens(width - lead - more - max(last, 0))
             text += new
-            ids.append([pad] * (lead + more) + new)
-            mask.append([0] * (lead + more) + [1] * len(new))
+            ids.append([pad] * (lead + more) + new + [pad] * last)
+            mask.append([0] * (lead + more) + [1] * len(new) + [0] * last)
         return self.subject.tensor(ids), self.subject.tensor(mask)
 
     def told(self, mask: Tensor, width: int) -> dict[str, Tensor]:
         """The mask and positions that the forward of the newest columns is given."""
-        padded, told, found = bool((mask == 0).any()), self.program.rows.told, dict[str, Tensor]()
-        if "attention_mask" in self.subject.takes and (padded or told in ("mask", "all", "mask_alone")):
-            found["attention_mask"] = mask
-        # Where several texts lie in one row, positions tell them apart.
-        wanted = padded and told != "mask_alone"
-        if self.subject.offset is not None and (wanted or told in ("positions", "all")):
-            found["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)[:, -width:] + self.subject.offset
-        return found
+        subject = self.subject
+        return self.program.rows.tells(mask, width, bool((mask == 0).any()), subject.takes, subject.offset)
 
     def forward(self, ids: Tensor, mask: Tensor, cache: Any, later: Tensor | None = None) -> Any:
         """New columns on a cache, judged; returns the cache behind them.
@@ -217,8 +216,9 @@ class Run:
             later: How many tokens each row's text has beyond them.
         """
         width, full = ids.shape[1], torch.cat([self.mask, mask], 1)
-        padded, all_padded = bool((mask == 0).any()), bool((full == 0).any())
-        self.tries(self._use(width, padded, all_padded))
+        inside = bool((full.diff(dim=1) < 0).any())
+        padding = "" if bool(full.all()) else "pads within a text" if inside else "left padding"
+        self.tries(self._use(width, bool((mask == 0).any()), padding))
         self.pending = ids, mask
         told = self.told(full, width)
         self.write(ids, told, cache)
@@ -226,15 +226,15 @@ class Run:
         self.judge(logits, ids, mask, later)
         return cache
 
-    def _use(self, width: int, padded: bool, ever: bool) -> str:
-        """What a forward is called in the list of uses."""
+    def _use(self, width: int, padded: bool, padding: str) -> str:
+        """What a forward is called in the list of uses; ``padding``: what pads it ever had, ``padded``: whether it has some."""
         told = self.program.rows.told
         alone = "mask alone"
         if self.filled and padded:
-            return f"left padding, in a later part{f', {alone}' if told == 'mask_alone' else ''}"
+            return f"{padding}, in a later part{f', {alone}' if told == 'mask_alone' else ''}"
         name = "prompt" if not self.filled else "decode step" if width == 1 else "several chunks"
-        if ever:
-            return f"left padding, {alone}" if told == "mask_alone" else "left padding"
+        if padding:
+            return f"{padding}, {alone}" if told == "mask_alone" else padding
         if len(self.texts) > 1:
             return "batch" if name != "several chunks" else "batch, several chunks"
         given = {

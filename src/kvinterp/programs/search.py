@@ -10,9 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import kvinterp.programs.operations as folder
-from kvinterp.common import spec
-from kvinterp.errors import InputError
+from kvinterp.programs.names import OPERATIONS, program_named
 from kvinterp.programs.operations.feed import Feed
 from kvinterp.programs.operations.generate import Generate
 from kvinterp.programs.program import CACHES, PADS, TOLD, Operation, Program, Rows
@@ -21,9 +19,6 @@ from kvinterp.programs.subject import Subject
 
 FAULTS = 4
 """How many are looked for unless told."""
-OPERATIONS = spec.plugins_of(folder, Operation)  # type: ignore[type-abstract]
-KINDS = spec.by_name(Rows, *OPERATIONS.values())
-
 FIRST = (
     "rows(0)+feed(9)+feed(3,1)",
     "rows(0)+feed(1)+feed(3,1)",
@@ -58,19 +53,6 @@ FIRST = (
 def base_of(use: str) -> str:
     """A use, whether rows were padded or not."""
     return use.removesuffix(PADDED)
-
-
-def program_named(text: str) -> Program:
-    """Reads a program's text form.
-
-    Raises:
-        InputError: It is none.
-    """
-    hint = "A program is rows(PADS) and operations joined by +, as in rows(0+4)+feed(9)+crop(2)+feed(1)."
-    parts = [spec.read("operation", part, KINDS, hint) for part in spec.split(text, "+")]  # type: ignore[type-var]
-    if not parts or not isinstance(parts[0], Rows) or any(isinstance(part, Rows) for part in parts[1:]):
-        raise InputError(f"program {text!r} cannot be read: {hint}")
-    return Program(parts[0], tuple(parts[1:]))  # type: ignore[arg-type]
 
 
 def drawn(draw: random.Random, subject: Subject, beyond: str = "no") -> Program:

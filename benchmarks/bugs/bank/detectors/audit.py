@@ -1,4 +1,4 @@
-"""kvinterp's audit, on two rungs and short prompts; with all call plans besides."""
+"""kvinterp's audit, on two rungs and short prompts; with all named programs besides."""
 
 from __future__ import annotations
 

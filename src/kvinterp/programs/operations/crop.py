@@ -1,13 +1,20 @@
-"""``crop``: the last columns are taken back, as rejected drafts are."""
+"""``crop`` and ``draft``: the last columns are taken back, as rejected drafts are."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
+from kvinterp.programs.operations.feed import Feed
 from kvinterp.programs.program import Operation
 from kvinterp.programs.running import Run
 from kvinterp.programs.subject import ModelSubject
+
+if TYPE_CHECKING:
+    from kvinterp.paths.programmed import Lane
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,6 +27,7 @@ class Crop(Operation):
 
     count: int
     between = (1, 3)
+    proof = ("positions taken back", "no position was taken back")
 
     def offered(self, run: Run) -> bool:
         """Where the library itself would: each layer can, and a window or a state is not asked for more than was fed since."""
@@ -41,6 +49,58 @@ class Crop(Operation):
         run.cache.crop(-self.count)
         run.texts, run.since = [text[: -self.count] for text in run.texts], 0
         run.ids, run.mask = run.ids[:, : -self.count], run.mask[:, : -self.count]
+
+    def lead(self, lane: Lane) -> Iterable[Tensor]:
+        """Takes them back."""
+        lane.crop(self.count)
+        return ()
+
+    @property
+    def columns(self) -> int:
+        """Fewer."""
+        return -self.count
+
+
+@dataclasses.dataclass(frozen=True)
+class Draft(Operation):
+    """The next column with drafts behind it, as in speculative decoding: those that are right stay, the others are taken back.
+
+    Not drawn, since drawn programs feed and crop. A path's drafts are what followed its newest token where it stood before in the
+    text, else its neighbours in the vocabulary.
+
+    Attributes:
+        count: How many drafts.
+    """
+
+    count: int
+    weight = 0
+    proof = ("drafts rejected", "no draft was taken back")
+
+    def offered(self, run: Run) -> bool:
+        """Where they can be fed and taken back."""
+        return run.ids.shape[1] + self.count + 3 <= run.room and Crop(self.count).offered(run)
+
+    def do(self, run: Run) -> None:
+        """Feeds all, judged; of the drafts as many stay as are drawn."""
+        run.tries("drafts checked")
+        Feed(1 + self.count).do(run)
+        right = run.draw.randint(0, self.count)
+        if right < self.count:
+            Crop(self.count - right).do(run)
+
+    def lead(self, lane: Lane) -> Iterable[Tensor]:
+        """Feeds a token with its drafts, keeps those that are right."""
+        return lane.draft(self.count)
+
+    @property
+    def columns(self) -> int:
+        """That of the token; those of right drafts save others."""
+        return 1
+
+    @property
+    def ahead(self) -> int:
+        """The drafts."""
+        return self.count
 
 
 def has(cache: Any, method: str) -> bool:

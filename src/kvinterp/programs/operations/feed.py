@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from kvinterp.errors import UnsupportedError
+from kvinterp.models import Adapter
 from kvinterp.programs.program import Operation
 from kvinterp.programs.running import Run
 from kvinterp.programs.subject import Subject
+
+if TYPE_CHECKING:
+    from kvinterp.paths.programmed import Lane
 
 PIECES = 8
 """The most forwards of one."""
@@ -22,12 +29,15 @@ class Feed(Operation):
     Attributes:
         width: How many.
         cut: How many at a time; 0: all at once.
-        inner: Pads that each row begins with here, inside its text; only where a program goes beyond the contract.
+        inner: Pads that each row begins with here, inside its text, as where turns are unequal; in an audit only where a program
+            goes beyond the contract.
+        behind: Pads that each row ends with, likewise: on the right of unequal prompts.
     """
 
     width: int
     cut: int = 0
     inner: tuple[int, ...] = ()
+    behind: tuple[int, ...] = dataclasses.field(default=(), kw_only=True)
 
     @classmethod
     def drawn(cls, draw: random.Random, rows: int, subject: Subject, beyond: str) -> Feed:
@@ -42,7 +52,7 @@ class Feed(Operation):
 
     def do(self, run: Run) -> None:
         """Feeds the pieces."""
-        ids, mask = run.columns(min(self.width, run.room - 1 - run.ids.shape[1]), self.inner)
+        ids, mask = run.columns(min(self.width, run.room - 1 - run.ids.shape[1]), self.inner, self.behind)
         width = ids.shape[1]
         cut = max(self.cut, -(-width // PIECES)) if self.cut else width
         ends = [*range(cut, width, cut), width]
@@ -51,6 +61,24 @@ class Feed(Operation):
         for begin, end in zip([0, *ends], ends, strict=False):
             part = ids[:, begin:end], mask[:, begin:end]
             run.took(*part, run.forward(*part, run.cache, mask[:, end:].sum(1)))
+
+    def lead(self, lane: Lane) -> Iterable[Tensor]:
+        """Feeds them, of the path's own text those that nothing takes back."""
+        return lane.feed(self.width, self.cut, self.inner, self.behind)
+
+    def check(self, adapter: Adapter, length: int) -> None:
+        """Pads between tokens stand in a window."""
+        window = min((each for each in adapter.facts.windows if each is not None), default=None)
+        if any((*self.inner, *self.behind)) and window is not None and window < length:
+            raise UnsupportedError(
+                f"{self} puts pads between tokens, and {adapter.facts.name} has a window of {window} rows, in which they would "
+                f"count over {length}: give pads on the left, or fewer tokens."
+            )
+
+    @property
+    def columns(self) -> int:
+        """All."""
+        return self.width
 
     @staticmethod
     def _no_lone_pad(ends: list[int], mask: Tensor) -> list[int]:

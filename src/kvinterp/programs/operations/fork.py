@@ -4,9 +4,16 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from torch import Tensor
 
 from kvinterp.programs.program import Operation
 from kvinterp.programs.running import Run
+
+if TYPE_CHECKING:
+    from kvinterp.paths.programmed import Lane
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,6 +26,7 @@ class Fork(Operation):
 
     width: int
     between = (1, 4)
+    proof = ("copies fed", "no copy was fed")
 
     def offered(self, run: Run) -> bool:
         """Where there is room."""
@@ -34,6 +42,11 @@ class Fork(Operation):
         run.lines.append("cache = kept")
         back()
 
+    def lead(self, lane: Lane) -> Iterable[Tensor]:
+        """Feeds the copy."""
+        lane.fork(self.width)
+        return ()
+
 
 @dataclasses.dataclass(frozen=True)
 class Request(Operation):
@@ -45,6 +58,7 @@ class Request(Operation):
 
     width: int
     between = (1, 9)
+    proof = ("other requests", "no other request was served")
 
     def do(self, run: Run) -> None:
         """A forward on a cache of its own."""
@@ -52,3 +66,8 @@ class Request(Operation):
         ids = run.subject.tensor([run.tokens(min(self.width, run.room))])
         run.write(ids, {}, None, kept="no")
         run.subject.feed(ids, None, None, None)
+
+    def lead(self, lane: Lane) -> Iterable[Tensor]:
+        """The same."""
+        lane.request(self.width)
+        return ()

@@ -5,16 +5,23 @@ from __future__ import annotations
 import copy
 import dataclasses
 import random
-from typing import Any
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from kvinterp.common.checks import check_known
+from kvinterp.errors import UnsupportedError
+from kvinterp.models import Adapter
 from kvinterp.models.transformer_lens_api import generate
-from kvinterp.models.transformers_cache import returned_cache
+from kvinterp.models.transformers_api import can_generate
 from kvinterp.programs.program import Operation
 from kvinterp.programs.running import PADDED, Run
 from kvinterp.programs.subject import ModelSubject, Subject, apart
+
+if TYPE_CHECKING:
+    from kvinterp.paths.programmed import Lane
 
 ON_THE_CACHE = {
     "whole": "given the whole text",
@@ -43,12 +50,18 @@ class Generate(Operation):
         count: Tokens that are generated.
         how: One of :data:`HOW`: on the program's cache, given the whole text, the new tokens alone, or prefilled in chunks; or
             with the whole text on a cache of its own: beams, an assistant model, drafts looked up in the prompt, a static cache.
+        drafts: How many are looked up at a time.
     """
 
     width: int
     count: int
     how: str = "whole"
+    drafts: int = dataclasses.field(default=DRAFTS, kw_only=True)
     weight = 2
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_known("how of generate", self.how, HOW)
 
     @classmethod
     def drawn(cls, draw: random.Random, rows: int, subject: Subject, beyond: str) -> Generate:
@@ -73,6 +86,39 @@ class Generate(Operation):
         if self.how in ("assistant", "lookup"):
             return len(run.texts) == 1 and not getattr(subject.model, "_is_stateful", False)
         return self.how != "new" or (run.cache is not None and run.filled)
+
+    def lead(self, lane: Lane) -> Iterable[Tensor]:
+        """Runs each forward that ``generate()`` asks for on the path's cache, and tells it the path's tokens."""
+        if self.how not in ("whole", "new", "lookup"):
+            raise UnsupportedError(
+                f"{self} is no use of a path's cache or tokens, since it makes its own: give beams(2), chunked(2) or static."
+            )
+        return lane.generate(self.width, self.count, self.how == "new", self.ahead)
+
+    def check(self, adapter: Adapter, length: int) -> None:
+        """Refuses a model that has no ``generate()`` of transformers'."""
+        if not can_generate(adapter.model):
+            raise UnsupportedError(
+                f"{self} needs transformers' generate(), and a {type(adapter.model).__name__} has none: load the model with "
+                "kind='native'."
+            )
+
+    @property
+    def proof(self) -> tuple[str, str]:  # type: ignore[override]
+        """Drafts, or forwards on the cache."""
+        if self.ahead:
+            return "drafts looked up", "transformers drafted nothing: no token had stood in the text before"
+        return "cached positions read", "generate() read no cached position"
+
+    @property
+    def columns(self) -> int:
+        """What it is given, and what it generates but the last."""
+        return self.width + self.count - 1
+
+    @property
+    def ahead(self) -> int:
+        """The drafts."""
+        return self.drafts if self.how == "lookup" else 0
 
     def do(self, run: Run) -> None:
         """Generates, and judges the logits of every new token."""
@@ -110,6 +156,8 @@ class Generate(Operation):
             text += row[:-1]
         fed, seen = torch.cat([ids, new[:, :-1]], 1), torch.cat([mask, torch.ones_like(new[:, :-1])], 1)
         run.judge(torch.stack(out.logits, 1), fed, seen, last=True)
+        from kvinterp.models.transformers_cache import returned_cache
+
         name, made = returned_cache(out, subject.adapter.takes)
         run.lines += [f"cache = out.{name}"] if run.cache is None and made is not None else []
         run.took(fed, seen, run.cache if run.cache is not None else made)
@@ -118,7 +166,7 @@ class Generate(Operation):
         subject: Any = run.subject
         known: dict[str, dict[str, Any]] = {
             "beams": {"num_beams": 2, "num_return_sequences": 2},
-            "lookup": {"prompt_lookup_num_tokens": DRAFTS},
+            "lookup": {"prompt_lookup_num_tokens": self.drafts},
             "static": {"cache_implementation": "static"},
         }
         given = known.get(self.how, {})

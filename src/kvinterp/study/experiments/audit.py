@@ -80,7 +80,7 @@ class Audit(Experiment):
     )
     calls: str = option(
         "",
-        "Programs to run as well, such as 'rows(0+4)+feed(9)+crop(2)+feed(1)', or call plans that are names for one, such as "
+        "Programs to run as well, such as 'rows(0+4)+feed(9)+crop(2)+feed(1)', or their names, such as "
         "padded(left,5),batched(8); or all.",
     )
     programs: int = option(60, "How many programs of the cache to run: each use once, then drawn ones (--seed).")

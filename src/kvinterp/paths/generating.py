@@ -1,9 +1,8 @@
-"""``generate``: transformers' own loop decides what each forward is given; the tokens that it takes are the path's."""
+"""A ``generate()`` of transformers' whose forwards are run by whoever drives it, one by one; the tokens it takes are given."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import queue
 import threading
@@ -12,31 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-
-from kvinterp.errors import UnsupportedError
-from kvinterp.models import Adapter
-from kvinterp.models.transformers_api import can_generate, greedy
-from kvinterp.paths.calls.base import Call, Feeder, Loop
-
-
-@dataclasses.dataclass(frozen=True)
-class Generate(Call):
-    """Tokens, positions and masks as transformers' ``generate()`` gives them to the forward, on the path's cache."""
-
-    def check(self, adapter: Adapter, length: int, steps: int) -> None:
-        """Refuses a model that has no ``generate()`` of transformers'."""
-        check_generates(adapter, self)
-
-    def feed(self, feeder: Feeder) -> Loop:
-        """Runs each forward that ``generate()`` asks for, and tells it which token was chosen."""
-        with generating(feeder, self) as asked:
-            for given in asked.forwards():
-                made = run(feeder, asked, given)
-                asked.answer(made, [(yield made.logits[:, -1])])
-
-    def missing(self, witness: dict[str, int]) -> str:
-        """Forwards on the cache."""
-        return "" if witness.get("cached positions read") else "generate() read no cached position"
 
 
 class _StoppedError(BaseException):
@@ -147,43 +121,3 @@ class Generating:
         except BaseException as error:
             ended = error
         self._asked.put(ended)
-
-
-@contextlib.contextmanager
-def generating(feeder: Feeder, call: Call, **more: Any) -> Iterator[Generating]:
-    """The ``generate()`` of a path; ``more``: what it is configured with besides.
-
-    Raises:
-        UnsupportedError: The model keeps its own cache, or it ended by itself.
-    """
-    feeder.start(feeder.prompt, feeder.steps)
-    cache = getattr(feeder.store.own, "model_cache", None)
-    if cache is None:
-        raise UnsupportedError(f"call={call} needs a cache of transformers', and this model keeps its own: leave it out.")
-    # No token ends it: the path says when it is over.
-    ends = {"eos_token_id": feeder.adapter.facts.vocabulary, "pad_token_id": 0}
-    chosen = greedy(feeder.steps + 2, **ends, **more)
-    adapter = feeder.adapter
-    with Generating(adapter.model, feeder.prompt, chosen, cache=cache, name=adapter.cache_name) as asked:
-        yield asked
-    raise UnsupportedError(f"generate() of this model ended by itself: leave call={call} out.")
-
-
-def run(feeder: Feeder, asked: Generating, given: dict[str, Any], shown: int | None = None) -> Any:
-    """The output of a forward that was asked for; so many of its first tokens are shown, all of them for None."""
-    new, chunk = given["input_ids"].shape[1], feeder.chunk
-    if chunk is not None and not asked.sent and new > chunk:
-        raise UnsupportedError("generate() feeds its prompt as it likes: leave the chunk out of the path.")
-    made = feeder.shown(new, functools.partial(feeder.adapter.model, **given), shown)
-    feeder.count("forwards of generate()")
-    feeder.count("cached positions read", int(asked.cache.get_seq_length()) - new)
-    return made
-
-
-def check_generates(adapter: Adapter, call: Call) -> None:
-    """Raises UnsupportedError for a model that has no ``generate()`` of transformers'."""
-    if not can_generate(adapter.model):
-        raise UnsupportedError(
-            f"call={call} needs transformers' generate(), and a {type(adapter.model).__name__} has none: load the model with "
-            "kind='native'."
-        )

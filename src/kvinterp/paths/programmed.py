@@ -1,0 +1,458 @@
+"""A program on a path: the path's own prompt runs through it, and then the tokens that follow, one a step.
+
+A program may put other tokens beside those of the path: pads, neighbours in the batch, drafts, what is taken back. Whoever looks
+into the path sees its own row alone, and of it its own tokens in their order, so that two programs can be compared and patched
+token by token. What a program does not feed of the prompt comes behind it in one forward.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+from collections.abc import Callable, Generator, Iterator, Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from kvinterp.errors import InputError, UnsupportedError
+from kvinterp.models import Adapter
+from kvinterp.models.transformers_api import greedy
+from kvinterp.paths.generating import Generating
+from kvinterp.paths.view import View
+from kvinterp.programs.operations.crop import Crop, Draft
+from kvinterp.programs.operations.feed import Feed
+from kvinterp.programs.program import Program
+
+Loop = Generator[Float[Tensor, "batch vocab"], Int[Tensor, " batch"], None]
+
+
+def staying(program: Program) -> list[int]:
+    """How many columns of each operation nothing takes back: on a path those are its own text, the others another's.
+
+    Raises:
+        InputError: More is taken back than was fed.
+    """
+    left = [max(step.columns, 0) for step in program.steps]
+    for at, step in enumerate(program.steps):
+        back = max(-step.columns, 0)
+        for before in reversed(range(at)):
+            taken = min(back, left[before]) if isinstance(program.steps[before], Feed) else 0
+            left[before], back = left[before] - taken, back - taken
+            if left[before]:
+                break
+        if back:
+            raise InputError(f"program {program} takes back {back} columns more in {step} than it fed by then: crop fewer.")
+    return left
+
+
+def room(program: Program, length: int, steps: int) -> tuple[int, int, int]:
+    """Rows, columns of the prompt, and those that may follow, for a prompt of ``length`` tokens and ``steps`` after it."""
+    rows, columns, most = program.rows, 0, 0
+    before = length + rows.pads[rows.own]
+    for step in program.steps:
+        for pads in (step.inner, step.behind) if isinstance(step, Feed) else ():
+            before += (*pads, *[0] * len(rows.pads))[rows.own]
+        most = max(most, columns) if isinstance(step, Crop) else most
+        columns += step.columns
+    after = steps + max((step.ahead for step in program.steps), default=0)
+    return len(rows.pads), before, max(after, most - before)
+
+
+def check(program: Program, adapter: Adapter, length: int, steps: int) -> None:
+    """Raises UnsupportedError, before anything runs, where a model or a prompt cannot be run so."""
+    rows, feeds = program.rows, [step for step in program.steps if isinstance(step, Feed)]
+    padded = any(rows.pads) or any(any((*feed.inner, *feed.behind)) for feed in feeds)
+    if (padded or rows.told != "needed") and not adapter.takes_mask:
+        raise UnsupportedError(
+            f"program {program} has rows to be masked, and {adapter.facts.architecture}, as kind {adapter.kind} runs it, cannot "
+            "be told which: leave the call out, or load the model with kind='native'."
+        )
+    _, before, after = room(program, length, steps)
+    if before > adapter.facts.context:
+        raise InputError(
+            f"program {program} puts {before} columns on the cache, and {adapter.facts.name} has {adapter.facts.context} "
+            "positions: give fewer pads."
+        )
+    for step in program.steps:
+        step.check(adapter, before + after)
+
+
+@dataclasses.dataclass
+class Lane:
+    """One path in motion under a program: what operations lead.
+
+    Attributes:
+        adapter: The model, in the path's dtype.
+        form: That of the path.
+        prompt: ``[1, position]``.
+        steps: Most tokens that are fed after it.
+        chunk: Most tokens of the prompt in one forward, or None.
+        write: Writes the program for a prompt of so many tokens and so many steps.
+        begin: Makes the store of a pass of rows, columns, and columns after them; None where there is none.
+        aside: The same for another request, which nobody hears.
+        view: Which part of a forward is shown.
+        witness: What happened, by name.
+        held: What lasts until the path is over.
+    """
+
+    adapter: Adapter
+    form: str
+    prompt: Tensor
+    steps: int
+    chunk: int | None
+    write: Callable[[int, int], Program]
+    begin: Callable[[int, int, int], Any]
+    aside: Callable[[Tensor, int], Any]
+    view: View
+    witness: dict[str, int]
+    held: contextlib.ExitStack = dataclasses.field(default_factory=contextlib.ExitStack)
+
+    def run(self) -> Loop:
+        """Yields the newest logits of the path's row, ``[1, vocab]``, and is sent the next token."""
+        self.text = self.prompt
+        with self.held:
+            if self.form == "recompute":
+                while True:
+                    yield from self._pass(0)
+                    yield from self._token()
+            yield from self._pass(self.steps)
+            while True:
+                yield from self._rest(1)
+
+    def _pass(self, steps: int) -> Loop:
+        """The whole program over the text, and what it does not feed of that."""
+        self._start(self.write(self.text.shape[1], steps), steps)
+        for step, stays in zip(self.program.steps, staying(self.program), strict=True):
+            if self._fed and not self._unfed:
+                yield from self._token()
+            self._stays = stays
+            yield from step.lead(self)
+        if self._unfed:
+            yield from self._rest(self._unfed)
+
+    def _rest(self, width: int) -> Loop:
+        """So many columns more, of which each stays."""
+        self._stays = width
+        yield from self.feed(width)
+
+    def missing(self) -> str:
+        """What did not happen although the program stands for it, in a few words; empty where it ran as said."""
+        proofs = dict(step.proof for step in self.write(self.prompt.shape[1], self.steps).steps)
+        return next((said for name, said in proofs.items() if name and not self.witness.get(name)), "")
+
+    def count(self, name: str, more: int = 1) -> None:
+        """Counts what happened."""
+        self.witness[name] = self.witness.get(name, 0) + more
+
+    # What operations ask for -----------------------------------------------------------------------------------------------
+
+    def feed(self, width: int, cut: int = 0, inner: Sequence[int] = (), behind: Sequence[int] = ()) -> Loop:
+        """Feeds columns: of the path's own row the next of its text, as many as nothing takes back.
+
+        Raises:
+            InputError: The prompt is over, and they are to be fed together.
+        """
+        mask = self._padded(width, inner, behind)
+        own = mask[self.view.row].bool() & (torch.arange(width) < self._stays)
+        size, others = min(cut or width, self.chunk or width), 0
+        for begin in range(0, width, size):
+            part = slice(begin, min(begin + size, width))
+            mine = own[part]
+            need = int(mine.sum())
+            if need > self._unfed:
+                if self._unfed or need > 1:
+                    raise InputError(
+                        f"program {self.program} feeds {need} tokens at once where {self._unfed} of the prompt's "
+                        f"{self.prompt.shape[1]} are left, and those that follow it come one by one: give a longer prompt, or "
+                        "feed(N,1)."
+                    )
+                yield from self._token()
+            logits = self._forward(self._ids(mask[:, part], mine, others), mask[:, part], mine)
+            self._fed += need
+            others += int((mask[self.view.row, part].bool() & ~mine).sum())
+            if need:
+                self._logits = logits[self.view.row : self.view.row + 1, int(mine.nonzero()[-1])]
+
+    def crop(self, count: int) -> None:
+        """Takes back columns, and counts them."""
+        self.count("positions taken back", count)
+        self.store.crop(len(self.view.own) - count)
+        self._cropped(len(self.view.own) - count)
+        layers = range(self.adapter.facts.layers)
+        self.witness["cached positions reused"] = min(self.store.length(layer) for layer in layers)
+
+    def draft(self, count: int) -> Loop:
+        """Feeds the next token with drafts, and keeps those that turn out right."""
+        if len(self.mask) > 1:
+            raise InputError(f"program {self.program} drafts for {len(self.mask)} rows: give one, as in rows(0).")
+        yield from self._known()
+        drafts = self._drafted(count)[:, : max(self.adapter.facts.context - self._fed - 1, 0)]
+        ids = torch.cat([self.text[:, self._fed : self._fed + 1], drafts], 1)
+        logits = self._forward(ids, torch.ones_like(ids), shown=1)
+        self._fed += 1
+        wrong = drafts.shape[1] - (yield from self._checked(logits, drafts))
+        if wrong:
+            self.crop(wrong)
+
+    def select(self, rows: Sequence[int], method: str, asked: Any) -> None:
+        """Goes on as these rows of the cache, by a method of the library's that is asked for them."""
+        if not self.store.can_select:
+            raise UnsupportedError(
+                f"program {self.program} moves rows, and a {self.store.name} has none to move: leave the call out."
+            )
+        if self.view.row not in rows:
+            raise InputError(f"program {self.program} lets go of row {self.view.row}, in which the path's prompt stands.")
+        order = torch.tensor(rows)
+        self.store.select(method, asked if isinstance(asked, int) else asked.to(self.prompt.device))
+        self.mask, self.ids = self.mask[order], self.ids[order.to(self.ids.device)]
+        self._pads, self.view.row = [self._pads[row] for row in rows], list(rows).index(self.view.row)
+        self.count("rows moved", len(rows))
+
+    def join(self) -> None:
+        """Another request joins: its own prefill of as many tokens as there are columns, put under the others."""
+        ids = self._others(self.mask.shape[1])
+        store = self.aside(ids, 1)
+        with self._unseen():
+            self.adapter.forward(ids, store)
+        self.store.join(store)
+        self.mask, self.ids = torch.cat([self.mask, torch.ones_like(self.mask[:1])]), torch.cat([self.ids, ids])
+        self._pads.append(0)
+        self.count("rows joined")
+
+    def request(self, width: int) -> None:
+        """Another request is served, on a cache of its own."""
+        ids = self._others(width)
+        with self._unseen():
+            self.adapter.forward(ids, self.aside(ids, 1))
+        self.count("other requests")
+
+    def fork(self, width: int) -> None:
+        """A copy of the cache is fed other tokens."""
+        cache = getattr(self.store.own, "model_cache", None)
+        if cache is None or not self.adapter.plain:
+            raise UnsupportedError(
+                f"program {self.program} copies a cache of transformers', which this path has not: use forked(4)."
+            )
+        twin = copy.deepcopy(cache)
+        # The copy is not led through the path's store.
+        vars(twin).pop("update", None)
+        ids = self._others(width).expand(len(self.mask), -1)
+        mask = torch.cat([self.mask, torch.ones(ids.shape, dtype=torch.long)], 1)
+        told = self._told(mask, width)
+        with self._unseen():
+            self.adapter.call_with_cache(ids, twin, told.get("attention_mask"), told.get("position_ids"))
+        self.count("copies fed")
+
+    def generate(self, width: int, count: int, new: bool, drafts: int) -> Loop:
+        """Runs each forward that transformers' ``generate()`` asks for; tells it the path's tokens.
+
+        Args:
+            width: Columns that it is given besides.
+            count: Tokens that it takes.
+            new: Whether it is given these alone, and not the whole text.
+            drafts: How many it looks up; 0 for none.
+
+        Raises:
+            UnsupportedError: The model keeps its own cache, or it ended by itself.
+        """
+        view, cache = self.view, getattr(self.store.own, "model_cache", None)
+        if cache is None:
+            raise UnsupportedError(
+                f"program {self.program} needs a cache of transformers', and this model keeps its own: leave it out."
+            )
+        if drafts and view.writes:
+            raise UnsupportedError(
+                f"program {self.program} shows the rows of a draft after their forward, where nothing can be put in their place: "
+                f"use verified({drafts}), which then takes no draft."
+            )
+        if drafts and self._fed:
+            raise InputError(
+                f"program {self.program} looks up drafts on a filled cache: generate first, as in rows(0)+generate(9,5,lookup)."
+            )
+        part = self._padded(width)
+        if int(part[view.row].sum()) > self._unfed:
+            raise InputError(f"program {self.program} feeds more than the {self.prompt.shape[1]} tokens of the prompt.")
+        ids, mask = self._ids(part, part[view.row].bool(), 0), torch.cat([self.mask, part], 1)
+        prompt = ids if new else torch.cat([self.ids, ids], 1)
+        # No token ends it: the path says when it is over.
+        ends = {"eos_token_id": self.adapter.facts.vocabulary, "pad_token_id": 0}
+        chosen = greedy(count, **ends, **({"prompt_lookup_num_tokens": drafts} if drafts else {}))
+        with Generating(
+            self.adapter.model, prompt, chosen, mask.to(prompt.device), cache, self.adapter.cache_name
+        ) as asked:
+            for given in asked.forwards():
+                left, tokens = int(cache.get_seq_length()), given["input_ids"]
+                if left < len(view.own):
+                    self._cropped(left)
+                fed = mask.shape[1] - left
+                drafted = tokens[:, fed:]
+                if self.chunk is not None and not asked.sent and fed > self.chunk:
+                    raise UnsupportedError("generate() feeds its prompt as it likes: leave the chunk out of the path.")
+                seen = torch.cat([mask, torch.ones(drafted.shape, dtype=torch.long)], 1)
+                view.feed(seen[view.row, left:].bool(), fed if drafts else None)
+                made = self.adapter.model(**given)
+                self.store.settle()
+                self.mask, self.ids = seen, torch.cat([self.ids[:, :left], tokens], 1)
+                self._fed += int(mask[view.row, left:].sum())
+                self.count("forwards of generate()")
+                self.count("cached positions read", left)
+                if drafts:
+                    self.count("drafts looked up", drafted.shape[1])
+                before = self._fed
+                newest = made.logits[view.row : view.row + 1, -1 - drafted.shape[1] :]
+                yield from self._checked(newest, drafted)
+                sent = self.text[0, before : self._fed + 1]
+                mask = torch.cat([mask, torch.ones(len(mask), len(sent), dtype=torch.long)], 1)
+                asked.answer(made, [self._beside(token[None])[:, 0] for token in sent])
+        if len(asked.sent) < count:
+            raise UnsupportedError(f"generate() of this model ended by itself: leave call={self.program} out.")
+        self._cropped(int(cache.get_seq_length()))
+
+    # ----------------------------------------------------------------------------------------------------------------------
+
+    def _start(self, program: Program, steps: int) -> None:
+        """Begins a pass."""
+        rows, before, after = room(program, self.text.shape[1], steps)
+        self.program, self.mask = program, torch.zeros(rows, 0, dtype=torch.long)
+        self.ids = self.text[:, :0].expand(rows, 0)
+        self._pads, self._fed, self._masked = list(program.rows.pads), 0, False
+        self._logits = self.text
+        self.view.crop(0)
+        self.view.row = program.rows.own
+        self.store = self.begin(rows, before, after)
+        if any(isinstance(step, Crop | Draft) for step in program.steps) or program.rows.cache == "recording":
+            self.store.will_crop()
+        self.witness |= {"rows": rows} if rows > 1 else {}
+
+    @property
+    def _unfed(self) -> int:
+        """Tokens of the text that are known and not fed."""
+        return self.text.shape[1] - self._fed
+
+    def _token(self) -> Loop:
+        """Yields the newest logits; the token that is sent belongs to the text then."""
+        token = yield self._logits
+        self.text = torch.cat([self.text, token[:, None].to(self.text.device)], 1)
+
+    def _known(self) -> Loop:
+        """The same where the next token is not known."""
+        if not self._unfed:
+            yield from self._token()
+
+    def _checked(self, logits: Tensor, drafts: Tensor) -> Generator[Tensor, Tensor, int]:
+        """Yields the logits of the newest token, and those of each draft behind it that turns out right.
+
+        The rows of such a draft stay in the cache, and what was seen in them is what its step is shown; but where a hook may
+        write, which could come too late for them, no draft is taken.
+
+        Args:
+            logits: Of the newest token and of the drafts, ``[1, 1 + draft, vocab]``, of a forward that showed none of these.
+            drafts: ``[1, draft]``.
+
+        Returns:
+            How many were right; the token behind them is known then.
+        """
+        first, right = self.view.new - logits.shape[1], 0
+        while True:
+            if right:
+                self.view.show(first + right)
+            self._logits = logits[:, right]
+            yield from self._known()
+            if right == drafts.shape[1] or self.view.writes or bool(drafts[0, right] != self.text[0, self._fed]):
+                break
+            right, self._fed = right + 1, self._fed + 1
+        if drafts.shape[1]:
+            self.count("drafts accepted", right)
+            self.count("drafts rejected", drafts.shape[1] - right)
+        return right
+
+    def _drafted(self, count: int) -> Tensor:
+        text = self.text[:, : self._fed + 1]
+        newest = int(text[0, -1])
+        before = (text[0, :-1] == newest).nonzero().flatten()
+        found = text[:, int(before[-1]) + 1 :][:, :count] if len(before) else text[:, :0]
+        more = torch.arange(1, count - found.shape[1] + 1, device=text.device)[None]
+        return torch.cat([found, (newest + more) % self.adapter.facts.vocabulary], 1)
+
+    def _padded(self, width: int, inner: Sequence[int] = (), behind: Sequence[int] = ()) -> Tensor:
+        """The mask of so many new columns."""
+        mask = torch.ones(len(self.mask), width, dtype=torch.long)
+        for row in range(len(mask)):
+            pads, last = (self._pads[row] + sum(inner[row : row + 1])), sum(behind[row : row + 1])
+            lead = min(pads, width)
+            self._pads[row] = pads - lead
+            mask[row, :lead] = 0
+            mask[row, max(width - last, 0) :] = 0
+        pads = int((mask == 0).sum())
+        if pads:
+            self._masked = True
+            self.count("pads masked", pads)
+        return mask
+
+    def _ids(self, mask: Tensor, mine: Tensor, others: int) -> Tensor:
+        """New columns of all rows; of the path's own its text where it is ``mine``, other tokens where it is taken back.
+
+        Another token than the first is a pad: one that is read in its place would be the same there.
+        """
+        prompt, vocabulary = self.prompt[0], self.adapter.facts.vocabulary
+        line = ((prompt[:1] + 1) % vocabulary).repeat(mask.shape[1])
+        mine = mine.to(line.device)
+        need, taken = int(mine.sum()), mask[self.view.row].bool().to(line.device) & ~mine
+        line[mine] = self.text[0, self._fed : self._fed + need]
+        line[taken] = (prompt[0] + others + torch.arange(1, int(taken.sum()) + 1, device=line.device)) % vocabulary
+        if len(mask) == 1:
+            return line[None]
+        # In the other rows the prompt, turned; beside what follows it other tokens.
+        moved = torch.arange(len(mask), device=line.device)[:, None] - self.view.row
+        turned = prompt[(self.mask.shape[1] + torch.arange(len(line), device=line.device) - moved) % len(prompt)]
+        index = self._fed + mine.cumsum(0) - 1
+        known = ~taken & (~mine | (index < len(prompt)))
+        ids = torch.where(known, turned, self._beside(line))
+        ids[self.view.row] = line
+        return ids
+
+    def _beside(self, tokens: Tensor) -> Tensor:
+        """Other tokens in the other rows beside the path's own, ``[row, column]``."""
+        moved = torch.arange(len(self.mask), device=tokens.device)[:, None] - self.view.row
+        return (tokens + moved) % self.adapter.facts.vocabulary
+
+    def _others(self, width: int) -> Tensor:
+        """So many tokens of another request, ``[1, position]``."""
+        return self.prompt.repeat(1, width // self.prompt.shape[1] + 1)[:, :width].roll(1, 1)
+
+    def _told(self, mask: Tensor, width: int) -> dict[str, Tensor]:
+        takes = ("attention_mask", "position_ids") if self.adapter.takes_mask else ()
+        found = self.program.rows.tells(mask, width, self._masked, takes, 0 if takes else None)
+        return {name: told.to(self.prompt.device) for name, told in found.items()}
+
+    def _forward(self, ids: Tensor, mask: Tensor, own: Tensor | None = None, shown: int | None = None) -> Tensor:
+        """Logits of new columns on the store of the pass, ``[row, column, vocab]``; ``own``: which are the path's own."""
+        own = torch.ones(ids.shape[1], dtype=torch.bool) if own is None else own
+        self.mask, self.ids = torch.cat([self.mask, mask.cpu()], 1), torch.cat([self.ids, ids], 1)
+        told = self._told(self.mask, ids.shape[1])
+        self.view.feed(own, shown)
+        with contextlib.nullcontext() if bool(own.any()) else self._unseen():
+            logits = self.adapter.forward(ids, self.store, told.get("attention_mask"), told.get("position_ids"))
+        if self.store is not None:
+            self.store.settle()
+        if "position_ids" in told:
+            self.witness["last position given"] = int(told["position_ids"][self.view.row, -1])
+        return logits
+
+    def _cropped(self, length: int) -> None:
+        """Told that all columns from ``length`` on were taken back."""
+        self.store.cropped(length)
+        self.view.crop(length)
+        self.mask, self.ids = self.mask[:, :length], self.ids[:, :length]
+
+    @contextlib.contextmanager
+    def _unseen(self) -> Iterator[None]:
+        """What runs inside is another request's."""
+        self.view.silent = True
+        try:
+            yield
+        finally:
+            self.view.silent = False

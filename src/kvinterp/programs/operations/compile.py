@@ -1,0 +1,102 @@
+"""``compile``: every forward from here on goes through ``torch.compile``."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, _dynamo
+
+from kvinterp.errors import UnsupportedError, unknown
+from kvinterp.models import Adapter
+from kvinterp.programs.program import Operation
+from kvinterp.programs.running import Run
+from kvinterp.programs.subject import ModelSubject
+
+if TYPE_CHECKING:
+    from kvinterp.paths.programmed import Lane
+
+
+@dataclasses.dataclass(frozen=True)
+class Compile(Operation):
+    """The model's forward under ``torch.compile``, compiled anew; not drawn, since that takes seconds.
+
+    What looks into a block or changes it breaks the graph there, and what stands between is compiled all the same.
+
+    Attributes:
+        backend: As torch knows it: ``inductor`` needs a C++ compiler on a CPU; ``aot_eager`` and ``eager`` need none.
+    """
+
+    backend: str = "inductor"
+    weight = 0
+    proof = ("compiled graphs run", "torch compiled no graph of this model")
+
+    def __post_init__(self) -> None:
+        known = _dynamo.list_backends(exclude_tags=())
+        if not isinstance(self.backend, str) or self.backend not in known:
+            raise unknown("backend of torch.compile", str(self.backend), known)
+
+    def offered(self, run: Run) -> bool:
+        """Of a transformers model itself."""
+        return isinstance(run.subject, ModelSubject) and run.subject.adapter.plain
+
+    def do(self, run: Run) -> None:
+        """Compiles until the program is over."""
+        run.tries("compiled")
+        run.lines.append(f"model.forward = torch.compile(model.forward, backend={self.backend!r})")
+        subject: Any = run.subject
+        run.held.enter_context(compiled(subject.model, self.backend, lambda name, more: None))
+
+    def lead(self, lane: Lane) -> Iterable[Tensor]:
+        """Compiles until the path is over."""
+        lane.held.enter_context(compiled(lane.adapter.model, self.backend, lane.count))
+        return ()
+
+    def check(self, adapter: Adapter, length: int) -> None:
+        """Refuses what is no transformers model itself, and a backend that lacks its compiler."""
+        if not adapter.plain:
+            raise UnsupportedError(
+                f"{self} compiles a transformers model's own forward, and this is a {adapter.kind}: load the model with "
+                "kind='native'."
+            )
+        if self.backend == "inductor" and adapter.device.type == "cpu":
+            from torch._inductor import cpp_builder, exc
+
+            try:
+                cpp_builder.get_cpp_compiler()
+            except exc.InvalidCxxCompiler as error:
+                raise UnsupportedError(
+                    f"{self} needs a C++ compiler, and none was found: install g++, or give aot_eager."
+                ) from error
+
+
+@contextlib.contextmanager
+def compiled(model: Any, name: str, count: Callable[[str, int], None]) -> Iterator[None]:
+    """Puts the compiled forward in the model's place, and counts the graphs that are made and run."""
+    own = vars(model).get("forward")
+    _dynamo.reset()
+    before = _dynamo.utils.counters["stats"]["unique_graphs"]
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        made = _dynamo.lookup_backend(name)(graph, inputs)
+
+        def ran(*args: Any) -> Any:
+            count("compiled graphs run", 1)
+            return made(*args)
+
+        # aot_eager and inductor hand over what takes its inputs as a list, and say so.
+        ran._boxed_call = getattr(made, "_boxed_call", False)  # type: ignore[attr-defined]
+        return ran
+
+    vars(model)["forward"] = torch.compile(model.forward, backend=backend)
+    try:
+        yield
+    finally:
+        count("graphs compiled", _dynamo.utils.counters["stats"]["unique_graphs"] - before)
+        vars(model).pop("forward")
+        if own is not None:
+            vars(model)["forward"] = own
+        _dynamo.reset()
