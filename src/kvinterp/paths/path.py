@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, get_args
 
 from kvinterp.common import spec
 from kvinterp.common.checks import check_choice, check_instance, check_known, check_number, check_whole
@@ -103,7 +103,7 @@ class ExecutionPath:
 
     def _check_call(self) -> None:
         """Refuses what a program cannot go together with."""
-        check_instance("call", self.call, Call, "a program, or use Cached(call='padded(left,5)')")
+        check_instance("call", self.call, get_args(Call), "a program, or use Cached(call='padded(left,5)')")
         assert self.call is not None
         rows = self.form == "cached"
         made = self.call.program(LONG, SOME, ("mask", "rows") if rows else ("mask",))

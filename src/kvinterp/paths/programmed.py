@@ -96,6 +96,8 @@ class Lane:
         view: Which part of a forward is shown.
         witness: What happened, by name.
         held: What lasts until the path is over.
+        program, store: Of the pass that runs.
+        mask, ids: Of all columns on its cache, ``[row, column]``.
     """
 
     adapter: Adapter
@@ -109,6 +111,12 @@ class Lane:
     view: View
     witness: dict[str, int]
     held: contextlib.ExitStack = dataclasses.field(default_factory=contextlib.ExitStack)
+    program: Program = dataclasses.field(init=False)
+    store: Any = dataclasses.field(init=False)
+    mask: Tensor = dataclasses.field(init=False)
+    ids: Tensor = dataclasses.field(init=False)
+    _pads: list[int] = dataclasses.field(init=False)
+    _fed: int = dataclasses.field(init=False)
 
     def run(self) -> Loop:
         """Yields the newest logits of the path's row, ``[1, vocab]``, and is sent the next token."""

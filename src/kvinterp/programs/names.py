@@ -293,14 +293,14 @@ class Names:
         made = Draught(length, steps, offers)
         for part in sorted(self.parts, key=lambda part: not part.feeds):
             part.write(made)
-        steps = [*made.prompt]
+        found = [*made.prompt]
         for step in (step for each in made.each for step in each):
-            last = steps[-1]
+            last = found[-1]
             if step == Feed(1) and isinstance(last, Feed) and last.cut == 1:
-                steps[-1] = Feed(last.width + 1, 1)
+                found[-1] = Feed(last.width + 1, 1)
             else:
-                steps.append(Feed(1, 1) if step == Feed(1) else step)
-        return Program(made.rows, tuple(steps))
+                found.append(Feed(1, 1) if step == Feed(1) else step)
+        return Program(made.rows, tuple(found))
 
     @property
     def options(self) -> dict[str, Any]:
