@@ -10,7 +10,6 @@ import pytest
 import torch
 from bank.bugs_paths import generate_positions
 from bank.calls import FAULTS, fed
-from bank.planting import around
 from transformers import DynamicCache
 
 import kvinterp as kv
@@ -185,17 +184,6 @@ def _left_behind(grows):
     return fed(change)
 
 
-def _compiled_otherwise(model, _):
-    """One layer's feed-forward is scaled where torch.compile looks at it."""
-
-    def wrapper(_, forward, args, given):
-        made = forward(*args, **given)
-        return made * 1.01 if torch.compiler.is_compiling() else made
-
-    around(model.model.layers[1].mlp, wrapper)
-    return model
-
-
 def _stays(*_, **__):
     return None
 
@@ -212,7 +200,6 @@ OPERATION_FAULTS = {
     "feed(4)+feed(1)+join": lambda: _left_behind(grows=True),
     "feed(4)+request(5)": lambda: _left_behind(grows=False),
     "generate(9,2)": lambda: fed(lambda given: _others(given, given.get("position_ids") is not None)),
-    "compile(eager)": lambda: _compiled_otherwise,
 }
 """Each operation, and what goes wrong in it alone."""
 

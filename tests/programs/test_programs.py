@@ -51,6 +51,8 @@ class Planted(LlamaForCausalLM):
             input_ids = (input_ids + 1) % 99
         if self.fault == "crash" and filled and width == 3:
             return super().forward(input_ids, attention_mask[:, :1].view(7, 7))
+        if self.fault == "compiled" and torch.compiler.is_compiling():
+            input_ids = (input_ids + 1) % 99
         if self.fault == "uncached pads" and more.get("use_cache") is False and attention_mask is not None:
             attention_mask = torch.ones_like(attention_mask)
         return super().forward(input_ids, attention_mask, position_ids, past_key_values, **more)
@@ -216,6 +218,14 @@ def test_a_name_is_right_on_a_sound_model_and_was_tried(sound, name):
         "compiled(eager)": "compiled",
     }
     assert wanted.get(name, "decode step") in run.uses
+
+
+def test_a_fault_of_compiled_code_is_seen():
+    """Checks of types under pytest break the graphs of a path, so that an audit's program shows it."""
+    subject = planted("compiled")
+    assert Run(subject, program_named("rows(0)+feed(5)+feed(2,1)")).run()[0] == RIGHT
+    assert Run(subject, program_named("rows(0)+compile(eager)+feed(5)+feed(2,1)")).run()[0] == WRONG
+    assert "forward" not in vars(subject.model)
 
 
 def test_anybodys_own_forward_and_step_are_asked():
