@@ -248,11 +248,11 @@ def _concatenated(tables: list[pd.DataFrame]) -> pd.DataFrame:
 
 
 def _joined_origin(origins: Sequence[Origin | None]) -> Origin | None:
-    known = [origin for origin in origins if origin is not None]
-    if len(known) < len(origins):
+    present = [origin for origin in origins if origin is not None]
+    if len(present) < len(origins):
         return None
-    prompts = {number: ids for origin in known for number, ids in origin.prompts.items()}
-    return dataclasses.replace(known[0], prompts=prompts)
+    prompts = {number: ids for origin in present for number, ids in origin.prompts.items()}
+    return dataclasses.replace(present[0], prompts=prompts)
 
 
 def _joined_caches(abouts: Sequence[dict[str, Any]]) -> dict[str, dict[str, str]]:

@@ -32,16 +32,16 @@ def rows_of_comparison(comparison: Comparison) -> list[Finding]:
 
 def _logit_rows(comparison: Comparison) -> Iterator[Finding]:
     steps, examples = comparison.same_text(comparison.steps), comparison.examples
-    known = steps.dropna(subset=["max_abs_logit"])
-    differ = (known["max_abs_logit"] > 0).to_numpy()
+    compared = steps.dropna(subset=["max_abs_logit"])
+    differ = (compared["max_abs_logit"] > 0).to_numpy()
     advice = TO_SEE_A_DIFFERENCE.rstrip(".") if steps["step"].any() and not comparison.provenance.get("lets_go") else ""
-    note = f"first at step {int(known.loc[differ, 'step'].min())}" if differ.any() else advice
+    note = f"first at step {int(compared.loc[differ, 'step'].min())}" if differ.any() else advice
     if "compared" in steps:
-        without, none = int(steps["kl"].isna().sum()), len(steps) - len(known)
+        without, none = int(steps["kl"].isna().sum()), len(steps) - len(compared)
         note = f"compared at {steps['compared'].min()} to {steps['compared'].max()} tokens a step"
         note += f"; KL not given at {without} of {counted(len(steps), 'step')}, where some token's log-prob is not"
         note += f"; no token is given by both sides at {counted(none, 'step')}" if none else ""
-    yield share_of("steps whose logits differ", differ, known["example"], unit="steps", note=note)
+    yield share_of("steps whose logits differ", differ, compared["example"], unit="steps", note=note)
     yield finding("largest difference of a logit", steps["max_abs_logit"].max(), n=len(steps), unit="steps")
     note = f"mean {number(float(steps['kl'].mean()))} over all steps, largest {number(float(steps['kl'].max()))}"
     yield median_of("median of a prompt's mean KL", steps.groupby("example")["kl"].mean(), measure="nats", note=note)

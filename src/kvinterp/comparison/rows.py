@@ -30,9 +30,9 @@ class Choices:
     def __init__(self) -> None:
         self._probabilities: list[Tensor] = []
 
-    def add(self, logits: Sequence[Tensor], chosen: Sequence[Tensor]) -> None:
+    def add(self, logits: Sequence[Tensor], tokens: Sequence[Tensor]) -> None:
         """Adds a step: of each path the logits and the tokens it chose."""
-        self._probabilities.append(torch.stack([*map(token_probability, logits, chosen)]))
+        self._probabilities.append(torch.stack([*map(token_probability, logits, tokens)]))
 
     def columns_by_row(self, distances: Sequence[Tensor]) -> list[dict[str, np.ndarray]]:
         """Returns, for each row of the batch, the columns that go into its table of steps.

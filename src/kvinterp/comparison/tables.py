@@ -295,5 +295,5 @@ def _by_position(tensor: Tensor, rows: Tensor | None, end: int) -> tuple[Tensor,
     if rows is None:
         return tensor, None
     whole = tensor.new_zeros(*tensor.shape[:2], end, tensor.shape[3])
-    held = torch.zeros(whole.shape[:3], dtype=torch.bool, device=tensor.device)
-    return whole.scatter(2, rows[..., None].expand_as(tensor), tensor), held.scatter(2, rows, True)
+    present = torch.zeros(whole.shape[:3], dtype=torch.bool, device=tensor.device)
+    return whole.scatter(2, rows[..., None].expand_as(tensor), tensor), present.scatter(2, rows, True)

@@ -86,11 +86,11 @@ def compare_traces(a: Trace, b: Trace, cache_errors: str = "aggregated") -> Comp
     }
     frames, ids = differences.frames([0]), [*map(torch.from_numpy, tokens)]
     if from_arrays is None:
-        chosen = [token_probability(logits, side.to(logits.device)).cpu() for logits, side in zip(rows, ids, strict=True)]
+        by_side = [token_probability(logits, side.to(logits.device)).cpu() for logits, side in zip(rows, ids, strict=True)]
     else:
         frames["steps"] = _with_common_tokens(frames["steps"], *rows)
-        chosen = [logprobs[torch.arange(count), side].exp() for logprobs, side in zip(rows, ids, strict=True)]
-    probabilities = {f"probability_{side}": values.numpy() for side, values in zip("ab", chosen, strict=True)}
+        by_side = [logprobs[torch.arange(count), side].exp() for logprobs, side in zip(rows, ids, strict=True)]
+    probabilities = {f"probability_{side}": values.numpy() for side, values in zip("ab", by_side, strict=True)}
     return comparison_of_example(0, "0", a.prompt, frames, tokens, ("", ""), about, probabilities)
 
 

@@ -263,7 +263,7 @@ class PatchBench:
             "d_after": after[1:],
             "l2_recovery": recovery["l2"][1:],
         }
-        shown = int(distances["kl"][int(question.ablates), 1:].argmax())
+        largest = int(distances["kl"][int(question.ablates), 1:].argmax())
         runs = ("unpatched", "patched") if question.ablates else ("donor", "unpatched", "patched")
         return PatchAnswer(
             asked=question,
@@ -279,8 +279,8 @@ class PatchBench:
             pair_after=pair_after[0],
             pair_recovery=recovery[LOGIT_DIFFERENCE][0],
             steps=pd.DataFrame(columns),
-            tokens=self._top_tokens(dict(zip(runs, logits[-len(runs) :, shown], strict=True)), top),
-            shown_step=steps[shown],
+            tokens=self._top_tokens(dict(zip(runs, logits[-len(runs) :, largest], strict=True)), top),
+            shown_step=steps[largest],
             unchanged=not changed,
             seconds=time.perf_counter() - started,
         )

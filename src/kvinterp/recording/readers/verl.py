@@ -14,5 +14,5 @@ class Verl(Trl):
     ids = ("prompts", "responses")
     engine = ("rollout_log_probs",)
     trainer = "old_log_probs"
-    seen = ("attention_mask",)
-    judged = "response_mask"
+    masks = ("attention_mask",)
+    reply_mask = "response_mask"
