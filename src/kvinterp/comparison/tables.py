@@ -61,7 +61,7 @@ class _Piece:
     @property
     def group(self) -> tuple[Any, ...]:
         """The key of pieces that can be measured together: everything but the number of positions."""
-        shape = self.pair[0].shape
+        shape: tuple[int, ...] = self.pair[0].shape
         step = self.step if self.alone else -1
         shape = shape if self.span is None else (*shape[:-2], shape[-1])
         return self.labels, shape, *(tensor.dtype for tensor in self.pair), step

@@ -226,7 +226,9 @@ class Split:
         with contextlib.ExitStack() as stack:
 
             def lane(path: ExecutionPath, *hooks: PathHook, keeps: bool = False) -> StreamRunner:
-                return stack.enter_context(StreamRunner(self, path, hooks, keeps))
+                runner = StreamRunner(self, path, hooks, keeps)
+                stack.enter_context(runner)
+                return runner
 
             cached, recompute = lane(self.cached), lane(self.recompute, keeps=True)
             one_row = {name: lane(self.one_row, rows) for name, rows in replaced.items()}
