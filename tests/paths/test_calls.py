@@ -220,9 +220,9 @@ def test_a_fault_in_each_operation_is_seen_by_compare(steps, monkeypatch):
 
 
 def test_each_operation_has_a_fault_that_is_tried():
-    assert {step.split("(")[0] for steps in OPERATION_FAULTS for step in steps.split("+") if step[0].isalpha()} == set(
-        OPERATIONS
-    )
+    """Checks of types under pytest break the graphs of a path: that of ``compile`` is in ``tests/programs``."""
+    tried = {step.split("(")[0] for steps in OPERATION_FAULTS for step in steps.split("+") if step[0].isalpha()}
+    assert tried == set(OPERATIONS) - {"compile"}
 
 
 def test_a_planted_fault_of_what_generate_prepares_is_seen(monkeypatch):

@@ -236,6 +236,9 @@ class ModelSubject(Subject):
         lifted: The types whose casts are lifted to float64, where the model is cast to it; empty: the model as it is.
     """
 
+    uncompiled: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+    """What the forward without a cache stands in where the model is compiled."""
+
     def __init__(self, adapter: Adapter, lifted: Sequence[torch.dtype] = NARROW) -> None:
         super().__init__()
         self.adapter = adapter if not lifted or adapter.dtype == torch.float64 else adapter.cast(torch.float64)
@@ -288,7 +291,7 @@ class ModelSubject(Subject):
     def plain(self, ids: Tensor, mask: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
         """The forward that users call with ``use_cache=False``."""
         # A decode that goes on beside it has its own state.
-        with self.adapter.own_state([]):
+        with self.adapter.own_state([]), self.uncompiled():
             return self.adapter.forward(ids, None, mask, positions)
 
     def feed(self, ids: Tensor, cache: Any, mask: Tensor | None, positions: Tensor | None) -> tuple[Tensor, Any]:

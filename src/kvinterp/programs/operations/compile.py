@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -48,7 +49,10 @@ class Compile(Operation):
         run.tries("compiled")
         run.lines.append(f"model.forward = torch.compile(model.forward, backend={self.backend!r})")
         subject: Any = run.subject
+        own = functools.partial(_with_forward, subject.model, subject.model.forward)
         run.held.enter_context(compiled(subject.model, self.backend, lambda name, more: None))
+        subject.uncompiled = own
+        run.held.callback(vars(subject).pop, "uncompiled")
 
     def lead(self, lane: Lane) -> Iterable[Tensor]:
         """Compiles until the path is over."""
@@ -71,6 +75,17 @@ class Compile(Operation):
                 raise UnsupportedError(
                     f"{self} needs a C++ compiler, and none was found: install g++, or give aot_eager."
                 ) from error
+
+
+@contextlib.contextmanager
+def _with_forward(model: Any, forward: Any) -> Iterator[None]:
+    """Puts a forward in the place of the compiled one."""
+    before = vars(model)["forward"]
+    vars(model)["forward"] = forward
+    try:
+        yield
+    finally:
+        vars(model)["forward"] = before
 
 
 @contextlib.contextmanager
