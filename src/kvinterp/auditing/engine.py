@@ -93,7 +93,7 @@ def audit_engine(
         sides = [_Side(ours, "the engine", paths, dtype, seed)]
         if any(path.trainer is not None for path in paths):
             # What is declared is the engine's; of a trainer nobody says anything.
-            none = {"top": {}, "missing": Counter(), "step": None}
+            none: dict[str, Any] = {"top": {}, "missing": Counter(), "step": None}
             rows = [np.full(len(path.ids), np.nan) if path.trainer is None else path.trainer.copy() for path in paths]
             turned = [dataclasses.replace(path, chosen=row, **none) for path, row in zip(paths, rows, strict=True)]
             sides.append(_Side(ours, "the trainer", turned, None, seed))
@@ -187,7 +187,7 @@ def _verdict(
     if two:
         words = [{"side": side.name, "verdict": side.word, "why": side.why} for side in sides]
         table |= {"side": worst.name, "sides": words}
-    rows = [ours.row(TRUTH, number) for number in range(len(paths))] if "truth" in vars(worst) else []
+    rows: list[Any] = [ours.row(TRUTH, number) for number in range(len(paths))] if "truth" in vars(worst) else []
     return Verdict(
         worst.word, None, None if worst.word in GOOD else worst.begins, "", "", {}, tuple(checks), (), "\n".join(lines),
         "yes" if not code(worst) and worst.word not in GOOD else "no",
@@ -326,8 +326,8 @@ class _Side:
                 [row for way in ways if (row := self._row(way, self.sample)) is not None]
                 for ways in ([rung], others, fewer)
             ]
-            gaps = [[self._distance(row, self.sample_truth) for row in each] for each in rows]
-            (own, *_), every = gaps[0] or [None], [gap for each in gaps for gap in each]
+            gaps: list[list[Any]] = [[self._distance(row, self.sample_truth) for row in several] for several in rows]
+            (own, *_), every = gaps[0] or [None], [gap for several in gaps for gap in several]
             self.limits[rung.name] = None if own is None else {
                 "own": float(own.mean()),
                 "null_mean": max(float(gap.mean()) for gap in gaps[0] + gaps[1]) / max(float(own.mean()), TINY),
