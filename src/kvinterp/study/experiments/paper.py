@@ -296,6 +296,7 @@ class Paper(OfModels):
                 if not own or isinstance(row["paper"], str)
             ]
             table = Table([*map(Column, columns)], rows, name=f"paper-{name}", look="cards")
+            note = note if rows else "Nothing to show: no token flips, or nothing in FP32 is finished yet."
             parts += [Text(f"{name.replace('_', ' ').capitalize()}. {caption}", look="h2"), table, Text(note, look="note")]
         return parts
 
