@@ -351,7 +351,7 @@ def mean_kl_of(decodes: pd.DataFrame, seeds: int) -> tuple[float, float, float]:
     kl = decodes["mean_kl"].repeat(np.where(decodes["strategy"] == "greedy", seeds, 1)).dropna().to_numpy(float)
     if len(kl) < 2:
         return float(kl.mean()) if len(kl) else np.nan, np.nan, np.nan
-    options: dict[str, Any] = {"method": "percentile", "n_resamples": RESAMPLES, "rng": np.random.default_rng(0)}
+    options: dict[str, Any] = {"method": "percentile", "n_resamples": RESAMPLES, "random_state": np.random.default_rng(0)}
     with quiet():
         ends = stats.bootstrap((kl,), np.mean, **options).confidence_interval
     return float(kl.mean()), float(ends.low), float(ends.high)
