@@ -298,6 +298,11 @@ class NativeAdapter(OnTransformersCache):
         output = self.model(input_ids=tokens, use_cache=True, **(store.model_cache or {}))
         store.model_cache = self._cache_of(output)
         if not store.model_cache:
+            if self.memory.crash:
+                raise UnsupportedError(
+                    f"{self.facts.architecture} could not be asked for its cache: a forward of two tokens raised "
+                    f"{self.memory.crash}."
+                )
             raise UnsupportedError(
                 f"{self.facts.architecture} takes and returns no cache that it uses, so it has no cached path: run it along "
                 "recompute paths only, without a chunk."

@@ -51,11 +51,13 @@ class Memory(NamedTuple):
         name: The argument by which the forward takes the cache; None where it takes none that it uses.
         cache_class: The class of the cache that the forward makes where it receives none.
         own_form: Whether that cache has no layer of keys and values, as Mamba's and RWKV's.
+        crash: What the forward raised when it was asked for its cache; empty where it answered.
     """
 
     name: str | None = None
     cache_class: type = DynamicCache
     own_form: bool = False
+    crash: str = ""
 
 
 def returned_cache(output: Any, arguments: Collection[str]) -> tuple[str, Any]:
@@ -323,16 +325,19 @@ class OnTransformersCache(Adapter):
         """Runs two tokens and finds the cache in the output, and the argument that takes it back."""
         arguments = inspect.signature(self.source.forward).parameters
         tokens = torch.arange(3, 5, device=self.device)[None] % self.facts.vocabulary
+        raised: list[str] = []
 
         def run(**options: Any) -> Any:
             try:
                 return self.source(input_ids=tokens, use_cache=True, **options)
             # The model will raise the same error again where it runs in earnest.
-            except Exception:
+            except Exception as error:
+                raised.append(f"{type(error).__name__}: {error}".partition("\n")[0][:200])
                 return None
 
         with self.own_state([]), hooks_suspended(self.model):
             name, cache = returned_cache(run(), arguments)
+            crash = raised[0] if raised else ""
             if name in arguments:
                 layers = getattr(cache, "layers", ())
                 return Memory(name, type(cache), not any(isinstance(layer, CacheLayerMixin) for layer in layers))
@@ -343,7 +348,7 @@ class OnTransformersCache(Adapter):
                 run(**{argument: passed})
                 if passed.get_seq_length() > before:
                     return Memory(argument, type(passed))
-        return Memory()
+        return Memory(crash=crash)
 
     @property
     def blocks(self) -> nn.ModuleList:
