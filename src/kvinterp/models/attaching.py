@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from kvinterp.errors import InputError, UnsupportedError
 from kvinterp.models.facts import ModelInfo
-from kvinterp.models.hooks import LAST, Closing, Tap, sort_hooks, tap_hooks
+from kvinterp.models.hooks import LAST, Closing, Tap, sort_hooks, tap_hooks, wrapping_methods
 
 Site = tuple[str, int]
 """A site's name and the layer."""
@@ -68,7 +68,12 @@ class Attaching(abc.ABC):
         if not self._calls:
             check_uncompiled(self.model, self.facts.name)
         if not self.alike_in_training and not self._evaluating:
-            _check_evaluating(self.model, self.facts.name)
+            part = next((path for path, module in self.model.named_modules() if module.training), None)
+            if part is not None:
+                raise InputError(
+                    f"{_part_of(part, self.facts.name)} is in training mode, in which dropout may change what it computes: call "
+                    "model.eval() first."
+                )
             self._evaluating = self._calls > 0
         keys: list[tuple[Site, int]] = []
         try:
@@ -122,28 +127,14 @@ class Attaching(abc.ABC):
             if rank == LAST:
                 sort_hooks(module)
 
-    @contextlib.contextmanager
-    def resumed(self, layer: int, outputs: Sequence[Any]) -> Iterator[None]:
+    def resumed(self, layer: int, outputs: Sequence[Any]) -> contextlib.AbstractContextManager[None]:
         """Makes forwards begin at a block: the blocks before it return earlier outputs without running.
 
         Args:
             layer: The first block that runs.
             outputs: What each block before it returned on the same tokens, in the form in which the block returns it.
         """
-        skipped = list(self.blocks)[:layer]
-        # Libraries that place a model on several devices put a forward of their own there, which must be restored.
-        before = [block.__dict__.get("forward") for block in skipped]
-        try:
-            for block, output in zip(skipped, outputs, strict=False):
-                # Straight into __dict__: a bridge's blocks pass attributes that are set on to what they wrap.
-                block.__dict__["forward"] = lambda *_, output=output, **__: output
-            yield
-        finally:
-            for block, forward in zip(skipped, before, strict=True):
-                if forward is None:
-                    block.__dict__.pop("forward", None)
-                else:
-                    block.__dict__["forward"] = forward
+        return wrapping_methods(list(self.blocks)[:layer], "forward", lambda number, *_, **__: outputs[number])
 
     def close_interrupted(self) -> None:
         """Closes what hooks left open in a forward that a KeyboardInterrupt cut off: torch calls no hook for it."""
@@ -171,14 +162,8 @@ class Attaching(abc.ABC):
 # Whether a model can be hooked as it is -------------------------------------------------------------------------------
 
 
-def _check_evaluating(model: nn.Module, name: str) -> None:
-    """Raises InputError where any part of the model is in training mode."""
-    part = next((path for path, module in model.named_modules() if module.training), None)
-    if part is not None:
-        where = f"the module {part!r} of model {name}" if part else f"model {name}"
-        raise InputError(
-            f"{where} is in training mode, in which dropout may change what it computes: call model.eval() first."
-        )
+def _part_of(path: str, name: str) -> str:
+    return f"the module {path!r} of model {name}" if path else f"model {name}"
 
 
 def check_uncompiled(model: nn.Module, name: str) -> None:
@@ -190,9 +175,8 @@ def check_uncompiled(model: nn.Module, name: str) -> None:
         forward = vars(module).get("forward")
         by_forward = hasattr(forward, "_torchdynamo_orig_callable")
         if getattr(module, "_compiled_call_impl", None) is not None or by_forward:
-            where = f"the module {path!r} of model {name}" if path else f"model {name}"
             remedy = "delete its attribute 'forward'" if by_forward else "set its _compiled_call_impl to None"
             raise UnsupportedError(
-                f"{where} is compiled, and compiled code runs no hooks, so nothing in it can be heard or patched: give the "
-                f"model as it was before (copy.deepcopy(model), made before compiling), or {remedy}."
+                f"{_part_of(path, name)} is compiled, and compiled code runs no hooks, so nothing in it can be heard or patched: "
+                f"give the model as it was before (copy.deepcopy(model), made before compiling), or {remedy}."
             )

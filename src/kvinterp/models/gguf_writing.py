@@ -44,16 +44,6 @@ def export(model: Any, file: str | Path, format: str = "gguf", dtype: str = "flo
         InputError: The file cannot be written, or something given is not one there is.
         UnsupportedError: The model is no plain Llama, or the package ``gguf`` is not installed.
     """
-    path = check_export(file, format, dtype, existing)
-    adapter = wrap(model)
-    _check_plain(adapter)
-    with adapter.one_call(), torch.no_grad():
-        write_gguf(adapter.model, adapter.tokenizer, path, dtype)
-    return path
-
-
-def check_export(file: str | Path, format: str, dtype: str, existing: str) -> Path:
-    """Checks the options of :func:`export` and returns the file."""
     check_choice("format", format, ("gguf",))
     check_choice("dtype", dtype, tuple(STORED))
     check_choice("existing", existing, ("error", "overwrite"))
@@ -66,6 +56,10 @@ def check_export(file: str | Path, format: str, dtype: str, existing: str) -> Pa
         raise UnsupportedError(
             "the package gguf, with which GGUF files are written, is not installed: pip install 'kvinterp[gguf]'."
         )
+    adapter = wrap(model)
+    _check_plain(adapter)
+    with adapter.one_call(), torch.no_grad():
+        write_gguf(adapter.model, adapter.tokenizer, path, dtype)
     return path
 
 

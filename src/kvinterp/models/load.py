@@ -165,17 +165,16 @@ def wrap(model: Any, tokenizer: Any = None, name: str | None = None) -> Adapter:
         from kvinterp.models.hooked import HookedAdapter
 
         return HookedAdapter(model, name, tokenizer)
-    if "TransformerBridge" in classes:
-        from kvinterp.models.bridge import BridgeAdapter
+    if classes & {"TransformerBridge", "PreTrainedModel"}:
+        decoder = model if "PreTrainedModel" in classes else model.original_model
+        _check_decoder(decoder, name)
+        check_plain_weights(decoder, name or type(model).__name__)
+        if decoder is not model:
+            from kvinterp.models.bridge import BridgeAdapter
 
-        _check_decoder(model.original_model, name)
-        check_plain_weights(model.original_model, name or type(model).__name__)
-        return BridgeAdapter(model, name, tokenizer)
-    if "PreTrainedModel" in classes:
+            return BridgeAdapter(model, name, tokenizer)
         from kvinterp.models.native import NativeAdapter
 
-        _check_decoder(model, name)
-        check_plain_weights(model, name or type(model).__name__)
         native = NativeAdapter(model, name, tokenizer)
         # Architectures that keep a few weights in float32 run so; other mixtures may not.
         if len({p.dtype for p in model.parameters() if p.is_floating_point()}) > 1:
@@ -260,22 +259,13 @@ def device_named(device: str | torch.device | None) -> torch.device:
         raise InputError(f"unknown device {shown(device)}: expected cpu, cuda or cuda:N.") from error
     if place.type == "meta":
         raise InputError("device 'meta' holds no numbers, so nothing can be computed there: use device='cpu' or 'cuda'.")
-    if place.type == "cuda" and not torch.cuda.is_available():
-        raise InputError(f"device {str(device)!r} was asked for, but torch sees no CUDA device here: use device='cpu'.")
-    count = torch.cuda.device_count() if place.type == "cuda" else 1
-    if (place.index or 0) >= count and place.type in ("cpu", "cuda"):
+    try:
+        torch.empty(1, device=place)
+    # Each backend has an error of its own for not being there.
+    except Exception as error:
         raise InputError(
-            f"device {str(device)!r} was asked for, but there are {count} of that kind here, counted from 0: use "
-            f"device={place.type!r}."
-        )
-    if place.type not in ("cpu", "cuda"):
-        try:
-            torch.empty(1, device=place)
-        # Each backend has an error of its own for not being there.
-        except Exception as error:
-            raise InputError(
-                f"device {str(device)!r} was asked for, but torch cannot use it here: use device='cpu'."
-            ) from error
+            f"device {str(device)!r} was asked for, but torch cannot use it here ({reason(error)}): use device='cpu'."
+        ) from error
     return place
 
 
