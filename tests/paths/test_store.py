@@ -62,7 +62,11 @@ def feeding(pieces, memory, policy, prefill=PREFILL, listeners=(), cache_dtype=N
     store = Store(FACTS, policy, 1, torch.float32, torch.device("cpu"), listeners, kept, cache_dtype, prefill)
     for number in range(len(pieces)):
         keys, values = (tensor.clone() for tensor in pieces[number])
-        keys, values = store.update(0, keys, values) if store.own is None else store.own.model_cache.update(keys, values, 0)
+        keys, values = (
+            store.update(0, keys, values)
+            if store.library_cache is None
+            else store.library_cache.model_cache.update(keys, values, 0)
+        )
         whole = [torch.cat([piece[side] for piece in pieces[: number + 1]], 2) for side in (0, 1)]
         # A static cache hands over its empty room too.
         filled = min(keys.shape[2], whole[0].shape[2])
@@ -134,5 +138,5 @@ def test_rows_that_were_let_go_of_are_read_no_more_and_the_others_named(pieces, 
     ]  # fmt: skip
     if memory == "dynamic":
         # Four rows are left, and the next token's position is the fifteenth.
-        assert store.own.model_cache.get_seq_length() == 15
-        assert store.own.model_cache.get_mask_sizes(1, 0) == (5, 11)
+        assert store.library_cache.model_cache.get_seq_length() == 15
+        assert store.library_cache.model_cache.get_mask_sizes(1, 0) == (5, 11)

@@ -55,7 +55,7 @@ class NotingStore:
 
     keeps = False
     model_cache: Any = None
-    own: OwnCache | None = None
+    library_cache: OwnCache | None = None
 
     def __init__(self, adapter: Adapter) -> None:
         facts = adapter.facts
@@ -66,7 +66,7 @@ class NotingStore:
         """Returns 0: the store keeps no position."""
         return 0
 
-    def held(self, layer: int) -> tuple[Tensor, Tensor]:
+    def keys_values(self, layer: int) -> tuple[Tensor, Tensor]:
         """Returns keys and values of no position."""
         return self._empty, self._empty
 

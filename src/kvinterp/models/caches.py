@@ -87,7 +87,7 @@ class KVStore(Protocol):
     model_cache: Any
     """The cache object that the model receives for this store, one for its whole life; None before the first forward."""
 
-    own: OwnCache | None
+    library_cache: OwnCache | None
     """The library's own cache that keeps the tensors; None where the store itself keeps them or nothing does."""
 
     keeps: bool
@@ -96,7 +96,7 @@ class KVStore(Protocol):
     def length(self, layer: int) -> int:
         """Counts the positions in a layer before the next update."""
 
-    def held(self, layer: int) -> KeysValues:
+    def keys_values(self, layer: int) -> KeysValues:
         """The keys and values in a layer, without copying."""
 
     def update(
@@ -127,13 +127,13 @@ class OwnCache:
         """Appends as the library itself does, and returns what attention reads, any unfilled room included."""
         return keys, values
 
-    def held(self, layer: int) -> KeysValues | None:
+    def keys_values(self, layer: int) -> KeysValues | None:
         """The tensors in which a layer keeps its keys and values; None where it keeps them in another form."""
         return None
 
     def memory_of(self, layer: int, returned: KeysValues) -> KeysValues | None:
         """The memory of what :meth:`append` has just returned, row for row; None where the layer keeps it in another form."""
-        tensors = self.held(layer)
+        tensors = self.keys_values(layer)
         same = tensors is not None and all(
             view.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
             for view, tensor in zip(returned, tensors, strict=True)

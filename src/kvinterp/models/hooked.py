@@ -37,11 +37,11 @@ class _Entry:
 
     @property
     def past_keys(self) -> Tensor:
-        return _transpose(self.store.held(self.layer))[0]
+        return _transpose(self.store.keys_values(self.layer))[0]
 
     @property
     def past_values(self) -> Tensor:
-        return _transpose(self.store.held(self.layer))[1]
+        return _transpose(self.store.keys_values(self.layer))[1]
 
     def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         return _transpose(self.store.update(self.layer, *_transpose((keys, values))))
@@ -81,7 +81,7 @@ class _OwnCache(OwnCache):
         """Runs TransformerLens' own append."""
         return _transpose(self.model_cache[layer].append(*_transpose((keys, values))))
 
-    def held(self, layer: int) -> tuple[Tensor, Tensor]:
+    def keys_values(self, layer: int) -> tuple[Tensor, Tensor]:
         """The entry's own tensors."""
         return _transpose((self.model_cache[layer].past_keys, self.model_cache[layer].past_values))
 

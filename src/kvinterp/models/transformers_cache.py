@@ -97,7 +97,7 @@ class StoreLayer(DynamicLayer):
         """Length and offset of the keys that the next update will return."""
         length = self.store.length(self.layer)
         if self.sliding_window is None:
-            return _mask_sizes(length, self.store.held(self.layer)[0].shape[2] if length else 0, query_length)
+            return _mask_sizes(length, self.store.keys_values(self.layer)[0].shape[2] if length else 0, query_length)
         return _mask_sizes(length, min(length, self.sliding_window - 1), query_length)
 
     def get_max_length(self) -> int:
@@ -156,8 +156,8 @@ def model_cache(store: KVStore, config: Callable[[], Any], architecture: str) ->
                 f"{architecture}, as this kind runs it, does not use the cache that it is given, so it has no cached path: use "
                 "another kind, or for a bridge of yours the one that kv.load_model(..., kind='bridge') builds."
             )
-    elif store.own is not None:
-        store.model_cache = store.own.model_cache
+    elif store.library_cache is not None:
+        store.model_cache = store.library_cache.model_cache
     else:
         store.model_cache = DynamicCache(config=config())
         for index, layer in enumerate(store.model_cache.layers):
@@ -244,7 +244,7 @@ class TransformersCache(OwnCache):
                 "another length, or cache=quantized(8,fp8)."
             ) from error
 
-    def held(self, layer: int) -> KeysValues | None:
+    def keys_values(self, layer: int) -> KeysValues | None:
         """The layer's own tensors; None for a quantised layer, whose tensors do not hold everything."""
         part = self.model_cache.layers[layer] if layer < len(self.model_cache.layers) else None
         keys, values = getattr(part, "keys", None), getattr(part, "values", None)

@@ -62,7 +62,7 @@ def path_store(
         hooks: Told of every read.
     """
     own = own_store(adapter, path, batch, length, room, hooks)
-    if not isinstance(path.cache, Preallocated) or own.own is None:
+    if not isinstance(path.cache, Preallocated) or own.library_cache is None:
         return own
     if same_bits(adapter, path, batch, length, room):
         store = growing_store(adapter, path, batch, length, room, hooks)
@@ -212,7 +212,7 @@ def _scores_by_row(adapter: Adapter) -> bool:
         store = own_store(adapter, ExecutionPath(), 1, count, 1, ())
         adapter.forward(tokens[:, :count], store)
         for layer in range(facts.layers):
-            keys, values = store.held(layer)
+            keys, values = store.keys_values(layer)
             newest = values[:, :, -1] * count
             keys.zero_(), values.zero_()
             if row is not None:

@@ -239,7 +239,7 @@ class Lane:
 
     def fork(self, width: int) -> None:
         """A copy of the cache is fed other tokens."""
-        cache = getattr(self.store.own, "model_cache", None)
+        cache = getattr(self.store.library_cache, "model_cache", None)
         if cache is None or not self.adapter.plain:
             raise UnsupportedError(
                 f"program {self.program} copies a cache of transformers', which this path has not: use forked(4)."
@@ -266,7 +266,7 @@ class Lane:
         Raises:
             UnsupportedError: The model keeps its own cache, or it ended by itself.
         """
-        view, cache = self.view, getattr(self.store.own, "model_cache", None)
+        view, cache = self.view, getattr(self.store.library_cache, "model_cache", None)
         if cache is None:
             raise UnsupportedError(
                 f"program {self.program} needs a cache of transformers', and this model keeps its own: leave it out."

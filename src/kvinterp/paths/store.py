@@ -52,7 +52,7 @@ class Growing(OwnCache):
         start = 0 if window is None else max(begun - window + 1, 0)
         return self._between(layer, start, stop) if begun else (keys, values)
 
-    def held(self, layer: int) -> KeysValues | None:
+    def keys_values(self, layer: int) -> KeysValues | None:
         """Views of what is held."""
         return self._between(layer, 0, self._rows[layer]) if layer in self._room else None
 
@@ -117,7 +117,7 @@ class Store:
         self.facts, self.policy, self.listeners = facts, policy.start(facts), listeners
         self._said = f"policy {policy}"
         self.memory: OwnCache = memory or OwnCache()
-        self.own = None if self.memory.model_cache is None else self.memory
+        self.library_cache = None if self.memory.model_cache is None else self.memory
         self.name = self.memory.name
         self.model_cache: Any = None
         self.cache_dtype, self.prefill, self.prompt = cache_dtype, prefill, prompt
@@ -142,9 +142,9 @@ class Store:
         """Positions put in so far, whatever was let go of since."""
         return self._lengths.get(layer, 0)
 
-    def held(self, layer: int) -> KeysValues:
+    def keys_values(self, layer: int) -> KeysValues:
         """What the memory holds of them."""
-        held = self.memory.held(layer) if layer in self._lengths else None
+        held = self.memory.keys_values(layer) if layer in self._lengths else None
         return (self._empty, self._empty) if held is None else held
 
     def update(
@@ -243,7 +243,7 @@ class Store:
 
     def _thinned(self, layer: int) -> int:
         """Lets go of a layer's rows; how many are left."""
-        keys, values = self.held(layer)
+        keys, values = self.keys_values(layer)
         place = self._place(layer, self.length(layer), keys.shape[2])
         kept = self.policy.keep(keys, values, place)
         if kept is None:
