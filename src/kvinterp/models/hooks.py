@@ -440,7 +440,7 @@ def _head_hooks(tap: Tap, emit: Callable[[Tensor], Tensor | None], rows: Callabl
         finally:
             handle.remove()
 
-    def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+    def after(module: Any, args: Any, kwargs: Any, output: Any) -> Any:
         if (queries := rows()) == "none":
             return None
         z = outputs.pop() if source is not None else args[0] if args else kwargs["input"]
