@@ -213,8 +213,8 @@ def test_in_a_notebook_it_shows_itself_in_a_frame_without_rights(model: Any) -> 
     [
         ({"step": -1}, "step=-1 was given"),
         ({"step": 1, "layers": 9}, "layer 9 does not exist"),
-        ({"step": 1, "heads": [9]}, "query head 9 does not exist: layer 0 has query heads 0 to 3"),
-        ({"step": 1, "layers": []}, r"layers=\[\] was given: expected at least one"),
+        ({"step": 1, "heads": [9]}, "query head 9 does not exist: this model has query heads 0 to 3"),
+        ({"step": 1, "layers": []}, "an empty list of layers was given: name at least one"),
         ({"step": 1, "positions": (5, 400)}, r"0 <= start < stop <= \d+"),
         ({"step": 1, "fit": "squeeze"}, "fit='squeeze' was given"),
     ],

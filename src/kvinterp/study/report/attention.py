@@ -16,12 +16,12 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvinterp import metrics
-from kvinterp.common.checks import check_choice, check_text, check_unread, check_whole, given_list
+from kvinterp.common.checks import among, check_choice, check_text, check_unread, check_whole, given_list
 from kvinterp.common.store import write_whole
 from kvinterp.comparison import Comparison
 from kvinterp.errors import InputError, NonFiniteError, UnsupportedError, located
 from kvinterp.models import Adapter, wrap
-from kvinterp.models.inputs import chosen_layers, encode
+from kvinterp.models.inputs import chosen_heads, chosen_layers, encode
 from kvinterp.paths import ExecutionPath, path_named, path_read, run
 from kvinterp.recording import Trace
 from kvinterp.recording.activation_cache import is_activation_cache, records_of
@@ -130,7 +130,7 @@ def attention_comparison(
     for name, value, least in (("step", step, 0), ("cells", cells, 2), ("most", most, 1)):
         if value is not None:
             check_whole(name, value, least)
-    layers, heads = (_as_list(name, value) for name, value in (("layers", layers), ("heads", heads)))
+    layers, heads = ([value] if isinstance(value, int) else value for value in (layers, heads))
     subject = "traces have" if isinstance(source, Trace) else "a comparison has" if isinstance(source, Comparison) else ""
     for name, path, default in (("a", a, "cached"), ("b", b, "recompute")) if subject else ():
         check_unread(name, path, default, f"{subject} paths; leave it out")
@@ -171,16 +171,6 @@ def attention_comparison(
     room = max(_CELLS // (3 * view.side**2), 1) if most is None else most
     table = pd.DataFrame([{**head.row, "shown": place < room} for place, head in enumerate(shown_heads)])
     return AttentionComparison(table, page_of(pair, step, len(shown_heads), view, names, shown_heads[:room]))
-
-
-def _as_list(name: str, value: int | Sequence[int] | None) -> list[int] | None:
-    """Makes a list of layers or heads; None for all."""
-    if value is None or isinstance(value, int):
-        return None if value is None else [value]
-    numbers = given_list(name, value, "a list of numbers, or None for all")
-    if not numbers:
-        raise InputError(f"{name}={value!r} was given: expected at least one number, or None for all.")
-    return numbers
 
 
 # The patterns ----------------------------------------------------------------------------------------------------------
@@ -358,30 +348,28 @@ def _tokens_fed(pair: tuple[Trace, Trace], step: int) -> list[int]:
 
 
 def _layers_to_compare(trace: Trace, adapter: Adapter | None, layers: Sequence[int] | None) -> Sequence[int]:
-    recorded = sorted({layer for site, layer in trace.records if site == "pattern"})
-    if layers is not None and adapter is None:
-        end = max(recorded, default=0) + 1
-        return [layer + end if isinstance(layer, int) and -end <= layer < 0 else layer for layer in layers]
     if layers is not None and adapter is not None:
         return chosen_layers(adapter, layers)
+    recorded = sorted({layer for site, layer in trace.records if site == "pattern"})
     if not recorded:
         raise InputError("a trace holds no pattern: run with record='pattern', positions='all'.")
-    return recorded
+    if layers is None:
+        return recorded
+    end = recorded[-1] + 1
+    return [number % end for number in among("layers", layers, range(-end, end))]
 
 
 def _compare_heads(layer: int, a: Square, b: Square, heads: Sequence[int] | None, view: View) -> list[ShownHead]:
     if a.shape != b.shape:
         raise InputError(f"the patterns of layer {layer} have shapes {tuple(a.shape)} and {tuple(b.shape)}: record alike.")
-    for head in heads or ():
-        if not isinstance(head, int) or not 0 <= head < a.shape[0]:
-            raise InputError(f"query head {head!r} does not exist: layer {layer} has query heads 0 to {a.shape[0] - 1}.")
+    numbers = chosen_heads(heads, a.shape[0], "query head") or range(a.shape[0])
     if not bool(a.isfinite().all() and b.isfinite().all()):
         raise NonFiniteError(f"the patterns of layer {layer} hold NaN or Inf: use a dtype with a wider range.")
     kl = metrics.pattern_kl(a, b.to(a.device)).cpu()
     first, second = (pattern.double().cpu() for pattern in (a, b))
     apart = (first - second).abs().amax((1, 2))
     shown_heads = []
-    for head in range(a.shape[0]) if heads is None else heads:
+    for head in numbers:
         row = {
             "layer": layer,
             "head": head,
