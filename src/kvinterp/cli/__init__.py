@@ -217,7 +217,7 @@ def _command_of(experiment: type[Experiment]) -> Callable[..., Mapping[str, Any]
         out = default_folder(asked) if out is None and experiment.OUT == "" else out
         result = asked.run(out, "overwrite" if overwrite else "error", engine=engine)
         (result.experiment or asked).print_result(result, echo)
-        return {"verb": asked.verb(), **result.told()}
+        return {"verb": asked.verb(), **result.json_output()}
 
     hints = typing.get_type_hints(experiment)
     said = "Folder for the tables, figures and report." + " Default: out/VERB-MODEL." * (experiment.OUT == "")

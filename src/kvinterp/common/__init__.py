@@ -1,1 +1,1 @@
-"""What every room stands on and no room owns: files, the store, progress, text forms. It knows no model."""
+"""The basis of all rooms: files, the store, progress, text forms. Nothing here knows a model."""

@@ -117,7 +117,7 @@ class Result:
         """The tables to write, by the names of their files, and the content of ``summary.json``."""
         return dict(self.tables), dict(self.summary)
 
-    def told(self) -> dict[str, Any]:
+    def json_output(self) -> dict[str, Any]:
         """The output of ``--json``: the folder, and the content of ``summary.json``."""
         # The file also has the settings and the names of the files.
         summary = next((read_json(file) for file in self.files if file.name == SUMMARY), None) or self.contents()[1]

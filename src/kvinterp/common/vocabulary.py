@@ -1,4 +1,4 @@
-"""The words that recur on pages and in figures, and what they mean."""
+"""Words that recur on pages and in figures, with their meanings."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ PARTS = {
     "anew": "K and V of earlier rows, which the recompute path computes again among a different number of rows",
     "kept": "K and V that the cached path stores differently from how they were computed",
 }
-"""What makes the difference of two paths; as vectors they add up to the whole."""
+"""The parts of the difference between two paths; as vectors they add up to the whole."""
 ANEW = {
     "prompt": "K and V of the prompt's rows, computed again",
     "remade": "K and V of the decoded rows, computed again",
 }
-"""What ``anew`` consists of."""
+"""The two parts of ``anew``."""
 
 
 class _Named(dict[str, str]):
@@ -27,6 +27,6 @@ class _Named(dict[str, str]):
 
 
 RECOVERED = _Named(kl="KL", l2="L2 of the logits", margin="margin", logit_difference="logit difference")
-"""What a recovery is of, by the name of the distance."""
+"""The quantity that a recovery is a share of, by the name of the distance."""
 UNCHANGED = "changed nothing"
-"""Said of a patch whose donor is equal to what it replaces."""
+"""Says that a patch had a donor equal to what it replaced."""

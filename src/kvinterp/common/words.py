@@ -1,7 +1,7 @@
-"""The words that options take, as types: an editor offers them, and a test holds each against the table that decides.
+"""The words that options accept, as types: an editor offers them, and a test compares each with the table that decides.
 
-Where a text form or a list with commas is taken besides, an option's type is ``Word | str``; what is given is checked where it
-is used, whatever the type says.
+An option that also accepts a text form or a list with commas has the type ``Word | str``. Values are checked where they are
+used, whatever the type says.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """WHAT runs: models of three kinds behind one adapter, and the zoo of small trained ones.
 
-Names are imported when first used: where a model lies is asked before torch is imported.
+Names are imported when they are first used, so that a model can be looked for before torch is imported.
 """
 
 from __future__ import annotations

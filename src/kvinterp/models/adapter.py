@@ -92,7 +92,7 @@ def dtype_named(dtype: str | torch.dtype | None) -> torch.dtype | None:
 
 
 class Adapter(Attaching):
-    """A model, its tokenizer and its facts: what the rest of kvinterp works with."""
+    """A model with its tokenizer and its facts, in the form that the rest of kvinterp works with."""
 
     kind: str
     stored: str = ""

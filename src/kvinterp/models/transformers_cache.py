@@ -45,7 +45,7 @@ def text_config(model: nn.Module) -> Any:
 
 
 class Memory(NamedTuple):
-    """How a model passes its cache from one forward to the next, found by running it: releases and families name it differently.
+    """The way in which a model passes its cache on, found by running it, since releases and families name it differently.
 
     Attributes:
         name: The argument by which the forward takes the cache; None where it takes none that it uses.
@@ -310,7 +310,7 @@ class OnTransformersCache(Adapter):
 
     @property
     def memory(self) -> Memory:
-        """How the model passes its cache from one forward to the next; found once."""
+        """The way in which the model passes its cache from one forward to the next; found once."""
         if self._memory is None:
             self._memory = self._find_memory()
         return self._memory

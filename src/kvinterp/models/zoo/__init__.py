@@ -53,7 +53,7 @@ def folder(name: str) -> Path:
 
 
 def describe() -> list[dict[str, Any]]:
-    """Reads what is known of each checkpoint from its ``config.json`` and ``training.json``.
+    """Reads the sizes and the training of each checkpoint from its ``config.json`` and ``training.json``.
 
     Returns:
         One record a checkpoint: ``name``, ``architecture``, ``parameters``, ``layers``, ``width``, ``heads``,
