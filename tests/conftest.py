@@ -1,4 +1,8 @@
-"""Fixtures of every test: models loaded once a session, checked signatures, one thread by default, no network."""
+"""Fixtures of every test: models loaded once a session, checked signatures, one thread by default, no network.
+
+Torch and kvinterp are imported where they are used: the process that hands out the tests to pytest-xdist's workers needs neither,
+and they wait for it to begin.
+"""
 
 from __future__ import annotations
 
@@ -25,15 +29,13 @@ install_import_hook(
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
 
-from kvinterp.errors import InputError
-from kvinterp.models import Adapter, load_model, real, wrap, zoo
-from sampling import left_out
-from support import BARE, TINY, Case, bare_hooked_transformer, has_hooked_transformer, write_checkpoint
+if TYPE_CHECKING:
+    from kvinterp.models import Adapter
+    from support import Case
 
 pytest_plugins = ["pytester"]
 
@@ -47,6 +49,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Takes the sample and the share that were asked for, skips what cannot run here, and says why."""
+    import torch
+
+    from kvinterp.errors import InputError
+    from kvinterp.models import real
+    from sampling import left_out
+    from support import has_hooked_transformer
+
     share, of = map(int, config.getoption("--share").split("/"))
     left = set() if config.getoption("--everything") else left_out(items, config.getoption("--slow"))
     # By name, so that every worker takes the same tests and a new test moves no other.
@@ -83,6 +92,8 @@ def pytest_testnodedown(node: Any) -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def _threads() -> Iterator[None]:
+    import torch
+
     before = torch.get_num_threads()
     # The library's own variable: two threads are tested by setting it.
     torch.set_num_threads(int(os.environ.setdefault("KVINTERP_THREADS", "1")))
@@ -93,6 +104,8 @@ def _threads() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Gives the folder of a tiny random checkpoint by its name; each is written once a session."""
+    from support import write_checkpoint
+
     root, made = tmp_path_factory.mktemp("checkpoints"), dict[str, Path]()
 
     def get(name: str) -> Path:
@@ -117,6 +130,11 @@ def load(checkpoint: Callable[[str], Path]) -> Callable[..., Adapter]:
 
 
 def _loaded(case: Case, dtype: str, checkpoint: Callable[[str], Path]) -> Adapter:
+    import torch
+
+    from kvinterp.models import load_model, wrap, zoo
+    from support import BARE, TINY, bare_hooked_transformer
+
     if case.model in BARE:
         return wrap(bare_hooked_transformer(case.model, getattr(torch, dtype)))
     name = case.model

@@ -64,7 +64,7 @@ def test_numbers_that_json_does_not_know(tmp_path: Path, monkeypatch: pytest.Mon
     [
         (("compare", "zoo:nothing", "--out", "OUT"), "unknown zoo model 'nothing'"),
         (("compare", MODEL, "--out", "OUT", "--prompts", "\x1b[2J.jsonl"), r"prompt file '\x1b[2J.jsonl' does not exist"),
-        (("compare", MODEL, "--out", "OUT", "--no-such"), "No such option: --no-such"),
+        (("compare", MODEL, "--out", "OUT", "--no-such"), "unknown option '--no-such'"),
         (("kernels", "--seed", "x"), "Invalid value for '--seed'"),
         (("comapre",), "No such command 'comapre'"),
     ],

@@ -14,14 +14,14 @@ import pytest
 
 from kvinterp.common import words
 from kvinterp.comparison import CACHE_ERRORS, PROTOCOLS
-from kvinterp.models import KINDS, SITES
+from kvinterp.models import KINDS, SITES, dtype_named
 from kvinterp.models.adapter import DTYPES
 from kvinterp.models.answers import LOGIT_DIFFERENCE
 from kvinterp.models.load import ATTENTION
 from kvinterp.models.sites import GROUPS
 from kvinterp.patching import DIRECTIONS, DISTANCES, PATCH_SITES, SWEEPS
-from kvinterp.paths import STRATEGIES
-from kvinterp.study.experiments.registry import experiments
+from kvinterp.paths import STRATEGIES, path_named
+from kvinterp.study.experiments.registry import experiment_named, experiments
 from kvinterp.study.results import EXISTING
 
 TABLES = {
@@ -48,6 +48,14 @@ GROWING = {"Site": words.Site, "PatchSite": words.PatchSite, "ExperimentName": w
 def test_a_type_offers_what_there_is(word):
     """Stale after a new site or experiment: `python tests/test_words.py` writes it anew."""
     assert sorted(typing.get_args(word)) == sorted(TABLES[word])
+
+
+def test_short_names_of_dtypes_are_taken_and_said_in_full():
+    assert dtype_named("bf16") is dtype_named("torch.bfloat16") is DTYPES["bfloat16"]
+    assert str(path_named("cached[cache=bf16,kernels=split_k(4,fp16)]@fp32")) == str(
+        path_named("cached[cache=bfloat16,kernels=split_k(4,float16)]@float32")
+    )
+    assert experiment_named("flip-law")(model="zoo:gqa2-mini", dtype="fp16").dtype == "float16"
 
 
 if __name__ == "__main__":

@@ -3,11 +3,8 @@ broken is one sentence and exit code 2, for every kind."""
 
 import contextlib
 import json
-import os
 import random
 import shutil
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -196,38 +193,6 @@ def test_broken_files(broken, kind, what):
 
 
 # Names and devices ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("command", "said"),
-    [
-        ("compare nobody-here/none", "model 'nobody-here/none' cannot be found"),
-        ("study behaviour nobody-here/none", "model 'nobody-here/none' cannot be found"),
-        ("patch ./missing", "model folder './missing' does not exist"),
-        ("study behaviour zoo:nope", "unknown zoo model 'nope'"),
-        ("decompose zoo:gqa2-mini --dtype fp99", "unknown dtype 'fp99'"),
-        ("patch zoo:gqa2-mini --kind=nativ", "did you mean 'native'"),
-        ("compare zoo:gqa2-mini --b cahced", "path 'cahced' cannot be read"),
-        ("compare zoo:gqa2-mini --b cached@float61", "unknown dtype 'float61'"),
-    ],
-)
-def test_what_is_wrong_with_a_command_is_said_before_torch_is_imported(tmp_path, command, said):
-    code = (
-        "import sys; from kvinterp.cli import main\n"
-        f"sys.argv = ['kvinterp', *{command.split()!r}, '--out', {str(tmp_path / 'out')!r}]\n"
-        "try: main()\n"
-        "except SystemExit as left: assert left.code == 2, left.code\n"
-        "heavy = {'torch', 'transformers', 'transformer_lens', 'pandas'} & set(sys.modules)\n"
-        "assert not heavy, heavy"
-    )
-    given = {**os.environ, "HF_HUB_OFFLINE": "1"}
-    made = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=given)
-    assert made.returncode == 0, made.stderr
-    assert said in made.stderr
-    assert not (tmp_path / "out").exists()
-
-
-# What reaches the terminal -------------------------------------------------------------------------------------------
 
 
 # The generator -------------------------------------------------------------------------------------------------------

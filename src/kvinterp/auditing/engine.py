@@ -36,6 +36,7 @@ from kvinterp.auditing.engine_ways import RUNGS, WEIGHTS, Way, causes, log_probs
 from kvinterp.auditing.verdict import CANNOT_TELL, GOOD, VERDICTS, Verdict, allowed
 from kvinterp.common.checks import check_callable, check_seed
 from kvinterp.common.numbers import listed
+from kvinterp.common.words import dtype_word
 from kvinterp.errors import InputError
 from kvinterp.metrics.rollouts import rollout_statistics
 from kvinterp.models import Adapter, wrap
@@ -142,10 +143,11 @@ def _read(adapter: Adapter, source: Any, format: str | None) -> Sequence[EngineP
 
 def _declared(paths: Sequence[EnginePath], declared: str | None) -> str | None:
     if declared is None:
-        dtypes = sorted({str(path.declared["dtype"]).removeprefix("torch.") for path in paths if "dtype" in path.declared})
+        dtypes = sorted({dtype_word(path.declared["dtype"]) for path in paths if "dtype" in path.declared})
         if len(dtypes) > 1:
             raise InputError(f"the sequences declare {listed(dtypes)}: expected one dtype; give it, or judge them apart.")
         declared = next(iter(dtypes), None)
+    declared = None if declared is None else dtype_word(declared)
     if declared not in (None, "float64", *(rung.name for rung in RUNGS)):
         raise InputError(f"dtype={declared!r} was declared: expected float64, float32, float16 or bfloat16; leave it out.")
     return "float32" if declared == "float64" else declared

@@ -20,7 +20,7 @@ import signal
 import sys
 import traceback
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -31,11 +31,18 @@ from kvinterp._version import __version__
 from kvinterp.cli.listing import LISTED, NAMES, described
 from kvinterp.common.console import echo
 from kvinterp.common.files import strict_json
-from kvinterp.errors import InputError, KvinterpError, out_of_memory, visible
+from kvinterp.errors import InputError, KvinterpError, out_of_memory, unknown, visible
 from kvinterp.models.naming import check_reached
 from kvinterp.study.experiments.base import OPTION, Experiment
 from kvinterp.study.experiments.choices import check_words
-from kvinterp.study.experiments.registry import OF_FILES, command_of, experiment_named, experiments, question_of
+from kvinterp.study.experiments.registry import (
+    OF_FILES,
+    command_of,
+    experiment_named,
+    experiments,
+    options_of,
+    question_of,
+)
 from kvinterp.study.experiments.running import default_folder
 
 _PANELS: dict[str, tuple[str, ...]] = {
@@ -63,16 +70,37 @@ class _Verb(TyperCommand):
 
     def make_context(self, info_name: str | None, args: list[str], *given: Any, **extra: Any) -> Any:
         # What an experiment's file imports takes longer than a word that is misspelt, or a hub that is not there.
-        parts = [part for each in args for part in (each.split("=", 1) if each.startswith("--") else [each])]
-        check_words({flag[2:].replace("-", "_"): value for flag, value in itertools.pairwise(parts) if flag[:2] == "--"})
+        check_words(_options_given(str(self.name), args))
         for name in itertools.takewhile(lambda each: not each.startswith("-"), args):
             if self.name not in OF_FILES and _PLACE.fullmatch(name):
                 check_reached(name)
+        if "torch" not in sys.modules and "--help" not in args:
+            _speak()
+            logging.getLogger("kvinterp").info("importing torch first, which takes seconds")
         return super().make_context(info_name, args, *given, **extra)
 
     def get_params(self, ctx: Any) -> list[Any]:
         self.params, self.callback = self._whole.params, self._whole.callback
         return super().get_params(ctx)
+
+
+def _options_given(command: str, args: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Options of an experiment's command that were given, with their values; the experiment's file is not imported.
+
+    Raises:
+        InputError: One is none of its.
+    """
+    known = {**options_of(command), "--out": "Path", **dict.fromkeys(("--overwrite", "--json", "--help"), "bool")}
+    if command_of(command) != (command,):
+        known["--engine"] = "str"
+    parts = iter([part for each in args for part in (each.split("=", 1) if each.startswith("--") else [each])])
+    for part in parts:
+        if part == "--":
+            return
+        if part.startswith("--") and part not in known:
+            raise unknown("option", part, known, f"See 'kvinterp {' '.join(command_of(command))} --help'.")
+        if part.startswith("--") and known[part] != "bool":
+            yield part[2:].replace("-", "_"), next(parts, "")
 
 
 class _Experiments(TyperGroup):

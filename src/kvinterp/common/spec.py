@@ -14,7 +14,7 @@ import importlib
 import inspect
 import pkgutil
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import GenericAlias, ModuleType
 from typing import Any, TypeGuard, TypeVar, get_args
@@ -123,6 +123,20 @@ def text_of(plugin: Any) -> str:
     return name_of(type(plugin)) + (f"({arguments})" if arguments else "")
 
 
+def check_name(what: str, text: str, known: Iterable[str], hint: str) -> tuple[str, str]:
+    """The name that a text form begins with, and what stands in its brackets; see :func:`read`.
+
+    Raises:
+        InputError: The name is unknown.
+    """
+    match = re.fullmatch(r"\s*([\w-]+)\s*(?:\((.*)\))?\s*", text, re.DOTALL)
+    given = text if match is None else match.group(1)
+    name, names = given.lower().replace("-", "_"), [*known]
+    if match is None or name not in names:
+        raise unknown(what, given, names, hint)
+    return name, match.group(2) or ""
+
+
 def read(what: str, text: str, kinds: Mapping[str, type[Plugin]], hint: str) -> Plugin:
     """The object that a text form stands for.
 
@@ -135,16 +149,12 @@ def read(what: str, text: str, kinds: Mapping[str, type[Plugin]], hint: str) -> 
     Raises:
         InputError: The name is unknown or the values do not fit.
     """
-    match = re.fullmatch(r"\s*([\w-]+)\s*(?:\((.*)\))?\s*", text, re.DOTALL)
-    word = text if match is None else match.group(1)
-    name = word.lower().replace("-", "_")
-    if match is None or name not in kinds:
-        raise unknown(what, word, kinds, hint)
+    name, inner = check_name(what, text, kinds, hint)
     fields = {field.name: field for field in dataclasses.fields(kinds[name])}  # type: ignore[arg-type]
     inorder = [field.name for field in fields.values() if not field.kw_only]
     values: dict[str, Any] = {}
     too_many = []
-    for index, part in enumerate(split(match.group(2) or "", ",")):
+    for index, part in enumerate(split(inner, ",")):
         word, equals, rest = part.partition("=")
         is_named = equals and word.strip().isidentifier()
         key = word.strip() if is_named else inorder[index] if index < len(inorder) else ""
@@ -183,6 +193,7 @@ def path_parts(text: str) -> tuple[str, str | None, str | None, str | None]:
         )
     form, options, policy, dtype = match.groups()
     if dtype is not None:
+        dtype = words.dtype_word(dtype)
         check_known("dtype", dtype, get_args(words.Dtype))
     return form, options, policy, dtype
 

@@ -10,6 +10,8 @@ from typing import Literal
 
 Kind = Literal["native", "transformer_lens", "hooked", "bridge"]
 Dtype = Literal["float16", "bfloat16", "float32", "float64"]
+SHORT = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
+"""Other names of dtypes that are taken wherever a dtype is."""
 Attention = Literal["sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention"]
 Protocol = Literal["matched", "free"]
 Strategy = Literal["greedy", "top_k", "top_p"]
@@ -36,3 +38,9 @@ ExperimentName = Literal[
     "equivalent-noise", "flip-law", "gqa", "kernels", "kv-error", "kv-write", "ladder", "layer-drift", "localisation",
     "mitigate", "paper", "patch", "propagation", "root-cause", "susceptibility",
 ]  # fmt: skip
+
+
+def dtype_word(dtype: object) -> str:
+    """The name in full that is meant, of a dtype or its name: ``float16`` for ``torch.float16`` and for ``fp16``."""
+    name = str(dtype).removeprefix("torch.")
+    return SHORT.get(name, name)

@@ -18,6 +18,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from kvinterp.common.words import dtype_word
 from kvinterp.data.chat import prompt_ids
 from kvinterp.data.example import Prompt
 from kvinterp.data.tokenizing import ids_of
@@ -85,7 +86,7 @@ def dtype_named(dtype: str | torch.dtype | None) -> torch.dtype | None:
     """
     if dtype is None:
         return None
-    name = str(dtype).removeprefix("torch.")
+    name = dtype_word(dtype)
     if name not in DTYPES:
         raise unknown("dtype", name, DTYPES)
     return DTYPES[name]

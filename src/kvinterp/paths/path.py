@@ -9,6 +9,7 @@ from typing import Any, get_args
 
 from kvinterp.common import spec
 from kvinterp.common.checks import check_choice, check_instance, check_known, check_number, check_whole
+from kvinterp.common.words import dtype_word
 from kvinterp.errors import InputError, shown, unexpected
 from kvinterp.models import dtype_named
 from kvinterp.models.adapter import DTYPES
@@ -251,7 +252,7 @@ def _read(text: object, cache: Callable[[str], CacheKind]) -> ExecutionPath:
     for part in spec.split(options or "", ","):
         name, value = (side.strip() for side in (*part.split("=", 1), "")[:2])
         # The cache's dtype, the older of the two, may stand where its kind does.
-        name = "cache_dtype" if name == "cache" and value in DTYPES else name
+        name = "cache_dtype" if name == "cache" and dtype_word(value) in DTYPES else name
         if name not in OPTIONS or not value or name in chosen:
             raise InputError(
                 f"path option {part!r} in {text!r} is {'given twice' if name in chosen else 'unknown'}: expected call=PROGRAM, "
@@ -265,7 +266,7 @@ def _read(text: object, cache: Callable[[str], CacheKind]) -> ExecutionPath:
         form,
         _policy(policy),
         dtype,
-        chosen.get("cache_dtype"),
+        _name(chosen.get("cache_dtype")),
         _count(text, "chunk", chosen, "tokens"),
         kernels_named(chosen.get("kernels", "native")),
         cache(chosen.get("cache", "dynamic")),
@@ -296,4 +297,4 @@ def _policy(policy: Policy | str | None) -> Policy:
 
 
 def _name(dtype: object) -> str | None:
-    return None if dtype is None else str(dtype).removeprefix("torch.")
+    return None if dtype is None else dtype_word(dtype)

@@ -14,6 +14,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from kvinterp.common.words import dtype_word
 from kvinterp.errors import InputError, UnsupportedError, unknown
 from kvinterp.models import Adapter
 from kvinterp.models.attaching import Listener
@@ -44,6 +45,7 @@ class FlashDecoding(Kernels):
 
     def __post_init__(self) -> None:
         check_parts(self.name, self.parts)
+        object.__setattr__(self, "accumulate", dtype_word(self.accumulate))
         if self.accumulate not in ACCUMULATE:
             raise unknown(f"{self.name} accumulate dtype", self.accumulate, ACCUMULATE)
         check_layers(self.name, self.layers)

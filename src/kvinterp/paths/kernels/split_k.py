@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvinterp.common.words import dtype_word
 from kvinterp.errors import InputError, unknown
 from kvinterp.models import Adapter
 from kvinterp.models.attaching import Listener
@@ -49,6 +50,7 @@ class SplitK(Kernels):
 
     def __post_init__(self) -> None:
         check_parts(self.name, self.parts)
+        object.__setattr__(self, "accumulate", dtype_word(self.accumulate))
         if self.accumulate not in ACCUMULATE:
             raise unknown("split_k accumulate dtype", self.accumulate, ACCUMULATE)
         for operation in self.operations:

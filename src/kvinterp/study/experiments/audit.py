@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvinterp.common.result import Result
-from kvinterp.errors import InputError, KvinterpError, UnsupportedError, shown
+from kvinterp.errors import InputError, KvinterpError, UnsupportedError
 from kvinterp.study.experiments.base import Experiment, Parts, Tables
 from kvinterp.study.experiments.options import argument, option, shared
 
@@ -141,12 +141,9 @@ class Audit(Experiment):
 
     def _check_against(self) -> None:
         """Refuses what is read of the audit of a cache alone, and a file that is not there."""
-        from kvinterp.common.files import is_file
+        from kvinterp.study.experiments.choices import check_file
 
-        if not is_file(Path(str(self.against))):
-            raise InputError(
-                f"--against {shown(str(self.against))} does not exist or is no file: give a file of another engine's log-probs."
-            )
+        check_file(str(self.against))
         fields = {field.name: field.default for field in dataclasses.fields(self)}
         for name in ("prompts", "rungs", "lengths", "steps", "checks", "thorough", "reach", "calls", "programs", "seconds"):
             if getattr(self, name) != fields[name]:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 from kvinterp.common.result import Result
+from kvinterp.common.words import dtype_word
 from kvinterp.study.experiments.options import OPTION, model, shared
 
 if TYPE_CHECKING:
@@ -89,6 +90,11 @@ class Experiment:
     """What an interruption leaves behind."""
     PARTIAL: ClassVar[str] = "no"
     """``"yes"``: an interrupted run writes the tables of what is finished."""
+
+    def __post_init__(self) -> None:
+        # By one name, so that fp16 goes on with what float16 began.
+        if isinstance(named := vars(self).get("dtype"), str):
+            object.__setattr__(self, "dtype", dtype_word(named))
 
     @classmethod
     def verb(cls) -> str:

@@ -9,12 +9,15 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from kvinterp.common import words
-from kvinterp.common.checks import check_known
-from kvinterp.common.spec import path_parts
-from kvinterp.errors import unexpected
+from kvinterp.common.checks import check_choice, check_known
+from kvinterp.common.files import is_file
+from kvinterp.common.spec import check_name, path_parts, plugin_names, split
+from kvinterp.data import load_prompts
+from kvinterp.errors import InputError, shown, unexpected
 from kvinterp.study.experiments.options import OPTION
 
 if TYPE_CHECKING:
@@ -48,26 +51,78 @@ def check_choices(experiment: Experiment) -> None:
             check_unread(field.name, value, field.default, field.metadata[OPTION]["only"][1])
 
 
-_WORDS: dict[str, tuple[str, Any]] = {
-    "kind": ("kind", words.Kind),
-    "dtype": ("dtype", words.Dtype),
-    "attention": ("attention implementation", words.Attention),
+_ROOT = Path(__file__).parents[2]
+
+
+def _dtypes(text: str) -> None:
+    for name in text.split(","):
+        check_known("dtype", words.dtype_word(name.strip()), get_args(words.Dtype))
+
+
+def _policies(text: str) -> None:
+    known = plugin_names(_ROOT / "policies", "Policy")
+    for part in split(text, "+") or [text]:
+        check_name("policy", part, known, "Values go in brackets, as in name(1,2).")
+
+
+def _kernels(text: str) -> None:
+    known = plugin_names(_ROOT / "paths" / "kernels", "Kernels")
+    check_name("kernel mode", text or "native", known, "Values go in brackets, as in split_k(4,float16).")
+
+
+def _path(text: str) -> None:
+    _, _, policies, _ = path_parts(text)
+    if policies is not None:
+        _policies(policies)
+
+
+def _format(text: str) -> None:
+    known = [*plugin_names(_ROOT / "recording" / "readers", "Reader"), "kl_base"]
+    check_known("format", text, known)
+
+
+def _strategy(text: str) -> None:
+    check_name("strategy", text, get_args(words.Strategy), "Values go in brackets, as in top_k(50,0.8).")
+
+
+def check_file(name: str) -> None:
+    """Raises InputError where no file of another engine's log-probs is there."""
+    if not is_file(Path(name)):
+        raise InputError(
+            f"--against {shown(name)} does not exist or is no file: give a file of another engine's log-probs."
+        )
+
+
+_EARLY: dict[str, Callable[[str], Any]] = {
+    "kind": lambda text: check_known("kind", text, get_args(words.Kind)),
+    "attention": lambda text: check_known("attention implementation", text, get_args(words.Attention)),
+    "dtype": _dtypes,
+    "rungs": _dtypes,
+    "prompts": load_prompts,
+    "against": check_file,
+    "format": _format,
+    "strategy": _strategy,
+    "kernels": _kernels,
+    "protocol": lambda text: check_choice("protocol", text, words.Protocol),
+    "direction": lambda text: check_choice("direction", text, words.Direction),
+    **dict.fromkeys(("policy", "base"), _policies),
+    **dict.fromkeys(("a", "b", "path"), _path),
 }
-_PATHS = ("a", "b", "path")
+"""What reads an option of this name, of whichever command, without torch."""
 
 
-def check_words(given: Mapping[str, str]) -> None:
+def check_words(given: Iterable[tuple[str, str]]) -> None:
     """Looks at those options that need no torch to be looked at: a typing error should not cost its import.
 
+    Args:
+        given: Names of options and what was given for each.
+
     Raises:
-        InputError: One is a word that is not known, or a path that cannot be read.
+        InputError: One is a word that is not known, a path that cannot be read, or a file that is not there.
     """
-    for name, (what, known) in _WORDS.items():
-        if name in given:
-            check_known(what, given[name].removeprefix("torch."), get_args(known))
-    for name in _PATHS:
-        if name in given:
-            path_parts(given[name])
+    for name, value in given:
+        if name in _EARLY:
+            _EARLY[name](value)
 
 
 def check_work(experiment: Experiment) -> None:
@@ -77,7 +132,6 @@ def check_work(experiment: Experiment) -> None:
         InputError: A number is no count, or more than any run has; or the prompts cannot be read.
     """
     from kvinterp.common.checks import MOST, check_whole
-    from kvinterp.data import load_prompts
 
     for field in dataclasses.fields(experiment):
         value, about = getattr(experiment, field.name), field.metadata.get(OPTION, {})

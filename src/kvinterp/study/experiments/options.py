@@ -35,7 +35,7 @@ SHARED: dict[str, tuple[Any, str]] = {
         "arithmetic:N, restate:N, instructions:N or natural:N; or gsm8k(FILE,shots=5,count=700).",
     ),
     "kind": ("native", "What runs the model: native (transformers), or transformer_lens (hooked or bridge)."),
-    "dtype": ("float16", "float16, bfloat16, float32 or float64."),
+    "dtype": ("float16", "float16, bfloat16, float32 or float64 (fp16, bf16, fp32, fp64)."),
     "device": (None, "cpu, cuda or cuda:N. Default: CUDA if there is one."),
     "attention": (None, "Attention of a native model: sdpa, eager, ... Default: the model's own choice."),
     "random_init": (False, "Read the config alone and use random weights."),

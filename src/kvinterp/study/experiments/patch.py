@@ -61,6 +61,9 @@ class Patch(OfModel):
             "no distance that was asked for is of answers; leave it out, or add logit_difference to --distance",
         ),
     )
+    layers: tuple[int, ...] | None = option(
+        None, "Patch only in these layers, such as 0,2,-1. Default: all.", example="0,2,-1"
+    )
     examples: int | None = option(None, "Patch only this many prompts: those with the highest KL.")
     preset: str | None = option(
         None,
@@ -80,6 +83,7 @@ class Patch(OfModel):
     )
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         # Here and not when it is run: what was not given is told from what was given as its default.
         settings: dict[str, Any] = dict(_UNLESS_GIVEN)
         if self.preset is not None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import ast
 import importlib
 import pkgutil
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from kvinterp.common.spec import is_class
 from kvinterp.study.experiments.base import Experiment
@@ -44,6 +46,33 @@ def question_of(name: str) -> str:
     """What the command is for, as its file's docstring says; the file is not imported."""
     source = Path(__file__).with_name(f"{name.replace('-', '_')}.py").read_text(encoding="utf-8")
     return ast.get_docstring(ast.parse(source)) or ""
+
+
+def options_of(name: str) -> dict[str, str]:
+    """The options that a command's file and the classes it rests on give it, each with the type of its values.
+
+    They are read from the source: to import the file takes seconds, and an option that is misspelt should be said at once.
+    """
+    found: dict[str, tuple[str, str]] = {}
+    for node in _fields(name.replace("-", "_"), name.title().replace("-", "")):
+        field, made = ast.unparse(node.target), ast.unparse(node.value.func)
+        flags = [word.value for word in node.value.keywords if word.arg == "flag"]
+        flag = ast.literal_eval(flags[0]) if flags else f"--{field.replace('_', '-')}"
+        found[field] = (flag, ast.unparse(node.annotation))
+        if made in ("withheld", "argument", "model"):
+            del found[field]
+    return dict(found.values())
+
+
+def _fields(file: str, kind: str) -> Iterator[Any]:
+    """The fields of a class of this folder, as its source has them: those of the classes it derives from first."""
+    body = ast.parse(Path(__file__).with_name(f"{file}.py").read_text(encoding="utf-8")).body
+    (own,) = (node for node in body if isinstance(node, ast.ClassDef) and node.name == kind)
+    homes = {alias.name: node.module for node in body if isinstance(node, ast.ImportFrom) for alias in node.names}
+    for parent in map(ast.unparse, own.bases):
+        if parent != "Experiment":
+            yield from _fields(str(homes[parent]).rpartition(".")[2], parent)
+    yield from (node for node in own.body if isinstance(node, ast.AnnAssign) and isinstance(node.value, ast.Call))
 
 
 def experiment_named(name: str) -> type[Experiment]:
