@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, _dynamo
+from torch import Tensor
 
 from kvinterp.errors import UnsupportedError, unknown
 from kvinterp.models import Adapter
@@ -36,6 +36,9 @@ class Compile(Operation):
     proof = ("compiled graphs run", "torch compiled no graph of this model")
 
     def __post_init__(self) -> None:
+        # Imported where it is used: with sympy it is a third of what importing kvinterp takes.
+        from torch import _dynamo
+
         known = _dynamo.list_backends(exclude_tags=())
         if not isinstance(self.backend, str) or self.backend not in known:
             raise unknown("backend of torch.compile", str(self.backend), known)
@@ -91,6 +94,8 @@ def _with_forward(model: Any, forward: Any) -> Iterator[None]:
 @contextlib.contextmanager
 def compiled(model: Any, name: str, count: Callable[[str, int], None]) -> Iterator[None]:
     """Puts the compiled forward in the model's place, and counts the graphs that are made and run."""
+    from torch import _dynamo
+
     own = vars(model).get("forward")
     _dynamo.reset()
     before = _dynamo.utils.counters["stats"]["unique_graphs"]
