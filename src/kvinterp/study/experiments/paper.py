@@ -231,7 +231,7 @@ class Paper(OfModels):
         tables = {
             "table_1": table_1(*fp16, self.seeds, papers),
             "table_2": table_2(both, papers),
-            "table_3": table_3(boundary["correlations"], papers),
+            "table_3": table_3(boundary["correlations"], fp16[0]["model"].unique(), papers),
             "figure_1": by_step.assign(step=by_step["step"] - 1).query("step >= 0"),
             "figure_2": self._drift_by_layer(parts),
             "figure_4_flips": flips.assign(flip_index=flips["flip_index"] - 1),
@@ -430,11 +430,12 @@ def table_2(found: Mapping[str, tuple[pd.DataFrame, pd.DataFrame]], papers: pd.D
     return beside(pd.DataFrame(rows.values()), papers.assign(fp32_flip=0.0), ["model"], fp32_flip="paper_fp32_flip")
 
 
-def table_3(correlations: pd.DataFrame, papers: pd.DataFrame) -> pd.DataFrame:
+def table_3(correlations: pd.DataFrame, models: Sequence[str], papers: pd.DataFrame) -> pd.DataFrame:
     """The paper's Table 3, a row a model: Pearson's correlation of the first flip's step and the mean KL, strategies pooled.
 
     Args:
         correlations: As :func:`kvinterp.study.behaviour.boundary.correlations_with_flip` gives them of pooled decodes.
+        models: Those that have a row, also where no decode flips.
         papers: The paper's trend, by model.
 
     Returns:
@@ -442,18 +443,24 @@ def table_3(correlations: pd.DataFrame, papers: pd.DataFrame) -> pd.DataFrame:
         none; the paper's; same_tokens, full, of the KL with the same tokens.
     """
     rows = []
-    for model, group in correlations.groupby("model", sort=False):
+    for model in models:
+        group = only(correlations, model=model)
+        if group.empty:
+            rows.append({"model": model, "flips": 0, "n": 0, "trend": "no decode flips"})
+            continue
         free, same = (only(group, quantity=name).set_index("method") for name in ("mean_kl", "matched_mean_kl"))
         row: dict[str, Any] = {"model": model, "flips": free.loc["pearson", "n"], "n": free.loc["pearson", "n_prompts"]}
         ends = ["value", "low", "high"]
         for name, method in zip(("full", "without_0", "without_8"), METHODS, strict=True):
             row |= with_ends(name, *free.loc[method, ends])
         trend = free.loc["pearson", "why"] or free.loc["restricted>1", "why"]
+        if free.loc["restricted>1", "n"] == row["flips"]:
+            trend = trend or "no flip at step 0"
         if not trend:
             trend = "strengthens" if abs(row["without_0"]) > abs(row["full"]) else "weakens"
             trend += ", within the interval" * bool(row["full_low"] <= row["without_0"] <= row["full_high"])
         rows.append(row | {"trend": trend} | with_ends("same_tokens", *same.loc["pearson", ends]))
-    return beside(pd.DataFrame(rows), papers, ["model"], trend="paper_trend") if rows else pd.DataFrame()
+    return beside(pd.DataFrame(rows), papers, ["model"], trend="paper_trend")
 
 
 # Figures -----------------------------------------------------------------------------------------------------------------
