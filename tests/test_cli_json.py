@@ -54,7 +54,7 @@ def test_numbers_that_json_does_not_know(tmp_path: Path, monkeypatch: pytest.Mon
 
     summary = {"mean": math.nan, "worst": math.inf, "each": [math.nan, 1.0]}
     monkeypatch.setattr("kvinterp.study.experiments.kernels.Kernels.run", lambda *_, **__: Result(summary=summary))
-    monkeypatch.setattr("kvinterp.study.experiments.kernels.Kernels.say", lambda *_: None)
+    monkeypatch.setattr("kvinterp.study.experiments.kernels.Kernels.print_result", lambda *_: None)
     found = said(kvinterp("kernels", "--json"))
     assert (found["mean"], found["worst"], found["each"]) == (None, "inf", [None, 1.0])
 
