@@ -127,10 +127,10 @@ COMMA := ,
 zoo: $(STAMP)
 	PYTHONPATH=tools $(BIN)/python -m zoo.recipe
 
-# Audits every causal architecture of transformers, small and random, and goes on where it stopped; then the page.
+# Tries every use of the cache of every causal architecture of transformers, small and random, and goes on where it stopped; then the pages.
 wild: $(STAMP)
 	PYTHONPATH=tools $(BIN)/python -m wild
-	PYTHONPATH=tools $(BIN)/python -m wild --table
+	PYTHONPATH=tools $(BIN)/python -m wild --table --reports
 
 clean:
 	rm -rf $(VENV) $(NEWEST) $(OLDEST) demo out site build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

@@ -1,32 +1,39 @@
 """Tries the cache of every causal language model that transformers' auto classes name by programs; ``make wild``.
 
 Each is made of small random weights by lines that anybody can run, and tried in a process of its own, with a limit of time and of
-memory. ``out/wild/TYPE.json`` is a finished one: what is there is left out, so a run goes on where it stopped. ``--table`` writes
-``docs/wild.md`` and the scripts of all failures from these files.
+memory. Each failure is then run as a script in a process that has not heard of kvinterp. ``out/wild/TYPE.json`` is a finished one:
+what is there is left out, so a run goes on where it stopped. ``--table`` writes ``docs/wild.md`` and all scripts from these files,
+``--reports`` what the scripts of ``docs/upstream`` print.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
+import contextlib
+import io
 import json
+import multiprocessing
 import os
 import resource
-import subprocess
 import sys
+import tempfile
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import torch
+import transformers
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT / "benchmarks" / "bugs"), str(ROOT / "tools")]
 
-SECONDS, BYTES = 420, 6 * 2**30
+SECONDS, BYTES = 240, 6 * 2**30
 """Of the processor and of memory, that a model may take."""
-FAULTS = 12
-"""How many of one model are looked for at most."""
+BUDGET, FAULTS = 20.0, 8
+"""Seconds that its programs may take, and how many faults are looked for at most."""
 MODEL = """import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -42,7 +49,6 @@ with torch.no_grad():  # What is initialised to a constant is not left at it.
 def known() -> dict[str, dict[str, Any]]:
     """Every model type with what its config needs beside the bank's sizes."""
     from bank.clean import ARCHITECTURES, KNOWN_TRANSFORMERS_BUGS
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     from wild.configs import WILD
 
@@ -59,35 +65,89 @@ def written(name: str, config: Mapping[str, Any]) -> str:
     return MODEL.format(name=name, fields=", ".join(f"{field}={value!r}" for field, value in fields.items()))
 
 
-def tried(name: str, config: Mapping[str, Any]) -> dict[str, Any]:
+def tried(name: str, config: Mapping[str, Any], programs: int) -> dict[str, Any]:
     """What programs say of one, as a row."""
-    from kvinterp.auditing.uses import uses_of
-    from kvinterp.models import wrap
-
-    began = time.process_time()
-    row: dict[str, Any] = {"type": name, "class": "", "model": "", "why": "", "uses": []}
+    row: dict[str, Any] = {"type": name, "class": "", "model": "", "why": "", "uses": {}, "wrong": []}
     try:
         made: dict[str, Any] = {}
         row["model"] = written(name, config)
         exec(row["model"], made)
         row["class"] = type(made["model"]).__name__
-        found = [dataclasses.asdict(check) for check in uses_of(wrap(made["model"].eval()), faults=FAULTS)]
-    # Whatever it raises is what there is to say.
-    except Exception as error:
-        row["why"] = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-        return row
-    row |= {"uses": found, "seconds": round(time.process_time() - began, 1)}
-    for check in found:
-        if check["lines"]:
-            check["printed"] = alone(row["model"] + "\n" + check["lines"])
-    return row
+        return {**row, **searched(made["model"].eval(), programs)}
+    except Exception as error:  # Whatever it raises is what there is to say.
+        return {**row, "why": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
 
 
-def alone(script: str) -> str:
-    """What a script prints, or the error it ends with, in a process that has never heard of kvinterp."""
-    made = subprocess.run([sys.executable, "-I", "-W", "ignore", "-c", script], capture_output=True, text=True)
-    said = made.stdout.strip()
-    return said if made.returncode == 0 else "\n".join([*said.splitlines(), made.stderr.strip().splitlines()[-1][:300]])
+def searched(model: torch.nn.Module, programs: int) -> dict[str, Any]:
+    """By use how many programs were right or another word, and what is wrong: a quarter as many go beyond the contract."""
+    from kvinterp.models import wrap
+    from kvinterp.programs.pasted import pasted
+    from kvinterp.programs.place import placed
+    from kvinterp.programs.search import base_of, search
+    from kvinterp.programs.subject import ModelSubject
+
+    began, subject = time.process_time(), ModelSubject(wrap(model))
+    found = search(subject, programs, BUDGET, faults=FAULTS)
+    beyond = search(subject, programs // 4, BUDGET / 4, beyond="yes", faults=1)
+    wrong = []
+    known = {base_of(one.use) for one in found.wrong}
+    for one in [*found.wrong, *(one for one in beyond.wrong if base_of(one.use) not in known)]:
+        place = None
+        # What is wrong with the model may break the search for its place too.
+        with contextlib.suppress(Exception):
+            place = placed(subject, one.program)
+        wrong.append(
+            {
+                "use": one.use,
+                "beyond": one.program.rows.beyond,
+                "why": one.why,
+                "error": one.run.wrong.error if one.run.wrong else None,
+                "program": str(one.program),
+                "ran": one.ran,
+                "place": f"{place.tensor}, layer {place.layer}" if place else "",
+                "lines": pasted(one.run),
+            }
+        )
+    others = {use: {"word": word, "why": one.why} for (word, use), one in found.others.items()}
+    return {
+        "uses": {**others, **{use: {"word": "right", "count": count} for use, count in found.tried.items()}},
+        "wrong": wrong,
+        "ran": [found.ran, beyond.ran],
+        "worst": found.worst,
+        "limit": subject.limit,
+        "seconds": round(time.process_time() - began, 1),
+    }
+
+
+def forked(work: Callable[[], Any], place: Path) -> int:
+    """Does it in a fork within the limits, what it gives goes to a file as JSON; returns how the fork ended."""
+    if child := os.fork():
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    resource.setrlimit(resource.RLIMIT_DATA, (BYTES, BYTES))
+    resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS))
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.dup2(nowhere, 2)
+    place.write_text(json.dumps(work()))
+    os._exit(0)
+
+
+def alone(scripts: Sequence[str]) -> list[str]:
+    """What each prints, or the error it ends with, in a process that has not heard of kvinterp."""
+    with tempfile.TemporaryDirectory() as folder:
+        code = forked(lambda: [printed(script) for script in scripts], place := Path(folder) / "printed")
+        return [f"the process ended with {code}" for _ in scripts] if code else json.loads(place.read_text())
+
+
+def printed(script: str) -> str:
+    """What a script prints here, and the error that it ends with."""
+    assert "kvinterp" not in sys.modules
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        try:
+            exec(compile(script, "script", "exec"), {"__name__": "__main__"})
+        except Exception as error:
+            print(f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")
+    return said.getvalue().strip()
 
 
 def save(folder: Path, row: Mapping[str, Any]) -> None:
@@ -97,17 +157,26 @@ def save(folder: Path, row: Mapping[str, Any]) -> None:
     part.rename(folder / f"{row['type']}.json")
 
 
-def aside(name: str, config: Mapping[str, Any], folder: Path) -> int:
-    """Starts a fork that tries one and saves it; returns its process."""
-    if child := os.fork():
-        return child
-    resource.setrlimit(resource.RLIMIT_DATA, (BYTES, BYTES))
-    resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS))
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 1)
-    os.dup2(nowhere, 2)
-    save(folder, tried(name, config))
-    os._exit(0)
+def plain(end: Any) -> None:
+    """Answers scripts with what they print, until there are no more."""
+    with contextlib.suppress(EOFError):
+        while True:
+            end.send(alone(end.recv()))
+
+
+def row_of(name: str, config: Mapping[str, Any], programs: int, folder: Path, scripts: Any) -> dict[str, Any]:
+    """Tries one in a fork, has the script of each failure run, and saves the row."""
+    with tempfile.TemporaryDirectory() as aside:
+        code = forked(lambda: tried(name, config, programs), place := Path(aside) / "row")
+        why = f"the process ended with {code}, after at most {SECONDS} seconds of the processor and {BYTES // 2**30} GiB"
+        empty = {"type": name, "class": "", "model": "", "why": why, "uses": {}, "wrong": []}
+        row: dict[str, Any] = empty if code else json.loads(place.read_text())
+    shown = [one for one in row["wrong"] if one["lines"]]
+    scripts.send([row["model"] + "\n" + one["lines"] for one in shown])
+    for one, said in zip(shown, scripts.recv(), strict=True):
+        one["printed"] = said
+    save(folder, row)
+    return row
 
 
 def main() -> None:
@@ -115,44 +184,32 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", help="model types; all unless given; those that are there are left out")
     parser.add_argument("--out", type=Path, default=ROOT / "out" / "wild")
-    parser.add_argument("--workers", type=int, default=1, help="models that are tried side by side")
+    parser.add_argument("--programs", type=int, default=60)
     parser.add_argument("--table", action="store_true", help="writes docs/wild.md from what is there")
+    parser.add_argument("--reports", action="store_true", help="runs the scripts of docs/upstream again")
     given = parser.parse_args()
-    if given.table:
-        from wild.page import write
-
-        write(given.out, ROOT / "docs")
-        return
     warnings.simplefilter("ignore")
-    import torch
-    from transformers.utils import logging
-
-    import kvinterp.auditing.uses  # noqa: F401  A fork does not import it again.
-
-    logging.set_verbosity_error()
+    transformers.utils.logging.set_verbosity_error()
     torch.set_num_threads(1)
+    if given.table or given.reports:
+        from wild import page
+
+        if given.table:
+            page.write(given.out, ROOT / "docs")
+        if given.reports:
+            page.print_again(ROOT / "docs")
+        return
+    # Begun before kvinterp is imported, which is done once for all models.
+    scripts, end = multiprocessing.Pipe()
+    multiprocessing.get_context("fork").Process(target=plain, args=(end,), daemon=True).start()
+    import kvinterp.programs.search  # noqa: F401
+
     given.out.mkdir(parents=True, exist_ok=True)
-    configs, running = known(), dict[int, str]()
+    configs = known()
     for name in given.names or configs:
-        if (given.out / f"{name}.json").exists():
-            continue
-        while len(running) >= given.workers:
-            ended(running, given.out)
-        running[aside(name, configs[name], given.out)] = name
-    while running:
-        ended(running, given.out)
-
-
-def ended(running: dict[int, str], folder: Path) -> None:
-    """Waits for one, and says what it came to; one that did not end by itself is saved as that."""
-    child, status = os.wait()
-    name, code = running.pop(child), os.waitstatus_to_exitcode(status)
-    if code:
-        why = f"the process ended with {code}, after at most {SECONDS} seconds of the processor and {BYTES // 2**30} GiB"
-        save(folder, {"type": name, "class": "", "model": "", "why": why, "uses": []})
-    row = json.loads((folder / f"{name}.json").read_text())
-    wrong = [check["name"] for check in row["uses"] if check["status"].startswith("wrong")]
-    print(name, row["why"] or f"wrong: {', '.join(wrong)}" if row["why"] or wrong else "right", flush=True)
+        if not (given.out / f"{name}.json").exists():
+            row = row_of(name, configs[name], given.programs, given.out, scripts)
+            print(name, row["why"] or [one["use"] for one in row["wrong"]] or "right", row.get("seconds", ""), flush=True)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,10 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import torch
+import transformers
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from wild.__main__ import alone
 
@@ -30,8 +33,8 @@ COLUMNS = {
 }
 """By column of the table, how the names of its uses begin."""
 BEYOND = "beyond"
-WORDS = {"wrong": "**wrong**", "refused": "refused", "off without a cache too": "*off too*", "right": "right"}
-"""How a cell says it: the first that any use of it came to."""
+WORST = {"wrong": "**wrong**", "off without a cache too": "*off too*"}
+"""A cell that holds one of these says it alone."""
 
 
 def column_of(use: str) -> str:
@@ -40,31 +43,26 @@ def column_of(use: str) -> str:
     return max(fitting)[1] if fitting else ""
 
 
-def line_of(row: dict[str, Any]) -> dict[str, Any]:
+def line_of(row: dict[str, Any]) -> list[str]:
     """A row of the table."""
     words: dict[str, set[str]] = {}
-    for check in row["uses"]:
-        words.setdefault(column_of(check["name"]), set()).add(check["status"])
-    cells = [next((WORDS[word] for word in WORDS if word in words.get(column, ())), "") for column in COLUMNS]
-    beyond = any(check["status"].startswith("wrong beyond") for check in row["uses"])
-    return {"type": row["type"], "cells": [*cells, WORDS["wrong"] if beyond else ""], "why": row["why"]}
+    for use, said in row["uses"].items():
+        words.setdefault(column_of(use), set()).add(said["word"])
+    for one in row["wrong"]:
+        words.setdefault(BEYOND if one["beyond"] == "yes" else column_of(one["use"]), set()).add("wrong")
+    return [_cell(words.get(column, set())) for column in [*COLUMNS, BEYOND]]
 
 
-def failures(row: dict[str, Any]) -> list[dict[str, Any]]:
-    """What is wrong with a type, each with its script's name."""
-    wrong = [check for check in row["uses"] if check["status"].startswith("wrong")]
-    return [
-        {**check, "type": row["type"], "script": f"{row['type']}-{n}.txt" if check["lines"] else "", "model": row["model"]}
-        for n, check in enumerate(wrong, 1)
-    ]
+def _cell(words: set[str]) -> str:
+    return next((said for word, said in WORST.items() if word in words), " ".join(sorted(words, reverse=True)))
 
 
 def verdict(row: dict[str, Any]) -> str:
     """What a type comes to in one word."""
-    statuses = {check["status"] for check in row["uses"]}
-    if "right" not in statuses and "wrong" not in statuses:
+    if row["why"]:
         return "not tried"
-    return next((word for word in ("wrong", "wrong beyond what a cache promises") if word in statuses), "right")
+    beyond = [one["beyond"] for one in row["wrong"]]
+    return "wrong" if "no" in beyond else BEYOND if beyond else "right"
 
 
 def write(folder: Path, docs: Path) -> None:
@@ -76,40 +74,35 @@ def write(folder: Path, docs: Path) -> None:
     rows = [json.loads(place.read_text()) for place in sorted(folder.glob("*.json"))]
     if not rows:
         raise SystemExit(f"{folder} holds no rows: run make wild first.")
-    wrong = [one for row in rows for one in failures(row)]
     scripts = docs / "wild"
     scripts.mkdir(exist_ok=True)
     for old in scripts.glob("*.txt"):
         old.unlink()
-    for one in wrong:
-        if one["script"]:
-            (scripts / one["script"]).write_text(f"{one['model']}\n{one['lines']}\n# {one['printed']}\n", encoding="utf-8")
-    import torch
-    import transformers
-
+    for row in rows:
+        for n, one in enumerate(row["wrong"], 1):
+            one["script"] = f"{row['type']}-{n}.txt" if one["lines"] else ""
+            if one["script"]:
+                text = f"{row['model']}\n{one['lines']}\n# prints {one['printed']}\n"
+                (scripts / one["script"]).write_text(text, encoding="utf-8")
     template = Environment(loader=FileSystemLoader(Path(__file__).parent), undefined=StrictUndefined, trim_blocks=True)
     page = template.get_template("wild.md.j2").render(
-        lines=[line_of(row) for row in rows],
+        rows=rows,
         counts=Counter(map(verdict, rows)),
-        wrong=wrong,
+        lines={row["type"]: line_of(row) for row in rows if not row["why"]},
         columns=[*COLUMNS, BEYOND],
-        untried=[(row["type"], _why(row)) for row in rows if verdict(row) == "not tried"],
-        seconds=round(sum(row.get("seconds", 0) for row in rows) / 60),
-        about={"torch": torch.__version__, "transformers": transformers.__version__},
+        ran=sum(sum(row.get("ran", [])) for row in rows),
+        minutes=round(sum(row.get("seconds", 0) for row in rows) / 60),
+        missing=len(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - len(rows),
+        about=f"transformers {transformers.__version__}, torch {torch.__version__}",
     )
     (docs / "wild.md").write_text(page, encoding="utf-8")
+
+
+def print_again(docs: Path) -> None:
+    """Runs the script of every report and puts under it what it prints now, and with what."""
+    about = f"transformers {transformers.__version__}, torch {torch.__version__}."
     for report in sorted((docs / "upstream").glob("*.md")):
-        printed_again(report)
-
-
-def _why(row: dict[str, Any]) -> str:
-    said = row["why"] or "; ".join(check["detail"] for check in row["uses"])
-    return said.replace("|", "\\|").replace("<", "&lt;")[:160]
-
-
-def printed_again(report: Path) -> None:
-    """Runs the script of a report and puts what it prints under it."""
-    text = report.read_text()
-    for code, old in re.findall(r"```python\n(.*?)```\n\n```\n(.*?)```", text, re.DOTALL):
-        text = text.replace(f"{code}```\n\n```\n{old}```", f"{code}```\n\n```\n{alone(code)}\n```")
-    report.write_text(text, encoding="utf-8")
+        text = report.read_text()
+        for code, old in re.findall(r"```python\n(.*?)```\n\n```\n(.*?)```", text, re.DOTALL):
+            text = text.replace(f"{code}```\n\n```\n{old}```", f"{code}```\n\n```\n{alone([code])[0]}\n```")
+        report.write_text(re.sub(r"transformers [\d.]+, torch \S+\.$", about, text, flags=re.MULTILINE), encoding="utf-8")

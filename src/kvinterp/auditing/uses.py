@@ -24,7 +24,7 @@ from kvinterp.programs.pasted import pasted
 from kvinterp.programs.place import placed
 from kvinterp.programs.program import Program
 from kvinterp.programs.running import PLAIN, REFUSED, RIGHT, WRONG, OwnError, named
-from kvinterp.programs.search import FAULTS, FIRST, Outcome, Searched, base_of, search, tried
+from kvinterp.programs.search import FIRST, Outcome, Searched, base_of, search, tried
 from kvinterp.programs.subject import ModelSubject, Subject, apart
 
 PROGRAMS, SECONDS = 60, 40.0
@@ -48,7 +48,6 @@ def uses_of(
     given: Sequence[Program] = (),
     reach: str = "no",
     progress: Callable[[str], None] = lambda _: None,
-    faults: int = FAULTS,
 ) -> list[Check]:
     """Tries a model's cache in every use that it offers.
 
@@ -62,7 +61,6 @@ def uses_of(
         given: Programs that are run besides.
         reach: ``"yes"`` also goes over every edge that the config names, however far.
         progress: Told what runs.
-        faults: How many are looked for at most.
 
     Returns:
         A check a use, those that are wrong first.
@@ -76,7 +74,7 @@ def uses_of(
             return [_met(adapter, error)]
         edges, far = _edges(adapter, reach)
         names = {str(program_named(text)): name for name, texts in edges.items() for text in texts}
-        found = search(subject, programs, seconds, seed, [*given, *map(program_named, names)], faults, progress=progress)
+        found = search(subject, programs, seconds, seed, [*given, *map(program_named, names)], progress=progress)
         checks = _checks(subject, found, names)
         if adapter.dtype in SIXTEEN:
             checks += _own(

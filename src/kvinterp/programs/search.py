@@ -17,8 +17,6 @@ from kvinterp.programs.program import CACHES, PADS, TOLD, Operation, Program, Ro
 from kvinterp.programs.running import PADDED, RIGHT, WRONG, Run
 from kvinterp.programs.subject import Subject
 
-FAULTS = 4
-"""How many are looked for unless told."""
 FIRST = (
     "rows(0)+feed(9)+feed(3,1)",
     "rows(0)+feed(1)+feed(3,1)",
@@ -174,7 +172,7 @@ def search(
     seconds: float = 40.0,
     seed: int = 0,
     given: Sequence[Program] = (),
-    faults: int = FAULTS,
+    faults: int = 4,
     beyond: str = "no",
     progress: Callable[[str], None] = lambda _: None,
 ) -> Searched:
