@@ -26,7 +26,7 @@ class Offset(torch.nn.Module):
         self.seen = {"rows": torch.zeros(2)}
         self.cache = DynamicCache()
         self.register_buffer("scale", torch.ones(()), persistent=False)
-        self.register_buffer("longest", torch.zeros(()), persistent=False)
+        self.register_buffer("written", torch.zeros(()), persistent=False)
 
     def begin(self, rows, positions):
         """What a prompt sets: a row each, an attribute that was not there, a buffer that is another, one that is written into."""
@@ -34,18 +34,18 @@ class Offset(torch.nn.Module):
         self.added = positions
         self.scale = torch.full((), 1 + 1e-3 * positions)
         self.register_buffer("late", torch.ones(()), persistent=False)
+        self.written.fill_(1e-3 * positions)
 
     def forward(self, hidden):
         rows, new = hidden.shape[:2]
         if new > 1:
             self.begin(rows, new)
-        self.longest.fill_(max(float(self.longest), new))
         self.seen["rows"] += rows
         self.seen[new] = rows
         self.counted.append(new)
         self.cache.update(hidden[:, None], hidden[:, None], len(self.cache.layers))
         # A batch of another number of rows than the prompt had breaks it, as it does Qwen-VL.
-        return hidden * self.scale + self.offset.expand(rows, 1, 1)
+        return hidden * self.scale + self.written + self.offset.expand(rows, 1, 1)
 
 
 def contents(model):
@@ -120,16 +120,26 @@ def test_a_verb_that_ends_by_an_error_leaves_a_model_as_it_found_it(model):
     assert contents(model) == before
 
 
-def test_runs_that_take_turns_do_not_read_what_the_other_left(model):
-    """The recompute path's prompt grows at every step, so that it would set the cached path's offset to its own; the fault of
-    a model that minds is found between the paths, and is the same whoever runs beside."""
-    alone = {path: kv.run(model, IDS, path, logits="keep", **SHORT).logits for path in ("cached", "recompute")}
-    fed = kv.run(model, IDS, "cached", **SHORT).fed
-    alone["recompute"] = kv.run(model, IDS, "recompute", logits="keep", continuation=fed, **SHORT).logits
-    apart = float((alone["cached"] - alone["recompute"]).abs().max())
-    found = kv.compare(model, [IDS], **QUIET).steps["max_abs_logit"].max()
-    assert found == pytest.approx(apart, rel=1e-6)
+def test_runs_that_take_turns_go_on_from_their_own_state(model):
+    """Each from what its own prompt set, not from what was found, nor from what the other set: the recompute path's prompt grows
+    at every step. The fault of a model that minds is found between the paths, and is the same whoever runs beside."""
+    fed, rows = IDS, {"cached": [], "recompute": []}
+    with torch.no_grad():
+        cache = DynamicCache(config=model.config)
+        for _ in range(SHORT["max_new_tokens"]):
+            new = fed if fed is IDS else fed[-1:]
+            rows["cached"].append(model(torch.tensor([new]), past_key_values=cache, use_cache=True).logits[0, -1])
+            fed = [*fed, int(rows["cached"][-1].argmax())]
+        for end in range(len(IDS), len(fed)):
+            rows["recompute"].append(model(torch.tensor([fed[:end]]), use_cache=False).logits[0, -1])
+        cached, recompute = map(torch.stack, rows.values())
+        # Another prompt's, so that what is found is what neither path sets.
+        model(torch.tensor([IDS[:4]]))
+    made = kv.run(model, IDS, "cached", logits="keep", **SHORT)
+    torch.testing.assert_close(made.logits, cached, rtol=0, atol=1e-5)
+    apart = float((cached - recompute).abs().max())
     assert apart > 1e-3
+    assert kv.compare(model, [IDS], **QUIET).steps["max_abs_logit"].max() == pytest.approx(apart, abs=1e-5)
 
 
 def test_every_check_of_an_audit_starts_from_what_was_found(model):
