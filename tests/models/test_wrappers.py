@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import LlamaForCausalLM
+from transformers import DynamicCache, LlamaForCausalLM
 
 import kvinterp as kv
+from command_line import wrong
 from kvinterp.errors import InputError
+from kvinterp.testing import assert_cache_consistent
 from support import TINY
 
 
@@ -88,3 +92,72 @@ def test_a_wrapper_whose_call_raises_is_refused_with_its_words() -> None:
 
     with pytest.raises(InputError, match=r"raises RuntimeError \(no process group\).*give model\.module"):
         kv.wrap(Raising(llama()))
+
+
+# What stands before the text -------------------------------------------------------------------------------------------
+
+
+class PromptTuned(Wrapper):
+    """As peft's prompt tuning: learned embeddings stand before those of the tokens, and their logits come out, too."""
+
+    def forward(self, input_ids: Tensor, **given: Any) -> Any:
+        embedded = self.module.get_input_embeddings()(input_ids)
+        learned = torch.full_like(embedded[:, :1], 0.3).expand(-1, 5, -1)
+        return self.module(inputs_embeds=torch.cat([learned, embedded], 1), **given)
+
+
+class PrefixTuned(Wrapper):
+    """As peft's prefix tuning: learned keys and values stand in the cache before the text."""
+
+    def forward(self, input_ids: Tensor, past_key_values: Any = None, **given: Any) -> Any:
+        if past_key_values is None:
+            config, past_key_values = self.module.config, DynamicCache()
+            for layer in range(config.num_hidden_layers):
+                learned = torch.full((len(input_ids), config.num_key_value_heads, 5, config.head_dim), 0.3)
+                past_key_values.update(learned, learned, layer)
+        return self.module(input_ids, past_key_values=past_key_values, **given)
+
+
+def of_peft(name: str) -> Callable[[nn.Module], nn.Module]:
+    """The real ones, where peft is installed."""
+
+    def made(held: nn.Module) -> nn.Module:
+        peft = pytest.importorskip("peft", reason="peft is not installed: pip install peft")
+        return peft.get_peft_model(held, getattr(peft, name)(task_type="CAUSAL_LM", num_virtual_tokens=5)).eval()
+
+    return made
+
+
+TUNED = {"prompt": PromptTuned, "prefix": PrefixTuned} | {
+    f"peft, {name}": of_peft(name) for name in ("PromptTuningConfig", "PrefixTuningConfig", "PromptEncoderConfig")
+}
+IDS = list(range(3, 12))
+SHORT = {"max_new_tokens": 2, "stop": "length"}
+VERBS: dict[str, Callable[[Any], Any]] = {
+    "wrap": kv.wrap,
+    "run": lambda model: kv.run(model, IDS, "cached", **SHORT),
+    "compare": lambda model: kv.compare(model, [IDS], **SHORT),
+    "audit": lambda model: kv.audit(model, rungs=("float32",), lengths=(5,)),
+    "record": lambda model: kv.record(model, "resid_post").__enter__(),
+    "patched": lambda model: kv.patched(model, kv.Patch("resid_post", donor="zero")).__enter__(),
+    "sweep": lambda model: kv.sweep(model, [IDS], "resid_post", **SHORT),
+    "decompose": lambda model: kv.decompose(model, [IDS], max_new_tokens=2),
+    "localise": lambda model: kv.localise(model, IDS),
+    "kernels": lambda model: kv.kernels_table(model, sizes=(1, 4), length=8),
+    "assert_cache_consistent": assert_cache_consistent,
+}
+
+
+@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("tuned", TUNED)
+def test_what_puts_something_before_the_text_is_one_sentence_in_every_verb(tuned: str, verb: str) -> None:
+    with pytest.raises(InputError, match=r"cannot wrap a .*; give model\.(module|base_model) to look at that without") as said:
+        VERBS[verb](TUNED[tuned](llama()))
+    assert "\n" not in str(said.value)
+
+
+@pytest.mark.parametrize("tuned", TUNED)
+def test_and_exit_code_2_on_the_command_line(tuned: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("kvinterp.auditing.building._imported", lambda code: lambda: TUNED[tuned](llama()))
+    wrong("to look at that without what the", "audit", "mine:tuned", "--dtype", "float32")
