@@ -49,7 +49,7 @@ def execute(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Any]
     for variable in SUITES_OWN_SETTINGS:
         patch.delenv(variable, raising=False)
     client = nbclient.NotebookClient(
-        nbformat.v4.new_notebook(), timeout=120, kernel_name="python3", resources={"metadata": {"path": str(folder)}}
+        nbformat.v4.new_notebook(), timeout=600, kernel_name="python3", resources={"metadata": {"path": str(folder)}}
     )
 
     def run(notebook: Any) -> Path:

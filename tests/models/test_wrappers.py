@@ -151,7 +151,9 @@ VERBS: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("verb", VERBS)
 @pytest.mark.parametrize("tuned", TUNED)
 def test_what_puts_something_before_the_text_is_one_sentence_in_every_verb(tuned: str, verb: str) -> None:
-    with pytest.raises(InputError, match=r"cannot wrap a .*; give model\.(module|base_model) to look at that without") as said:
+    with pytest.raises(
+        InputError, match=r"cannot wrap a .*; give model\.(module|base_model) to look at that without"
+    ) as said:
         VERBS[verb](TUNED[tuned](llama()))
     assert "\n" not in str(said.value)
 
@@ -161,3 +163,8 @@ def test_and_exit_code_2_on_the_command_line(tuned: str, tmp_path: Path, monkeyp
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("kvinterp.auditing.building._imported", lambda code: lambda: TUNED[tuned](llama()))
     wrong("to look at that without what the", "audit", "mine:tuned", "--dtype", "float32")
+
+
+def test_a_folder_with_an_adapter_alone_says_what_to_save(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    wrong("holds a PEFT adapter and no model", "compare", tmp_path, "--out", tmp_path / "out")

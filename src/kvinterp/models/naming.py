@@ -58,6 +58,11 @@ def local_folder(name: str) -> Path | None:
             f"model folder {shown(name)} does not exist: give a transformers checkpoint folder, a GGUF file or zoo:NAME."
         )
     if not is_file(path / "config.json"):
+        if is_file(path / "adapter_config.json"):
+            raise InputError(
+                f"model folder {shown(name)} holds a PEFT adapter and no model: save the folder of its base model with the "
+                "adapter merged in (merge_and_unload(), save_pretrained()), or give the PeftModel to kv.wrap() in Python."
+            )
         raise InputError(
             f"model folder {shown(name)} has no config.json that is a file: expected a transformers checkpoint folder."
         )
