@@ -18,7 +18,7 @@ from transformers import (
 )
 
 import kvinterp as kv
-from kvinterp.auditing.uses import programs_named
+from kvinterp.auditing.uses import programs_named, uses_of
 from kvinterp.errors import InputError
 from kvinterp.programs.names import OPERATIONS, program_named
 from kvinterp.programs.pasted import pasted
@@ -333,3 +333,19 @@ def test_a_prompt_with_more_than_text_is_gone_on_from():
     assert model.model.rope_deltas is None
     with pytest.raises(InputError, match="one prompt"):
         kv.audit(model, inputs=inputs)
+
+
+@pytest.mark.hooked
+def test_a_hooked_transformer_and_its_own_generate_are_tried():
+    """Every program on one was "refused", under a PASS: kvinterp asked for a transformers config, of which it has none."""
+    from transformer_lens import HookedTransformer, HookedTransformerConfig
+
+    torch.manual_seed(0)
+    sizes = {"n_layers": 2, "d_model": 32, "n_ctx": 64, "d_head": 8, "n_heads": 4, "d_mlp": 48, "d_vocab": 99}
+    config = HookedTransformerConfig(**sizes, act_fn="gelu", positional_embedding_type="rotary", rotary_dim=8)
+    adapter = kv.wrap(HookedTransformer(config).eval())
+    checks = uses_of(adapter, 16, 20.0, 0, [], "no", lambda _: None)
+    right = {check.name for check in checks if check.status == RIGHT}
+    assert {"prompt", "decode step", "batch"} <= right, [(check.name, check.status, check.detail) for check in checks]
+    assert any("generate()" in check.name for check in checks)
+    assert not [check for check in checks if "kvinterp" in check.detail and "transformer_lens_api" not in check.detail]

@@ -18,7 +18,7 @@ from kvinterp.common import spec
 from kvinterp.errors import UnsupportedError, out_of_memory
 from kvinterp.models import Adapter
 from kvinterp.models.door import quiet_transformers
-from kvinterp.programs.crashes import CRASHES, whose
+from kvinterp.programs.crashes import CRASHES, OURS, whose
 from kvinterp.programs.names import call_named, program_named
 from kvinterp.programs.pasted import pasted
 from kvinterp.programs.place import placed
@@ -120,6 +120,8 @@ def _met(adapter: Adapter, error: Exception) -> Check:
         return Check("programs of the cache", UNCLEAR, f"it raised {said}.")
     if isinstance(error, UnsupportedError):
         return Check("programs of the cache", NOT_RUN, f"{str(error).rstrip('.')}.")
+    if who == OURS:
+        return Check("programs of the cache", UNCLEAR, f"kvinterp itself raised {said} ({place}): please report it.")
     return Check("prompt", WRONG if who == CRASHES else REFUSED, f"a prompt with a cache raises {said} ({place}).")
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvinterp.errors import KvinterpError, reason
+from kvinterp.errors import KvinterpError, UnsupportedError, reason
 from kvinterp.programs.crashes import OURS, REFUSES, whose
 from kvinterp.programs.program import Program
 from kvinterp.programs.subject import ModelSubject, Subject, apart
@@ -145,7 +145,8 @@ class Run:
         modules = self.subject.model if isinstance(self.subject, ModelSubject) else torch.nn.Module()
         who, place = whose(error, modules)
         said, self.raised = f"{named(error)} ({place})", type(error).__name__
-        if who == REFUSES:
+        # An UnsupportedError says that the model's own code does not offer it.
+        if who == REFUSES or isinstance(error, UnsupportedError):
             return REFUSED, said
         if who == OURS and isinstance(self.subject, ModelSubject):
             raise OwnError(f"{self.program}: kvinterp itself raised {said}: please report it.") from error

@@ -248,7 +248,8 @@ class ModelSubject(Subject):
         self.takes = frozenset(self.adapter.takes) & {"attention_mask", "position_ids"}
         if not self.adapter.plain:
             self.takes = frozenset({"attention_mask"})
-        config = self.adapter.config
+        # A HookedTransformer has a config of its own.
+        config = self.adapter.config or self.model.cfg
         self.special = special_tokens(self.adapter.source)
         pad = getattr(config, "pad_token_id", 0)
         self.pad = pad if isinstance(pad, int) else 0
