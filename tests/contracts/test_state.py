@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections import deque
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +18,13 @@ QUIET = SHORT | {"progress": "none"}
 IDS = list(range(5, 14))
 
 
+class Mine:
+    """A cache of somebody's own, which is no transformers cache."""
+
+    def __init__(self):
+        self.forwards, self.newest = 0, None
+
+
 class Offset(torch.nn.Module):
     """Keeps state in every way there is: what the last prompt was, as Qwen-VL keeps ``rope_deltas``, and how far it went."""
 
@@ -25,6 +34,8 @@ class Offset(torch.nn.Module):
         self.counted = [0]
         self.seen = {"rows": torch.zeros(2)}
         self.cache = DynamicCache()
+        self.mine, self.space, self.last = Mine(), SimpleNamespace(forwards=0), deque([0], maxlen=3)
+        self.within = (self.mine, {"forwards": 0})
         self.register_buffer("scale", torch.ones(()), persistent=False)
         self.register_buffer("written", torch.zeros(()), persistent=False)
 
@@ -43,6 +54,10 @@ class Offset(torch.nn.Module):
         self.seen["rows"] += rows
         self.seen[new] = rows
         self.counted.append(new)
+        self.last.append(new)
+        self.mine.newest = hidden.detach()
+        for each in (vars(self.mine), vars(self.space), self.within[1]):
+            each["forwards"] += 1
         self.cache.update(hidden[:, None], hidden[:, None], len(self.cache.layers))
         # A batch of another number of rows than the prompt had breaks it, as it does Qwen-VL.
         return hidden * self.scale + self.written + self.offset.expand(rows, 1, 1)
@@ -58,8 +73,8 @@ def contents(model):
             found[name, key] = id(value)
             if isinstance(value, torch.Tensor):
                 found[name, key, "numbers"] = value.tolist()
-            if isinstance(value, list | dict):
-                found[name, key, "held"] = str(value)
+            if isinstance(value, list | dict | deque | SimpleNamespace | Mine | tuple):
+                found[name, key, "held"] = str([vars(value)] if isinstance(value, Mine) else value)
             if isinstance(value, DynamicCache):
                 found[name, key, "layers"] = len(value.layers)
         found[name, "buffers"] = (sorted(module._buffers), sorted(module._non_persistent_buffers_set))

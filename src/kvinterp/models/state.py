@@ -4,7 +4,7 @@ Dozens of transformers models set attributes and buffers in their forward: posit
 RoPE frequencies of the longest text so far, recurrent states, caches. Without this file a run on somebody's model would change
 what they run next, and two runs that take turns on a model would read each other's state.
 
-A snapshot covers the ``__dict__`` and the buffers of every module, and the lists, dictionaries, sets and transformers' caches
+A snapshot covers the ``__dict__`` and the buffers of every module, and the containers, transformers' caches and plain objects
 in them. It notices another object in a place, and other numbers in the same tensor. A module that has other parameters than
 before, or new handles of hooks, was set up by its own code at its first forward (quantised layers, TransformerLens's bridge)
 and is left as it is.
@@ -17,6 +17,8 @@ import dataclasses
 import itertools
 import logging
 import operator
+import sys
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -32,6 +34,8 @@ _IN_EVERY_MODULE = frozenset(vars(nn.Module())) | {"forward", "_compiled_call_im
 """Attributes that torch gives every module, its hooks among them, and those that replace its forward."""
 _DEPTH, _LONGEST = 4, 4096
 """Containers nested deeper, or with more items, are not looked into."""
+_STATELESS = sys.stdlib_module_names - {"types"} | {"torch"}
+"""Packages whose objects keep no state of a model: loggers, locks, handles of hooks."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,10 +153,11 @@ class Snapshot:
                 visited.add(id(value))
                 self._tensors.append(value)
             return
-        # A transformers cache, or a layer of one.
-        cache = (hasattr(value, "get_seq_length") or hasattr(value, "get_mask_sizes")) and hasattr(value, "__dict__")
-        place = vars(value) if cache and not isinstance(value, nn.Module | type) else value
-        if not isinstance(place, dict | list | set) or len(place) > _LONGEST or id(place) in visited or not depth:
+        if isinstance(value, tuple) and depth and len(value) <= _LONGEST:
+            for inner in value:
+                self._note(owner, inner, visited, depth - 1)
+        place = vars(value) if _has_state(value) else value
+        if not isinstance(place, dict | list | deque | set) or len(place) > _LONGEST or id(place) in visited or not depth:
             return
         visited.add(id(place))
         self._places.append(place)
@@ -209,6 +214,16 @@ class Snapshot:
         self._versions[number] = _version(tensor)
 
 
+def _has_state(value: Any) -> bool:
+    """Whether attributes of an object may be state: a transformers cache, a layer of one, a plain object of the user's code."""
+    if not isinstance(getattr(value, "__dict__", None), dict) or isinstance(value, nn.Module):
+        return False
+    if hasattr(value, "get_seq_length") or hasattr(value, "get_mask_sizes"):
+        return True
+    # What can be called is code. A config says what a model is, and a run may set it (another attention) for its own forwards.
+    return not callable(value) and not hasattr(value, "to_dict") and type(value).__module__.split(".")[0] not in _STATELESS
+
+
 def _contents(place: Any) -> Any:
     """Copies the contents of a place; for a module, without the attributes that torch gives every module."""
     if isinstance(place, dict):
@@ -219,8 +234,9 @@ def _contents(place: Any) -> Any:
 
 def _fill(place: Any, contents: Any) -> None:
     """Makes a place hold these contents."""
-    if isinstance(place, list):
-        place[:] = contents
+    if isinstance(place, list | deque):
+        place.clear()
+        place.extend(contents)
         return
     for name in _contents(place):
         if name not in contents:
