@@ -366,6 +366,8 @@ def beside(table: pd.DataFrame, papers: pd.DataFrame, on: Sequence[str], **colum
     """A table with the paper's numbers, the control's columns behind them."""
     named = papers[["paper", *on, *columns]].drop_duplicates().rename(columns=columns)
     control = [name for name in table if name.startswith("same_tokens")]
+    # The estimates behind their ends, so that the last column is the control.
+    control.sort(key=lambda name: not name.endswith(("_low", "_high")))
     merged = table.merge(named, "left", list(on))
     return merged[[*merged.columns.drop(control), *control]]
 
