@@ -92,9 +92,9 @@ class Verdict(Result):
 
     def to_json(self) -> str:
         """The same fields as JSON, with the exit code; infinities as text."""
-        return strict_json({"exit_code": self.exit_code, **self._plain()})
+        return strict_json({"exit_code": self.exit_code, **self.told()})
 
-    def _plain(self) -> dict[str, Any]:
+    def told(self) -> dict[str, Any]:
         """The fields of the JSON; what is of every token is a table beside it."""
         fields = dataclasses.asdict(dataclasses.replace(self, tokens=None))
         del fields["tokens"]
@@ -133,7 +133,7 @@ class Verdict(Result):
     def written(self) -> tuple[dict[str, pd.DataFrame], dict[str, Any]]:
         """What each precision showed and what was exercised, and the fields of the JSON."""
         checks = pd.DataFrame([dataclasses.asdict(check) for check in self.checks])
-        return {"rungs": self.overview(), "checks": checks, "seconds": pd.DataFrame(self.seconds)}, self._plain()
+        return {"rungs": self.overview(), "checks": checks, "seconds": pd.DataFrame(self.seconds)}, self.told()
 
     def overview(self) -> pd.DataFrame:
         """One row a precision: how far apart the logits and the blocks are."""
