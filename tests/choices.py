@@ -283,6 +283,7 @@ VERBS: dict[str, tuple[dict[str, Any], dict[str, Changes]]] = {
             "examples": Changes(2),
             "preset": Changes("paper"),
             "max_new_tokens": Changes(4),
+            "layers": Changes((1,)),
             "batch_size": Keeps(2),
             "controls": Changes("quick"),
         },

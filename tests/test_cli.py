@@ -242,18 +242,14 @@ def test_what_is_planted_by_tests_is_no_policy_to_choose() -> None:
     ("options", "said"),
     [
         (("zoo:mistral-mni",), "unknown zoo model 'mistral-mni': did you mean 'mistral-mini'"),
-        ((MODEL, "--kind", "nativ"), "unknown kind 'nativ': did you mean 'native'"),
-        ((MODEL, "--dtype", "flot32"), "unknown dtype 'flot32': did you mean 'float32'"),
         ((MODEL, "--prompts", "aritmetic:3"), "unknown prompt generator 'aritmetic': did you mean 'arithmetic'"),
         ((MODEL, "--prompts", "nowhere.jsonl"), "prompt file 'nowhere.jsonl' does not exist"),
-        ((MODEL, "--a", "cache"), "path 'cache' cannot be read"),
         ((MODEL, "--protocol", "match"), "protocol='match' was given: expected 'matched' or 'free'"),
         ((MODEL, "--layers", "0,two"), "'--layers': '0,two' cannot be read: expected whole numbers"),
         ((MODEL, "--layers", "9"), "layer 9 does not exist: zoo:mistral-mini has layers 0 to 3"),
         ((MODEL, "--device", "gpu9"), "unknown device 'gpu9'"),
         ((MODEL, "--max-new-tokens", "2000"), "but zoo:mistral-mini has a context of 1,024 positions"),
         ((MODEL, "--record", "q"), "site 'q' cannot be compared"),
-        (("./no-such-folder",), "model folder './no-such-folder' does not exist"),
     ],
 )
 def test_bad_choices_are_one_sentence_and_leave_nothing_behind(tmp_path: Path, options: tuple[str, ...], said: str) -> None:

@@ -18,20 +18,8 @@ from command_line import kvinterp, wrong
 from kvinterp.cli import app
 from kvinterp.common.store import write_whole
 
-OPTIONS = [
-    "--lengths",
-    "5",
-    "--steps",
-    "1",
-    "--rungs",
-    "float32",
-    "--dtype",
-    "float32",
-    "--device",
-    "cpu",
-    "--checks",
-    "none",
-]
+OPTIONS = ["--lengths", "5", "--steps", "1", "--rungs", "float32", "--dtype", "float32", "--device", "cpu"]
+OPTIONS += ["--checks", "none"]
 
 MODULE = """
 import sys

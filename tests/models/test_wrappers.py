@@ -161,7 +161,8 @@ def test_what_puts_something_before_the_text_is_one_sentence_in_every_verb(tuned
 @pytest.mark.parametrize("tuned", TUNED)
 def test_and_exit_code_2_on_the_command_line(tuned: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("kvinterp.auditing.building._imported", lambda code: lambda: TUNED[tuned](llama()))
+    model = TUNED[tuned](llama())
+    monkeypatch.setattr("kvinterp.auditing.building._imported", lambda code: lambda: model)
     wrong("to look at that without what the", "audit", "mine:tuned", "--dtype", "float32")
 
 
