@@ -82,8 +82,19 @@ def test_a_tasks_score_is_our_own_scorers_on_the_same_prompts() -> None:
 def test_the_harnesss_own_command_takes_it(tmp_path: Path) -> None:
     """The line of docs/evaluators.md, in a process of its own."""
     given = "model=zoo:gqa2-mini,path=cached[cache=float32]"
-    line = ["--model", "kvinterp", "--model_args", given, "--tasks", "kv_problems", "--include_path", str(TASKS)]
-    command = [sys.executable, "-m", "kvinterp.lm_eval", *line, "--device", "cpu", "--output_path", str(tmp_path)]
+    line = [
+        "--model",
+        "kvinterp",
+        "--model_args",
+        given,
+        "--tasks",
+        "kv_problems",
+        "--include_path",
+        str(TASKS),
+        "--device",
+        "cpu",
+    ]
+    command = [sys.executable, "-m", "kvinterp.lm_eval", *line, "--output_path", str(tmp_path)]
     made = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
     assert made.returncode == 0, made.stderr[-3000:]
     (written,) = tmp_path.rglob("results_*.json")

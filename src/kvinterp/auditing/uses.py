@@ -73,7 +73,7 @@ def uses_of(
         except Exception as error:
             return [_met(adapter, error)]
         edges, far = _edges(adapter, reach)
-        names = {str(program_named(text)): name for name, texts in edges.items() for text in texts}
+        names = {str(program_named(text)): (name, size) for (name, size), texts in edges.items() for text in texts}
         found = search(subject, programs, seconds, seed, [*given, *map(program_named, names)], progress=progress)
         checks = _checks(subject, found, names)
         if adapter.dtype in SIXTEEN:
@@ -125,13 +125,15 @@ def _met(adapter: Adapter, error: Exception) -> Check:
     return Check("prompt", WRONG if who == CRASHES else REFUSED, f"a prompt with a cache raises {said} ({place}).")
 
 
-def _checks(subject: Subject, found: Searched, names: Mapping[str, str] = types.MappingProxyType({})) -> list[Check]:
-    """A check a use; programs that go over an edge are called by it."""
-    wrong = [_wrong(subject, one, WRONG, found.ran) for one in found.wrong]
-    wrong = [
-        dataclasses.replace(check, name=f"{check.name} over the {names[one.origin]}") if one.origin in names else check
-        for check, one in zip(wrong, found.wrong, strict=True)
-    ]
+def _checks(
+    subject: Subject, found: Searched, names: Mapping[str, tuple[str, int]] = types.MappingProxyType({})
+) -> list[Check]:
+    """A check a use; programs that go over an edge, and do so still when they are shrunk, are called by it."""
+    wrong = []
+    for one in found.wrong:
+        check, (edge, size) = _wrong(subject, one, WRONG, found.ran), names.get(one.origin, ("", 0))
+        crosses = bool(edge) and one.run.ids.shape[1] >= size
+        wrong.append(dataclasses.replace(check, name=f"{check.name} over the {edge}") if crosses else check)
     there = {one.name for one in wrong}
     checks = list(wrong)
     for use, count in found.tried.items():
@@ -215,8 +217,8 @@ def right_in_float64(checks: Sequence[Check]) -> bool:
     return any(check.name == "decode step" for check in fine) and not any(check.status == WRONG for check in checks)
 
 
-def _edges(adapter: Adapter, reach: str) -> tuple[dict[str, list[str]], list[Check]]:
-    """Programs over every edge that the config names, and those that cost too much."""
+def _edges(adapter: Adapter, reach: str) -> tuple[dict[tuple[str, int], list[str]], list[Check]]:
+    """Programs over every edge that the config names, by its name and position, and those that cost too much."""
     facts, named = adapter.facts, dict[int, str]()
     for size in sorted({w for w in facts.windows if w and w > 2}):
         named[size] = f"window of {size}"
@@ -228,20 +230,20 @@ def _edges(adapter: Adapter, reach: str) -> tuple[dict[str, list[str]], list[Che
         if isinstance(part, Mapping) and part.get("rope_type") in SWITCHING:
             switch = int(part.get("original_max_position_embeddings") or facts.context)
             named.setdefault(switch, f"{part['rope_type']} RoPE that switches at {switch}")
-    programs, far = dict[str, list[str]](), list[Check]()
+    programs, far = dict[tuple[str, int], list[str]](), list[Check]()
     for size, name in sorted(named.items()):
         if size + 5 > facts.context:
             far.append(Check(name, NOT_RUN, f"the context of {facts.context} positions ends before it is crossed."))
         elif why := _too_much(adapter, size + 5, reach):
             far.append(Check(name, NOT_RUN, f"{why}.", hint=REACH))
         else:
-            programs[name] = [f"rows(0)+feed({size - 1})+feed(4,1)", f"rows(0)+feed({size + 2},{FILL})+feed(2,1)"]
-            programs[name] += [f"rows(0)+generate({size - 1},4)"] if "RoPE" in name else []
+            programs[name, size] = [f"rows(0)+feed({size - 1})+feed(4,1)", f"rows(0)+feed({size + 2},{FILL})+feed(2,1)"]
+            programs[name, size] += [f"rows(0)+generate({size - 1},4)"] if "RoPE" in name else []
     if facts.context < 2**31 and facts.context > 8:
         if why := _too_much(adapter, facts.context, reach, POSITIONS // 8):
             far.append(Check("context end", NOT_RUN, f"{why}.", hint=REACH))
         else:
-            programs["context end"] = [f"rows(0)+feed({facts.context - 3})+feed(3,1)"]
+            programs["context end", facts.context] = [f"rows(0)+feed({facts.context - 3})+feed(3,1)"]
     return programs, far
 
 

@@ -7,7 +7,7 @@ import copy
 import io
 from typing import Any
 
-from kvinterp.programs.running import Run
+from kvinterp.programs.running import Run, named
 from kvinterp.programs.subject import FunctionSubject, ModelSubject
 
 AS_MUCH = 0.5
@@ -28,8 +28,8 @@ def pasted(run: Run) -> str:
     if not subject.lifted:
         return _text(run, "") if _shows(run, _text(run, ""), {"model": subject.model}) else ""
     for kind in ("double", "float"):
-        model = subject.model if kind == "double" else copy.deepcopy(subject.model).float()
-        if _shows(run, text := _text(run, f".{kind}()"), {"model": model}):
+        # As it was given: a cast of ours may have chosen other kernels, which nobody has who pastes the lines.
+        if _shows(run, text := _text(run, f".{kind}()"), {"model": copy.deepcopy(subject.given.model)}):
             return text
     return ""
 
@@ -63,6 +63,6 @@ def _shows(run: Run, text: str, names: dict[str, Any]) -> bool:
         with state, contextlib.redirect_stdout(said):
             exec(compile(text, "program", "exec"), names)
     except Exception as error:
-        return run.wrong is None and type(error).__name__ == run.raised
+        return run.wrong is None and named(error) == run.raised
     printed = said.getvalue().split()
     return run.wrong is not None and bool(printed) and not float(printed[-1]) < AS_MUCH * run.wrong.error

@@ -74,7 +74,7 @@ class Run:
         uses: The uses of a cache that were tried.
         worst: The largest error of a row.
         wrong: Where the logits are wrong.
-        raised: The kind of error that a crash raised.
+        raised: The error that a crash raised, and what it said.
         lines: What was done, in lines of Python.
         held: What lasts until its end.
     """
@@ -144,7 +144,8 @@ class Run:
         """Whose an error is: a library's own ``raise`` is a refusal, what breaks deeper is a crash."""
         modules = self.subject.model if isinstance(self.subject, ModelSubject) else torch.nn.Module()
         who, place = whose(error, modules)
-        said, self.raised = f"{named(error)} ({place})", type(error).__name__
+        self.raised = named(error)
+        said = f"{self.raised} ({place})"
         # An UnsupportedError says that the model's own code does not offer it.
         if who == REFUSES or isinstance(error, UnsupportedError):
             return REFUSED, said

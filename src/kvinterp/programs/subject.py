@@ -241,6 +241,7 @@ class ModelSubject(Subject):
 
     def __init__(self, adapter: Adapter, lifted: Sequence[torch.dtype] = NARROW) -> None:
         super().__init__()
+        self.given = adapter
         self.adapter = adapter if not lifted or adapter.dtype == torch.float64 else adapter.cast(torch.float64)
         self.lifted = lifted
         self.model: Any = self.adapter.model
