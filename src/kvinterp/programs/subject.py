@@ -250,7 +250,7 @@ class ModelSubject(Subject):
         if not self.adapter.plain:
             self.takes = frozenset({"attention_mask"})
         # A HookedTransformer has a config of its own.
-        config = self.adapter.config or self.model.cfg
+        config: Any = self.adapter.config or self.model.cfg
         self.special = special_tokens(self.adapter.source)
         pad = getattr(config, "pad_token_id", 0)
         self.pad = pad if isinstance(pad, int) else 0
