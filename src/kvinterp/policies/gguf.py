@@ -68,7 +68,7 @@ class _Signed(_Blocks):
     LOWEST: ClassVar[int]
 
     def rounded(self, blocks: Tensor) -> Tensor:
-        """Of equal magnitudes the first one counts; an element as large with the other sign is clipped."""
+        """The first of equal magnitudes counts; an element as large with the other sign is clipped."""
         scale = _over(blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True)), self.LOWEST)
         codes = (blocks * _inverse(scale) + (0.5 - self.LOWEST)).trunc().clamp(0, -2 * self.LOWEST - 1)
         return (codes + self.LOWEST) * _half(scale)

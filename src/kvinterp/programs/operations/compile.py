@@ -44,7 +44,7 @@ class Compile(Operation):
             raise unknown("backend of torch.compile", str(self.backend), known)
 
     def offered(self, run: Run) -> bool:
-        """Of a transformers model itself."""
+        """Where the subject is a transformers model itself."""
         return isinstance(run.subject, ModelSubject) and run.subject.adapter.plain
 
     def do(self, run: Run) -> None:

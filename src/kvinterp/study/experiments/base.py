@@ -81,7 +81,7 @@ class Experiment:
     RESULT: ClassVar[str] = ""
     """The import name of the class of its result, which is read from tables and summary; ``""``: one of tables alone."""
     SHOWN: ClassVar[tuple[Callable[[Any], Any], ...]] = ()
-    """Of its result: the headline, the findings and the charts, where it does not say them itself."""
+    """What makes the headline, the findings and the charts of its result, where it does not say them itself."""
     STEPS: ClassVar[tuple[str, ...]] = ("max_new_tokens",)
     """The fields that say how many steps are decoded, where there are any: no model is asked for more than its context."""
     UNIT: ClassVar[str] = "parts"

@@ -285,7 +285,7 @@ def pooled(by_prompt: pd.DataFrame, keys: Sequence[str]) -> pd.DataFrame:
 
 
 def _interval(by_prompt: pd.DataFrame) -> tuple[float, float]:
-    """Of relative_rms, over prompts."""
+    """The interval of relative_rms, over prompts."""
     from kvinterp import metrics
 
     sums = by_prompt.groupby("prompt")[["e2", "x2"]].sum()

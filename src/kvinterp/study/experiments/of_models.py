@@ -26,7 +26,7 @@ from kvinterp.study.experiments.base import Experiment
 from kvinterp.study.experiments.options import SHARED, argument, option, shared
 
 FEW = 4
-"""Of how many prompts the experiments are that take one forward after another of the same tokens, where no more are asked for."""
+"""How many prompts are run by experiments that take one forward after another of the same tokens, where no more are asked for."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -327,7 +327,7 @@ def _skill(chance: Any, flip: Any) -> float:
 
 
 def certificates_of(steps: pd.DataFrame) -> pd.DataFrame:
-    """Of how many steps it is certain that they cannot flip, and how many of those did.
+    """Counts the steps that certainly cannot flip, and those of them that did.
 
     No logit changed by more than ``max_abs_logit``, so that two can come closer by twice that at most: a larger margin stays.
 
