@@ -212,7 +212,7 @@ class Paper(OfModels):
             patched = 4 * few * adapter.facts.layers * min(preset["patched_steps"], self.max_new_tokens)
             # Where no token flips the free protocol costs nothing; where all decodes flip, the recompute path runs twice more.
             hours += np.array([steps + patched, 3 * steps + patched]) * seconds / 3600
-        low, high = (f"{60 * each:.0f} minutes" if each < 2 else f"{each:.0f} hours" for each in hours)
+        low, high = (counted(max(round(60 * each), 1), "minute") if each < 2 else f"{each:.0f} hours" for each in hours)
         log.info(
             "about %s here if no token flips, up to %s if all decodes do; what is finished is not done again", low, high
         )
