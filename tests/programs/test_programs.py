@@ -16,6 +16,7 @@ from transformers import (
     MistralConfig,
     MistralForCausalLM,
 )
+from transformers.models.llama import modeling_llama
 
 import kvinterp as kv
 from kvinterp.auditing.uses import programs_named, uses_of
@@ -162,6 +163,20 @@ def test_a_place_is_the_first_tensor_that_parts():
     assert place is not None
     assert (place.layer, place.module, place.column) == (1, "model.layers.1.self_attn.o_proj", 5)
     assert place.tensor.startswith("output of")
+
+
+def test_queries_that_are_rotated_too_far_are_placed(monkeypatch):
+    """mlx-lm#1699: the projections are right, and what attention is given is not."""
+    rotate = modeling_llama.apply_rotary_pos_emb
+
+    def too_far(q, k, cos, sin, *more, **options):
+        far, near = rotate(q, k, cos, sin, *more, **options)
+        return (far if q.shape[2] > 1 else q), near
+
+    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", too_far)
+    place = placed(planted(""), program_named("rows(0)+feed(5)+feed(1)"))
+    assert place is not None
+    assert (place.layer, place.tensor, place.column) == (0, "Q", 5)
 
 
 def test_a_window_is_crossed_and_keys_that_are_read_are_placed():

@@ -1,18 +1,20 @@
 """Where a program is wrong: every module heard in its last forwards and in the plain forward, and the first that parts.
 
-The keys and values that a cache gives to be read are heard too, beside those of one forward of the whole text. Only columns
-that hold tokens are compared.
+The keys and values that a cache gives to be read are heard too, beside those of one forward of the whole text, and the queries
+that torch's attention is given. Only columns that hold tokens are compared.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
 from kvinterp.models.hooks import first_of
 from kvinterp.programs.program import Program
@@ -27,7 +29,7 @@ class Place:
     Attributes:
         layer: The block; behind the last the number of blocks.
         module: The module's path.
-        tensor: ``K``, ``V``, ``input of`` or ``output of`` the module.
+        tensor: ``Q``, ``K``, ``V``, ``input of`` or ``output of`` the module.
         column: The first column of the program at which it parts.
         error: How far, of the tensor's largest number.
     """
@@ -72,7 +74,23 @@ def heard(model: nn.Module, seen: list[list[Event]]) -> Iterator[None]:
             )
             hooks.enter_context(module.register_forward_hook(lambda m, a, out, name=name: after(m, a, out, name)))
         hooks.enter_context(_cache_heard(stack, seen))
+        hooks.enter_context(_Queries(lambda query: add(stack[-1] if stack else "", "Q", query.transpose(1, 2))))
         yield
+
+
+class _Queries(TorchFunctionMode):
+    """Hears the queries that torch's attention is given, ``[row, head, column, width]``."""
+
+    def __init__(self, hear: Callable[[Tensor], None]) -> None:
+        super().__init__()
+        self._hear = hear
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is functional.scaled_dot_product_attention:
+            query = args[0] if args else kwargs["query"]
+            if query.dim() == 4:
+                self._hear(query)
+        return func(*args, **(kwargs or {}))
 
 
 @contextlib.contextmanager
@@ -180,7 +198,7 @@ def _first(subject: ModelSubject, mine: list[list[Event]], mask: Tensor, texts: 
                     return Place(
                         _layer(blocks, name),
                         name,
-                        what if what in ("K", "V") else f"{what} {name}",
+                        what if what in ("Q", "K", "V") else f"{what} {name}",
                         start + columns[at],
                         max(each),
                     )
