@@ -28,12 +28,13 @@ class Mine:
 class Offset(torch.nn.Module):
     """Keeps state in every way there is: what the last prompt was, as Qwen-VL keeps ``rope_deltas``, and how far it went."""
 
-    def __init__(self):
+    def __init__(self, config):
         super().__init__()
         self.offset = None
         self.counted = [0]
         self.seen = {"rows": torch.zeros(2)}
         self.cache = DynamicCache()
+        self.config = config
         self.mine, self.space, self.last = Mine(), SimpleNamespace(forwards=0), deque([0], maxlen=3)
         self.within = (self.mine, {"forwards": 0})
         self.register_buffer("scale", torch.ones(()), persistent=False)
@@ -42,7 +43,8 @@ class Offset(torch.nn.Module):
     def begin(self, rows, positions):
         """What a prompt sets: a row each, an attribute that was not there, a buffer that is another, one that is written into."""
         self.offset = torch.full((rows, 1, 1), 1e-3 * positions)
-        self.added = positions
+        self.added = self.config.added = positions
+        self.config.rope_parameters["longest"] = positions
         self.scale = torch.full((), 1 + 1e-3 * positions)
         self.register_buffer("late", torch.ones(()), persistent=False)
         self.written.fill_(1e-3 * positions)
@@ -65,7 +67,7 @@ class Offset(torch.nn.Module):
 
 def contents(model):
     """Everything in modules: objects by their identity, numbers by value."""
-    found = {}
+    found = {"config": str(model.config), "own": str(vars(model.config))}
     for name, module in model.named_modules():
         for key, value in {**vars(module), **module._buffers}.items():
             if key.startswith("_") or key in ("training", "forward"):
@@ -88,7 +90,7 @@ def model():
     made = LlamaForCausalLM(
         LlamaConfig(vocab_size=99, num_key_value_heads=2, pad_token_id=0, initializer_range=0.2, **sizes)
     )
-    keeper = made.model.keeper = Offset()
+    keeper = made.model.keeper = Offset(made.config)
     made.model.embed_tokens.register_forward_hook(lambda _, __, embedded: keeper(embedded))
     return made.eval()
 

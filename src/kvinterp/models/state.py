@@ -32,6 +32,8 @@ COPIED = 2**28
 """The most bytes of tensors that are copied, the smallest first."""
 _IN_EVERY_MODULE = frozenset(vars(nn.Module())) | {"forward", "_compiled_call_impl"}
 """Attributes that torch gives every module, its hooks among them, and those that replace its forward."""
+_SET_BY_RUNS = frozenset({"_attn_implementation_internal", "_experts_implementation_internal"})
+"""Entries of a config that this package's own contexts set and set back: another attention for some forwards."""
 _DEPTH, _LONGEST = 4, 4096
 """Containers nested deeper, or with more items, are not looked into."""
 _STATELESS = sys.stdlib_module_names - {"types"} | {"torch"}
@@ -220,15 +222,15 @@ def _has_state(value: Any) -> bool:
         return False
     if hasattr(value, "get_seq_length") or hasattr(value, "get_mask_sizes"):
         return True
-    # What can be called is code. A config says what a model is, and a run may set it (another attention) for its own forwards.
-    return not callable(value) and not hasattr(value, "to_dict") and type(value).__module__.split(".")[0] not in _STATELESS
+    # What can be called is code.
+    return not callable(value) and type(value).__module__.split(".")[0] not in _STATELESS
 
 
 def _contents(place: Any) -> Any:
-    """Copies the contents of a place; for a module, without the attributes that torch gives every module."""
+    """Copies the contents of a place; for a module or a config, without what :data:`_IN_EVERY_MODULE` and its like name."""
     if isinstance(place, dict):
-        module = "_non_persistent_buffers_set" in place
-        return {name: value for name, value in place.items() if not module or name not in _IN_EVERY_MODULE}
+        others = _IN_EVERY_MODULE if "_non_persistent_buffers_set" in place else _SET_BY_RUNS
+        return {name: value for name, value in place.items() if name not in others}
     return {*place} if isinstance(place, set) else [*place]
 
 
