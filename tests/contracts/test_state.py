@@ -196,3 +196,13 @@ def test_what_the_users_own_batch_left_is_put_aside_and_given_back(model, verb):
     VERBS[verb](mine)
     assert mine.model.offset is left
     assert left.shape == (3, 1, 1)
+
+
+def test_a_config_that_asks_for_tuples_is_run_with_named_outputs_and_left_as_it_was(model):
+    expected = kv.run(model, IDS, **SHORT).tokens
+    model.config.return_dict = False
+    try:
+        assert kv.run(model, IDS, **SHORT).tokens == expected
+        assert model.config.return_dict is False
+    finally:
+        model.config.return_dict = True

@@ -59,6 +59,7 @@ def as_made(model: nn.Module) -> Iterator[None]:
 
     A tensor or a cache was left by a forward if a new model of the same class and config has None in its place. ``generate()``
     resets such state, but a plain forward goes on from the previous batch and raises where the number of rows differs.
+    Configs that ask for tuples (``return_dict=False``) ask for named outputs meanwhile, as ``generate()`` does.
     """
     left = [
         (path, module, name, value)
@@ -72,11 +73,17 @@ def as_made(model: nn.Module) -> Iterator[None]:
         with contextlib.suppress(Exception), torch.random.fork_rng(devices=[]), torch.device("meta"):
             fresh = dict(type(model)(model.config).named_modules())
     left = [entry for entry in left if entry[0] in fresh and vars(fresh[entry[0]]).get(entry[2], ...) is None]
+    configs = {id(config): config for module in model.modules() if (config := getattr(module, "config", None)) is not None}
+    tuples = [config for config in configs.values() if getattr(config, "return_dict", True) is False]
     for _, module, name, _ in left:
         setattr(module, name, None)
+    for config in tuples:
+        config.return_dict = True
     try:
         yield
     finally:
+        for config in tuples:
+            config.return_dict = False
         for _, module, name, value in left:
             setattr(module, name, value)
 
