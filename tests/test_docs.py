@@ -15,8 +15,7 @@ from command_line import parsed
 from kvinterp.study.experiments.registry import experiments
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "docs" / name for name in ("commands.md", "compare.md", "patch.md", "decompose.md")]
-PAGES += sorted((ROOT / "docs" / "start").glob("*.md"))
+PAGES = sorted(page for page in (ROOT / "docs").rglob("*.md") if "upstream" not in page.parts)
 
 
 def tool(name: str) -> Any:

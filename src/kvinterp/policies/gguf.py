@@ -1,7 +1,7 @@
 """The block formats of llama.cpp and gguf: 32 elements along ``head_dim`` share a scale, and for ``_1`` a minimum.
 
 Bit for bit those of the ``gguf`` package, the reference of ``ggml-quants.c``: the integers come of the scale in float32, the
-values of the same scale in float16. llama.cpp's vector kernels round otherwise (docs/policies_quantisers.md).
+values of the same scale in float16. llama.cpp's vector kernels round otherwise (docs/policies.md).
 """
 
 from __future__ import annotations
