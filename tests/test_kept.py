@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import shutil
@@ -12,6 +13,7 @@ import pandas as pd
 import pytest
 
 import kvinterp as kv
+from kvinterp.auditing.verdict import Verdict
 from kvinterp.common.result import Result
 from kvinterp.comparison import Comparison
 from kvinterp.errors import InputError
@@ -191,6 +193,14 @@ def test_a_verdict_is_kept_with_a_page_of_its_own(model: Any, tmp_path: Path) ->
     cut = "Block by block"
     assert whole.partition(cut)[0] == alone.partition(cut)[0]
     assert "This page was made of the verdict alone" in alone
+
+
+def test_a_verdicts_json_has_every_field_but_the_tokens() -> None:
+    tokens = pd.DataFrame({"sequence": [0], "position": [3], "part": ["tokens"], "token": [7], "engine": [-0.5]})
+    made = Verdict("rounding", None, None, "", "", {}, (), ("a note",), "PASS  rounding", tokens=tokens)
+    told = json.loads(made.to_json())
+    assert told.keys() == {field.name for field in dataclasses.fields(Verdict)} - {"tokens"} | {"exit_code"}
+    assert made.tokens is tokens
 
 
 # Asking ----------------------------------------------------------------------------------------------------------------
