@@ -46,12 +46,12 @@ test-processors: $(STAMP)
 	$(BIN)/python tests/processors.py --workers $(WORKERS) --share $(SHARE)
 
 test-all: $(STAMP)
-	$(PYTEST) --everything
+	KVINTERP_SIGNATURES=1 $(PYTEST) --everything
 	$(MAKE) test-processors
 
 # The laws with the newest release of everything, which is what users have.
 test-newest: $(NEWEST)/.made
-	PYTHONPATH=src $(NEWEST)/bin/python -m pytest -n $(WORKERS) --dist loadgroup tests/contracts/test_laws.py tests/test_spine.py
+	KVINTERP_SIGNATURES=1 PYTHONPATH=src $(NEWEST)/bin/python -m pytest -n $(WORKERS) --dist loadgroup tests/contracts/test_laws.py tests/test_spine.py
 
 # And with the oldest that pyproject.toml's ranges allow, but for torch, of which the oldest without CUDA is not on PyPI.
 test-oldest: $(OLDEST)/.made

@@ -12,20 +12,22 @@ import zlib
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TQDM_DISABLE", "1")
 
-from jaxtyping import install_import_hook
+# With KVINTERP_SIGNATURES=1 signatures are checked at each call: jaxtyping's shapes and dtypes against each other, the rest by
+# beartype. `make test-newest` (the laws over every model, which CI runs too) and `make test-all` set it; it takes half as long
+# again, so `make test` does without. The hook must be there before kvinterp is imported. Two modules are left out, models.adapter
+# and recording.hook: they define functions within functions for every run they hook, beartype compiles each of those anew in
+# about 10 ms. The command line is left out because typer reads signatures.
+if os.environ.get("KVINTERP_SIGNATURES") == "1":
+    from jaxtyping import install_import_hook
 
-# Under pytest, and nowhere else, signatures are checked at each call: jaxtyping's shapes and dtypes against each other,
-# the rest by beartype. The hook must be there before kvinterp is imported. Two modules are left out, models.adapter and
-# recording.hook: they define functions within functions for every run they hook, beartype compiles each of those anew
-# in about 10 ms, and the tests took five times as long. The command line is left out because typer reads signatures.
-install_import_hook(
-    [
-        *(f"kvinterp.{package}" for package in ("comparison", "data", "metrics", "paths", "policies")),
-        *(f"kvinterp.models.{module}" for module in ("bridge", "hooked", "load", "native", "transformers_cache")),
-        *(f"kvinterp.recording.{module}" for module in ("recorder", "trace")),
-    ],
-    "beartype.beartype",
-)
+    install_import_hook(
+        [
+            *(f"kvinterp.{package}" for package in ("comparison", "data", "metrics", "paths", "policies")),
+            *(f"kvinterp.models.{module}" for module in ("bridge", "hooked", "load", "native", "transformers_cache")),
+            *(f"kvinterp.recording.{module}" for module in ("recorder", "trace")),
+        ],
+        "beartype.beartype",
+    )
 
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -1,7 +1,7 @@
 """jaxtyping names for recurring tensors, so that one shape has one name everywhere.
 
 ``*batch`` stands for any leading axes: steps, layers, heads, positions, or none. Within one signature equal names must have
-equal sizes; beartype checks it under pytest and nowhere else.
+equal sizes; beartype checks it under pytest where KVINTERP_SIGNATURES is 1, and nowhere else.
 """
 
 from __future__ import annotations
