@@ -29,18 +29,18 @@ def tool(name: str) -> Any:
 
 
 def commands() -> list[list[str]]:
-    """Every kvinterp command of the pages, with a model that is here; one reads a file that only its reader has."""
+    """Every kvinterp command of the pages, with a model that is here, but for those that read a file of their reader's."""
     blocks = [
         block for page in PAGES for block in re.findall(r"(?ms)^```bash\n(.*?)^```", page.read_text(encoding="utf-8"))
     ]
     lines = [line.partition("|")[0] for line in "\n".join(blocks).splitlines() if line.startswith("kvinterp ")]
-    lines = [line.replace("real:smollm2-135m", "zoo:llama-mini") for line in lines if "test.jsonl" not in line]
+    lines = [line.replace("real:smollm2-135m", "zoo:llama-mini") for line in lines if ".jsonl" not in line]
     return [shlex.split(line, comments=True)[1:] for line in lines]
 
 
 def test_every_command_that_is_written_is_one() -> None:
     asked = commands()
-    assert len(asked) > 50
+    assert len(asked) > 35
     for arguments in asked:
         parsed(arguments)
 
