@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
+from einops import repeat
 from torch import Tensor
 
 from kvinterp.common.checks import check_choice, check_instance
@@ -201,7 +202,8 @@ def _tensors_at(trace: Trace, step: int) -> dict[Site, Tensor]:
         if site == "pattern" and (ROWS, layer) in trace.records:
             rows = trace.records[ROWS, layer][index][None]
             keys = tensor.new_zeros(*tensor.shape[:2], len(trace.prompt) + step)
-            tensors[site, layer] = keys.scatter(2, rows.repeat_interleave(tensor.shape[1] // rows.shape[1], 1), tensor)
+            rows = repeat(rows, "batch kv_head key -> batch (kv_head group) key", group=tensor.shape[1] // rows.shape[1])
+            tensors[site, layer] = keys.scatter(2, rows, tensor)
     return tensors
 
 

@@ -10,6 +10,7 @@ it.
 from __future__ import annotations
 
 import torch
+from einops import repeat
 from jaxtyping import Float
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
@@ -32,7 +33,7 @@ def sdpa_arguments(
     """SDPA's arguments, with the KV heads repeated so that every query head has its own."""
     if enable_gqa:
         shared = query.shape[-3] // key.shape[-3]
-        key, value = key.repeat_interleave(shared, -3), value.repeat_interleave(shared, -3)
+        key, value = (repeat(t, "... kv_head key dim -> ... (kv_head shared) key dim", shared=shared) for t in (key, value))
     return query, key, value, attn_mask, is_causal, scale
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from einops import rearrange
 
 from kvinterp.common.checks import check_choice
 from kvinterp.common.store import write_whole
@@ -151,7 +152,7 @@ def tensors(model: Any) -> Iterator[tuple[str, np.ndarray]]:
 
 def permuted(weight: np.ndarray, heads: int) -> np.ndarray:
     """Reorders rows of queries or keys so that the two halves of a pair are neighbours (convert_hf_to_gguf.py)."""
-    return weight.reshape(heads, 2, weight.shape[0] // heads // 2, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
+    return rearrange(weight, "(head half dim) ... -> (head dim half) ...", head=heads, half=2)
 
 
 def add_tokenizer(writer: gguf.GGUFWriter, tokenizer: Any, bos: bool | None = None) -> None:

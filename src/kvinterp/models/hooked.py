@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from einops import rearrange
 from torch import Tensor, nn
 
 from kvinterp.errors import InputError, UnsupportedError
@@ -24,7 +25,8 @@ from kvinterp.models.sites import LAYOUTS, MLP_SITES, ROUTING_SITES
 
 def _transpose(pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """Swaps heads and positions of keys and values: TransformerLens keeps ``[batch, position, kv_head, head_dim]``."""
-    return pair[0].transpose(1, 2), pair[1].transpose(1, 2)
+    keys, values = (rearrange(tensor, "batch one other dim -> batch other one dim") for tensor in pair)
+    return keys, values
 
 
 class _Entry:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from einops import rearrange, repeat
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
@@ -54,15 +55,15 @@ class Tap:
         if self.span is not None:
             raw = raw[..., self.span[0] : self.span[1]]
         if self.heads is not None and raw.dim() == 3:
-            raw = raw.unflatten(-1, (self.heads, -1))
-        return raw.transpose(1, 2) if self.head_major else raw
+            raw = rearrange(raw, "batch position (head width) -> batch position head width", head=self.heads)
+        return rearrange(raw, "batch head position width -> batch position head width") if self.head_major else raw
 
     def put(self, raw: Tensor, new: Tensor) -> Tensor:
         """Returns a copy of ``raw`` in which the site's tensor is ``new``."""
         if self.head_major:
-            new = new.transpose(1, 2)
+            new = rearrange(new, "batch position head width -> batch head position width")
         if self.heads is not None and raw.dim() == 3:
-            new = new.flatten(-2)
+            new = rearrange(new, "batch position head width -> batch position (head width)")
         if self.span is None:
             return new
         replaced = raw.clone()
@@ -256,8 +257,9 @@ def _sdpa_mode(site: str, heads: int, emit: Callable[[Tensor], Tensor | None], r
                 # A single token's query heads were packed as rows of the KV head that they share: transformers does so where its
                 # cache is masked, ``[batch, kv_head, query_head_of_it, dim]``.
                 if mask is not None and mask.dim() == 4 and mask.shape[1:3] == (kv_heads, group):
-                    mask = mask.flatten(1, 2).unsqueeze(2)
-                query, key = query.flatten(1, 2).unsqueeze(2), key.repeat_interleave(group, 1)
+                    mask = rearrange(mask, "batch kv_head group key -> batch (kv_head group) 1 key")
+                query = rearrange(query, "batch kv_head group dim -> batch (kv_head group) 1 dim")
+                key = repeat(key, "batch kv_head key dim -> batch (kv_head group) key dim", group=group)
             emit(derived_attention(site, query, key, mask, is_causal, scale, queries))
         return NotImplemented
 
@@ -444,12 +446,13 @@ def _head_hooks(tap: Tap, emit: Callable[[Tensor], Tensor | None], rows: Callabl
         if (queries := rows()) == "none":
             return None
         z = outputs.pop() if source is not None else args[0] if args else kwargs["input"]
-        z = z if z.dim() == 4 else z.unflatten(-1, (tap.heads, -1))
+        z = z if z.dim() == 4 else rearrange(z, "batch position (head dim) -> batch position head dim", head=tap.heads)
         weight = module.W_O if hasattr(module, "W_O") else module.weight
         if not hasattr(module, "W_O") and type(module).__name__ != "Conv1D":
             weight = weight.T
         # What is only looked at does not run in a path's kernels.
         with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.autocast(z.device.type, enabled=False):
+            # TransformerLens's W_O has the heads apart already.
             by_head = weight.reshape(z.shape[2], z.shape[3], -1).to(z)
             heads = torch.einsum("bphd,hdm->bphm", z[:, -1:] if queries == "newest" else z, by_head)
         new = emit(heads)

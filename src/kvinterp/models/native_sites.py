@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from einops import repeat
 from torch import Tensor, nn
 
 from kvinterp.errors import UnsupportedError
@@ -303,7 +304,7 @@ def _check_projections(tensors: _Tensors, layer: int, checked: Checked) -> Mappi
     # The first position attends to itself alone, so there every head gives its value, or less of it beside a sink.
     first = values[0, :, 0] if values is not None else None if v is None or "v" in reasons else v[0, 0]
     if z is not None and first is not None and facts.query_heads % first.shape[0] == 0:
-        repeated = first.repeat_interleave(facts.query_heads // first.shape[0], 0)
+        repeated = repeat(first, "kv_head dim -> (kv_head group) dim", group=facts.query_heads // first.shape[0])
         if repeated.shape != z[0, 0].shape or not _same_way(z[0, 0], repeated):
             reasons["z"] = "what enters its output projection is not what the heads read, but gated or normalised"
     return reasons

@@ -6,6 +6,7 @@ import dataclasses
 from typing import ClassVar
 
 import torch
+from einops import rearrange
 from torch import Tensor
 
 from kvinterp.common.checks import check_whole
@@ -76,8 +77,9 @@ class Kivi(Selective):
         # A group that slid partly out of a window is filled with its first row, which changes neither minimum nor maximum.
         gone = first % self.group
         whole = torch.cat([rows[:, :, :1].expand(-1, -1, gone, -1), rows], 2)
-        groups = whole.transpose(2, 3).unflatten(-1, (-1, self.group))
-        return affine(groups, self.bits).flatten(-2).transpose(2, 3)[:, :, gone:]
+        groups = rearrange(whole, "batch head (group token) dim -> batch head dim group token", token=self.group)
+        rounded = affine(groups, self.bits)
+        return rearrange(rounded, "batch head dim group token -> batch head (group token) dim")[:, :, gone:]
 
     def per_token(self, rows: Tensor, first: int) -> Tensor:
         """Rounds values; each group is of one token."""

@@ -6,6 +6,7 @@ import dataclasses
 from typing import ClassVar
 
 import torch
+from einops import rearrange
 from torch import Tensor
 
 from kvinterp.common.checks import check_whole
@@ -93,8 +94,14 @@ def truncated(layers: list[Tensor], rank: int) -> list[Tensor]:
     """
     dtype = layers[0].dtype
     # LAPACK has no 16-bit types. Only the product matters: the signs of the factors are arbitrary.
-    wide = [layer.transpose(1, 2).to(torch.promote_types(dtype, torch.float32)) for layer in layers]
-    left, values, right = torch.linalg.svd(torch.cat([layer.flatten(2) for layer in wide], 2), full_matrices=False)
+    wide = [
+        rearrange(layer.to(torch.promote_types(dtype, torch.float32)), "batch head token dim -> batch token (head dim)")
+        for layer in layers
+    ]
+    left, values, right = torch.linalg.svd(torch.cat(wide, 2), full_matrices=False)
     product = (left[..., :rank] * values[..., None, :rank]) @ right[..., :rank, :]
-    parts = product.split([layer[0, 0].numel() for layer in wide], 2)
-    return [part.unflatten(2, layer.shape[2:]).transpose(1, 2).to(dtype) for part, layer in zip(parts, wide, strict=True)]
+    parts = zip(product.split([layer.shape[2] for layer in wide], 2), layers, strict=True)
+    return [
+        rearrange(part, "batch token (head dim) -> batch head token dim", head=layer.shape[1]).to(dtype)
+        for part, layer in parts
+    ]

@@ -7,6 +7,7 @@ import dataclasses
 from typing import ClassVar
 
 import torch
+from einops import rearrange
 from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
@@ -92,7 +93,8 @@ class Scored(Policy, abc.ABC):
         """Accumulates the attention that the rows received."""
         # Blocks may differ in how many KV heads they have (Gemma 4).
         heads = self._heads if place.rows is None else place.rows.shape[1]
-        weights = tensor.unflatten(1, (heads, -1)).mean(2, dtype=torch.promote_types(tensor.dtype, torch.float32))
+        groups = rearrange(tensor, "batch (kv_head group) query key -> batch kv_head group query key", kv_head=heads)
+        weights = groups.mean(2, dtype=torch.promote_types(tensor.dtype, torch.float32))
         at = _positions(place, weights[:, :, 0])
         totals = self._totals_of(weights[:, :, 0], place)
         self._totals[place.layer].scatter_(2, at, self.accumulate(totals, weights, place))

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import ClassVar
 
 import torch
+from einops import repeat
 from torch import Tensor
 
 from kvinterp.errors import UnsupportedError
@@ -142,7 +143,10 @@ class SiteHook(PathHook):
         place = self._rows[layer]
         if not LAYOUTS[site].keys or place.rows is None:
             return tensor
-        rows = place.rows.repeat_interleave(tensor.shape[1] // place.rows.shape[1], 1)[:, :, None].expand_as(tensor)
+        group = tensor.shape[1] // place.rows.shape[1]
+        rows = repeat(
+            place.rows, "batch kv_head key -> batch (kv_head group) query key", group=group, query=tensor.shape[2]
+        )
         whole = tensor.new_full((*tensor.shape[:3], place.stop), 0.0 if site == "pattern" else -torch.inf)
         return whole.scatter(3, rows, tensor)
 
