@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import math
 from typing import Any
 
 import pandas as pd
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 import kvinterp as kv
+from kvinterp.common.numbers import number
 from kvinterp.comparison import comparing
 from kvinterp.comparison.findings import headline_of
 from kvinterp.metrics.recovery import ONLY_THE_PREFILL
@@ -128,3 +130,24 @@ def test_where_nothing_was_decoded_equality_says_nothing_of_the_cache(model: Any
     assert "no token was decoded" not in more.where()
     assert headline_of([only]) == [ONLY_THE_PREFILL]
     assert headline_of([more]) != [ONLY_THE_PREFILL]
+
+
+def test_the_null_is_two_recomputations_of_the_same_positions():
+    """The unit and the null of the sentence are what plain forwards of the model give."""
+    adapter, prompt = kv.load_model("zoo:gqa2-mini", dtype="float32"), list(range(5, 12))
+    compared = kv.compare(adapter, [prompt], max_new_tokens=9, stop="length", record="", progress="none")
+    fed = kv.run(adapter, prompt, max_new_tokens=9, stop="length").tokens[:-1]
+    text, start, stop = torch.tensor([[*prompt, *fed]]), len(prompt) - 1, len(prompt) + 4
+    with torch.no_grad():
+        whole, half = (adapter.model(t, use_cache=False).logits[0, start:stop] for t in (text, text[:, :stop]))
+    unit = 2.0 ** math.floor(math.log2(whole.abs().max())) * torch.finfo(torch.float32).eps
+    expected = {
+        "max_abs_logit": float((whole.double() - half.double()).abs().max()),
+        "unit": unit,
+        "positions": 5,
+        "dtype": "float32",
+    }
+    assert compared.provenance["null"] == expected
+    assert f"{number(compared.steps['max_abs_logit'].max() / unit)} unit" in str(compared.where())
+    same = kv.compare(adapter, [prompt], "recompute", "recompute", max_new_tokens=3, record="", progress="none")
+    assert "null" not in same.provenance

@@ -32,7 +32,7 @@ from kvinterp.paths import ExecutionPath, Runner, Strategy, path_named, strategy
 from kvinterp.paths.batches import in_batches
 from kvinterp.paths.decode import Collected, fed_to_all, length_of, lockstep
 from kvinterp.paths.finite import first_nonfinite
-from kvinterp.paths.prompt import PromptDifference, prompt_difference
+from kvinterp.paths.prompt import PromptDifference, prompt_difference, rows_null
 from kvinterp.paths.sampling import drawing
 from kvinterp.paths.vocabulary import end_tokens
 from kvinterp.policies import Place
@@ -239,7 +239,7 @@ class _Pair:
         # Whether the two paths differ in nothing but the cache.
         plain = all(dataclasses.replace(path, form="cached", dtype=None) == ExecutionPath() for path in self.paths)
         same_dtype = self.targets[0].dtype == self.targets[1].dtype
-        self.asks_prompt = plain and same_dtype and self.paths[0].form != self.paths[1].form
+        self.asks_prompt = self.asks_null = plain and same_dtype and self.paths[0].form != self.paths[1].form
 
     def compare_batch(
         self, examples: Sequence[int], prompts: Sequence[Sequence[int]], names: Sequence[str]
@@ -286,6 +286,11 @@ class _Pair:
         about = self._provenance_of(runners)
         tokens, fed, sound = collected.lists()
         stops = [] if ends is None else ends.tolist()
+        if self.asks_null and 0 in examples and (frames["steps"]["max_abs_logit"] > 0).any():
+            # Once a comparison, and of its first prompt, so that a run that was resumed says the same.
+            row = examples.index(0)
+            text = [*prompts[row], *fed[0][row][: length_of(fed[0][row], stops) - 1]]
+            about["null"] = rows_null(self.targets[0], prompt.new_tensor([text]), prompt.shape[1] - 1)
 
         def comparison_of(row: int) -> Comparison:
             count, failure = min(length_of(fed[side][row], stops) for side in (0, 1)), ""

@@ -218,7 +218,7 @@ class Comparison(Result):
             abouts.append(part.provenance)
             prompts += part.prompts
             origins.append(part.origin)
-            first, of_one_part = abouts[0], ("caches", "witness", "prompt_differs")
+            first, of_one_part = abouts[0], ("caches", "witness", "prompt_differs", "null")
             unlike = sorted(key for key in first if key not in of_one_part and part.provenance.get(key) != first[key])
             if unlike:
                 raise InputError(f"comparisons made with different {', '.join(unlike)} cannot be joined: keep them apart.")
@@ -233,8 +233,8 @@ class Comparison(Result):
         tables = {name: _concatenated(piece) for name, piece in pieces.items()}
         # This table has the same limit however many prompts there are.
         tables["attention_rows"] = within(tables["attention_rows"], tables["steps"])
-        differs = [{name: about[name]} for about in abouts for name in ("prompt_differs",) if name in about]
-        about = {**abouts[0], **_joined_caches(abouts), **_joined_witnesses(abouts), **(differs[0] if differs else {})}
+        asked = {name: about[name] for about in reversed(abouts) for name in ("prompt_differs", "null") if name in about}
+        about = {**abouts[0], **_joined_caches(abouts), **_joined_witnesses(abouts), **asked}
         return cls(**tables, provenance=about, origin=_joined_origin(origins), prompts=prompts)
 
 

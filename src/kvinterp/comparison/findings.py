@@ -43,6 +43,9 @@ def _logit_rows(comparison: Comparison) -> Iterator[Finding]:
         note += f"; no token is given by both sides at {counted(none, 'step')}" if none else ""
     yield share_of("steps whose logits differ", differ, compared["example"], unit="steps", note=note)
     yield finding("largest difference of a logit", steps["max_abs_logit"].max(), n=len(steps), unit="steps")
+    if null := comparison.provenance.get("null"):
+        yield finding("the same of two recomputations", null["max_abs_logit"], n=null["positions"], unit="positions",
+                      note="one of a longer text")  # fmt: skip
     note = f"mean {number(float(steps['kl'].mean()))} over all steps, largest {number(float(steps['kl'].max()))}"
     yield median_of("median of a prompt's mean KL", steps.groupby("example")["kl"].mean(), measure="nats", note=note)
     after = comparison.steps.drop(steps.index)
@@ -126,6 +129,19 @@ def _cache_rows(comparison: Comparison) -> Iterator[Finding]:
                       note="" if evicted else "it had room for all", path=comparison.provenance["paths"][side])  # fmt: skip
 
 
+def _beside_null(comparison: Comparison, largest: float) -> str:
+    """How many units in the last place a difference of a logit is, and how far apart two recomputations are in the same run."""
+    null = comparison.provenance.get("null")
+    if not null:
+        return ""
+    units = number(largest / null["unit"])
+    return (
+        f"{units} unit{'s' * (units != '1')} in the last place of the largest logit in {null['dtype']}, "
+        f"where two recomputations, one of a longer text, differ by {number(null['max_abs_logit'])} "
+        f"(n = {counted(null['positions'], 'position')})"
+    )
+
+
 def headline_of(comparisons: Sequence[Comparison]) -> list[str]:
     """Says in a sentence each whether the prompt itself differs, the paths agree bit for bit, and a token flips."""
     steps = pd.concat([comparison.same_text(comparison.steps) for comparison in comparisons])
@@ -148,6 +164,7 @@ def headline_of(comparisons: Sequence[Comparison]) -> list[str]:
         f"{subject} give the same logits, bit for bit, at {every(len(steps), 'step')}."
         if differing.empty
         else f"{subject} give different logits at {len(differing)} of {counted(len(steps), 'step')}, by {largest} at most.",
+        *(f"That is {note}." for c in comparisons[:1] if (note := _beside_null(c, differing["max_abs_logit"].max()))),
         f"In {len(flips)} of {decodes} another token is chosen, the earliest at step {int(flips.min())}."
         if len(flips)
         else f"No token changes in {decodes}.",

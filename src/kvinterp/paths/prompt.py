@@ -8,10 +8,12 @@ float64 as well or one of them loses what the other keeps.
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from kvinterp.common.words import dtype_word
 from kvinterp.errors import KvinterpError
 from kvinterp.models import Adapter
 from kvinterp.models.hooks import first_of, put_first
@@ -104,9 +106,33 @@ def _alone(adapter: Adapter, tokens: Tensor, without: Tensor, cached: Tensor, li
     return "both are what they are in float64, and fed token by token on the cache the prompt has the logits of neither", ""
 
 
-def _without(adapter: Adapter, tokens: Tensor) -> Tensor:
+@torch.no_grad()
+def rows_null(adapter: Adapter, tokens: Tensor, start: int) -> dict[str, Any]:
+    """How far two plain forwards are apart at the same positions, one of the whole text and one of half of what was decoded.
+
+    Args:
+        adapter: The model, in its dtype.
+        tokens: ``[1, position]``, the text.
+        start: The first position that is compared.
+
+    Returns:
+        The largest difference of a logit, the unit in the last place of the largest logit, how many positions were compared, and
+        the dtype.
+    """
+    stop = start + (tokens.shape[1] - start + 1) // 2
+    whole, half = (_forward(adapter, text)[0, start:stop].double() for text in (tokens, tokens[:, :stop]))
+    finfo = torch.finfo(adapter.dtype)
+    unit = finfo.eps * 2.0 ** whole.abs().max().clamp(min=finfo.tiny).log2().floor().item()
+    return {"max_abs_logit": _apart(whole, half), "unit": unit, "positions": len(whole), "dtype": dtype_word(adapter.dtype)}
+
+
+def _forward(adapter: Adapter, tokens: Tensor) -> Tensor:
     with adapter.own_state([]):
-        return adapter.forward(tokens).double()
+        return adapter.forward(tokens)
+
+
+def _without(adapter: Adapter, tokens: Tensor) -> Tensor:
+    return _forward(adapter, tokens).double()
 
 
 def _on_cache(adapter: Adapter, tokens: Tensor, piece: int) -> Tensor:
