@@ -57,6 +57,13 @@ def test_every_kind_on_every_scale_shows_its_numbers_and_cuts_nothing_off(kind: 
     assert set(wanted.round(9)) <= set(np.asarray(shown, dtype=float).round(9))
 
 
+@pytest.mark.parametrize("column", ["y", "size"])
+def test_each_line_of_medians_is_in_the_legend_once(column: str) -> None:
+    panel = Panel(TABLE.rename(columns={"y": column}), "x", column, "medians", color="arm")
+    figure = draw_chart(Chart("What there is", [panel]), [ABOUT])
+    assert figure.axes[0].get_legend_handles_labels()[1] == ["cached", "recompute"]
+
+
 @pytest.mark.parametrize("scale", ["zero", "linear", "signed"])
 def test_a_map_has_a_cell_for_each_place(scale: str) -> None:
     figure = figure_of(kind="map", x="x", y="arm", color="y", scale=scale)

@@ -164,7 +164,7 @@ def _draw_line(axes: Axes, table: pd.DataFrame, panel: Panel, index: int, name: 
             marked, labels = table[table[column]], axes.get_legend_handles_labels()[1]
             cross: dict[str, Any] = {"linestyle": "none", "marker": "X", "color": "#000000", "markersize": 6, "zorder": 5}
             axes.plot(marked[panel.x] + shift, marked[panel.y], label="" if label in labels else label, **cross)
-        table = table.groupby(panel.x)[[panel.y, "size"]].median().reset_index()
+        table = table.groupby(panel.x)[[*dict.fromkeys((panel.y, "size"))]].median().reset_index()
     x = table[panel.x].to_numpy(float) + shift
     if "low" in table and panel.ends == "band":
         step: Any = "post" if panel.kind == "step" else None
