@@ -15,7 +15,7 @@ from kvinterp.findings import findings_of, lines_of
 from kvinterp.paths.lanes import Memory
 from kvinterp.study.behaviour import divergence as d
 from kvinterp.study.behaviour.decoding import write
-from kvinterp.study.experiments.behaviour import Behaviour, decodes_of, null_of
+from kvinterp.study.experiments.behaviour import Behaviour, decodes_of
 from support import Case
 
 KERNELS = "split_k(8,float16)"
@@ -89,10 +89,10 @@ def test_each_path_writes_its_own_text_to_its_own_end(decoded: Any) -> None:
 
 
 def test_a_path_against_itself_differs_nowhere_and_split_k_under_a_suffix_does() -> None:
-    model = {"name": "zoo:gqa2-mini", "kind": "native", "dtype": "float16", "device": "cpu", "attention": None}
-    how = {"prompts": "arithmetic:1", "most": 1, "strategy": "greedy", "kernels": KERNELS, "max_new_tokens": 4}
-    (same,) = null_of(model, null="same path twice", stop="length", **how).to_dict("records")
-    (longer,) = null_of(model, null="longer suffix", stop="length", **how).to_dict("records")
+    model, how = "zoo:gqa2-mini", {"device": "cpu", "kernels": KERNELS, "max_new_tokens": 4, "stop": "length"}
+    asked = Behaviour((model,), "arithmetic:1", **how)
+    (same,) = asked.null_of(model, "greedy", "same path twice").to_dict("records")
+    (longer,) = asked.null_of(model, "greedy", "longer suffix").to_dict("records")
     assert (same["steps"], same["differing_steps"], same["flips"], same["n"]) == (4, 0, 0, 1)
     assert longer["differing_steps"] > 0
 

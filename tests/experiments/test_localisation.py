@@ -1,15 +1,12 @@
-"""Localisation: which examples, that its parts are those of sweep and decompose, and what is said of made-up recoveries."""
+"""Localisation: which examples are patched, and why."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
 
-from kvinterp.common.result import Result
-from kvinterp.study.experiments.localisation import Localisation, chosen_of
+from kvinterp.study.experiments.localisation import chosen_of
 
 pytestmark = pytest.mark.bits
 
@@ -29,7 +26,3 @@ def test_the_highest_of_each_model_are_chosen_and_it_says_why() -> None:
     assert chosen["of"].tolist() == [3, 3, 2, 2]
     assert chosen["why"].iloc[1] == "number 2 of 3 by the mean KL of the steps after the prefill, free protocol"
     assert len(chosen_of(ranked, 9)) == 5
-
-
-def said(by_layer: list[dict[str, Any]], *parts: str) -> str:
-    return "\n".join(Localisation(part=parts).headline(Result({}, {"by_layer": by_layer})))

@@ -264,7 +264,7 @@ def _command_of(experiment: type[Experiment]) -> Callable[..., Mapping[str, Any]
 
 
 def _parameter(field: dataclasses.Field[Any], hint: Any) -> inspect.Parameter:
-    ours = ("decides", "example", "only", "positional", "flag")
+    ours = ("decides", "example", "only", "positional", "flag", "among", "empty")
     about, default = field.metadata[OPTION], typing.cast(Any, field.default)
     more = {name: value for name, value in about.items() if name not in ours}
     flag = about.get("flag", f"--{field.name.replace('_', '-')}")

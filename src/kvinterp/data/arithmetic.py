@@ -17,6 +17,8 @@ from kvinterp.data.example import Example, Prompt
 from kvinterp.data.words import OBJECTS, PEOPLE, THINGS
 
 LIMIT = 99
+_Problem = tuple[str, list[str]]
+"""A question, and the steps to its answer."""
 _FINAL = re.compile(r"####\s*(-?\d+)")
 
 
@@ -65,7 +67,7 @@ def _change(rng: Random, pronoun: str, friend: str, total: int) -> tuple[str, st
     return text, f"{total} + {gained}"
 
 
-def _story(rng: Random) -> tuple[str, list[str]]:
+def _story(rng: Random) -> _Problem:
     """Makes a problem with a start, a number or a product, and one to three changes."""
     (name, pronoun), (friend, _) = rng.sample(PEOPLE, 2)
     objects = rng.choice(OBJECTS)
@@ -88,7 +90,7 @@ def _story(rng: Random) -> tuple[str, list[str]]:
     return f"{' '.join(texts)} How many {objects} does {name} have{now}?", steps
 
 
-def _together(rng: Random) -> tuple[str, list[str]]:
+def _together(rng: Random) -> _Problem:
     name, friend = _pair(rng)
     objects = rng.choice(OBJECTS)
     a = rng.randint(2, 60)
@@ -96,7 +98,7 @@ def _together(rng: Random) -> tuple[str, list[str]]:
     return f"{name} has {a} {objects} and {friend} has {b}. How many {objects} do they have together?", [f"{a} + {b}"]
 
 
-def _difference(rng: Random) -> tuple[str, list[str]]:
+def _difference(rng: Random) -> _Problem:
     name, friend = _pair(rng)
     objects = rng.choice(OBJECTS)
     b = rng.randint(1, 60)
@@ -107,7 +109,7 @@ def _difference(rng: Random) -> tuple[str, list[str]]:
     )
 
 
-def _relative(rng: Random) -> tuple[str, list[str]]:
+def _relative(rng: Random) -> _Problem:
     """Makes a problem in which one has more or fewer than the other, and asks for both together."""
     name, friend = _pair(rng)
     objects = rng.choice(OBJECTS)
@@ -122,7 +124,7 @@ def _relative(rng: Random) -> tuple[str, list[str]]:
     return question, [step, f"{a} + {second}"]
 
 
-def _price(rng: Random) -> tuple[str, list[str]]:
+def _price(rng: Random) -> _Problem:
     name, _ = rng.choice(PEOPLE)
     objects = rng.choice(OBJECTS[1:])
     count, price = rng.randint(2, 9), rng.randint(2, 9)
@@ -140,7 +142,7 @@ def _price(rng: Random) -> tuple[str, list[str]]:
     return f"{question} How many dollars does {name} have left?", steps
 
 
-def _share(rng: Random) -> tuple[str, list[str]]:
+def _share(rng: Random) -> _Problem:
     name, pronoun = rng.choice(PEOPLE)
     objects = rng.choice(OBJECTS)
     friends, size = rng.randint(2, 9), rng.randint(2, 9)
@@ -154,7 +156,7 @@ def _share(rng: Random) -> tuple[str, list[str]]:
     return question, [f"{total} / {friends}"]
 
 
-_KINDS: tuple[Callable[[Random], tuple[str, list[str]]], ...] = (
+_KINDS: tuple[Callable[[Random], _Problem], ...] = (
     _story,
     _story,
     _story,

@@ -9,6 +9,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from kvinterp.common.checks import check_whole
 from kvinterp.common.files import is_file
 from kvinterp.data.example import Prompt
 from kvinterp.data.few_shot import FewShot
@@ -89,29 +90,24 @@ def _looks_like_file(source: str) -> bool:
 
 def _generated(source: str) -> list[Prompt]:
     name, *numbers = (part.strip() for part in source.split(":"))
-    if name not in TASKS and "(" in name:
-        if name.partition("(")[0] in SOURCES:
-            raise InputError(f"prompts {source!r} cannot be read: the bracket is not closed; {_FORMS}.")
-        # A source whose name is mistyped.
-        raise unknown("source of prompts", name.partition("(")[0], SOURCES, f"For prompts {_FORMS}.")
-    if name not in (*TASKS, NATURAL):
-        raise unknown("prompt generator", name, [*TASKS, NATURAL], f"For prompts {_FORMS}.")
+    called, bracket, _ = name.partition("(")
+    if bracket and called in SOURCES:
+        raise InputError(f"prompts {source!r} cannot be read: the bracket is not closed; {_FORMS}.")
+    if bracket or name not in (*TASKS, NATURAL):
+        what, known = ("source of prompts", [*SOURCES]) if bracket else ("prompt generator", [*TASKS, NATURAL])
+        raise unknown(what, called, known, f"For prompts {_FORMS}.")
     if len(numbers) not in ((0, 1) if name == NATURAL else (1, 2)):
         raise InputError(f"prompts {source!r}: {_FORMS}; write {name}:20.")
-    for what, least, text in zip(("count", "seed"), (1, 0), numbers, strict=False):
-        if not (text.isascii() and text.isdigit() and len(text) < 20 and int(text) >= least):
-            kind = "a positive integer" if least else "an integer of at least 0"
-            raise InputError(
-                f"prompts {source!r}: the {what} is {text!r}, expected {kind}; write for example arithmetic:20."
-            )
-    counts = list(map(int, numbers))
-    if name != NATURAL:
-        with located(f"prompts {source!r}"):
-            return SOURCES[name](*counts[:1], seed=sum(counts[1:]), cut="off").prompts()
-    whole = prompts_of(Path(str(files(__package__))) / f"{NATURAL}.jsonl")
-    if sum(counts) > len(whole):
-        raise InputError(f"prompts {source!r}: there are {len(whole)} natural prompts; ask for at most so many.")
-    return whole[: sum(counts) or None]
+    given = zip(("count", "seed"), (1, 0), numbers, strict=False)
+    with located(f"prompts {source!r}"):
+        counts = {
+            what: check_whole(what, int(text) if re.fullmatch("[0-9]{1,19}", text) else text, least)
+            for what, least, text in given
+        }
+        if name != NATURAL:
+            return SOURCES[name](**counts, cut="off").prompts()  # type: ignore[arg-type]
+        whole = prompts_of(Path(str(files(__package__))) / f"{NATURAL}.jsonl")
+        return whole[: check_whole("count", counts.get("count", len(whole)), most=len(whole))]
 
 
 def _from_item(index: int, item: object) -> Prompt:

@@ -16,6 +16,8 @@ from kvinterp import metrics
 from kvinterp.common.numbers import ends_said, number
 from kvinterp.errors import in_one_line
 
+UNKNOWN = (np.nan, np.nan)
+"""The ends of an interval that there is not."""
 Finding: TypeAlias = dict[str, Any]
 """A row: :data:`COLUMNS` and labels."""
 COLUMNS = (
@@ -39,7 +41,7 @@ COLUMNS = (
 def finding(
     name: str,
     estimate: float,
-    ends: Iterable[float] = (np.nan, np.nan),
+    ends: Iterable[float] = UNKNOWN,
     n: float = 0,
     unit: str = "prompts",
     measure: str = "",
@@ -72,6 +74,27 @@ def finding(
     low, high = ends
     values = (name, estimate, low, high, n, unit, measure, null, test, p, p_corrected, verdict, note, "")
     return {**labels, **dict(zip(COLUMNS, values, strict=True))}
+
+
+def finding_from(row: Any, name: str, column: str, by: Iterable[str] = (), **options: Any) -> Finding:
+    """Makes a finding of a number in a table's row.
+
+    Args:
+        row: The row, with n; the number's interval is in ``COLUMN_low`` and ``COLUMN_high``, or else in ``low`` and ``high``.
+        name: The quantity that was estimated.
+        column: The column of the number.
+        by: The columns that are labels.
+        options: Further arguments of :func:`finding`, which win.
+    """
+    ends = [row.get(f"{column}_{end}", row.get(end, np.nan)) for end in ("low", "high")]
+    return finding(
+        name, row[column], **{"ends": ends, "n": row.get("n", 0), **{label: row[label] for label in by}, **options}
+    )
+
+
+def ends_of(table: pd.DataFrame, column: str) -> pd.DataFrame:
+    """Returns a table in which ``low`` and ``high`` are the interval of a column, as charts draw it."""
+    return table.rename(columns={f"{column}_low": "low", f"{column}_high": "high"})
 
 
 def median_of(name: str, values: Any, clusters: Any = None, **options: Any) -> Finding:

@@ -41,7 +41,7 @@ def means_of(rows: pd.DataFrame, measures: Sequence[str]) -> pd.DataFrame:
     rows_of_layers = []
     for measure in measures:
         for layer, values in _layers(rows, measure):
-            rows_of_layers.append({"layer": layer, "measure": measure, **metrics.typical(values)._asdict()})
+            rows_of_layers.append((layer, measure, *metrics.typical(values)))
     return pd.DataFrame(rows_of_layers, columns=["layer", "measure", *metrics.Typical._fields])
 
 
@@ -61,9 +61,7 @@ def amplification_of(rows: pd.DataFrame) -> pd.DataFrame:
         for layer, values in layers.items():
             before = layers.get(layer - 1, values * np.nan)
             grown = metrics.typical((values / before.where(before > 0)).dropna())
-            rows_of_layers.append(
-                {"layer": layer, "measure": measure, "ratio": grown.median, **grown.interval._asdict(), "n": grown.n}
-            )
+            rows_of_layers.append((layer, measure, grown.median, *grown.interval, grown.n))
     return pd.DataFrame(rows_of_layers, columns=["layer", "measure", "ratio", "low", "high", "n"])
 
 
@@ -86,20 +84,18 @@ def layer_tests_of(rows: pd.DataFrame, null: pd.DataFrame, contrasts: Sequence[s
     for model, drift in rows.groupby("model", sort=False):
         null_drift = null[null["model"] == model]
         for measure, contrast in itertools.product(GROWING, contrasts):
-            layers, nulls = dict(_layers(drift, measure)), dict(_layers(null_drift, measure))
-            against = {
-                "previous layer": {layer: layers.get(layer - 1) for layer in layers},
-                "layer 0": {layer: layers.get(0) if layer else None for layer in layers},
-                "same-path null": nulls,
-            }[contrast]
+            layers, nulls = (dict(_layers(one, measure)) for one in (drift, null_drift))
             for layer, values in layers.items():
-                if against.get(layer) is None:
+                against = {
+                    "previous layer": layers.get(layer - 1),
+                    "layer 0": layers.get(0) if layer else None,
+                    "same-path null": nulls.get(layer),
+                }[contrast]
+                if against is None:
                     continue
-                both = pd.concat([values, against[layer]], axis=1).dropna().to_numpy()
-                for name, test, effect_of in _TESTS:
-                    rows_of_tests.append(
-                        (model, layer, measure, contrast, name, len(both), *test(both[:, 0], both[:, 1]), effect_of)
-                    )
+                here, there = pd.concat([values, against], axis=1).dropna().to_numpy().T
+                labels = model, layer, measure, contrast
+                rows_of_tests += [(*labels, name, len(here), *test(here, there), of) for name, test, of in _TESTS]
     columns = ["model", "layer", "measure", "contrast", "test", "n", "statistic", "p", "effect", "effect_of"]
     table = pd.DataFrame(rows_of_tests, columns=columns)
     alike = table.groupby(["measure", "contrast", "test"], sort=False)["p"]
@@ -128,7 +124,7 @@ def pairs_of(heads: pd.DataFrame, sharing: int) -> pd.DataFrame:
             known = matrix[one, other][chosen]
             known = known[np.isfinite(known)]
             r = known.mean() if len(known) else np.nan
-            pairs.append({"example": example, "layer": layer, "kind": kind, "r": r, "pairs": len(known)})
+            pairs.append((example, layer, kind, r, len(known)))
     return pd.DataFrame(pairs, columns=["example", "layer", "kind", "r", "pairs"])
 
 
@@ -151,9 +147,7 @@ def head_correlations_of(pairs: pd.DataFrame) -> pd.DataFrame:
         table["within - across"] = table["within"] - table["across"]
         for kind, values in table[["within", "across", "within - across"]].items():
             over = metrics.mean_of(values.dropna())
-            correlations.append(
-                {"layer": layer, "kind": kind, "r": values.mean(), "low": over.low, "high": over.high, "n": over.n}
-            )
+            correlations.append((layer, kind, values.mean(), over.low, over.high, over.n))
     return pd.DataFrame(correlations, columns=["layer", "kind", "r", "low", "high", "n"])
 
 

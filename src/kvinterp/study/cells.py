@@ -1,7 +1,7 @@
 """A piece of work that is named, kept whole and taken up again: which function, with which plain settings.
 
-A :class:`Cell` holds names and settings, never a model or a tensor, so that any process can do it: the function is found by
-its import name, and the model is loaded where the cell runs (:func:`loaded`). What a cell gave is kept in the folder of its
+A :class:`Cell` holds names and settings, never a model or a tensor, so that any process can do it: the model is loaded where the
+cell runs (:func:`loaded`). What a cell gave is kept in the folder of its
 result (:mod:`kvinterp.common.store`).
 """
 
@@ -17,7 +17,6 @@ import json
 import logging
 from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -39,18 +38,23 @@ class Cell:
 
     Attributes:
         key: Its name within its run: letters, digits, hyphens and underscores.
-        function: ``package.module:function``. Called with the settings it gives a table, tables by name, or tables and what
-            else belongs to them. One with the parameters ``keys`` and ``keep`` is called once for all the cells that follow
-            each other with the same settings, and calls ``keep(key, tables, about)`` as each is made: prompts of one length
-            share a batch. One with the parameters ``tell`` or ``progress`` is given what says what runs now, or ``"bar"``.
+        function: A method of an experiment, which holds nothing but choices, or ``package.module:function``. Called with the
+            settings it gives a table, tables by name, or tables and what else belongs to them. One with the parameters ``keys``
+            and ``keep`` is called once for all the cells that follow each other with the same settings, and calls
+            ``keep(key, tables, about)`` as each is made: prompts of one length share a batch. One with the parameters ``tell``
+            or ``progress`` is given what says what runs now, or ``"bar"``.
         settings: What it is called with, as plain JSON values.
         told: What is said while it runs; nothing where it is empty.
     """
 
     key: str
-    function: str
-    settings: Mapping[str, Any]
+    function: str | Callable[..., Any]
+    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     told: str = ""
+
+    def call(self) -> Callable[..., Any]:
+        """Its function."""
+        return imported(self.function) if isinstance(self.function, str) else self.function
 
 
 def run_cells(
@@ -96,17 +100,8 @@ class CellsMade(UserDict[str, Any]):
 
     def __getitem__(self, key: str) -> Made:
         cell, store = self.data[key]
-        if (result := store.read(key)) is None:
-            # Another run into this folder finished first, and took the cells away.
-            memory = _InMemory()
-            Local()([cell], {"keep": memory.keep, "tell": lambda *_: None, "progress": "none"})
-            result = memory[key]
-        return result
-
-    @property
-    def folder(self) -> Path | None:
-        """The folder that they are kept in; None in memory."""
-        return next((store.folder for _, store in self.data.values()), None)
+        # Where another run into this folder finished first, it took the cells away.
+        return result if (result := store.read(key)) is not None else alone([cell])[key]
 
     def finished(self) -> CellsMade:
         """Those that are there."""
@@ -134,9 +129,8 @@ class Local:
             offered: ``keep``, ``tell`` and ``progress``.
         """
         for group in groups(cells):
-            function = imported(group[0].function)
-            parameters = inspect.signature(function).parameters
-            options = {name: offered[name] for name in offered if name in parameters}
+            function = group[0].call()
+            options = {name: offered[name] for name in inspect.signature(function).parameters if name in offered}
             if "keep" in options:
                 function(keys=[cell.key for cell in group], **group[0].settings, **options)
                 continue
@@ -148,15 +142,27 @@ class Local:
                 offered["keep"](cell.key, {"table": tables} if isinstance(tables, pd.DataFrame) else tables, about)
 
 
+def alone(cells: Sequence[Cell]) -> dict[str, Made]:
+    """Does cells here, and gives what they made by their keys."""
+    made = _InMemory()
+    Local()(cells, {"keep": made.keep, "tell": lambda *_: None, "progress": "none"})
+    return made
+
+
 def groups(cells: Sequence[Cell]) -> Iterator[list[Cell]]:
     """Cells that follow each other with the same function and settings, together."""
     for _, group in itertools.groupby(cells, lambda cell: (cell.function, cell.settings)):
         yield list(group)
 
 
-def joined(parts: Mapping[str, Made]) -> dict[str, pd.DataFrame]:
-    """The tables of all cells by name, those of one below those of another."""
-    return stacked(tables for tables, _ in parts.values())
+def joined(parts: Mapping[str, Made], part: str = "") -> dict[str, pd.DataFrame]:
+    """The tables of all cells, or of those with a word in their key, by name; those of one below those of another."""
+    return stacked(tables for tables, _ in those(parts, part).values())
+
+
+def those(parts: Mapping[str, Made], part: str) -> dict[str, Made]:
+    """What those cells gave that have a word in their key."""
+    return {key: parts[key] for key in parts if part in key}
 
 
 def stacked(parts: Iterable[Mapping[str, pd.DataFrame]]) -> dict[str, pd.DataFrame]:

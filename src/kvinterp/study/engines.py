@@ -19,7 +19,7 @@ from kvinterp.common.files import differences
 from kvinterp.common.spec import by_name, read
 from kvinterp.common.store import Made
 from kvinterp.errors import InputError, KvinterpError, reason
-from kvinterp.study.cells import Cell, Local, groups, imported
+from kvinterp.study.cells import Cell, Local, alone, groups
 
 _ADVICE = (
     "look at its logs and at RAY_ADDRESS, then give the same command again, which goes on from what is finished, or leave "
@@ -96,7 +96,7 @@ def _pieces(cells: Sequence[Cell], workers: int) -> Iterator[list[Cell]]:
     """Cells that share a call stay together, as far as every worker gets some pieces."""
     most = math.ceil(len(cells) / (_SHARES * workers))
     for group in groups(cells):
-        size = most if "keep" in inspect.signature(imported(group[0].function)).parameters else 1
+        size = most if "keep" in inspect.signature(group[0].call()).parameters else 1
         yield from (group[start : start + size] for start in range(0, len(group), size))
 
 
@@ -118,10 +118,7 @@ def _work(cells: Sequence[Cell], here: Mapping[str, Any]) -> dict[str, Made]:
             f"a worker of Ray runs on a machine unlike this one ({unlike}), so that its bits may be others: start the study on a "
             "machine like the workers, with the same versions and environment."
         )
-    made = dict[str, Made]()
-    offered = {"keep": lambda key, tables, about=None: made.update({key: (tables, about or {})}), "tell": lambda *_: None}
-    Local()(cells, {**offered, "progress": "none"})
-    return made
+    return dict(alone(cells))
 
 
 ENGINES: dict[str, Any] = by_name(Local, Ray)

@@ -77,12 +77,10 @@ def is_finished(folder: Path, settings: Mapping[str, Any]) -> bool:
     Raises:
         InputError: It was made with other settings.
     """
-    summary, wanted = read_summary(folder), json.loads(strict_json(settings))
-    before, after = _settings(summary), wanted
-    if summary.get("interrupted"):
-        before, after = (
-            {name: value for name, value in settings_of.items() if name != "made_with"} for settings_of in (before, after)
-        )
+    summary = read_summary(folder)
+    before, after = _settings(summary), json.loads(strict_json(settings))
+    for made in (before, after) if summary.get("interrupted") else ():
+        made.pop("made_with", None)
     if changed := differences(before, after):
         raise InputError(f"folder {str(folder)!r} holds a result made with other settings ({changed}): {_ADVICE}")
     return not summary.get("interrupted")

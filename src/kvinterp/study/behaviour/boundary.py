@@ -8,8 +8,6 @@ matched protocol's, which are arithmetic alone, and how well the margin tells th
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -18,7 +16,7 @@ from scipy import stats
 from kvinterp.metrics.dependence import correlation, restricted_correlation, terciles
 from kvinterp.metrics.inference import Test
 from kvinterp.metrics.statistics import FEWEST, clustered_interval
-from kvinterp.study.behaviour.divergence import DECODE, conditions
+from kvinterp.study.behaviour.divergence import DECODE, conditions, with_ends
 
 QUANTITIES = ("mean_kl", "mean_kl_before_flip", "matched_mean_kl", "smallest_margin")
 """What the step of the first flip is held against: the free protocol's KL (the paper's), that of the steps up to the flip, the
@@ -42,14 +40,14 @@ def boundary_tables(decodes: pd.DataFrame, steps: pd.DataFrame, above: float) ->
         above: The second restriction: flips later than this step alone.
 
     Returns:
-        flips; correlations, of the decodes of all strategies together; thirds and prediction.
+        flips; thirds; correlations, of the decodes of all strategies together; and prediction.
     """
     flips = flips_with_kl(decodes)
     return {
         "flips": flips,
-        "correlations": correlations_with_flip(pooled(flips), above),
         "thirds": terciles_of(flips),
-        "prediction": _prediction(list(conditions(predicted(steps), *CONDITION))),
+        "correlations": correlations_with_flip(pooled(flips), above),
+        "prediction": _prediction(predicted(steps)),
     }
 
 
@@ -67,11 +65,10 @@ def flips_with_kl(decodes: pd.DataFrame) -> pd.DataFrame:
     """
     free, matched = (decodes[decodes["protocol"] == protocol] for protocol in ("free", "matched"))
     columns = ["id", "flip_index", "mean_kl", "mean_kl_before_flip", "smallest_margin", "margin_at_flip", "steps"]
-    apart = matched[[*DECODE, "mean_kl", "smallest_margin"]].rename(columns={"mean_kl": "matched_mean_kl"})
-    columns_kept = [name for name in columns if name != "smallest_margin"]
     # The smallest margin over the whole text that the first path writes, which the free protocol may not have seen to its end.
-    both = free[[*DECODE, *columns_kept]].merge(apart, on=DECODE)
-    return both.dropna(subset=["flip_index"])[[*DECODE, *columns, "matched_mean_kl"]].reset_index(drop=True)
+    apart = matched[[*DECODE, "mean_kl", "smallest_margin"]].rename(columns={"mean_kl": "matched_mean_kl"})
+    both = free.drop(columns="smallest_margin").merge(apart, on=DECODE).dropna(subset=["flip_index"])
+    return both[[*DECODE, *columns, "matched_mean_kl"]].reset_index(drop=True)
 
 
 def correlations_with_flip(flips: pd.DataFrame, above: float) -> pd.DataFrame:
@@ -93,21 +90,17 @@ def correlations_with_flip(flips: pd.DataFrame, above: float) -> pd.DataFrame:
             covariate = "matched_mean_kl" if quantity == "smallest_margin" else "smallest_margin"
             finite = group[np.isfinite(group[[quantity, covariate]].astype(float)).all(axis=1)]
             x, y, names = finite["flip_index"], finite[quantity], finite["example"]
-            tests: dict[str, Callable[[], Test]] = {
-                name: functools.partial(correlation, x, y, names, method=name) for name in ("pearson", "spearman")
-            }
+            whole = functools.partial(correlation, x, y, names)
+            tests = [("pearson", -1.0, whole), ("spearman", -1.0, functools.partial(whole, method="spearman"))]
             for bound in (float(FIRST), float(above)):
-                tests[f"restricted>{bound:g}"] = functools.partial(restricted_correlation, x, y, names, bound)
-            tests["partial"] = functools.partial(correlation, x, y, names, finite[covariate])
-            for method, ask in tests.items():
-                bound = float(method.partition(">")[2] or -1)
+                later = functools.partial(restricted_correlation, x, y, names, bound)
+                tests.append((f"restricted>{bound:g}", bound, later))
+            tests.append(("partial", -1.0, functools.partial(whole, finite[covariate])))
+            for method, bound, ask in tests:
                 few = names[x > bound].nunique()
                 test = ask() if few >= LEAST else Test(method, few, "r", why=f"{_FEW} ({few})")
-                counts = {"n": int((x > bound).sum()), "n_prompts": test.n}
-                rows.append(
-                    {**labels, "quantity": quantity, "method": method, "value": test.effect, **_ends(test), **counts}
-                )
-                rows[-1]["why"] = test.why
+                numbers = (*_numbers(test), int((x > bound).sum()), test.n, test.why)
+                rows.append((*labels.values(), quantity, method, *numbers))
     names = ["model", "strategy", "quantity", "method", "value", "low", "high", "p", "n", "n_prompts", "why"]
     return pd.DataFrame(rows, columns=names)
 
@@ -124,8 +117,7 @@ def terciles_of(flips: pd.DataFrame) -> pd.DataFrame:
             finite = group.dropna(subset=[quantity])
             columns, few = (finite["flip_index"], finite[quantity], finite["example"]), finite["example"].nunique()
             test = terciles(*columns) if few >= LEAST else Test("thirds", few, "ratio", why=f"{_FEW} ({few})")
-            counts = {"n": len(finite), "n_prompts": test.n, "why": test.why}
-            rows.append({**labels, "quantity": quantity, "ratio": test.effect, **_ends(test), **counts})
+            rows.append((*labels.values(), quantity, *_numbers(test), len(finite), test.n, test.why))
     return pd.DataFrame(
         rows, columns=["model", "strategy", "quantity", "ratio", "low", "high", "p", "n", "n_prompts", "why"]
     )
@@ -157,7 +149,7 @@ def predicted(steps: pd.DataFrame) -> pd.DataFrame:
     return at_risk[~at_risk["after_flip"]].reset_index(drop=True)
 
 
-def _prediction(by_step: list[tuple[dict[str, Any], pd.DataFrame]]) -> pd.DataFrame:
+def _prediction(steps: pd.DataFrame) -> pd.DataFrame:
     """How well the margin tells which step flips, and how many the chance foretells.
 
     Returns:
@@ -167,14 +159,15 @@ def _prediction(by_step: list[tuple[dict[str, Any], pd.DataFrame]]) -> pd.DataFr
         No interval where fewer than :data:`LEAST` examples flip.
     """
     rows = []
-    for labels, group in by_step:
+    for labels, group in conditions(steps, *CONDITION):
         columns = group["margin"].to_numpy(float), group["flipped"].to_numpy(bool)
         few = group.loc[group["flipped"], "example"].nunique() < LEAST
         low, high = (np.nan, np.nan) if few else clustered_interval(_area, group["example"].to_numpy(), *columns)
         medians = group.groupby("flipped")["margin"].median()
         rows.append(
             labels
-            | {"auc": _area(*columns), "auc_low": low, "auc_high": high, "foretold": float(group["predicted"].sum())}
+            | with_ends("auc", _area(*columns), low, high)
+            | {"foretold": float(group["predicted"].sum())}
             | {"n": group["example"].nunique(), "steps": len(group), "flips": int(group["flipped"].sum())}
             | {"margin_at_flip": medians.get(True, np.nan), "margin_elsewhere": medians.get(False, np.nan)}
         )
@@ -190,5 +183,6 @@ def _area(margin: np.ndarray, flipped: np.ndarray) -> float:
     return float(above / (flips * (len(flipped) - flips)))
 
 
-def _ends(test: Test) -> dict[str, float]:
-    return {"p": test.p, "low": test.low, "high": test.high}
+def _numbers(test: Test) -> tuple[float, ...]:
+    """Its effect, the ends of its interval, and p."""
+    return test.effect, test.low, test.high, test.p

@@ -21,7 +21,7 @@ from kvinterp.models import Adapter, real
 from kvinterp.models.door import quiet_transformers
 from kvinterp.paths import ExecutionPath, Greedy, Strategy, TopP, run
 from kvinterp.study.behaviour.decoding import write
-from kvinterp.study.behaviour.divergence import conditions
+from kvinterp.study.behaviour.divergence import conditions, with_ends
 
 TEXT = "{text}"
 """Where a template takes the text."""
@@ -65,8 +65,12 @@ def played(
     strategy: Strategy = TopP(1.0, temperature) if temperature else Greedy()
     chains = {seed: [text] for seed in seeds}
     for hop in range(hops):
-        copied = {} if temperature else {seed: _copied(chain) for seed, chain in chains.items()}
-        known = {seed: text for seed, text in copied.items() if text is not None}
+        # What followed a text when it was there before.
+        known = {
+            seed: chain[after]
+            for seed, chain in chains.items()
+            if not temperature and (after := chain.index(chain[-1]) + 1) < len(chain)
+        }
         asked = [seed for seed in seeds if seed not in known]
         written = write(
             adapter, path, [ask(chains[seed][-1]) for seed in asked], max_new_tokens, strategy=strategy,
@@ -78,12 +82,6 @@ def played(
         if done is not None:
             done(len(chains))
     return list(chains.values())
-
-
-def _copied(chain: list[str]) -> str | None:
-    """What followed the newest text when it was there before; None where it is new."""
-    before = chain.index(chain[-1]) + 1
-    return chain[before] if before < len(chain) else None
 
 
 _THOUGHT = re.compile(r"^(?:(?!<think>).)*</think>|<think>.*?(?:</think>|$)", re.DOTALL)
@@ -228,7 +226,7 @@ def curves_of(chains: pd.DataFrame) -> pd.DataFrame:
         rows.append(labels | {"chains": len(group)})
         for column in ("similarity", "facts"):
             over = metrics.mean_of(group.groupby("text")[column].mean().dropna())
-            rows[-1] |= {column: group[column].mean(), f"{column}_low": over.low, f"{column}_high": over.high}
+            rows[-1] |= with_ends(column, group[column].mean(), over.low, over.high)
     return pd.DataFrame(rows)
 
 
@@ -259,7 +257,7 @@ def deltas_of(chains: pd.DataFrame, control: str) -> pd.DataFrame:
             {
                 **labels, "chains": len(group),
                 "similarity": group["similarity"].mean(), "facts": group["facts"].mean(),
-                "delta": delta.mean(), "delta_low": over.low, "delta_high": over.high,
+                **with_ends("delta", delta.mean(), over.low, over.high),
                 "better": (delta > 0).sum(), "worse": (delta < 0).sum(),
                 "same_text": (group["said"] == group["said_control"]).sum(),
                 "halved": len(half), "half_life": half.median(),
@@ -293,7 +291,6 @@ def attractors_of(chains: pd.DataFrame) -> pd.DataFrame:
                 far = stats.t.ppf(0.975, len(x) - 2) * line.stderr
                 strength = 1 - line.slope
                 position = line.intercept / strength if abs(strength) > 1e-9 else np.nan
-            numbers = {"position": position, "strength": strength}
-            numbers |= {"strength_low": strength - far, "strength_high": strength + far}
-            rows.append({**labels, "of": measure, "pairs": len(x), **numbers})
+            drawn = {"position": position, **with_ends("strength", strength, strength - far, strength + far)}
+            rows.append({**labels, "of": measure, "pairs": len(x), **drawn})
     return pd.DataFrame(rows)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +23,9 @@ from kvinterp.paths.batches import in_batches
 from kvinterp.paths.decode import Collected, Step, lockstep
 from kvinterp.paths.finite import first_nonfinite
 from kvinterp.paths.sampling import drawing
+
+Answer = TypeVar("Answer")
+Tokens: TypeAlias = Sequence[int]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +71,7 @@ def prefilled(path: ExecutionPath, length: int, through: int) -> int:
 def write(
     adapter: Adapter,
     path: str | ExecutionPath,
-    prompts: Sequence[Sequence[int]],
+    prompts: Sequence[Tokens],
     max_new_tokens: int,
     *,
     strategy: str | Strategy = "greedy",
@@ -101,27 +105,61 @@ def write(
     check_seed(seed), check_whole("max_new_tokens", max_new_tokens), check_whole("through", through, least=0)
     numbers = range(len(prompts)) if examples is None else examples
     stops = [stop for stop in stops if stop]
-    places: dict[int, list[int]] = {}
-    for index, prompt in enumerate(prompts):
+    fed_of = []
+    for prompt in prompts:
         encode(adapter, prompt, max_new_tokens)
-        places.setdefault(len(prompt) - prefilled(path, len(prompt), through), []).append(index)
-    written_by_index: dict[int, Written] = {}
+        fed_of.append((len(prompt) - prefilled(path, len(prompt), through),))
+
+    def work(indices: Sequence[int], fed: int) -> list[Written]:
+        draw = drawing(strategy, seed, [numbers[index] for index in indices], max_new_tokens, adapter.device)
+        writing = _Writing(adapter, max_new_tokens, stops, len(indices))
+        _fed(adapter, path, [prompts[index] for index in indices], fed, max_new_tokens, draw, writing.add)
+        if done is not None:
+            done(len(indices))
+        return [writing.written(row) for row in range(len(indices))]
+
+    return _in_shapes(adapter, path, prompts, fed_of, max_new_tokens, batch_size, work)
+
+
+def _in_shapes(
+    adapter: Adapter,
+    path: ExecutionPath,
+    rows: Sequence[Tokens],
+    shapes: Sequence[tuple[int, ...]],
+    steps: int,
+    batch_size: int,
+    work: Callable[..., list[Answer]],
+) -> list[Answer]:
+    """Runs ``work`` over batches of rows of one shape, and gives its answers in the order of the rows.
+
+    Args:
+        adapter: The model.
+        path: How it runs.
+        rows: Token ids.
+        shapes: The shape of each row; its last number is how many of its last tokens are fed one by one.
+        steps: Most tokens that are chosen after them.
+        batch_size: Most rows in a batch.
+        work: Takes the indices of a batch and the numbers of its shape, and returns an answer for each.
+    """
+    answers: dict[int, Answer] = {}
+
+    def answer(shape: tuple[int, ...]) -> None:
+        chosen = [index for index, own in enumerate(shapes) if own == shape]
+        heads = [rows[index][: len(rows[index]) - shape[-1]] for index in chosen]
+        made = in_batches(
+            adapter,
+            (path,),
+            heads,
+            shape[-1] + steps,
+            batch_size,
+            lambda batch: work([chosen[row] for row in batch], *shape),
+        )
+        answers.update(zip(chosen, made, strict=True))
+
     with located(f"model {adapter.facts.name}"), own_threads(adapter):
-        for fed, chosen in places.items():
-
-            def work(batch: Sequence[int], fed: int = fed, chosen: list[int] = chosen) -> list[Written]:
-                indices = [chosen[row] for row in batch]
-                draw = drawing(strategy, seed, [numbers[index] for index in indices], max_new_tokens, adapter.device)
-                writing = _Writing(adapter, max_new_tokens, stops, len(batch))
-                _fed(adapter, path, [prompts[i] for i in indices], fed, max_new_tokens, draw, writing.add)
-                if done is not None:
-                    done(len(batch))
-                return [writing.written(row) for row in range(len(batch))]
-
-            heads = [prompts[index][: len(prompts[index]) - fed] for index in chosen]
-            texts = in_batches(adapter, (path,), heads, fed + max_new_tokens, batch_size, work)
-            written_by_index |= zip(chosen, texts, strict=True)
-    return [written_by_index[index] for index in range(len(prompts))]
+        for shape in dict.fromkeys(shapes):
+            answer(shape)
+    return [answers[index] for index in range(len(rows))]
 
 
 class _Writing:
@@ -158,7 +196,7 @@ class _Writing:
 def likelihoods(
     adapter: Adapter,
     path: str | ExecutionPath,
-    requests: Sequence[tuple[Sequence[int], Sequence[int]]],
+    requests: Sequence[tuple[Tokens, Tokens]],
     *,
     through: int = 1,
     batch_size: int = 1,
@@ -185,39 +223,34 @@ def likelihoods(
     alike: dict[tuple[tuple[int, ...], int], list[int]] = {}
     for index, (context, continuation) in enumerate(requests):
         alike.setdefault(((*context, *continuation[:-1]), len(context)), []).append(index)
-    by_shape: dict[tuple[int, int], list[tuple[int, ...]]] = {}
+    shapes = []
     for tokens, length in alike:
         head = prefilled(path, length, through)
         encode(adapter, tokens[:head], len(tokens) - head + 1)
-        by_shape.setdefault((length - head, len(tokens) - head), []).append(tokens)
+        shapes.append((length - head, len(tokens) - head))
+    rows = list(alike)
+
+    def work(indices: Sequence[int], before: int, fed: int) -> list[list[Likelihood]]:
+        asked = [[requests[index][1][-1] for index in alike[rows[row]]] for row in indices]
+        scores = _scored(adapter, path, [rows[row][0] for row in indices], before, fed, asked)
+        if done is not None:
+            done(sum(map(len, asked)))
+        return scores
+
+    scored = _in_shapes(adapter, path, [tokens for tokens, _ in rows], shapes, 1, batch_size, work)
     by_request: dict[int, Likelihood] = {}
-    with located(f"model {adapter.facts.name}"), own_threads(adapter):
-        for (before, fed), every in by_shape.items():
-            asked = [[requests[index][1][-1] for index in alike[tokens, len(tokens) - fed + before]] for tokens in every]
-
-            def work(
-                batch: Sequence[int], before: int = before, fed: int = fed, every: list[tuple[int, ...]] = every,
-                asked: list[list[int]] = asked,
-            ) -> list[list[Likelihood]]:  # fmt: skip
-                rows = [every[row] for row in batch]
-                scores = _scored(adapter, path, rows, before, fed, [asked[row] for row in batch])
-                if done is not None:
-                    done(sum(len(asked[row]) for row in batch))
-                return scores
-
-            scored = in_batches(adapter, (path,), [t[: len(t) - fed] for t in every], fed + 1, batch_size, work)
-            for tokens, several in zip(every, scored, strict=True):
-                by_request |= zip(alike[tokens, len(tokens) - fed + before], several, strict=True)
+    for row, several in zip(rows, scored, strict=True):
+        by_request |= zip(alike[row], several, strict=True)
     return [by_request[index] for index in range(len(requests))]
 
 
 def _scored(
     adapter: Adapter,
     path: ExecutionPath,
-    rows: Sequence[Sequence[int]],
+    rows: Sequence[Tokens],
     before: int,
     fed: int,
-    asked: Sequence[Sequence[int]],
+    asked: Sequence[Tokens],
 ) -> list[list[Likelihood]]:
     """The likelihoods of one batch: what was fed after the context, and each of the last tokens that are asked about."""
     sums = torch.zeros(len(rows), dtype=torch.float64, device=adapter.device)
@@ -249,7 +282,7 @@ def _scored(
 def _fed(
     adapter: Adapter,
     path: ExecutionPath,
-    rows: Sequence[Sequence[int]],
+    rows: Sequence[Tokens],
     fed: int,
     steps: int,
     draw: Callable[[Tensor, int], Tensor] | None,

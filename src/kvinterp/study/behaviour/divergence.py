@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from kvinterp.metrics.inference import Test, corrected, mcnemar, rate_of, share_of, sign_flips
+from kvinterp.metrics.inference import corrected, mcnemar, rate_of, share_of, sign_flips
 from kvinterp.metrics.statistics import typical
 from kvinterp.metrics.survival import survival_by_step
 
@@ -49,6 +49,11 @@ def conditions(table: pd.DataFrame, *columns: str) -> Iterator[tuple[dict[str, A
         yield dict(zip(columns, names, strict=True)), group
 
 
+def with_ends(name: str, value: float, low: float, high: float) -> dict[str, float]:
+    """An estimate and its interval, by the names of their columns."""
+    return {name: value, f"{name}_low": low, f"{name}_high": high}
+
+
 def with_free_steps(decodes: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
     """The steps of every decode in both protocols: where no token flips, the free one is the matched one to the bit."""
     stays = decodes.loc[(decodes["protocol"] == "matched") & ~decodes["diverged"], DECODE]
@@ -74,28 +79,16 @@ def kl_by_step_of(steps: pd.DataFrame) -> pd.DataFrame:
     """
     tables = []
     for labels, group in conditions(steps, "model", "strategy", "protocol"):
-        by = group.groupby("step")
-        table = pd.DataFrame({"mean_kl": by["kl"].mean(), "n_examples": by["example"].nunique(), "rows": by.size()})
-        over = pd.DataFrame([typical(rows["kl"], rows["example"])._asdict() for _, rows in by], index=table.index)
-        table[["median_kl", "low", "high"]] = over[["median", "low", "high"]]
-        before = group[~group["after_flip"]].groupby("step")
-        table["flips"] = before["flipped"].sum().reindex(table.index, fill_value=0).astype(int)
-        table["at_risk"] = before.size().reindex(table.index, fill_value=0)
-        tables.append(table.reset_index().assign(**labels))
-    columns = [
-        "model",
-        "strategy",
-        "protocol",
-        "step",
-        "mean_kl",
-        "median_kl",
-        "low",
-        "high",
-        "n_examples",
-        "rows",
-        "flips",
-    ]
-    return pd.concat(tables, ignore_index=True)[[*columns, "at_risk"]]
+        by, before = group.groupby("step"), group[~group["after_flip"]].groupby("step")
+        table = by.agg(mean_kl=("kl", "mean"), n_examples=("example", "nunique"), rows=("kl", "size"))
+        over = [typical(rows["kl"], rows["example"]) for _, rows in by]
+        table.insert(1, "median_kl", [middle.median for middle in over])
+        table.insert(2, "low", [middle.low for middle in over])
+        table.insert(3, "high", [middle.high for middle in over])
+        counts = before.agg(flips=("flipped", "sum"), at_risk=("flipped", "size"))
+        table = table.join(counts.reindex(table.index, fill_value=0)).reset_index()
+        tables.append(table.assign(**labels)[[*labels, *table.columns]])
+    return pd.concat(tables, ignore_index=True)
 
 
 def survival_of(decodes: pd.DataFrame) -> pd.DataFrame:
@@ -131,18 +124,15 @@ def divergence_of(decodes: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
     risk = steps[~steps["after_flip"]].groupby([*keys, "seed", "example"]).size().rename("at_risk")
     rows = []
     for labels, group in conditions(decodes.join(risk, on=[*keys, "seed", "example"]), *keys):
-        rate, step = _rate(group), _rate(group, "at_risk")
-        with_kl = group.dropna(subset=["mean_kl"])
-        kl = typical(with_kl["mean_kl"].to_numpy(float), with_kl["example"].to_numpy())
-        means = {name: group[name].mean() for name in ("mean_kl_before_flip", "mean_kl_after_flip", "mean_js")}
-        largest = group["max_abs_logit"].max()
+        rate, low, high = _rate(group)
+        kl, largest = typical(group["mean_kl"], group["example"]), group["max_abs_logit"].max()
         rows.append(
             labels
             | {"decodes": len(group), "n": group["example"].nunique(), "diverged": int(group["diverged"].sum())}
-            | {"rate": rate[0], "low": rate[1], "high": rate[2], "at_risk": int(group["at_risk"].sum())}
-            | {"flip_rate": step[0], "flip_rate_low": step[1], "flip_rate_high": step[2]}
-            | {"mean_kl": group["mean_kl"].mean(), "typical_kl": kl.median, "typical_kl_low": kl.low}
-            | {"typical_kl_high": kl.high, "kl_zeros": kl.zeros, **means}
+            | {"rate": rate, "low": low, "high": high, "at_risk": int(group["at_risk"].sum())}
+            | with_ends("flip_rate", *_rate(group, "at_risk"))
+            | {"mean_kl": group["mean_kl"].mean(), **with_ends("typical_kl", kl.median, *kl.interval), "kl_zeros": kl.zeros}
+            | {name: group[name].mean() for name in ("mean_kl_before_flip", "mean_kl_after_flip", "mean_js")}
             | {"max_abs_logit": largest, "kl_bound": largest**2 / 2}
             | {"above_bound": int((group["mean_kl"] > group["kl_bound"]).sum())}
         )
@@ -158,10 +148,8 @@ def _rate(group: pd.DataFrame, trials_column: str = "") -> tuple[float, float, f
         bound = share_of(np.zeros(n)).high
         # A chance of h a step leaves a decode of k steps without a flip with (1 - h) ** k.
         return rate, 0.0, float(1 - (1 - bound) ** (1 / trials.mean()))
-    if not trials_column and n == len(group):
-        share = share_of(group["diverged"])
-        return rate, share.low, share.high
-    ends = rate_of(flips, group["example"], trials)
+    alone = not trials_column and n == len(group)
+    ends = share_of(flips) if alone else rate_of(flips, group["example"], trials)
     return rate, ends.low, ends.high
 
 
@@ -187,10 +175,6 @@ def growth_of(steps: pd.DataFrame) -> pd.DataFrame:
         over = typical(list(lines.values()))
         rows.append({**labels, "slope": over.median, **over.interval._asdict(), "n": over.n, "rows": len(group)})
     return pd.DataFrame(rows)
-
-
-def _numbers(test: Test) -> dict[str, Any]:
-    return {"low": test.low, "high": test.high, "p": test.p, "n": test.n}
 
 
 def examples_of(decodes: pd.DataFrame) -> pd.DataFrame:
@@ -250,21 +234,20 @@ def _compared(first: Any, second: Any, examples: Any) -> dict[str, Any]:
     names, differences = np.asarray(examples), first - second
     once = len(np.unique(names)) == len(names) and bool(np.isin([first, second], (0, 1)).all())
     test = mcnemar(first.astype(bool), second.astype(bool)) if once else sign_flips(differences, names)
-    numbers = _numbers(test)
+    ends = {"low": test.low, "high": test.high}
     if not differences.any():
         # No spread is no proof that there is none: as often as this may a difference be that so many examples do not show.
         bound = share_of(np.zeros(test.n)).high
-        numbers |= {"low": -bound, "high": bound}
-    return {"difference": test.effect, **numbers, "test": test.name}
+        ends = {"low": -bound, "high": bound}
+    return {"n": test.n, "difference": test.effect, **ends, "test": test.name, "p": test.p}
 
 
 def _corrected(rows: list[dict[str, Any]], front: list[str]) -> pd.DataFrame:
     """The rows with corrected p-values, those of the table being one family."""
-    after = ["n", "difference", "low", "high", "test", "p", "p_bonferroni", "p_bh"]
-    table = pd.DataFrame(rows, columns=[*front, *(name for name in after if name not in ("p_bonferroni", "p_bh"))])
+    table = pd.DataFrame(rows, columns=[*front, "n", "difference", "low", "high", "test", "p"])
     for name in ("bonferroni", "bh"):
-        table[f"p_{name}"] = corrected(table["p"].to_numpy(float), name) if len(table) else []
-    return table[[*front, *after]]
+        table[f"p_{name}"] = corrected(table["p"], name)
+    return table
 
 
 def _matched(decodes: pd.DataFrame) -> pd.DataFrame:

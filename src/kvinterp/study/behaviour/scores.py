@@ -15,6 +15,7 @@ import pandas as pd
 from scipy import stats
 
 from kvinterp import metrics
+from kvinterp.study.behaviour.divergence import with_ends
 
 CONTROL, AGAIN = "control", "control again"
 """No policy, and no policy with other draws of the sampling: what differs between them is the floor of every difference."""
@@ -64,8 +65,8 @@ def observed(examples: pd.DataFrame, metric: str) -> pd.DataFrame:
     """
     measure = METRICS[metric]
     chosen = examples[examples["task"].isin(measure.tasks)].dropna(subset=[measure.column])
-    keys = [chosen["task"], chosen["prompt"], chosen["policy"], chosen["reading"]]
-    table = chosen[measure.column].astype(float).groupby(keys).mean().unstack(["policy", "reading"])
+    scores = chosen.astype({measure.column: float}).groupby(["task", "prompt", "policy", "reading"])[measure.column]
+    table = scores.mean().unstack(["policy", "reading"])
     order = dict.fromkeys(zip(chosen["policy"], chosen["reading"], strict=True))
     return table[list(order)]
 
@@ -120,9 +121,8 @@ def contrasted(examples: pd.DataFrame, contrasts: Mapping[str, Mapping[tuple[str
             differences = sum(weight * table[column] for column, weight in weights.items())
             differing = pd.Series(differences).dropna().to_numpy()
             if len(differing):
-                low, high = _interval((differing,), np.mean)
-                numbers = {"difference": differing.mean(), "low": low, "high": high, "p": metrics.sign_flips(differing).p}
-                rows.append({"contrast": name, "metric": metric, **numbers, "prompts": len(differing)})
+                ends, p = _interval((differing,), np.mean), metrics.sign_flips(differing).p
+                rows.append((name, metric, differing.mean(), *ends, p, len(differing)))
     return pd.DataFrame(rows, columns=["contrast", "metric", "difference", "low", "high", "p", "prompts"])
 
 
@@ -135,17 +135,15 @@ def _compared(mine: np.ndarray, control: np.ndarray, measure: Measure) -> dict[s
         return measure.told(a.mean(axis)) - measure.told(b.mean(axis))
 
     zero = float(measure.told(control.mean())) == 0
-    percent = (np.nan,) * 2 if zero else _interval((mine, control), ratio)
-    ends = _interval((mine, control), difference)
+    percent = (np.nan,) * 3 if zero else (float(ratio(mine, control)), *_interval((mine, control), ratio))
+    low, high = _interval((mine, control), difference)
     return {
         "value": float(measure.told(mine.mean())),
         "control": float(measure.told(control.mean())),
-        "percent": np.nan if zero else float(ratio(mine, control)),
-        "percent_low": percent[0],
-        "percent_high": percent[1],
+        **with_ends("percent", *percent),
         "difference": float(difference(mine, control)),
-        "low": ends[0],
-        "high": ends[1],
+        "low": low,
+        "high": high,
         "prompts": len(mine),
         "p": metrics.sign_flips(mine - control).p,
     }

@@ -6,19 +6,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any
 
 from kvinterp.common.numbers import counted, number
 from kvinterp.common.result import Result
-from kvinterp.findings import Chart, Panel, finding
+from kvinterp.data import load_prompts
+from kvinterp.findings import Chart, Panel, finding_from
+from kvinterp.study.cells import Cell
 from kvinterp.study.experiments.base import Charts, OfModel, Parts, Rows, Tables
 from kvinterp.study.experiments.options import option
-
-if TYPE_CHECKING:
-    import pandas as pd
-
-    from kvinterp.study.cells import Cell
+from kvinterp.study.report.attention import attention_comparison
 
 PAGE = "attention.html"
 
@@ -27,10 +24,10 @@ PAGE = "attention.html"
 class Attention(OfModel):
     """Which heads attend elsewhere on the other path?"""
 
-    TABLES: ClassVar = ("heads",)
-    FILES: ClassVar = (PAGE,)
-    STEPS: ClassVar = ("step",)
-    UNIT: ClassVar = "pages"
+    TABLES = ("heads",)
+    FILES = (PAGE,)
+    STEPS = ("step",)
+    UNIT = "pages"
 
     prompts: str = option("arithmetic:1", "A text, or a file or generator of prompts, of which the first is shown.")
     a: str = option("cached", "Path A; it chooses the tokens for both paths.")
@@ -41,16 +38,19 @@ class Attention(OfModel):
 
     def cells(self) -> list[Cell]:
         """One cell: a page is of one prompt and step."""
-        from kvinterp.study.cells import Cell
+        return [Cell("page", self.compared)]
 
-        choices = self.choices("prompts", "a", "b", "step", "most")
-        layers = None if self.layers is None else list(self.layers)
-        return [Cell("page", f"{__name__}:compared", {"model": self.model_settings(), "layers": layers, **choices})]
+    def compared(self) -> tuple[Tables, dict[str, Any]]:
+        """The heads of one prompt, and the page that shows them."""
+        choices = self.choices("step", "layers", "a", "b", "most")
+        shown = attention_comparison(self.adapter(), load_prompts(self.prompts)[0], **choices)
+        return {"heads": shown.heads}, {"page": shown.page.html()}
 
     def reduce(self, parts: Parts) -> Result:
         """The table of heads, and the page beside it."""
-        tables, about = parts["page"]
-        return Result(tables, {"provenance": about["provenance"]}, {PAGE: about["page"]})
+        ((tables, about),) = parts.values()
+        (made_with,) = self.provenances().values()
+        return Result(tables, {"provenance": made_with}, {PAGE: about["page"]})
 
     def headline(self, result: Result) -> list[str]:
         """How many heads differ, and which most."""
@@ -69,7 +69,7 @@ class Attention(OfModel):
     def rows(self, tables: Tables) -> Rows:
         """The heads with the largest KL."""
         return [
-            finding("attention KL of the newest row", row["kl"], measure="nats", layer=row["layer"], head=row["head"],
+            finding_from(row, "attention KL of the newest row", "kl", ("layer", "head"), measure="nats",
                     note=f"largest row {number(row['largest_row_kl'])} at position {row['largest_row']}")
             for row in tables["heads"].query("largest_row_kl > 0").head(8).to_dict("records")
         ]  # fmt: skip
@@ -79,17 +79,3 @@ class Attention(OfModel):
         label = "KL of the newest row (nats);\nblank: exactly 0"
         panel = Panel(result.tables["heads"], "head", "layer", "map", "kl", xlabel="query head", label=label)
         return {"attention": Chart(f"Attention of {self.a} against {self.b} at step {self.step}", [panel])}
-
-
-def compared(
-    model: Mapping[str, Any], prompts: str, a: str, b: str, step: int, layers: list[int] | None, most: int | None
-) -> tuple[dict[str, pd.DataFrame], dict[str, Any]]:
-    """The heads of one prompt, and the page that shows them."""
-    from kvinterp.data import load_prompts
-    from kvinterp.models.provenance import provenance
-    from kvinterp.study.cells import loaded
-    from kvinterp.study.report.attention import attention_comparison
-
-    adapter = loaded(model)
-    shown = attention_comparison(adapter, load_prompts(prompts)[0], step=step, layers=layers, a=a, b=b, most=most)
-    return {"heads": shown.heads}, {"page": shown.page.html(), "provenance": provenance(adapter)}

@@ -14,9 +14,9 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from kvinterp.common.result import Result
 from kvinterp.errors import InputError, KvinterpError, UnsupportedError
@@ -35,13 +35,12 @@ if TYPE_CHECKING:
 class Audit(Experiment):
     """Is a model's cached decoding right, and if not, what is wrong and where?"""
 
-    OVERWRITES: ClassVar = "always"
+    OVERWRITES = "always"
 
     model: str | None = argument(
         None,
         "zoo:NAME, a transformers checkpoint folder or a hub id; a config.json with --random-init; or your own code, "
         "package.module:Class, or package.module:function, which is called without arguments and returns a model.",
-        show_default=False,
     )
     own_class: str | None = option(
         None,
@@ -49,24 +48,22 @@ class Audit(Experiment):
         flag="--class",
     )
     config: Path | None = option(
-        None, "The config.json for package.module:Class. Default: the default values of its config class.", flag="--config"
+        None, "The config.json for package.module:Class. Default: the default values of its config class."
     )
     random_init: bool = shared("random_init")
     prompts: str | None = option(
-        None, "A text, a .txt or .jsonl file, arithmetic:N, ... Default: two prompts of random tokens.", show_default=False
+        None, "A text, a .txt or .jsonl file, arithmetic:N, ... Default: two prompts of random tokens."
     )
     kind: str = shared("kind")
     dtype: str | None = option(
         None,
         "float16, bfloat16, float32 or float64. Default: float16; for package.module:Class its own.",
-        show_default=False,
     )
     rungs: str = option("bfloat16,float16,float32,float64", "Precisions to run in, besides --dtype.")
     lengths: tuple[int, ...] | None = option(
         None,
         "Lengths of the prompts, each followed by single tokens. Default: 5,63,64,65,96,97,128 and the lengths around "
         "the model's sliding window.",
-        show_default=False,
         example="5,63,64",
     )
     steps: int = option(3, "How many tokens follow each prompt, one at a time.")
@@ -100,12 +97,10 @@ class Audit(Experiment):
     against: str | None = option(
         None,
         "Judge the log-probs of another engine instead, read from this file (docs/engines.md).",
-        show_default=False,
     )
     format: str | None = option(
         None,
         "Format of the --against file. Default: recognised from its content.",
-        show_default=False,
         only=(lambda asked: asked.against is not None, "no file was given; give one with --against, or leave it out"),
     )
 
@@ -127,8 +122,6 @@ class Audit(Experiment):
         if self.against is not None:
             self._check_against()
         check_known("checks", self.checks, CHECKS)
-        if self.dtype is not None:
-            dtype_named(self.dtype)
         for word in self.allow:
             check_known("verdict to allow", word, VERDICTS)
         for rung in self.rungs.split(","):
@@ -155,22 +148,42 @@ class Audit(Experiment):
         """One cell: a rung is judged beside the others."""
         from kvinterp.study.cells import Cell
 
-        if self.against is not None:
+        return [Cell("audit", self.audited if self.against is None else self.judged)]
+
+    def audited(self, tell: Tell) -> tuple[Tables, dict[str, Any]]:
+        """The audit of a model: its tables, and page and verdict as texts."""
+        from kvinterp.auditing import audit
+        from kvinterp.data import load_prompts
+        from kvinterp.study.report.audit import texts_of
+
+        prompts = None if self.prompts is None else load_prompts(self.prompts)
+        # What a user's code prints is no part of what this command says.
+        with contextlib.redirect_stdout(sys.stderr):
+            adapter = self.adapter()
+            with models_own_errors():
+                result = audit(
+                    adapter,
+                    prompts,
+                    rungs=[part.strip() for part in self.rungs.split(",")],
+                    checks="thorough" if self.thorough else self.checks,
+                    reach="yes" if self.reach else "no",
+                    detail="everything",
+                    progress=tell,
+                    **self.choices("steps", "seed", "allow", "lengths", "calls", "programs", "seconds"),
+                )
+        return result.written()[0], {"texts": texts_of(result)}
+
+    def judged(self, tell: Tell) -> tuple[Tables, dict[str, Any]]:
+        """The verdict on another engine's log-probs, as texts."""
+        from kvinterp.auditing.engine import audit_engine
+        from kvinterp.study.cells import loaded
+        from kvinterp.study.report.engine import texts_of
+
+        with contextlib.redirect_stdout(sys.stderr):
             # --dtype is what the engine was said to run in. Of weights that were rounded to it no other precision is found again.
-            named = {**self.model_settings(), "dtype": "float32"}
-            given = {"file": self.against, "format": self.format, "declared": self.dtype}
-            return [Cell("audit", f"{__name__}:judged", {"model": named, **given, "seed": self.seed, "allow": self.allow})]
-        settings = {
-            **self.choices("prompts", "steps", "seed", "allow", "lengths"),
-            "model": self.model_settings(),
-            "rungs": [part.strip() for part in self.rungs.split(",")],
-            "checks": "thorough" if self.thorough else self.checks,
-            "reach": "yes" if self.reach else "no",
-            "calls": self.calls,
-            "programs": self.programs,
-            "seconds": self.seconds,
-        }
-        return [Cell("audit", f"{__name__}:audited", settings)]
+            adapter = loaded({**self.model_settings(), "dtype": "float32"})
+            verdict = audit_engine(adapter, str(self.against), self.dtype, self.format, self.allow, self.seed, tell)
+        return {} if verdict.tokens is None else {"given": verdict.tokens}, {"texts": texts_of(verdict)}
 
     def reduce(self, parts: Parts) -> Result:
         """What the audit says."""
@@ -222,55 +235,6 @@ class Audit(Experiment):
         assert result.folder is not None, "the command writes a folder"
         for what, name in {"page": "report.html", "verdict": "verdict.json"}.items():
             echo(f"{what:<8} {result.folder / name}")
-
-
-def audited(
-    model: Mapping[str, Any], prompts: str | None, tell: Tell, rungs: Sequence[str], **settings: Any
-) -> tuple[Tables, dict[str, Any]]:
-    """The audit of a model: its tables, and page and verdict as texts."""
-    from kvinterp.auditing import audit
-    from kvinterp.data import load_prompts
-    from kvinterp.study.cells import loaded
-    from kvinterp.study.report.audit import texts_of
-
-    prompt_list = None if prompts is None else load_prompts(prompts)
-    # What a user's code prints is no part of what this command says.
-    with contextlib.redirect_stdout(sys.stderr):
-        adapter = loaded(model)
-        with models_own_errors():
-            verdict_found = audit(
-                adapter,
-                prompt_list,
-                rungs=rungs,
-                **settings,
-                detail="everything",
-                progress=tell,
-            )
-    verdict, tables = verdict_found.verdict, verdict_found.written()[0]
-    summary = {"reading": str(verdict.reading), "exit_code": verdict.exit_code}
-    return tables, {**summary, "texts": texts_of(verdict_found)}
-
-
-def judged(
-    model: Mapping[str, Any],
-    tell: Tell,
-    file: str,
-    format: str | None,
-    declared: str | None,
-    seed: int,
-    allow: Sequence[str],
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The verdict on another engine's log-probs, as texts."""
-    from kvinterp.auditing.engine import audit_engine
-    from kvinterp.study.cells import loaded
-    from kvinterp.study.report.engine import texts_of
-
-    with contextlib.redirect_stdout(sys.stderr):
-        adapter = loaded(model)
-        verdict = audit_engine(adapter, file, declared, format, allow, seed, tell)
-    summary = {"reading": str(verdict), "exit_code": verdict.exit_code}
-    tables = {} if verdict.tokens is None else {"given": verdict.tokens}
-    return tables, {**summary, "texts": texts_of(verdict)}
 
 
 @contextlib.contextmanager

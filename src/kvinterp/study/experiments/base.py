@@ -12,11 +12,11 @@ import inspect
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 from kvinterp.common.result import Result
 from kvinterp.common.words import dtype_word
+from kvinterp.study.experiments import running
 from kvinterp.study.experiments.options import OPTION, model, shared
 
 if TYPE_CHECKING:
@@ -128,16 +128,19 @@ class Experiment:
         Args:
             parts: What each cell gave, by its key; some where an interrupted run writes what it has.
         """
-        from kvinterp.models.provenance import provenance
-
-        about = {adapter.facts.name: provenance(adapter, **self.provenance_notes()) for adapter in self.adapters()}
-        return Result(self.tables(parts), {"provenance": about})
+        return Result(self.tables(parts), {"provenance": self.provenances()})
 
     def tables(self, parts: Parts) -> Tables:
         """Its tables, those of all models one below the other."""
         from kvinterp.study.cells import joined
 
         return {self.TABLES[0]: joined(parts)["table"]} if parts else {}
+
+    def provenances(self) -> dict[str, Any]:
+        """What each model was run with, by its name."""
+        from kvinterp.models.provenance import provenance
+
+        return {adapter.facts.name: provenance(adapter, **self.provenance_notes()) for adapter in self.adapters()}
 
     def provenance_notes(self) -> dict[str, Any]:
         """What the provenance says beside the model."""
@@ -164,19 +167,12 @@ class Experiment:
 
     def sentences(self, result: Result) -> list[str]:
         """What was found, a sentence a line."""
-        from kvinterp.study.experiments.running import with_findings
-
         lines = result.contents()[1].get("reading")
-        if lines is None and "findings" in with_findings(self, result).tables:
+        if lines is None and "findings" in running.with_findings(self, result).tables:
             from kvinterp.findings import lines_of
 
             lines = [*self.headline(result), *lines_of(result.tables["findings"])]
         return list(lines or ())
-
-    @classmethod
-    def has_findings(cls) -> bool:
-        """Whether it has a table of findings: it makes rows of what was found, or its result does."""
-        return bool(cls.SHOWN) or cls.findings is not Experiment.findings or cls.rows is not Experiment.rows
 
     def page_parts(self, result: Result) -> list[Any]:
         """What stands on the page behind the findings; nothing unless an experiment says so."""
@@ -204,12 +200,8 @@ class Experiment:
 
         lines = brief(self.sentences(result))
         first = "".join(lines[:1])
-        unsaid = [
-            about
-            for about in _provenances(result)
-            if "kind" in about and f"({about['kind']}, {about['dtype']}" not in first
-        ]
-        for line in [models_of(unsaid), *lines] if unsaid else lines:
+        unsaid = [about for about in _provenances(result) if f"({about.get('kind')}, {about.get('dtype')}" not in first]
+        for line in filter(None, [models_of(unsaid), *lines]):
             echo(line)
         if result.folder is not None:
             echo(f"\npage  {result.folder / 'report.html'}\nmore  {result.folder}: tables, figures, summary.json")
@@ -233,10 +225,9 @@ class Experiment:
 
     def choices(self, *names: str) -> dict[str, Any]:
         """Gives some of its choices by name; without names all that decide the numbers."""
-        if not names:
-            fields = [field for field in dataclasses.fields(self) if field.init]
-            names = tuple(field.name for field in fields if field.metadata.get(OPTION, {}).get("decides") != "nothing")
-        return {name: getattr(self, name) for name in names}
+        fields = (field for field in dataclasses.fields(self) if field.init)
+        decide = (field.name for field in fields if field.metadata.get(OPTION, {}).get("decides") != "nothing")
+        return {name: getattr(self, name) for name in names or decide}
 
     def model_settings(self, name: str | None = None) -> dict[str, Any]:
         """The plain settings of a model, by which a cell loads it.
@@ -245,68 +236,29 @@ class Experiment:
             name: Its name; that of the option ``model`` unless given.
         """
         fields = vars(self)
-        options: dict[str, Any] = {
-            option_name: fields[option_name]
-            for option_name in ("kind", "dtype", "device", "attention")
-            if option_name in fields
-        }
+        options = {option: fields[option] for option in ("kind", "dtype", "device", "attention") if option in fields}
         return {"name": str(fields["model"] if name is None else name), **options}
+
+    def adapter(self, name: str | None = None) -> Adapter:
+        """A model it is asked of, loaded: that of a name, or of the option ``model``."""
+        from kvinterp.study.cells import loaded
+
+        return loaded(self.model_settings(name))  # type: ignore[no-any-return]
 
     def adapters(self) -> list[Adapter]:
         """The models it is asked of, loaded: those of the option ``models`` or ``model``, where there is one."""
-        from kvinterp.study.cells import loaded
-
-        fields = vars(self)
-        return [
-            loaded(self.model_settings(name))
-            for name in fields.get("models", [fields["model"]] if "model" in fields else [])
-        ]
+        return [self.adapter(name) for name in vars(self).get("models", [None] * ("model" in vars(self)))]
 
     def settings(self) -> dict[str, Any]:
         """Everything that decides what the tables will hold: choices, prompts, and the circumstances of each model."""
         from kvinterp.study.experiments.circumstances import circumstances
-        from kvinterp.study.experiments.running import asked
 
-        settings = asked(self)
-        made_with = [circumstances(adapter) for adapter in self.adapters()]
-        by_number = {str(number): circumstances_of_one for number, circumstances_of_one in enumerate(made_with)}
+        settings, made_with = running.asked(self), list(map(circumstances, self.adapters()))
+        by_number = {str(number): about for number, about in enumerate(made_with)}
         return {**settings, "made_with": made_with[0] if len(made_with) == 1 else by_number}
 
-    def run(
-        self,
-        out: str | Path | None,
-        existing: str = "error",
-        progress: str = "bar",
-        *,
-        figures: str = "drawn",
-        engine: str = "local",
-    ) -> Any:
-        """Answers it, or the rest of it.
-
-        Args:
-            out: A folder, in which an interrupted run can go on; None keeps everything in memory.
-            existing: What to do about what is already there, see :data:`kvinterp.study.results.EXISTING`.
-            progress: ``"bar"`` (on a terminal or in a notebook, or ``"none"``.
-            figures: ``"drawn"`` or ``"none"``: whether figures and page are written too.
-            engine: Where the cells are done: ``"local"``, in this process; ``"ray"`` or ``"ray(4)"``, by workers of Ray.
-
-        Returns:
-            Its result: of the experiment's class of results, where it has one.
-
-        Raises:
-            InputError: Something given does not exist or does not fit.
-            UnsupportedError: This kind of model cannot give what was asked for.
-            KeyboardInterrupt: It was interrupted; what was finished is in the folder.
-        """
-        from kvinterp.study.experiments.running import run
-
-        return run(self, None if out is None else Path(out), existing, progress, figures, engine)
-
-    def save(self, result: Result, folder: Path, existing: str = "error", figures: str = "none") -> None:
-        """Writes a result that a function gave into a folder; see :meth:`kvinterp.common.result.Result.save`."""
-        from kvinterp.study.experiments.running import save
-
-        save(self, result, folder, existing, figures)
+    run = running.run
+    save = running.save
 
 
 @dataclasses.dataclass(frozen=True)

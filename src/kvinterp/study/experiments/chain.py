@@ -7,23 +7,40 @@ the effect of another random draw. Chains of one text and seed draw the same ran
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pandas as pd
 
 from kvinterp.common.numbers import between, counted, number
+from kvinterp.common.progress import counting
 from kvinterp.common.result import Result
 from kvinterp.data import Prompt, load_prompts
 from kvinterp.errors import InputError
-from kvinterp.findings import Chart, Panel, finding, only
-from kvinterp.study.cells import Cell, joined, loaded
-from kvinterp.study.experiments.base import Charts, Experiment, Parts, Rows, Tables
+from kvinterp.findings import Chart, Finding, Panel, ends_of, finding, finding_from, only
+from kvinterp.paths import Cached, TopP
+from kvinterp.policies import Policy, policy_named
+from kvinterp.policies.base import Chain as Several
+from kvinterp.policies.base import Selective
+from kvinterp.study.behaviour.chains import (
+    TEXT,
+    attractors_of,
+    check_embedder,
+    cosines,
+    curves_of,
+    cycles_of,
+    deltas_of,
+    embedder_named,
+    facts_of,
+    played,
+    share_kept,
+    tokens_of,
+)
+from kvinterp.study.cells import Cell, joined
+from kvinterp.study.experiments.base import Charts, Experiment, Parts, Tables
+from kvinterp.study.experiments.circumstances import tried
 from kvinterp.study.experiments.options import argument, option, shared
 from kvinterp.study.results import records
-
-if TYPE_CHECKING:
-    from kvinterp.policies import Policy
 
 CONTROL, NULL = "cached", "cached, other seeds"
 _NO_POLICY = "no policy was given; give one with --policy, or leave it out"
@@ -37,9 +54,9 @@ def _policies(asked: Any) -> bool:
 class Chain(Experiment):
     """Does the precision of the cache change where a text goes that is restated again and again?"""
 
-    TABLES: ClassVar = ("chains", "curves", "deltas", "cycles", "attractors")
-    DRAWN: ClassVar = ("chain_",)
-    UNIT: ClassVar = "sets of chains"
+    TABLES = ("chains", "curves", "deltas", "cycles", "attractors")
+    DRAWN = ("chain_",)
+    UNIT = "sets of chains"
 
     models: tuple[str, ...] = argument(("zoo:gqa2-mini",), "zoo:NAME, checkpoint folders, GGUF files or hub ids.")
     policies: tuple[str, ...] = option(
@@ -53,6 +70,7 @@ class Chain(Experiment):
     prefill: str = option(
         "exact",
         "What attention reads in the prefill: exact K and V, or those the policy stored, as in llama.cpp and Ollama.",
+        among=("exact", "stored"),
         only=(_policies, _NO_POLICY),
     )
     texts: str = option(
@@ -63,7 +81,9 @@ class Chain(Experiment):
     text: str | None = option(None, "One text to begin with, instead of --texts.")
     template: str = option("Text: {text}\nIn other words:", "The request; {text} stands for the text.")
     system: str | None = option(None, "A system message before the request.")
-    chat: str = option("none", "Wrap the request in the tokenizer's chat template: 'template' or 'none'.")
+    chat: str = option(
+        "none", "Wrap the request in the tokenizer's chat template: 'template' or 'none'.", among=("none", "template")
+    )
     hops: int = option(30, "How many times each text is restated.", min=1)
     temperatures: str = option("0.7,0", "Sampling temperatures, with commas. At 0 each text has one chain.")
     seeds: int = option(
@@ -88,9 +108,6 @@ class Chain(Experiment):
 
     def arms(self) -> dict[str, str]:
         """The paths by the names of their arms: no policy, the same with other seeds, and each policy on each tensor."""
-        from kvinterp.paths import Cached
-        from kvinterp.policies import policy_named
-
         parts = [part.strip() for part in self.on.split(",") if part.strip()]
         if not parts or not set(parts) <= {"kv", "k", "v"}:
             raise InputError(f"--on {self.on!r} was given: expected kv, k and v, or some of them, with commas.")
@@ -105,12 +122,7 @@ class Chain(Experiment):
 
     def cells(self) -> list[Cell]:
         """A cell a model, arm, temperature and text."""
-        from kvinterp.study.behaviour.chains import embedder_named, facts_of, tokens_of
-        from kvinterp.study.experiments.circumstances import tried
-
         texts, arms, temperatures = self._texts(), self.arms(), self.drawn_at()
-        names = ("template", "system", "chat", "hops", "max_new_tokens", "embedder", "batch_size")
-        shared = self.choices(*names)
         for adapter in self.adapters():
             # What is not there is said before anything runs.
             embedder_named(self.embedder, adapter)
@@ -124,15 +136,33 @@ class Chain(Experiment):
                         continue  # Nothing is drawn.
                     count = self.seeds if temperature else 1
                     seeds = [seed + (count if arm == NULL else 0) for seed in range(count)]
-                    for item, text in enumerate(texts):
-                        settings = {
-                            "model": self.model_settings(model), "arm": arm, "path": path, "temperature": temperature,
-                            "number": item, "text": text.text, "facts": list(facts_of(text)), "seeds": seeds, **shared,
-                        }  # fmt: skip
+                    for item in range(len(texts)):
+                        settings = {"model": model, "arm": arm, "path": path, "temperature": temperature, "number": item}
                         told = f"chains of {model} on {arm}, temperature {temperature:g}" * (item == 0)
                         key = f"chain-{place}-{turn}-{degree}-{item}"
-                        cells.append(Cell(key, f"{__name__}:measured", settings, told))
+                        cells.append(Cell(key, self.measured, {**settings, "seeds": seeds}, told))
         return cells
+
+    def measured(
+        self, model: str, arm: str, path: str, temperature: float, number: int, seeds: Sequence[int], progress: str = "none"
+    ) -> dict[str, pd.DataFrame]:
+        """The chains of one text."""
+        adapter, text = self.adapter(model), self._texts()[number]
+        embed, facts = embedder_named(self.embedder, adapter), facts_of(text)
+        ask = tokens_of(adapter, self.template, self.chat, self.system)
+        options = {"temperature": temperature, **self.choices("max_new_tokens", "batch_size")}
+        with counting(self.hops * len(seeds), arm, "hop", progress) as bar:
+            chains = played(adapter, path, text.text, number, seeds, self.hops, ask, **options, done=bar.update)
+        rows = [
+            {
+                "model": adapter.facts.name, "arm": arm, "temperature": temperature, "text": number, "seed": seed, "hop": hop,
+                "said": sentence, "words": len(sentence.split()), "similarity": float(similarity),
+                "facts": share_kept(facts, sentence),
+            }
+            for seed, chain in zip(seeds, chains, strict=True)
+            for hop, (sentence, similarity) in enumerate(zip(chain, cosines(embed(chain)), strict=True))
+        ]  # fmt: skip
+        return {"chains": pd.DataFrame(rows)}
 
     def settings(self) -> dict[str, Any]:
         """With the texts themselves: a file may change."""
@@ -140,9 +170,6 @@ class Chain(Experiment):
 
     def reduce(self, parts: Parts) -> Result:
         """What the chains come to."""
-        from kvinterp.models.provenance import provenance
-        from kvinterp.study.behaviour.chains import attractors_of, curves_of, cycles_of, deltas_of
-
         chains = joined(parts)["chains"]
         tables = {
             "chains": chains,
@@ -151,11 +178,9 @@ class Chain(Experiment):
             "cycles": cycles_of(chains),
             "attractors": attractors_of(chains),
         }
-        about = {adapter.facts.name: provenance(adapter) for adapter in self.adapters()}
-        rows = {name: records(tables[name]) for name in ("deltas", "cycles", "attractors")}
-        chosen = self.choices("hops", "seeds", "embedder")
-        summary = {**rows, **chosen, "control": CONTROL, "null": NULL, "provenance": about}
-        return Result(tables, summary)
+        summary = {name: records(tables[name]) for name in ("deltas", "cycles", "attractors")}
+        summary |= self.choices("hops", "seeds", "embedder")  # type: ignore[arg-type]
+        return Result(tables, {**summary, "control": CONTROL, "null": NULL, "provenance": self.provenances()})
 
     # What was found ----------------------------------------------------------------------------------------------------
 
@@ -178,78 +203,61 @@ class Chain(Experiment):
             f"temperature {row['temperature']:g}{alone} ({measured_by})."
         ]
 
-    def rows(self, tables: Tables) -> Rows:
+    def rows(self, tables: Tables) -> Iterator[Finding]:
         """Where the chains of each arm end beside those without a policy, which come back to a text, what draws their lengths."""
-        tables, rows = tables, []
+        at, by = ("model", "temperature"), ("model", "temperature", "arm")
         texts = tables["chains"].groupby("model")["text"].nunique()
-        for row in tables["deltas"].to_dict("records"):
-            labels = {"model": row["model"], "temperature": row["temperature"], "arm": row["arm"]}
-            extra: dict[str, Any] = {"n": int(texts[row["model"]]), "unit": "texts"}
+        for row in tables["deltas"].assign(n=tables["deltas"]["model"].map(texts)).to_dict("records"):
             if row["arm"] == CONTROL:
                 half = f"{row['halved']} of {counted(row['chains'], 'chain')} fall to a half"
-                rows += [
-                    finding("similarity of the last text to the first", row["similarity"], note=half, **extra, **labels),
-                    finding("facts kept", row["facts"], measure="%", **extra, **labels),
-                ]  # fmt: skip
+                what = "similarity of the last text to the first"
+                yield finding_from(row, what, "similarity", by, unit="texts", note=half)
+                yield finding_from(row, "facts kept", "facts", by, unit="texts", measure="%")
                 continue
-            same = row["same_text"] == row["chains"]
-            note = f"{row['better']} better, {row['worse']} worse, {row['same_text']} with the same last text, of {row['chains']}"
-            extra |= {"verdict": "every last text is the same, to the letter"} if same else {}
-            extra |= {"note": "the null: only the seeds differ" if row["arm"] == NULL else note}
-            ends = row["delta_low"], row["delta_high"]
-            rows.append(
-                finding("last similarity, less that without a policy", row["delta"], ends, null=0, **extra, **labels)
-            )
-        for (model, temperature), group in tables["cycles"].groupby(["model", "temperature"], sort=False):
+            counts = "{better} better, {worse} worse, {same_text} with the same last text, of {chains}".format(**row)
+            yield finding_from(row, "last similarity, less that without a policy", "delta", by, unit="texts", null=0,
+                               verdict="every last text is the same, to the letter" * (row["same_text"] == row["chains"]),
+                               note="the null: only the seeds differ" if row["arm"] == NULL else counts)  # fmt: skip
+        for (model, temperature), group in tables["cycles"].groupby([*at], sort=False):
             again = group["period"].notna()
-            fixed = f"{int((group['period'] == 1).sum())} of them to a fixed point" if again.any() else ""
-            rows.append(finding("chains that come back to a text, to the letter", again.mean(), n=len(group), unit="chains",
-                                measure="%", note=fixed, model=model, temperature=temperature))  # fmt: skip
+            fixed = f"{(group['period'] == 1).sum()} of them to a fixed point" * bool(again.any())
+            yield finding("chains that come back to a text, to the letter", again.mean(), n=len(group), unit="chains",
+                          measure="%", note=fixed, model=model, temperature=temperature)  # fmt: skip
         pulls = only(tables["attractors"], arm=CONTROL, of="words").dropna(subset=["strength", "position"])
         for row in pulls[pulls["strength"].between(0, 2, inclusive="neither")].to_dict("records"):
-            rows.append(finding(f"pull to {number(row['position'])} words (1: in one hop)", row["strength"],
-                                (row["strength_low"], row["strength_high"]), row["pairs"], "hops", model=row["model"],
-                                temperature=row["temperature"], note="successive hops taken as independent"))  # fmt: skip
-        return rows
+            what = f"pull to {number(row['position'])} words (1: in one hop)"
+            hops = {"n": row["pairs"], "unit": "hops", "note": "successive hops taken as independent"}
+            yield finding_from(row, what, "strength", at, **hops)
 
     def charts(self, result: Result) -> Charts:
         """Similarity by hop, the final difference of every arm beside no policy, and a map of them."""
-        tables = {name: _placed(result.tables[name]) for name in ("curves", "deltas")}
-        notes = [f"{similarity_named(result.summary['embedder'])}"]
-        curves = tables["curves"].rename(columns={"similarity_low": "low", "similarity_high": "high"})
-        deltas = tables["deltas"].rename(columns={"delta_low": "low", "delta_high": "high"})
+        notes = [similarity_named(result.summary["embedder"])]
+        curves, deltas = (
+            ends_of(table, column).assign(place=table["model"] + ", temperature " + table["temperature"].map("{:g}".format))
+            for table, column in ((result.tables["curves"], "similarity"), (result.tables["deltas"], "delta"))
+        )
+        charts = {"chain_curves": Chart("How far a text drifts", [
+            Panel(curves, "hop", "similarity", color="arm", facet="place", columns=2, ends="band", scale="share",
+                  label="similarity to the\nfirst text (mean)", xlabel="hop (0 is the text itself)")
+        ], notes)}  # fmt: skip
         deltas = deltas[deltas["arm"] != CONTROL].assign(what="a policy")
         deltas.loc[deltas["arm"] == NULL, "what"] = "other seeds, the null"
         deltas["line"] = deltas["arm"] + ", " + deltas["place"]
-        less = "last similarity less that without a policy"
-        panel = Panel(curves, "hop", "similarity", color="arm", facet="place", columns=2, ends="band", scale="share",
-                      label="similarity to the\nfirst text (mean)", xlabel="hop (0 is the text itself)")  # fmt: skip
-        charts = {"chain_curves": Chart("How far a text drifts", [panel], notes)}
         if len(deltas):
-            dots = Panel(
-                deltas, "delta", "line", "dots", color="what", scale="linear", level=0, label=f"{less}, 95% interval"
-            )
-            charts["chain_deltas"] = Chart("What each policy changes", [dots], notes)
-            order = [arm for arm in dict.fromkeys(curves["arm"]) if arm in set(deltas["arm"])]
+            less, title = "last similarity less that without a policy", "What each policy changes"
+            order = [*dict.fromkeys(curves["arm"])]
             cells = deltas.sort_values("arm", key=lambda arm: arm.map(order.index), kind="stable")
-            chart = Chart(
-                "What each policy changes", [Panel(cells, "arm", "place", "map", "delta", scale="linear", label=less)]
-            )
-            charts["chain_map"] = chart
+            charts["chain_deltas"] = Chart(title, [
+                Panel(deltas, "delta", "line", "dots", color="what", scale="linear", level=0, label=f"{less}, 95% interval")
+            ], notes)  # fmt: skip
+            charts["chain_map"] = Chart(title, [Panel(cells, "arm", "place", "map", "delta", scale="linear", label=less)])
         return charts
 
     def check(self) -> None:
-        """Models, template, temperatures, texts and policies too."""
-        from kvinterp.common.checks import check_choice
-        from kvinterp.study.behaviour.chains import TEXT, check_embedder
-
+        """Template, temperatures, texts and policies too."""
         super().check()
-        if not self.models:
-            raise InputError("the list of models is empty: give at least one.")
-        check_choice("chat", self.chat, ("none", "template"))
         if TEXT not in self.template:
             raise InputError(f"--template {self.template!r} takes no text: write {TEXT} where it goes.")
-        check_choice("prefill", self.prefill, ("exact", "stored"))
         check_embedder(self.embedder)
         self.drawn_at(), self._texts(), self.arms()
 
@@ -258,8 +266,6 @@ class Chain(Experiment):
 
     def drawn_at(self) -> list[float]:
         """The temperatures, each once."""
-        from kvinterp.paths import TopP
-
         try:
             temperatures = [float(part) for part in self.temperatures.split(",")]
         except ValueError as error:
@@ -280,62 +286,12 @@ def similarity_named(embedder: str) -> str:
     return known.get(embedder, f"similarity is the cosine of embeddings by {embedder}")
 
 
-def _placed(table: pd.DataFrame) -> pd.DataFrame:
-    """With the name of model and temperature."""
-    return table.assign(place=table["model"] + ", temperature " + table["temperature"].map("{:g}".format))
-
-
-def measured(
-    model: Mapping[str, Any],
-    arm: str,
-    path: str,
-    temperature: float,
-    number: int,
-    text: str,
-    facts: Sequence[str],
-    seeds: Sequence[int],
-    template: str,
-    system: str | None,
-    chat: str,
-    hops: int,
-    max_new_tokens: int,
-    embedder: str,
-    batch_size: int,
-    progress: str = "none",
-) -> tuple[Tables, dict[str, Any]]:
-    """The chains of one text."""
-    from kvinterp.common.progress import counting
-    from kvinterp.study.behaviour.chains import cosines, embedder_named, played, share_kept, tokens_of
-
-    adapter = loaded(model)
-    embed = embedder_named(embedder, adapter)
-    ask = tokens_of(adapter, template, chat, system)
-    options: dict[str, Any] = {"temperature": temperature, "max_new_tokens": max_new_tokens, "batch_size": batch_size}
-    with counting(hops * len(seeds), arm, "hop", progress) as bar:
-        chains = played(adapter, path, text, number, seeds, hops, ask, **options, done=bar.update)
-    rows = []
-    for seed, chain in zip(seeds, chains, strict=True):
-        similar = cosines(embed(chain))
-        for hop, (sentence, similarity) in enumerate(zip(chain, similar, strict=True)):
-            rows.append(
-                {
-                    "model": adapter.facts.name, "arm": arm, "temperature": temperature, "text": number, "seed": seed, "hop": hop,
-                    "said": sentence, "words": len(sentence.split()), "similarity": float(similarity),
-                    "facts": share_kept(facts, sentence),
-                }
-            )  # fmt: skip
-    return {"chains": pd.DataFrame(rows)}, {}
-
-
 def _on(policy: Policy, part: str) -> Policy:
     """A policy on K or V alone, or on both; the parts of a chain of policies likewise.
 
     Raises:
         InputError: It cannot be: it has no say over one tensor alone.
     """
-    from kvinterp.policies.base import Chain as Several
-    from kvinterp.policies.base import Selective
-
     if part == "kv" or getattr(policy, "on", "kv") != "kv":
         # One that was given for K or V alone stays on it.
         return policy

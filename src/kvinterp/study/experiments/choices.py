@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from kvinterp.common import words
-from kvinterp.common.checks import check_choice, check_known
+from kvinterp.common.checks import MOST, check_choice, check_known, check_seed, check_unread, check_whole
 from kvinterp.common.files import is_file
 from kvinterp.common.spec import check_name, path_parts, plugin_names, split
 from kvinterp.data import load_prompts
@@ -34,20 +34,21 @@ def check_choices(experiment: Experiment) -> None:
         InputError: One is none there is, or is not read beside the others.
         UnsupportedError: A path has no such policy.
     """
-    from kvinterp.common.checks import check_unread
+    from kvinterp.models.load import check_loadable
 
-    readers = _known()
-    check_work(experiment)
-    values = {field: getattr(experiment, field.name) for field in dataclasses.fields(experiment) if field.init}
-    _check_loadable(vars(experiment))
-    for field, value in values.items():
-        if value is None and field.default is None:
-            continue
+    readers, given = _known(), vars(experiment)
+    chosen = {field: given[name] for name, field in _fields(type(experiment)).items()}
+    chosen = {field: value for field, value in chosen.items() if value is not None or field.default is not None}
+    for field, value in chosen.items():
+        _check_value(field, value)
+    if "kind" in given:
+        check_loadable(**{name: given[name] for name in ("kind", "attention", "dtype", "device") if name in given})
+    for field, value in chosen.items():
         if field.name in readers and value != field.default:
             for text in value if isinstance(value, tuple) else (value,):
                 readers[field.name](text)
-    for field, value in values.items():
-        if "only" in field.metadata.get(OPTION, {}) and not is_read(experiment, field):
+    for field, value in chosen.items():
+        if not is_read(experiment, field):
             check_unread(field.name, value, field.default, field.metadata[OPTION]["only"][1])
 
 
@@ -125,29 +126,26 @@ def check_words(given: Iterable[tuple[str, str]]) -> None:
             _EARLY[name](value)
 
 
-def check_work(experiment: Experiment) -> None:
-    """Looks at numbers and at prompts, before anything is done.
-
-    Raises:
-        InputError: A number is no count, or more than any run has; or the prompts cannot be read.
-    """
-    from kvinterp.common.checks import MOST, check_whole
-
-    for field in dataclasses.fields(experiment):
-        value, about = getattr(experiment, field.name), field.metadata.get(OPTION, {})
-        if not field.init or (value is None and field.default is None):
-            continue
-        if "min" in about:
-            check_whole(field.name, value, about["min"])
-        if isinstance(value, int) and field.name != "seed" and value > MOST:
-            raise unexpected(field.name, value, f"at most {MOST:,}")
-        if field.name == "prompts":
-            load_prompts(value)
+def _check_value(field: dataclasses.Field[Any], value: Any) -> None:
+    """Looks at a number, words, a list or prompts."""
+    about, name = field.metadata.get(OPTION, {}), field.name
+    if "min" in about:
+        check_whole(name, value, about["min"])
+    if isinstance(value, int) and name != "seed" and value > MOST:
+        raise unexpected(name, value, f"at most {MOST:,}")
+    if value == () and field.default and about.keys() & {"among", "empty", "positional"}:
+        advice = f"give at least one, such as {field.default[0]!r}"
+        raise InputError(f"the list of {name.removesuffix('s')}s is empty: {advice}.")
+    if "among" in about and not isinstance(value, tuple):
+        check_choice(name, value, about["among"])
+    for word in value if "among" in about and isinstance(value, tuple) else ():
+        check_known(name, word, about["among"])
+    if name == "prompts":
+        load_prompts(value)
 
 
 def _known() -> dict[str, Callable[[Any], Any]]:
     """What reads the text forms that experiments have in common, by the names of their fields."""
-    from kvinterp.common.checks import check_seed
     from kvinterp.paths import kernels_named, path_named, strategy_named
     from kvinterp.policies import policy_named
 
@@ -159,15 +157,6 @@ def _known() -> dict[str, Callable[[Any], Any]]:
         check_seed: ("seed",),
     }
     return {name: function for function, names in read.items() for name in names}
-
-
-def _check_loadable(given: Mapping[str, Any]) -> None:
-    """How models are loaded, where the experiment is told that."""
-    from kvinterp.models.load import check_loadable
-
-    options = {name: given[name] for name in ("kind", "attention", "dtype", "device") if name in given}
-    if "kind" in options:
-        check_loadable(**options)
 
 
 def is_read(experiment: Experiment, field: dataclasses.Field[Any]) -> bool:
@@ -190,7 +179,7 @@ def handed(kind: type[Experiment], shared: Mapping[str, Any], own: Mapping[str, 
     fields, own_choices = _fields(kind), dict(own or {})
     choices = {}
     for name, value in shared.items():
-        called = _called(name, fields)
+        called = name if name in fields else _ONE_OF.get(name, name)
         if value is not None and called in fields and called not in own_choices:
             choices[called] = value if called == name else value[0]
     experiment = kind(**choices | own_choices)
@@ -210,7 +199,3 @@ def taken_by(experiment: Experiment, *functions: Callable[..., Any]) -> dict[str
 
 def _fields(kind: type[Experiment]) -> dict[str, dataclasses.Field[Any]]:
     return {field.name: field for field in dataclasses.fields(kind) if field.init}
-
-
-def _called(name: str, fields: Iterable[str]) -> str:
-    return name if name in fields else _ONE_OF.get(name, name)

@@ -6,8 +6,9 @@ import dataclasses
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
+from kvinterp.common import words
 from kvinterp.common.result import Result
 from kvinterp.errors import KvinterpError
 from kvinterp.study.experiments.base import Charts, OfModel, Parts, Tables, numbered
@@ -27,7 +28,7 @@ log = logging.getLogger("kvinterp")
 class Compare(OfModel):
     """How far apart are two paths of one model, at which step, layer, head and cache position?"""
 
-    TABLES: ClassVar = (
+    TABLES = (
         "steps",
         "examples",
         "layers",
@@ -39,22 +40,23 @@ class Compare(OfModel):
         "attention_rows",
         "routing",
     )
-    FILES: ClassVar = ("prompts.jsonl",)
-    RESULT: ClassVar = "kvinterp.comparison:Comparison"
-    UNIT: ClassVar = "prompts"
-    PARTIAL: ClassVar = "yes"
+    FILES = ("prompts.jsonl",)
+    RESULT = "kvinterp.comparison:Comparison"
+    UNIT = "prompts"
+    PARTIAL = "yes"
 
     prompts: str = shared("prompts")
     a: str = option("cached", "Path A. In the matched protocol it chooses the tokens for both paths.")
     b: str = option("recompute", "Path B.")
-    protocol: str = option("matched", "matched: both paths get the same tokens. free: each gets its own.")
+    protocol: str = option(
+        "matched", "matched: both paths get the same tokens. free: each gets its own.", among=words.Protocol
+    )
     strategy: str = option("greedy", "How tokens are chosen: greedy, top_k(50,0.8), top_p(0.95,0.8).")
-    max_new_tokens: int = option(48, "The most tokens to decode per prompt.")
+    max_new_tokens: int = option(48, "The most tokens to decode per prompt.", min=1)
     record: str | None = option(
         None,
         "Sites to compare, with commas (kvinterp list sites); '' for none. Default: resid_post,pattern,kv, and routing for "
         "a mixture of experts, as far as the model has them.",
-        show_default=False,
     )
     layers: tuple[int, ...] | None = option(
         None,
@@ -64,14 +66,17 @@ class Compare(OfModel):
     )
     seed: int = option(0, "Seed for the strategy's random numbers.", only=(lambda asked: sampled(asked.strategy), DRAWS))
     batch_size: int = option(
-        1, "The most prompts in one batch. Batching is used only where it gives the same bits.", decides="nothing"
+        1, "The most prompts in one batch. Batching is used only where it gives the same bits.", decides="nothing", min=1
     )
     stop: str = option(
-        "end of sequence", "When a text ends: at the 'end of sequence' token, or only at the 'length' asked for."
+        "end of sequence",
+        "When a text ends: at the 'end of sequence' token, or only at the 'length' asked for.",
+        among=words.Stop,
     )
     cache_errors: str = option(
         "aggregated",
         "Errors of K and V: 'aggregated' by step and by position, or 'whole' (a table quadratic in the steps).",
+        among=words.CacheErrors,
         only=(
             lambda asked: asked.records_cache(),
             "K and V are not recorded; leave it out, or add kv to --record",
@@ -124,7 +129,7 @@ class Compare(OfModel):
         from kvinterp.comparison.findings import rows_of_comparison
         from kvinterp.findings import finding, findings_of
 
-        left_out = (comparison.settings or {}).get("left_out") or {}
+        left_out = (comparison.settings or {}).get("left_out", {})
         lacking = [finding("not recorded", float("nan"), note=why, site=site) for site, why in left_out.items()]
         return findings_of([*rows_of_comparison(comparison), *lacking])
 
@@ -168,17 +173,10 @@ class Compare(OfModel):
         return super().result_of(tables, summary)
 
     def check(self) -> None:
-        """Paths, strategy, protocol and sites too."""
-        from kvinterp.common import words
-        from kvinterp.common.checks import check_choice, check_whole
+        """The sites too."""
         from kvinterp.models.hook_names import sites_of
 
         super().check()
-        check_choice("cache_errors", self.cache_errors, words.CacheErrors)
-        check_choice("protocol", self.protocol, words.Protocol)
-        check_choice("stop", self.stop, words.Stop)
-        for name in ("max_new_tokens", "batch_size"):
-            check_whole(name, getattr(self, name))
         sites_of(self.record or "")
 
     def records_cache(self) -> bool:

@@ -11,35 +11,35 @@ from __future__ import annotations
 import dataclasses
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 
 from kvinterp.common.numbers import counted, number
 from kvinterp.common.result import Result
 from kvinterp.errors import InputError
-from kvinterp.findings import Chart, Panel, finding
+from kvinterp.findings import Chart, Panel, finding_from
+from kvinterp.metrics import vector_errors
+from kvinterp.study.cells import Cell
 from kvinterp.study.experiments.base import Charts, Experiment, Parts, Rows, Tables
 from kvinterp.study.experiments.options import argument
-
-if TYPE_CHECKING:
-    import pandas as pd
-    import torch
-
-    from kvinterp.study.cells import Cell
 
 
 @dataclasses.dataclass(frozen=True)
 class CompareTraces(Experiment):
     """Where do two recorded runs part?"""
 
-    TABLES: ClassVar = ("tensors",)
+    TABLES = ("tensors",)
 
     first: Path = argument(Path(), "A .safetensors or .npz file, or a folder that kv.Trace.save wrote.")
     second: Path = argument(Path(), "The other; lengths are its.")
 
     def cells(self) -> list[Cell]:
         """One cell: nothing is run."""
-        from kvinterp.study.cells import Cell
-
         return [Cell("tensors", f"{__name__}:compared", {"a": str(self.first), "b": str(self.second)})]
 
     def reduce(self, parts: Parts) -> Result:
@@ -61,19 +61,16 @@ class CompareTraces(Experiment):
                 f"({number(first['relative_l2'])} of its length); most {most['tensor']}, {number(most['relative_l2'])}."
             ]
         for side, names in alone.items():
-            if names:
-                lines.append(
-                    f"Only {side} names {counted(len(names), 'tensor')}: {', '.join(names[:5])}"
-                    + ", ..." * (len(names) > 5)
-                )
+            listed = ", ".join([*names[:5], *["..."] * (len(names) > 5)])
+            lines += [f"Only {side} names {counted(len(names), 'tensor')}: {listed}"] * bool(names)
         return lines
 
     def rows(self, tables: Tables) -> Rows:
         """The tensors that differ, in order."""
         differing = tables["tensors"].query("share_differing > 0")
         return [
-            finding("difference relative to the length of the second", row["relative_l2"], n=row["rows"], unit="rows",
-                    tensor=row["tensor"],
+            finding_from(row, "difference relative to the length of the second", "relative_l2", ["tensor"], n=row["rows"],
+                    unit="rows",
                     note=f"{number(row['max_ulp'])} ULP of {row['dtype']} at most, from row {row['first_row']} on")
             for row in differing.to_dict("records")
         ]  # fmt: skip
@@ -93,11 +90,6 @@ def tensors_of(place: str) -> dict[str, torch.Tensor]:
     Raises:
         InputError: It is not there, or cannot be read; an ``.npz`` with pickled objects is never unpickled.
     """
-    import numpy as np
-    import torch
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
     path = Path(place)
     try:
         if path.is_dir():
@@ -132,11 +124,6 @@ def compared(a: str, b: str) -> tuple[dict[str, pd.DataFrame], dict[str, Any]]:
     Raises:
         InputError: A file cannot be read, no name is on both sides, a shape differs, or a tensor holds no real numbers.
     """
-    import pandas as pd
-    import torch
-
-    from kvinterp.metrics import vector_errors
-
     sides = tensors_of(a), tensors_of(b)
     common = sorted(sides[0].keys() & sides[1].keys(), key=_order)
     if not common:
@@ -156,13 +143,14 @@ def compared(a: str, b: str) -> tuple[dict[str, pd.DataFrame], dict[str, Any]]:
         errors = vector_errors(one, other)
         difference = one.double() - other.double()
         length = float(torch.linalg.vector_norm(other.double()))
-        apart = (one != other).any(-1).nonzero()
+        differing = one != other
+        apart = differing.any(-1).nonzero()
         rows.append(
             {
                 "tensor": name,
                 "dtype": str(min((one.dtype, other.dtype), key=lambda dtype: dtype.itemsize)).removeprefix("torch."),
                 "rows": len(one),
-                "share_differing": float((one != other).double().mean()),
+                "share_differing": float(differing.double().mean()),
                 "first_row": int(apart[0]) if len(apart) else -1,
                 "max_abs": float(difference.abs().max()),
                 "max_ulp": float(errors["ulp_max"].max()),

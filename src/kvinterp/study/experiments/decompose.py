@@ -7,14 +7,14 @@ computes again among a different number of rows.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 from kvinterp.common.result import Result
 from kvinterp.data import load_prompts
+from kvinterp.patching import Decomposition, decompose
 from kvinterp.patching.findings import charts_of_decomposition, headline_of_decomposition, rows_of_decomposition
-from kvinterp.study.cells import Cell, joined, loaded
-from kvinterp.study.experiments.base import OfModel, Parts, numbered
+from kvinterp.study.cells import Cell, joined
+from kvinterp.study.experiments.base import OfModel, Parts, Tables
 from kvinterp.study.experiments.options import option, shared
 
 
@@ -22,41 +22,27 @@ from kvinterp.study.experiments.options import option, shared
 class Decompose(OfModel):
     """What makes the difference at every step, each part beside its null?"""
 
-    TABLES: ClassVar = ("decomposition", "layers")
-    DRAWN: ClassVar = ("decomposition",)
-    RESULT: ClassVar = "kvinterp.patching:Decomposition"
-    SHOWN: ClassVar = (headline_of_decomposition, rows_of_decomposition, charts_of_decomposition)
-    UNIT: ClassVar = "prompts"
+    TABLES = ("decomposition", "layers")
+    DRAWN = ("decomposition",)
+    RESULT = "kvinterp.patching:Decomposition"
+    SHOWN = (headline_of_decomposition, rows_of_decomposition, charts_of_decomposition)
+    UNIT = "prompts"
 
     prompts: str = shared("prompts")
     max_new_tokens: int = option(32, "The most tokens to decode per prompt.")
 
     def cells(self) -> list[Cell]:
         """A cell a prompt."""
-        count = len(load_prompts(self.prompts))
-        settings = {"model": self.model_settings(), "prompts": self.prompts, "max_new_tokens": self.max_new_tokens}
-        return [Cell(f"example-{number}", f"{__name__}:decomposed", settings) for number in range(count)]
+        return [Cell(f"example-{n}", self.decomposed, {"number": n}) for n in range(len(load_prompts(self.prompts)))]
+
+    def decomposed(self, number: int) -> tuple[Tables, dict[str, Any]]:
+        """The split of a prompt."""
+        options = {"only": [number], "progress": "none", **self.choices("max_new_tokens")}
+        split = decompose(self.adapter(), load_prompts(self.prompts), **options)
+        return {"decomposition": split.steps, "layers": split.layers}, split.provenance
 
     def reduce(self, parts: Parts) -> Result:
         """The split over all of them."""
-        from kvinterp.patching import Decomposition
-
         tables = joined(parts)
         about = next(about for _, about in parts.values())
         return Decomposition(tables["decomposition"], tables["layers"], about)
-
-
-def decomposed(
-    keys: Sequence[str],
-    keep: Callable[..., None],
-    model: Mapping[str, Any],
-    prompts: str,
-    max_new_tokens: int,
-) -> None:
-    """Decomposes some of the prompts, and keeps what each gave."""
-    from kvinterp.patching import decompose
-
-    adapter, prompt_list = loaded(model), load_prompts(prompts)
-    for number, key in numbered(keys).items():
-        decomposition = decompose(adapter, prompt_list, max_new_tokens=max_new_tokens, only=[number], progress="none")
-        keep(key, {"decomposition": decomposition.steps, "layers": decomposition.layers}, decomposition.provenance)

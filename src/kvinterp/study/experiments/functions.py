@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from kvinterp.patching import findings as of
 from kvinterp.study.experiments.base import Experiment
@@ -25,40 +24,29 @@ class OfFunction(Experiment):
         """What the class says: several share this file."""
         return inspect.cleandoc(cls.__doc__ or "")
 
-    def __reduce__(self) -> Any:
-        """By its name, under which no module has its class."""
-        return _named, (self.VERB,)
+
+class ActivationPatching(OfFunction):
+    """Which place of a clean prompt restores its answer in a corrupted one?"""
+
+    VERB = "activation-patching"
+    RESULT = "kvinterp.patching:ActivationPatching"
+    SHOWN = (of.headline_of_activation_patching, of.rows_of_activation_patching, of.charts_of_activation_patching)
 
 
-def _named(verb: str) -> Experiment:
-    return FUNCTIONS[verb]()
+class Localise(OfFunction):
+    """Where is the difference at the first decode step made?"""
+
+    VERB = "localise"
+    RESULT = "kvinterp.patching:Cause"
 
 
-def _function(verb: str, result: str, question: str, *shown: Callable[[Any], Any], drawn: tuple[str, ...] = ()) -> Any:
-    attributes = {"__doc__": question, "VERB": verb, "RESULT": f"kvinterp.{result}", "SHOWN": shown, "DRAWN": drawn}
-    return type("OfFunction", (OfFunction,), attributes)
+class LogitLens(OfFunction):
+    """Behind which layer does the difference become visible in token space?"""
+
+    VERB = "logit-lens"
+    RESULT = "kvinterp.comparison.lens:LogitLens"
+    SHOWN = (of.headline_of_lens, of.rows_of_lens, of.charts_of_lens)
 
 
-FUNCTIONS: dict[str, type[Experiment]] = {
-    kind.verb(): kind
-    for kind in (
-        _function(
-            "activation-patching",
-            "patching:ActivationPatching",
-            "Which place of a clean prompt restores its answer in a corrupted one?",
-            of.headline_of_activation_patching,
-            of.rows_of_activation_patching,
-            of.charts_of_activation_patching,
-        ),
-        _function("localise", "patching:Cause", "Where is the difference at the first decode step made?"),
-        _function(
-            "logit-lens",
-            "comparison.lens:LogitLens",
-            "Behind which layer does the difference become visible in token space?",
-            of.headline_of_lens,
-            of.rows_of_lens,
-            of.charts_of_lens,
-        ),
-    )
-}
+FUNCTIONS: dict[str, type[Experiment]] = {kind.VERB: kind for kind in (ActivationPatching, Localise, LogitLens)}
 """How what a function found is kept, by what the result says that made it."""

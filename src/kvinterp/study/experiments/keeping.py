@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvinterp.common import words
-from kvinterp.common.checks import given_list
+from kvinterp.common.checks import check_known, given_list
 from kvinterp.common.result import Result
-from kvinterp.errors import InputError, unexpected, unknown
+from kvinterp.errors import InputError, unexpected
 from kvinterp.study.experiments.base import Experiment
 from kvinterp.study.experiments.registry import experiment_named, experiments
 from kvinterp.study.experiments.running import draw, read_result
@@ -39,8 +39,7 @@ def experiment_of(verb: str) -> type[Experiment]:
 
     if verb in FUNCTIONS:
         return FUNCTIONS[verb]
-    if verb not in experiments():
-        raise unknown("experiment", verb, experiments())
+    check_known("experiment", verb, experiments())
     return experiment_named(verb)
 
 
@@ -197,18 +196,14 @@ def experiment(
         >>> found = kv.experiment("behaviour", models=["zoo:gqa2-mini"], prompts="arithmetic:4")  # doctest: +SKIP
         >>> found.tables["decodes"], found.sentences()  # doctest: +SKIP
     """
-    if name not in experiments():
-        raise unknown("experiment", name, experiments())
+    check_known("experiment", name, experiments())
     kind = experiment_named(name)
-    defaults = {field.name: field.default for field in dataclasses.fields(kind) if field.init}
-    for choice in choices:
-        if choice not in defaults:
-            raise unknown(f"option of {name}", choice, defaults)
-    files = {field.name for field in dataclasses.fields(kind) if "Path" in str(field.type)}
-    values = {
-        choice: Path(value) if choice in files and isinstance(value, str) else _option(choice, value, defaults[choice])
-        for choice, value in choices.items()
-    }
+    fields = {field.name: field for field in dataclasses.fields(kind) if field.init}
+    values = {}
+    for choice, value in choices.items():
+        check_known(f"option of {name}", choice, fields)
+        is_file = "Path" in str(fields[choice].type) and isinstance(value, str)
+        values[choice] = Path(value) if is_file else _option(choice, value, fields[choice].default)
     result = kind(**values).run(None if out is None else _folder(out), existing, progress, engine=engine)
     return result if out is None else load(out)
 

@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Callable
+from typing import Any
 
+import pandas as pd
+
+from kvinterp.auditing.shape_dependence import KernelsTable, kernels_table
+from kvinterp.common.numbers import models_of
 from kvinterp.common.result import Result
-from kvinterp.findings import Chart, Panel, finding, findings_of
-from kvinterp.study.cells import Cell, loaded
-from kvinterp.study.experiments.base import Charts, Experiment, Parts
+from kvinterp.findings import Chart, Panel, finding_from, findings_of
+from kvinterp.study.cells import Cell
+from kvinterp.study.experiments.base import Charts, Experiment, Parts, Tables
 from kvinterp.study.experiments.options import option, shared
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 
 @dataclasses.dataclass(frozen=True)
 class Kernels(Experiment):
     """Which operations depend on the shape they are called with?"""
 
-    OUT: ClassVar = None
-    TABLES: ClassVar = ("kernels",)
-    RESULT: ClassVar = "kvinterp.auditing.shape_dependence:KernelsTable"
+    OUT = None
+    TABLES = ("kernels",)
+    RESULT = "kvinterp.auditing.shape_dependence:KernelsTable"
 
     model: str = option("zoo:mistral-mini", "zoo:NAME, a checkpoint folder or a hub id.")
     random_init: bool = shared("random_init")
@@ -41,8 +42,12 @@ class Kernels(Experiment):
 
     def cells(self) -> list[Cell]:
         """One cell: the operations are those of one forward."""
-        settings = {"model": self.model_settings(), "sizes": list(self.sizes), "kernels": self.kernels, "seed": self.seed}
-        return [Cell("kernels", f"{__name__}:measured", settings, f"operations of {self.model}")]
+        return [Cell("kernels", self.measured, {}, f"operations of {self.model}")]
+
+    def measured(self) -> tuple[Tables, dict[str, Any]]:
+        """The kernels table of a model."""
+        table = kernels_table(self.adapter(), sizes=list(self.sizes), **self.choices("kernels", "seed"))
+        return {"kernels": table.table}, {"first": table.first, "provenance": table.provenance}
 
     def model_settings(self, name: str | None = None) -> dict[str, Any]:
         """The model, which may be of a config alone."""
@@ -51,8 +56,6 @@ class Kernels(Experiment):
 
     def reduce(self, parts: Parts) -> Result:
         """The table, and the first operation that differs."""
-        from kvinterp.auditing.shape_dependence import KernelsTable
-
         tables, about = parts["kernels"]
         return KernelsTable(tables["kernels"], about["first"], about["provenance"])
 
@@ -64,15 +67,12 @@ class Kernels(Experiment):
     def findings(self, table_of_kernels: Any) -> pd.DataFrame:
         """A row an operation and what was varied: those whose bits change first."""
         table = table_of_kernels.summary().sort_values("max_ulp_of_row", ascending=False, kind="stable")
-        rows = []
+        options: dict[str, Any] = {"by": ("operation", "shape", "varied"), "unit": "calls", "measure": "ULP"}
+        what, rows = "largest difference, in units of a row's largest number", []
         for row in table.to_dict("records"):
-            away = f", not with {row['flags_that_fix']}" if row["flags_that_fix"] else ""
+            away = f", not with {row['flags_that_fix']}" * bool(row["flags_that_fix"])
             note = "same bits" if row["same_bits"] else f"other bits from {row['first_size_that_differs']:g} on{away}"
-            labels = {name: row[name] for name in ("operation", "shape", "varied")}
-            what = "largest difference, in units of a row's largest number"
-            rows.append(
-                finding(what, row["max_ulp_of_row"], n=row["calls"], unit="calls", measure="ULP", note=note, **labels)
-            )
+            rows.append(finding_from(row, what, "max_ulp_of_row", **options, n=row["calls"], note=note))
         return findings_of(rows)
 
     def charts(self, table_of_kernels: Any) -> Charts:
@@ -84,8 +84,6 @@ class Kernels(Experiment):
 
     def print_result(self, table_of_kernels: Any, echo: Callable[..., None]) -> None:
         """A line an operation: from which size its bits change."""
-        from kvinterp.common.numbers import models_of
-
         echo(f"{models_of([table_of_kernels.provenance])}, {self.kernels} kernels")
         for (operation, shape), rows in table_of_kernels.summary().groupby(["operation", "shape"], sort=False):
             cells = [f"{row['varied']} {_same_bits(row)}" for row in rows.to_dict("records")]
@@ -94,16 +92,6 @@ class Kernels(Experiment):
         echo("=: a row's bits stay the same; else the size from which they differ, and by how many ULP of its largest")
         for line in (table_of_kernels, *table_of_kernels.files):
             echo(line)
-
-
-def measured(
-    model: Mapping[str, Any], sizes: Sequence[int], kernels: str, seed: int
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The kernels table of a model."""
-    from kvinterp.auditing.shape_dependence import kernels_table
-
-    table_of_kernels = kernels_table(loaded(model), sizes=sizes, kernels=kernels, seed=seed)
-    return {"kernels": table_of_kernels.table}, {"first": table_of_kernels.first, "provenance": table_of_kernels.provenance}
 
 
 def _same_bits(row: dict[str, Any]) -> str:

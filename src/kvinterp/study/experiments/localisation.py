@@ -12,21 +12,18 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from kvinterp.common.checks import check_known
 from kvinterp.common.numbers import counted, percent
 from kvinterp.common.result import Result
 from kvinterp.common.vocabulary import RECOVERED
 from kvinterp.comparison import compare_examples
 from kvinterp.data import load_prompts
-from kvinterp.errors import InputError
-from kvinterp.findings import Chart, Panel, findings_of, median_of
+from kvinterp.findings import Chart, Panel, findings_of, median_of, only
 from kvinterp.models.inputs import encode_all
-from kvinterp.models.provenance import provenance
 from kvinterp.patching import PRESETS, Decomposition, Sweep, decompose, sweep
 from kvinterp.patching.decomposition import check_splittable
 from kvinterp.patching.findings import (
@@ -36,7 +33,7 @@ from kvinterp.patching.findings import (
     rows_of_decomposition,
     rows_of_sweep,
 )
-from kvinterp.study.cells import Cell, joined, loaded, stacked
+from kvinterp.study.cells import Cell, joined, stacked
 from kvinterp.study.experiments.base import Charts, Parts, Rows, Tables, numbered
 from kvinterp.study.experiments.of_models import OfModels
 from kvinterp.study.experiments.options import option, shared
@@ -62,9 +59,9 @@ _RANKED, _PATCHED = "localisation-kl", "localisation-patched"
 class Localisation(OfModels):
     """What carries the difference, on the examples whose paths differ most?"""
 
-    TABLES: ClassVar = ("chosen", "recovery", "recovery_by_layer", "steps", "controls", "decomposition", "layers")
-    DRAWN: ClassVar = ("localisation",)
-    UNIT: ClassVar = "examples"
+    TABLES = ("chosen", "recovery", "recovery_by_layer", "steps", "controls", "decomposition", "layers")
+    DRAWN = ("localisation",)
+    UNIT = "examples"
 
     dtype: str = shared("dtype")
     count: int = option(10, "How many examples to patch: those with the highest mean KL in the free protocol.", min=1)
@@ -74,72 +71,106 @@ class Localisation(OfModels):
         (*SETS, SPLIT),
         f"What to run: {', '.join(SETS)} or {SPLIT}; may be given several times.",
         show_default="all of them",
+        among=(*SETS, SPLIT),
     )
 
     def check(self) -> None:
-        """The parts too."""
+        """The names of the models too."""
         super().check()
         self.check_distinct()
-        if not self.part:
-            raise InputError(f"the list of parts is empty: give at least one, such as {SPLIT!r}.")
-        for name in self.part:
-            check_known("part", name, (*SETS, SPLIT))
 
     def cells(self) -> list[Cell]:
         """The first stage, a cell a model and example: how far apart its paths are."""
         cells, prompts = [], load_prompts(self.prompts)
-        for number, (model, adapter) in enumerate(zip(self.models, self.adapters(), strict=True)):
+        for number, model, adapter in self.numbered_models():
             if SPLIT in self.part:
                 check_splittable(adapter, 8)
             encode_all(adapter, prompts, self.max_new_tokens + 8)
             for example in range(len(prompts)):
-                told = f"localisation: KL of each prompt of {adapter.facts.name}" * (example == 0)
-                cells.append(Cell(f"{_RANKED}-{number}-{example}", f"{__name__}:ranked", self._given(model), told))
+                cells.append(Cell(f"{_RANKED}-{number}-{example}", self.ranked, {"model": model}))
         return cells
 
     def second_stage(self, made: Parts) -> list[Cell]:
         """The second stage, a cell a model and example of the highest KL, which is known from the first."""
-        cells, chosen, parts = [], self._chosen(made), list(dict.fromkeys(self.part))
-        for number, model in enumerate(self.models):
-            of_model = chosen.loc[chosen["number"] == number]
-            for place, example in enumerate(of_model["example"]):
-                settings = {**self._given(model), "parts": parts}
-                told = f"localisation: patches in {of_model['model'].iloc[0]}" * (place == 0)
-                cells.append(Cell(f"{_PATCHED}-{number}-{example}", f"{__name__}:localised", settings, told))
+        cells = []
+        for row in self._chosen(made).itertuples():
+            told = f"localisation: patches in {row.model}" * (row.rank == 1)
+            settings = {"model": self.models[row.number], "example": row.example}
+            cells.append(Cell(f"{_PATCHED}-{row.number}-{row.example}", self.localised, settings, told))
         return cells
+
+    def _chosen(self, parts: Parts) -> pd.DataFrame:
+        ranked = {key: parts[key][0]["table"] for key in parts if key.startswith(_RANKED)}
+        numbered = [table.assign(number=int(key.split("-")[2])) for key, table in ranked.items()]
+        return chosen_of(pd.concat(numbered, ignore_index=True), self.count)
+
+    def _paths(self) -> dict[str, str]:
+        return {form: f"{form}[kernels={self.kernels}]" for form in ("cached", "recompute")}
+
+    def ranked(self, keys: Sequence[str], keep: Callable[..., None], model: str) -> None:
+        """How far apart the paths of some prompts are in the free protocol, as :func:`kvinterp.patching.highest_kl` has it."""
+        adapter, prompts = self.adapter(model), load_prompts(self.prompts)
+        options: dict[str, Any] = {"protocol": "free", "max_new_tokens": self.max_new_tokens}
+        with adapter.one_call():
+            for example, key in numbered(keys).items():
+                part = compare_examples(adapter, prompts[example], *self._paths().values(), examples=[example], **options)
+                # A prompt that ends with the prefill's token has no step that could differ.
+                later = part.steps[part.steps["step"] > 0].groupby("example")["kl"].mean().get(example, 0.0)
+                row = part.examples[["example", "id", "prompt_tokens", "steps", "flip_index"]].assign(mean_kl=later)
+                row = part.failures.assign(mean_kl=np.nan) if len(part.failures) else row
+                row.insert(0, "model", adapter.facts.name)
+                keep(key, {"table": row})
+
+    def localised(self, model: str, example: int) -> tuple[Tables, dict[str, Any]]:
+        """Patches and splits one of the chosen examples."""
+        adapter, prompts = self.adapter(model), load_prompts(self.prompts)
+        options: dict[str, Any] = {**self._paths(), "max_new_tokens": self.max_new_tokens, "progress": "none"}
+        tables, told = list[Tables](), dict[str, Any]()
+        for part in dict.fromkeys(self.part):
+            if part == SPLIT:
+                split = decompose(adapter, prompts, **options, only=[example])
+                made, told[part] = {"decomposition": split.steps, "layers": split.layers}, split.provenance
+            else:
+                swept = sweep(adapter, prompts, **{**options, "only": [example], **SETS[part]})
+                made = {"recovery": swept.recovery, "steps": swept.steps, "controls": swept.controls}
+                told[part] = swept.provenance
+            labels = {"model": adapter.facts.name, "part": part}
+            tables.append({name: table.assign(**labels) for name, table in made.items() if len(table)})
+        return stacked(tables), {"model": adapter.facts.name, "parts": told}
 
     def reduce(self, parts: Parts) -> Result:
         """The sweeps and the split of every model, and their tables one below the other."""
-        patched = {key: parts[key] for key in parts if key.startswith(_PATCHED)}
-        tables = {**dict.fromkeys(self.TABLES, pd.DataFrame()), **joined(patched)}
-        sweeps, splits = _sweeps_and_splits(tables, patched)
+        abouts = [parts[key][1] for key in parts if key.startswith(_PATCHED)]
+        tables = {**dict.fromkeys(self.TABLES, pd.DataFrame()), **joined(parts, _PATCHED)}
+        told: dict[str, Any] = {}
+        for about in abouts:
+            told.setdefault(about["model"], about["parts"])
+        sweeps, splits = _sweeps_and_splits(tables, told)
         by_layer = [found.aggregate().assign(model=model, part=part) for (model, part), found in sweeps.items()]
-        tables |= {"chosen": self._chosen(parts).drop(columns="number")}
-        tables |= {"recovery_by_layer": pd.concat(by_layer, ignore_index=True) if by_layer else pd.DataFrame()}
-        about = {
-            adapter.facts.name: provenance(adapter, kernels=self.kernels, max_new_tokens=self.max_new_tokens)
-            for adapter in self.adapters()
-        }
+        tables["chosen"] = self._chosen(parts).drop(columns="number")
+        tables["recovery_by_layer"] = pd.concat(by_layer, ignore_index=True) if by_layer else pd.DataFrame()
         summary = {
             "chosen": tables["chosen"].to_dict("records"),
             "sweeps": [{"model": model, "part": part, **found.summary()} for (model, part), found in sweeps.items()],
             "decompositions": [{"model": model, **found.summary()} for model, found in splits.items()],
             "by_layer": tables["recovery_by_layer"].to_dict("records"),
-            "provenance": about,
-            "told": {each["model"]: each["parts"] for _, each in patched.values()},
+            "provenance": self.provenances(),
+            "told": told,
         }
         return Result(tables, summary)
+
+    def provenance_notes(self) -> dict[str, Any]:
+        """How the paths were run."""
+        return self.choices("kernels", "max_new_tokens")
 
     # What was found ----------------------------------------------------------------------------------------------------
 
     def headline(self, result: Result) -> list[str]:
         """What the paper's patch and K and V recover with all layers together."""
-        table, said = pd.DataFrame(result.summary["by_layer"]), []
+        table, said = result.tables["recovery_by_layer"], []
         for part, name in (("paper", "the paper's patch"), ("kv-into-cached", "K and V put into the cached path")):
-            known = table[(table["part"] == part) & (table["defined"] > 0)] if len(table) else table
-            found = (
-                [whole["median"] for _, mine in known.groupby("model") for whole in _all_layers(mine)] if len(known) else []
-            )
+            known = table[(table["part"] == part) & (table["defined"] > 0)] if len(table) else pd.DataFrame({"model": []})
+            found = [whole["median"] for _, mine in known.groupby("model") for whole in _all_layers(mine)]
             if found:
                 low, high = percent(min(found)), percent(max(found))
                 said.append(f"{name} {low if low == high else f'{low} to {high}'}")
@@ -158,7 +189,7 @@ class Localisation(OfModels):
             note = f"the highest of {counted(labels, 'example')}; {flips} flip a token"
             extra = {"unit": "examples", "measure": "nats", "model": model, "note": note}
             rows.append(median_of("mean KL of an example that is patched, free protocol", group["mean_kl"], **extra))
-        sweeps, splits = _of_result(result)
+        sweeps, splits = _sweeps_and_splits(result.tables, result.summary["told"])
         for (model, part), found in sweeps.items():
             rows += [{"model": model, "part": part, **row} for row in rows_of_sweep(found)]
         for model, split in splits.items():
@@ -167,14 +198,12 @@ class Localisation(OfModels):
 
     def charts(self, result: Result) -> Charts:
         """The map of all patches, and of each model the paper's patch by example and the split."""
-        sweeps, splits = _of_result(result)
+        sweeps, splits = _sweeps_and_splits(result.tables, result.summary["told"])
         charts: Charts = {}
         if sweeps:
-            table = pd.DataFrame(result.summary["by_layer"])
+            table = result.tables["recovery_by_layer"]
             measures = {part: RECOVERED[swept.provenance["distance"]] for (_, part), swept in sweeps.items()}
-            table["patch"] = [f"{row.part}, {row.sweep} ({measures[row.part]})" for row in table.iloc[::-1].itertuples()][
-                ::-1
-            ]
+            table = table.assign(patch=[f"{row.part}, {row.sweep} ({measures[row.part]})" for row in table.itertuples()])
             panel = Panel(table, "layer", "patch", "map", "median", facet="model", scale="signed", label="median recovery")
             charts["localisation"] = Chart("What each patch recovers, layer by layer", [panel], ["in brackets: of what"])
         papers = {model: swept for (model, part), swept in sweeps.items() if part == "paper"}
@@ -185,20 +214,6 @@ class Localisation(OfModels):
             for chart in charts_of_decomposition(split, of_model(split.provenance)).values():
                 charts[_named("localisation_decomposition", place, model)] = chart
         return charts
-
-    def _given(self, model: str) -> dict[str, Any]:
-        paths = {form: f"{form}[kernels={self.kernels}]" for form in ("cached", "recompute")}
-        return {
-            "model": self.model_settings(model),
-            "prompts": self.prompts,
-            "paths": paths,
-            "max_new_tokens": self.max_new_tokens,
-        }
-
-    def _chosen(self, parts: Parts) -> pd.DataFrame:
-        ranked = {key: parts[key][0]["table"] for key in parts if key.startswith(_RANKED)}
-        numbered = [table.assign(number=int(key.split("-")[2])) for key, table in ranked.items()]
-        return chosen_of(pd.concat(numbered, ignore_index=True), self.count)
 
 
 def _all_layers(rows: pd.DataFrame) -> Rows:
@@ -214,31 +229,26 @@ def _named(name: str, place: int, model: str) -> str:
     return f"{name}_{place}_{bare[-40:]}"
 
 
-def _of_result(result: Result) -> tuple[dict[tuple[str, str], Sweep], dict[str, Decomposition]]:
-    own = {name: result.tables[name] for name in ("recovery", "steps", "controls", "decomposition", "layers")}
-    return _sweeps_and_splits(
-        own, {name: ({}, {"model": name, "parts": each}) for name, each in result.summary["told"].items()}
-    )
+def _sweeps_and_splits(
+    tables: Tables, told: Mapping[str, Mapping[str, Any]]
+) -> tuple[dict[tuple[str, str], Sweep], dict[str, Decomposition]]:
+    """The sweeps by model and part and the splits by model, as what made them gives them of one model.
 
-
-def _sweeps_and_splits(tables: Tables, parts: Parts) -> tuple[dict[tuple[str, str], Sweep], dict[str, Decomposition]]:
-    """The sweeps by model and part and the splits by model, as what made them gives them of one model."""
+    Args:
+        tables: The tables of all models and parts.
+        told: What each part was run with, by model and part.
+    """
     sweeps: dict[tuple[str, str], Sweep] = {}
     splits: dict[str, Decomposition] = {}
-    for _, about_model in parts.values():
-        model = about_model["model"]
-        for part, about_part in about_model["parts"].items():
-            tables_of_part = {
-                name: table[(table["model"] == model) & (table["part"] == part)].drop(columns=["model", "part"])
-                for name, table in tables.items()
-                if len(table)
-            }
-            if part == SPLIT and model not in splits:
-                splits[model] = Decomposition(tables_of_part["decomposition"], tables_of_part["layers"], about_part)
-            elif part != SPLIT and (model, part) not in sweeps:
-                # One without controls has an empty table, without those of the others' distances.
-                controls = tables_of_part["controls"] if len(tables_of_part.get("controls", ())) else pd.DataFrame()
-                sweeps[model, part] = Sweep(tables_of_part["recovery"], tables_of_part["steps"], controls, about_part)
+    parted = {name: table for name, table in tables.items() if "part" in table}
+    for model, part, about in ((model, *pair) for model, parts in told.items() for pair in parts.items()):
+        own = {name: only(table, model=model, part=part).drop(columns=["model", "part"]) for name, table in parted.items()}
+        if part == SPLIT:
+            splits[model] = Decomposition(own["decomposition"], own["layers"], about)
+        else:
+            # One without controls has an empty table, without those of the others' distances.
+            controls = own["controls"] if len(own.get("controls", ())) else pd.DataFrame()
+            sweeps[model, part] = Sweep(own["recovery"], own["steps"], controls, about)
     return sweeps, splits
 
 
@@ -252,69 +262,9 @@ def chosen_of(ranked: pd.DataFrame, count: int) -> pd.DataFrame:
     Returns:
         Their rows, the highest first, with rank, of (how many there were) and why.
     """
-    best_of_models = []
-    for _, group in ranked.groupby("number", sort=True):
-        ranking = group.dropna(subset=["mean_kl"]).sort_values(["mean_kl", "example"], ascending=[False, True])
-        best = ranking.head(count).assign(of=len(ranking))
-        best["rank"] = range(1, len(best) + 1)
-        best["why"] = [
-            f"number {rank} of {len(ranking)} by the mean KL of the steps after the prefill, free protocol"
-            for rank in best["rank"]
-        ]
-        best_of_models.append(best)
-    return pd.concat(best_of_models, ignore_index=True)
-
-
-# Stages ----------------------------------------------------------------------------------------------------------------
-
-
-def ranked(
-    keys: Sequence[str],
-    keep: Callable[..., None],
-    model: Mapping[str, Any],
-    prompts: str,
-    paths: Mapping[str, str],
-    max_new_tokens: int,
-) -> None:
-    """How far apart the paths of some prompts are in the free protocol, as :func:`kvinterp.patching.highest_kl` has it."""
-    adapter, prompt_list = loaded(model), load_prompts(prompts)
-    options: dict[str, Any] = {"protocol": "free", "max_new_tokens": max_new_tokens}
-    with adapter.one_call():
-        for example, key in numbered(keys).items():
-            part = compare_examples(adapter, prompt_list[example], *paths.values(), examples=[example], **options)
-            # A prompt that ends with the prefill's token has no step that could differ.
-            later = part.steps[part.steps["step"] > 0].groupby("example")["kl"].mean().get(example, 0.0)
-            columns = ["example", "id", "prompt_tokens", "steps", "flip_index"]
-            row = (
-                part.failures.assign(mean_kl=np.nan) if len(part.failures) else part.examples[columns].assign(mean_kl=later)
-            )
-            row.insert(0, "model", adapter.facts.name)
-            keep(key, {"table": row})
-
-
-def localised(
-    keys: Sequence[str],
-    keep: Callable[..., None],
-    model: Mapping[str, Any],
-    prompts: str,
-    paths: Mapping[str, str],
-    max_new_tokens: int,
-    parts: Sequence[str],
-) -> None:
-    """Patches and splits some of the chosen examples, and keeps what each gave."""
-    adapter, given = loaded(model), load_prompts(prompts)
-    for number, key in numbered(keys).items():
-        tables, told = list[Tables](), dict[str, Any]()
-        for part in parts:
-            settings: dict[str, Any] = {**paths, "max_new_tokens": max_new_tokens, "only": [number], "progress": "none"}
-            if part == SPLIT:
-                split = decompose(adapter, given, **settings)
-                made, about = {"decomposition": split.steps, "layers": split.layers}, split.provenance
-            else:
-                found = sweep(adapter, given, **{**settings, **SETS[part]})
-                made = {"recovery": found.recovery, "steps": found.steps, "controls": found.controls}
-                about = found.provenance
-            labels = {"model": adapter.facts.name, "part": part}
-            tables.append({name: table.assign(**labels) for name, table in made.items() if len(table)})
-            told[part] = about
-        keep(key, stacked(tables), {"model": adapter.facts.name, "parts": told})
+    ordered = ranked.dropna(subset=["mean_kl"]).sort_values(["number", "mean_kl", "example"], ascending=[True, False, True])
+    groups = ordered.groupby("number")
+    placed = ordered.assign(of=groups["example"].transform("size"), rank=groups.cumcount() + 1)
+    best = placed[placed["rank"] <= count].reset_index(drop=True)
+    by = "by the mean KL of the steps after the prefill, free protocol"
+    return best.assign(why=[f"number {rank} of {of} {by}" for rank, of in zip(best["rank"], best["of"], strict=True)])

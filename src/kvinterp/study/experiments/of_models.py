@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,7 +33,7 @@ FEW = 4
 class OfModels(Experiment):
     """An experiment on some models."""
 
-    DRAWN: ClassVar = ("root_cause",)
+    DRAWN = ("root_cause",)
 
     models: tuple[str, ...] = argument(("zoo:mistral-mini",), "zoo:NAME, checkpoint folders or hub ids.")
     prompts: str = option("arithmetic:20", SHARED["prompts"][1])
@@ -45,30 +45,27 @@ class OfModels(Experiment):
         """A model with its weights in float16, where no other dtype can be chosen."""
         return {"dtype": "float16", **super().model_settings(name)}
 
-    def check(self) -> None:
-        """The list of models too."""
-        super().check()
-        if not self.models:
-            raise InputError("the list of models is empty: give at least one.")
-
     def check_distinct(self) -> None:
         """Raises where a model is given twice, for an experiment whose tables tell models apart by name alone."""
         if len(set(self.models)) < len(self.models):
             raise InputError(f"the models {', '.join(self.models)} name one twice: give each once.")
 
+    def numbered_models(self) -> list[tuple[int, str, Adapter]]:
+        """The number of each model, the name that was given for it, and the model."""
+        return [(number, name, self.adapter(name)) for number, name in enumerate(self.models)]
+
     def cells(self) -> list[Cell]:
         """A cell a model: the function ``measured`` of the experiment's file, given prompts and the fields of its own."""
-        shared_by_all = {field.name for field in dataclasses.fields(OfModels)}
-        own_fields = [field.name for field in dataclasses.fields(self) if field.name not in shared_by_all]
-        own_choices = self.choices(*own_fields)
+        shared = {field.name for field in dataclasses.fields(OfModels)}
+        own = {name: value for name, value in vars(self).items() if name not in shared}
         return [
             Cell(
                 f"{self.verb()}-{number}",
                 f"{type(self).__module__}:measured",
-                {"model": self.model_settings(model), "prompts": self.prompts, **own_choices},
+                {"model": self.model_settings(name), "prompts": self.prompts, **own},
                 f"{self.TABLES[0]} of {adapter.facts.name}",
             )
-            for number, (model, adapter) in enumerate(zip(self.models, self.adapters(), strict=True))
+            for number, name, adapter in self.numbered_models()
         ]
 
 

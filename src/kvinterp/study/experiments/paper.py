@@ -14,8 +14,8 @@ import io
 import itertools
 import logging
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import numpy as np
 import pandas as pd
@@ -26,13 +26,20 @@ from kvinterp.common.numbers import between, counted, ends_said, number
 from kvinterp.common.result import Result
 from kvinterp.comparison import compare_examples
 from kvinterp.data import load_prompts
-from kvinterp.findings import Chart, Panel, only
+from kvinterp.findings import Chart, Panel, ends_of, only
 from kvinterp.metrics.statistics import quiet
 from kvinterp.study.behaviour.boundary import boundary_tables, pooled
-from kvinterp.study.behaviour.divergence import DECODE, accuracy_of, divergence_of, kl_by_step_of, with_free_steps
-from kvinterp.study.cells import Cell, joined
+from kvinterp.study.behaviour.divergence import (
+    DECODE,
+    accuracy_of,
+    divergence_of,
+    kl_by_step_of,
+    with_ends,
+    with_free_steps,
+)
+from kvinterp.study.cells import Cell, joined, those
 from kvinterp.study.experiments.base import Charts, Parts, Rows, Tables
-from kvinterp.study.experiments.behaviour import Behaviour, paths_of
+from kvinterp.study.experiments.behaviour import Behaviour, failures_of, paths_of
 from kvinterp.study.experiments.choices import handed
 from kvinterp.study.experiments.layer_drift import NULL, ONE_STEP, LayerDrift
 from kvinterp.study.experiments.localisation import Localisation
@@ -56,7 +63,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "real": {
         "models": ("real:smollm2-135m",),
         "prompts": "natural:24",
-        "strategies": ("greedy", "top_k(50,0.8)", "top_p(0.95,0.8)"),
+        "strategies": Behaviour.strategies,
         "seeds": 2,
         "max_new_tokens": 32,
         "few": 6,
@@ -66,7 +73,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "paper": {
         "models": ("meta-llama/Llama-2-7b-hf", "mistralai/Mistral-7B-v0.3", "google/gemma-2-2b"),
         "prompts": "gsm8k(openai/gsm8k,shots=5,count=700,seed=42)",
-        "strategies": ("greedy", "top_k(50,0.8)", "top_p(0.95,0.8)"),
+        "strategies": Behaviour.strategies,
         "seeds": 5,
         "max_new_tokens": 128,
         "few": 50,
@@ -102,6 +109,8 @@ _PATCHES = {
     ("kv-into-cached", "single"): "control: K and V into the cached path, one layer",
     ("kv-into-cached", "cumulative"): "control: K and V into the cached path, layers 0 to this one",
 }
+Ends: TypeAlias = tuple[float, float, float]
+"""A number and the ends of its interval."""
 MEASURES = {"l2": "L2", "cosine_distance": "1 - cosine"}
 _ROWS = {
     "none": "each path its own text, as in the paper",
@@ -114,7 +123,7 @@ _ROWS = {
 class Paper(OfModels):
     """What do the FP16 paper's tables and figures say of these models?"""
 
-    TABLES: ClassVar = (
+    TABLES = (
         "table_1",
         "table_2",
         "table_3",
@@ -127,9 +136,9 @@ class Paper(OfModels):
         "figure_5",
         "failures",
     )
-    DRAWN: ClassVar = ("figure",)
-    UNIT: ClassVar = "cells"
-    PARTIAL: ClassVar = "yes"
+    DRAWN = ("figure",)
+    UNIT = "cells"
+    PARTIAL = "yes"
 
     models: tuple[str, ...] = argument((), "zoo:NAME, checkpoint folders or hub ids. Default: the preset's.")
     preset: str = option("quick", f"How much is run: {', '.join(PRESETS)}.")
@@ -191,28 +200,29 @@ class Paper(OfModels):
     def _ranked(self, parts: Parts) -> dict[str, Any]:
         """The decodes of the highest mean KL, so many of each model, as the first stage of Localisation gives its own."""
         decodes, _ = decodes_of(parts, "float16")
-        numbers = {adapter.facts.name: number for number, adapter in enumerate(self.adapters())}
+        numbers = {adapter.facts.name: number for number, _, adapter in self.numbered_models()}
         first = only(decodes, protocol="free", strategy=decodes["strategy"].iloc[0], seed=0).dropna(subset=["mean_kl"])
         ordered = first.sort_values("mean_kl", ascending=False, kind="stable")
         highest = ordered.groupby("model").head(PRESETS[self.preset]["few"])
         rows = highest[["model", "example", "id", "prompt_tokens", "steps", "flip_index", "mean_kl"]].to_dict("records")
-        keys = (f"localisation-kl-{numbers[row['model']]}-{row['example']}" for row in rows)
-        return {key: ({"table": pd.DataFrame([row])}, {}) for key, row in zip(keys, rows, strict=True)}
+        tables = {f"localisation-kl-{numbers[row['model']]}-{row['example']}": pd.DataFrame([row]) for row in rows}
+        return {key: ({"table": table}, {}) for key, table in tables.items()}
 
     def _log_estimate(self) -> None:
         """Says how long all of it will take, by a few steps of each model."""
-        preset, prompts, hours = PRESETS[self.preset], load_prompts(self.prompts), np.zeros(2)
+        preset, prompts, seconds = PRESETS[self.preset], load_prompts(self.prompts), np.zeros(2)
         few = min(preset["few"], len(prompts))
         decodes = sum(1 if name == "greedy" else self.seeds for name in self.strategies)
+        steps = (len(prompts) + few) * decodes * self.max_new_tokens
         for adapter in self.adapters():
             begun = time.perf_counter()
             compare_examples(adapter, prompts[0], *paths_of(self.kernels), max_new_tokens=4, stop="length")
-            seconds = (time.perf_counter() - begun) / 4
-            steps = (len(prompts) + few) * decodes * self.max_new_tokens
             patched = 4 * few * adapter.facts.layers * min(preset["patched_steps"], self.max_new_tokens)
             # Where no token flips the free protocol costs nothing; where all decodes flip, the recompute path runs twice more.
-            hours += np.array([steps + patched, 3 * steps + patched]) * seconds / 3600
-        low, high = (counted(max(round(60 * each), 1), "minute") if each < 2 else f"{each:.0f} hours" for each in hours)
+            seconds += np.array([steps + patched, 3 * steps + patched]) * (time.perf_counter() - begun) / 4
+        low, high = (
+            counted(max(round(each / 60), 1), "minute") if each < 7200 else f"{each / 3600:.0f} hours" for each in seconds
+        )
         log.info(
             "about %s here if no token flips, up to %s if all decodes do; what is finished is not done again", low, high
         )
@@ -227,40 +237,33 @@ class Paper(OfModels):
         papers = pd.DataFrame(facts).merge(pd.read_csv(io.StringIO(PAPER)), on="architecture")
         by_step, boundary = kl_by_step_of(fp16[1]), boundary_tables(*fp16, ABOVE)
         flips = boundary["flips"]
-        failures = (tables["failures"] for tables, _ in parts.values() if "failures" in tables)
-        tables = {
+        boundary["flips"] = flips.assign(flip_index=flips["flip_index"] - 1)
+        return {
             "table_1": table_1(*fp16, self.seeds, papers),
             "table_2": table_2(both, papers),
             "table_3": table_3(boundary["correlations"], fp16[0]["model"].unique(), papers),
             "figure_1": by_step.assign(step=by_step["step"] - 1).query("step >= 0"),
             "figure_2": self._drift_by_layer(parts),
-            "figure_4_flips": flips.assign(flip_index=flips["flip_index"] - 1),
-            "figure_4_thirds": boundary["thirds"],
-            "figure_4_correlations": boundary["correlations"],
-            "figure_4_prediction": boundary["prediction"],
+            **{f"figure_4_{name}": table for name, table in boundary.items()},
             "figure_5": self._recovery(parts),
-            "failures": pd.concat(failures, ignore_index=True),
+            "failures": joined(parts, "-behaviour-")["failures"],
         }
-        return {name: tables[name] for name in self.TABLES}
 
     def _drift_by_layer(self, parts: Parts) -> pd.DataFrame:
-        study = self._drift()
-        drifted = {key: parts[key] for key in parts if key.startswith(f"{study.verb()}-")}
-        if not drifted:
+        if not (drifted := those(parts, "layer-drift-")):
             return pd.DataFrame()
-        table = only(study.tables(drifted)["drift_by_layer"], selection=ONE_STEP)
+        table = only(self._drift().tables(drifted)["drift_by_layer"], selection=ONE_STEP)
         table = table[table["measure"].isin(["l2", "cosine", "cosine_distance"]) & (table["protocol"] != "matched")]
         return table.assign(rows=table["rule"].where(table["protocol"] != NULL, NULL))
 
     def _recovery(self, parts: Parts) -> pd.DataFrame:
-        patched = {key: parts[key] for key in parts if key.startswith("localisation-")}
-        if not patched:
+        if not (patched := those(parts, "localisation-")):
             return pd.DataFrame()
         table = self._patching().reduce({**patched, **self._ranked(parts)}).tables["recovery_by_layer"]
         if table.empty:
             return table
         names = [_PATCHES[place] for place in zip(table["part"], table["sweep"], strict=True)]
-        table = table.assign(patch=names).rename(columns={"interval_low": "low", "interval_high": "high"})
+        table = ends_of(table, "interval").assign(patch=names)
         return table[["model", "patch", "layer", "examples", "defined", "median", "low", "high"]]
 
     def provenance_notes(self) -> dict[str, Any]:
@@ -272,12 +275,12 @@ class Paper(OfModels):
 
     def headline(self, result: Result) -> list[str]:
         """Table 1 beside its control, in a sentence."""
-        table, failed = result.tables["table_1"], len(result.tables["failures"])
+        table = result.tables["table_1"]
         flips, decodes = (table["div_rate"] * table["decodes"]).sum(), int(table["decodes"].sum())
         free, same = (between(table[name].dropna().tolist() or [np.nan]) for name in ("mean_kl", "same_tokens"))
         lines = [f"A token flips in {flips:.0f} of {counted(decodes, 'decode')}: measured as in the paper, each path on its own "
                  f"text, the mean KL is {free} nats; fed the same tokens it is {same}."]  # fmt: skip
-        return lines + [f"{counted(failed, 'decode')} gave NaN or Inf and stand apart, in failures."] * bool(failed)
+        return lines + failures_of(result)
 
     def rows(self, tables: Tables) -> Rows:
         """None beside the tables, in which each number has its interval and control."""
@@ -325,8 +328,8 @@ class Paper(OfModels):
         }  # fmt: skip
         charts = {}
         for name, (title, panels) in figures.items():
-            if panels := [panel for panel in panels if len(panel.table)]:
-                charts[name] = Chart(f"Figure {name[-1]}. {title}", panels, notes)
+            if some := [panel for panel in panels if len(panel.table)]:
+                charts[name] = Chart(f"Figure {name[-1]}. {title}", some, notes)
         return charts
 
 
@@ -335,13 +338,13 @@ class Paper(OfModels):
 
 def decodes_of(parts: Parts, dtype: str) -> tuple[pd.DataFrame, pd.DataFrame]:
     """The decodes in a precision and their steps in both protocols; the mean KL is that of the steps that the paper counts."""
-    tables = joined({key: parts[key] for key in parts if key.startswith(f"{dtype}-")})
+    tables = joined(parts, f"{dtype}-")
     steps = with_free_steps(tables["decodes"], tables["steps"])
     means = steps[steps["step"] > 0].groupby([*DECODE, "protocol"])["kl"].mean().rename("mean_kl")
     return tables["decodes"].drop(columns="mean_kl").join(means, on=[*DECODE, "protocol"]), steps
 
 
-def mean_kl_of(decodes: pd.DataFrame, seeds: int) -> tuple[float, float, float]:
+def mean_kl_of(decodes: pd.DataFrame, seeds: int) -> Ends:
     """The mean KL with its interval as the paper takes it: run pairs are resampled as if each were independent of the others.
 
     Args:
@@ -355,11 +358,6 @@ def mean_kl_of(decodes: pd.DataFrame, seeds: int) -> tuple[float, float, float]:
     with quiet():
         ends = stats.bootstrap((kl,), np.mean, **options).confidence_interval
     return float(kl.mean()), float(ends.low), float(ends.high)
-
-
-def with_ends(name: str, value: float, low: float, high: float) -> dict[str, float]:
-    """An estimate and its interval, by the names of their columns."""
-    return {name: value, f"{name}_low": low, f"{name}_high": high}
 
 
 def beside(table: pd.DataFrame, papers: pd.DataFrame, on: Sequence[str], **columns: str) -> pd.DataFrame:
@@ -386,23 +384,30 @@ def table_1(decodes: pd.DataFrame, steps: pd.DataFrame, seeds: int, papers: pd.D
         statistics), cache_acc, no_cache_acc, p_bonferroni (McNemar), what the paper has, and same_tokens, the mean KL with both
         paths fed the same tokens. Estimates have their ends in _low and _high.
     """
-    rows, accuracy = [], accuracy_of(decodes).set_index(["model", "strategy"])
-    for row in only(divergence_of(decodes, steps), protocol="free").to_dict("records"):
-        place = {"model": row["model"], "strategy": row["strategy"]}
-        free, same = (mean_kl_of(only(decodes, protocol=protocol, **place), seeds) for protocol in PROTOCOLS)
-        right = accuracy.loc[tuple(place.values())] if tuple(place.values()) in accuracy.index else {}
+    rows = []
+    for row, free, same in _conditions(decodes, steps, seeds):
         rows.append(
-            {**place, "family": row["strategy"].partition("(")[0], "decodes": row["decodes"], "n": row["n"]}
+            {"model": row["model"], "strategy": row["strategy"], "family": row["strategy"].partition("(")[0]}
+            | {"decodes": row["decodes"], "n": row["n"]}
             | with_ends("div_rate", row["rate"], row["low"], row["high"])
             | with_ends("mean_kl", *free)
             | with_ends("median_kl", row["typical_kl"], row["typical_kl_low"], row["typical_kl_high"])
-            | {"cache_acc": right.get("accuracy_a"), "no_cache_acc": right.get("accuracy_b")}
-            | {"p_bonferroni": right.get("p_bonferroni")}
             | with_ends("same_tokens", *same)
         )
+    answers = {"accuracy_a": "cache_acc", "accuracy_b": "no_cache_acc", "p_bonferroni": "p_bonferroni"}
+    right = accuracy_of(decodes)[["model", "strategy", *answers]].rename(columns=answers)
+    table = pd.DataFrame(rows).merge(right, "left", ["model", "strategy"])
     numbers = papers.rename(columns={"strategy": "family"}).assign(div_rate=1.0)
     names = ("div_rate", "mean_kl", "mean_kl_low", "mean_kl_high", "cache_acc", "no_cache_acc")
-    return beside(pd.DataFrame(rows), numbers, ["model", "family"], **{name: f"paper_{name}" for name in names})
+    return beside(table, numbers, ["model", "family"], **{name: f"paper_{name}" for name in names})
+
+
+def _conditions(decodes: pd.DataFrame, steps: pd.DataFrame, seeds: int) -> Iterator[tuple[dict[str, Any], Ends, Ends]]:
+    """How often and how far the paths part on their own texts, by model and strategy, and the mean KL of both protocols."""
+    for row in only(divergence_of(decodes, steps), protocol="free").to_dict("records"):
+        own = only(decodes, model=row["model"], strategy=row["strategy"])
+        free, same = (mean_kl_of(only(own, protocol=protocol), seeds) for protocol in PROTOCOLS)
+        yield row, free, same  # type: ignore[misc]
 
 
 def table_2(found: Mapping[str, tuple[pd.DataFrame, pd.DataFrame]], papers: pd.DataFrame) -> pd.DataFrame:
@@ -422,12 +427,11 @@ def table_2(found: Mapping[str, tuple[pd.DataFrame, pd.DataFrame]], papers: pd.D
     rows: dict[str, dict[str, Any]] = {}
     for precision, tables in found.items():
         decodes, steps = (pooled(table.merge(shared, on=DECODE)) for table in tables)
-        for row in only(divergence_of(decodes, steps), protocol="free").to_dict("records"):
-            kl = {protocol: mean_kl_of(only(decodes, protocol=protocol, model=row["model"]), 1) for protocol in PROTOCOLS}
+        for row, free, same in _conditions(decodes, steps, 1):
             rows.setdefault(row["model"], {"model": row["model"], "n": row["n"], "decodes": row["decodes"]}).update(
-                with_ends(f"{precision}_kl", *kl["free"])
+                with_ends(f"{precision}_kl", *free)
                 | with_ends(f"{precision}_flip", row["rate"], row["low"], row["high"])
-                | with_ends(f"same_tokens_{precision}_kl", *kl["matched"])
+                | with_ends(f"same_tokens_{precision}_kl", *same)
             )
     return beside(pd.DataFrame(rows.values()), papers.assign(fp32_flip=0.0), ["model"], fp32_flip="paper_fp32_flip")
 
@@ -451,16 +455,15 @@ def table_3(correlations: pd.DataFrame, models: Sequence[str], papers: pd.DataFr
             rows.append({"model": model, "flips": 0, "n": 0, "trend": "no decode flips"})
             continue
         free, same = (only(group, quantity=name).set_index("method") for name in ("mean_kl", "matched_mean_kl"))
-        row: dict[str, Any] = {"model": model, "flips": free.loc["pearson", "n"], "n": free.loc["pearson", "n_prompts"]}
+        full, without_0 = free.loc["pearson"], free.loc["restricted>1"]
+        trend = full["why"] or without_0["why"] or "no flip at step 0" * bool(without_0["n"] == full["n"])
+        if not trend:
+            trend = "strengthens" if abs(without_0["value"]) > abs(full["value"]) else "weakens"
+            trend += ", within the interval" * bool(full["low"] <= without_0["value"] <= full["high"])
+        row = {"model": model, "flips": full["n"], "n": full["n_prompts"]}
         ends = ["value", "low", "high"]
         for name, method in zip(("full", "without_0", "without_8"), METHODS, strict=True):
             row |= with_ends(name, *free.loc[method, ends])
-        trend = free.loc["pearson", "why"] or free.loc["restricted>1", "why"]
-        if free.loc["restricted>1", "n"] == row["flips"]:
-            trend = trend or "no flip at step 0"
-        if not trend:
-            trend = "strengthens" if abs(row["without_0"]) > abs(row["full"]) else "weakens"
-            trend += ", within the interval" * bool(row["full_low"] <= row["without_0"] <= row["full_high"])
         rows.append(row | {"trend": trend} | with_ends("same_tokens", *same.loc["pearson", ends]))
     return beside(pd.DataFrame(rows), papers, ["model"], trend="paper_trend")
 

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
+from kvinterp.common import words
+from kvinterp.common.checks import check_choice, check_known, check_text, check_whole
 from kvinterp.common.result import Result
 from kvinterp.data import load_prompts
+from kvinterp.models.answers import LOGIT_DIFFERENCE
+from kvinterp.models.hook_names import site_of
+from kvinterp.patching import DIRECTIONS, DISTANCES, PRESETS, SWEEPS, Sweep, highest_kl, sweep
+from kvinterp.patching import Patch as Moved
 from kvinterp.patching.findings import charts_of_sweep, headline_of_sweep, rows_of_sweep
+from kvinterp.patching.patch import check_patch_site
 from kvinterp.study.cells import Cell, joined, loaded
 from kvinterp.study.experiments.base import OfModel, Parts, numbered
 from kvinterp.study.experiments.choices import taken_by
@@ -26,28 +33,32 @@ _UNLESS_GIVEN = {
 """What a preset may set, where neither it nor anybody else does."""
 
 
-def _of_preset(name: str, help: str) -> Any:
-    return option(None, help, show_default=str(_UNLESS_GIVEN[name]))
+def _of_preset(name: str, help: str, **shown: Any) -> Any:
+    return option(None, help, show_default=str(_UNLESS_GIVEN[name]), **shown)
 
 
 @dataclasses.dataclass(frozen=True)
 class Patch(OfModel):
     """What carries the difference: which layer, head or block of positions, moved from one path into the other?"""
 
-    TABLES: ClassVar = ("recovery", "steps", "controls")
-    DRAWN: ClassVar = ("recovery",)
-    RESULT: ClassVar = "kvinterp.patching:Sweep"
-    SHOWN: ClassVar = (headline_of_sweep, rows_of_sweep, charts_of_sweep)
-    UNIT: ClassVar = "prompts"
+    TABLES = ("recovery", "steps", "controls")
+    DRAWN = ("recovery",)
+    RESULT = "kvinterp.patching:Sweep"
+    SHOWN = (headline_of_sweep, rows_of_sweep, charts_of_sweep)
+    UNIT = "prompts"
 
     site: str = _of_preset("site", "What to patch: kv, cache_k, cache_v, resid_post, attn_out, ... (kvinterp list sites).")
     sweep: str = _of_preset(
         "sweep",
         "Which patches to make: single (one layer each), cumulative, cumulative-from, heads, kv-heads or blocks (of positions).",
     )
-    direction: str = _of_preset("direction", "Which path receives the patch: into-recompute or into-cached.")
+    direction: str = _of_preset(
+        "direction", "Which path receives the patch: into-recompute or into-cached.", among=DIRECTIONS
+    )
     steps: str = _of_preset("steps", "Which decode steps to patch: every, first, or step numbers with commas.")
-    protocol: str = _of_preset("protocol", "matched: both paths get the same tokens. free: each gets its own.")
+    protocol: str = _of_preset(
+        "protocol", "matched: both paths get the same tokens. free: each gets its own.", among=words.Protocol
+    )
     distance: str = _of_preset(
         "distance",
         "How far apart the paths are, by l2, kl, margin or logit_difference; several with commas, the first one leads.",
@@ -79,7 +90,9 @@ class Patch(OfModel):
         min=1,
     )
     controls: str = option(
-        "quick", "Which controls to run: quick, all (planted causes too, which need the model in float64) or none."
+        "quick",
+        "Which controls to run: quick, all (planted causes too, which need the model in float64) or none.",
+        among=words.Controls,
     )
 
     def __post_init__(self) -> None:
@@ -87,9 +100,6 @@ class Patch(OfModel):
         # Here and not when it is run: what was not given is told from what was given as its default.
         settings: dict[str, Any] = dict(_UNLESS_GIVEN)
         if self.preset is not None:
-            from kvinterp.common.checks import check_known
-            from kvinterp.patching import PRESETS
-
             check_known("preset", self.preset, PRESETS)
             settings |= {"sweep" if name == "over" else name: value for name, value in PRESETS[self.preset].items()}
         for name, value in settings.items():
@@ -98,14 +108,6 @@ class Patch(OfModel):
 
     def check(self) -> None:
         """What is moved, and at which steps, too."""
-        from kvinterp.common import words
-        from kvinterp.common.checks import check_choice, check_known, check_text, check_whole
-        from kvinterp.models.answers import LOGIT_DIFFERENCE
-        from kvinterp.models.hook_names import site_of
-        from kvinterp.patching import DIRECTIONS, DISTANCES, SWEEPS
-        from kvinterp.patching import Patch as Moved
-        from kvinterp.patching.patch import check_patch_site
-
         for name in _UNLESS_GIVEN.keys() - {"max_new_tokens"}:
             check_text(name, getattr(self, name), repr(_UNLESS_GIVEN[name]))
         super().check()
@@ -116,32 +118,19 @@ class Patch(OfModel):
             check_known("sweep", name.strip(), SWEEPS)
         for name in self.distance.split(","):
             check_choice("distance", name.strip(), (*DISTANCES, LOGIT_DIFFERENCE))
-        check_choice("direction", self.direction, DIRECTIONS)
-        check_choice("protocol", self.protocol, words.Protocol)
-        check_choice("controls", self.controls, words.Controls)
         site, _ = site_of(self.site)
         check_patch_site(site)
         Moved(site, steps=_steps(self.steps))
 
     def cells(self) -> list[Cell]:
         """A cell a prompt that is patched, in the order of their KL where only some are."""
-        from kvinterp.patching import sweep
-
-        count = len(load_prompts(self.prompts))
-        if self.examples is not None:
-            count = min(count, self.examples)
-        settings = {
-            **taken_by(self, sweep),
-            "model": self.model_settings(),
-            "over": self.sweep,
-            "steps": _steps(self.steps),
-        }
+        count = len(load_prompts(self.prompts)[: self.examples])
+        own = {"model": self.model_settings(), "over": self.sweep, "steps": _steps(self.steps)}
+        settings = {**taken_by(self, sweep), **own}
         return [Cell(f"patched-{place}", f"{__name__}:patched", settings) for place in range(count)]
 
     def reduce(self, parts: Parts) -> Result:
         """The sweep over all of them."""
-        from kvinterp.patching import Sweep
-
         tables, abouts = joined(parts), [about for _, about in parts.values()]
         if len(tables["controls"]):
             # Those of the prompts, and behind them the planted ones.
@@ -168,8 +157,6 @@ def patched(
     **settings: Any,
 ) -> None:
     """Sweeps over some of the prompts that are patched, and keeps what each gave."""
-    from kvinterp.patching import highest_kl, sweep
-
     adapter, prompt_list = loaded(model), load_prompts(prompts)
     chosen = list(range(len(prompt_list)))
     if examples is not None:

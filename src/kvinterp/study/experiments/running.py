@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvinterp.common.checks import check_choice, check_known, check_unread
 from kvinterp.common.result import Result
 from kvinterp.errors import InputError, unknown
 
@@ -23,10 +24,34 @@ _LONGEST = 80
 """So many characters has the name of a folder that nobody named."""
 
 
-def run(experiment: Experiment, out: Path | None, existing: str, progress: str, figures: str, engine: str) -> Result:
-    """Does what :meth:`Experiment.run` says."""
+def run(
+    experiment: Experiment,
+    out: str | Path | None,
+    existing: str = "error",
+    progress: str = "bar",
+    *,
+    figures: str = "drawn",
+    engine: str = "local",
+) -> Any:
+    """Answers it, or the rest of it.
+
+    Args:
+        experiment: The experiment.
+        out: A folder, in which an interrupted run can go on; None keeps everything in memory.
+        existing: What to do about what is already there, see :data:`kvinterp.study.results.EXISTING`.
+        progress: ``"bar"`` (on a terminal or in a notebook), or ``"none"``.
+        figures: ``"drawn"`` or ``"none"``: whether figures and page are written too.
+        engine: Where the cells are done: ``"local"``, in this process; ``"ray"`` or ``"ray(4)"``, by workers of Ray.
+
+    Returns:
+        Its result: of the experiment's class of results, where it has one.
+
+    Raises:
+        InputError: Something given does not exist or does not fit.
+        UnsupportedError: This kind of model cannot give what was asked for.
+        KeyboardInterrupt: It was interrupted; what was finished is in the folder.
+    """
     check_reached(experiment)
-    from kvinterp.common.checks import check_choice, check_known, check_unread
     from kvinterp.common.store import CELLS
     from kvinterp.study.results import EXISTING
 
@@ -35,25 +60,23 @@ def run(experiment: Experiment, out: Path | None, existing: str, progress: str, 
     check_choice("figures", figures, ("drawn", "none"))
     if out is None:
         check_unread("existing", existing, "error", "there is no folder; give one as out, or leave it out")
+    folder = None if out is None else Path(out)
     try:
-        return _run(experiment, out, existing, progress, figures, engine)
+        return _run(experiment, folder, existing, progress, figures, engine)
     except KeyboardInterrupt as error:
-        some = out is not None and any((out / CELLS).rglob("*.parquet"))
+        some = folder is not None and any((folder / CELLS).rglob("*.parquet"))
         error.args = (experiment.INTERRUPTED if some else NOTHING,)
         raise
 
 
 def _run(experiment: Experiment, out: Path | None, existing: str, progress: str, figures: str, engine: str) -> Result:
     from kvinterp.common.store import Store
-    from kvinterp.study.cells import CellsMade, Local, loading_once, run_cells
+    from kvinterp.study.cells import CellsMade, loading_once, run_cells
+    from kvinterp.study.engines import engine_named
     from kvinterp.study.results import check_free, is_finished
 
     # The cheap questions first: a typing error should not cost the loading of a model.
-    worker: Any = Local()
-    if engine != "local":
-        from kvinterp.study.engines import engine_named
-
-        worker = engine_named(engine)
+    worker = engine_named(engine)
     experiment.check()
     there = out is not None and check_free(out, experiment.verb(), file_names(experiment), existing)
     with loading_once():
@@ -91,23 +114,27 @@ def check_reached(experiment: Experiment) -> None:
     """Raises where a model is on a hub that cannot be reached: before torch is imported, since that takes seconds."""
     from kvinterp.models.naming import check_reached
 
-    fields = vars(experiment)
-    for name in filter(None, (fields.get("model"), *fields.get("models", ()))):
+    for name in model_names(experiment):
         # TransformerLens has names of its own.
-        if fields.get("kind") not in ("hooked", "transformer_lens") or "/" in name:
+        if vars(experiment).get("kind") not in ("hooked", "transformer_lens") or "/" in name:
             check_reached(name)
+
+
+def model_names(experiment: Experiment) -> list[str]:
+    """The models of an experiment, as they were given."""
+    given = vars(experiment)
+    return [str(name) for name in (given.get("model"), *given.get("models", ())) if name]
 
 
 def check_steps(experiment: Experiment) -> None:
     """Raises where a model has fewer positions than steps were asked for: before any part of the work is done."""
-    steps_by_field = {name: steps for name in experiment.STEPS if (steps := vars(experiment).get(name)) is not None}
-    for adapter in experiment.adapters() if steps_by_field else ():
-        for name, steps in steps_by_field.items():
-            if steps > (context := adapter.facts.context):
-                raise InputError(
-                    f"{name}={steps} was given, but {adapter.facts.name} has a context of {context:,} positions: decode "
-                    "fewer steps."
-                )
+    given = {name: steps for name in experiment.STEPS if (steps := vars(experiment).get(name)) is not None}
+    for adapter in experiment.adapters() if given else ():
+        model, context = adapter.facts.name, adapter.facts.context
+        for name, steps in given.items():
+            if steps > context:
+                advice = f"{model} has a context of {context:,} positions: decode fewer steps."
+                raise InputError(f"{name}={steps} was given, but {advice}")
 
 
 def asked(experiment: Experiment) -> dict[str, Any]:
@@ -123,8 +150,8 @@ def asked(experiment: Experiment) -> dict[str, Any]:
 
 def default_folder(experiment: Experiment) -> Path:
     """The folder that its command writes unless one is given: ``out/VERB-MODEL``."""
-    models = filter(None, (vars(experiment).get("model"), *vars(experiment).get("models", ())))
-    names = [re.sub(r"[^\w.-]+", "-", re.split("[:/]", str(name).rstrip("/"))[-1]).strip("-") for name in models]
+    lasts = [re.split("[:/]", name.rstrip("/"))[-1] for name in model_names(experiment)]
+    names = [re.sub(r"[^\w.-]+", "-", last).strip("-") for last in lasts]
     return Path("out") / "-".join([experiment.verb(), *names])[:_LONGEST].rstrip("-.")
 
 
@@ -133,8 +160,7 @@ def default_folder(experiment: Experiment) -> Path:
 
 def file_names(experiment: Experiment) -> list[str]:
     """The names of the files that it will write, beside the summary and figures."""
-    tables = (f"{table}.parquet" for table in (*["findings"] * experiment.has_findings(), *experiment.TABLES))
-    return [*tables, *experiment.FILES, "report.html"]
+    return [*(f"{table}.parquet" for table in ("findings", *experiment.TABLES)), *experiment.FILES, "report.html"]
 
 
 def files_of(experiment: Experiment, result: Result) -> list[str]:
@@ -142,8 +168,7 @@ def files_of(experiment: Experiment, result: Result) -> list[str]:
     from kvinterp.study.results import prompts_of
 
     tables = (f"{name}.parquet" for name in result.tables)
-    folder = result.folder
-    there = [name for name in experiment.FILES if folder is not None and (folder / name).exists()]
+    there = [name for name in experiment.FILES if result.folder is not None and (result.folder / name).exists()]
     figures = (f"figures/{name}*" for name in experiment.figure_names())
     return [*tables, *(result.others or prompts_of(result) or there), "report.html", *figures]
 
