@@ -151,3 +151,16 @@ def test_the_null_is_two_recomputations_of_the_same_positions():
     assert f"{number(compared.steps['max_abs_logit'].max() / unit)} unit" in str(compared.where())
     same = kv.compare(adapter, [prompt], "recompute", "recompute", max_new_tokens=3, record="", progress="none")
     assert "null" not in same.provenance
+
+
+@pytest.mark.parametrize("site", ["q", "k", "v", "z", "result", "post", "embed"])
+def test_a_vector_at_each_position_is_compared_by_its_relative_l2(site):
+    """Whatever a run records with one vector at each position, or one a head, compare takes too."""
+    adapter, prompt, settings = kv.load_model("zoo:gqa2-mini"), list(range(5, 12)), {"max_new_tokens": 4, "stop": "length"}
+    layers = kv.compare(adapter, [prompt], record=site, **settings, progress="none").tables["layers"]
+    fed = kv.run(adapter, prompt, **settings).tokens[:-1]
+    a, b = (kv.run(adapter, prompt, path, record=site, continuation=fed, **settings) for path in ("cached", "recompute"))
+    for row in layers.to_dict("records"):
+        one, other = (trace.records[site, row["layer"]][row["step"]].flatten().double() for trace in (a, b))
+        assert row["relative_l2"] == pytest.approx(float((one - other).norm() / other.norm()), rel=1e-6)
+    assert set(layers["layer"]) == ({0} if site == "embed" else {0, 1, 2, 3})

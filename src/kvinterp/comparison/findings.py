@@ -208,7 +208,7 @@ def charts_of_comparisons(comparisons: Mapping[str, Comparison]) -> dict[str, Ch
     derived = " (derived)" * ("pattern" in first.derived)
     panels_and_titles: dict[str, tuple[list[Panel], str]] = {
         "kl_by_step": (_kl_by_step(comparisons), "KL at each step (points: prompts; lines: medians)"),
-        "drift_by_layer": (_drift_by_layer(comparisons), "Difference of the residual stream (median, quartiles)"),
+        "drift_by_layer": (_drift_by_layer(comparisons), "Difference by layer (median, quartiles)"),
         "attention_by_head": (_attention_by_head(first), f"Mean attention KL by layer and head{derived}"),
         "kv_by_position": (_kv_by_position(first), "Error of K and V by position (dashes: the prompt ends)"),
     }
@@ -238,7 +238,7 @@ def _drift_by_layer(comparisons: Mapping[str, Comparison]) -> list[Panel]:
         return []
     table = pd.concat(lines, ignore_index=True)
     sites = table["site"].unique()
-    name = sites[0] if len(sites) == 1 else "the residual stream"
+    name = sites[0] if len(sites) == 1 else "each site"
     return [Panel(table, "layer", "median", color="line", label=f"relative L2 difference\nof {name}")]
 
 

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from kvinterp.errors import UnsupportedError
 from kvinterp.models import Adapter
 from kvinterp.models.hook_names import hook_of, listed_names, places_of
-from kvinterp.models.sites import CACHE_SITES, RESIDUAL_SITES, ROUTING_SITES, expand_sites
+from kvinterp.models.sites import CACHE_SITES, ROUTING_SITES, VECTOR_SITES, expand_sites
 from kvinterp.recording import SiteHook
 
 DEFAULT_RECORD = ("resid_post", "pattern", "kv")
-COMPARED = (*RESIDUAL_SITES, "pattern", *CACHE_SITES, *ROUTING_SITES)
+COMPARED = (*VECTOR_SITES, "pattern", *CACHE_SITES, *ROUTING_SITES)
 """All sites that can be compared."""
 
 

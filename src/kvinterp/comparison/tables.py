@@ -8,6 +8,7 @@ dimension, so a block's numbers equal those of its steps to the bit; a test chec
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -22,7 +23,7 @@ from kvinterp.comparison.cache_errors import CacheErrors, Span
 from kvinterp.comparison.table import Table
 from kvinterp.metrics.routing import routing_of
 from kvinterp.models.attaching import Site
-from kvinterp.models.sites import RESIDUAL_SITES, ROUTING_SITES, ROWS
+from kvinterp.models.sites import ROUTING_SITES, ROWS, VECTOR_SITES
 
 _CACHED = {"cache_k": "K", "cache_k_pre": "K before RoPE", "cache_v": "V"}
 """The names of the cache sites in the tables."""
@@ -151,11 +152,13 @@ class Differences:
                 layers_of.setdefault(site, []).append(layer)
         streams = []
         labels: dict[str, Sequence[Any]]
-        for site in filter(layers_of.get, RESIDUAL_SITES):
-            layers = layers_of[site]
-            labels = {"site": [site], "layer": layers, "example": examples}
-            a, b = (torch.stack([path[site, layer] for layer in layers])[None] for path in tensors)
-            streams.append(_Piece(step, labels, (a, b)))
+        for site in filter(layers_of.get, VECTOR_SITES):
+            # Layers may differ in the number and the width of their heads (Gemma 4).
+            shapes = {layer: tensors[0][site, layer].shape for layer in layers_of[site]}
+            for _, alike in itertools.groupby(shapes, shapes.__getitem__):
+                labels = {"site": [site], "layer": (layers := list(alike)), "example": examples}
+                a, b = (torch.stack([path[site, layer].flatten(1) for layer in layers])[None] for path in tensors)
+                streams.append(_Piece(step, labels, (a, b)))
         self._wait("residual", streams)
         if "pattern" in layers_of:
             layers = layers_of["pattern"]

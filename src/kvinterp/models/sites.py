@@ -100,6 +100,8 @@ ROWS = "cache_positions"
 """Not a site for users: it is recorded beside others where a policy may remove rows, ``[batch, kv_head, row]``."""
 LAYOUTS[ROWS] = Layout("absolute positions of the rows in the cache", "rows", "kv_head, row")
 RESIDUAL_SITES = tuple(site for site, layout in LAYOUTS.items() if layout.group == "residual")
+VECTOR_SITES = tuple(site for site, layout in LAYOUTS.items() if layout.gathers and layout.group != "routing")
+"""Sites that have one vector, or one a head, at each position."""
 CACHE_SITES = tuple(site for site, layout in LAYOUTS.items() if layout.group == "cache")
 ROUTING_SITES = tuple(site for site, layout in LAYOUTS.items() if layout.group == "routing")
 WITHIN_MLP = tuple(site for site, layout in LAYOUTS.items() if layout.group in ("mlp", "routing"))

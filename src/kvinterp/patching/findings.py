@@ -89,8 +89,8 @@ def rows_of_sweep(sweep: Sweep) -> Iterator[Finding]:
     for row in table.sort_values("median", ascending=False, kind="stable").to_dict("records") if len(table) else ():
         labels = {name: row[name] for name in ("layer", "head") if row[name] >= 0}
         labels |= {"positions": row["positions"]} if row["sweep"] == "blocks" else {}
-        notes = [f"{percent(row[name])} of the {RECOVERED[name.removeprefix('median_')]}" for name in row
-                 if name.startswith("median_") and not pd.isna(row[name])]  # fmt: skip
+        notes = [f"{percent(row[name])} of the {RECOVERED[name.removeprefix('median_recovery_')]}" for name in row
+                 if name.startswith("median_recovery_") and not pd.isna(row[name])]  # fmt: skip
         undefined = row["examples"] - row["defined"]
         notes += [f"{counted(undefined, 'prompt')} without a difference left out"] if undefined else []
         yield finding(f"median recovery of the {RECOVERED[distance]}", row["median"], (row["interval_low"], row["interval_high"]),

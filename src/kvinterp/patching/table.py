@@ -89,7 +89,7 @@ class Sweep(Result):
     def aggregate(self) -> pd.DataFrame:
         """For each patch the mean, median, quartiles and the median's interval of the recovery over examples.
 
-        They are NaN if no example defines a recovery. For the other distances there is the median, as median_kl and so on.
+        They are NaN if no example defines a recovery. For the other distances there is the median (median_recovery_kl).
         """
         rows = []
         for labels, group in self.recovery.groupby(LABELS, sort=False):
@@ -104,7 +104,7 @@ class Sweep(Result):
             # All medians are over the examples that define the first distance.
             defined = group.loc[group["defined"]]
             for name in self.provenance.get("distances", ())[1:]:
-                row[f"median_{name}"] = defined[f"recovery_{name}"].median()
+                row[f"median_recovery_{name}"] = defined[f"recovery_{name}"].median()
             rows.append(row)
         return pd.DataFrame(rows)
 
