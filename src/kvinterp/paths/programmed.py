@@ -24,7 +24,9 @@ from kvinterp.paths.generating import Generating
 from kvinterp.paths.view import View
 from kvinterp.programs.operations.crop import Crop, Draft
 from kvinterp.programs.operations.feed import Feed
+from kvinterp.programs.operations.generate import Generate
 from kvinterp.programs.program import Program
+from kvinterp.programs.running import Columns
 
 Loop = Generator[Float[Tensor, "batch vocab"], Int[Tensor, " batch"], None]
 
@@ -81,8 +83,8 @@ def check(program: Program, adapter: Adapter, length: int, steps: int) -> None:
 
 
 @dataclasses.dataclass
-class Lane:
-    """One path in motion under a program: what operations lead.
+class Lane(Columns):
+    """One path in motion under a program.
 
     Attributes:
         adapter: The model, in the path's dtype.
@@ -95,9 +97,7 @@ class Lane:
         aside: The same for another request, which nobody hears.
         view: Which part of a forward is shown.
         witness: What happened, by name.
-        held: What lasts until the path is over.
-        program, store: Of the pass that runs.
-        mask, ids: Of all columns on its cache, ``[row, column]``.
+        store: That of the pass that runs.
     """
 
     adapter: Adapter
@@ -110,17 +110,10 @@ class Lane:
     aside: Callable[[Tensor, int], Any]
     view: View
     witness: dict[str, int]
-    held: contextlib.ExitStack = dataclasses.field(default_factory=contextlib.ExitStack)
-    program: Program = dataclasses.field(init=False)
-    store: Any = dataclasses.field(init=False)
-    mask: Tensor = dataclasses.field(init=False)
-    ids: Tensor = dataclasses.field(init=False)
-    _pads: list[int] = dataclasses.field(init=False)
-    _fed: int = dataclasses.field(init=False)
 
     def run(self) -> Loop:
         """Yields the newest logits of the path's row, ``[1, vocab]``, and is sent the next token."""
-        self.text = self.prompt
+        self.text, self.model, self.lines, self.held = self.prompt, self.adapter.model, [], contextlib.ExitStack()
         with self.held:
             if self.form == "recompute":
                 while True:
@@ -137,7 +130,7 @@ class Lane:
             if self._fed and not self._unfed:
                 yield from self._token()
             self._stays = stays
-            yield from step.lead(self)
+            yield from step.do(self)
         if self._unfed:
             yield from self._rest(self._unfed)
 
@@ -205,7 +198,7 @@ class Lane:
         if wrong:
             self.crop(wrong)
 
-    def select(self, rows: Sequence[int], method: str, asked: Any) -> None:
+    def select(self, rows: list[int], method: str, asked: Any) -> None:
         """Goes on as these rows of the cache, by a method of the library's that is asked for them."""
         if not self.store.can_select:
             raise UnsupportedError(
@@ -213,29 +206,25 @@ class Lane:
             )
         if self.view.row not in rows:
             raise InputError(f"program {self.program} lets go of row {self.view.row}, in which the path's prompt stands.")
-        order = torch.tensor(rows)
         self.store.select(method, asked if isinstance(asked, int) else asked.to(self.prompt.device))
-        self.mask, self.ids = self.mask[order], self.ids[order.to(self.ids.device)]
-        self._pads, self.view.row = [self._pads[row] for row in rows], list(rows).index(self.view.row)
-        self.count("rows moved", len(rows))
+        self.goes_on_as(rows)
+        self.view.row = rows.index(self.view.row)
 
-    def join(self) -> None:
-        """Another request joins: its own prefill of as many tokens as there are columns, put under the others."""
-        ids = self._others(self.mask.shape[1])
+    def join(self, ids: Tensor, cache: Any) -> None:
+        """Puts the row of another store under its own."""
+        self.store.join(cache)
+        super().join(ids, cache)
+
+    def other(self, width: int) -> Tensor:
+        """Tokens of another request, ``[1, column]``."""
+        return self.prompt.repeat(1, width // self.prompt.shape[1] + 1)[:, :width].roll(1, 1)
+
+    def serve(self, ids: Tensor, kept: str = "yes") -> Any:
+        """Serves another request on a store of its own, which is given back."""
         store = self.aside(ids, 1)
         with self._unseen():
             self.adapter.forward(ids, store)
-        self.store.join(store)
-        self.mask, self.ids = torch.cat([self.mask, torch.ones_like(self.mask[:1])]), torch.cat([self.ids, ids])
-        self._pads.append(0)
-        self.count("rows joined")
-
-    def request(self, width: int) -> None:
-        """Another request is served, on a cache of its own."""
-        ids = self._others(width)
-        with self._unseen():
-            self.adapter.forward(ids, self.aside(ids, 1))
-        self.count("other requests")
+        return store
 
     def fork(self, width: int) -> None:
         """A copy of the cache is fed other tokens."""
@@ -247,25 +236,24 @@ class Lane:
         twin = copy.deepcopy(cache)
         # The copy is not led through the path's store.
         vars(twin).pop("update", None)
-        ids = self._others(width).expand(len(self.mask), -1)
+        ids = self.other(width).expand(len(self.mask), -1)
         mask = torch.cat([self.mask, torch.ones(ids.shape, dtype=torch.long)], 1)
         told = self._told(mask, width)
         with self._unseen():
             self.adapter.call_with_cache(ids, twin, told.get("attention_mask"), told.get("position_ids"))
         self.count("copies fed")
 
-    def generate(self, width: int, count: int, new: bool, drafts: int) -> Loop:
-        """Runs each forward that transformers' ``generate()`` asks for; tells it the path's tokens.
-
-        Args:
-            width: Columns that it is given besides.
-            count: Tokens that it takes.
-            new: Whether it is given these alone, and not the whole text.
-            drafts: How many it looks up; 0 for none.
+    def generate(self, step: Generate) -> Loop:
+        """Runs each forward that transformers' ``generate()`` asks for on the path's cache; tells it the path's tokens.
 
         Raises:
-            UnsupportedError: The model keeps its own cache, or it ended by itself.
+            UnsupportedError: The model or ``generate()`` keeps its own cache, or it ended by itself.
         """
+        count, drafts = step.count, step.ahead
+        if step.how not in ("whole", "new", "lookup"):
+            raise UnsupportedError(
+                f"{step} is no use of a path's cache or tokens, since it makes its own: give beams(2), chunked(2) or static."
+            )
         view, cache = self.view, getattr(self.store.library_cache, "model_cache", None)
         if cache is None:
             raise UnsupportedError(
@@ -280,11 +268,11 @@ class Lane:
             raise InputError(
                 f"program {self.program} looks up drafts on a filled cache: generate first, as in rows(0)+generate(9,5,lookup)."
             )
-        part = self._padded(width)
+        part = self._padded(step.width)
         if int(part[view.row].sum()) > self._unfed:
             raise InputError(f"program {self.program} feeds more than the {self.prompt.shape[1]} tokens of the prompt.")
         ids, mask = self._ids(part, part[view.row].bool(), 0), torch.cat([self.mask, part], 1)
-        prompt = ids if new else torch.cat([self.ids, ids], 1)
+        prompt = ids if step.how == "new" else torch.cat([self.ids, ids], 1)
         # No token ends it: the path says when it is over.
         ends = {"eos_token_id": self.adapter.facts.vocabulary, "pad_token_id": 0}
         chosen = greedy(count, **ends, **({"prompt_lookup_num_tokens": drafts} if drafts else {}))
@@ -326,7 +314,7 @@ class Lane:
         rows, before, after = room(program, self.text.shape[1], steps)
         self.program, self.mask = program, torch.zeros(rows, 0, dtype=torch.long)
         self.ids = self.text[:, :0].expand(rows, 0)
-        self._pads, self._fed, self._masked = list(program.rows.pads), 0, False
+        self.pads, self._fed, self._masked = list(program.rows.pads), 0, False
         self._logits = self.text
         self.view.crop(0)
         self.view.row = program.rows.own
@@ -389,9 +377,9 @@ class Lane:
         """The mask of so many new columns."""
         mask = torch.ones(len(self.mask), width, dtype=torch.long)
         for row in range(len(mask)):
-            pads, last = (self._pads[row] + sum(inner[row : row + 1])), sum(behind[row : row + 1])
+            pads, last = (self.pads[row] + sum(inner[row : row + 1])), sum(behind[row : row + 1])
             lead = min(pads, width)
-            self._pads[row] = pads - lead
+            self.pads[row] = pads - lead
             mask[row, :lead] = 0
             mask[row, max(width - last, 0) :] = 0
         pads = int((mask == 0).sum())
@@ -411,25 +399,12 @@ class Lane:
         need, taken = int(mine.sum()), mask[self.view.row].bool().to(line.device) & ~mine
         line[mine] = self.text[0, self._fed : self._fed + need]
         line[taken] = (prompt[0] + others + torch.arange(1, int(taken.sum()) + 1, device=line.device)) % vocabulary
-        if len(mask) == 1:
-            return line[None]
-        # In the other rows the prompt, turned; beside what follows it other tokens.
-        moved = torch.arange(len(mask), device=line.device)[:, None] - self.view.row
-        turned = prompt[(self.mask.shape[1] + torch.arange(len(line), device=line.device) - moved) % len(prompt)]
-        index = self._fed + mine.cumsum(0) - 1
-        known = ~taken & (~mine | (index < len(prompt)))
-        ids = torch.where(known, turned, self._beside(line))
-        ids[self.view.row] = line
-        return ids
+        return self._beside(line)
 
     def _beside(self, tokens: Tensor) -> Tensor:
         """Other tokens in the other rows beside the path's own, ``[row, column]``."""
         moved = torch.arange(len(self.mask), device=tokens.device)[:, None] - self.view.row
         return (tokens + moved) % self.adapter.facts.vocabulary
-
-    def _others(self, width: int) -> Tensor:
-        """So many tokens of another request, ``[1, position]``."""
-        return self.prompt.repeat(1, width // self.prompt.shape[1] + 1)[:, :width].roll(1, 1)
 
     def _told(self, mask: Tensor, width: int) -> dict[str, Tensor]:
         takes = ("attention_mask", "position_ids") if self.adapter.takes_mask else ()
@@ -439,7 +414,7 @@ class Lane:
     def _forward(self, ids: Tensor, mask: Tensor, own: Tensor | None = None, shown: int | None = None) -> Tensor:
         """Logits of new columns on the store of the pass, ``[row, column, vocab]``; ``own``: which are the path's own."""
         own = torch.ones(ids.shape[1], dtype=torch.bool) if own is None else own
-        self.mask, self.ids = torch.cat([self.mask, mask.cpu()], 1), torch.cat([self.ids, ids], 1)
+        self.put(ids, mask.cpu())
         told = self._told(self.mask, ids.shape[1])
         self.view.feed(own, shown)
         with contextlib.nullcontext() if bool(own.any()) else self._unseen():
@@ -454,7 +429,7 @@ class Lane:
         """Told that all columns from ``length`` on were taken back."""
         self.store.cropped(length)
         self.view.crop(length)
-        self.mask, self.ids = self.mask[:, :length], self.ids[:, :length]
+        self.cut(length)
 
     @contextlib.contextmanager
     def _unseen(self) -> Iterator[None]:

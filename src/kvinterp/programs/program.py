@@ -17,12 +17,11 @@ from torch import Tensor
 
 from kvinterp.common import spec
 from kvinterp.common.checks import check_whole
-from kvinterp.errors import InputError, UnsupportedError
+from kvinterp.errors import InputError
 from kvinterp.models import Adapter, caches
 
 if TYPE_CHECKING:
-    from kvinterp.paths.programmed import Lane
-    from kvinterp.programs.running import Run
+    from kvinterp.programs.running import Columns, Run
     from kvinterp.programs.subject import Subject
 
 TOLD = ("needed", "mask", "positions", "all", "mask_alone")
@@ -119,12 +118,8 @@ class Operation(abc.ABC):
         return run.filled and run.cache is not None
 
     @abc.abstractmethod
-    def do(self, run: Run) -> None:
-        """Does it, and judges the logits."""
-
-    def lead(self, lane: Lane) -> Iterable[Tensor]:
-        """Does it on a path: yields the newest logits wherever it needs a token that is not known yet."""
-        raise UnsupportedError(f"{self} is no use of a path's cache: leave it out.")
+    def do(self, run: Columns) -> Iterable[Tensor]:
+        """Does it: an audit judges the logits; a path yields the newest wherever it needs a token that is not known yet."""
 
     def check(self, adapter: Adapter, length: int) -> None:  # noqa: B027
         """Raises UnsupportedError, before a path runs, where this model cannot be run so over so many positions."""

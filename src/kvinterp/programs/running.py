@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import itertools
 import random
 from collections.abc import Callable
 from typing import Any
@@ -20,6 +21,8 @@ from kvinterp.programs.subject import ModelSubject, Subject, apart
 COMMON = frozenset({"prompt", "decode step", "batch"})
 """Uses that nearly every program has."""
 PADDED = ", left padding"
+PIECES = 8
+"""The most forwards of one feed."""
 RIGHT, WRONG, PLAIN, REFUSED = "right", "wrong", "off without a cache too", "refused"
 
 
@@ -58,7 +61,54 @@ class Wrong:
     error: float
 
 
-class Run:
+class Columns:
+    """Rows of columns on one cache, as operations see them: an audit's :class:`Run`, or a path in motion.
+
+    Attributes:
+        program: What is done.
+        model: What runs.
+        ids, mask: All columns on the cache, ``[row, column]``.
+        pads: Pads that are still to come in front of each row.
+        lines: What was done, in lines of Python.
+        held: What lasts until its end.
+    """
+
+    program: Program
+    model: Any
+    ids: Tensor
+    mask: Tensor
+    pads: list[int]
+    lines: list[str]
+    held: contextlib.ExitStack
+
+    def tries(self, use: str, *lines: str) -> None:
+        """Notes a use of the cache, and lines of Python."""
+
+    def count(self, name: str, more: int = 1) -> None:
+        """Counts what happened."""
+
+    def put(self, ids: Tensor, mask: Tensor) -> None:
+        """These columns come."""
+        self.ids, self.mask = torch.cat([self.ids, ids], 1), torch.cat([self.mask, mask], 1)
+
+    def cut(self, length: int) -> None:
+        """All columns from ``length`` on go."""
+        self.ids, self.mask = self.ids[:, :length], self.mask[:, :length]
+
+    def goes_on_as(self, rows: list[int]) -> None:
+        """The cache holds these of its rows now."""
+        self.pads, self.ids, self.mask = [self.pads[row] for row in rows], self.ids[rows], self.mask[rows]
+
+    def compiled(self, own: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
+        """The model's forward is compiled; its own is put back by ``own``."""
+
+    def join(self, ids: Tensor, cache: Any) -> None:
+        """A row of another cache joins."""
+        self.pads.append(0)
+        self.ids, self.mask = torch.cat([self.ids, ids]), torch.cat([self.mask, torch.ones_like(self.mask[:1])])
+
+
+class Run(Columns):
     """One program on a model.
 
     Args:
@@ -67,19 +117,16 @@ class Run:
 
     Attributes:
         texts: Each row's own tokens.
-        ids, mask: All columns on the cache, ``[row, column]``.
-        pads: Pads that are still to come in front of each row.
         cache: The cache.
         since: Columns fed since the last crop.
         uses: The uses of a cache that were tried.
         worst: The largest error of a row.
         wrong: Where the logits are wrong.
         raised: The error that a crash raised, and what it said.
-        lines: What was done, in lines of Python.
-        held: What lasts until its end.
     """
 
     def __init__(self, subject: Subject, program: Program) -> None:
+        self.model = getattr(subject, "model", None)
         self.subject, self.program, self.draw = subject, program, random.Random(program.rows.seed)
         rows = len(program.rows.pads)
         self.texts: list[list[int]] = [[] for _ in range(rows)]
@@ -96,8 +143,7 @@ class Run:
         self.worst = 0.0
         self.raised = ""
         self.wrong: Wrong | None = None
-        self.lines: list[str] = []
-        self.held = contextlib.ExitStack()
+        self.lines, self.held = [], contextlib.ExitStack()
         self.pending: tuple[Tensor, Tensor] | None = None
         self.without: Callable[[], float] | None = None
         self.heard: Callable[[], None] = lambda: None
@@ -142,8 +188,7 @@ class Run:
 
     def _raised(self, error: Exception) -> tuple[str, str]:
         """Whose an error is: a library's own ``raise`` is a refusal, what breaks deeper is a crash."""
-        modules = self.subject.model if isinstance(self.subject, ModelSubject) else torch.nn.Module()
-        who, place = whose(error, modules)
+        who, place = whose(error, self.model or torch.nn.Module())
         self.raised = named(error)
         said = f"{self.raised} ({place})"
         # An UnsupportedError says that the model's own code does not offer it.
@@ -158,10 +203,10 @@ class Run:
             return PLAIN, f"it raises {said}; without a cache: {same}"
         return WRONG, f"it raises {said}"
 
-    def tries(self, use: str) -> None:
-        """Notes a use of the cache."""
-        if use not in self.uses:
-            self.uses.append(use)
+    def tries(self, use: str, *lines: str) -> None:
+        """Notes a use of the cache, and lines of Python."""
+        self.uses += [use] if use not in self.uses else []
+        self.lines += lines
 
     @property
     def use(self) -> str:
@@ -305,17 +350,85 @@ class Run:
 
     def took(self, ids: Tensor, mask: Tensor, cache: Any) -> None:
         """The cache holds these columns now."""
-        self.cache = cache
-        self.ids, self.mask, self.since = (
-            torch.cat([self.ids, ids], 1),
-            torch.cat([self.mask, mask], 1),
-            self.since + ids.shape[1],
-        )
+        self.put(ids, mask)
+        self.cache, self.since = cache, self.since + ids.shape[1]
 
     def goes_on_as(self, rows: list[int]) -> None:
         """The cache holds these of its rows now."""
-        self.texts, self.pads = [list(self.texts[row]) for row in rows], [self.pads[row] for row in rows]
-        self.ids, self.mask = self.ids[rows], self.mask[rows]
+        self.texts = [list(self.texts[row]) for row in rows]
+        super().goes_on_as(rows)
+
+    # What operations do ---------------------------------------------------------------------------------------------------
+
+    def feed(self, width: int, cut: int = 0, inner: tuple[int, ...] = (), behind: tuple[int, ...] = ()) -> tuple[()]:
+        """Feeds new columns in pieces; beyond the contract alone may one of a single column have a pad."""
+        ids, mask = self.columns(min(width, self.room - 1 - self.ids.shape[1]), inner, behind)
+        width = ids.shape[1]
+        cut = max(cut, -(-width // PIECES)) if cut else width
+        ends = [0]
+        for end in [*range(cut, width, cut), width]:
+            if self.beyond or end - ends[-1] > 1 or bool(mask[:, ends[-1]].all()):
+                ends.append(end)
+            elif end == width:
+                ends[max(len(ends) - 1, 1) :] = [width]
+        for begin, end in itertools.pairwise(ends):
+            part = ids[:, begin:end], mask[:, begin:end]
+            self.took(*part, self.forward(*part, self.cache, mask[:, end:].sum(1)))
+        return ()
+
+    def crop(self, count: int) -> None:
+        """Takes columns back; what is fed next is judged."""
+        self.tries("crop and go on", f"cache.crop({-count})")
+        self.cache.crop(-count)
+        self.texts, self.since = [text[:-count] for text in self.texts], 0
+        self.cut(self.ids.shape[1] - count)
+
+    def draft(self, count: int) -> tuple[()]:
+        """Feeds a token and so many more, of which as many stay as are drawn."""
+        self.feed(1 + count)
+        if wrong := count - self.draw.randint(0, count):
+            self.crop(wrong)
+        return ()
+
+    def select(self, rows: list[int], method: str, asked: Any) -> None:
+        """Goes on as these rows of the cache, by a method of the library's."""
+        getattr(self.cache, method)(asked if isinstance(asked, int) else asked.to(self.subject.device))
+        self.goes_on_as(rows)
+
+    def other(self, width: int) -> Tensor:
+        """Tokens of another request, ``[1, column]``."""
+        return self.subject.tensor([self.tokens(min(width, self.room))])
+
+    def serve(self, ids: Tensor, kept: str = "yes") -> Any:
+        """Serves another request on a cache of its own, which is given back."""
+        self.write(ids, {}, None, kept)
+        return self.subject.feed(ids, None, None, None)[1]
+
+    def join(self, ids: Tensor, cache: Any) -> None:
+        """Puts the row of another cache of as many positions under its own."""
+        for mine, theirs in zip(self.cache.layers, cache.layers, strict=True):
+            mine.keys, mine.values = torch.cat([mine.keys, theirs.keys]), torch.cat([mine.values, theirs.values])
+        self.texts.append(ids[0].tolist())
+        super().join(ids, cache)
+
+    def fork(self, width: int) -> None:
+        """Feeds a copy of the cache, judged."""
+        back = self.aside()
+        ids, mask = self.columns(width)
+        self.lines.append("kept = copy.deepcopy(cache)")
+        self.forward(ids, mask, copy.deepcopy(self.cache))
+        self.lines.append("cache = kept")
+        back()
+
+    def generate(self, step: Any) -> tuple[()]:
+        """As it is: see :meth:`kvinterp.programs.operations.generate.Generate.judged`."""
+        step.judged(self)
+        return ()
+
+    def compiled(self, own: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
+        """What is right is computed by the model's own forward, which ``own`` puts back."""
+        vars(self.subject)["uncompiled"] = own
+        self.held.callback(vars(self.subject).pop, "uncompiled")
 
     def aside(self) -> Callable[[], None]:
         """What gives back the rows as they are now, after something was tried."""

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,11 +14,8 @@ from torch import Tensor
 from kvinterp.errors import UnsupportedError, unknown
 from kvinterp.models import Adapter
 from kvinterp.programs.program import Operation
-from kvinterp.programs.running import Run
+from kvinterp.programs.running import Columns, Run
 from kvinterp.programs.subject import ModelSubject
-
-if TYPE_CHECKING:
-    from kvinterp.paths.programmed import Lane
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,19 +44,12 @@ class Compile(Operation):
         """Where the subject is a transformers model itself."""
         return isinstance(run.subject, ModelSubject) and run.subject.adapter.plain
 
-    def do(self, run: Run) -> None:
+    def do(self, run: Columns) -> Iterable[Tensor]:
         """Compiles until the program is over."""
-        run.tries("compiled")
-        run.lines.append(f"model.forward = torch.compile(model.forward, backend={self.backend!r})")
-        subject: Any = run.subject
-        own = functools.partial(_with_forward, subject.model, subject.model.forward)
-        run.held.enter_context(compiled(subject.model, self.backend, lambda name, more: None))
-        subject.uncompiled = own
-        run.held.callback(vars(subject).pop, "uncompiled")
-
-    def lead(self, lane: Lane) -> Iterable[Tensor]:
-        """Compiles until the path is over."""
-        lane.held.enter_context(compiled(lane.adapter.model, self.backend, lane.count))
+        run.tries("compiled", f"model.forward = torch.compile(model.forward, backend={self.backend!r})")
+        own = functools.partial(_with_forward, run.model, run.model.forward)
+        run.held.enter_context(compiled(run.model, self.backend, run.count))
+        run.compiled(own)
         return ()
 
     def check(self, adapter: Adapter, length: int) -> None:

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
-from kvinterp.programs.operations.feed import Feed
 from kvinterp.programs.program import Operation
-from kvinterp.programs.running import Run
+from kvinterp.programs.running import Columns, Run
 from kvinterp.programs.subject import ModelSubject
-
-if TYPE_CHECKING:
-    from kvinterp.paths.programmed import Lane
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,17 +38,9 @@ class Crop(Operation):
         real = bool((run.mask[:, -self.count :] == 1).all()) and min(map(len, run.texts)) > self.count
         return real and not any(run.pads) and (not deep or run.beyond)
 
-    def do(self, run: Run) -> None:
+    def do(self, run: Columns) -> Iterable[Tensor]:
         """Takes them back; what is fed next is judged."""
-        run.tries("crop and go on")
-        run.lines.append(f"cache.crop({-self.count})")
-        run.cache.crop(-self.count)
-        run.texts, run.since = [text[: -self.count] for text in run.texts], 0
-        run.ids, run.mask = run.ids[:, : -self.count], run.mask[:, : -self.count]
-
-    def lead(self, lane: Lane) -> Iterable[Tensor]:
-        """Takes them back."""
-        lane.crop(self.count)
+        run.crop(self.count)
         return ()
 
     @property
@@ -80,17 +68,10 @@ class Draft(Operation):
         """Where they can be fed and taken back."""
         return run.ids.shape[1] + self.count + 3 <= run.room and Crop(self.count).offered(run)
 
-    def do(self, run: Run) -> None:
-        """Feeds all, judged; of the drafts as many stay as are drawn."""
+    def do(self, run: Columns) -> Iterable[Tensor]:
+        """Feeds a token with its drafts, keeps those that are right; in an audit as many as are drawn."""
         run.tries("drafts checked")
-        Feed(1 + self.count).do(run)
-        right = run.draw.randint(0, self.count)
-        if right < self.count:
-            Crop(self.count - right).do(run)
-
-    def lead(self, lane: Lane) -> Iterable[Tensor]:
-        """Feeds a token with its drafts, keeps those that are right."""
-        return lane.draft(self.count)
+        return run.draft(self.count)
 
     @property
     def columns(self) -> int:

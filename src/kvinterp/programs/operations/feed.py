@@ -5,21 +5,14 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from kvinterp.errors import UnsupportedError
 from kvinterp.models import Adapter
 from kvinterp.programs.program import Operation
-from kvinterp.programs.running import Run
+from kvinterp.programs.running import Columns, Run
 from kvinterp.programs.subject import Subject
-
-if TYPE_CHECKING:
-    from kvinterp.paths.programmed import Lane
-
-PIECES = 8
-"""The most forwards of one."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,21 +43,9 @@ class Feed(Operation):
         """Always, where there is room."""
         return run.ids.shape[1] + 2 <= run.room
 
-    def do(self, run: Run) -> None:
-        """Feeds the pieces."""
-        ids, mask = run.columns(min(self.width, run.room - 1 - run.ids.shape[1]), self.inner, self.behind)
-        width = ids.shape[1]
-        cut = max(self.cut, -(-width // PIECES)) if self.cut else width
-        ends = [*range(cut, width, cut), width]
-        if not run.beyond:
-            ends = self._no_lone_pad(ends, mask)
-        for begin, end in zip([0, *ends], ends, strict=False):
-            part = ids[:, begin:end], mask[:, begin:end]
-            run.took(*part, run.forward(*part, run.cache, mask[:, end:].sum(1)))
-
-    def lead(self, lane: Lane) -> Iterable[Tensor]:
-        """Feeds them, of the path's own text those that nothing takes back."""
-        return lane.feed(self.width, self.cut, self.inner, self.behind)
+    def do(self, run: Columns) -> Iterable[Tensor]:
+        """Feeds the pieces; of a path's own text those that nothing takes back."""
+        return run.feed(self.width, self.cut, self.inner, self.behind)
 
     def check(self, adapter: Adapter, length: int) -> None:
         """Pads between tokens stand in a window."""
@@ -79,19 +60,3 @@ class Feed(Operation):
     def columns(self) -> int:
         """All."""
         return self.width
-
-    @staticmethod
-    def _no_lone_pad(ends: list[int], mask: Tensor) -> list[int]:
-        """The same cuts without pieces of a single column that has a pad."""
-        kept: list[int] = []
-        begin = 0
-        for end in ends:
-            lone = end - begin == 1 and not bool(mask[:, begin].all())
-            last = end == ends[-1]
-            if lone and not last:
-                continue
-            if lone and kept:
-                kept.pop()
-            kept.append(end)
-            begin = end
-        return kept

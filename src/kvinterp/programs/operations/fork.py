@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from kvinterp.programs.program import Operation
-from kvinterp.programs.running import Run
-
-if TYPE_CHECKING:
-    from kvinterp.paths.programmed import Lane
+from kvinterp.programs.running import Columns, Run
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,19 +27,10 @@ class Fork(Operation):
         """Where there is room."""
         return super().offered(run) and run.ids.shape[1] + self.width + 2 <= run.room
 
-    def do(self, run: Run) -> None:
+    def do(self, run: Columns) -> Iterable[Tensor]:
         """Feeds the copy, judged."""
         run.tries("fork")
-        back = run.aside()
-        ids, mask = run.columns(self.width)
-        run.lines.append("kept = copy.deepcopy(cache)")
-        run.forward(ids, mask, copy.deepcopy(run.cache))
-        run.lines.append("cache = kept")
-        back()
-
-    def lead(self, lane: Lane) -> Iterable[Tensor]:
-        """Feeds the copy."""
-        lane.fork(self.width)
+        run.fork(self.width)
         return ()
 
 
@@ -60,14 +46,9 @@ class Request(Operation):
     between = (1, 9)
     proof = ("other requests", "no other request was served")
 
-    def do(self, run: Run) -> None:
+    def do(self, run: Columns) -> Iterable[Tensor]:
         """A forward on a cache of its own."""
         run.tries("another request in between")
-        ids = run.subject.tensor([run.tokens(min(self.width, run.room))])
-        run.write(ids, {}, None, kept="no")
-        run.subject.feed(ids, None, None, None)
-
-    def lead(self, lane: Lane) -> Iterable[Tensor]:
-        """The same."""
-        lane.request(self.width)
+        run.serve(run.other(self.width), kept="no")
+        run.count("other requests")
         return ()

@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import random
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,11 +17,8 @@ from kvinterp.models import Adapter
 from kvinterp.models.transformer_lens_api import generate
 from kvinterp.models.transformers_api import can_generate
 from kvinterp.programs.program import Operation
-from kvinterp.programs.running import PADDED, Run
+from kvinterp.programs.running import PADDED, Columns, Run
 from kvinterp.programs.subject import ModelSubject, Subject, apart
-
-if TYPE_CHECKING:
-    from kvinterp.paths.programmed import Lane
 
 ON_THE_CACHE = {
     "whole": "given the whole text",
@@ -87,13 +84,9 @@ class Generate(Operation):
             return len(run.texts) == 1 and not getattr(subject.model, "_is_stateful", False)
         return self.how != "new" or (run.cache is not None and run.filled)
 
-    def lead(self, lane: Lane) -> Iterable[Tensor]:
-        """Runs each forward that ``generate()`` asks for on the path's cache, and tells it the path's tokens."""
-        if self.how not in ("whole", "new", "lookup"):
-            raise UnsupportedError(
-                f"{self} is no use of a path's cache or tokens, since it makes its own: give beams(2), chunked(2) or static."
-            )
-        return lane.generate(self.width, self.count, self.how == "new", self.ahead)
+    def do(self, run: Columns) -> Iterable[Tensor]:
+        """Generates: in an audit as it is, on a path the path's tokens."""
+        return run.generate(self)
 
     def check(self, adapter: Adapter, length: int) -> None:
         """Refuses a model that has no ``generate()`` of transformers'."""
@@ -120,7 +113,7 @@ class Generate(Operation):
         """The drafts."""
         return self.drafts if self.how == "lookup" else 0
 
-    def do(self, run: Run) -> None:
+    def judged(self, run: Run) -> None:
         """Generates, and judges the logits of every new token."""
         subject: Any = run.subject
         name = APART.get(self.how) or f"generate(), {ON_THE_CACHE[self.how]}".removesuffix(f", {ON_THE_CACHE['whole']}")

@@ -6,18 +6,15 @@ import abc
 import dataclasses
 import random
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvinterp.programs.operations.crop import has
 from kvinterp.programs.program import Operation
-from kvinterp.programs.running import Run
+from kvinterp.programs.running import Columns, Run
 from kvinterp.programs.subject import ModelSubject, Subject
-
-if TYPE_CHECKING:
-    from kvinterp.paths.programmed import Lane
 
 MOST = 6
 """The most rows that a cache grows to."""
@@ -47,19 +44,14 @@ class _Moved(Operation):
         """What the method is given."""
         return torch.tensor(rows)
 
-    def do(self, run: Run) -> None:
+    def do(self, run: Columns) -> Iterable[Tensor]:
         """Moves them; what is fed next is judged."""
-        rows = self.order(len(run.texts))
-        asked = self.asked(rows, len(run.texts))
-        run.tries(self.method)
-        run.lines.append(f"cache.{self.method}({asked if isinstance(asked, int) else f'torch.tensor({rows})'})")
-        getattr(run.cache, self.method)(asked if isinstance(asked, int) else asked.to(run.subject.device))
-        run.goes_on_as(rows)
-
-    def lead(self, lane: Lane) -> Iterable[Tensor]:
-        """Moves them."""
-        rows = self.order(len(lane.mask))
-        lane.select(rows, self.method, self.asked(rows, len(lane.mask)))
+        rows = self.order(len(run.mask))
+        asked = self.asked(rows, len(run.mask))
+        line = f"cache.{self.method}({asked if isinstance(asked, int) else f'torch.tensor({rows})'})"
+        run.tries(self.method, line)
+        run.select(rows, self.method, asked)
+        run.count("rows moved", len(rows))
         return ()
 
 
@@ -140,29 +132,13 @@ class Join(Operation):
         plain = super().offered(run) and all(type(layer).__name__ == "DynamicLayer" for layer in layers)
         return plain and not any(run.pads) and run.subject.rows > 1
 
-    def do(self, run: Run) -> None:
+    def do(self, run: Columns) -> Iterable[Tensor]:
         """Feeds it as many columns as there are, and puts its rows under the others."""
-        run.tries("rows that join")
-        text = run.tokens(run.ids.shape[1])
-        ids = run.subject.tensor([text])
-        run.lines.append("kept = cache")
-        run.write(ids, {}, None)
-        other = run.subject.feed(ids, None, None, None)[1]
-        joined(run.cache, other)
-        run.lines += ["for mine, theirs in zip(kept.layers, cache.layers):"]
+        run.tries("rows that join", "kept = cache")
+        ids = run.other(run.ids.shape[1])
+        run.join(ids, run.serve(ids))
+        run.lines.append("for mine, theirs in zip(kept.layers, cache.layers):")
         run.lines += [f"    mine.{name} = torch.cat([mine.{name}, theirs.{name}])" for name in ("keys", "values")]
         run.lines.append("cache = kept")
-        run.texts.append(text)
-        run.pads.append(0)
-        run.ids, run.mask = torch.cat([run.ids, ids]), torch.cat([run.mask, torch.ones_like(ids)])
-
-    def lead(self, lane: Lane) -> Iterable[Tensor]:
-        """The same."""
-        lane.join()
+        run.count("rows joined")
         return ()
-
-
-def joined(cache: Any, other: Any) -> None:
-    """Puts the rows of another cache of as many positions under its own."""
-    for mine, theirs in zip(cache.layers, other.layers, strict=True):
-        mine.keys, mine.values = torch.cat([mine.keys, theirs.keys]), torch.cat([mine.values, theirs.values])
