@@ -19,7 +19,7 @@ from kvinterp.auditing.causes import other_attention
 from kvinterp.auditing.checks import Check
 from kvinterp.auditing.engine import audit_engine
 from kvinterp.auditing.judging import RungJudge, account
-from kvinterp.auditing.ladder import Plan, PrecisionRun, band, dtype_name, prefix_plan, unit_roundoff
+from kvinterp.auditing.ladder import SLACK, Plan, PrecisionRun, band, dtype_name, prefix_plan, unit_roundoff
 from kvinterp.auditing.measure import climb, onset
 from kvinterp.auditing.own_code import behind, subject_of
 from kvinterp.auditing.reading import Evidence, of_functions
@@ -317,7 +317,8 @@ class _Auditor:
     def _ask_grid(self, twin: Adapter, run: PrecisionRun) -> None:
         """Whether logits that lie on a grid were put there: those of whole numbers leave it once the blocks' outputs move."""
         runner, tokens, grid = BlockModel(twin), self.plan.tokens(0, twin.device), getattr(torch, run.grid)
-        if not on_grid(runner.moved(tokens), grid):
+        size = band(run.dtype, max(tokens.shape[1], twin.facts.width)) / SLACK
+        if not on_grid(runner.moved(tokens, lambda _: size), grid):
             run.grid = ""
         elif not self.evidence.grid_module:
             self.evidence.grid_module = grid_module(runner, tokens, grid)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
@@ -34,8 +33,6 @@ class BlockModel:
     Args:
         adapter: The model, already in the dtype.
         kernels: The kernel mode every forward runs under; default: the machine's own.
-        positions: ``"own"``: the model numbers its tokens by itself, as when it is called; ``"given"``: it is told their
-            positions, as ``generate()`` tells it.
         only: The blocks in question, the number of blocks for the head: in the others a fixed order of additions rests. What
             stands outside all blocks has it always, since every block computes with it. Default: the whole model.
 
@@ -48,10 +45,9 @@ class BlockModel:
         self,
         adapter: Adapter,
         kernels: Kernels | None = None,
-        positions: str = "own",
         only: Collection[int] | None = None,
     ) -> None:
-        self.adapter, self.positions = adapter, positions
+        self.adapter = adapter
         self.model: Any = adapter.model
         self.device = adapter.device
         self.mode: KernelMode = (kernels or Native()).mode(adapter)
@@ -83,44 +79,35 @@ class BlockModel:
         """Logits of every token without a cache, ``[batch, position, vocabulary]``."""
         # Beside a decode, which goes on from what it left in the modules.
         with self.running(), self.adapter.own_state([]):
-            return self.unpadded(self.adapter.forward(tokens, None, None, self._numbers(tokens, 0)))
+            return self.unpadded(self.adapter.forward(tokens))
 
     @torch.no_grad()
-    def feed(self, tokens: Tensor, cache: Any = None, start: int = 0) -> tuple[Tensor, Any]:
+    def feed(self, tokens: Tensor, cache: Any = None) -> tuple[Tensor, Any]:
         """Logits of new tokens and the cache after them, as the model's own users run it.
 
         Args:
             tokens: ``[batch, new]``.
             cache: What the call before returned, a cache object of transformers', or None for the model's own.
-            start: How many tokens came before.
 
         Raises:
             UnsupportedError: The model returns no cache that is known here.
         """
         with self.running():
-            logits, cache = self.adapter.call_with_cache(tokens, cache, None, self._numbers(tokens, start))
+            logits, cache = self.adapter.call_with_cache(tokens, cache, None, None)
         if cache is None:
             raise UnsupportedError(
                 f"{type(self.model).__name__} returned no cache though use_cache was true: there is no cached path to audit."
             )
         return self.unpadded(logits), cache
 
-    def _numbers(self, tokens: Tensor, start: int) -> Tensor | None:
-        """The positions that the model is told, or None where it numbers tokens by itself."""
-        if self.positions == "own":
-            return None
-        return torch.arange(start, start + tokens.shape[1], device=tokens.device).expand(len(tokens), -1)
+    def moved(self, tokens: Tensor, size: Callable[[int], float], seed: int = 0) -> Tensor:
+        """A recomputation in which what a block returns is off, at random signs, by so much of each row's largest number."""
+        generator = torch.Generator().manual_seed(seed)
 
-    def moved(self, tokens: Tensor) -> Tensor:
-        """A recomputation in which what every block returns is moved by as much as its rounding may, at random."""
-        unit, generator = torch.finfo(self.dtype).eps / 2, torch.Generator().manual_seed(0)
-        # Sums are kept in float32 for 16-bit tensors, so that their length does not matter there.
-        narrow = self.dtype in (torch.float16, torch.bfloat16)
-        size = unit * (1.0 if narrow else math.sqrt(max(tokens.shape[1], self.adapter.facts.width)))
-
-        def change(_: int, output: Tensor) -> Tensor:
-            noise = torch.rand(output.shape, generator=generator, dtype=torch.float64).to(output.device) * 2 - 1
-            return (output.double() * (1 + size * noise)).to(output.dtype)
+        def change(layer: int, made: Tensor) -> Tensor:
+            signs = (torch.randint(0, 2, made.shape, generator=generator) * 2 - 1).to(made.device)
+            off = size(layer) * made.double().abs().amax(-1, keepdim=True) * signs
+            return (made.double() + off).to(made.dtype)
 
         with moving(self.blocks, change):
             return self.recompute(tokens)
@@ -301,7 +288,7 @@ class BlockHooks:
             forced: ``"no"`` lets the model run freely, as its users do.
         """
         tokens = self.reference.tokens[:, start:stop]
-        return self._run(start if forced == "yes" else None, self.model.feed, tokens, cache, start)
+        return self._run(start if forced == "yes" else None, self.model.feed, tokens, cache)
 
     def recompute(self, stop: int, forced: str = "yes") -> Tensor:
         """Logits of the first ``stop`` tokens without a cache, every block given the reference's rows."""

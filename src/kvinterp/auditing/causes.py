@@ -77,23 +77,18 @@ class WithoutCasts(Kernels):
 
     def mode(self, adapter: Adapter) -> KernelMode:
         """Intercepts casts."""
-        return _Widened(BatchInvariant().mode(adapter).interceptors() if self.order == "fixed" else [], adapter.dtype)
+        before = BatchInvariant().mode(adapter).interceptors() if self.order == "fixed" else []
 
+        def widened(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            to = kwargs.get("dtype")
+            # Not casts alone: what is made in a narrower dtype, or summed in one, would bring them back.
+            if to is not None and to.is_floating_point and narrower(to, adapter.dtype):
+                return func(*args, **{**kwargs, "dtype": adapter.dtype})
+            return NotImplemented
 
-class _Widened(KernelMode):
-    def __init__(self, before: list[Any], dtype: torch.dtype) -> None:
-        super().__init__()
-        self.before, self.dtype = before, dtype
-
-    def interceptors(self) -> list[Any]:
-        return [*self.before, Operations(self._widened)]
-
-    def _widened(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        to = kwargs.get("dtype")
-        # Not casts alone: what is made in a narrower dtype, or summed in one, would bring them back.
-        if to is not None and to.is_floating_point and narrower(to, self.dtype):
-            return func(*args, **{**kwargs, "dtype": self.dtype})
-        return NotImplemented
+        mode = KernelMode()
+        vars(mode)["interceptors"] = lambda: [*before, Operations(widened)]
+        return mode
 
 
 @contextlib.contextmanager

@@ -348,44 +348,38 @@ def compared(mine: Event, other: Event, position: int, newest: int) -> tuple[int
 
 
 def _compare_visible(a: Tensor, b: Tensor, position: int, newest: int) -> tuple[int, float]:
-    counts = a.shape[-1], b.shape[-1]
-    keys = min(counts)
-    if any(bool(_visible(t[..., : t.shape[-1] - keys]).any()) for t in (a, b)):
-        return max(newest + 1 - max(counts), 0), math.inf
-    a, b = (t[..., t.shape[-1] - keys :].flatten(0, -2) for t in (a, b))
-    if len(a) != len(b) and 1 not in (len(a), len(b)):
-        return position, 0.0
-    seen_a, seen_b = (_visible(t).any(0) for t in (a, b))
-    if not torch.equal(seen_a, seen_b):
-        return newest + 1 - keys + int((seen_a != seen_b).int().argmax()), math.inf
-    same = torch.bool not in (a.dtype, b.dtype) and a.shape == b.shape and bool(seen_a.any())
-    return position, difference(a[:, seen_a], b[:, seen_a]) if same else 0.0
+    mine, theirs = _seen(a), _seen(b)
+    if (first := _first_apart(mine, theirs, newest)) is not None:
+        return max(first, 0), math.inf
+    keys = min(len(mine), len(theirs))
+    a, b = (t.flatten(0, -2)[:, t.shape[-1] - keys :][:, mine[len(mine) - keys :]] for t in (a, b))
+    same = torch.bool not in (a.dtype, b.dtype) and a.shape == b.shape
+    return position, difference(a, b) if same else 0.0
 
 
-def _visible(mask: Tensor) -> Tensor:
-    return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 4
+def _first_apart(mine: Tensor, theirs: Tensor, newest: int) -> int | None:
+    """The position of the first key that only one side sees: aligned at the newest; a key that is not there is not seen."""
+    keys = max(len(mine), len(theirs))
+    mine, theirs = (torch.nn.functional.pad(seen, (keys - len(seen), 0)) for seen in (mine, theirs))
+    return None if torch.equal(mine, theirs) else newest + 1 - keys + int((mine != theirs).int().argmax())
 
 
 def seen_differently(first: Watch, second: Watch, module: str, newest: int) -> int | None:
     """The first key that only one side lets the newest query see, where one side is given no mask: its position."""
-    masks, seen = [], []
+    seen = []
     for watch in (first, second):
         mask, keys = watch.first(module, "attention mask"), watch.first(module, "K")
         if keys is None or watch.first(module, "attention scores") is not None:
             return None
         count = keys.shape[-2]
-        masks.append(mask)
         seen.append(torch.ones(count, dtype=torch.bool) if mask is None else _seen(mask).cpu()[-count:])
-    if all(mask is not None for mask in masks):
-        return None
-    keys_seen = max(map(len, seen))
-    # Aligned at the newest key; a key that is not there is not seen.
-    mine, theirs = (torch.nn.functional.pad(each, (keys_seen - len(each), 0)) for each in seen)
-    return None if torch.equal(mine, theirs) else newest + 1 - keys_seen + int((mine != theirs).int().argmax())
+    given = [watch.first(module, "attention mask") is not None for watch in (first, second)]
+    return None if all(given) else _first_apart(*seen, newest)
 
 
 def _seen(mask: Tensor) -> Tensor:
-    return _visible(mask).flatten(0, -2).any(0)
+    visible = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 4
+    return visible.flatten(0, -2).any(0)
 
 
 def lost_key(mine: Event, other: Event, second: Watch, newest: int) -> int | None:

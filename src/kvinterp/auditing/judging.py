@@ -10,9 +10,8 @@ from typing import Any
 
 import pandas as pd
 import torch
-from torch import Tensor
 
-from kvinterp.auditing.blocks import BlockHooks, BlockModel, moving, referenced
+from kvinterp.auditing.blocks import BlockModel, referenced
 from kvinterp.auditing.causes import Cause, WithoutCasts, beyond_truth, coarsest, excused, wide_constants
 from kvinterp.auditing.first_difference import Differing, Feed, Finding, Sight, differing, largest, look
 from kvinterp.auditing.ladder import ONE_BY_ONE, Plan, PrecisionRun, band, unit_roundoff
@@ -81,14 +80,12 @@ class Judged:
         cause: What takes the error away; its word is empty where nothing does.
         kernels: How it was seen: ``fixed order``, ``native`` (a fixed order was tried too) or ``none fixed``.
         fed: How the tokens were fed: one by one, or several at once and how.
-        numbered: Whether it is gone once the model is told its tokens' positions: then it numbers them wrongly.
     """
 
     finding: Finding
     cause: Cause
     kernels: str
     fed: str
-    numbered: bool = False
 
 
 class RungJudge:
@@ -182,7 +179,7 @@ class RungJudge:
         kernels = "fixed order" if case.side is self.run.fixed else "none fixed"
         remaining, first = tensors if left is None else left, tensors[0]
         worst = sight.error(remaining)
-        finest, numbered = self.dtype == torch.float64, False
+        finest = self.dtype == torch.float64
         off = [f for f in remaining if f.error > self.limit and not f.nearly_equal]
         # What the block computes shows that there is an error; what it computes with shows where.
         beyond = off[0] if any(map(sight.is_end, off)) else None
@@ -192,7 +189,6 @@ class RungJudge:
             cause = _cast(sight, first, worst, "gone with the casts left out")
         elif not finest:
             cause = Cause("rounding", left=worst, detail="as far from float64 on the same inputs as the recomputation")
-            numbered = worst > self.limit and self._numbered(case, first)
         elif beyond is None:
             cause = Cause("rounding", left=worst, detail="of the size that float64 rounds")
         else:
@@ -204,7 +200,7 @@ class RungJudge:
                 cause = Cause("form", left=beyond.error, detail="held otherwise between blocks: the logits agree")
             else:
                 first, cause = beyond, Cause("", left=beyond.error)
-        judged = self._add(case, first, cause, kernels, numbered)
+        judged = self._add(case, first, cause, kernels)
         if cause.word == "rounding" and not finest:
             self.open.append((judged, sight, case))
 
@@ -219,7 +215,7 @@ class RungJudge:
             with contextlib.suppress(RuntimeError, UnsupportedError):
                 reference = model.recompute(tokens)
                 for feed in case.feeds(self.run.plan):
-                    logits, cache = model.feed(tokens[:, feed.start : feed.stop], cache, feed.start)
+                    logits, cache = model.feed(tokens[:, feed.start : feed.stop], cache)
                     apart_by = max(apart_by, difference(logits, reference[:, feed.start : feed.stop]))
                 if apart_by <= limit and error > APART * max(apart_by, unit_roundoff(torch.float64)):
                     return True
@@ -309,32 +305,17 @@ class RungJudge:
 
     # Shared -------------------------------------------------------------------------------------------------------------
 
-    def _add(self, case: Case, finding: Finding, cause: Cause, kernels: str, numbered: bool = False) -> Judged:
-        # What a fixed order takes away no positions do.
-        in_question = not cause.word and cause.detail != TOO_COARSE
-        numbered = numbered or (in_question and self._numbered(case, finding))
-        self.found.append(Judged(finding, cause, kernels, case.fed, numbered))
+    def _add(self, case: Case, finding: Finding, cause: Cause, kernels: str) -> Judged:
+        self.found.append(Judged(finding, cause, kernels, case.fed))
         return self.found[-1]
 
-    def _numbered(self, case: Case, wrong: Finding) -> bool:
-        """Whether the error is gone once the model is told its tokens' positions."""
-        if "position_ids" not in self.twin.takes:
-            return False
-        if self.run.fixed is None:
-            return largest(self._look(case, None, [wrong.layer], positions="given")) <= self.limit
-        fixed = dataclasses.replace(case, side=self.run.fixed)
-        return largest(self._in_order(fixed, wrong.layer, self.limit, "given")) <= self.limit
-
-    def _in_order(self, case: Case, layer: int, enough: float = 0.0, positions: str = "own") -> Differing:
-        """What still differs in a block with a fixed order of additions; less than ``enough`` is not looked into further.
+    def _in_order(self, case: Case, layer: int) -> Differing:
+        """What still differs in a block with a fixed order of additions.
 
         Given equal inputs that order is needed in this block alone, which costs little. Some blocks also read what another one
         keeps (shared keys and values): what is left is looked at again with that order in the whole model.
         """
-        differing_there = self._look(case, BatchInvariant(), [layer], positions=positions, only=[layer])
-        if not differing_there or largest(differing_there) < enough:
-            return differing_there
-        return self._look(case, BatchInvariant(), [layer], positions=positions)
+        return self._look(case, BatchInvariant(), [layer], only=[layer]) and self._look(case, BatchInvariant(), [layer])
 
     def _tried(
         self,
@@ -356,14 +337,11 @@ class RungJudge:
         kernels: Kernels | None,
         layers: Sequence[int],
         threshold: float = 0.0,
-        positions: str = "own",
         only: Sequence[int] | None = None,
     ) -> Differing:
         """What differs by more where a case is fed again, with these blocks watched."""
         plan = case.side.plan
-        with referenced(
-            BlockModel(self.twin, kernels, positions, only), plan.tokens(case.prompt, self.twin.device)
-        ) as hooks:
+        with referenced(BlockModel(self.twin, kernels, only), plan.tokens(case.prompt, self.twin.device)) as hooks:
             return differing(look(hooks, case.feeds(plan), layers), threshold)
 
 
@@ -442,30 +420,19 @@ def _account(twin: Adapter, run: PrecisionRun, side: PrecisionRun, terms: int) -
     if worst and not exact:
         # A row that merely is among more rows has errors too, which a fixed order alone would take away.
         sizes = every.assign(size=every[["error", "null"]].max(axis=1)).groupby(["layer", "part"])["size"].max().to_dict()
-        with referenced(BlockModel(twin), run.plan.tokens(0, twin.device)) as hooks:
-            response = max(_perturbed(hooks, sizes, seed) for seed in range(SEEDS))
-        explained = ROOM * response + band(side.dtype, terms)
+        model, tokens = BlockModel(twin), run.plan.tokens(0, twin.device)
+        reference, head = model.recompute(tokens)[0], (len(model.blocks), "output")
+
+        def size(layer: int) -> float:
+            # What enters the first block and what stands before the next are put in here, where they are added to the stream.
+            return max(sizes.get(part, 0.0) for part in ((layer, "output"), (layer + 1, "input"), (-1, "output")))
+
+        moved = (model.moved(tokens, size, seed)[0] for seed in range(SEEDS))
+        response = max(difference(a, b) for again in moved for a, b in zip(again, reference, strict=True))
+        explained = ROOM * (response + sizes.get(head, 0.0)) + band(side.dtype, terms)
     if worst <= explained:
         return Account(worst, explained, kernels)
     differing = side.layers[side.layers["max_abs"] > 0] if len(side.layers) else side.layers
     layer = int(differing["layer"].min()) if len(differing) else len(list(twin.blocks))
     steps = side.differing_steps
     return Account(worst, explained, kernels, layer, int(steps["position"].min()) if len(steps) else None)
-
-
-def _perturbed(hooks: BlockHooks, sizes: dict[Any, float], seed: int) -> float:
-    """The largest relative change of any row's logits when every part is off by its own error, at random signs."""
-    generator = torch.Generator(hooks.model.device).manual_seed(seed)
-    reference = hooks.reference
-
-    def change(layer: int, made: Tensor) -> Tensor:
-        # What enters the first block and what stands before the next are put in here, where they are added to the same stream.
-        size = max(sizes.get((layer, "output"), 0.0), sizes.get((layer + 1, "input"), 0.0), sizes.get((-1, "output"), 0.0))
-        signs = torch.randint(0, 2, made.shape, generator=generator, device=made.device) * 2 - 1
-        off = size * made.double().abs().amax(-1, keepdim=True) * signs
-        return (made.double() + off).to(made.dtype)
-
-    with moving(hooks.model.blocks, change):
-        again = hooks.recompute(reference.tokens.shape[1], "no")[0]
-    found = max(difference(a, b) for a, b in zip(again, reference.logits, strict=True))
-    return found + sizes.get((len(hooks.model.blocks), "output"), 0.0)

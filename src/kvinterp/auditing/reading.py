@@ -367,8 +367,9 @@ def _tried(judged: Judged) -> str:
 def hint(judged: Judged, evidence: Evidence) -> list[str]:
     """The likely cause of what is wrong, in a line or none."""
     finding = judged.finding
-    likely = HINTS.get(finding.tensor)
-    if judged.numbered:
+    likely, words = HINTS.get(finding.tensor), {check.name: check.status for check in evidence.checks}
+    told = RIGHT in (words.get(name) for name in ("positions given", "mask and positions given"))
+    if told and words.get("decode step") == WRONG:
         likely = (
             "told the positions of its tokens, as generate() tells them, the model is right: called without position_ids it "
             "numbers cached tokens wrongly"

@@ -169,12 +169,9 @@ def _described(finding: Finding, operations: Sequence[Operation]) -> dict[str, A
 def _first(adapter: Adapter, kernels: Kernels, prompt: Sequence[int], length: int) -> Finding | None:
     model, tokens = BlockModel(adapter, kernels), torch.tensor([list(prompt)], device=adapter.device)
     with referenced(model, tokens) as hooks:
-        first: dict[int, Finding] = {}
-        for sights in look(hooks, Feed.one_by_one(length, length + STEPS), range(-1, len(model.blocks) + 1)):
-            for layer, sight in sights.items():
-                if layer not in first and (tensors := sight.findings(0.0)):
-                    first[layer] = tensors[0]
-    return first[min(first)] if first else None
+        looked = look(hooks, Feed.one_by_one(length, length + STEPS), range(-1, len(model.blocks) + 1))
+        found = [tensors[0] for sights in looked for sight in sights.values() if (tensors := sight.findings(0.0))]
+    return min(found, key=lambda finding: finding.layer, default=None)
 
 
 # Measuring one operation -----------------------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import random
 import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,6 +13,7 @@ import torch
 
 from kvinterp.auditing.blocks import evaluating
 from kvinterp.auditing.checks import BEYOND, NOT_RUN, UNCLEAR, Check
+from kvinterp.auditing.ladder import dtype_name
 from kvinterp.common import spec
 from kvinterp.errors import UnsupportedError, out_of_memory
 from kvinterp.models import Adapter
@@ -76,18 +76,14 @@ def uses_of(
         names = {str(program_named(text)): (name, size) for (name, size), texts in edges.items() for text in texts}
         found = search(subject, programs, seconds, seed, [*given, *map(program_named, names)], progress=progress)
         checks = _checks(subject, found, names)
-        if adapter.dtype in SIXTEEN:
-            checks += _own(
-                adapter, {base_of(one.name) for one in checks if one.status == WRONG}, programs // 3, seconds / 3
-            )
-        elif subject.lifted and not any(one.status == WRONG for one in checks):
-            checks += _casts(adapter, subject, seconds / 4)
+        if adapter.dtype in SIXTEEN or (subject.lifted and not any(one.status == WRONG for one in checks)):
+            checks += _narrow(adapter, subject, _wrong_uses(checks), programs // 3, seconds / 3)
         if subject.mixes:
             said = f"in a batch the forward without a cache is off by {subject.mixes:.2g} from each row alone"
             checks.append(Check("batch", PLAIN, f"{said}: rows were tried alone.", subject.mixes, subject.limit))
-        checks += _beyond(
-            subject, programs // 4, seconds / 4, seed, {base_of(one.name) for one in checks if one.status == WRONG}
-        )
+        # What no contract of a cache promises: said, and no failure.
+        found, known = search(subject, programs // 4, seconds / 4, seed, faults=1, beyond="yes"), _wrong_uses(checks)
+        checks += [_wrong(subject, one, BEYOND, found.ran) for one in found.wrong if base_of(one.use) not in known]
         return [*sorted(checks, key=lambda one: one.status != WRONG), *far]
 
 
@@ -165,47 +161,36 @@ def _wrong(subject: Subject, one: Outcome, status: str, ran: int) -> Check:
     return Check(one.use, status, detail, error, subject.limit, **where, tried=1, program=str(one.program), lines=lines)
 
 
-def _own(adapter: Adapter, known: set[str], programs: int, seconds: float) -> list[Check]:
-    """What exists in the model's own 16 bits alone; what fails with one set of tokens only is rounding that tipped a choice."""
+def _wrong_uses(checks: Sequence[Check]) -> set[str]:
+    return {base_of(check.name) for check in checks if check.status == WRONG}
+
+
+def _narrow(adapter: Adapter, wide: ModelSubject, known: set[str], programs: int, seconds: float) -> list[Check]:
+    """What exists in a model's own 16 bits alone; in a wider one where casts to 16 bits change nothing in the plain forward."""
+    own = adapter.dtype in SIXTEEN
     try:
-        subject = ModelSubject(adapter, ())
-        found = search(subject, programs, seconds)
+        subject = ModelSubject(adapter, () if own else (torch.float32,))
+        text = subject.tokens[:9]
+        if not own and apart(subject.alone(text), wide.alone(text)) > wide.limit:
+            return []  # The model alone casts: the ladder says so.
+        found = search(subject, programs if own else len(FIRST), seconds, faults=4 if own else 1)
+        kept = [one for one in found.wrong if base_of(one.use) not in known and (not own or _again(subject, one.program))]
     except OwnError:
         raise
     except Exception:  # In float64 it ran.
         return []
-    kept = [one for one in found.wrong if base_of(one.use) not in known and _again(subject, one.program)]
-    name = str(adapter.dtype).removeprefix("torch.")
-    return [
-        dataclasses.replace(check, name=f"{check.name} in {name}")
-        for check in (_wrong(subject, one, WRONG, found.ran) for one in kept)
-    ]
+    checks = [_wrong(subject, one, WRONG, found.ran) for one in kept]
+    if own:
+        name = dtype_name(adapter.dtype)
+        return [dataclasses.replace(check, name=f"{check.name} in {name}") for check in checks]
+    said = f"; {FEWER_BITS}."
+    return [dataclasses.replace(one, hint=FEWER_BITS, detail=f"{one.detail.rstrip('.')}{said}") for one in checks]
 
 
 def _again(subject: Subject, program: Program) -> bool:
+    """Whether other tokens show it too: what fails with one set of them is rounding that tipped a choice."""
     others = [Program(dataclasses.replace(program.rows, seed=program.rows.seed + n), program.steps) for n in (1, 2)]
     return all(tried(subject, other).word == WRONG for other in others)
-
-
-def _casts(adapter: Adapter, wide: ModelSubject, seconds: float) -> list[Check]:
-    """Uses that are wrong with casts to 16 bits left in, where these change nothing in the plain forward."""
-    try:
-        subject = ModelSubject(adapter, (torch.float32,))
-    except Exception:
-        return []
-    draw = random.Random(1)
-    text = [subject.token(draw) for _ in range(9)]
-    if apart(subject.alone(text), wide.alone(text)) > wide.limit:
-        return []  # The model alone casts: the ladder says so.
-    found = search(subject, len(FIRST), seconds, faults=1)
-    wrong = [_wrong(subject, one, WRONG, found.ran) for one in found.wrong]
-    return [dataclasses.replace(one, hint=FEWER_BITS, detail=f"{one.detail.rstrip('.')}; {FEWER_BITS}.") for one in wrong]
-
-
-def _beyond(subject: Subject, programs: int, seconds: float, seed: int, known: set[str]) -> list[Check]:
-    """What no contract of a cache promises: said, and no failure."""
-    found = search(subject, programs, seconds, seed, faults=1, beyond="yes")
-    return [_wrong(subject, one, BEYOND, found.ran) for one in found.wrong if base_of(one.use) not in known]
 
 
 # What is far -------------------------------------------------------------------------------------------------------------

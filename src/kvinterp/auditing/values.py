@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -12,7 +10,7 @@ from torch import Tensor
 
 from kvinterp.auditing.blocks import BlockModel
 from kvinterp.auditing.ladder import dtype_name
-from kvinterp.models.hooks import first_of
+from kvinterp.programs.place import Heard, heard
 
 TINY = torch.finfo(torch.float32).tiny
 """The least magnitude that a difference is divided by."""
@@ -73,19 +71,21 @@ def logit_grid(logits: Tensor) -> str:
     return dtype_name(grids[0]) if grids else ""
 
 
-@contextlib.contextmanager
-def _told_outputs(model: BlockModel, tell: Callable[[str, Tensor], None]) -> Iterator[None]:
-    """Tells every module's name and floating-point output, for as long as the context lasts."""
-
-    def hook(module: Any, _: Any, output: Any) -> None:
-        result = first_of(getattr(output, "logits", output))
-        if isinstance(result, Tensor) and result.is_floating_point():
-            tell(model.name_of(module), result)
-
-    with contextlib.ExitStack() as hooks:
-        for module in model.adapter.source.modules():
-            hooks.enter_context(module.register_forward_hook(hook))
-        yield
+def _outputs(model: BlockModel, *parts: Tensor) -> list[list[tuple[str, Tensor]]]:
+    """What every module returns, by its path, where parts of a text are fed; without a cache where there is one."""
+    seen, cache = list[Heard](), None
+    with heard(model.adapter.source, seen):
+        for part in parts:
+            cache = model.feed(part, cache)[1] if len(parts) > 1 else model.recompute(part)
+    top = type(model.adapter.source).__name__
+    return [
+        [
+            (name.replace("._original_component", "") or top, tensor)
+            for (name, what, _), tensor in one.items()
+            if what == "output of"
+        ]
+        for one in seen
+    ]
 
 
 def grid_module(model: BlockModel, tokens: Tensor, dtype: torch.dtype) -> str:
@@ -93,20 +93,13 @@ def grid_module(model: BlockModel, tokens: Tensor, dtype: torch.dtype) -> str:
 
     What went before may have been there by chance (16-bit weights).
     """
-    outputs: list[tuple[str, bool]] = []
-
-    def tell(name: str, output: Tensor) -> None:
-        if output.numel() > 1:
-            outputs.append((name or type(model.adapter.source).__name__, on_grid(output, dtype)))
-
-    with _told_outputs(model, tell):
-        model.recompute(tokens)
+    outputs = [(name, on_grid(output, dtype)) for name, output in _outputs(model, tokens)[0] if output.numel() > 1]
     last_off = max((i for i, (_, on) in enumerate(outputs) if not on), default=-1)
     return outputs[min(last_off + 1, len(outputs) - 1)][0] if outputs else ""
 
 
 def first_nonfinite(model: BlockModel, tokens: Tensor, prefill: int | None) -> dict[str, Any]:
-    """The first module whose output holds NaN or Inf, on a second run of the same tokens with every module hooked.
+    """The first module whose output holds NaN or Inf, on a second run of the same tokens with every module heard.
 
     Args:
         model: The model.
@@ -115,26 +108,14 @@ def first_nonfinite(model: BlockModel, tokens: Tensor, prefill: int | None) -> d
     """
     named = model.model.named_parameters()
     weights = next((name for name, p in named if p.is_floating_point() and not bool(p.isfinite().all())), "")
-    path = "recompute" if prefill is None else "cached"
-    answer = {"path": path, "module": "", "value": "NaN or Inf", "position": None, "weights": weights}
-    first: dict[str, Any] = {}
-    fed: int | None = None
-
-    def tell(name: str, output: Tensor) -> None:
-        if not first and not bool(output.isfinite().all()):
-            rows = (~output.isfinite()).flatten(2).any(-1)[0] if output.dim() >= 3 and output.shape[0] == 1 else None
-            position = fed if fed is not None or rows is None else int(rows.int().argmax())
-            first.update(module=name, value="NaN" if bool(output.isnan().any()) else "Inf", position=position)
-
-    with _told_outputs(model, tell):
-        if prefill is None:
-            model.recompute(tokens)
-        else:
-            _, cache = model.feed(tokens[:, :prefill])
-            for fed in range(prefill, tokens.shape[1]):
-                if not first:
-                    _, cache = model.feed(tokens[:, fed : fed + 1], cache, fed)
-    name = first.get("module", "")
-    blocks = {model.name_of(block): layer for layer, block in enumerate(model.blocks)}
-    first["layer"] = next((layer for block, layer in blocks.items() if name == block or name.startswith(block + ".")), None)
-    return answer | first
+    parts = (tokens[:, :prefill], *tokens[:, prefill:].split(1, 1)) if prefill else (tokens,)
+    outputs = [(at, *output) for at, forward in enumerate(_outputs(model, *parts)) for output in forward]
+    at, module, tensor = next((one for one in outputs if not bool(one[2].isfinite().all())), (0, "", None))
+    value, position = "NaN or Inf", prefill + at - 1 if prefill and at else None
+    if tensor is not None:
+        value = "NaN" if bool(tensor.isnan().any()) else "Inf"
+        if position is None and tensor.dim() >= 3 and len(tensor) == 1:
+            position = int((~tensor.isfinite()).flatten(2).any(-1)[0].int().argmax())
+    layers = (n for n, block in enumerate(model.blocks) if f"{module}.".startswith(f"{model.name_of(block)}."))
+    where = {"module": module, "value": value, "position": position, "layer": next(layers, None)}
+    return {"path": "cached" if prefill else "recompute", "weights": weights, **where}

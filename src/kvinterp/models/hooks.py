@@ -393,7 +393,9 @@ def wrapping_methods(modules: Sequence[nn.Module], name: str, wrapper: Callable[
     before = [vars(module).get(name) for module in modules]
     try:
         for number, module in enumerate(modules):
-            vars(module)[name] = functools.partial(wrapper, number, getattr(module, name))
+            own = getattr(module, name)
+            # Whoever asks for its signature, as generate() does, is told the method's.
+            vars(module)[name] = functools.update_wrapper(functools.partial(wrapper, number, own), own)
         yield
     finally:
         for module, method in zip(modules, before, strict=True):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from kvinterp.errors import UnsupportedError
+from kvinterp.models.hooks import wrapping_methods
 
 
 class Forward(NamedTuple):
@@ -53,12 +55,12 @@ def generate(
         "verbose": False,
         **({} if mask is None else {"attention_mask": mask}),
     }
-    takes, forward, forwards = inspect.signature(model.generate).parameters, model.forward, list[Forward]()
+    takes, forwards = inspect.signature(model.generate).parameters, list[Forward]()
     positions: list[Tensor] = []
     if mask is not None and "attention_mask" not in takes:
         raise UnsupportedError(f"generate() of {type(model).__name__} takes no attention_mask.")
 
-    def recording_forward(*args: Any, **kwargs: Any) -> Any:
+    def recording_forward(_: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         logits = forward(*args, **kwargs)
         new = (args[0] if args else kwargs["input"]).shape[1]
         forwards.append(Forward(new, logits[:, -1].clone(), positions[-1][:, -new:] if positions else None))
@@ -71,10 +73,9 @@ def generate(
     hook, point = None, getattr(model, "hook_pos_embed", None)
     if isinstance(point, nn.Module) and hasattr(getattr(model, "pos_embed", None), "W_pos"):
         hook = point.register_forward_hook(record_positions)
-    vars(model)["forward"] = recording_forward
     try:
-        return model.generate(tokens, **{name: value for name, value in options.items() if name in takes}), forwards
+        with wrapping_methods([model], "forward", recording_forward):
+            return model.generate(tokens, **{name: value for name, value in options.items() if name in takes}), forwards
     finally:
-        vars(model).pop("forward")
         if hook is not None:
             hook.remove()

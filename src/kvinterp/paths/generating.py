@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -11,6 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from kvinterp.models.hooks import wrapping_methods
 
 
 class _StoppedError(BaseException):
@@ -24,30 +25,15 @@ class Generating:
         model: A transformers model.
         prompt: ``[row, position]``.
         chosen: The config of its ``generate()``.
-        mask: Of the prompt, 0 where there is no token; ones by default.
-        cache: What it is to use; its own by default.
-        name: What the model's forward calls it.
+        given: What else its ``generate()`` is given, by name: a mask, a cache.
 
     Attributes:
-        cache: The cache that it was given.
         sent: The tokens that it is made to take, as far as they are known; those that it chooses where there are none.
-        made: What it returned, once it has.
     """
 
-    made: Any = None
-
-    def __init__(
-        self,
-        model: nn.Module,
-        prompt: Tensor,
-        chosen: Any,
-        mask: Tensor | None = None,
-        cache: Any = None,
-        name: str = "",
-    ) -> None:
+    def __init__(self, model: nn.Module, prompt: Tensor, chosen: Any, **given: Any) -> None:
         self._model: Any = model
-        self._prompt, self._chosen, self.cache, self._name = prompt, chosen, cache, name
-        self._mask = torch.ones_like(prompt) if mask is None else mask
+        self._prompt, self._given = prompt, {"generation_config": chosen, **given}
         self.sent: list[Tensor] = []
         self._asked: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -55,7 +41,7 @@ class Generating:
 
     def __enter__(self) -> Generating:
         with contextlib.ExitStack() as stack:
-            stack.enter_context(self._led(self._model.forward))
+            stack.enter_context(wrapping_methods([self._model], "forward", self._led))
             stack.callback(self._end)
             self._thread.start()
             self._stack = stack.pop_all()
@@ -80,28 +66,15 @@ class Generating:
         self._answers.put(None)
         self._thread.join()
 
-    @contextlib.contextmanager
-    def _led(self, forward: Callable[..., Any]) -> Iterator[None]:
+    def _led(self, _: int, forward: Callable[..., Any], *args: Any, **given: Any) -> Any:
         """Leads the forwards of that thread, and of no other, to the caller."""
-
-        @functools.wraps(forward)
-        def led(*args: Any, **given: Any) -> Any:
-            if threading.current_thread() is not self._thread:
-                return forward(*args, **given)
-            self._asked.put({**dict(zip(("input_ids",), args, strict=False)), **given})
-            made = self._answers.get()
-            if made is None:
-                raise _StoppedError
-            return made
-
-        before = vars(self._model).get("forward")
-        vars(self._model)["forward"] = led
-        try:
-            yield
-        finally:
-            vars(self._model).pop("forward")
-            if before is not None:
-                vars(self._model)["forward"] = before
+        if threading.current_thread() is not self._thread:
+            return forward(*args, **given)
+        self._asked.put({**dict(zip(("input_ids",), args, strict=False)), **given})
+        made = self._answers.get()
+        if made is None:
+            raise _StoppedError
+        return made
 
     def _generate(self) -> None:
         def forced(text: Tensor, scores: Tensor) -> Tensor:
@@ -110,11 +83,9 @@ class Generating:
                 return scores
             return torch.full_like(scores, -torch.inf).scatter(1, self.sent[at][:, None].to(scores.device), 0.0)
 
-        given = {} if self.cache is None else {self._name: self.cache}
-        given |= {"attention_mask": self._mask, "generation_config": self._chosen, "logits_processor": [forced]}
         ended: Any = None
         try:
-            self.made = self._model.generate(self._prompt, **given)
+            self._model.generate(self._prompt, logits_processor=[forced], **self._given)
         except _StoppedError:
             pass
         # Whatever a model's own generate() meets first is raised where its forwards run.

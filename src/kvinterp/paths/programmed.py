@@ -276,9 +276,8 @@ class Lane(Columns):
         # No token ends it: the path says when it is over.
         ends = {"eos_token_id": self.adapter.facts.vocabulary, "pad_token_id": 0}
         chosen = greedy(count, **ends, **({"prompt_lookup_num_tokens": drafts} if drafts else {}))
-        with Generating(
-            self.adapter.model, prompt, chosen, mask.to(prompt.device), cache, self.adapter.cache_name
-        ) as asked:
+        known = {"attention_mask": mask.to(prompt.device), self.adapter.cache_name: cache}
+        with Generating(self.adapter.model, prompt, chosen, **known) as asked:
             for given in asked.forwards():
                 left, tokens = int(cache.get_seq_length()), given["input_ids"]
                 if left < len(view.own):

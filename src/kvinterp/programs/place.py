@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 
-from kvinterp.models.hooks import first_of
+from kvinterp.models.derived import SDPA
+from kvinterp.models.hooks import Functions, first_of
 from kvinterp.programs.program import Program
 from kvinterp.programs.running import WRONG, Run
 from kvinterp.programs.subject import ModelSubject, apart
+
+READ = ("K", "V")
+"""What is read at all columns so far."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,31 +44,48 @@ class Place:
     error: float
 
 
-Event = tuple[str, str, Tensor]
-"""A module's path, what the tensor is, and the tensor, ``[row, column, ...]``."""
+Heard = dict[tuple[str, str, int], Tensor]
+"""By a module's path (empty: the model), what the tensor is and its turn, in the order of the forward: ``[row, column, ...]``."""
 
 
 @contextlib.contextmanager
-def heard(model: nn.Module, seen: list[list[Event]]) -> Iterator[None]:
-    """Appends what every module is given and returns, and what the cache returns; a list a forward of the model."""
-    stack: list[str] = []
+def heard(model: nn.Module, seen: list[Heard]) -> Iterator[None]:
+    """Appends what every module is given and returns, what the cache returns, and what attention asks; one a forward."""
+    from transformers.cache_utils import Cache
+
+    stack, own = list[str](), Cache.update
 
     def before(module: nn.Module, args: Any, kwargs: Any, name: str) -> None:
         stack.append(name)
         if module is model:
-            seen.append([])
-        given = args or tuple(kwargs.get(each) for each in ("hidden_states", "x", "input"))
-        add(name, "input of", next((t for t in given if isinstance(t, Tensor)), None))
+            seen.append({})
+        add(name, "input of", next((t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)), None))
 
     def after(module: nn.Module, args: Any, out: Any, name: str) -> None:
         if stack:
             stack.pop()
-        made = first_of(out) if isinstance(out, tuple | list | Tensor) else None
-        add(name, "output of", made if isinstance(made, Tensor) else None)
+        add(name, "output of", first_of(getattr(out, "logits", out)))
 
-    def add(name: str, what: str, tensor: Tensor | None) -> None:
-        if seen and name and tensor is not None and tensor.is_floating_point() and tensor.dim() >= 2:
-            seen[-1].append((name, what, tensor.detach().clone()))
+    def add(name: str, what: str, tensor: Any) -> None:
+        if seen and isinstance(tensor, Tensor) and tensor.is_floating_point() and tensor.dim() >= 2:
+            turn = next(n for n in itertools.count() if (name, what, n) not in seen[-1])
+            seen[-1][name, what, turn] = tensor.detach().clone()
+
+    def read(what: str, tensor: Any) -> None:
+        if stack and isinstance(tensor, Tensor) and tensor.dim() == 4:
+            add(stack[-1], what, tensor.transpose(1, 2))
+
+    def called(func: Any, args: Any, kwargs: Any) -> Any:
+        if func is SDPA:
+            read("Q", args[0] if args else kwargs["query"])
+        return func(*args, **kwargs)
+
+    def update(cache: Any, *given: Any, **more: Any) -> Any:
+        # What is given is the tensor that a module made: it stands in the list as that module's.
+        made = own(cache, *given, **more)
+        for what, tensor in zip(READ, made, strict=False):
+            read(what, tensor)
+        return made
 
     with contextlib.ExitStack() as hooks:
         for name, module in model.named_modules():
@@ -73,63 +93,23 @@ def heard(model: nn.Module, seen: list[list[Event]]) -> Iterator[None]:
                 module.register_forward_pre_hook(lambda m, a, k, name=name: before(m, a, k, name), with_kwargs=True)
             )
             hooks.enter_context(module.register_forward_hook(lambda m, a, out, name=name: after(m, a, out, name)))
-        hooks.enter_context(_cache_heard(stack, seen))
-        hooks.enter_context(_Queries(lambda query: add(stack[-1] if stack else "", "Q", query.transpose(1, 2))))
+        hooks.enter_context(Functions(called))
+        hooks.callback(setattr, Cache, "update", own)
+        Cache.update = update  # type: ignore[method-assign, assignment]
         yield
-
-
-class _Queries(TorchFunctionMode):
-    """Hears the queries that torch's attention is given, ``[row, head, column, width]``."""
-
-    def __init__(self, hear: Callable[[Tensor], None]) -> None:
-        super().__init__()
-        self._hear = hear
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is functional.scaled_dot_product_attention:
-            query = args[0] if args else kwargs["query"]
-            if query.dim() == 4:
-                self._hear(query)
-        return func(*args, **(kwargs or {}))
-
-
-@contextlib.contextmanager
-def _cache_heard(stack: list[str], seen: list[list[Event]]) -> Iterator[None]:
-    """What a transformers cache gives to be read, as of the module that asks."""
-    from transformers.cache_utils import Cache
-
-    own = Cache.update
-
-    def update(cache: Any, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
-        # What is given is the tensor that a module made: it stands in the list as that module's.
-        made = own(cache, key, value, *args, **kwargs)
-        for name, tensor in zip(("K", "V"), made, strict=False):
-            if seen and stack and isinstance(tensor, Tensor) and tensor.dim() == 4:
-                seen[-1].append((stack[-1], name, tensor.detach().transpose(1, 2).clone()))
-        return made
-
-    Cache.update = update  # type: ignore[method-assign, assignment]
-    try:
-        yield
-    finally:
-        Cache.update = own  # type: ignore[method-assign]
 
 
 def placed(subject: ModelSubject, program: Program) -> Place | None:
     """Runs a wrong program beside the plain forward of each row's own tokens; None where no module parts before the logits."""
-    run, seen, marks = Run(subject, program), list[list[Event]](), list[int]()
-    took, judge = run.took, run.judge
-    state: dict[str, Any] = {}
-
-    def marked(*given: Any) -> None:
-        marks.append(len(seen))
-        took(*given)
+    run, seen = Run(subject, program), list[Heard]()
+    state: dict[str, Any] = {"start": 0}
+    judge, plain = run.judge, subject.plain
 
     def judged(logits: Tensor, ids: Tensor, mask: Tensor, *given: Any, **more: Any) -> None:
-        state.update(mask=torch.cat([run.mask, mask], 1), texts=[list(text) for text in run.texts])
+        texts = [list(text) for text in run.texts]
+        state.update(mask=torch.cat([run.mask, mask], 1), texts=texts, stop=len(seen))
         judge(logits, ids, mask, *given, **more)
-
-    plain = subject.plain
+        state["start"] = len(seen)
 
     def aside(*given: Any) -> Tensor:
         # The reference is no forward of the program.
@@ -140,93 +120,71 @@ def placed(subject: ModelSubject, program: Program) -> Place | None:
             del seen[before:]
 
     # Their own methods run within.
-    vars(run).update(took=marked, judge=judged, heard=lambda: state.setdefault("count", len(seen)))
-    vars(subject)["plain"] = aside
+    vars(run)["judge"], vars(subject)["plain"] = judged, aside
     try:
         with heard(subject.adapter.source, seen):
             stop = run.run()[0]
     finally:
         del vars(subject)["plain"]
-    if stop != WRONG or "mask" not in state or "count" not in state:
+    if stop != WRONG or "stop" not in state:
         return None
-    mine = seen[marks[-1] if marks else 0 : state["count"]]
-    return _first(subject, mine, state["mask"], state["texts"])
+    return _first(subject, seen[state["start"] : state["stop"]], state["mask"], state["texts"])
 
 
-def _first(subject: ModelSubject, mine: list[list[Event]], mask: Tensor, texts: list[list[int]]) -> Place | None:
-    whole = [_alone(subject, text) for text in texts]
-    first = next(((name, what) for name, what, _ in mine[0] if what == "output of"), None) if mine else None
+def _first(subject: ModelSubject, mine: list[Heard], mask: Tensor, texts: list[list[int]]) -> Place | None:
+    whole, blocks, entered = [_alone(subject, text) for text in texts], _blocks(subject), False
+    first = next((key for key in mine[0] if key[1] == "output of"), None) if mine else None
     widths = [_width(forward) for forward in mine]
     column = mask.shape[1] - sum(widths)
-    if column < 0:
-        return None
-    blocks = _blocks(subject)
-    for forward, width in zip(mine, widths, strict=True):
-        part, before = mask[:, column : column + width].bool(), mask[:, :column].sum(1).tolist()
+    for forward, width in zip(mine if column >= 0 else [], widths, strict=False):
         so_far = mask[:, : column + width].bool()
-        times: dict[tuple[str, str], int] = {}
-        entered = False
-        for name, what, tensor in forward:
-            entered = entered or _layer(blocks, name) < len(blocks)
-            nth = times[name, what] = times.get((name, what), -1) + 1
-            for row, text in enumerate(texts):
-                want = whole[row].get((name, what, nth))
-                if want is None or row >= tensor.shape[0]:
+        for key, tensor in forward.items():
+            layer, read = _layer(blocks, key[0]), key[1] in READ
+            entered = entered or layer < len(blocks)
+            for row, text in enumerate(texts if key[0] else []):
+                want = whole[row].get(key)
+                # Of what is read all columns so far, or the last in a window; of all else the new ones.
+                if (
+                    want is None
+                    or row >= len(tensor)
+                    or (not read and (tensor.shape[1], want.shape[1]) != (width, len(text)))
+                ):
                     continue
-                if what in ("K", "V"):
-                    kept = so_far[row][-tensor.shape[1] :] if tensor.shape[1] <= so_far.shape[1] else so_far[row]
-                    got = tensor[row][: len(kept)][kept]
-                    end = int(so_far[row].sum())
-                    theirs = want[0][end - len(got) : end] if want.shape[1] >= end >= len(got) else None
-                else:
-                    count = int(part[row].sum())
-                    if tensor.shape[1] != width or want.shape[1] != len(text) or not count:
-                        continue
-                    kept, got = part[row], tensor[row][part[row]]
-                    theirs = want[0][before[row] : before[row] + count]
-                if theirs is None or theirs.shape != got.shape or not len(got):
+                kept, end = so_far[row][-tensor.shape[1] :], int(so_far[row].sum())
+                got = tensor[row][: len(kept)][kept]
+                theirs = want[0][max(end - len(got), 0) : end]
+                if theirs.shape != got.shape or not len(got):
                     continue
-                each = [apart(a, b) for a, b in zip(got, theirs, strict=True)]
-                if not max(each) <= subject.limit:
-                    if what == "output of" and (name, what) == first:
-                        return None  # Other tokens stand in these columns.
-                    if not entered:
-                        continue  # Positions and masks are seen in what the first block makes of them.
-                    at = next(n for n, error in enumerate(each) if not error <= subject.limit)
-                    columns = kept.nonzero().flatten().tolist()
-                    start = column if what not in ("K", "V") else column + width - len(kept)
-                    return Place(
-                        _layer(blocks, name),
-                        name,
-                        what if what in ("Q", "K", "V") else f"{what} {name}",
-                        start + columns[at],
-                        max(each),
-                    )
+                errors = [apart(a, b) for a, b in zip(got, theirs, strict=True)]
+                wrong = [n for n, error in enumerate(errors) if not error <= subject.limit]
+                if wrong and key == first:
+                    return None  # Other tokens stand in these columns.
+                # Positions and masks are seen in what the first block makes of them.
+                if wrong and entered:
+                    at = column + width - len(kept) + int(kept.nonzero()[wrong[0]])
+                    what = f"{key[1]} {key[0]}" if key[1].endswith("of") else key[1]
+                    return Place(layer, key[0], what, at, max(errors))
         column += width
     return None
 
 
-def _alone(subject: ModelSubject, text: list[int]) -> dict[tuple[str, str, int], Tensor]:
+def _alone(subject: ModelSubject, text: list[int]) -> Heard:
     """What one forward of a row's own tokens computes; with a new cache where K and V are asked for."""
-    found: dict[tuple[str, str, int], Tensor] = {}
+    found: Heard = {}
     if not text:
         return found
     ids = subject.tensor([text])
     for cached in ("yes", "no"):
-        seen: list[list[Event]] = []
+        seen: list[Heard] = []
         with subject.running(), heard(subject.adapter.source, seen):
             subject.feed(ids, None, None, None) if cached == "yes" else subject.plain(ids)
-        times: dict[tuple[str, str], int] = {}
-        for name, what, tensor in seen[-1] if seen else []:
-            nth = times[name, what] = times.get((name, what), -1) + 1
-            if (what in ("K", "V")) == (cached == "yes"):
-                found[name, what, nth] = tensor
+        found |= {key: tensor for key, tensor in seen[-1].items() if (key[1] in READ) == (cached == "yes")}
     return found
 
 
-def _width(forward: list[Event]) -> int:
+def _width(forward: Heard) -> int:
     """Columns that a forward was fed: those of its first tensor."""
-    return next((int(t.shape[1]) for _, what, t in forward if what not in ("K", "V") and t.dim() >= 3), 0)
+    return next((int(t.shape[1]) for key, t in forward.items() if key[1] not in READ and t.dim() >= 3), 0)
 
 
 def _blocks(subject: ModelSubject) -> list[str]:

@@ -21,9 +21,11 @@ from kvinterp.errors import InputError
 from kvinterp.models import Adapter, caches
 
 if TYPE_CHECKING:
-    from kvinterp.programs.running import Columns, Run
+    from kvinterp.programs.running import Run
     from kvinterp.programs.subject import Subject
 
+Runs = Any
+"""An audit's :class:`kvinterp.programs.running.Run`, or a path in motion, :class:`kvinterp.paths.programmed.Lane`."""
 TOLD = ("needed", "mask", "positions", "all", "mask_alone")
 """What a forward is told: what it needs (mask and positions where there are pads); always a mask; always positions; both; or the
 mask alone, whatever there is, as most people call a model."""
@@ -118,7 +120,7 @@ class Operation(abc.ABC):
         return run.filled and run.cache is not None
 
     @abc.abstractmethod
-    def do(self, run: Columns) -> Iterable[Tensor]:
+    def do(self, run: Runs) -> Iterable[Tensor]:
         """Does it: an audit judges the logits; a path yields the newest wherever it needs a token that is not known yet."""
 
     def check(self, adapter: Adapter, length: int) -> None:  # noqa: B027

@@ -146,7 +146,6 @@ class Run(Columns):
         self.lines, self.held = [], contextlib.ExitStack()
         self.pending: tuple[Tensor, Tensor] | None = None
         self.without: Callable[[], float] | None = None
-        self.heard: Callable[[], None] = lambda: None
 
     def run(self) -> tuple[str, str]:
         """The word that it comes to, and why."""
@@ -328,7 +327,6 @@ class Run(Columns):
                 at = next(n for n, e in enumerate(each) if not e <= self.subject.limit)
                 worst = Wrong(row, tuple(text[: end - len(columns) + at + 1]), columns[at], error)
         if worst is not None:
-            self.heard()
             self._excuse(ids, mask)
             self.wrong = worst
             raise WrongError(f"row {worst.row} is off by {worst.error:.2g} of its largest logit")

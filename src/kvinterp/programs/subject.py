@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from kvinterp.errors import UnsupportedError
 from kvinterp.models import Adapter
+from kvinterp.models.hooks import Functions
 from kvinterp.models.transformers_api import can_generate, greedy
 
 ROOM = 256
@@ -38,41 +38,26 @@ EDGES = ("window", "chunk", "block", "rate")
 """Words in the names of a config's numbers at which a cache may go on otherwise."""
 
 
-class Lifted(TorchFunctionMode):
-    """Makes every cast to a narrower type one to float64, so that rounding is 1e-16 everywhere.
-
-    Args:
-        narrow: The types that are lifted.
-    """
-
-    def __init__(self, narrow: Sequence[torch.dtype] = NARROW) -> None:
-        super().__init__()
-        self.narrow = frozenset(narrow)
-        self._casts: dict[Any, Any] = {torch.Tensor.float: torch.Tensor.double}
-        if torch.float16 in self.narrow:
-            self._casts |= {torch.Tensor.half: torch.Tensor.double, torch.Tensor.bfloat16: torch.Tensor.double}
-
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        """A call of torch, its narrow types lifted."""
-        narrow = self.narrow
-        if any(type(given) is torch.dtype and given in narrow for given in args):
-            args = tuple(torch.float64 if type(given) is torch.dtype and given in narrow else given for given in args)
-        func = self._casts.get(func, func)
-        if not kwargs:
-            return func(*args)
-        return func(*args, **{n: torch.float64 if type(v) is torch.dtype and v in narrow else v for n, v in kwargs.items()})
-
-
 @contextlib.contextmanager
 def casts_lifted(narrow: Sequence[torch.dtype] = NARROW) -> Iterator[None]:
     """What runs inside makes and casts to float64 where it would to one of these types; to what it would where there is none."""
     if not narrow:
         yield
         return
+    casts = {torch.Tensor.float: torch.Tensor.double}
+    if torch.float16 in narrow:
+        casts |= {torch.Tensor.half: torch.Tensor.double, torch.Tensor.bfloat16: torch.Tensor.double}
+
+    def wide(value: Any) -> Any:
+        return torch.float64 if type(value) is torch.dtype and value in narrow else value
+
+    def lift(func: Any, args: Any, kwargs: Any) -> Any:
+        return casts.get(func, func)(*map(wide, args), **{name: wide(value) for name, value in kwargs.items()})
+
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
-        with Lifted(narrow):
+        with Functions(lift):
             yield
     finally:
         torch.set_default_dtype(before)
@@ -83,12 +68,8 @@ def apart(got: Tensor, want: Tensor) -> float:
     fine = want.isfinite()
     if not torch.equal(fine, got.isfinite()) or not bool(fine.any()):
         return float("inf")
-    size = want[fine].abs().max()
-    return (
-        float((got[fine].double() - want[fine].double()).abs().max() / size)
-        if bool(size > 0)
-        else float(got[fine].abs().max())
-    )
+    mine, right = got[fine].double(), want[fine].double()
+    return float((mine - right).abs().max() / (right.abs().max() or 1.0))
 
 
 class Subject(abc.ABC):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -13,8 +12,9 @@ from torch import Tensor
 
 from kvinterp.errors import UnsupportedError, unknown
 from kvinterp.models import Adapter
-from kvinterp.programs.program import Operation
-from kvinterp.programs.running import Columns, Run
+from kvinterp.models.hooks import wrapping_methods
+from kvinterp.programs.program import Operation, Runs
+from kvinterp.programs.running import Run
 from kvinterp.programs.subject import ModelSubject
 
 
@@ -44,12 +44,12 @@ class Compile(Operation):
         """Where the subject is a transformers model itself."""
         return isinstance(run.subject, ModelSubject) and run.subject.adapter.plain
 
-    def do(self, run: Columns) -> Iterable[Tensor]:
+    def do(self, run: Runs) -> Iterable[Tensor]:
         """Compiles until the program is over."""
         run.tries("compiled", f"model.forward = torch.compile(model.forward, backend={self.backend!r})")
-        own = functools.partial(_with_forward, run.model, run.model.forward)
+        own = run.model.forward
         run.held.enter_context(compiled(run.model, self.backend, run.count))
-        run.compiled(own)
+        run.compiled(lambda: _replaced(run.model, own))
         return ()
 
     def check(self, adapter: Adapter, length: int) -> None:
@@ -71,22 +71,10 @@ class Compile(Operation):
 
 
 @contextlib.contextmanager
-def _with_forward(model: Any, forward: Any) -> Iterator[None]:
-    """Puts a forward in the place of the compiled one."""
-    before = vars(model)["forward"]
-    vars(model)["forward"] = forward
-    try:
-        yield
-    finally:
-        vars(model)["forward"] = before
-
-
-@contextlib.contextmanager
 def compiled(model: Any, name: str, count: Callable[[str, int], None]) -> Iterator[None]:
     """Puts the compiled forward in the model's place, and counts the graphs that are made and run."""
     from torch import _dynamo
 
-    own = vars(model).get("forward")
     _dynamo.reset()
     before = _dynamo.utils.counters["stats"]["unique_graphs"]
 
@@ -101,12 +89,13 @@ def compiled(model: Any, name: str, count: Callable[[str, int], None]) -> Iterat
         ran._boxed_call = getattr(made, "_boxed_call", False)  # type: ignore[attr-defined]
         return ran
 
-    vars(model)["forward"] = torch.compile(model.forward, backend=backend)
     try:
-        yield
+        with _replaced(model, torch.compile(model.forward, backend=backend)):
+            yield
     finally:
         count("graphs compiled", _dynamo.utils.counters["stats"]["unique_graphs"] - before)
-        vars(model).pop("forward")
-        if own is not None:
-            vars(model)["forward"] = own
         _dynamo.reset()
+
+
+def _replaced(model: Any, forward: Callable[..., Any]) -> contextlib.AbstractContextManager[None]:
+    return wrapping_methods([model], "forward", lambda _, __, *given, **more: forward(*given, **more))

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from kvinterp.programs.program import Operation
-from kvinterp.programs.running import Columns, Run
+from kvinterp.programs.program import Operation, Runs
+from kvinterp.programs.running import Run
 from kvinterp.programs.subject import ModelSubject
 
 
@@ -38,7 +38,7 @@ class Crop(Operation):
         real = bool((run.mask[:, -self.count :] == 1).all()) and min(map(len, run.texts)) > self.count
         return real and not any(run.pads) and (not deep or run.beyond)
 
-    def do(self, run: Columns) -> Iterable[Tensor]:
+    def do(self, run: Runs) -> Iterable[Tensor]:
         """Takes them back; what is fed next is judged."""
         run.crop(self.count)
         return ()
@@ -68,7 +68,7 @@ class Draft(Operation):
         """Where they can be fed and taken back."""
         return run.ids.shape[1] + self.count + 3 <= run.room and Crop(self.count).offered(run)
 
-    def do(self, run: Columns) -> Iterable[Tensor]:
+    def do(self, run: Runs) -> Iterable[Tensor]:
         """Feeds a token with its drafts, keeps those that are right; in an audit as many as are drawn."""
         run.tries("drafts checked")
         return run.draft(self.count)

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from kvinterp.errors import UnsupportedError
 from kvinterp.models import Adapter
-from kvinterp.programs.program import Operation
-from kvinterp.programs.running import Columns, Run
+from kvinterp.programs.program import Operation, Runs
+from kvinterp.programs.running import Run
 from kvinterp.programs.subject import Subject
 
 
@@ -43,7 +43,7 @@ class Feed(Operation):
         """Always, where there is room."""
         return run.ids.shape[1] + 2 <= run.room
 
-    def do(self, run: Columns) -> Iterable[Tensor]:
+    def do(self, run: Runs) -> Iterable[Tensor]:
         """Feeds the pieces; of a path's own text those that nothing takes back."""
         return run.feed(self.width, self.cut, self.inner, self.behind)
 

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
-from kvinterp.programs.program import Operation
-from kvinterp.programs.running import Columns, Run
+from kvinterp.programs.program import Operation, Runs
+from kvinterp.programs.running import Run
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Fork(Operation):
         """Where there is room."""
         return super().offered(run) and run.ids.shape[1] + self.width + 2 <= run.room
 
-    def do(self, run: Columns) -> Iterable[Tensor]:
+    def do(self, run: Runs) -> Iterable[Tensor]:
         """Feeds the copy, judged."""
         run.tries("fork")
         run.fork(self.width)
@@ -46,7 +46,7 @@ class Request(Operation):
     between = (1, 9)
     proof = ("other requests", "no other request was served")
 
-    def do(self, run: Columns) -> Iterable[Tensor]:
+    def do(self, run: Runs) -> Iterable[Tensor]:
         """A forward on a cache of its own."""
         run.tries("another request in between")
         run.serve(run.other(self.width), kept="no")

@@ -16,8 +16,8 @@ from kvinterp.errors import UnsupportedError
 from kvinterp.models import Adapter
 from kvinterp.models.transformer_lens_api import generate
 from kvinterp.models.transformers_api import can_generate
-from kvinterp.programs.program import Operation
-from kvinterp.programs.running import PADDED, Columns, Run
+from kvinterp.programs.program import Operation, Runs
+from kvinterp.programs.running import PADDED, Run
 from kvinterp.programs.subject import ModelSubject, Subject, apart
 
 ON_THE_CACHE = {
@@ -84,7 +84,7 @@ class Generate(Operation):
             return len(run.texts) == 1 and not getattr(subject.model, "_is_stateful", False)
         return self.how != "new" or (run.cache is not None and run.filled)
 
-    def do(self, run: Columns) -> Iterable[Tensor]:
+    def do(self, run: Runs) -> Iterable[Tensor]:
         """Generates: in an audit as it is, on a path the path's tokens."""
         return run.generate(self)
 
@@ -139,21 +139,26 @@ class Generate(Operation):
         else:
             self._on_the_cache(run, ids, mask, ids if self.how == "new" else prompt, told)
 
+    @staticmethod
+    def _took(run: Run, ids: Tensor, mask: Tensor, new: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Judges new tokens, and gives the columns that were fed: all but the last."""
+        for text, row in zip(run.texts, new.tolist(), strict=True):
+            text += row[:-1]
+        fed = torch.cat([ids, new[:, :-1]], 1), torch.cat([mask, torch.ones_like(new[:, :-1])], 1)
+        run.judge(logits[:, : new.shape[1]], *fed, last=True)
+        return fed
+
     def _on_the_cache(self, run: Run, ids: Tensor, mask: Tensor, prompt: Tensor, told: Tensor | None) -> None:
         subject: Any = run.subject
         more: dict[str, Any] = {"prefill_chunk_size": CHUNK} if self.how == "chunks" else {}
         self._write(run, prompt, told, more, run.cache)
         out = subject.generate(prompt, self.count, told, run.cache, **more)
-        new = out.sequences[:, prompt.shape[1] :]
-        for text, row in zip(run.texts, new.tolist(), strict=True):
-            text += row[:-1]
-        fed, seen = torch.cat([ids, new[:, :-1]], 1), torch.cat([mask, torch.ones_like(new[:, :-1])], 1)
-        run.judge(torch.stack(out.logits, 1), fed, seen, last=True)
+        fed = self._took(run, ids, mask, out.sequences[:, prompt.shape[1] :], torch.stack(out.logits, 1))
         from kvinterp.models.transformers_cache import returned_cache
 
         name, made = returned_cache(out, subject.adapter.takes)
         run.lines += [f"cache = out.{name}"] if run.cache is None and made is not None else []
-        run.took(fed, seen, run.cache if run.cache is not None else made)
+        run.took(*fed, run.cache if run.cache is not None else made)
 
     def _apart(self, run: Run, ids: Tensor, mask: Tensor, prompt: Tensor, told: Tensor | None) -> None:
         subject: Any = run.subject
@@ -171,17 +176,11 @@ class Generate(Operation):
             out = subject.generate(prompt, self.count, told, **given)
         new, logits = out.sequences[:, prompt.shape[1] :], torch.stack(out.logits, 1)
         if self.how == "beams":
-            beams = out.beam_indices.tolist()
-            logits = torch.stack(
-                [torch.stack([logits[beam, t] for t, beam in enumerate(row[: new.shape[1]])]) for row in beams]
-            )
+            beams = out.beam_indices[:, : new.shape[1]].tolist()
+            logits = torch.stack([torch.stack([logits[beam, t] for t, beam in enumerate(row)]) for row in beams])
         each = len(new) // len(run.texts)
         run.goes_on_as([row for row in range(len(run.texts)) for _ in range(each)])
-        for text, row in zip(run.texts, new.tolist(), strict=True):
-            text += row[:-1]
-        fed = torch.cat([ids.repeat_interleave(each, 0), new[:, :-1]], 1)
-        seen = torch.cat([mask.repeat_interleave(each, 0), torch.ones_like(new[:, :-1])], 1)
-        run.judge(logits[:, : new.shape[1]], fed, seen, last=True)
+        self._took(run, ids.repeat_interleave(each, 0), mask.repeat_interleave(each, 0), new, logits)
 
     def _by_transformer_lens(self, run: Run, ids: Tensor, mask: Tensor, told: Tensor | None) -> None:
         """TransformerLens's own loop, on a cache of its own."""
@@ -189,12 +188,9 @@ class Generate(Operation):
         run.lines.append(
             f"tokens = model.generate(torch.tensor({ids.tolist()}), max_new_tokens={self.count}, do_sample=False)"
         )
-        made, heard = generate(subject.model, ids, self.count, "yes", told)
-        new = made[:, ids.shape[1] :]
-        for text, row in zip(run.texts, new.tolist(), strict=True):
-            text += row[:-1]
-        fed, seen = torch.cat([ids, new[:, :-1]], 1), torch.cat([mask, torch.ones_like(new[:, :-1])], 1)
-        run.judge(torch.stack([each.logits for each in heard], 1), fed, seen, last=True)
+        made, forwards = generate(subject.model, ids, self.count, "yes", told)
+        logits = torch.stack([forward.logits for forward in forwards], 1)
+        self._took(run, ids, mask, made[:, ids.shape[1] :], logits)
 
     def _uncached(self, run: Run, prompt: Tensor, told: Tensor | None, lengths: list[int]) -> float:
         """How far the first logits of ``generate(use_cache=False)`` are from the plain forward."""

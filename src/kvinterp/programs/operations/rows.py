@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from kvinterp.programs.operations.crop import has
-from kvinterp.programs.program import Operation
-from kvinterp.programs.running import Columns, Run
+from kvinterp.programs.program import Operation, Runs
+from kvinterp.programs.running import Run
 from kvinterp.programs.subject import ModelSubject, Subject
 
 MOST = 6
@@ -44,7 +44,7 @@ class _Moved(Operation):
         """What the method is given."""
         return torch.tensor(rows)
 
-    def do(self, run: Columns) -> Iterable[Tensor]:
+    def do(self, run: Runs) -> Iterable[Tensor]:
         """Moves them; what is fed next is judged."""
         rows = self.order(len(run.mask))
         asked = self.asked(rows, len(run.mask))
@@ -132,7 +132,7 @@ class Join(Operation):
         plain = super().offered(run) and all(type(layer).__name__ == "DynamicLayer" for layer in layers)
         return plain and not any(run.pads) and run.subject.rows > 1
 
-    def do(self, run: Columns) -> Iterable[Tensor]:
+    def do(self, run: Runs) -> Iterable[Tensor]:
         """Feeds it as many columns as there are, and puts its rows under the others."""
         run.tries("rows that join", "kept = cache")
         ids = run.other(run.ids.shape[1])
