@@ -32,7 +32,7 @@ VERBS = {
         *("audit", MODEL, "--lengths", "5", "--steps", "1", "--rungs", "float32"),
         *("--checks", "none", "--device", "cpu"),
     ),
-    "kernels": ("kernels", "--model", MODEL, "--sizes", "1,2", "--device", "cpu"),
+    "kernels": ("kernels", MODEL, "--sizes", "1,2", "--device", "cpu"),
     "root-cause": ("root-cause", MODEL, *SMALL, *FEW),
     "accumulation": ("accumulation", MODEL, "--device", "cpu"),
     "propagation": ("propagation", MODEL, *SMALL),

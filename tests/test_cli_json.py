@@ -36,7 +36,7 @@ def test_it_is_the_summary_with_folder_and_exit_code(tmp_path: Path) -> None:
 
 
 def test_without_a_folder_it_holds_what_would_be_written() -> None:
-    made = kvinterp("kernels", "--model", MODEL, "--sizes", "1,2", "--device", "cpu", "--json")
+    made = kvinterp("kernels", MODEL, "--sizes", "1,2", "--device", "cpu", "--json")
     assert made.exit_code == 0, made.output
     found = said(made)
     assert (found["verb"], found["folder"], found["exit_code"]) == ("kernels", None, 0)

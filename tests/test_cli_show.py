@@ -48,7 +48,7 @@ def test_a_page_that_is_gone_is_written_again_without_a_model(
 ) -> None:
     """What every kind of result comes back as is tests/test_kept.py's; here the command, with all that it says."""
     out = tmp_path / "out"
-    made = kvinterp("kernels", "--model", "zoo:gqa2-mini", "--sizes", "1,2", "--device", "cpu", "--out", out)
+    made = kvinterp("kernels", "zoo:gqa2-mini", "--sizes", "1,2", "--device", "cpu", "--out", out)
     assert made.exit_code == 0, made.output
     page = (out / "report.html").read_text()
     (out / "report.html").unlink()

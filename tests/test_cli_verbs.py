@@ -79,8 +79,8 @@ def test_attention_writes_every_head_side_by_side(tmp_path: Path) -> None:
         (("audit", MODEL, "--steps", "0"), "steps=0"),
         (("audit", MODEL, "--random-init", "--kind", "hooked"), "--random-init"),
         (("audit", "nowhere/config.json", "--random-init"), "nowhere/config.json"),
-        (("kernels", "--model", MODEL, "--sizes", "1"), "sizes=(1,)"),
-        (("kernels", "--model", MODEL, "--kernels", "split"), "unknown kernel mode"),
+        (("kernels", MODEL, "--sizes", "1"), "sizes=(1,)"),
+        (("kernels", MODEL, "--kernels", "split"), "unknown kernel mode"),
     ],
 )
 def test_bad_input_is_one_sentence_and_leaves_nothing(tmp_path: Path, arguments: tuple[str, ...], said: str) -> None:
@@ -114,7 +114,7 @@ def test_audit_of_a_config_alone(tmp_path: Path, checkpoint: Callable[[str], Pat
 
 
 def test_kernels_prints_and_writes_its_table(tmp_path: Path) -> None:
-    made = kvinterp("kernels", "--model", MODEL, "--sizes", "1,2,17", "--device", "cpu", "--out", tmp_path / "out")
+    made = kvinterp("kernels", MODEL, "--sizes", "1,2,17", "--device", "cpu", "--out", tmp_path / "out")
     assert made.exit_code == 0, made.output
     table = pd.read_parquet(tmp_path / "out" / "kernels.parquet")
     assert {"linear", "unembed", "norm", "attention (SDPA)"} <= set(table["operation"])

@@ -64,7 +64,7 @@ def test_a_folder_that_cannot_be_written_is_found_before_the_work(tmp_path: Path
         ("compare", MODEL, *SMALL, "--layers", "99"),
         ("patch", MODEL, *SMALL, "--preset", "papr"),
         ("decompose", "zoo:nothing", *SMALL),
-        ("kernels", "--model", MODEL, "--kernels", "split"),
+        ("kernels", MODEL, "--kernels", "split"),
         ("audit", MODEL, "--rungs", "float12"),
     ],
     ids=" ".join,

@@ -89,7 +89,7 @@ def test_no_code_of_a_checkpoint_runs_unasked(hostile, kind):
         ("decompose", "{}", "--out", "out"),
         ("audit", "{}", "--out", "out"),
         ("audit", "{}", "--random-init", "--out", "out"),
-        ("kernels", "--model", "{}", "--random-init"),
+        ("kernels", "{}", "--random-init"),
         ("root-cause", "{}", "--out", "out"),
     ],
     ids=" ".join,

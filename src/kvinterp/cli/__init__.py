@@ -242,16 +242,14 @@ def _command_of(experiment: type[Experiment]) -> Callable[..., Mapping[str, Any]
     def command(out: Path | None, overwrite: bool, as_json: bool, engine: str = "local", **given: Any) -> Mapping[str, Any]:
         _speak()
         asked = experiment(**{name: tuple(each) if isinstance(each, list) else each for name, each in given.items()})
-        out = default_folder(asked) if out is None and experiment.OUT == "" else out
-        result = asked.run(out, "overwrite" if overwrite else "error", engine=engine)
+        result = asked.run(out or default_folder(asked), "overwrite" if overwrite else "error", engine=engine)
         (result.experiment or asked).print_result(result, echo)
         return {"verb": asked.verb(), **result.json_output()}
 
     hints = typing.get_type_hints(experiment)
-    said = "Folder for the tables, figures and report." + " Default: out/VERB-MODEL." * (experiment.OUT == "")
-    default = Path(experiment.OUT) if experiment.OUT else None
+    said = "Folder for the tables, figures and report. Default: out/VERB-MODEL."
     parameters = [_parameter(field, hints[field.name]) for field in fields]
-    parameters.append(_option("out", Path | None, default, said, "--out", parser=_folder_named, metavar="PATH"))
+    parameters.append(_option("out", Path | None, None, said, "--out", parser=_folder_named, metavar="PATH"))
     said = "Replace a result that is already in the folder."
     parameters.append(_option("overwrite", bool, False, said, "--overwrite", hidden=experiment.OVERWRITES == "always"))
     parameters.append(_JSON)

@@ -68,8 +68,6 @@ def brief(sentences: Sequence[str]) -> list[str]:
 class Experiment:
     """A question asked of one or more models; the fields are its choices."""
 
-    OUT: ClassVar[str | None] = ""
-    """The folder that the command writes unless another is given: ``""``, out/VERB-MODEL; None, nothing is written."""
     OVERWRITES: ClassVar[str] = "asked"
     """``"always"``: the command writes over its own earlier result without ``--overwrite``."""
     TABLES: ClassVar[tuple[str, ...]] = ()

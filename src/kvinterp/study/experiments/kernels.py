@@ -14,18 +14,17 @@ from kvinterp.common.result import Result
 from kvinterp.findings import Chart, Panel, finding_from, findings_of
 from kvinterp.study.cells import Cell
 from kvinterp.study.experiments.base import Charts, Experiment, Parts, Tables
-from kvinterp.study.experiments.options import option, shared
+from kvinterp.study.experiments.options import argument, option, shared
 
 
 @dataclasses.dataclass(frozen=True)
 class Kernels(Experiment):
     """Which operations depend on the shape they are called with?"""
 
-    OUT = None
     TABLES = ("kernels",)
     RESULT = "kvinterp.auditing.shape_dependence:KernelsTable"
 
-    model: str = option("zoo:mistral-mini", "zoo:NAME, a checkpoint folder or a hub id.")
+    model: str = argument("zoo:mistral-mini", "zoo:NAME, a checkpoint folder or a hub id.")
     random_init: bool = shared("random_init")
     kind: str = shared("kind")
     dtype: str = shared("dtype")
