@@ -35,15 +35,6 @@ def test_it_is_the_summary_with_folder_and_exit_code(tmp_path: Path) -> None:
     assert str(tmp_path / "out" / "report.html") in made.stderr
 
 
-def test_without_a_folder_it_holds_what_would_be_written() -> None:
-    made = kvinterp("kernels", MODEL, "--sizes", "1,2", "--device", "cpu", "--json")
-    assert made.exit_code == 0, made.output
-    found = said(made)
-    assert (found["verb"], found["folder"], found["exit_code"]) == ("kernels", None, 0)
-    assert found["reading"]
-    assert "operations; " in made.stderr
-
-
 def test_list_gives_rows_by_column() -> None:
     found = said(kvinterp("list", "models", "--json"))
     assert MODEL in [row["name"] for row in found["models"]]
@@ -55,7 +46,7 @@ def test_numbers_that_json_does_not_know(tmp_path: Path, monkeypatch: pytest.Mon
     summary = {"mean": math.nan, "worst": math.inf, "each": [math.nan, 1.0]}
     monkeypatch.setattr("kvinterp.study.experiments.kernels.Kernels.run", lambda *_, **__: Result(summary=summary))
     monkeypatch.setattr("kvinterp.study.experiments.kernels.Kernels.print_result", lambda *_: None)
-    found = said(kvinterp("kernels", "--json"))
+    found = said(kvinterp("kernels", MODEL, "--json", "--out", tmp_path / "out"))
     assert (found["mean"], found["worst"], found["each"]) == (None, "inf", [None, 1.0])
 
 
