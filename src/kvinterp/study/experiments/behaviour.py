@@ -138,7 +138,7 @@ class Behaviour(OfModels):
         """How far a path is from itself: run twice, or of the recompute path with more tokens behind the prefix."""
         adapter, (a, b) = self.adapter(model), paths_of(self.kernels)
         paths, lanes = ((a, a), (Runner, Runner)) if null == NULLS[0] else ((b, b), (Runner, Suffixed))
-        options = {"lanes": lanes, "strategy": strategy, **self.choices("max_new_tokens", "stop")}
+        options = self.choices("max_new_tokens", "stop") | {"lanes": lanes, "strategy": strategy}
         comparison = compare_examples(adapter, load_prompts(self.prompts)[: self.controls], *paths, **options)
         steps = comparison.steps
         row = {
@@ -158,7 +158,7 @@ class Behaviour(OfModels):
         """The largest logit error of each path, both fed the tokens that float64 chooses, and which is nearer to float64."""
         adapter, rows = self.adapter(model), []
         for example, prompt in enumerate(load_prompts(self.prompts)[: self.controls]):
-            options = {"lanes": (Memory().lane, Runner), **self.choices("max_new_tokens", "stop")}
+            options = self.choices("max_new_tokens", "stop") | {"lanes": (Memory().lane, Runner)}
             steps = [compare_examples(adapter, prompt, TRUTH, path, **options).steps for path in paths_of(self.kernels)]
             errors = {f"error_{side}": table["max_abs_logit"].max() for side, table in zip("ab", steps, strict=True)}
             rows.append({"example": example, "id": prompt.id, **errors})
@@ -186,7 +186,7 @@ class Behaviour(OfModels):
         """How many decodes flip a token, and how far apart the paths are until then."""
         table = only(result.tables["divergence"], protocol="matched")
         flips, decodes = int(table["diverged"].sum()), int(table["decodes"].sum())
-        kl = table["typical_kl"].fillna(table["mean_kl"])
+        kl = table["typical_kl"].fillna(table["mean_kl"]).tolist()
         line = (
             f"A token flips in {flips} of {counted(decodes, 'decode')}; fed the same tokens, the paths are {between(kl)} nats "
             "of KL apart (median example)."

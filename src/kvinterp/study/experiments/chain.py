@@ -150,7 +150,7 @@ class Chain(Experiment):
         adapter, text = self.adapter(model), self._texts()[number]
         embed, facts = embedder_named(self.embedder, adapter), facts_of(text)
         ask = tokens_of(adapter, self.template, self.chat, self.system)
-        options = {"temperature": temperature, **self.choices("max_new_tokens", "batch_size")}
+        options = self.choices("max_new_tokens", "batch_size") | {"temperature": temperature}
         with counting(self.hops * len(seeds), arm, "hop", progress) as bar:
             chains = played(adapter, path, text.text, number, seeds, self.hops, ask, **options, done=bar.update)
         rows = [

@@ -133,7 +133,7 @@ def _check_value(field: dataclasses.Field[Any], value: Any) -> None:
         check_whole(name, value, about["min"])
     if isinstance(value, int) and name != "seed" and value > MOST:
         raise unexpected(name, value, f"at most {MOST:,}")
-    if value == () and field.default and about.keys() & {"among", "empty", "positional"}:
+    if value in ((), []) and field.default and about.keys() & {"among", "empty", "positional"}:
         advice = f"give at least one, such as {field.default[0]!r}"
         raise InputError(f"the list of {name.removesuffix('s')}s is empty: {advice}.")
     if "among" in about and not isinstance(value, tuple):

@@ -37,7 +37,7 @@ class Decompose(OfModel):
 
     def decomposed(self, number: int) -> tuple[Tables, dict[str, Any]]:
         """The split of a prompt."""
-        options = {"only": [number], "progress": "none", **self.choices("max_new_tokens")}
+        options = self.choices("max_new_tokens") | {"only": [number], "progress": "none"}
         split = decompose(self.adapter(), load_prompts(self.prompts), **options)
         return {"decomposition": split.steps, "layers": split.layers}, split.provenance
 

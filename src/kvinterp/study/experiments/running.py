@@ -225,7 +225,7 @@ def write(
     return result
 
 
-def save(experiment: Experiment, result: Result, folder: Path, existing: str, figures: str) -> None:
+def save(experiment: Experiment, result: Result, folder: Path, existing: str = "error", figures: str = "none") -> None:
     """Writes a result that a function gave into a folder; see :meth:`kvinterp.common.result.Result.save`."""
     from kvinterp.study.results import check_free, is_finished
 
