@@ -22,6 +22,11 @@ def inner(x: int) -> dict[str, Any]:
     return {}
 
 
+def other(x: int) -> dict[str, Any]:
+    """Another kind of cell."""
+    return {}
+
+
 def test_what_is_counted_within_something_is_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stderr", screen := Terminal())
     for _ in each("ab", "patching", "prompt"):
@@ -45,3 +50,15 @@ def test_nothing_is_shown_where_none_is_asked_for(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("sys.stderr", lines := io.StringIO())
     list(each("ab", "to a file", "prompt"))
     assert screen.getvalue() == lines.getvalue() == ""
+
+
+def test_work_of_many_kinds_has_no_forecast(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stderr", screen := Terminal())
+    with counting(4, "alike", "prompt", done=1) as bar:
+        bar.update(1)
+    assert "2/4" in screen.getvalue()
+    assert "<" in screen.getvalue()
+    monkeypatch.setattr("sys.stderr", screen := Terminal())
+    run_cells([Cell("one", f"{__name__}:inner", {"x": 1}), Cell("two", f"{__name__}:other", {"x": 1})], unit="parts")
+    assert "2/2" in screen.getvalue()
+    assert "<" not in screen.getvalue()

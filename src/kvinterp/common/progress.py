@@ -17,8 +17,13 @@ _FREE: contextvars.ContextVar[bool] = contextvars.ContextVar("free", default=Tru
 """Whether no bar is shown at the moment."""
 
 
+_NO_FORECAST = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"
+
+
 @contextlib.contextmanager
-def counting(total: int, what: str, unit: str, progress: str = "bar") -> Iterator[Any]:
+def counting(
+    total: int, what: str, unit: str, progress: str = "bar", done: int = 0, forecast: str = "yes"
+) -> Iterator[Any]:
     """Shows a bar for some work; inside it no other bar is shown.
 
     Args:
@@ -26,6 +31,8 @@ def counting(total: int, what: str, unit: str, progress: str = "bar") -> Iterato
         what: The work, as in ``"patching"``.
         unit: The name of an item, in the singular.
         progress: ``"bar"`` or ``"none"``.
+        done: How many are done already; they take no part in the forecast.
+        forecast: ``"no"`` leaves out the time that is left: of items of many kinds it would grow as it runs.
 
     Yields:
         tqdm's bar; call its ``update`` with the number of further items that are done.
@@ -35,7 +42,10 @@ def counting(total: int, what: str, unit: str, progress: str = "bar") -> Iterato
     visible_bar = progress == "bar" and _FREE.get()
     token = _FREE.set(False)
     try:
-        with tqdm(total=total, desc=visible(what), unit=unit, disable=None if visible_bar else True) as bar:
+        with tqdm(
+            total=total, desc=visible(what), unit=unit, disable=None if visible_bar else True, initial=done,
+            bar_format=None if forecast == "yes" else _NO_FORECAST,
+        ) as bar:  # fmt: skip
             yield bar
     finally:
         _FREE.reset(token)

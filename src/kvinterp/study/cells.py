@@ -83,8 +83,9 @@ def run_cells(
             "going on in %s: %d of %d %s are already there", cells_store.folder, len(cells) - len(missing), len(cells), unit
         )
     if missing:
-        with counting(len(cells), "answering", unit.removesuffix("s"), progress) as bar:
-            bar.update(len(cells) - len(missing))
+        done = len(cells) - len(missing)
+        alike = len(missing) > 1 and len({str(cell.function) for cell in missing}) == 1
+        with counting(len(cells), "answering", unit.removesuffix("s"), progress, done, "yes" if alike else "no") as bar:
 
             def keep(*cell_result: Any) -> None:
                 cells_store.keep(*cell_result)
