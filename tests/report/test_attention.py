@@ -132,7 +132,7 @@ def test_heads_are_chosen_by_kl_and_said(model: Any) -> None:
     whole = few.heads
     assert whole["shown"].sum() == 2
     assert whole.loc[whole["shown"], "kl"].min() >= whole.loc[~whole["shown"], "kl"].max()
-    assert f"2 of {len(whole)} heads are shown, those with the largest KL." in few.page.sentences
+    assert f"2 of {len(whole)} heads are shown, those with the largest KL." in few.page.html()
     one = attention_comparison(model, PROMPT, step=STEP, layers=1, heads=[2])
     assert one.heads[["layer", "head"]].to_numpy().tolist() == [[1, 2]]
 
@@ -145,7 +145,7 @@ def test_long_contexts_are_cropped_to_the_newest_or_pooled(model: Any) -> None:
     assert cropped.page.places[0][0] == f"position {length - 10}"
     assert cropped.page.tokens[0].startswith(f"{length - 10}: ")
     inside = np.mean([head.sum(1).mean() for head in (cropped.page.heads[0].a, cropped.page.heads[0].b)])
-    assert any(f"{inside:.1%} of their attention" in sentence for sentence in cropped.page.sentences)
+    assert f"{inside:.1%} of their attention" in cropped.page.html()
 
     cells = next(cells for cells in range(4, length) if length % -(-length // cells))
     pooled = attention_comparison(model, PROMPT, step=STEP, layers=0, heads=[0], cells=cells, fit="pool")

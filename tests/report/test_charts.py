@@ -78,6 +78,14 @@ def test_what_is_beyond_a_signed_scale_stands_at_its_edge_with_its_number() -> N
     assert [text.get_text().replace("\u202f", " ") for text in figure.axes[0].texts] == ["▼ −3000 %"]
 
 
+@pytest.mark.parametrize("name", ["size", "place"])
+def test_a_column_of_any_name_is_an_axis(name: str) -> None:
+    """The figure of susceptibility, whose horizontal axis is ``size``, once had the values on both axes."""
+    table = pd.DataFrame({name: [1.0, 2.0, 4.0], "rate": [0.0, 0.5, 0.25]})
+    figure = draw_chart(Chart("Noise", [Panel(table, name, "rate", scale="share", xscale="log")]), [ABOUT])
+    assert figure.axes[0].lines[0].get_xdata().tolist() == [1, 2, 4]
+
+
 # Findings --------------------------------------------------------------------------------------------------------------
 
 

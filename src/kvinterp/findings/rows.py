@@ -113,22 +113,18 @@ def median_of(name: str, values: Any, clusters: Any = None, **options: Any) -> F
     return finding(name, middle.median, middle.interval, middle.n, **{"note": zeros, **options})
 
 
-def share_of(name: str, events: Any, clusters: Any = None, trials: Any = None, **options: Any) -> Finding:
+def share_of(name: str, events: Any, clusters: Any = None, **options: Any) -> Finding:
     """Makes a finding of the share of events, with its interval.
 
     Args:
         name: The quantity that was estimated.
-        events: Whether each event happened, or how often.
+        events: Whether each event happened.
         clusters: The cluster of each event, if clusters have several.
-        trials: How often each event could have happened; once for None.
         options: Further arguments of :func:`finding`.
     """
     events = np.asarray(events, dtype=float)
-    rate = (
-        metrics.share_of(events) if clusters is None else metrics.rate_of(events, np.asarray(clusters, dtype=str), trials)
-    )
-    n = len(events) if trials is None else int(np.sum(trials))
-    return finding(name, rate.effect, (rate.low, rate.high), n, measure="%", **options)
+    rate = metrics.share_of(events) if clusters is None else metrics.rate_of(events, np.asarray(clusters, dtype=str))
+    return finding(name, rate.effect, (rate.low, rate.high), len(events), measure="%", **options)
 
 
 def findings_of(rows: Iterable[Finding]) -> pd.DataFrame:

@@ -17,7 +17,6 @@ from kvinterp.metrics.divergence import (
 from kvinterp.metrics.drift import residual_drift
 from kvinterp.metrics.flips import EXACT, counted, first_order, foretold, verdict_of
 from kvinterp.metrics.inference import (
-    Column,
     Test,
     corrected,
     mcnemar,
@@ -33,6 +32,7 @@ from kvinterp.metrics.registry import OF_KIND, REGISTRY, measured
 from kvinterp.metrics.statistics import (
     FEWEST,
     FEWEST_RESAMPLED,
+    Column,
     Interval,
     Typical,
     clustered_interval,

@@ -10,8 +10,8 @@ import numpy as np
 from scipy import stats
 
 from kvinterp.errors import InputError
-from kvinterp.metrics.inference import Column, Test, columns, welch
-from kvinterp.metrics.statistics import clustered_interval, quiet
+from kvinterp.metrics.inference import Test, welch
+from kvinterp.metrics.statistics import Column, clustered_interval, columns, quiet
 
 METHODS = ("pearson", "spearman")
 
@@ -50,13 +50,13 @@ def correlation(
         xs, ys, *covariates = (stats.rankdata(column) for column in (xs, ys, *covariates))
     if n < 4 + len(covariates):
         return Test(*what, why=f"there are fewer than {4 + len(covariates)} clusters")
-    if not np.isfinite(r := _r(xs, ys, *covariates)):
-        return Test(*what, why="one of the two does not vary")
     test = slope(xs, ys, names, *covariates)
+    if test.why:
+        return Test(*what, why=test.why)
     # Each resample is ranked again: with resampled ranks of the whole sample 9 in 100 intervals of 12 prompts miss.
     resampled = _rank_r if method == "spearman" else _r
     ends = clustered_interval(resampled, names, xs, ys, *covariates, seed=seed, resamples=resamples)
-    return Test(*what, test.statistic, test.p, r, *ends, test.why)
+    return Test(*what, test.statistic, test.p, _r(xs, ys, *covariates), *ends)
 
 
 def _beside(clusters: Column | None, x: Column, y: Column, controls: Sequence[Column]) -> tuple[np.ndarray, ...]:
@@ -87,9 +87,8 @@ def _r(x: np.ndarray, y: np.ndarray, *controls: np.ndarray) -> float:
         if np.ptp(values) == 0 or np.abs(residual).max() <= 1e-12 * np.abs(values).max():
             return np.nan
         residuals.append(residual)
-    return float(
-        np.clip(residuals[0] @ residuals[1] / np.sqrt((residuals[0] @ residuals[0]) * (residuals[1] @ residuals[1])), -1, 1)
-    )
+    first, second = residuals
+    return float(np.clip(first @ second / np.sqrt((first @ first) * (second @ second)), -1, 1))
 
 
 def _rank_r(*numbers: np.ndarray) -> float:

@@ -118,14 +118,11 @@ def verdict_of(observed: int, interval: Sequence[float]) -> str:
 
 def counted(steps: pd.DataFrame, grid: str, flips: str) -> dict[str, Any]:
     """Makes one row of the table: the predicted and the observed number of flips."""
-    expected = foretold(steps, grid)
-    observed = int(steps[flips].sum())
+    expected, observed = foretold(steps, grid), int(steps[flips].sum())
     return {
         "prompts": int(steps["example"].nunique()),
         "steps": len(steps),
-        "foretold": expected[0],
-        "low": expected[1],
-        "high": expected[2],
+        **dict(zip(("foretold", "low", "high"), expected, strict=True)),
         "first_order": first_order(steps) * len(steps) if grid == EXACT else float("nan"),
         "flips": observed,
         "verdict": verdict_of(observed, expected),

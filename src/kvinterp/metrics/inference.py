@@ -8,18 +8,14 @@ arguments raise an InputError. The arithmetic is scipy's and statsmodels'.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar
 
 import numpy as np
-import pandas as pd
 from scipy import stats
 
-from kvinterp.errors import InputError, NonFiniteError
-from kvinterp.metrics.statistics import FEWEST, check_confidence
+from kvinterp.errors import InputError
+from kvinterp.metrics.statistics import FEWEST, Column, check_confidence, columns
 
-Column: TypeAlias = Sequence[Any] | np.ndarray | pd.Series | pd.Index
-"""One number, flag or name for each observation."""
 CORRECTIONS = ("bonferroni", "holm", "bh")
 """Corrections for several tests."""
 
@@ -56,38 +52,9 @@ class Test:
         for name in ("statistic", "p", "effect", "low", "high"):
             object.__setattr__(self, name, float(getattr(self, name)))
 
-
-def columns(clusters: Column | None, flags: Sequence[str] = (), **variables: Column) -> tuple[np.ndarray, ...]:
-    """Checks columns and returns the numbers of the clusters and then each column as an array.
-
-    Args:
-        clusters: The cluster of each observation; None if each is its own.
-        flags: The names of the columns that are yes or no.
-        variables: Numbers or flags by what they are called.
-
-    Raises:
-        InputError: The lengths differ, or a flag is neither 0 nor 1.
-        NonFiniteError: A number is NaN or infinite.
-    """
-    arrays = {name: np.asarray(values, dtype=np.float64) for name, values in variables.items()}
-    count = len(next(iter(arrays.values())))
-    names = np.arange(count) if clusters is None else pd.factorize(np.asarray(clusters))[0]
-    lengths = {**{name: len(array) for name, array in arrays.items()}, "clusters": len(names)}
-    if len(set(lengths.values())) > 1:
-        sizes = ", ".join(f"{size} {name}" for name, size in lengths.items())
-        raise InputError(f"got {sizes}: give one of each for every observation.")
-    for name, array in arrays.items():
-        bad = np.flatnonzero(~np.isfinite(array))
-        if bad.size:
-            raise NonFiniteError(
-                f"{bad.size} of {array.size} {name} are NaN or infinite, the first at index {bad[0]}: leave those "
-                "observations out, and say how many they were."
-            )
-        if name in flags:
-            if not np.isin(array, (0, 1)).all():
-                raise InputError(f"{name} holds other values than true and false: give one flag for every observation.")
-            arrays[name] = array.astype(bool)
-    return names, *arrays.values()
+    def named(self, name: str) -> dict[str, float]:
+        """The effect under a name, and its interval, as columns of a table."""
+        return {name: self.effect, "low": self.low, "high": self.high}
 
 
 def by_cluster(names: np.ndarray, values: np.ndarray) -> np.ndarray:
@@ -169,7 +136,7 @@ def mcnemar(a: Column, b: Column, clusters: Column | None = None, confidence: fl
         return Test(*head, 0.0, 1.0, 0.0, -high, high)
     test = stats.binomtest(only_a, differing)
     low, high = ((2 * end - 1) * differing / n for end in test.proportion_ci(confidence, "exact"))
-    return Test(*head, float(min(only_a, only_b)), test.pvalue, (only_a - only_b) / n, low, high)
+    return Test(*head, min(only_a, only_b), test.pvalue, (only_a - only_b) / n, low, high)
 
 
 def sign_flips(
@@ -305,7 +272,7 @@ def share_of(events: Column, confidence: float = 0.95) -> Test:
         return Test(*head, why="there are no observations")
     count = int(happened.sum())
     ends = stats.binomtest(count, n).proportion_ci(confidence, "exact")
-    return Test(*head, float(count), np.nan, count / n, float(ends.low), float(ends.high))
+    return Test(*head, count, np.nan, count / n, *ends)
 
 
 def rate_of(events: Column, clusters: Column, trials: Column | None = None, confidence: float = 0.95) -> Test:
@@ -338,15 +305,15 @@ def rate_of(events: Column, clusters: Column, trials: Column | None = None, conf
         )
     happened, tried = np.bincount(names, count), np.bincount(names, tries)
     happened, tried = happened[tried > 0], tried[tried > 0]
-    n, total = len(tried), float(tried.sum())
+    n, total = len(tried), tried.sum()
     head = ("share in clusters", n, "events by trial")
     if not total:
         return Test(*head, why="there are no trials")
-    share = float(happened.sum()) / total
+    share = happened.sum() / total
     if n < FEWEST:
         return Test(*head, effect=share, why=f"there are fewer than {FEWEST} clusters")
     variance, tail = n / (n - 1) * ((happened - share * tried) ** 2).sum() / total**2, (1 - confidence) / 2
-    worth = float(n)
+    worth = n
     if variance > 0:
         worth = share * (1 - share) / variance * (stats.t.ppf(tail, total - 1) / stats.t.ppf(tail, n - 1)) ** 2
         worth = min(worth, total)

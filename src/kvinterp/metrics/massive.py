@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from kvinterp.common.shapes import Measure, Residual
-from kvinterp.metrics.base import parted
+from kvinterp.metrics.base import float64_pair, parted
 from kvinterp.metrics.drift import METRICS as WHOLE
 from kvinterp.metrics.drift import residual_drift
 
@@ -37,9 +37,7 @@ def residual_drift_without_largest(a: Residual, b: Residual) -> dict[str, Measur
     Raises:
         InputError: The shapes differ, or the last dimension is empty.
     """
-    if a.shape != b.shape or not a.ndim or not a.shape[-1]:
-        residual_drift(a, b)  # Raises InputError.
-    size = b.detach().double().abs()
+    size = float64_pair(a, b, "residual streams")[1].abs_()
     left_out = torch.zeros_like(size, dtype=torch.bool)
     for _ in range(min(COUNT, size.shape[-1])):
         # One by one and not topk(3), which may take another of equal magnitudes in another batch.

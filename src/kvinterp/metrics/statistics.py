@@ -10,20 +10,52 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import pandas as pd
 import scipy.stats
-import torch
-from jaxtyping import Bool, Float64, Shaped
 from torch import Tensor
 
 from kvinterp.errors import InputError, NonFiniteError
 
-#: One number for each step, prompt or whatever is counted, where the caller has them.
-Values: TypeAlias = Shaped[Tensor, " count"] | Shaped[np.ndarray, " count"]
-Flags: TypeAlias = Bool[Tensor, " count"] | Bool[np.ndarray, " count"]
-
+Column: TypeAlias = Sequence[Any] | np.ndarray | pd.Series | pd.Index | Tensor
+"""One number, flag or name for each observation."""
 FEWEST = 6
 """The fewest independent observations with an interval: five all lie on one side of their median in 6% of samples."""
 FEWEST_RESAMPLED = 12
 """The fewest clusters for which a resampled interval covers the truth as often as it claims."""
+
+
+def columns(clusters: Column | None, flags: Sequence[str] = (), **variables: Column) -> tuple[np.ndarray, ...]:
+    """Checks columns and returns the numbers of the clusters and then each column as an array.
+
+    Args:
+        clusters: The cluster of each observation; None if each is its own.
+        flags: The names of the columns that are yes or no.
+        variables: Numbers or flags by what they are called.
+
+    Raises:
+        InputError: The lengths differ, or a flag is neither 0 nor 1.
+        NonFiniteError: A number is NaN or infinite.
+    """
+    arrays = {
+        name: np.asarray(values.double().cpu() if isinstance(values, Tensor) else values, dtype=np.float64)
+        for name, values in variables.items()
+    }
+    lengths = {name: len(array) for name, array in arrays.items()}
+    names = np.arange(max(lengths.values())) if clusters is None else pd.factorize(np.asarray(clusters))[0]
+    lengths["clusters"] = len(names)
+    if len(set(lengths.values())) > 1:
+        sizes = ", ".join(f"{size} {name}" for name, size in lengths.items())
+        raise InputError(f"got {sizes}: give one of each for every observation.")
+    for name, array in arrays.items():
+        bad = np.flatnonzero(~np.isfinite(array))
+        if bad.size:
+            raise NonFiniteError(
+                f"{bad.size} of {array.size} {name} are NaN or infinite, the first at index {bad[0]}: leave those "
+                "observations out, and say how many they were."
+            )
+        if name in flags:
+            if not np.isin(array, (0, 1)).all():
+                raise InputError(f"{name} holds other values than true and false: give one flag for every observation.")
+            arrays[name] = array.astype(bool)
+    return names, *arrays.values()
 
 
 class Interval(NamedTuple):
@@ -41,7 +73,7 @@ def quiet() -> Iterator[None]:
         yield
 
 
-def kl_statistics(kl: Values, same_top: Flags, top_probability_difference: Values) -> dict[str, float]:
+def kl_statistics(kl: Column, same_top: Column, top_probability_difference: Column) -> dict[str, float]:
     """The summary that llama-perplexity prints under ``--kl-divergence``, without its perplexities.
 
     Differences from ``tools/perplexity/perplexity.cpp`` of llama.cpp: shares and probability differences are fractions
@@ -62,14 +94,14 @@ def kl_statistics(kl: Values, same_top: Flags, top_probability_difference: Value
         InputError: There are no steps, or the inputs differ in length.
         NonFiniteError: A value is NaN or infinite; how many and where the first is.
     """
-    divergence = _host(kl, "KL divergences")
-    difference = _host(top_probability_difference, "top probability differences")
-    agree = _host(same_top, "top-token agreements")
-    if not len(divergence) == len(difference) == len(agree):
-        raise InputError(
-            f"got {len(divergence)} KL divergences, {len(agree)} agreements and {len(difference)} probability "
-            "differences: give one of each for every step."
-        )
+    named = {
+        "KL divergences": kl,
+        "top-token agreements": same_top,
+        "top probability differences": top_probability_difference,
+    }
+    _, divergence, agree, difference = columns(None, ("top-token agreements",), **named)
+    if not len(divergence):
+        raise InputError("there are no KL divergences: give at least one.")
     names = ("median", "p90", "p95", "p99", "p99.9", "maximum")
     percentiles = np.percentile(divergence, (50, 90, 95, 99, 99.9, 100), method="linear")
     return {
@@ -154,7 +186,7 @@ def clustered_interval(
     seed: int = 0,
     resamples: int = 1000,
 ) -> Interval:
-    """Computes the bootstrap interval of a statistic of clustered observations, by ``scipy.stats.bootstrap``.
+    """Computes the bootstrap interval of a statistic of clustered observations.
 
     The steps of one prompt, or its decodes under several seeds, are not independent, so whole clusters are drawn. A percentile
     interval of few clusters is too short; its percentiles are moved outwards to match Student's quantiles and the divisor n - 1
@@ -187,44 +219,19 @@ def clustered_interval(
     if n < FEWEST_RESAMPLED:
         return Interval(np.nan, np.nan)
 
-    def resampled(numbers: np.ndarray) -> float:
-        rows = np.concatenate([members[int(number)] for number in numbers])
-        return statistic(*(column[rows] for column in columns))
-
-    # bootstrap() warns of resamples without a value, which are left out below.
+    draws = np.random.default_rng(seed).integers(n, size=(resamples, n))
+    # A statistic may warn of resamples without a value, which are left out below.
     with quiet():
-        result: Any = scipy.stats.bootstrap(
-            (np.arange(len(members)),),
-            resampled,
-            vectorized=False,
-            n_resamples=resamples,
-            method="percentile",
-            random_state=np.random.default_rng(seed),
-        )
-    finite = result.bootstrap_distribution[np.isfinite(result.bootstrap_distribution)]
+        rows = (np.concatenate([members[number] for number in draw]) for draw in draws)
+        values = np.array([statistic(*(column[row] for column in columns)) for row in rows])
+    finite = values[np.isfinite(values)]
     if not len(finite):
         return Interval(np.nan, np.nan)
     tail = scipy.stats.norm.cdf(scipy.stats.t.ppf((1 - confidence) / 2, n - 1) * np.sqrt(n / (n - 1)))
-    low, high = np.quantile(finite, (tail, 1 - tail))
-    return Interval(float(low), float(high))
+    return Interval(*np.quantile(finite, (tail, 1 - tail)).tolist())
 
 
 def check_confidence(confidence: float) -> None:
     """Raises InputError unless a confidence is between 0 and 1."""
     if not 0 < confidence < 1:
         raise InputError(f"confidence {confidence} is not between 0 and 1: give a share such as 0.95.")
-
-
-def _host(values: Values, what: str) -> Float64[np.ndarray, " count"]:
-    if isinstance(values, Tensor):
-        values = values.detach().to("cpu", torch.float64).numpy()
-    array = np.asarray(values, dtype=np.float64)
-    if not array.size:
-        raise InputError(f"there are no {what}: give at least one.")
-    bad = np.flatnonzero(~np.isfinite(array))
-    if bad.size:
-        raise NonFiniteError(
-            f"{bad.size} of {array.size} {what} are NaN or infinite, the first at index {bad[0]} ({array[bad[0]]}): "
-            "find where they arise, they cannot be averaged over."
-        )
-    return array

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pandas as pd
 from scipy import stats
 
-from kvinterp.metrics.inference import Column, columns
-from kvinterp.metrics.statistics import quiet
+from kvinterp.metrics.statistics import Column, columns, quiet
 
 
 def survival_by_step(steps: Column, flipped: Column, confidence: float = 0.95) -> pd.DataFrame:
@@ -24,7 +23,7 @@ def survival_by_step(steps: Column, flipped: Column, confidence: float = 0.95) -
     """
     _, when, event = columns(None, ("flipped",), steps=steps, flipped=flipped)
     names = ["step", "at_risk", "flips"]
-    names += [f"{curve_name}{end}" for curve_name in ("survival", "hazard") for end in ("", "_low", "_high")]
+    names += [f"{curve}{end}" for curve in ("survival", "hazard") for end in ("", "_low", "_high")]
     if not len(when):
         return pd.DataFrame(columns=names)
     curve = stats.ecdf(stats.CensoredData(uncensored=when[event], right=when[~event])).sf

@@ -46,12 +46,13 @@ class Accumulation(OfModels):
 
     def rows(self, tables: Tables) -> Rows:
         """How the error of the value product changes from the shortest length to the longest."""
-        values, rows = only(tables["accumulation"], product="values"), []
-        low, high = values["length"].min(), values["length"].max()
+        values = only(tables["accumulation"], product="values")
+        low, high = values["length"].agg(["min", "max"])
+        rows = []
         for column, to in MEASURES.items():
+            what = f"error of a sum of {high} terms over that of {low}, relative to {to}"
             for name, group in values.groupby("accumulate", sort=False):
                 by = group.pivot(index="seed", columns="length", values=column)
-                what = f"error of a sum of {high} terms over that of {low}, relative to {to}"
                 rows.append(median_of(what, by[high] / by[low], unit="seeds", measure="times", sum_in=name))
         return rows
 
@@ -61,10 +62,13 @@ class Accumulation(OfModels):
         table = table[table["head_dim"].isna() | (table["head_dim"] == table["head_dim"].min())]
         means = table.groupby(["product", "accumulate", "length"], sort=False)[list(MEASURES)].mean().reset_index()
         names = {name: f"sums kept in {name}" for name in dict.fromkeys(means["accumulate"])}
+        options: dict[str, Any] = {"color": "accumulate", "names": names, "facet": "product", "xscale": "doubling"}
         rows = [
-            Panel(means, "length", column, color="accumulate", names=names, facet="product", xscale="doubling",
-                  label=f"error relative to\n{to}", xlabel="sequence length (positions)") for column, to in MEASURES.items()
-        ]  # fmt: skip
+            Panel(
+                means, "length", column, label=f"error relative to\n{to}", xlabel="sequence length (positions)", **options
+            )
+            for column, to in MEASURES.items()
+        ]
         return {"root_cause_accumulation": Chart("Error of one sum against its length", rows)}
 
     def cells(self) -> list[Cell]:
@@ -104,35 +108,32 @@ def accumulation_error(
     generators = [torch.Generator().manual_seed(seed) for seed in seeds]
     sums: list[tuple[str, int, int | None]] = [("scores", length, head_dim) for head_dim in head_dims for length in lengths]
     sums += [("values", length, None) for length in lengths]
-    rows = []
+    tables = []
     for product, length, head_dim in each(sums, "adding up,", "sum"):
         terms = length if head_dim is None else head_dim
         operands = [torch.randn(2, samples, terms, generator=generator) for generator in generators]
         # Every seed's sums side by side: what is added up one after another is as many terms, not as many seeds.
         a, b = torch.cat(operands, dim=1)
         a = torch.softmax(a, -1) if product == "values" else a
-        a, b = a.to(torch.float16).double(), b.to(torch.float16).double()
+        a, b = a.half().double(), b.half().double()
         exact, size = (a * b).sum(-1), (a * b).abs().sum(-1)
         for name in accumulate:
             dtype: Any = dtype_named(name)
             error = (_added_up(a, b, dtype) - exact).abs()
-            relative, to_result = (error / over for over in (size, exact.abs().clamp(min=1e-12)))
-            for seed, of_seed, result in zip(seeds, relative.split(samples), to_result.split(samples), strict=True):
-                rows.append(
-                    {
-                        "product": product,
-                        "length": length,
-                        "head_dim": head_dim,
-                        "accumulate": name,
-                        "seed": seed,
-                        "terms": terms,
-                        "mean_relative": float(of_seed.mean()),
-                        "std_relative": float(of_seed.std()),
-                        "relative_to_result": float(result.median()),
-                        "in_unit_roundoffs": float(of_seed.mean()) / unit_roundoff(dtype),
-                    }
-                )
-    return pd.DataFrame(rows).astype({"head_dim": "Int64"})
+            relative, to_result = ((error / over).view(-1, samples) for over in (size, exact.abs().clamp(min=1e-12)))
+            tables.append(pd.DataFrame({
+                "product": product,
+                "length": length,
+                "head_dim": head_dim,
+                "accumulate": name,
+                "seed": seeds,
+                "terms": terms,
+                "mean_relative": relative.mean(1),
+                "std_relative": [float(row.std()) for row in relative],
+                "relative_to_result": to_result.median(1).values,
+                "in_unit_roundoffs": relative.mean(1) / unit_roundoff(dtype),
+            }).astype({"head_dim": "Int64"}))  # fmt: skip
+    return pd.concat(tables, ignore_index=True)
 
 
 def _added_up(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:

@@ -4,25 +4,31 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
-import numpy as np
 import pandas as pd
+import torch
+from torch import Tensor
 
+from kvinterp import metrics
 from kvinterp.common.numbers import counted, listed, number
 from kvinterp.common.result import Result
 from kvinterp.data import load_prompts
 from kvinterp.errors import InputError, NonFiniteError, UnsupportedError
-from kvinterp.findings import Chart, Panel, finding, findings_of
+from kvinterp.findings import Chart, Panel, finding, finding_from, findings_of
+from kvinterp.metrics.equivalent_noise import SUMS, error_sums, noise_of_sums
+from kvinterp.models import Adapter
+from kvinterp.models.inputs import encode
+from kvinterp.models.provenance import provenance
+from kvinterp.models.threads import own_threads
+from kvinterp.paths import run
+from kvinterp.paths.store import Growing, Store
+from kvinterp.policies import Policy, policy_named
+from kvinterp.policies.base import Chain, Selective
+from kvinterp.study.behaviour.designs import reseeded
 from kvinterp.study.cells import Cell, joined, loaded
 from kvinterp.study.experiments.base import Charts, OfModel, Parts
 from kvinterp.study.experiments.options import argument, option, shared
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from kvinterp.models import Adapter
-    from kvinterp.policies import Policy
 
 POLICIES = (
     *("q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "hadamard+q8_0", "hadamard+q4_0", "int8", "int4"),
@@ -31,6 +37,8 @@ POLICIES = (
 )
 """What is asked about unless policies are given: formats, and the noise of the study of errors in the KV cache."""
 PLACE = ("layer", "tensor", "kv_head")
+_WHOLE = ["policy", "tensor"]
+"""Those of one policy on K, or on V, in all layers and heads."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +60,7 @@ class EquivalentNoise(OfModel):
     def cells(self) -> list[Cell]:
         """A cell a policy; what it does not fit is said before any is measured."""
         (adapter,) = self.adapters()
-        settings = {"model": self.model_settings(), "prompts": self.prompts, "max_new_tokens": self.max_new_tokens}
+        settings = {"model": self.model_settings(), **self.choices("prompts", "max_new_tokens")}
         return [
             Cell(f"policy-{number}", f"{__name__}:measured", {**settings, "policy": policy}, f"noise of {policy}")
             for number, policy in enumerate(map(str, usable(self.policies, adapter)))
@@ -60,65 +68,63 @@ class EquivalentNoise(OfModel):
 
     def reduce(self, parts: Parts) -> Result:
         """By policy, layer, tensor and head over all prompts; the summary has each policy's K and V as a whole."""
-        from kvinterp.models.provenance import provenance
-
         (adapter,) = self.adapters()
         by_prompt = joined(parts)["table"]
-        table = pooled(by_prompt, ["policy", *PLACE])
-        wholes = pooled(by_prompt, ["policy", "tensor"])
-        groups = by_prompt.groupby(["policy", "tensor"], sort=False)
-        intervals = [_interval(groups.get_group(tuple(key))) for key in wholes[["policy", "tensor"]].to_numpy()]
-        wholes[["low", "high"]] = pd.DataFrame(intervals, columns=["low", "high"])
-        about = {
+        table, wholes = pooled(by_prompt, ["policy", *PLACE]), pooled(by_prompt, _WHOLE)
+        intervals = [_interval(group) for _, group in by_prompt.groupby(_WHOLE, sort=False)]
+        wholes[["low", "high"]] = pd.DataFrame(intervals)
+        # The smallest and the largest of a layer and head, of each policy and tensor.
+        places = table.groupby(_WHOLE, sort=False)["relative_rms"].agg(["min", "max"]).reset_index()
+        summary = {
             "prompts": int(by_prompt["prompt"].nunique()),
             "max_new_tokens": self.max_new_tokens,
             "provenance": provenance(adapter),
+            "policies": wholes.to_dict("records"),
+            "places": places.to_dict("records"),
         }
-        # The smallest and the largest of a layer and head, of each policy and tensor.
-        places = table.groupby(["policy", "tensor"], sort=False)["relative_rms"].agg(["min", "max"]).reset_index()
-        of_policies = {"policies": wholes.to_dict("records"), "places": places.to_dict("records")}
-        return Result({"equivalent_noise": table}, {**about, **of_policies})
+        return Result({"equivalent_noise": table}, summary)
 
     # What was found ----------------------------------------------------------------------------------------------------
 
     def headline(self, result: Result) -> list[str]:
         """The smallest and the largest error."""
         table = _smallest_first(result)
-        last = table.iloc[-1]
-        none = sorted(set(table["policy"]) - set(table.loc[table["relative_rms"] > 0, "policy"]))
-        lines = [
-            f"Of {counted(table['policy'].nunique(), 'policy')}, {last['policy']} makes the largest error: "
-            f"{number(last['relative_rms'])} times the root mean square of {last['tensor']} "
-            f"({counted(result.summary['prompts'], 'prompt')})."
-        ] if last["relative_rms"] > 0 else []  # fmt: skip
-        return [*lines, *([f"No error at all: {listed(none)}."] if none else [])]
+        last, lines = table.iloc[-1], []
+        if last["relative_rms"] > 0:
+            lines.append(
+                f"Of {counted(table['policy'].nunique(), 'policy')}, {last['policy']} makes the largest error: "
+                f"{number(last['relative_rms'])} times the root mean square of {last['tensor']} "
+                f"({counted(result.summary['prompts'], 'prompt')})."
+            )
+        largest = table.groupby("policy")["relative_rms"].max()
+        if none := list(largest.index[~(largest > 0)]):
+            lines.append(f"No error at all: {listed(none)}.")
+        return lines
 
     def findings(self, result: Result) -> pd.DataFrame:
         """Size, bias, flipped signs and zeros of the error of every policy on K and on V, smallest first."""
         rows, prompts = [], result.summary["prompts"]
         for row in _smallest_first(result).to_dict("records"):
-            labels = {"policy": row["policy"], "tensor": row["tensor"]}
-            rows.append(finding("root mean square of the error", row["relative_rms"], (row["low"], row["high"]), prompts,
-                                measure="of the tensor's own", note=f"stored in {number(row['bits'])} bits",
-                                **labels))  # fmt: skip
-            if row["bias"]:
-                rows.append(
-                    finding("bias", row["bias"], n=prompts, measure="of the tensor's own root mean square", **labels)
-                )
-            for name, what in SHARES.items():
-                if row[name] not in (0, 1):
-                    rows.append(finding(what, row[name], n=prompts, measure="%", **labels))
+            labels = {name: row[name] for name in _WHOLE}
+            note = f"stored in {number(row['bits'])} bits"
+            rows.append(finding_from(row, "root mean square of the error", "relative_rms", n=prompts,
+                               measure="of the tensor's own", note=note, **labels))  # fmt: skip
+            shown = {"bias": ("bias", "of the tensor's own root mean square")} if row["bias"] else {}
+            shown |= {name: (what, "%") for name, what in SHARES.items() if row[name] not in (0, 1)}
+            rows += [
+                finding(what, row[name], n=prompts, measure=measure, **labels) for name, (what, measure) in shown.items()
+            ]
         return findings_of(rows)
 
     def charts(self, result: Result) -> Charts:
         """Size, bias and flipped signs of the error of every policy, smallest first."""
         table = _smallest_first(result)
-        places = result.tables["equivalent_noise"].groupby(["policy", "tensor"])
-        table["line"] = [f"{row.policy} ({number(row.bits)} bits)" for row in table.itertuples()]
+        places = result.tables["equivalent_noise"].groupby(_WHOLE)
+        table["line"] = table["policy"] + " (" + table["bits"].map(number) + " bits)"
         panels = []
         for name, (label, scale) in QUANTITIES.items():
-            ends = places[name].agg(["min", "max"]).set_axis(["low", "high"], axis=1).reset_index()
-            rows = table.drop(columns=["low", "high"]).merge(ends, on=["policy", "tensor"])
+            ends = places[name].agg(low="min", high="max").reset_index()
+            rows = table.drop(columns=["low", "high"]).merge(ends, on=_WHOLE)
             panels.append(Panel(rows, name, "line", "dots", color="tensor", label=label, scale=scale))
         return {"equivalent_noise": Chart("The error of each policy on K and V (lines: the layers and heads)", panels)}
 
@@ -135,7 +141,7 @@ def _smallest_first(result: Result) -> pd.DataFrame:
     """The policies' K and V as a whole."""
     table = pd.DataFrame(result.summary["policies"])
     largest = table.groupby("policy")["relative_rms"].transform("max")
-    return table.iloc[np.lexsort((table["tensor"], table["policy"], largest))].reset_index(drop=True)
+    return table.assign(largest=largest).sort_values(["largest", *_WHOLE], ignore_index=True).drop(columns="largest")
 
 
 # One policy ------------------------------------------------------------------------------------------------------------
@@ -148,8 +154,6 @@ def usable(policies: Sequence[str], adapter: Adapter) -> list[Policy]:
         InputError: There are none, or one is none.
         UnsupportedError: One does not fit the model.
     """
-    from kvinterp.policies import policy_named
-
     if not policies:
         raise InputError("the list of policies is empty: give at least one.")
     by_text = {str(policy): policy for policy in map(policy_named, policies)}
@@ -161,19 +165,19 @@ def usable(policies: Sequence[str], adapter: Adapter) -> list[Policy]:
 
 def bits_of(policy: Policy, adapter: Adapter, tensor: str, layer: int) -> float:
     """Bits of an element as a real implementation stores it; those of the model's dtype where no policy with a format acts."""
-    from kvinterp.policies.base import Chain, Selective
+    bits: float = 8 * adapter.dtype.itemsize
+    for part in policy.parts if isinstance(policy, Chain) else (policy,):
+        if not isinstance(part, Selective) or part.applies_to(tensor, layer):
+            stored = part.bits_stored(tensor, adapter.facts.head_dim)
+            bits = bits if stored is None else stored
+    return float(bits)
 
-    parts = policy.parts if isinstance(policy, Chain) else (policy,)
-    acting = [one for one in parts if not isinstance(one, Selective) or one.applies_to(tensor, layer)]
-    bits_of_parts = [bits for one in acting if (bits := one.bits_stored(tensor, adapter.facts.head_dim)) is not None]
-    return float(bits_of_parts[-1] if bits_of_parts else 8 * adapter.dtype.itemsize)
 
-
-def measured(model: Mapping[str, Any], prompts: str, policy: str, max_new_tokens: int) -> pd.DataFrame:
+def measured(
+    model: Mapping[str, Any], prompts: str, policy: str, max_new_tokens: int, most: int | None = None
+) -> pd.DataFrame:
     """The sums of one policy, prompt by prompt."""
-    from kvinterp.policies import policy_named
-
-    return error_of_policy(loaded(model), load_prompts(prompts), policy_named(policy), max_new_tokens)
+    return error_of_policy(loaded(model), load_prompts(prompts)[:most], policy_named(policy), max_new_tokens)
 
 
 def error_of_policy(adapter: Adapter, prompts: Sequence[Any], policy: Policy, max_new_tokens: int) -> pd.DataFrame:
@@ -196,57 +200,44 @@ def error_of_policy(adapter: Adapter, prompts: Sequence[Any], policy: Policy, ma
     Raises:
         UnsupportedError: The policy chooses rows by what a model's attention shows.
     """
-    import torch
-
-    from kvinterp.metrics.equivalent_noise import SUMS, error_sums
-    from kvinterp.study.behaviour.designs import reseeded
-
     if policy.sites:
         raise UnsupportedError(
             f"policy {policy} chooses rows by what it sees ({', '.join(policy.sites)}) and has no error of its own apart from "
             "a run: measure it with kvinterp study kv-error."
         )
-    rows = []
+    tables = []
     for index, prompt in enumerate(prompts):
-        for layer, exact, read_last in _read_back(adapter, prompt, reseeded(policy, index), max_new_tokens):
-            positions, read = read_last
-            for tensor, x, y in zip(("K", "V"), exact, read, strict=True):
-                rows_kept = (
-                    x if positions is None else x.gather(2, positions[..., None].expand(*positions.shape, x.shape[3]))
-                )
-                sums = {name: values[0].tolist() for name, values in error_sums(rows_kept, y).items()}
-                place = {"policy": str(policy), "bits": bits_of(policy, adapter, tensor.lower(), layer), "prompt": index}
-                counts = {"rows": x.shape[2], "rows_kept": y.shape[2]}
-                if not bool(torch.isfinite(y).all()):
+        for layer, exact, positions, read in _read_back(adapter, prompt, reseeded(policy, index), max_new_tokens):
+            for tensor, x, y in zip("KV", exact, read, strict=True):
+                if not bool(y.isfinite().all()):
                     raise NonFiniteError(
                         f"policy {policy} makes NaN or infinity of {tensor} in layer {layer}, in {y.dtype}, so "
                         "that its error has no size: give it a smaller amplitude or a larger scale, or --dtype float32."
                     )
-                for head in range(x.shape[1]):
-                    errors = {name: sums[name][head] for name in SUMS}
-                    rows.append({**place, "layer": layer, "tensor": tensor, "kv_head": head, **counts, **errors})
-    return pd.DataFrame(rows)
+                kept = x if positions is None else x.gather(2, positions[..., None].expand_as(y))
+                tables.append(pd.DataFrame({
+                    "policy": str(policy),
+                    "bits": bits_of(policy, adapter, tensor.lower(), layer),
+                    "prompt": index,
+                    "layer": layer,
+                    "tensor": tensor,
+                    "kv_head": range(x.shape[1]),
+                    "rows": x.shape[2],
+                    "rows_kept": y.shape[2],
+                    **{name: values[0].cpu() for name, values in error_sums(kept, y).items()},
+                }))  # fmt: skip
+    return pd.concat(tables, ignore_index=True)
 
 
 def _read_back(
     adapter: Adapter, prompt: Any, policy: Policy, steps: int
-) -> Iterator[tuple[int, tuple[Tensor, Tensor], tuple[Tensor | None, tuple[Tensor, Tensor]]]]:
+) -> Iterator[tuple[int, tuple[Tensor, Tensor], Tensor | None, tuple[Tensor, Tensor]]]:
     """Each layer with its exact K and V, and the rows that are read in the end: which, and what."""
-    import torch
-
-    from kvinterp.models.inputs import encode
-    from kvinterp.models.threads import own_threads
-    from kvinterp.paths import run
-    from kvinterp.paths.store import Growing, Store
-
     tokens = encode(adapter, prompt, steps)
     decoded = run(adapter, tokens, "cached", max_new_tokens=steps, stop="length").tokens
-    keys = "cache_k" if adapter.facts.cached_keys_rotated else "cache_k_pre"
-    record: dict[str, Any] = {"record": (keys, "cache_v"), "positions": "all", "max_new_tokens": 1}
-    whole = run(adapter, [*tokens, *decoded[:-1]], "cached", **record).records
-    exact = {
-        layer: (whole[keys, layer][0][None], whole["cache_v", layer][0][None]) for layer in range(adapter.facts.layers)
-    }
+    sites = "cache_k" if adapter.facts.cached_keys_rotated else "cache_k_pre", "cache_v"
+    whole = run(adapter, [*tokens, *decoded[:-1]], "cached", record=sites, positions="all", max_new_tokens=1).records
+    exact = [tuple(whole[site, layer][0][None] for site in sites) for layer in range(adapter.facts.layers)]
     length, last = len(tokens) + steps - 1, {}
 
     def listen(place: Any, k: Tensor, v: Tensor) -> None:
@@ -255,13 +246,13 @@ def _read_back(
     with torch.no_grad(), own_threads(adapter):
         store = Store(adapter.facts, policy, 1, adapter.dtype, adapter.device, [listen], Growing(length))
         for start, stop in [(0, len(tokens)), *((at, at + 1) for at in range(len(tokens), length))]:
-            for layer, (k, v) in exact.items():
+            for layer, (k, v) in enumerate(exact):
                 store.update(layer, k[:, :, start:stop], v[:, :, start:stop])
             # What is read last is looked at before rows are let go of: the memory moves those that stay.
             if stop < length:
                 store.settle()
-    for layer, tensors in exact.items():
-        yield layer, tensors, last[layer]
+    for layer, (k, v) in enumerate(exact):
+        yield layer, (k, v), *last[layer]
 
 
 # Put together ----------------------------------------------------------------------------------------------------------
@@ -274,8 +265,6 @@ def pooled(by_prompt: pd.DataFrame, keys: Sequence[str]) -> pd.DataFrame:
         by_prompt: As :func:`error_of_policy` gives it.
         keys: Columns; the rest is put together.
     """
-    from kvinterp.metrics.equivalent_noise import SUMS, noise_of_sums
-
     groups = by_prompt.groupby(list(keys), sort=False)
     sums = groups[[*SUMS, "rows", "rows_kept"]].sum()
     # Of places that store in several formats the mean over their elements.
@@ -284,10 +273,8 @@ def pooled(by_prompt: pd.DataFrame, keys: Sequence[str]) -> pd.DataFrame:
     return pd.concat([(bits / sums["elements"]).rename("bits"), share_kept, noise_of_sums(sums)], axis=1).reset_index()
 
 
-def _interval(by_prompt: pd.DataFrame) -> tuple[float, float]:
+def _interval(by_prompt: pd.DataFrame) -> metrics.Interval:
     """The interval of relative_rms, over prompts."""
-    from kvinterp import metrics
-
     sums = by_prompt.groupby("prompt")[["e2", "x2"]].sum()
 
     def rms(e2: Any, x2: Any) -> float:

@@ -23,7 +23,7 @@ from kvinterp.common.numbers import counted
 from kvinterp.common.result import Result
 from kvinterp.data import load_prompts
 from kvinterp.errors import InputError
-from kvinterp.findings import Chart, Panel, finding
+from kvinterp.findings import Chart, Panel, finding, finding_from
 from kvinterp.models.provenance import provenance
 from kvinterp.models.unembedding import Unembedding
 from kvinterp.paths import path_named, run
@@ -66,12 +66,11 @@ class FlipLaw(OfModel):
             )
         (adapter,) = self.adapters()
         tried(adapter, paths)
-        prompts = load_prompts(self.prompts)
-        passed = ("prompts", "max_new_tokens", "strategy", "seed")
-        shared = {"model": self.model_settings(), "paths": paths, **self.choices(*passed)}
+        passed = self.choices("prompts", "max_new_tokens", "strategy", "seed")
+        shared = {"model": self.model_settings(), "paths": paths, **passed}
         return [
             Cell(f"prompt-{number}", f"{__name__}:measured", {**shared, "number": number}, f"prompt {prompt.id}")
-            for number, prompt in enumerate(prompts)
+            for number, prompt in enumerate(load_prompts(self.prompts))
         ]
 
     def reduce(self, parts: Parts) -> Result:
@@ -79,29 +78,26 @@ class FlipLaw(OfModel):
         (adapter,) = self.adapters()
         steps = joined(parts)["table"]
         law = law_of(steps, str(adapter.dtype).removeprefix("torch."))
-        tables = {"steps": steps, "law": law}
-        rounded = steps["as_rounded"].to_numpy(bool)
         summary = {
             "law": law.to_dict("records"),
-            "as_rounded": {"steps": len(rounded), "alike": int(rounded.sum())},
-            "provenance": provenance(adapter, max_new_tokens=self.max_new_tokens, strategy=self.strategy, seed=self.seed),
+            "as_rounded": {"steps": len(steps), "alike": int(steps["as_rounded"].sum())},
+            "provenance": provenance(adapter, **self.choices("max_new_tokens", "strategy", "seed")),
         }
-        return Result(tables, summary)
+        return Result({"steps": steps, "law": law}, summary)
 
     # What was found ----------------------------------------------------------------------------------------------------
 
     def headline(self, result: Result) -> list[str]:
         """At how many counts the flips came as foretold."""
         law, alike = result.tables["law"], result.summary["as_rounded"]
-        by = law["verdict"].value_counts()
-        decided = int(by.get("holds", 0) + by.get("fails", 0))
+        holds, fails, open_counts = (int((law["verdict"] == word).sum()) for word in ("holds", "fails", "open"))
         counts = f"({counted(int(law['prompts'].iloc[0]), 'prompt')}, {law['steps'].iloc[0]} decode steps)"
         lines = [
             f"Too few flips are expected, or too few prompts were given, to tell whether they come as foretold {counts}."
         ]
-        if decided:
-            came = f"Flips come as foretold at {by.get('holds', 0)} of {decided} counts that could tell"
-            lines = [f"{came}; {by.get('open', 0)} are open {counts}."]
+        if decided := holds + fails:
+            came = f"Flips come as foretold at {holds} of {decided} counts that could tell"
+            lines = [f"{came}; {open_counts} are open {counts}."]
         if alike["alike"] < alike["steps"]:
             lines.append(
                 f"The exact logits, rounded, choose another token than the model at {alike['steps'] - alike['alike']} of "
@@ -113,11 +109,10 @@ class FlipLaw(OfModel):
         """The flips that came at each path and unembedding, beside those foretold."""
         rows: Rows = []
         for row in tables["law"].to_dict("records"):
-            labels = {"path": row["path"], "unembedding": row["unembedding"]}
+            labels = {"unit": "steps", "path": row["path"], "unembedding": row["unembedding"]}
             third = f"{row['third']} to or from a third token, which are not foretold" if row["third"] else ""
-            ends, steps = (row["low"], row["high"]), row["steps"]
-            rows.append(finding("flips foretold", row["foretold"], ends, steps, "steps", verdict=row["verdict"], **labels))
-            rows.append(finding("flips that came", row["flips"], n=steps, unit="steps", note=third, **labels))
+            rows.append(finding_from(row, "flips foretold", "foretold", n=row["steps"], verdict=row["verdict"], **labels))
+            rows.append(finding("flips that came", row["flips"], n=row["steps"], note=third, **labels))
         return rows
 
     def charts(self, result: Result) -> Charts:
@@ -154,22 +149,25 @@ def steps_of(
         model's own logits), wide_flip (of a wide unembedding), third (it flips, but not between these two tokens), as_rounded
         (the wide logits, rounded, choose what the model chose, on both paths).
     """
-    last = adapter.facts.layers - 1
-    options: dict[str, Any] = {"record": "resid_post", "layers": [last], "logits": "keep"}
+    options: dict[str, Any] = {"record": "resid_post", "layers": [adapter.facts.layers - 1], "logits": "keep"}
     head = Unembedding(adapter, torch.float32 if adapter.dtype.itemsize < 4 else torch.float64)
+
+    def logits_of(trace: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The logits without rounding, what the model chose, and what it would choose of these, rounded."""
+        (stream,) = (trace[place] for place in trace.records)
+        logits = head.logits(stream.reshape(len(trace.tokens), -1)).cpu()
+        return logits, trace.logits.argmax(-1).cpu(), logits.to(adapter.dtype).argmax(-1)
+
     leader = run(adapter, prompt, LEADER, max_new_tokens=max_new_tokens, strategy=strategy, seed=seed, **options)
-    count = len(leader.tokens)
-    leader_logits = _logits(head, leader)
-    (first, second), (one, two) = leader_logits.topk(2, -1).values.T, leader_logits.topk(2, -1).indices.T
-    chosen = leader.logits.argmax(-1).cpu()
+    leader_logits, chosen, rounded = logits_of(leader)
+    (first, second), (one, two) = (pair.T for pair in leader_logits.topk(2, -1))
+    options |= {"max_new_tokens": len(chosen), "stop": "length", "continuation": list(leader.tokens)}
     tables = []
-    for text in paths:
-        trace = run(adapter, prompt, text, max_new_tokens=count, stop="length", continuation=list(leader.tokens), **options)
-        logits, took = _logits(head, trace), trace.logits.argmax(-1).cpu()
-        rounded = (leader_logits.to(adapter.dtype).argmax(-1) == chosen) & (logits.to(adapter.dtype).argmax(-1) == took)
+    for path in paths:
+        logits, took, rounded_here = logits_of(run(adapter, prompt, path, **options))
         flip = took != chosen
         columns = {
-            "step": torch.arange(count),
+            "step": torch.arange(len(chosen)),
             "first": first,
             "second": second,
             "first_token": one,
@@ -180,17 +178,12 @@ def steps_of(
             "flip": flip,
             "wide_flip": logits.argmax(-1) != one,
             "third": flip & ~(((took == one) & (chosen == two)) | ((took == two) & (chosen == one))),
-            "as_rounded": rounded,
+            "as_rounded": (rounded == chosen) & (rounded_here == took),
         }
-        tables.append(pd.DataFrame({name: column.numpy() for name, column in columns.items()}).assign(path=text))
+        tables.append(pd.DataFrame({name: column.numpy() for name, column in columns.items()}).assign(path=path))
     table = pd.concat(tables, ignore_index=True)
     # Step 0 is the prefill's, which paths have in common.
     return table[table["step"] > 0]
-
-
-def _logits(head: Unembedding, trace: Any) -> torch.Tensor:
-    stream = trace["resid_post", head.adapter.facts.layers - 1]
-    return head.logits(stream.reshape(len(trace.tokens), -1)).cpu()
 
 
 def law_of(steps: pd.DataFrame, dtype: str) -> pd.DataFrame:
@@ -207,13 +200,12 @@ def law_of(steps: pd.DataFrame, dtype: str) -> pd.DataFrame:
     """
     rows = []
     for path, group in steps.groupby("path", sort=False):
-        errors = group[["first_error", "second_error"]].to_numpy(float)
-        margin = (group["first"] - group["second"]).to_numpy(float)
+        errors = group[["first_error", "second_error"]]
         extra = {
-            "error": float(abs(errors).mean()),
-            "shared": float(pd.DataFrame(errors).corr().iloc[0, 1]),
-            "certified": int((margin > 2 * group["largest"].to_numpy(float)).sum()),
-            "third": int(group["third"].sum()),
+            "error": errors.abs().to_numpy(float).mean(),
+            "shared": errors.corr().iloc[0, 1],
+            "certified": (group["first"] - group["second"] > 2 * group["largest"]).sum(),
+            "third": group["third"].sum(),
         }
         for unembedding, grid, flips in ((dtype, dtype, "flip"), (WIDE, metrics.EXACT, "wide_flip")):
             rows.append({"path": path, "unembedding": unembedding, **metrics.counted(group, grid, flips), **extra})

@@ -23,7 +23,6 @@ from kvinterp.study.experiments.base import Charts, Rows, Tables
 from kvinterp.study.experiments.of_models import FEW, OfModels, Place, encoded, newest_at
 from kvinterp.study.experiments.options import option
 
-REACHED = "median query heads that one KV head's error reaches"
 DRIFTS = {
     "attn_out": "median relative L2 of the layer's attention output",
     "final": "median relative L2 of the last stream",
@@ -40,40 +39,34 @@ class Gqa(OfModels):
 
     def headline(self, result: Result) -> list[str]:
         """How many query heads one KV head's error reaches."""
-        rows = [row for row in self.rows(result.tables) if row["finding"] == REACHED]
-        reached = listed([f"{row['estimate']:g} where {row['query_heads_per_kv_head']:g} share it" for row in rows])
+        by = result.tables["gqa"].groupby("query_heads_per_kv_head")["heads_touched"].median()
+        reached = listed([f"{heads:g} where {count:g} share it" for count, heads in by.items()])
         return [f"An error in one KV head reaches so many query heads: {reached}."]
 
     def rows(self, tables: Tables) -> Rows:
         """How far the error spreads at each ratio."""
         return [
             finding(what, group[column].median(), n=group["prompt"].nunique(), query_heads_per_kv_head=count)
-            for column, what in {"heads_touched": REACHED, **DRIFTS}.items()
+            for column, what in {"heads_touched": "median query heads that one KV head's error reaches", **DRIFTS}.items()
             for count, group in tables["gqa"].groupby("query_heads_per_kv_head")
         ]
 
     def charts(self, result: Result) -> Charts:
         """Query heads reached, and the drift of attention's output and of the last stream."""
-        columns = ["share_touched", *DRIFTS]
-        by = result.tables["gqa"].groupby(["tensor", "query_heads_per_kv_head"])[columns].median().reset_index()
-        drifts = by.melt(["tensor", "query_heads_per_kv_head"], list(DRIFTS), "quantity", "drift")
-        names = {tensor: f"error planted in {tensor}" for tensor in ("K", "V")}
+        keys = ["tensor", "query_heads_per_kv_head"]
+        by = result.tables["gqa"].groupby(keys)[["share_touched", *DRIFTS]].median().reset_index()
         options: dict[str, Any] = {
+            "x": keys[1],
             "color": "tensor",
-            "names": names,
+            "names": {tensor: f"error planted in {tensor}" for tensor in ("K", "V")},
             "xscale": "doubling",
             "xlabel": "query heads a KV head",
         }
+        label = "share of the layer's\nquery heads reached"
+        drifts = by.melt(keys, list(DRIFTS), "quantity", "drift")
         rows = [
-            Panel(
-                by,
-                "query_heads_per_kv_head",
-                "share_touched",
-                scale="share",
-                label="share of the layer's\nquery heads reached",
-                **options,
-            ),
-            Panel(drifts, "query_heads_per_kv_head", "drift", facet="quantity", titles=DRIFTS, label="median", **options),
+            Panel(by, y="share_touched", scale="share", label=label, **options),
+            Panel(drifts, y="drift", facet="quantity", titles=DRIFTS, label="median", **options),
         ]
         return {"root_cause_gqa": Chart("One KV head's error, against how many query heads share the head", rows)}
 
@@ -131,11 +124,12 @@ def gqa_spread(
                 noise = {(tensor, layer): functools.partial(_planted, head=head, position=position, error=error)}
                 noisy, changed = newest_at(adapter, tokens, places.values(), noise)
                 off = metrics.vector_errors(noisy["z", layer], clean["z", layer])["relative_error"]
-                drift = {
-                    name: metrics.residual_drift(noisy[place][None], clean[place][None])["relative_l2"]
-                    for name, place in places.items()
-                }
                 touched = off > 0
+                drifts = {
+                    name: float(metrics.residual_drift(noisy[place][None], clean[place][None])["relative_l2"])
+                    for name, place in places.items()
+                    if name != "z"
+                }
                 rows.append(
                     {
                         "model": facts.name,
@@ -146,9 +140,9 @@ def gqa_spread(
                         "position": position,
                         "heads_touched": int(touched.sum()),
                         "share_touched": float(touched.double().mean()),
-                        "head_error": float(off[touched].mean()) if bool(touched.any()) else 0.0,
-                        **{name: float(drift[name]) for name in ("attn_out", "resid_post", "final")},
-                        "kl": float(metrics.compare_logits(logits[None], changed[None])["kl"]),
+                        "head_error": float(off[touched].mean()) if touched.any() else 0.0,
+                        **drifts,
+                        "kl": float(metrics.kl_divergence(logits, changed)),
                     }
                 )
     return pd.DataFrame(rows)

@@ -40,12 +40,9 @@ class KvWrite(OfModels):
     def headline(self, result: Result) -> list[str]:
         """Under which kernels K and V differ where they are written."""
         largest = result.tables["kv_write"].groupby("kernels", sort=False)["relative_error"].max()
-        differ = [str(name) for name, most in largest.items() if most > 0]
-        if not differ:
-            return ["K and V of a new token, computed alone and with its prefix, are equal under all kernels tried."]
-        return [
-            f"K and V of a new token, computed alone and with its prefix, differ where they are written under {listed(differ)}."
-        ]
+        differ = [str(name) for name in largest.index[largest > 0]]
+        end = f"differ where they are written under {listed(differ)}" if differ else "are equal under all kernels tried"
+        return [f"K and V of a new token, computed alone and with its prefix, {end}."]
 
     def rows(self, tables: Tables) -> Rows:
         """The error of each kernel mode."""
@@ -95,9 +92,8 @@ def kv_write_error(
         tokens = torch.tensor([list(prompt)], device=adapter.device)
         with referenced(BlockModel(adapter, kernels_named(mode)), tokens) as hooks:
             for position, alone, jointly in _written(adapter, hooks, len(prompt) - steps):
-                for (tensor, layer), alone_here in alone.items():
-                    jointly_here = jointly[tensor, layer]
-                    errors = vector_errors(alone_here, jointly_here)
+                for (tensor, layer), written in alone.items():
+                    errors = vector_errors(written, jointly[tensor, layer])
                     rows.append(
                         {
                             "kernels": mode,
@@ -108,7 +104,7 @@ def kv_write_error(
                             "relative_error": float(errors["relative_error"].max()),
                             "ulp_mean": float(errors["ulp_mean"].mean()),
                             "ulp_max": float(errors["ulp_max"].max()),
-                            "share_differing": float((alone_here != jointly_here).double().mean()),
+                            "share_differing": float((written != jointly[tensor, layer]).double().mean()),
                         }
                     )
     return pd.DataFrame(rows)
@@ -119,7 +115,7 @@ Written = dict[tuple[str, int], Tensor]
 
 def _written(adapter: Adapter, hooks: BlockHooks, prefill: int) -> Iterator[tuple[int, Written, Written]]:
     tensors: Written = {}
-    places = [(site, layer) for site in ("k", "v") for layer in range(adapter.facts.layers)]
+    places = list(itertools.product(("k", "v"), range(adapter.facts.layers)))
 
     def listener(place: tuple[str, int]) -> Callable[[Tensor], None]:
         return lambda tensor: tensors.__setitem__(place, tensor[0, -1].clone())

@@ -53,38 +53,37 @@ class Ladder(OfModels):
     def headline(self, result: Result) -> list[str]:
         """Whether one fixed order of additions leaves a difference where the machine's kernels make one."""
         table = only(result.tables["ladder"], protocol="matched")
-        compared, failed = table[~table["failed"].astype(bool)], int(table["failed"].sum())
-        lines = [f"{counted(failed, 'run')} could not be compared."] if failed else []
+        compared, failed = _compared(table), int(table["failed"].sum())
         fixed, native = (
             only(compared, kernels=kernels).groupby("dtype", sort=False)["max_abs_logit"].max()
             for kernels in ("batch_invariant", "native")
         )
-        if compared.empty or not (native > 0).any():
-            return [
-                "With the machine's kernels the paths gave the same logits in every dtype: no cause can be taken away.",
-                *lines,
-            ]
-        gone = [dtype for dtype, left in fixed.items() if left == 0 and native.get(dtype, 0.0) > 0]
-        if not gone:
+        differ = native[native > 0]
+        gone = [dtype for dtype, left in fixed.items() if left == 0 and dtype in differ]
+        if differ.empty:
+            line = "With the machine's kernels the paths gave the same logits in every dtype: no cause can be taken away."
+        elif gone:
+            # Both add in float32 or wider and round once.
+            line = (
+                f"One fixed order of additions leaves no difference in {listed(gone)}, where the machine's kernels make one: "
+                "the order is the cause here. No kernel tried adds in float16 throughout, so this says nothing of sums kept in "
+                "float16."
+            )
+        else:
             left = "leaves a difference too" if (fixed > 0).any() else "was tried in no dtype in which they differ"
-            return [f"The machine's kernels make a difference in {listed(list(native[native > 0].index))}; one fixed order of "
-                    f"additions {left}.", *lines]  # fmt: skip
-        # Both add in float32 or wider and round once.
-        sentence = (
-            f"One fixed order of additions leaves no difference in {listed(gone)}, where the machine's kernels make one: the "
-            "order is the cause here. No kernel tried adds in float16 throughout, so this says nothing of sums kept in float16."
-        )
-        return [sentence, *lines]
+            line = (
+                f"The machine's kernels make a difference in {listed(list(differ.index))}; one fixed order of additions "
+                f"{left}."
+            )
+        return [line, *([f"{counted(failed, 'run')} could not be compared."] if failed else [])]
 
     def rows(self, tables: Tables) -> Rows:
         """The logit difference on every rung."""
-        table = only(tables["ladder"], protocol="matched")
-        compared = table[~table["failed"].astype(bool)]
+        by = _compared(only(tables["ladder"], protocol="matched")).groupby(["dtype", "kernels", "model"], sort=False)
+        what = "median RMS logit difference"
         return [
-            median_of(
-                "median RMS logit difference", group["rms_logit"], group["id"], model=model, dtype=dtype, kernels=kernels
-            )
-            for (dtype, kernels, model), group in compared.groupby(["dtype", "kernels", "model"], sort=False)
+            median_of(what, group["rms_logit"], group["id"], model=model, dtype=dtype, kernels=kernels)
+            for (dtype, kernels, model), group in by
         ]
 
     def charts(self, result: Result) -> Charts:
@@ -100,6 +99,10 @@ class Ladder(OfModels):
 
     most: int = option(6, "How many of the prompts to run. Some precisions and orders of additions are slow.", min=1)
     steps: int = option(16, "The most tokens to decode per prompt.", min=1)
+
+
+def _compared(table: pd.DataFrame) -> pd.DataFrame:
+    return table[~table["failed"].astype(bool)]
 
 
 def measured(model: Mapping[str, Any], prompts: str, most: int, steps: int) -> pd.DataFrame:
@@ -143,20 +146,19 @@ def precision_ladder(
         }
         for example in result.examples.to_dict("records"):
             rows.append({**rung, "id": example["id"], "failed": False, **_numbers(result, example)})
-        rows += [{**rung, "id": row["id"], "failed": True} for row in result.failures.to_dict("records")]
+        rows += [{**rung, "id": failed, "failed": True} for failed in result.failures["id"]]
     return pd.DataFrame(rows)
 
 
 def _numbers(result: Comparison, example: Mapping[str, Any]) -> dict[str, Any]:
-    steps = result.steps[result.steps["example"] == example["example"]]
-    squared = float((steps["rms_logit"] ** 2).mean())
+    steps = only(result.steps, example=example["example"])
+    largest, squared = steps["max_abs_logit"], (steps["rms_logit"] ** 2).mean()
     return {
         "flipped": not np.isnan(example["flip_index"]),
-        "mean_kl": example["mean_kl"],
-        "mean_kl_before_flip": example["mean_kl_before_flip"],
-        "rms_logit": float(steps["rms_logit"].mean()),
-        "max_abs_logit": float(steps["max_abs_logit"].max()),
-        "bitwise_equal_steps": int((steps["max_abs_logit"] == 0).sum()),
+        **{name: example[name] for name in ("mean_kl", "mean_kl_before_flip")},
+        "rms_logit": steps["rms_logit"].mean(),
+        "max_abs_logit": largest.max(),
+        "bitwise_equal_steps": (largest == 0).sum(),
         "steps": len(steps),
         "kl_over_squared_logit": example["mean_kl"] / squared if squared else np.nan,
     }

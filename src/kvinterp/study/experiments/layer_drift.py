@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import pandas as pd
-import torch
 
 from kvinterp import metrics
 from kvinterp.common.checks import check_known
@@ -24,7 +23,7 @@ from kvinterp.common.result import Result
 from kvinterp.comparison import Comparison, compare_examples
 from kvinterp.data import load_prompts
 from kvinterp.errors import InputError
-from kvinterp.findings import Chart, Panel, finding, only
+from kvinterp.findings import Chart, Panel, finding, finding_from, only
 from kvinterp.metrics.massive import SUFFIX
 from kvinterp.models import Adapter
 from kvinterp.models.inputs import encode_all
@@ -126,17 +125,16 @@ class LayerDrift(OfModels):
         """How the relative drift changes from the first layer to the last, and what was left out."""
         tables = result.tables
         every = only(tables["drift_by_layer"], selection=EVERY_STEP, protocol="matched", measure="relative_l2")
-        ends = [(g["median"].iloc[0], g["median"].iloc[-1]) for _, g in every.sort_values("layer").groupby("model")]
+        by = every.sort_values("layer").groupby("model")["median"]
         failed = tables["drift_examples"].query("message != ''")
         lines = ["No step was decoded after the prefill: no drift was measured."]
-        if ends and not (every["mean"] > 0).any():
+        if len(every) and not (every["mean"] > 0).any():
             lines = ["Fed the same tokens, resid_post is bitwise equal in every layer of both paths."]
-        elif ends:
-            first, last = (between([pair[side] for pair in ends]) for side in (0, 1))
-            models = f" over {counted(len(ends), 'model')}" * (len(ends) > 1)
+        elif len(every):
+            models = f" over {counted(len(by), 'model')}" * (len(by) > 1)
             lines = [
-                f"Fed the same tokens, the two paths' resid_post differ by {first} of its length in layer 0 and by {last} in the "
-                f"last layer (medians{models})."
+                f"Fed the same tokens, the two paths' resid_post differ by {between(by.first())} of its length in layer 0 and by "
+                f"{between(by.last())} in the last layer (medians{models})."
             ]
         if len(failed):
             lines.append(f"{counted(len(failed), 'example')} left out: {failed['message'].iloc[0]}")
@@ -156,10 +154,12 @@ class LayerDrift(OfModels):
         means = tables["drift_by_layer"].rename(columns={"median": "drift"})
         if means.empty:
             return {}
-        every = means[(means["selection"] == EVERY_STEP) & means["protocol"].isin(["matched", NULL])]
+        every = only(means, selection=EVERY_STEP)
+        every = every[every["protocol"].isin(["matched", NULL])]
         bare = every["measure"].str.endswith(SUFFIX)
-        every = every.assign(line=every["protocol"].where(~bare, "bare"))[~(bare & (every["protocol"] == NULL))]
-        every["measure"] = every["measure"].str.removesuffix(SUFFIX)
+        every = every.assign(
+            line=every["protocol"].where(~bare, "bare"), measure=every["measure"].str.removesuffix(SUFFIX)
+        )[~(bare & (every["protocol"] == NULL))]
         streams = {
             "matched": "cached against recompute",
             "bare": "without the three largest dimensions",
@@ -203,39 +203,36 @@ def _rows_of_model(tables: Tables) -> Rows:
     """The findings of one model."""
     rows: Rows = []
     means = tables["drift_by_layer"]
-    every, null = (
-        only(means, selection=EVERY_STEP, protocol=name).set_index(["measure", "layer"]) for name in ("matched", NULL)
-    )
+    matched, null = (only(means, selection=EVERY_STEP, protocol=name) for name in ("matched", NULL))
+    at = ["measure", "layer"]
+    matched = matched.merge(null[[*at, "median"]], "left", at, suffixes=("", "_of_null"))
     labels: dict[str, Any] = {"unit": "examples"}
-    for measure, name in list(NAMES.items())[:3] if len(every) else ():
-        for layer in sorted({*every.loc[measure].index[[0, -1]]}):
-            row = every.loc[measure, layer]
-            beside = null["median"].get((measure, layer), float("nan"))
-            rows.append(finding(f"median {name} of resid_post", row["median"], row[["low", "high"]], row["n"], null=beside,
-                            layer=layer, **labels))  # fmt: skip
-    grown = tables["amplification"].dropna(subset=["ratio"]).set_index(["measure", "layer"])
-    if "l2" in grown.index:
+    for measure, name in list(NAMES.items())[:3] if len(matched) else ():
+        for row in only(matched, measure=measure).iloc[[0, -1]].drop_duplicates("layer").to_dict("records"):
+            null_of_layer = {"null": row["median_of_null"], "layer": row["layer"], **labels}
+            rows.append(finding_from(row, f"median {name} of resid_post", "median", **null_of_layer))
+    grown = tables["amplification"].dropna(subset=["ratio"])
+    l2 = only(grown, measure="l2").set_index("layer")
+    if len(l2):
         # Of the layers before which enough examples drift, where there is one.
-        enough = grown.loc["l2"].query(f"n >= {metrics.FEWEST}")
-        most = (enough if len(enough) else grown.loc["l2"])["ratio"].idxmax()
-        for measure, name in NAMES.items():
-            row = grown.loc[measure, most]
-            rows.append(finding(f"growth of {name}, in the layer where L2 grows most", row["ratio"], row[["low", "high"]],
-                                row["n"], measure="times", layer=most, **labels))  # fmt: skip
-    free = only(tables["layer_drift_rows"], protocol="free").set_index("selection")
-    for selection, row in free.iterrows():
-        rows.append(finding(f"rows of other tokens, each path fed its own text, {selection}", row["removed"] / row["rows"],
-                        n=row["rows"], unit="rows", measure="%", note="left out of every other number"))  # fmt: skip
+        enough = l2[l2["n"] >= metrics.FEWEST]
+        most = (enough if len(enough) else l2)["ratio"].idxmax()
+        for row in only(grown, layer=most).to_dict("records"):
+            what = f"growth of {NAMES[row['measure']]}, in the layer where L2 grows most"
+            rows.append(finding_from(row, what, "ratio", measure="times", layer=most, **labels))
+    for row in only(tables["layer_drift_rows"], protocol="free").to_dict("records"):
+        what = f"rows of other tokens, each path fed its own text, {row['selection']}"
+        rows.append(finding(what, row["removed"] / row["rows"], n=row["rows"], unit="rows", measure="%",
+                            note="left out of every other number"))  # fmt: skip
     cosine = only(means, selection=ONE_STEP, protocol="free", measure="cosine")
-    for row in cosine[cosine["layer"] == cosine["layer"].min()].to_dict("records"):
+    for row in only(cosine, layer=cosine["layer"].min()).to_dict("records"):
         which = "every row" if row["rule"] == "none" else "rows of the same tokens"
-        rows.append(finding(f"median cosine at the paper's decode step 1, {which}", row["median"], (row["low"], row["high"]),
-                        row["n"], layer=row["layer"], **labels))  # fmt: skip
+        what = f"median cosine at the paper's decode step 1, {which}"
+        rows.append(finding_from(row, what, "median", layer=row["layer"], **labels))
     for (contrast, test), table in only(tables["layer_tests"], measure="l2").groupby(["contrast", "test"], sort=False):
-        apart_from, middle = table[table["p_bh"] < LEVEL], 0.5 if test == "Mann-Whitney" else 0.0
-        less = int((apart_from["effect"] < middle).sum())
-        rows.append(finding(f"layers with more L2 than {AGAINST[contrast]}", (apart_from["effect"] > middle).sum(), n=len(table),
-                            unit="layers", test=test, note=f"BH at {LEVEL:g}; less in {less}"))  # fmt: skip
+        effect, middle = table.loc[table["p_bh"] < LEVEL, "effect"], 0.5 if test == "Mann-Whitney" else 0.0
+        rows.append(finding(f"layers with more L2 than {AGAINST[contrast]}", (effect > middle).sum(), n=len(table),
+                            unit="layers", test=test, note=f"BH at {LEVEL:g}; less in {(effect < middle).sum()}"))  # fmt: skip
     return rows + _rows_of_heads(tables["head_kl"], tables["head_correlation"])
 
 
@@ -243,15 +240,15 @@ def _rows_of_heads(heads: pd.DataFrame, correlations: pd.DataFrame) -> Rows:
     if heads.empty:
         return []
     most = heads.loc[heads["kl"].idxmax()]
-    place = {"layer": most["layer"], "head": most["head"]} if most["kl"] > 0 else {}
+    place = dict(most[["layer", "head"]]) if most["kl"] > 0 else {}
     derived = "derived beside the kernel, which shows no pattern" if (heads["pattern"] == "derived").any() else ""
     rows = [finding("largest mean attention KL of a head", most["kl"], n=most["n"], unit="examples", measure="nats", note=derived,
-                **place)]  # fmt: skip
+                    **place)]  # fmt: skip
     intervals = only(correlations, kind="within - across").dropna(subset=["low"])
     if len(intervals):
-        less = int((intervals["high"] < 0).sum())
+        less = (intervals["high"] < 0).sum()
         rows.append(finding("layers where heads that share a KV head err more alike than others", (intervals["low"] > 0).sum(),
-                        n=len(intervals), unit="layers", note=f"by the 95% interval; less alike in {less}"))  # fmt: skip
+                            n=len(intervals), unit="layers", note=f"by the 95% interval; less alike in {less}"))  # fmt: skip
     return rows
 
 
@@ -264,35 +261,26 @@ def measured(
     model: Mapping[str, Any],
     prompts: str,
     kernels: str,
-    strategy: str,
-    seed: int,
-    max_new_tokens: int,
     suffix: int,
+    **settings: Any,
 ) -> None:
     """Compares the paths on some examples of one model, and keeps what each gave.
 
     Until the first flip both protocols feed the same tokens, so that only an example that flips is run free too.
     """
     adapter, prompt_list = loaded(model), load_prompts(prompts)
-    tail = f"[kernels={kernels}]"
-    paths = f"cached{tail}", f"recompute{tail}"
-    sites = shown_sites(adapter)
-    settings: dict[str, Any] = {"strategy": strategy, "seed": seed, "max_new_tokens": max_new_tokens}
+    paths = f"cached[kernels={kernels}]", f"recompute[kernels={kernels}]"
+    sites, sharing = shown_sites(adapter), adapter.facts.query_heads // adapter.facts.kv_heads
     with adapter.one_call():
         for example, key in numbered(keys).items():
-            options = {**settings, "examples": [example]}
-            matched = free = compare_examples(adapter, prompt_list[example], *paths, record=sites, **options)
-            if len(matched.failures):
-                tables = {"examples": matched.failures}
-            else:
+            prompt, options = prompt_list[example], {**settings, "examples": [example]}
+            matched = free = compare_examples(adapter, prompt, *paths, record=sites, **options)
+            tables = {"examples": matched.failures}
+            if matched.failures.empty:
                 if matched.examples["flip_index"].notna().any():
-                    free = compare_examples(
-                        adapter, prompt_list[example], *paths, protocol="free", record="resid_post", **options
-                    )
-                tables = of_example(matched, free, adapter.facts.query_heads // adapter.facts.kv_heads)
-                tables["null"] = null_drift(adapter, prompt_list[example], matched.steps, paths[1], suffix).assign(
-                    example=example
-                )
+                    free = compare_examples(adapter, prompt, *paths, protocol="free", record="resid_post", **options)
+                null = null_drift(adapter, prompt, matched.steps, paths[1], suffix).assign(example=example)
+                tables = {**of_example(matched, free, sharing), "null": null}
             keep(key, {name: table.assign(model=adapter.facts.name) for name, table in tables.items()})
 
 
@@ -342,13 +330,12 @@ def null_drift(adapter: Adapter, prompt: Any, steps: pd.DataFrame, path: str, su
     text = [*alone.prompt, *fed]
     longer = run(adapter, [*text, *(text * suffix)[:suffix]], path, max_new_tokens=1, positions="all", **settings)
     newest = slice(len(alone.prompt) - 1, len(text))
-    layers = range(adapter.facts.layers)
-    a = torch.stack([longer.records["resid_post", layer][0][newest] for layer in layers])
-    b = torch.stack([alone["resid_post", layer] for layer in layers])
-    measures = {name: values.flatten().tolist() for name, values in metrics.measured("residual", a, b).items()}
-    places = pd.MultiIndex.from_product([layers, range(len(steps))], names=["layer", "step"]).to_frame(index=False)
-    table = places.assign(**measures)
-    return table.loc[table["step"] > 0, ["step", "layer", *MEASURES]]
+    tables = []
+    for layer in range(adapter.facts.layers):
+        drift = metrics.measured("residual", longer["resid_post", layer][0][newest], alone["resid_post", layer])
+        measures = {name: values.tolist() for name, values in drift.items()}
+        tables.append(pd.DataFrame({"step": range(len(steps)), "layer": layer, **measures})[1:])
+    return pd.concat(tables, ignore_index=True)
 
 
 # All examples ----------------------------------------------------------------------------------------------------------
@@ -369,25 +356,28 @@ def tables_of(parts: Tables, step: int, divergent: int, contrasts: Sequence[str]
     free = matched[~(matched["step"].to_numpy() > flips)].assign(protocol="free")
     every = pd.concat([matched, free, parts["removed"].assign(protocol="free", same_tokens=False)], ignore_index=True)
     every = every.astype({"same_tokens": bool})
-    decoded, highest = every[every["step"] > 0], _highest(examples, divergent)
-    selections = {EVERY_STEP: decoded, ONE_STEP: _at(decoded, step, highest)}
-    nulls = {EVERY_STEP: parts["null"], ONE_STEP: _at(parts["null"], step, highest)}
+    null, highest = parts["null"].assign(protocol=NULL, same_tokens=True), _highest(examples, divergent)
+    steps = {EVERY_STEP: [every[every["step"] > 0], null]}
+    steps[ONE_STEP] = [_at(table, step, highest) for table in steps[EVERY_STEP]]
     rows = []
-    for selection, table in selections.items():
-        same = table[table["same_tokens"]]
-        for protocol, rule, chosen in (
-            ("matched", "same tokens", same[same["protocol"] == "matched"]),
-            ("free", "same tokens", same[same["protocol"] == "free"]),
-            ("free", "none", table[table["protocol"] == "free"]),
-            ("same-path null", "same tokens", nulls[selection]),
+    for selection, tables in steps.items():
+        decoded = pd.concat(tables)
+        same = decoded[decoded["same_tokens"]]
+        for protocol, rule in (
+            ("matched", "same tokens"),
+            ("free", "same tokens"),
+            ("free", "none"),
+            (NULL, "same tokens"),
         ):
+            chosen = only(decoded if rule == "none" else same, protocol=protocol)
             labels = {"protocol": protocol, "selection": selection, "rule": rule}
             rows.append(_by_model(chosen, lambda part: means_of(part, MEASURES)).assign(**labels))
-    matched = decoded[decoded["protocol"] == "matched"]
+    matched = matched[matched["step"] > 0]
     heads = parts["heads"].groupby(["model", "layer", "head", "pattern"], sort=False)["kl"]
+    counts = [_counted(decoded, selection) for selection, (decoded, _) in steps.items()]
     return {
         "layer_drift": every.loc[every["same_tokens"], ["model", "protocol", "example", "step", "layer", *MEASURES]],
-        "layer_drift_rows": pd.concat([_counted(table, name) for name, table in selections.items()], ignore_index=True),
+        "layer_drift_rows": pd.concat(counts, ignore_index=True),
         "drift_by_layer": pd.concat(rows, ignore_index=True),
         "layer_tests": layer_tests_of(matched, parts["null"], contrasts),
         "amplification": _by_model(matched, amplification_of),
@@ -406,13 +396,14 @@ def _highest(examples: pd.DataFrame, count: int) -> pd.DataFrame:
 
 def _at(table: pd.DataFrame, step: int, examples: pd.DataFrame) -> pd.DataFrame:
     """The rows of one step of some examples."""
-    chosen = pd.MultiIndex.from_frame(examples[["model", "example"]])
-    return table[(table["step"] == step) & pd.MultiIndex.from_frame(table[["model", "example"]]).isin(chosen)]
+    at = ["model", "example"]
+    chosen = examples.set_index(at).index
+    return table[(table["step"] == step) & table.set_index(at).index.isin(chosen)]
 
 
 def _by_model(table: pd.DataFrame, function: Callable[[pd.DataFrame], pd.DataFrame]) -> pd.DataFrame:
     tables = [function(part).assign(model=model) for model, part in table.groupby("model", sort=False)]
-    frame = pd.concat(tables, ignore_index=True) if tables else function(table).assign(model="")
+    frame = pd.concat(tables or [function(table).assign(model="")], ignore_index=True)
     return frame[["model", *frame.columns.drop("model")]]
 
 

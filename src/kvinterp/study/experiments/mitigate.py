@@ -23,7 +23,7 @@ from kvinterp.common.result import Result
 from kvinterp.comparison import compare_examples
 from kvinterp.data import load_prompts
 from kvinterp.errors import InputError
-from kvinterp.findings import Chart, Panel, finding
+from kvinterp.findings import Chart, Panel, finding, finding_from
 from kvinterp.models import dtype_named
 from kvinterp.models.provenance import provenance
 from kvinterp.paths import Cached, Recompute, path_named, run
@@ -35,6 +35,10 @@ from kvinterp.study.experiments.options import SHARED, option
 
 TRUTH = "recompute@float64"
 
+COSTS = {
+    "rows_a_token": "rows that a block computes for a new token",
+    "bytes_a_token": "bytes of K and V a token",
+}
 FRONT = "on the front: no path is better in one and as good in all"
 
 
@@ -70,50 +74,43 @@ class Mitigate(OfModel):
         check_whole("max_new_tokens", self.max_new_tokens, 2)
         if not self.path:
             raise InputError("the list of paths is empty: give at least one, such as cached[refresh=4].")
-        pairs: list[tuple[str, str, str]] = []
-        for text in dict.fromkeys(self.path):
-            path = path_named(text)
+        pairs: dict[str, tuple[str, str]] = {}
+        for path in map(path_named, self.path):
             if path.form != "cached":
                 raise InputError(
-                    f"path {text!r} is no mitigation of the cached path: expected cached[...], as in cached[refresh=4]."
+                    f"path {str(path)!r} is no mitigation of the cached path: expected cached[...], as in cached[refresh=4]."
                 )
-            pairs.append((f"path {path}", str(Recompute(dtype=path.dtype, kernels=path.kernels)), str(path)))
-            pairs.append((f"truth {path}", TRUTH, str(path)))
-        for text in dict.fromkeys(self.policy):
-            policy = policy_named(text)
+            pairs[f"path {path}"] = str(Recompute(dtype=path.dtype, kernels=path.kernels)), str(path)
+            pairs[f"truth {path}"] = TRUTH, str(path)
+        for policy in map(policy_named, self.policy):
             if policy.evicts or policy.sites:
                 raise InputError(
                     f"policy {policy} lets go of rows or chooses them by attention, and the recompute path holds none: it "
                     f"cannot be crossed with the path; give it as --path cached+{policy}."
                 )
-            pairs.append((f"alone {policy}", "recompute", str(Recompute(policy))))
-            pairs.append((f"both {policy}", "recompute", str(Cached(policy, prefill="stored"))))
+            pairs[f"alone {policy}"] = "recompute", str(Recompute(policy))
+            pairs[f"both {policy}"] = "recompute", str(Cached(policy, prefill="stored"))
         if self.policy:
-            pairs.append(("neither", "recompute", "cached"))
+            pairs["neither"] = "recompute", "cached"
         (adapter,) = self.adapters()
-        tried(adapter, (text for _, *both in pairs for text in both))
-        shared = {"model": self.model_settings(), "prompts": self.prompts, "max_new_tokens": self.max_new_tokens}
+        tried(adapter, (text for both in pairs.values() for text in both))
+        shared = {"model": self.model_settings(), **self.choices("prompts", "max_new_tokens")}
         return [
             Cell(f"pair-{number}", f"{__name__}:measured", {**shared, "what": what, "a": a, "b": b}, f"{b} beside {a}")
-            for number, (what, a, b) in enumerate(pairs)
+            for number, (what, (a, b)) in enumerate(pairs.items())
         ]
 
     def reduce(self, parts: Parts) -> Result:
         """What each leaves and costs, and how each policy's error goes with the path's."""
         (adapter,) = self.adapters()
         examples = joined(parts)["table"]
-        tables = {
-            "examples": examples,
-            "mitigations": pareto(costs_of(examples)),
-            "interactions": interactions_of(examples),
-        }
+        tables = {"mitigations": pareto(costs_of(examples)), "interactions": interactions_of(examples)}
         summary = {
             "prompts": int(examples["example"].nunique()),
-            "mitigations": tables["mitigations"].to_dict("records"),
-            "interactions": tables["interactions"].to_dict("records"),
-            "provenance": provenance(adapter, max_new_tokens=self.max_new_tokens),
+            **{name: table.to_dict("records") for name, table in tables.items()},
+            "provenance": provenance(adapter, **self.choices("max_new_tokens")),
         }
-        return Result(tables, summary)
+        return Result({"examples": examples, **tables}, summary)
 
     # What was found ----------------------------------------------------------------------------------------------------
 
@@ -133,42 +130,32 @@ class Mitigate(OfModel):
         """What each path leaves and costs, and whether each policy's error adds to the path's."""
         rows: Rows = []
         for row in tables["mitigations"].to_dict("records"):
-            labels = {"path": row["path"]}
+            nats: dict[str, Any] = {"measure": "nats", "path": row["path"]}
             rows += [
-                finding("median KL left, of the path's own recompute path", row["typical_kl"], (row["low"], row["high"]),
-                        row["prompts"], measure="nats", note=FRONT if row["pareto"] else "", **labels),
-                finding("mean KL left", row["mean_kl"], n=row["prompts"], measure="nats", **labels),
-                finding("flips", row["flips"] / max(row["steps"], 1), n=row["steps"], unit="steps", measure="%", **labels),
-                finding("mean KL from float64", row["truth_kl"], n=row["prompts"], measure="nats", **labels),
-                finding("rows that a block computes for a new token", row["rows_a_token"], **labels),
-                finding("bytes of K and V a token", row["bytes_a_token"], **labels),
+                finding_from(row, "median KL left, of the path's own recompute path", "typical_kl", n=row["prompts"],
+                       note=FRONT if row["pareto"] else "", **nats),
+                finding("mean KL left", row["mean_kl"], n=row["prompts"], **nats),
+                finding("flips", row["flips"] / max(row["steps"], 1), n=row["steps"], unit="steps", **nats | {"measure": "%"}),
+                finding("mean KL from float64", row["truth_kl"], n=row["prompts"], **nats),
+                *(finding(what, row[cost], path=row["path"]) for cost, what in COSTS.items()),
             ]  # fmt: skip
         for row in tables["interactions"].to_dict("records"):
             word = "more than their sum" if row["low"] > 0 else "less than their sum" if row["high"] < 0 else ""
             word = word or ("too few prompts" if pd.isna(row["low"]) else "not told apart from their sum")
             what = "median of the squared logit error of policy and path together, less each alone"
-            rows.append(
-                finding(
-                    what, row["contrast"], (row["low"], row["high"]), row["prompts"], verdict=word, policy=row["policy"]
-                )
-            )
+            rows.append(finding_from(row, what, "contrast", n=row["prompts"], verdict=word, policy=row["policy"]))
         return rows
 
     def charts(self, result: Result) -> Charts:
         """Divergence left against rows computed; and of policies and paths where they were crossed."""
         table = result.tables["mitigations"]
         table = table.assign(line=table["pareto"].map({True: FRONT, False: "behind it"}))
-        left = "KL from its recompute path (nats, median, 95% interval)"
-        cost = "rows that a block computes for each new token"
-        charts = {
-            "mitigations": Chart(
-                "What is left, and what it costs",
-                [
-                    Panel(table, "typical_kl", "path", "dots", color="line", label=left),
-                    Panel(table, "rows_a_token", "path", "dots", color="line", label=cost, scale="log", ends="none"),
-                ],
-            )
-        }
+        lines: dict[str, Any] = {"y": "path", "kind": "dots", "color": "line"}
+        charts = {"mitigations": Chart("What is left, and what it costs", [
+            Panel(table, "typical_kl", label="KL from its recompute path (nats, median, 95% interval)", **lines),
+            Panel(table, "rows_a_token", label="rows that a block computes for each new token", scale="log", ends="none",
+                  **lines),
+        ])}  # fmt: skip
         crossed = result.tables["interactions"]
         if len(crossed):
             crossed = crossed.assign(added=crossed["policy_alone"] + crossed["path_alone"])
@@ -180,29 +167,25 @@ class Mitigate(OfModel):
             }
             long = crossed.melt("policy", list(bars), "part", "error")
             panel = Panel(long, "error", "policy", "dots", color="part", names=bars, label="mean squared logit error")
-            charts["mitigations_interaction"] = Chart(
-                "Does a policy's error add to that of decoding from a cache?", [panel]
-            )
+            title = "Does a policy's error add to that of decoding from a cache?"
+            charts["mitigations_interaction"] = Chart(title, [panel])
         return charts
 
 
 def measured(model: Mapping[str, Any], prompts: str, max_new_tokens: int, what: str, a: str, b: str) -> pd.DataFrame:
     """One path beside its reference: a row a prompt, over the steps from 1 on."""
     adapter, prompt_list = loaded(model), load_prompts(prompts)
-    comparison = compare_examples(adapter, prompt_list, a, b, max_new_tokens=max_new_tokens)
-    steps = comparison.steps[comparison.steps["step"] > 0]
+    steps = compare_examples(adapter, prompt_list, a, b, max_new_tokens=max_new_tokens).steps.query("step > 0")
     steps = steps.assign(
         squared=steps["rms_logit"] ** 2, differs=steps["max_abs_logit"] > 0, flip=~steps["top1_agree"].astype(bool)
     )
     by = steps.groupby("example")
-    table = pd.concat(
-        [by["kl"].mean(), by["squared"].mean(), by[["differs", "flip"]].sum(), by.size().rename("steps")], axis=1
-    ).reset_index()
+    table = by[["kl", "squared"]].mean().join(by[["differs", "flip"]].sum()).assign(steps=by.size()).reset_index()
     # Only a mitigation has a cost that is asked for.
     rows, bytes_ = _cost(adapter, prompt_list[0], b, max_new_tokens) if what.startswith("path") else (np.nan, np.nan)
+    what, _, of = what.partition(" ")
     # What is said of the path is the same on each of its lines.
-    labels = {"what": what.partition(" ")[0], "of": what.partition(" ")[2], "reference": a, "path": b}
-    return table.assign(**labels, rows_a_token=rows, bytes_a_token=bytes_)
+    return table.assign(what=what, of=of, reference=a, path=b, rows_a_token=rows, bytes_a_token=bytes_)
 
 
 def _cost(adapter: Any, prompt: Any, text: str, max_new_tokens: int) -> tuple[float, float]:
@@ -211,24 +194,21 @@ def _cost(adapter: Any, prompt: Any, text: str, max_new_tokens: int) -> tuple[fl
     compute_dtype, store_dtype = dtype_named(path.dtype), dtype_named(path.cache_dtype)
     running = adapter if compute_dtype is None else adapter.at(compute_dtype)
 
-    def seen(_: Any, args: Any, kwargs: Any) -> None:
+    def count(_: Any, args: Any, kwargs: Any) -> None:
         stream = next(argument for argument in (*args, *kwargs.values()) if hasattr(argument, "shape"))
-        counts.append(int(stream.shape[0] * stream.shape[1]))
+        counts.append(stream.shape[:2].numel())
 
-    handle = next(iter(running.blocks)).register_forward_pre_hook(seen, with_kwargs=True)
+    handle = next(iter(running.blocks)).register_forward_pre_hook(count, with_kwargs=True)
     try:
-        trace = run(adapter, prompt, path, max_new_tokens=max_new_tokens)
+        decoded = len(run(adapter, prompt, path, max_new_tokens=max_new_tokens).tokens) - 1
     finally:
         handle.remove()
-    decoded = max(len(trace.tokens) - 1, 1)
-    facts, dtype = running.facts, path.kernels.compute_dtype(running.dtype)
-    bits_of_dtype = 8 * (store_dtype or dtype).itemsize
-    bits = [
-        bits_of_dtype if (bits_of_policy := path.policy.bits_stored(one, facts.head_dim)) is None else bits_of_policy
-        for one in ("k", "v")
-    ]
-    stored = sum(bits) * facts.head_dim * facts.kv_heads * facts.layers / 8 if path.form == "cached" else 0.0
-    return sum(counts[1:]) / decoded, stored
+    facts, bits = running.facts, 0.0
+    for tensor in ("k", "v") if path.form == "cached" else ():
+        of_policy = path.policy.bits_stored(tensor, facts.head_dim)
+        plain = 8 * (store_dtype or path.kernels.compute_dtype(running.dtype)).itemsize
+        bits += plain if of_policy is None else of_policy
+    return sum(counts[1:]) / max(decoded, 1), bits * facts.head_dim * facts.kv_heads * facts.layers / 8
 
 
 # What the pairs say ------------------------------------------------------------------------------------------------------
@@ -248,25 +228,19 @@ def costs_of(examples: pd.DataFrame) -> pd.DataFrame:
     rows = []
     for path, group in examples[examples["what"] == "path"].groupby("path", sort=False):
         truth = examples[(examples["what"] == "truth") & (examples["path"] == path)]
-        kl = metrics.typical(group["kl"])
         first = group.iloc[0]
         rows.append(
             {
-                "path": path,
-                "reference": first["reference"],
+                **first[["path", "reference"]],
                 "prompts": len(group),
-                "steps": int(group["steps"].sum()),
-                "mean_kl": group["kl"].mean(),
-                "typical_kl": kl.median,
-                "low": kl.low,
-                "high": kl.high,
-                "rms_logit": float(np.sqrt(group["squared"].mean())),
-                "differ": int(group["differs"].sum()),
-                "flips": int(group["flip"].sum()),
+                "steps": group["steps"].sum(),
+                **dict(zip(("mean_kl", "typical_kl", "low", "high"), metrics.typical(group["kl"])[:4], strict=True)),
+                "rms_logit": np.sqrt(group["squared"].mean()),
+                "differ": group["differs"].sum(),
+                "flips": group["flip"].sum(),
                 "truth_kl": truth["kl"].mean(),
-                "truth_rms_logit": float(np.sqrt(truth["squared"].mean())),
-                "rows_a_token": first["rows_a_token"],
-                "bytes_a_token": first["bytes_a_token"],
+                "truth_rms_logit": np.sqrt(truth["squared"].mean()),
+                **first[list(COSTS)],
             }
         )
     return pd.DataFrame(rows)
@@ -295,18 +269,7 @@ def interactions_of(examples: pd.DataFrame) -> pd.DataFrame:
         alone, both = (group[group["what"] == what].set_index("example")["squared"] for what in ("alone", "both"))
         contrast = metrics.typical(both - alone - path.reindex(both.index))
         added = alone.mean() + path.mean()
-        rows.append(
-            {
-                "policy": policy,
-                "prompts": len(both),
-                "policy_alone": alone.mean(),
-                "path_alone": path.mean(),
-                "both": both.mean(),
-                "contrast": contrast.median,
-                "low": contrast.low,
-                "high": contrast.high,
-                "ratio": both.mean() / added if added > 0 else np.nan,
-            }
-        )
+        ratio = both.mean() / added if added > 0 else np.nan
+        rows.append((policy, len(both), alone.mean(), path.mean(), both.mean(), contrast.median, *contrast.interval, ratio))
     names = ["policy", "prompts", "policy_alone", "path_alone", "both", "contrast", "low", "high", "ratio"]
     return pd.DataFrame(rows, columns=names)

@@ -12,7 +12,7 @@ import torch
 from kvinterp.common.numbers import between, listed
 from kvinterp.common.progress import each
 from kvinterp.common.result import Result
-from kvinterp.findings import Chart, Panel, median_of
+from kvinterp.findings import Chart, Panel, median_of, only
 from kvinterp.metrics import residual_drift
 from kvinterp.models import wrap
 from kvinterp.study.cells import loaded
@@ -43,29 +43,34 @@ class Propagation(OfModels):
     def rows(self, tables: Tables) -> Rows:
         """Growth from layer 0 to the last."""
         table = tables["propagation"]
-        deepest = table[(table["layer"] == table["layer"].max()) & (table["source"] == 0)]
-        if not table["layer"].max():
+        last = table["layer"].max()
+        if not last:
             return []
         return [
-            median_of(_what(name), group[growth], group["prompt"], measure="times", model=model)
-            for growth, name in zip(("l2_growth", "relative_growth"), MEASURES.values(), strict=True)
-            for model, group in deepest.groupby("model", sort=False)
+            median_of(_what(MEASURES[column]), group[growth], group["prompt"], measure="times", model=model)
+            for column, growth in GROWTH.items()
+            for model, group in only(table, layer=last, source=0).groupby("model", sort=False)
         ]
 
     def charts(self, result: Result) -> Charts:
         """Absolute and relative L2 of the residual stream behind one rounded block."""
         table = result.tables["propagation"]
         middle = table.groupby(["model", "source", "layer"], sort=False)[list(MEASURES)].median().reset_index()
-        names = {source: f"rounded in layer {source}" for source in sorted(set(middle["source"]))}
+        names = {source: f"rounded in layer {source}" for source in sorted(middle["source"].unique())}
+        by: dict[str, Any] = {"x": "layer", "color": "source", "names": names, "facet": "model"}
         rows = [
-            Panel(middle, "layer", column, color="source", names=names, facet="model",
-                  label=f"{name} of resid_post\n(median over prompts)") for column, name in MEASURES.items()
-        ]  # fmt: skip
+            Panel(middle, y=column, label=f"{name} of resid_post\n(median over prompts)", **by)
+            for column, name in MEASURES.items()
+        ]
         return {"root_cause_propagation": Chart("One rounded block, everything else in float64", rows)}
 
 
 MEASURES = {"l2": "absolute L2", "relative_l2": "relative L2"}
 """The paper's measure, and the same over the length of the stream."""
+
+
+GROWTH = {"l2": "l2_growth", "relative_l2": "relative_growth"}
+"""The column of each measure over that at the source."""
 
 
 def _what(name: str) -> str:
@@ -100,11 +105,11 @@ def propagation(model: Any, prompts: Sequence[Sequence[int]], sources: Sequence[
         clean, _ = newest_at(adapter, tokens, places)
         for source in range(count) if sources is None else sources:
             noisy, _ = newest_at(adapter, tokens, places, {places[source]: lambda x: x.to(torch.float16).to(x.dtype)})
-            for layer in range(source, count):
+            drifts = [residual_drift(noisy[place][None], clean[place][None]) for place in places[source:]]
+            for layer, drift in enumerate(drifts, source):
                 row: dict[str, Any] = {"prompt": number, "source": source, "layer": layer}
-                ends = [residual_drift(noisy[at][None], clean[at][None]) for at in (places[layer], places[source])]
-                for name, growth in (("l2", "l2_growth"), ("relative_l2", "relative_growth")):
-                    now, first = (float(end[name]) for end in ends)
+                for name, growth in GROWTH.items():
+                    now, first = float(drift[name]), float(drifts[0][name])
                     row |= {name: now, growth: now / first if first else float("nan")}
                 rows.append(row)
     return pd.DataFrame(rows)

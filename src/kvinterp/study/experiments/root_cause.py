@@ -13,7 +13,7 @@ from kvinterp.common.numbers import between
 from kvinterp.common.result import Result
 from kvinterp.data import TASKS, load_prompts
 from kvinterp.errors import InputError
-from kvinterp.findings import COLUMNS
+from kvinterp.findings import COLUMNS, only
 from kvinterp.study.cells import stacked
 from kvinterp.study.experiments.accumulation import Accumulation
 from kvinterp.study.experiments.base import Charts, Parts, Rows, Tables
@@ -69,45 +69,30 @@ class RootCause(OfModels):
                 part.check()
 
     def cells(self) -> list[Cell]:
-        """The cells of all of them, one model after another."""
-        cells = [
-            dataclasses.replace(cell, key=_key(cell.key, seed), told=cell.told * (seed == 0))
+        """The cells of all of them."""
+        return [
+            dataclasses.replace(cell, key=_key(cell.key, seed), told=f"root cause: {cell.told}" * (seed == 0))
             for seed in range(self.seeds)
             for part in self.parts(seed)
             for cell in part.cells()
         ]
-
-        def place(cell: Cell) -> int:
-            """The sums first, then model by model, then what is of several."""
-            model = cell.settings.get("model")
-            place_of_several = -1 if cell.key.startswith("accumulation") else len(self.models)
-            return place_of_several if model is None else self.models.index(model["name"])
-
-        ordered = sorted(cells, key=place)
-        return [dataclasses.replace(cell, told=cell.told and f"root cause: {cell.told}") for cell in ordered]
 
     def tables(self, parts: Parts) -> Tables:
         """The tables of all of them, with the seed of the prompts where there are several."""
         tables_of_parts = []
         for seed in range(self.seeds):
             for part in self.parts(seed):
-                keys = {key: parts[key] for key in parts if key.startswith(f"{part.verb()}-")}
-                cells_of_part = {
-                    key: cell_result for key, cell_result in keys.items() if _key(key.partition("-of-")[0], seed) == key
-                }
-                if cells_of_part:
-                    tables_of_parts.append(
-                        {name: self._of_seed(table, seed) for name, table in part.tables(cells_of_part).items()}
-                    )
+                keys = (_key(cell.key, seed) for cell in part.cells())
+                made = {key: parts[key] for key in keys if key in parts}
+                tables_of_parts.append({name: self._of_seed(table, seed) for name, table in part.tables(made).items()})
         return stacked(tables_of_parts)
 
     def _of_seed(self, table: pd.DataFrame, seed: int) -> pd.DataFrame:
         """A table with the seed, and with numbers of prompts that no other seed's have."""
         if self.seeds == 1:
             return table
-        first = seed * len(load_prompts(self.prompts))
-        numbered = {name: table[name] + first for name in ("prompt", "example") if name in table}
-        return table.assign(**numbered, data_seed=seed)
+        numbers = table[table.columns.intersection(["prompt", "example"])] + seed * len(load_prompts(self.prompts))
+        return table.assign(**numbers, data_seed=seed)
 
     # What was found ----------------------------------------------------------------------------------------------------
 
@@ -122,21 +107,19 @@ class RootCause(OfModels):
 
     def rows(self, tables: Tables) -> Rows:
         """The findings of all of them; of several sets of prompts, how far they lie apart."""
-        rows = [row for part in self.among(tables) for row in part.rows(tables)]
-        seeds = sorted({seed for table in tables.values() if "data_seed" in table for seed in table["data_seed"]})
-        estimates: dict[tuple[Any, ...], list[float]] = {}
-        for seed in seeds if len(seeds) > 1 else ():
-            tables_of_seed = {
-                name: table[table["data_seed"] == seed] for name, table in tables.items() if "data_seed" in table
-            }
-            for row in (row for part in self.among(tables_of_seed) for row in part.rows(tables_of_seed)):
+        rows, estimates = self._rows(tables), dict[tuple[Any, ...], list[float]]()
+        by_seed = {name: table for name, table in tables.items() if "data_seed" in table}
+        for seed in sorted({seed for table in by_seed.values() for seed in table["data_seed"]}):
+            for row in self._rows({name: only(table, data_seed=seed) for name, table in by_seed.items()}):
                 estimates.setdefault(_place(row), []).append(row["estimate"])
         for row in rows:
             if len(of_seeds := estimates.get(_place(row), ())) > 1:
-                row["note"] = f"each of {len(of_seeds)} sets of prompts: {between(of_seeds)}" + f"; {row['note']}" * bool(
-                    row["note"]
-                )
+                apart = f"each of {len(of_seeds)} sets of prompts: {between(of_seeds)}"
+                row["note"] = "; ".join(filter(None, (apart, row["note"])))
         return rows
+
+    def _rows(self, tables: Tables) -> Rows:
+        return [row for part in self.among(tables) for row in part.rows(tables)]
 
     def charts(self, result: Result) -> Charts:
         """Those of all of them."""

@@ -10,7 +10,7 @@ change of a logit cannot flip), and how far the model's own rounding, cached aga
 from __future__ import annotations
 
 import dataclasses
-import warnings
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -25,7 +25,8 @@ from kvinterp.common.result import Result
 from kvinterp.comparison import compare_examples
 from kvinterp.data import load_prompts
 from kvinterp.errors import InputError
-from kvinterp.findings import Chart, Panel, finding, findings_of
+from kvinterp.findings import Chart, Panel, finding, finding_from, findings_of
+from kvinterp.metrics.statistics import quiet
 from kvinterp.models.provenance import provenance
 from kvinterp.study.cells import Cell, joined, loaded
 from kvinterp.study.experiments.base import Charts, OfModel, Parts
@@ -57,13 +58,12 @@ class Susceptibility(OfModel):
         """A cell a size and seed of the noise, and one of the model's own rounding."""
         check_choice("noise", self.noise, tuple(NOISE))
         check_whole("max_new_tokens", self.max_new_tokens, 2)
-        shared = {"model": self.model_settings(), "prompts": self.prompts, "max_new_tokens": self.max_new_tokens}
+        shared = {"model": self.model_settings(), **self.choices("prompts", "max_new_tokens")}
         cells = [Cell("rounding", f"{__name__}:measured", {**shared, "b": "recompute"}, "cached against recompute")]
-        for size in _sizes(self.sizes):
-            for seed in range(self.seeds):
-                policy = NOISE[self.noise].format(size=size, seed=seed)
-                settings = {**shared, "b": f"cached+{policy}", "size": size, "seed": seed}
-                cells.append(Cell(f"size-{size:g}-{seed}".replace(".", "_"), f"{__name__}:measured", settings, policy))
+        for size, seed in itertools.product(_sizes(self.sizes), range(self.seeds)):
+            policy = NOISE[self.noise].format(size=size, seed=seed)
+            settings = {**shared, "b": f"cached+{policy}", "size": size, "seed": seed}
+            cells.append(Cell(f"size-{size:g}-{seed}".replace(".", "_"), f"{__name__}:measured", settings, policy))
         return cells
 
     def reduce(self, parts: Parts) -> Result:
@@ -79,12 +79,10 @@ class Susceptibility(OfModel):
             "certificates": certificates_of(steps),
         }
         summary = {
-            "noise": self.noise,
-            "seeds": self.seeds,
+            **self.choices("noise", "seeds"),
             "prompts": int(steps["example"].nunique()),
             "positions": len(steps[["example", "step"]].drop_duplicates()),
-            "thresholds": tables["thresholds"].to_dict("records"),
-            "certificates": tables["certificates"].to_dict("records"),
+            **{name: tables[name].to_dict("records") for name in ("thresholds", "certificates")},
             "brier": brier_of(noisy),
             "rounding": {
                 "steps": len(rounding),
@@ -92,7 +90,7 @@ class Susceptibility(OfModel):
                 "differ": int((rounding["max_abs_logit"] > 0).sum()),
                 "rms_logit": float(rounding["rms_logit"].mean()),
             },
-            "provenance": provenance(adapter, noise=self.noise, max_new_tokens=self.max_new_tokens),
+            "provenance": provenance(adapter, **self.choices("noise", "max_new_tokens")),
         }
         return Result(tables, summary)
 
@@ -108,8 +106,8 @@ class Susceptibility(OfModel):
         lines = [f"{at} ({summary['positions']} steps, {counted(summary['seeds'], 'draw')} of the noise each)."]
         own = summary["rounding"]["rms_logit"]
         if own and not whole["why"]:
-            times = f"{whole['rms_logit'] / own:.3g}"
-            lines.append(f"The model's own rounding, cached against recompute, moves the logits {times} times less.")
+            times = whole["rms_logit"] / own
+            lines.append(f"The model's own rounding, cached against recompute, moves the logits {times:.3g} times less.")
         wrong = int(result.tables["certificates"]["flips_certified"].sum())
         if wrong:
             lines.append(f"{counted(wrong, 'step')} certified not to flip did, which cannot be: report it.")
@@ -119,38 +117,38 @@ class Susceptibility(OfModel):
         """Thresholds by class of margin, certified steps, how well flips are foretold, and the model's own rounding."""
         rows = []
         for row in result.tables["thresholds"].to_dict("records"):
-            labels = "all" if row["bin"] == -1 else f"margin {short(row['margin_low'])} to {short(row['margin_high'])}"
-            rows.append(finding("noise in K and V at which half of the steps flip", row["threshold"], (row["low"], row["high"]),
-                                row["prompts"], note=f"{row['why']} tried" if row["why"] else "", steps=labels))  # fmt: skip
-        certain = result.tables["certificates"].sum()
-        brier, own = result.summary["brier"], result.summary["rounding"]
+            label = "all" if row["bin"] == -1 else f"margin {short(row['margin_low'])} to {short(row['margin_high'])}"
+            rows.append(finding_from(row, "noise in K and V at which half of the steps flip", "threshold", n=row["prompts"],
+                               note=f"{row['why']} tried" if row["why"] else "", steps=label))  # fmt: skip
+        certain, summary = result.tables["certificates"].sum(), result.summary
+        own = summary["rounding"]
         # Read again, what was NaN is null.
-        skill, *ends = (float("nan") if brier[name] is None else brier[name] for name in ("skill", "low", "high"))
-        scale = "no step flips, or all do" if np.isnan(skill) else "1 would be perfect, 0 is no better than the rate"
+        brier = {name: float("nan") if number is None else number for name, number in summary["brier"].items()}
+        scale = (
+            "no step flips, or all do" if np.isnan(brier["skill"]) else "1 would be perfect, 0 is no better than the rate"
+        )
+        of_steps: dict[str, Any] = {"n": own["steps"], "unit": "steps"}
         return findings_of([
             *rows,
             finding("steps certified not to flip", certain["certified"] / certain["steps"], n=certain["steps"], unit="steps",
                     measure="%", note="their margin exceeds twice the largest change of a logit"),
-            finding("skill of the chance foretold from margin and logit noise", skill, ends, result.summary["prompts"],
-                    note=scale),
-            finding("flips by the model's own rounding", own["flips"] / max(own["steps"], 1), n=own["steps"], unit="steps",
-                    measure="%"),
-            finding("RMS of the logits' change by the model's own rounding", own["rms_logit"], n=own["steps"], unit="steps"),
+            finding_from(brier, "skill of the chance foretold from margin and logit noise", "skill", n=summary["prompts"],
+                         note=scale),
+            finding("flips by the model's own rounding", own["flips"] / max(own["steps"], 1), measure="%", **of_steps),
+            finding("RMS of the logits' change by the model's own rounding", own["rms_logit"], **of_steps),
         ])  # fmt: skip
 
     def charts(self, result: Result) -> Charts:
         """Flip rate against the size of the noise, and the observed rate against the chance foretold."""
-        rates, foretold = result.tables["rates"], result.tables["calibration"]
-        groups = rates.groupby("bin")
+        rates = result.tables["rates"]
         names = {number: f"margin {short(line['margin_low'].min())} to {short(line['margin_high'].max())} logits"
-                 for number, line in groups}  # fmt: skip
-        names[-1] = "all steps"
+                 for number, line in rates.groupby("bin")} | {-1: "all steps"}  # fmt: skip
         label = "share of steps that flip\n(95% interval)"
         return {"susceptibility": Chart("How much noise in K and V flips a token, and whether that was to be expected", [
             Panel(rates, "size", "rate", color="bin", names=names, xscale="log", scale="share", level=0.5, label=label,
                   xlabel="size of the noise in K and V"),
-            Panel(foretold, "predicted", "observed", "points", xscale="share", scale="share", level="equal", label=label,
-                  xlabel="chance foretold from margin and logit noise; dashed: as foretold"),
+            Panel(result.tables["calibration"], "predicted", "observed", "points", xscale="share", scale="share", level="equal",
+                  xlabel="chance foretold from margin and logit noise; dashed: as foretold", label=label),
         ])}  # fmt: skip
 
 
@@ -175,14 +173,11 @@ def measured(
     model: Mapping[str, Any], prompts: str, max_new_tokens: int, b: str, size: float = 0.0, seed: int = 0
 ) -> pd.DataFrame:
     """Every decode step of the cached path beside another one, fed the same tokens."""
-    comparison = compare_examples(loaded(model), load_prompts(prompts), "cached", b, max_new_tokens=max_new_tokens)
-    steps = comparison.steps
+    steps = compare_examples(loaded(model), load_prompts(prompts), "cached", b, max_new_tokens=max_new_tokens).steps
     # Step 0 is the prefill's: it reads keys and values as they were computed.
-    decoded = steps.loc[
-        steps["step"] > 0, ["example", "step", "margin_a", "rms_logit", "max_abs_logit", "kl", "top1_agree"]
-    ]
-    flip = ~decoded.pop("top1_agree").astype(bool)
-    return decoded.rename(columns={"margin_a": "margin"}).assign(flip=flip, size=size, seed=seed)
+    decoded = steps[steps["step"] > 0].rename(columns={"margin_a": "margin"})
+    decoded = decoded[["example", "step", "margin", "rms_logit", "max_abs_logit", "kl", "top1_agree"]]
+    return decoded.assign(flip=~decoded.pop("top1_agree").astype(bool), size=size, seed=seed)
 
 
 # What the steps say ------------------------------------------------------------------------------------------------------
@@ -197,9 +192,8 @@ def binned(steps: pd.DataFrame, bins: int) -> pd.DataFrame:
     """
     positions = steps.groupby(["example", "step"])["margin"].first()
     edges = np.unique(np.quantile(positions, np.linspace(0, 1, bins + 1)))
-    if len(edges) < 2:
-        return steps.assign(bin=0, margin_low=edges[0], margin_high=edges[0])
-    number = np.clip(np.searchsorted(edges, steps["margin"], side="right") - 1, 0, len(edges) - 2)
+    edges = edges if len(edges) > 1 else edges.repeat(2)
+    number = np.digitize(steps["margin"], edges[1:-1])
     return steps.assign(bin=number, margin_low=edges[number], margin_high=edges[number + 1])
 
 
@@ -211,12 +205,11 @@ def predicted(steps: pd.DataFrame) -> pd.DataFrame:
     nothing is predicted from itself; NaN with one draw alone.
     """
     squares = steps["rms_logit"] ** 2
-    group = squares.groupby([steps["example"], steps["step"], steps["size"]])
+    group = squares.groupby([steps[name] for name in ("example", "step", "size")])
     others = (group.transform("sum") - squares).clip(lower=0) / (group.transform("count") - 1).replace(0, np.nan)
-    scale = np.sqrt(2 * others)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        chance = stats.norm.cdf(-steps["margin"] / scale)
-    return steps.assign(predicted=np.where(scale > 0, chance, np.where(scale == 0, 0.5 * (steps["margin"] == 0), np.nan)))
+    # Without noise the margin stays, and one of 0 is as good as overturned half of the time.
+    tops = (-steps["margin"] / np.sqrt(2 * others)).mask((others == 0) & (steps["margin"] == 0), 0)
+    return steps.assign(predicted=stats.norm.cdf(tops))
 
 
 def flip_rates_of(steps: pd.DataFrame) -> pd.DataFrame:
@@ -229,9 +222,8 @@ def flip_rates_of(steps: pd.DataFrame) -> pd.DataFrame:
     rows = []
     for number, part in _classes(steps):
         for size, group in part.groupby("size"):
-            share = metrics.rate_of(group["flip"].astype(float), group["example"])
-            mean = {"rate": share.effect, "low": share.low, "high": share.high, "rms_logit": group["rms_logit"].mean()}
-            rows.append({"bin": number, "size": size, **_bounds(group), **_counts(group), **mean})
+            rms = {"rms_logit": group["rms_logit"].mean()}
+            rows.append({"bin": number, "size": size, **_bounds(group), **_counts(group), **_rate(group, "rate"), **rms})
     return pd.DataFrame(rows)
 
 
@@ -245,18 +237,16 @@ def thresholds_of(steps: pd.DataFrame) -> pd.DataFrame:
     """
     rows = []
     for number, part in _classes(steps):
-        sizes = np.sort(part["size"].unique())
         columns = [part[name].to_numpy(float) for name in ("size", "flip")]
-        numbers, threshold = dict.fromkeys(("threshold", "low", "high", "rms_logit"), np.nan), _half(*columns)
-        if sizes[0] <= threshold <= sizes[-1]:
-            low, high = metrics.clustered_interval(_half, part["example"].to_numpy(), *columns, resamples=RESAMPLES)
-            noise = np.log(part.groupby("size")["rms_logit"].mean().clip(lower=1e-30))
-            level = float(np.exp(np.interp(np.log(threshold), np.log(sizes), noise)))
-            numbers, why = {"threshold": threshold, "low": low, "high": high, "rms_logit": level}, ""
-        elif part.loc[part["size"] == sizes[0], "flip"].mean() >= 0.5:
-            why = "below the smallest size"
+        by_size, threshold = part.groupby("size"), _half(*columns)
+        sizes = by_size["rms_logit"].mean().clip(lower=1e-30)
+        numbers, why = dict.fromkeys(("threshold", "low", "high", "rms_logit"), np.nan), ""
+        if sizes.index[0] <= threshold <= sizes.index[-1]:
+            ends = metrics.clustered_interval(_half, part["example"].to_numpy(), *columns, resamples=RESAMPLES)
+            level = np.exp(np.interp(np.log(threshold), np.log(sizes.index), np.log(sizes)))
+            numbers = {"threshold": threshold, **ends._asdict(), "rms_logit": float(level)}
         else:
-            why = "above the largest size"
+            why = "below the smallest size" if by_size["flip"].mean().iloc[0] >= 0.5 else "above the largest size"
         rows.append({"bin": number, **_bounds(part), **numbers, **_counts(part), "why": why})
     return pd.DataFrame(rows)
 
@@ -269,22 +259,24 @@ def _counts(steps: pd.DataFrame) -> dict[str, int]:
     return {"steps": len(steps), "prompts": steps["example"].nunique(), "flips": int(steps["flip"].sum())}
 
 
+def _rate(steps: pd.DataFrame, name: str) -> dict[str, float]:
+    return metrics.rate_of(steps["flip"].astype(float), steps["example"]).named(name)
+
+
 def _half(size: Any, flip: Any) -> float:
     """Where a logistic regression of flips on the logarithm of the size crosses a half; NaN where it does not rise."""
-    from statsmodels.genmod.families import Binomial
-    from statsmodels.genmod.generalized_linear_model import GLM
+    import statsmodels.api as sm
 
     counts = pd.DataFrame({"size": size, "flip": flip}).groupby("size")["flip"].agg(["sum", "count"])
-    if counts["sum"].sum() in (0, counts["count"].sum()):
+    flips, stays = counts["sum"], counts["count"] - counts["sum"]
+    if not (flips.any() and stays.any()):
         return float("nan")
     # Half a flip and half a stay are added to each size: separated sizes have a finite threshold.
-    flips = counts["sum"] + 0.5
-    stays = counts["count"] - counts["sum"] + 0.5
-    design = np.column_stack([np.ones(len(counts)), np.log(counts.index)])
-    with warnings.catch_warnings():
-        # It warns of sizes that are separated whole, which the halves have made finite.
-        warnings.simplefilter("ignore")
-        offset, slope = GLM(np.column_stack([flips, stays]), design, family=Binomial()).fit().params
+    design = sm.add_constant(np.log(counts.index.to_numpy()), has_constant="add")
+    # It warns of sizes that are separated whole, which the halves have made finite.
+    with quiet():
+        model = sm.GLM(np.column_stack([flips + 0.5, stays + 0.5]), design, family=sm.families.Binomial())
+        offset, slope = model.fit().params
     return float(np.exp(-offset / slope)) if slope > 0 else float("nan")
 
 
@@ -295,14 +287,17 @@ def calibration_of(steps: pd.DataFrame) -> pd.DataFrame:
         One row a class of predictions that has steps: at_least, below, steps, prompts, predicted (mean), observed, and its 95%
         interval (low, high; see :func:`kvinterp.metrics.rate_of`).
     """
-    rows = []
     known = steps.dropna(subset=["predicted"])
-    place = np.clip(np.searchsorted(EDGES, known["predicted"], side="right") - 1, 0, len(EDGES) - 2)
-    for number, group in known.groupby(place):
-        seen = metrics.rate_of(group["flip"].astype(float), group["example"])
-        counts = {"steps": len(group), "prompts": group["example"].nunique()}
-        means = {"predicted": group["predicted"].mean(), "observed": seen.effect, "low": seen.low, "high": seen.high}
-        rows.append({"at_least": EDGES[int(number)], "below": EDGES[int(number) + 1], **counts, **means})
+    rows = [
+        {
+            "at_least": EDGES[number],
+            "below": EDGES[number + 1],
+            **_counts(group),
+            "predicted": group["predicted"].mean(),
+            **_rate(group, "observed"),
+        }
+        for number, group in known.groupby(np.digitize(known["predicted"], EDGES[1:-1]))
+    ]
     names = ["at_least", "below", "steps", "prompts", "predicted", "observed", "low", "high"]
     return pd.DataFrame(rows, columns=names)
 
@@ -316,13 +311,13 @@ def brier_of(steps: pd.DataFrame) -> dict[str, float]:
     """
     known = steps.dropna(subset=["predicted"])
     chance, flip = known["predicted"].to_numpy(float), known["flip"].to_numpy(float)
-    low, high = metrics.clustered_interval(_skill, known["example"].to_numpy(), chance, flip, resamples=RESAMPLES)
-    brier, rate = float(np.mean((chance - flip) ** 2)), float(np.mean((flip.mean() - flip) ** 2))
-    return {"brier": brier, "of_the_rate": rate, "skill": _skill(chance, flip), "low": low, "high": high}
+    ends = metrics.clustered_interval(_skill, known["example"].to_numpy(), chance, flip, resamples=RESAMPLES)
+    brier, rate = np.mean((chance - flip) ** 2), np.var(flip)
+    return {"brier": float(brier), "of_the_rate": float(rate), "skill": _skill(chance, flip), **ends._asdict()}
 
 
 def _skill(chance: Any, flip: Any) -> float:
-    rate = np.mean((np.mean(flip) - flip) ** 2)
+    rate = np.var(flip)
     return float(1 - np.mean((chance - flip) ** 2) / rate) if rate > 0 else float("nan")
 
 
@@ -335,8 +330,8 @@ def certificates_of(steps: pd.DataFrame) -> pd.DataFrame:
         One row a size of the noise, 0 for the model's own rounding: steps, certified, flips, flips_certified.
     """
     certain = steps["margin"] > 2 * steps["max_abs_logit"]
-    counted = steps.assign(certified=certain, flips_certified=steps["flip"] & certain).groupby("size")
-    return counted.agg(
+    marked = steps.assign(certified=certain, flips_certified=steps["flip"] & certain).groupby("size")
+    return marked.agg(
         steps=("flip", "size"),
         certified=("certified", "sum"),
         flips=("flip", "sum"),
@@ -345,4 +340,4 @@ def certificates_of(steps: pd.DataFrame) -> pd.DataFrame:
 
 
 def _classes(steps: pd.DataFrame) -> Sequence[tuple[int, pd.DataFrame]]:
-    return [(-1, steps), *((int(number), part) for number, part in steps.groupby("bin"))]
+    return [(-1, steps), *steps.groupby("bin")]

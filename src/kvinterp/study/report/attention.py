@@ -25,7 +25,7 @@ from kvinterp.models.inputs import chosen_heads, chosen_layers, encode
 from kvinterp.paths import ExecutionPath, path_named, path_read, run
 from kvinterp.recording import Trace
 from kvinterp.recording.activation_cache import is_activation_cache, records_of
-from kvinterp.study.report.attention_page import AttentionPage, ShownHead, View, page_of, readable
+from kvinterp.study.report.attention_page import AttentionPage, ShownHead, View, readable
 from kvinterp.study.report.page import Text, fragment
 
 Square = Float[Tensor, "head query key"]
@@ -170,7 +170,7 @@ def attention_comparison(
     shown_heads.sort(key=lambda head: (-head.row["kl"], head.row["layer"], head.row["head"]))
     room = max(_CELLS // (3 * view.side**2), 1) if most is None else most
     table = pd.DataFrame([{**head.row, "shown": place < room} for place, head in enumerate(shown_heads)])
-    return AttentionComparison(table, page_of(pair, step, len(shown_heads), view, names, shown_heads[:room]))
+    return AttentionComparison(table, AttentionPage(pair, step, len(shown_heads), view, names, shown_heads[:room]))
 
 
 # The patterns ----------------------------------------------------------------------------------------------------------
@@ -282,10 +282,11 @@ def _traces_of_caches(a: Any, b: Any) -> tuple[Trace, Trace]:
                 f"the {number} cache holds {rows} of {keys} query positions: make it of all of them, as with positions='all'."
             )
         traces.append(Trace(f"{number} cache", tuple(range(rows)), (), (), records, (0,)))
-    lengths = [len(trace.prompt) for trace in traces]
-    if lengths[0] != lengths[1]:
-        raise InputError(f"the caches hold {lengths[0]} and {lengths[1]} positions: give two of prompts of as many tokens.")
-    return traces[0], traces[1]
+    first, second = traces
+    if len(first.prompt) != len(second.prompt):
+        lengths = f"{len(first.prompt)} and {len(second.prompt)}"
+        raise InputError(f"the caches hold {lengths} positions: give two of prompts of as many tokens.")
+    return first, second
 
 
 def assembled_pattern(trace: Trace, layer: int, step: int) -> Square:
@@ -316,11 +317,9 @@ def assembled_pattern(trace: Trace, layer: int, step: int) -> Square:
     if patterns[step].dim() != 3:
         raise InputError(f"the {trace.path} trace holds the newest row only: run with record='pattern', positions='all'.")
     needed = [step] if patterns[step].shape[1] == length else list(range(step + 1))
-    missing = [number for number in needed if number not in patterns]
-    if missing:
-        raise InputError(
-            f"the {trace.path} trace did not record step {missing[0]}, whose row is needed: record every step."
-        )
+    missing = next((number for number in needed if number not in patterns), None)
+    if missing is not None:
+        raise InputError(f"the {trace.path} trace did not record step {missing}, whose row is needed: record every step.")
     square = patterns[step].new_zeros(patterns[step].shape[0], length, length)
     for number in needed:
         rows, end = patterns[number], len(trace.prompt) + number
@@ -350,13 +349,11 @@ def _tokens_fed(pair: tuple[Trace, Trace], step: int) -> list[int]:
 def _layers_to_compare(trace: Trace, adapter: Adapter | None, layers: Sequence[int] | None) -> Sequence[int]:
     if layers is not None and adapter is not None:
         return chosen_layers(adapter, layers)
-    recorded = sorted({layer for site, layer in trace.records if site == "pattern"})
+    recorded = sorted(layer for site, layer in trace.records if site == "pattern")
     if not recorded:
         raise InputError("a trace holds no pattern: run with record='pattern', positions='all'.")
-    if layers is None:
-        return recorded
     end = recorded[-1] + 1
-    return [number % end for number in among("layers", layers, range(-end, end))]
+    return recorded if layers is None else [number % end for number in among("layers", layers, range(-end, end))]
 
 
 def _compare_heads(layer: int, a: Square, b: Square, heads: Sequence[int] | None, view: View) -> list[ShownHead]:

@@ -90,17 +90,6 @@ class ShownHead:
     b: Float64[np.ndarray, "side side"]
 
     @property
-    def newest(self) -> str:
-        """The KL of the newest row."""
-        return _nats(self.row["kl"])
-
-    @property
-    def largest(self) -> str:
-        """The row with the largest KL."""
-        kl = self.row["largest_row_kl"]
-        return f"largest row: {_nats(kl)} at position {self.row['largest_row']}" if kl else "and 0 in every row"
-
-    @property
     def scale(self) -> str:
         """The scale of the difference, with the number of cells that are not 0, since small ones look white."""
         difference, cells = self.a - self.b, len(self.a) * (len(self.a) + 1) // 2
@@ -110,30 +99,49 @@ class ShownHead:
         )
 
 
-def _nats(value: float) -> str:
-    return "exactly 0 nats" if value == 0 else f"{value:.2e} nats"
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class AttentionPage:
-    """The content of the page.
+    """The page of two traces at a step; the template has its sentences.
 
     Attributes:
-        title: Its heading.
-        sentences: What was compared, and which part of it is shown.
-        paths: The labels of the two paths.
-        tokens: Text of each row and column.
-        places: For each of them its positions and whether they are the prompt's, decoded or the newest, as text.
-        heads: The heads, in their order on the page.
+        pair: The traces.
+        step: The decode step.
+        compared: The number of heads that were compared.
+        view: The positions to show.
+        names: The text of every position.
+        heads: The heads to show, in their order on the page.
     """
 
-    title: str
-    sentences: tuple[str, ...]
-    paths: tuple[str, str]
-    tokens: tuple[str, ...]
-    places: tuple[tuple[str, str], ...]
-    heads: tuple[ShownHead, ...]
+    pair: tuple[Trace, Trace]
+    step: int
+    compared: int
+    view: View
+    names: Sequence[str]
+    heads: Sequence[ShownHead]
     digits: ClassVar[int] = 6
+
+    @property
+    def title(self) -> str:
+        """The heading."""
+        return f"Attention at step {self.step}: {self.pair[0].path} against {self.pair[1].path}"
+
+    @property
+    def tokens(self) -> tuple[str, ...]:
+        """The text of each row and column."""
+        return self.view.labels(self.names)
+
+    @property
+    def places(self) -> list[tuple[str, str]]:
+        """The positions of each row, and whether they are the prompt's, decoded or the newest, as text."""
+        places = [self.view.place(number, len(self.pair[0].prompt)) for number in range(self.view.side)]
+        if self.view.stop == len(self.names) and self.view.block == 1:
+            places[-1] = (places[-1][0], "newest")
+        return places
+
+    @property
+    def inside(self) -> float:
+        """The share of their attention that the rows give to keys that are shown."""
+        return float(np.mean([pattern.sum(1).mean() for head in self.heads for pattern in (head.a, head.b)]))
 
     def html(self) -> str:
         """The page as text."""
@@ -168,58 +176,3 @@ def _bundle() -> Markup:
 def readable(token: str) -> str:
     """Makes the blanks of a token visible, since circuitsvis drops white space from its labels."""
     return token.replace(" ", "·").replace("\n", "↵").replace("\t", "→") or "(empty)"
-
-
-def page_of(
-    pair: tuple[Trace, Trace], step: int, compared: int, view: View, names: Sequence[str], heads: Sequence[ShownHead]
-) -> AttentionPage:
-    """Makes the page of two traces at a step.
-
-    Args:
-        pair: The traces.
-        step: The decode step.
-        compared: The number of heads that were compared.
-        view: The positions to show.
-        names: The text of every position.
-        heads: The heads to show.
-    """
-    prompt, length, (a, b), provenance = len(pair[0].prompt), len(names), (trace.path for trace in pair), pair[0].provenance
-    what = ", ".join(str(provenance[key]) for key in ("model", "kind", "dtype") if key in provenance) or "a model"
-    sentences = [
-        f"{what}. Step {step}: {length} positions, of which {prompt} are the prompt's. KL is of the newest row, "
-        f"KL({a} || {b}), before any cropping or pooling."
-    ]
-    for side, path in (("first", a), ("second", b)):
-        rows = f"all {length} rows computed at this step"
-        if step and path.startswith("cached"):
-            later = f"{prompt} to {length - 1} from steps 1 to {step}, one a step"
-            rows = f"rows 0 to {prompt - 1} from the prefill, rows {later}"
-        sentences.append(f"The {side} path, {path}: {rows}.")
-    if len(heads) < compared:
-        sentences.append(f"{len(heads)} of {compared} heads are shown, those with the largest KL.")
-    else:
-        all_heads = f"All {compared} heads are shown, the largest KL first."
-        sentences.append("The one head that was compared is shown." if compared == 1 else all_heads)
-    if any("pattern" in trace.derived for trace in pair):
-        sentences.append(
-            "Attention ran in a fused kernel (SDPA), which shows no pattern: these are derived beside it, from the queries "
-            "and keys that it was given."
-        )
-    if view.block > 1:
-        sentences.append(
-            f"Positions are pooled in blocks of {view.block}: attention to a block is summed over its keys and averaged "
-            "over its queries, so differences inside a block can cancel. The numbers in brackets count blocks."
-        )
-    elif view.side < length:
-        inside = np.mean([pattern.sum(1).mean() for head in heads for pattern in (head.a, head.b)])
-        sentences.append(
-            f"Positions {view.start} to {view.stop - 1} are shown; their rows give {inside:.1%} of their attention to keys "
-            "that are shown. The numbers in brackets count from the first position shown."
-        )
-    tokens = view.labels(names)
-    places = [view.place(number, prompt) for number in range(len(tokens))]
-    if view.stop == length and view.block == 1:
-        places[-1] = (places[-1][0], "newest")
-    return AttentionPage(
-        f"Attention at step {step}: {a} against {b}", tuple(sentences), (a, b), tokens, tuple(places), tuple(heads)
-    )

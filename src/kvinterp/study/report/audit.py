@@ -74,22 +74,6 @@ def texts_of(audit: Audit) -> dict[str, str]:
     return {"report.html": page(audit), "verdict.json": audit.verdict.to_json()}
 
 
-def layer_table(audit: Audit, order: str = "native") -> pd.DataFrame:
-    """Each block's largest error given equal inputs, in unit roundoffs, with a column for each rung; -1 is the embedding.
-
-    Args:
-        audit: The audit.
-        order: ``"native"`` for the machine's own kernels; ``"fixed"`` for a fixed order of additions, where it was run.
-    """
-    sides = {rung.name: rung if order == "native" else rung.fixed for rung in audit.rungs}
-    columns = {
-        name: side.every_error.groupby("layer")["error"].max() / side.unit
-        for name, side in sides.items()
-        if side is not None and len(side.every_error)
-    }
-    return pd.DataFrame(columns).rename_axis("layer")
-
-
 def files_of(result: Any) -> tuple[dict[str, str], dict[str, pd.DataFrame]]:
     """The texts and tables to write for an :class:`Audit`, or for its :class:`Verdict` alone.
 
@@ -189,33 +173,24 @@ def _use_parts(verdict: Verdict) -> Parts:
 # The ladder ------------------------------------------------------------------------------------------------------------
 
 
+_LINES = {
+    "unit_roundoff": "unit roundoff",
+    "relative_logit": "logits, free-running (relative)",
+    "block_error": "largest block error given equal inputs (relative)",
+}
+
+
 def ladder_figure(evidence: Mapping[str, Row]) -> Figure | None:
     """Draws the differences by precision beside the unit roundoff, which rounding follows; None where no precision was run."""
-    roundoffs = [(name, row["unit_roundoff"]) for name, row in evidence.items() if name in DTYPES]
-    units = dict(sorted(roundoffs, key=lambda item: -item[1]))
-    if not units:
-        return None
-    measures = {
-        "relative_logit": "logits, free-running (relative)",
-        "block_error": "largest block error given equal inputs (relative)",
-    }
-    lines: dict[str, dict[str, float]] = {
-        label: {rung: v for rung in units if (v := evidence[rung][name]) is not None and math.isfinite(v)}
-        for name, label in measures.items()
-    }
-    return draw_chart(ladder_chart({"unit roundoff": units, **lines}, "relative difference"), [])
-
-
-def ladder_chart(lines: Mapping[str, Mapping[str, float]], label: str) -> Chart:
-    """A chart of differences by dtype.
-
-    Args:
-        lines: The differences by dtype, for each line; the first line has all dtypes, in their order on the chart.
-        label: The quantity that differs.
-    """
-    rows = [{"line": line, "dtype": dtype, "size": size} for line, sizes in lines.items() for dtype, size in sizes.items()]
-    panel = Panel(pd.DataFrame(rows), "size", "dtype", "dots", color="line", label=label)
-    return Chart("Does the difference fall with precision?", [panel])
+    dtypes = sorted(DTYPES.keys() & evidence.keys(), key=lambda name: -evidence[name]["unit_roundoff"])
+    rows = [
+        {"line": line, "dtype": name, "size": size}
+        for column, line in _LINES.items()
+        for name in dtypes
+        if (size := evidence[name][column]) is not None and math.isfinite(size)
+    ]
+    panel = Panel(pd.DataFrame(rows), "size", "dtype", "dots", color="line", label="relative difference")
+    return draw_chart(Chart("Does the difference fall with precision?", [panel]), []) if rows else None
 
 
 def _rung_row(name: str, rung: Row) -> dict[str, Any]:
@@ -240,8 +215,7 @@ def _rung_row(name: str, rung: Row) -> dict[str, Any]:
 def _first_tensors(verdict: Verdict) -> Parts:
     rows = []
     for name, evidence in verdict.evidence.items():
-        first = evidence.get("first_tensor")
-        if first is None:
+        if (first := evidence.get("first_tensor")) is None:
             continue
         away = first["taken_away_by"] in ("order", "cast", "choice", "kernel")
         apart = "one side sees what the other does not" if math.isinf(first["error"]) else first["error_in_unit_roundoffs"]
@@ -249,8 +223,7 @@ def _first_tensors(verdict: Verdict) -> Parts:
             {
                 "rung": name,
                 "layer": _layer_name(first["layer"], first["tensor"]),
-                "tensor": first["tensor"],
-                "position": first["position"],
+                **{column: first[column] for column in ("tensor", "position")},
                 "error": apart,
                 "left": first["left"] / evidence["unit_roundoff"] if away else None,
                 "what takes it away": _cause_in_words(first),
@@ -285,31 +258,39 @@ def _cause_in_words(first: Row) -> str:
 def _block_tables(audit: Audit, marked: int | None) -> Parts:
     parts: Parts = []
     for order, title in (("native", "With the machine's own kernels"), ("fixed", "With a fixed order of additions")):
-        table = layer_table(audit, order)
-        if table.empty:
+        sides = {rung.name: rung if order == "native" else rung.fixed for rung in audit.rungs}
+        # Each block's largest error given equal inputs, in unit roundoffs.
+        errors = {
+            name: side.every_error.groupby("layer")["error"].max() / side.unit
+            for name, side in sides.items()
+            if side is not None and len(side.every_error)
+        }
+        if not errors:
             continue
+        table = pd.DataFrame(errors).rename_axis("layer").reset_index()
         # The embedding comes before the first block and the head after the last, where they were compared.
-        names = {EMBEDDING: "embedding", int(table.index.max()): "head"}
-        rows = table.reset_index().assign(layer=[names.get(int(n), str(int(n))) for n in table.index])
+        names = {EMBEDDING: "embedding", table["layer"].max(): "head"}
+        table["layer"] = [names.get(layer, str(layer)) for layer in table["layer"]]
         here = None if marked is None else names.get(marked, str(marked))
-        parts += [Text(title, look="h3"), table_of_rows(rows.to_dict("records"), here=here)]
-    why = {rung.name: rung.unfixed for rung in audit.rungs if rung.unfixed}
-    return parts + [Text(f"{name}: no fixed order, since {text}.", look="note") for name, text in why.items()]
+        parts += [Text(title, look="h3"), table_of_rows(table.to_dict("records"), here=here)]
+    return parts + [
+        Text(f"{rung.name}: no fixed order, since {rung.unfixed}.", look="note") for rung in audit.rungs if rung.unfixed
+    ]
 
 
 def _issue_tables(rung: PrecisionRun | None, dtype: str) -> Parts:
     """The tables in the format of transformers issue 46190, for a step that differs where there is one."""
     if rung is None or rung.layers.empty:
         return []
-    position, prefill = (int(rung.layers[name].iloc[0]) for name in ("position", "prefill"))
+    position, prefill = rung.layers[["position", "prefill"]].iloc[0]
     heading = f"One token, free-running, in {dtype}: position {position}, fed after a prompt of {prefill} tokens"
     layers = rung.layers.assign(layer=rung.layers["layer"] + 1)
-    tables = (
-        table[list(names)].rename(columns=names) for table, names in ((layers, _ISSUE_LAYERS), (rung.top, _ISSUE_TOP))
-    )
     return [
         Text(f"{heading}. Layer n is hidden_states[n].", look="h3"),
-        *(table_of_rows(table.to_dict("records")) for table in tables),
+        *(
+            table_of_rows(table[list(names)].rename(columns=names).to_dict("records"))
+            for table, names in ((layers, _ISSUE_LAYERS), (rung.top, _ISSUE_TOP))
+        ),
     ]
 
 

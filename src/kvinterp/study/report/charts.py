@@ -107,31 +107,29 @@ def legend_outside(target: FigureBase, axes: Axes, columns: int = 5, side: str =
 
 
 def _draw_series(target: FigureBase, grid: Any, panel: Panel, facets: Sequence[Any]) -> None:
-    table, names = panel.table, dict(panel.names) or {None: ""}
+    table, names = panel.table, dict(panel.names)
     if panel.color:
-        names = dict(panel.names) or {key: str(key) for key in table[panel.color].unique()}
+        names = names or {key: str(key) for key in table[panel.color].unique()}
         table = table[table[panel.color].isin(names)]
+    names = names or {None: ""}
     if panel.ends == "none":
         table = table.drop(columns=["low", "high"], errors="ignore")
     sideways = panel.kind == "dots"
     value = panel.x if sideways else panel.y
     numbers = [value, *(name for name in ("low", "high") if name in table)]
-    points = table.assign(size=table[value])
+    lines = list(table[panel.y].unique())[::-1] if sideways else []
+    place = table[panel.y].map(lines.index) if sideways else table[panel.x]
+    points = table.assign(_value=table[value], _place=place)
     if panel.scale == "signed":
         points[numbers] = points[numbers].clip(-1.05, 1.05)
-    lines = list(table[panel.y].unique())[::-1] if sideways else []
     apart = sideways or (panel.xscale == "whole" and panel.ends == "bars")
     for axes, facet in zip(grid.flat, facets, strict=False):
-        _scale_values(axes, panel, table[numbers].to_numpy(float))
+        _scale(axes, "x" if sideways else "y", panel.scale, table[numbers].to_numpy(float))
         facet_points = _facet(axes, panel, facet, points)
         for index, (key, name) in enumerate(names.items()):
-            shift = (index - (len(names) - 1) / 2) * min(0.08, 0.4 / len(names)) * apart
+            shift = (index - (len(names) - 1) / 2) * min(0.08, 0.4 / len(names)) * apart * (-2.5 if sideways else 1)
             line_points = facet_points[facet_points[panel.color] == key] if panel.color else facet_points
-            if sideways:
-                y = np.array([lines.index(line) for line in line_points[panel.y]]) - 2.5 * shift
-                _draw_dots(axes, line_points, panel, index, name, y)
-            else:
-                _draw_line(axes, line_points.dropna(subset=[value]), panel, index, name, shift)
+            _draw_line(axes, line_points.dropna(subset=[value]), panel, index, name, shift)
         if panel.level == "equal":
             ends, limit = np.geomspace(1e-9, 1, 20) if panel.xscale == "log" else (0.0, 1.0), axes.get_ylim()
             axes.plot(ends, ends, **_GREY)
@@ -143,50 +141,43 @@ def _draw_series(target: FigureBase, grid: Any, panel: Panel, facets: Sequence[A
             axes.grid(visible=True, axis="x")
             axes.grid(visible=False, axis="y")
         else:
-            _scale_along(axes, panel, table[panel.x].to_numpy(float))
+            _scale(axes, "x", panel.xscale, table[panel.x].to_numpy(float))
     if sideways:
         grid.flat[0].set_yticks(range(len(lines)), [wrapped(str(key)) for key in lines], fontsize=7.5)
         grid.flat[0].set_ylim(-0.6, len(lines) - 0.4)
         return
-    for first, *rest in grid:
-        first.set_ylabel(panel.label)
-        for axes in rest:
-            axes.tick_params(labelleft=False)
+    for axes in grid[:, 0]:
+        axes.set_ylabel(panel.label)
 
 
 def _draw_line(axes: Axes, table: pd.DataFrame, panel: Panel, index: int, name: str, shift: float) -> None:
-    look = line_of(index)
+    """Draws one line of a panel; sideways where the places are on the vertical axis."""
+    sideways = panel.kind == "dots"
+    look = line_of(index, linestyle="none", markersize=4.5) if sideways else line_of(index)
     if panel.kind == "medians":
         faint = {"markersize": 2.6, "alpha": 0.35, "markeredgewidth": 0, "color": look["color"]}
-        axes.plot(table[panel.x] + shift, table[panel.y], series_of(index).marker, **faint)
+        axes.plot(table["_place"] + shift, table[panel.y], series_of(index).marker, **faint)
         column, label = panel.mark
         if column and table[column].any():
             marked, labels = table[table[column]], axes.get_legend_handles_labels()[1]
             cross: dict[str, Any] = {"linestyle": "none", "marker": "X", "color": "#000000", "markersize": 6, "zorder": 5}
-            axes.plot(marked[panel.x] + shift, marked[panel.y], label="" if label in labels else label, **cross)
-        table = table.groupby(panel.x)[[*dict.fromkeys((panel.y, "size"))]].median().reset_index()
-    x = table[panel.x].to_numpy(float) + shift
-    if "low" in table and panel.ends == "band":
+            axes.plot(marked["_place"] + shift, marked[panel.y], label="" if label in labels else label, **cross)
+        table = table.groupby("_place")[[panel.y, "_value"]].median().reset_index()
+    places = table["_place"].to_numpy(float) + shift
+    if "low" in table and panel.ends == "band" and not sideways:
         step: Any = "post" if panel.kind == "step" else None
-        axes.fill_between(x, table["low"], table["high"], step=step, color=look["color"], alpha=0.15, linewidth=0)
+        axes.fill_between(places, table["low"], table["high"], step=step, color=look["color"], alpha=0.15, linewidth=0)
     elif "low" in table:
-        axes.vlines(x, table["low"], table["high"], color=look["color"], linewidth=1.2)
+        draw, width = (axes.hlines, 1.4) if sideways else (axes.vlines, 1.2)
+        draw(places, table["low"], table["high"], color=look["color"], linewidth=width)
     if panel.kind == "step":
         look |= {"marker": "", "drawstyle": "steps-post"}
     elif panel.kind == "points":
         look |= {"linestyle": "none", "alpha": 0.75}
-    elif len(table) > 40:
+    elif len(table) > 40 and not sideways:
         look |= {"markevery": max(1, len(table) // 20)}
-    axes.plot(x, table[panel.y], **look, label=name)
-    _write_beyond(axes, panel, x, table["size"])
-
-
-def _draw_dots(axes: Axes, table: pd.DataFrame, panel: Panel, index: int, name: str, y: np.ndarray) -> None:
-    look = line_of(index, linestyle="none", markersize=4.5)
-    if "low" in table:
-        axes.hlines(y, table["low"], table["high"], color=look["color"], linewidth=1.4)
-    axes.plot(table[panel.x], y, **look, label=name)
-    _write_beyond(axes, panel, y, table["size"])
+    axes.plot(*((table[panel.x], places) if sideways else (places, table[panel.y])), **look, label=name)
+    _write_beyond(axes, panel, places, table["_value"])
 
 
 def _write_beyond(axes: Axes, panel: Panel, places: np.ndarray, values: pd.Series) -> None:
@@ -201,26 +192,31 @@ def _write_beyond(axes: Axes, panel: Panel, places: np.ndarray, values: pd.Serie
 # Scales ----------------------------------------------------------------------------------------------------------------
 
 
-def _scale_values(axes: Axes, panel: Panel, values: np.ndarray) -> None:
-    """Sets the scale of the axis of values."""
-    along = "x" if panel.kind == "dots" else "y"
-    axis = axes.xaxis if along == "x" else axes.yaxis
-    scale, limits = getattr(axes, f"set_{along}scale"), getattr(axes, f"set_{along}lim")
-    if panel.scale == "zero":
+def _scale(axes: Axes, along: str, name: str, values: np.ndarray) -> None:
+    """Sets the scale of an axis for the numbers that are drawn along it."""
+    axis, scale, limits = (getattr(axes, part) for part in (f"{along}axis", f"set_{along}scale", f"set_{along}lim"))
+    if name == "zero":
         zero_aware(axes, values, along)
-    elif panel.scale == "share":
+    elif name == "share":
         limits(*_SHARE)
-    elif panel.scale == "signed":
+    elif name == "signed":
         limits(-_EDGE, _EDGE)
         axis.set_major_formatter(_PERCENT)
-    elif panel.scale == "log":
+    elif name == "log":
         scale("log")
         log_ticks(axis)
-    elif panel.scale == "counts":
+    elif name == "counts":
         # Linear up to 1, so that 0 has a place; the limit leaves room for a whole marker at 0.
         scale("symlog", linthresh=1)
         log_ticks(axis)
         limits(-0.15, 1.3 * max(1.0, np.nanmax(values, initial=1.0)))
+    elif name == "doubling":
+        scale("log", base=2)
+        axis.set_ticks(places := sorted({int(value) for value in values}), list(map(str, places)))
+    elif name == "whole":
+        axis.set_major_locator(MaxNLocator(nbins=10, integer=True, min_n_ticks=1))
+        if len(values):
+            limits(values.min() - 0.5, values.max() + 0.5)
 
 
 def zero_aware(axes: Axes, values: np.ndarray, along: str = "y") -> None:
@@ -231,9 +227,8 @@ def zero_aware(axes: Axes, values: np.ndarray, along: str = "y") -> None:
         values: All the numbers that will be drawn; NaN is ignored.
         along: The axis, ``"x"`` or ``"y"``.
     """
-    upright = along == "y"
-    axis, span, line = (axes.yaxis, axes.axhspan, axes.axhline) if upright else (axes.xaxis, axes.axvspan, axes.axvline)
-    scale, limits = getattr(axes, f"set_{along}scale"), getattr(axes, f"set_{along}lim")
+    span, line = (axes.axhspan, axes.axhline) if along == "y" else (axes.axvspan, axes.axvline)
+    axis, scale, limits = (getattr(axes, part) for part in (f"{along}axis", f"set_{along}scale", f"set_{along}lim"))
     positive, zero = values[np.isfinite(values) & (values > 0)], bool((values == 0).any())
     ends = np.log10([positive.min(), positive.max()]) if positive.size else np.zeros(2)
     low, decades = np.floor(ends[0]), max(1.0, np.ceil(ends[1]) - np.floor(ends[0]))
@@ -259,23 +254,6 @@ def log_ticks(axis: Any) -> None:
     axis.set_minor_formatter(NullFormatter())
 
 
-def _scale_along(axes: Axes, panel: Panel, x: np.ndarray) -> None:
-    """Sets the scale of the horizontal axis of lines and points."""
-    if panel.xscale == "doubling":
-        places = sorted({int(value) for value in x})
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(places, [str(place) for place in places])
-    elif panel.xscale == "log":
-        axes.set_xscale("log")
-        log_ticks(axes.xaxis)
-    elif panel.xscale == "share":
-        axes.set_xlim(*_SHARE)
-    elif panel.xscale == "whole":
-        axes.xaxis.set_major_locator(MaxNLocator(nbins=10, integer=True, min_n_ticks=1))
-        if len(x):
-            axes.set_xlim(x.min() - 0.5, x.max() + 0.5)
-
-
 # Maps -------------------------------------------------------------------------------------------------------------------
 
 
@@ -289,7 +267,7 @@ def _draw_map(target: FigureBase, grid: Any, panel: Panel, facets: Sequence[Any]
     low, high = (positive.min(), positive.max()) if positive.size else (1e-9, 1e-8)
     norm: Any = Normalize(-limit, limit) if signed else LogNorm(low, high if high > low else low * 10)
     # Numbers are sorted; other rows and columns are in the order of the table, which is the caller's.
-    labels = [list(panel.table[name].unique()) for name in (panel.y, panel.x)]
+    labels = (list(panel.table[name].unique()) for name in (panel.y, panel.x))
     rows, columns = (sorted(values) if _numbers(values) else values for values in labels)
     options: Any = {"aspect": "auto", "origin": "lower", "interpolation": "nearest"}
     for axes, facet in zip(grid.flat, facets, strict=False):

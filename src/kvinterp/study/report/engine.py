@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 
 from kvinterp.auditing.verdict import Verdict
-from kvinterp.common.numbers import counted, number
+from kvinterp.common.numbers import counted, number, upper
 from kvinterp.errors import in_one_line, visible
 from kvinterp.study.report.page import (
     Answer,
@@ -111,12 +111,12 @@ def engine_fragment(verdict: Verdict) -> str:
 
 
 def _answer(verdict: Verdict) -> Parts:
-    code, why = verdict.reading.splitlines()[0].split()[0], verdict.reading.splitlines()[1].strip()
-    code = "CANNOT TELL" if code == "CANNOT" else code
-    head = f"{code}: {verdict.verdict}. {_SAID[verdict.verdict]}"
-    if "sides" in verdict.given:
-        head = f"{verdict.reading.splitlines()[0]}."
-    return [Answer([head, f"{why[:1].upper()}{why[1:]}"], {0: "good", 3: "unsure"}.get(verdict.exit_code, "bad"))]
+    first, why, *_ = verdict.reading.splitlines()
+    head = f"{first}."
+    if "sides" not in verdict.given:
+        code = "CANNOT TELL" if first.startswith("CANNOT") else first.split()[0]
+        head = f"{code}: {verdict.verdict}. {_SAID[verdict.verdict]}"
+    return [Answer([head, upper(why.strip())], {0: "good", 3: "unsure"}.get(verdict.exit_code, "bad"))]
 
 
 def _token_parts(verdict: Verdict) -> Parts:
@@ -142,26 +142,28 @@ def shaded(table: pd.DataFrame, unit: tuple[float, str] | None = None, begins: i
     mean = float(gap.mean())
     size, what = unit or (mean if mean > 0 else 1.0, "the mean difference")
     table = table.assign(units=table["difference"] / size)
-    gaps = gap.groupby(table["sequence"], observed=True)
-    means, most, counts = gaps.mean(), gaps.max(), gaps.count()
-    order = means.sort_values(ascending=False, na_position="last", kind="stable").index
-    rows = dict(iter(table.groupby("sequence", observed=True, sort=False)))
-    parts: Parts = [Text("Token by token", look="h2"), *_where(table, begins)]
-    parts += _scale(table, size, what, begins)
-    room, count_shown = TOKENS, 0
-    for place, name in enumerate(order):
+    groups = table.assign(gap=gap).groupby("sequence", observed=True)
+    order = (
+        groups["gap"].agg(["mean", "max", "count"]).sort_values("mean", ascending=False, na_position="last", kind="stable")
+    )
+    parts: Parts = [Text("Token by token", look="h2"), *_where(table, begins), *_scale(table, size, what, begins)]
+    room, hidden = TOKENS, 0
+    for place, (name, mean, largest, count) in enumerate(order.itertuples()):
         if room <= 0:
-            break
+            hidden += 1
+            continue
+        rows = groups.get_group(name)
         heading = (
-            f"{in_one_line(name)}: mean {number(means[name])} nats, largest {number(most[name])} (n = {counts[name]:,} of "
-            f"{len(rows[name]):,} tokens)"
+            f"{in_one_line(name)}: mean {number(mean)} nats, largest {number(largest)} (n = {count:,} of "
+            f"{len(rows):,} tokens)"
         )
-        text = Shaded(_looks(rows[name].head(room), begins))
-        cut = [Text(f"The first {room:,} of its tokens; all are in given.parquet.", look="note")] * (len(rows[name]) > room)
-        parts += [Text(heading, look="h3"), text, *cut] if place < OPEN else [Folded(heading, [text, *cut])]
-        room, count_shown = room - len(rows[name]), count_shown + 1
-    if count_shown < len(order):
-        parts.append(Text(f"{counted(len(order) - count_shown, 'more sequence')} in given.parquet.", look="note"))
+        content: Parts = [Shaded(_looks(rows.head(room), begins))]
+        if len(rows) > room:
+            content.append(Text(f"The first {room:,} of its tokens; all are in given.parquet.", look="note"))
+        parts += [Text(heading, look="h3"), *content] if place < OPEN else [Folded(heading, content)]
+        room -= len(rows)
+    if hidden:
+        parts.append(Text(f"{counted(hidden, 'more sequence')} in given.parquet.", look="note"))
     return [*parts, *_largest(table, what)]
 
 
@@ -169,28 +171,33 @@ def _where(table: pd.DataFrame, begins: int | None) -> Parts:
     if begins is None:
         return [Text("No position was found at which the difference begins.")]
     behind = (table["position"] >= begins) & table["difference"].notna()
-    first, later = (table["units"].abs()[mask].median() for mask in (~behind, behind))
+    first, later = (number(table["units"].abs()[mask].median()) for mask in (~behind, behind))
     return [
         Text(
-            f"It seems to begin at position {begins}, marked in red: from there the median is {number(later)} units, before it "
-            f"{number(first)} (n = {int(behind.sum()):,} tokens from there on)."
+            f"It seems to begin at position {begins}, marked in red: from there the median is {later} units, before it {first} "
+            f"(n = {int(behind.sum()):,} tokens from there on)."
         )
     ]
 
 
 def _scale(table: pd.DataFrame, size: float, what: str, begins: int | None) -> Parts:
     """The legend of the shades."""
-    last, off = len(BOUNDS), int((table["units"].abs() >= BOUNDS[-1]).sum())
     steps = [*(f"{low} to {high}" for low, high in itertools.pairwise(BOUNDS)), f"{BOUNDS[-1]} and more, off the scale"]
-    legend = [(f"b{n}", f"below by {steps[n - 1]}") for n in range(last, 0, -1)] + [("", f"less than {BOUNDS[0]}")]
-    legend += [(f"a{n}", f"above by {steps[n - 1]}") for n in range(1, last + 1)]
-    legend += [("n", "not given")] if table["engine"].isna().any() or _gaps(table).any() else []
-    legend += [("p", "of the prompt")] if "prompt" in set(table.get("part", [])) else []
-    legend += [("s", f"position {begins}")] if begins is not None else []
-    sentence = (
-        f"Shaded is engine less ours, in units of {what}, {number(size)} nats; {counted(off, 'token')} off the scale."
+    below, above = (
+        [(f"{side}{n}", f"{word} by {step}") for n, step in enumerate(steps, 1)]
+        for side, word in (("b", "below"), ("a", "above"))
     )
-    return [Text(sentence), Shaded((), legend)]
+    others = {
+        ("n", "not given"): table["engine"].isna().any() or _gaps(table).any(),
+        ("p", "of the prompt"): "prompt" in set(table.get("part", [])),
+        ("s", f"position {begins}"): begins is not None,
+    }
+    legend = [*below[::-1], ("", f"less than {BOUNDS[0]}"), *above, *(look for look, shown in others.items() if shown)]
+    off = counted(int((table["units"].abs() >= BOUNDS[-1]).sum()), "token")
+    return [
+        Text(f"Shaded is engine less ours, in units of {what}, {number(size)} nats; {off} off the scale."),
+        Shaded((), legend),
+    ]
 
 
 def _gaps(table: pd.DataFrame) -> np.ndarray:

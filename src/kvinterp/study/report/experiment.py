@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,19 @@ from kvinterp.common.numbers import counted, ends_said, listed, machines_of, num
 from kvinterp.common.store import write_whole
 from kvinterp.common.vocabulary import PROTOCOLS
 from kvinterp.findings.rows import bare, labels_of, p_values_of, place, units, value
-from kvinterp.study.report.page import Answer, Column, Folded, Links, Pairs, Parts, Table, Text, opened, render
+from kvinterp.study.report.page import (
+    Answer,
+    Column,
+    Folded,
+    Links,
+    Pairs,
+    Parts,
+    Table,
+    Text,
+    opened,
+    render,
+    without_empty,
+)
 from kvinterp.study.report.svg import picture
 from kvinterp.study.report.tokens import SCRIPTS, SHEETS
 
@@ -74,27 +87,28 @@ def write_experiment(
         The page's path.
     """
     heading, _, explanation = question.partition("\n")
-    several = (
-        provenance if provenance and all(isinstance(part, Mapping) for part in provenance.values()) else {"": provenance}
-    )
+    nested = provenance and all(isinstance(part, Mapping) for part in provenance.values())
+    several = provenance if nested else {"": provenance}
     pngs = [path for path in figures if path.suffix == ".png"]
     pictures = [picture(path, path.stem.replace("_", " "), narrow=path == pngs[0]) for path in pngs]
-    rest = {name: table for name, table in tables.items() if name != "findings"}
-    leading = list(rest)[:1] if findings is None else []
+    folded = [table_of(name, table) for name, table in tables.items() if len(table) and name != "findings"]
     lines = list(filter(None, sentences))
     parts: Parts = [Answer(lines[:SENTENCES]), *pictures[:1]]
-    first = [table_of(name, rest.pop(name)) for name in leading]
-    parts += [dataclasses.replace(table, folded="", caption=table.folded) for table in first]
-    if findings is not None and len(findings):
+    if findings is None:
+        parts += [dataclasses.replace(table, folded="", caption=table.folded) for table in folded[:1]]
+        folded = folded[1:]
+    elif len(findings):
         parts += opened(findings_table(findings), OPEN, "finding" if len(findings) == OPEN + 1 else "findings")
-    folded = [table_of(name, table) for name, table in rest.items() if len(table)]
     parts += [
         Folded(counted(len(lines) - SENTENCES, "more sentence"), [Text(line) for line in lines[SENTENCES:]]),
         *lead,
         Folded(counted(len(pictures) - 1, "more figure"), pictures[1:], "figures"),
         Folded(counted(len(folded), "table"), folded, "tables"),
         Folded("What was asked", [Text(text) for text in explanation.strip().split("\n\n")]),
-        *last_parts(choices, several, beside),
+        Folded("How to read this", [Pairs(GLOSSARY)]),
+        Folded("What was chosen", [Pairs({name: as_text(value) for name, value in choices.items()}, "beside")]),
+        Folded("What this was made with", made_with(several)),
+        Links(files={name: name for name in beside}, label="Beside this page:"),
     ]
     more_of = {"scripts": SCRIPTS, "sheets": (*SHEETS, "shaded")} if lead else {}
     path = folder / "report.html"
@@ -111,38 +125,26 @@ def kicker_of(several: Mapping[str, Mapping[str, Any]]) -> str:
         f"kvinterp {__version__}",
         listed(list(dict.fromkeys(filter(None, models)))),
         *dict.fromkeys(kinds),
-        machines_of(measured) if measured else "",
+        machines_of(measured),
     )
     return " · ".join(filter(None, items))
 
 
-def last_parts(choices: Mapping[str, Any], several: Mapping[str, Mapping[str, Any]], files: Sequence[str]) -> Parts:
-    """The last parts of a page: how to read it, the choices, the provenance, and the files beside it."""
-    return [
-        Folded("How to read this", [Pairs(GLOSSARY)]),
-        Folded("What was chosen", [Pairs({name: as_text(value) for name, value in choices.items()}, "beside")]),
-        *made_with_parts(several, "model"),
-        Links(files={name: name for name in files}, label="Beside this page:"),
-    ]
-
-
-def made_with_parts(several: Mapping[str, Mapping[str, Any]], what: str) -> Parts:
-    """A table of the values that some provenances share, and one of those in which they differ."""
-    rows = {name: flattened(about) for name, about in several.items()}
-    if not any(rows.values()):
+def made_with(several: Mapping[str, Mapping[str, Any]]) -> Parts:
+    """A table of the values that the provenances of some models share, and one of those in which they differ."""
+    made = pd.DataFrame(list(map(flattened, several.values())), list(several)).fillna("")
+    if made.empty:
         return []
-    keys = list(dict.fromkeys(key for row in rows.values() for key in row))
-    varying = [key for key in keys if len({row.get(key) for row in rows.values()}) > 1]
-    (first, *_) = rows.values()
-    common = [[key, first[key]] for key in keys if key not in varying]
+    common = made.nunique() == 1
+    shared, differing = made.iloc[0][common], made.loc[:, ~common]
     parts: Parts = [
         Text("The same on every line of the tables and in every figure:"),
-        Table([Column("what"), Column("value")], common),
+        Table([Column("what"), Column("value")], list(shared.items())),
     ]
-    if varying:
-        cells = [[name, *[row.get(key, "") for key in varying]] for name, row in rows.items()]
-        parts += [Text("And what differs:"), Table([Column(what), *map(Column, varying)], cells)]
-    return [Folded("What this was made with", parts)]
+    if len(differing.columns):
+        head = [Column("model"), *map(Column, differing)]
+        parts += [Text("And what differs:"), Table(head, list(differing.itertuples()))]
+    return parts
 
 
 def flattened(provenance: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
@@ -159,19 +161,10 @@ def table_of(name: str, table: pd.DataFrame) -> Table:
     first = table.head(_ROWS)
     counts = f"{counted(len(table), 'row')} of {counted(first.shape[1], 'column')}"
     rest = f", the first {_ROWS} here, all in {name}.parquet" if len(table) > _ROWS else ""
-    head = [Column(column, "number" if is_number else "") for column, is_number in numeric(first).items()]
-    return Table(head, cells_of(first), folded=f"{name}: {counts}{rest}", name=f"table-{name}")
-
-
-def numeric(table: pd.DataFrame) -> dict[str, bool]:
-    """Whether each column holds numbers, by name."""
-    return {str(name): is_numeric_dtype(column) and not is_bool_dtype(column) for name, column in table.items()}
-
-
-def cells_of(table: pd.DataFrame) -> list[list[str]]:
-    """The rows of a table as text."""
-    forms = [number if is_number else as_text for is_number in numeric(table).values()]
-    return [[form(cell) for form, cell in zip(forms, row, strict=True)] for row in table.itertuples(index=False)]
+    forms = [number if is_numeric_dtype(dtype) and not is_bool_dtype(dtype) else as_text for dtype in first.dtypes]
+    head = [Column(str(column), "number" * (form is number)) for column, form in zip(first, forms, strict=True)]
+    rows = [[form(cell) for form, cell in zip(forms, row, strict=True)] for row in first.itertuples(index=False)]
+    return Table(head, rows, folded=f"{name}: {counts}{rest}", name=f"table-{name}")
 
 
 def as_text(value: Any) -> str:
@@ -184,23 +177,22 @@ def as_text(value: Any) -> str:
 # Findings --------------------------------------------------------------------------------------------------------------
 
 
-def findings_table(table: pd.DataFrame, name: str = "findings") -> Table:
+def findings_table(table: pd.DataFrame) -> Table:
     """The table of findings, without columns that are empty in every row and labels that all rows share.
 
     Args:
         table: Findings, as :func:`kvinterp.findings.findings_of` makes them.
-        name: The name for links.
     """
     alike = [label for label in labels_of(table) if len(table) > 1 and table[label].nunique(dropna=False) == 1]
     rows: list[list[str]] = []
     for row in table.drop(columns=alike).to_dict("records"):
         ends = ends_said(row["low"], row["high"], " ({})", functools.partial(bare, row))
         null = "" if pd.isna(row["null"]) else f"null {bare(row, row['null'])}"
-        notes = [str(row["verdict"]), str(row["note"]), null, p_values_of(row)]
-        notes += ["nothing that it could be of"] * (pd.isna(row["estimate"]) and not any(notes))
-        cells = (value(row, row["estimate"]) + ends, units(row), "; ".join(filter(None, notes)))
-        rows.append([str(row["finding"]), place(row), *cells])
-    names = ("finding", "of", "estimate (95% interval)", "n", "note")
-    columns = [at for at in range(len(names)) if any(row[at] for row in rows)]
-    head = [Column(names[at], "text" if names[at] in ("finding", "of", "note") else "") for at in columns]
-    return Table(head, [[row[at] for at in columns] for row in rows], name=name, look="cards findings")
+        notes = list(filter(None, (str(row["verdict"]), str(row["note"]), null, p_values_of(row))))
+        if pd.isna(row["estimate"]) and not notes:
+            notes = ["nothing that it could be of"]
+        estimate = value(row, row["estimate"]) + ends
+        rows.append([str(row["finding"]), place(row), estimate, units(row), "; ".join(notes)])
+    kinds = {"finding": "text", "of": "text", "estimate (95% interval)": "", "n": "", "note": "text"}
+    head = list(itertools.starmap(Column, kinds.items()))
+    return without_empty(Table(head, rows, name="findings", look="cards findings"))

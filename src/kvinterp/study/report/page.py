@@ -142,6 +142,13 @@ def opened(table: Table, count: int, what: str) -> list[Table]:
     return [dataclasses.replace(table, rows=table.rows[:count]), *([rest] if rest.rows else [])]
 
 
+def without_empty(table: Table, empty: str = "") -> Table:
+    """A table without the columns in which every cell is empty."""
+    columns = [at for at in range(len(table.head)) if any(row[at] != empty for row in table.rows)]
+    head, *rows = ([row[at] for at in columns] for row in (table.head, *table.rows))
+    return dataclasses.replace(table, head=head, rows=rows)
+
+
 @dataclasses.dataclass(frozen=True)
 class Folded:
     """Parts behind a line that unfolds them."""
@@ -217,9 +224,20 @@ def render(
         scripts: The scripts that may run on it, by the names of their files in ``static/``.
         sheets: Further style sheets, by the names of their files.
     """
-    content = {"title": title, "parts": parts, "heading_text": heading or title, "kicker": kicker, "page": page}
-    shell = {"style": styles(*_STYLES[look], *sheets), "script": script(*scripts)}
-    return _template().render(look=look, **content, **shell).lstrip()
+    return (
+        _template()
+        .render(
+            look=look,
+            title=title,
+            parts=parts,
+            heading_text=heading or title,
+            kicker=kicker,
+            page=page,
+            style=styles(*_STYLES[look], *sheets),
+            script=script(*scripts),
+        )
+        .lstrip()
+    )
 
 
 def fragment(*parts: Any) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -94,23 +95,17 @@ class PatchPanel:
             return
         self._busy = True
         try:
-            state = {"error": "", **work()}
-        except Exception as error:
-            sentence = str(error) if isinstance(error, KvinterpError) else f"{type(error).__name__}: {error}"
-            self.answer = None
-            state = {"error": " ".join(sentence.split()), "answer": {}}
-        finally:
-            self._busy = False
-        self._show(state)
-
-    def _show(self, state: dict[str, Any]) -> None:
-        self._busy = True
-        try:
+            try:
+                state = {"error": "", **work()}
+            except Exception as error:
+                sentence = str(error) if isinstance(error, KvinterpError) else f"{type(error).__name__}: {error}"
+                self.answer = None
+                state = {"error": " ".join(sentence.split()), "answer": {}}
+            # The browser draws when this last one changes: by then all the others have.
+            state["answered"] = self.widget.answered + 1
             with self.widget.hold_sync():
                 for name, value in state.items():
                     setattr(self.widget, name, value)
-                # The browser draws when this changes: by then all the others have.
-                self.widget.answered += 1
         finally:
             self._busy = False
         for handle in self._pictures:
@@ -273,9 +268,8 @@ def _widget_class() -> Any:
 
 
 def _question(fields: Mapping[str, Any]) -> Asked:
-    values: dict[str, Any] = {field.name: fields[field.name] for field in dataclasses.fields(Asked)}
-    values = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
-    return Asked(**values)
+    values = (fields[field.name] for field in dataclasses.fields(Asked))
+    return Asked(*(tuple(value) if isinstance(value, list) else value for value in values))
 
 
 def _parse_numbers(name: str, value: Any) -> Any:
@@ -284,16 +278,12 @@ def _parse_numbers(name: str, value: Any) -> Any:
         return value
     numbers: list[int] = []
     for part in value.replace("–", "-").split(","):
-        low, dash, high = (end.strip() for end in part.partition("-"))
-        if not all(end.isdecimal() and len(end) < _DIGITS for end in (low, high if dash else low)):
+        ends = re.fullmatch(r"\s*(\d{1,5})\s*(?:-\s*(\d{1,5})\s*)?", part)
+        if ends is None:
             raise unexpected(name, value, "numbers such as 3, 0,2 or 1-3")
-        numbers += range(int(low), int(high if dash else low) + 1)
+        numbers += range(int(ends[1]), int(ends[2] or ends[1]) + 1)
     if not numbers or (name == "positions" and numbers != list(range(numbers[0], numbers[-1] + 1))):
         raise unexpected(name, value, "one range such as 5 or 3-7" if numbers else "the smaller number first, as in 1-3")
     if name == "positions":
         return [numbers[0], numbers[-1] + 1]
     return numbers[0] if len(numbers) == 1 else numbers
-
-
-_DIGITS = 6
-"""Numbers that the user types have fewer digits."""

@@ -74,13 +74,15 @@ def answer_data(answer: PatchAnswer, bench: PatchBench, measure: str) -> dict[st
     giving = {"path": f"{'cached' if question.into == 'recompute' else 'recompute'} path", "prompt": "other prompt"}
     titles = {
         "donor": f"donor: {giving.get(question.donor, '')}",
-        "unpatched": f"unpatched {question.into} path",
-        "patched": f"patched {question.into} path",
+        **{run: f"{run} {question.into} path" for run in ("unpatched", "patched")},
     }
-    lists = []
-    for run, rows in answer.tokens.groupby("run", sort=False):
-        entries = [[repr(row.text), f"{row.probability:.4g}", f"{row.logit:.5g}"] for row in rows.itertuples()]
-        lists.append({"title": titles[str(run)], "rows": entries})
+    lists = [
+        {
+            "title": titles[str(run)],
+            "rows": [[repr(row.text), f"{row.probability:.4g}", f"{row.logit:.5g}"] for row in rows.itertuples()],
+        }
+        for run, rows in answer.tokens.groupby("run", sort=False)
+    ]
     first, second = answer.pair
     distances: dict[str, tuple[str, float, float, float]] = {
         "logit_difference": (

@@ -5,6 +5,7 @@ It uses no pyplot, so that importing and drawing leave no trace in the user's se
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import io
@@ -83,13 +84,13 @@ def series_of(index: int) -> Series:
     return Series(SERIES[place].color, marker, line)
 
 
-def line_of(index: int, width: float = 1.4, **otherwise: Any) -> dict[str, Any]:
+def line_of(index: int, **otherwise: Any) -> dict[str, Any]:
     """Keyword arguments of ``Axes.plot`` for a line by its number, with any others."""
     series = series_of(index)
     # Every second line has hollow markers: where two coincide, both are visible.
     hollow = {"markerfacecolor": "#ffffff"} if (index + index // len(SERIES)) % 2 else {}
     look = {"color": series.color, "marker": series.marker, "linestyle": series.line}
-    return {**look, "linewidth": width, "markersize": 4, **hollow, **otherwise}
+    return {**look, "linewidth": 1.4, "markersize": 4, **hollow, **otherwise}
 
 
 def ink_on(color: Any) -> str:
@@ -231,27 +232,19 @@ def sign_with_models(figure: Figure, provenances: Sequence[Mapping[str, Any]], l
 
 def small_print(provenances: Sequence[Mapping[str, Any]], lines: Sequence[str] = (), width: int = 130) -> str:
     """The text below a figure, in lines of a width."""
-    columns: dict[str, list[str]] = {
-        "paths": [],
-        "how": [],
-        "model": [],
-        **{title: [] for title in _VERSIONS},
-        "machine": [],
-    }
+    columns: dict[str, list[str]] = collections.defaultdict(list)
     for about in provenances:
         choices = [about[name] for name in ("direction", "protocol", "strategy") if name in about]
         # A result of several pairs has a list of paths b.
         paths = (path if isinstance(path, str) else listed(path) for path in about.get("paths", {}).values())
         columns["paths"].append(" against ".join(paths))
-        columns["how"].append(", ".join([*choices, *([f"seed {about['seed']}"] if "seed" in about else [])]))
+        columns["how"].append(", ".join([*choices, *(f"seed {about[name]}" for name in ("seed",) if name in about)]))
         # A result of many models has no model of its own, only a machine.
-        columns["model"].append(" ".join((*_model(about), f"weights {about['weights']}")) if "model" in about else "")
+        if "model" in about:
+            what = "{model} {kind} ({attention}) {dtype} weights {weights}"
+            columns["model"].append(what.format_map(about))
         for title, name in _VERSIONS.items():
             columns[title].append(f"{title} {about.get(name, 'not given')}")
-        columns["machine"].append(f"{about['device']}, threads: {about['threads']}")
+        columns["machine"].append("{device}, threads: {threads}".format_map(about))
     values = ["; ".join(dict.fromkeys(filter(None, column))) for column in columns.values()]
     return "\n".join(textwrap.wrap(" · ".join(filter(None, (*lines, *values))), width))
-
-
-def _model(provenance: Mapping[str, Any]) -> tuple[str, str, str]:
-    return str(provenance["model"]), f"{provenance['kind']} ({provenance['attention']})", provenance["dtype"]

@@ -6,8 +6,9 @@ matplotlib draws every figure once, for a white background. A dark page inverts 
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -57,12 +58,11 @@ def inline(figure: Figure, name: str) -> str:
         figure: The figure, with its layout; it is not changed.
         name: A name that no other figure of the page has, for the ids.
     """
-    restore = list(_prepare(figure))
-    try:
+    with contextlib.ExitStack() as undone:
+        for artist, what, value in _changes(figure):
+            undone.callback(artist.set, **{what: getattr(artist, f"get_{what}")()})
+            artist.set(**{what: value})
         text = figure_as(figure, "svg", name).decode()
-    finally:
-        for undo in restore:
-            undo()
     # XML cannot express these characters, and a model's name may have them.
     text = re.sub("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ufffe\uffff]", "\ufffd", text[text.index("<svg") :])
     body = re.sub(r"(?s)<metadata>.*?</metadata>|<style.*?</style>", "", text.partition(">")[2])
@@ -83,26 +83,20 @@ def _shorten(tag: str, referenced: set[str]) -> str:
     return tag.replace("xlink:href", "href").replace(" font-family: 'DejaVu Sans';", "")
 
 
-def _prepare(figure: Figure) -> Iterator[Callable[[], None]]:
-    """Removes white backgrounds, and draws artists with many marks as pixels; yields functions that undo each change."""
+def _changes(figure: Figure) -> Iterator[tuple[Any, str, Any]]:
+    """What an SVG has otherwise: no white backgrounds, and artists with many marks as pixels; artist, property and value."""
     for part in (figure, *figure.subfigs):
-        yield _change(part.patch, "visible", False)  # type: ignore[attr-defined]  # every figure has one
+        yield part.patch, "visible", False  # type: ignore[attr-defined]  # every figure has one
     for axes in figure.findobj(Axes):
         if np.allclose(axes.patch.get_facecolor(), 1) and not axes.patch.get_hatch():
-            yield _change(axes.patch, "visible", False)
+            yield axes.patch, "visible", False
     for image in figure.findobj(AxesImage):
         # A cell is a pixel, which the browser enlarges. With more cells than there is room for, matplotlib samples them.
-        if image.get_size()[0] * image.get_size()[1] < 200_000:
-            yield _change(image, "interpolation", "none")
+        if np.prod(image.get_size()) < 200_000:
+            yield image, "interpolation", "none"
     for line in figure.findobj(Line2D):
         if line.get_marker() not in ("None", "none", None, "", " ") and np.size(line.get_xdata()) > _MANY:
-            yield _change(line, "rasterized", True)
+            yield line, "rasterized", True
     for several in figure.findobj(Collection):
-        if len(several.get_paths()) > _MANY or np.shape(several.get_offsets())[0] > _MANY:
-            yield _change(several, "rasterized", True)
-
-
-def _change(artist: Any, what: str, value: Any) -> Callable[[], None]:
-    before, change = getattr(artist, f"get_{what}")(), getattr(artist, f"set_{what}")
-    change(value)
-    return lambda: change(before)
+        if max(len(several.get_paths()), len(several.get_offsets())) > _MANY:
+            yield several, "rasterized", True

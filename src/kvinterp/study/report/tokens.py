@@ -18,7 +18,7 @@ from kvinterp.common.numbers import against, number
 from kvinterp.comparison import Comparison
 from kvinterp.comparison.attention_rows import within
 from kvinterp.comparison.facts import site_of
-from kvinterp.study.report.page import Column, Links, Packed, Parts, Table, Text, fragment, opened, render
+from kvinterp.study.report.page import Column, Links, Packed, Parts, Table, Text, fragment, opened, render, without_empty
 
 SCRIPTS, SHEETS = ("tables", "draw", "page"), ("draw",)
 """The scripts and style sheets of a page with these parts."""
@@ -29,6 +29,12 @@ OPEN, FLIPS = 6, 100
 """The number of rows of a table that are visible, and the number of rows on the page."""
 
 _STEP = ["example", "step"]
+_NUMBERS = {
+    f"{name}_{side}": f"{what}, {side}"
+    for name, what in {"probability": "probability", "boundary": "distance"}.items()
+    for side in "ab"
+}
+"""Columns of the steps, and their names in the table."""
 
 
 def changes(comparisons: Mapping[str, Comparison]) -> Parts:
@@ -56,22 +62,21 @@ def _table(comparisons: Mapping[str, Comparison]) -> Parts:
     for place, (label, comparison) in enumerate(comparisons.items()):
         texts, examples = _texts(comparison), set()
         for row in _steps_to_show(comparison).to_dict("records"):
-            link = Links({f"{row['id']}, step {int(row['step'])}": f"at-{place}-{int(row['example'])}-{int(row['step'])}"})
+            example, step = int(row["example"]), int(row["step"])
+            link = Links({f"{row['id']}, step {step}": f"at-{place}-{example}-{step}"})
             tokens = (repr(texts.get(int(row[f"token_{side}"]), str(row[f"token_{side}"]))) for side in "ab")
-            numbers = (number(row.get(f"{name}_{side}", np.nan)) for name in ("probability", "boundary") for side in "ab")
-            cells: list[Any] = [link, *tokens, *numbers, number(row["kl"]), *[label] * (len(comparisons) > 1)]
-            rows.append((not row["flipped"], row["example"] in examples, -row["kl"] * (not row["flipped"]), cells))
-            examples.add(row["example"])
+            numbers = (number(row.get(name, np.nan)) for name in (*_NUMBERS, "kl"))
+            order = (not row["flipped"], example in examples, -row["kl"] * (not row["flipped"]))
+            rows.append((*order, [link, *tokens, *numbers, label * (len(comparisons) > 1)]))
+            examples.add(example)
     if not rows:
         return []
     head = [Column("prompt, step"), Column("path a chose", "code"), Column("path b chose", "code")]
-    head += [Column(f"{what}, {side}", "number") for what in ("probability", "distance") for side in "ab"]
-    head += [Column("KL, nats", "number"), *([Column("comparison")] if len(comparisons) > 1 else [])]
+    head += [Column(name, "number") for name in (*_NUMBERS.values(), "KL, nats")] + [Column("comparison")]
     listed: list[list[Any]] = [cells for *_, cells in sorted(rows, key=lambda row: row[:3])][:FLIPS]
+    table = without_empty(without_empty(Table(head, listed, name="flips"), "–"))
     note = f"Distance: {'; or '.join(dict.fromkeys(boundary_of(comparison)[0] for comparison in comparisons.values()))}."
-    columns = [at for at in range(len(head)) if any(row[at] != "–" for row in listed)]
-    head, listed = [head[at] for at in columns], [[row[at] for at in columns] for row in listed]
-    return [*opened(Table(head, listed, name="flips"), OPEN, f"of {len(rows)}"), Text(note, look="note")]
+    return [*opened(table, OPEN, f"of {len(rows)}"), Text(note, look="note")]
 
 
 def _steps_to_show(comparison: Comparison) -> pd.DataFrame:
@@ -208,60 +213,54 @@ def three_digits(values: Any) -> list[Any]:
 def _prompts(comparison: Comparison, steps: pd.DataFrame, texts: pd.Series) -> list[dict[str, Any]]:
     """Each prompt, with the first of its rows, their number, and its texts."""
     sizes = steps.groupby("example").size()
-    starts = sizes.cumsum() - sizes
+    examples = comparison.examples.set_index("example").loc[sizes.index]
     return [
         {
             "id": str(row["id"]),
-            "example": int(row["example"]),
-            "start": int(starts[row["example"]]),
-            "steps": int(sizes[row["example"]]),
+            "example": int(example),
+            "start": int(start),
+            "steps": int(size),
             "tokens": int(row["prompt_tokens"]),
-            "texts": texts.get(row["example"], []),
+            "texts": texts.get(example, []),
         }
-        for row in comparison.examples.sort_values("example").to_dict("records")
-        if row["example"] in sizes.index
+        for (example, row), size, start in zip(examples.iterrows(), sizes, sizes.cumsum() - sizes, strict=True)
     ]
 
 
 def _maps(comparison: Comparison, steps: pd.DataFrame, most: int) -> dict[str, Any]:
     """The KL of each head and the drift of each layer, at as many steps as there is room for."""
-    site = site_of(comparison)
-
+    site, heads = site_of(comparison), comparison.heads
     drifted = comparison.layers[comparison.layers["site"] == site]
-    label_columns = {
-        "map_layers": comparison.heads["layer"],
-        "map_heads": comparison.heads["head"],
-        "drift_layers": drifted["layer"],
-    }
+    label_columns = {"map_layers": heads["layer"], "map_heads": heads["head"], "drift_layers": drifted["layer"]}
     names = {name: sorted(labels.unique().tolist()) for name, labels in label_columns.items()}
-    layers, heads, drifts = names.values()
-    size = len(layers) * len(heads) + len(drifts)
+    map_layers, map_heads, drift_layers = names.values()
+    size = len(map_layers) * len(map_heads) + len(drift_layers)
     step_rows = _most_important(comparison, steps, most // size if size else 0)
     places = steps.loc[step_rows, _STEP]
-    maps = _grid(comparison.heads, places, "kl", layer=layers, head=heads)
-    drift = _grid(drifted, places, "relative_l2", layer=drifts)
+    maps = _grid(heads, places, "kl", layer=map_layers, head=map_heads)
+    drift = _grid(drifted, places, "relative_l2", layer=drift_layers)
     entries = zip(step_rows.tolist(), three_digits(maps), three_digits(drift), strict=True)
     return {**names, "site": site, "maps": {step: {"heads": of_heads, "drift": drift} for step, of_heads, drift in entries}}
 
 
 def _most_important(comparison: Comparison, steps: pd.DataFrame, most: int) -> np.ndarray:
     """Selects steps: first flips, then those of largest KL on the same text, then the others; returns them in their order."""
-    same = ~steps["after_flip"].astype(bool) | (comparison.provenance["protocol"] != "free")
-    first = steps["flipped"].astype(bool) & ~steps["after_flip"].astype(bool)
-    order = pd.DataFrame({"first": first, "same": same, "kl": steps["kl"]})
-    ranked = order.sort_values(["first", "same", "kl"], ascending=False, kind="stable").index[:most]
+    before = ~steps["after_flip"].astype(bool)
+    order = pd.DataFrame({
+        "first": steps["flipped"].astype(bool) & before,
+        "same": before | (comparison.provenance["protocol"] != "free"),
+        "kl": steps["kl"],
+    })  # fmt: skip
+    ranked = order.sort_values(list(order), ascending=False, kind="stable").index[:most]
     return np.sort(ranked.to_numpy())
 
 
 def _grid(table: pd.DataFrame, step_places: pd.DataFrame, value: str, **labels: list[int]) -> np.ndarray:
     """A column of a table as an array ``[step, *labels]``, NaN where there is no row."""
-    grid = np.full((len(step_places), *map(len, labels.values())), np.nan)
-    places = step_places.assign(place=np.arange(len(step_places)))
-    if grid.size:
-        values = table[[*_STEP, *labels, value]].merge(places, on=_STEP)
-        at = [np.searchsorted(names, values[label]) for label, names in labels.items()]
-        grid[(values["place"].to_numpy(), *at)] = values[value]
-    return grid
+    at = pd.MultiIndex.from_product(labels.values(), names=list(labels)).to_frame(index=False)
+    index = pd.MultiIndex.from_frame(step_places.merge(at, how="cross"))
+    values = table.set_index([*_STEP, *labels])[value].reindex(index)
+    return values.to_numpy(float).reshape(len(step_places), *map(len, labels.values()))
 
 
 def _attention(comparison: Comparison, steps: pd.DataFrame, most: int) -> dict[int, list[dict[str, Any]]]:
