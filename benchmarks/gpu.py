@@ -26,7 +26,7 @@ from rich.table import Table
 import kvinterp as kv
 from kvinterp.comparison import mean_error
 from kvinterp.metrics import units_in_last_place
-from kvinterp.models.provenance import device_name, kernel_flags
+from kvinterp.models.provenance import machine
 from kvinterp.paths import Runner
 
 ROWS = (1, 2, 17, 64, 128, 257)
@@ -179,14 +179,18 @@ def main() -> int:
         print("error: torch sees no CUDA device here: run this on a GPU, or with --tiny --device cpu.", file=sys.stderr)
         return 2
     device, console = torch.device(options.device), Console(width=150)
-    results: dict[str, Any] = {"device": device_name(device), "torch": torch.__version__, "kernel_flags": kernel_flags(),
-                               "steps": options.steps, "prompt": options.prompt, "tiny": options.tiny, "models": {}}  # fmt: skip
+    results: dict[str, Any] = {**machine(device), "steps": options.steps, "prompt": options.prompt, "tiny": options.tiny}
+    results["models"] = {}
     table = Table(
         "model", "kind", "compared / bare", "peak GiB", "mean KL", "max logit difference", "flips", title=results["device"]
     )
+    label = re.sub(r"\W+", "-", results["device"]).strip("-").lower() + ("-tiny" if options.tiny else "")
+    target = options.out / f"gpu-{label}.json"
+    options.out.mkdir(parents=True, exist_ok=True)
     for name in options.models.split(","):
         model, config = native(name, device, options.tiny)
         entry: dict[str, Any] = {"row_invariance": row_invariance(model)}
+        results["models"][name] = entry
         prompt = torch.randint(3, config.vocab_size, (options.prompt,), generator=torch.Generator().manual_seed(1)).tolist()
         for kind in options.kinds.split(","):
             adapter = kv.wrap(model if kind == "native" else hooked(model, config, name, device), name=f"random {name}")
@@ -196,20 +200,18 @@ def main() -> int:
             ratio = f"{shown['compared / bare']['median']:.2f}"
             numbers = f"{shown['mean_kl']:.2e}", f"{shown['max_abs_logit']:.3g}", str(shown["flipped_steps"])
             table.add_row(name, kind, ratio, peak, *numbers)
+            # After each kind: what is cut off keeps what it measured.
+            target.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
             del adapter
-        results["models"][name] = entry
         del model
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
-        label = re.sub(r"\W+", "-", results["device"]).strip("-").lower() + ("-tiny" if options.tiny else "")
-        options.out.mkdir(parents=True, exist_ok=True)
-        (options.out / f"gpu-{label}.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     console.print(table)
     for name, entry in results["models"].items():
         variant = [r["module"] for r in entry["row_invariance"] if not all(x["bitwise"] for x in r["rows"].values())]
         console.print(f"{name}: row-variant products: {', '.join(variant) or 'none'}")
-    console.print(f"written to {options.out / f'gpu-{label}.json'}")
+    console.print(f"written to {target}")
     return 0
 
 

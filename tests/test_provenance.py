@@ -11,7 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import kvinterp as kv
 from kvinterp.cli import app
 from kvinterp.models import threads
-from kvinterp.models.provenance import kernel_flags, provenance
+from kvinterp.models.provenance import kernel_flags, machine, provenance
 from support import PROMPT, Case
 
 CASE = Case("llama-gqa", "native", "sdpa")
@@ -24,6 +24,15 @@ def test_the_environment_and_the_processor_are_said(load: Any, monkeypatch: pyte
     assert made["environment"]["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
     assert "MKL_CBWR" not in made["environment"]
     assert made["cpu_capability"] == torch.backends.cpu.get_cpu_capability()
+
+
+def test_of_a_gpu_the_libraries_that_choose_its_kernels_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUBLASLT_WORKSPACE_SIZE", "4096")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100")
+    made = machine(torch.device("cuda"))
+    assert made["device"] == "NVIDIA H100"
+    assert {"cuda", "cudnn", "driver"} <= made.keys()
+    assert made["environment"]["CUBLASLT_WORKSPACE_SIZE"] == "4096"
 
 
 def test_deterministic_algorithms_are_asked_for_before_a_command_runs(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:

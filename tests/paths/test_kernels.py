@@ -94,6 +94,16 @@ def test_a_row_of_a_product_does_not_depend_on_the_number_of_rows(dtype: torch.d
             assert_bitwise(fixed_order.product(a[first : first + rows], b), whole[first : first + rows], f"{rows} rows")
 
 
+def test_a_product_does_not_depend_on_how_many_rows_are_multiplied_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever fits a processor's cache or a GPU: one row at a time, and all together."""
+    a, b = torch.randn(37, 100), torch.randn(100, 50)
+    found = []
+    for most in (1, 1 << 26):
+        monkeypatch.setattr(fixed_order, "_BLOCK", (most, most))
+        found.append(fixed_order.product(a, b))
+    assert_bitwise(*found)
+
+
 def test_fixed_orders_agree_with_torch_in_float64() -> None:
     torch.manual_seed(3)
     a, b = torch.randn(4, 9, 50).double(), torch.randn(4, 50, 11).double()

@@ -6,6 +6,7 @@ import functools
 import importlib.metadata
 import os
 import platform
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from kvinterp.models.threads import threads_for
 
 ENVIRONMENT = (
     "CUBLAS_WORKSPACE_CONFIG",
+    "CUBLASLT_WORKSPACE_SIZE",
     "NVIDIA_TF32_OVERRIDE",
     "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
     "TORCH_BLAS_PREFER_CUBLASLT",
@@ -69,6 +71,9 @@ def machine(device: torch.device | None = None) -> dict[str, Any]:
         "transformer_lens": _version("transformer-lens"),
         "python": platform.python_version(),
         "device": device_name(device),
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version(),
+        "driver": _text("/proc/driver/nvidia/version").partition("\n")[0],
         "threads": torch.get_num_threads(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "environment": {name: os.environ[name] for name in ENVIRONMENT if name in os.environ},
@@ -80,12 +85,16 @@ def device_name(device: torch.device) -> str:
     """The name of the GPU, or of the processor with the vector instructions that torch uses."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as lines:
-            name = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "")
-    except OSError:
-        name = ""
+    lines = _text("/proc/cpuinfo").splitlines()
+    name = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "")
     return f"{name or platform.processor() or platform.machine()} ({torch.backends.cpu.get_cpu_capability()})"
+
+
+def _text(file: str) -> str:
+    try:
+        return Path(file).read_text(encoding="utf-8")
+    except OSError:
+        return ""
 
 
 def autocast(device: torch.device) -> str:

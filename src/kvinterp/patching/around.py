@@ -15,7 +15,7 @@ from kvinterp.errors import InputError
 from kvinterp.models import Adapter, wrap
 from kvinterp.models.inputs import chosen_layers
 from kvinterp.models.passes import Passes, WatchesPasses
-from kvinterp.patching.hook import PatchHook
+from kvinterp.patching.hook import PatchHook, read_changes
 from kvinterp.patching.patch import Patch
 from kvinterp.policies import Place
 
@@ -64,7 +64,7 @@ def patched(model: Any, patches: Patch | Iterable[Patch]) -> Iterator[PatchHook]
         yield hook
     if passes.silent:
         raise InputError(f"{CONTEXT} changed nothing: {passes.silence()}")
-    for patch, moved, changed in zip(listing, hook.moved, hook.changed, strict=True):
+    for patch, moved, changed in zip(listing, hook.moved, *read_changes([hook]), strict=True):
         if moved and not changed:
             log.warning("%s: the patch of %r %s: its donor is equal to what it replaces", CONTEXT, patch.site, UNCHANGED)
         if not moved and not passes.cut:

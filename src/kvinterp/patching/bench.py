@@ -27,7 +27,7 @@ from kvinterp.patching.ablations import ABLATIONS, ZERO, Ablation
 from kvinterp.patching.clean_corrupted import check_aligned
 from kvinterp.patching.distances import DISTANCES, check_finite, distances_of
 from kvinterp.patching.donors import mean_donor, resample_donor
-from kvinterp.patching.hook import PatchHook
+from kvinterp.patching.hook import PatchHook, read_changes
 from kvinterp.patching.patch import PATCHED_CACHE, Patch, Positions, check_patch_site, stored_sites
 from kvinterp.patching.recompute import PureRecompute
 from kvinterp.patching.sweeping import DIRECTIONS
@@ -368,7 +368,7 @@ class PatchBench:
 
     def _measure(
         self, question: Asked
-    ) -> tuple[list[int], tuple[int, int], Float[Tensor, "run step vocab"], Tensor, dict[str, Tensor]]:
+    ) -> tuple[list[int], tuple[int, int], Float[Tensor, "run step vocab"], bool, dict[str, Tensor]]:
         """Runs a patch and measures it.
 
         Returns:
@@ -414,9 +414,7 @@ class PatchBench:
         check_aligned(self.other, self.prompt)
         return self._trace(question.into, "other", question)
 
-    def _run_patched(
-        self, question: Asked, patch: Patch, steps: Sequence[int]
-    ) -> tuple[Float[Tensor, "step vocab"], Tensor]:
+    def _run_patched(self, question: Asked, patch: Patch, steps: Sequence[int]) -> tuple[Float[Tensor, "step vocab"], bool]:
         """The logits of the patched path at each step, and whether the patch changed anything."""
         fed, prompt = self.fed, list(self.prompt)
         hook = PatchHook(self.adapter, [patch], None, len(prompt), question.first)
@@ -425,9 +423,10 @@ class PatchBench:
                 # Questions about one prefix share it: the blocks before the patched one run once.
                 self._pure.capture([*prompt, *fed[: steps[0]]])
             rows = [self._pure.patched([*prompt, *fed[:step]], step, hook) for step in steps]
-            return torch.stack(rows), hook.changed[0]
-        room, row = steps[-1] + 1, torch.tensor([prompt], device=self.adapter.device)
-        with Runner(self.adapter, self._paths["cached"], row, room, [hook]) as runner:
-            forced = fed_to_all(fed, 1, 1, row.device)
-            rows = [step.logits[0][0].clone() for step in lockstep([runner], room, given=forced)]
-        return torch.stack([rows[step] for step in steps]), hook.changed[0]
+        else:
+            room, row = steps[-1] + 1, torch.tensor([prompt], device=self.adapter.device)
+            with Runner(self.adapter, self._paths["cached"], row, room, [hook]) as runner:
+                forced = fed_to_all(fed, 1, 1, row.device)
+                every = [step.logits[0][0].clone() for step in lockstep([runner], room, given=forced)]
+            rows = [every[step] for step in steps]
+        return torch.stack(rows), read_changes([hook])[0][0]

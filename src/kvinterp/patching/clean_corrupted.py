@@ -30,7 +30,7 @@ from kvinterp.models.provenance import provenance
 from kvinterp.models.threads import own_threads
 from kvinterp.patching.ablations import HandedRows
 from kvinterp.patching.distances import DISTANCES, check_finite, name_of, one_number
-from kvinterp.patching.hook import PatchHook
+from kvinterp.patching.hook import PatchHook, read_changes
 from kvinterp.patching.patch import Patch, Where, check_patch_site, heads_at, positions_of, stored_sites
 from kvinterp.patching.recompute import PureRecompute
 from kvinterp.paths import path_named
@@ -216,13 +216,12 @@ def activation_patching(
         else:
             run = lambda hook: pure.patched(corrupted_ids[0], 0, hook)[None, None]  # noqa: E731
             base = pure.capture(corrupted_ids[0], None)[None, None]
-        distances, changed = [measure(clean_logits), measure(base)], []
+        distances, hooks = [measure(clean_logits), measure(base)], list[PatchHook]()
         for layer, head, span in each(places, "patching", "patch", progress):
             patch = Patch(site, (layer,), None if head is None else (head,), span, (0,), donor)
-            hook = PatchHook(adapter, [patch], None, length)
-            distances.append(measure(run(hook)))
-            changed.append(torch.stack(hook.changed).any())
-    numbers, same = torch.stack(distances).cpu(), (~torch.stack(changed)).tolist()
+            hooks.append(PatchHook(adapter, [patch], None, length))
+            distances.append(measure(run(hooks[-1])))
+        numbers, same = torch.stack(distances).cpu(), [not any(wrote) for wrote in read_changes(hooks)]
     check_finite(numbers, "the patched runs")
     if all(same):
         log.warning("activation_patching: every patch of %r %s: both prompts have the same there", site, UNCHANGED)

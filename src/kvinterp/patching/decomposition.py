@@ -158,8 +158,9 @@ def decompose(
         for example in each(examples, "decomposing", "prompt", progress):
             for step, lanes in Split(adapter, paths, tokens[example], max_new_tokens, suffix, plant).steps():
                 place = {"example": example, "step": step}
-                steps.append(place | step_row(lanes, f"example {example}, step {step}"))
-                layers += [place | row for row in _layer_rows(lanes)]
+                row, by_layer = step_rows(lanes, f"example {example}, step {step}")
+                steps.append(place | row)
+                layers += [place | row for row in by_layer]
     sides = {"cached": str(paths[0]), "recompute": str(paths[1])}
     about = provenance(adapter, paths=sides, suffix=suffix, max_new_tokens=max_new_tokens)
     return Decomposition(pd.DataFrame(steps), pd.DataFrame(layers), about)
@@ -178,8 +179,11 @@ def check_splittable(adapter: Adapter, suffix: int, plant: Plant | None = None) 
         chosen_layers(adapter, plant.layer)
 
 
-def step_row(lanes: dict[str, Outputs], where: str) -> dict[str, Any]:
-    """The differences of a step: KL in nats and L2 of the logits, the part that makes most of it, and its share.
+def step_rows(lanes: dict[str, Outputs], where: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The differences of a step, and of each layer at the step.
+
+    Of the step: KL in nats and L2 of the logits, the part that makes most of it, and its share. Of a layer: the L2 distance of
+    resid_post, relative to the recompute path's norm.
 
     Raises:
         NonFiniteError: A difference is not finite.
@@ -190,17 +194,15 @@ def step_row(lanes: dict[str, Outputs], where: str) -> dict[str, Any]:
     for prefix in ("", "null_"):
         fresh, alone = (a.double() - b.double() for a, b in (pairs[f"{prefix}fresh"], pairs[f"{prefix}alone"]))
         distances[f"{prefix}cache_l2"] = (fresh + alone).norm()
-    # Read at once, because each read waits for the device.
-    numbers = torch.stack([distance.reshape(()).double() for distance in distances.values()]).cpu()
-    check_finite(numbers, where)
-    row = dict(zip(distances, numbers.tolist(), strict=True))
-    most, share = leading_part({part: row[f"{part}_l2"] for part in PARTS}, row["total_l2"])
-    return {**row, "most": most, "share": share}
-
-
-def _layer_rows(lanes: dict[str, Outputs]) -> list[dict[str, Any]]:
     streams = {name: lane.stream.double() for name, lane in lanes.items()}
     norms = streams["recompute"].norm(dim=-1)
-    distances = torch.stack([(streams[a] - streams[b]).norm(dim=-1) / norms for a, b in DIFFERENCES.values()])
-    relative = dict(zip(DIFFERENCES, distances.tolist(), strict=True))
-    return [{"layer": layer, **{name: values[layer] for name, values in relative.items()}} for layer in range(len(norms))]
+    of_layers = [(streams[a] - streams[b]).norm(dim=-1) / norms for a, b in DIFFERENCES.values()]
+    # Read at once, because each read waits for the device.
+    of_step = torch.stack([distance.reshape(()).double() for distance in distances.values()])
+    numbers = torch.cat([of_step, *(values.to(of_step.device) for values in of_layers)]).cpu()
+    check_finite(numbers[: len(distances)], where)
+    row = dict(zip(distances, numbers.tolist(), strict=False))
+    most, share = leading_part({part: row[f"{part}_l2"] for part in PARTS}, row["total_l2"])
+    by_layer = numbers[len(distances) :].view(len(DIFFERENCES), -1).T.tolist()
+    layers = [{"layer": layer, **dict(zip(DIFFERENCES, values, strict=True))} for layer, values in enumerate(by_layer)]
+    return {**row, "most": most, "share": share}, layers

@@ -11,7 +11,7 @@ MLP's output.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -43,7 +43,8 @@ class PatchHook(PathHook):
 
     Attributes:
         moved: For each patch how often it moved something.
-        changed: For each patch whether it wrote a value that was not there already, on the model's device.
+        changed: For each patch, on the model's device, 1 if it wrote a value that was not there already; 2 is added to the first
+            if a block's output was not the stream of ``resid_mid`` plus ``mlp_out``. :func:`read_changes` reads them.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class PatchHook(PathHook):
         self.adapter, self.patches, self.window = adapter, tuple(patches), window
         self.prompt_length, self.every_from = prompt_length, every_from
         self.moved = [0] * len(self.patches)
-        self.changed: list[Tensor] = [torch.tensor(False, device=adapter.device)] * len(self.patches)
+        self.changed = [torch.zeros((), dtype=torch.long, device=adapter.device)] * len(self.patches)
         self.step, self.end = 0, 0
         self.listeners: dict[Site, Listener] = {}
         self._cache: dict[int, list[int]] = {}
@@ -70,8 +71,9 @@ class PatchHook(PathHook):
                     self._cache.setdefault(layer, []).append(number)
                 else:
                     adapter.tap(*place)
-                    self.listeners[place] = self._listener(number, layer, self.listeners.get(place))
-        rebuild_outputs(adapter, self.listeners)
+                    self.listeners[place] = chained(self.listeners.get(place), self._listener(number, layer))
+        for layer in [at for site, at in self.listeners if site == "resid_mid"]:
+            rebuild_outputs(self, layer)
 
     @property
     def first_layer(self) -> int:
@@ -117,15 +119,13 @@ class PatchHook(PathHook):
             changed = True
         return (keys, values) if changed else None
 
-    def _listener(self, number: int, layer: int, before: Listener | None) -> Listener:
+    def _listener(self, number: int, layer: int) -> Listener:
         patch = self.patches[number]
         rows = LAYOUTS[patch.site].rows
 
         def listener(tensor: Tensor) -> Tensor | None:
-            earlier = before(tensor) if before is not None else None
             if not patch.active(self.step, self.every_from):
-                return earlier
-            tensor = tensor if earlier is None else earlier
+                return None
             return self._patched(number, patch.site, layer, tensor, (self.end or tensor.shape[rows]) - tensor.shape[rows])
 
         return listener
@@ -248,60 +248,61 @@ class PatchHook(PathHook):
             check_donor(self.adapter, patch, patch.donor)
 
 
-def rebuild_outputs(adapter: Adapter, listeners: dict[Site, Listener]) -> None:
-    """Adds the listeners that patches of ``resid_mid`` need to rebuild the block's output.
+def read_changes(hooks: Sequence[PatchHook]) -> list[list[bool]]:
+    """For each hook and patch whether it changed anything; one read from the device for all, when their forwards have run.
 
-    Args:
-        adapter: The model.
-        listeners: The patches' listener of each site and layer; changed in place.
+    Raises:
+        UnsupportedError: A patch of ``resid_mid`` was applied where a block's output is not that stream plus ``mlp_out``.
+    """
+    flags = [flag for hook in hooks for flag in hook.changed]
+    numbers = torch.stack(flags).tolist() if flags else []
+    if max(numbers, default=0) > 1:
+        raise UnsupportedError(
+            f"resid_mid cannot be patched: {hooks[0].adapter.facts.architecture} does not make a block's output as that stream "
+            "plus mlp_out; patch attn_out, mlp_out or resid_post instead."
+        )
+    read = iter(numbers)
+    return [[bool(next(read)) for _ in hook.changed] for hook in hooks]
+
+
+def rebuild_outputs(hook: PatchHook, layer: int) -> None:
+    """Adds the listeners that a patch of ``resid_mid`` needs to rebuild the block's output.
+
+    They keep the stream before and after the patch, and what the MLP adds, after any patch of that.
 
     Raises:
         UnsupportedError: This kind of model cannot show what the MLP adds.
     """
-    for layer in [at for site, at in listeners if site == "resid_mid"]:
-        stream = _MidStream(adapter.facts.architecture, layer, listeners["resid_mid", layer])
-        mlp, post = (listeners.get((site, layer)) for site in ("mlp_out", "resid_post"))
-        adapter.tap("mlp_out", layer)
-        listeners["resid_mid", layer] = stream.mid
-        listeners["mlp_out", layer] = chained(mlp, stream.added)
-        listeners["resid_post", layer] = chained(stream.post, post)
+    hook.adapter.tap("mlp_out", layer)
+    sites = [(site, layer) for site in ("resid_mid", "mlp_out", "resid_post")]
+    patch, mlp, output = map(hook.listeners.get, sites)
+    seen: dict[str, Tensor] = {}
 
-
-class _MidStream:
-    """The residual stream between attention and MLP of one layer, before and after the patch, and the MLP's output."""
-
-    def __init__(self, architecture: str, layer: int, change: Listener) -> None:
-        self.architecture, self.layer, self.change = architecture, layer, change
-        self._before: Tensor | None = None
-        self._after: Tensor | None = None
-        self._added: Tensor | None = None
-
-    def mid(self, tensor: Tensor) -> Tensor | None:
-        """Patches the stream and remembers it before and after."""
+    def mid(tensor: Tensor) -> Tensor | None:
+        seen.clear()
         before = tensor.clone()
-        changed = self.change(tensor)
-        self._before, self._after, self._added = before, None if changed is None else changed.clone(), None
-        return changed
+        after = None if patch is None else patch(tensor)
+        if after is not None:
+            seen.update(before=before, after=after.clone())
+        return after
 
-    def added(self, tensor: Tensor) -> None:
-        """Remembers the MLP's output, after any patch of it."""
-        self._added = tensor.clone()
+    def added(tensor: Tensor) -> None:
+        seen["added"] = tensor.clone()
 
-    def post(self, tensor: Tensor) -> Tensor | None:
+    def post(tensor: Tensor) -> Tensor | None:
         """The block's output with the patched stream, if it does not hold it already."""
-        before, after, added = self._before, self._after, self._added
-        self._before = self._after = self._added = None
-        if before is None or after is None or added is None:
+        before, after, mlp_out = map(seen.get, ("before", "after", "added"))
+        seen.clear()
+        if before is None or after is None or mlp_out is None:
             return None
-        patched = after + added
-        if torch.equal(tensor, patched):
-            return None
-        if not torch.equal(tensor, before + added):
-            raise UnsupportedError(
-                f"resid_mid cannot be patched at layer {self.layer}: {self.architecture} does not make a block's output as "
-                "that stream plus mlp_out; patch attn_out, mlp_out or resid_post instead."
-            )
-        return patched
+        patched, changed = after + mlp_out, hook.changed
+        holds = (tensor == patched).all()
+        misfit = ~(holds | (tensor == before + mlp_out).all())
+        # Stays on the device: reading it waits for the device.
+        changed[0] = changed[0] | 2 * misfit.to(changed[0].device)
+        return torch.where(holds, tensor, patched)
+
+    hook.listeners.update(zip(sites, (mid, chained(mlp, added), chained(post, output)), strict=True))
 
 
 def chained(first: Listener | None, second: Listener | None) -> Listener:

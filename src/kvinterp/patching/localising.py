@@ -30,7 +30,7 @@ from kvinterp.models import dtype_named, wrap
 from kvinterp.models.inputs import encode
 from kvinterp.models.provenance import provenance
 from kvinterp.models.threads import own_threads
-from kvinterp.patching.decomposition import check_splittable, step_row
+from kvinterp.patching.decomposition import check_splittable, step_rows
 from kvinterp.patching.hook import PatchHook
 from kvinterp.patching.patch import Patch
 from kvinterp.patching.planted import PLACES, Plant
@@ -173,7 +173,7 @@ def localise(
 
 def _cause(split: Split, suffix: int) -> Cause:
     (_, first), (_, lanes) = split.steps()
-    row = step_row(lanes, "step 1")
+    row, _ = step_rows(lanes, "step 1")
     most, table = row["most"], pd.DataFrame(columns=COLUMNS)
     if most != "none":
         table = _table(split, first["cached"].logits.argmax()[None], lanes, {part: row[f"{part}_l2"] for part in PARTS})

@@ -140,7 +140,8 @@ def nudged(tensor: Tensor, units: float, bits: int) -> Tensor:
         units: How far.
         bits: Significant bits of the format whose last place is meant.
     """
-    _, exponent = torch.frexp(tensor)
+    # CUDA has no frexp of BF16.
+    _, exponent = torch.frexp(tensor.double())
     last_place = torch.ldexp(torch.ones_like(tensor), exponent - bits)
     sign = 1 - 2 * (torch.arange(tensor.shape[-1], device=tensor.device) % 2)
     return tensor + units * last_place * sign.to(tensor.dtype)

@@ -7,7 +7,8 @@ batch where a check showed that this keeps the bits (docs/laws.md, law 9).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -39,6 +40,7 @@ class PureRecompute:
     Attributes:
         blocks_run: How many blocks ran so far, the measure of work.
         forwards: How many forwards began so far, resumed ones included.
+        fed: The tokens that lanes are fed next, as numbers: whoever advances them reads all from the device at once.
     """
 
     def __init__(self, adapter: Adapter, path: ExecutionPath) -> None:
@@ -54,7 +56,7 @@ class PureRecompute:
         self._plain_store: Store | None = None
         self._batches: dict[PatchHook, PatchesByRow] = {}
         self._batch_logits: tuple[PatchesByRow | None, tuple[int, ...], dict[PatchHook, Tensor]] = None, (), {}
-        self._last_token: tuple[Tensor, int] | None = None
+        self.fed: Mapping[Tensor, int] = {}
 
     def batch(self, hooks: Sequence[PatchHook], prompt: Sequence[int], steps: int, batch_size: int) -> None:
         """Lets lanes that resume at the same block share a batch where a check showed that each keeps the bits it has alone.
@@ -75,12 +77,6 @@ class PureRecompute:
             for batch in batches(self.adapter, self.path, lanes, prompt, steps, batch_size):
                 if len(batch) > 1:
                     self._batches |= dict.fromkeys(batch, PatchesByRow(batch))
-
-    def number(self, token: Int[Tensor, " batch=1"]) -> int:
-        """A fed token as a number. Lanes fed the same tensor read it from the device once."""
-        if self._last_token is None or self._last_token[0] is not token:
-            self._last_token = token, int(token)
-        return self._last_token[1]
 
     def logits(self, tokens: Sequence[int]) -> Float[Tensor, " vocab"]:
         """Logits after a prefix, computed once."""
@@ -161,7 +157,7 @@ class PureRecompute:
 
     @torch.no_grad()
     def _forward(self, tokens: tuple[int, ...], outputs: Sequence[Any], hook: PathHook | None, rows: int = 1) -> Tensor:
-        row = torch.tensor([tokens] * rows, device=self.adapter.device)
+        row = _written(tokens, rows, self.adapter.device)
         # A copy: a view would keep the logits of every position alive.
         return self._logits_of(row, outputs, [] if hook is None else [hook])[:, -1].clone()
 
@@ -176,6 +172,12 @@ class PureRecompute:
         self._plain_store = store if alone else self._plain_store
         with forwards.attached(), adapter.resumed(len(outputs), outputs):
             return forwards.call(adapter.forward, row, store)
+
+
+@functools.lru_cache(maxsize=1)
+def _written(tokens: tuple[int, ...], rows: int, device: torch.device) -> Tensor:
+    """Tokens on a device; lanes on the same tokens share them, because each write makes the host wait."""
+    return torch.tensor([tokens] * rows, device=device)
 
 
 def _in_rows(output: Any, rows: int) -> Any:

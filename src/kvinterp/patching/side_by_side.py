@@ -20,7 +20,7 @@ from kvinterp.models.inputs import chosen_layers
 from kvinterp.models.sites import LAYOUTS, layout_of
 from kvinterp.patching.by_row import OneRow, PatchesByRow, batches
 from kvinterp.patching.distances import Distance
-from kvinterp.patching.hook import PatchHook
+from kvinterp.patching.hook import PatchHook, read_changes
 from kvinterp.patching.patch import Patch, stored_sites
 from kvinterp.patching.recompute import PureRecompute
 from kvinterp.paths import ExecutionPath, Runner, path_named
@@ -119,7 +119,7 @@ class PureLane:
         """Logits of the next step."""
         self.step += 1
         if tokens is not None:
-            self.tokens.append(self.pure.number(tokens))
+            self.tokens.append(self.pure.fed[tokens])
         if self.hook is not None and self.hook.active(self.step):
             return self.pure.patched(self.tokens, self.step, self.hook)[None]
         if self.step not in self.captured:
@@ -292,11 +292,12 @@ def advance_beside(setting: Setting, lanes: Sequence[PlannedLane], prompt: Seque
         for step in lockstep(running, room, follows=follows, ends=ends, ended_by=[lead]):
             donor, *rows = (step.logits[at][0] for at in (0, 1, *map(columns.__getitem__, runs)))
             distances.append(_distances(setting.distances, donor, rows))
+            if not cached:
+                pure.fed = dict(zip(step.feeds, torch.cat([*step.feeds]).tolist(), strict=True))
             if setting.logits == "keep":
                 logits.append(torch.stack([row.to(donor) for row in (donor, *rows)]))
     hook_of = [hooks[run] for run in runs]
-    changed = torch.stack([torch.stack(hook.changed).any() for hook in hook_of]).tolist() if hook_of else []
-    unchanged = [any(hook.moved) and not wrote for hook, wrote in zip(hook_of, changed, strict=True)]
+    unchanged = [any(hook.moved) and not any(wrote) for hook, wrote in zip(hook_of, read_changes(hook_of), strict=True)]
     work = Counter(forwards=pure.forwards, blocks=pure.blocks_run)
     return Advanced(torch.stack(distances, 1).cpu(), unchanged, torch.stack(logits) if logits else None, work)
 

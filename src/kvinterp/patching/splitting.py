@@ -211,7 +211,7 @@ class Split:
             cached, policy=Identity(), cache_dtype=None, chunk=None, cache=exact, refresh=None, smooth=None
         )
         self.cached = cached if plant is None else plant.written(cached, len(self.prompt))
-        self.filler = (self.prompt * (suffix // len(self.prompt) + 1))[:suffix]
+        self.filler = torch.tensor((self.prompt * (suffix // len(self.prompt) + 1))[:suffix], device=adapter.device)
         layers = range(adapter.facts.layers)
         self.residual: list[Site] = [("resid_post", layer) for layer in layers]
         self.kv: list[list[Site]] = [[(site, layer) for site in stored_sites(adapter, "kv")] for layer in layers]
@@ -232,12 +232,12 @@ class Split:
 
             cached, recompute = lane(self.cached), lane(self.recompute, keeps=True)
             one_row = {name: lane(self.one_row, rows) for name, rows in replaced.items()}
-            fed: list[int] = []
+            fed = [torch.tensor(self.prompt, device=self.adapter.device)]
             among: KeysValues = ()
             longer_among: KeysValues = ()
             for step in lockstep([cached, recompute], self.room, ends=self.ends):
                 token, end = step.fed[0], prompt + step.number
-                fed += [] if token is None else [int(token)]
+                fed += [] if token is None else [token.to(fed[0].device)]
                 pairs = zip(("cached", "recompute"), (cached, recompute), step.logits, strict=True)
                 outputs = {name: runner.observer.outputs(logits[0]) for name, runner, logits in pairs}
                 self.now = recompute.observer.cache()
@@ -265,19 +265,17 @@ class Split:
                     replaced["as_written"].stop = prompt
                     outputs |= {name: runner.outputs(token) for name, runner in one_row.items()}
                     # The newest row's K and V, computed among the prefix that it ends, and in the null among more rows.
-                    _, newest = self._forward(fed, among, end - 1, ())
+                    _, newest = self._forward(fed, among, end - 1, self.filler[:0])
                     _, longer_newest = self._forward(fed, longer_among, end - 1, self.filler)
                     among = _joined(among, end - 1, newest, end)
                     longer_among = _joined(longer_among, end - 1, longer_newest, end)
                 yield step.number, outputs
 
-    def _forward(
-        self, fed: Sequence[int], cache: KeysValues, stop: int, filler: Sequence[int]
-    ) -> tuple[Outputs, KeysValues]:
+    def _forward(self, fed: Sequence[Tensor], cache: KeysValues, stop: int, filler: Tensor) -> tuple[Outputs, KeysValues]:
         """Runs the recompute path with the K and V of some rows replaced and more tokens after the prefix.
 
         Args:
-            fed: Tokens decoded so far.
+            fed: The prompt and the tokens decoded so far, on the device.
             cache: The K and V that replace those of the first positions.
             stop: One past the last position that is replaced.
             filler: The tokens after the prefix, which a causal model must not see.
@@ -285,8 +283,8 @@ class Split:
         Returns:
             The outputs at the newest position of the prefix, and K and V.
         """
-        newest, observer = len(self.prompt) + len(fed) - 1, _Observer(self, self.recompute, True)
-        tokens = torch.tensor([[*self.prompt, *fed, *filler]], device=self.adapter.device)
+        newest, observer = len(self.prompt) + len(fed) - 2, _Observer(self, self.recompute, True)
+        tokens = torch.cat([*fed, filler])[None]
         with torch.no_grad():
             logits = self.pure.whole(tokens, Rows(cache, stop), observer)
         return observer.outputs(logits[0, newest], newest), observer.cache()

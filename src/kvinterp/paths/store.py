@@ -126,6 +126,7 @@ class Store:
         self._computed: dict[int, KeysValues] = {}
         self._put: dict[int, list[Tensor]] = {}
         self._rows: dict[int, Tensor] = {}
+        self._starts: dict[int, int] = {}
         self._places: dict[int, Place] = {}
         if self.policy.evicts and not policy.evicts:
             # Masks, positions and every refusal rest on the policy's own word.
@@ -234,45 +235,48 @@ class Store:
         """
         if not self.policy.evicts or any(length < self.prefill for length in self._lengths.values()):
             return
-        left = {layer: self._thinned(layer) for layer in self._lengths}
-        if len(set(left.values())) > 1:
+        found: list[Any] = []
+        for layer in self._lengths:
+            keys, values = self.keys_values(layer)
+            last = keys.shape[2] - 1
+            kept = self.policy.keep(keys, values, self._place(layer, self.length(layer), last + 1))
+            if kept is not None:
+                rows = kept.to(keys.device).expand(*keys.shape[:2], -1).sort(-1).values
+                # The newest row stands behind them, so that there is a least position where a policy names no row at all.
+                inside = pad(rows.clamp(0, last), (0, 1), value=last)
+                right = (rows == inside[..., :-1]).all() & (rows.diff() != 0).all() & bool(rows.numel())
+                found.append((layer, rows, torch.stack([right, self._rows[layer].gather(2, inside).min()])))
+        # Read at once, because each read waits for the device.
+        numbers = torch.stack([pair.to(found[0][2].device) for *_, pair in found]).tolist() if found else ()
+        for (layer, rows, _), (right, start) in zip(found, numbers, strict=True):
+            if not right:
+                raise InputError(
+                    f"{self._said} names rows of layer {layer} that are not there, or one twice, or none: expected some of "
+                    f"0 to {self._rows[layer].shape[2] - 1}, each once."
+                )
+            self.memory.take(layer, rows)
+            self._rows[layer], self._starts[layer] = self._rows[layer].gather(2, rows), start
+            if layer in self._put:
+                self._put[layer] = [marks.gather(2, rows) for marks in self._put[layer]]
+        left = {rows.shape[2] for rows in self._rows.values()}
+        if len(left) > 1:
             raise UnsupportedError(
-                f"{self._said} keeps {min(left.values())} rows in one layer and {max(left.values())} in another, and a "
-                "model has one mask for all its layers: keep as many in each."
+                f"{self._said} keeps {min(left)} rows in one layer and {max(left)} in another, and a model has one mask for all "
+                "its layers: keep as many in each."
             )
-
-    def _thinned(self, layer: int) -> int:
-        """Lets go of a layer's rows; how many are left."""
-        keys, values = self.keys_values(layer)
-        place = self._place(layer, self.length(layer), keys.shape[2])
-        kept = self.policy.keep(keys, values, place)
-        if kept is None:
-            return keys.shape[2]
-        rows = kept.to(keys.device).expand(*keys.shape[:2], -1).sort(-1).values
-        if not rows.numel() or bool(
-            (rows[..., 0] < 0).any() | (rows[..., -1] >= keys.shape[2]).any() | (rows.diff() == 0).any()
-        ):
-            raise InputError(
-                f"{self._said} names rows of layer {layer} that are not there, or one twice, or none: expected some of "
-                f"0 to {keys.shape[2] - 1}, each once."
-            )
-        self.memory.take(layer, rows)
-        self._rows[layer] = self._rows[layer].gather(2, rows)
-        if layer in self._put:
-            self._put[layer] = [marks.gather(2, rows) for marks in self._put[layer]]
-        return rows.shape[2]
 
     def _appended(self, layer: int, begun: int, stop: int, handed: Tensor) -> Place:
         """Where the rows are that were just handed over."""
         if self.policy.evicts:
             new = torch.arange(begun, stop, device=handed.device).expand(*handed.shape[:2], -1)
             self._rows[layer] = torch.cat([self._rows[layer], new], 2) if layer in self._rows else new
+            self._starts.setdefault(layer, begun)
         return self._place(layer, stop, min(stop, handed.shape[2]))
 
     def _place(self, layer: int, stop: int, filled: int) -> Place:
         rotated, rows = self.facts.cached_keys_rotated, self._rows.get(layer)
         if rows is not None:
-            return Place(layer, int(rows.min()), stop, rotated, rows=rows, prompt=self.prompt)
+            return Place(layer, self._starts[layer], stop, rotated, rows=rows, prompt=self.prompt)
         window = self.facts.windows[layer]
         # A cache that a user brings may let go of positions, and does not say of which.
         known = filled >= (stop if window is None else min(stop, window))

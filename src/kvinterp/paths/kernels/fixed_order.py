@@ -22,11 +22,13 @@ import torch
 from torch import Tensor
 
 LANES = 16
-_BLOCK = 1 << 19
-"""Most elements of an intermediate product: about 2 MB in float32, so that it stays in the processor's cache."""
+_BLOCK = 1 << 19, 1 << 26
+"""Most elements of an intermediate product: in float32 about 2 MB, which stay in a processor's cache, and for a GPU 256 MB, so
+that few kernels are started. The order of the additions, and so the bits, do not depend on it."""
 
-_PIECE = 16384
-"""Elements an elementwise function is given at once: under torch's own threshold for splitting work among threads."""
+_PIECE = 1 << 14, 1 << 40
+"""Elements an elementwise function is given at once: under torch's own threshold for splitting work among threads. A GPU is
+given all: a kernel there rounds every element alike."""
 
 _WHOLE_VECTORS = 64
 """A multiple of every vector register's length in elements, so that no element is left to a scalar remainder loop."""
@@ -82,7 +84,7 @@ def product(a: Tensor, b: Tensor, order: str = "lanes") -> Tensor:
     short = -a.shape[-1] % LANES
     if short:
         a, b = torch.nn.functional.pad(a, (0, short)), torch.nn.functional.pad(b, (0, 0, 0, short))
-    rows = max(1, _BLOCK // (LANES * b.shape[-1] * max(1, math.prod(a.shape[:-2]))))
+    rows = max(1, _BLOCK[a.is_cuda] // (LANES * b.shape[-1] * max(1, math.prod(a.shape[:-2]))))
     return torch.cat([_lanes_product(piece, b) for piece in a.split(rows, -2)], -2)
 
 
@@ -113,7 +115,7 @@ def in_fixed_pieces(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     flat = x.reshape(-1)
     short = -flat.numel() % _WHOLE_VECTORS
     padded = torch.cat([flat, flat.new_ones(short)]) if short else flat.contiguous()
-    pieces = [function(piece.clone()) for piece in padded.split(_PIECE)]
+    pieces = [function(piece.clone()) for piece in padded.split(_PIECE[x.is_cuda])]
     whole = pieces[0] if len(pieces) == 1 else torch.cat(pieces) if pieces else function(padded)
     return whole[: flat.numel()].reshape(x.shape)
 
