@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -10,7 +11,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import kvinterp as kv
 from kvinterp.errors import UnsupportedError
+from kvinterp.models.hooks import Functions
 from kvinterp.programs.crashes import CRASHES, REFUSES, whose
+from kvinterp.programs.subject import casts_lifted
 
 SIZES = "Attention mask should be of size (3, 1, 1, 13), but is torch.Size([3, 1, 1, 12])"
 
@@ -63,3 +66,17 @@ def test_a_crash_of_plain_decoding_fails_and_is_named() -> None:
 def test_a_model_that_refuses_to_decode_is_refused() -> None:
     with pytest.raises(UnsupportedError, match="no decoding here"):
         kv.audit(decoding(NotImplementedError("no decoding here")), rungs=("float32",), lengths=(5,), sweep="no")
+
+
+@pytest.mark.parametrize(
+    "around", [contextlib.nullcontext, casts_lifted, lambda: Functions(lambda func, args, kwargs: func(*args))]
+)
+def test_what_a_model_runs_through_a_mode_of_ours_crashes_as_it_does_without(around) -> None:
+    class Unequal(torch.nn.Module):
+        def forward(self, x):
+            return x + torch.zeros(4)
+
+    model = Unequal()
+    with around(), pytest.raises(RuntimeError) as raised:
+        model(torch.zeros(3))
+    assert whose(raised.value, model)[0] == CRASHES

@@ -16,7 +16,7 @@ LIBRARIES = {"transformers", "transformer_lens", "transformers_modules"}
 BELOW = sys.stdlib_module_names | {"torch", "numpy", "jaxtyping", "beartype"}
 """What raises for whoever called it."""
 MODES = ("__torch_function__", "__torch_dispatch__")
-"""Through these torch passes every operation, whoever asked for it."""
+"""Through these, and what they call first, torch passes every operation, whoever asked for it."""
 
 SHAPES = re.compile(r"[(\[]\d+(, ?\d+)+[)\]]|shape mismatch|size mismatch", re.IGNORECASE)
 """What a sentence holds that quotes the sizes of tensors."""
@@ -33,9 +33,10 @@ def whose(error: BaseException, model: nn.Module) -> tuple[str, str]:
     while at is not None:
         frames.append(at)
         at = at.tb_next
-    for met in reversed(frames):
+    names = ["", *(met.tb_frame.f_code.co_name for met in frames)]
+    for met, *called in reversed([*zip(frames, names, names[1:], strict=False)]):
         package = _package(met.tb_frame.f_globals.get("__name__", ""))
-        if package in BELOW or met.tb_frame.f_code.co_name in MODES:
+        if package in BELOW or not {*called}.isdisjoint(MODES):
             continue
         place = _place(met.tb_frame, met.tb_lineno)
         if package == "kvinterp":

@@ -111,17 +111,20 @@ def page_of(verdict: Verdict, blocks: Sequence[Any], files: Sequence[str] = ()) 
     first, why, _ = verdict.parts
     program = next((check.lines for check in verdict.checks if check.status == WRONG and check.lines), "")
     why = why[: why.index(IN_PYTHON)] if IN_PYTHON in why else why
+    # What a model that passes showed in each precision stands with the ladder.
+    passes = verdict.exit_code == 0 and bool(verdict.evidence)
+    why, by_rung = (why[:1], why[1:]) if passes else (why, [])
     figure = ladder_figure(verdict.evidence)
     rungs = table_of_rows([_rung_row(name, rung) for name, rung in verdict.evidence.items()])
     ladder = [
-        Folded("The ladder, precision by precision", [Text(_LADDER, look="note"), rungs]),
+        Folded("The ladder, precision by precision", [*map(Text, by_rung), Text(_LADDER, look="note"), rungs]),
         Folded("The first tensor that differs, given equal inputs", _first_tensors(verdict)),
         Folded("Block by block, given equal inputs", blocks),
     ]
     parts = [
         Answer([first, *why], {0: "good", 3: "unsure"}.get(verdict.exit_code, "bad")),
         *([Table([Column(IN_PYTHON.rstrip(":"), "pre")], [[program]])] if program else []),
-        _first_place(verdict),
+        *([] if passes else [_first_place(verdict)]),
         *([] if figure is None else [Picture("The precision ladder", png(figure), svg=inline(figure, "ladder"))]),
         *_use_parts(verdict),
         *(ladder if verdict.evidence else []),
