@@ -50,6 +50,10 @@ def evidence(*rungs: PrecisionRun, **more: Any) -> Evidence:
     return dataclasses.replace(made, **more)
 
 
+def told_positions(word: str) -> list[Check]:
+    return [Check("decode step", "wrong", "off."), Check("mask and positions given", word, "tried.")]
+
+
 CLEAN = rung(error=1e-7, logits=1e-6, null=1e-6, fixed=rung())
 
 
@@ -72,6 +76,15 @@ CLEAN = rung(error=1e-7, logits=1e-6, null=1e-6, fixed=rung())
             "errors of the parts' sizes change them by at most 1.0e-03", "no part differs by a bit",
         ),
         (evidence(CLEAN, judged={"float32": [judged()]}), "bug", 1, "K of layer 1 (m.1.attn) is wrong", "PASS"),
+        # Programs say whether positions that are told take it away.
+        (
+            evidence(CLEAN, judged={"float32": [judged()]}, checks=told_positions("right")), "bug", 1,
+            "numbers cached tokens wrongly", "hint: new keys",
+        ),
+        (
+            evidence(CLEAN, judged={"float32": [judged()]}, checks=told_positions("wrong")), "bug", 1,
+            "hint: new keys", "numbers cached tokens wrongly",
+        ),
         (evidence(CLEAN, judged={"float32": [judged("rounding")]}), "rounding", 0, "PASS", "is wrong"),
         (evidence(CLEAN, judged={"float32": [judged("unknown", cause={"detail": "no float64"})]}), "cannot-tell", 3,
          "could not be tried: no float64", "FAIL"),
