@@ -234,7 +234,9 @@ class Experiment:
             name: Its name; that of the option ``model`` unless given.
         """
         fields = vars(self)
-        options = {option: fields[option] for option in ("kind", "dtype", "device", "attention") if option in fields}
+        options: dict[str, Any] = {
+            option: fields[option] for option in ("kind", "dtype", "device", "attention") if option in fields
+        }
         return {"name": str(fields["model"] if name is None else name), **options}
 
     def adapter(self, name: str | None = None) -> Adapter:

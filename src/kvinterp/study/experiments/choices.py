@@ -10,7 +10,7 @@ import dataclasses
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, cast, get_args
 
 from kvinterp.common import words
 from kvinterp.common.checks import MOST, check_choice, check_known, check_seed, check_unread, check_whole
@@ -128,13 +128,13 @@ def check_words(given: Iterable[tuple[str, str]]) -> None:
 
 def _check_value(field: dataclasses.Field[Any], value: Any) -> None:
     """Looks at a number, words, a list or prompts."""
-    about, name = field.metadata.get(OPTION, {}), field.name
+    about, name, default = field.metadata.get(OPTION, {}), field.name, cast(Any, field.default)
     if "min" in about:
         check_whole(name, value, about["min"])
     if isinstance(value, int) and name != "seed" and value > MOST:
         raise unexpected(name, value, f"at most {MOST:,}")
-    if value in ((), []) and field.default and about.keys() & {"among", "empty", "positional"}:
-        advice = f"give at least one, such as {field.default[0]!r}"
+    if value in ((), []) and default and about.keys() & {"among", "empty", "positional"}:
+        advice = f"give at least one, such as {default[0]!r}"
         raise InputError(f"the list of {name.removesuffix('s')}s is empty: {advice}.")
     if "among" in about and not isinstance(value, tuple):
         check_choice(name, value, about["among"])
