@@ -145,8 +145,8 @@ def opened(table: Table, count: int, what: str) -> list[Table]:
 def without_empty(table: Table, empty: str = "") -> Table:
     """A table without the columns in which every cell is empty."""
     columns = [at for at in range(len(table.head)) if any(row[at] != empty for row in table.rows)]
-    head, *rows = ([row[at] for at in columns] for row in (table.head, *table.rows))
-    return dataclasses.replace(table, head=head, rows=rows)
+    rows = [[row[at] for at in columns] for row in table.rows]
+    return dataclasses.replace(table, head=[table.head[at] for at in columns], rows=rows)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -98,5 +98,5 @@ def _changes(figure: Figure) -> Iterator[tuple[Any, str, Any]]:
         if line.get_marker() not in ("None", "none", None, "", " ") and np.size(line.get_xdata()) > _MANY:
             yield line, "rasterized", True
     for several in figure.findobj(Collection):
-        if max(len(several.get_paths()), len(several.get_offsets())) > _MANY:
+        if max(len(several.get_paths()), np.shape(several.get_offsets())[0]) > _MANY:
             yield several, "rasterized", True
