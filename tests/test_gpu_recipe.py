@@ -11,7 +11,7 @@ import pytest
 from gpu import on_gpu
 
 ROOT = Path(__file__).parents[1]
-FIRST = ("versions",)
+FIRST = ("versions", "zoo-native", "zoo-patch", "bench")
 """Those that run by default; ``--everything`` runs all."""
 JOBS = [
     pytest.param(plan, name, marks=[] if name in FIRST else [pytest.mark.long, *[pytest.mark.hooked] * ("hooked" in name)])

@@ -339,7 +339,7 @@ def reads(note, ask):
     import kvinterp as kv
 
     cuda, prompt, few, many = ask.device == "cuda", list(range(3, 40)), 5, 9
-    few, many = (few, many) if cuda else (1, 2)
+    few, many = (few, many) if cuda else (2, 3)
     works = {
         "run cached": lambda m, n: kv.run(m, prompt, "cached", max_new_tokens=n, stop="length"),
         "run recompute": lambda m, n: kv.run(m, prompt, "recompute", max_new_tokens=n, stop="length"),
