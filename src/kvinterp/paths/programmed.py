@@ -279,6 +279,11 @@ class Lane(Columns):
         known = {"attention_mask": mask.to(prompt.device), self.adapter.cache_name: cache}
         with Generating(self.adapter.model, prompt, chosen, **known) as asked:
             for given in asked.forwards():
+                if given.get(self.adapter.cache_name) is not cache:
+                    raise UnsupportedError(
+                        f"generate() of {self.adapter.facts.architecture} goes on without the cache that it was given, behind "
+                        f"{len(view.own)} positions: leave call={self.program} out; kvinterp audit tries that generate()."
+                    )
                 left, tokens = int(cache.get_seq_length()), given["input_ids"]
                 if left < len(view.own):
                     self._cropped(left)
