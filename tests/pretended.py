@@ -3,7 +3,7 @@
 What runs on it is held to what a GPU holds it to. An operation that mixes devices fails, and everything that the host has
 to wait for is counted with the line that asked for it: a number that is read (``item``, ``tolist``, a condition), a copy to the
 CPU, an operation whose result's size only the device knows (``nonzero``, a boolean index), and copies to the device, which wait as
-well. Operations are counted too, views apart, since those start no kernel; and the bytes that tensors hold, with their peak.
+well. Operations are counted too, views apart, since those start no kernel.
 
 It is made with PyTorch's Python backend for the key PrivateUse1: :class:`Pretended` wraps a tensor of the CPU, and whatever
 is called with one, or is asked to make something on the device, comes to :func:`_computed`. Results have the CPU's bits, since it is
@@ -23,7 +23,6 @@ import copy
 import dataclasses
 import functools
 import sys
-import weakref
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -62,8 +61,6 @@ class Counts:
         write_bytes: How many bytes it wrote.
         lines: The lines that read, outside torch, and how often: ``file.py:12 operation``.
         written: The lines that wrote.
-        names: Each operation by its name, views among them.
-        peak_bytes: Most bytes that tensors held at once.
     """
 
     operations: int = 0
@@ -74,22 +71,19 @@ class Counts:
     write_bytes: int = 0
     lines: Counter[str] = dataclasses.field(default_factory=Counter)
     written: Counter[str] = dataclasses.field(default_factory=Counter)
-    names: Counter[str] = dataclasses.field(default_factory=Counter)
-    peak_bytes: int = 0
 
 
 class Device:
-    """What both devices hold, and who counts."""
+    """Whether the devices are there, and who counts."""
 
     def __init__(self) -> None:
-        self.on, self.bytes = False, 0
+        self.on = False
         self.counted: list[Counts] = []
-        self._storages: dict[int, list[int]] = {}
 
     @contextlib.contextmanager
     def counting(self) -> Iterator[Counts]:
         """Counts what is asked for inside; one within another counts for both."""
-        counts = Counts(peak_bytes=self.bytes)
+        counts = Counts()
         self.counted.append(counts)
         try:
             yield counts
@@ -99,7 +93,6 @@ class Device:
     def operation(self, func: Any) -> None:
         """Counts an operation."""
         for counts in self.counted:
-            counts.names[str(func)] += 1
             if func.is_view or func in _VIEWS:
                 counts.views += 1
             else:
@@ -120,25 +113,6 @@ class Device:
             counts.writes += 1
             counts.write_bytes += size
             counts.written[line] += 1
-
-    def hold(self, made: Pretended) -> None:
-        """Counts the bytes that a tensor holds, once for all that look at them."""
-        storage = made.held.untyped_storage()
-        key, size = storage._cdata, storage.nbytes()
-        if key in self._storages:
-            self._storages[key][0] += 1
-        else:
-            self._storages[key] = [1, size]
-            self.bytes += size
-            for counts in self.counted:
-                counts.peak_bytes = max(counts.peak_bytes, self.bytes)
-        weakref.finalize(made, self._release, key).atexit = False
-
-    def _release(self, key: int) -> None:
-        held = self._storages[key]
-        held[0] -= 1
-        if not held[0]:
-            self.bytes -= self._storages.pop(key)[1]
 
 
 _VIEWS = {ATEN._unsafe_view.default, ATEN.lift_fresh.default, ATEN.alias.default, ATEN.detach.default}
@@ -165,7 +139,6 @@ class Pretended(torch.Tensor):
             cls, held.shape, held.stride(), held.storage_offset(), dtype=held.dtype, device=device, requires_grad=False
         )
         made.held = held
-        DEVICE.hold(made)
         return made
 
     @classmethod
@@ -200,7 +173,6 @@ class Pretended(torch.Tensor):
     def data(self, new: torch.Tensor) -> None:
         torch.Tensor.data.__set__(self, new)  # type: ignore[attr-defined]
         self.held = new.held  # type: ignore[attr-defined]
-        DEVICE.hold(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) not in memo:
