@@ -15,6 +15,8 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
 )
 from transformers.models.llama import modeling_llama
 
@@ -364,3 +366,19 @@ def test_a_hooked_transformer_and_its_own_generate_are_tried():
     assert {"prompt", "decode step", "batch"} <= right, [(check.name, check.status, check.detail) for check in checks]
     assert any("generate()" in check.name for check in checks)
     assert not [check for check in checks if "kvinterp" in check.detail and "transformer_lens_api" not in check.detail]
+
+
+def test_what_is_wrong_over_an_edge_that_the_config_names_is_called_by_it():
+    """transformers' Phi3 takes other frequencies from 32 positions on, and keys in the cache keep the old ones."""
+    torch.manual_seed(0)
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 32, "factor": 8.0}
+    rope |= {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [2.0, 4.0, 6.0, 8.0]}
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = Phi3Config(
+        vocab_size=99, num_key_value_heads=2, max_position_embeddings=256, original_max_position_embeddings=32,
+        rope_parameters=rope, pad_token_id=0, initializer_range=0.3, **sizes,
+    )  # fmt: skip
+    checks = uses_of(kv.wrap(Phi3ForCausalLM(config).eval()), programs=4)
+    wrong = [check.name for check in checks if check.status == WRONG]
+    assert wrong, checks
+    assert all("over the longrope RoPE that switches at 32" in name for name in wrong)

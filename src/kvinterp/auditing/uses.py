@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -128,7 +129,8 @@ def _checks(
     wrong = []
     for one in found.wrong:
         check, (edge, size) = _wrong(subject, one, WRONG, found.ran), names.get(one.origin, ("", 0))
-        crosses = bool(edge) and one.run.ids.shape[1] >= size
+        # A piece that is wrong was not taken: what counts is how far the program goes.
+        crosses = bool(edge) and max(itertools.accumulate(step.columns for step in one.program.steps)) >= size
         wrong.append(dataclasses.replace(check, name=f"{check.name} over the {edge}") if crosses else check)
     there = {one.name for one in wrong}
     checks = list(wrong)
