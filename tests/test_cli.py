@@ -249,7 +249,7 @@ def test_what_is_planted_by_tests_is_no_policy_to_choose() -> None:
         ((MODEL, "--layers", "9"), "layer 9 does not exist: zoo:mistral-mini has layers 0 to 3"),
         ((MODEL, "--device", "gpu9"), "unknown device 'gpu9'"),
         ((MODEL, "--max-new-tokens", "2000"), "but zoo:mistral-mini has a context of 1,024 positions"),
-        ((MODEL, "--record", "q"), "site 'q' cannot be compared"),
+        ((MODEL, "--record", "attn_scores"), "site 'attn_scores' cannot be compared"),
     ],
 )
 def test_bad_choices_are_one_sentence_and_leave_nothing_behind(tmp_path: Path, options: tuple[str, ...], said: str) -> None:
