@@ -374,7 +374,8 @@ def seen_differently(first: Watch, second: Watch, module: str, newest: int) -> i
         count = keys.shape[-2]
         seen.append(torch.ones(count, dtype=torch.bool) if mask is None else _seen(mask).cpu()[-count:])
     given = [watch.first(module, "attention mask") is not None for watch in (first, second)]
-    return None if all(given) else _first_apart(*seen, newest)
+    mine, theirs = seen
+    return None if all(given) else _first_apart(mine, theirs, newest)
 
 
 def _seen(mask: Tensor) -> Tensor:

@@ -254,7 +254,8 @@ class Lane(Columns):
             raise UnsupportedError(
                 f"{step} is no use of a path's cache or tokens, since it makes its own: give beams(2), chunked(2) or static."
             )
-        view, cache = self.view, getattr(self.store.library_cache, "model_cache", None)
+        view = self.view
+        cache: Any = getattr(self.store.library_cache, "model_cache", None)
         if cache is None:
             raise UnsupportedError(
                 f"program {self.program} needs a cache of transformers', and this model keeps its own: leave it out."
@@ -279,7 +280,8 @@ class Lane(Columns):
         known = {"attention_mask": mask.to(prompt.device), self.adapter.cache_name: cache}
         with Generating(self.adapter.model, prompt, chosen, **known) as asked:
             for given in asked.forwards():
-                if given.get(self.adapter.cache_name) is not cache:
+                fed_on: Any = given.get(self.adapter.cache_name)
+                if fed_on is not cache:
                     raise UnsupportedError(
                         f"generate() of {self.adapter.facts.architecture} goes on without the cache that it was given, behind "
                         f"{len(view.own)} positions: leave call={self.program} out; kvinterp audit tries that generate()."

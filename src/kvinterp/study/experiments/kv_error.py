@@ -225,7 +225,7 @@ class KvError(OfModel):
                 estimate, ends = row["value"], (control + row["low"], control + row["high"])
             else:
                 name, null = f"{meaning}, of control", 1
-                estimate, *ends = (row[f"percent{end}"] / 100 for end in ("", "_low", "_high"))
+                estimate, *ends = (row[f"percent{end}"] / 100 for end in ("", "_low", "_high"))  # type: ignore[assignment]
             rows.append(finding(
                 name, estimate, ends, row["prompts"], measure="%", null=null, p=row["p"], p_corrected=row["q"],
                 verdict="differs from control" if row["q"] < SIGNIFICANT else "",

@@ -268,8 +268,9 @@ def _widget_class() -> Any:
 
 
 def _question(fields: Mapping[str, Any]) -> Asked:
-    values = (fields[field.name] for field in dataclasses.fields(Asked))
-    return Asked(*(tuple(value) if isinstance(value, list) else value for value in values))
+    values: dict[str, Any] = {field.name: fields[field.name] for field in dataclasses.fields(Asked)}
+    lists = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
+    return Asked(**{**values, **lists})
 
 
 def _parse_numbers(name: str, value: Any) -> Any:
