@@ -10,10 +10,11 @@ from typing import Any
 import pandas as pd
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import kvinterp as kv
 from kvinterp.common.numbers import number
-from kvinterp.comparison import comparing
+from kvinterp.comparison import Comparison, comparing
 from kvinterp.comparison.findings import headline_of
 from kvinterp.metrics.recovery import ONLY_THE_PREFILL
 from kvinterp.models import Adapter
@@ -132,27 +133,6 @@ def test_where_nothing_was_decoded_equality_says_nothing_of_the_cache(model: Any
     assert headline_of([more]) != [ONLY_THE_PREFILL]
 
 
-def test_the_null_is_two_recomputations_of_the_same_positions():
-    """The unit and the null of the sentence are what plain forwards of the model give."""
-    adapter, prompt = kv.load_model("zoo:gqa2-mini", dtype="float32"), list(range(5, 12))
-    compared = kv.compare(adapter, [prompt], max_new_tokens=9, stop="length", record="", progress="none")
-    fed = kv.run(adapter, prompt, max_new_tokens=9, stop="length").tokens[:-1]
-    text, start, stop = torch.tensor([[*prompt, *fed]]), len(prompt) - 1, len(prompt) + 4
-    with torch.no_grad():
-        whole, half = (adapter.model(t, use_cache=False).logits[0, start:stop] for t in (text, text[:, :stop]))
-    unit = 2.0 ** math.floor(math.log2(whole.abs().max())) * torch.finfo(torch.float32).eps
-    expected = {
-        "max_abs_logit": float((whole.double() - half.double()).abs().max()),
-        "unit": unit,
-        "positions": 5,
-        "dtype": "float32",
-    }
-    assert compared.provenance["null"] == expected
-    assert f"{number(compared.steps['max_abs_logit'].max() / unit)} unit" in str(compared.where())
-    same = kv.compare(adapter, [prompt], "recompute", "recompute", max_new_tokens=3, record="", progress="none")
-    assert "null" not in same.provenance
-
-
 @pytest.mark.parametrize("site", ["q", "k", "v", "z", "result", "post", "embed"])
 def test_a_vector_at_each_position_is_compared_by_its_relative_l2(site):
     """Whatever a run records with one vector at each position, or one a head, compare takes too."""
@@ -164,3 +144,91 @@ def test_a_vector_at_each_position_is_compared_by_its_relative_l2(site):
         one, other = (trace.records[site, row["layer"]][row["step"]].flatten().double() for trace in (a, b))
         assert row["relative_l2"] == pytest.approx(float((one - other).norm() / other.norm()), rel=1e-6)
     assert set(layers["layer"]) == ({0} if site == "embed" else {0, 1, 2, 3})
+
+
+class Changed(torch.nn.Module):
+    """A head whose logits are changed behind it."""
+
+    def __init__(self, head, change):
+        super().__init__()
+        self.head, self.change, self.weight = head, change, head.weight
+
+    def forward(self, hidden):
+        return self.change(hidden, self.head(hidden))
+
+
+def small(change):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=64, num_key_value_heads=2, initializer_range=0.3, **sizes)).eval()
+    model.lm_head = Changed(model.lm_head, change).eval()
+    return model
+
+
+def longer(hidden, logits):
+    """Other logits for another number of rows, so that the paths differ whatever the kernels do."""
+    return logits + 1e-5 * hidden.shape[1] * torch.arange(64)
+
+
+def masked(value):
+    def change(hidden, logits):
+        logits = longer(hidden, logits)
+        logits[..., 60:] = value
+        return logits
+
+    return change
+
+
+@pytest.mark.parametrize("value", [-math.inf, -1e30, torch.finfo(torch.float32).min])
+def test_the_unit_is_not_that_of_a_masked_vocabulary(value):
+    settings = {"max_new_tokens": 8, "stop": "length", "record": "", "progress": "none"}
+    compared = kv.compare(small(masked(value)), [[1, 2, 3], [4, 5, 6, 7]], **settings)
+    assert torch.finfo(torch.float32).eps / 4 < compared.provenance["null"]["unit"] < 1e-4
+
+
+def test_what_is_left_out_has_no_part_in_the_null():
+    """The first prompt gives NaN from its longest texts on; the other is compared, and its null is what it has alone."""
+
+    def change(hidden, logits):
+        return longer(hidden, logits).masked_fill(torch.tensor(hidden.shape[1] > 9), math.nan)
+
+    settings = {"max_new_tokens": 5, "stop": "length", "record": "", "progress": "none"}
+    whole = kv.compare(small(change), [[1, 2, 3, 4, 5, 6, 7], [4, 5, 6]], **settings)
+    alone = kv.compare(small(change), [[4, 5, 6]], **settings)
+    assert list(whole.failures["id"]) == ["0"]
+    assert whole.provenance.get("null") == alone.provenance.get("null")
+
+
+def test_the_null_of_several_prompts_is_the_largest_of_theirs():
+    settings = {"max_new_tokens": 8, "stop": "length", "record": "", "progress": "none"}
+    model, prompts = small(longer), [[1, 2, 3], [4, 5, 6, 7], [9]]
+    each = [kv.compare(model, [prompt], **settings) for prompt in prompts]
+    nulls = [one.provenance["null"] for one in each if "null" in one.provenance]
+    for parts in (each, each[::-1]):
+        null = Comparison.joined(parts).provenance["null"]
+        assert null["max_abs_logit"] == max(one["max_abs_logit"] for one in nulls)
+        assert null["positions"] == sum(one["positions"] for one in nulls)
+    assert kv.compare(model, prompts, **settings).provenance["null"]["positions"] == null["positions"]
+    assert "null" not in kv.compare(model, prompts, **settings | {"max_new_tokens": 1}).provenance
+
+
+def test_the_null_is_two_recomputations_of_the_same_positions():
+    """The unit and the null of the sentence are what plain forwards of the model give."""
+    adapter, prompt = kv.wrap(small(longer)), list(range(5, 12))
+    compared = kv.compare(adapter, [prompt], max_new_tokens=9, stop="length", record="", progress="none")
+    fed = kv.run(adapter, prompt, max_new_tokens=9, stop="length").tokens[:-1]
+    text, start, stop = torch.tensor([[*prompt, *fed]]), len(prompt) - 1, len(prompt) + 4
+    with torch.no_grad():
+        whole, half = (adapter.model(t, use_cache=False).logits[0, start:] for t in (text, text[:, :stop]))
+    unit = 2.0 ** math.floor(math.log2(whole.amax(-1).abs().max())) * torch.finfo(torch.float32).eps
+    whole = whole[:5]
+    expected = {
+        "max_abs_logit": float((whole.double() - half.double()).abs().max()),
+        "unit": unit,
+        "positions": 5,
+        "dtype": "float32",
+    }
+    assert compared.provenance["null"] == expected
+    assert f"{number(compared.steps['max_abs_logit'].max() / unit)} unit" in str(compared.where())
+    same = kv.compare(adapter, [prompt], "recompute", "recompute", max_new_tokens=3, record="", progress="none")
+    assert "null" not in same.provenance

@@ -286,11 +286,8 @@ class _Pair:
         about = self._provenance_of(runners)
         tokens, fed, sound = collected.lists()
         stops = [] if ends is None else ends.tolist()
-        if self.asks_null and 0 in examples and (frames["steps"]["max_abs_logit"] > 0).any():
-            # Once a comparison, and of its first prompt, so that a run that was resumed says the same.
-            row = examples.index(0)
-            text = [*prompts[row], *fed[0][row][: length_of(fed[0][row], stops) - 1]]
-            about["null"] = rows_null(self.targets[0], prompt.new_tensor([text]), prompt.shape[1] - 1)
+        steps = frames["steps"]
+        differing = set(steps.loc[steps["max_abs_logit"] > 0, "example"]) if self.asks_null else set()
 
         def comparison_of(row: int) -> Comparison:
             count, failure = min(length_of(fed[side][row], stops) for side in (0, 1)), ""
@@ -301,8 +298,13 @@ class _Pair:
                     )
             a, b = (np.asarray(tokens[side][row][:count]) for side in (0, 1))
             texts = ("", "") if failure else (self.adapter.decode(a.tolist()), self.adapter.decode(b.tolist()))
+            own = dict(about)
+            if examples[row] in differing and not failure:
+                text = prompt.new_tensor([[*prompts[row], *fed[0][row][: count - 1]]])
+                if null := rows_null(self.targets[0], text, prompt.shape[1] - 1):
+                    own["null"] = null
             return comparison_of_example(
-                examples[row], names[row], prompts[row], frames, (a, b), texts, about, columns[row],
+                examples[row], names[row], prompts[row], frames, (a, b), texts, own, columns[row],
                 self.adapter.pieces, failure,
             )  # fmt: skip
 

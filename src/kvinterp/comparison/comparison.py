@@ -233,8 +233,11 @@ class Comparison(Result):
         tables = {name: _concatenated(piece) for name, piece in pieces.items()}
         # This table has the same limit however many prompts there are.
         tables["attention_rows"] = within(tables["attention_rows"], tables["steps"])
-        asked = {name: about[name] for about in reversed(abouts) for name in ("prompt_differs", "null") if name in about}
-        about = {**abouts[0], **_joined_caches(abouts), **_joined_witnesses(abouts), **asked}
+        differs = [{name: about[name]} for about in abouts for name in ("prompt_differs",) if name in about]
+        about = {**abouts[0], **_joined_caches(abouts), **_joined_witnesses(abouts), **(differs[0] if differs else {})}
+        if nulls := [about["null"] for about in abouts if "null" in about]:
+            most = {name: max(null[name] for null in nulls) for name in ("max_abs_logit", "unit")}
+            about["null"] = {**nulls[0], **most, "positions": sum(null["positions"] for null in nulls)}
         return cls(**tables, provenance=about, origin=_joined_origin(origins), prompts=prompts)
 
 

@@ -164,7 +164,11 @@ def headline_of(comparisons: Sequence[Comparison]) -> list[str]:
         f"{subject} give the same logits, bit for bit, at {every(len(steps), 'step')}."
         if differing.empty
         else f"{subject} give different logits at {len(differing)} of {counted(len(steps), 'step')}, by {largest} at most.",
-        *(f"That is {note}." for c in comparisons[:1] if (note := _beside_null(c, differing["max_abs_logit"].max()))),
+        *(
+            f"That is {note}."
+            for c in comparisons
+            if len(comparisons) == 1 and (note := _beside_null(c, differing["max_abs_logit"].max()))
+        ),
         f"In {len(flips)} of {decodes} another token is chosen, the earliest at step {int(flips.min())}."
         if len(flips)
         else f"No token changes in {decodes}.",

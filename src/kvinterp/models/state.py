@@ -75,11 +75,11 @@ def as_made(model: nn.Module) -> Iterator[None]:
     left = [entry for entry in left if entry[0] in fresh and vars(fresh[entry[0]]).get(entry[2], ...) is None]
     configs = {id(config): config for module in model.modules() if (config := getattr(module, "config", None)) is not None}
     tuples = [config for config in configs.values() if getattr(config, "return_dict", True) is False]
-    for _, module, name, _ in left:
-        setattr(module, name, None)
-    for config in tuples:
-        config.return_dict = True
     try:
+        for _, module, name, _ in left:
+            setattr(module, name, None)
+        for config in tuples:
+            config.return_dict = True
         yield
     finally:
         for config in tuples:

@@ -107,7 +107,7 @@ def _alone(adapter: Adapter, tokens: Tensor, without: Tensor, cached: Tensor, li
 
 
 @torch.no_grad()
-def rows_null(adapter: Adapter, tokens: Tensor, start: int) -> dict[str, Any]:
+def rows_null(adapter: Adapter, tokens: Tensor, start: int) -> dict[str, Any] | None:
     """How far two plain forwards are apart at the same positions, one of the whole text and one of half of what was decoded.
 
     Args:
@@ -116,14 +116,21 @@ def rows_null(adapter: Adapter, tokens: Tensor, start: int) -> dict[str, Any]:
         start: The first position that is compared.
 
     Returns:
-        The largest difference of a logit, the unit in the last place of the largest logit, how many positions were compared, and
-        the dtype.
+        The largest difference of a logit, the unit in the last place of the largest logit that any position's likeliest token
+        has, how many positions were compared, and the dtype; None where the text is too short, or something is not finite.
     """
     stop = start + (tokens.shape[1] - start + 1) // 2
-    whole, half = (_forward(adapter, text)[0, start:stop].double() for text in (tokens, tokens[:, :stop]))
+    if stop == tokens.shape[1]:
+        return None
+    whole, half = (_forward(adapter, text)[0, start:].double() for text in (tokens, tokens[:, :stop]))
+    # Of the likeliest token, since what a model masks has a logit of any size.
+    top, same = whole.amax(-1).abs().max(), whole[: len(half)] == half
+    difference = (whole[: len(half)] - half).abs().masked_fill(same, 0.0).max()
+    if not bool(top.isfinite() & difference.isfinite()):
+        return None
     finfo = torch.finfo(adapter.dtype)
-    unit = finfo.eps * 2.0 ** whole.abs().max().clamp(min=finfo.tiny).log2().floor().item()
-    return {"max_abs_logit": _apart(whole, half), "unit": unit, "positions": len(whole), "dtype": dtype_word(adapter.dtype)}
+    unit = finfo.eps * 2.0 ** top.clamp(min=finfo.tiny).log2().floor().item()
+    return {"max_abs_logit": difference.item(), "unit": unit, "positions": len(half), "dtype": dtype_word(adapter.dtype)}
 
 
 def _forward(adapter: Adapter, tokens: Tensor) -> Tensor:
