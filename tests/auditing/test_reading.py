@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kvinterp.auditing.causes import Cause
-from kvinterp.auditing.checks import Check
+from kvinterp.auditing.checks import NUMBERS, Check
 from kvinterp.auditing.first_difference import Finding
 from kvinterp.auditing.judging import Account, Judged
 from kvinterp.auditing.ladder import LOCAL, ONE_BY_ONE, STEPS, PrecisionRun
@@ -51,7 +51,8 @@ def evidence(*rungs: PrecisionRun, **more: Any) -> Evidence:
 
 
 def told_positions(word: str) -> list[Check]:
-    return [Check("decode step", "wrong", "off."), Check("mask and positions given", word, "tried.")]
+    other = Check("mask and positions given", "right", "tried.")
+    return [Check("decode step", "wrong", "off.", hint=NUMBERS if word == "right" else ""), other]
 
 
 CLEAN = rung(error=1e-7, logits=1e-6, null=1e-6, fixed=rung())

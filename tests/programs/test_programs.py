@@ -21,6 +21,7 @@ from transformers import (
 from transformers.models.llama import modeling_llama
 
 import kvinterp as kv
+from kvinterp.auditing.checks import NUMBERS
 from kvinterp.auditing.uses import programs_named, uses_of
 from kvinterp.errors import InputError
 from kvinterp.programs.names import OPERATIONS, program_named
@@ -382,3 +383,30 @@ def test_what_is_wrong_over_an_edge_that_the_config_names_is_called_by_it():
     wrong = [check.name for check in checks if check.status == WRONG]
     assert wrong, checks
     assert all("over the longrope RoPE that switches at 32" in name for name in wrong)
+
+
+class LateByOne(LlamaForCausalLM):
+    """Numbers cached tokens one too far where nobody tells it their positions."""
+
+    off = 1
+
+    def forward(self, input_ids=None, past_key_values=None, position_ids=None, **given):
+        length = 0 if past_key_values is None else past_key_values.get_seq_length()
+        if length and position_ids is None:
+            position_ids = torch.arange(length + self.off, length + self.off + input_ids.shape[1])[None]
+        elif length:
+            position_ids = position_ids + self.always
+        return super().forward(input_ids, past_key_values=past_key_values, position_ids=position_ids, **given)
+
+
+@pytest.mark.parametrize("always", [0, 1])
+def test_that_positions_are_left_out_is_said_where_telling_them_mends_it(always):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model = LateByOne(
+        LlamaConfig(vocab_size=99, num_key_value_heads=2, initializer_range=0.3, pad_token_id=0, **sizes)
+    ).eval()
+    model.always = always
+    check = next(check for check in uses_of(kv.wrap(model), programs=4) if check.status == WRONG)
+    assert check.name == "decode step"
+    assert check.hint == ("" if always else NUMBERS)

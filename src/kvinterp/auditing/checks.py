@@ -7,6 +7,11 @@ import dataclasses
 from kvinterp.auditing.ladder import part_named
 
 NOT_RUN, BEYOND, UNCLEAR = "not run", "wrong beyond what a cache promises", "cannot tell"
+NUMBERS = (
+    "told the positions of its tokens, as generate() tells them, the model is right: called without position_ids it numbers "
+    "cached tokens wrongly"
+)
+"""The hint of a use that is right once its forwards are told the positions."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -289,11 +289,11 @@ def log_probs(adapter: Adapter, ids: Sequence[int], prompt: int, way: Way) -> Te
                 return None
             cache = model.new_cache()
             policy = policy_named(way.prefix).start(model.facts)
-            head = model.model(tokens[:, :prompt], past_key_values=cache).logits
+            head = model.model(tokens[:, :prompt], **{model.cache_name: cache}).logits
             for layer, cached in enumerate(cache.layers):
                 place = Place(layer, 0, prompt, True, prompt=prompt)
                 cached.keys, cached.values = policy.read(*policy.write(cached.keys, cached.values, place), place)
-            logits = torch.cat([head, model.model(tokens[:, prompt:], past_key_values=cache).logits], 1)
+            logits = torch.cat([head, model.model(tokens[:, prompt:], **{model.cache_name: cache}).logits], 1)
         elif way.fed == "apart":
             logits = torch.cat([model.forward(piece) for piece in tokens.split([prompt, len(ids) - prompt], 1)], 1)
         elif way.fed == "headless":

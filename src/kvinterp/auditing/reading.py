@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from kvinterp.auditing.checks import BEYOND, NOT_RUN, UNCLEAR, Check
+from kvinterp.auditing.checks import BEYOND, NOT_RUN, NUMBERS, UNCLEAR, Check
 from kvinterp.auditing.first_difference import Place
 from kvinterp.auditing.judging import ROOM, Account, Judged
 from kvinterp.auditing.ladder import ONE_BY_ONE, PrecisionRun, band, part_named
@@ -119,6 +119,8 @@ class Evidence:
         allowed = "yes" if word in self.allow else "no"
         tried = sum(check.status in (RIGHT, WRONG, PLAIN) for check in self.checks)
         uses = f"{tried} of {len(self.checks)} uses tried" if self.checks else "decoding token by token alone"
+        if off := sum(check.status == PLAIN for check in self.checks):
+            uses += f", {off} {PLAIN}"
         first = "PASS" if word in GOOD or allowed == "yes" else "CANNOT TELL" if word == CANNOT_TELL else "FAIL"
         first += f"  {word}{' (allowed)' if allowed == 'yes' else ''}  {who}, {uses}"
         text = "\n".join([first, *lines, *_exercised(self), *(f"note: {note}" for note in self.notes)])
@@ -367,13 +369,9 @@ def _tried(judged: Judged) -> str:
 def hint(judged: Judged, evidence: Evidence) -> list[str]:
     """The likely cause of what is wrong, in a line or none."""
     finding = judged.finding
-    likely, words = HINTS.get(finding.tensor), {check.name: check.status for check in evidence.checks}
-    told = RIGHT in (words.get(name) for name in ("positions given", "mask and positions given"))
-    if told and words.get("decode step") == WRONG:
-        likely = (
-            "told the positions of its tokens, as generate() tells them, the model is right: called without position_ids it "
-            "numbers cached tokens wrongly"
-        )
+    likely = HINTS.get(finding.tensor)
+    if any(check.name == "decode step" and check.hint == NUMBERS for check in evidence.checks):
+        likely = NUMBERS
     elif finding.tensor == "K":
         every = evidence.rungs[evidence.own].every_error
         new = finding.position >= (int(every["prefill"].min()) if len(every) else 0)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from kvinterp.auditing.blocks import evaluating
-from kvinterp.auditing.checks import BEYOND, NOT_RUN, UNCLEAR, Check
+from kvinterp.auditing.checks import BEYOND, NOT_RUN, NUMBERS, UNCLEAR, Check
 from kvinterp.auditing.ladder import dtype_name
 from kvinterp.common import spec
 from kvinterp.errors import UnsupportedError, out_of_memory
@@ -157,8 +157,13 @@ def _wrong(subject: Subject, one: Outcome, status: str, ran: int) -> Check:
         lines = pasted(one.run)
     detail = f"{one.why}, in the program {one.program} (found by program {one.ran} of {ran})."
     where: dict[str, Any] = {}
+    if status == WRONG and one.program.rows.told == "needed":
+        # The very program, told the positions of its tokens: only then is it they that a call leaves out.
+        told = Program(dataclasses.replace(one.program.rows, told="all"), one.program.steps)
+        with contextlib.suppress(Exception):
+            where = {"hint": NUMBERS} if tried(subject, told).word == RIGHT else {}
     if place is not None:
-        where = {"layer": place.layer, "tensor": place.tensor, "module": place.module, "step": place.column}
+        where |= {"layer": place.layer, "tensor": place.tensor, "module": place.module, "step": place.column}
     error = one.run.wrong.error if one.run.wrong is not None else None
     return Check(one.use, status, detail, error, subject.limit, **where, tried=1, program=str(one.program), lines=lines)
 
