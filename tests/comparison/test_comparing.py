@@ -227,6 +227,7 @@ def test_the_null_is_two_recomputations_of_the_same_positions():
         "unit": unit,
         "positions": 5,
         "dtype": "float32",
+        "prompts": 1,
     }
     assert compared.provenance["null"] == expected
     assert f"{number(compared.steps['max_abs_logit'].max() / unit)} unit" in str(compared.where())

@@ -200,6 +200,10 @@ def compare_each(
             in_batches(adapter, paths, tokens, max_new_tokens, batch_size, work)
 
 
+NULLS = 4
+"""The null is measured on prompts of a smaller number: each takes two forwards."""
+
+
 @dataclasses.dataclass
 class _Pair:
     """Two paths of one model, and the settings they are compared under."""
@@ -299,10 +303,10 @@ class _Pair:
             a, b = (np.asarray(tokens[side][row][:count]) for side in (0, 1))
             texts = ("", "") if failure else (self.adapter.decode(a.tolist()), self.adapter.decode(b.tolist()))
             own = dict(about)
-            if examples[row] in differing and not failure:
+            if examples[row] in differing and examples[row] < NULLS and not failure:
                 text = prompt.new_tensor([[*prompts[row], *fed[0][row][: count - 1]]])
                 if null := rows_null(self.targets[0], text, prompt.shape[1] - 1):
-                    own["null"] = null
+                    own["null"] = {**null, "prompts": 1}
             return comparison_of_example(
                 examples[row], names[row], prompts[row], frames, (a, b), texts, own, columns[row],
                 self.adapter.pieces, failure,

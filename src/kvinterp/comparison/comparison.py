@@ -237,7 +237,8 @@ class Comparison(Result):
         about = {**abouts[0], **_joined_caches(abouts), **_joined_witnesses(abouts), **(differs[0] if differs else {})}
         if nulls := [about["null"] for about in abouts if "null" in about]:
             most = {name: max(null[name] for null in nulls) for name in ("max_abs_logit", "unit")}
-            about["null"] = {**nulls[0], **most, "positions": sum(null["positions"] for null in nulls)}
+            counts = {name: sum(null[name] for null in nulls) for name in ("positions", "prompts")}
+            about["null"] = {**nulls[0], **most, **counts}
         return cls(**tables, provenance=about, origin=_joined_origin(origins), prompts=prompts)
 
 

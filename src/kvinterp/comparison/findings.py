@@ -136,8 +136,8 @@ def _beside_null(comparison: Comparison, largest: float) -> str:
         return ""
     units = number(largest / null["unit"])
     return (
-        f"{units} unit{'s' * (units != '1')} in the last place of the largest logit in {null['dtype']}, "
-        f"where two recomputations, one of a longer text, differ by {number(null['max_abs_logit'])} "
+        f"{units} unit{'s' * (units != '1')} in the last place of the largest logit of {counted(null['prompts'], 'prompt')} in "
+        f"{null['dtype']}, where two recomputations, one of a longer text, differ by {number(null['max_abs_logit'])} "
         f"(n = {counted(null['positions'], 'position')})"
     )
 

@@ -182,7 +182,7 @@ def check_splittable(adapter: Adapter, suffix: int, plant: Plant | None = None) 
 def step_rows(lanes: dict[str, Outputs], where: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """The differences of a step, and of each layer at the step.
 
-    Of the step: KL in nats and L2 of the logits, the part that makes most of it, and its share. Of a layer: the L2 distance of
+    A step has KL in nats and L2 of the logits, the part that makes most of it, and its share. A layer has the L2 distance of
     resid_post, relative to the recompute path's norm.
 
     Raises:
