@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import gguf
 import numpy as np
 import transformers
+from einops import rearrange
 from gguf import GGMLQuantizationType
 
 from kvinterp.models import zoo
-from kvinterp.models.gguf_writing import add_header, add_tokenizer, finish, tensors
 
 TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_1", "Q4_K")
 CHAT = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
@@ -104,3 +105,74 @@ def q4_k(values: np.ndarray) -> np.ndarray:
     nibbles = (pairs[:, :, 0] | (pairs[:, :, 1] << 4)).reshape(len(four), -1)
     bytes_ = np.concatenate([*(half.view(np.uint8) for half in halves), twelve, nibbles], 1)
     return bytes_.reshape(*values.shape[:-1], -1)
+
+
+def finish(writer: gguf.GGUFWriter) -> None:
+    """Writes everything that was added, and closes the file."""
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def add_header(writer: gguf.GGUFWriter, config: Any, name: str) -> None:
+    """Adds the sizes, epsilon and RoPE of a Llama's config."""
+    writer.add_name(name)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_vocab_size(config.vocab_size)
+
+
+def tensors(model: Any) -> Iterator[tuple[str, np.ndarray]]:
+    """Yields GGUF's name and the float32 numbers of each tensor of a Llama, with rows in the order of llama.cpp's RoPE."""
+    config = model.config
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
+    for name, tensor in model.state_dict().items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        values = tensor.detach().float().cpu().numpy()
+        for part, count in heads.items():
+            if f".{part}." in name:
+                values = permuted(values, count)
+        gguf_name = names.get_name(name, try_suffixes=(".weight",))
+        assert gguf_name is not None, name
+        yield gguf_name, np.ascontiguousarray(values)
+
+
+def permuted(weight: np.ndarray, heads: int) -> np.ndarray:
+    """Reorders rows of queries or keys so that the two halves of a pair are neighbours (convert_hf_to_gguf.py)."""
+    return rearrange(weight, "(head half dim) ... -> (head dim half) ...", head=heads, half=2)
+
+
+def add_tokenizer(writer: gguf.GGUFWriter, tokenizer: Any, bos: bool | None = None) -> None:
+    """Adds a byte-level BPE tokenizer.
+
+    Args:
+        writer: The writer.
+        tokenizer: The tokenizer.
+        bos: Whether it puts its first token before a text (default: as the tokenizer does).
+    """
+    bpe = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
+    vocabulary: dict[str, int] = tokenizer.get_vocab()
+    tokens = sorted(vocabulary, key=vocabulary.__getitem__)
+    special = set(tokenizer.all_special_tokens)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list(tokens)
+    writer.add_token_types([gguf.TokenType.CONTROL if t in special else gguf.TokenType.NORMAL for t in tokens])
+    writer.add_token_merges([merge if isinstance(merge, str) else " ".join(merge) for merge in bpe["merges"]])
+    for kind in ("bos", "eos", "pad"):
+        if (number := getattr(tokenizer, f"{kind}_token_id")) is not None:
+            getattr(writer, f"add_{kind}_token_id")(number)
+    adds_bos = tokenizer.bos_token_id is not None and tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
+    writer.add_add_bos_token(adds_bos if bos is None else bos)
+    if tokenizer.chat_template:
+        writer.add_chat_template(tokenizer.chat_template)

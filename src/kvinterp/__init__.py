@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from kvinterp.data import Prompt, load_prompts
     from kvinterp.errors import InputError, KvinterpError, NonFiniteError, UnsupportedError
     from kvinterp.models import KINDS, SITES, Adapter, load_model, wrap
-    from kvinterp.models.gguf_writing import export
     from kvinterp.patching import (
         Patch,
         PatchBench,
@@ -53,7 +52,6 @@ _HOMES = {
     "errors": ("InputError", "KvinterpError", "NonFiniteError", "UnsupportedError"),
     "study.experiments.keeping": ("experiment", "load"),
     "models": ("KINDS", "SITES", "Adapter", "load_model", "wrap"),
-    "models.gguf_writing": ("export",),
     "patching": (
         "Patch",
         "PatchBench",
@@ -110,7 +108,6 @@ __all__ = [
     "decompose",
     "donor_trace",
     "experiment",
-    "export",
     "kernels_table",
     "load",
     "load_model",

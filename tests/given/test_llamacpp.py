@@ -10,6 +10,7 @@ import pytest
 from llamacpp_server import serving, walked
 
 import kvinterp as kv
+from gguf_files import write_gguf
 from kvinterp.auditing.engine import audit_engine
 from kvinterp.recording.engine_path import EnginePath
 
@@ -30,7 +31,7 @@ def files(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
 
     def file(kind: str) -> Path:
         made = folder / f"{kind}.gguf"
-        return made if made.exists() else kv.export(model, made, dtype=STORED[kind])
+        return made if made.exists() else write_gguf(model.model, model.tokenizer, made, kind)
 
     return file
 
@@ -111,7 +112,7 @@ def test_a_wrong_rope_base_is_named(model: Any, files: Any, ids: Any) -> None:
 def test_a_wrong_epsilon_is_named(ids: Any, model: Any, tmp_path: Path) -> None:
     wrong = kv.load_model(ZOO, kind="native", dtype="float32")
     wrong.model.config.rms_norm_eps *= 10
-    with serving(kv.export(wrong, tmp_path / "eps.gguf")) as url:
+    with serving(write_gguf(wrong.model, wrong.tokenizer, tmp_path / "eps.gguf")) as url:
         found = judged(model, ids, walked(url, ids))
     assert found.verdict == "bug", str(found)
     assert "norm eps times 10 reproduces it" in found.reading
