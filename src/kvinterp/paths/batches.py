@@ -57,7 +57,7 @@ def in_batches(
             ):
                 waiting[:0] = [[index] for index in batch]
                 continue
-            made = work(batch)
+            done_now = work(batch)
         except (RuntimeError, MemoryError) as error:
             if not out_of_memory(error):
                 raise
@@ -72,9 +72,9 @@ def in_batches(
                 torch.cuda.empty_cache()
             waiting[:0] = [batch[:half], batch[half:]]
             continue
-        results |= zip(batch, made, strict=True)
+        results |= zip(batch, done_now, strict=True)
         if done is not None:
-            done(batch, made)
+            done(batch, done_now)
     return [results[index] for index in range(len(prompts))]
 
 
@@ -132,15 +132,15 @@ def _numbers_alike(adapter: Adapter, path: ExecutionPath, tokens: Tensor, steps:
     recorders = [Recorder(target, sites) for _ in batches]
     numbers = 0
     steps = min(steps, adapter.facts.context - tokens.shape[1] + 1)
-    given = [[rows[:, step % rows.shape[1]] for rows in batches] for step in range(1, steps)]
+    fed = [[rows[:, step % rows.shape[1]] for rows in batches] for step in range(1, steps)]
     with contextlib.ExitStack() as stack:
         runners = [
             stack.enter_context(Runner(adapter, path, rows, steps, [recorder]))
             for rows, recorder in zip(batches, recorders, strict=True)
         ]
-        for now in lockstep(runners, steps, given=given):
-            together, *alone = [[rows, *each.popped()] for rows, each in zip(now.logits, recorders, strict=True)]
-            if not all(torch.equal(one, torch.cat(rows)) for one, *rows in zip(together, *alone, strict=True)):
+        for now in lockstep(runners, steps, given=fed):
+            together, *alone = [[rows, *recording.popped()] for rows, recording in zip(now.logits, recorders, strict=True)]
+            if not all(torch.equal(row, torch.cat(rows)) for row, *rows in zip(together, *alone, strict=True)):
                 return 0
             numbers += sum(tensor.numel() for tensor in together) if now.number else 0
             if numbers >= CHECKED_NUMBERS:

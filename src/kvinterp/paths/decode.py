@@ -95,8 +95,8 @@ def lockstep(
 
 def fed_to_all(tokens: Sequence[int] | None, lanes: int, batch: int, device: torch.device) -> list[list[Tensor]]:
     """The same tokens, one a step, for every row of every lane, as :func:`lockstep` takes what is given."""
-    given = torch.tensor([] if tokens is None else list(tokens), dtype=torch.long, device=device)
-    return [[token.expand(batch)] * lanes for token in given]
+    ids = torch.tensor([] if tokens is None else list(tokens), dtype=torch.long, device=device)
+    return [[token.expand(batch)] * lanes for token in ids]
 
 
 class Collected:
@@ -119,9 +119,9 @@ class Collected:
             if bool(self.padding.any()):
                 self._tokens = (~self.padding).nonzero().flatten()
         # The least and the most of a row are finite where all of it is: one operation, where asking each number takes five.
-        found = (torch.aminmax(self._to_be_finite(logits), dim=-1) for logits in now.logits)
-        for kept, new in zip(self._kept, (now.chosen, now.feeds, *zip(*found, strict=True)), strict=True):
-            kept += new
+        extremes = (torch.aminmax(self._to_be_finite(logits), dim=-1) for logits in now.logits)
+        for values, new in zip(self._kept, (now.chosen, now.feeds, *zip(*extremes, strict=True)), strict=True):
+            values += new
         self._lanes = len(now.logits)
 
     def _to_be_finite(self, logits: Float[Tensor, "batch vocab"]) -> Float[Tensor, "batch vocab"]:
@@ -136,9 +136,9 @@ class Collected:
 
     def lists(self) -> tuple[list[Any], ...]:
         """Chosen tokens, fed tokens and soundness, each numbered by lane, row and step."""
-        chosen, feeds, least, most = (torch.stack(kept).unflatten(0, (-1, self._lanes)) for kept in self._kept)
+        chosen, feeds, least, most = (torch.stack(values).unflatten(0, (-1, self._lanes)) for values in self._kept)
         sound = least.isfinite() & most.isfinite()
-        return tuple(each.movedim(0, -1).tolist() for each in (chosen, feeds, sound))
+        return tuple(tensor.movedim(0, -1).tolist() for tensor in (chosen, feeds, sound))
 
 
 def length_of(tokens: Sequence[int], ends: Collection[int]) -> int:

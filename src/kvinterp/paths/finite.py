@@ -60,10 +60,10 @@ def first_nonfinite(
         remedy += f", or, where policy {path.policy} made it of finite numbers, one that does not overflow"
     hook = _FiniteHook(adapter.at(dtype_named(path.dtype)))
     tokens = torch.tensor([list(prompt)], device=adapter.device)
-    given = fed_to_all(fed, 1, 1, adapter.device)
+    fed_tokens = fed_to_all(fed, 1, 1, adapter.device)
     try:
         with Runner(adapter, path, tokens, len(fed) + 1, [hook]) as runner:
-            for now in lockstep([runner], len(fed) + 1, given=given):
+            for now in lockstep([runner], len(fed) + 1, given=fed_tokens):
                 logits = now.logits[0]
                 padding = padding_of([logits]) if padding is None else padding
                 if not bool(sound_rows(logits, padding).all()):

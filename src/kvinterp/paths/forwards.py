@@ -31,8 +31,8 @@ class HookedForwards:
         self._adapter, self._kernels = adapter, kernels
         self._state: list[Leftover] = []
         self.listeners: dict[Site, list[Listener]] = {}
-        for heard in (kernels.listeners, *listeners):
-            for place, listener in heard.items():
+        for by_site in (kernels.listeners, *listeners):
+            for place, listener in by_site.items():
                 self.listeners.setdefault(place, []).append(listener)
 
     @contextlib.contextmanager
@@ -46,6 +46,6 @@ class HookedForwards:
 
     def call(self, forward: Callable[..., Made], *args: Any) -> Made:
         """What a forward gives under the path's kernels, heard by its hooks, on a state of its own."""
-        heard = self._adapter.listening(self.listeners) if self.listeners else contextlib.nullcontext()
-        with heard, self._adapter.own_state(self._state), self._kernels:
+        context = self._adapter.listening(self.listeners) if self.listeners else contextlib.nullcontext()
+        with context, self._adapter.own_state(self._state), self._kernels:
             return forward(*args)

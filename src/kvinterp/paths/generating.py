@@ -31,9 +31,9 @@ class Generating:
         sent: The tokens that it is made to take, as far as they are known; those that it chooses where there are none.
     """
 
-    def __init__(self, model: nn.Module, prompt: Tensor, chosen: Any, **given: Any) -> None:
+    def __init__(self, model: nn.Module, prompt: Tensor, config: Any, **arguments: Any) -> None:
         self._model: Any = model
-        self._prompt, self._given = prompt, {"generation_config": chosen, **given}
+        self._prompt, self._given = prompt, {"generation_config": config, **arguments}
         self.sent: list[Tensor] = []
         self._asked: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -52,29 +52,29 @@ class Generating:
 
     def forwards(self) -> Iterator[dict[str, Any]]:
         """What ``generate()`` gives each forward, by name, until it returns."""
-        while (asked := self._asked.get()) is not None:
-            if isinstance(asked, BaseException):
-                raise asked
-            yield asked
+        while (arguments := self._asked.get()) is not None:
+            if isinstance(arguments, BaseException):
+                raise arguments
+            yield arguments
 
-    def answer(self, made: Any, sent: Sequence[Tensor] = ()) -> None:
+    def answer(self, output: Any, sent: Sequence[Tensor] = ()) -> None:
         """Hands back a forward's output, and the tokens that follow."""
         self.sent += sent
-        self._answers.put(made)
+        self._answers.put(output)
 
     def _end(self) -> None:
         self._answers.put(None)
         self._thread.join()
 
-    def _led(self, _: int, forward: Callable[..., Any], *args: Any, **given: Any) -> Any:
+    def _led(self, _: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Leads the forwards of that thread, and of no other, to the caller."""
         if threading.current_thread() is not self._thread:
-            return forward(*args, **given)
-        self._asked.put({**dict(zip(("input_ids",), args, strict=False)), **given})
-        made = self._answers.get()
-        if made is None:
+            return forward(*args, **kwargs)
+        self._asked.put({**dict(zip(("input_ids",), args, strict=False)), **kwargs})
+        output = self._answers.get()
+        if output is None:
             raise _StoppedError
-        return made
+        return output
 
     def _generate(self) -> None:
         def forced(text: Tensor, scores: Tensor) -> Tensor:

@@ -40,13 +40,13 @@ class Memory:
         self, adapter: Adapter, path: ExecutionPath, prompt: Tensor, room: int, hooks: Sequence[Any] = ()
     ) -> _Remembered:
         """A lane that computes only what is not known yet; made as a :class:`Runner` is, whose bits it gives."""
-        known = self._known.setdefault((str(path), _rows(prompt)), {})
-        return _Remembered(known, adapter, path, prompt, room)
+        logits = self._known.setdefault((str(path), _rows(prompt)), {})
+        return _Remembered(logits, adapter, path, prompt, room)
 
 
 class _Remembered:
-    def __init__(self, known: dict[Fed, Tensor], adapter: Adapter, path: ExecutionPath, prompt: Tensor, room: int) -> None:
-        self._known, self._adapter, self._path, self._prompt, self._room = known, adapter, path, prompt, room
+    def __init__(self, logits: dict[Fed, Tensor], adapter: Adapter, path: ExecutionPath, prompt: Tensor, room: int) -> None:
+        self._known, self._adapter, self._path, self._prompt, self._room = logits, adapter, path, prompt, room
         self._fed: list[Tensor] = []
         self._key: Fed = ()
         self._runner = Runner(adapter, path, prompt, room)

@@ -122,7 +122,7 @@ class Runner:
             stores = [path_store(self.adapter, path, *shape, ()) for shape in shapes]
             self.cache = "; ".join(dict.fromkeys(store.name for store in stores))
             if not stores[0].can_select:
-                self._offers = [each for each in self._offers if each != "rows"]
+                self._offers = [offer for offer in self._offers if offer != "rows"]
         self._store: Store | None = None
         # Without a store a forward reads the keys it made and no others.
         columns = _FilledColumns(hooks if call is None and (cached or path.chunk is not None) else ())
@@ -133,10 +133,10 @@ class Runner:
             view = View()
             view.writes = any(hook.writes for hook in hooks)
             hooks = [Shown(hook, view) for hook in hooks]
-        heard = [columns.cut(hook.listeners) for hook in hooks]
+        listeners = [columns.cut(hook.listeners) for hook in hooks]
         if path.policy.sites:
-            heard.insert(0, policy_listeners(path.policy, self.adapter.facts.layers, lambda: self._store))
-        self._forwards = HookedForwards(self.adapter, path.kernels.mode(self.adapter), heard)
+            listeners.insert(0, policy_listeners(path.policy, self.adapter.facts.layers, lambda: self._store))
+        self._forwards = HookedForwards(self.adapter, path.kernels.mode(self.adapter), listeners)
         loop, hears = cached_loop if cached else recompute_loop, (*([columns] if columns.attended else []), *hooks)
         self._loop = loop(self.adapter, path, prompt.to(self._device), room, self._stores, hears, self._begin)
         if call is not None:
@@ -241,14 +241,14 @@ class _FilledColumns(PathHook):
 
     def _cut(self, layer: int, listener: Listener) -> Listener:
         @functools.wraps(listener)
-        def heard(tensor: Tensor) -> Tensor | None:
+        def hear_filled(tensor: Tensor) -> Tensor | None:
             filled = self._keys.get(layer, tensor.shape[-1])
             if filled >= tensor.shape[-1]:
                 return listener(tensor)
             changed = listener(tensor[..., :filled])
             return None if changed is None else torch.cat([changed, tensor[..., filled:]], -1)
 
-        return heard
+        return hear_filled
 
 
 def _forward(adapter: Adapter, tokens: Tensor, store: Store | None, chunk: int | None) -> Tensor:

@@ -82,15 +82,15 @@ def own_store(
     """A store on a cache of the model's own library; an empty one where the model keeps its memory by itself."""
     facts, dtype = adapter.facts, path.kernels.compute_dtype(adapter.dtype)
     slides = any(window is not None and window < length + room for window in facts.windows)
-    own = adapter.own_cache(path.cache, batch, length + room, dtype_named(path.cache_dtype) or dtype)
-    if path.policy.evicts and (own is None or slides):
+    memory = adapter.own_cache(path.cache, batch, length + room, dtype_named(path.cache_dtype) or dtype)
+    if path.policy.evicts and (memory is None or slides):
         why = f"slides a window over {length + room} positions" if slides else "keeps its memory in a form of its own"
         raise UnsupportedError(f"policy {path.policy} lets go of rows, and {facts.name} {why}: leave the policy out.")
-    if own is None:
+    if memory is None:
         store = growing_store(adapter, path, batch, length, room, hooks)
         store.name = "the model's own state"
         return store
-    store = _store(adapter, path, batch, length, hooks, own)
+    store = _store(adapter, path, batch, length, hooks, memory)
     if path.policy.evicts and scores_by_row(adapter):
         raise UnsupportedError(
             f"policy {path.policy} lets go of rows, and {facts.architecture} scores a key by the number of its row (ALiBi, or "
@@ -178,8 +178,8 @@ def check_prompt_bits(adapter: Adapter, batch: int, length: int) -> None:
         with adapter.own_state([]), hooks_suspended(adapter.model, users="kept"):
             return torch.equal(adapter.forward(tokens), adapter.forward(tokens, handed))
 
-    of = "a cache handed in", autocast(adapter.device), batch, longest
-    if not adapter.checked_once(lambda: alike(length) and alike(longest), *of):
+    subject = "a cache handed in", autocast(adapter.device), batch, longest
+    if not adapter.checked_once(lambda: alike(length) and alike(longest), *subject):
         raise UnsupportedError(
             f"keys and values of a recompute path are not to be had of {adapter.facts.architecture}: its attention does not show "
             "them in a forward without a cache, and with one the prompt itself has other logits; leave the cache sites (and a "
@@ -250,9 +250,9 @@ def same_bits(adapter: Adapter, path: ExecutionPath, batch: int, length: int, ro
     def alike() -> bool:
         turn, numbers = 0, 0
         while numbers < CHECKED_NUMBERS:
-            if not (found := _alike(adapter, path, batch, length, room, turn)):
+            if not (count := _alike(adapter, path, batch, length, room, turn)):
                 return False
-            turn, numbers = turn + 1, numbers + found
+            turn, numbers = turn + 1, numbers + count
         return True
 
     return bool(adapter.checked_once(alike, "cache", str(path), autocast(adapter.device), batch, length, room))
@@ -264,10 +264,10 @@ def _alike(adapter: Adapter, path: ExecutionPath, batch: int, length: int, room:
     tokens, numbers = ids.reshape(batch, -1), 0
     lanes = [_Lane(adapter, path, stores, batch, length, room) for stores in (own_store, growing_store)]
     for piece in (*in_chunks(tokens[:, :length], path.chunk), *tokens[:, length:].split(1, 1)):
-        one, other = (lane.feed(piece) for lane in lanes)
-        if not all(torch.equal(a, b) for a, b in zip(one, other, strict=True)):
+        own, growing = (lane.feed(piece) for lane in lanes)
+        if not all(torch.equal(a, b) for a, b in zip(own, growing, strict=True)):
             return 0
-        numbers += sum(tensor.numel() for tensor in one)
+        numbers += sum(tensor.numel() for tensor in own)
     return numbers
 
 

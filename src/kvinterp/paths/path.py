@@ -84,9 +84,9 @@ class ExecutionPath:
             )
         dtype_named(self.dtype)
         dtype_named(self.cache_dtype)
-        for name, of in (("chunk", " of tokens, or None"), ("refresh", " of decode steps, or None")):
+        for name, hint in (("chunk", " of tokens, or None"), ("refresh", " of decode steps, or None")):
             if getattr(self, name) is not None:
-                object.__setattr__(self, name, check_whole(name, getattr(self, name), hint=of))
+                object.__setattr__(self, name, check_whole(name, getattr(self, name), hint=hint))
         if self.smooth is not None:
             self._check_smooth()
         if self.call is not None:
@@ -96,9 +96,9 @@ class ExecutionPath:
         """Puts the options that a program is another way to write in their place: a path has one text whichever was given."""
         plain = {"chunk": None, "cache": Dynamic()}
         for name, value in call.options.items():
-            given = getattr(self, name)
-            if given != plain[name]:
-                raise InputError(f"{name}={given} was given with call={call}, which says that too: leave one out.")
+            present = getattr(self, name)
+            if present != plain[name]:
+                raise InputError(f"{name}={present} was given with call={call}, which says that too: leave one out.")
             object.__setattr__(self, name, value)
         object.__setattr__(self, "call", call.rest)
 
@@ -107,23 +107,23 @@ class ExecutionPath:
         check_instance("call", self.call, get_args(Call), "a program, or use Cached(call='padded(left,5)')")
         assert self.call is not None
         rows = self.form == "cached"
-        made = self.call.program(LONG, SOME, ("mask", "rows") if rows else ("mask",))
-        if not rows and (isinstance(self.call, Program) if made.steps else made.rows.cache != "own"):
+        program = self.call.program(LONG, SOME, ("mask", "rows") if rows else ("mask",))
+        if not rows and (isinstance(self.call, Program) if program.steps else program.rows.cache != "own"):
             raise InputError(
                 f"call={self.call} was given for recompute, which feeds its whole text at every step: give the rows alone, as in "
                 "recompute[call=rows(0+4)], or use cached."
             )
-        if not rows and not all(isinstance(step, Feed) for step in made.steps):
+        if not rows and not all(isinstance(step, Feed) for step in program.steps):
             raise InputError(f"call={self.call} was given for {self.form}, which it cannot drive: use cached.")
-        staying(made)
-        if made.rows.cache == "bare":
+        staying(program)
+        if program.rows.cache == "bare":
             raise InputError(f"call={self.call} asks for a cache that audits alone make: leave cache=bare out.")
         for name in ("refresh", "smooth"):
             if getattr(self, name) is not None:
                 raise InputError(f"{name}={getattr(self, name)} was given with call={self.call}: leave one out.")
-        if any(isinstance(step, Compile) for step in made.steps) and not isinstance(self.kernels, Native):
+        if any(isinstance(step, Compile) for step in program.steps) and not isinstance(self.kernels, Native):
             raise InputError(f"kernels={self.kernels} was given with call={self.call}, which has its own: leave one out.")
-        alone = len(made.rows.pads) == 1 and all(isinstance(step, Feed) for step in made.steps)
+        alone = len(program.rows.pads) == 1 and all(isinstance(step, Feed) for step in program.steps)
         if self.policy.evicts or self.policy.sites or (self.policy.acts and not alone):
             raise InputError(
                 f"policy={self.policy} was given with call={self.call}, which moves rows under it: leave one out."
@@ -141,9 +141,13 @@ class ExecutionPath:
 
     def _check_keeps_nothing(self) -> None:
         """Refuses what only a path with a cache can do."""
-        given = {"cache_dtype": (self.cache_dtype, None), "cache": (self.cache, Dynamic()), "refresh": (self.refresh, None)}
-        more = {"prefill": (self.prefill, "exact"), "smooth": (self.smooth, None)}
-        for name, (value, default) in {**given, **more}.items():
+        defaults = {
+            "cache_dtype": (self.cache_dtype, None),
+            "cache": (self.cache, Dynamic()),
+            "refresh": (self.refresh, None),
+        }
+        others = {"prefill": (self.prefill, "exact"), "smooth": (self.smooth, None)}
+        for name, (value, default) in {**defaults, **others}.items():
             if value != default:
                 shown_value = repr(value) if name == "cache_dtype" else value
                 raise InputError(f"{name}={shown_value} was given for recompute, which keeps no cache: use cached.")
@@ -160,9 +164,9 @@ class ExecutionPath:
         prefill = None if self.prefill == "exact" else self.prefill
         ways = {"call": self.call, "chunk": self.chunk, "refresh": self.refresh, "smooth": self.smooth, "prefill": prefill}
         options = {**ways, **cache, "kernels": kernels}
-        shown = ",".join(f"{name}={value}" for name, value in options.items() if value is not None)
+        text = ",".join(f"{name}={value}" for name, value in options.items() if value is not None)
         policy = "" if isinstance(self.policy, Identity) else f"+{self.policy}"
-        return self.form + (f"[{shown}]" if shown else "") + policy + (f"@{self.dtype}" if self.dtype else "")
+        return self.form + (f"[{text}]" if text else "") + policy + (f"@{self.dtype}" if self.dtype else "")
 
 
 def Cached(  # noqa: N802  # reads as the noun it makes
@@ -196,8 +200,8 @@ def Cached(  # noqa: N802  # reads as the noun it makes
             default: the prompt alone, then a token a step.
     """
     ways = prefill, refresh, smooth, call_named(call)
-    kept = _name(cache_dtype), chunk, kernels_named(kernels), cache_named(cache), *ways
-    return ExecutionPath("cached", _policy(policy), _name(dtype), *kept)
+    options = _name(cache_dtype), chunk, kernels_named(kernels), cache_named(cache), *ways
+    return ExecutionPath("cached", _policy(policy), _name(dtype), *options)
 
 
 def Recompute(  # noqa: N802  # reads as the noun it makes
@@ -216,8 +220,8 @@ def Recompute(  # noqa: N802  # reads as the noun it makes
         kernels: A kernel mode, as for :func:`Cached`.
         call: The rows of each forward, such as ``"rows(0+4)"``, ``"padded(left,5)"`` or ``"batched(8)"``.
     """
-    kept = None, chunk, kernels_named(kernels)
-    return ExecutionPath("recompute", _policy(policy), _name(dtype), *kept, call=call_named(call))
+    options = None, chunk, kernels_named(kernels)
+    return ExecutionPath("recompute", _policy(policy), _name(dtype), *options, call=call_named(call))
 
 
 def path_named(text: object) -> ExecutionPath:
@@ -248,48 +252,48 @@ def _read(text: object, cache: Callable[[str], CacheKind]) -> ExecutionPath:
     if text in FORMS:
         return ExecutionPath(text)
     form, options, policy, dtype = spec.path_parts(text)
-    chosen: dict[str, str] = {}
+    values: dict[str, str] = {}
     for part in spec.split(options or "", ","):
         name, value = (side.strip() for side in (*part.split("=", 1), "")[:2])
         # The cache's dtype, the older of the two, may stand where its kind does.
         name = "cache_dtype" if name == "cache" and dtype_word(value) in DTYPES else name
-        if name not in OPTIONS or not value or name in chosen:
+        if name not in OPTIONS or not value or name in values:
             raise InputError(
-                f"path option {part!r} in {text!r} is {'given twice' if name in chosen else 'unknown'}: expected call=PROGRAM, "
+                f"path option {part!r} in {text!r} is {'given twice' if name in values else 'unknown'}: expected call=PROGRAM, "
                 "chunk=N, "
                 "refresh=N, smooth=WEIGHT, prefill=stored, cache=KIND, cache_dtype=DTYPE or kernels=MODE."
             )
-        chosen[name] = value
-    if form == "recompute" and ("cache" in chosen or "cache_dtype" in chosen):
+        values[name] = value
+    if form == "recompute" and ("cache" in values or "cache_dtype" in values):
         raise InputError(f"path {text!r} gives a cache to a path that keeps none: use cached[cache=...].")
     return ExecutionPath(
         form,
         _policy(policy),
         dtype,
-        _name(chosen.get("cache_dtype")),
-        _count(text, "chunk", chosen, "tokens"),
-        kernels_named(chosen.get("kernels", "native")),
-        cache(chosen.get("cache", "dynamic")),
-        chosen.get("prefill", "exact"),
-        _count(text, "refresh", chosen, "decode steps"),
-        _weight(text, chosen.get("smooth")),
-        call_named(chosen.get("call")),
+        _name(values.get("cache_dtype")),
+        _count(text, "chunk", values, "tokens"),
+        kernels_named(values.get("kernels", "native")),
+        cache(values.get("cache", "dynamic")),
+        values.get("prefill", "exact"),
+        _count(text, "refresh", values, "decode steps"),
+        _weight(text, values.get("smooth")),
+        call_named(values.get("call")),
     )
 
 
-def _count(text: str, name: str, chosen: Mapping[str, str], of: str) -> int | None:
+def _count(text: str, name: str, values: Mapping[str, str], unit: str) -> int | None:
     """An option that is a whole number, or None where it was not given."""
-    given = chosen.get(name)
-    if given is not None and not (given.isascii() and given.isdecimal() and len(given) < 20):
-        raise InputError(f"{name}={given!r} in path {text!r}: expected a whole number of {of} of at least 1.")
-    return None if given is None else int(given)
+    digits = values.get(name)
+    if digits is not None and not (digits.isascii() and digits.isdecimal() and len(digits) < 20):
+        raise InputError(f"{name}={digits!r} in path {text!r}: expected a whole number of {unit} of at least 1.")
+    return None if digits is None else int(digits)
 
 
-def _weight(text: str, given: str | None) -> float | None:
+def _weight(text: str, digits: str | None) -> float | None:
     """A number in decimal digits, or None where it was not given."""
-    if given is not None and not re.fullmatch(r"[0-9]{0,20}\.?[0-9]{1,20}(e-?[0-9]{1,3})?", given):
-        raise InputError(f"smooth={given!r} in path {text!r}: expected a weight of the cache from 0 to 1.")
-    return None if given is None else float(given)
+    if digits is not None and not re.fullmatch(r"[0-9]{0,20}\.?[0-9]{1,20}(e-?[0-9]{1,3})?", digits):
+        raise InputError(f"smooth={digits!r} in path {text!r}: expected a weight of the cache from 0 to 1.")
+    return None if digits is None else float(digits)
 
 
 def _policy(policy: Policy | str | None) -> Policy:

@@ -41,8 +41,8 @@ def staying(program: Program) -> list[int]:
     for at, step in enumerate(program.steps):
         back = max(-step.columns, 0)
         for before in reversed(range(at)):
-            taken = min(back, left[before]) if isinstance(program.steps[before], Feed) else 0
-            left[before], back = left[before] - taken, back - taken
+            back_here = min(back, left[before]) if isinstance(program.steps[before], Feed) else 0
+            left[before], back = left[before] - back_here, back - back_here
             if left[before]:
                 break
         if back:
@@ -142,11 +142,11 @@ class Lane(Columns):
     def missing(self) -> str:
         """What did not happen although the program stands for it, in a few words; empty where it ran as said."""
         proofs = dict(step.proof for step in self.write(self.prompt.shape[1], self.steps).steps)
-        return next((said for name, said in proofs.items() if name and not self.witness.get(name)), "")
+        return next((sentence for name, sentence in proofs.items() if name and not self.witness.get(name)), "")
 
-    def count(self, name: str, more: int = 1) -> None:
+    def count(self, name: str, count: int = 1) -> None:
         """Counts what happened."""
-        self.witness[name] = self.witness.get(name, 0) + more
+        self.witness[name] = self.witness.get(name, 0) + count
 
     # What operations ask for -----------------------------------------------------------------------------------------------
 
@@ -157,12 +157,12 @@ class Lane(Columns):
             InputError: The prompt is over, and they are to be fed together.
         """
         mask = self._padded(width, inner, behind)
-        own = mask[self.view.row].bool() & (torch.arange(width) < self._stays)
-        size, others = min(cut or width, self.chunk or width), 0
+        own_columns = mask[self.view.row].bool() & (torch.arange(width) < self._stays)
+        size, foreign = min(cut or width, self.chunk or width), 0
         for begin in range(0, width, size):
             part = slice(begin, min(begin + size, width))
-            mine = own[part]
-            need = int(mine.sum())
+            own_part = own_columns[part]
+            need = int(own_part.sum())
             if need > self._unfed:
                 if self._unfed or need > 1:
                     raise InputError(
@@ -171,11 +171,11 @@ class Lane(Columns):
                         "feed(N,1)."
                     )
                 yield from self._token()
-            logits = self._forward(self._ids(mask[:, part], mine, others), mask[:, part], mine)
+            logits = self._forward(self._ids(mask[:, part], own_part, foreign), mask[:, part], own_part)
             self._fed += need
-            others += int((mask[self.view.row, part].bool() & ~mine).sum())
+            foreign += int((mask[self.view.row, part].bool() & ~own_part).sum())
             if need:
-                self._logits = logits[self.view.row : self.view.row + 1, int(mine.nonzero()[-1])]
+                self._logits = logits[self.view.row : self.view.row + 1, int(own_part.nonzero()[-1])]
 
     def crop(self, count: int) -> None:
         """Takes back columns, and counts them."""
@@ -238,9 +238,9 @@ class Lane(Columns):
         vars(twin).pop("update", None)
         ids = self.other(width).expand(len(self.mask), -1)
         mask = torch.cat([self.mask, torch.ones(ids.shape, dtype=torch.long)], 1)
-        told = self._told(mask, width)
+        arguments = self._told(mask, width)
         with self._unseen():
-            self.adapter.call_with_cache(ids, twin, told.get("attention_mask"), told.get("position_ids"))
+            self.adapter.call_with_cache(ids, twin, arguments.get("attention_mask"), arguments.get("position_ids"))
         self.count("copies fed")
 
     def generate(self, step: Generate) -> Loop:
@@ -276,40 +276,40 @@ class Lane(Columns):
         prompt = ids if step.how == "new" else torch.cat([self.ids, ids], 1)
         # No token ends it: the path says when it is over.
         ends = {"eos_token_id": self.adapter.facts.vocabulary, "pad_token_id": 0}
-        chosen = greedy(count, **ends, **({"prompt_lookup_num_tokens": drafts} if drafts else {}))
-        known = {"attention_mask": mask.to(prompt.device), self.adapter.cache_name: cache}
-        with Generating(self.adapter.model, prompt, chosen, **known) as asked:
-            for given in asked.forwards():
-                fed_on: Any = given.get(self.adapter.cache_name)
+        config = greedy(count, **ends, **({"prompt_lookup_num_tokens": drafts} if drafts else {}))
+        keywords = {"attention_mask": mask.to(prompt.device), self.adapter.cache_name: cache}
+        with Generating(self.adapter.model, prompt, config, **keywords) as generating:
+            for arguments in generating.forwards():
+                fed_on: Any = arguments.get(self.adapter.cache_name)
                 if fed_on is not cache:
                     raise UnsupportedError(
                         f"generate() of {self.adapter.facts.architecture} goes on without the cache that it was given, behind "
                         f"{len(view.own)} positions: leave call={self.program} out; kvinterp audit tries that generate()."
                     )
-                left, tokens = int(cache.get_seq_length()), given["input_ids"]
+                left, tokens = int(cache.get_seq_length()), arguments["input_ids"]
                 if left < len(view.own):
                     self._cropped(left)
                 fed = mask.shape[1] - left
                 drafted = tokens[:, fed:]
-                if self.chunk is not None and not asked.sent and fed > self.chunk:
+                if self.chunk is not None and not generating.sent and fed > self.chunk:
                     raise UnsupportedError("generate() feeds its prompt as it likes: leave the chunk out of the path.")
-                seen = torch.cat([mask, torch.ones(drafted.shape, dtype=torch.long)], 1)
-                view.feed(seen[view.row, left:].bool(), fed if drafts else None)
-                made = self.adapter.model(**given)
+                whole_mask = torch.cat([mask, torch.ones(drafted.shape, dtype=torch.long)], 1)
+                view.feed(whole_mask[view.row, left:].bool(), fed if drafts else None)
+                output = self.adapter.model(**arguments)
                 self.store.settle()
-                self.mask, self.ids = seen, torch.cat([self.ids[:, :left], tokens], 1)
+                self.mask, self.ids = whole_mask, torch.cat([self.ids[:, :left], tokens], 1)
                 self._fed += int(mask[view.row, left:].sum())
                 self.count("forwards of generate()")
                 self.count("cached positions read", left)
                 if drafts:
                     self.count("drafts looked up", drafted.shape[1])
                 before = self._fed
-                newest = made.logits[view.row : view.row + 1, -1 - drafted.shape[1] :]
+                newest = output.logits[view.row : view.row + 1, -1 - drafted.shape[1] :]
                 yield from self._checked(newest, drafted)
                 sent = self.text[0, before : self._fed + 1]
                 mask = torch.cat([mask, torch.ones(len(mask), len(sent), dtype=torch.long)], 1)
-                asked.answer(made, [self._beside(token[None])[:, 0] for token in sent])
-        if len(asked.sent) < count:
+                generating.answer(output, [self._beside(token[None])[:, 0] for token in sent])
+        if len(generating.sent) < count:
             raise UnsupportedError(f"generate() of this model ended by itself: leave call={self.program} out.")
         self._cropped(int(cache.get_seq_length()))
 
@@ -375,9 +375,9 @@ class Lane(Columns):
         text = self.text[:, : self._fed + 1]
         newest = int(text[0, -1])
         before = (text[0, :-1] == newest).nonzero().flatten()
-        found = text[:, int(before[-1]) + 1 :][:, :count] if len(before) else text[:, :0]
-        more = torch.arange(1, count - found.shape[1] + 1, device=text.device)[None]
-        return torch.cat([found, (newest + more) % self.adapter.facts.vocabulary], 1)
+        copied = text[:, int(before[-1]) + 1 :][:, :count] if len(before) else text[:, :0]
+        counted = torch.arange(1, count - copied.shape[1] + 1, device=text.device)[None]
+        return torch.cat([copied, (newest + counted) % self.adapter.facts.vocabulary], 1)
 
     def _padded(self, width: int, inner: Sequence[int] = (), behind: Sequence[int] = ()) -> Tensor:
         """The mask of so many new columns."""
@@ -394,17 +394,19 @@ class Lane(Columns):
             self.count("pads masked", pads)
         return mask
 
-    def _ids(self, mask: Tensor, mine: Tensor, others: int) -> Tensor:
+    def _ids(self, mask: Tensor, own: Tensor, foreign: int) -> Tensor:
         """New columns of all rows; of the path's own its text where it is ``mine``, other tokens where it is taken back.
 
         Another token than the first is a pad: one that is read in its place would be the same there.
         """
         prompt, vocabulary = self.prompt[0], self.adapter.facts.vocabulary
         line = ((prompt[:1] + 1) % vocabulary).repeat(mask.shape[1])
-        mine = mine.to(line.device)
-        need, taken = int(mine.sum()), mask[self.view.row].bool().to(line.device) & ~mine
-        line[mine] = self.text[0, self._fed : self._fed + need]
-        line[taken] = (prompt[0] + others + torch.arange(1, int(taken.sum()) + 1, device=line.device)) % vocabulary
+        own = own.to(line.device)
+        need, taken_back = int(own.sum()), mask[self.view.row].bool().to(line.device) & ~own
+        line[own] = self.text[0, self._fed : self._fed + need]
+        line[taken_back] = (
+            prompt[0] + foreign + torch.arange(1, int(taken_back.sum()) + 1, device=line.device)
+        ) % vocabulary
         return self._beside(line)
 
     def _beside(self, tokens: Tensor) -> Tensor:
@@ -414,21 +416,21 @@ class Lane(Columns):
 
     def _told(self, mask: Tensor, width: int) -> dict[str, Tensor]:
         takes = ("attention_mask", "position_ids") if self.adapter.takes_mask else ()
-        found = self.program.rows.tells(mask, width, self._masked, takes, 0 if takes else None)
-        return {name: told.to(self.prompt.device) for name, told in found.items()}
+        arguments = self.program.rows.tells(mask, width, self._masked, takes, 0 if takes else None)
+        return {name: tensor.to(self.prompt.device) for name, tensor in arguments.items()}
 
     def _forward(self, ids: Tensor, mask: Tensor, own: Tensor | None = None, shown: int | None = None) -> Tensor:
         """Logits of new columns on the store of the pass, ``[row, column, vocab]``; ``own``: which are the path's own."""
         own = torch.ones(ids.shape[1], dtype=torch.bool) if own is None else own
         self.put(ids, mask.cpu())
-        told = self._told(self.mask, ids.shape[1])
+        arguments = self._told(self.mask, ids.shape[1])
         self.view.feed(own, shown)
         with contextlib.nullcontext() if bool(own.any()) else self._unseen():
-            logits = self.adapter.forward(ids, self.store, told.get("attention_mask"), told.get("position_ids"))
+            logits = self.adapter.forward(ids, self.store, arguments.get("attention_mask"), arguments.get("position_ids"))
         if self.store is not None:
             self.store.settle()
-        if "position_ids" in told:
-            self.witness["last position given"] = int(told["position_ids"][self.view.row, -1])
+        if "position_ids" in arguments:
+            self.witness["last position given"] = int(arguments["position_ids"][self.view.row, -1])
         return logits
 
     def _cropped(self, length: int) -> None:

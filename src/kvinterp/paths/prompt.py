@@ -80,15 +80,15 @@ def prompt_difference(adapter: Adapter, tokens: Tensor) -> PromptDifference | No
             limit = (1 + FURTHER) * max(min(off_without, off_cached), spread)
         if size <= limit:
             return None
-        said = tokens.shape[1], size, limit
+        sizes = tokens.shape[1], size, limit
         if wide is None:
-            return PromptDifference(*said, None, "", "the model does not run in float64")
+            return PromptDifference(*sizes, None, "", "the model does not run in float64")
         in_wide = _apart(*wide)
         if in_wide <= size / 2:
             off = "without a cache" if off_without > off_cached else "with a cache"
             far, near = max(off_without, off_cached), min(off_without, off_cached)
-            return PromptDifference(*said, in_wide, off, f"it is {far:.2g} from float64 of both, the other {near:.2g}")
-        return PromptDifference(*said, in_wide, "", *_alone(adapter, tokens, without, cached, limit))
+            return PromptDifference(*sizes, in_wide, off, f"it is {far:.2g} from float64 of both, the other {near:.2g}")
+        return PromptDifference(*sizes, in_wide, "", *_alone(adapter, tokens, without, cached, limit))
 
 
 def _alone(adapter: Adapter, tokens: Tensor, without: Tensor, cached: Tensor, limit: float) -> tuple[str, str]:
@@ -98,11 +98,16 @@ def _alone(adapter: Adapter, tokens: Tensor, without: Tensor, cached: Tensor, li
     """
     singly = _on_cache(adapter, tokens, 1)
     from_cached, from_without = _apart(singly, cached), _apart(singly, without)
-    said = "both are what they are in float64, and fed token by token on the cache the prompt has the logits of the forward"
+    start = (
+        "both are what they are in float64, and fed token by token on the cache the prompt has the logits of the forward"
+    )
     if from_cached <= limit < from_without:
-        return f"{said} with one (to {from_cached:.2g}); which of the two is meant, numbers do not tell", "without a cache"
+        return f"{start} with one (to {from_cached:.2g}); which of the two is meant, numbers do not tell", "without a cache"
     if from_without <= limit < from_cached:
-        return f"{said} without one (to {from_without:.2g}); which of the two is meant, numbers do not tell", "with a cache"
+        return (
+            f"{start} without one (to {from_without:.2g}); which of the two is meant, numbers do not tell",
+            "with a cache",
+        )
     return "both are what they are in float64, and fed token by token on the cache the prompt has the logits of neither", ""
 
 
@@ -165,9 +170,9 @@ def _moved(adapter: Adapter, tokens: Tensor) -> Tensor:
     generator = torch.Generator().manual_seed(0)
 
     def change(_: object, __: object, output: object) -> object:
-        made = first_of(output)
-        noise = torch.rand(made.shape, generator=generator, dtype=torch.float64).to(made.device) * 2 - 1
-        return put_first(output, (made * (1 + size * noise)).to(made.dtype))
+        stream = first_of(output)
+        noise = torch.rand(stream.shape, generator=generator, dtype=torch.float64).to(stream.device) * 2 - 1
+        return put_first(output, (stream * (1 + size * noise)).to(stream.dtype))
 
     handles = [block.register_forward_hook(change) for block in adapter.blocks]
     try:

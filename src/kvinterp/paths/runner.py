@@ -94,14 +94,14 @@ def run(
             return Recorder(target, record or (), layers, heads, kv_heads, steps, positions)
 
         recorder()
-        one = _Run(adapter, path, max_new_tokens, strategy, seed, forced, recorder, logits, stop)
+        runs = _Run(adapter, path, max_new_tokens, strategy, seed, forced, recorder, logits, stop)
         traces = in_batches(
             adapter,
             (path,),
             prompts,
             max_new_tokens,
             batch_size,
-            lambda batch: one.batch(batch, [prompts[i] for i in batch]),
+            lambda batch: runs.batch(batch, [prompts[i] for i in batch]),
         )
     if single:
         if traces[0].failure:
@@ -128,16 +128,16 @@ class _Run:
         """A trace for each prompt of a batch."""
         prompt = torch.tensor(list(map(list, prompts)), device=self.adapter.device)
         length = self.steps if self.continuation is None else min(self.steps, len(self.continuation) + 1)
-        given = fed_to_all(self.continuation, 1, len(prompts), prompt.device)
+        fed = fed_to_all(self.continuation, 1, len(prompts), prompt.device)
         choose = drawing(self.strategy, self.seed, indices, self.steps, prompt.device)
         ends = end_tokens(self.adapter, prompt.device) if self.stop == "end of sequence" else None
         recorder, collected = self.recorder(), Collected()
-        kept: list[Tensor] = []
+        logits_by_step: list[Tensor] = []
         with Runner(self.adapter, self.path, prompt, length, [recorder] if recorder and recorder.kept else []) as runner:
-            for now in lockstep([runner], length, choose, given=given, ends=ends):
+            for now in lockstep([runner], length, choose, given=fed, ends=ends):
                 collected.add(now)
                 if self.logits == "keep":
-                    kept.append(now.logits[0].clone())
+                    logits_by_step.append(now.logits[0].clone())
         if recorder is not None:
             recorder.end_step()
         about = provenance(
@@ -145,10 +145,12 @@ class _Run:
         )
         if self.path.call is not None:
             about["witness"] = runner.witnessed()
-        logits = torch.stack(kept, 1) if kept else [None] * len(prompts)
+        logits = torch.stack(logits_by_step, 1) if logits_by_step else [None] * len(prompts)
         rows = zip(*(of_lane[0] for of_lane in collected.lists()), logits, strict=True)
         stops = [] if ends is None else ends.tolist()
-        return [self._trace(recorder, row, prompts[row], each, stops, about) for row, each in enumerate(rows)]
+        return [
+            self._trace(recorder, row, prompts[row], collected_row, stops, about) for row, collected_row in enumerate(rows)
+        ]
 
     def _trace(
         self,
@@ -159,24 +161,24 @@ class _Run:
         stops: list[int],
         about: dict[str, Any],
     ) -> Trace:
-        chosen, fed, sound, logits = collected
-        followed = [*fed[:-1], chosen[-1]]
+        tokens, fed, sound, logits = collected
+        followed = [*fed[:-1], tokens[-1]]
         count = length_of(followed, stops)
         fed = fed[: count - 1]
-        seen: dict[str, Any] = {"records": {}, "steps": ()}
+        recorded: dict[str, Any] = {"records": {}, "steps": ()}
         if recorder is not None:
             steps = tuple(step for step in recorder.recorded_steps if step < count)
-            records = {place: [each[row] for each in kept[: len(steps)]] for place, kept in recorder.kept.items()}
-            seen = {"records": records, "steps": steps, "heads": recorder.heads, "kv_heads": recorder.kv_heads}
-            seen["derived"] = recorder.derived
+            records = {place: [rows[row] for rows in tensors[: len(steps)]] for place, tensors in recorder.kept.items()}
+            recorded = {"records": records, "steps": steps, "heads": recorder.heads, "kv_heads": recorder.kv_heads}
+            recorded["derived"] = recorder.derived
         return Trace(
             path=str(self.path),
             prompt=tuple(prompt),
-            tokens=tuple(chosen[:count]),
+            tokens=tuple(tokens[:count]),
             fed=tuple(fed),
             logits=None if logits is None else logits[:count],
             ended="end of sequence" if followed[count - 1] in stops else "length",
             failure="" if all(sound[:count]) else first_nonfinite(self.adapter, self.path, prompt, fed),
             provenance=about,
-            **seen,
+            **recorded,
         )

@@ -40,16 +40,16 @@ class Strategy:
         weights = _quanta(self.distribution(logits.double()))
         total = weights.cumsum(-1)
         # Vocabulary order, not order of probability: a rounding difference then moves the boundaries by as little.
-        drawn = (uniform.double() * total[:, -1]).long()
-        chosen = torch.searchsorted(total, drawn[:, None], right=True)[:, 0]
+        threshold = (uniform.double() * total[:, -1]).long()
+        chosen = torch.searchsorted(total, threshold[:, None], right=True)[:, 0]
         last = weights.shape[-1] - 1 - weights.flip(-1).gt(0).int().argmax(-1)
         chosen = torch.minimum(chosen, last)
         above = total.gather(-1, chosen[:, None])[:, 0]
         below = above - weights.gather(-1, chosen[:, None])[:, 0]
         # The ends of the whole are no boundary: nothing lies behind them.
         far = torch.iinfo(total.dtype).max
-        to_below = torch.where(below > 0, drawn - below, far)
-        nearest = torch.minimum(to_below, torch.where(above < total[:, -1], above - drawn, far))
+        to_below = torch.where(below > 0, threshold - below, far)
+        nearest = torch.minimum(to_below, torch.where(above < total[:, -1], above - threshold, far))
         return chosen, torch.where(nearest < far, nearest.double() / total[:, -1].double(), torch.inf)
 
     def distribution(self, logits: Float[Tensor, "batch vocab"]) -> Float[Tensor, "batch vocab"]:
@@ -87,8 +87,8 @@ class TopK(Strategy):
     def distribution(self, logits: Float[Tensor, "batch vocab"]) -> Float[Tensor, "batch vocab"]:
         """The softmax over the k largest logits; the lower token id is kept where two are equal."""
         order = logits.argsort(dim=-1, descending=True, stable=True)[:, : self.k]
-        kept = torch.full_like(logits, -torch.inf).scatter(-1, order, logits.gather(-1, order))
-        return torch.softmax(kept / float(self.temperature), -1)
+        largest = torch.full_like(logits, -torch.inf).scatter(-1, order, logits.gather(-1, order))
+        return torch.softmax(largest / float(self.temperature), -1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,10 +110,10 @@ class TopP(Strategy):
         weights = _quanta(ranked)
         total = weights.cumsum(-1)
         before = (total - weights).double()
-        kept = torch.zeros_like(probabilities).scatter(
+        nucleus = torch.zeros_like(probabilities).scatter(
             -1, order, torch.where(before < self.p * total[:, -1:].double(), ranked, 0.0)
         )
-        return kept / kept.sum(-1, keepdim=True)
+        return nucleus / nucleus.sum(-1, keepdim=True)
 
 
 QUANTUM = 2.0**-60

@@ -31,11 +31,11 @@ class Recomputed(PathHook):
 
     def rows(self, place: Place) -> KV:
         """Those of the positions that another path reads."""
-        held, *pair = self._read[place.layer]
+        store, *pair = self._read[place.layer]
         if place.rows is not None:
-            keys, values = (gather_rows(tensor, place.rows - held.start) for tensor in pair)
+            keys, values = (gather_rows(tensor, place.rows - store.start) for tensor in pair)
         else:
-            keys, values = (tensor[:, :, place.start - held.start : place.stop - held.start] for tensor in pair)
+            keys, values = (tensor[:, :, place.start - store.start : place.stop - store.start] for tensor in pair)
         return keys, values
 
 

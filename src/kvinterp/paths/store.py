@@ -145,8 +145,8 @@ class Store:
 
     def keys_values(self, layer: int) -> KeysValues:
         """What the memory holds of them."""
-        held = self.memory.keys_values(layer) if layer in self._lengths else None
-        return (self._empty, self._empty) if held is None else held
+        pair = self.memory.keys_values(layer) if layer in self._lengths else None
+        return (self._empty, self._empty) if pair is None else pair
 
     def update(
         self, layer: int, keys: Tensor, values: Tensor, window: int | None = None, *more: Any, **named: Any
@@ -162,12 +162,12 @@ class Store:
             handed = self.memory.append(layer, keys, values, window, *more, **named)
             read = handed[0].to(keys.dtype), handed[1].to(keys.dtype)
             return self._told(layer, begun, stop, read, handed) if self.listeners else read
-        kept = self.policy.write(
+        written = self.policy.write(
             keys, values, Place(layer, begun, stop, self.facts.cached_keys_rotated, prompt=self.prompt)
         )
         if self.cache_dtype is not None:
-            kept = kept[0].to(self.cache_dtype), kept[1].to(self.cache_dtype)
-        handed = self.memory.append(layer, *kept, window, *more, **named)
+            written = written[0].to(self.cache_dtype), written[1].to(self.cache_dtype)
+        handed = self.memory.append(layer, *written, window, *more, **named)
         place = self._places[layer] = self._appended(layer, begun, stop, handed[0])
         # A static cache hands over all its room, of which the last slots may be empty.
         filled = stop - place.start if place.rows is None else place.rows.shape[2]
@@ -175,24 +175,24 @@ class Store:
             self._put[layer] = [pad(marks, (0, keys.shape[2]))[..., -filled:] for marks in self._put[layer]]
         exact = begun < self.prefill
         if exact:
-            read = self._as_computed(layer, new, kept, handed, filled)
+            read = self._as_computed(layer, new, written, handed, filled)
         else:
             read = handed[0].to(keys.dtype), handed[1].to(keys.dtype)
-        seen = _first(read, filled)
-        changed = seen if exact else self._through_policy(layer, seen, place)
+        filled_read = _first(read, filled)
+        changed = filled_read if exact else self._through_policy(layer, filled_read, place)
         changed = self._listened(layer, changed, place, handed)
-        if stop < self.prefill and (layer in self._computed or any(a is not b for a, b in zip(new, kept, strict=True))):
+        if stop < self.prefill and (layer in self._computed or any(a is not b for a, b in zip(new, written, strict=True))):
             self._computed[layer] = changed
         else:
             self._computed.pop(layer, None)
-        return _put_back(read, seen, changed, filled)
+        return _put_back(read, filled_read, changed, filled)
 
     def _told(self, layer: int, begun: int, stop: int, read: Pair, handed: Pair) -> KeysValues:
         """What the listeners make of what a memory hands over as it is."""
         place = self._appended(layer, begun, stop, handed[0])
         filled = stop - place.start
-        seen = _first(read, filled)
-        return _put_back(read, seen, self._listened(layer, seen, place, handed), filled)
+        filled_read = _first(read, filled)
+        return _put_back(read, filled_read, self._listened(layer, filled_read, place, handed), filled)
 
     @property
     def can_select(self) -> bool:
@@ -235,7 +235,7 @@ class Store:
         """
         if not self.policy.evicts or any(length < self.prefill for length in self._lengths.values()):
             return
-        found: list[Any] = []
+        evictions: list[Any] = []
         for layer in self._lengths:
             keys, values = self.keys_values(layer)
             last = keys.shape[2] - 1
@@ -245,10 +245,10 @@ class Store:
                 # The newest row stands behind them, so that there is a least position where a policy names no row at all.
                 inside = pad(rows.clamp(0, last), (0, 1), value=last)
                 right = (rows == inside[..., :-1]).all() & (rows.diff() != 0).all() & bool(rows.numel())
-                found.append((layer, rows, torch.stack([right, self._rows[layer].gather(2, inside).min()])))
+                evictions.append((layer, rows, torch.stack([right, self._rows[layer].gather(2, inside).min()])))
         # Read at once, because each read waits for the device.
-        numbers = torch.stack([pair.to(found[0][2].device) for *_, pair in found]).tolist() if found else ()
-        for (layer, rows, _), (right, start) in zip(found, numbers, strict=True):
+        numbers = torch.stack([pair.to(evictions[0][2].device) for *_, pair in evictions]).tolist() if evictions else ()
+        for (layer, rows, _), (right, start) in zip(evictions, numbers, strict=True):
             if not right:
                 raise InputError(
                     f"{self._said} names rows of layer {layer} that are not there, or one twice, or none: expected some of "
@@ -282,26 +282,28 @@ class Store:
         known = filled >= (stop if window is None else min(stop, window))
         return Place(layer, stop - filled, stop, rotated, known, prompt=self.prompt)
 
-    def _as_computed(self, layer: int, new: Pair, kept: Pair, handed: Pair, filled: int) -> Pair:
+    def _as_computed(self, layer: int, new: Pair, written: Pair, handed: Pair, filled: int) -> Pair:
         """Keys and values of a prefill as they were computed, laid out in memory as the cache hands them over."""
         earlier, result = self._computed.get(layer), []
-        for index, (own, put, whole) in enumerate(zip(new, kept, handed, strict=True)):
-            if own is put and earlier is None:
-                result.append(whole.to(own.dtype))
+        for index, (fresh, put, whole) in enumerate(zip(new, written, handed, strict=True)):
+            if fresh is put and earlier is None:
+                result.append(whole.to(fresh.dtype))
                 continue
-            before = filled - own.shape[2]
-            held = whole[:, :, :before] if earlier is None else earlier[index][:, :, earlier[index].shape[2] - before :]
-            computed = own if not before else torch.cat([held.to(own.dtype), own], 2)
-            result.append(own if whole is put and not before else _with(whole.to(own.dtype), computed, filled))
+            before = filled - fresh.shape[2]
+            earlier_rows = (
+                whole[:, :, :before] if earlier is None else earlier[index][:, :, earlier[index].shape[2] - before :]
+            )
+            computed = fresh if not before else torch.cat([earlier_rows.to(fresh.dtype), fresh], 2)
+            result.append(fresh if whole is put and not before else _with(whole.to(fresh.dtype), computed, filled))
         return result[0], result[1]
 
-    def _through_policy(self, layer: int, seen: Pair, place: Place) -> Pair:
+    def _through_policy(self, layer: int, held_pair: Pair, place: Place) -> Pair:
         """What the policy reads of what is held; a row that a watcher put there is read as it was put."""
-        keys, values = self.policy.read(*seen, place)
+        keys, values = self.policy.read(*held_pair, place)
         if layer not in self._put:
             return keys, values
-        pairs = zip(self._put[layer], seen, (keys, values), strict=True)
-        keys, values = (torch.where(marks[..., None], held, read) for marks, held, read in pairs)
+        pairs = zip(self._put[layer], held_pair, (keys, values), strict=True)
+        keys, values = (torch.where(marks[..., None], was_held, read) for marks, was_held, read in pairs)
         return keys, values
 
     def _listened(self, layer: int, read: Pair, place: Place, handed: Pair) -> Pair:
@@ -323,12 +325,12 @@ class Store:
             )
         marks = []
         for tensor, was, now in zip(memory, before, after, strict=True):
-            kept = tensor[:, :, : was.shape[2]]
-            if was.data_ptr() == kept.data_ptr() and was.dtype == kept.dtype and not self.policy.reads:
-                kept.copy_(now)
+            rows = tensor[:, :, : was.shape[2]]
+            if was.data_ptr() == rows.data_ptr() and was.dtype == rows.dtype and not self.policy.reads:
+                rows.copy_(now)
                 continue
             changed = (now != was).any(-1)
-            kept.copy_(torch.where(changed[..., None], now.to(kept.dtype), kept))
+            rows.copy_(torch.where(changed[..., None], now.to(rows.dtype), rows))
             marks.append(changed)
         if self.policy.reads:
             # Read as it was put: the policy has no say over what a patch moved.

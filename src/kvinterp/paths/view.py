@@ -105,13 +105,13 @@ class Shown(PathHook):
 
     def _read(self, place: Place, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor] | None:
         view = self._view
-        chosen = view.keys(place.start, keys.shape[2])
-        if view.silent or not len(chosen):
+        columns = view.keys(place.start, keys.shape[2])
+        if view.silent or not len(columns):
             return None
         start = int(view.own[: place.start].sum())
-        axes = _on(keys.device, {0: torch.tensor([view.row]), 2: chosen})
-        mine = dataclasses.replace(place, start=start, stop=start + len(chosen))
-        changed = self._hook.on_read(mine, _part(keys, axes), _part(values, axes))
+        axes = _on(keys.device, {0: torch.tensor([view.row]), 2: columns})
+        own_place = dataclasses.replace(place, start=start, stop=start + len(columns))
+        changed = self._hook.on_read(own_place, _part(keys, axes), _part(values, axes))
         return None if changed is None else (_with(keys, axes, changed[0]), _with(values, axes, changed[1]))
 
     def _cut(self, place: Site, hear: Listener) -> Listener:
@@ -125,12 +125,12 @@ class Shown(PathHook):
             rows = view.keys(0, tensor.shape[layout.rows]) if cached else view.queries()
             if view.silent or not len(rows):
                 return None
-            chosen = {0: torch.tensor([view.row]), layout.rows: rows}
+            columns = {0: torch.tensor([view.row]), layout.rows: rows}
             if layout.keys:
                 # Of a window the newest keys are there; of a static cache the room behind them too.
                 count = tensor.shape[layout.keys]
-                chosen[layout.keys] = view.keys(max(len(view.own) - count, 0), count)
-            axes = _on(tensor.device, chosen)
+                columns[layout.keys] = view.keys(max(len(view.own) - count, 0), count)
+            axes = _on(tensor.device, columns)
             changed = hear(_part(tensor, axes))
             return None if changed is None else _with(tensor, axes, changed)
 
@@ -138,12 +138,12 @@ class Shown(PathHook):
 
 
 def _on(device: torch.device, axes: Axes) -> Axes:
-    return {axis: chosen.to(device) for axis, chosen in axes.items()}
+    return {axis: columns.to(device) for axis, columns in axes.items()}
 
 
 def _part(tensor: Tensor, axes: Mapping[int, Tensor]) -> Tensor:
-    for axis, chosen in axes.items():
-        tensor = tensor.index_select(axis, chosen)
+    for axis, columns in axes.items():
+        tensor = tensor.index_select(axis, columns)
     return tensor
 
 
@@ -151,5 +151,5 @@ def _with(tensor: Tensor, axes: Mapping[int, Tensor], part: Tensor) -> Tensor:
     """A copy in which what was chosen is another's."""
     if not axes:
         return part.to(tensor.dtype)
-    (axis, chosen), *inner = axes.items()
-    return tensor.index_copy(axis, chosen, _with(tensor.index_select(axis, chosen), dict(inner), part))
+    (axis, columns), *inner = axes.items()
+    return tensor.index_copy(axis, columns, _with(tensor.index_select(axis, columns), dict(inner), part))
