@@ -50,6 +50,19 @@ def refused(file, said, error=KvinterpError):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_a_header_is_read_once_a_load(files, monkeypatch, kind):
+    """transformers asks for it three times; a load later it is read anew, and the package is left as it was."""
+    read, reader = [], gguf.GGUFReader
+    monkeypatch.setattr(gguf, "GGUFReader", lambda path: read.append(path) or reader(path))
+    ours = gguf.GGUFReader
+    loaded(files("F16"), kind)
+    first = len(read)
+    loaded(files("F16"), kind)
+    assert (first, len(read)) == (1, 2)
+    assert gguf.GGUFReader is ours
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_file_in_float32_is_the_model_it_was_made_of(files, kind):
     """llama.cpp turns the rows of queries and keys for its RoPE; turned back wrongly, the model computes something else."""
     folder, file = loaded(f"zoo:{ZOO}", kind), loaded(files(), kind)

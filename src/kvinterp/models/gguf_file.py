@@ -49,6 +49,27 @@ def pretrained_arguments(source: Path | str) -> Iterator[tuple[Path | str, dict[
         yield Path(folder), {"gguf_file": "model.gguf"}
 
 
+@contextlib.contextmanager
+def reading_once(file: Path | None) -> Iterator[None]:
+    """Within it the ``gguf`` package reads the header of a GGUF file once, and makes a table of names once.
+
+    transformers asks for the header three times, and for the table once a module: half of the time that SmolLM2 takes to load.
+    """
+    if file is None or not is_gguf(file) or importlib.util.find_spec("gguf") is None:
+        yield
+        return
+    from unittest import mock
+
+    import gguf
+
+    reader, names = gguf.GGUFReader, gguf.get_tensor_name_map
+    read = functools.cache(reader)
+    with mock.patch.multiple(
+        gguf, GGUFReader=lambda path: read(Path(path).resolve()), get_tensor_name_map=functools.cache(names)
+    ):
+        yield
+
+
 def header_of(file: Path) -> GgufHeader:
     """Reads the header of a GGUF file.
 

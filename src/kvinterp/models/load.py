@@ -25,7 +25,7 @@ from kvinterp.models.door import (
     load_weights,
     loading,
 )
-from kvinterp.models.gguf_file import header_of, pretrained_arguments
+from kvinterp.models.gguf_file import header_of, pretrained_arguments, reading_once
 from kvinterp.models.hooks import hooks_suspended
 from kvinterp.models.naming import cached_folder, is_gguf, local_folder, reach
 
@@ -83,10 +83,12 @@ def load_model(
     log.info("loading %s as %s in %s on %s%s", name, kind, str(dtype).removeprefix("torch."), device, first)
     adapter: Adapter
     if kind == "hooked":
-        adapter = _load_hooked(name, folder, dtype, device, remote_code)
+        with reading_once(folder):
+            adapter = _load_hooked(name, folder, dtype, device, remote_code)
     else:
         eager = "eager" if kind == "bridge" else attention
-        source, tokenizer = _load_transformers(name, folder, dtype, device, eager, remote_code)
+        with reading_once(folder):
+            source, tokenizer = _load_transformers(name, folder, dtype, device, eager, remote_code)
         from kvinterp.models.bridge import BridgeAdapter, build_bridge
         from kvinterp.models.native import NativeAdapter
 
