@@ -1,307 +1,85 @@
 """Public reports of caches that are wrong, rebuilt small: each fault as it was reported, since the libraries have mended most.
 
-`python benchmarks/bugs/reports.py` tries each by programs and prints the table of docs/known_bugs.md; `--clean` leaves the faults
-out, and prints what is wrong then.
+`python benchmarks/bugs/reports.py` audits each and prints the table of docs/known_bugs.md; `--clean` leaves the faults out, and
+prints what is wrong then. The ladder of precisions is kept short, the programs are those of a default audit.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import functools
+import importlib
+import json
 import multiprocessing
 import sys
 import time
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+import transformers
+
+import kvinterp as kv
 
 sys.path.insert(0, str(Path(__file__).parent))
+from reported import earlier, kept, own_code, positions
+from reported.report import OwnCode, Report
 
+REPORTS: dict[str, Report] = earlier.REPORTS | positions.REPORTS | kept.REPORTS | own_code.REPORTS
 
-@dataclasses.dataclass(frozen=True)
-class Report:
-    """What somebody reported.
+NO_FAULT = ("right", "refused", "not run", "passed")
 
-    Args:
-        link: Where, as text.
-        symptom: In our words.
-        build: Makes a small model; with the fault, where it is asked to.
-    """
 
-    link: str
-    symptom: str
-    build: Callable[[bool], Any]
-
-
-def small(kind: str, **config: Any) -> nn.Module:
-    """A small model of a type, in eval mode."""
-    from bank.small import small as built
-
-    return built(kind, **config)
-
-
-def pads_reach_a_state(fault: bool) -> nn.Module:
-    from transformers.models.qwen3_next import modeling_qwen3_next as module
-
-    own = module.create_recurrent_attention_mask
-
-    def planted(config: Any, inputs_embeds: Tensor, attention_mask: Any, past_key_values: Any = None, **more: Any) -> Any:
-        if past_key_values is not None and past_key_values.get_seq_length() > 0:
-            return None
-        return own(config, inputs_embeds, attention_mask, past_key_values, **more)
-
-    if fault:
-        module.create_recurrent_attention_mask = planted
-    return small("qwen3_next", layer_types=["linear_attention", "full_attention"])
-
-
-def changed(kind: str, change: Callable[..., None], fault: bool, **config: Any) -> nn.Module:
-    """A small model whose class's forward has its arguments changed first."""
-    model = small(kind, **config)
-    own = type(model).forward
-
-    @functools.wraps(own)
-    def forward(self: Any, input_ids: Any = None, past_key_values: Any = None, **given: Any) -> Any:
-        if past_key_values is not None and past_key_values.get_seq_length() > 0:
-            change(input_ids, past_key_values, given)
-        return own(self, input_ids=input_ids, past_key_values=past_key_values, **given)
-
-    if fault:
-        type(model).forward = forward  # type: ignore[method-assign]
-    return model
-
-
-def mask_of_a_second_part_dropped(fault: bool) -> nn.Module:
-    def change(ids: Tensor, cache: Any, given: dict[str, Any]) -> None:
-        if given.get("attention_mask") is not None and ids.shape[1] > 1:
-            given["attention_mask"] = given["attention_mask"].clone()
-            given["attention_mask"][:, cache.get_seq_length() :] = 1
-
-    return changed("llama", change, fault)
-
-
-def second_turn_numbered_from_0(fault: bool) -> nn.Module:
-    model = small("llama")
-    own = type(model).prepare_inputs_for_generation
-
-    def planted(self: Any, input_ids: Tensor, past_key_values: Any = None, **more: Any) -> Any:
-        out = own(self, input_ids, past_key_values=past_key_values, **more)
-        new, cache = out.get("input_ids"), out.get("past_key_values")
-        if cache is not None and cache.get_seq_length() > 0 and new is not None and new.shape[1] > 1:
-            out["position_ids"] = torch.arange(new.shape[1])[None].expand_as(new)
-        return out
-
-    if fault:
-        type(model).prepare_inputs_for_generation = planted  # type: ignore[method-assign]
-    return model
-
-
-def chunks_of_mamba2(zero: bool) -> Callable[[bool], nn.Module]:
-    def build(fault: bool) -> nn.Module:
-        from transformers.models.mamba2.modeling_mamba2 import Mamba2Mixer as Mixer
-
-        own = Mixer.forward
-
-        def planted(self: Any, hidden_states: Tensor, cache_params: Any = None, *args: Any, **more: Any) -> Tensor:
-            many = hidden_states.shape[1] > 1 and cache_params is not None
-            if not many or not cache_params.has_previous_state(self.layer_idx):
-                return own(self, hidden_states, cache_params, *args, **more)
-            if zero:
-                return own(self, hidden_states, None, *args, **more)
-            first = own(self, hidden_states[:, :1], cache_params, *args, **more)
-            return first.expand(-1, hidden_states.shape[1], -1)
-
-        if fault:
-            Mixer.forward = planted
-        return small("mamba2", n_groups=2, chunk_size=16)
-
-    return build
-
-
-def window_forgotten_while_recording(fault: bool) -> nn.Module:
-    from transformers.cache_utils import DynamicSlidingWindowLayer as Layer
-
-    own = Layer.update
-
-    def planted(self: Any, *args: Any, **more: Any) -> Any:
-        out = own(self, *args, **more)
-        return (self.keys, self.values) if self.record_past else out
-
-    if fault:
-        Layer.update = planted
-    return small("mistral", sliding_window=8)
-
-
-def keys_shared_through_the_cache(fault: bool) -> nn.Module:
-    model: Any = small("llama", num_hidden_layers=4)
-    source, reader = model.model.layers[1].self_attn, model.model.layers[3].self_attn
-    kept: dict[str, Any] = {}
-
-    def asked(module: nn.Module, args: Any, given: dict[str, Any]) -> None:
-        kept["cache"] = given.get("past_key_values")
-
-    reader.register_forward_pre_hook(asked, with_kwargs=True)
-    for name in ("k_proj", "v_proj"):
-        getattr(source, name).register_forward_hook(lambda m, a, out, name=name: kept.update({name: out}))
-        getattr(reader, name).register_forward_hook(
-            lambda m, a, out, name=name: kept[name] if kept["cache"] is not None or not fault else out
-        )
-    return model
-
-
-def queries_turned_too_far(fault: bool) -> nn.Module:
-    from transformers.models.llama import modeling_llama as module
-
-    model: Any = small("llama")
-    own, now = module.apply_rotary_pos_emb, dict[str, Any]()
-
-    def asked(layer: nn.Module, args: Any, given: dict[str, Any]) -> None:
-        states, positions = given["hidden_states"], given.get("position_ids")
-        batch = given.get("past_key_values") is not None and states.shape[0] > 1 and positions is not None
-        now["positions"] = positions + states.shape[1] if batch else None
-
-    def planted(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **more: Any) -> Any:
-        turned, keys = own(q, k, cos, sin, *args, **more)
-        if now.get("positions") is not None:
-            turned, _ = own(q, k, *model.model.rotary_emb(q, now["positions"]), *args, **more)
-        return turned, keys
-
-    if fault:
-        for layer in model.model.layers:
-            layer.self_attn.register_forward_pre_hook(asked, with_kwargs=True)
-        module.apply_rotary_pos_emb = planted
-    return model
-
-
-def frequencies_that_switch(fault: bool) -> nn.Module:
-    rope = {"rope_theta": 1e4, "rope_type": "longrope" if fault else "default"}
-    longrope = {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [2.0, 4.0, 6.0, 8.0], "factor": 8.0}
-    rope |= {**longrope, "original_max_position_embeddings": 32} if fault else {}
-    return small("phi3", rope_parameters=rope, original_max_position_embeddings=32, sliding_window=None)
-
-
-def state_of_another_request(fault: bool) -> nn.Module:
-    from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
-
-    sizes = {"vocab_size": 131, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "head_dim": 8}
-    rope = {"rope_type": "default", "mrope_section": [2, 1, 1], "rope_theta": 1e4}
-    text = {**sizes, "num_hidden_layers": 2, "num_key_value_heads": 2, "rope_parameters": rope}
-    vision = {
-        "depth": 1,
-        "hidden_size": 16,
-        "intermediate_size": 32,
-        "num_heads": 2,
-        "patch_size": 4,
-        "out_hidden_size": 32,
-    }
-    vision |= {"deepstack_visual_indexes": [0], "num_position_embeddings": 16}
-    torch.manual_seed(0)
-    model = Qwen3VLForConditionalGeneration(Qwen3VLConfig(text_config=text, vision_config=vision)).eval()
-    if not fault:
-        model.register_forward_pre_hook(lambda module, args: setattr(module.model, "rope_deltas", None))
-    return model
-
-
-class Scratch(nn.Module):
-    """A model from scratch with learned positions, which every cached step begins at 0."""
-
-    def __init__(self, fault: bool, width: int = 32) -> None:
-        super().__init__()
-        self.fault = fault
-        self.tokens, self.positions, self.head = nn.Embedding(99, width), nn.Embedding(256, width), nn.Linear(width, 99)
-        self.layers = nn.ModuleList(nn.Linear(width, 3 * width) for _ in range(2))
-
-    def forward(self, ids: Tensor, cache: Any = None) -> Any:
-        start = 0 if cache is None or self.fault else cache[0][0].shape[1]
-        x, new = self.tokens(ids) + self.positions(torch.arange(start, start + ids.shape[1])), []
-        for n, layer in enumerate(self.layers):
-            q, k, v = layer(x).chunk(3, -1)
-            if cache is not None:
-                k, v = torch.cat([cache[n][0], k], 1), torch.cat([cache[n][1], v], 1)
-            sees = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool).tril(k.shape[1] - q.shape[1])
-            x = x + nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=sees)
-            new.append((k, v))
-        return self.head(x), new
-
-
-def from_scratch(fault: bool) -> nn.Module:
-    torch.manual_seed(0)
-    return Scratch(fault).eval()
-
-
-def pads_numbered(fault: bool) -> nn.Module:
-    return small("gpt2") if fault else small("llama")
-
-
-def a_step_forgets_pads(fault: bool) -> nn.Module:
-    def change(ids: Tensor, cache: Any, given: dict[str, Any]) -> None:
-        given["position_ids"] = torch.arange(ids.shape[1])[None].expand_as(ids) + cache.get_seq_length()
-
-    return changed("gpt2", change, fault)
-
-
-REPORTS = {
-    "pads of a later part": Report(
-        "transformers#47086", "pads in a second chunk or turn reach the recurrent state of a hybrid", pads_reach_a_state
-    ),
-    "its twin in attention": Report(
-        "of the same kind", "the mask of new columns is dropped", mask_of_a_second_part_dropped
-    ),
-    "second turn": Report(
-        "transformers#36151, #38727, #47597", "a second generate() on the first one's cache", second_turn_numbered_from_0
-    ),
-    "Mamba2, first of a chunk": Report(
-        "transformers#46032", "a chunk on a cache computes its first token alone", chunks_of_mamba2(zero=False)
-    ),
-    "Mamba2, from zero": Report("transformers#46741", "a chunk begins from a state of zero", chunks_of_mamba2(zero=True)),
-    "assistant, window": Report(
-        "transformers#48280", "with an assistant a window has more keys than its mask", window_forgotten_while_recording
-    ),
-    "use_cache=False": Report(
-        "transformers#45242",
-        "use_cache=False gives garbage: K and V are shared through the cache",
-        keys_shared_through_the_cache,
-    ),
-    "offset": Report("mlx-lm#1699", "in a batch queries are rotated one forward too far", queries_turned_too_far),
-    "longrope": Report(
-        "llama.cpp#24875, vllm#52665", "keys keep the frequencies of before the switch", frequencies_that_switch
-    ),
-    "state left behind": Report(
-        "transformers#44158", "rope_deltas of another request stay on the model", state_of_another_request
-    ),
-    "from scratch": Report("litgpt#2165, discuss.huggingface.co/t/143839", "a model and cache of one's own", from_scratch),
-    "left padding, positions": Report("unsloth#3699", "decode counts the pads among its positions", a_step_forgets_pads),
-    "left padding, mask alone": Report(
-        "GPT-2, asked often", "left padding with a mask alone changes the answer", pads_numbered
-    ),
-}
-
-
-def tried(name: str, fault: bool) -> str:
-    """A row of the table."""
-    from kvinterp.auditing.own_code import subject_of
-    from kvinterp.models import wrap
-    from kvinterp.programs.search import search
-    from kvinterp.programs.subject import ModelSubject
-
+def answered(name: str, fault: bool, **options: Any) -> dict[str, Any]:
+    """What an audit says of a report: its verdict, the uses that are wrong with their programs and places, the seconds."""
     warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
-    began, report = time.process_time(), REPORTS[name]
+    report = REPORTS[name]
     model = report.build(fault)
-    subject = subject_of(model) if isinstance(model, Scratch) else ModelSubject(wrap(model))
-    assert subject is not None
-    found = search(subject, 120, 40, faults=1)
-    seconds = time.process_time() - began
-    ones = found.wrong or [one for one in found.others.values() if one.word.startswith("off")]
-    if not ones:
-        return f"|{report.link}|{report.symptom}|right||{found.ran}|{seconds:.0f}|"
-    one = ones[0]
-    return f"|{report.link}|{report.symptom}|{one.word}: {one.use}|`{one.program}`|{one.ran}|{seconds:.0f}|"
+    answer: dict[str, Any] = {"name": name, "fault": fault, "shows": report.shows(model) if report.shows else None}
+    began = time.process_time()
+    try:
+        if isinstance(model, OwnCode):
+            verdict = kv.audit(full=model.full, step=model.step, **options)
+        else:
+            verdict = kv.audit(model, rungs=("float32",), lengths=(9,), steps=2, sweep="no", **options)
+    except Exception as error:  # what a user would see
+        seconds = time.process_time() - began
+        return answer | {
+            "verdict": "raised",
+            "first": f"{type(error).__name__}: {error}"[:400],
+            "wrong": [],
+            "seconds": seconds,
+        }
+    told = verdict.told()
+    wrong = [check for check in told["checks"] if check["status"] not in NO_FAULT]
+    return answer | {
+        "verdict": told["verdict"],
+        "exit": verdict.exit_code,
+        "seconds": time.process_time() - began,
+        "first": str(verdict).split("\n")[1] if "\n" in str(verdict) else str(verdict),
+        "wrong": [{key: check[key] for key in ("name", "status", "program", "detail", "tried")} for check in wrong],
+    }
+
+
+def row(answer: dict[str, Any]) -> str:
+    """A row of the table."""
+    report = REPORTS[answer["name"]]
+    wrong = answer["wrong"]
+    first = next((check for check in wrong if check["program"]), None)
+    use = f"{first['status']}: {first['name']}" if first else ""
+    program = f"`{first['program']}`" if first else ""
+    return f"|{linked(report.link)}|{report.date}|{report.symptom}|{answer['verdict']}|{use}|{program}|{answer['seconds']:.0f}|"
+
+
+def linked(link: str) -> str:
+    """A Markdown link for repository and number; the further numbers as they are."""
+    first, *more = link.split(", ")
+    if "#" not in first or "/" not in first:
+        return link
+    repository, number = first.split("#")
+    return ", ".join([f"[{repository.split('/')[1]}#{number}](https://github.com/{repository}/issues/{number})", *more])
 
 
 def main() -> None:
@@ -309,12 +87,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", default=list(REPORTS))
     parser.add_argument("--clean", action="store_true", help="without the faults")
+    parser.add_argument("--out", type=Path, help="a file to which the answers are appended, one JSON a line")
     given = parser.parse_args()
-    print("|report|symptom|word|program|found by|seconds|\n|---|---|---|---|---|---|", flush=True)
+    for module in ("auditing.audit", "auditing.own_code", "programs.search"):
+        importlib.import_module(f"kvinterp.{module}")
+    print("|report|date|symptom|verdict|use|program|seconds|\n|---|---|---|---|---|---|---|", flush=True)
+    options = {"seconds": 10.0} if given.clean else {}
     # What is planted in a library's module ends with the process.
     with multiprocessing.get_context("fork").Pool(1, maxtasksperchild=1) as pool:
-        for row in pool.starmap(tried, [(name, not given.clean) for name in given.names], chunksize=1):
-            print(row, flush=True)
+        for name in given.names:
+            answer = pool.apply(answered, (name, not given.clean), options)
+            print(row(answer), flush=True)
+            if given.out:
+                with given.out.open("a") as file:
+                    file.write(json.dumps(answer) + "\n")
 
 
 if __name__ == "__main__":

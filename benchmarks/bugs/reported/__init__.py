@@ -1,0 +1,1 @@
+"""Public reports of caches that are wrong, each rebuilt small."""
