@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from reported import own_code
-from reports import REPORTS, answered
+from reports import answered
 
 SHOWN = 1e-3
 """How far of the largest logit a fault has to move an answer; without the faults the loops are below 1e-5."""
