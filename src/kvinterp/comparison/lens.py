@@ -141,17 +141,16 @@ def _logits_by_layer(through: Unembedding, trace: Trace, places: Sequence[tuple[
 
 def _table(adapter: Adapter, a: Tensor, b: Tensor) -> pd.DataFrame:
     """Compares two ``[layer, vocab]`` of logits: a row a layer."""
-    tops = [logits.argmax(-1).tolist() for logits in (a, b)]
-    return pd.DataFrame(
-        {
-            "layer": range(-1, len(a) - 1),
-            "kl": metrics.kl_divergence(a, b).tolist(),
-            "max_abs_logit": (a - b).abs().amax(-1).tolist(),
-            "top_a": tops[0],
-            "top_b": tops[1],
-            "text_a": adapter.pieces(tops[0]),
-            "text_b": adapter.pieces(tops[1]),
-            "same_top": [top_a == top_b for top_a, top_b in zip(*tops, strict=True)],
-            "kl_to_last": metrics.kl_divergence(a, a[-2:-1].expand_as(a)).tolist(),
-        }
-    )
+    tops = [logits.argmax(-1).double() for logits in (a, b)]
+    numbers = {
+        "kl": metrics.kl_divergence(a, b),
+        "max_abs_logit": (a - b).abs().amax(-1),
+        **dict(zip(("top_a", "top_b"), tops, strict=True)),
+        "kl_to_last": metrics.kl_divergence(a, a[-2:-1].expand_as(a)),
+    }
+    # Read at once, because each read waits for the device.
+    table = pd.DataFrame(torch.stack([*numbers.values()], 1).cpu().numpy(), columns=[*numbers])
+    table = table.astype({"top_a": int, "top_b": int}).assign(layer=range(-1, len(a) - 1))
+    texts = {f"text_{side}": adapter.pieces(table[f"top_{side}"].tolist()) for side in "ab"}
+    table = table.assign(**texts, same_top=table["top_a"] == table["top_b"])
+    return table[["layer", "kl", "max_abs_logit", "top_a", "top_b", "text_a", "text_b", "same_top", "kl_to_last"]]
