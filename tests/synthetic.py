@@ -133,9 +133,9 @@ def experiment_page(folder: Path, text: str, rows: int, **changed: Any) -> Path:
         "question": f"Measure {text}.\n\nAnd why.",
         "sentences": [f"{text} is 3.", "It holds for 2 prompts."],
         "tables": {"many": pd.DataFrame({"step": range(rows), "kl": 0.5, "word": text, "same": True})},
-        "figures": [],
+        "pictures": [],
         "choices": {"prompts": text, "sizes": (1, 2), "device": None},
-        "provenance": {"model": f"zoo:{text}", "dtype": "float16", "kernel_flags": {"tf32": False}},
+        "provenances": {"": {"model": f"zoo:{text}", "dtype": "float16", "kernel_flags": {"tf32": False}}},
     }
     return write_experiment(folder, **{**told, **changed})
 

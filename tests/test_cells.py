@@ -43,7 +43,7 @@ def model(**given: Any) -> Any:
 
 
 def cells(count: int = 3) -> list[Cell]:
-    return [Cell(f"cell-{n}", f"{__name__}:doubled", {"x": n}, f"cell {n}") for n in range(count)]
+    return [Cell(f"cell-{n}", doubled, {"x": n}, f"cell {n}") for n in range(count)]
 
 
 def values(made: Any) -> list[int]:
@@ -97,7 +97,7 @@ def test_what_was_made_with_other_settings_is_not_used(
 
 
 def test_cells_that_share_their_settings_may_share_a_call(tmp_path: Path) -> None:
-    wanted = [Cell(str(n), f"{__name__}:together", {"by": 10}) for n in range(3)]
+    wanted = [Cell(str(n), together, {"by": 10}) for n in range(3)]
     parts = Store(tmp_path, {"verb": "x"})
     run_cells(wanted[:1], parts)
     made = run_cells(wanted, parts)

@@ -64,7 +64,7 @@ def refusing() -> pd.DataFrame:
 
 def cells_of(folder: Path, count: int = 3) -> list[Cell]:
     """Of two models in turn."""
-    return [Cell(f"x-{n}", f"{HERE}:described", {"x": n, "folder": str(folder), "model": f"{n % 2}"}) for n in range(count)]
+    return [Cell(f"x-{n}", described, {"x": n, "folder": str(folder), "model": f"{n % 2}"}) for n in range(count)]
 
 
 @pytest.mark.slow
@@ -81,13 +81,13 @@ def test_ray_gives_what_this_process_gives(cluster: Any, tmp_path: Path) -> None
     assert len(ray) == 3
 
     settings = {"folder": str(tmp_path), "at": "k-2", "times": 1}
-    group = [Cell(f"k-{n}", f"{HERE}:fatal", settings) for n in range(5)]
+    group = [Cell(f"k-{n}", fatal, settings) for n in range(5)]
     made = run_cells(group, engine=Ray())
     assert [tables["table"]["key"][0] for tables, _ in made.values()] == [cell.key for cell in group]
     assert (tmp_path / "noted").read_text().split().count("k-2") == 2
 
     with pytest.raises(InputError, match="expected another"):
-        run_cells([Cell("r", f"{HERE}:refusing", {})], engine=Ray())
+        run_cells([Cell("r", refusing, {})], engine=Ray())
 
 
 @pytest.mark.long

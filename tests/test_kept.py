@@ -51,7 +51,7 @@ def found(model: Any) -> dict[str, Result]:
 ALL = ("compare", "patch", "patch without controls", "decompose", "localise", "localise nothing", "kernels")
 
 
-PLACED = ("VERB", "folder", "files", "settings", "choices", "experiment", "_found", "_own", "_of")
+PLACED = ("VERB", "folder", "files", "settings", "choices", "experiment", "_own", "_of")
 """What a result says of where it is kept, and what was added to its own tables."""
 
 

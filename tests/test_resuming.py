@@ -119,11 +119,11 @@ class Twice(Experiment):
     values: tuple[int, ...] = (3, 9, 4, 7)
 
     def cells(self) -> list[Cell]:
-        return [Cell(f"one-{n}", f"{__name__}:valued", {"name": f"one-{n}", "value": v}) for n, v in enumerate(self.values)]
+        return [Cell(f"one-{n}", valued, {"name": f"one-{n}", "value": v}) for n, v in enumerate(self.values)]
 
     def second_stage(self, made: Mapping[str, Made]) -> list[Cell]:
         largest = joined(made)["table"].nlargest(2, "value")["name"]
-        return [Cell(f"two-{name}", f"{__name__}:valued", {"name": f"two-{name}", "value": 0}) for name in largest]
+        return [Cell(f"two-{name}", valued, {"name": f"two-{name}", "value": 0}) for name in largest]
 
     def reduce(self, made: Mapping[str, Made]) -> Result:
         return Result(joined(made), {})

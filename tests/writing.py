@@ -80,7 +80,7 @@ class Compared:
 
 def cells_made(keys: Iterable[str], store: Store) -> CellsMade:
     """The cells of some keys, none of which can be made again."""
-    return CellsMade({key: (Cell(key, "", {}), store) for key in keys})
+    return CellsMade({key: (Cell(key, print), store) for key in keys})
 
 
 def joined(made: Mapping[str, Made], asked: list[Prompt]) -> Any:

@@ -102,7 +102,7 @@ class Counting(Experiment):
     by_names: tuple[int, ...] = option((1, 2), "What is added.", example="1,2")
 
     def cells(self):
-        return [Cell(f"number-{n}", f"{__name__}:counted", {"n": n, "more": list(self.by_names)}) for n in range(self.most)]
+        return [Cell(f"number-{n}", counted, {"n": n, "more": list(self.by_names)}) for n in range(self.most)]
 
     def reduce(self, made):
         tables = {"numbers": pd.concat([tables["table"] for tables, _ in made.values()], ignore_index=True)}

@@ -233,8 +233,8 @@ def test_the_sentences_follow_the_numbers() -> None:
 
 def read(tables: dict[str, pd.DataFrame]) -> tuple[str, str]:
     """The headline, and all findings a line each."""
-    headline = Behaviour().headline(Result(tables, {}))
-    return "\n".join(headline), "\n".join(lines_of(findings_of(Behaviour().rows(tables))))
+    result = Result(tables, {})
+    return "\n".join(Behaviour().headline(result)), "\n".join(lines_of(findings_of(Behaviour().rows(result))))
 
 
 # The command -----------------------------------------------------------------------------------------------------------

@@ -12,7 +12,8 @@ import pytest
 from browser import EVIL
 from matplotlib.image import imread
 
-from kvinterp.study.report.style import CMAP, SERIES, figure_as, sheet
+from kvinterp.study.report import style
+from kvinterp.study.report.style import CMAP, SERIES, sheet
 from kvinterp.study.report.svg import inline
 
 
@@ -25,11 +26,11 @@ def drawn(title: str = "a title", name: str = "one", marks: int = 9) -> str:
         right.set_title(title)
         figure.colorbar(right.imshow(np.eye(3), cmap=CMAP), ax=right)
         # Each drawing lays out anew, a little otherwise.
-        figure_as(figure, "svg")
+        style.svg(figure)
         figure.set_layout_engine("none")
-        before = figure_as(figure, "svg")
+        before = style.svg(figure)
         svg = inline(figure, name)
-        assert figure_as(figure, "svg") == before, "the figure is left as it was"
+        assert style.svg(figure) == before, "the figure is left as it was"
     return svg
 
 

@@ -1,8 +1,8 @@
 """The class of results: shown in a notebook, saved in a folder as on the command line, and loaded again.
 
 All results have this class, and a comparison or a sweep adds its own tables and properties. Folders, figures and pages are the
-work of :mod:`kvinterp.study.experiments.keeping`. The rooms below it may not import it, so it is imported here by its name, as
-a registry imports plugins.
+work of the experiment that keeps such results. The rooms below it may not import it, so it is found here by its name, as a
+registry imports plugins.
 """
 
 from __future__ import annotations
@@ -19,10 +19,6 @@ from kvinterp.errors import InputError
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
-
-
-def _keeping() -> Any:
-    return importlib.import_module("kvinterp.study.experiments.keeping")
 
 
 def signed(tables: dict[str, pd.DataFrame], about: Mapping[str, Any]) -> dict[str, pd.DataFrame]:
@@ -45,7 +41,6 @@ class Result:
         files: The files that were written there.
         settings: Everything that determines the content of the tables.
         choices: The user's choices, as the page shows them.
-        members: The results that it consists of, where there are several.
         experiment: The experiment that made it or read it, if one did.
     """
 
@@ -55,12 +50,10 @@ class Result:
     files: Sequence[Path] = ()
     settings: Any = None
     choices: Any = None
-    members: Any = ()
     experiment: Any = None
-    others: Any = None
-    _found: dict[str, Any] = {}  # noqa: RUF012  # a class of data has it
+    others: Any = ()
     _own: Any = None
-    _of: Mapping[str, int] | None = None
+    _of: Any = None
     # A subclass has a function of this name.
     summary: Any
 
@@ -70,8 +63,12 @@ class Result:
         summary: Mapping[str, Any] | None = None,
         others: Mapping[str, str] | None = None,
     ) -> None:
-        self.others = dict(others or {})
-        self.tables, self.summary = dict(tables or {}), dict(summary or {})
+        self.others, self._tables, self.summary = dict(others or {}), dict(tables or {}), dict(summary or {})
+
+    @classmethod
+    def read(cls, tables: Mapping[str, Any], summary: Mapping[str, Any]) -> Any:
+        """Makes a result of its tables and of the content of its ``summary.json``."""
+        return cls(tables, summary)
 
     @property
     def tables(self) -> dict[str, Any]:
@@ -79,28 +76,19 @@ class Result:
 
         A result with tables as fields, such as a comparison, gives the tables that its fields have now.
         """
-        if self.others is not None:
-            return self._found
-        fields, _ = self.contents()  # Before _found is read: it forgets findings of earlier tables.
-        return {**self._found, **fields}
+        return self.contents()[0]
 
     @tables.setter
     def tables(self, tables: Mapping[str, Any]) -> None:
-        fields = {} if self.others is not None else self.contents()[0]
-        vars(self).update(_found={name: table for name, table in tables.items() if name not in fields})
+        own, summary = self.contents()
+        vars(self).update(_own=({**tables, **own}, summary))
 
     def contents(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """The result of :meth:`written`, computed once for the present tables; other tables than before have no findings yet."""
-        if self.others is not None:
-            return self.written()
-        if self._of != (frames := self._frames()):
-            vars(self).update(_own=self.written(), _found={}, _of=frames)
+        frames = [id(table) for table in vars(self).values() if hasattr(table, "columns")]
+        if self._of != frames:
+            vars(self).update(_own=self.written(), _of=frames)
         return self._own
-
-    def _frames(self) -> dict[str, int]:
-        """The identities of the tables that are its fields, by which :meth:`contents` notices other tables."""
-        fields = getattr(type(self), "__dataclass_fields__", ())
-        return {name: id(table) for name in fields if hasattr(table := vars(self).get(name), "columns")}
 
     def __repr__(self) -> str:
         """Its command and its tables, in one line."""
@@ -115,13 +103,17 @@ class Result:
 
     def written(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """The tables to write, by the names of their files, and the content of ``summary.json``."""
-        return dict(self.tables), dict(self.summary)
+        return self._tables, self.summary
 
     def json_output(self) -> dict[str, Any]:
         """The output of ``--json``: the folder, and the content of ``summary.json``."""
         # The file also has the settings and the names of the files.
         summary = next((read_json(file) for file in self.files if file.name == SUMMARY), None) or self.contents()[1]
         return {"folder": self.folder and str(self.folder), "exit_code": 0, **summary}
+
+    def keeper(self) -> Any:
+        """The experiment that made it, or that keeps such results."""
+        return importlib.import_module("kvinterp.study.experiments.keeping").keeper_of(self)
 
     def save(self, folder: str | os.PathLike[str], existing: str = "error") -> Path:
         """Writes tables and ``summary.json``, each whole or not at all, as the command does; :meth:`report` also writes the page.
@@ -136,7 +128,7 @@ class Result:
         Raises:
             InputError: It cannot be written, or something is in the way.
         """
-        return _keeping().save(self, folder, existing)
+        return self.keeper().save(self, folder, existing)
 
     def report(self, folder: str | os.PathLike[str] | None = None, existing: str = "error") -> Path:
         """Writes the page with its figures, and everything that :meth:`save` writes.
@@ -151,16 +143,16 @@ class Result:
         Raises:
             InputError: It cannot be written, or something is in the way.
         """
-        return _keeping().report(self, folder, existing)
+        return self.keeper().report(self, folder, existing)
 
     def figures(self) -> dict[str, Figure]:
         """Draws its figures and returns them by name; nothing is written."""
-        return _keeping().figures(self)
+        return self.keeper().figures(self)
 
     def sentences(self) -> list[str]:
         """The findings, one sentence each."""
-        return _keeping().sentences(self)
+        return list(filter(None, self.keeper().sentences(self)))
 
     def _repr_html_(self) -> str:
         """A card for a notebook: the command, the findings, and one picture."""
-        return _keeping().card(self)
+        return self.keeper().card(self)

@@ -38,7 +38,7 @@ class Cell:
 
     Attributes:
         key: Its name within its run: letters, digits, hyphens and underscores.
-        function: A method of an experiment, which holds nothing but choices, or ``package.module:function``. Called with the
+        function: A method of an experiment, which holds nothing but choices, or a function of a module. Called with the
             settings it gives a table, tables by name, or tables and what else belongs to them. One with the parameters ``keys``
             and ``keep`` is called once for all the cells that follow each other with the same settings, and calls
             ``keep(key, tables, about)`` as each is made: prompts of one length share a batch. One with the parameters ``tell``
@@ -48,13 +48,9 @@ class Cell:
     """
 
     key: str
-    function: str | Callable[..., Any]
+    function: Callable[..., Any]
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     told: str = ""
-
-    def call(self) -> Callable[..., Any]:
-        """Its function."""
-        return imported(self.function) if isinstance(self.function, str) else self.function
 
 
 def run_cells(
@@ -84,7 +80,7 @@ def run_cells(
         )
     if missing:
         done = len(cells) - len(missing)
-        alike = len(missing) > 1 and len({str(cell.function) for cell in missing}) == 1
+        alike = len(missing) > 1 and len({cell.function for cell in missing}) == 1
         with counting(len(cells), "answering", unit.removesuffix("s"), progress, done, "yes" if alike else "no") as bar:
 
             def keep(*cell_result: Any) -> None:
@@ -130,7 +126,7 @@ class Local:
             offered: ``keep``, ``tell`` and ``progress``.
         """
         for group in groups(cells):
-            function = group[0].call()
+            function = group[0].function
             options = {name: offered[name] for name in inspect.signature(function).parameters if name in offered}
             if "keep" in options:
                 function(keys=[cell.key for cell in group], **group[0].settings, **options)
@@ -175,19 +171,14 @@ def stacked(parts: Iterable[Mapping[str, pd.DataFrame]]) -> dict[str, pd.DataFra
     return {name: pd.concat(tables, ignore_index=True) for name, tables in by_name.items()}
 
 
-def imported(name: str) -> Callable[..., Any]:
-    """The function of an import name, ``package.module:function``."""
-    module, _, function = name.partition(":")
-    return getattr(importlib.import_module(module), function)  # type: ignore[no-any-return]
-
-
 # Models ----------------------------------------------------------------------------------------------------------------
 
 
 @functools.lru_cache(maxsize=8)
 def _loaded(settings_json: str) -> Any:
     settings = json.loads(settings_json)
-    return imported(settings.pop("loader", MODEL_LOADER))(**settings).lasting()
+    module, _, function = settings.pop("loader", MODEL_LOADER).partition(":")
+    return getattr(importlib.import_module(module), function)(**settings).lasting()
 
 
 def loaded(model: Mapping[str, Any]) -> Any:

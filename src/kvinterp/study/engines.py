@@ -96,7 +96,7 @@ def _pieces(cells: Sequence[Cell], workers: int) -> Iterator[list[Cell]]:
     """Cells that share a call stay together, as far as every worker gets some pieces."""
     most = math.ceil(len(cells) / (_SHARES * workers))
     for group in groups(cells):
-        size = most if "keep" in inspect.signature(group[0].call()).parameters else 1
+        size = most if "keep" in inspect.signature(group[0].function).parameters else 1
         yield from (group[start : start + size] for start in range(0, len(group), size))
 
 

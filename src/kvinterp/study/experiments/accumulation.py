@@ -11,14 +11,20 @@ import torch
 from torch import Tensor
 
 from kvinterp.auditing.ladder import unit_roundoff
-from kvinterp.common.numbers import between
-from kvinterp.common.progress import each
-from kvinterp.common.result import Result
-from kvinterp.findings import Chart, Panel, median_of, only
 from kvinterp.models import dtype_named
-from kvinterp.study.cells import Cell
-from kvinterp.study.experiments.base import Charts, Rows, Tables
-from kvinterp.study.experiments.of_models import OfModels
+from kvinterp.study.experiments.kit import (
+    Cell,
+    Chart,
+    Charts,
+    OfModels,
+    Panel,
+    Result,
+    Rows,
+    between,
+    each,
+    median_of,
+    only,
+)
 from kvinterp.study.experiments.options import withheld
 
 MEASURES = {"mean_relative": "the terms' magnitudes", "relative_to_result": "the result"}
@@ -37,16 +43,16 @@ class Accumulation(OfModels):
 
     def headline(self, result: Result) -> list[str]:
         """How the error of the longest sums is beside that of the shortest."""
-        ratios = [row["estimate"] for row in self.rows(result.tables) if row["finding"].endswith("the result")]
+        ratios = [row["estimate"] for row in self.rows(result) if row["finding"].endswith("the result")]
         low, high = result.tables["accumulation"]["length"].agg(["min", "max"])
         return [
             f"From {low} to {high} positions the error of a sum of random signs, relative to its result, changes "
             f"{between(ratios)}-fold (medians over seeds)."
         ]
 
-    def rows(self, tables: Tables) -> Rows:
+    def rows(self, result: Result) -> Rows:
         """How the error of the value product changes from the shortest length to the longest."""
-        values = only(tables["accumulation"], product="values")
+        values = only(result.tables["accumulation"], product="values")
         low, high = values["length"].agg(["min", "max"])
         rows = []
         for column, to in MEASURES.items():
@@ -74,8 +80,7 @@ class Accumulation(OfModels):
     def cells(self) -> list[Cell]:
         """One cell: no model runs, their heads' widths are what is summed over."""
         widths = sorted({adapter.facts.head_dim for adapter in self.adapters()} | set(WIDTHS))
-        function = f"{__name__}:accumulation_error"
-        return [Cell("accumulation-0", function, {"head_dims": widths}, "sums of growing length")]
+        return [Cell("accumulation-0", accumulation_error, {"head_dims": widths}, "sums of growing length")]
 
 
 def accumulation_error(

@@ -8,13 +8,22 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from kvinterp.common.numbers import counted, number
-from kvinterp.common.result import Result
-from kvinterp.data import load_prompts
-from kvinterp.findings import Chart, Panel, finding_from
-from kvinterp.study.cells import Cell
-from kvinterp.study.experiments.base import Charts, OfModel, Parts, Rows, Tables
-from kvinterp.study.experiments.options import option
+from kvinterp.study.experiments.kit import (
+    Cell,
+    Chart,
+    Charts,
+    OfModel,
+    Panel,
+    Parts,
+    Result,
+    Rows,
+    Tables,
+    counted,
+    finding_from,
+    load_prompts,
+    number,
+    option,
+)
 from kvinterp.study.report.attention import attention_comparison
 
 PAGE = "attention.html"
@@ -49,8 +58,7 @@ class Attention(OfModel):
     def reduce(self, parts: Parts) -> Result:
         """The table of heads, and the page beside it."""
         ((tables, about),) = parts.values()
-        (made_with,) = self.provenances().values()
-        return Result(tables, {"provenance": made_with}, {PAGE: about["page"]})
+        return Result(tables, {"provenance": self.provenances()}, {PAGE: about["page"]})
 
     def headline(self, result: Result) -> list[str]:
         """How many heads differ, and which most."""
@@ -66,12 +74,12 @@ class Attention(OfModel):
             f"{most['layer']}, head {most['head']}: KL {number(most['kl'])} nats in the newest row. {PAGE} shows them."
         ]
 
-    def rows(self, tables: Tables) -> Rows:
+    def rows(self, result: Result) -> Rows:
         """The heads with the largest KL."""
         return [
             finding_from(row, "attention KL of the newest row", "kl", ("layer", "head"), measure="nats",
                     note=f"largest row {number(row['largest_row_kl'])} at position {row['largest_row']}")
-            for row in tables["heads"].query("largest_row_kl > 0").head(8).to_dict("records")
+            for row in result.tables["heads"].query("largest_row_kl > 0").head(8).to_dict("records")
         ]  # fmt: skip
 
     def charts(self, result: Result) -> Charts:

@@ -24,13 +24,13 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from kvinterp.common.store import Made
-    from kvinterp.findings import Chart
+    from kvinterp.findings import Chart, Finding
     from kvinterp.models import Adapter
     from kvinterp.study.cells import Cell
 
 Tables: TypeAlias = "dict[str, pd.DataFrame]"
-Rows: TypeAlias = "list[dict[str, Any]]"
-"""What findings are made of, a row each."""
+Rows: TypeAlias = "Iterable[Finding]"
+"""What was found, a row each."""
 Charts: TypeAlias = "dict[str, Chart]"
 Parts: TypeAlias = "Mapping[str, Made]"
 """What each cell gave, by its key."""
@@ -44,10 +44,10 @@ def numbered(keys: Iterable[str]) -> dict[int, str]:
     return {int(key.rpartition("-")[2]): key for key in keys}
 
 
-def _provenances(result: Result) -> list[Mapping[str, Any]]:
-    """What each model of a result was run with."""
+def provenances_of(result: Result) -> dict[str, Mapping[str, Any]]:
+    """What each model of a result was run with, by its name; by an empty one where there is one model."""
     about = result.contents()[1].get("provenance") or {}
-    return list(about.values()) if all(isinstance(one, Mapping) for one in about.values()) else [about]
+    return about if about and all(isinstance(one, Mapping) for one in about.values()) else {"": about}
 
 
 def brief(sentences: Sequence[str]) -> list[str]:
@@ -74,18 +74,16 @@ class Experiment:
     """The names of its tables."""
     FILES: ClassVar[tuple[str, ...]] = ()
     """The names of what else it writes, beside tables, figures and the summary."""
-    DRAWN: ClassVar[tuple[str, ...]] = ()
-    """What the names of its figures begin with, where it is not the command's."""
-    RESULT: ClassVar[str] = ""
-    """The import name of the class of its result, which is read from tables and summary; ``""``: one of tables alone."""
-    SHOWN: ClassVar[tuple[Callable[[Any], Any], ...]] = ()
-    """What makes the headline, the findings and the charts of its result, where it does not say them itself."""
+    SUMMED: ClassVar[tuple[str, ...]] = ()
+    """The names of the tables whose rows ``summary.json`` has too."""
+    NOTED: ClassVar[tuple[str, ...]] = ()
+    """The names of the choices that stand in the provenance, beside the model."""
+    RESULT: ClassVar[type[Result]] = Result
+    """The class of its result."""
     STEPS: ClassVar[tuple[str, ...]] = ("max_new_tokens",)
     """The fields that say how many steps are decoded, where there are any: no model is asked for more than its context."""
     UNIT: ClassVar[str] = "parts"
     """What a cell is of, in the plural."""
-    INTERRUPTED: ClassVar[str] = "what was finished is on disk; the same command goes on from there"
-    """What an interruption leaves behind."""
     PARTIAL: ClassVar[str] = "no"
     """``"yes"``: an interrupted run writes the tables of what is finished."""
 
@@ -126,7 +124,8 @@ class Experiment:
         Args:
             parts: What each cell gave, by its key; some where an interrupted run writes what it has.
         """
-        return Result(self.tables(parts), {"provenance": self.provenances()})
+        tables = self.tables(parts)
+        return Result(tables, {**self.summary(tables), "provenance": self.provenances()})
 
     def tables(self, parts: Parts) -> Tables:
         """Its tables, those of all models one below the other."""
@@ -134,34 +133,40 @@ class Experiment:
 
         return {self.TABLES[0]: joined(parts)["table"]} if parts else {}
 
+    def summary(self, tables: Tables) -> dict[str, Any]:
+        """What ``summary.json`` holds beside the provenance."""
+        from kvinterp.study.results import records
+
+        return {name: records(tables[name]) for name in self.SUMMED}
+
     def provenances(self) -> dict[str, Any]:
         """What each model was run with, by its name."""
         from kvinterp.models.provenance import provenance
 
-        return {adapter.facts.name: provenance(adapter, **self.provenance_notes()) for adapter in self.adapters()}
+        return {adapter.facts.name: provenance(adapter, **self.noted()) for adapter in self.adapters()}
 
-    def provenance_notes(self) -> dict[str, Any]:
+    def noted(self) -> dict[str, Any]:
         """What the provenance says beside the model."""
-        return {}
+        return {name: getattr(self, name) for name in self.NOTED}
 
-    def rows(self, tables: Tables) -> Any:
-        """What its tables come to, a finding each (:func:`kvinterp.findings.finding`); None where its sentences say it."""
+    def rows(self, result: Any) -> Rows | None:
+        """What was found, a row each (:func:`kvinterp.findings.finding`); None where its sentences say it."""
         return None
 
     def findings(self, result: Result) -> pd.DataFrame | None:
-        """What was found, a row each: :meth:`rows`, unless it rests on more than the tables."""
+        """The table of what was found."""
         from kvinterp.findings import findings_of
 
-        rows = self.SHOWN[1](result) if self.SHOWN else self.rows(result.tables)
+        rows = self.rows(result)
         return None if rows is None else findings_of(rows)
 
-    def headline(self, result: Result) -> list[str]:
+    def headline(self, result: Any) -> list[str]:
         """What was found in one or two sentences, and warnings; the rest stands in :meth:`findings`."""
-        return list(self.SHOWN[0](result)) if self.SHOWN else []
+        return []
 
-    def charts(self, result: Result) -> Charts:
+    def charts(self, result: Any) -> Charts:
         """Its figures by name, as data."""
-        return dict(self.SHOWN[2](result)) if self.SHOWN else {}
+        return {}
 
     def sentences(self, result: Result) -> list[str]:
         """What was found, a sentence a line."""
@@ -184,7 +189,7 @@ class Experiment:
         """Its figures by name; nothing is written."""
         from kvinterp.study.report.charts import draw_chart
 
-        models = _provenances(result)
+        models = [*provenances_of(result).values()]
         return {name: draw_chart(chart, models) for name, chart in self.charts(result).items()}
 
     def print_result(self, result: Result, echo: Callable[..., None]) -> None:
@@ -198,7 +203,9 @@ class Experiment:
 
         lines = brief(self.sentences(result))
         first = "".join(lines[:1])
-        unsaid = [about for about in _provenances(result) if f"({about.get('kind')}, {about.get('dtype')}" not in first]
+        unsaid = [
+            about for about in provenances_of(result).values() if f"({about.get('kind')}, {about.get('dtype')}" not in first
+        ]
         for line in filter(None, [models_of(unsaid), *lines]):
             echo(line)
         if result.folder is not None:
@@ -209,17 +216,9 @@ class Experiment:
         """What is asked: the class's question, a page's heading, and what its file says."""
         return "\n\n".join(inspect.cleandoc(of.__doc__ or "") for of in (cls, sys.modules[cls.__module__]))
 
-    @classmethod
-    def figure_names(cls) -> tuple[str, ...]:
-        """What the names of its figures begin with: its command's, unless it says otherwise."""
-        return cls.DRAWN or (cls.verb().replace("-", "_"),)
-
     def result_of(self, tables: Tables, summary: Mapping[str, Any]) -> Result:
         """What was found, from its tables and summary alone: without a model its figures and sentences are made again."""
-        from kvinterp.study.cells import imported
-
-        kind: Any = imported(self.RESULT) if self.RESULT else None
-        return Result(tables, summary) if kind is None else kind.read(tables, summary)
+        return self.RESULT.read(tables, summary)  # type: ignore[no-any-return]
 
     def choices(self, *names: str) -> dict[str, Any]:
         """Gives some of its choices by name; without names all that decide the numbers."""
@@ -259,6 +258,8 @@ class Experiment:
 
     run = running.run
     save = running.save
+    report = running.report
+    card = running.card
 
 
 @dataclasses.dataclass(frozen=True)
@@ -271,3 +272,8 @@ class OfModel(Experiment):
     dtype: str = shared("dtype")
     device: str | None = shared("device")
     attention: str | None = shared("attention")
+
+    def provenances(self) -> dict[str, Any]:
+        """What the model was run with."""
+        (about,) = super().provenances().values()
+        return dict(about)

@@ -10,30 +10,50 @@ each result, and the distance of each path from float64.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from kvinterp.common import words
-from kvinterp.common.numbers import between, counted, number
-from kvinterp.common.progress import each
-from kvinterp.common.result import Result
-from kvinterp.comparison import COLUMNS, PARTS, Comparison, compare_examples
+from kvinterp.comparison import COLUMNS, PARTS, Comparison
 from kvinterp.comparison.facts import judged
-from kvinterp.data import Prompt, load_prompts
-from kvinterp.findings import UNKNOWN, Chart, Finding, Panel, ends_of, finding, finding_from, only
-from kvinterp.models import Adapter
+from kvinterp.data import Prompt
+from kvinterp.findings import UNKNOWN
 from kvinterp.models.threads import own_threads
 from kvinterp.paths import Cached, Recompute, Runner, strategy_named
 from kvinterp.paths.lanes import Memory, Suffixed
 from kvinterp.study.behaviour.divergence import behaviour_tables, conditions
-from kvinterp.study.cells import Cell, joined, stacked
-from kvinterp.study.experiments.base import Charts, Parts, Tables
-from kvinterp.study.experiments.circumstances import tried
-from kvinterp.study.experiments.of_models import OfModels
-from kvinterp.study.experiments.options import DRAWS, option, sampled, shared
+from kvinterp.study.experiments.kit import (
+    DRAWS,
+    Adapter,
+    Cell,
+    Chart,
+    Charts,
+    OfModels,
+    Panel,
+    Parts,
+    Result,
+    Rows,
+    Tables,
+    between,
+    compare_examples,
+    counted,
+    each,
+    ends_of,
+    finding,
+    finding_from,
+    joined,
+    load_prompts,
+    number,
+    only,
+    option,
+    sampled,
+    shared,
+    stacked,
+    tried,
+)
 
 TRUTH = "recompute@float64"
 NULLS = ("same path twice", "longer suffix")
@@ -43,7 +63,6 @@ NULLS = ("same path twice", "longer suffix")
 class Behaviour(OfModels):
     """Do a cached and a recomputing path write the same, and does it matter for the answers?"""
 
-    DRAWN = ("behaviour",)
     TABLES = (
         "decodes",
         "kl_by_step",
@@ -60,6 +79,7 @@ class Behaviour(OfModels):
         "failures",
     )
     UNIT = "cells"
+    NOTED = ("kernels", "max_new_tokens", "stop")
 
     dtype: str = shared("dtype")
     strategies: tuple[str, ...] = option(
@@ -80,7 +100,7 @@ class Behaviour(OfModels):
         "When a text ends: at the 'end of sequence' token, or only at the 'length' asked for.",
         among=words.Stop,
     )
-    kernels: str = option("", "Kernels for both paths, such as split_k(8,float16). Default: the machine's own.")
+    kernels: str = option("native", "Kernels for both paths, such as split_k(8,float16).")
     controls: int = option(8, "How many examples to run the nulls and the float64 reference on.", min=0)
     block: int = option(10, "How many examples make one piece of work, which a restarted run does not repeat.", min=1)
     batch_size: int = option(1, "The most prompts in one batch. Batching is used only where it gives the same bits.", min=1)
@@ -176,10 +196,6 @@ class Behaviour(OfModels):
             tables[name] = joined(parts, part).get("table", pd.DataFrame(columns=columns))
         return tables | {name: decodes[name] for name in ("flip_steps", "flip_tokens", "failures")}
 
-    def provenance_notes(self) -> dict[str, Any]:
-        """How it was decoded."""
-        return {"kernels": self.kernels or "native", **self.choices("max_new_tokens", "stop")}
-
     # What was found ----------------------------------------------------------------------------------------------------
 
     def headline(self, result: Result) -> list[str]:
@@ -193,8 +209,9 @@ class Behaviour(OfModels):
         )
         return [line, *failures_of(result)]
 
-    def rows(self, tables: Tables) -> Iterator[Finding]:
+    def rows(self, result: Result) -> Rows:
         """Flips, KL and its growth, answers, examples, nulls, and which path is nearer to float64."""
+        tables = result.tables
         examples: dict[str, Any] = {"by": ("model", "strategy"), "unit": "examples"}
         shares: dict[str, Any] = {**examples, "measure": "%"}
         free = only(tables["divergence"], protocol="free").set_index(["model", "strategy"], drop=False)
@@ -275,8 +292,7 @@ _ORACLE = ("example", "id", "error_a", "error_b", "nearer", "model")
 
 def paths_of(kernels: str) -> tuple[str, str]:
     """The two paths under some kernels."""
-    chosen = kernels or "native"
-    return str(Cached(kernels=chosen)), str(Recompute(kernels=chosen))
+    return str(Cached(kernels=kernels)), str(Recompute(kernels=kernels))
 
 
 def flipped_decodes(tables: Tables, paths: tuple[str, str]) -> dict[str, Comparison]:
@@ -307,7 +323,7 @@ def decodes_of(
     prompts: Mapping[int, Prompt],
     strategy: str = "greedy",
     seed: int = 0,
-    kernels: str = "",
+    kernels: str = "native",
     memory: Memory | None = None,
     **options: Any,
 ) -> Tables:
@@ -318,7 +334,7 @@ def decodes_of(
         prompts: By the number of the example, which its random numbers belong to.
         strategy: How tokens are chosen.
         seed: Seeds what is drawn.
-        kernels: Those of both paths; the machine's own where it is empty.
+        kernels: Those of both paths.
         memory: What other decodes of these prompts have computed.
         options: ``max_new_tokens``, ``stop`` and ``batch_size``, as :func:`kvinterp.compare` takes them.
 

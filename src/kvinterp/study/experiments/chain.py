@@ -7,17 +7,13 @@ the effect of another random draw. Chains of one text and seed draw the same ran
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pandas as pd
 
-from kvinterp.common.numbers import between, counted, number
 from kvinterp.common.progress import counting
-from kvinterp.common.result import Result
-from kvinterp.data import Prompt, load_prompts
-from kvinterp.errors import InputError
-from kvinterp.findings import Chart, Finding, Panel, ends_of, finding, finding_from, only
+from kvinterp.data import Prompt
 from kvinterp.paths import Cached, TopP
 from kvinterp.policies import Policy, policy_named
 from kvinterp.policies.base import Chain as Several
@@ -36,11 +32,31 @@ from kvinterp.study.behaviour.chains import (
     share_kept,
     tokens_of,
 )
-from kvinterp.study.cells import Cell, joined
-from kvinterp.study.experiments.base import Charts, Experiment, Parts, Tables
-from kvinterp.study.experiments.circumstances import tried
-from kvinterp.study.experiments.options import argument, option, shared
-from kvinterp.study.results import records
+from kvinterp.study.experiments.kit import (
+    Cell,
+    Chart,
+    Charts,
+    Experiment,
+    InputError,
+    Panel,
+    Parts,
+    Result,
+    Rows,
+    Tables,
+    argument,
+    between,
+    counted,
+    ends_of,
+    finding,
+    finding_from,
+    joined,
+    load_prompts,
+    number,
+    only,
+    option,
+    shared,
+    tried,
+)
 
 CONTROL, NULL = "cached", "cached, other seeds"
 _NO_POLICY = "no policy was given; give one with --policy, or leave it out"
@@ -55,7 +71,7 @@ class Chain(Experiment):
     """Does the precision of the cache change where a text goes that is restated again and again?"""
 
     TABLES = ("chains", "curves", "deltas", "cycles", "attractors")
-    DRAWN = ("chain_",)
+    SUMMED = ("deltas", "cycles", "attractors")
     UNIT = "sets of chains"
 
     models: tuple[str, ...] = argument(("zoo:gqa2-mini",), "zoo:NAME, checkpoint folders, GGUF files or hub ids.")
@@ -168,19 +184,21 @@ class Chain(Experiment):
         """With the texts themselves: a file may change."""
         return {**super().settings(), "restated": [text.text for text in self._texts()]}
 
-    def reduce(self, parts: Parts) -> Result:
+    def tables(self, parts: Parts) -> Tables:
         """What the chains come to."""
         chains = joined(parts)["chains"]
-        tables = {
+        return {
             "chains": chains,
             "curves": curves_of(chains),
             "deltas": deltas_of(chains, CONTROL),
             "cycles": cycles_of(chains),
             "attractors": attractors_of(chains),
         }
-        summary = {name: records(tables[name]) for name in ("deltas", "cycles", "attractors")}
-        summary |= self.choices("hops", "seeds", "embedder")  # type: ignore[arg-type]
-        return Result(tables, {**summary, "control": CONTROL, "null": NULL, "provenance": self.provenances()})
+
+    def summary(self, tables: Tables) -> dict[str, Any]:
+        """How texts were restated and compared, too."""
+        chosen = self.choices("hops", "seeds", "embedder")
+        return {**super().summary(tables), **chosen, "control": CONTROL, "null": NULL}
 
     # What was found ----------------------------------------------------------------------------------------------------
 
@@ -203,9 +221,10 @@ class Chain(Experiment):
             f"temperature {row['temperature']:g}{alone} ({measured_by})."
         ]
 
-    def rows(self, tables: Tables) -> Iterator[Finding]:
+    def rows(self, result: Result) -> Rows:
         """Where the chains of each arm end beside those without a policy, which come back to a text, what draws their lengths."""
         at, by = ("model", "temperature"), ("model", "temperature", "arm")
+        tables = result.tables
         texts = tables["chains"].groupby("model")["text"].nunique()
         for row in tables["deltas"].assign(n=tables["deltas"]["model"].map(texts)).to_dict("records"):
             if row["arm"] == CONTROL:

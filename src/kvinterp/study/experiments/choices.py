@@ -7,7 +7,6 @@ refused here, before anything runs.
 from __future__ import annotations
 
 import dataclasses
-import inspect
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast, get_args
@@ -186,15 +185,6 @@ def handed(kind: type[Experiment], shared: Mapping[str, Any], own: Mapping[str, 
     return dataclasses.replace(
         experiment, **{name: fields[name].default for name in choices if not is_read(experiment, fields[name])}
     )
-
-
-def taken_by(experiment: Experiment, *functions: Callable[..., Any]) -> dict[str, Any]:
-    """The choices of an experiment that one of some functions takes, by the names of its parameters.
-
-    So an option of a command that a function of kvinterp has too is handed on by being there.
-    """
-    takes = {name for function in functions for name in inspect.signature(function).parameters}
-    return {name: getattr(experiment, name) for name in _fields(type(experiment)) if name in takes}
 
 
 def _fields(kind: type[Experiment]) -> dict[str, dataclasses.Field[Any]]:

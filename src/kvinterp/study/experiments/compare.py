@@ -11,13 +11,10 @@ from typing import TYPE_CHECKING, Any
 from kvinterp.common import words
 from kvinterp.common.result import Result
 from kvinterp.errors import KvinterpError
-from kvinterp.study.experiments.base import Charts, OfModel, Parts, Tables, numbered
-from kvinterp.study.experiments.choices import taken_by
+from kvinterp.study.experiments.base import Charts, OfModel, Parts, Rows, Tables, numbered
 from kvinterp.study.experiments.options import DRAWS, option, sampled, shared
 
 if TYPE_CHECKING:
-    import pandas as pd
-
     from kvinterp.comparison import Comparison
     from kvinterp.study.cells import Cell
 
@@ -41,7 +38,6 @@ class Compare(OfModel):
         "routing",
     )
     FILES = ("prompts.jsonl",)
-    RESULT = "kvinterp.comparison:Comparison"
     UNIT = "prompts"
     PARTIAL = "yes"
 
@@ -83,22 +79,31 @@ class Compare(OfModel):
         ),
     )
 
-    @classmethod
-    def figure_names(cls) -> tuple[str, ...]:
-        """The charts of comparisons."""
-        from kvinterp.comparison.findings import NAMES
-
-        return tuple(NAMES)
-
     def cells(self) -> list[Cell]:
         """A cell a prompt."""
-        from kvinterp.comparison import compare
         from kvinterp.data import load_prompts
         from kvinterp.study.cells import Cell
 
-        count = len(load_prompts(self.prompts))
-        settings = {**taken_by(self, compare), "model": self.model_settings(), **self._recorded()}
-        return [Cell(f"example-{number}", f"{__name__}:compared", settings) for number in range(count)]
+        return [Cell(f"example-{number}", self.compared) for number in range(len(load_prompts(self.prompts)))]
+
+    def compared(self, keys: Sequence[str], keep: Callable[..., None]) -> None:
+        """Compares some of the prompts, and keeps each as its batch is finished."""
+        from kvinterp.comparison import PARTS, compare_each
+        from kvinterp.data import load_prompts
+
+        adapter, recorded = self.adapter(), self._recorded()
+        for site in filter(adapter.derives, recorded["record"]):
+            log.info("%s is derived beside attention %r, which runs as it is and shows none", site, adapter.facts.attention)
+        for site, reason in recorded.pop("left_out").items():
+            log.info("%s is not recorded: %s", site, reason.split(": ")[0])
+        prompts, numbers = load_prompts(self.prompts), numbered(keys)
+
+        def kept(number: int, part: Comparison) -> None:
+            keep(numbers[number], {name: getattr(part, name) for name in PARTS}, part.provenance)
+
+        names = ("a", "b", "protocol", "strategy", "max_new_tokens", "seed", "batch_size", "stop", "cache_errors")
+        chosen = [prompts[number] for number in numbers]
+        compare_each(kept, adapter, chosen, examples=list(numbers), **recorded, **self.choices(*names))
 
     def settings(self) -> dict[str, Any]:
         """With the sites and layers that this model can give."""
@@ -124,14 +129,14 @@ class Compare(OfModel):
 
         return headline_of([comparison])
 
-    def findings(self, comparison: Any) -> pd.DataFrame:
+    def rows(self, comparison: Any) -> Rows:
         """How far the paths are apart, how often a token flips, and where inside; what could not be recorded, and why."""
         from kvinterp.comparison.findings import rows_of_comparison
-        from kvinterp.findings import finding, findings_of
+        from kvinterp.findings import finding
 
         left_out = (comparison.settings or {}).get("left_out", {})
         lacking = [finding("not recorded", float("nan"), note=why, site=site) for site, why in left_out.items()]
-        return findings_of([*rows_of_comparison(comparison), *lacking])
+        return [*rows_of_comparison(comparison), *lacking]
 
     def charts(self, comparison: Any) -> Charts:
         """KL by step, and where inside the paths differ."""
@@ -160,7 +165,7 @@ class Compare(OfModel):
         """The comparison of its tables, once they are what a comparison has."""
         import pandas as pd
 
-        from kvinterp.comparison import TABLES
+        from kvinterp.comparison import TABLES, Comparison
 
         # A result of before there were routers has no table of them.
         if missing := [name for name in TABLES if name not in tables and name != "routing"]:
@@ -170,7 +175,7 @@ class Compare(OfModel):
             raise ValueError("summary.json does not say which paths were compared")
         for column in ("kl", "max_abs_logit"):
             pd.to_numeric(tables["steps"][column])
-        return super().result_of(tables, summary)
+        return Comparison.read(tables, summary)
 
     def check(self) -> None:
         """The sites too."""
@@ -193,31 +198,3 @@ class Compare(OfModel):
         layers = chosen_layers(adapter, self.layers)
         sites, left_out = recordable(adapter, self.record, layers)
         return {"record": list(sites), "layers": list(layers), "left_out": left_out}
-
-
-def compared(
-    keys: Sequence[str],
-    keep: Callable[..., None],
-    model: Mapping[str, Any],
-    prompts: str,
-    record: Sequence[str],
-    left_out: Mapping[str, str],
-    **settings: Any,
-) -> None:
-    """Compares some of the prompts, and keeps each as its batch is finished."""
-    from kvinterp.comparison import PARTS, compare_each
-    from kvinterp.data import load_prompts
-    from kvinterp.study.cells import loaded
-
-    adapter = loaded(model)
-    for site in filter(adapter.derives, record):
-        log.info("%s is derived beside attention %r, which runs as it is and shows none", site, adapter.facts.attention)
-    for site, reason in left_out.items():
-        log.info("%s is not recorded: %s", site, reason.split(": ")[0])
-    prompt_list, numbers = load_prompts(prompts), numbered(keys)
-
-    def kept(number: int, part: Comparison) -> None:
-        keep(numbers[number], {name: getattr(part, name) for name in PARTS}, part.provenance)
-
-    chosen = [prompt_list[number] for number in numbers]
-    compare_each(kept, adapter, chosen, examples=list(numbers), record=record, **settings)

@@ -19,14 +19,22 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from kvinterp.common.numbers import counted, number
-from kvinterp.common.result import Result
-from kvinterp.errors import InputError
-from kvinterp.findings import Chart, Panel, finding_from
 from kvinterp.metrics import vector_errors
-from kvinterp.study.cells import Cell
-from kvinterp.study.experiments.base import Charts, Experiment, Parts, Rows, Tables
-from kvinterp.study.experiments.options import argument
+from kvinterp.study.experiments.kit import (
+    Cell,
+    Chart,
+    Charts,
+    Experiment,
+    InputError,
+    Panel,
+    Parts,
+    Result,
+    Rows,
+    argument,
+    counted,
+    finding_from,
+    number,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +48,7 @@ class CompareTraces(Experiment):
 
     def cells(self) -> list[Cell]:
         """One cell: nothing is run."""
-        return [Cell("tensors", f"{__name__}:compared", {"a": str(self.first), "b": str(self.second)})]
+        return [Cell("tensors", compared, {"a": str(self.first), "b": str(self.second)})]
 
     def reduce(self, parts: Parts) -> Result:
         """The table of tensors, and what only one side names."""
@@ -65,9 +73,9 @@ class CompareTraces(Experiment):
             lines += [f"Only {side} names {counted(len(names), 'tensor')}: {listed}"] * bool(names)
         return lines
 
-    def rows(self, tables: Tables) -> Rows:
+    def rows(self, result: Result) -> Rows:
         """The tensors that differ, in order."""
-        differing = tables["tensors"].query("share_differing > 0")
+        differing = result.tables["tensors"].query("share_differing > 0")
         return [
             finding_from(row, "difference relative to the length of the second", "relative_l2", ["tensor"], n=row["rows"],
                     unit="rows",

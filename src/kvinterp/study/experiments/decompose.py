@@ -9,13 +9,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from kvinterp.common.result import Result
-from kvinterp.data import load_prompts
 from kvinterp.patching import Decomposition, decompose
 from kvinterp.patching.findings import charts_of_decomposition, headline_of_decomposition, rows_of_decomposition
-from kvinterp.study.cells import Cell, joined
-from kvinterp.study.experiments.base import OfModel, Parts, Tables
-from kvinterp.study.experiments.options import option, shared
+from kvinterp.study.experiments.kit import Cell, OfModel, Parts, Result, Tables, joined, load_prompts, option, shared
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,9 +19,10 @@ class Decompose(OfModel):
     """What makes the difference at every step, each part beside its null?"""
 
     TABLES = ("decomposition", "layers")
-    DRAWN = ("decomposition",)
-    RESULT = "kvinterp.patching:Decomposition"
-    SHOWN = (headline_of_decomposition, rows_of_decomposition, charts_of_decomposition)
+    RESULT = Decomposition
+    headline = staticmethod(headline_of_decomposition)
+    rows = staticmethod(rows_of_decomposition)
+    charts = staticmethod(charts_of_decomposition)
     UNIT = "prompts"
 
     prompts: str = shared("prompts")

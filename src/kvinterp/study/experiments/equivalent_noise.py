@@ -3,32 +3,45 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
 import pandas as pd
 import torch
 from torch import Tensor
 
-from kvinterp import metrics
-from kvinterp.common.numbers import counted, listed, number
-from kvinterp.common.result import Result
-from kvinterp.data import load_prompts
-from kvinterp.errors import InputError, NonFiniteError, UnsupportedError
-from kvinterp.findings import Chart, Panel, finding, finding_from, findings_of
+from kvinterp.errors import NonFiniteError, UnsupportedError
 from kvinterp.metrics.equivalent_noise import SUMS, error_sums, noise_of_sums
-from kvinterp.models import Adapter
 from kvinterp.models.inputs import encode
-from kvinterp.models.provenance import provenance
 from kvinterp.models.threads import own_threads
 from kvinterp.paths import run
 from kvinterp.paths.store import Growing, Store
 from kvinterp.policies import Policy, policy_named
 from kvinterp.policies.base import Chain, Selective
 from kvinterp.study.behaviour.designs import reseeded
-from kvinterp.study.cells import Cell, joined, loaded
-from kvinterp.study.experiments.base import Charts, OfModel, Parts
-from kvinterp.study.experiments.options import argument, option, shared
+from kvinterp.study.experiments.kit import (
+    Adapter,
+    Cell,
+    Chart,
+    Charts,
+    InputError,
+    OfModel,
+    Panel,
+    Parts,
+    Result,
+    Rows,
+    argument,
+    counted,
+    finding,
+    finding_from,
+    joined,
+    listed,
+    load_prompts,
+    metrics,
+    number,
+    option,
+    shared,
+)
 
 POLICIES = (
     *("q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "hadamard+q8_0", "hadamard+q4_0", "int8", "int4"),
@@ -60,15 +73,17 @@ class EquivalentNoise(OfModel):
     def cells(self) -> list[Cell]:
         """A cell a policy; what it does not fit is said before any is measured."""
         (adapter,) = self.adapters()
-        settings = {"model": self.model_settings(), **self.choices("prompts", "max_new_tokens")}
         return [
-            Cell(f"policy-{number}", f"{__name__}:measured", {**settings, "policy": policy}, f"noise of {policy}")
+            Cell(f"policy-{number}", self.measured, {"policy": policy}, f"noise of {policy}")
             for number, policy in enumerate(map(str, usable(self.policies, adapter)))
         ]
 
+    def measured(self, policy: str) -> pd.DataFrame:
+        """The sums of one policy, prompt by prompt."""
+        return error_of_policy(self.adapter(), load_prompts(self.prompts), policy_named(policy), self.max_new_tokens)
+
     def reduce(self, parts: Parts) -> Result:
         """By policy, layer, tensor and head over all prompts; the summary has each policy's K and V as a whole."""
-        (adapter,) = self.adapters()
         by_prompt = joined(parts)["table"]
         table, wholes = pooled(by_prompt, ["policy", *PLACE]), pooled(by_prompt, _WHOLE)
         intervals = [_interval(group) for _, group in by_prompt.groupby(_WHOLE, sort=False)]
@@ -78,7 +93,7 @@ class EquivalentNoise(OfModel):
         summary = {
             "prompts": int(by_prompt["prompt"].nunique()),
             "max_new_tokens": self.max_new_tokens,
-            "provenance": provenance(adapter),
+            "provenance": self.provenances(),
             "policies": wholes.to_dict("records"),
             "places": places.to_dict("records"),
         }
@@ -101,20 +116,18 @@ class EquivalentNoise(OfModel):
             lines.append(f"No error at all: {listed(none)}.")
         return lines
 
-    def findings(self, result: Result) -> pd.DataFrame:
+    def rows(self, result: Result) -> Rows:
         """Size, bias, flipped signs and zeros of the error of every policy on K and on V, smallest first."""
-        rows, prompts = [], result.summary["prompts"]
+        prompts = result.summary["prompts"]
         for row in _smallest_first(result).to_dict("records"):
             labels = {name: row[name] for name in _WHOLE}
             note = f"stored in {number(row['bits'])} bits"
-            rows.append(finding_from(row, "root mean square of the error", "relative_rms", n=prompts,
-                               measure="of the tensor's own", note=note, **labels))  # fmt: skip
+            yield finding_from(row, "root mean square of the error", "relative_rms", n=prompts, measure="of the tensor's own",
+                               note=note, **labels)  # fmt: skip
             shown = {"bias": ("bias", "of the tensor's own root mean square")} if row["bias"] else {}
             shown |= {name: (what, "%") for name, what in SHARES.items() if row[name] not in (0, 1)}
-            rows += [
-                finding(what, row[name], n=prompts, measure=measure, **labels) for name, (what, measure) in shown.items()
-            ]
-        return findings_of(rows)
+            for name, (what, measure) in shown.items():
+                yield finding(what, row[name], n=prompts, measure=measure, **labels)
 
     def charts(self, result: Result) -> Charts:
         """Size, bias and flipped signs of the error of every policy, smallest first."""
@@ -171,13 +184,6 @@ def bits_of(policy: Policy, adapter: Adapter, tensor: str, layer: int) -> float:
             stored = part.bits_stored(tensor, adapter.facts.head_dim)
             bits = bits if stored is None else stored
     return float(bits)
-
-
-def measured(
-    model: Mapping[str, Any], prompts: str, policy: str, max_new_tokens: int, most: int | None = None
-) -> pd.DataFrame:
-    """The sums of one policy, prompt by prompt."""
-    return error_of_policy(loaded(model), load_prompts(prompts)[:most], policy_named(policy), max_new_tokens)
 
 
 def error_of_policy(adapter: Adapter, prompts: Sequence[Any], policy: Policy, max_new_tokens: int) -> pd.DataFrame:

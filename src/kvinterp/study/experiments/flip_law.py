@@ -11,26 +11,37 @@ and for a float32 unembedding on the same residual streams.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import pandas as pd
 import torch
 
-from kvinterp import metrics
-from kvinterp.common.checks import check_whole
-from kvinterp.common.numbers import counted
-from kvinterp.common.result import Result
-from kvinterp.data import load_prompts
-from kvinterp.errors import InputError
-from kvinterp.findings import Chart, Panel, finding, finding_from
-from kvinterp.models.provenance import provenance
 from kvinterp.models.unembedding import Unembedding
 from kvinterp.paths import path_named, run
-from kvinterp.study.cells import Cell, joined, loaded
-from kvinterp.study.experiments.base import Charts, OfModel, Parts, Rows, Tables
-from kvinterp.study.experiments.circumstances import tried
-from kvinterp.study.experiments.options import DRAWS, SHARED, option, sampled
+from kvinterp.study.experiments.kit import (
+    DRAWS,
+    SHARED,
+    Cell,
+    Chart,
+    Charts,
+    InputError,
+    OfModel,
+    Panel,
+    Parts,
+    Result,
+    Rows,
+    Tables,
+    check_whole,
+    counted,
+    finding,
+    finding_from,
+    joined,
+    load_prompts,
+    metrics,
+    option,
+    sampled,
+    tried,
+)
 
 LEADER = "recompute"
 WIDE = "float32 unembedding"
@@ -42,6 +53,8 @@ class FlipLaw(OfModel):
 
     TABLES: ClassVar = ("steps", "law")
     UNIT: ClassVar = "prompts"
+    SUMMED: ClassVar = ("law",)
+    NOTED: ClassVar = ("max_new_tokens", "strategy", "seed")
 
     prompts: str = option("arithmetic:12", SHARED["prompts"][1] + " natural:48 has chat, stories and word problems.")
     path: tuple[str, ...] = option(
@@ -66,24 +79,25 @@ class FlipLaw(OfModel):
             )
         (adapter,) = self.adapters()
         tried(adapter, paths)
-        passed = self.choices("prompts", "max_new_tokens", "strategy", "seed")
-        shared = {"model": self.model_settings(), "paths": paths, **passed}
         return [
-            Cell(f"prompt-{number}", f"{__name__}:measured", {**shared, "number": number}, f"prompt {prompt.id}")
+            Cell(f"prompt-{number}", self.measured, {"number": number, "paths": paths}, f"prompt {prompt.id}")
             for number, prompt in enumerate(load_prompts(self.prompts))
         ]
 
-    def reduce(self, parts: Parts) -> Result:
+    def measured(self, number: int, paths: list[str]) -> pd.DataFrame:
+        """One prompt along all paths."""
+        prompt, choices = load_prompts(self.prompts)[number], self.choices("max_new_tokens", "strategy", "seed")
+        return steps_of(self.adapter(), prompt, paths, **choices).assign(example=number)
+
+    def tables(self, parts: Parts) -> Tables:
         """What was foretold of each path, and what came."""
-        (adapter,) = self.adapters()
         steps = joined(parts)["table"]
-        law = law_of(steps, str(adapter.dtype).removeprefix("torch."))
-        summary = {
-            "law": law.to_dict("records"),
-            "as_rounded": {"steps": len(steps), "alike": int(steps["as_rounded"].sum())},
-            "provenance": provenance(adapter, **self.choices("max_new_tokens", "strategy", "seed")),
-        }
-        return Result({"steps": steps, "law": law}, summary)
+        return {"steps": steps, "law": law_of(steps, str(self.adapter().dtype).removeprefix("torch."))}
+
+    def summary(self, tables: Tables) -> dict[str, Any]:
+        """The law, and at how many steps it is of the model's own logits."""
+        alike = tables["steps"]["as_rounded"]
+        return super().summary(tables) | {"as_rounded": {"steps": len(alike), "alike": int(alike.sum())}}
 
     # What was found ----------------------------------------------------------------------------------------------------
 
@@ -105,15 +119,13 @@ class FlipLaw(OfModel):
             )
         return lines
 
-    def rows(self, tables: Tables) -> Rows:
+    def rows(self, result: Result) -> Rows:
         """The flips that came at each path and unembedding, beside those foretold."""
-        rows: Rows = []
-        for row in tables["law"].to_dict("records"):
+        for row in result.tables["law"].to_dict("records"):
             labels = {"unit": "steps", "path": row["path"], "unembedding": row["unembedding"]}
             third = f"{row['third']} to or from a third token, which are not foretold" if row["third"] else ""
-            rows.append(finding_from(row, "flips foretold", "foretold", n=row["steps"], verdict=row["verdict"], **labels))
-            rows.append(finding("flips that came", row["flips"], n=row["steps"], note=third, **labels))
-        return rows
+            yield finding_from(row, "flips foretold", "foretold", n=row["steps"], verdict=row["verdict"], **labels)
+            yield finding("flips that came", row["flips"], n=row["steps"], note=third, **labels)
 
     def charts(self, result: Result) -> Charts:
         """Foretold flips with the interval of such counts, and those that came."""
@@ -123,11 +135,6 @@ class FlipLaw(OfModel):
         label = f"flips of {int(law['steps'].iloc[0])} steps"
         panel = Panel(both, "count", "path", "dots", color="line", label=label, scale="counts")
         return {"flip_law": Chart("Flips foretold from margins, errors and the grid, and those that came", [panel])}
-
-
-def measured(model: Mapping[str, Any], prompts: str, paths: list[str], number: int, **settings: Any) -> Tables:
-    """One prompt along all paths."""
-    return {"table": steps_of(loaded(model), load_prompts(prompts)[number], paths, **settings).assign(example=number)}
 
 
 def steps_of(

@@ -5,6 +5,9 @@ from __future__ import annotations
 import inspect
 from typing import ClassVar
 
+from kvinterp.comparison import lens
+from kvinterp.patching import ActivationPatching as Restored
+from kvinterp.patching import Cause
 from kvinterp.patching import findings as of
 from kvinterp.study.experiments.base import Experiment
 
@@ -29,23 +32,27 @@ class ActivationPatching(OfFunction):
     """Which place of a clean prompt restores its answer in a corrupted one?"""
 
     VERB = "activation-patching"
-    RESULT = "kvinterp.patching:ActivationPatching"
-    SHOWN = (of.headline_of_activation_patching, of.rows_of_activation_patching, of.charts_of_activation_patching)
+    RESULT = Restored
+    headline = staticmethod(of.headline_of_activation_patching)
+    rows = staticmethod(of.rows_of_activation_patching)
+    charts = staticmethod(of.charts_of_activation_patching)
 
 
 class Localise(OfFunction):
     """Where is the difference at the first decode step made?"""
 
     VERB = "localise"
-    RESULT = "kvinterp.patching:Cause"
+    RESULT = Cause
 
 
 class LogitLens(OfFunction):
     """Behind which layer does the difference become visible in token space?"""
 
     VERB = "logit-lens"
-    RESULT = "kvinterp.comparison.lens:LogitLens"
-    SHOWN = (of.headline_of_lens, of.rows_of_lens, of.charts_of_lens)
+    RESULT = lens.LogitLens
+    headline = staticmethod(of.headline_of_lens)
+    rows = staticmethod(of.rows_of_lens)
+    charts = staticmethod(of.charts_of_lens)
 
 
 FUNCTIONS: dict[str, type[Experiment]] = {kind.VERB: kind for kind in (ActivationPatching, Localise, LogitLens)}

@@ -5,23 +5,31 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import pandas as pd
 import torch
 from torch import Tensor
 
-from kvinterp import metrics
-from kvinterp.common.numbers import listed
-from kvinterp.common.progress import each
-from kvinterp.common.result import Result
-from kvinterp.findings import Chart, Panel, finding
 from kvinterp.models import wrap
-from kvinterp.study.cells import Cell, loaded
-from kvinterp.study.experiments.base import Charts, Rows, Tables
-from kvinterp.study.experiments.of_models import FEW, OfModels, Place, encoded, newest_at
-from kvinterp.study.experiments.options import option
+from kvinterp.study.experiments.kit import (
+    FEW,
+    Cell,
+    Chart,
+    Charts,
+    OfModels,
+    Panel,
+    Result,
+    Rows,
+    each,
+    encoded,
+    finding,
+    listed,
+    metrics,
+    option,
+)
+from kvinterp.study.experiments.of_models import Place, newest_at
 
 DRIFTS = {
     "attn_out": "median relative L2 of the layer's attention output",
@@ -43,12 +51,12 @@ class Gqa(OfModels):
         reached = listed([f"{heads:g} where {count:g} share it" for count, heads in by.items()])
         return [f"An error in one KV head reaches so many query heads: {reached}."]
 
-    def rows(self, tables: Tables) -> Rows:
+    def rows(self, result: Result) -> Rows:
         """How far the error spreads at each ratio."""
         return [
             finding(what, group[column].median(), n=group["prompt"].nunique(), query_heads_per_kv_head=count)
             for column, what in {"heads_touched": "median query heads that one KV head's error reaches", **DRIFTS}.items()
-            for count, group in tables["gqa"].groupby("query_heads_per_kv_head")
+            for count, group in result.tables["gqa"].groupby("query_heads_per_kv_head")
         ]
 
     def charts(self, result: Result) -> Charts:
@@ -74,18 +82,16 @@ class Gqa(OfModels):
         """One cell: of the models that differ in how many query heads share a KV head, and in nothing else."""
         adapters = self.adapters()
         alike = [
-            self.model_settings(model)
+            model
             for model, adapter in zip(self.models, adapters, strict=True)
             if adapter.facts.width == adapters[0].facts.width and not any(adapter.facts.windows)
         ]
-        settings = {"models": alike, "prompts": self.prompts, "most": self.most}
-        return [Cell("gqa-0", f"{__name__}:measured", settings, "grouped-query attention")] if alike else []
+        return [Cell("gqa-0", self.spread, {"alike": alike}, "grouped-query attention")] if alike else []
 
-
-def measured(models: Sequence[Mapping[str, Any]], prompts: str, most: int) -> pd.DataFrame:
-    """The table of all models, on the same tokens."""
-    adapters = [loaded(model) for model in models]
-    return gqa_spread(adapters, encoded(adapters[0], prompts, most))
+    def spread(self, alike: Sequence[str]) -> pd.DataFrame:
+        """The table of some models, on the same tokens."""
+        adapters = list(map(self.adapter, alike))
+        return gqa_spread(adapters, encoded(adapters[0], self.prompts, self.most))
 
 
 def gqa_spread(

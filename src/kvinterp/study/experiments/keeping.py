@@ -1,4 +1,4 @@
-"""What stands behind a :class:`~kvinterp.common.result.Result` that is kept, shown and read again: folders, pages, cards.
+"""Which experiment keeps a :class:`~kvinterp.common.result.Result`; results are read and experiments are run by their names.
 
 A result is kept as its command keeps it, so that whatever was found in a notebook is a folder of the command line, and the
 other way round.
@@ -8,23 +8,16 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvinterp.common import words
 from kvinterp.common.checks import check_known, given_list
-from kvinterp.common.result import Result
 from kvinterp.errors import InputError, unexpected
 from kvinterp.study.experiments.base import Experiment
 from kvinterp.study.experiments.registry import experiment_named, experiments
-from kvinterp.study.experiments.running import draw, read_result
+from kvinterp.study.experiments.running import folder_named, read_result
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-_SENTENCES, _DOTS = 4, 80
-"""How many sentences a card has, and how many dots an inch its picture."""
 _MADE = ("model", "kind", "dtype", "attention", "protocol", "strategy", "seed", "max_new_tokens", "kernels", "sizes")
 """What provenance says of the choices."""
 
@@ -45,47 +38,13 @@ def experiment_of(verb: str) -> type[Experiment]:
 
 def keeper_of(result: Any) -> Experiment:
     """The experiment that made a result, or keeps it: then its choices are noted, as far as the result knows them."""
-    if result.others is None:
-        # Its own tables may have been changed within since what is in them was found.
-        vars(result).pop("_of", None)
+    # Its tables may have been changed within since what is in them was found.
+    vars(result).pop("_of", None)
     if result.choices is None:
         about = result.provenance
         choices = {**{name: about[name] for name in _MADE if name in about}, **about.get("paths", {})}
         vars(result).update(choices=choices, settings={"verb": result.VERB, **choices})
     return result.experiment or experiment_of(result.VERB)()
-
-
-# Folders ---------------------------------------------------------------------------------------------------------------
-
-
-def save(result: Result, folder: str | os.PathLike[str], existing: str = "error", figures: str = "none") -> Path:
-    """Does what :meth:`Result.save` says."""
-    place = _folder(folder)
-    keeper_of(result).save(result, place, existing, figures)
-    return place
-
-
-def report(result: Result, folder: str | os.PathLike[str] | None = None, existing: str = "error") -> Path:
-    """Does what :meth:`Result.report` says."""
-    from kvinterp.common.files import is_file
-
-    place = _folder(folder or result.folder or tempfile.mkdtemp(prefix="kvinterp-"))
-    if result.folder is None or result.folder.resolve() != place.resolve() or existing != "error":
-        save(result, place, existing, "drawn")
-    else:
-        draw(keeper_of(result), result, place / "figures")
-    page = place / "report.html"
-    if not is_file(page):
-        raise InputError(
-            f"there is nothing to show on a page of {str(place)!r}: nothing was measured; see the failures in summary.json."
-        )
-    return page
-
-
-def _folder(given: Any) -> Path:
-    if not isinstance(given, str | os.PathLike) or not str(given).strip():
-        raise unexpected("folder", given, "the name of a folder")
-    return Path(given)
 
 
 def load(folder: str | os.PathLike[str]) -> Any:
@@ -108,7 +67,7 @@ def load(folder: str | os.PathLike[str]) -> Any:
     from kvinterp.common.files import SUMMARY, is_file, is_folder
     from kvinterp.study.results import read_summary, reading
 
-    place = _folder(folder)
+    place = folder_named(folder)
     if not is_folder(place):
         fault = "is no folder" if os.path.lexists(place) else "does not exist"
         raise InputError(f"folder {str(place)!r} {fault}: give one that kvinterp wrote.")
@@ -136,32 +95,6 @@ def _without_a_summary(place: Path) -> Any:
     if is_file(place / "trace.json"):
         return Trace.load(place)
     raise InputError(f"folder {str(place)!r} holds no result: give one that kvinterp wrote, with a summary.json in it.")
-
-
-# What is shown ---------------------------------------------------------------------------------------------------------
-
-
-def figures(result: Result) -> dict[str, Figure]:
-    """Does what :meth:`Result.figures` says."""
-    return keeper_of(result).figures(result)
-
-
-def sentences(result: Result) -> list[str]:
-    """Does what :meth:`Result.sentences` says."""
-    return [line for line in keeper_of(result).sentences(result) if line]
-
-
-def card(result: Result) -> str:
-    """A card for a notebook: one line, the first sentences, and the first figure, small."""
-    from kvinterp.study.report.page import Answer, Picture, Text, fragment
-    from kvinterp.study.report.style import png
-
-    lines = result.sentences()
-    rest = f"{len(lines) - _SENTENCES} more in .sentences()" if len(lines) > _SENTENCES else ""
-    parts: list[Any] = [Text(repr(result)[1:-1]), Answer(lines[:_SENTENCES])]
-    for name, figure in list(result.figures().items())[:1]:
-        parts.append(Picture(name.replace("_", " "), png(figure, _DOTS)))
-    return fragment(*parts, *([Text(rest)] if rest else []))
 
 
 # Asking ----------------------------------------------------------------------------------------------------------------
@@ -204,7 +137,7 @@ def experiment(
         check_known(f"option of {name}", choice, fields)
         is_file = "Path" in str(fields[choice].type) and isinstance(value, str)
         values[choice] = Path(value) if is_file else _option(choice, value, fields[choice].default)
-    result = kind(**values).run(None if out is None else _folder(out), existing, progress, engine=engine)
+    result = kind(**values).run(None if out is None else folder_named(out), existing, progress, engine=engine)
     return result if out is None else load(out)
 
 

@@ -6,15 +6,23 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-import pandas as pd
-
 from kvinterp.auditing.shape_dependence import KernelsTable, kernels_table
 from kvinterp.common.numbers import models_of
-from kvinterp.common.result import Result
-from kvinterp.findings import Chart, Panel, finding_from, findings_of
-from kvinterp.study.cells import Cell
-from kvinterp.study.experiments.base import Charts, Experiment, Parts, Tables
-from kvinterp.study.experiments.options import argument, option, shared
+from kvinterp.study.experiments.kit import (
+    Cell,
+    Chart,
+    Charts,
+    Experiment,
+    Panel,
+    Parts,
+    Result,
+    Rows,
+    Tables,
+    argument,
+    finding_from,
+    option,
+    shared,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,7 +30,7 @@ class Kernels(Experiment):
     """Which operations depend on the shape they are called with?"""
 
     TABLES = ("kernels",)
-    RESULT = "kvinterp.auditing.shape_dependence:KernelsTable"
+    RESULT = KernelsTable
 
     model: str = argument("zoo:mistral-mini", "zoo:NAME, a checkpoint folder or a hub id.")
     random_init: bool = shared("random_init")
@@ -63,16 +71,15 @@ class Kernels(Experiment):
         first, _, rest = str(table_of_kernels).partition(". ")
         return [f"{first}.", rest]
 
-    def findings(self, table_of_kernels: Any) -> pd.DataFrame:
+    def rows(self, table_of_kernels: Any) -> Rows:
         """A row an operation and what was varied: those whose bits change first."""
         table = table_of_kernels.summary().sort_values("max_ulp_of_row", ascending=False, kind="stable")
         options: dict[str, Any] = {"by": ("operation", "shape", "varied"), "unit": "calls", "measure": "ULP"}
-        what, rows = "largest difference, in units of a row's largest number", []
+        what = "largest difference, in units of a row's largest number"
         for row in table.to_dict("records"):
             away = f", not with {row['flags_that_fix']}" * bool(row["flags_that_fix"])
             note = "same bits" if row["same_bits"] else f"other bits from {row['first_size_that_differs']:g} on{away}"
-            rows.append(finding_from(row, what, "max_ulp_of_row", **options, n=row["calls"], note=note))
-        return findings_of(rows)
+            yield finding_from(row, what, "max_ulp_of_row", **options, n=row["calls"], note=note)
 
     def charts(self, table_of_kernels: Any) -> Charts:
         """How far the bits of each operation move, by what was varied."""

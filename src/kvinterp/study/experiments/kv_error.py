@@ -9,28 +9,42 @@ from typing import Any, ClassVar
 
 import pandas as pd
 
-from kvinterp.common.checks import check_known, check_number
-from kvinterp.common.numbers import counted, number
-from kvinterp.common.result import Result
-from kvinterp.data import load_prompts, loop_at_end, outside_share, score, task_words
-from kvinterp.errors import InputError, NonFiniteError
-from kvinterp.findings import Chart, Panel, finding, finding_from
-from kvinterp.models import Adapter
+from kvinterp.common.checks import check_number
+from kvinterp.data import loop_at_end, outside_share, score, task_words
+from kvinterp.errors import NonFiniteError
 from kvinterp.models.inputs import encode
-from kvinterp.models.provenance import provenance
 from kvinterp.models.threads import own_threads
 from kvinterp.paths import Cached
 from kvinterp.policies import policy_named
 from kvinterp.study.behaviour.decoding import likelihoods, write
 from kvinterp.study.behaviour.designs import DESIGNS, Design, designed, is_seeded, reseeded
 from kvinterp.study.behaviour.scores import AGAIN, CONTROL, METRICS, contrasted, scored
-from kvinterp.study.cells import Cell, joined, loaded
 from kvinterp.study.experiments import equivalent_noise
-from kvinterp.study.experiments.base import Charts, OfModel, Parts, Rows, Tables
-from kvinterp.study.experiments.choices import taken_by
-from kvinterp.study.experiments.circumstances import tried
-from kvinterp.study.experiments.options import DRAWS, argument, option, sampled
-from kvinterp.study.results import records
+from kvinterp.study.experiments.kit import (
+    DRAWS,
+    Adapter,
+    Cell,
+    Chart,
+    Charts,
+    InputError,
+    OfModel,
+    Panel,
+    Parts,
+    Result,
+    Rows,
+    Tables,
+    argument,
+    check_known,
+    counted,
+    finding,
+    finding_from,
+    joined,
+    load_prompts,
+    number,
+    option,
+    sampled,
+    tried,
+)
 
 READINGS = ("stored", "exact")
 """What attention reads in the prefill: what the cache keeps, as in llama.cpp, or what was computed."""
@@ -40,7 +54,7 @@ ANSWERS = ("instructions", "next_token", "problems")
 SIGNIFICANT = 0.05
 STRING = 10
 """Words of a string whose last one is guessed."""
-_NOISE = {"most": 4, "max_new_tokens": 16}
+_NOISE_PROMPTS, _NOISE_TOKENS = 4, 16
 """On how many prompts, and tokens of each, the noise that a policy amounts to is measured."""
 _STORED = {"exact": "", "stored": "[prefill=stored]"}
 """How a path says what attention reads in the prefill."""
@@ -57,6 +71,8 @@ class KvError(OfModel):
     """How much error in K and V does behaviour bear, and of which kind, where, and under which reading of the prompt?"""
 
     TABLES: ClassVar = ("scores", "contrasts", "examples", "noise")
+    SUMMED: ClassVar = ("scores", "contrasts")
+    NOTED: ClassVar = ("strategy",)
 
     model: str = argument("zoo:llama64-mini", "zoo:NAME, a transformers checkpoint folder, or a hub id.")
     design: str = option(
@@ -148,8 +164,6 @@ class KvError(OfModel):
         policies = dict.fromkeys(text for design in self.designs(adapter).values() for text in design.policies)
         policies.pop("identity", None)
         tried(adapter, (f"cached{_STORED[reading]}+{text}" for text in policies for reading in readings))
-        model = {"model": self.model_settings()}
-        shared = model | taken_by(self, behaviour_of)
         cells = []
         arms = [(label, "identity", ["exact"]) for label in (CONTROL, AGAIN)]
         arms += [(text, text, readings) for text in policies]
@@ -161,20 +175,25 @@ class KvError(OfModel):
                     draw = repeat + self.repeats * (label == AGAIN)
                     arm = {"label": label, "policy": text, "reading": reading, "repeat": repeat, "draw": draw}
                     told = f"{label}, prefill={reading}" * (repeat == 0)
-                    cells.append(Cell(f"run-{place}-{reading}-{repeat}", f"{__name__}:measured", shared | arm, told))
-        noise = model | {"prompts": self.problems, **_NOISE}
+                    cells.append(Cell(f"run-{place}-{reading}-{repeat}", self.measured, arm, told))
         return cells + [
-            Cell(
-                f"noise-{place}",
-                f"{equivalent_noise.__name__}:measured",
-                noise | {"policy": text},
-                f"equivalent noise of {text}",
-            )
+            Cell(f"noise-{place}", self.noise_of, {"policy": text}, f"equivalent noise of {text}")
             for place, text in enumerate(policies)
             if not policy_named(text).sites
         ]
 
-    def reduce(self, parts: Parts) -> Result:
+    def measured(self, label: str, policy: str, reading: str, repeat: int, draw: int) -> pd.DataFrame:
+        """The examples of one policy, reading and repeat."""
+        names = ("instructions", "problems", "texts", "strings", "strategy", "max_new_tokens")
+        table = behaviour_of(self.adapter(), policy, reading, repeat, draw, **self.choices(*names))
+        return table.assign(policy=label, reading=reading, repeat=repeat)
+
+    def noise_of(self, policy: str) -> pd.DataFrame:
+        """The error of a policy on a few of the problems."""
+        prompts = load_prompts(self.problems)[:_NOISE_PROMPTS]
+        return equivalent_noise.error_of_policy(self.adapter(), prompts, policy_named(policy), _NOISE_TOKENS)
+
+    def tables(self, parts: Parts) -> Tables:
         """Scores beside control, the designs' contrasts, every text, and the noise that each policy amounts to."""
         (adapter,) = self.adapters()
         runs, noises = (joined({key: parts[key] for key in parts if key.startswith(kind)}) for kind in ("run-", "noise-"))
@@ -185,14 +204,12 @@ class KvError(OfModel):
         scores = scored(examples).merge(noise[columns], on="policy", how="left")
         scores.insert(0, "design", scores["policy"].map(group))
         contrasts = contrasted(examples, self._contrasts(designs))
-        summary = {
-            **self.choices("strategy", "repeats", "max_new_tokens"),
-            "failed": int(examples["failed"].sum()),
-            "scores": records(scores),
-            "contrasts": records(contrasts),
-            "provenance": provenance(adapter, strategy=self.strategy),
-        }
-        return Result({"scores": scores, "contrasts": contrasts, "examples": examples, "noise": noise}, summary)
+        return {"scores": scores, "contrasts": contrasts, "examples": examples, "noise": noise}
+
+    def summary(self, tables: Tables) -> dict[str, Any]:
+        """How it was decoded, and how often that failed, too."""
+        how = self.choices("strategy", "repeats", "max_new_tokens")
+        return {**how, "failed": int(tables["examples"]["failed"].sum()), **super().summary(tables)}
 
     # What was found ----------------------------------------------------------------------------------------------------
 
@@ -214,10 +231,9 @@ class KvError(OfModel):
             lines.append(f"{counted(failed, 'run')} of a prompt gave NaN or Inf logits and counts as wrong.")
         return lines
 
-    def rows(self, tables: Tables) -> Rows:
+    def rows(self, result: Result) -> Rows:
         """Every score as percent of control (a share where the control has little of it), then the designs' contrasts."""
-        rows: Rows = []
-        for row in tables["scores"].sort_values("q", kind="stable").to_dict("records"):
+        for row in result.tables["scores"].sort_values("q", kind="stable").to_dict("records"):
             meaning, control = METRICS[row["metric"]].meaning, row["control"]
             if row["metric"] in SHARES or pd.isna(row["percent"]):
                 # The ends of a share are those of its difference from control, which is paired.
@@ -226,17 +242,16 @@ class KvError(OfModel):
             else:
                 name, null = f"{meaning}, of control", 1
                 estimate, *ends = (row[f"percent{end}"] / 100 for end in ("", "_low", "_high"))  # type: ignore[assignment]
-            rows.append(finding(
+            yield finding(
                 name, estimate, ends, row["prompts"], measure="%", null=null, p=row["p"], p_corrected=row["q"],
                 verdict="differs from control" if row["q"] < SIGNIFICANT else "",
                 note="the floor: only the draws of the sampling differ" if row["policy"] == AGAIN else "",
                 policy=row["policy"], reading=f"prefill={row['reading']}",
-            ))  # fmt: skip
-        for row in tables["contrasts"].to_dict("records"):
+            )  # fmt: skip
+        for row in result.tables["contrasts"].to_dict("records"):
             meaning = "log of " * (row["metric"] == "perplexity") + METRICS[row["metric"]].meaning
             name = f"{row['contrast']}: difference in {meaning}"
-            rows.append(finding_from(row, name, "difference", n=row["prompts"], null=0, p=row["p"]))
-        return rows
+            yield finding_from(row, name, "difference", n=row["prompts"], null=0, p=row["p"])
 
     def charts(self, result: Result) -> Charts:
         """Every policy's scores; percent of control against the error in K and V; the contrasts of the designs."""
@@ -306,14 +321,6 @@ def _split(what: str, text: str, known: Sequence[str]) -> list[str]:
 # One run ---------------------------------------------------------------------------------------------------------------
 
 
-def measured(
-    model: Mapping[str, Any], label: str, policy: str, reading: str, repeat: int, draw: int, **settings: Any
-) -> pd.DataFrame:
-    """The examples of one policy, reading and repeat."""
-    table = behaviour_of(loaded(model), policy, reading, repeat, draw, **settings)
-    return table.assign(policy=label, reading=reading, repeat=repeat)
-
-
 def behaviour_of(
     adapter: Adapter,
     policy: str,
@@ -377,7 +384,7 @@ def behaviour_of(
         tasks[task] = [(prompt.id, text, prompt, known) for prompt in prompts]
     tasks["texts"] = [(prompt.id, likelihood, prompt.text, f" {prompt.answer}") for prompt in load_prompts(texts)]
     tasks["strings"] = [(name, likelihood, context, word) for name, context, word in strings_of(strings)]
-    rows: Rows = []
+    rows = []
     with own_threads(adapter):
         for task, questions in tasks.items():
             for number, (name, answer, *question) in enumerate(questions):

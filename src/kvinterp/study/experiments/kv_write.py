@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
 
 import pandas as pd
@@ -15,18 +15,25 @@ import torch
 from torch import Tensor
 
 from kvinterp.auditing.blocks import BlockHooks, BlockModel, referenced
-from kvinterp.common.numbers import listed
-from kvinterp.common.progress import each
-from kvinterp.common.result import Result
-from kvinterp.errors import InputError
-from kvinterp.findings import Chart, Panel, median_of
 from kvinterp.metrics import vector_errors
-from kvinterp.models import Adapter, wrap
+from kvinterp.models import wrap
 from kvinterp.paths import kernels_named
-from kvinterp.study.cells import loaded
-from kvinterp.study.experiments.base import Charts, Rows, Tables
-from kvinterp.study.experiments.of_models import FEW, OfModels, encoded
-from kvinterp.study.experiments.options import option
+from kvinterp.study.experiments.kit import (
+    FEW,
+    Adapter,
+    Chart,
+    Charts,
+    InputError,
+    OfModels,
+    Panel,
+    Result,
+    Rows,
+    each,
+    encoded,
+    listed,
+    median_of,
+    option,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +44,10 @@ class KvWrite(OfModels):
 
     most: int = option(FEW, "How many of the prompts to run.", min=1)
 
+    def measure(self, adapter: Adapter) -> pd.DataFrame:
+        """The error on a few prompts."""
+        return kv_write_error(adapter, encoded(adapter, self.prompts, self.most))
+
     def headline(self, result: Result) -> list[str]:
         """Under which kernels K and V differ where they are written."""
         largest = result.tables["kv_write"].groupby("kernels", sort=False)["relative_error"].max()
@@ -44,10 +55,10 @@ class KvWrite(OfModels):
         end = f"differ where they are written under {listed(differ)}" if differ else "are equal under all kernels tried"
         return [f"K and V of a new token, computed alone and with its prefix, {end}."]
 
-    def rows(self, tables: Tables) -> Rows:
+    def rows(self, result: Result) -> Rows:
         """The error of each kernel mode."""
         what = "median relative error of K and V, written alone against written with the prefix"
-        groups = tables["kv_write"].groupby("kernels", sort=False) if len(tables["kv_write"]) else ()
+        groups = result.tables["kv_write"].groupby("kernels", sort=False)
         return [median_of(what, group["relative_error"], group["prompt"], kernels=name) for name, group in groups]
 
     def charts(self, result: Result) -> Charts:
@@ -56,12 +67,6 @@ class KvWrite(OfModels):
         title, label = "K and V of a new token, computed alone and with its prefix", "mean relative error"
         panel = Panel(mean.reset_index(), "layer", "relative_error", color="kernels", facet="tensor", label=label)
         return {"root_cause_kv_write": Chart(title, [panel])}
-
-
-def measured(model: Mapping[str, Any], prompts: str, most: int) -> pd.DataFrame:
-    """The table of one model."""
-    adapter = loaded(model)
-    return kv_write_error(adapter, encoded(adapter, prompts, most)).assign(model=adapter.facts.name)
 
 
 def kv_write_error(

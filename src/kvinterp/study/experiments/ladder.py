@@ -14,17 +14,25 @@ import numpy as np
 import pandas as pd
 
 from kvinterp.auditing.ladder import unit_roundoff
-from kvinterp.common.numbers import counted, listed
-from kvinterp.common.progress import each
-from kvinterp.common.result import Result
-from kvinterp.comparison import Comparison, compare_examples
-from kvinterp.data import load_prompts
-from kvinterp.findings import Chart, Panel, median_of, only
+from kvinterp.comparison import Comparison
 from kvinterp.models import dtype_named
-from kvinterp.study.cells import loaded
-from kvinterp.study.experiments.base import Charts, Rows, Tables
-from kvinterp.study.experiments.of_models import OfModels
-from kvinterp.study.experiments.options import option
+from kvinterp.study.experiments.kit import (
+    Adapter,
+    Chart,
+    Charts,
+    OfModels,
+    Panel,
+    Result,
+    Rows,
+    compare_examples,
+    counted,
+    each,
+    listed,
+    load_prompts,
+    median_of,
+    only,
+    option,
+)
 
 LADDER = (
     ("float16", "native"),
@@ -49,6 +57,13 @@ class Ladder(OfModels):
 
     STEPS: ClassVar = ("steps",)
     TABLES: ClassVar = ("ladder",)
+
+    most: int = option(6, "How many of the prompts to run. Some precisions and orders of additions are slow.", min=1)
+    steps: int = option(16, "The most tokens to decode per prompt.", min=1)
+
+    def measure(self, adapter: Adapter) -> pd.DataFrame:
+        """Every rung on a few prompts."""
+        return precision_ladder(adapter, load_prompts(self.prompts)[: self.most], max_new_tokens=self.steps)
 
     def headline(self, result: Result) -> list[str]:
         """Whether one fixed order of additions leaves a difference where the machine's kernels make one."""
@@ -77,9 +92,9 @@ class Ladder(OfModels):
             )
         return [line, *([f"{counted(failed, 'run')} could not be compared."] if failed else [])]
 
-    def rows(self, tables: Tables) -> Rows:
+    def rows(self, result: Result) -> Rows:
         """The logit difference on every rung."""
-        by = _compared(only(tables["ladder"], protocol="matched")).groupby(["dtype", "kernels", "model"], sort=False)
+        by = _compared(only(result.tables["ladder"], protocol="matched")).groupby(["dtype", "kernels", "model"], sort=False)
         what = "median RMS logit difference"
         return [
             median_of(what, group["rms_logit"], group["id"], model=model, dtype=dtype, kernels=kernels)
@@ -97,19 +112,9 @@ class Ladder(OfModels):
         ]
         return {"root_cause_ladder": Chart("Precision, and the order in which kernels add", rows)}
 
-    most: int = option(6, "How many of the prompts to run. Some precisions and orders of additions are slow.", min=1)
-    steps: int = option(16, "The most tokens to decode per prompt.", min=1)
-
 
 def _compared(table: pd.DataFrame) -> pd.DataFrame:
     return table[~table["failed"].astype(bool)]
-
-
-def measured(model: Mapping[str, Any], prompts: str, most: int, steps: int) -> pd.DataFrame:
-    """The table of one model."""
-    adapter = loaded(model)
-    table = precision_ladder(adapter, load_prompts(prompts)[:most], max_new_tokens=steps)
-    return table.assign(model=adapter.facts.name)
 
 
 def precision_ladder(

@@ -11,21 +11,13 @@ the recompute path against itself, with the same rows among more rows.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import pandas as pd
 
-from kvinterp import metrics
-from kvinterp.common.checks import check_known
-from kvinterp.common.numbers import between, counted
-from kvinterp.common.result import Result
-from kvinterp.comparison import Comparison, compare_examples
-from kvinterp.data import load_prompts
-from kvinterp.errors import InputError
-from kvinterp.findings import Chart, Panel, finding, finding_from, only
+from kvinterp.comparison import Comparison
 from kvinterp.metrics.massive import SUFFIX
-from kvinterp.models import Adapter
 from kvinterp.models.inputs import encode_all
 from kvinterp.paths import run
 from kvinterp.study.by_layer import (
@@ -36,10 +28,35 @@ from kvinterp.study.by_layer import (
     means_of,
     pairs_of,
 )
-from kvinterp.study.cells import Cell, joined, loaded
-from kvinterp.study.experiments.base import Charts, Parts, Rows, Tables, numbered
-from kvinterp.study.experiments.of_models import OfModels, shown_sites
-from kvinterp.study.experiments.options import DRAWS, option, sampled, shared
+from kvinterp.study.experiments.kit import (
+    DRAWS,
+    Adapter,
+    Cell,
+    Chart,
+    Charts,
+    InputError,
+    OfModels,
+    Panel,
+    Parts,
+    Result,
+    Rows,
+    Tables,
+    between,
+    check_known,
+    compare_examples,
+    counted,
+    finding,
+    finding_from,
+    joined,
+    load_prompts,
+    metrics,
+    numbered,
+    only,
+    option,
+    sampled,
+    shared,
+)
+from kvinterp.study.experiments.of_models import shown_sites
 
 EVERY_STEP, ONE_STEP, NULL = "every decode step", "decode step 1", "same-path null"
 """Which rows a mean is of: all that a path decodes after the prefill, or those of the paper; and what is held against them."""
@@ -69,8 +86,8 @@ class LayerDrift(OfModels):
         "head_correlation",
         "drift_examples",
     )
-    DRAWN: ClassVar = ("layer_drift",)
     UNIT: ClassVar = "examples"
+    NOTED: ClassVar = ("kernels", "strategy", "seed", "max_new_tokens")
 
     dtype: str = shared("dtype")
     strategy: str = option("greedy", "How tokens are chosen: greedy, top_k(50,0.8), top_p(0.95,0.8).")
@@ -102,22 +119,39 @@ class LayerDrift(OfModels):
     def cells(self) -> list[Cell]:
         """A cell a model and example."""
         cells, prompts = [], load_prompts(self.prompts)
-        names = ("prompts", "strategy", "seed", "kernels", "max_new_tokens", "suffix")
-        for number, (model, adapter) in enumerate(zip(self.models, self.adapters(), strict=True)):
+        for number, model, adapter in self.numbered_models():
             encode_all(adapter, prompts, self.max_new_tokens + self.suffix)
-            settings = {"model": self.model_settings(model), **self.choices(*names)}
             for example in range(len(prompts)):
                 told = f"layer drift of {adapter.facts.name}" * (example == 0)
-                cells.append(Cell(f"layer-drift-{number}-{example}", f"{__name__}:measured", settings, told))
+                cells.append(Cell(f"layer-drift-{number}-{example}", self.drifted, {"model": model}, told))
         return cells
+
+    def drifted(self, keys: Sequence[str], keep: Callable[..., None], model: str) -> None:
+        """Compares the paths on some examples of one model, and keeps what each gave.
+
+        Until the first flip both protocols feed the same tokens, so that only an example that flips is run free too.
+        """
+        adapter, prompts = self.adapter(model), load_prompts(self.prompts)
+        paths = f"cached[kernels={self.kernels}]", f"recompute[kernels={self.kernels}]"
+        sites, sharing = shown_sites(adapter), adapter.facts.query_heads // adapter.facts.kv_heads
+        with adapter.one_call():
+            for example, key in numbered(keys).items():
+                prompt, options = (
+                    prompts[example],
+                    self.choices("strategy", "seed", "max_new_tokens") | {"examples": [example]},
+                )
+                matched = free = compare_examples(adapter, prompt, *paths, record=sites, **options)
+                tables = {"examples": matched.failures}
+                if matched.failures.empty:
+                    if matched.examples["flip_index"].notna().any():
+                        free = compare_examples(adapter, prompt, *paths, protocol="free", record="resid_post", **options)
+                    null = null_drift(adapter, prompt, matched.steps, paths[1], self.suffix).assign(example=example)
+                    tables = {**of_example(matched, free, sharing), "null": null}
+                keep(key, {name: table.assign(model=adapter.facts.name) for name, table in tables.items()})
 
     def tables(self, parts: Parts) -> Tables:
         """What the examples of all models come to."""
         return tables_of(joined(parts), self.step, self.divergent, self.contrast)
-
-    def provenance_notes(self) -> dict[str, Any]:
-        """How the paths were run."""
-        return self.choices("kernels", "strategy", "seed", "max_new_tokens")
 
     # What was found ----------------------------------------------------------------------------------------------------
 
@@ -140,13 +174,11 @@ class LayerDrift(OfModels):
             lines.append(f"{counted(len(failed), 'example')} left out: {failed['message'].iloc[0]}")
         return lines
 
-    def rows(self, tables: Tables) -> Rows:
+    def rows(self, result: Result) -> Rows:
         """Drift in the first and last layer, its growth, what the rule of equal tokens removed, the tests, and the heads."""
-        rows: Rows = []
-        for model in dict.fromkeys(tables["drift_examples"]["model"]):
-            tables_of_model = {name: only(table, model=model) for name, table in tables.items() if "model" in table}
-            rows += [{"model": model, **row} for row in _rows_of_model(tables_of_model)]
-        return rows
+        for model in dict.fromkeys(result.tables["drift_examples"]["model"]):
+            tables = {name: only(table, model=model) for name, table in result.tables.items() if "model" in table}
+            yield from ({"model": model, **row} for row in _rows_of_model(tables))
 
     def charts(self, result: Result) -> Charts:
         """Drift by layer, the paper's step, growth from layer to layer, and attention by head."""
@@ -201,7 +233,6 @@ class LayerDrift(OfModels):
 
 def _rows_of_model(tables: Tables) -> Rows:
     """The findings of one model."""
-    rows: Rows = []
     means = tables["drift_by_layer"]
     matched, null = (only(means, selection=EVERY_STEP, protocol=name) for name in ("matched", NULL))
     at = ["measure", "layer"]
@@ -210,7 +241,7 @@ def _rows_of_model(tables: Tables) -> Rows:
     for measure, name in list(NAMES.items())[:3] if len(matched) else ():
         for row in only(matched, measure=measure).iloc[[0, -1]].drop_duplicates("layer").to_dict("records"):
             null_of_layer = {"null": row["median_of_null"], "layer": row["layer"], **labels}
-            rows.append(finding_from(row, f"median {name} of resid_post", "median", **null_of_layer))
+            yield finding_from(row, f"median {name} of resid_post", "median", **null_of_layer)
     grown = tables["amplification"].dropna(subset=["ratio"])
     l2 = only(grown, measure="l2").set_index("layer")
     if len(l2):
@@ -219,69 +250,36 @@ def _rows_of_model(tables: Tables) -> Rows:
         most = (enough if len(enough) else l2)["ratio"].idxmax()
         for row in only(grown, layer=most).to_dict("records"):
             what = f"growth of {NAMES[row['measure']]}, in the layer where L2 grows most"
-            rows.append(finding_from(row, what, "ratio", measure="times", layer=most, **labels))
+            yield finding_from(row, what, "ratio", measure="times", layer=most, **labels)
     for row in only(tables["layer_drift_rows"], protocol="free").to_dict("records"):
         what = f"rows of other tokens, each path fed its own text, {row['selection']}"
-        rows.append(finding(what, row["removed"] / row["rows"], n=row["rows"], unit="rows", measure="%",
-                            note="left out of every other number"))  # fmt: skip
+        yield finding(what, row["removed"] / row["rows"], n=row["rows"], unit="rows", measure="%",
+                      note="left out of every other number")  # fmt: skip
     cosine = only(means, selection=ONE_STEP, protocol="free", measure="cosine")
     for row in only(cosine, layer=cosine["layer"].min()).to_dict("records"):
         which = "every row" if row["rule"] == "none" else "rows of the same tokens"
         what = f"median cosine at the paper's decode step 1, {which}"
-        rows.append(finding_from(row, what, "median", layer=row["layer"], **labels))
+        yield finding_from(row, what, "median", layer=row["layer"], **labels)
     for (contrast, test), table in only(tables["layer_tests"], measure="l2").groupby(["contrast", "test"], sort=False):
         effect, middle = table.loc[table["p_bh"] < LEVEL, "effect"], 0.5 if test == "Mann-Whitney" else 0.0
-        rows.append(finding(f"layers with more L2 than {AGAINST[contrast]}", (effect > middle).sum(), n=len(table),
-                            unit="layers", test=test, note=f"BH at {LEVEL:g}; less in {(effect < middle).sum()}"))  # fmt: skip
-    return rows + _rows_of_heads(tables["head_kl"], tables["head_correlation"])
-
-
-def _rows_of_heads(heads: pd.DataFrame, correlations: pd.DataFrame) -> Rows:
+        yield finding(f"layers with more L2 than {AGAINST[contrast]}", (effect > middle).sum(), n=len(table), unit="layers",
+                      test=test, note=f"BH at {LEVEL:g}; less in {(effect < middle).sum()}")  # fmt: skip
+    heads = tables["head_kl"]
     if heads.empty:
-        return []
-    most = heads.loc[heads["kl"].idxmax()]
-    place = dict(most[["layer", "head"]]) if most["kl"] > 0 else {}
+        return
+    largest = heads.loc[heads["kl"].idxmax()]
+    place = dict(largest[["layer", "head"]]) if largest["kl"] > 0 else {}
     derived = "derived beside the kernel, which shows no pattern" if (heads["pattern"] == "derived").any() else ""
-    rows = [finding("largest mean attention KL of a head", most["kl"], n=most["n"], unit="examples", measure="nats", note=derived,
-                    **place)]  # fmt: skip
-    intervals = only(correlations, kind="within - across").dropna(subset=["low"])
+    yield finding("largest mean attention KL of a head", largest["kl"], n=largest["n"], measure="nats", note=derived, **place,
+                  **labels)  # fmt: skip
+    intervals = only(tables["head_correlation"], kind="within - across").dropna(subset=["low"])
     if len(intervals):
-        less = (intervals["high"] < 0).sum()
-        rows.append(finding("layers where heads that share a KV head err more alike than others", (intervals["low"] > 0).sum(),
-                            n=len(intervals), unit="layers", note=f"by the 95% interval; less alike in {less}"))  # fmt: skip
-    return rows
+        yield finding("layers where heads that share a KV head err more alike than others", (intervals["low"] > 0).sum(),
+                      n=len(intervals), unit="layers",
+                      note=f"by the 95% interval; less alike in {(intervals['high'] < 0).sum()}")  # fmt: skip
 
 
 # One example -----------------------------------------------------------------------------------------------------------
-
-
-def measured(
-    keys: Sequence[str],
-    keep: Callable[..., None],
-    model: Mapping[str, Any],
-    prompts: str,
-    kernels: str,
-    suffix: int,
-    **settings: Any,
-) -> None:
-    """Compares the paths on some examples of one model, and keeps what each gave.
-
-    Until the first flip both protocols feed the same tokens, so that only an example that flips is run free too.
-    """
-    adapter, prompt_list = loaded(model), load_prompts(prompts)
-    paths = f"cached[kernels={kernels}]", f"recompute[kernels={kernels}]"
-    sites, sharing = shown_sites(adapter), adapter.facts.query_heads // adapter.facts.kv_heads
-    with adapter.one_call():
-        for example, key in numbered(keys).items():
-            prompt, options = prompt_list[example], {**settings, "examples": [example]}
-            matched = free = compare_examples(adapter, prompt, *paths, record=sites, **options)
-            tables = {"examples": matched.failures}
-            if matched.failures.empty:
-                if matched.examples["flip_index"].notna().any():
-                    free = compare_examples(adapter, prompt, *paths, protocol="free", record="resid_post", **options)
-                null = null_drift(adapter, prompt, matched.steps, paths[1], suffix).assign(example=example)
-                tables = {**of_example(matched, free, sharing), "null": null}
-            keep(key, {name: table.assign(model=adapter.facts.name) for name, table in tables.items()})
 
 
 def of_example(matched: Comparison, free: Comparison, sharing: int) -> Tables:

@@ -17,12 +17,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from kvinterp.common.numbers import counted, percent
-from kvinterp.common.result import Result
+from kvinterp.common.numbers import percent
 from kvinterp.common.vocabulary import RECOVERED
-from kvinterp.comparison import compare_examples
-from kvinterp.data import load_prompts
-from kvinterp.findings import Chart, Panel, findings_of, median_of, only
 from kvinterp.models.inputs import encode_all
 from kvinterp.patching import PRESETS, Decomposition, Sweep, decompose, sweep
 from kvinterp.patching.decomposition import check_splittable
@@ -33,10 +29,28 @@ from kvinterp.patching.findings import (
     rows_of_decomposition,
     rows_of_sweep,
 )
-from kvinterp.study.cells import Cell, joined, stacked
-from kvinterp.study.experiments.base import Charts, Parts, Rows, Tables, numbered
-from kvinterp.study.experiments.of_models import OfModels
-from kvinterp.study.experiments.options import option, shared
+from kvinterp.study.experiments.kit import (
+    Cell,
+    Chart,
+    Charts,
+    Finding,
+    OfModels,
+    Panel,
+    Parts,
+    Result,
+    Rows,
+    Tables,
+    compare_examples,
+    counted,
+    joined,
+    load_prompts,
+    median_of,
+    numbered,
+    only,
+    option,
+    shared,
+    stacked,
+)
 
 SETS: dict[str, dict[str, str]] = {
     "paper": {name: PRESETS["paper"][name] for name in ("site", "over", "direction", "steps", "protocol", "distance")},
@@ -60,8 +74,8 @@ class Localisation(OfModels):
     """What carries the difference, on the examples whose paths differ most?"""
 
     TABLES = ("chosen", "recovery", "recovery_by_layer", "steps", "controls", "decomposition", "layers")
-    DRAWN = ("localisation",)
     UNIT = "examples"
+    NOTED = ("kernels", "max_new_tokens")
 
     dtype: str = shared("dtype")
     count: int = option(10, "How many examples to patch: those with the highest mean KL in the free protocol.", min=1)
@@ -159,10 +173,6 @@ class Localisation(OfModels):
         }
         return Result(tables, summary)
 
-    def provenance_notes(self) -> dict[str, Any]:
-        """How the paths were run."""
-        return self.choices("kernels", "max_new_tokens")
-
     # What was found ----------------------------------------------------------------------------------------------------
 
     def headline(self, result: Result) -> list[str]:
@@ -181,20 +191,18 @@ class Localisation(OfModels):
                          "at, and later ones only by another token, wherever the difference arises.")  # fmt: skip
         return lines
 
-    def findings(self, result: Result) -> pd.DataFrame:
-        """Gives for each model which examples, what each patch recovers, and the split."""
-        rows = []
+    def rows(self, result: Result) -> Rows:
+        """For each model which examples, what each patch recovers, and the split."""
         for model, group in result.tables["chosen"].groupby("model", sort=False):
             flips, labels = int(group["flip_index"].notna().sum()), int(group["of"].iloc[0])
             note = f"the highest of {counted(labels, 'example')}; {flips} flip a token"
             extra = {"unit": "examples", "measure": "nats", "model": model, "note": note}
-            rows.append(median_of("mean KL of an example that is patched, free protocol", group["mean_kl"], **extra))
+            yield median_of("mean KL of an example that is patched, free protocol", group["mean_kl"], **extra)
         sweeps, splits = _sweeps_and_splits(result.tables, result.summary["told"])
         for (model, part), found in sweeps.items():
-            rows += [{"model": model, "part": part, **row} for row in rows_of_sweep(found)]
+            yield from ({"model": model, "part": part, **row} for row in rows_of_sweep(found))
         for model, split in splits.items():
-            rows += [{"model": model, **row, "part": f"split, {row['part']}"} for row in rows_of_decomposition(split)]
-        return findings_of(rows)
+            yield from ({"model": model, **row, "part": f"split, {row['part']}"} for row in rows_of_decomposition(split))
 
     def charts(self, result: Result) -> Charts:
         """The map of all patches, and of each model the paper's patch by example and the split."""
@@ -216,7 +224,7 @@ class Localisation(OfModels):
         return charts
 
 
-def _all_layers(rows: pd.DataFrame) -> Rows:
+def _all_layers(rows: pd.DataFrame) -> list[Finding]:
     """The row of a sweep in which every layer is patched together, where there is one."""
     places = rows["sweep"].eq("cumulative") & rows["layer"].eq(rows["layer"].max())
     places |= rows["sweep"].eq("cumulative-from") & rows["layer"].eq(0)

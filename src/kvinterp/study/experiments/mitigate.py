@@ -10,28 +10,38 @@ the other larger?
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import numpy as np
 import pandas as pd
 
-from kvinterp import metrics
-from kvinterp.common.checks import check_whole
-from kvinterp.common.numbers import counted, number
-from kvinterp.common.result import Result
-from kvinterp.comparison import compare_examples
-from kvinterp.data import load_prompts
-from kvinterp.errors import InputError
-from kvinterp.findings import Chart, Panel, finding, finding_from
 from kvinterp.models import dtype_named
-from kvinterp.models.provenance import provenance
 from kvinterp.paths import Cached, Recompute, path_named, run
 from kvinterp.policies import policy_named
-from kvinterp.study.cells import Cell, joined, loaded
-from kvinterp.study.experiments.base import Charts, OfModel, Parts, Rows, Tables
-from kvinterp.study.experiments.circumstances import tried
-from kvinterp.study.experiments.options import SHARED, option
+from kvinterp.study.experiments.kit import (
+    SHARED,
+    Cell,
+    Chart,
+    Charts,
+    InputError,
+    OfModel,
+    Panel,
+    Parts,
+    Result,
+    Rows,
+    Tables,
+    check_whole,
+    compare_examples,
+    counted,
+    finding,
+    finding_from,
+    joined,
+    load_prompts,
+    metrics,
+    number,
+    option,
+    tried,
+)
 
 TRUTH = "recompute@float64"
 
@@ -46,8 +56,9 @@ FRONT = "on the front: no path is better in one and as good in all"
 class Mitigate(OfModel):
     """What does a mitigation leave of the divergence, and at what cost?"""
 
-    DRAWN: ClassVar = ("mitigations",)
     TABLES: ClassVar = ("examples", "mitigations", "interactions")
+    SUMMED: ClassVar = ("mitigations", "interactions")
+    NOTED: ClassVar = ("max_new_tokens",)
 
     prompts: str = option("arithmetic:8", SHARED["prompts"][1])
     path: tuple[str, ...] = option(
@@ -94,23 +105,38 @@ class Mitigate(OfModel):
             pairs["neither"] = "recompute", "cached"
         (adapter,) = self.adapters()
         tried(adapter, (text for both in pairs.values() for text in both))
-        shared = {"model": self.model_settings(), **self.choices("prompts", "max_new_tokens")}
         return [
-            Cell(f"pair-{number}", f"{__name__}:measured", {**shared, "what": what, "a": a, "b": b}, f"{b} beside {a}")
+            Cell(f"pair-{number}", self.measured, {"what": what, "a": a, "b": b}, f"{b} beside {a}")
             for number, (what, (a, b)) in enumerate(pairs.items())
         ]
 
-    def reduce(self, parts: Parts) -> Result:
+    def measured(self, what: str, a: str, b: str) -> pd.DataFrame:
+        """One path beside its reference: a row a prompt, over the steps from 1 on."""
+        adapter, prompts, options = self.adapter(), load_prompts(self.prompts), self.choices("max_new_tokens")
+        steps = compare_examples(adapter, prompts, a, b, **options).steps.query("step > 0")
+        steps = steps.assign(
+            squared=steps["rms_logit"] ** 2, differs=steps["max_abs_logit"] > 0, flip=~steps["top1_agree"].astype(bool)
+        )
+        by = steps.groupby("example")
+        table = by[["kl", "squared"]].mean().join(by[["differs", "flip"]].sum()).assign(steps=by.size()).reset_index()
+        # Only a mitigation has a cost that is asked for.
+        rows, bytes_ = _cost(adapter, prompts[0], b, **options) if what.startswith("path") else (np.nan, np.nan)
+        what, _, of = what.partition(" ")
+        # What is said of the path is the same on each of its lines.
+        return table.assign(what=what, of=of, reference=a, path=b, rows_a_token=rows, bytes_a_token=bytes_)
+
+    def tables(self, parts: Parts) -> Tables:
         """What each leaves and costs, and how each policy's error goes with the path's."""
-        (adapter,) = self.adapters()
         examples = joined(parts)["table"]
-        tables = {"mitigations": pareto(costs_of(examples)), "interactions": interactions_of(examples)}
-        summary = {
-            "prompts": int(examples["example"].nunique()),
-            **{name: table.to_dict("records") for name, table in tables.items()},
-            "provenance": provenance(adapter, **self.choices("max_new_tokens")),
+        return {
+            "examples": examples,
+            "mitigations": pareto(costs_of(examples)),
+            "interactions": interactions_of(examples),
         }
-        return Result({"examples": examples, **tables}, summary)
+
+    def summary(self, tables: Tables) -> dict[str, Any]:
+        """How many prompts there are too."""
+        return {"prompts": int(tables["examples"]["example"].nunique()), **super().summary(tables)}
 
     # What was found ----------------------------------------------------------------------------------------------------
 
@@ -126,25 +152,22 @@ class Mitigate(OfModel):
             f"({counted(int(least['prompts']), 'prompt')}). Costs are rows computed and bytes stored, not seconds."
         ]
 
-    def rows(self, tables: Tables) -> Rows:
+    def rows(self, result: Result) -> Rows:
         """What each path leaves and costs, and whether each policy's error adds to the path's."""
-        rows: Rows = []
-        for row in tables["mitigations"].to_dict("records"):
-            nats: dict[str, Any] = {"measure": "nats", "path": row["path"]}
-            rows += [
-                finding_from(row, "median KL left, of the path's own recompute path", "typical_kl", n=row["prompts"],
-                       note=FRONT if row["pareto"] else "", **nats),
-                finding("mean KL left", row["mean_kl"], n=row["prompts"], **nats),
-                finding("flips", row["flips"] / max(row["steps"], 1), n=row["steps"], unit="steps", **nats | {"measure": "%"}),
-                finding("mean KL from float64", row["truth_kl"], n=row["prompts"], **nats),
-                *(finding(what, row[cost], path=row["path"]) for cost, what in COSTS.items()),
-            ]  # fmt: skip
-        for row in tables["interactions"].to_dict("records"):
+        for row in result.tables["mitigations"].to_dict("records"):
+            nats: dict[str, Any] = {"n": row["prompts"], "measure": "nats", "path": row["path"]}
+            yield finding_from(row, "median KL left, of the path's own recompute path", "typical_kl",
+                               note=FRONT if row["pareto"] else "", **nats)  # fmt: skip
+            yield finding("mean KL left", row["mean_kl"], **nats)
+            shares = {"n": row["steps"], "unit": "steps", "measure": "%"}
+            yield finding("flips", row["flips"] / max(row["steps"], 1), **nats | shares)
+            yield finding("mean KL from float64", row["truth_kl"], **nats)
+            yield from (finding(what, row[cost], path=row["path"]) for cost, what in COSTS.items())
+        for row in result.tables["interactions"].to_dict("records"):
             word = "more than their sum" if row["low"] > 0 else "less than their sum" if row["high"] < 0 else ""
             word = word or ("too few prompts" if pd.isna(row["low"]) else "not told apart from their sum")
             what = "median of the squared logit error of policy and path together, less each alone"
-            rows.append(finding_from(row, what, "contrast", n=row["prompts"], verdict=word, policy=row["policy"]))
-        return rows
+            yield finding_from(row, what, "contrast", n=row["prompts"], verdict=word, policy=row["policy"])
 
     def charts(self, result: Result) -> Charts:
         """Divergence left against rows computed; and of policies and paths where they were crossed."""
@@ -170,22 +193,6 @@ class Mitigate(OfModel):
             title = "Does a policy's error add to that of decoding from a cache?"
             charts["mitigations_interaction"] = Chart(title, [panel])
         return charts
-
-
-def measured(model: Mapping[str, Any], prompts: str, max_new_tokens: int, what: str, a: str, b: str) -> pd.DataFrame:
-    """One path beside its reference: a row a prompt, over the steps from 1 on."""
-    adapter, prompt_list = loaded(model), load_prompts(prompts)
-    steps = compare_examples(adapter, prompt_list, a, b, max_new_tokens=max_new_tokens).steps.query("step > 0")
-    steps = steps.assign(
-        squared=steps["rms_logit"] ** 2, differs=steps["max_abs_logit"] > 0, flip=~steps["top1_agree"].astype(bool)
-    )
-    by = steps.groupby("example")
-    table = by[["kl", "squared"]].mean().join(by[["differs", "flip"]].sum()).assign(steps=by.size()).reset_index()
-    # Only a mitigation has a cost that is asked for.
-    rows, bytes_ = _cost(adapter, prompt_list[0], b, max_new_tokens) if what.startswith("path") else (np.nan, np.nan)
-    what, _, of = what.partition(" ")
-    # What is said of the path is the same on each of its lines.
-    return table.assign(what=what, of=of, reference=a, path=b, rows_a_token=rows, bytes_a_token=bytes_)
 
 
 def _cost(adapter: Any, prompt: Any, text: str, max_new_tokens: int) -> tuple[float, float]:

@@ -12,6 +12,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import pandas as pd
 import torch
 from torch import Tensor
 
@@ -33,8 +34,6 @@ FEW = 4
 class OfModels(Experiment):
     """An experiment on some models."""
 
-    DRAWN = ("root_cause",)
-
     models: tuple[str, ...] = argument(("zoo:mistral-mini",), "zoo:NAME, checkpoint folders or hub ids.")
     prompts: str = option("arithmetic:20", SHARED["prompts"][1])
     kind: str = shared("kind")
@@ -55,18 +54,20 @@ class OfModels(Experiment):
         return [(number, name, self.adapter(name)) for number, name in enumerate(self.models)]
 
     def cells(self) -> list[Cell]:
-        """A cell a model: the function ``measured`` of the experiment's file, given prompts and the fields of its own."""
-        shared = {field.name for field in dataclasses.fields(OfModels)}
-        own = {name: value for name, value in vars(self).items() if name not in shared}
+        """A cell a model."""
         return [
-            Cell(
-                f"{self.verb()}-{number}",
-                f"{type(self).__module__}:measured",
-                {"model": self.model_settings(name), "prompts": self.prompts, **own},
-                f"{self.TABLES[0]} of {adapter.facts.name}",
-            )
+            Cell(f"{self.verb()}-{number}", self.measured, {"model": name}, f"{self.TABLES[0]} of {adapter.facts.name}")
             for number, name, adapter in self.numbered_models()
         ]
+
+    def measured(self, model: str) -> pd.DataFrame:
+        """The table of a model, by :meth:`measure`."""
+        adapter = self.adapter(model)
+        return self.measure(adapter).assign(model=adapter.facts.name)
+
+    def measure(self, adapter: Adapter) -> pd.DataFrame:
+        """What an experiment of a cell a model measures of one."""
+        raise NotImplementedError
 
 
 Place = tuple[str, int]

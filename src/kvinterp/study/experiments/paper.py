@@ -21,12 +21,7 @@ import numpy as np
 import pandas as pd
 from scipy import stats
 
-from kvinterp.common.checks import check_known
-from kvinterp.common.numbers import between, counted, ends_said, number
-from kvinterp.common.result import Result
-from kvinterp.comparison import compare_examples
-from kvinterp.data import load_prompts
-from kvinterp.findings import Chart, Panel, ends_of, only
+from kvinterp.common.numbers import ends_said
 from kvinterp.metrics.statistics import quiet
 from kvinterp.study.behaviour.boundary import boundary_tables, pooled
 from kvinterp.study.behaviour.divergence import (
@@ -37,14 +32,33 @@ from kvinterp.study.behaviour.divergence import (
     with_ends,
     with_free_steps,
 )
-from kvinterp.study.cells import Cell, joined, those
-from kvinterp.study.experiments.base import Charts, Parts, Rows, Tables
+from kvinterp.study.cells import those
 from kvinterp.study.experiments.behaviour import Behaviour, failures_of, paths_of
 from kvinterp.study.experiments.choices import handed
+from kvinterp.study.experiments.kit import (
+    Cell,
+    Chart,
+    Charts,
+    OfModels,
+    Panel,
+    Parts,
+    Result,
+    Rows,
+    Tables,
+    argument,
+    between,
+    check_known,
+    compare_examples,
+    counted,
+    ends_of,
+    joined,
+    load_prompts,
+    number,
+    only,
+    option,
+)
 from kvinterp.study.experiments.layer_drift import NULL, ONE_STEP, LayerDrift
 from kvinterp.study.experiments.localisation import Localisation
-from kvinterp.study.experiments.of_models import OfModels
-from kvinterp.study.experiments.options import argument, option
 
 log = logging.getLogger("kvinterp")
 
@@ -136,8 +150,8 @@ class Paper(OfModels):
         "figure_5",
         "failures",
     )
-    DRAWN = ("figure",)
     UNIT = "cells"
+    NOTED = ("kernels", "strategies", "seeds", "max_new_tokens")
     PARTIAL = "yes"
 
     models: tuple[str, ...] = argument((), "zoo:NAME, checkpoint folders or hub ids. Default: the preset's.")
@@ -266,10 +280,9 @@ class Paper(OfModels):
         table = ends_of(table, "interval").assign(patch=names)
         return table[["model", "patch", "layer", "examples", "defined", "median", "low", "high"]]
 
-    def provenance_notes(self) -> dict[str, Any]:
-        """The preset's choices that no option shows."""
-        preset = {name: PRESETS[self.preset][name] for name in ("few", "patched_steps")}
-        return self.choices("kernels", "strategies", "seeds", "max_new_tokens") | preset
+    def noted(self) -> dict[str, Any]:
+        """The preset's choices that no option shows, too."""
+        return super().noted() | {name: PRESETS[self.preset][name] for name in ("few", "patched_steps")}
 
     # What was found ------------------------------------------------------------------------------------------------------
 
@@ -282,7 +295,7 @@ class Paper(OfModels):
                  f"text, the mean KL is {free} nats; fed the same tokens it is {same}."]  # fmt: skip
         return lines + failures_of(result)
 
-    def rows(self, tables: Tables) -> Rows:
+    def rows(self, result: Result) -> Rows:
         """None beside the tables, in which each number has its interval and control."""
         return []
 

@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvinterp.common import words
-from kvinterp.common.checks import check_choice, check_known, check_text, check_whole
-from kvinterp.common.result import Result
-from kvinterp.data import load_prompts
+from kvinterp.common.checks import check_choice, check_text
 from kvinterp.models.answers import LOGIT_DIFFERENCE
 from kvinterp.models.hook_names import site_of
 from kvinterp.patching import DIRECTIONS, DISTANCES, PRESETS, SWEEPS, Sweep, highest_kl, sweep
 from kvinterp.patching import Patch as Moved
 from kvinterp.patching.findings import charts_of_sweep, headline_of_sweep, rows_of_sweep
 from kvinterp.patching.patch import check_patch_site
-from kvinterp.study.cells import Cell, joined, loaded
-from kvinterp.study.experiments.base import OfModel, Parts, numbered
-from kvinterp.study.experiments.choices import taken_by
-from kvinterp.study.experiments.options import option, shared
+from kvinterp.study.experiments.kit import (
+    Cell,
+    OfModel,
+    Parts,
+    Result,
+    check_known,
+    check_whole,
+    joined,
+    load_prompts,
+    numbered,
+    option,
+    shared,
+)
 
 _UNLESS_GIVEN = {
     "site": "kv",
@@ -42,9 +49,10 @@ class Patch(OfModel):
     """What carries the difference: which layer, head or block of positions, moved from one path into the other?"""
 
     TABLES = ("recovery", "steps", "controls")
-    DRAWN = ("recovery",)
-    RESULT = "kvinterp.patching:Sweep"
-    SHOWN = (headline_of_sweep, rows_of_sweep, charts_of_sweep)
+    RESULT = Sweep
+    headline = staticmethod(headline_of_sweep)
+    rows = staticmethod(rows_of_sweep)
+    charts = staticmethod(charts_of_sweep)
     UNIT = "prompts"
 
     site: str = _of_preset("site", "What to patch: kv, cache_k, cache_v, resid_post, attn_out, ... (kvinterp list sites).")
@@ -125,9 +133,22 @@ class Patch(OfModel):
     def cells(self) -> list[Cell]:
         """A cell a prompt that is patched, in the order of their KL where only some are."""
         count = len(load_prompts(self.prompts)[: self.examples])
-        own = {"model": self.model_settings(), "over": self.sweep, "steps": _steps(self.steps)}
-        settings = {**taken_by(self, sweep), **own}
-        return [Cell(f"patched-{place}", f"{__name__}:patched", settings) for place in range(count)]
+        return [Cell(f"patched-{place}", self.patched) for place in range(count)]
+
+    def patched(self, keys: Sequence[str], keep: Callable[..., None], progress: str = "none") -> None:
+        """Sweeps over some of the prompts that are patched, and keeps what each gave."""
+        adapter, prompts = self.adapter(), load_prompts(self.prompts)
+        chosen = list(range(len(prompts)))
+        if self.examples is not None:
+            options = self.choices("protocol", "max_new_tokens")
+            chosen = highest_kl(adapter, prompts, self.examples, **options, progress=progress)
+        names = ("site", "direction", "protocol", "layers", "max_new_tokens", "distance", "answers", "batch_size")
+        settings = self.choices(*names) | {"over": self.sweep, "steps": _steps(self.steps), "progress": "none"}
+        for place, key in numbered(keys).items():
+            # The planted causes are a matter of the model: they are looked for once.
+            controls = "quick" if self.controls == "all" and place else self.controls
+            swept = sweep(adapter, prompts, **settings, only=[chosen[place]], controls=controls)
+            keep(key, {"recovery": swept.recovery, "steps": swept.steps, "controls": swept.controls}, swept.provenance)
 
     def reduce(self, parts: Parts) -> Result:
         """The sweep over all of them."""
@@ -144,26 +165,3 @@ def _steps(text: str) -> str | tuple[int, ...]:
     """A word, or the steps that are named with commas between."""
     named = [part.strip() for part in text.strip("() ,").split(",")]
     return tuple(map(int, named)) if all(map(str.isdecimal, named)) else text
-
-
-def patched(
-    keys: Sequence[str],
-    keep: Callable[..., None],
-    model: Mapping[str, Any],
-    prompts: str,
-    examples: int | None,
-    controls: str,
-    progress: str = "none",
-    **settings: Any,
-) -> None:
-    """Sweeps over some of the prompts that are patched, and keeps what each gave."""
-    adapter, prompt_list = loaded(model), load_prompts(prompts)
-    chosen = list(range(len(prompt_list)))
-    if examples is not None:
-        options = {name: settings[name] for name in ("protocol", "max_new_tokens")}
-        chosen = highest_kl(adapter, prompt_list, examples, **options, progress=progress)
-    for place, key in numbered(keys).items():
-        # The planted causes are a matter of the model: they are looked for once.
-        controls_here = "quick" if controls == "all" and place else controls
-        swept = sweep(adapter, prompt_list, **settings, only=[chosen[place]], controls=controls_here, progress="none")
-        keep(key, {"recovery": swept.recovery, "steps": swept.steps, "controls": swept.controls}, swept.provenance)

@@ -3,22 +3,32 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import pandas as pd
 import torch
 
-from kvinterp.common.numbers import between, listed
-from kvinterp.common.progress import each
-from kvinterp.common.result import Result
-from kvinterp.findings import Chart, Panel, median_of, only
 from kvinterp.metrics import residual_drift
 from kvinterp.models import wrap
-from kvinterp.study.cells import loaded
-from kvinterp.study.experiments.base import Charts, Rows, Tables
-from kvinterp.study.experiments.of_models import FEW, OfModels, encoded, newest_at
-from kvinterp.study.experiments.options import option
+from kvinterp.study.experiments.kit import (
+    FEW,
+    Adapter,
+    Chart,
+    Charts,
+    Finding,
+    OfModels,
+    Panel,
+    Result,
+    between,
+    each,
+    encoded,
+    listed,
+    median_of,
+    only,
+    option,
+)
+from kvinterp.study.experiments.of_models import newest_at
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,9 +39,13 @@ class Propagation(OfModels):
 
     most: int = option(FEW, "How many of the prompts to run.", min=1)
 
+    def measure(self, adapter: Adapter) -> pd.DataFrame:
+        """The error on a few prompts."""
+        return propagation(adapter, encoded(adapter, self.prompts, self.most))
+
     def headline(self, result: Result) -> list[str]:
         """What becomes of layer 0's rounding."""
-        rows = self.rows(result.tables)
+        rows = self.rows(result)
         if not rows:
             return ["A model of one layer has nothing behind it: no growth was measured."]
         grown = [
@@ -40,9 +54,9 @@ class Propagation(OfModels):
         ]
         return [f"The error of layer 0's output, rounded once, is at the last layer {listed(grown)} what it was."]
 
-    def rows(self, tables: Tables) -> Rows:
+    def rows(self, result: Result) -> list[Finding]:
         """Growth from layer 0 to the last."""
-        table = tables["propagation"]
+        table = result.tables["propagation"]
         last = table["layer"].max()
         if not last:
             return []
@@ -75,12 +89,6 @@ GROWTH = {"l2": "l2_growth", "relative_l2": "relative_growth"}
 
 def _what(name: str) -> str:
     return f"growth of {name} from layer 0, rounded once, to the last layer"
-
-
-def measured(model: Mapping[str, Any], prompts: str, most: int) -> pd.DataFrame:
-    """The table of one model."""
-    adapter = loaded(model)
-    return propagation(adapter, encoded(adapter, prompts, most)).assign(model=adapter.facts.name)
 
 
 def propagation(model: Any, prompts: Sequence[Sequence[int]], sources: Sequence[int] | None = None) -> pd.DataFrame:

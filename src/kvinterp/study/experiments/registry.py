@@ -18,6 +18,7 @@ _OTHERS = (
     "circumstances",
     "functions",
     "keeping",
+    "kit",
     "of_models",
     "options",
     "registry",
@@ -67,8 +68,11 @@ def options_of(name: str) -> dict[str, str]:
 def _fields(file: str, kind: str) -> Iterator[Any]:
     """The fields of a class of this folder, as its source has them: those of the classes it derives from first."""
     body = ast.parse(Path(__file__).with_name(f"{file}.py").read_text(encoding="utf-8")).body
-    (own,) = (node for node in body if isinstance(node, ast.ClassDef) and node.name == kind)
+    own: Any = next((node for node in body if isinstance(node, ast.ClassDef) and node.name == kind), None)
     homes = {alias.name: node.module for node in body if isinstance(node, ast.ImportFrom) for alias in node.names}
+    if own is None:  # It is passed on from another file.
+        yield from _fields(str(homes[kind]).rpartition(".")[2], kind)
+        return
     for parent in map(ast.unparse, own.bases):
         if parent != "Experiment":
             yield from _fields(str(homes[parent]).rpartition(".")[2], parent)

@@ -9,20 +9,29 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import pandas as pd
 
-from kvinterp.common.numbers import between
-from kvinterp.common.result import Result
-from kvinterp.data import TASKS, load_prompts
-from kvinterp.errors import InputError
-from kvinterp.findings import COLUMNS, only
-from kvinterp.study.cells import stacked
+from kvinterp.data import TASKS
+from kvinterp.findings import COLUMNS
 from kvinterp.study.experiments.accumulation import Accumulation
-from kvinterp.study.experiments.base import Charts, Parts, Rows, Tables
 from kvinterp.study.experiments.choices import handed
 from kvinterp.study.experiments.gqa import Gqa
+from kvinterp.study.experiments.kit import (
+    FEW,
+    Charts,
+    Finding,
+    InputError,
+    OfModels,
+    Parts,
+    Result,
+    Rows,
+    Tables,
+    between,
+    load_prompts,
+    only,
+    option,
+    stacked,
+)
 from kvinterp.study.experiments.kv_write import KvWrite
 from kvinterp.study.experiments.ladder import Ladder
-from kvinterp.study.experiments.of_models import FEW, OfModels
-from kvinterp.study.experiments.options import option
 from kvinterp.study.experiments.propagation import Propagation
 
 if TYPE_CHECKING:
@@ -105,12 +114,12 @@ class RootCause(OfModels):
         first = sorted(self.among(result.tables), key=lambda part: not isinstance(part, Ladder))
         return [line for part in first for line in part.headline(result)]
 
-    def rows(self, tables: Tables) -> Rows:
+    def rows(self, result: Result) -> Rows:
         """The findings of all of them; of several sets of prompts, how far they lie apart."""
-        rows, estimates = self._rows(tables), dict[tuple[Any, ...], list[float]]()
-        by_seed = {name: table for name, table in tables.items() if "data_seed" in table}
+        rows, estimates = self._rows(result), dict[tuple[Any, ...], list[float]]()
+        by_seed = {name: table for name, table in result.tables.items() if "data_seed" in table}
         for seed in sorted({seed for table in by_seed.values() for seed in table["data_seed"]}):
-            for row in self._rows({name: only(table, data_seed=seed) for name, table in by_seed.items()}):
+            for row in self._rows(Result({name: only(table, data_seed=seed) for name, table in by_seed.items()})):
                 estimates.setdefault(_place(row), []).append(row["estimate"])
         for row in rows:
             if len(of_seeds := estimates.get(_place(row), ())) > 1:
@@ -118,8 +127,8 @@ class RootCause(OfModels):
                 row["note"] = "; ".join(filter(None, (apart, row["note"])))
         return rows
 
-    def _rows(self, tables: Tables) -> Rows:
-        return [row for part in self.among(tables) for row in part.rows(tables)]
+    def _rows(self, result: Result) -> list[Finding]:
+        return [row for part in self.among(result.tables) for row in part.rows(result) or ()]
 
     def charts(self, result: Result) -> Charts:
         """Those of all of them."""

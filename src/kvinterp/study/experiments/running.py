@@ -6,20 +6,26 @@ same for all of them.
 
 from __future__ import annotations
 
+import os
 import re
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvinterp.common.checks import check_choice, check_known, check_unread
+from kvinterp.common.files import is_file
 from kvinterp.common.result import Result
-from kvinterp.errors import InputError, unknown
+from kvinterp.errors import InputError, unexpected, unknown
 
 if TYPE_CHECKING:
     from kvinterp.study.experiments.base import Experiment
 
+INTERRUPTED = "what was finished is on disk; the same command goes on from there"
 NOTHING = "nothing was finished; run the same command again"
-"""What an interruption of a single piece of work leaves behind."""
+"""What an interruption leaves behind."""
+SENTENCES, DOTS = 4, 80
+"""How many sentences a card has, and how many dots an inch its picture."""
 _LONGEST = 80
 """So many characters has the name of a folder that nobody named."""
 
@@ -65,7 +71,7 @@ def run(
         return _run(experiment, folder, existing, progress, figures, engine)
     except KeyboardInterrupt as error:
         some = folder is not None and any((folder / CELLS).rglob("*.parquet"))
-        error.args = (experiment.INTERRUPTED if some else NOTHING,)
+        error.args = (INTERRUPTED if some else NOTHING,)
         raise
 
 
@@ -164,12 +170,12 @@ def file_names(experiment: Experiment) -> list[str]:
 
 
 def files_of(experiment: Experiment, result: Result) -> list[str]:
-    """The names of a result's files beside the summary, drawn or not yet; for figures what they begin with, and a star."""
+    """The names of a result's files beside the summary, drawn or not yet."""
     from kvinterp.study.results import prompts_of
 
     tables = (f"{name}.parquet" for name in result.tables)
     there = [name for name in experiment.FILES if result.folder is not None and (result.folder / name).exists()]
-    figures = (f"figures/{name}*" for name in experiment.figure_names())
+    figures = (f"figures/{name}.png" for name in (experiment.charts(result) if experiment.has_page(result) else ()))
     return [*tables, *(result.others or prompts_of(result) or there), "report.html", *figures]
 
 
@@ -225,14 +231,48 @@ def write(
     return result
 
 
-def save(experiment: Experiment, result: Result, folder: Path, existing: str = "error", figures: str = "none") -> None:
+def save(
+    experiment: Experiment, result: Result, folder: str | os.PathLike[str], existing: str = "error", figures: str = "none"
+) -> Path:
     """Writes a result that a function gave into a folder; see :meth:`kvinterp.common.result.Result.save`."""
     from kvinterp.study.results import check_free, is_finished
 
-    names = files_of(experiment, with_findings(experiment, result))
-    if check_free(folder, experiment.verb(), names, existing) and is_finished(folder, result.settings):
+    place, names = folder_named(folder), files_of(experiment, with_findings(experiment, result))
+    if check_free(place, experiment.verb(), names, existing) and is_finished(place, result.settings):
         raise unknown("way to treat an existing result", existing, ("error", "overwrite"))
-    write(experiment, folder, result.settings, result, figures)
+    write(experiment, place, result.settings, result, figures)
+    return place
+
+
+def folder_named(given: Any) -> Path:
+    """The path of a folder.
+
+    Raises:
+        InputError: Something else was given.
+    """
+    if not isinstance(given, str | os.PathLike) or not str(given).strip():
+        raise unexpected("folder", given, "the name of a folder")
+    return Path(given)
+
+
+# What is shown ---------------------------------------------------------------------------------------------------------
+
+
+def report(
+    experiment: Experiment, result: Result, folder: str | os.PathLike[str] | None = None, existing: str = "error"
+) -> Path:
+    """Writes the page of a result; see :meth:`kvinterp.common.result.Result.report`."""
+    place = folder_named(folder or result.folder or tempfile.mkdtemp(prefix="kvinterp-"))
+    if result.folder is None or result.folder.resolve() != place.resolve() or existing != "error":
+        experiment.save(result, place, existing, "drawn")
+    else:
+        draw(experiment, result, place / "figures")
+    page = place / "report.html"
+    if not is_file(page):
+        raise InputError(
+            f"there is nothing to show on a page of {str(place)!r}: nothing was measured; see the failures in summary.json."
+        )
+    return page
 
 
 def draw(experiment: Experiment, result: Result, folder: Path) -> list[Path]:
@@ -241,17 +281,32 @@ def draw(experiment: Experiment, result: Result, folder: Path) -> list[Path]:
     Returns:
         The files; none where there is nothing to show.
     """
+    from kvinterp.common.store import write_whole
+    from kvinterp.study.experiments.base import provenances_of
     from kvinterp.study.report.experiment import write_experiment
-    from kvinterp.study.report.style import keeping
-    from kvinterp.study.report.style import save as save_figure
+    from kvinterp.study.report.svg import picture
 
     if not experiment.has_page(result):
         return []
-    with keeping():
-        files = [save_figure(figure, folder / f"{name}.png") for name, figure in experiment.figures(result).items()]
-        about = result.contents()[1].get("provenance") or {}
-        findings = with_findings(experiment, result).tables.get("findings")
-        lines = experiment.sentences(result) if findings is None else experiment.headline(result)
-        content = (lines, result.tables, files, result.choices or {}, about, experiment.page_parts(result), findings)
-        beside = [name for name in files_of(experiment, result) if name != "report.html" and "*" not in name]
-        return [*files, write_experiment(folder.parent, experiment.question(), *content, [*beside, "summary.json"])]
+    pictures = {}
+    for name, figure in experiment.figures(result).items():
+        # The first stands above the findings, where a phone shows it without scrolling.
+        pictures[folder / f"{name}.png"] = drawn = picture(figure, name, narrow=not pictures)
+        write_whole(folder / f"{name}.png", drawn.png)
+    findings = with_findings(experiment, result).tables.get("findings")
+    lines = experiment.sentences(result) if findings is None else experiment.headline(result)
+    content = (lines, result.tables, [*pictures.values()], result.choices or {}, provenances_of(result))
+    beside = [name for name in files_of(experiment, result) if name != "report.html" and "/" not in name]
+    parts = (experiment.page_parts(result), findings, [*beside, "summary.json"])
+    return [*pictures, write_experiment(folder.parent, experiment.question(), *content, *parts)]
+
+
+def card(experiment: Experiment, result: Result) -> str:
+    """A card for a notebook: one line, the first sentences, and the first figure, small."""
+    from kvinterp.study.report.page import Answer, Picture, Text, fragment
+    from kvinterp.study.report.style import png
+
+    lines = result.sentences()
+    rest = f"{len(lines) - SENTENCES} more in .sentences()" if len(lines) > SENTENCES else ""
+    pictures = [Picture(name.replace("_", " "), png(drawn, DOTS)) for name, drawn in list(result.figures().items())[:1]]
+    return fragment(Text(repr(result)[1:-1]), Answer(lines[:SENTENCES]), *pictures, Text(rest))

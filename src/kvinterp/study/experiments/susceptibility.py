@@ -11,26 +11,39 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import numpy as np
 import pandas as pd
 from scipy import stats
 
-from kvinterp import metrics
-from kvinterp.common.checks import check_choice, check_whole
-from kvinterp.common.numbers import counted, short
-from kvinterp.common.result import Result
-from kvinterp.comparison import compare_examples
-from kvinterp.data import load_prompts
-from kvinterp.errors import InputError
-from kvinterp.findings import Chart, Panel, finding, finding_from, findings_of
+from kvinterp.common.checks import check_choice
+from kvinterp.common.numbers import short
 from kvinterp.metrics.statistics import quiet
-from kvinterp.models.provenance import provenance
-from kvinterp.study.cells import Cell, joined, loaded
-from kvinterp.study.experiments.base import Charts, OfModel, Parts
-from kvinterp.study.experiments.options import SHARED, option
+from kvinterp.study.experiments.kit import (
+    SHARED,
+    Cell,
+    Chart,
+    Charts,
+    InputError,
+    OfModel,
+    Panel,
+    Parts,
+    Result,
+    Rows,
+    Tables,
+    check_whole,
+    compare_examples,
+    counted,
+    finding,
+    finding_from,
+    joined,
+    load_prompts,
+    metrics,
+    only,
+    option,
+)
 
 NOISE = {"normal": "normal(0,{size:g},seed={seed})", "uniform": "uniform(-{size:g},{size:g},seed={seed})"}
 """The policies of noise by name, each of one size: a standard deviation, or half a width."""
@@ -44,6 +57,8 @@ class Susceptibility(OfModel):
     """How much noise in K and V flips a token?"""
 
     TABLES: ClassVar = ("steps", "rates", "thresholds", "calibration", "certificates")
+    SUMMED: ClassVar = ("thresholds", "certificates")
+    NOTED: ClassVar = ("noise", "max_new_tokens")
 
     prompts: str = option("arithmetic:8", SHARED["prompts"][1])
     noise: str = option(
@@ -58,41 +73,50 @@ class Susceptibility(OfModel):
         """A cell a size and seed of the noise, and one of the model's own rounding."""
         check_choice("noise", self.noise, tuple(NOISE))
         check_whole("max_new_tokens", self.max_new_tokens, 2)
-        shared = {"model": self.model_settings(), **self.choices("prompts", "max_new_tokens")}
-        cells = [Cell("rounding", f"{__name__}:measured", {**shared, "b": "recompute"}, "cached against recompute")]
+        cells = [Cell("rounding", self.measured, {"b": "recompute"}, "cached against recompute")]
         for size, seed in itertools.product(_sizes(self.sizes), range(self.seeds)):
             policy = NOISE[self.noise].format(size=size, seed=seed)
-            settings = {**shared, "b": f"cached+{policy}", "size": size, "seed": seed}
-            cells.append(Cell(f"size-{size:g}-{seed}".replace(".", "_"), f"{__name__}:measured", settings, policy))
+            settings = {"b": f"cached+{policy}", "size": size, "seed": seed}
+            cells.append(Cell(f"size-{size:g}-{seed}".replace(".", "_"), self.measured, settings, policy))
         return cells
 
-    def reduce(self, parts: Parts) -> Result:
+    def measured(self, b: str, size: float = 0.0, seed: int = 0) -> pd.DataFrame:
+        """Every decode step of the cached path beside another one, fed the same tokens."""
+        options = self.choices("max_new_tokens")
+        steps = compare_examples(self.adapter(), load_prompts(self.prompts), "cached", b, **options).steps
+        # Step 0 is the prefill's: it reads keys and values as they were computed.
+        decoded = steps[steps["step"] > 0].rename(columns={"margin_a": "margin"})
+        decoded = decoded[["example", "step", "margin", "rms_logit", "max_abs_logit", "kl", "top1_agree"]]
+        return decoded.assign(flip=~decoded.pop("top1_agree").astype(bool), size=size, seed=seed)
+
+    def tables(self, parts: Parts) -> Tables:
         """Rates, thresholds, predictions and certificates of all steps."""
-        (adapter,) = self.adapters()
         steps = predicted(binned(joined(parts)["table"], self.bins))
-        noisy, rounding = steps[steps["size"] > 0], steps[steps["size"] == 0]
-        tables = {
+        noisy = steps[steps["size"] > 0]
+        return {
             "steps": steps,
             "rates": flip_rates_of(noisy),
             "thresholds": thresholds_of(noisy),
             "calibration": calibration_of(noisy),
             "certificates": certificates_of(steps),
         }
-        summary = {
+
+    def summary(self, tables: Tables) -> dict[str, Any]:
+        """How well flips are foretold, and the model's own rounding."""
+        steps = tables["steps"]
+        rounding = only(steps, size=0)
+        return super().summary(tables) | {
             **self.choices("noise", "seeds"),
             "prompts": int(steps["example"].nunique()),
             "positions": len(steps[["example", "step"]].drop_duplicates()),
-            **{name: tables[name].to_dict("records") for name in ("thresholds", "certificates")},
-            "brier": brier_of(noisy),
+            "brier": brier_of(steps[steps["size"] > 0]),
             "rounding": {
                 "steps": len(rounding),
                 "flips": int(rounding["flip"].sum()),
                 "differ": int((rounding["max_abs_logit"] > 0).sum()),
                 "rms_logit": float(rounding["rms_logit"].mean()),
             },
-            "provenance": provenance(adapter, **self.choices("noise", "max_new_tokens")),
         }
-        return Result(tables, summary)
 
     # What was found ----------------------------------------------------------------------------------------------------
 
@@ -113,13 +137,12 @@ class Susceptibility(OfModel):
             lines.append(f"{counted(wrong, 'step')} certified not to flip did, which cannot be: report it.")
         return lines
 
-    def findings(self, result: Result) -> pd.DataFrame:
+    def rows(self, result: Result) -> Rows:
         """Thresholds by class of margin, certified steps, how well flips are foretold, and the model's own rounding."""
-        rows = []
         for row in result.tables["thresholds"].to_dict("records"):
             label = "all" if row["bin"] == -1 else f"margin {short(row['margin_low'])} to {short(row['margin_high'])}"
-            rows.append(finding_from(row, "noise in K and V at which half of the steps flip", "threshold", n=row["prompts"],
-                               note=f"{row['why']} tried" if row["why"] else "", steps=label))  # fmt: skip
+            yield finding_from(row, "noise in K and V at which half of the steps flip", "threshold", n=row["prompts"],
+                               note=f"{row['why']} tried" if row["why"] else "", steps=label)  # fmt: skip
         certain, summary = result.tables["certificates"].sum(), result.summary
         own = summary["rounding"]
         # Read again, what was NaN is null.
@@ -128,15 +151,12 @@ class Susceptibility(OfModel):
             "no step flips, or all do" if np.isnan(brier["skill"]) else "1 would be perfect, 0 is no better than the rate"
         )
         of_steps: dict[str, Any] = {"n": own["steps"], "unit": "steps"}
-        return findings_of([
-            *rows,
-            finding("steps certified not to flip", certain["certified"] / certain["steps"], n=certain["steps"], unit="steps",
-                    measure="%", note="their margin exceeds twice the largest change of a logit"),
-            finding_from(brier, "skill of the chance foretold from margin and logit noise", "skill", n=summary["prompts"],
-                         note=scale),
-            finding("flips by the model's own rounding", own["flips"] / max(own["steps"], 1), measure="%", **of_steps),
-            finding("RMS of the logits' change by the model's own rounding", own["rms_logit"], **of_steps),
-        ])  # fmt: skip
+        yield finding("steps certified not to flip", certain["certified"] / certain["steps"], n=certain["steps"], unit="steps",
+                      measure="%", note="their margin exceeds twice the largest change of a logit")  # fmt: skip
+        yield finding_from(brier, "skill of the chance foretold from margin and logit noise", "skill", n=summary["prompts"],
+                           note=scale)  # fmt: skip
+        yield finding("flips by the model's own rounding", own["flips"] / max(own["steps"], 1), measure="%", **of_steps)
+        yield finding("RMS of the logits' change by the model's own rounding", own["rms_logit"], **of_steps)
 
     def charts(self, result: Result) -> Charts:
         """Flip rate against the size of the noise, and the observed rate against the chance foretold."""
@@ -167,17 +187,6 @@ def _sizes(text: str) -> list[float]:
             f"sizes {text!r} were given: expected three or more different numbers above 0, none above 1000, as in 0.01,0.1,1."
         )
     return sizes
-
-
-def measured(
-    model: Mapping[str, Any], prompts: str, max_new_tokens: int, b: str, size: float = 0.0, seed: int = 0
-) -> pd.DataFrame:
-    """Every decode step of the cached path beside another one, fed the same tokens."""
-    steps = compare_examples(loaded(model), load_prompts(prompts), "cached", b, max_new_tokens=max_new_tokens).steps
-    # Step 0 is the prefill's: it reads keys and values as they were computed.
-    decoded = steps[steps["step"] > 0].rename(columns={"margin_a": "margin"})
-    decoded = decoded[["example", "step", "margin", "rms_logit", "max_abs_logit", "kl", "top1_agree"]]
-    return decoded.assign(flip=~decoded.pop("top1_agree").astype(bool), size=size, seed=seed)
 
 
 # What the steps say ------------------------------------------------------------------------------------------------------

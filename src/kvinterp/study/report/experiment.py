@@ -24,13 +24,13 @@ from kvinterp.study.report.page import (
     Links,
     Pairs,
     Parts,
+    Picture,
     Table,
     Text,
     opened,
     render,
     without_empty,
 )
-from kvinterp.study.report.svg import picture
 from kvinterp.study.report.tokens import SCRIPTS, SHEETS
 
 GLOSSARY = {
@@ -62,9 +62,9 @@ def write_experiment(
     question: str,
     sentences: Sequence[str],
     tables: Mapping[str, pd.DataFrame],
-    figures: Sequence[Path],
+    pictures: Sequence[Picture],
     choices: Mapping[str, Any],
-    provenance: Mapping[str, Any],
+    provenances: Mapping[str, Mapping[str, Any]],
     lead: Sequence[Any] = (),
     findings: pd.DataFrame | None = None,
     beside: Sequence[str] = (),
@@ -76,9 +76,9 @@ def write_experiment(
         question: The question; its first line is the heading.
         sentences: The answers in sentences, the most important first.
         tables: The tables by name.
-        figures: Their PNGs; drawn as SVG where they were saved within :func:`kvinterp.study.report.style.keeping`.
+        pictures: The figures.
         choices: The user's choices.
-        provenance: The provenance of one model, or of each model by its name.
+        provenances: The provenance of each model by its name, which may be empty where there is one.
         lead: Parts that follow the findings.
         findings: The findings, one in a row; without them the first table takes their place.
         beside: The files beside the page.
@@ -87,10 +87,6 @@ def write_experiment(
         The page's path.
     """
     heading, _, explanation = question.partition("\n")
-    nested = provenance and all(isinstance(part, Mapping) for part in provenance.values())
-    several = provenance if nested else {"": provenance}
-    pngs = [path for path in figures if path.suffix == ".png"]
-    pictures = [picture(path, path.stem.replace("_", " "), narrow=path == pngs[0]) for path in pngs]
     folded = [table_of(name, table) for name, table in tables.items() if len(table) and name != "findings"]
     lines = list(filter(None, sentences))
     parts: Parts = [Answer(lines[:SENTENCES]), *pictures[:1]]
@@ -107,12 +103,12 @@ def write_experiment(
         Folded("What was asked", [Text(text) for text in explanation.strip().split("\n\n")]),
         Folded("How to read this", [Pairs(GLOSSARY)]),
         Folded("What was chosen", [Pairs({name: as_text(value) for name, value in choices.items()}, "beside")]),
-        Folded("What this was made with", made_with(several)),
+        Folded("What this was made with", made_with(provenances)),
         Links(files={name: name for name in beside}, label="Beside this page:"),
     ]
     more_of = {"scripts": SCRIPTS, "sheets": (*SHEETS, "shaded")} if lead else {}
     path = folder / "report.html"
-    write_whole(path, render("report", f"kvinterp: {heading}", parts, heading, kicker_of(several), **more_of))
+    write_whole(path, render("report", f"kvinterp: {heading}", parts, heading, kicker_of(provenances), **more_of))
     return path
 
 

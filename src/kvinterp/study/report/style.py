@@ -12,7 +12,6 @@ import io
 import json
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
-from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -132,60 +131,29 @@ def png(figure: Figure, dots: int = 160) -> bytes:
         return _print_figure(figure, "png", dots, {"Software": "kvinterp", "Description": provenance})
 
 
-def save(figure: Figure, path: str | Path, formats: Sequence[str] = ()) -> Path:
+def save(figure: Figure, path: str | Path) -> Path:
     """Writes a PNG, with the full provenance in its text fields.
 
     Args:
         figure: A figure of :func:`sheet`.
         path: The file; its folder is created.
-        formats: Further formats to write beside it: ``svg``, ``pdf``.
 
     Raises:
         InputError: It cannot be written.
     """
-    place = Path(path)
-    write_whole(place, png(figure))
-    figures = _SAVED.get()
-    if figures is not None:
-        figures[place] = figure
-    if formats or figures is not None:
-        # The other formats have the layout of the PNG.
-        figure.set_layout_engine("none")
-    for name in formats:
-        write_whole(place.with_suffix(f".{name}"), figure_as(figure, name))
-    return place
+    write_whole(Path(path), png(figure))
+    return Path(path)
 
 
-_SAVED: ContextVar[dict[Path, Figure] | None] = ContextVar("kept", default=None)
-
-
-@contextlib.contextmanager
-def keeping() -> Iterator[None]:
-    """Keeps every figure that is saved while the context lasts, by its file, for the page that will show it."""
-    token = _SAVED.set({})
-    try:
-        yield
-    finally:
-        _SAVED.reset(token)
-
-
-def saved_figure(path: Path) -> Figure | None:
-    """The figure of a file, if it was saved within :func:`keeping`."""
-    return (_SAVED.get() or {}).get(path)
-
-
-def figure_as(figure: Figure, name: str, ids: str = "kvinterp") -> bytes:
-    """A figure as ``svg`` or ``pdf``; the same figure always gives the same bytes.
+def svg(figure: Figure, ids: str = "kvinterp") -> bytes:
+    """A figure as SVG; the same figure always gives the same bytes.
 
     Args:
         figure: The figure.
-        name: The format.
-        ids: The salt of the ids in an SVG.
+        ids: The salt of its ids.
     """
-    undated = {"Date": None} if name == "svg" else {"CreationDate": None}
-    look: Any = {"svg.hashsalt": ids, "svg.fonttype": "none", "pdf.fonttype": 42}
-    with applying_style(), matplotlib.rc_context(look), _without_ligatures() if name == "pdf" else contextlib.nullcontext():
-        return _print_figure(figure, name, 144, {"Creator": "kvinterp", **undated})
+    with applying_style(), matplotlib.rc_context({"svg.hashsalt": ids, "svg.fonttype": "none"}):
+        return _print_figure(figure, "svg", 144, {"Creator": "kvinterp", "Date": None})
 
 
 def _print_figure(figure: Figure, name: str, dots: int, metadata: Mapping[str, Any]) -> bytes:
@@ -199,19 +167,6 @@ def _print_figure(figure: Figure, name: str, dots: int, metadata: Mapping[str, A
         figure.dpi = before[1]
         figure.set_canvas(before[0])
     return output.getvalue()
-
-
-@contextlib.contextmanager
-def _without_ligatures() -> Iterator[None]:
-    """Drops the tables of ligatures from the fonts of a PDF: no reader uses them, and subsetting them takes most of the time."""
-    from fontTools.subset import Options
-
-    before = Options._drop_tables_default
-    Options._drop_tables_default = [*before, "GDEF", "GPOS", "GSUB"]
-    try:
-        yield
-    finally:
-        Options._drop_tables_default = before
 
 
 # The small print -------------------------------------------------------------------------------------------------------

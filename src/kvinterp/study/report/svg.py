@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,7 @@ from matplotlib.image import AxesImage
 from matplotlib.lines import Line2D
 
 from kvinterp.study.report.page import Picture
-from kvinterp.study.report.style import figure_as, saved_figure
+from kvinterp.study.report.style import png, svg
 
 _LOOK = (
     "stroke-linejoin:round;stroke-linecap:butt;font-family:'DejaVu Sans', Verdana, 'Bitstream Vera Sans', Arial, sans-serif"
@@ -31,24 +30,20 @@ _BROAD = 7.5
 """A figure that is wider, in inches, has a row of the page to itself."""
 
 
-def picture(path: Path, caption: str, name: str = "", *, narrow: bool = False) -> Picture:
-    """Makes a page's figure from its PNG: as SVG where it was saved within :func:`kvinterp.study.report.style.keeping`.
+def picture(figure: Figure, name: str, *, narrow: bool = False) -> Picture:
+    """Makes a page's picture of a figure: as PNG, and as SVG.
 
     Args:
-        path: The PNG.
-        caption: The caption.
-        name: The name for links.
+        figure: The figure.
+        name: A name that no other figure of the page has; with blanks it is the caption.
         narrow: Whether to draw it for a phone too, if it is the drawing of a chart.
     """
-    figure = saved_figure(path)
+    content = png(figure)
+    # The SVG has the layout of the PNG.
+    figure.set_layout_engine("none")
     again = getattr(figure, "narrow", None) if narrow else None
-    return Picture(
-        caption,
-        path.read_bytes(),
-        name,
-        inline(figure, path.stem) if figure is not None else "",
-        inline(again(), f"{path.stem}-narrow") if again is not None else "",
-    )
+    phone = "" if again is None else inline(again(), f"{name}-narrow")
+    return Picture(name.replace("_", " "), content, svg=inline(figure, name), narrow=phone)
 
 
 def inline(figure: Figure, name: str) -> str:
@@ -62,7 +57,7 @@ def inline(figure: Figure, name: str) -> str:
         for artist, what, value in _changes(figure):
             undone.callback(artist.set, **{what: getattr(artist, f"get_{what}")()})
             artist.set(**{what: value})
-        text = figure_as(figure, "svg", name).decode()
+        text = svg(figure, name).decode()
     # XML cannot express these characters, and a model's name may have them.
     text = re.sub("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ufffe\uffff]", "\ufffd", text[text.index("<svg") :])
     body = re.sub(r"(?s)<metadata>.*?</metadata>|<style.*?</style>", "", text.partition(">")[2])

@@ -1,0 +1,61 @@
+"""What the file of a study is written with: the names that most of them need, from the rooms where they are defined."""
+
+from kvinterp import metrics
+from kvinterp.common.checks import check_known, check_whole
+from kvinterp.common.numbers import between, counted, listed, number
+from kvinterp.common.progress import each
+from kvinterp.common.result import Result
+from kvinterp.comparison import compare_examples
+from kvinterp.data import load_prompts
+from kvinterp.errors import InputError
+from kvinterp.findings import Chart, Finding, Panel, ends_of, finding, finding_from, median_of, only
+from kvinterp.models import Adapter
+from kvinterp.study.cells import Cell, joined, stacked
+from kvinterp.study.experiments.base import Charts, Experiment, OfModel, Parts, Rows, Tables, numbered
+from kvinterp.study.experiments.circumstances import tried
+from kvinterp.study.experiments.of_models import FEW, OfModels, encoded
+from kvinterp.study.experiments.options import DRAWS, SHARED, argument, option, sampled, shared
+
+__all__ = [
+    "DRAWS",
+    "FEW",
+    "SHARED",
+    "Adapter",
+    "Cell",
+    "Chart",
+    "Charts",
+    "Experiment",
+    "Finding",
+    "InputError",
+    "OfModel",
+    "OfModels",
+    "Panel",
+    "Parts",
+    "Result",
+    "Rows",
+    "Tables",
+    "argument",
+    "between",
+    "check_known",
+    "check_whole",
+    "compare_examples",
+    "counted",
+    "each",
+    "encoded",
+    "ends_of",
+    "finding",
+    "finding_from",
+    "joined",
+    "listed",
+    "load_prompts",
+    "median_of",
+    "metrics",
+    "number",
+    "numbered",
+    "only",
+    "option",
+    "sampled",
+    "shared",
+    "stacked",
+    "tried",
+]
