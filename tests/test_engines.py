@@ -19,7 +19,6 @@ from kvinterp.study.cells import Cell, Local, run_cells
 from kvinterp.study.engines import Ray, engine_named
 
 pytestmark = pytest.mark.xdist_group("engines")
-HERE = "test_engines"
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import pandas as pd
 import torch
@@ -37,7 +37,7 @@ WIDTHS = (64, 128, 256)
 class Accumulation(OfModels):
     """Does the error of a sum grow with its length?"""
 
-    TABLES: ClassVar = ("accumulation",)
+    TABLES = ("accumulation",)
 
     prompts: str = withheld("")
 

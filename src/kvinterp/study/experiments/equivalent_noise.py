@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import pandas as pd
 import torch
@@ -24,7 +24,6 @@ from kvinterp.study.experiments.kit import (
     Cell,
     Chart,
     Charts,
-    InputError,
     OfModel,
     Panel,
     Parts,
@@ -58,12 +57,15 @@ _WHOLE = ["policy", "tensor"]
 class EquivalentNoise(OfModel):
     """How large, how skewed and how heavy-tailed is the error of a policy on real K and V, and at how many bits?"""
 
-    TABLES: ClassVar = ("equivalent_noise",)
-    UNIT: ClassVar = "policies"
+    TABLES = ("equivalent_noise",)
+    UNIT = "policies"
 
     model: str = argument("zoo:llama64-mini", "zoo:NAME, a transformers checkpoint folder, or a hub id.")
     policies: tuple[str, ...] = option(
-        POLICIES, "A policy, such as q8_0 or normal(0,0.25); may be given several times.", flag="--policy"
+        POLICIES,
+        "A policy, such as q8_0 or normal(0,0.25); may be given several times.",
+        flag="--policy",
+        empty="refused",
     )
     prompts: str = shared("prompts")
     max_new_tokens: int = option(
@@ -164,11 +166,9 @@ def usable(policies: Sequence[str], adapter: Adapter) -> list[Policy]:
     """The policies of some texts, each once, all of which a model can run.
 
     Raises:
-        InputError: There are none, or one is none.
+        InputError: One is none.
         UnsupportedError: One does not fit the model.
     """
-    if not policies:
-        raise InputError("the list of policies is empty: give at least one.")
     by_text = {str(policy): policy for policy in map(policy_named, policies)}
     for policy in by_text.values():
         policy.check(adapter.facts.layers)

@@ -11,7 +11,7 @@ and for a float32 unembedding on the same residual streams.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import Any
 
 import pandas as pd
 import torch
@@ -31,7 +31,6 @@ from kvinterp.study.experiments.kit import (
     Result,
     Rows,
     Tables,
-    check_whole,
     counted,
     finding,
     finding_from,
@@ -51,27 +50,25 @@ WIDE = "float32 unembedding"
 class FlipLaw(OfModel):
     """Do as many tokens flip as margins, errors and the grid of the logits foretell?"""
 
-    TABLES: ClassVar = ("steps", "law")
-    UNIT: ClassVar = "prompts"
-    SUMMED: ClassVar = ("law",)
-    NOTED: ClassVar = ("max_new_tokens", "strategy", "seed")
+    TABLES = ("steps", "law")
+    UNIT = "prompts"
+    SUMMED = ("law",)
+    NOTED = ("max_new_tokens", "strategy", "seed")
 
     prompts: str = option("arithmetic:12", SHARED["prompts"][1] + " natural:48 has chat, stories and word problems.")
     path: tuple[str, ...] = option(
         ("cached", "cached+int8", "cached+int4", "cached+normal(0,0.03)"),
         "A path to compare with recompute; may be given several times.",
+        empty="refused",
     )
     dtype: str = option("bfloat16", SHARED["dtype"][1])
-    max_new_tokens: int = option(48, "The most tokens to decode per prompt.")
+    max_new_tokens: int = option(48, "The most tokens to decode per prompt.", min=2)
     strategy: str = option("greedy", "How the recompute path chooses the tokens: greedy, top_k(50,2), top_p(0.95,0.8).")
     seed: int = option(0, "Seed for the strategy's random numbers.", only=(lambda asked: sampled(asked.strategy), DRAWS))
 
     def cells(self) -> list[Cell]:
         """A cell a prompt, of all paths: the recompute path, which takes longest, is run once."""
-        check_whole("max_new_tokens", self.max_new_tokens, 2)
         paths = list(dict.fromkeys(str(path_named(text)) for text in self.path))
-        if not paths:
-            raise InputError("the list of paths is empty: give at least one, such as cached.")
         other = next((text for text in paths if path_named(text).dtype), None)
         if other is not None:
             raise InputError(

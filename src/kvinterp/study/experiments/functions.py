@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from typing import ClassVar
 
 from kvinterp.comparison import lens
 from kvinterp.patching import ActivationPatching as Restored
@@ -15,7 +14,7 @@ from kvinterp.study.experiments.base import Experiment
 class OfFunction(Experiment):
     """What a function found: it has no cells, since nothing but the function makes it."""
 
-    VERB: ClassVar = ""
+    VERB = ""
 
     @classmethod
     def verb(cls) -> str:

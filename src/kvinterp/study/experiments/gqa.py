@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import pandas as pd
 import torch
@@ -41,7 +41,7 @@ DRIFTS = {
 class Gqa(OfModels):
     """Does one KV head's error reach every query head that shares it?"""
 
-    TABLES: ClassVar = ("gqa",)
+    TABLES = ("gqa",)
 
     most: int = option(FEW, "How many of the prompts to run.", min=1)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import pandas as pd
 
@@ -70,9 +70,9 @@ def _in_design(*users: str) -> tuple[Callable[[Any], bool], str]:
 class KvError(OfModel):
     """How much error in K and V does behaviour bear, and of which kind, where, and under which reading of the prompt?"""
 
-    TABLES: ClassVar = ("scores", "contrasts", "examples", "noise")
-    SUMMED: ClassVar = ("scores", "contrasts")
-    NOTED: ClassVar = ("strategy",)
+    TABLES = ("scores", "contrasts", "examples", "noise")
+    SUMMED = ("scores", "contrasts")
+    NOTED = ("strategy",)
 
     model: str = argument("zoo:llama64-mini", "zoo:NAME, a transformers checkpoint folder, or a hub id.")
     design: str = option(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import pandas as pd
 import torch
@@ -40,7 +40,7 @@ from kvinterp.study.experiments.kit import (
 class KvWrite(OfModels):
     """Does the difference originate where K and V are written?"""
 
-    TABLES: ClassVar = ("kv_write",)
+    TABLES = ("kv_write",)
 
     most: int = option(FEW, "How many of the prompts to run.", min=1)
 

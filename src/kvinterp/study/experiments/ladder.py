@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -55,8 +55,8 @@ A fixed order that makes the paths equal shows that the order of additions matte
 class Ladder(OfModels):
     """Is it the precision, or the order of additions?"""
 
-    STEPS: ClassVar = ("steps",)
-    TABLES: ClassVar = ("ladder",)
+    STEPS = ("steps",)
+    TABLES = ("ladder",)
 
     most: int = option(6, "How many of the prompts to run. Some precisions and orders of additions are slow.", min=1)
     steps: int = option(16, "The most tokens to decode per prompt.", min=1)

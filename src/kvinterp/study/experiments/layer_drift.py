@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import pandas as pd
 
@@ -42,7 +42,6 @@ from kvinterp.study.experiments.kit import (
     Rows,
     Tables,
     between,
-    check_known,
     compare_examples,
     counted,
     finding,
@@ -76,7 +75,7 @@ MEASURES = tuple(metric.column for metric in metrics.OF_KIND["residual"])
 class LayerDrift(OfModels):
     """In which layer do the paths come apart, and does it grow from layer to layer?"""
 
-    TABLES: ClassVar = (
+    TABLES = (
         "layer_drift",
         "layer_drift_rows",
         "drift_by_layer",
@@ -86,8 +85,8 @@ class LayerDrift(OfModels):
         "head_correlation",
         "drift_examples",
     )
-    UNIT: ClassVar = "examples"
-    NOTED: ClassVar = ("kernels", "strategy", "seed", "max_new_tokens")
+    UNIT = "examples"
+    NOTED = ("kernels", "strategy", "seed", "max_new_tokens")
 
     dtype: str = shared("dtype")
     strategy: str = option("greedy", "How tokens are chosen: greedy, top_k(50,0.8), top_p(0.95,0.8).")
@@ -99,22 +98,18 @@ class LayerDrift(OfModels):
     contrast: tuple[str, ...] = option(
         tuple(CONTRASTS),
         "What each layer is tested against: previous layer, layer 0 or same-path null; may be given several times.",
+        among=tuple(CONTRASTS),
     )
     suffix: int = option(8, "How many tokens the null adds after the text.", min=1)
 
     def check(self) -> None:
         """Everything that can be looked at before a model is loaded."""
         super().check()
-        self.check_distinct()
         if self.step >= self.max_new_tokens:
             raise InputError(
                 f"step={self.step} is never decoded with max_new_tokens={self.max_new_tokens}, where the last step is "
                 f"{self.max_new_tokens - 1}: decode more tokens or name an earlier step."
             )
-        if not self.contrast:
-            raise InputError("the list of contrasts is empty: give at least one, such as 'previous layer'.")
-        for name in self.contrast:
-            check_known("contrast", name, CONTRASTS)
 
     def cells(self) -> list[Cell]:
         """A cell a model and example."""

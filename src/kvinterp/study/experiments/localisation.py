@@ -88,11 +88,6 @@ class Localisation(OfModels):
         among=(*SETS, SPLIT),
     )
 
-    def check(self) -> None:
-        """The names of the models too."""
-        super().check()
-        self.check_distinct()
-
     def cells(self) -> list[Cell]:
         """The first stage, a cell a model and example: how far apart its paths are."""
         cells, prompts = [], load_prompts(self.prompts)

@@ -10,7 +10,7 @@ the other larger?
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -30,7 +30,6 @@ from kvinterp.study.experiments.kit import (
     Result,
     Rows,
     Tables,
-    check_whole,
     compare_examples,
     counted,
     finding,
@@ -56,9 +55,9 @@ FRONT = "on the front: no path is better in one and as good in all"
 class Mitigate(OfModel):
     """What does a mitigation leave of the divergence, and at what cost?"""
 
-    TABLES: ClassVar = ("examples", "mitigations", "interactions")
-    SUMMED: ClassVar = ("mitigations", "interactions")
-    NOTED: ClassVar = ("max_new_tokens",)
+    TABLES = ("examples", "mitigations", "interactions")
+    SUMMED = ("mitigations", "interactions")
+    NOTED = ("max_new_tokens",)
 
     prompts: str = option("arithmetic:8", SHARED["prompts"][1])
     path: tuple[str, ...] = option(
@@ -74,17 +73,15 @@ class Mitigate(OfModel):
             "cached[kernels=batch_invariant]",
         ),
         "A mitigation, written as a path (docs/paths.md); may be given several times.",
+        empty="refused",
     )
     policy: tuple[str, ...] = option(
         ("int8", "int4"), "A policy to combine with cached and recompute; may be given several times."
     )
-    max_new_tokens: int = option(24, "The most tokens to decode per prompt.")
+    max_new_tokens: int = option(24, "The most tokens to decode per prompt.", min=2)
 
     def cells(self) -> list[Cell]:
         """A cell a path, beside its reference and beside float64; three a policy."""
-        check_whole("max_new_tokens", self.max_new_tokens, 2)
-        if not self.path:
-            raise InputError("the list of paths is empty: give at least one, such as cached[refresh=4].")
         pairs: dict[str, tuple[str, str]] = {}
         for path in map(path_named, self.path):
             if path.form != "cached":

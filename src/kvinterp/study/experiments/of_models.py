@@ -44,8 +44,9 @@ class OfModels(Experiment):
         """A model with its weights in float16, where no other dtype can be chosen."""
         return {"dtype": "float16", **super().model_settings(name)}
 
-    def check_distinct(self) -> None:
-        """Raises where a model is given twice, for an experiment whose tables tell models apart by name alone."""
+    def check(self) -> None:
+        """The names of the models too, by which the tables tell them apart."""
+        super().check()
         if len(set(self.models)) < len(self.models):
             raise InputError(f"the models {', '.join(self.models)} name one twice: give each once.")
 

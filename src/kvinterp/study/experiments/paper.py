@@ -47,7 +47,6 @@ from kvinterp.study.experiments.kit import (
     Tables,
     argument,
     between,
-    check_known,
     compare_examples,
     counted,
     ends_of,
@@ -155,7 +154,7 @@ class Paper(OfModels):
     PARTIAL = "yes"
 
     models: tuple[str, ...] = argument((), "zoo:NAME, checkpoint folders or hub ids. Default: the preset's.")
-    preset: str = option("quick", f"How much is run: {', '.join(PRESETS)}.")
+    preset: str = option("quick", f"How much is run: {', '.join(PRESETS)}.", among=tuple(PRESETS))
     prompts: str = option("", "Prompts, as for other studies. Default: the preset's.")
     strategies: tuple[str, ...] = option((), "How tokens are chosen. Default: the preset's three.", flag="--strategy")
     seeds: int = option(0, "Seeds for each sampled strategy. Default: the preset's.")
@@ -169,9 +168,7 @@ class Paper(OfModels):
 
     def check(self) -> None:
         """The studies that it runs are asked too."""
-        check_known("preset", self.preset, PRESETS)
         super().check()
-        self.check_distinct()
         for study in (*self._decoding().values(), self._drift(), self._patching()):
             study.check()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import pandas as pd
 import torch
@@ -35,7 +35,7 @@ from kvinterp.study.experiments.of_models import newest_at
 class Propagation(OfModels):
     """Does one layer's rounding compound over the layers?"""
 
-    TABLES: ClassVar = ("propagation",)
+    TABLES = ("propagation",)
 
     most: int = option(FEW, "How many of the prompts to run.", min=1)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
@@ -42,8 +42,8 @@ if TYPE_CHECKING:
 class RootCause(OfModels):
     """Are FP16 sums taken in another order the cause of the divergence?"""
 
-    STEPS: ClassVar = ("ladder_steps",)
-    TABLES: ClassVar = (
+    STEPS = ("ladder_steps",)
+    TABLES = (
         "accumulation",
         "propagation",
         "kv_write",

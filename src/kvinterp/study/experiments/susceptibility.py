@@ -12,13 +12,12 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pandas as pd
 from scipy import stats
 
-from kvinterp.common.checks import check_choice
 from kvinterp.common.numbers import short
 from kvinterp.metrics.statistics import quiet
 from kvinterp.study.experiments.kit import (
@@ -33,7 +32,6 @@ from kvinterp.study.experiments.kit import (
     Result,
     Rows,
     Tables,
-    check_whole,
     compare_examples,
     counted,
     finding,
@@ -56,23 +54,23 @@ RESAMPLES = 300
 class Susceptibility(OfModel):
     """How much noise in K and V flips a token?"""
 
-    TABLES: ClassVar = ("steps", "rates", "thresholds", "calibration", "certificates")
-    SUMMED: ClassVar = ("thresholds", "certificates")
-    NOTED: ClassVar = ("noise", "max_new_tokens")
+    TABLES = ("steps", "rates", "thresholds", "calibration", "certificates")
+    SUMMED = ("thresholds", "certificates")
+    NOTED = ("noise", "max_new_tokens")
 
     prompts: str = option("arithmetic:8", SHARED["prompts"][1])
     noise: str = option(
-        "normal", "Multiplicative noise: normal (sizes are standard deviations) or uniform (sizes are half widths)."
+        "normal",
+        "Multiplicative noise: normal (sizes are standard deviations) or uniform (sizes are half widths).",
+        among=tuple(NOISE),
     )
     sizes: str = option("0.03,0.1,0.3,0.5,1,2,4", "Sizes of the noise, with commas.")
     bins: int = option(4, "How many classes of margin to form, with equally many steps in each.", min=1)
     seeds: int = option(3, "How many times to draw the noise.", min=2)
-    max_new_tokens: int = option(24, "The most tokens to decode per prompt.")
+    max_new_tokens: int = option(24, "The most tokens to decode per prompt.", min=2)
 
     def cells(self) -> list[Cell]:
         """A cell a size and seed of the noise, and one of the model's own rounding."""
-        check_choice("noise", self.noise, tuple(NOISE))
-        check_whole("max_new_tokens", self.max_new_tokens, 2)
         cells = [Cell("rounding", self.measured, {"b": "recompute"}, "cached against recompute")]
         for size, seed in itertools.product(_sizes(self.sizes), range(self.seeds)):
             policy = NOISE[self.noise].format(size=size, seed=seed)
