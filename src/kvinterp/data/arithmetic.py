@@ -43,9 +43,10 @@ def _value(step: str) -> int:
     return {"+": a + b, "-": a - b, "*": a * b, "/": a // b}[sign]
 
 
-def _pair(rng: Random) -> tuple[str, str]:
-    first, second = rng.sample(PEOPLE, 2)
-    return first[0], second[0]
+def _pair(rng: Random) -> tuple[str, str, str]:
+    """Draws two people and the things they have."""
+    (first, _), (second, _) = rng.sample(PEOPLE, 2)
+    return first, second, rng.choice(OBJECTS)
 
 
 def _addend(rng: Random, total: int) -> int:
@@ -91,16 +92,14 @@ def _story(rng: Random) -> _Problem:
 
 
 def _together(rng: Random) -> _Problem:
-    name, friend = _pair(rng)
-    objects = rng.choice(OBJECTS)
+    name, friend, objects = _pair(rng)
     a = rng.randint(2, 60)
     b = _addend(rng, a)
     return f"{name} has {a} {objects} and {friend} has {b}. How many {objects} do they have together?", [f"{a} + {b}"]
 
 
 def _difference(rng: Random) -> _Problem:
-    name, friend = _pair(rng)
-    objects = rng.choice(OBJECTS)
+    name, friend, objects = _pair(rng)
     b = rng.randint(1, 60)
     a = b + rng.randint(1, 39)
     return (
@@ -111,8 +110,7 @@ def _difference(rng: Random) -> _Problem:
 
 def _relative(rng: Random) -> _Problem:
     """Makes a problem in which one has more or fewer than the other, and asks for both together."""
-    name, friend = _pair(rng)
-    objects = rng.choice(OBJECTS)
+    name, friend, objects = _pair(rng)
     a = rng.randint(4, 45)
     if rng.random() < 0.5:
         b = rng.randint(1, max(1, min(9, LIMIT - 2 * a)))

@@ -47,23 +47,21 @@ class Prompt:
             value = getattr(self, name)
             if not isinstance(value, str):
                 raise unexpected(f"a prompt's {name}", value, "a text, as in Prompt(id='mine', text='2 + 2 =')")
-        check_fields(self.facts, self.messages, self.meta)
-
-
-def check_fields(facts: Any, messages: Any, meta: Any) -> None:
-    """Checks three fields of a prompt.
-
-    Raises:
-        InputError: A field has another form than :class:`Prompt` says.
-    """
-    until = meta.get("until", []) if isinstance(meta, Mapping) else None
-    for name, value, fits, what in (
-        ("facts", facts, _is_text, "a list of texts"),
-        ("messages", messages, _is_message, "a list of objects with the texts role and content"),
-        ("meta", until, _is_text, "an object, whose until, if it has one, is a list of texts at which a completion is cut"),
-    ):
-        if not isinstance(value, list | tuple) or not all(map(fits, value)):
-            raise unexpected(f"a prompt's {name}", meta if name == "meta" else value, what)
+        until = self.meta.get("until", []) if isinstance(self.meta, Mapping) else None
+        for name, value, fits, what in (
+            ("facts", self.facts, _is_text, "a list of texts"),
+            ("messages", self.messages, _is_message, "a list of objects with the texts role and content"),
+            (
+                "meta",
+                until,
+                _is_text,
+                "an object, whose until, if it has one, is a list of texts at which a completion is cut",
+            ),
+        ):
+            if not isinstance(value, list | tuple) or not all(map(fits, value)):
+                raise unexpected(f"a prompt's {name}", getattr(self, name), what)
+            if name != "meta":
+                object.__setattr__(self, name, tuple(value))
 
 
 def _is_text(value: object) -> bool:

@@ -68,46 +68,75 @@ class FewShot(abc.ABC):
         """Makes the prompts; ``meta`` names the worked examples and the texts at which a completion is cut.
 
         Raises:
-            InputError: There are too few examples, or one cannot be read.
+            InputError: There are too few examples, one cannot be read, or a worked example has no answer.
         """
         questions, worked = self.draw()
+        for example in worked:
+            if not example.completion.strip():
+                raise InputError(
+                    f"example {example.prompt.id!r} has no answer: expected one, as it is a worked example; add it or pass "
+                    "shots=0."
+                )
         shots: dict[str, Any] = {"shots": [example.prompt.id for example in worked]} if worked else {}
         prompts = []
         for question in questions:
-            prompt = with_examples(question.prompt, worked, self.between, self.chat, self.system)
+            prompt = self._asked(question.prompt, worked)
             until = {"until": [*filter(None, [self.mark(question.prompt)]), *ENDS]} if self.cut == "on" else {}
             prompts.append(replace(prompt, meta={**prompt.meta, **shots, **until}))
         return prompts
 
+    def _asked(self, prompt: Prompt, worked: Sequence[Example]) -> Prompt:
+        """A question behind worked examples, in order; in a chat it has messages, and its text is their content."""
+        text = self.between.join([*(f"{example.prompt.text}{example.completion}" for example in worked), prompt.text])
+        whole = f"{self.system}{self.between}{text}" if self.system else text
+        if self.chat == "none":
+            return replace(prompt, text=whole)
+        turns = [("user", text)]
+        if self.chat == "turns":
+            pairs = [(("user", example.prompt.text), ("assistant", example.completion.strip())) for example in worked]
+            turns = [turn for pair in pairs for turn in pair] + [("user", prompt.text)]
+        messages = [("system", self.system), *turns] if self.system else turns
+        return replace(prompt, text=whole, messages=tuple({"role": role, "content": said} for role, said in messages))
 
-def with_examples(prompt: Prompt, worked: Sequence[Example], between: str, chat: str, system: str) -> Prompt:
-    """Puts worked examples before a prompt.
+    def sampled(
+        self, examples: Sequence[Example], train: Sequence[Example] | None, source: str
+    ) -> tuple[list[Example], list[Example]]:
+        """Draws questions and worked examples without replacement; no worked example has the text of a question.
 
-    Args:
-        prompt: The question.
-        worked: The examples, in order.
-        between: The text between one and the next.
-        chat: One of :data:`CHATS`; unless it is ``"none"`` the prompt has messages, and its text is their content.
-        system: A text before everything; may be empty.
+        All numbers are shuffled by the seed (``random.Random(seed).sample``) and the first ``count`` taken, in that order;
+        without a count all are taken in the order of the file. Worked examples are the first of ``train``, shuffled likewise,
+        or else the last of the shuffled examples, so that they are the same for every count.
 
-    Raises:
-        InputError: A worked example has no answer.
-    """
-    without = next((example.prompt.id for example in worked if not example.completion.strip()), None)
-    if without is not None:
-        raise InputError(
-            f"example {without!r} has no answer: expected one, as it is a worked example; add it or pass shots=0."
-        )
-    text = between.join([*(f"{example.prompt.text}{example.completion}" for example in worked), prompt.text])
-    whole = f"{system}{between}{text}" if system else text
-    if chat == "none":
-        return replace(prompt, text=whole)
-    turns = [("user", text)]
-    if chat == "turns":
-        pairs = [(("user", example.prompt.text), ("assistant", example.completion.strip())) for example in worked]
-        turns = [turn for pair in pairs for turn in pair] + [("user", prompt.text)]
-    messages = [("system", system), *turns] if system else turns
-    return replace(prompt, text=whole, messages=tuple({"role": role, "content": content} for role, content in messages))
+        Args:
+            examples: The examples to ask.
+            train: The worked examples to draw from; None for those examples that are not asked.
+            source: The name of the examples in errors.
+
+        Raises:
+            InputError: There are too few examples.
+        """
+        order = Random(self.seed).sample(range(len(examples)), len(examples))
+        reserved = self.shots if train is None else 0
+        most = len(examples) - reserved
+        count = most if self.count is None else self.count
+        if not 1 <= count <= most:
+            remark = f", and {reserved} worked examples come from there too" if reserved else ""
+            advice = f"ask for at most {most:,}" if most > 0 else "take fewer shots"
+            raise InputError(
+                f"{max(count, 1):,} examples were asked for, but {source!r} has {len(examples):,}{remark}: {advice}, or name a "
+                "file of worked examples with train=FILE."
+            )
+        questions = [examples[number] for number in (sorted(order[:count]) if self.count is None else order[:count])]
+        rest = [examples[number] for number in reversed(order[count:])]
+        candidates = rest if train is None else Random(self.seed).sample(train, len(train))
+        texts = {example.prompt.text for example in questions}
+        worked = [example for example in candidates if example.prompt.text not in texts][: self.shots]
+        if len(worked) < self.shots:
+            raise InputError(
+                f"{self.shots} worked examples were asked for, but beside those that are asked there are {len(worked)}: pass "
+                f"shots={len(worked)}, or name a file of others with train=FILE."
+            )
+        return questions, worked
 
 
 def cut_at(completion: str, until: Sequence[str]) -> str:
@@ -120,45 +149,3 @@ def cut_at(completion: str, until: Sequence[str]) -> str:
     for end in until:
         completion = completion.partition(end)[0]
     return completion
-
-
-def sample(
-    examples: Sequence[Example], train: Sequence[Example] | None, settings: FewShot, source: str
-) -> tuple[list[Example], list[Example]]:
-    """Draws questions and worked examples without replacement; no worked example has the text of a question.
-
-    All numbers are shuffled by the seed (``random.Random(seed).sample``) and the first ``count`` taken, in that order; without a
-    count all are taken in the order of the file. Worked examples are the first of ``train``, shuffled likewise, or else the last
-    of the shuffled examples, so that they are the same for every count.
-
-    Args:
-        examples: The examples to ask.
-        train: The worked examples to draw from; None for those examples that are not asked.
-        settings: Count, shots and seed.
-        source: The name of the examples in errors.
-
-    Raises:
-        InputError: There are too few examples.
-    """
-    order = Random(settings.seed).sample(range(len(examples)), len(examples))
-    reserved = settings.shots if train is None else 0
-    count = len(examples) - reserved if settings.count is None else settings.count
-    if not 1 <= count <= len(examples) - reserved:
-        remark = f", and {reserved} worked examples come from there too" if reserved else ""
-        advice = f"ask for at most {len(examples) - reserved:,}" if len(examples) > reserved else "take fewer shots"
-        raise InputError(
-            f"{max(count, 1):,} examples were asked for, but {source!r} has {len(examples):,}{remark}: {advice}, or name a file "
-            "of worked examples with train=FILE."
-        )
-    questions = [examples[number] for number in (sorted(order[:count]) if settings.count is None else order[:count])]
-    rest = [examples[number] for number in reversed(order[count:])]
-    candidates = rest if train is None else [train[n] for n in Random(settings.seed).sample(range(len(train)), len(train))]
-    texts = {example.prompt.text for example in questions}
-    worked = [example for example in candidates if example.prompt.text not in texts][: settings.shots]
-    if len(worked) < settings.shots:
-        count = len(worked)
-        raise InputError(
-            f"{settings.shots} worked examples were asked for, but beside those that are asked there are {count}: pass "
-            f"shots={count}, or name a file of others with train=FILE."
-        )
-    return questions, worked

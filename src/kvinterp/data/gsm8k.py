@@ -21,7 +21,7 @@ from typing import Any
 from kvinterp.common.checks import check_instance, check_known
 from kvinterp.common.files import is_file
 from kvinterp.data.example import Example, Prompt
-from kvinterp.data.few_shot import FewShot, sample
+from kvinterp.data.few_shot import FewShot
 from kvinterp.data.jsonl import normalised, number_of, objects_of, own_id
 from kvinterp.errors import InputError, shown, unexpected
 
@@ -102,7 +102,7 @@ class Gsm8k(FewShot):
         else:
             of_file = _is_path(self.train) or _is_path(self.file)
             train = self._examples(self.train, "test") if of_file else self._examples(self.file, self.train)
-        return sample(questions, train, self, self.file)
+        return self.sampled(questions, train, self.file)
 
     def mark(self, prompt: Prompt | None = None) -> str:
         """The beginning of the format."""

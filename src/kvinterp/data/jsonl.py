@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from kvinterp.common.files import is_file
-from kvinterp.data.example import Example, Prompt, check_fields
-from kvinterp.data.few_shot import FewShot, sample
+from kvinterp.data.example import Example, Prompt
+from kvinterp.data.few_shot import FewShot
 from kvinterp.errors import InputError, located, shown
 
 log = logging.getLogger("kvinterp")
@@ -41,7 +41,7 @@ class Jsonl(FewShot):
     def draw(self) -> tuple[list[Example], list[Example]]:
         """Draws from the file or files."""
         questions, train = self._examples(self.file), None if self.train is None else self._examples(self.train)
-        return sample(questions, train, self, self.file)
+        return self.sampled(questions, train, self.file)
 
     def mark(self, prompt: Prompt) -> str:
         """Empty, because the beginning of a next prompt is unknown."""
@@ -149,10 +149,9 @@ def _prompt(where: str, record: Mapping[str, Any]) -> Prompt:
         raise InputError(f'{where}: "answer" is {type(answer).__name__}, expected a text or a number; write one.')
     answer = "" if answer is None else str(answer)
     answer = number_of(where, answer) if task in _JUDGED_BY_NUMBER else answer
-    facts, messages, meta = (record.get(name, unless) for name, unless in (("facts", ()), ("messages", ()), ("meta", {})))
+    more = {name: record[name] for name in ("facts", "messages", "meta") if name in record}
     with located(where):
-        check_fields(facts, messages, meta)
-    return Prompt(own_id(where, record, _line_id(where)), text, task, answer, tuple(facts), meta, tuple(messages))
+        return Prompt(own_id(where, record, _line_id(where)), text, task, answer, **more)
 
 
 def normalised(number: str) -> str:
