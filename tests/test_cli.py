@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import json
 import os
 import re
@@ -19,11 +21,19 @@ from typer.testing import CliRunner, Result
 import kvinterp as kv
 from command_line import kvinterp, wrong
 from kvinterp import __version__
-from kvinterp.cli import _Verb, app
+from kvinterp.cli import app
+from kvinterp.cli.listing import LISTED
 from kvinterp.comparison.findings import NAMES
 from kvinterp.study.experiments.base import SAID, WIDTH
-from kvinterp.study.experiments.choices import check_words
-from kvinterp.study.experiments.registry import command_of, experiments, options_of
+from kvinterp.study.experiments.choices import check_early
+from kvinterp.study.experiments.options import OPTION
+from kvinterp.study.experiments.registry import (
+    command_of,
+    experiment_named,
+    experiment_read,
+    experiments,
+    question_of,
+)
 from writing import cells_of
 
 pytestmark = pytest.mark.xdist_group("command line")
@@ -164,6 +174,14 @@ def test_help_says_every_option(monkeypatch: pytest.MonkeyPatch) -> None:
 AT_ONCE = (
     ("patch zoo:gqa2-mini --layer 2", "unknown option '--layer': did you mean '--layers'"),
     ("study mitigate zoo:gqa2-mini --sede 3", "unknown option '--sede'"),
+    ("kernels --model zoo:gqa2-mini", "unknown option '--model': it stands without a name, as in 'kvinterp kernels zoo"),
+    ("study chain --models zoo:gqa2-mini", "unknown option '--models': it stands without a name"),
+    (
+        "compare gqa2-mni",
+        "model 'gqa2-mni' cannot be found (HF_HUB_OFFLINE is set and no copy of it is in the local cache): "
+        "did you mean zoo:gqa2-mini?",
+    ),
+    ("audit --dtype float32 gpt22", "model 'gpt22' cannot be found"),
     ("compare nobody-here/none", "model 'nobody-here/none' cannot be found"),
     ("study behaviour nobody-here/none", "model 'nobody-here/none' cannot be found"),
     ("study behaviour zoo:nope", "unknown zoo model 'nope'"),
@@ -176,57 +194,76 @@ AT_ONCE = (
     ("compare zoo:gqa2-mini --b cahced", "path 'cahced' cannot be read"),
     ("compare zoo:gqa2-mini --b cached@float61", "unknown dtype 'float61'"),
     ("compare zoo:gqa2-mini --b cached+int5", "unknown policy 'int5'"),
-    ("kernels --kernels batch_variant", "unknown kernel mode 'batch_variant'"),
+    ("kernels zoo:gqa2-mini --kernels batch_variant", "unknown kernel mode 'batch_variant'"),
     ("study behaviour zoo:gqa2-mini --strategy top_q(2)", "unknown strategy 'top_q'"),
+    ("study kv-error zoo:gqa2-mini --policy int8 --policy int5", "unknown policy 'int5'"),
+    ("compare zoo:gqa2-mini --protocol match", "protocol='match' was given: expected 'matched' or 'free'"),
+    ("patch zoo:gqa2-mini --batch-size 0", "Invalid value for '--batch-size'"),
+    ("compare zoo:gqa2-mini --max-new-tokens few", "Invalid value for '--max-new-tokens'"),
     ("study gqa zoo:gqa2-mini --prompts nowhere.txt", "prompt file 'nowhere.txt' does not exist"),
 )
 """What is wrong with a command, and what is said of it before anything heavy is imported: it took 5 to 29 s."""
 
 
-def test_lists_and_errors_need_no_torch(tmp_path: Path) -> None:
+HELP = ("", "list", "show", "report", "study", *(" ".join(command_of(name)) for name in experiments()))
+
+
+def test_lists_help_and_errors_need_no_torch(tmp_path: Path) -> None:
     code = (
         "import json, sys; from kvinterp.cli import main\n"
-        "for line in ['list', *json.loads(sys.argv[1])]:\n"
-        f"    out = ['--out', {str(tmp_path / 'out')!r}] * (line != 'list')\n"
-        "    sys.argv = ['kvinterp', *line.split(), *out]\n"
+        "for line in json.loads(sys.argv[1]):\n"
+        "    sys.argv = ['kvinterp', *line.split()]\n"
         "    try: main()\n"
-        "    except SystemExit as left: assert left.code == (2 if out else 0), line\n"
-        "    heavy = {'torch', 'transformers', 'transformer_lens', 'pandas', 'matplotlib'} & set(sys.modules)\n"
+        "    except SystemExit as left: assert left.code == (2 if '--out' in line else 0), line\n"
+        "    heavy = {'torch', 'transformers', 'transformer_lens', 'numpy', 'pandas', 'matplotlib'} & set(sys.modules)\n"
         "    assert not heavy, (line, heavy)"
     )
-    lines = json.dumps([line for line, _ in AT_ONCE])
-    given = [sys.executable, "-c", code, lines]
+    errors = [f"{line} --out {tmp_path / 'out'}" for line, _ in AT_ONCE]
+    right = ["list", *(f"list {what}" for what in LISTED), *(f"{command} --help" for command in HELP)]
+    (tmp_path / "summary.json").write_text("{}")
+    errors += [f"compare zoo:gqa2-mini --out {tmp_path}", f"patch zoo:gqa2-mini --out {tmp_path / 'summary.json'}"]
+    given = [sys.executable, "-c", code, json.dumps([*right, *errors])]
     made = subprocess.run(given, capture_output=True, text=True, check=False, env=environment())
     assert made.returncode == 0, made.stderr
-    errors = [line for line in made.stderr.splitlines() if line.startswith("error: ")]
-    for (_, said), error in zip(AT_ONCE, errors, strict=True):
-        assert said in error
+    said = [*(said for _, said in AT_ONCE), "already holds a result", "cannot be written"]
+    for words, error in zip(said, [line for line in made.stderr.splitlines() if line.startswith("error: ")], strict=True):
+        assert words in error
     assert not (tmp_path / "out").exists()
 
 
-def test_options_read_from_a_file_are_those_of_its_command() -> None:
-    for name in experiments():
-        params: list[Any] = _Verb(name)._whole.params
-        own = {flag: param.is_flag for param in params for flag in param.opts if flag.startswith("--")}
-        shared = {"--out", "--overwrite", "--json", "--engine"}
-        read = {flag: kind == "bool" for flag, kind in options_of(name).items()}
-        assert read == {flag: is_flag for flag, is_flag in own.items() if flag not in shared}, name
-
-
-def test_names_are_those_of_the_registries() -> None:
-    from kvinterp.cli.listing import NAMES
-    from kvinterp.models import KINDS
+def test_what_is_read_from_a_source_is_what_is_imported() -> None:
+    from kvinterp.cli.listing import _fields_of, _first_line, _plugins
+    from kvinterp.metrics import REGISTRY
+    from kvinterp.models import KINDS, SITES
     from kvinterp.paths import KERNELS, STRATEGIES
     from kvinterp.policies import POLICIES
     from kvinterp.programs.names import NAMES as PROGRAMS
     from kvinterp.programs.names import OPERATIONS
     from kvinterp.recording.readers.registry import BINARY, READERS
 
-    tables = {"kinds": KINDS, "strategies": STRATEGIES, "policies": POLICIES, "kernels": KERNELS}
-    for what, table in tables.items():
-        assert [*NAMES[what]()] == [*table], what
-    assert sorted(NAMES["calls"]()) == sorted([*OPERATIONS, *PROGRAMS])
-    check_words(("format", name) for name in (*READERS, BINARY))
+    for name in experiments():
+        read, imported = (
+            [(field.name, field.type, field.default, {**field.metadata.get(OPTION, {}), "only": None}) for field in fields]
+            for fields in map(dataclasses.fields, (experiment_read(name), experiment_named(name)))
+        )
+        assert read == imported, name
+        assert experiment_read(name).OVERWRITES == experiment_named(name).OVERWRITES
+        assert question_of(name) == inspect.getdoc(sys.modules[experiment_named(name).__module__])
+    plugins = {"strategies": STRATEGIES, "kernels": KERNELS, "calls": OPERATIONS}
+    for what, classes in plugins.items():
+        assert LISTED[what]()[: len(classes)] == _plugins(classes), what
+    assert LISTED["calls"]()[len(OPERATIONS) :] == _plugins(PROGRAMS)
+    for row, (name, kind) in zip(LISTED["policies"](), POLICIES.items(), strict=True):
+        bits = [16 if (own := kind().bits_stored(tensor, 128)) is None else own for tensor in ("k", "v")]
+        told = (name, str(kind()), _fields_of(kind), _first_line(kind), f"{sum(bits) * 4:g}", kind.SOURCE)
+        assert tuple(row.values()) == told
+    metrics = [(row["name"], row["what it is"]) for row in LISTED["metrics"]()]
+    assert metrics == [(metric.name, _first_line(metric.function)) for metric in REGISTRY.values()]
+    assert [row["kind"] for row in LISTED["kinds"]()] == [*KINDS]
+    assert [row["site"] for row in LISTED["sites"]()][: len(SITES)] == [*SITES]
+    check_early(experiment_read("audit"), {"format": BINARY})
+    for name in READERS:
+        check_early(experiment_read("audit"), {"format": name})
 
 
 def test_what_is_planted_by_tests_is_no_policy_to_choose() -> None:

@@ -12,15 +12,13 @@ import dataclasses
 import enum
 import functools
 import inspect
-import itertools
 import logging
 import os
-import re
 import signal
 import sys
 import traceback
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -28,30 +26,27 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from kvinterp._version import __version__
-from kvinterp.cli.listing import LISTED, NAMES, described
+from kvinterp.cli.listing import LISTED, described
 from kvinterp.common.console import echo
 from kvinterp.common.files import strict_json
+from kvinterp.common.source import source
 from kvinterp.errors import InputError, KvinterpError, out_of_memory, unknown, visible
-from kvinterp.models.naming import check_reached
-from kvinterp.study.experiments.base import OPTION, Experiment
-from kvinterp.study.experiments.choices import check_words
+from kvinterp.study.experiments.choices import check_early
+from kvinterp.study.experiments.options import OPTION
 from kvinterp.study.experiments.registry import (
-    OF_FILES,
     command_of,
     experiment_named,
+    experiment_read,
     experiments,
-    options_of,
     question_of,
 )
-from kvinterp.study.experiments.running import default_folder
+from kvinterp.study.experiments.running import check_models, default_folder, file_names
 
 _PANELS: dict[str, tuple[str, ...]] = {
     "How": ("kind", "dtype", "device", "attention", "random_init", "remote_code", "batch_size", "seed", "engine"),
     "Where to": ("out", "overwrite", "as_json"),
 }
 """The groups in which help shows the options; what is in none of them is what is asked."""
-_PLACE = re.compile(r"[\w.-]+/[\w.-]+|(zoo|real):.*|[./~].*")
-"""What says by itself that it is a model's place: a hub id, a name of kvinterp's own, a folder."""
 _WrongUse: Any = typer.BadParameter.__base__
 """What the reader of the command line raises; newer versions of typer have a click of their own."""
 
@@ -65,42 +60,40 @@ class _Verb(TyperCommand):
     @functools.cached_property
     def _whole(self) -> Any:
         apart = typer.Typer(add_completion=False)
-        apart.command(self.name)(_command_of(experiment_named(str(self.name))))
+        apart.command(self.name)(_command_of(str(self.name)))
         return typer.main.get_command(apart)
 
     def make_context(self, info_name: str | None, args: list[str], *given: Any, **extra: Any) -> Any:
         # What an experiment's file imports takes longer than a word that is misspelt, or a hub that is not there.
-        check_words(_options_given(str(self.name), args))
-        for name in itertools.takewhile(lambda each: not each.startswith("-"), args):
-            if self.name not in OF_FILES and _PLACE.fullmatch(name):
-                check_reached(name)
-        if "torch" not in sys.modules and "--help" not in args:
+        try:
+            context = super().make_context(info_name, args, *given, **extra)
+        except _WrongUse as error:
+            if type(error).__name__ != "NoSuchOption":
+                raise
+            raise self._unknown(error.option_name) from error
+        verb, kind = str(self.name), experiment_read(str(self.name))
+        chosen = {name: tuple(value) if isinstance(value, list) else value for name, value in context.params.items()}
+        check_early(kind, chosen)
+        check_models(chosen)
+        existing = "overwrite" if chosen["overwrite"] or kind.OVERWRITES == "always" else "error"
+        folder = chosen["out"] or default_folder(verb, chosen)
+        source("kvinterp.study.results").check_free(folder, verb, file_names(kind), existing)
+        if "torch" not in sys.modules:
             _speak()
             logging.getLogger("kvinterp").info("importing torch first, which takes seconds")
-        return super().make_context(info_name, args, *given, **extra)
+        return context
+
+    def _unknown(self, option: str) -> InputError:
+        """The error for an option that there is not."""
+        command, first = f"kvinterp {' '.join(command_of(str(self.name)))}", self.params[0]
+        if option.strip("-s") == str(first.name).strip("s"):
+            return InputError(f"unknown option {option!r}: it stands without a name, as in '{command} zoo:gqa2-mini'.")
+        known = [flag for param in self.params for flag in param.opts if flag.startswith("--")]
+        return unknown("option", option, known, f"See '{command} --help'.")
 
     def get_params(self, ctx: Any) -> list[Any]:
         self.params, self.callback = self._whole.params, self._whole.callback
         return super().get_params(ctx)
-
-
-def _options_given(command: str, args: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Options of an experiment's command that were given, with their values; the experiment's file is not imported.
-
-    Raises:
-        InputError: One is none of its.
-    """
-    known = {**options_of(command), "--out": "Path", **dict.fromkeys(("--overwrite", "--json", "--help"), "bool")}
-    if command_of(command) != (command,):
-        known["--engine"] = "str"
-    parts = iter([part for each in args for part in (each.split("=", 1) if each.startswith("--") else [each])])
-    for part in parts:
-        if part == "--":
-            return
-        if part.startswith("--") and part not in known:
-            raise unknown("option", part, known, f"See 'kvinterp {' '.join(command_of(command))} --help'.")
-        if part.startswith("--") and known[part] != "bool":
-            yield part[2:].replace("-", "_"), next(parts, "")
 
 
 class _Experiments(TyperGroup):
@@ -155,7 +148,8 @@ class _Root(_Experiments):
                 echo(error.format_message())
                 return {}
             command = error.ctx.command_path if error.ctx else "kvinterp"
-            return _refusal(KvinterpError(f"{error.format_message().replace('Value error, ', '')} See '{command} --help'."))
+            said = error.format_message().replace("Value error, ", "").rstrip(".")
+            return _refusal(KvinterpError(f"{said}. See '{command} --help'."))
         except KeyboardInterrupt as error:
             said = f"interrupted: {error.args[0] if error.args else 'nothing was begun'}."
             echo(said, err=True)
@@ -235,34 +229,36 @@ def _option(name: str, hint: Any, default: Any, help: str, *flags: str, **more: 
     return _keyword(name, hint, default, typer.Option(*flags, help=help, rich_help_panel=panel, **more))
 
 
-def _command_of(experiment: type[Experiment]) -> Callable[..., Mapping[str, Any]]:
-    """The function that typer makes the command of."""
-    fields = [field for field in dataclasses.fields(experiment) if OPTION in field.metadata]
+def _command_of(name: str) -> Callable[..., Mapping[str, Any]]:
+    """The function that typer makes an experiment's command of."""
+    read = experiment_read(name)
 
     def command(out: Path | None, overwrite: bool, as_json: bool, engine: str = "local", **given: Any) -> Mapping[str, Any]:
         _speak()
-        asked = experiment(**{name: tuple(each) if isinstance(each, list) else each for name, each in given.items()})
-        result = asked.run(out or default_folder(asked), "overwrite" if overwrite else "error", engine=engine)
+        chosen = {key: tuple(value) if isinstance(value, list) else value for key, value in given.items()}
+        asked, folder = experiment_named(name)(**chosen), out or default_folder(name, chosen)
+        result = asked.run(folder, "overwrite" if overwrite else "error", engine=engine)
         (result.experiment or asked).print_result(result, echo)
         return {"verb": asked.verb(), **result.json_output()}
 
-    hints = typing.get_type_hints(experiment)
     said = "Folder for the tables, figures and report. Default: out/VERB-MODEL."
-    parameters = [_parameter(field, hints[field.name]) for field in fields]
+    parameters = [_parameter(field) for field in dataclasses.fields(read) if OPTION in field.metadata]
     parameters.append(_option("out", Path | None, None, said, "--out", parser=_folder_named, metavar="PATH"))
     said = "Replace a result that is already in the folder."
-    parameters.append(_option("overwrite", bool, False, said, "--overwrite", hidden=experiment.OVERWRITES == "always"))
+    parameters.append(_option("overwrite", bool, False, said, "--overwrite", hidden=read.OVERWRITES == "always"))
     parameters.append(_JSON)
-    if command_of(experiment.verb()) != (experiment.verb(),):
+    if command_of(name) != (name,):
         parameters.append(_option("engine", str, "local", "Where to run: local, ray or ray(WORKERS).", "--engine"))
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {}
-    command.__doc__ = question_of(experiment.verb())
+    command.__doc__ = question_of(name)
     return command
 
 
-def _parameter(field: dataclasses.Field[Any], hint: Any) -> inspect.Parameter:
+def _parameter(field: dataclasses.Field[Any]) -> inspect.Parameter:
     ours = ("decides", "example", "only", "positional", "flag", "among", "empty")
+    # Options are words, numbers and paths.
+    hint = eval(str(field.type), {"Path": Path})
     about, default = field.metadata[OPTION], typing.cast(Any, field.default)
     more = {name: value for name, value in about.items() if name not in ours}
     flag = about.get("flag", f"--{field.name.replace('_', '-')}")
@@ -361,7 +357,7 @@ def _list(
         for line in described(what.value, rows):
             echo(line)
         return {what.value: rows}
-    names = {kind: [*of()] for kind, of in NAMES.items()}
+    names = {kind: [next(iter(row.values())) for row in rows()] for kind, rows in LISTED.items()}
     for kind, of in names.items():
         echo(f"{kind}  {', '.join(of)}")
     echo("kvinterp list WHAT describes each, as in kvinterp list policies.")

@@ -1,42 +1,25 @@
-"""What ``kvinterp list`` shows: everything that can be named. For the names alone no plugin is imported, nor torch."""
+"""What ``kvinterp list`` shows: everything that can be named, read from the source, so that nothing slow is imported."""
 
 from __future__ import annotations
 
 import dataclasses
-import importlib
+import pkgutil
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from pathlib import Path
-from typing import Any, get_args
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
-from kvinterp.common import words
-from kvinterp.common.spec import plugin_names
+from kvinterp.common.source import ROOT, source
+from kvinterp.common.spec import plugins_read
 from kvinterp.common.vocabulary import PROTOCOLS
 from kvinterp.models import real, zoo
+from kvinterp.models.sites import GROUPS, SITES
 from kvinterp.study.experiments.registry import experiments, question_of
 
 Row = dict[str, str]
-_ROOT = Path(__file__).parents[1]
 
 
 def _fetched() -> Iterator[tuple[str, Any]]:
     return ((f"real:{name}", one) for name, one in real.REAL.items() if one.member.endswith(".gguf"))
-
-
-NAMES: dict[str, Callable[[], Iterable[str]]] = {
-    "models": lambda: [*(f"zoo:{name}" for name in zoo.names()), *(name for name, _ in _fetched()),
-                       "and any transformers checkpoint folder, GGUF file or hub id"],
-    "kinds": lambda: get_args(words.Kind),
-    "sites": lambda: get_args(words.Site),
-    "strategies": lambda: get_args(words.Strategy),
-    "policies": lambda: plugin_names(_ROOT / "policies", "Policy"),
-    "metrics": lambda: ["see kvinterp list metrics"],
-    "kernels": lambda: plugin_names(_ROOT / "paths" / "kernels", "Kernels"),
-    "calls": lambda: [*plugin_names(_ROOT / "programs" / "operations", "Operation"), *plugin_names(_ROOT / "programs", "Name")],
-    "protocols": lambda: PROTOCOLS,
-    "experiments": experiments,
-}  # fmt: skip
-"""The names of everything; a test holds them against the registries."""
 
 
 def described(what: str, rows: list[Row]) -> Iterator[str]:
@@ -67,12 +50,6 @@ def _models() -> list[Row]:
     return rows
 
 
-def _sites() -> list[Row]:
-    from kvinterp.models.sites import GROUPS, SITES
-
-    return _pairs("site", SITES | {name: "group: " + ", ".join(group) for name, group in GROUPS.items()})
-
-
 EXAMPLE = {"layers": 32, "kv_heads": 8, "head_dim": 128}
 """The shape of Llama-3.1-8B: what its cache stores of a token is 128 KiB in 16 bits."""
 POLICY_NOTE = (
@@ -83,11 +60,10 @@ POLICY_NOTE = (
 
 def policy_rows() -> list[Row]:
     """A row of text for every policy."""
-    from kvinterp.policies import POLICIES
-
     rows = []
-    for name, kind in POLICIES.items():
-        policy, width = kind(), EXAMPLE["head_dim"]
+    for name, kind in plugins_read("kvinterp.policies.base:Policy").items():
+        # Its defaults are the class's; to check them fp8 looks at dtypes of torch.
+        policy, width = object.__new__(kind), EXAMPLE["head_dim"]
         bits = [16 if (own := policy.bits_stored(tensor, width)) is None else own for tensor in ("k", "v")]
         kib = sum(bits) * width * EXAMPLE["kv_heads"] * EXAMPLE["layers"] / 8 / 1024
         about = {"fields": _fields_of(kind), "what it does": _first_line(kind)}
@@ -96,14 +72,14 @@ def policy_rows() -> list[Row]:
 
 
 def _metrics() -> list[Row]:
-    from kvinterp.metrics import KINDS, REGISTRY
+    kinds = source("kvinterp.metrics.base").KINDS
+    files = [source(f"kvinterp.metrics.{file.name}") for file in pkgutil.iter_modules([str(ROOT / "kvinterp" / "metrics")])]
+    return [{"name": each.name, "fills": f"{kinds[each.kind].table}.{each.column}", "what it is": _first_line(each.function)}
+            for file in files if "METRICS" in file.nodes for each in file.METRICS]  # fmt: skip
 
-    return [{"name": each.name, "fills": f"{KINDS[each.kind].table}.{each.column}", "what it is": _first_line(each.function)}
-            for each in REGISTRY.values()]  # fmt: skip
 
-
-def _plugins(classes: Mapping[str, type]) -> list[Row]:
-    return [{"name": name, "values": _fields_of(kind), "what it does": _first_line(kind)} for name, kind in classes.items()]
+def _plugins(kinds: Mapping[str, type]) -> list[Row]:
+    return [{"name": name, "values": _fields_of(kind), "what it does": _first_line(kind)} for name, kind in kinds.items()]
 
 
 def _first_line(plugin: object) -> str:
@@ -124,21 +100,17 @@ def _pairs(name: str, entries: Mapping[str, str]) -> list[Row]:
     return [{name: key, "what it is": text} for key, text in entries.items()]
 
 
-def _from(room: str, name: str) -> Any:
-    """What is called so in a room, which is imported once it is asked for."""
-    return getattr(importlib.import_module(f"kvinterp.{room}"), name)
-
-
+_OPERATION, _OPERATIONS = "kvinterp.programs.program:Operation", "kvinterp.programs.operations"
 LISTED: dict[str, Callable[[], list[Row]]] = {
     "models": _models,
-    "kinds": lambda: _pairs("kind", _from("models", "KINDS")),
-    "sites": _sites,
-    "strategies": lambda: _plugins(_from("paths", "STRATEGIES")),
+    "kinds": lambda: _pairs("kind", source("kvinterp.models.load").KINDS),
+    "sites": lambda: _pairs("site", SITES | {name: "group: " + ", ".join(group) for name, group in GROUPS.items()}),
+    "strategies": lambda: _plugins(plugins_read("kvinterp.paths.sampling:Strategy")),
     "policies": policy_rows,
     "metrics": _metrics,
-    "kernels": lambda: _plugins(_from("paths", "KERNELS")),
-    "calls": lambda: [*_plugins(_from("programs.names", "OPERATIONS")), *_plugins(_from("programs.names", "NAMES"))],
+    "kernels": lambda: _plugins(plugins_read("kvinterp.paths.kernels.base:Kernels")),
+    "calls": lambda: _plugins(plugins_read(_OPERATION, _OPERATIONS)) + _plugins(source("kvinterp.programs.names").NAMES),
     "protocols": lambda: _pairs("protocol", PROTOCOLS),
     "experiments": lambda: _pairs("command", {name: question_of(name).splitlines()[0] for name in experiments()}),
 }
-"""What can be described at length, each with what makes its rows."""
+"""What can be named, each with what makes its rows; a test holds them against the registries."""

@@ -15,12 +15,12 @@ import inspect
 import pkgutil
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
 from types import GenericAlias, ModuleType
 from typing import Any, TypeGuard, TypeVar, get_args
 
 from kvinterp.common import words
 from kvinterp.common.checks import check_known
+from kvinterp.common.source import ROOT, source
 from kvinterp.errors import InputError, unknown
 
 Plugin = TypeVar("Plugin")
@@ -57,35 +57,22 @@ def plugins_of(folder: ModuleType, base: type[Plugin]) -> dict[str, type[Plugin]
     )
 
 
-def plugin_names(folder: Path, base: str) -> list[str]:
-    """The names that :func:`plugins_of` finds in a folder, read from the source without an import.
+def plugins_read(base: str, place: str = "") -> dict[str, type]:
+    """What :func:`plugins_of` finds, with fields and docstrings, read from the source: no plugin is imported, nor torch.
 
     Args:
-        folder: The package's folder.
-        base: The name of the class that plugins derive from.
+        base: The import name of the class that they derive from, as in ``kvinterp.policies.base:Policy``.
+        place: The import name of the package, or of the one module, that has them. Default: that of ``base``.
     """
-    classes = {
-        node.name: node
-        for file in sorted(folder.glob("*.py"))
-        if file.stem not in MADE_OF or file.stem == "base"
-        for node in ast.parse(file.read_text(encoding="utf-8")).body
-        if isinstance(node, ast.ClassDef)
-    }
-    bases = {name for file in MADE_OF for name in re.findall(r"(?m)^class (\w+)", _source(folder / f"{file}.py"))}
-
-    def derives(name: str) -> bool:
-        return name == base or (name in classes and any(map(derives, _parents(classes[name]))))
-
-    names = [name for name in classes if name not in bases and name[0] != "_" and derives(name)]
-    return [_snake(name) for name in names if "ABC" not in _parents(classes[name])]
-
-
-def _source(file: Path) -> str:
-    return file.read_text(encoding="utf-8") if file.exists() else ""
-
-
-def _parents(node: ast.ClassDef) -> list[str]:
-    return [ast.unparse(parent).rpartition(".")[2] for parent in node.bases]
+    module, _, name = base.partition(":")
+    place = place or module.removesuffix(".base")
+    files = [
+        file.name for file in pkgutil.iter_modules([str(ROOT.joinpath(*place.split(".")))]) if file.name not in MADE_OF
+    ]
+    kinds = [kind for part in ([f"{place}.{file}" for file in files] or [place]) for kind in source(part).classes()]
+    # By its name: what is imported already is another class than what is read.
+    kinds = [kind for kind in kinds if name in [parent.__name__ for parent in kind.__mro__[1:]]]
+    return {name_of(kind): kind for kind in kinds if not inspect.isabstract(kind)}
 
 
 def by_name(*kinds: type[Plugin]) -> dict[str, type[Plugin]]:
@@ -104,11 +91,7 @@ def by_name(*kinds: type[Plugin]) -> dict[str, type[Plugin]]:
 
 def name_of(kind: type) -> str:
     """The name of a class in text forms: ``TopK`` is ``top_k``."""
-    return _snake(kind.__name__)
-
-
-def _snake(name: str) -> str:
-    return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower()
+    return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", kind.__name__).lower()
 
 
 def text_of(plugin: Any) -> str:

@@ -17,7 +17,7 @@ from torch import nn
 
 from kvinterp.errors import InputError, KvinterpError, UnsupportedError, reason, shown
 from kvinterp.models.gguf_file import header_of, pretrained_arguments
-from kvinterp.models.naming import is_gguf, reach
+from kvinterp.models.naming import is_gguf, meant, reach
 
 log = logging.getLogger("kvinterp")
 
@@ -106,10 +106,8 @@ def check_hooked_code(name: str, remote_code: str) -> str:
         official = theirs.get_official_model_name(name)
     # 3.9 raises ValueError, with the names of all 250 models.
     except Exception as error:
-        from kvinterp.models import zoo
-
         raise InputError(
-            f"model {shown(name)} is none that TransformerLens' HookedTransformer knows: {zoo.meant(name)}use kind='bridge' or "
+            f"model {shown(name)} is none that TransformerLens' HookedTransformer knows: {meant(name)}use kind='bridge' or "
             "kind='native' for a hub id, or give a checkpoint folder or zoo:NAME."
         ) from error
     if remote_code == "trust":

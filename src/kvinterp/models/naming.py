@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +71,7 @@ def local_folder(name: str) -> Path | None:
     return path
 
 
+@functools.cache
 def reach(name: str) -> dict[str, Any]:
     """Asks the hub once whether it has an id, and returns the options to load it with.
 
@@ -105,11 +108,20 @@ def cached_folder(name: str) -> Path | None:
     return Path(config).parent if isinstance(config, str) else None
 
 
+OWN = {**{name: f"zoo:{name}" for name in zoo.names()}, "smollm2-135m": "real:smollm2-135m"}
+"""The models that kvinterp itself provides, by their names without a prefix."""
+
+
+def meant(name: str) -> str:
+    """The question whether a model of kvinterp's own was meant; empty for a name that is like none."""
+    near = difflib.get_close_matches(name.lower().rpartition("/")[2], OWN, n=1)
+    return f"did you mean {OWN[near[0]]}? Otherwise " if near else ""
+
+
 def _not_found(name: str, why: str) -> InputError:
-    names = ", ".join([*(f"zoo:{n}" for n in zoo.names()), "real:smollm2-135m"])
     return InputError(
-        f"model {shown(name)} cannot be found ({why}): {zoo.meant(name)}expected a hub id that can be reached from here, a "
-        f"transformers checkpoint folder, a GGUF file, or one of {names}."
+        f"model {shown(name)} cannot be found ({why}): {meant(name)}expected a hub id that can be reached from here, a "
+        f"transformers checkpoint folder, a GGUF file, or one of {', '.join(OWN.values())}."
     )
 
 

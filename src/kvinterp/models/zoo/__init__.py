@@ -33,11 +33,6 @@ def names() -> tuple[str, ...]:
     return _NAMES
 
 
-def meant(name: str) -> str:
-    """The question whether a zoo model was meant, for a name that only lacks ``zoo:``; empty for any other name."""
-    return f"did you mean zoo:{name}? Otherwise " if name in names() else ""
-
-
 def folder(name: str) -> Path:
     """Finds the folder of a checkpoint, as ``AutoModelForCausalLM.from_pretrained`` takes it.
 

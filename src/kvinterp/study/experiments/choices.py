@@ -7,14 +7,14 @@ refused here, before anything runs.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast, get_args
 
 from kvinterp.common import words
 from kvinterp.common.checks import MOST, check_choice, check_known, check_seed, check_unread, check_whole
 from kvinterp.common.files import is_file
-from kvinterp.common.spec import check_name, path_parts, plugin_names, split
+from kvinterp.common.spec import check_name, path_parts, plugins_read, split
 from kvinterp.data import load_prompts
 from kvinterp.errors import InputError, shown, unexpected
 from kvinterp.study.experiments.options import OPTION
@@ -51,22 +51,19 @@ def check_choices(experiment: Experiment) -> None:
             check_unread(field.name, value, field.default, field.metadata[OPTION]["only"][1])
 
 
-_ROOT = Path(__file__).parents[2]
-
-
 def _dtypes(text: str) -> None:
     for name in text.split(","):
         check_known("dtype", words.dtype_word(name.strip()), get_args(words.Dtype))
 
 
 def _policies(text: str) -> None:
-    known = plugin_names(_ROOT / "policies", "Policy")
+    known = plugins_read("kvinterp.policies.base:Policy")
     for part in split(text, "+") or [text]:
         check_name("policy", part, known, "Values go in brackets, as in name(1,2).")
 
 
 def _kernels(text: str) -> None:
-    known = plugin_names(_ROOT / "paths" / "kernels", "Kernels")
+    known = plugins_read("kvinterp.paths.kernels.base:Kernels")
     check_name("kernel mode", text or "native", known, "Values go in brackets, as in split_k(4,float16).")
 
 
@@ -77,7 +74,7 @@ def _path(text: str) -> None:
 
 
 def _format(text: str) -> None:
-    known = [*plugin_names(_ROOT / "recording" / "readers", "Reader"), "kl_base"]
+    known = [*plugins_read("kvinterp.recording.readers.base:Reader"), "kl_base"]
     check_known("format", text, known)
 
 
@@ -101,28 +98,31 @@ _EARLY: dict[str, Callable[[str], Any]] = {
     "prompts": load_prompts,
     "against": check_file,
     "format": _format,
-    "strategy": _strategy,
+    **dict.fromkeys(("strategy", "strategies"), _strategy),
     "kernels": _kernels,
     "protocol": lambda text: check_choice("protocol", text, words.Protocol),
     "direction": lambda text: check_choice("direction", text, words.Direction),
-    **dict.fromkeys(("policy", "base"), _policies),
+    **dict.fromkeys(("policies", "policy", "base"), _policies),
     **dict.fromkeys(("a", "b", "path"), _path),
 }
 """What reads an option of this name, of whichever command, without torch."""
 
 
-def check_words(given: Iterable[tuple[str, str]]) -> None:
-    """Looks at those options that need no torch to be looked at: a typing error should not cost its import.
+def check_early(kind: Any, given: Mapping[str, Any]) -> None:
+    """Looks at those choices that need no torch to be looked at: a typing error should not cost its import.
 
     Args:
-        given: Names of options and what was given for each.
+        kind: The experiment, as :func:`kvinterp.study.experiments.registry.experiment_read` reads it.
+        given: Its choices, by the names of its fields.
 
     Raises:
         InputError: One is a word that is not known, a path that cannot be read, or a file that is not there.
     """
-    for name, value in given:
-        if name in _EARLY:
-            _EARLY[name](value)
+    for name, field in _fields(kind).items():
+        if (value := given.get(name)) not in (None, field.default):
+            _check_value(field, value)
+            for text in value if isinstance(value, tuple) and name in _EARLY else [value] if name in _EARLY else ():
+                _EARLY[name](text)
 
 
 def _check_value(field: dataclasses.Field[Any], value: Any) -> None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import ast
 import importlib
+import inspect
 import pkgutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from kvinterp.common.spec import is_class
+from kvinterp.common.spec import is_class, plugins_read
 from kvinterp.study.experiments.base import Experiment
 
 _OTHERS = (
@@ -34,8 +33,6 @@ def experiments() -> tuple[str, ...]:
 
 VERBS = ("compare", "compare-traces", "patch", "decompose", "attention", "audit", "kernels")
 """Those that are commands of their own; the others are studies."""
-OF_FILES = ("compare-traces",)
-"""Those whose arguments are files, and no models."""
 
 
 def command_of(name: str) -> tuple[str, ...]:
@@ -45,46 +42,26 @@ def command_of(name: str) -> tuple[str, ...]:
 
 def question_of(name: str) -> str:
     """What the command is for, as its file's docstring says; the file is not imported."""
-    source = Path(__file__).with_name(f"{name.replace('-', '_')}.py").read_text(encoding="utf-8")
-    return ast.get_docstring(ast.parse(source)) or ""
+    file = Path(__file__).with_name(f"{name.replace('-', '_')}.py")
+    return inspect.cleandoc(file.read_text(encoding="utf-8").split('"""')[1])
 
 
-def options_of(name: str) -> dict[str, str]:
-    """The options that a command's file and the classes it rests on give it, each with the type of its values.
-
-    They are read from the source: to import the file takes seconds, and an option that is misspelt should be said at once.
-    """
-    found: dict[str, tuple[str, str]] = {}
-    for node in _fields(name.replace("-", "_"), name.title().replace("-", "")):
-        field, made = ast.unparse(node.target), ast.unparse(node.value.func)
-        flags = [word.value for word in node.value.keywords if word.arg == "flag"]
-        flag = ast.literal_eval(flags[0]) if flags else f"--{field.replace('_', '-')}"
-        found[field] = (flag, ast.unparse(node.annotation))
-        if made in ("withheld", "argument", "model"):
-            del found[field]
-    return dict(found.values())
-
-
-def _fields(file: str, kind: str) -> Iterator[Any]:
-    """The fields of a class of this folder, as its source has them: those of the classes it derives from first."""
-    body = ast.parse(Path(__file__).with_name(f"{file}.py").read_text(encoding="utf-8")).body
-    own: Any = next((node for node in body if isinstance(node, ast.ClassDef) and node.name == kind), None)
-    homes = {alias.name: node.module for node in body if isinstance(node, ast.ImportFrom) for alias in node.names}
-    if own is None:  # It is passed on from another file.
-        yield from _fields(str(homes[kind]).rpartition(".")[2], kind)
-        return
-    for parent in map(ast.unparse, own.bases):
-        if parent != "Experiment":
-            yield from _fields(str(homes[parent]).rpartition(".")[2], parent)
-    yield from (node for node in own.body if isinstance(node, ast.AnnAssign) and isinstance(node.value, ast.Call))
+def experiment_read(name: str) -> Any:
+    """The experiment of a command with its fields, read from its file: to import what it rests on takes seconds."""
+    (kind,) = plugins_read("kvinterp.study.experiments.base:Experiment", _module(name)).values()
+    return kind
 
 
 def experiment_named(name: str) -> type[Experiment]:
     """The experiment of a command."""
-    module = importlib.import_module(f"kvinterp.study.experiments.{name.replace('-', '_')}")
+    module = importlib.import_module(_module(name))
     (experiment,) = (
         value
         for value in vars(module).values()
         if is_class(value) and issubclass(value, Experiment) and value.__module__ == module.__name__
     )
     return experiment
+
+
+def _module(name: str) -> str:
+    return f"kvinterp.study.experiments.{name.replace('-', '_')}"

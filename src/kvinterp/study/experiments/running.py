@@ -57,7 +57,7 @@ def run(
         UnsupportedError: This kind of model cannot give what was asked for.
         KeyboardInterrupt: It was interrupted; what was finished is in the folder.
     """
-    check_reached(experiment)
+    check_models(vars(experiment))
     from kvinterp.common.store import CELLS
     from kvinterp.study.results import EXISTING
 
@@ -116,19 +116,18 @@ def _run(experiment: Experiment, out: Path | None, existing: str, progress: str,
 # Before it runs --------------------------------------------------------------------------------------------------------
 
 
-def check_reached(experiment: Experiment) -> None:
-    """Raises where a model is on a hub that cannot be reached: before torch is imported, since that takes seconds."""
+def check_models(given: Mapping[str, Any]) -> None:
+    """Raises where a model of an experiment's choices cannot be found: before torch is imported, since that takes seconds."""
     from kvinterp.models.naming import check_reached
 
-    for name in model_names(experiment):
+    for name in model_names(given):
         # TransformerLens has names of its own.
-        if vars(experiment).get("kind") not in ("hooked", "transformer_lens") or "/" in name:
+        if given.get("kind") not in ("hooked", "transformer_lens") or "/" in name:
             check_reached(name)
 
 
-def model_names(experiment: Experiment) -> list[str]:
-    """The models of an experiment, as they were given."""
-    given = vars(experiment)
+def model_names(given: Mapping[str, Any]) -> list[str]:
+    """The models of an experiment's choices, as they were given."""
     return [str(name) for name in (given.get("model"), *given.get("models", ())) if name]
 
 
@@ -154,17 +153,17 @@ def asked(experiment: Experiment) -> dict[str, Any]:
     return settings
 
 
-def default_folder(experiment: Experiment) -> Path:
-    """The folder that its command writes unless one is given: ``out/VERB-MODEL``."""
-    lasts = [re.split("[:/]", name.rstrip("/"))[-1] for name in model_names(experiment)]
+def default_folder(verb: str, given: Mapping[str, Any]) -> Path:
+    """The folder that a command with these choices writes unless one is given: ``out/VERB-MODEL``."""
+    lasts = [re.split("[:/]", name.rstrip("/"))[-1] for name in model_names(given)]
     names = [re.sub(r"[^\w.-]+", "-", last).strip("-") for last in lasts]
-    return Path("out") / "-".join([experiment.verb(), *names])[:_LONGEST].rstrip("-.")
+    return Path("out") / "-".join([verb, *names])[:_LONGEST].rstrip("-.")
 
 
 # Files -----------------------------------------------------------------------------------------------------------------
 
 
-def file_names(experiment: Experiment) -> list[str]:
+def file_names(experiment: Experiment | type[Experiment]) -> list[str]:
     """The names of the files that it will write, beside the summary and figures."""
     return [*(f"{table}.parquet" for table in ("findings", *experiment.TABLES)), *experiment.FILES, "report.html"]
 
