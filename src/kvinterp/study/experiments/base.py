@@ -44,12 +44,6 @@ def numbered(keys: Iterable[str]) -> dict[int, str]:
     return {int(key.rpartition("-")[2]): key for key in keys}
 
 
-def provenances_of(result: Result) -> dict[str, Mapping[str, Any]]:
-    """What each model of a result was run with, by its name; by an empty one where there is one model."""
-    about = result.contents()[1].get("provenance") or {}
-    return about if about and all(isinstance(one, Mapping) for one in about.values()) else {"": about}
-
-
 def brief(sentences: Sequence[str]) -> list[str]:
     """The first sentences in at most SAID lines, and how many more there are; the first is there whole."""
     lines: list[str] = []
@@ -189,7 +183,7 @@ class Experiment:
         """Its figures by name; nothing is written."""
         from kvinterp.study.report.charts import draw_chart
 
-        models = [*provenances_of(result).values()]
+        models = [*running.provenances_of(result).values()]
         return {name: draw_chart(chart, models) for name, chart in self.charts(result).items()}
 
     def print_result(self, result: Result, echo: Callable[..., None]) -> None:
@@ -204,7 +198,9 @@ class Experiment:
         lines = brief(self.sentences(result))
         first = "".join(lines[:1])
         unsaid = [
-            about for about in provenances_of(result).values() if f"({about.get('kind')}, {about.get('dtype')}" not in first
+            about
+            for about in running.provenances_of(result).values()
+            if f"({about.get('kind')}, {about.get('dtype')}" not in first
         ]
         for line in filter(None, [models_of(unsaid), *lines]):
             echo(line)

@@ -257,6 +257,12 @@ def folder_named(given: Any) -> Path:
 # What is shown ---------------------------------------------------------------------------------------------------------
 
 
+def provenances_of(result: Result) -> dict[str, Mapping[str, Any]]:
+    """What each model of a result was run with, by its name; by an empty one where there is one model."""
+    about = result.contents()[1].get("provenance") or {}
+    return about if about and all(isinstance(one, Mapping) for one in about.values()) else {"": about}
+
+
 def report(
     experiment: Experiment, result: Result, folder: str | os.PathLike[str] | None = None, existing: str = "error"
 ) -> Path:
@@ -281,7 +287,6 @@ def draw(experiment: Experiment, result: Result, folder: Path) -> list[Path]:
         The files; none where there is nothing to show.
     """
     from kvinterp.common.store import write_whole
-    from kvinterp.study.experiments.base import provenances_of
     from kvinterp.study.report.experiment import write_experiment
     from kvinterp.study.report.svg import picture
 
