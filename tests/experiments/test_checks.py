@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 
@@ -24,9 +25,31 @@ def test_a_number_below_the_least_of_its_option_is_refused_by_its_name(name: str
                 kind(**{field.name: least - 1}).check()
 
 
-@pytest.mark.parametrize(("name", "elsewhere"), [("compare", set()), ("patch", {"sweep", "preset"})])
-def test_every_option_reaches_the_work(name: str, elsewhere: set[str]) -> None:
-    """One that neither the function takes nor the experiment hands on would change nothing and be printed all the same."""
+class Reached(Exception):
+    """Raised in the place of the work."""
+
+
+MODEL = {"model", "kind", "dtype", "device", "attention", "prompts"}
+
+
+@pytest.mark.parametrize(
+    ("name", "work", "elsewhere"),
+    [
+        ("compare", "kvinterp.comparison.compare_each", MODEL),
+        ("patch", "kvinterp.study.experiments.patch.sweep", {*MODEL, "sweep", "preset", "examples"}),
+    ],
+)
+def test_every_option_reaches_the_work(name: str, work: str, elsewhere: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that the experiment does not hand on would change nothing and be printed all the same."""
+    given: dict[str, Any] = {}
+
+    def reached(*_: Any, **options: Any) -> None:
+        given.update(options)
+        raise Reached
+
     asked = experiment_named(name)("zoo:gqa2-mini", prompts="arithmetic:1")
-    settings = asked.cells()[0].settings
-    assert {field.name for field in dataclasses.fields(asked)} - elsewhere <= {*settings, *settings["model"]}
+    (cell,) = asked.cells()
+    monkeypatch.setattr(work, reached)
+    with pytest.raises(Reached):
+        cell.function([cell.key], None)
+    assert {field.name for field in dataclasses.fields(asked)} - elsewhere <= given.keys()

@@ -19,7 +19,7 @@ def test_it_shows_all_that_was_found_and_runs_nothing(tmp_path: Path) -> None:
     assert MARKUP not in text
     assert text.count("&lt;script&gt;") >= 5
     assert "default-src 'none'" in text
-    for said in ("It holds for 2 prompts.", "And why.", "1, 2", "not given", "kernel_flags.tf32", "False"):
+    for said in ("It holds for 2 prompts.", "And why.", "1, 2", "none", "kernel_flags.tf32", "False"):
         assert said in text
 
 

@@ -35,20 +35,18 @@ def check_choices(experiment: Experiment) -> None:
     """
     from kvinterp.models.load import check_loadable
 
-    readers, given = _known(), vars(experiment)
-    chosen = {field: given[name] for name, field in _fields(type(experiment)).items()}
-    chosen = {field: value for field, value in chosen.items() if value is not None or field.default is not None}
-    for field, value in chosen.items():
-        _check_value(field, value)
+    readers, given = _readers(), vars(experiment)
     if "kind" in given:
         check_loadable(**{name: given[name] for name in ("kind", "attention", "dtype", "device") if name in given})
-    for field, value in chosen.items():
-        if field.name in readers and value != field.default:
+    for name, field in _fields(type(experiment)).items():
+        if (value := given[name]) is None and field.default is None:
+            continue
+        _check_value(field, value)
+        if name in readers and value != field.default:
             for text in value if isinstance(value, tuple) else (value,):
-                readers[field.name](text)
-    for field, value in chosen.items():
+                readers[name](text)
         if not is_read(experiment, field):
-            check_unread(field.name, value, field.default, field.metadata[OPTION]["only"][1])
+            check_unread(name, value, field.default, field.metadata[OPTION]["only"][1])
 
 
 def _dtypes(text: str) -> None:
@@ -143,19 +141,18 @@ def _check_value(field: dataclasses.Field[Any], value: Any) -> None:
         load_prompts(value)
 
 
-def _known() -> dict[str, Callable[[Any], Any]]:
+def _readers() -> dict[str, Callable[[Any], Any]]:
     """What reads the text forms that experiments have in common, by the names of their fields."""
     from kvinterp.paths import kernels_named, path_named, strategy_named
     from kvinterp.policies import policy_named
 
-    read: dict[Callable[[Any], Any], tuple[str, ...]] = {
-        strategy_named: ("strategy", "strategies"),
-        kernels_named: ("kernels",),
-        path_named: ("a", "b", "path"),
-        policy_named: ("policy", "policies", "base"),
-        check_seed: ("seed",),
+    return {
+        "kernels": kernels_named,
+        "seed": check_seed,
+        **dict.fromkeys(("strategy", "strategies"), strategy_named),
+        **dict.fromkeys(("a", "b", "path"), path_named),
+        **dict.fromkeys(("policy", "policies", "base"), policy_named),
     }
-    return {name: function for function, names in read.items() for name in names}
 
 
 def is_read(experiment: Experiment, field: dataclasses.Field[Any]) -> bool:

@@ -27,7 +27,9 @@ from kvinterp.study.report.page import (
     Picture,
     Table,
     Text,
+    as_text,
     opened,
+    pairs_of,
     render,
     without_empty,
 )
@@ -102,7 +104,7 @@ def write_experiment(
         Folded(counted(len(folded), "table"), folded, "tables"),
         Folded("What was asked", [Text(text) for text in explanation.strip().split("\n\n")]),
         Folded("How to read this", [Pairs(GLOSSARY)]),
-        Folded("What was chosen", [Pairs({name: as_text(value) for name, value in choices.items()}, "beside")]),
+        Folded("What was chosen", [pairs_of(choices)]),
         Folded("What this was made with", made_with(provenances)),
         Links(files={name: name for name in beside}, label="Beside this page:"),
     ]
@@ -128,7 +130,7 @@ def kicker_of(several: Mapping[str, Mapping[str, Any]]) -> str:
 
 def made_with(several: Mapping[str, Mapping[str, Any]]) -> Parts:
     """A table of the values that the provenances of some models share, and one of those in which they differ."""
-    made = pd.DataFrame(list(map(flattened, several.values())), list(several)).fillna("")
+    made = pd.json_normalize(list(map(dict, several.values()))).set_axis(list(several)).map(as_text)
     if made.empty:
         return []
     common = made.nunique() == 1
@@ -143,15 +145,6 @@ def made_with(several: Mapping[str, Mapping[str, Any]]) -> Parts:
     return parts
 
 
-def flattened(provenance: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Flattens nested values to dotted keys, as text."""
-    rows: dict[str, str] = {}
-    for key, inner in provenance.items():
-        nested = isinstance(inner, Mapping)
-        rows |= flattened(inner, f"{prefix}{key}.") if nested else {f"{prefix}{key}": str(inner)}
-    return rows
-
-
 def table_of(name: str, table: pd.DataFrame) -> Table:
     """The beginning of a table, folded, under the name ``table-NAME``."""
     first = table.head(_ROWS)
@@ -161,13 +154,6 @@ def table_of(name: str, table: pd.DataFrame) -> Table:
     head = [Column(str(column), "number" * (form is number)) for column, form in zip(first, forms, strict=True)]
     rows = [[form(cell) for form, cell in zip(forms, row, strict=True)] for row in first.itertuples(index=False)]
     return Table(head, rows, folded=f"{name}: {counts}{rest}", name=f"table-{name}")
-
-
-def as_text(value: Any) -> str:
-    """A choice or a cell as text."""
-    if value is None:
-        return "not given"
-    return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 
 # Findings --------------------------------------------------------------------------------------------------------------

@@ -5,7 +5,6 @@ It uses no pyplot, so that importing and drawing leave no trace in the user's se
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import dataclasses
 import io
@@ -187,19 +186,18 @@ def sign_with_models(figure: Figure, provenances: Sequence[Mapping[str, Any]], l
 
 def small_print(provenances: Sequence[Mapping[str, Any]], lines: Sequence[str] = (), width: int = 130) -> str:
     """The text below a figure, in lines of a width."""
-    columns: dict[str, list[str]] = collections.defaultdict(list)
+    rows = []
     for about in provenances:
         choices = [about[name] for name in ("direction", "protocol", "strategy") if name in about]
         # A result of several pairs has a list of paths b.
         paths = (path if isinstance(path, str) else listed(path) for path in about.get("paths", {}).values())
-        columns["paths"].append(" against ".join(paths))
-        columns["how"].append(", ".join([*choices, *(f"seed {about[name]}" for name in ("seed",) if name in about)]))
-        # A result of many models has no model of its own, only a machine.
-        if "model" in about:
-            what = "{model} {kind} ({attention}) {dtype} weights {weights}"
-            columns["model"].append(what.format_map(about))
-        for title, name in _VERSIONS.items():
-            columns[title].append(f"{title} {about.get(name, 'not given')}")
-        columns["machine"].append("{device}, threads: {threads}".format_map(about))
-    values = ["; ".join(dict.fromkeys(filter(None, column))) for column in columns.values()]
+        rows.append([
+            " against ".join(paths),
+            ", ".join([*choices, *(f"seed {about[name]}" for name in ("seed",) if name in about)]),
+            # A result of many models has no model of its own, only a machine.
+            "{model} {kind} ({attention}) {dtype} weights {weights}".format_map(about) if "model" in about else "",
+            *(f"{title} {about.get(name, 'not given')}" for title, name in _VERSIONS.items()),
+            "{device}, threads: {threads}".format_map(about),
+        ])  # fmt: skip
+    values = ["; ".join(dict.fromkeys(filter(None, column))) for column in zip(*rows, strict=True)]
     return "\n".join(textwrap.wrap(" · ".join(filter(None, (*lines, *values))), width))
