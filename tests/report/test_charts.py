@@ -23,7 +23,7 @@ TABLE = pd.DataFrame(
         "model": ["m"] * 3 + ["n"] * 3,
     }
 )
-SCALES = ("zero", "linear", "share", "signed", "log", "counts")
+SCALES = ("zero", "linear", "share", "signed", "log")
 
 
 def figure_of(**how: Any) -> Any:

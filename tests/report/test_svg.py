@@ -20,7 +20,7 @@ from kvinterp.study.report.svg import inline
 def drawn(title: str = "a title", name: str = "one", marks: int = 9) -> str:
     with sheet(5.6, 3.0) as figure:
         left, right = figure.subplots(1, 2)
-        left.plot(np.arange(marks), np.arange(marks) % 7, "o-", color=SERIES[0].color, label=title)
+        left.plot(np.arange(marks), np.arange(marks) % 7, "o-", color=SERIES[0][0], label=title)
         left.set(xlabel="a step", ylabel=title)
         left.legend()
         right.set_title(title)

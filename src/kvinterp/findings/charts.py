@@ -30,7 +30,7 @@ class Panel:
         xlabel: The label of the horizontal axis; by default the column's name. With dots, use ``label``.
         ends: How the interval is drawn: ``bars``, ``band`` or ``none``.
         scale: The scale of the values: ``zero``, logarithmic with a place for exact zeros; ``linear``; ``share``, 0 to 1;
-            ``signed``, -1 to 1 with values beyond at the edge; ``log``; ``counts``, logarithmic above 1.
+            ``signed``, -1 to 1 with values beyond at the edge; ``log``.
         xscale: The scale of the horizontal axis: ``whole`` numbers, ``linear``, ``log``, ``doubling`` or ``share``.
         level: The place of a grey line: a value, in a map one of x, or ``equal``, where both axes have the same value.
         mark: The column that marks rows with a cross, and the cross's name in the legend.

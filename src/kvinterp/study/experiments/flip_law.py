@@ -130,7 +130,7 @@ class FlipLaw(OfModel):
         came = law.drop(columns=["low", "high"]).assign(line="came, " + law["unembedding"], count=law["flips"])
         both = pd.concat([law.assign(line="foretold, " + law["unembedding"], count=law["foretold"]), came])
         label = f"flips of {int(law['steps'].iloc[0])} steps"
-        panel = Panel(both, "count", "path", "dots", color="line", label=label, scale="counts")
+        panel = Panel(both, "count", "path", "dots", color="line", label=label)
         return {"flip_law": Chart("Flips foretold from margins, errors and the grid, and those that came", [panel])}
 
 

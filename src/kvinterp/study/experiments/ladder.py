@@ -6,7 +6,6 @@ This is root-cause experiment 5 of the FP16 paper.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -67,7 +66,7 @@ class Ladder(OfModels):
 
     def headline(self, result: Result) -> list[str]:
         """Whether one fixed order of additions leaves a difference where the machine's kernels make one."""
-        table = only(result.tables["ladder"], protocol="matched")
+        table = result.tables["ladder"]
         compared, failed = _compared(table), int(table["failed"].sum())
         fixed, native = (
             only(compared, kernels=kernels).groupby("dtype", sort=False)["max_abs_logit"].max()
@@ -94,7 +93,7 @@ class Ladder(OfModels):
 
     def rows(self, result: Result) -> Rows:
         """The logit difference on every rung."""
-        by = _compared(only(result.tables["ladder"], protocol="matched")).groupby(["dtype", "kernels", "model"], sort=False)
+        by = _compared(result.tables["ladder"]).groupby(["dtype", "kernels", "model"], sort=False)
         what = "median RMS logit difference"
         return [
             median_of(what, group["rms_logit"], group["id"], model=model, dtype=dtype, kernels=kernels)
@@ -103,7 +102,7 @@ class Ladder(OfModels):
 
     def charts(self, result: Result) -> Charts:
         """Logit error and KL on every rung."""
-        table = only(result.tables["ladder"], protocol="matched")
+        table = result.tables["ladder"]
         table = table.assign(rung=table["dtype"] + ", " + table["kernels"])
         labels = {"rms_logit": "RMS logit difference, a mark a prompt", "mean_kl": "mean KL (nats), a mark a prompt"}
         rows = [
@@ -122,7 +121,6 @@ def precision_ladder(
     prompts: Any,
     rungs: Sequence[tuple[str, str]] = LADDER,
     max_new_tokens: int = 32,
-    protocols: Sequence[str] = ("matched",),
 ) -> pd.DataFrame:
     """Root-cause experiment 5: the full pipeline in every precision and under every order of additions.
 
@@ -131,22 +129,21 @@ def precision_ladder(
         prompts: Prompts, as :func:`kvinterp.compare` takes them.
         rungs: Dtype and kernel mode of each rung.
         max_new_tokens: Most steps.
-        protocols: Protocols to run.
 
     Returns:
-        One row a rung, protocol and prompt: flipped, mean_kl, mean_kl_before_flip (with the step of the flip itself),
+        One row a rung and prompt: flipped, mean_kl, mean_kl_before_flip (with the step of the flip itself),
         rms_logit (mean over steps), max_abs_logit, bitwise_equal_steps, steps, kl_over_squared_logit (mean_kl over the mean
         of rms_logit squared). A prompt that could not be compared has ``failed`` and no numbers.
     """
     rows = []
-    for (dtype, kernels), protocol in each(list(itertools.product(rungs, protocols)), "ladder,", "rung"):
+    for dtype, kernels in each(rungs, "ladder,", "rung"):
         tail = f"[kernels={kernels}]@{dtype}"
         paths = f"cached{tail}", f"recompute{tail}"
-        result = compare_examples(model, prompts, *paths, protocol=protocol, max_new_tokens=max_new_tokens)
+        result = compare_examples(model, prompts, *paths, max_new_tokens=max_new_tokens)
         rung = {
             "dtype": dtype,
             "kernels": kernels,
-            "protocol": protocol,
+            "protocol": "matched",
             "unit_roundoff": unit_roundoff(dtype_named(dtype)),  # type: ignore[arg-type]
         }
         for example in result.examples.to_dict("records"):

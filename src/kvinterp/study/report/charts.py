@@ -17,7 +17,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullForm
 
 from kvinterp.common.numbers import percent, power, short
 from kvinterp.findings import Chart, Panel
-from kvinterp.study.report.style import CMAP, DIVERGING, ink_on, line_of, series_of, sheet, sign_with_models
+from kvinterp.study.report.style import CMAP, DIVERGING, ink_on, line_of, sheet, sign_with_models
 
 _GREY = {"color": "#808080", "linewidth": 0.9, "linestyle": (0, (3, 2)), "zorder": 1}
 _WRITTEN = 96
@@ -156,7 +156,7 @@ def _draw_line(axes: Axes, table: pd.DataFrame, panel: Panel, index: int, name: 
     look = line_of(index, linestyle="none", markersize=4.5) if sideways else line_of(index)
     if panel.kind == "medians":
         faint = {"markersize": 2.6, "alpha": 0.35, "markeredgewidth": 0, "color": look["color"]}
-        axes.plot(table["_place"] + shift, table[panel.y], series_of(index).marker, **faint)
+        axes.plot(table["_place"] + shift, table[panel.y], line_of(index)["marker"], **faint)
         column, label = panel.mark
         if column and table[column].any():
             marked, labels = table[table[column]], axes.get_legend_handles_labels()[1]
@@ -205,11 +205,6 @@ def _scale(axes: Axes, along: str, name: str, values: np.ndarray) -> None:
     elif name == "log":
         scale("log")
         log_ticks(axis)
-    elif name == "counts":
-        # Linear up to 1, so that 0 has a place; the limit leaves room for a whole marker at 0.
-        scale("symlog", linthresh=1)
-        log_ticks(axis)
-        limits(-0.15, 1.3 * max(1.0, np.nanmax(values, initial=1.0)))
     elif name == "doubling":
         scale("log", base=2)
         axis.set_ticks(places := sorted({int(value) for value in values}), list(map(str, places)))

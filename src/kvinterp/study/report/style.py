@@ -6,7 +6,6 @@ It uses no pyplot, so that importing and drawing leave no trace in the user's se
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import io
 import json
 import textwrap
@@ -55,40 +54,29 @@ DIVERGING = LinearSegmentedColormap.from_list("signed", ["#b04a00", "#ffffff", "
 """White at 0, orange below, blue above: distinct for the colour-blind; in grey the sign in each cell distinguishes them."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Series:
-    """The look of one line, distinct by marker and dashes as well as by colour."""
-
-    color: str
-    marker: str
-    line: Any
-
-
-#: Okabe and Ito's colours (https://jfly.uni-koeln.de/color/), darkened to a contrast of 4 with white, the darker ones first.
-SERIES = (
-    Series("#0072B2", "o", "-"),
-    Series("#CC5A00", "s", (0, (4, 2))),
-    Series("#008F68", "^", (0, (1, 1.2))),
-    Series("#000000", "D", (0, (5, 1.5, 1, 1.5))),
-    Series("#B85A8C", "v", (0, (6, 2))),
-    Series("#A87400", "P", (0, (2, 2))),
+#: The colour, the marker and the dashes of each line. The colours are Okabe and Ito's (https://jfly.uni-koeln.de/color/),
+#: darkened to a contrast of 4 with white, the darker ones first.
+SERIES: tuple[tuple[str, str, Any], ...] = (
+    ("#0072B2", "o", "-"),
+    ("#CC5A00", "s", (0, (4, 2))),
+    ("#008F68", "^", (0, (1, 1.2))),
+    ("#000000", "D", (0, (5, 1.5, 1, 1.5))),
+    ("#B85A8C", "v", (0, (6, 2))),
+    ("#A87400", "P", (0, (2, 2))),
 )
 
 
-def series_of(index: int) -> Series:
-    """The look of a line by its number; after the last colour comes the first again, with the next marker and other dashes."""
-    turn, place = divmod(index, len(SERIES))
-    marker, line = SERIES[(place + turn) % len(SERIES)].marker, SERIES[(place + 2 * turn) % len(SERIES)].line
-    return Series(SERIES[place].color, marker, line)
-
-
 def line_of(index: int, **otherwise: Any) -> dict[str, Any]:
-    """Keyword arguments of ``Axes.plot`` for a line by its number, with any others."""
-    series = series_of(index)
+    """Keyword arguments of ``Axes.plot`` for a line by its number, with any others.
+
+    After the last colour comes the first again, with the next marker and other dashes.
+    """
+    turn, place = divmod(index, len(SERIES))
+    color, marker, dashes = (SERIES[(place + part * turn) % len(SERIES)][part] for part in range(3))
     # Every second line has hollow markers: where two coincide, both are visible.
-    hollow = {"markerfacecolor": "#ffffff"} if (index + index // len(SERIES)) % 2 else {}
-    look = {"color": series.color, "marker": series.marker, "linestyle": series.line}
-    return {**look, "linewidth": 1.4, "markersize": 4, **hollow, **otherwise}
+    hollow = {"markerfacecolor": "#ffffff"} if (index + turn) % 2 else {}
+    look = {"color": color, "marker": marker, "linestyle": dashes, "linewidth": 1.4, "markersize": 4}
+    return {**look, **hollow, **otherwise}
 
 
 def ink_on(color: Any) -> str:
