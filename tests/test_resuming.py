@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import shutil
 from collections.abc import Callable, Mapping
@@ -112,7 +111,6 @@ def valued(name: str, value: int) -> pd.DataFrame:
     return pd.DataFrame({"name": [name], "value": [value]})
 
 
-@dataclasses.dataclass(frozen=True)
 class Twice(Experiment):
     """The largest of some values are looked at again."""
 

@@ -92,7 +92,6 @@ from kvinterp.study.experiments.base import Experiment
 from kvinterp.study.experiments.options import option
 
 
-@dataclasses.dataclass(frozen=True)
 class Counting(Experiment):
     """How far?"""
 

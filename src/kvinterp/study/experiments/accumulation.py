@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -33,7 +32,6 @@ WIDTHS = (64, 128, 256)
 """The widths of a head that are measured beside those of the models."""
 
 
-@dataclasses.dataclass(frozen=True)
 class Accumulation(OfModels):
     """Does the error of a sum grow with its length?"""
 

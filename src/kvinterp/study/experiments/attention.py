@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 from kvinterp.study.experiments.kit import (
@@ -29,7 +28,6 @@ from kvinterp.study.report.attention import attention_comparison
 PAGE = "attention.html"
 
 
-@dataclasses.dataclass(frozen=True)
 class Attention(OfModel):
     """Which heads attend elsewhere on the other path?"""
 

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from kvinterp.study.cells import Cell
 
 
-@dataclasses.dataclass(frozen=True)
 class Audit(Experiment):
     """Is a model's cached decoding right, and if not, what is wrong and where?"""
 

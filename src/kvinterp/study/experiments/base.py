@@ -14,10 +14,12 @@ import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
+from typing_extensions import dataclass_transform
+
 from kvinterp.common.result import Result
 from kvinterp.common.words import dtype_word
 from kvinterp.study.experiments import running
-from kvinterp.study.experiments.options import OPTION, model, shared
+from kvinterp.study.experiments.options import OPTION, argument, model, option, shared, withheld
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -58,9 +60,13 @@ def brief(sentences: Sequence[str]) -> list[str]:
 # Experiments -----------------------------------------------------------------------------------------------------------
 
 
+@dataclass_transform(frozen_default=True, field_specifiers=(argument, model, option, shared, withheld))
 @dataclasses.dataclass(frozen=True)
 class Experiment:
-    """A question asked of one or more models; the fields are its choices."""
+    """A question asked of one or more models; the fields are its choices.
+
+    Every class that derives from it is a frozen dataclass, by being one.
+    """
 
     OVERWRITES: ClassVar[str] = "asked"
     """``"always"``: the command writes over its own earlier result without ``--overwrite``."""
@@ -80,6 +86,9 @@ class Experiment:
     """What a cell is of, in the plural."""
     PARTIAL: ClassVar[str] = "no"
     """``"yes"``: an interrupted run writes the tables of what is finished."""
+
+    def __init_subclass__(cls) -> None:
+        dataclasses.dataclass(frozen=True)(cls)
 
     def __post_init__(self) -> None:
         # By one name, so that fp16 goes on with what float16 began.
@@ -258,7 +267,6 @@ class Experiment:
     card = running.card
 
 
-@dataclasses.dataclass(frozen=True)
 class OfModel(Experiment):
     """An experiment on one model."""
 

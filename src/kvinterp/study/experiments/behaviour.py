@@ -9,7 +9,6 @@ each result, and the distance of each path from float64.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -59,7 +58,6 @@ TRUTH = "recompute@float64"
 NULLS = ("same path twice", "longer suffix")
 
 
-@dataclasses.dataclass(frozen=True)
 class Behaviour(OfModels):
     """Do a cached and a recomputing path write the same, and does it matter for the answers?"""
 

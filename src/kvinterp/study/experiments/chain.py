@@ -66,7 +66,6 @@ def _policies(asked: Any) -> bool:
     return bool(asked.policies)
 
 
-@dataclasses.dataclass(frozen=True)
 class Chain(Experiment):
     """Does the precision of the cache change where a text goes that is restated again and again?"""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -21,7 +20,6 @@ if TYPE_CHECKING:
 log = logging.getLogger("kvinterp")
 
 
-@dataclasses.dataclass(frozen=True)
 class Compare(OfModel):
     """How far apart are two paths of one model, at which step, layer, head and cache position?"""
 

@@ -8,7 +8,6 @@ two engines, versions or machines.
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from pathlib import Path
 from typing import Any
@@ -37,7 +36,6 @@ from kvinterp.study.experiments.kit import (
 )
 
 
-@dataclasses.dataclass(frozen=True)
 class CompareTraces(Experiment):
     """Where do two recorded runs part?"""
 

@@ -6,7 +6,6 @@ computes again among a different number of rows.
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 from kvinterp.patching import Decomposition, decompose
@@ -14,7 +13,6 @@ from kvinterp.patching.findings import charts_of_decomposition, headline_of_deco
 from kvinterp.study.experiments.kit import Cell, OfModel, Parts, Result, Tables, joined, load_prompts, option, shared
 
 
-@dataclasses.dataclass(frozen=True)
 class Decompose(OfModel):
     """What makes the difference at every step, each part beside its null?"""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -53,7 +52,6 @@ _WHOLE = ["policy", "tensor"]
 """Those of one policy on K, or on V, in all layers and heads."""
 
 
-@dataclasses.dataclass(frozen=True)
 class EquivalentNoise(OfModel):
     """How large, how skewed and how heavy-tailed is the error of a policy on real K and V, and at how many bits?"""
 

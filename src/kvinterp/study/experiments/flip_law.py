@@ -10,7 +10,6 @@ and for a float32 unembedding on the same residual streams.
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pandas as pd
@@ -46,7 +45,6 @@ LEADER = "recompute"
 WIDE = "float32 unembedding"
 
 
-@dataclasses.dataclass(frozen=True)
 class FlipLaw(OfModel):
     """Do as many tokens flip as margins, errors and the grid of the logits foretell?"""
 

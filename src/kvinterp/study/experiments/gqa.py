@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 from collections.abc import Sequence
@@ -37,7 +36,6 @@ DRIFTS = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
 class Gqa(OfModels):
     """Does one KV head's error reach every query head that shares it?"""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -25,7 +24,6 @@ from kvinterp.study.experiments.kit import (
 )
 
 
-@dataclasses.dataclass(frozen=True)
 class Kernels(Experiment):
     """Which operations depend on the shape they are called with?"""
 

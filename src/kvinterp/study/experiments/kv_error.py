@@ -66,7 +66,6 @@ def _in_design(*users: str) -> tuple[Callable[[Any], bool], str]:
     return lambda asked: bool({*users} & {*asked.chosen_designs()}), advice
 
 
-@dataclasses.dataclass(frozen=True)
 class KvError(OfModel):
     """How much error in K and V does behaviour bear, and of which kind, where, and under which reading of the prompt?"""
 

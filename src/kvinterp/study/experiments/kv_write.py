@@ -5,7 +5,6 @@ One row computed alone is compared with the same row computed together with its 
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -36,7 +35,6 @@ from kvinterp.study.experiments.kit import (
 )
 
 
-@dataclasses.dataclass(frozen=True)
 class KvWrite(OfModels):
     """Does the difference originate where K and V are written?"""
 

@@ -5,7 +5,6 @@ This is root-cause experiment 5 of the FP16 paper.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -50,7 +49,6 @@ No mode adds in 16 bits throughout: ``batch_invariant`` and the machine's own ma
 A fixed order that makes the paths equal shows that the order of additions matters, not that sums kept in FP16 do."""
 
 
-@dataclasses.dataclass(frozen=True)
 class Ladder(OfModels):
     """Is it the precision, or the order of additions?"""
 

@@ -10,7 +10,6 @@ the recompute path against itself, with the same rows among more rows.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -71,7 +70,6 @@ NAMES = {
 MEASURES = tuple(metric.column for metric in metrics.OF_KIND["residual"])
 
 
-@dataclasses.dataclass(frozen=True)
 class LayerDrift(OfModels):
     """In which layer do the paths come apart, and does it grow from layer to layer?"""
 

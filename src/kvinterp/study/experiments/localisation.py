@@ -10,7 +10,6 @@ split of the difference by its source, with nulls.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -69,7 +68,6 @@ SPLIT = "decomposition"
 _RANKED, _PATCHED = "localisation-kl", "localisation-patched"
 
 
-@dataclasses.dataclass(frozen=True)
 class Localisation(OfModels):
     """What carries the difference, on the examples whose paths differ most?"""
 

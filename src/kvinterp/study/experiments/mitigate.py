@@ -9,7 +9,6 @@ the other larger?
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import numpy as np
@@ -51,7 +50,6 @@ COSTS = {
 FRONT = "on the front: no path is better in one and as good in all"
 
 
-@dataclasses.dataclass(frozen=True)
 class Mitigate(OfModel):
     """What does a mitigation leave of the divergence, and at what cost?"""
 

@@ -8,7 +8,6 @@ flips ``paper`` says. What comes out of one prompt or one seed is a row of its o
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -30,7 +29,6 @@ FEW = 4
 """How many prompts are run by experiments that take one forward after another of the same tokens, where no more are asked for."""
 
 
-@dataclasses.dataclass(frozen=True)
 class OfModels(Experiment):
     """An experiment on some models."""
 

@@ -132,7 +132,6 @@ _ROWS = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
 class Paper(OfModels):
     """What do the FP16 paper's tables and figures say of these models?"""
 

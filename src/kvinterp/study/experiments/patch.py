@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -44,7 +43,6 @@ def _of_preset(name: str, help: str, **shown: Any) -> Any:
     return option(None, help, show_default=str(_UNLESS_GIVEN[name]), **shown)
 
 
-@dataclasses.dataclass(frozen=True)
 class Patch(OfModel):
     """What carries the difference: which layer, head or block of positions, moved from one path into the other?"""
 

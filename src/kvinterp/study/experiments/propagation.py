@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,7 +30,6 @@ from kvinterp.study.experiments.kit import (
 from kvinterp.study.experiments.of_models import newest_at
 
 
-@dataclasses.dataclass(frozen=True)
 class Propagation(OfModels):
     """Does one layer's rounding compound over the layers?"""
 

@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from kvinterp.study.cells import Cell
 
 
-@dataclasses.dataclass(frozen=True)
 class RootCause(OfModels):
     """Are FP16 sums taken in another order the cause of the divergence?"""
 

@@ -9,7 +9,6 @@ change of a logit cannot flip), and how far the model's own rounding, cached aga
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -50,7 +49,6 @@ EDGES = (0.0, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0)
 RESAMPLES = 300
 
 
-@dataclasses.dataclass(frozen=True)
 class Susceptibility(OfModel):
     """How much noise in K and V flips a token?"""
 
