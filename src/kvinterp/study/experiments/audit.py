@@ -22,6 +22,7 @@ from kvinterp.common.result import Result
 from kvinterp.errors import InputError, KvinterpError, UnsupportedError
 from kvinterp.study.experiments.base import Experiment, Parts, Tables
 from kvinterp.study.experiments.options import argument, option, shared
+from kvinterp.study.experiments.running import folder_named
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -211,7 +212,7 @@ class Audit(Experiment):
         result.folder = folder
         return result
 
-    def save(self, result: Any, folder: Path, existing: str = "overwrite", figures: str = "none") -> None:
+    def save(self, result: Any, folder: Any, existing: str = "overwrite", figures: str = "none") -> Path:
         """Writes page, tables and verdict over an earlier audit's."""
         from kvinterp.auditing.folder import put
         from kvinterp.common.checks import check_choice
@@ -219,7 +220,8 @@ class Audit(Experiment):
 
         check_choice("existing", existing, ("overwrite",))
         texts, tables = (result.others, result.tables) if result.others else files_of(result)
-        put(texts, folder, tables)
+        put(texts, place := folder_named(folder), tables)
+        return place
 
     def figures(self, result: Result) -> dict[str, Figure]:
         """The ladder of precisions."""

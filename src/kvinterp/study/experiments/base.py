@@ -152,7 +152,7 @@ class Experiment:
         """What the provenance says beside the model."""
         return {name: getattr(self, name) for name in self.NOTED}
 
-    def rows(self, result: Any) -> Rows | None:
+    def rows(self, result: Any, /) -> Rows | None:
         """What was found, a row each (:func:`kvinterp.findings.finding`); None where its sentences say it."""
         return None
 
@@ -163,11 +163,11 @@ class Experiment:
         rows = self.rows(result)
         return None if rows is None else findings_of(rows)
 
-    def headline(self, result: Any) -> list[str]:
+    def headline(self, result: Any, /) -> list[str]:
         """What was found in one or two sentences, and warnings; the rest stands in :meth:`findings`."""
         return []
 
-    def charts(self, result: Any) -> Charts:
+    def charts(self, result: Any, /) -> Charts:
         """Its figures by name, as data."""
         return {}
 

@@ -39,10 +39,6 @@ _UNLESS_GIVEN = {
 """What a preset may set, where neither it nor anybody else does."""
 
 
-def _of_preset(name: str, help: str, **shown: Any) -> Any:
-    return option(None, help, show_default=str(_UNLESS_GIVEN[name]), **shown)
-
-
 class Patch(OfModel):
     """What carries the difference: which layer, head or block of positions, moved from one path into the other?"""
 
@@ -53,21 +49,33 @@ class Patch(OfModel):
     charts = staticmethod(charts_of_sweep)
     UNIT = "prompts"
 
-    site: str = _of_preset("site", "What to patch: kv, cache_k, cache_v, resid_post, attn_out, ... (kvinterp list sites).")
-    sweep: str = _of_preset(
-        "sweep",
+    site: str = option(
+        None, "What to patch: kv, cache_k, cache_v, resid_post, attn_out, ... (kvinterp list sites).", show_default="kv"
+    )
+    sweep: str = option(
+        None,
         "Which patches to make: single (one layer each), cumulative, cumulative-from, heads, kv-heads or blocks (of positions).",
+        show_default="single",
     )
-    direction: str = _of_preset(
-        "direction", "Which path receives the patch: into-recompute or into-cached.", among=DIRECTIONS
+    direction: str = option(
+        None,
+        "Which path receives the patch: into-recompute or into-cached.",
+        among=DIRECTIONS,
+        show_default="into-recompute",
     )
-    steps: str = _of_preset("steps", "Which decode steps to patch: every, first, or step numbers with commas.")
-    protocol: str = _of_preset(
-        "protocol", "matched: both paths get the same tokens. free: each gets its own.", among=words.Protocol
+    steps: str = option(
+        None, "Which decode steps to patch: every, first, or step numbers with commas.", show_default="every"
     )
-    distance: str = _of_preset(
-        "distance",
+    protocol: str = option(
+        None,
+        "matched: both paths get the same tokens. free: each gets its own.",
+        among=words.Protocol,
+        show_default="matched",
+    )
+    distance: str = option(
+        None,
         "How far apart the paths are, by l2, kl, margin or logit_difference; several with commas, the first one leads.",
+        show_default="l2,kl",
     )
     answers: tuple[str, ...] = option(
         (),
@@ -88,7 +96,7 @@ class Patch(OfModel):
         "you give them.",
     )
     prompts: str = shared("prompts")
-    max_new_tokens: int = _of_preset("max_new_tokens", "The most tokens to decode per prompt.")
+    max_new_tokens: int = option(None, "The most tokens to decode per prompt.", show_default="32")
     batch_size: int = option(
         1,
         "The most patches in one forward pass. Batching is used only where it gives the same bits.",

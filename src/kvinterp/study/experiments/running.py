@@ -292,7 +292,7 @@ def draw(experiment: Experiment, result: Result, folder: Path) -> list[Path]:
 
     if not experiment.has_page(result):
         return []
-    pictures = {}
+    pictures: dict[Path, Any] = {}
     for name, figure in experiment.figures(result).items():
         # The first stands above the findings, where a phone shows it without scrolling.
         pictures[folder / f"{name}.png"] = drawn = picture(figure, name, narrow=not pictures)
