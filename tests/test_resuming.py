@@ -127,11 +127,19 @@ class Twice(Experiment):
         return Result(joined(made), {})
 
 
+class Shown(Twice):
+    """Writes what it has when it is interrupted; what it says of itself does not say that it was."""
+
+    PARTIAL = "yes"
+
+
+@pytest.mark.parametrize("study", [Twice, Shown])
 @pytest.mark.parametrize("cut", range(1, 6))
 def test_a_second_stage_is_known_from_the_first_and_taken_up_again(
-    tmp_path: Path, cut: int, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, cut: int, study: type[Twice], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = Twice().run(None).tables["table"]
+    """`study paper`, interrupted, was stuck: "already holds a result"."""
+    whole = study().run(None).tables["table"]
     assert list(whole["name"])[4:] == ["two-one-1", "two-one-3"]
     keep = Store.keep
     CALLED.clear()
@@ -144,7 +152,7 @@ def test_a_second_stage_is_known_from_the_first_and_taken_up_again(
     with monkeypatch.context() as patch:
         patch.setattr(Store, "keep", stopping)
         with pytest.raises(KeyboardInterrupt):
-            Twice().run(tmp_path / "out")
-    again = Twice().run(tmp_path / "out")
+            study().run(tmp_path / "out")
+    again = study().run(tmp_path / "out")
     assert sorted(CALLED) == sorted(whole["name"])
     pd.testing.assert_frame_equal(again.tables["table"], whole)

@@ -139,7 +139,8 @@ def write_result(
     for name in {*earlier} - {*files}:
         for path in filter(Path.is_file, folder.glob(name)):
             path.unlink(missing_ok=True)
-    write_whole(place, strict_json({**summary, "settings": settings, "files": files}) + "\n")
+    cut = {"interrupted": True} if ending == "interrupted" else {}
+    write_whole(place, strict_json({**summary, **cut, "settings": settings, "files": files}) + "\n")
     if ending == "finished":
         clear_cells(folder)
     return [*(folder / f"{name}.parquet" for name in tables), place, *figures]
