@@ -52,6 +52,27 @@ def test_nothing_is_shown_where_none_is_asked_for(monkeypatch: pytest.MonkeyPatc
     assert screen.getvalue() == lines.getvalue() == ""
 
 
+def staged(tell: Any) -> dict[str, Any]:
+    """A cell's function that says what runs."""
+    for text in ("float16", "float32", "programs of the cache", "program 1 of 60", "program 2 of 60"):
+        tell(text)
+    return {}
+
+
+def test_stages_are_said_in_a_line_each_where_no_terminal_shows_them(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A piped audit said nothing for a minute; what is counted within a stage adds no line."""
+    caplog.set_level("INFO", "kvinterp")
+    for screen, progress, lines in ((io.StringIO(), "bar", 3), (io.StringIO(), "none", 0), (Terminal(), "bar", 0)):
+        caplog.clear()
+        monkeypatch.setattr("sys.stderr", screen)
+        run_cells([Cell("one", f"{__name__}:staged")], progress=progress)
+        assert [message for message in caplog.messages if message.startswith("now: ")] == [
+            f"now: {stage}" for stage in ("float16", "float32", "programs of the cache")[:lines]
+        ]
+
+
 def test_work_of_many_kinds_has_no_forecast(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stderr", screen := Terminal())
     with counting(4, "alike", "prompt", done=1) as bar:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -189,10 +188,8 @@ class CoarseKernel(torch.overrides.TorchFunctionMode):
         return result * (1 + 2**9 * torch.finfo(result.dtype).eps)
 
 
-@pytest.mark.parametrize("most", [2e11, 0.0], ids=["beside its prefixes", "beside one recomputation"])
-def test_a_kernel_that_changes_at_a_position_is_told_from_a_bug(most: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_that_changes_at_a_position_is_told_from_a_bug() -> None:
     """An excuse's size is of its own dtype: what 16 bits round is no kernel's in 32."""
-    monkeypatch.setattr(sys.modules["kvinterp.auditing.audit"], "SWEPT", most)
     how: dict[str, Any] = {
         "rungs": ("float32", "float64"),
         "lengths": (9, 23),

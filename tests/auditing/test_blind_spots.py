@@ -99,6 +99,29 @@ def test_a_cast_in_the_prompt_is_no_wrong_prompt(attention: str) -> None:
     assert found.evidence["float64"]["prompt_rows_error_in_unit_roundoffs"] < 32
 
 
+@pytest.mark.parametrize("lost", [True, False])
+def test_a_mask_that_is_lost_with_and_without_a_cache_leads_where_padding_was_asked_for(lost: bool) -> None:
+    """The cache adds nothing to it, so that it passes; whoever asked about padded prompts read PASS and was done."""
+    model = build("llama")
+
+    def unpadded(attention: Any, args: Any, given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """Every key up to the newest is seen, the pads too."""
+        mask, cache = given["attention_mask"], given["past_key_values"]
+        new = given["hidden_states"].shape[1]
+        keys = new + (0 if cache is None else cache.get_seq_length(attention.layer_idx))
+        if mask is None or mask.shape[-1] != keys:
+            return args, given
+        return args, {**given, "attention_mask": torch.ones(new, keys, dtype=torch.bool).tril(keys - new)[None, None]}
+
+    for layer in model.model.layers if lost else ():
+        layer.self_attn.register_forward_pre_hook(unpadded, with_kwargs=True)
+    asked = quick(model, rungs=("float32",), lengths=(5,), checks="default", programs=1, calls="padded(left,5)")
+    lead = "left padding changes the answer, with and without a cache: without a cache the same columns are off by"
+    assert asked.reading.startswith(lead) is lost, asked.reading
+    assert asked.reading.startswith("PASS") is not lost
+    assert asked.exit_code == 0, asked.reading
+
+
 # Kernels and casts -----------------------------------------------------------------------------------------------------
 
 

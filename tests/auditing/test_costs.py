@@ -9,7 +9,9 @@ import torch
 from architectures import build
 
 import kvinterp as kv
-from kvinterp.auditing.blocks import BlockModel, referenced
+from kvinterp.auditing.blocks import BlockModel, prompts_for, referenced
+from kvinterp.auditing.ladder import prefix_plan
+from kvinterp.auditing.measure import climb
 from kvinterp.paths.kernels import BatchInvariant, fixed_order
 
 TOKENS = torch.tensor([[3, 5, 7, 9, 2, 4, 8, 10]])
@@ -28,6 +30,41 @@ def made(model: Any, monkeypatch: pytest.MonkeyPatch, only: list[int] | None) ->
         with referenced(BlockModel(kv.wrap(model), BatchInvariant(), only=only), TOKENS) as hooks:
             before, _ = count[0], hooks.recompute(TOKENS.shape[1])
             return count[0] - before, {layer: tensor.clone() for (layer, _), tensor in hooks.outputs.items()}
+
+
+def test_lengths_between_are_run_where_they_decide() -> None:
+    """What serves and what sees the smallest errors: half of an audit was a fixed order of lengths that it cannot tell apart."""
+    audit = kv.audit(
+        build("llama"),
+        rungs=("bfloat16", "float32", "float64"),
+        lengths=(5, 9, 13),
+        steps=1,
+        checks="none",
+        detail="everything",
+    )
+    for rung in audit.rungs:
+        decides = rung.name in ("float32", "float64")
+        assert set(rung.steps["prefill"]) == ({5, 9, 13} if decides else {5, 13})
+        assert bool(len(rung.sweep)) is decides
+        assert set(rung.fixed.local["prefill"]) == {5, 13}
+        assert set(rung.fixed.local["prompt"]) == {0}
+        assert not len(rung.fixed.sweep)
+    asked = audit.rung("float32")
+    assert set(asked.steps.loc[asked.steps["prompt"] == 1, "prefill"]) == {5, 13}
+
+
+def test_a_prefix_that_is_the_whole_text_is_no_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reference is the recomputation of all tokens: it was made again as the null of the longest length."""
+    lengths, own = [], BlockModel.recompute
+
+    def counted(self: BlockModel, tokens: torch.Tensor) -> torch.Tensor:
+        lengths.append(tokens.shape[1])
+        return own(self, tokens)
+
+    monkeypatch.setattr(BlockModel, "recompute", counted)
+    model, plan = kv.wrap(build("llama")), prefix_plan(prompts_for(kv.wrap(build("llama")), 1, 14), (5, 13), 1, 14)
+    climb(model, plan)
+    assert lengths.count(14) == 1, lengths
 
 
 def test_a_fixed_order_rests_outside_the_block_in_question(monkeypatch: pytest.MonkeyPatch) -> None:

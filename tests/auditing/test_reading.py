@@ -16,6 +16,7 @@ from kvinterp.auditing.judging import Account, Judged
 from kvinterp.auditing.ladder import LOCAL, ONE_BY_ONE, STEPS, PrecisionRun
 from kvinterp.auditing.reading import Evidence
 from kvinterp.paths.kernels import Native
+from kvinterp.programs.running import PLAIN
 
 
 def rung(
@@ -91,7 +92,6 @@ CLEAN = rung(error=1e-7, logits=1e-6, null=1e-6, fixed=rung())
          "could not be tried: no float64", "FAIL"),
         (evidence(CLEAN, random=0.5), "cannot-tell", 3, "something else each time", "PASS"),
         (evidence(CLEAN, judged={"float32": [judged("kernel", "native")]}), "kernel", 0, "a kernel is coarse there", "FAIL"),
-        (evidence(CLEAN, onset=("float32", 0, 20)), "kernel", 0, "at position 20", "FAIL"),
         # A cast above the precision that serves is a note; one below it fails.
         (
             evidence(CLEAN, rung(torch.float64, fixed=rung(torch.float64)),
@@ -126,6 +126,25 @@ def test_the_word_and_its_sentence(seen: Evidence, word: str, code: int, said: s
     assert unsaid not in verdict.reading
     first = {0: "PASS", 1: "FAIL", 3: "CANNOT TELL"}[code]
     assert verdict.reading.startswith(f"{first}  {word}  a model (native, float32), ")
+
+
+def test_a_symptom_that_was_asked_for_leads() -> None:
+    """It stood at the end of the first line, as one of "7 off without a cache too" behind the word PASS."""
+    off = Check("left padding", PLAIN, "without a cache the same columns are off by 0.3.", program="rows(5)+feed(22)")
+    asked = evidence(CLEAN, checks=[off], asked=("rows(5)+feed(22)",)).judge()
+    first, second, *_ = asked.reading.splitlines()
+    assert first.startswith("left padding changes the answer, with and without a cache: without a cache the same columns")
+    assert second.startswith("PASS  rounding")
+    assert asked.exit_code == 0, "the cache adds nothing to it"
+    unasked = evidence(CLEAN, checks=[off], asked=("rows(0)+feed(9)",)).judge()
+    assert unasked.reading.startswith("PASS  rounding")
+
+
+@pytest.mark.parametrize(("beside", "said"), [({"Q"}, "Q alone is wrong"), ({"Q", "K"}, "Q and K are wrong")])
+def test_a_hint_says_what_is_wrong_beside_the_first_difference(beside: set[str], said: str) -> None:
+    """Positions that are wrong turn queries and keys: "Q alone is wrong" stood beside a first difference in K."""
+    wrong = dataclasses.replace(judged(tensor="Q"), beside=frozenset(beside))
+    assert f"hint: {said}" in evidence(CLEAN, judged={"float32": [wrong]}).judge().reading
 
 
 def test_what_is_allowed_passes_and_says_so() -> None:

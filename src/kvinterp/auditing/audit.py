@@ -20,7 +20,7 @@ from kvinterp.auditing.checks import Check
 from kvinterp.auditing.engine import audit_engine
 from kvinterp.auditing.judging import RungJudge, account
 from kvinterp.auditing.ladder import SLACK, Plan, PrecisionRun, band, dtype_name, prefix_plan, unit_roundoff
-from kvinterp.auditing.measure import climb, onset
+from kvinterp.auditing.measure import climb
 from kvinterp.auditing.own_code import behind, subject_of
 from kvinterp.auditing.reading import Evidence, of_functions
 from kvinterp.auditing.uses import (
@@ -82,10 +82,6 @@ AFFORDED, A_KEY = 1.2e10, 4e4
 how many of them one key of one layer's attention counts, which is added up by itself."""
 
 
-SWEPT = 2e11
-"""Products that the recomputed prefixes of one long decode may take on a processor, some ten seconds' worth."""
-
-
 def audit(
     model: Any = None,
     prompts: Sequence[Any] | None = None,
@@ -118,10 +114,13 @@ def audit(
         prompts: Texts or token ids, each at least as long as the longest length and its steps; default: two random ones.
         rungs: The precisions to climb.
         lengths: Prompt lengths after which tokens are fed one by one; those the context has room for are used. Default:
-            :data:`LENGTHS` and those on both sides of the model's own window and chunk, as far as these are at most 512.
+            :data:`LENGTHS` and those on both sides of the model's own window and chunk, as far as these are at most 512. The
+            first prompt takes all of them, in the model's own precision and in the finest; the shortest and the longest
+            stand for them in the others, with a fixed order of additions, and for further prompts.
         steps: How many tokens are fed one by one after each.
         seed: Seeds the random prompts.
-        sweep: ``"yes"`` also decodes one long sequence from a short prompt, to find a position at which something changes.
+        sweep: ``"yes"`` also decodes the whole first prompt from its beginning, in the same two precisions, to find the first
+            position at which something is wrong.
         checks: Which programs of the cache are run beside tokens fed one by one: ``"default"`` (as many as ``programs``),
             ``"thorough"`` (five times as many) or ``"none"``.
         reach: ``"yes"`` also decodes over every edge that the config names (window, RoPE switch, context end), however far;
@@ -202,13 +201,15 @@ def audit(
     with located(f"audit of {adapter.facts.name}"), own_threads(adapter), _torchs_own_words(), evaluating(adapter):
         check_causal(adapter)
         room = min(adapter.facts.context, max(lengths) + steps)
-        plan = prefix_plan(_tokens(adapter, prompts, room, seed), lengths, steps, room)
+        plan = prefix_plan(_tokens(adapter, prompts, room, seed), lengths, steps, room, sweep)
         tell, more = progress or (lambda _: None), THOROUGH if checks == "thorough" else 1
 
         def exercised() -> list[Check]:
             return [] if checks == "none" else uses_of(adapter, count * more, most * more, seed, extra, reach, tell)
 
-        evidence = _Auditor(adapter, plan, dtypes, sweep, exercised, tell).run()
+        auditor = _Auditor(adapter, plan, dtypes, exercised, tell)
+        auditor.evidence.asked = tuple(map(str, extra))
+        evidence = auditor.run()
 
         about = provenance(adapter, lengths=list(plan.prefills), steps=plan.steps)
         about |= {"prompt_differs": dataclasses.asdict(evidence.prompt)} if evidence.prompt is not None else {}
@@ -260,7 +261,6 @@ class _Auditor:
     adapter: Adapter
     plan: Plan
     dtypes: dict[str, torch.dtype]
-    sweep: str
     exercise: Callable[[], list[Check]]
     progress: Callable[[str], None]
 
@@ -285,7 +285,7 @@ class _Auditor:
             evidence.checks = evidence.checks or self.exercise()
             if not any(check.status == WRONG for check in evidence.checks):
                 raise
-            evidence.rungs, evidence.judged, evidence.accounts, evidence.prompt, evidence.onset = {}, {}, {}, None, None
+            evidence.rungs, evidence.judged, evidence.accounts, evidence.prompt = {}, {}, {}, None
             evidence.exercised = f"no precisions: decoding token by token raised {named(error)}."
         return evidence
 
@@ -328,8 +328,6 @@ class _Auditor:
         evidence, one = self.evidence, RungJudge(twin, run, self.evidence.terms)
         evidence.judged[run.name] = one.judge()
         evidence.accounts[run.name] = account(twin, run, evidence.terms)
-        if run.name in (evidence.own, "float32") and evidence.onset is None:
-            evidence.onset = onset(twin, run)
         one.release()
         return [one] if one.open else []
 
@@ -359,15 +357,13 @@ class _Auditor:
 
     def _climb(self, twin: Adapter, name: str) -> PrecisionRun | None:
         """One rung, or None where torch cannot run the model in its dtype."""
-        long = "yes" if name in (self.evidence.own, "float32") else "first" if name == self.finest else "no"
-        sweep = long if self.sweep == "yes" else "no"
-        # Each prefix recomputed costs the square of the length: beyond that, one recomputation stands beside them all.
-        costly = self.adapter.device.type == "cpu" and self.weights * self.plan.length**2 / 2 > SWEPT
-        swept = "whole" if costly else "prefix"
+        # What serves and what sees the smallest errors decide; the others show how the difference scales.
+        decides = name in (self.evidence.own, self.finest)
+        plan = self.plan if decides else dataclasses.replace(self.plan.ends, sweep=None)
 
         def own() -> PrecisionRun:
             with self._timed("own kernels", name):
-                return climb(twin, self.plan, sweep=sweep, swept=swept)
+                return climb(twin, plan)
 
         try:
             run = own()
@@ -384,41 +380,38 @@ class _Auditor:
             self.evidence.refused[name] += "; it was run with eager attention"
         if not run.nonfinite:
             with self._timed("fixed order", name):
-                self._fix(twin, run, "first" if sweep != "no" else "no")
+                self._fix(twin, run)
         return run
 
-    def _fix(self, twin: Adapter, run: PrecisionRun, sweep: str) -> None:
-        """The rung again with a fixed order, over as much of the plan as can be afforded."""
+    def _fix(self, twin: Adapter, run: PrecisionRun) -> None:
+        """The rung again with a fixed order, which knows no length from another: over the shortest and the longest prompt."""
         self.progress(f"{run.name}, {BatchInvariant()}")
-        plan, sweep = self._affordable(sweep)
-        if plan is None:
+        if (plan := self._affordable()) is None:
             run.unfixed = "the model is too large to be run with a fixed order of additions here"
             return
         try:
-            run.fixed = climb(twin, plan, BatchInvariant(), sweep, against="whole")
-            if (run.fixed.local["null"] > 0).any():
-                # A row depends on how many there are by the model's own design: only the same prefix compares.
-                run.fixed = climb(twin, plan, BatchInvariant(), sweep, against="prefix")
+            run.fixed = climb(twin, plan, BatchInvariant(), "whole")
+            # Where a row depends on how many there are by the model's own design only the same prefix compares.
+            against = "prefix" if (run.fixed.local["null"] > 0).any() else "whole"
+            # Where a part differs, the long decode shows from which position on.
+            sweep = run.plan.sweep if run.fixed.largest_error else None
+            if against == "prefix" or sweep is not None:
+                run.fixed = climb(twin, dataclasses.replace(plan, sweep=sweep), BatchInvariant(), against)
         except UnsupportedError as error:
             run.unfixed = str(error)
         except RuntimeError as error:
             run.unfixed = reason(error)
 
-    def _affordable(self, sweep: str) -> tuple[Plan | None, str]:
-        """The first of ever smaller plans that a processor can run with a fixed order, and whether it sweeps."""
-        plan, steps, every = self.plan, self.plan.steps, self.plan.prefills
-        if self.adapter.device.type != "cpu":
-            return plan, sweep
-        weights, layers = self.weights, len(self.adapter.blocks)
-        smaller = [(plan.prompts[:1], every[:count], "no") for count in range(len(every), 0, -1)]
-        for prompts, prefills, swept in [(plan.prompts, every, sweep), (plan.prompts, every, "no"), *smaller]:
-            longest, long = max(prefills) + steps, swept != "no"
-            rows = len(prompts) * (2 * longest + sum(2 * p + 3 * steps for p in prefills)) + longest * long
-            keys = len(prompts) * sum((4 + 2 * steps) * p for p in prefills) + longest**2 / 2 * long
-            if weights * rows + A_KEY * layers * keys <= AFFORDED:
-                plan = dataclasses.replace(plan, prompts=prompts, prefills=prefills)
-                return (plan if plan.length > (plan.chunk or 0) + 1 else dataclasses.replace(plan, chunk=None)), swept
-        return None, "no"
+    def _affordable(self) -> Plan | None:
+        """The shortest and the longest prompt, or the shortest alone, as far as a processor can run them with a fixed order."""
+        both = dataclasses.replace(self.plan.ends, sweep=None, chunk=None)
+        for plan in (both, dataclasses.replace(both, prefills=both.prefills[:1])):
+            rows = 2 * (plan.length + sum(plan.prefills))
+            keys = (4 + plan.steps) * sum(plan.prefills)
+            products = self.weights * rows + A_KEY * len(self.adapter.blocks) * keys
+            if self.adapter.device.type != "cpu" or products <= AFFORDED:
+                return plan
+        return None
 
     def _in(self, dtype: torch.dtype) -> Adapter:
         """The model in a dtype; a copy that is dropped with its rung, never kept on the adapter."""
@@ -428,9 +421,7 @@ class _Auditor:
         plan, runs = self.plan, self.evidence.rungs.values()
         sentence = f"Prompts of {', '.join(map(str, plan.prefills))} tokens, each with the next {plan.steps} one by one; "
         if any(len(run.sweep) for run in runs):
-            sentence += f"positions {plan.sweep} to {plan.length - 1} one by one"
-            beside = ", ".join(run.name for run in runs if run.among_more.any())
-            sentence += f" (in {beside} beside one recomputation of all); " if beside else "; "
+            sentence += f"positions {plan.sweep} to {plan.length - 1} one by one; "
         if any((run.chunks["start"] > 0).any() for run in runs):
             return f"{sentence}positions {plan.chunk} to {plan.length - 1} at once on a cache of {plan.chunk}."
         return f"{sentence}never several tokens at once on a cache that is not empty."

@@ -80,12 +80,14 @@ class Judged:
         cause: What takes the error away; its word is empty where nothing does.
         kernels: How it was seen: ``fixed order``, ``native`` (a fixed order was tried too) or ``none fixed``.
         fed: How the tokens were fed: one by one, or several at once and how.
+        beside: The names of all tensors that differ with it.
     """
 
     finding: Finding
     cause: Cause
     kernels: str
     fed: str
+    beside: frozenset[str] = frozenset()
 
 
 class RungJudge:
@@ -108,7 +110,7 @@ class RungJudge:
         """What was found, in the order of the layers; what needs the model in float64 stays open (see :meth:`settle`)."""
         if self.run.fixed is not None:
             self._fixed(self.run.fixed)
-            self._kernels(self.run.fixed)
+            self._kernels()
         else:
             # Without a fixed order every block that differs is judged beside float64 on the same inputs.
             for case, layers in _cases(self.run, self.run.every_error, self.run.among_more * self.limit).items():
@@ -200,7 +202,7 @@ class RungJudge:
                 cause = Cause("form", left=beyond.error, detail="held otherwise between blocks: the logits agree")
             else:
                 first, cause = beyond, Cause("", left=beyond.error)
-        judged = self._add(case, first, cause, kernels)
+        judged = self._add(case, first, tensors, cause, kernels)
         if cause.word == "rounding" and not finest:
             self.open.append((judged, sight, case))
 
@@ -242,22 +244,17 @@ class RungJudge:
 
     # With the machine's kernels ---------------------------------------------------------------------------------------------
 
-    def _kernels(self, fixed: PrecisionRun) -> None:
+    def _kernels(self) -> None:
         """What is larger than rounding with the machine's kernels though with a fixed order it is not there."""
         lower = {j.finding.layer: j.cause.dtype for j in self.found if j.cause.word == "cast"}
         known = {j.finding.layer for j in self.found if j.cause.word != "cast"}
         every = self.run.every_error[~self.run.every_error["layer"].isin(known)]
         limits = every["layer"].map(lambda n: band(getattr(torch, lower[n]), self.terms) if n in lower else self.limit)
-        where = ["prompt", "prefill", "start", "stop", "layer"]
-        same = fixed.every_error if fixed.plan == self.run.plan else fixed.every_error[:0]
-        worst = same.groupby(where)["error"].max().to_dict()
         for case, layers in _cases(self.run, every, limits).items():
             for sight, tensors in self._look(case, None, layers, self.limit).values():
-                key = (case.prompt, case.prefill, case.start, case.stop, sight.layer)
-                fixed_too = key in worst
-                gone = not (worst[key] if fixed_too else largest(self._in_order(case, sight.layer)))
+                gone = not largest(self._in_order(case, sight.layer))
                 cause = self._kernel(case, sight, tensors, gone)
-                judged = self._add(case, tensors[0], cause, "native")
+                judged = self._add(case, tensors[0], tensors, cause, "native")
                 if cause.word == "kernel" and self.dtype != torch.float64:
                     self.open.append((judged, sight, case))
         if not self.found:
@@ -301,12 +298,12 @@ class RungJudge:
         row = off.sort_values(["layer", "position", "prefill"]).iloc[0]
         case = Case.of(row, self.run)
         for _, tensors in self._look(case, None, [int(row["layer"])]).values():
-            self._add(case, tensors[0], Cause("order", detail="gone with a fixed order"), "native")
+            self._add(case, tensors[0], tensors, Cause("order", detail="gone with a fixed order"), "native")
 
     # Shared -------------------------------------------------------------------------------------------------------------
 
-    def _add(self, case: Case, finding: Finding, cause: Cause, kernels: str) -> Judged:
-        self.found.append(Judged(finding, cause, kernels, case.fed))
+    def _add(self, case: Case, finding: Finding, beside: Sequence[Finding], cause: Cause, kernels: str) -> Judged:
+        self.found.append(Judged(finding, cause, kernels, case.fed, frozenset(one.tensor for one in beside)))
         return self.found[-1]
 
     def _in_order(self, case: Case, layer: int) -> Differing:

@@ -91,7 +91,7 @@ class Plan:
         prompts: Token ids, each at least as long as the longest prefill and its steps.
         prefills: Prompt lengths after which tokens are fed one by one.
         steps: How many tokens are fed one by one after each prefill.
-        sweep: Prefill of the one long decode that looks for a position at which something changes, or None.
+        sweep: Prefill of the one long decode, of the first prompt, or None.
         chunk: Prefill after which all the rest is fed in :data:`CHUNKS` chunks, or None.
     """
 
@@ -105,6 +105,16 @@ class Plan:
     def length(self) -> int:
         """Positions the longest case reaches."""
         return max(self.prefills) + self.steps
+
+    def lengths(self, prompt: int) -> tuple[int, ...]:
+        """The prefills of one of the prompts: every one of the first, the shortest and the longest of the others."""
+        return self.prefills if not prompt else self.ends.prefills
+
+    @property
+    def ends(self) -> Plan:
+        """Its shortest and its longest prefill, of the first prompt alone."""
+        shortest, *_, longest = (self.prefills[0], *self.prefills)
+        return dataclasses.replace(self, prompts=self.prompts[:1], prefills=tuple(dict.fromkeys((shortest, longest))))
 
     @property
     def pieces(self) -> list[tuple[int, int]]:
@@ -121,12 +131,12 @@ class Plan:
         return torch.tensor([list(self.prompts[prompt][: self.length])], device=device)
 
 
-def prefix_plan(prompts: Sequence[Sequence[int]], lengths: Sequence[int], steps: int, room: int) -> Plan:
-    """A plan over the given lengths, as far as a context of ``room`` positions reaches."""
+def prefix_plan(prompts: Sequence[Sequence[int]], lengths: Sequence[int], steps: int, room: int, sweep: str = "no") -> Plan:
+    """A plan over the given lengths, as far as a context of ``room`` positions reaches; ``sweep="yes"``: with a long decode."""
     shortest = min([room, *(len(prompt) for prompt in prompts)])
     fitting = tuple(sorted({n for n in lengths if n >= 1 and n + steps <= shortest})) or (max(shortest - steps, 1),)
     steps = min(steps, shortest - fitting[0])
-    plan = Plan(tuple(map(tuple, prompts)), fitting, steps, min(fitting[0], 4))
+    plan = Plan(tuple(map(tuple, prompts)), fitting, steps, min(fitting[0], 4) if sweep == "yes" else None)
     return dataclasses.replace(plan, chunk=fitting[0] if plan.length >= fitting[0] + 2 else None)
 
 
@@ -193,6 +203,11 @@ class PrecisionRun:
         """Which of them are single tokens beside a row that is among more rows than theirs: no null was measured there."""
         every = self.every_error
         return (every["start"] > 0) & (every["stop"] == every["start"] + 1) & every["null"].isna()
+
+    @property
+    def differs(self) -> bool:
+        """Whether anything differs by a bit; the long decode says nothing of that, whose rows stand beside those of more."""
+        return bool(len(self.differing_steps) or (self.local["error"] > 0).any() or (self.chunks["error"] > 0).any())
 
     @property
     def largest_error(self) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import time
 from collections.abc import Iterable, Iterator
@@ -13,12 +12,11 @@ import torch
 from torch import Tensor
 
 from kvinterp import metrics
-from kvinterp.auditing.blocks import BlockHooks, BlockModel, Reference, referenced
+from kvinterp.auditing.blocks import BlockHooks, BlockModel, Reference
 from kvinterp.auditing.ladder import EMBEDDING, LOCAL, STEPS, Plan, PrecisionRun, band, dtype_name
 from kvinterp.auditing.values import difference, first_nonfinite, first_wrong, logit_grid, row_errors
-from kvinterp.errors import UnsupportedError
 from kvinterp.models import Adapter
-from kvinterp.paths.kernels import BatchInvariant, Kernels, Native
+from kvinterp.paths.kernels import Kernels, Native
 
 Part = tuple[int, str, int]
 """A block's layer (-1: embedding, the number of blocks: head), ``input`` or ``output``, and how often it had run before."""
@@ -33,9 +31,7 @@ def climb(
     adapter: Adapter,
     plan: Plan,
     kernels: Kernels | None = None,
-    sweep: str = "no",
     against: str = "prefix",
-    swept: str = "",
 ) -> PrecisionRun:
     """Runs one rung.
 
@@ -43,22 +39,19 @@ def climb(
         adapter: The model in the rung's dtype.
         plan: What to run.
         kernels: The kernel mode; default: the machine's own.
-        sweep: ``"yes"`` also decodes each prompt as one long sequence from the plan's short prefill, ``"first"`` only the
-            first prompt.
         against: ``"prefix"`` recomputes the prefix of every step, so that both sides look at as many keys. ``"whole"`` takes
             the row out of one forward of all tokens; right where a row's bits do not depend on the rows after it, which the
-            null of each length's last step shows.
-        swept: The same of the long decode; ``"whole"`` only where the nulls show that no more than rounding moves a row that
-            is among more rows. Default: as ``against``.
+            null of each length's last step shows. The long decode stands beside that one forward wherever the nulls show that
+            no more than rounding moves a row that is among more rows.
     """
     started = time.perf_counter()
     kernels = kernels or Native()
     name = dtype_name(adapter.dtype) + ("" if isinstance(kernels, Native) else f", {kernels}")
     run, hooks = PrecisionRun(name, adapter.dtype, kernels, plan=plan), BlockHooks(BlockModel(adapter, kernels))
-    climbed, long = _Climb(run, hooks, against, swept or against), {"yes": len(plan.prompts), "first": 1}.get(sweep, 0)
+    climbed = _Climb(run, hooks, against)
     with adapter.own_state([]), hooks.attached():
         for number in range(len(plan.prompts)):
-            climbed.prompt(number, number < long)
+            climbed.prompt(number)
     for table, rows in climbed.rows.items():
         setattr(run, table, pd.DataFrame(rows, columns=list(STEPS if table == "steps" else LOCAL)))
     run.seconds = time.perf_counter() - started
@@ -68,11 +61,11 @@ def climb(
 class _Climb:
     """What one rung shows, filled in prompt by prompt."""
 
-    def __init__(self, run: PrecisionRun, hooks: BlockHooks, against: str, swept: str) -> None:
-        self.run, self.hooks, self.against, self.swept, self.plan = run, hooks, against, swept, run.plan
+    def __init__(self, run: PrecisionRun, hooks: BlockHooks, against: str) -> None:
+        self.run, self.hooks, self.against, self.plan = run, hooks, against, run.plan
         self.rows: dict[str, list[Row]] = {"steps": [], "local": [], "sweep": [], "chunks": []}
 
-    def prompt(self, number: int, swept: bool) -> None:
+    def prompt(self, number: int) -> None:
         """Every case of one prompt."""
         plan, run, hooks = self.plan, self.run, self.hooks
         reference = hooks.refer_to(plan.tokens(number, hooks.model.device))
@@ -81,18 +74,18 @@ class _Climb:
             return
         run.largest_logit = max(run.largest_logit, reference.logits.abs().max().item())
         run.grid = logit_grid(reference.logits) if number == 0 or run.grid else ""
-        for prefill in plan.prefills:
+        for prefill in plan.lengths(number):
             self._prefill(number, prefill)
         if plan.chunk is not None and not run.nonfinite and _takes_chunks(hooks, plan.chunk):
             cache = hooks.feed(0, plan.chunk)[1]
             for start, stop in plan.pieces:
                 mine, cache = _fed(hooks, start, stop, cache)
                 self._keep("chunks", number, plan.chunk, _at_once(hooks, start, stop, self.against, mine))
-        if swept and plan.sweep is not None and not run.nonfinite:
+        if plan.sweep is not None and not number and not run.nonfinite:
             most = band(run.dtype, hooks.model.adapter.facts.width)
-            alike = all(row["null"] <= most for row in self.rows["local"] if row["prompt"] == number)
-            against = self.swept if alike else self.against
-            self._keep("sweep", number, plan.sweep, forced(hooks, plan.sweep, plan.length, against))
+            against = "whole" if all(row["null"] <= most for row in self.rows["local"]) else self.against
+            fed = _fed_singly(hooks, plan.sweep, plan.length, hooks.feed(0, plan.sweep)[1])
+            self._keep("sweep", number, plan.sweep, _singly(hooks, fed, plan.length, against))
 
     def _prefill(self, number: int, prefill: int) -> None:
         """One prompt length: free-running, given equal inputs token by token, and the rows of the prompt itself."""
@@ -116,7 +109,7 @@ class _Climb:
         if not equal:
             mine, cache = _fed(self.hooks, 0, prefill)
             fed = _fed_singly(self.hooks, prefill, stop, cache)
-        self._keep("local", number, prefill, forced(self.hooks, prefill, stop, self.against, "last", fed))
+        self._keep("local", number, prefill, _singly(self.hooks, fed, stop, self.against))
         self._keep("chunks", number, prefill, _at_once(self.hooks, 0, prefill, self.against, mine))
 
     def _not_finite(self, prefill: int | None) -> None:
@@ -157,7 +150,9 @@ def _whole(hooks: BlockHooks, stop: int, count: int | None = None) -> Rows:
 
 
 def _again(hooks: BlockHooks, stop: int, equal_inputs: str) -> Rows:
-    """The newest rows of a prefix recomputed, made once."""
+    """The newest rows of a prefix recomputed, made once; the reference is that of all its tokens."""
+    if stop == hooks.reference.tokens.shape[1]:
+        return _whole(hooks, stop)
     known = hooks.reference.again
     if (equal_inputs, stop) not in known:
         known[equal_inputs, stop] = _rows(hooks, hooks.recompute(stop, equal_inputs)[0])
@@ -191,28 +186,18 @@ def _is_reference(hooks: BlockHooks, start: int, stop: int) -> bool:
 # Given equal inputs -----------------------------------------------------------------------------------------------------
 
 
-def forced(
-    hooks: BlockHooks,
-    prefill: int,
-    stop: int,
-    against: str = "prefix",
-    null: str = "all",
-    fed: Iterable[tuple[int, Rows]] | None = None,
-) -> Iterator[Row]:
-    """Every part's error given equal inputs, for each token fed one by one after the prefill.
+def _singly(hooks: BlockHooks, fed: Iterable[tuple[int, Rows]], stop: int, against: str) -> Iterator[Row]:
+    """Every part's error given equal inputs, for each token fed one by one.
 
     Args:
         hooks: The model's hooks, attached, with their reference.
-        prefill: Tokens fed at once first.
-        stop: Where the tokens end.
+        fed: What the steps gave, each with its position.
+        stop: Where the tokens end: of the last the prefix is recomputed in any case, as the null control.
         against: As in :func:`climb`.
-        null: With ``against="whole"``: ``"last"`` also recomputes the prefix of the last step, as the null control.
-        fed: What the steps gave, where that is known already.
     """
-    for position, mine in _fed_singly(hooks, prefill, stop, hooks.feed(0, prefill)[1]) if fed is None else fed:
-        whole, prefix = _whole(hooks, position + 1), None
-        if against == "prefix" or (null == "last" and position == stop - 1):
-            prefix = _again(hooks, position + 1, "yes")
+    for position, mine in fed:
+        whole = _whole(hooks, position + 1)
+        prefix = _again(hooks, position + 1, "yes") if against == "prefix" or position == stop - 1 else None
         where = {"start": position, "stop": position + 1, "position": position}
         for part, tensor in (prefix if prefix is not None and against == "prefix" else whole).items():
             apart = math.nan if prefix is None else difference(whole[part], prefix[part])
@@ -226,7 +211,7 @@ def _at_once(hooks: BlockHooks, start: int, stop: int, against: str, mine: Rows)
     The recomputation has as many rows as the cache then holds, so that a prompt is compared among the same number of rows.
     """
     theirs, table = _whole(hooks, stop, stop - start), []
-    if against == "prefix":
+    if against == "prefix" and stop < hooks.reference.tokens.shape[1]:
         theirs = _rows(hooks, hooks.recompute(stop)[0], stop - start)
         hooks.reference.again.setdefault(("yes", stop), {part: rows[-1].clone() for part, rows in theirs.items()})
     for part, again in theirs.items():
@@ -248,37 +233,6 @@ def _takes_chunks(hooks: BlockHooks, start: int) -> bool:
     except Exception:
         return False
     return True
-
-
-def onset(twin: Adapter, run: PrecisionRun) -> tuple[str, int, int] | None:
-    """The rung, layer and position at which a difference appears or jumps in every prompt, gone with fixed kernels."""
-    swept = run.sweep[(run.sweep["layer"] >= 0) & (run.sweep["part"] == "output")]
-    starts = {_jump(rows.groupby("position")["error"].max()) for _, rows in swept.groupby("prompt")}
-    start = starts.pop() if len(starts) == 1 else None
-    rows_there = swept[(swept["position"] == start) & (swept["error"] > 0)]
-    if start is None or rows_there.empty:
-        return None
-    # Whether these blocks still differ there with fixed kernels; what differs in none of them is not asked.
-    layers, stop = set(rows_there["layer"]), min(start + 2, run.plan.length)
-    tokens, fixed = run.plan.tokens(0, twin.device)[:, :stop], BlockModel(twin, BatchInvariant(), only=layers)
-    with contextlib.suppress(UnsupportedError), referenced(fixed, tokens) as hooks:
-        if not any(row["error"] > 0 for row in forced(hooks, start, stop) if row["layer"] in layers):
-            return run.name, int(rows_there["layer"].min()), start
-    return None
-
-
-def _jump(errors: pd.Series) -> int | None:
-    """The position from which errors are there that were not before, or eight times larger than any before; or None."""
-    values, positions = errors.to_numpy(), errors.index.to_numpy()
-    for index in range(8, len(values) - 2):
-        before, after = values[:index], values[index:]
-        appears = before.max() == 0 and values[index] > 0 and (after > 0).mean() >= 0.9
-        grows = before.max() > 0 and values[index] > 8 * before.max() and pd.Series(after).median() > 8 * before.max()
-        if appears or grows:
-            return int(positions[index])
-        if before.max() > 0 and not grows and values[index] > 0 and (before > 0).mean() > 0.5 and index > len(values) // 2:
-            return None
-    return None
 
 
 # Free-running -----------------------------------------------------------------------------------------------------------

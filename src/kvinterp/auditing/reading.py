@@ -21,6 +21,7 @@ NOWHERE: Place = (None, None, "", "")
 
 HINTS = {
     "Q": "Q alone is wrong: the new token's position, or RoPE",
+    "Q and K": "Q and K are wrong: the new token's position, or RoPE",
     "attention mask": "other keys are seen than should be: the window, the padding, or the mask's length",
     "attention scores": "the scale, the soft cap, or a bias of the attention scores",
     "attention output": "the attention itself: its scale, its soft cap, its kernel",
@@ -57,8 +58,8 @@ class Evidence:
         accounts: Whether the parts account for the whole, by rung.
         checks: What else was exercised.
         grid_module: The module from which on everything lies on a 16-bit grid, if the logits do.
-        onset: The rung, layer and position at which a kernel changes its order, or None.
         refused: The rungs that torch cannot run this model in, and why.
+        asked: The programs that the user asked for, as texts.
         exercised: The lengths and positions that were run, in a sentence.
         random: The largest relative difference of the same forward run twice.
         prompt: How far a prompt itself is apart with and without a cache, where that is no rounding.
@@ -76,8 +77,8 @@ class Evidence:
     accounts: dict[str, Account] = dataclasses.field(default_factory=dict)
     checks: list[Check] = dataclasses.field(default_factory=list)
     grid_module: str = ""
-    onset: tuple[str, int, int] | None = None
     refused: dict[str, str] = dataclasses.field(default_factory=dict)
+    asked: tuple[str, ...] = ()
     exercised: str = ""
     random: float = 0.0
     prompt: PromptDifference | None = None
@@ -123,8 +124,18 @@ class Evidence:
             uses += f", {off} {PLAIN}"
         first = "PASS" if word in GOOD or allowed == "yes" else "CANNOT TELL" if word == CANNOT_TELL else "FAIL"
         first += f"  {word}{' (allowed)' if allowed == 'yes' else ''}  {who}, {uses}"
-        text = "\n".join([first, *lines, *_exercised(self), *(f"note: {note}" for note in self.notes)])
+        shown = [first, *lines, *_exercised(self), *(f"note: {note}" for note in self.notes)]
+        text = "\n".join([*self._symptoms(), *shown])
         return Verdict(word, *place, self._evidence(), tuple(self.checks), tuple(self.notes), text, allowed)
+
+    def _symptoms(self) -> list[str]:
+        """What was asked for and is off without a cache too: whoever asked has a wrong answer, whatever the cache does."""
+        there = [check for check in self.checks if check.status == PLAIN and check.program in self.asked]
+        return [
+            f"{check.name} changes the answer, with and without a cache: {check.detail.rstrip('.')}, in the program "
+            f"{check.program}; what follows is said of the cache alone."
+            for check in there
+        ]
 
     def _evidence(self) -> dict[str, dict[str, Any]]:
         evidence = {name: run.summary() for name, run in self.rungs.items()}
@@ -304,7 +315,7 @@ class Evidence:
     def _benign(self) -> Reading:
         unfixed = dict[str, list[str]]()
         finite = [r for r in self.rungs.values() if not r.nonfinite]
-        differing = [r for r in finite if len(r.differing_steps) or r.largest_error > 0]
+        differing = [r for r in finite if r.differs]
         for rung in finite:
             if rung.unfixed:
                 unfixed.setdefault(rung.unfixed, []).append(rung.name)
@@ -329,16 +340,6 @@ class Evidence:
                 "the model's cache."
             )
             return "kernel", judged.finding.place, [line, *lines]
-        if self.onset is not None:
-            name, layer, position = self.onset
-            first = self.first(name)
-            here = first.finding if first is not None and first.finding.layer == layer else None
-            tensor, module = ("block output", "") if here is None else (here.tensor, here.module)
-            line = (
-                f"In {name} a difference appears or jumps at position {position}, in every prompt, first in layer {layer} "
-                f"({tensor}); with a fixed order it is gone: a kernel changes its order there."
-            )
-            return "kernel", (layer, position, tensor, module), [line, *lines]
         shown = self.first(self.own) or self.first(differing[0].name)
         lead = "Cached decoding computes what recomputing computes; the differences are rounding."
         return "rounding", NOWHERE if shown is None else shown.finding.place, [lead, *lines]
@@ -369,7 +370,7 @@ def _tried(judged: Judged) -> str:
 def hint(judged: Judged, evidence: Evidence) -> list[str]:
     """The likely cause of what is wrong, in a line or none."""
     finding = judged.finding
-    likely = HINTS.get(finding.tensor)
+    likely = HINTS["Q and K"] if finding.tensor == "Q" and "K" in judged.beside else HINTS.get(finding.tensor)
     if any(check.name == "decode step" and check.hint == NUMBERS for check in evidence.checks):
         likely = NUMBERS
     elif finding.tensor == "K":

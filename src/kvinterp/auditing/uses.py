@@ -7,7 +7,7 @@ import dataclasses
 import itertools
 import types
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -76,7 +76,7 @@ def uses_of(
         edges, far = _edges(adapter, reach)
         names = {str(program_named(text)): (name, size) for (name, size), texts in edges.items() for text in texts}
         found = search(subject, programs, seconds, seed, [*given, *map(program_named, names)], progress=progress)
-        checks = _checks(subject, found, names)
+        checks = _checks(subject, found, names, {*map(str, given)})
         if adapter.dtype in SIXTEEN or (subject.lifted and not any(one.status == WRONG for one in checks)):
             checks += _narrow(adapter, subject, _wrong_uses(checks), programs // 3, seconds / 3)
         if subject.mixes:
@@ -123,28 +123,32 @@ def _met(adapter: Adapter, error: Exception) -> Check:
 
 
 def _checks(
-    subject: Subject, found: Searched, names: Mapping[str, tuple[str, int]] = types.MappingProxyType({})
+    subject: Subject,
+    found: Searched,
+    names: Mapping[str, tuple[str, int]] = types.MappingProxyType({}),
+    asked: Collection[str] = (),
 ) -> list[Check]:
-    """A check a use; programs that go over an edge, and do so still when they are shrunk, are called by it."""
+    """A check a use; programs that go over an edge, and do so still when they are shrunk, are called by it.
+
+    What came of a program that was asked for is said also where others are right in the same use.
+    """
     wrong = []
     for one in found.wrong:
         check, (edge, size) = _wrong(subject, one, WRONG, found.ran), names.get(one.origin, ("", 0))
         # A piece that is wrong was not taken: what counts is how far the program goes.
         crosses = bool(edge) and max(itertools.accumulate(step.columns for step in one.program.steps)) >= size
         wrong.append(dataclasses.replace(check, name=f"{check.name} over the {edge}") if crosses else check)
-    there = {one.name for one in wrong}
-    checks = list(wrong)
+    right, others = list[Check](), list[Check]()
     for use, count in found.tried.items():
-        if use not in there:
-            times = "1 program" if count == 1 else f"{count} programs"
-            said = f"right in {times}: at most {found.worst:.1e} of the largest logit off"
-            checks.append(Check(use, RIGHT, f"{said}.", found.worst, subject.limit, tried=count))
-            there.add(use)
+        times = "1 program" if count == 1 else f"{count} programs"
+        said = f"right in {times}: at most {found.worst:.1e} of the largest logit off"
+        right.append(Check(use, RIGHT, f"{said}.", found.worst, subject.limit, tried=count))
     for (word, use), one in found.others.items():
-        if use not in there:
-            checks.append(Check(use, word, f"{one.why.rstrip('.')}.", tried=1, program=str(one.program)))
-            there.add(use)
-    return checks
+        others.append(Check(use, word, f"{one.why.rstrip('.')}.", tried=1, program=str(one.program)))
+    checks = dict[str, Check]()
+    for check in (*wrong, *(one for one in others if one.program in asked), *right, *others):
+        checks.setdefault(check.name, check)
+    return [*checks.values()]
 
 
 def _wrong(subject: Subject, one: Outcome, status: str, ran: int) -> Check:
@@ -190,8 +194,12 @@ def _narrow(adapter: Adapter, wide: ModelSubject, known: set[str], programs: int
     if own:
         name = dtype_name(adapter.dtype)
         return [dataclasses.replace(check, name=f"{check.name} in {name}") for check in checks]
-    said = f"; {FEWER_BITS}."
-    return [dataclasses.replace(one, hint=FEWER_BITS, detail=f"{one.detail.rstrip('.')}{said}") for one in checks]
+    # In float64 fewer programs may have run: of what is wrong there too no cast is the cause.
+    right = [tried(wide, one.program).word == RIGHT for one in kept]
+    return [
+        dataclasses.replace(check, hint=FEWER_BITS, detail=f"{check.detail.rstrip('.')}; {FEWER_BITS}.") if fine else check
+        for check, fine in zip(checks, right, strict=True)
+    ]
 
 
 def _again(subject: Subject, program: Program) -> bool:

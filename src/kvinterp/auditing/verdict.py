@@ -22,7 +22,7 @@ from kvinterp.errors import InputError
 VERDICTS = {
     "equal": "nothing differs bitwise",
     "rounding": "every difference vanishes with its cause: the order of additions, or a cast above the precision that serves",
-    "kernel": "a difference appears or jumps at a fixed position, or is larger than rounding, and is gone with a fixed order",
+    "kernel": "a difference is larger than rounding, and is gone with a fixed order",
     "hidden-cast": "something is computed in a narrower dtype than the model's own, and the error is gone without that cast",
     "wrong-dtype": "values lie on a 16-bit grid though 32 bits or more are claimed",
     "bug": "a tensor is wrong, or a use that the model offers crashes: nothing that was taken away takes its error away",

@@ -52,7 +52,11 @@ def casts_lifted(narrow: Sequence[torch.dtype] = NARROW) -> Iterator[None]:
         return torch.float64 if type(value) is torch.dtype and value in narrow else value
 
     def lift(func: Any, args: Any, kwargs: Any) -> Any:
-        return casts.get(func, func)(*map(wide, args), **{name: wide(value) for name, value in kwargs.items()})
+        # Every operation comes here, and hardly any names a type.
+        args = map(wide, args) if torch.dtype in map(type, args) else args
+        if torch.dtype in map(type, kwargs.values()):
+            kwargs = {name: wide(value) for name, value in kwargs.items()}
+        return casts.get(func, func)(*args, **kwargs)
 
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)

@@ -15,6 +15,7 @@ import inspect
 import itertools
 import json
 import logging
+import re
 from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -27,6 +28,7 @@ from kvinterp.errors import visible
 
 log = logging.getLogger("kvinterp")
 
+COUNTED = re.compile(r"\d of \d")
 MODEL_LOADER = "kvinterp.models:load_model"
 Engine = Callable[[Sequence["Cell"], Mapping[str, Any]], None]
 """What does cells: given them, and what they are offered by name (``keep``, ``tell``, ``progress``)."""
@@ -87,7 +89,13 @@ def run_cells(
                 cells_store.keep(*cell_result)
                 bar.update()
 
-            offered = {"keep": keep, "tell": lambda text: bar.set_postfix_str(visible(text)), "progress": progress}
+            def tell(text: str) -> None:
+                bar.set_postfix_str(visible(text))
+                # Where no terminal shows a bar: a line for each stage, none for what is only counted in one.
+                if bar.disable and progress == "bar" and not COUNTED.search(text):
+                    log.info("now: %s", text)
+
+            offered = {"keep": keep, "tell": tell, "progress": progress}
             (engine or Local())(missing, offered)
     return CellsMade({cell.key: (cell, cells_store) for cell in cells})
 
