@@ -60,10 +60,6 @@ _DECODES = {
 }
 
 VERBS: dict[str, tuple[dict[str, Any], dict[str, Changes]]] = {
-    "accumulation": (
-        {"models": (SMALL,)},
-        {"models": Changes(("zoo:llama64-mini",)), **_LOADED},
-    ),
     "audit": (
         {"model": SMALL, "lengths": (5,), "rungs": "float32", "checks": "none", "steps": 1},
         {
@@ -166,10 +162,6 @@ VERBS: dict[str, tuple[dict[str, Any], dict[str, Changes]]] = {
             "seed": Changes(1, {"strategy": "top_k(50,4)"}),
         },
     ),
-    "gqa": (
-        {"models": (SMALL,), "prompts": "arithmetic:2", "most": 1},
-        {**_MODELS, "prompts": Changes("arithmetic:2:1"), "most": Changes(2)},
-    ),
     "kernels": (
         {"model": SMALL, "sizes": (1, 2)},
         {
@@ -210,14 +202,6 @@ VERBS: dict[str, tuple[dict[str, Any], dict[str, Changes]]] = {
             "max_new_tokens": Changes(4),
             "dtype": Changes("float16"),
         },
-    ),
-    "kv-write": (
-        {"models": (SMALL,), "prompts": "arithmetic:2", "most": 1},
-        {**_MODELS, "prompts": Changes("arithmetic:2:1"), "most": Changes(2)},
-    ),
-    "ladder": (
-        {"models": (SMALL,), "prompts": "arithmetic:2", "most": 1, "steps": 2},
-        {**_MODELS, "prompts": Changes("arithmetic:2:1"), "most": Changes(2), "steps": Changes(3)},
     ),
     "layer-drift": (
         {"models": (SMALL,), "prompts": "arithmetic:2", "max_new_tokens": 4},
@@ -288,10 +272,6 @@ VERBS: dict[str, tuple[dict[str, Any], dict[str, Changes]]] = {
             "controls": Changes("quick"),
         },
     ),
-    "propagation": (
-        {"models": (SMALL,), "prompts": "arithmetic:2", "most": 1},
-        {**_MODELS, "prompts": Changes("arithmetic:2:1"), "most": Changes(2)},
-    ),
     "root-cause": (
         {
             "models": (SMALL,),
@@ -303,6 +283,7 @@ VERBS: dict[str, tuple[dict[str, Any], dict[str, Changes]]] = {
         {
             **_MODELS,
             "prompts": Changes("arithmetic:2:1"),
+            "part": Changes(("propagation", "gqa")),
             "few_prompts": Changes(2),
             "ladder_prompts": Changes(2),
             "ladder_steps": Changes(3),

@@ -200,7 +200,7 @@ AT_ONCE = (
     ("compare zoo:gqa2-mini --protocol match", "protocol='match' was given: expected 'matched' or 'free'"),
     ("patch zoo:gqa2-mini --batch-size 0", "Invalid value for '--batch-size'"),
     ("compare zoo:gqa2-mini --max-new-tokens few", "Invalid value for '--max-new-tokens'"),
-    ("study gqa zoo:gqa2-mini --prompts nowhere.txt", "prompt file 'nowhere.txt' does not exist"),
+    ("study root-cause zoo:gqa2-mini --prompts nowhere.txt", "prompt file 'nowhere.txt' does not exist"),
 )
 """What is wrong with a command, and what is said of it before anything heavy is imported: it took 5 to 29 s."""
 

@@ -39,7 +39,6 @@ PAGES: dict[str, Sequence[str]] = {
         *("--texts", "restate:6", "--strings", "instructions:6", "--max-new-tokens", "12"),
     ),
     "chain": (MODEL, "--policy", "int4", "--texts", "restate:2", "--hops", "2", "--seeds", "2", "--max-new-tokens", "16"),
-    "accumulation": (MODEL,),
     "flip-law": (MODEL, "--prompts", "arithmetic:6", "--max-new-tokens", "24"),
     "audit": (MODEL, "--lengths", "5,64", "--steps", "2", "--rungs", "float16,float32", "--checks", "none"),
     "against": ("zoo:llama64-mini", "--against", "tests/given/recorded/llama64-mini_F16-q8_0.jsonl", "--dtype", "float16"),

@@ -34,9 +34,8 @@ Direction = Literal["into-recompute", "into-cached"]
 Distance = Literal["kl", "l2", "margin", "logit_difference"]
 Controls = Literal["all", "quick", "none"]
 ExperimentName = Literal[
-    "accumulation", "attention", "audit", "behaviour", "chain", "compare", "compare-traces", "decompose",
-    "equivalent-noise", "flip-law", "gqa", "kernels", "kv-error", "kv-write", "ladder", "layer-drift", "localisation",
-    "mitigate", "paper", "patch", "propagation", "root-cause", "susceptibility",
+    "attention", "audit", "behaviour", "chain", "compare", "compare-traces", "decompose", "equivalent-noise", "flip-law",
+    "kernels", "kv-error", "layer-drift", "localisation", "mitigate", "paper", "patch", "root-cause", "susceptibility",
 ]  # fmt: skip
 
 
