@@ -207,13 +207,12 @@ class Localisation(OfModels):
             table = table.assign(patch=[f"{row.part}, {row.sweep} ({measures[row.part]})" for row in table.itertuples()])
             panel = Panel(table, "layer", "patch", "map", "median", facet="model", scale="signed", label="median recovery")
             charts["localisation"] = Chart("What each patch recovers, layer by layer", [panel], ["in brackets: of what"])
-        papers = {model: swept for (model, part), swept in sweeps.items() if part == "paper"}
-        for place, (model, swept) in enumerate(papers.items()):
+        for place, swept in enumerate(swept for (_, part), swept in sweeps.items() if part == "paper"):
             for chart in list(charts_of_sweep(swept, of_model(swept.provenance)).values())[:1]:
-                charts[_named("localisation_paper", place, model)] = chart
-        for place, (model, split) in enumerate(splits.items()):
+                charts[f"localisation_paper_{place}"] = chart
+        for place, split in enumerate(splits.values()):
             for chart in charts_of_decomposition(split, of_model(split.provenance)).values():
-                charts[_named("localisation_decomposition", place, model)] = chart
+                charts[f"localisation_decomposition_{place}"] = chart
         return charts
 
 
@@ -222,12 +221,6 @@ def _all_layers(rows: pd.DataFrame) -> list[Finding]:
     places = rows["sweep"].eq("cumulative") & rows["layer"].eq(rows["layer"].max())
     places |= rows["sweep"].eq("cumulative-from") & rows["layer"].eq(0)
     return rows[places].to_dict("records")[:1]
-
-
-def _named(name: str, place: int, model: str) -> str:
-    """The name of a figure of one model: its place, and what of its name every file system takes."""
-    bare = "".join(letter if letter.isascii() and letter.isalnum() else "_" for letter in model.rpartition(":")[2])
-    return f"{name}_{place}_{bare[-40:]}"
 
 
 def _sweeps_and_splits(

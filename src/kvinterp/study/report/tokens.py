@@ -214,17 +214,15 @@ def _prompts(comparison: Comparison, steps: pd.DataFrame, texts: pd.Series) -> l
     """Each prompt, with the first of its rows, their number, and its texts."""
     sizes = steps.groupby("example").size()
     examples = comparison.examples.set_index("example").loc[sizes.index]
-    return [
-        {
-            "id": str(row["id"]),
-            "example": int(example),
-            "start": int(start),
-            "steps": int(size),
-            "tokens": int(row["prompt_tokens"]),
-            "texts": texts.get(example, []),
-        }
-        for (example, row), size, start in zip(examples.iterrows(), sizes, sizes.cumsum() - sizes, strict=True)
-    ]
+    columns = {
+        "id": examples["id"].astype(str),
+        "example": sizes.index,
+        "start": sizes.cumsum() - sizes,
+        "steps": sizes,
+        "tokens": examples["prompt_tokens"],
+        "texts": [texts.get(example, []) for example in sizes.index],
+    }
+    return pd.DataFrame(columns).to_dict("records")  # type: ignore[return-value]
 
 
 def _maps(comparison: Comparison, steps: pd.DataFrame, most: int) -> dict[str, Any]:
