@@ -23,7 +23,7 @@ from transformers.models.llama import modeling_llama
 import kvinterp as kv
 from kvinterp.auditing.checks import NUMBERS
 from kvinterp.auditing.uses import programs_named, uses_of
-from kvinterp.errors import InputError
+from kvinterp.errors import InputError, UnsupportedError
 from kvinterp.programs.names import OPERATIONS, program_named
 from kvinterp.programs.pasted import pasted
 from kvinterp.programs.place import placed
@@ -51,8 +51,10 @@ class Planted(LlamaForCausalLM):
             attention_mask[:, past_key_values.get_seq_length() :] = 1
         if self.fault == "chunk" and filled and width > 1 and position_ids is None:
             position_ids = torch.arange(width)[None].expand_as(input_ids)
-        if self.fault == "step" and filled and width == 1:
+        if self.fault in ("step", "everything") and filled and width == 1:
             input_ids = (input_ids + 1) % 99
+        if self.fault == "everything" and attention_mask is not None:
+            attention_mask = torch.ones_like(attention_mask)
         if self.fault == "crash" and filled and width == 3:
             return super().forward(input_ids, attention_mask[:, :1].view(7, 7))
         if self.fault == "compiled" and torch.compiler.is_compiling():
@@ -103,7 +105,7 @@ def test_every_use_of_a_sound_model_is_right(sound):
 def test_a_planted_fault_is_shrunk_to_its_operations_and_shown_in_plain_python(fault, least, use):
     subject = planted(fault)
     found = search(subject, 60, 60, faults=1)
-    (one,) = found.wrong
+    one = found.wrong[0]
     assert len(one.program.steps) <= least
     text = pasted(one.run)
     assert len(text.splitlines()) <= 12
@@ -118,6 +120,40 @@ def test_a_planted_fault_is_shrunk_to_its_operations_and_shown_in_plain_python(f
     assert all(
         Run(subject, less).run()[0] != WRONG for less in smaller(one.program) if len(less.steps) < len(one.program.steps)
     )
+
+
+def test_what_is_tried_first_is_tried_whatever_else_is_wrong():
+    """Behind four faults a search ended, and of beams it said neither word: mamba's beams were not found."""
+    found = search(planted("everything"), 60, 60, faults=1)
+    assert found.ran >= len([text for text in FIRST if "cache=" not in text])
+    assert len(found.wrong) > 1
+
+
+def test_generate_without_a_cache_is_held_against_the_plain_forward():
+    """A loop that feeds the last token alone although nothing is kept: with the cache all is right."""
+
+    class Last(LlamaForCausalLM):
+        def prepare_inputs_for_generation(self, input_ids, is_first_iteration=False, **given):
+            made = super().prepare_inputs_for_generation(input_ids, is_first_iteration=is_first_iteration, **given)
+            if not is_first_iteration and given.get("past_key_values") is None:
+                made |= {name: made[name][:, -1:] for name in ("input_ids", "position_ids")}
+            return made
+
+    torch.manual_seed(0)
+    found = search(ModelSubject(kv.wrap(Last(LlamaConfig(**SMALL)).eval())), len(FIRST), 60)
+    assert [one.use for one in found.wrong] == ["generate() without a cache"], found.wrong
+
+
+def test_a_forward_that_keeps_something_of_the_call_before_is_said_to():
+    """It was said not to read its text from left to right."""
+    calls, weights = [], torch.randn(99, 99, generator=torch.Generator().manual_seed(0))
+
+    def full(ids):
+        calls.append(ids)
+        return weights[ids].cumsum(1) * len(calls)
+
+    with pytest.raises(UnsupportedError, match="when the same text is given twice"):
+        kv.audit(full=full, step=lambda ids, cache: (full(ids), ids))
 
 
 def test_a_forward_without_a_cache_that_is_wrong_where_the_cached_one_is_right_is_said():

@@ -44,6 +44,7 @@ FIRST = (
     "rows(0)+generate(5,4,static)",
     "rows(0)+generate(9,6,lookup)",
     "rows(0)+generate(5,6,assistant)",
+    "rows(0)+generate(5,4,uncached)",
 )
 """What is tried first: each use once."""
 
@@ -184,7 +185,7 @@ def search(
         seconds: How long at most.
         seed: Draws them.
         given: Programs that are run before all others.
-        faults: How many are looked for at most.
+        faults: How many are shrunk; then nothing more is drawn. What is tried first is run whatever is wrong.
         beyond: ``"yes"`` draws what no contract of a cache promises, and tries nothing before that.
         progress: Told how many have run.
     """
@@ -194,9 +195,8 @@ def search(
     first = [program for program in first if program.rows.cache in subject.caches]
     queue = itertools.chain(given, first, (drawn(draw, subject, beyond) for _ in itertools.count()))
     for program in queue:
-        if found.ran >= len(given) and (
-            found.ran >= programs or time.process_time() - began > seconds or len(found.wrong) >= faults
-        ):
+        enough, over = len(found.wrong) >= faults, found.ran >= programs or time.process_time() - began > seconds
+        if found.ran >= len(given) and (over or (enough and found.ran >= len(given) + len(first))):
             break
         one = tried(subject, program)
         found.ran += 1
@@ -206,10 +206,11 @@ def search(
             found.tried.update(one.run.uses)
             found.worst = max(found.worst, one.run.worst)
         elif one.word == WRONG and not known & set(map(base_of, one.run.uses)):
-            until = time.process_time() + max(seconds / 4, 5.0)
-            least = tried(subject, shrunk(program, lambda p: tried(subject, p).word == WRONG, until))
-            # What is right when it is run again depends on what ran before.
-            one = dataclasses.replace(least, ran=found.ran, origin=str(program)) if least.word == WRONG else one
+            if not enough:
+                until = time.process_time() + max(seconds / 4, 5.0)
+                least = tried(subject, shrunk(program, lambda p: tried(subject, p).word == WRONG, until))
+                # What is right when it is run again depends on what ran before.
+                one = dataclasses.replace(least, ran=found.ran, origin=str(program)) if least.word == WRONG else one
             if not known & set(map(base_of, one.run.uses)):
                 found.wrong.append(one)
                 known.add(base_of(one.use))

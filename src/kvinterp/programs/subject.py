@@ -137,9 +137,12 @@ class Subject(abc.ABC):
     def alone(self, text: Sequence[int]) -> Tensor:
         """Logits of one row's own tokens, ``[position, vocabulary]``: what is right."""
         if (key := tuple(text)) not in self._alone:
-            with self.running():
-                self._alone[key] = self.plain(self.tensor([text]))[0].clone()
+            self._alone[key] = self._plain(text)
         return self._alone[key]
+
+    def _plain(self, text: Sequence[int]) -> Tensor:
+        with self.running():
+            return self.plain(self.tensor([text]))[0].clone()
 
     def tensor(self, rows: Any) -> Tensor:
         """Whole numbers where the model is."""
@@ -176,6 +179,13 @@ class Subject(abc.ABC):
             # RoPE that turns otherwise once a text is long changes its beginning: a short one tells it from noise.
             self.varies = True
         else:
+            again = [apart(self._plain(text), made) for made, text in zip(whole, texts, strict=True)]
+            if max(again) > NOT_ONE**2:
+                raise UnsupportedError(
+                    f"the plain forward of {self.name} is off from itself by {max(again):.2g} of its largest logit when the same "
+                    "text is given twice: it keeps something of the call before, or draws at random (dropout), so there is "
+                    "nothing to hold a cache against; make each call begin anew."
+                )
             raise UnsupportedError(
                 f"the plain forward is off from itself by {self.noise:.2g} of its largest logit once more text follows: "
                 f"{self.name} does not read its text from left to right, so there is nothing to hold a cache against."

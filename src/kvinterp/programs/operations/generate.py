@@ -30,6 +30,7 @@ APART = {
     "assistant": "assisted decoding",
     "lookup": "prompt lookup",
     "static": "StaticCache of generate()",
+    "uncached": "generate() without a cache",
 }
 HOW = (*ON_THE_CACHE, *APART)
 CHUNK, DRAFTS, WEAKER = 2, 3, 0.2
@@ -46,7 +47,8 @@ class Generate(Operation):
         width: New columns of the prompt.
         count: Tokens that are generated.
         how: One of :data:`HOW`: on the program's cache, given the whole text, the new tokens alone, or prefilled in chunks; or
-            with the whole text on a cache of its own: beams, an assistant model, drafts looked up in the prompt, a static cache.
+            with the whole text on a cache of its own: beams, an assistant model, drafts looked up in the prompt,
+            a static cache, none.
         drafts: How many are looked up at a time.
     """
 
@@ -166,6 +168,7 @@ class Generate(Operation):
             "beams": {"num_beams": 2, "num_return_sequences": 2},
             "lookup": {"prompt_lookup_num_tokens": self.drafts},
             "static": {"cache_implementation": "static"},
+            "uncached": {"use_cache": False},
         }
         given = known.get(self.how, {})
         self._write(run, prompt, told, given, None)
