@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import typer
+from typer.core import TyperCommand
 from typer.testing import CliRunner, Result
 
 from kvinterp.cli import app
-from kvinterp.study.experiments.registry import command_of, experiments
+from kvinterp.study.experiments.choices import check_early
+from kvinterp.study.experiments.registry import command_of, experiment_read, experiments
 
 
 def written(arguments: Sequence[str | Path]) -> list[str]:
@@ -41,7 +43,11 @@ def parsed(arguments: Sequence[str]) -> Any:
     command, rest = typer.main.get_command(app), list(arguments)
     while rest and (found := getattr(command, "commands", {}).get(rest[0])):
         command, rest = found, rest[1:]
-    return command.make_context(command.name, rest)
+    # The folder that it would write, and the model that a page may call MODEL, are not looked at.
+    context = TyperCommand.make_context(command, command.name, rest)
+    if command.name in experiments():
+        check_early(experiment_read(command.name), context.params)
+    return context
 
 
 _ONE_AFTER_ANOTHER = """

@@ -71,8 +71,8 @@ class KernelsTable(Result):
         return f"<KernelsTable of {models_of([about])}, {about['kernels']} kernels: {operations} operations>"
 
     def written(self) -> tuple[dict[str, pd.DataFrame], dict[str, Any]]:
-        """Its table with what it was made with, the first operation that differs, and what they say."""
-        summary = {"first": self.first, "reading": str(self).splitlines(), "provenance": self.provenance}
+        """Its table with what it was made with, and the first operation that differs."""
+        summary = {"first": self.first, "provenance": self.provenance}
         return signed({"kernels": self.table}, self.provenance), summary
 
     @classmethod

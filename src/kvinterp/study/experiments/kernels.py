@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from kvinterp.auditing.shape_dependence import KernelsTable, kernels_table
-from kvinterp.common.numbers import models_of
 from kvinterp.study.experiments.kit import (
     Cell,
     Chart,
@@ -67,7 +65,7 @@ class Kernels(Experiment):
     def headline(self, table_of_kernels: Any) -> list[str]:
         """How many operations depend on the shape they are called with, and where the first of them stands."""
         first, _, rest = str(table_of_kernels).partition(". ")
-        return [f"{first}.", rest]
+        return [f"{first}, with {table_of_kernels.provenance['kernels']} kernels.", rest]
 
     def rows(self, table_of_kernels: Any) -> Rows:
         """A row an operation and what was varied: those whose bits change first."""
@@ -85,18 +83,3 @@ class Kernels(Experiment):
         table["line"] = table["operation"] + ", " + table["shape"]
         panel = Panel(table, "max_ulp_of_row", "line", "dots", color="varied", label="ULP of a row's largest number")
         return {"kernels": Chart("How far other sizes move an operation's numbers", [panel])}
-
-    def print_result(self, table_of_kernels: Any, echo: Callable[..., None]) -> None:
-        """A line an operation: from which size its bits change."""
-        echo(f"{models_of([table_of_kernels.provenance])}, {self.kernels} kernels")
-        for (operation, shape), rows in table_of_kernels.summary().groupby(["operation", "shape"], sort=False):
-            cells = [f"{row['varied']} {_same_bits(row)}" for row in rows.to_dict("records")]
-            fixes = ", ".join(sorted({text for text in rows["flags_that_fix"] if text}))
-            echo(f"{operation} ({shape}): {', '.join(cells)}{fixes and f'; fixed by {fixes}'}")
-        echo("=: a row's bits stay the same; else the size from which they differ, and by how many ULP of its largest")
-        for line in (table_of_kernels, *table_of_kernels.files):
-            echo(line)
-
-
-def _same_bits(row: dict[str, Any]) -> str:
-    return "=" if row["same_bits"] else f"{row['first_size_that_differs']:g}: {row['max_ulp_of_row']:.2g} ULP"

@@ -29,8 +29,8 @@ from kvinterp.study.experiments.kit import (
 
 _UNLESS_GIVEN = {
     "site": "kv",
-    "sweep": "single",
-    "direction": "into-recompute",
+    "sweep": "cumulative",
+    "direction": "into-cached",
     "steps": "every",
     "protocol": "matched",
     "distance": "l2,kl",
