@@ -71,8 +71,7 @@ class _Verb(TyperCommand):
             if type(error).__name__ != "NoSuchOption":
                 raise
             raise self._unknown(error.option_name) from error
-        verb, kind = str(self.name), experiment_read(str(self.name))
-        chosen = {name: tuple(value) if isinstance(value, list) else value for name, value in context.params.items()}
+        verb, kind, chosen = str(self.name), experiment_read(str(self.name)), context.params
         check_early(kind, chosen)
         check_models(chosen)
         existing = "overwrite" if chosen["overwrite"] or kind.OVERWRITES == "always" else "error"

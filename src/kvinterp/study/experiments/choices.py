@@ -93,13 +93,10 @@ _EARLY: dict[str, Callable[[str], Any]] = {
     "attention": lambda text: check_known("attention implementation", text, get_args(words.Attention)),
     "dtype": _dtypes,
     "rungs": _dtypes,
-    "prompts": load_prompts,
     "against": check_file,
     "format": _format,
     **dict.fromkeys(("strategy", "strategies"), _strategy),
     "kernels": _kernels,
-    "protocol": lambda text: check_choice("protocol", text, words.Protocol),
-    "direction": lambda text: check_choice("direction", text, words.Direction),
     **dict.fromkeys(("policies", "policy", "base"), _policies),
     **dict.fromkeys(("a", "b", "path"), _path),
 }
@@ -117,10 +114,11 @@ def check_early(kind: Any, given: Mapping[str, Any]) -> None:
         InputError: One is a word that is not known, a path that cannot be read, or a file that is not there.
     """
     for name, field in _fields(kind).items():
-        if (value := given.get(name)) not in (None, field.default):
+        value = tuple(given[name]) if isinstance(given.get(name), list) else given.get(name)
+        if value not in (None, field.default):
             _check_value(field, value)
-            for text in value if isinstance(value, tuple) and name in _EARLY else [value] if name in _EARLY else ():
-                _EARLY[name](text)
+            for text in value if isinstance(value, tuple) else (value,):
+                _EARLY.get(name, str)(text)
 
 
 def _check_value(field: dataclasses.Field[Any], value: Any) -> None:
