@@ -47,6 +47,7 @@ from kvinterp.study.experiments.kit import (
     Tables,
     argument,
     between,
+    check_known,
     compare_examples,
     counted,
     ends_of,
@@ -153,7 +154,7 @@ class Paper(OfModels):
     PARTIAL = "yes"
 
     models: tuple[str, ...] = argument((), "zoo:NAME, checkpoint folders or hub ids. Default: the preset's.")
-    preset: str = option("quick", f"How much is run: {', '.join(PRESETS)}.", among=tuple(PRESETS))
+    preset: str = option("quick", f"How much is run: {', '.join(PRESETS)}.")
     prompts: str = option("", "Prompts, as for other studies. Default: the preset's.")
     strategies: tuple[str, ...] = option((), "How tokens are chosen. Default: the preset's three.", flag="--strategy")
     seeds: int = option(0, "Seeds for each sampled strategy. Default: the preset's.")
@@ -166,7 +167,8 @@ class Paper(OfModels):
             object.__setattr__(self, name, vars(self)[name] or PRESETS[self.preset][name])
 
     def check(self) -> None:
-        """The studies that it runs are asked too."""
+        """The preset first, which sets the others; and the studies that it runs are asked too."""
+        check_known("preset", self.preset, PRESETS)
         super().check()
         for study in (*self._decoding().values(), self._drift(), self._patching()):
             study.check()
