@@ -171,6 +171,14 @@ class Experiment:
         """Its figures by name, as data."""
         return {}
 
+    def drawn(self, result: Any) -> Charts:
+        """Its charts with the panels that have anything to show."""
+        charts = {}
+        for name, chart in self.charts(result).items():
+            if panels := [panel for panel in chart.panels if len(panel.table)]:
+                charts[name] = dataclasses.replace(chart, panels=panels)
+        return charts
+
     def sentences(self, result: Result) -> list[str]:
         """What was found, a sentence a line."""
         lines = result.contents()[1].get("reading")
@@ -193,7 +201,7 @@ class Experiment:
         from kvinterp.study.report.charts import draw_chart
 
         models = [*running.provenances_of(result).values()]
-        return {name: draw_chart(chart, models) for name, chart in self.charts(result).items()}
+        return {name: draw_chart(chart, models) for name, chart in self.drawn(result).items()}
 
     def print_result(self, result: Result, echo: Callable[..., None]) -> None:
         """Prints what the command prints.

@@ -254,28 +254,28 @@ class Behaviour(OfModels):
         tables, made = result.tables, next(iter(result.summary["provenance"].values()))
         notes = [f"kernels {made['kernels']}", f"{made['max_new_tokens']} tokens at most", f"until {made['stop']}"]
         by: dict[str, Any] = {"x": "step", "color": "strategy", "facet": "model", "xlabel": "decode step", "ends": "band"}
-        charts = {}
-        if len(tables["kl_by_step"]):
-            charts["behaviour_kl_by_step"] = Chart("How far apart the two paths are at every step", [
+        table = ends_of(tables["survival"], "survival")
+        # Before the first flip all survive.
+        begin = table.groupby(["model", "strategy"], sort=False).head(1).assign(step=0, survival=1.0, low=1.0, high=1.0)
+        label = "share of decodes\nwithout a flipped token"
+        accuracy = tables["accuracy"]
+        accuracy = accuracy.assign(line=accuracy["model"].str.removeprefix("zoo:") + ", " + accuracy["strategy"])
+        right = accuracy.melt("line", ["accuracy_a", "accuracy_b"], "path", "right")
+        return {
+            "behaviour_kl_by_step": Chart("How far apart the two paths are at every step", [
                 Panel(only(tables["kl_by_step"], protocol=protocol), y="median_kl", label=f"median KL (nats),\n{protocol}", **by)
                 for protocol in ("matched", "free")
-            ], notes)  # fmt: skip
-        if len(tables["survival"]):
-            table = ends_of(tables["survival"], "survival")
-            # Before the first flip all survive.
-            begin = table.groupby(["model", "strategy"], sort=False).head(1).assign(step=0, survival=1.0, low=1.0, high=1.0)
-            label = "share of decodes\nwithout a flipped token"
-            panel = Panel(pd.concat([begin, table]), y="survival", kind="step", scale="share", label=label, **by)
-            charts["behaviour_survival"] = Chart("How long decodes stay the same (Kaplan and Meier)", [panel], notes)
-        if len(table := tables["accuracy"]):
-            table = table.assign(line=table["model"].str.removeprefix("zoo:") + ", " + table["strategy"])
-            right = table.melt("line", ["accuracy_a", "accuracy_b"], "path", "right")
-            charts["behaviour_accuracy"] = Chart("Right answers on both paths", [
+            ], notes),
+            "behaviour_survival": Chart("How long decodes stay the same (Kaplan and Meier)", [
+                Panel(pd.concat([begin, table]), y="survival", kind="step", scale="share", label=label, **by)
+            ], notes),
+            "behaviour_accuracy": Chart("Right answers on both paths", [
                 Panel(right, "right", "line", "dots", color="path", scale="share", label="share of right answers",
                       names={"accuracy_a": "cached", "accuracy_b": "recompute"}),
-                Panel(table, "difference", "line", "dots", scale="linear", level=0, label="cached less recompute, 95% interval"),
-            ], notes)  # fmt: skip
-        return charts
+                Panel(accuracy, "difference", "line", "dots", scale="linear", level=0,
+                      label="cached less recompute, 95% interval"),
+            ], notes),
+        }  # fmt: skip
 
     def page_parts(self, result: Result) -> list[Any]:
         """The decodes that flip, token by token."""

@@ -254,22 +254,22 @@ class Chain(Experiment):
             ends_of(table, column).assign(place=table["model"] + ", temperature " + table["temperature"].map("{:g}".format))
             for table, column in ((result.tables["curves"], "similarity"), (result.tables["deltas"], "delta"))
         )
-        charts = {"chain_curves": Chart("How far a text drifts", [
-            Panel(curves, "hop", "similarity", color="arm", facet="place", columns=2, ends="band", scale="share",
-                  label="similarity to the\nfirst text (mean)", xlabel="hop (0 is the text itself)")
-        ], notes)}  # fmt: skip
         deltas = deltas[deltas["arm"] != CONTROL].assign(what="a policy")
         deltas.loc[deltas["arm"] == NULL, "what"] = "other seeds, the null"
         deltas["line"] = deltas["arm"] + ", " + deltas["place"]
-        if len(deltas):
-            less, title = "last similarity less that without a policy", "What each policy changes"
-            order = [*dict.fromkeys(curves["arm"])]
-            cells = deltas.sort_values("arm", key=lambda arm: arm.map(order.index), kind="stable")
-            charts["chain_deltas"] = Chart(title, [
+        less, title = "last similarity less that without a policy", "What each policy changes"
+        order = [*dict.fromkeys(curves["arm"])]
+        cells = deltas.sort_values("arm", key=lambda arm: arm.map(order.index), kind="stable")
+        return {
+            "chain_curves": Chart("How far a text drifts", [
+                Panel(curves, "hop", "similarity", color="arm", facet="place", columns=2, ends="band", scale="share",
+                      label="similarity to the\nfirst text (mean)", xlabel="hop (0 is the text itself)")
+            ], notes),
+            "chain_deltas": Chart(title, [
                 Panel(deltas, "delta", "line", "dots", color="what", scale="linear", level=0, label=f"{less}, 95% interval")
-            ], notes)  # fmt: skip
-            charts["chain_map"] = Chart(title, [Panel(cells, "arm", "place", "map", "delta", scale="linear", label=less)])
-        return charts
+            ], notes),
+            "chain_map": Chart(title, [Panel(cells, "arm", "place", "map", "delta", scale="linear", label=less)]),
+        }  # fmt: skip
 
     def check(self) -> None:
         """Template, temperatures, texts and policies too."""

@@ -264,29 +264,27 @@ class KvError(OfModel):
 
         by: dict[str, Any] = {"kind": "dots", "color": "reading", "names": readings}
         of_control: dict[str, Any] = {"label": "% of control", "level": 100, **by}
-        charts = {"kv_error": Chart("What each policy does to behaviour", [
-            panel(percent, ANSWERS, "percent", scale="linear", **of_control),
-            panel(percent, ["perplexity"], "percent", scale="log", **of_control),
-            panel(shares, SHARES, "value", label="share", scale="share", **by),
-        ])}  # fmt: skip
         with_error = percent[percent["metric"].isin(ANSWERS) & (percent["relative_rms"] > 0) & percent["percent"].notna()]
-        if len(with_error):
-            full = with_error["bits"].max()
-            of = [f"{bits:g} bits" if bits < full else "noise" for bits in with_error["bits"]]
-            charts["kv_error_noise"] = Chart("Does the size of the error foretell what it does?", [
+        full = with_error["bits"].max()
+        of = [f"{bits:g} bits" if bits < full else "noise" for bits in with_error["bits"]]
+        less: dict[str, Any] = {"x": "difference", "y": "contrast", "kind": "dots", "scale": "linear", "level": 0}
+        return {
+            "kv_error": Chart("What each policy does to behaviour", [
+                panel(percent, ANSWERS, "percent", scale="linear", **of_control),
+                panel(percent, ["perplexity"], "percent", scale="log", **of_control),
+                panel(shares, SHARES, "value", label="share", scale="share", **by),
+            ]),
+            "kv_error_noise": Chart("Does the size of the error foretell what it does?", [
                 panel(group, ANSWERS, "relative_rms", "percent", kind="points", xscale="log", color="of", scale="linear",
                       level=100, label=f"% of control,\nprefill={reading}",
                       xlabel="root mean square of the error, relative")
                 for reading, group in with_error.assign(of=of).groupby("reading", sort=False)
-            ])  # fmt: skip
-        if len(contrasts):
-            options: dict[str, Any] = {"x": "difference", "y": "contrast", "kind": "dots", "scale": "linear", "level": 0}
-            charts["kv_error_contrasts"] = Chart("Contrasts of the designs", [
-                panel(contrasts, ["instructions", "problems"], label="difference of shares", **options),
-                panel(contrasts, ["perplexity"], facet="", titles={}, label="difference of the logarithm of perplexity",
-                      **options),
-            ])  # fmt: skip
-        return charts
+            ]),
+            "kv_error_contrasts": Chart("Contrasts of the designs", [
+                panel(contrasts, ["instructions", "problems"], label="difference of shares", **less),
+                panel(contrasts, ["perplexity"], facet="", titles={}, label="difference of the logarithm of perplexity", **less),
+            ]),
+        }  # fmt: skip
 
     def _contrasts(self, designs: Mapping[str, Design]) -> dict[str, dict[tuple[str, str], float]]:
         """By name the weights of policies and readings."""

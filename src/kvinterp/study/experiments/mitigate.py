@@ -169,25 +169,25 @@ class Mitigate(OfModel):
         table = result.tables["mitigations"]
         table = table.assign(line=table["pareto"].map({True: FRONT, False: "behind it"}))
         lines: dict[str, Any] = {"y": "path", "kind": "dots", "color": "line"}
-        charts = {"mitigations": Chart("What is left, and what it costs", [
-            Panel(table, "typical_kl", label="KL from its recompute path (nats, median, 95% interval)", **lines),
-            Panel(table, "rows_a_token", label="rows that a block computes for each new token", scale="log", ends="none",
-                  **lines),
-        ])}  # fmt: skip
         crossed = result.tables["interactions"]
-        if len(crossed):
-            crossed = crossed.assign(added=crossed["policy_alone"] + crossed["path_alone"])
-            bars = {
-                "policy_alone": "policy alone",
-                "path_alone": "path alone",
-                "added": "their sum",
-                "both": "both together",
-            }
-            long = crossed.melt("policy", list(bars), "part", "error")
-            panel = Panel(long, "error", "policy", "dots", color="part", names=bars, label="mean squared logit error")
-            title = "Does a policy's error add to that of decoding from a cache?"
-            charts["mitigations_interaction"] = Chart(title, [panel])
-        return charts
+        crossed = crossed.assign(added=crossed["policy_alone"] + crossed["path_alone"])
+        bars = {
+            "policy_alone": "policy alone",
+            "path_alone": "path alone",
+            "added": "their sum",
+            "both": "both together",
+        }
+        long = crossed.melt("policy", list(bars), "part", "error")
+        return {
+            "mitigations": Chart("What is left, and what it costs", [
+                Panel(table, "typical_kl", label="KL from its recompute path (nats, median, 95% interval)", **lines),
+                Panel(table, "rows_a_token", label="rows that a block computes for each new token", scale="log", ends="none",
+                      **lines),
+            ]),
+            "mitigations_interaction": Chart("Does a policy's error add to that of decoding from a cache?", [
+                Panel(long, "error", "policy", "dots", color="part", names=bars, label="mean squared logit error")
+            ]),
+        }  # fmt: skip
 
 
 def _cost(adapter: Any, prompt: Any, text: str, max_new_tokens: int) -> tuple[float, float]:

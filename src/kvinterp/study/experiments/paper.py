@@ -337,11 +337,7 @@ class Paper(OfModels):
                       label="recovery (median)")
             ]),
         }  # fmt: skip
-        charts = {}
-        for name, (title, panels) in figures.items():
-            if some := [panel for panel in panels if len(panel.table)]:
-                charts[name] = Chart(f"Figure {name[-1]}. {title}", some, notes)
-        return charts
+        return {name: Chart(f"Figure {name[-1]}. {title}", panels, notes) for name, (title, panels) in figures.items()}
 
 
 # Tables ------------------------------------------------------------------------------------------------------------------

@@ -174,7 +174,7 @@ def files_of(experiment: Experiment, result: Result) -> list[str]:
 
     tables = (f"{name}.parquet" for name in result.tables)
     there = [name for name in experiment.FILES if result.folder is not None and (result.folder / name).exists()]
-    figures = (f"figures/{name}.png" for name in (experiment.charts(result) if experiment.has_page(result) else ()))
+    figures = (f"figures/{name}.png" for name in (experiment.drawn(result) if experiment.has_page(result) else ()))
     return [*tables, *(result.others or prompts_of(result) or there), "report.html", *figures]
 
 

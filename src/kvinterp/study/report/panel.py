@@ -34,7 +34,6 @@ from kvinterp.study.report.panel_shown import (
 PROMPT = "Question: Nora has 88 boxes and Jack has 53. How many more boxes does Nora have than Jack?\nAnswer:"
 OTHER = PROMPT.replace("88", "78")
 """A second prompt with as many tokens."""
-MOST_TRIED = 100
 
 
 class PatchPanel:
@@ -174,9 +173,6 @@ class PatchPanel:
         where = f"positions {at[0]}–{(at[1] or 0) - 1}" if isinstance(at, tuple) else f"{at} positions"
         place = f"{question.site}, layer {numbers_in_words(question.layer)}{head}, {where}, step {question.step}"
         label = f"{place}, {question.direction}, {question.donor}"
-        if len(self._tried) == MOST_TRIED:
-            self._tried, self._at = self._tried[1:], self._at - 1
-            self._tried = [{**entry, "before": max(entry["before"] - 1, 0)} for entry in self._tried]
         self._tried = [*self._tried, {"asked": fields, "said": label, "found": lead, "before": max(self._at, 0)}]
         self._at = len(self._tried) - 1
 
