@@ -192,7 +192,7 @@ class Compare(OfModel):
         from kvinterp.comparison import recordable
         from kvinterp.models.inputs import chosen_layers
 
-        (adapter,) = self.adapters()
+        adapter = self.adapter()
         layers = chosen_layers(adapter, self.layers)
         sites, left_out = recordable(adapter, self.record, layers)
         return {"record": list(sites), "layers": list(layers), "left_out": left_out}

@@ -72,10 +72,9 @@ class EquivalentNoise(OfModel):
 
     def cells(self) -> list[Cell]:
         """A cell a policy; what it does not fit is said before any is measured."""
-        (adapter,) = self.adapters()
         return [
             Cell(f"policy-{number}", self.measured, {"policy": policy}, f"noise of {policy}")
-            for number, policy in enumerate(map(str, usable(self.policies, adapter)))
+            for number, policy in enumerate(map(str, usable(self.policies, self.adapter())))
         ]
 
     def measured(self, policy: str) -> pd.DataFrame:

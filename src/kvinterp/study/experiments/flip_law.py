@@ -72,8 +72,7 @@ class FlipLaw(OfModel):
             raise InputError(
                 f"path {other!r} has a dtype of its own, and streams are compared in that of the model: use --dtype for all."
             )
-        (adapter,) = self.adapters()
-        tried(adapter, paths)
+        tried(self.adapter(), paths)
         return [
             Cell(f"prompt-{number}", self.measured, {"number": number, "paths": paths}, f"prompt {prompt.id}")
             for number, prompt in enumerate(load_prompts(self.prompts))

@@ -158,7 +158,7 @@ class KvError(OfModel):
 
     def cells(self) -> list[Cell]:
         """A cell a policy, reading and repeat; those of control, and behind them the noise that each policy amounts to."""
-        (adapter,) = self.adapters()
+        adapter = self.adapter()
         readings = self.chosen_readings()
         policies = dict.fromkeys(text for design in self.designs(adapter).values() for text in design.policies)
         policies.pop("identity", None)
@@ -194,11 +194,10 @@ class KvError(OfModel):
 
     def tables(self, parts: Parts) -> Tables:
         """Scores beside control, the designs' contrasts, every text, and the noise that each policy amounts to."""
-        (adapter,) = self.adapters()
         runs, noises = (joined({key: parts[key] for key in parts if key.startswith(kind)}) for kind in ("run-", "noise-"))
         examples, columns = runs["table"], ["policy", "bits", "relative_rms", "sign_flips"]
         noise = equivalent_noise.pooled(noises["table"], ["policy"]) if noises else pd.DataFrame(columns=columns)
-        designs = self.designs(adapter)
+        designs = self.designs(self.adapter())
         group = {text: name for name in reversed(designs) for text in designs[name].policies}
         scores = scored(examples).merge(noise[columns], on="policy", how="left")
         scores.insert(0, "design", scores["policy"].map(group))

@@ -98,8 +98,7 @@ class Mitigate(OfModel):
             pairs[f"both {policy}"] = "recompute", str(Cached(policy, prefill="stored"))
         if self.policy:
             pairs["neither"] = "recompute", "cached"
-        (adapter,) = self.adapters()
-        tried(adapter, (text for both in pairs.values() for text in both))
+        tried(self.adapter(), (text for both in pairs.values() for text in both))
         return [
             Cell(f"pair-{number}", self.measured, {"what": what, "a": a, "b": b}, f"{b} beside {a}")
             for number, (what, (a, b)) in enumerate(pairs.items())
