@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -125,19 +126,23 @@ def comparison_page(folder: Path, made: Comparison, **more: Any) -> Path:
     return draw(Compare(), result(made, folder, **more), folder / "figures")[-1]
 
 
-def experiment_page(folder: Path, text: str, rows: int, **changed: Any) -> Path:
+def experiment_page(folder: Path, text: str, rows: int, tables: dict[str, pd.DataFrame] | None = None) -> Path:
     """The page of an experiment with a text wherever one can stand, and a table of some rows."""
-    from kvinterp.study.report.experiment import write_experiment
+    from kvinterp.common.result import Result
+    from kvinterp.study.report.experiment import page_of
 
-    told = {
-        "question": f"Measure {text}.\n\nAnd why.",
-        "sentences": [f"{text} is 3.", "It holds for 2 prompts."],
-        "tables": {"many": pd.DataFrame({"step": range(rows), "kl": 0.5, "word": text, "same": True})},
-        "pictures": [],
-        "choices": {"prompts": text, "sizes": (1, 2), "device": None},
-        "provenances": {"": {"model": f"zoo:{text}", "dtype": "float16", "kernel_flags": {"tf32": False}}},
-    }
-    return write_experiment(folder, **{**told, **changed})
+    asked = SimpleNamespace(
+        question=lambda: f"Measure {text}.\n\nAnd why.",
+        sentences=lambda _: [f"{text} is 3.", "It holds for 2 prompts."],
+        page_parts=lambda _: [],
+    )
+    many = pd.DataFrame({"step": range(rows), "kl": 0.5, "word": text, "same": True})
+    about = {"model": f"zoo:{text}", "dtype": "float16", "kernel_flags": {"tf32": False}}
+    found = Result(tables or {"many": many}, {"provenance": about})
+    found.choices = {"prompts": text, "sizes": (1, 2), "device": None}
+    page = folder / "report.html"
+    page.write_text(page_of(asked, found, [], []))
+    return page
 
 
 def _example(

@@ -111,6 +111,11 @@ class Result:
         summary = next((read_json(file) for file in self.files if file.name == SUMMARY), None) or self.contents()[1]
         return {"folder": self.folder and str(self.folder), "exit_code": 0, **summary}
 
+    def provenances(self) -> dict[str, Mapping[str, Any]]:
+        """What each of its models was run with, by its name; by an empty one where there is one model."""
+        about = self.contents()[1].get("provenance") or {}
+        return about if about and all(isinstance(one, Mapping) for one in about.values()) else {"": about}
+
     def keeper(self) -> Any:
         """The experiment that made it, or that keeps such results."""
         return importlib.import_module("kvinterp.study.experiments.keeping").keeper_of(self)

@@ -200,7 +200,7 @@ class Experiment:
         """Its figures by name; nothing is written."""
         from kvinterp.study.report.charts import draw_chart
 
-        models = [*running.provenances_of(result).values()]
+        models = [*result.provenances().values()]
         return {name: draw_chart(chart, models) for name, chart in self.drawn(result).items()}
 
     def print_result(self, result: Result, echo: Callable[..., None]) -> None:
@@ -215,9 +215,7 @@ class Experiment:
         lines = brief(self.sentences(result))
         first = "".join(lines[:1])
         unsaid = [
-            about
-            for about in running.provenances_of(result).values()
-            if f"({about.get('kind')}, {about.get('dtype')}" not in first
+            about for about in result.provenances().values() if f"({about.get('kind')}, {about.get('dtype')}" not in first
         ]
         for line in filter(None, [models_of(unsaid), *lines]):
             echo(line)

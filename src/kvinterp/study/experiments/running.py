@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvinterp.common.checks import check_choice, check_known, check_unread
-from kvinterp.common.files import is_file
+from kvinterp.common.files import SUMMARY, is_file
 from kvinterp.common.result import Result
 from kvinterp.errors import InputError, unexpected, unknown
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 INTERRUPTED = "what was finished is on disk; the same command goes on from there"
 NOTHING = "nothing was finished; run the same command again"
 """What an interruption leaves behind."""
+PAGE = "report.html"
 SENTENCES, DOTS = 4, 80
 """How many sentences a card has, and how many dots an inch its picture."""
 _LONGEST = 80
@@ -165,7 +166,7 @@ def default_folder(verb: str, given: Mapping[str, Any]) -> Path:
 
 def file_names(experiment: Experiment | type[Experiment]) -> list[str]:
     """The names of the files that it will write, beside the summary and figures."""
-    return [*(f"{table}.parquet" for table in ("findings", *experiment.TABLES)), *experiment.FILES, "report.html"]
+    return [*(f"{table}.parquet" for table in ("findings", *experiment.TABLES)), *experiment.FILES, PAGE]
 
 
 def files_of(experiment: Experiment, result: Result) -> list[str]:
@@ -175,7 +176,7 @@ def files_of(experiment: Experiment, result: Result) -> list[str]:
     tables = (f"{name}.parquet" for name in result.tables)
     there = [name for name in experiment.FILES if result.folder is not None and (result.folder / name).exists()]
     figures = (f"figures/{name}.png" for name in (experiment.drawn(result) if experiment.has_page(result) else ()))
-    return [*tables, *(result.others or prompts_of(result) or there), "report.html", *figures]
+    return [*tables, *(result.others or prompts_of(result) or there), PAGE, *figures]
 
 
 def with_findings(experiment: Experiment, result: Result) -> Result:
@@ -257,12 +258,6 @@ def folder_named(given: Any) -> Path:
 # What is shown ---------------------------------------------------------------------------------------------------------
 
 
-def provenances_of(result: Result) -> dict[str, Mapping[str, Any]]:
-    """What each model of a result was run with, by its name; by an empty one where there is one model."""
-    about = result.contents()[1].get("provenance") or {}
-    return about if about and all(isinstance(one, Mapping) for one in about.values()) else {"": about}
-
-
 def report(
     experiment: Experiment, result: Result, folder: str | os.PathLike[str] | None = None, existing: str = "error"
 ) -> Path:
@@ -272,7 +267,7 @@ def report(
         experiment.save(result, place, existing, "drawn")
     else:
         draw(experiment, result, place / "figures")
-    page = place / "report.html"
+    page = place / PAGE
     if not is_file(page):
         raise InputError(
             f"there is nothing to show on a page of {str(place)!r}: nothing was measured; see the failures in summary.json."
@@ -287,7 +282,7 @@ def draw(experiment: Experiment, result: Result, folder: Path) -> list[Path]:
         The files; none where there is nothing to show.
     """
     from kvinterp.common.store import write_whole
-    from kvinterp.study.report.experiment import write_experiment
+    from kvinterp.study.report.experiment import page_of
     from kvinterp.study.report.svg import picture
 
     if not experiment.has_page(result):
@@ -297,12 +292,10 @@ def draw(experiment: Experiment, result: Result, folder: Path) -> list[Path]:
         # The first stands above the findings, where a phone shows it without scrolling.
         pictures[folder / f"{name}.png"] = drawn = picture(figure, name, narrow=not pictures)
         write_whole(folder / f"{name}.png", drawn.png)
-    findings = with_findings(experiment, result).tables.get("findings")
-    lines = experiment.sentences(result) if findings is None else experiment.headline(result)
-    content = (lines, result.tables, [*pictures.values()], result.choices or {}, provenances_of(result))
-    beside = [name for name in files_of(experiment, result) if name != "report.html" and "/" not in name]
-    parts = (experiment.page_parts(result), findings, [*beside, "summary.json"])
-    return [*pictures, write_experiment(folder.parent, experiment.question(), *content, *parts)]
+    beside = [name for name in files_of(experiment, with_findings(experiment, result)) if "/" not in name]
+    page = folder.parent / PAGE
+    write_whole(page, page_of(experiment, result, [*pictures.values()], [*beside, SUMMARY]))
+    return [*pictures, page]
 
 
 def card(experiment: Experiment, result: Result) -> str:

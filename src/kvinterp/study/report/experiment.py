@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -14,7 +13,7 @@ from pandas.api.types import is_bool_dtype, is_numeric_dtype
 
 from kvinterp._version import __version__
 from kvinterp.common.numbers import counted, ends_said, listed, machines_of, number, sentence
-from kvinterp.common.store import write_whole
+from kvinterp.common.result import Result
 from kvinterp.common.vocabulary import PROTOCOLS
 from kvinterp.findings.rows import bare, labels_of, p_values_of, place, units, value
 from kvinterp.study.report.page import (
@@ -59,38 +58,22 @@ SENTENCES = 3
 """The number of sentences above the figure; the others are folded below."""
 
 
-def write_experiment(
-    folder: Path,
-    question: str,
-    sentences: Sequence[str],
-    tables: Mapping[str, pd.DataFrame],
-    pictures: Sequence[Picture],
-    choices: Mapping[str, Any],
-    provenances: Mapping[str, Mapping[str, Any]],
-    lead: Sequence[Any] = (),
-    findings: pd.DataFrame | None = None,
-    beside: Sequence[str] = (),
-) -> Path:
-    """Writes ``report.html``: a few sentences, one picture and the findings; everything else is folded.
+def page_of(experiment: Any, result: Result, pictures: Sequence[Picture], beside: Sequence[str]) -> str:
+    """The page of a result: a few sentences, one picture and the findings; everything else is folded.
+
+    Without findings the first table takes their place.
 
     Args:
-        folder: The folder of the result.
-        question: The question; its first line is the heading.
-        sentences: The answers in sentences, the most important first.
-        tables: The tables by name.
-        pictures: The figures.
-        choices: The user's choices.
-        provenances: The provenance of each model by its name, which may be empty where there is one.
-        lead: Parts that follow the findings.
-        findings: The findings, one in a row; without them the first table takes their place.
+        experiment: What was asked.
+        result: What was found.
+        pictures: Its figures.
         beside: The files beside the page.
-
-    Returns:
-        The page's path.
     """
-    heading, _, explanation = question.partition("\n")
-    folded = [table_of(name, table) for name, table in tables.items() if len(table) and name != "findings"]
-    lines = list(filter(None, sentences))
+    heading, _, explanation = experiment.question().partition("\n")
+    tables, provenances, lead = dict(result.tables), result.provenances(), experiment.page_parts(result)
+    findings = tables.pop("findings", None)
+    folded = [table_of(name, table) for name, table in tables.items() if len(table)]
+    lines = list(filter(None, experiment.sentences(result) if findings is None else experiment.headline(result)))
     parts: Parts = [Answer(lines[:SENTENCES]), *pictures[:1]]
     if findings is None:
         parts += [dataclasses.replace(table, folded="", caption=table.folded) for table in folded[:1]]
@@ -104,14 +87,12 @@ def write_experiment(
         Folded(counted(len(folded), "table"), folded, "tables"),
         Folded("What was asked", [Text(text) for text in explanation.strip().split("\n\n")]),
         Folded("How to read this", [Pairs(GLOSSARY)]),
-        Folded("What was chosen", [pairs_of(choices)]),
+        Folded("What was chosen", [pairs_of(result.choices or {})]),
         Folded("What this was made with", made_with(provenances)),
-        Links(files={name: name for name in beside}, label="Beside this page:"),
+        Links(files={name: name for name in beside if name != "report.html"}, label="Beside this page:"),
     ]
     more_of = {"scripts": SCRIPTS, "sheets": (*SHEETS, "shaded")} if lead else {}
-    path = folder / "report.html"
-    write_whole(path, render("report", f"kvinterp: {heading}", parts, heading, kicker_of(provenances), **more_of))
-    return path
+    return render("report", f"kvinterp: {heading}", parts, heading, kicker_of(provenances), **more_of)
 
 
 def kicker_of(several: Mapping[str, Mapping[str, Any]]) -> str:
