@@ -103,7 +103,7 @@ def test_a_users_class_passes_with_exit_code_0_and_is_audited_again_into_the_sam
     assert made.exit_code == 0, made.output
     first = made.stdout.splitlines()[0]
     assert first.startswith("PASS  ")
-    assert first.endswith("users_code:Mine in float32, decoding token by token alone")
+    assert first.endswith("users_code:Mine (native, float32), decoding token by token alone")
     folder = here / "out/audit-Mine"
     assert json.loads((folder / "verdict.json").read_text())["exit_code"] == 0
     assert (folder / "sweep.parquet").is_file()

@@ -80,7 +80,7 @@ class _Climb:
             cache = hooks.feed(0, plan.chunk)[1]
             for start, stop in plan.pieces:
                 mine, cache = _fed(hooks, start, stop, cache)
-                self._keep("chunks", number, plan.chunk, _at_once(hooks, start, stop, self.against, mine))
+                self._keep("chunks", number, plan.chunk, _errors(hooks, start, stop, mine, self.against))
         if plan.sweep is not None and not number and not run.nonfinite:
             most = band(run.dtype, hooks.model.adapter.facts.width)
             against = "whole" if all(row["null"] <= most for row in self.rows["local"]) else self.against
@@ -110,7 +110,7 @@ class _Climb:
             mine, cache = _fed(self.hooks, 0, prefill)
             fed = _fed_singly(self.hooks, prefill, stop, cache)
         self._keep("local", number, prefill, _singly(self.hooks, fed, stop, self.against))
-        self._keep("chunks", number, prefill, _at_once(self.hooks, 0, prefill, self.against, mine))
+        self._keep("chunks", number, prefill, _errors(self.hooks, 0, prefill, mine, self.against))
 
     def _not_finite(self, prefill: int | None) -> None:
         tokens = self.hooks.reference.tokens
@@ -123,13 +123,13 @@ class _Climb:
 # Rows of every part -----------------------------------------------------------------------------------------------------
 
 
-def _rows(source: BlockHooks | Reference, logits: Tensor, count: int | None = None, stop: int | None = None) -> Rows:
-    """The newest row of what every part was given and returned, in that order, and of the logits.
+def _rows(source: BlockHooks | Reference, logits: Tensor, count: int = 1, stop: int | None = None) -> Rows:
+    """The newest rows of what every part was given and returned, in that order, and of the logits, ``[row, width]``.
 
     Args:
         source: The hooks after a forward, or a reference.
         logits: ``[position, vocabulary]`` of the same.
-        count: So many newest rows instead, ``[row, width]``.
+        count: How many.
         stop: As if the tokens ended there.
     """
     rows: Rows = {}
@@ -138,25 +138,25 @@ def _rows(source: BlockHooks | Reference, logits: Tensor, count: int | None = No
         if (layer, nth) in source.outputs:
             rows[layer, "output", nth] = source.outputs[layer, nth]
     rows[max((layer for layer, _ in source.inputs), default=-1) + 1, "output", 0] = logits
-    rows = {part: tensor[..., :stop, :] for part, tensor in rows.items()}
-    if count is None:
-        return {part: tensor[..., -1, :].flatten().clone() for part, tensor in rows.items()}
-    return {part: tensor[..., -count:, :].movedim(-2, 0).flatten(1).clone() for part, tensor in rows.items()}
+    newest = {part: tensor[..., :stop, :][..., -count:, :] for part, tensor in rows.items()}
+    return {part: tensor.movedim(-2, 0).flatten(1).clone() for part, tensor in newest.items()}
 
 
-def _whole(hooks: BlockHooks, stop: int, count: int | None = None) -> Rows:
+def _whole(hooks: BlockHooks, stop: int, count: int = 1) -> Rows:
     """The same rows out of the reference, as if its tokens ended at ``stop``."""
     return _rows(hooks.reference, hooks.reference.logits, count, stop)
 
 
-def _again(hooks: BlockHooks, stop: int, equal_inputs: str) -> Rows:
-    """The newest rows of a prefix recomputed, made once; the reference is that of all its tokens."""
+def _again(hooks: BlockHooks, stop: int, equal_inputs: str, count: int = 1) -> Rows:
+    """The newest rows of a prefix recomputed, a single one made once; the reference is that of all its tokens."""
     if stop == hooks.reference.tokens.shape[1]:
-        return _whole(hooks, stop)
-    known = hooks.reference.again
-    if (equal_inputs, stop) not in known:
-        known[equal_inputs, stop] = _rows(hooks, hooks.recompute(stop, equal_inputs)[0])
-    return known[equal_inputs, stop]
+        return _whole(hooks, stop, count)
+    known, made = hooks.reference.again, (equal_inputs, stop)
+    if count == 1 and made in known:
+        return known[made]
+    rows = _rows(hooks, hooks.recompute(stop, equal_inputs)[0], count)
+    known[made] = {part: tensor[-1:].clone() for part, tensor in rows.items()}
+    return rows
 
 
 def _fed(hooks: BlockHooks, start: int, stop: int, cache: Any = None, equal_inputs: str = "yes") -> tuple[Rows, Any]:
@@ -170,8 +170,8 @@ def _fed_singly(
 ) -> Iterator[tuple[int, Rows]]:
     """Each position after the prefill, fed alone, with the newest row of every part."""
     for position in range(prefill, stop):
-        logits, cache = hooks.feed(position, position + 1, cache, equal_inputs)
-        yield position, _rows(hooks, logits[0])
+        rows, cache = _fed(hooks, position, position + 1, cache, equal_inputs)
+        yield position, rows
 
 
 def _is_reference(hooks: BlockHooks, start: int, stop: int) -> bool:
@@ -186,40 +186,33 @@ def _is_reference(hooks: BlockHooks, start: int, stop: int) -> bool:
 # Given equal inputs -----------------------------------------------------------------------------------------------------
 
 
-def _singly(hooks: BlockHooks, fed: Iterable[tuple[int, Rows]], stop: int, against: str) -> Iterator[Row]:
-    """Every part's error given equal inputs, for each token fed one by one.
+def _errors(hooks: BlockHooks, start: int, stop: int, mine: Rows, against: str, null: str = "no") -> Iterator[Row]:
+    """Every part's error given equal inputs, in the rows of tokens that were fed at once: one, a prompt, or more on its cache.
 
     Args:
         hooks: The model's hooks, attached, with their reference.
-        fed: What the steps gave, each with its position.
-        stop: Where the tokens end: of the last the prefix is recomputed in any case, as the null control.
-        against: As in :func:`climb`.
+        start, stop: Where the tokens begin and end.
+        mine: What feeding them gave.
+        against: As in :func:`climb`. A prefix has as many rows as the cache then holds, so that a prompt is compared among the
+            same number of rows.
+        null: ``"yes"``: the prefix is recomputed in any case, as the null control.
     """
-    for position, mine in fed:
-        whole = _whole(hooks, position + 1)
-        prefix = _again(hooks, position + 1, "yes") if against == "prefix" or position == stop - 1 else None
-        where = {"start": position, "stop": position + 1, "position": position}
-        for part, tensor in (prefix if prefix is not None and against == "prefix" else whole).items():
-            apart = math.nan if prefix is None else difference(whole[part], prefix[part])
-            error = difference(mine[part], tensor) if part in mine else math.inf
-            yield {**where, "layer": part[0], "part": part[1], "error": error, "null": apart}
-
-
-def _at_once(hooks: BlockHooks, start: int, stop: int, against: str, mine: Rows) -> list[Row]:
-    """Every part's error given equal inputs in the rows of tokens that were fed at once: a prompt, or more on its cache.
-
-    The recomputation has as many rows as the cache then holds, so that a prompt is compared among the same number of rows.
-    """
-    theirs, table = _whole(hooks, stop, stop - start), []
-    if against == "prefix" and stop < hooks.reference.tokens.shape[1]:
-        theirs = _rows(hooks, hooks.recompute(stop)[0], stop - start)
-        hooks.reference.again.setdefault(("yes", stop), {part: rows[-1].clone() for part, rows in theirs.items()})
+    count = stop - start
+    whole = _whole(hooks, stop, count)
+    prefix = _again(hooks, stop, "yes", count) if against == "prefix" or null == "yes" else None
+    theirs = whole if prefix is None or against == "whole" else prefix
     for part, again in theirs.items():
-        errors = row_errors(mine[part], again)
-        first = first_wrong(errors) if bool(errors.max() > 0) else len(errors) - 1
-        where = {"start": start, "stop": stop, "position": stop - len(errors) + first}
-        table.append({**where, "layer": part[0], "part": part[1], "error": float(errors.max()), "null": math.nan})
-    return table
+        errors = row_errors(mine[part], again) if part in mine else again.new_full((count,), math.inf)
+        first = first_wrong(errors) if bool(errors.max() > 0) else count - 1
+        where = {"start": start, "stop": stop, "position": start + first, "layer": part[0], "part": part[1]}
+        apart = math.nan if prefix is None or count > 1 else difference(whole[part], prefix[part])
+        yield {**where, "error": float(errors.max()), "null": apart}
+
+
+def _singly(hooks: BlockHooks, fed: Iterable[tuple[int, Rows]], stop: int, against: str) -> Iterator[Row]:
+    """The same for each token fed one by one; of the last before ``stop`` with its null control."""
+    for position, mine in fed:
+        yield from _errors(hooks, position, position + 1, mine, against, "yes" if position == stop - 1 else "no")
 
 
 def _takes_chunks(hooks: BlockHooks, start: int) -> bool:
@@ -246,7 +239,7 @@ def _free(
     head, prefix = (len(hooks.model.blocks), "output", 0), against == "prefix"
     for position, mine in fed:
         theirs = _again(hooks, position + 1, "no") if prefix else _whole(hooks, position + 1)
-        a, b = mine[head], theirs[head]
+        a, b = mine[head][0], theirs[head][0]
         sizes, kl = _sizes(a, b), float(metrics.kl_divergence(b, a))
         null = _sizes(b, hooks.reference.logits[position])["max_abs"] if prefix else math.nan
         steps.append({"position": position, **sizes, "kl": kl, "null_max_abs": null})
