@@ -10,6 +10,7 @@ from architectures import build
 from planting import on_update
 
 from kvinterp.auditing import audit
+from kvinterp.auditing.values import difference, row_errors
 
 pytestmark = pytest.mark.slow
 
@@ -22,6 +23,17 @@ def quick(model: Any, **more: Any) -> Any:
 
 def where(verdict: Any) -> tuple[Any, ...]:
     return verdict.verdict, verdict.first_layer, verdict.tensor
+
+
+def test_a_logit_that_is_minus_infinity_hides_no_other() -> None:
+    """The prompt's rows were divided by their largest magnitude, infinite where a model rules a token out."""
+    never = -torch.inf
+    mine, theirs = (
+        torch.tensor([[1.0, never], [0.0, 3.0], [never, 2.0]]),
+        torch.tensor([[2.0, never], [0.0, 3.0], [4.0, 2.0]]),
+    )
+    assert row_errors(mine, theirs).tolist() == [0.5, 0.0, torch.inf]
+    assert [difference(a, b) for a, b in zip(mine, theirs, strict=True)] == [0.5, 0.0, torch.inf]
 
 
 def residual_sum_off(patch: pytest.MonkeyPatch, factor: float, layer: int = 1) -> None:

@@ -24,10 +24,10 @@ from kvinterp.auditing.measure import climb
 from kvinterp.auditing.own_code import behind, subject_of
 from kvinterp.auditing.reading import Evidence, of_functions
 from kvinterp.auditing.uses import (
-    CHUNK_NAMES,
     PROGRAMS,
     SECONDS,
     check_functions,
+    edges_of,
     programs_named,
     right_in_float64,
     uses_of,
@@ -481,9 +481,7 @@ def checked_lengths(lengths: Any, steps: Any) -> tuple[tuple[int, ...], int]:
 
 
 def _own_lengths(adapter: Adapter) -> tuple[int, ...]:
-    config: Any = getattr(adapter.source, "config", None)
-    chunks = [getattr(config, name, None) for name in CHUNK_NAMES]
-    edges = {edge for edge in (*adapter.facts.windows, *chunks) if isinstance(edge, int) and 2 < edge <= LONGEST_EDGE}
+    edges = [edge for edge in edges_of(adapter) if edge <= LONGEST_EDGE]
     return tuple(sorted({*LENGTHS, *(edge + side for edge in edges for side in (-1, 1))}))
 
 

@@ -217,14 +217,16 @@ def right_in_float64(checks: Sequence[Check]) -> bool:
     return any(check.name == "decode step" for check in fine) and not any(check.status == WRONG for check in checks)
 
 
+def edges_of(adapter: Adapter) -> dict[int, str]:
+    """The windows and chunks of more than two positions that a config names, by their size."""
+    named = [(getattr(adapter.config, name, None), name) for name in reversed(CHUNK_NAMES)]
+    named += [(window, "window") for window in adapter.facts.windows]
+    return {size: f"{name} of {size}" for size, name in named if isinstance(size, int) and size > 2}
+
+
 def _edges(adapter: Adapter, reach: str) -> tuple[dict[tuple[str, int], list[str]], list[Check]]:
     """Programs over every edge that the config names, by its name and position, and those that cost too much."""
-    facts, named = adapter.facts, dict[int, str]()
-    for size in sorted({w for w in facts.windows if w and w > 2}):
-        named[size] = f"window of {size}"
-    for name in CHUNK_NAMES:
-        if isinstance(chunk := getattr(adapter.config, name, None), int) and chunk > 2:
-            named.setdefault(chunk, f"{name} of {chunk}")
+    facts, named = adapter.facts, edges_of(adapter)
     rope = getattr(adapter.config, "rope_parameters", None) or {}
     for part in [rope, *(rope.values() if isinstance(rope, Mapping) else ())]:
         if isinstance(part, Mapping) and part.get("rope_type") in SWITCHING:

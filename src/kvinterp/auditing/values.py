@@ -16,30 +16,20 @@ TINY = torch.finfo(torch.float32).tiny
 """The least magnitude that a difference is divided by."""
 
 
-def gap(a: Tensor, b: Tensor) -> Tensor:
-    """Difference of each number, in float64; 0 where both are the same infinity, inf where only one is a number."""
-    x, y = a.double(), b.double()
-    return (x - y).abs().masked_fill(x == y, 0.0).nan_to_num(math.inf, posinf=math.inf)
+def row_errors(mine: Tensor, theirs: Tensor) -> Tensor:
+    """Each row's largest difference over the largest finite magnitude of ``theirs``, in the newest rows that both have.
 
-
-def magnitude(values: Tensor) -> float:
-    """The largest finite magnitude, or 0."""
-    finite = values.double()[values.isfinite()]
-    return finite.abs().max().item() if finite.numel() else 0.0
+    0 where both are the same infinity, inf where only one is a number; the magnitude may be all zero.
+    """
+    count = min(len(mine), len(theirs))
+    a, b = (t[len(t) - count :].double().flatten(1) for t in (mine, theirs))
+    apart = (a - b).abs().masked_fill(a == b, 0.0).nan_to_num(math.inf, posinf=math.inf)
+    return apart.amax(-1) / b.masked_fill(~b.isfinite(), 0.0).abs().amax(-1).clamp(min=TINY)
 
 
 def difference(a: Tensor, b: Tensor) -> float:
-    """Largest difference over the largest finite magnitude of ``b``, which may be all zero; inf where one is no number."""
-    if torch.equal(a, b) or not a.numel():
-        return 0.0
-    return gap(a, b).max().item() / max(magnitude(b), TINY)
-
-
-def row_errors(mine: Tensor, theirs: Tensor) -> Tensor:
-    """As :func:`difference`, row by row, over the newest rows that both have."""
-    count = min(len(mine), len(theirs))
-    a, b = (t[len(t) - count :].double().flatten(1) for t in (mine, theirs))
-    return (gap(a, b).amax(-1) / b.abs().amax(-1).clamp(min=TINY)).nan_to_num(math.inf, posinf=math.inf)
+    """The same of all numbers together."""
+    return 0.0 if torch.equal(a, b) or not a.numel() else float(row_errors(a.reshape(1, -1), b.reshape(1, -1)))
 
 
 def first_wrong(errors: Tensor) -> int:
