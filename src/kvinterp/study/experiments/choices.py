@@ -1,4 +1,4 @@
-"""Choices: what is said of them before a model is loaded, and how an experiment hands its own on to those that it runs.
+"""Choices: what is said of them before a model is loaded.
 
 A choice that is printed is one that was used. So a name that is not known, and a choice that nothing reads beside the others, are
 refused here, before anything runs.
@@ -22,9 +22,6 @@ from kvinterp.study.experiments.options import OPTION
 if TYPE_CHECKING:
     from kvinterp.study.experiments.base import Experiment
 
-_ONE_OF = {"strategies": "strategy"}
-"""What an experiment calls a choice of which it takes one: of several the first."""
-
 
 def check_choices(experiment: Experiment) -> None:
     """Looks at the choices of an experiment, as far as no model is needed.
@@ -45,8 +42,9 @@ def check_choices(experiment: Experiment) -> None:
         if name in readers and value != field.default:
             for text in value if isinstance(value, tuple) else (value,):
                 readers[name](text)
-        if not is_read(experiment, field):
-            check_unread(name, value, field.default, field.metadata[OPTION]["only"][1])
+        is_read, advice = field.metadata.get(OPTION, {}).get("only", (bool, ""))
+        if not is_read(experiment):
+            check_unread(name, value, field.default, advice)
 
 
 def _dtypes(text: str) -> None:
@@ -151,35 +149,6 @@ def _readers() -> dict[str, Callable[[Any], Any]]:
         **dict.fromkeys(("a", "b", "path"), path_named),
         **dict.fromkeys(("policy", "policies", "base"), policy_named),
     }
-
-
-def is_read(experiment: Experiment, field: dataclasses.Field[Any]) -> bool:
-    """Whether a choice of an experiment is read beside its others."""
-    only = field.metadata.get(OPTION, {}).get("only")
-    return only is None or bool(only[0](experiment))
-
-
-# Handed on ---------------------------------------------------------------------------------------------------------------
-
-
-def handed(kind: type[Experiment], shared: Mapping[str, Any], own: Mapping[str, Any] | None = None) -> Any:
-    """An experiment with those of another's choices that it takes; what of these it would not read keeps its default.
-
-    Args:
-        kind: The experiment.
-        shared: The other's choices; None is none.
-        own: Choices that are its alone, which win.
-    """
-    fields, own_choices = _fields(kind), dict(own or {})
-    choices = {}
-    for name, value in shared.items():
-        called = name if name in fields else _ONE_OF.get(name, name)
-        if value is not None and called in fields and called not in own_choices:
-            choices[called] = value if called == name else value[0]
-    experiment = kind(**choices | own_choices)
-    return dataclasses.replace(
-        experiment, **{name: fields[name].default for name in choices if not is_read(experiment, fields[name])}
-    )
 
 
 def _fields(kind: type[Experiment]) -> dict[str, dataclasses.Field[Any]]:

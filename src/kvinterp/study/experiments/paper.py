@@ -34,7 +34,6 @@ from kvinterp.study.behaviour.divergence import (
 )
 from kvinterp.study.cells import those
 from kvinterp.study.experiments.behaviour import Behaviour, failures_of, paths_of
-from kvinterp.study.experiments.choices import handed
 from kvinterp.study.experiments.kit import (
     Cell,
     Chart,
@@ -56,6 +55,7 @@ from kvinterp.study.experiments.kit import (
     number,
     only,
     option,
+    sampled,
 )
 from kvinterp.study.experiments.layer_drift import NULL, ONE_STEP, LayerDrift
 from kvinterp.study.experiments.localisation import Localisation
@@ -173,20 +173,26 @@ class Paper(OfModels):
         for study in (*self._decoding().values(), self._drift(), self._patching()):
             study.check()
 
+    def _shared(self) -> dict[str, Any]:
+        """The choices that the studies have in common."""
+        return self.choices("models", "prompts", "kind", "device", "attention", "kernels", "max_new_tokens")
+
     def _decoding(self) -> dict[str, Behaviour]:
         """The decodes in FP16 and in FP32, by what begins the keys of their cells."""
-        own = {"block": PRESETS[self.preset]["block"], "controls": 0, "stop": "length"}
-        return {dtype: handed(Behaviour, vars(self), own | {"dtype": dtype}) for dtype in ("float16", "float32")}
+        choices = self._shared() | {"strategies": self.strategies, "block": PRESETS[self.preset]["block"], "controls": 0}
+        if sampled(*self.strategies):
+            choices["seeds"] = self.seeds
+        return {dtype: Behaviour(**choices, stop="length", dtype=dtype) for dtype in ("float16", "float32")}
 
     def _drift(self) -> LayerDrift:
         # Only the paper's decode step 1 is shown.
-        return handed(LayerDrift, vars(self), {"divergent": PRESETS[self.preset]["few"], "max_new_tokens": 4})  # type: ignore[no-any-return]
+        few = {"divergent": PRESETS[self.preset]["few"], "max_new_tokens": 4}
+        return LayerDrift(**self._shared() | few, strategy=self.strategies[0])
 
     def _patching(self) -> Localisation:
         preset = PRESETS[self.preset]
-        steps = min(preset["patched_steps"], self.max_new_tokens)
-        own = {"count": preset["few"], "max_new_tokens": steps, "part": ("paper", "kv-into-cached")}
-        return handed(Localisation, vars(self), own)  # type: ignore[no-any-return]
+        few = {"count": preset["few"], "max_new_tokens": min(preset["patched_steps"], self.max_new_tokens)}
+        return Localisation(**self._shared() | few, part=("paper", "kv-into-cached"))
 
     # What is run ---------------------------------------------------------------------------------------------------------
 
