@@ -38,7 +38,10 @@ def _tiny():
         (("compare", "zoo:gqa2-mini", "--device", "meta"), "device 'meta' holds no numbers"),
         (("compare", "~no-such-user/x"), "model folder '~no-such-user/x' does not exist"),
         (("compare", "x" * 3000), "give a transformers checkpoint folder"),
-        (("compare", "zoo:gqa2-mini", "--max-new-tokens", "99999"), "has a context of 1,024 positions: decode fewer"),
+        (
+            ("compare", "zoo:gqa2-mini", "--max-new-tokens", "99999"),
+            "1024 positions: shorten the prompt or decode fewer tokens",
+        ),
         (("compare", "zoo:gqa2-mini", "--seed", str(2**64)), "expected a whole number from -2**63 to 2**63 - 1"),
         (("compare", "zoo:gqa2-mini", "--prompts", "instructions:100000"), "the generator has only 12,283: ask for fewer"),
         (("compare", "zoo:gqa2-mini", "--a", "cached+identity(99)"), "identity takes no values"),

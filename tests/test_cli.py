@@ -285,7 +285,7 @@ def test_what_is_planted_by_tests_is_no_policy_to_choose() -> None:
         ((MODEL, "--layers", "0,two"), "'--layers': '0,two' cannot be read: expected whole numbers"),
         ((MODEL, "--layers", "9"), "layer 9 does not exist: zoo:mistral-mini has layers 0 to 3"),
         ((MODEL, "--device", "gpu9"), "unknown device 'gpu9'"),
-        ((MODEL, "--max-new-tokens", "2000"), "but zoo:mistral-mini has a context of 1,024 positions"),
+        ((MODEL, "--max-new-tokens", "2000"), "more than the context of zoo:mistral-mini, 1024 positions"),
         ((MODEL, "--record", "attn_scores"), "site 'attn_scores' cannot be compared"),
     ],
 )

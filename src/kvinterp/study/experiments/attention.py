@@ -33,7 +33,6 @@ class Attention(OfModel):
 
     TABLES = ("heads",)
     FILES = (PAGE,)
-    STEPS = ("step",)
     UNIT = "pages"
 
     prompts: str = option("arithmetic:1", "A text, or a file or generator of prompts, of which the first is shown.")

@@ -80,8 +80,6 @@ class Experiment:
     """The names of the choices that stand in the provenance, beside the model."""
     RESULT: ClassVar[type[Result]] = Result
     """The class of its result."""
-    STEPS: ClassVar[tuple[str, ...]] = ("max_new_tokens",)
-    """The fields that say how many steps are decoded, where there are any: no model is asked for more than its context."""
     UNIT: ClassVar[str] = "parts"
     """What a cell is of, in the plural."""
     PARTIAL: ClassVar[str] = "no"

@@ -17,7 +17,7 @@ import pandas as pd
 
 from kvinterp.data import TASKS
 from kvinterp.findings import COLUMNS
-from kvinterp.models.inputs import encode
+from kvinterp.models.inputs import encode, encode_all
 from kvinterp.study import root_causes
 from kvinterp.study.experiments.kit import (
     Cell,
@@ -57,7 +57,6 @@ def _if_run(*parts: str) -> tuple[Callable[[Any], bool], str]:
 class RootCause(OfModels):
     """Are FP16 sums taken in another order the cause of the divergence?"""
 
-    STEPS = ("ladder_steps",)
     TABLES = ("accumulation", "propagation", "kv_write", "ladder", "gqa")
 
     part: tuple[str, ...] = option(
@@ -93,6 +92,8 @@ class RootCause(OfModels):
             for _, name, adapter in models
             if adapter.facts.width == models[0][2].facts.width and not any(adapter.facts.windows)
         ]
+        for _, _, adapter in models if "ladder" in self.part else ():
+            encode_all(adapter, load_prompts(self.prompts)[: self.ladder_prompts], self.ladder_steps)
         cells = [Cell("accumulation-0", self.added_up, {"widths": widths}, "root cause: sums of growing length")]
         for seed in range(self.seeds):
             for part in PARTS[1:]:

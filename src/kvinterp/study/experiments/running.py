@@ -88,7 +88,6 @@ def _run(experiment: Experiment, out: Path | None, existing: str, progress: str,
     there = out is not None and check_free(out, experiment.verb(), file_names(experiment), existing)
     with loading_once():
         cells = experiment.cells()
-        check_steps(experiment)
         settings = experiment.settings() if out is not None else asked(experiment)
         store = None if out is None else Store(out, settings)
         if out is not None and there and is_finished(out, settings):
@@ -130,17 +129,6 @@ def check_models(given: Mapping[str, Any]) -> None:
 def model_names(given: Mapping[str, Any]) -> list[str]:
     """The models of an experiment's choices, as they were given."""
     return [str(name) for name in (given.get("model"), *given.get("models", ())) if name]
-
-
-def check_steps(experiment: Experiment) -> None:
-    """Raises where a model has fewer positions than steps were asked for: before any part of the work is done."""
-    given = {name: steps for name in experiment.STEPS if (steps := vars(experiment).get(name)) is not None}
-    for adapter in experiment.adapters() if given else ():
-        model, context = adapter.facts.name, adapter.facts.context
-        for name, steps in given.items():
-            if steps > context:
-                advice = f"{model} has a context of {context:,} positions: decode fewer steps."
-                raise InputError(f"{name}={steps} was given, but {advice}")
 
 
 def asked(experiment: Experiment) -> dict[str, Any]:
