@@ -28,9 +28,12 @@ def test_a_long_table_says_how_much_of_it_is_shown(tmp_path: Path) -> None:
     assert "many: 100 rows of 4 columns, the first 40 here, all in many.parquet</caption>" in text
     (open_one,) = re.findall(r"<caption>many.*?</table>", text, re.DOTALL)
     assert open_one.count("<tr>") == 41, "the first table is open, where there are no findings"
-    tables = {"few": pd.DataFrame({"kl": [0.25]}), "more": pd.DataFrame({"kl": range(100)})}
+    tables = {
+        "few": pd.DataFrame({"kl": [0.25], "right": pd.array([None], "boolean")}),
+        "more": pd.DataFrame({"kl": range(100)}),
+    }
     short = page(tmp_path, tables=tables)
-    assert "few: 1 row of 1 column</caption>" in short
+    assert "few: 1 row of 2 columns</caption>" in short
     (body,) = re.findall(r"<details id=.table-more.>.*?</details>", short, re.DOTALL)
     assert body.count("<tr>") == 41
     assert '<td class="number">0.25</td>' in short

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from importlib import resources
 from typing import Any, TypeAlias
 
+import pandas as pd
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
@@ -113,13 +114,13 @@ class Table:
 
 
 def as_text(value: Any) -> str:
-    """A value as text: a float with three digits, the items of a list or a mapping, empty for None and NaN."""
-    if value is None or value != value:
-        return ""
+    """A value as text: a float with three digits, the items of a list or a mapping, empty for what is missing."""
     if isinstance(value, Mapping):
         return ", ".join(f"{name} {as_text(item) or 'none'}" for name, item in value.items())
     if isinstance(value, list | tuple):
         return ", ".join(as_text(item) or "none" for item in value)
+    if pd.isna(value):
+        return ""
     return f"{value or 0:.3g}" if isinstance(value, float) else str(value)
 
 
