@@ -195,9 +195,9 @@ def a_step_forgets_pads(fault: bool) -> nn.Module:
     return changed("gpt2", change, fault)
 
 
-def earlier(link: str, date: str, symptom: str, build: Callable[[bool], Any]) -> Report:
+def earlier(link: str, date: str, symptom: str, build: Callable[[bool], Any], use: str = "") -> Report:
     """A report found by those who wrote the programs."""
-    return Report(link, date, symptom, build, blind=False)
+    return Report(link, date, symptom, build, blind=False, use=use)
 
 
 REPORTS = {
@@ -221,12 +221,14 @@ REPORTS = {
         "2026-05",
         "Mamba2: a chunk on a cache computes its first token alone",
         chunks_of_mamba2(zero=False),
+        "chunks",
     ),
     "Mamba2, from zero": earlier(
         "huggingface/transformers#46741",
         "2026-06",
         "Mamba2: a chunk begins from a state of zero",
         chunks_of_mamba2(zero=True),
+        "chunks",
     ),
     "assistant, window": earlier(
         "huggingface/transformers#48280",

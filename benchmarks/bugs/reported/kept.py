@@ -92,27 +92,43 @@ def ring_cut_as_if_flat(fault: bool) -> nn.Module:
     return small("mistral", sliding_window=8)
 
 
-def of_crop(columns: int, back: int, more: int = 2) -> Any:
-    """A rollback behind single tokens, and other tokens from there."""
+def of_partial_crop(columns: int, new: int, back: int, more: int = 2) -> Any:
+    """A rollback of some of the last new tokens, and other tokens from there."""
 
     @torch.no_grad()
     def shows(model: Any) -> float:
         from transformers import DynamicCache
 
-        cache, ids = DynamicCache(config=model.config), text(1, columns)
-        model(ids[:, :-back], past_key_values=cache, use_cache=True)
+        cache, ids, left = DynamicCache(config=model.config), text(1, columns), columns - back
+        model(ids[:, :-new], past_key_values=cache, use_cache=True)
         for layer in cache.layers:
             if hasattr(layer, "activate_past_recording"):
                 layer.activate_past_recording()
-        model(ids[:, -back:], past_key_values=cache, use_cache=True)
+        model(ids[:, -new:], past_key_values=cache, use_cache=True)
         cache.crop(-back)
         other = text(1, more, seed=2)
-        positions = torch.arange(columns - back, columns - back + more)[None]
+        positions = torch.arange(left, left + more)[None]
         got = model(other, past_key_values=cache, position_ids=positions, use_cache=True).logits
-        want = model(torch.cat([ids[:, :-back], other], 1), use_cache=False).logits[:, -more:]
+        want = model(torch.cat([ids[:, :left], other], 1), use_cache=False).logits[:, -more:]
         return apart(got, want)
 
     return shows
+
+
+def convolution_not_taken_back(fault: bool) -> nn.Module:
+    from transformers.cache_utils import LinearAttentionCacheLayerMixin as Layer
+
+    own = Layer.crop
+
+    def planted(self: Any, tokens_to_remove: int) -> None:
+        recorded = dict(self.conv_states)
+        own(self, tokens_to_remove)
+        if tokens_to_remove:
+            self.conv_states = {n: recorded[n][..., : self.conv_kernel_size[n]] for n in recorded}
+
+    if fault:
+        Layer.crop = planted
+    return small("lfm2", layer_types=["conv", "full_attention"])
 
 
 def cut_by_the_size_of_a_block(fault: bool) -> nn.Module:
@@ -278,6 +294,7 @@ REPORTS = {
         "Mamba: beam search does not move the recurrent states with the beams",
         beams_leave_a_state,
         of_generate(new=16, beams=4),
+        use="beam",
     ),
     "static window": Report(
         "huggingface/transformers#37574",
@@ -298,14 +315,21 @@ REPORTS = {
         "2026-07",
         "reusing a prefix cuts a rotating cache by its logical length: no error, other text",
         ring_cut_as_if_flat,
-        of_crop(14, 3),
+        of_partial_crop(14, 3, 3),
+    ),
+    "conv rollback": Report(
+        "ekryski/mlx-swift-lm#218",
+        "2026-05",
+        "after partly rejected drafts the convolution's state is that of before the drafts, and the text drifts",
+        convolution_not_taken_back,
+        of_partial_crop(14, 4, 2),
     ),
     "trim by step": Report(
         "nicedreamzapp/claude-code-local#46",
         "2026-08",
         "the second session is empty: a cache that is longer than one block is never cut back to the shared prefix",
         cut_by_the_size_of_a_block,
-        of_crop(14, 3),
+        of_partial_crop(14, 3, 3),
     ),
     "neighbour's pads": Report(
         "Blaizzy/mlx-vlm#1946",

@@ -240,14 +240,23 @@ class PositionStays(Decoder):
 class BuffersStay(Decoder):
     """Buffers of a fixed size; those of the last prompt are taken for the next one, and what they hold is not hidden."""
 
-    room = 64
+    room = 512
 
     def __init__(self, fault: bool, window: int | None = None) -> None:
         super().__init__(fault, window)
         self.last: list[Any] = [None, None]
-        self.turn = 0
+        self.turn, self.cached = 0, False
+
+    def step(self, ids: Tensor, cache: Cache | None) -> tuple[Tensor, Cache]:
+        self.cached = True
+        try:
+            return self(ids, cache)
+        finally:
+            self.cached = False
 
     def stored(self, k: Tensor, v: Tensor, positions: Tensor, kept: Any) -> tuple[Tensor, Tensor, Any]:
+        if not self.cached:
+            return super().stored(k, v, positions, kept)
         k, at = self.turned(k, positions), int(positions[0])
         n, self.turn = self.turn, 1 - self.turn
         if kept is None:
@@ -297,7 +306,101 @@ class PromptUnmasked(Decoder):
         return nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=sees)
 
 
-def own(kind: type[Decoder], window: int | None = None) -> Callable[[bool], OwnCode]:
+class Ring(Decoder):
+    """A window in a ring of slots, fed token by token; which slots count is asked of the slot, and not of its position."""
+
+    def step(self, ids: Tensor, cache: Cache | None) -> tuple[Tensor, Cache]:
+        assert self.window is not None
+        logits = []
+        for token in ids.split(1, 1):
+            start = self.start(cache)
+            row = token.new_zeros(len(token), self.heads, self.window, self.size).to(self.head.weight)
+            cache = cache or {"kv": [(row, row)] * 2, "length": 0}
+            out, cache = self(token, {"kv": cache["kv"], "length": start})
+            logits.append(out)
+        assert cache is not None
+        return torch.cat(logits, 1), cache
+
+    def stored(self, k: Tensor, v: Tensor, positions: Tensor, kept: Any) -> tuple[Tensor, Tensor, Any]:
+        if kept is None:
+            return super().stored(k, v, positions, kept)
+        keys, values, slot = kept[0].clone(), kept[1].clone(), int(positions[0]) % kept[0].shape[2]
+        keys[:, :, slot : slot + 1], values[:, :, slot : slot + 1] = self.turned(k, positions), v
+        return keys, values, (keys, values)
+
+    def attended(self, q: Tensor, k: Tensor, v: Tensor, cache: Cache | None, positions: Tensor) -> Tensor:
+        if cache is None:
+            return super().attended(q, k, v, cache, positions)
+        position = int(positions[0])
+        last = position % k.shape[2] if self.fault else position
+        sees = (torch.arange(k.shape[2]) <= last)[None]
+        return nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=sees)
+
+
+class PrefixStore(nn.Module):
+    """A recurrent model whose states are kept for blocks of four tokens and taken for the next prompt that begins alike.
+
+    A part of a prompt that ends within a block leaves its state for that block, which counts as whole once its tokens are there.
+    """
+
+    block = 4
+
+    def __init__(self, fault: bool, window: int | None = None) -> None:
+        super().__init__()
+        self.fault = fault
+        self.tokens, self.inner, self.head = nn.Embedding(99, 32), nn.Linear(32, 32), nn.Linear(32, 99)
+        self.store: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
+
+    def scanned(self, ids: Tensor, state: Tensor) -> tuple[Tensor, list[Tensor]]:
+        states = []
+        for x in self.tokens(ids):
+            state = (0.8 * state + self.inner(x)).tanh()
+            states.append(state)
+        return self.head(torch.stack(states)), states
+
+    def full(self, ids: Tensor) -> Tensor:
+        return torch.stack([self.scanned(row, self.head.weight.new_zeros(32))[0] for row in ids])
+
+    def step(self, ids: Tensor, cache: Any) -> tuple[Tensor, Any]:
+        logits, rows = [], []
+        for n, row in enumerate(ids):
+            before, state, partial = ((), self.head.weight.new_zeros(32), None) if cache is None else cache[n]
+            known = self.hit(tuple(row.tolist())) if cache is None else ()
+            head = [self.store[known[: end + self.block]][1] for end in range(0, len(known), self.block)]
+            state = self.store[known][0] if known else state
+            out, states = self.scanned(row[len(known) :], state)
+            logits.append(torch.cat([*head, out]))
+            text = before + tuple(row.tolist())
+            partial = self.saved(text, len(before) + len(known), states, torch.cat([*head, out]), partial)
+            rows.append((text, states[-1], partial))
+        return torch.stack(logits), rows
+
+    def hit(self, text: tuple[int, ...]) -> tuple[int, ...]:
+        """The longest run of blocks at the text's beginning that is stored, and leaves a token to compute."""
+        end = 0
+        while end + self.block < len(text) and text[: end + self.block] in self.store:
+            end += self.block
+        return text[:end]
+
+    def saved(self, text: tuple[int, ...], start: int, states: list[Tensor], logits: Tensor, partial: Any) -> Any:
+        """Stores the blocks that this part completes; returns what it leaves of the block in which it ends."""
+        for end in range(self.block, len(text) + 1, self.block):
+            if end <= start or text[:end] in self.store:
+                continue
+            inside = end - self.block >= start
+            first = end - self.block - (len(text) - len(logits))
+            if inside:
+                self.store[text[:end]] = (states[end - start - 1], logits[first : first + self.block])
+            elif partial is not None:
+                earlier, said = partial
+                rest = logits[: self.block - len(said)]
+                state = earlier if self.fault else states[end - start - 1]
+                self.store[text[:end]] = (state, torch.cat([said, rest]))
+        left = len(text) % self.block
+        return (states[-1], logits[-left:]) if 0 < left <= len(logits) and left <= len(text) - start else None
+
+
+def own(kind: type[Decoder | PrefixStore], window: int | None = None) -> Callable[[bool], OwnCode]:
     """Builds a decoder as two functions."""
 
     def build(fault: bool) -> OwnCode:
@@ -325,6 +428,16 @@ def shows_raised(model: OwnCode) -> float:
         return of_steps(7, 3, 1)(model)
     except RuntimeError:
         return 1.0
+
+
+@torch.no_grad()
+def shows_in_a_prompt_that_begins_alike(model: OwnCode) -> float:
+    ids = text(1, 9)
+    want = model.full(ids)
+    _, cache = model.step(ids[:, :3], None)
+    model.step(ids[:, 3:], cache)
+    got, _ = model.step(ids[:, :7], None)
+    return apart(got, want[:, :7])
 
 
 REPORTS = {
@@ -425,5 +538,19 @@ REPORTS = {
         "BERT with relative keys: with a cache the query's distance is counted from 0",
         own(RelativeFromZero),
         of_steps(9, 1, 1),
+    ),
+    "ring": Report(
+        "quic/efficient-transformers#1235",
+        "2026-08",
+        "Gemma 4: endless repetition behind the window; which slots of the ring count is asked of the wrapped position",
+        own(Ring, 8),
+        of_steps(5, *[1] * 12),
+    ),
+    "prefix store": Report(
+        "vllm-project/vllm#34587",
+        "2026-02",
+        "Mamba: a prompt in parts leaves a block's state half-way, and a later prompt that begins alike takes it",
+        own(PrefixStore),
+        shows_in_a_prompt_that_begins_alike,
     ),
 }

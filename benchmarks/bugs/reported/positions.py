@@ -134,6 +134,29 @@ def the_last_token_alone(fault: bool) -> nn.Module:
     return model
 
 
+def one_embedding_at_every_step(fault: bool) -> nn.Module:
+    model: Any = small("llama")
+    own = type(model).prepare_inputs_for_generation
+
+    @functools.wraps(own)
+    def planted(
+        self: Any, input_ids: Tensor, inputs_embeds: Any = None, is_first_iteration: bool = False, **more: Any
+    ) -> Any:
+        again = is_first_iteration or (inputs_embeds is not None and inputs_embeds.shape[1] == 1)
+        return own(self, input_ids, inputs_embeds=inputs_embeds, is_first_iteration=again, **more)
+
+    if fault:
+        type(model).prepare_inputs_for_generation = planted
+    return model
+
+
+@torch.no_grad()
+def shows_from_an_embedding(model: Any) -> float:
+    ids, given = text(1, 1), {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False}
+    got = model.generate(inputs_embeds=model.get_input_embeddings()(ids), **given)
+    return float(not torch.equal(got, model.generate(ids, **given)[:, 1:]))
+
+
 REPORTS = {
     "gpt2 single": Report(
         "ml-explore/mlx-lm#93",
@@ -183,5 +206,12 @@ REPORTS = {
         "without a cache generation is garbage: the last token alone is fed",
         the_last_token_alone,
         of_generate(use_cache=False),
+    ),
+    "one embedding": Report(
+        "huggingface/transformers#41863",
+        "2025-10",
+        "generate() from inputs_embeds of length 1 is incoherent: the embedding is fed at every step",
+        one_embedding_at_every_step,
+        shows_from_an_embedding,
     ),
 }

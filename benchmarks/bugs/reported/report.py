@@ -24,6 +24,7 @@ class Report:
         build: Makes a small model; with the fault, where it is asked to.
         shows: How far apart a plain loop finds the two ways, of the largest logit; None for reports that are older than it.
         blind: Whether it was found and rebuilt by somebody who had not read the audit.
+        use: A part of the name of the use that has to be wrong, where the model has faults of its own besides.
     """
 
     link: str
@@ -32,6 +33,7 @@ class Report:
     build: Callable[[bool], Any]
     shows: Callable[[Any], float] | None = None
     blind: bool = True
+    use: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
