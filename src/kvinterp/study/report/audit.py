@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
+from kvinterp.auditing.checks import NOT_RUN
 from kvinterp.auditing.ladder import EMBEDDING, part_named
 from kvinterp.auditing.reading import IN_PYTHON
 from kvinterp.common.numbers import counted
 from kvinterp.errors import InputError
 from kvinterp.findings import Chart, Panel
 from kvinterp.models.adapter import DTYPES
-from kvinterp.programs.running import RIGHT, WRONG
+from kvinterp.programs.running import REFUSED, RIGHT, WRONG
 from kvinterp.study.report import engine
 from kvinterp.study.report.charts import draw_chart
 from kvinterp.study.report.experiment import kicker_of
@@ -26,15 +27,13 @@ from kvinterp.study.report.page import (
     Links,
     Pairs,
     Parts,
-    Picture,
     Table,
     Text,
     pairs_of,
     render,
     table_of_rows,
 )
-from kvinterp.study.report.style import png
-from kvinterp.study.report.svg import inline
+from kvinterp.study.report.svg import picture
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -113,19 +112,20 @@ def page_of(verdict: Verdict, blocks: Sequence[Any], files: Sequence[str] = ()) 
     why = why[: why.index(IN_PYTHON)] if IN_PYTHON in why else why
     # What a model that passes showed in each precision stands with the ladder.
     passes = verdict.exit_code == 0 and bool(verdict.evidence)
-    why, by_rung = (why[:1], why[1:]) if passes else (why, [])
+    why, more = why[:1], [*map(Text, why[1:])]
     figure = ladder_figure(verdict.evidence)
     rungs = table_of_rows([_rung_row(name, rung) for name, rung in verdict.evidence.items()])
     ladder = [
-        Folded("The ladder, precision by precision", [*map(Text, by_rung), Text(_LADDER, look="note"), rungs]),
+        Folded("The ladder, precision by precision", [*(more if passes else []), Text(_LADDER, look="note"), rungs]),
         Folded("The first tensor that differs, given equal inputs", _first_tensors(verdict)),
         Folded("Block by block, given equal inputs", blocks),
     ]
     parts = [
         Answer([first, *why], {0: "good", 3: "unsure"}.get(verdict.exit_code, "bad")),
+        *([] if passes else [Folded(f"{counted(len(more), 'more sentence')} on why", more)] * bool(more)),
         *([Table([Column(IN_PYTHON.rstrip(":"), "pre")], [[program]])] if program else []),
-        *([] if passes else [_first_place(verdict)]),
-        *([] if figure is None else [Picture("The precision ladder", png(figure), svg=inline(figure, "ladder"))]),
+        *([_first_place(verdict)] if verdict.exit_code == 1 else []),
+        *([] if figure is None else [picture(figure, "The precision ladder", narrow=True)]),
         *_use_parts(verdict),
         *(ladder if verdict.evidence else []),
         # Audits of earlier versions recorded no times.
@@ -141,18 +141,17 @@ def page_of(verdict: Verdict, blocks: Sequence[Any], files: Sequence[str] = ()) 
 
 def _first_place(verdict: Verdict) -> Pairs:
     values = (_layer_name(verdict.first_layer, verdict.tensor), verdict.first_position, verdict.tensor, verdict.module)
-    what = "first wrong" if verdict.exit_code == 1 else "first that differs"
     places = zip(("layer", "position", "tensor", "module"), values, strict=True)
-    return pairs_of({f"{what}: {name}": value for name, value in places if value not in (None, "")})
+    return pairs_of({f"first wrong: {name}": value for name, value in places if value not in (None, "")})
 
 
 def _use_parts(verdict: Verdict) -> Parts:
-    """The checks that did not pass; those that did, with what was run, folded; and notes."""
-    run = verdict.parts[2]
+    """What is wrong, and the names of what is right; what was not run, the numbers of what is right, and notes, folded."""
     detail = "what it showed, or why it was not run"
-    rows: dict[bool, list[Row]] = {False: [], True: []}
+    rows: dict[str, list[Row]] = {"wrong": [], NOT_RUN: [], RIGHT: []}
     for check in verdict.checks:
-        rows[check.status == RIGHT].append({
+        group = {RIGHT: RIGHT, NOT_RUN: NOT_RUN, REFUSED: NOT_RUN}.get(check.status, "wrong")
+        rows[group].append({
             "use": check.name,
             "status": check.status,
             "programs": check.tried or None,
@@ -161,14 +160,20 @@ def _use_parts(verdict: Verdict) -> Parts:
             detail: check.detail + (f" Hint: {check.hint}" if check.hint else ""),
         })  # fmt: skip
     passed = [
-        Text(run),
-        Text(_CHECKS if rows[True] else "", look="note"),
-        table_of_rows(rows[True], text=detail),
+        Text(verdict.parts[2]),
+        Text(_CHECKS if rows[RIGHT] else "", look="note"),
+        table_of_rows(rows[RIGHT], text=detail),
         Text("" if verdict.checks else "Nothing else was asked for: the audit was made without further checks."),
     ]
+    right, idle = ([row["use"] for row in rows[group]] for group in (RIGHT, NOT_RUN))
     return [
-        table_of_rows(rows[False], text=detail),
-        Folded(f"What was exercised: {counted(len(rows[True]), 'use')} right", passed),
+        table_of_rows(rows["wrong"], text=detail),
+        Text(f"Right: {'; '.join(right)}." if right else ""),
+        Folded(
+            f"Not run, or refused by the library: {counted(len(idle), 'use')}" * bool(idle),
+            [table_of_rows(rows[NOT_RUN], text=detail)],
+        ),
+        Folded(f"What was exercised: {counted(len(right), 'use')} right", passed),
         Folded("Notes", [Bullets(verdict.notes)]),
     ]
 
