@@ -255,7 +255,7 @@ def _command_of(name: str) -> Callable[..., Mapping[str, Any]]:
 
 
 def _parameter(field: dataclasses.Field[Any]) -> inspect.Parameter:
-    ours = ("decides", "example", "only", "positional", "flag", "among", "empty")
+    ours = ("decides", "example", "only", "positional", "flag", "among", "commas", "empty")
     # Options are words, numbers and paths.
     hint = eval(str(field.type), {"Path": Path})
     about, default = field.metadata[OPTION], typing.cast(Any, field.default)

@@ -80,6 +80,8 @@ class Chain(Experiment):
     on: str = option(
         "kv,k,v",
         "Apply each policy to both tensors (kv), to K alone (k), to V alone (v): one or several, with commas.",
+        among=("kv", "k", "v"),
+        commas="between",
         only=(_policies, _NO_POLICY),
     )
     prefill: str = option(
@@ -123,9 +125,7 @@ class Chain(Experiment):
 
     def arms(self) -> dict[str, str]:
         """The paths by the names of their arms: no policy, the same with other seeds, and each policy on each tensor."""
-        parts = [part.strip() for part in self.on.split(",") if part.strip()]
-        if not parts or not set(parts) <= {"kv", "k", "v"}:
-            raise InputError(f"--on {self.on!r} was given: expected kv, k and v, or some of them, with commas.")
+        parts = [part.strip() for part in self.on.split(",")]
         for text in self.policies:
             tensors = getattr(policy_named(text), "on", "kv")
             if tensors != "kv" and not {"kv", tensors} & set(parts):

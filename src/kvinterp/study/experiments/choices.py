@@ -129,10 +129,12 @@ def _check_value(field: dataclasses.Field[Any], value: Any) -> None:
     if value in ((), []) and default and about.keys() & {"among", "empty", "positional"}:
         advice = f"give at least one, such as {default[0]!r}"
         raise InputError(f"the list of {name.removesuffix('s')}s is empty: {advice}.")
-    if "among" in about and not isinstance(value, tuple):
-        check_choice(name, value, about["among"])
-    for word in value if "among" in about and isinstance(value, tuple) else ():
-        check_known(name, word, about["among"])
+    if "among" in about and isinstance(value, tuple):
+        for word in value:
+            check_known(name, word, about["among"])
+    elif "among" in about:
+        for word in map(str.strip, value.split(",")) if "commas" in about else [value]:
+            check_choice(name, word, about["among"])
     if name == "prompts":
         load_prompts(value)
 

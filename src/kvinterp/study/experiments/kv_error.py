@@ -34,7 +34,6 @@ from kvinterp.study.experiments.kit import (
     Rows,
     Tables,
     argument,
-    check_known,
     counted,
     finding,
     finding_from,
@@ -75,7 +74,10 @@ class KvError(OfModel):
 
     model: str = argument("zoo:llama64-mini", "zoo:NAME, a transformers checkpoint folder, or a hub id.")
     design: str = option(
-        "grid", "What to vary: grid, factorial, tensors, layers, heads (several with commas), all, or none."
+        "grid",
+        "What to vary: grid, factorial, tensors, layers, heads (several with commas), all, or none.",
+        among=(*DESIGNS, "all", "none"),
+        commas="between",
     )
     policies: tuple[str, ...] = option(
         (), "Another policy to run as well, such as q5_1; may be given several times.", flag="--policy"
@@ -90,7 +92,12 @@ class KvError(OfModel):
         "Root mean square of the relative error in the factorial design; uniform(-1,1) has 0.577.",
         only=_in_design("factorial"),
     )
-    readings: str = option("stored,exact", "What attention reads in the prefill: stored or exact K and V, or both in turn.")
+    readings: str = option(
+        "stored,exact",
+        "What attention reads in the prefill: stored or exact K and V, or both in turn.",
+        among=READINGS,
+        commas="between",
+    )
     repeats: int = option(
         5,
         "How many runs of each setting, with new noise and new samples.",
@@ -113,7 +120,7 @@ class KvError(OfModel):
         """The designs that were asked for, and ``given``, the user's own policies.
 
         Raises:
-            InputError: A name is unknown, or there is nothing to run.
+            InputError: A policy does not fit a design.
             UnsupportedError: The model cannot run one of the policies.
         """
         designs = {name: designed(name, self.base, self.rms, adapter.facts) for name in self.chosen_designs()}
@@ -125,13 +132,13 @@ class KvError(OfModel):
         }
 
     def chosen_designs(self) -> list[str]:
-        """The names of the designs, checked."""
-        names = _split("design", self.design, (*DESIGNS, "all", "none"))
+        """The names of the designs."""
+        names = _split(self.design)
         return list(DESIGNS) if "all" in names else [name for name in names if name != "none"]
 
     def chosen_readings(self) -> list[str]:
-        """The readings, checked."""
-        return _split("reading", self.readings, READINGS)
+        """The readings."""
+        return _split(self.readings)
 
     def draws(self) -> bool:
         """Whether a repeat is another draw of anything: of the sampling, or of a policy's noise."""
@@ -141,7 +148,6 @@ class KvError(OfModel):
     def check(self) -> None:
         """Designs, policies and what the prompts are of too."""
         super().check()
-        designs, _ = self.chosen_designs(), self.chosen_readings()
         check_number("rms", self.rms)
         for name in ("instructions", "problems"):
             source = getattr(self, name)
@@ -153,7 +159,7 @@ class KvError(OfModel):
         if not all(prompt.answer.strip() for prompt in load_prompts(self.texts)):
             raise InputError(f"--texts {self.texts!r} has a prompt without an answer: give one, as in restate:16.")
         strings_of(self.strings)
-        if not designs and not self.policies:
+        if not self.chosen_designs() and not self.policies:
             raise InputError("no design and no policy was given: give --policy, or a design such as grid.")
 
     def cells(self) -> list[Cell]:
@@ -302,16 +308,9 @@ class KvError(OfModel):
 _TITLES = {name: measure.meaning for name, measure in METRICS.items()}
 
 
-def _split(what: str, text: str, known: Sequence[str]) -> list[str]:
-    """The names that an option has between commas, each once.
-
-    Raises:
-        InputError: One is not known.
-    """
-    names = list(dict.fromkeys(name.strip() for name in text.split(",")))
-    for name in names:
-        check_known(what, name, known)
-    return names
+def _split(text: str) -> list[str]:
+    """The names that an option has between commas, each once."""
+    return list(dict.fromkeys(name.strip() for name in text.split(",")))
 
 
 # One run ---------------------------------------------------------------------------------------------------------------

@@ -16,7 +16,8 @@ def option(default: Any, help: str, **shown: Any) -> Any:
         default: Its default.
         help: What it is.
         shown: ``flag`` where the option has another name; ``example`` for whole numbers with commas; ``decides="nothing"``
-            where it changes no number of the result; ``among``, the words that it may be; ``empty="refused"`` of a list that
+            where it changes no number of the result; ``among``, the words that it may be, with ``commas="between"`` several of
+            them; ``empty="refused"`` of a list that
             needs at least one, as those of ``among`` and those given without a name do; ``only``, where other choices decide
             whether it is read: whether they do, as a function of the experiment, and what to do where they do not, in words;
             and what typer's ``Option`` takes: ``show_default``, ``min``, ``hidden``.

@@ -154,7 +154,7 @@ class Paper(OfModels):
     PARTIAL = "yes"
 
     models: tuple[str, ...] = argument((), "zoo:NAME, checkpoint folders or hub ids. Default: the preset's.")
-    preset: str = option("quick", f"How much is run: {', '.join(PRESETS)}.")
+    preset: str = option("quick", "How much is run: quick, real or paper.", among=("quick", "real", "paper"))
     prompts: str = option("", "Prompts, as for other studies. Default: the preset's.")
     strategies: tuple[str, ...] = option((), "How tokens are chosen. Default: the preset's three.", flag="--strategy")
     seeds: int = option(0, "Seeds for each sampled strategy. Default: the preset's.")
@@ -163,12 +163,12 @@ class Paper(OfModels):
 
     def __post_init__(self) -> None:
         """Sets what is not given to the preset's."""
-        for name in ("models", "prompts", "strategies", "seeds", "max_new_tokens") if self.preset in PRESETS else ():
+        check_known("preset", self.preset, PRESETS)
+        for name in ("models", "prompts", "strategies", "seeds", "max_new_tokens"):
             object.__setattr__(self, name, vars(self)[name] or PRESETS[self.preset][name])
 
     def check(self) -> None:
-        """The preset first, which sets the others; and the studies that it runs are asked too."""
-        check_known("preset", self.preset, PRESETS)
+        """The studies that it runs are asked too."""
         super().check()
         for study in (*self._decoding().values(), self._drift(), self._patching()):
             study.check()

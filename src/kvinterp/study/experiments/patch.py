@@ -6,10 +6,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvinterp.common import words
-from kvinterp.common.checks import check_choice, check_text
-from kvinterp.models.answers import LOGIT_DIFFERENCE
+from kvinterp.common.checks import check_text
 from kvinterp.models.hook_names import site_of
-from kvinterp.patching import DIRECTIONS, DISTANCES, PRESETS, SWEEPS, Sweep, highest_kl, sweep
+from kvinterp.patching import DIRECTIONS, PRESETS, Sweep, highest_kl, sweep
 from kvinterp.patching import Patch as Moved
 from kvinterp.patching.findings import charts_of_sweep, headline_of_sweep, rows_of_sweep
 from kvinterp.patching.patch import check_patch_site
@@ -56,6 +55,8 @@ class Patch(OfModel):
         None,
         "Which patches to make: single (one layer each), cumulative, cumulative-from, heads, kv-heads or blocks (of positions).",
         show_default="single",
+        among=words.Over,
+        commas="between",
     )
     direction: str = option(
         None,
@@ -76,6 +77,8 @@ class Patch(OfModel):
         None,
         "How far apart the paths are, by l2, kl, margin or logit_difference; several with commas, the first one leads.",
         show_default="l2,kl",
+        among=words.Distance,
+        commas="between",
     )
     answers: tuple[str, ...] = option(
         (),
@@ -128,10 +131,6 @@ class Patch(OfModel):
         check_whole("max_new_tokens", self.max_new_tokens)
         if self.examples is not None:
             check_whole("examples", self.examples, hint=", or None for all")
-        for name in self.sweep.split(","):
-            check_known("sweep", name.strip(), SWEEPS)
-        for name in self.distance.split(","):
-            check_choice("distance", name.strip(), (*DISTANCES, LOGIT_DIFFERENCE))
         site, _ = site_of(self.site)
         check_patch_site(site)
         Moved(site, steps=_steps(self.steps))
