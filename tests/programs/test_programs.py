@@ -421,6 +421,14 @@ def test_what_is_wrong_over_an_edge_that_the_config_names_is_called_by_it():
     assert all("over the longrope RoPE that switches at 32" in name for name in wrong)
 
 
+def test_what_is_wrong_in_float64_too_is_laid_to_no_cast():
+    """Of a program that float64 had no time for the audit said that a cast to 16 bits made it wrong."""
+    (check,) = (check for check in uses_of(planted("chunk").given, programs=1) if check.status == WRONG)
+    assert check.name == "several chunks"
+    assert "16 bits" not in check.detail
+    assert check.hint == NUMBERS
+
+
 class LateByOne(LlamaForCausalLM):
     """Numbers cached tokens one too far where nobody tells it their positions."""
 
