@@ -175,7 +175,8 @@ def sign_with_models(figure: Figure, provenances: Sequence[Mapping[str, Any]], l
 def small_print(provenances: Sequence[Mapping[str, Any]], lines: Sequence[str] = (), width: int = 130) -> str:
     """The text below a figure, in lines of a width."""
     rows = []
-    for about in provenances:
+    # What was computed elsewhere says nothing of a machine.
+    for about in filter(None, provenances):
         choices = [about[name] for name in ("direction", "protocol", "strategy") if name in about]
         # A result of several pairs has a list of paths b.
         paths = (path if isinstance(path, str) else listed(path) for path in about.get("paths", {}).values())
