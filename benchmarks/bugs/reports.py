@@ -77,7 +77,7 @@ def row(answer: dict[str, Any]) -> str:
     first = next((check for check in wrong if report.use in check["name"]), None)
     use = f"{first['status']}: {first['name']}" if first else place(answer)
     program = f"`{first['program']}`" if first else ""
-    word = "yes" if found(answer) else "**no**"
+    word = ("yes" if found(answer) else "**no**") if answer["fault"] else f"exit code {answer['exit']}"
     who = "" if report.blind else "\\*"
     parts = (linked(report.link) + who, report.date, report.symptom, word, use, program, f"{answer['seconds']:.0f}")
     return "|" + "|".join(parts) + "|"
@@ -128,6 +128,9 @@ def main() -> None:
         if given.out:
             with given.out.open("a") as file:
                 file.write(json.dumps(answer) + "\n")
+    if given.clean:
+        print(f"\nWithout its fault not right: {[answer['name'] for answer in answers if answer['exit'] != 0] or 'none'}")
+        return
     blind = [found(answer) for answer in answers if REPORTS[answer["name"]].blind]
     print(f"\nFound: {sum(map(found, answers))} of {len(answers)}; of those of others {sum(blind)} of {len(blind)}.")
 
