@@ -18,7 +18,6 @@ from kvinterp.study.experiments.kit import (
     Parts,
     Result,
     check_known,
-    check_whole,
     joined,
     load_prompts,
     numbered,
@@ -92,14 +91,14 @@ class Patch(OfModel):
     layers: tuple[int, ...] | None = option(
         None, "Patch only in these layers, such as 0,2,-1. Default: all.", example="0,2,-1"
     )
-    examples: int | None = option(None, "Patch only this many prompts: those with the highest KL.")
+    examples: int | None = option(None, "Patch only this many prompts: those with the highest KL.", min=1)
     preset: str | None = option(
         None,
         "paper or matched: settings for site, sweep, direction, steps, protocol, examples, distance and max-new-tokens, unless "
         "you give them.",
     )
     prompts: str = shared("prompts")
-    max_new_tokens: int = option(None, "The most tokens to decode per prompt.", show_default="32")
+    max_new_tokens: int = option(None, "The most tokens to decode per prompt.", show_default="32", min=1)
     batch_size: int = option(
         1,
         "The most patches in one forward pass. Batching is used only where it gives the same bits.",
@@ -128,9 +127,6 @@ class Patch(OfModel):
         for name in _UNLESS_GIVEN.keys() - {"max_new_tokens"}:
             check_text(name, getattr(self, name), repr(_UNLESS_GIVEN[name]))
         super().check()
-        check_whole("max_new_tokens", self.max_new_tokens)
-        if self.examples is not None:
-            check_whole("examples", self.examples, hint=", or None for all")
         site, _ = site_of(self.site)
         check_patch_site(site)
         Moved(site, steps=_steps(self.steps))
