@@ -19,7 +19,7 @@ from typing_extensions import dataclass_transform
 from kvinterp.common.result import Result
 from kvinterp.common.words import dtype_word
 from kvinterp.study.experiments import running
-from kvinterp.study.experiments.options import OPTION, argument, model, option, shared, withheld
+from kvinterp.study.experiments.options import OPTION, argument, model, option, seed, shared
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -60,7 +60,7 @@ def brief(sentences: Sequence[str]) -> list[str]:
 # Experiments -----------------------------------------------------------------------------------------------------------
 
 
-@dataclass_transform(frozen_default=True, field_specifiers=(argument, model, option, shared, withheld))
+@dataclass_transform(frozen_default=True, field_specifiers=(argument, model, option, seed, shared))
 @dataclasses.dataclass(frozen=True)
 class Experiment:
     """A question asked of one or more models; the fields are its choices.

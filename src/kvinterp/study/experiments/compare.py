@@ -11,7 +11,7 @@ from kvinterp.common import words
 from kvinterp.common.result import Result
 from kvinterp.errors import KvinterpError
 from kvinterp.study.experiments.base import Charts, OfModel, Parts, Rows, Tables, numbered
-from kvinterp.study.experiments.options import DRAWS, option, sampled, shared
+from kvinterp.study.experiments.options import option, seed, shared
 
 if TYPE_CHECKING:
     from kvinterp.comparison import Comparison
@@ -58,7 +58,7 @@ class Compare(OfModel):
         example="0,2,-1",
         only=(lambda asked: asked.record != "", "no site is recorded; leave it out, or name sites with --record"),
     )
-    seed: int = option(0, "Seed for the strategy's random numbers.", only=(lambda asked: sampled(asked.strategy), DRAWS))
+    seed: int = seed()
     batch_size: int = option(
         1, "The most prompts in one batch. Batching is used only where it gives the same bits.", decides="nothing", min=1
     )

@@ -18,7 +18,6 @@ import torch
 from kvinterp.models.unembedding import Unembedding
 from kvinterp.paths import path_named, run
 from kvinterp.study.experiments.kit import (
-    DRAWS,
     SHARED,
     Cell,
     Chart,
@@ -37,7 +36,7 @@ from kvinterp.study.experiments.kit import (
     load_prompts,
     metrics,
     option,
-    sampled,
+    seed,
     tried,
 )
 
@@ -62,7 +61,7 @@ class FlipLaw(OfModel):
     dtype: str = option("bfloat16", SHARED["dtype"][1])
     max_new_tokens: int = option(48, "The most tokens to decode per prompt.", min=2)
     strategy: str = option("greedy", "How the recompute path chooses the tokens: greedy, top_k(50,2), top_p(0.95,0.8).")
-    seed: int = option(0, "Seed for the strategy's random numbers.", only=(lambda asked: sampled(asked.strategy), DRAWS))
+    seed: int = seed()
 
     def cells(self) -> list[Cell]:
         """A cell a prompt, of all paths: the recompute path, which takes longest, is run once."""

@@ -14,4 +14,4 @@ from kvinterp.study.cells import Cell, joined, stacked
 from kvinterp.study.experiments.base import Charts, Experiment, OfModel, Parts, Rows, Tables, numbered
 from kvinterp.study.experiments.circumstances import tried
 from kvinterp.study.experiments.of_models import OfModels
-from kvinterp.study.experiments.options import DRAWS, SHARED, argument, option, sampled, shared
+from kvinterp.study.experiments.options import DRAWS, SHARED, argument, option, sampled, seed, shared

@@ -28,7 +28,6 @@ from kvinterp.study.by_layer import (
     pairs_of,
 )
 from kvinterp.study.experiments.kit import (
-    DRAWS,
     Adapter,
     Cell,
     Chart,
@@ -51,7 +50,7 @@ from kvinterp.study.experiments.kit import (
     numbered,
     only,
     option,
-    sampled,
+    seed,
     shared,
 )
 from kvinterp.study.experiments.of_models import shown_sites
@@ -88,7 +87,7 @@ class LayerDrift(OfModels):
 
     dtype: str = shared("dtype")
     strategy: str = option("greedy", "How tokens are chosen: greedy, top_k(50,0.8), top_p(0.95,0.8).")
-    seed: int = option(0, "Seed for sampling.", min=0, only=(lambda asked: sampled(asked.strategy), DRAWS))
+    seed: int = seed()
     kernels: str = option("native", "Kernels for both paths.")
     max_new_tokens: int = option(32, "The most tokens to decode per prompt.", min=2)
     step: int = option(2, "Which of our steps is the paper's decode step 1. We count the prefill's token as step 0.", min=1)

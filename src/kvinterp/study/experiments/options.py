@@ -51,11 +51,6 @@ def shared(name: str) -> Any:
     return option(*SHARED[name])
 
 
-def withheld(default: Any) -> Any:
-    """A field that an experiment has from another and does not use: nobody can give it, and it is no choice."""
-    return dataclasses.field(default=default, init=False, repr=False)
-
-
 def sampled(*strategies: str) -> bool:
     """Whether one of some strategies draws random numbers."""
     from kvinterp.paths import strategy_named
@@ -65,6 +60,11 @@ def sampled(*strategies: str) -> bool:
 
 DRAWS = "greedy decoding draws nothing; give a strategy that does, such as top_p(0.95,0.8), or leave it out"
 """What to do about a seed that nothing draws by."""
+
+
+def seed() -> Any:
+    """The seed of the option ``strategy``, where that draws random numbers."""
+    return option(0, "Seed for the strategy's random numbers.", only=(lambda asked: sampled(asked.strategy), DRAWS))
 
 
 def model() -> Any:
