@@ -289,8 +289,6 @@ class Chain(Experiment):
         except ValueError as error:
             raise InputError(f"--temperatures {self.temperatures!r}: expected numbers with commas, as in 0.7,0.") from error
         for temperature in filter(None, temperatures):
-            if not temperature > 0:
-                raise InputError(f"--temperatures {self.temperatures!r}: expected numbers from 0 on, as in 0.7,0.")
             TopP(1.0, temperature)
         return list(dict.fromkeys(temperatures))
 
