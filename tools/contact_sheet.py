@@ -22,13 +22,13 @@ SPLIT = "split_k(8,float16)"
 SHORT = ("--prompts", "arithmetic:8", "--max-new-tokens", "16")
 PAGES: dict[str, Sequence[str]] = {
     "compare": (MODEL, "--b", f"recompute[kernels={SPLIT}]", "--prompts", "arithmetic:12", "--protocol", "free"),
-    "patch": (MODEL, "--site", "kv", "--sweep", "single", *SHORT),
+    "patch": (MODEL, *SHORT),
     "decompose": (MODEL, *SHORT),
     "localisation": (MODEL, "--prompts", "arithmetic:6", "--max-new-tokens", "8", "--kernels", SPLIT),
     "layer-drift": (MODEL, *SHORT),
     "layer-drift-float32": (MODEL, *SHORT, "--dtype", "float32"),
     "root-cause": (MODEL, "--prompts", "arithmetic:4", "--ladder-prompts", "2"),
-    "kernels": ("--model", MODEL, "--sizes", "16,64,256"),
+    "kernels": (MODEL, "--sizes", "16,64,256"),
     "behaviour": (MODEL, "--prompts", "arithmetic:12", "--max-new-tokens", "24", "--controls", "2"),
     "paper": (MODEL, "--prompts", "arithmetic:8", "--max-new-tokens", "16"),
     "mitigate": (MODEL, *SHORT, "--policy", "int8", "--path", "cached", "--path", "cached[kernels=batch_invariant]"),
