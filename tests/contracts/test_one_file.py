@@ -141,8 +141,8 @@ PROGRAMS = {
     "list experiments": program("list", "experiments"),
     "compare": program("compare", "zoo:gqa2-mini", *SHORT, "--dtype", "float32", "--out", "compared"),
     "tables": IN_EVERY_TABLE,
-    "help": program("counting", "--help"),
-    "count": program("counting", "--most", "2", "--by-names", "1,10", "--out", "out"),
+    "help": program("study", "counting", "--help"),
+    "count": program("study", "counting", "--most", "2", "--by-names", "1,10", "--out", "out"),
 }
 
 
