@@ -48,12 +48,14 @@ class Patch(OfModel):
     UNIT = "prompts"
 
     site: str = option(
-        None, "What to patch: kv, cache_k, cache_v, resid_post, attn_out, ... (kvinterp list sites).", show_default="kv"
+        None,
+        "What to patch: kv, cache_k, cache_v, resid_post, attn_out, ... (kvinterp list sites).",
+        show_default=_UNLESS_GIVEN["site"],
     )
     sweep: str = option(
         None,
         "Which patches to make: single (one layer each), cumulative, cumulative-from, heads, kv-heads or blocks (of positions).",
-        show_default="single",
+        show_default=_UNLESS_GIVEN["sweep"],
         among=words.Over,
         commas="between",
     )
@@ -61,21 +63,21 @@ class Patch(OfModel):
         None,
         "Which path receives the patch: into-recompute or into-cached.",
         among=DIRECTIONS,
-        show_default="into-recompute",
+        show_default=_UNLESS_GIVEN["direction"],
     )
     steps: str = option(
-        None, "Which decode steps to patch: every, first, or step numbers with commas.", show_default="every"
+        None, "Which decode steps to patch: every, first, or step numbers with commas.", show_default=_UNLESS_GIVEN["steps"]
     )
     protocol: str = option(
         None,
         "matched: both paths get the same tokens. free: each gets its own.",
         among=words.Protocol,
-        show_default="matched",
+        show_default=_UNLESS_GIVEN["protocol"],
     )
     distance: str = option(
         None,
         "How far apart the paths are, by l2, kl, margin or logit_difference; several with commas, the first one leads.",
-        show_default="l2,kl",
+        show_default=_UNLESS_GIVEN["distance"],
         among=words.Distance,
         commas="between",
     )
@@ -98,7 +100,9 @@ class Patch(OfModel):
         "you give them.",
     )
     prompts: str = shared("prompts")
-    max_new_tokens: int = option(None, "The most tokens to decode per prompt.", show_default="32", min=1)
+    max_new_tokens: int = option(
+        None, "The most tokens to decode per prompt.", show_default=str(_UNLESS_GIVEN["max_new_tokens"]), min=1
+    )
     batch_size: int = option(
         1,
         "The most patches in one forward pass. Batching is used only where it gives the same bits.",
