@@ -76,8 +76,9 @@ def smaller(program: Program) -> Iterator[Program]:
     for n in range(len(steps)):
         yield Program(rows, steps[:n] + steps[n + 1 :])
     for r in range(len(rows.pads) if len(rows.pads) > 1 else 0):
-        yield Program(dataclasses.replace(rows, pads=rows.pads[:r] + rows.pads[r + 1 :]), steps)
-    for name, plain in {"cache": CACHES[0], "told": TOLD[0], "pad": PADS[0], "beyond": "no"}.items():
+        # Which row is a path's own says nothing here.
+        yield Program(dataclasses.replace(rows, pads=rows.pads[:r] + rows.pads[r + 1 :], own=0), steps)
+    for name, plain in {"cache": CACHES[0], "told": TOLD[0], "pad": PADS[0], "beyond": "no", "own": 0}.items():
         if getattr(rows, name) != plain:
             changed: Any = {name: plain}
             yield Program(dataclasses.replace(rows, **changed), steps)
