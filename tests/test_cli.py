@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import http.server
 import inspect
 import json
 import os
@@ -10,6 +11,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from kvinterp import __version__
 from kvinterp.cli import app
 from kvinterp.cli.listing import LISTED
 from kvinterp.comparison.findings import NAMES
+from kvinterp.models.naming import HUB_SECONDS
 from kvinterp.study.experiments.base import SAID, WIDTH
 from kvinterp.study.experiments.choices import check_early
 from kvinterp.study.experiments.options import OPTION
@@ -229,6 +232,41 @@ def test_lists_help_and_errors_need_no_torch(tmp_path: Path) -> None:
     for words, error in zip(said, [line for line in made.stderr.splitlines() if line.startswith("error: ")], strict=True):
         assert words in error
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("answers", ["404", "never"])
+def test_a_hub_is_asked_once_and_for_no_longer_than_two_seconds(answers: str) -> None:
+    asked, left = [], threading.Event()
+
+    class Hub(http.server.BaseHTTPRequestHandler):
+        def do_HEAD(self) -> None:
+            asked.append(self.path)
+            left.wait(60 if answers == "never" else 0)
+            self.send_error(404)
+
+        def log_message(self, *given: Any) -> None: ...
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub) as hub:
+        threading.Thread(target=hub.serve_forever, daemon=True).start()
+        place = {"HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}", "HF_HUB_OFFLINE": "0", "NO_PROXY": "127.0.0.1"}
+        code = (
+            "import sys, time; from kvinterp.models import naming\n"
+            "begun = time.monotonic()\n"
+            "try: naming.check_reached('gqa2-mni')\n"
+            "except ValueError as error: print(time.monotonic() - begun, error)\n"
+            "assert 'torch' not in sys.modules"
+        )
+        given = [sys.executable, "-c", code]
+        made = subprocess.run(given, capture_output=True, text=True, check=False, env=environment() | place)
+        left.set()
+        hub.shutdown()
+    assert made.returncode == 0, made.stderr
+    seconds, _, said = made.stdout.partition(" ")
+    assert asked == ["/gqa2-mni/resolve/main/config.json"]
+    assert "the hub says" in said if answers == "404" else "cannot be reached" in said
+    assert "did you mean zoo:gqa2-mini? Otherwise expected a hub id" in said
+    assert answers == "404" or float(seconds) >= HUB_SECONDS, "it was given its time"
+    assert float(seconds) < 20
 
 
 def test_what_is_read_from_a_source_is_what_is_imported() -> None:
