@@ -45,6 +45,8 @@ FIRST = (
     "rows(0)+generate(9,6,lookup)",
     "rows(0)+generate(5,6,assistant)",
     "rows(0)+generate(5,4,uncached)",
+    "rows(0)+generate(5,3,embeds)",
+    "rows(0)+generate(1,3,embeds)",
 )
 """What is tried first: each use once."""
 

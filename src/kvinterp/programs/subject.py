@@ -316,12 +316,12 @@ class ModelSubject(Subject):
         """Transformers' own ``generate()``: greedy, so many tokens, none of them an end."""
         known = {} if mask is None else {"attention_mask": mask}
         known |= {} if cache is None else {self.adapter.cache_name: cache}
-        known |= {"assistant_model": more.pop("assistant_model")} if "assistant_model" in more else {}
+        known |= {name: more.pop(name) for name in ("assistant_model", "inputs_embeds") if name in more}
         chosen = greedy(
             count, min_new_tokens=count, pad_token_id=self.pad, output_logits=True, return_dict_in_generate=True,
             **{"use_cache": True, **more},
         )  # fmt: skip
-        return self.model.generate(prompt, generation_config=chosen, **known)
+        return self.model.generate(None if "inputs_embeds" in known else prompt, generation_config=chosen, **known)
 
     def written(self, told: str) -> tuple[str, str]:
         """As its users call it."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import inspect
 import random
 from collections.abc import Iterable
 from typing import Any
@@ -31,6 +32,7 @@ APART = {
     "lookup": "prompt lookup",
     "static": "StaticCache of generate()",
     "uncached": "generate() without a cache",
+    "embeds": "generate() from embeddings",
 }
 HOW = (*ON_THE_CACHE, *APART)
 CHUNK, DRAFTS, WEAKER = 2, 3, 0.2
@@ -48,7 +50,7 @@ class Generate(Operation):
         count: Tokens that are generated.
         how: One of :data:`HOW`: on the program's cache, given the whole text, the new tokens alone, or prefilled in chunks; or
             with the whole text on a cache of its own: beams, an assistant model, drafts looked up in the prompt,
-            a static cache, none.
+            a static cache, none; or from the embeddings of the whole text.
         drafts: How many are looked up at a time.
     """
 
@@ -82,6 +84,8 @@ class Generate(Operation):
             return self.how == "whole" and not run.filled
         if self.how == "static":
             return subject.adapter.takes_static
+        if self.how == "embeds":
+            return "inputs_embeds" in inspect.signature(subject.model.prepare_inputs_for_generation).parameters
         if self.how in ("assistant", "lookup"):
             return len(run.texts) == 1 and not getattr(subject.model, "_is_stateful", False)
         return self.how != "new" or (run.cache is not None and run.filled)
@@ -172,12 +176,13 @@ class Generate(Operation):
         }
         given = known.get(self.how, {})
         self._write(run, prompt, told, given, None)
+        given |= self._embedded(subject, prompt)
         if self.how == "assistant":
             with subject.adapter.own_state([]):
                 out = subject.generate(prompt, self.count, told, assistant_model=self._assistant(subject))
         else:
             out = subject.generate(prompt, self.count, told, **given)
-        new, logits = out.sequences[:, prompt.shape[1] :], torch.stack(out.logits, 1)
+        new, logits = out.sequences[:, -self.count :], torch.stack(out.logits, 1)
         if self.how == "beams":
             beams = out.beam_indices[:, : new.shape[1]].tolist()
             logits = torch.stack([torch.stack([logits[beam, t] for t, beam in enumerate(row)]) for row in beams])
@@ -202,10 +207,14 @@ class Generate(Operation):
             logits = generate(subject.model, prompt, 1, "no", told)[1][0].logits
         else:
             with subject.running():
-                logits = subject.generate(prompt, self.count, told, use_cache=False).logits[0]
+                given = self._embedded(subject, prompt)
+                logits = subject.generate(prompt, self.count, told, use_cache=False, **given).logits[0]
         each = max(1, len(run.texts) // len(prompt))
         texts = [text[:length] for text, length in zip(run.texts[::each], lengths, strict=True)]
         return max(apart(made, subject.alone(text)[-1]) for made, text in zip(logits, texts, strict=True))
+
+    def _embedded(self, subject: Any, prompt: Tensor) -> dict[str, Any]:
+        return {"inputs_embeds": subject.model.get_input_embeddings()(prompt)} if self.how == "embeds" else {}
 
     @staticmethod
     def _assistant(subject: ModelSubject) -> Any:
@@ -218,7 +227,8 @@ class Generate(Operation):
 
     def _write(self, run: Run, prompt: Tensor, told: Tensor | None, given: dict[str, Any], cache: Any) -> None:
         subject: Any = run.subject
-        parts = [f"torch.tensor({prompt.tolist()})"]
+        ids = f"torch.tensor({prompt.tolist()})"
+        parts = [f"inputs_embeds=model.get_input_embeddings()({ids})" if self.how == "embeds" else ids]
         parts += [] if told is None else [f"attention_mask=torch.tensor({told.tolist()})"]
         parts += [] if cache is None else [f"{subject.adapter.cache_name}=cache"]
         parts += [f"{name}={value!r}" for name, value in given.items()]
