@@ -377,6 +377,15 @@ def test_interrupted_while_the_options_are_read_nothing_was_begun() -> None:
     assert (process.returncode, said.splitlines()[-1]) == (130, "interrupted: nothing was begun.")
 
 
+def test_what_is_read_no_further_is_no_error() -> None:
+    """`kvinterp compare --help | head` ended with an error and exit code 2."""
+    command = [sys.executable, "-m", "kvinterp", "compare", "--help"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        process.stdout.close()
+        assert process.stderr.read() == ""
+    assert process.returncode == 0
+
+
 THREE = (
     *("compare", MODEL, "--prompts", "arithmetic:3", *QUICK, "--strategy", "top_p(0.99,3.0)", "--stop", "length"),
     *("--layers", "0"),

@@ -162,6 +162,9 @@ class _Root(_Experiments):
             return _refusal(KvinterpError(f"there was not enough memory {what}: close what else runs, or ask for less."))
         # sys.exit in a model's code, or a panic in Rust.
         except BaseException as error:
+            # rich leaves so where whoever reads the output has closed it, as head does.
+            if isinstance(error.__context__, BrokenPipeError):
+                return {}
             said = f"code that was run raised {type(error).__name__} ({error}): expected code that returns, or raises an error."
             return _refusal(KvinterpError(said))
 
