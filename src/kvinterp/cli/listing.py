@@ -63,7 +63,8 @@ def policy_rows() -> list[Row]:
     rows = []
     for name, kind in plugins_read("kvinterp.policies.base:Policy").items():
         # Its defaults are the class's; to check them fp8 looks at dtypes of torch.
-        policy, width = object.__new__(kind), EXAMPLE["head_dim"]
+        policy: Any = object.__new__(kind)
+        width = EXAMPLE["head_dim"]
         bits = [16 if (own := policy.bits_stored(tensor, width)) is None else own for tensor in ("k", "v")]
         kib = sum(bits) * width * EXAMPLE["kv_heads"] * EXAMPLE["layers"] / 8 / 1024
         about = {"fields": _fields_of(kind), "what it does": _first_line(kind)}

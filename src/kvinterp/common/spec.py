@@ -57,7 +57,7 @@ def plugins_of(folder: ModuleType, base: type[Plugin]) -> dict[str, type[Plugin]
     )
 
 
-def plugins_read(base: str, place: str = "") -> dict[str, type]:
+def plugins_read(base: str, place: str = "") -> dict[str, Any]:
     """What :func:`plugins_of` finds, with fields and docstrings, read from the source: no plugin is imported, nor torch.
 
     Args:
