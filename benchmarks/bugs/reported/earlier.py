@@ -262,7 +262,7 @@ REPORTS = {
     ),
     "from scratch": earlier(
         "Lightning-AI/litgpt#2165",
-        "",
+        "2025-11",
         "a model and cache of one's own: every cached step begins at position 0",
         from_scratch,
     ),
