@@ -8,7 +8,7 @@ import pkgutil
 from pathlib import Path
 from typing import Any
 
-from kvinterp.common.spec import is_class, plugins_read
+from kvinterp.common.spec import plugins_read
 from kvinterp.study.experiments.base import Experiment
 
 _OTHERS = (
@@ -54,13 +54,7 @@ def experiment_read(name: str) -> Any:
 
 def experiment_named(name: str) -> type[Experiment]:
     """The experiment of a command."""
-    module = importlib.import_module(_module(name))
-    (experiment,) = (
-        value
-        for value in vars(module).values()
-        if is_class(value) and issubclass(value, Experiment) and value.__module__ == module.__name__
-    )
-    return experiment
+    return getattr(importlib.import_module(_module(name)), experiment_read(name).__name__)
 
 
 def _module(name: str) -> str:
