@@ -148,7 +148,7 @@ def _checks(
     checks = dict[str, Check]()
     for check in (*wrong, *(one for one in others if one.program in asked), *right, *others):
         checks.setdefault(check.name, check)
-    return [*checks.values()]
+    return sorted(checks.values(), key=lambda check: (check.status != WRONG, check.status != RIGHT))
 
 
 def _wrong(subject: Subject, one: Outcome, status: str, ran: int) -> Check:
