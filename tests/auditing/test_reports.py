@@ -12,9 +12,8 @@ from reports import REPORTS, answered, found
 SHOWN = 1e-3
 """How far of the largest logit a fault has to move an answer; without the faults the loops are below 1e-5."""
 
-MISSED = {"no cache", "one embedding", "mamba beams", "state left behind"}
-"""generate() without a cache, and from embeddings, is not tried; Mamba's own faults end the search before its beams; a request in
-between and a text that goes on behind it are drawn as program 71."""
+MISSED = {"state left behind"}
+"""A request in between and a text that goes on behind it are drawn as program 71."""
 
 WRONG_WITHOUT_FAULTS = {"mamba beams", "Mamba2, first of a chunk", "Mamba2, from zero", "state left behind"}
 """What transformers 5.23 has besides (docs/wild.md)."""
