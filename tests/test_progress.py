@@ -67,7 +67,7 @@ def test_stages_are_said_in_a_line_each_where_no_terminal_shows_them(
     for screen, progress, lines in ((io.StringIO(), "bar", 3), (io.StringIO(), "none", 0), (Terminal(), "bar", 0)):
         caplog.clear()
         monkeypatch.setattr("sys.stderr", screen)
-        run_cells([Cell("one", f"{__name__}:staged")], progress=progress)
+        run_cells([Cell("one", staged)], progress=progress)
         assert [message for message in caplog.messages if message.startswith("now: ")] == [
             f"now: {stage}" for stage in ("float16", "float32", "programs of the cache")[:lines]
         ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from plans_planted.everything import FAULTS
-from plans_planted.fault import checked
+from plans_planted.fault import NOT_RIGHT, checked
 
 SAMPLE = (
     "positions count the pads: gpt2",
@@ -32,5 +32,8 @@ def test_a_fault_fails_its_plan_and_nothing_else_does(name):
     fault = FAULTS[name]
     assert checked(fault.build(), fault.plan).status == "right"
     found = checked(fault.plant(fault.build()), fault.plan)
-    assert found.status == "wrong", found.detail
-    assert fault.layer is None or found.layer == fault.layer
+    # What is planted in every forward is no fault of the cache's, and is said to be off without one.
+    assert found.status in NOT_RIGHT, found.detail
+    # Where the forward without a cache is what is off, no place is looked for.
+    plain = found.status != "wrong" or "without a cache the same columns are off" in found.detail
+    assert plain or fault.layer is None or found.layer == fault.layer

@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 
 import plans_planted
-from plans_planted.fault import Fault, checked
+from plans_planted.fault import NOT_RIGHT, Fault, checked
 
 NO_FAMILY = ("fault", "tools", "everything")
 FAULTS: dict[str, Fault] = {}
@@ -29,7 +29,8 @@ def main(chosen: Sequence[str]) -> None:
         began = time.process_time()
         clean = checked(fault.build(), fault.plan)
         faulty = checked(fault.plant(fault.build()), fault.plan)
-        found, placed = faulty.status == "wrong", fault.layer is None or faulty.layer == fault.layer
+        found = faulty.status in NOT_RIGHT
+        placed = faulty.status != "wrong" or fault.layer is None or faulty.layer == fault.layer
         seen["found"] += found
         seen["placed"] += found and placed
         seen["missed"] += not found
