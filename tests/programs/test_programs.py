@@ -55,6 +55,8 @@ class Planted(LlamaForCausalLM):
             input_ids = (input_ids + 1) % 99
         if self.fault == "everything" and attention_mask is not None:
             attention_mask = torch.ones_like(attention_mask)
+        if self.fault == "late" and filled and width == 1 and position_ids is not None:
+            position_ids = position_ids + 1
         if self.fault == "crash" and filled and width == 3:
             return super().forward(input_ids, attention_mask[:, :1].view(7, 7))
         if self.fault == "compiled" and torch.compiler.is_compiling():
@@ -202,6 +204,12 @@ def test_a_place_is_the_first_tensor_that_parts():
     assert place is not None
     assert (place.layer, place.module, place.column) == (1, "model.layers.1.self_attn.o_proj", 5)
     assert place.tensor.startswith("output of")
+
+
+def test_positions_are_placed_in_what_the_first_block_makes_of_them():
+    """From the second forward on the module that makes them, in no block, was taken for what comes behind the blocks."""
+    place = placed(planted("late"), program_named("rows(0)+generate(5,3,whole)"))
+    assert (place.layer, place.tensor) in [(0, "Q"), (0, "K")]
 
 
 def test_queries_that_are_rotated_too_far_are_placed(monkeypatch):

@@ -132,12 +132,12 @@ def placed(subject: ModelSubject, program: Program) -> Place | None:
 
 
 def _first(subject: ModelSubject, mine: list[Heard], mask: Tensor, texts: list[list[int]]) -> Place | None:
-    whole, blocks, entered = [_alone(subject, text) for text in texts], _blocks(subject), False
+    whole, blocks = [_alone(subject, text) for text in texts], _blocks(subject)
     first = next((key for key in mine[0] if key[1] == "output of"), None) if mine else None
     widths = [_width(forward) for forward in mine]
     column = mask.shape[1] - sum(widths)
     for forward, width in zip(mine if column >= 0 else [], widths, strict=False):
-        so_far = mask[:, : column + width].bool()
+        so_far, entered = mask[:, : column + width].bool(), False
         for key, tensor in forward.items():
             layer, read = _layer(blocks, key[0]), key[1] in READ
             entered = entered or layer < len(blocks)
