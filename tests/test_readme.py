@@ -40,7 +40,6 @@ tokens, other_tokens = torch.tensor([[5, 6, 7, 8]]), torch.tensor([[9, 8, 7, 6]]
 """Names that the pages use for a reader's own model, config and tokens."""
 MORE = {
     "README": "print(len(both.steps), len(both.layers), len(both.heads), len(both.kv_steps))\ntest_cache()",
-    "mismatch": "test_cache()",
 }
 """What follows a page's blocks: what they define is called."""
 
