@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import sys
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -85,12 +83,7 @@ def subjects() -> dict[str, Subject]:
 
 
 def _of_plans() -> Iterator[Subject]:
-    """The planted faults of named programs that the tests hold, where they are here."""
-    tests = Path(__file__).parents[3] / "tests"
-    if not (tests / "plans_planted" / "everything.py").is_file():
-        return
-    if str(tests) not in sys.path:
-        sys.path.append(str(tests))
+    """The planted faults of named programs."""
     from plans_planted.everything import FAULTS as PLANS
 
     for name, fault in PLANS.items():
