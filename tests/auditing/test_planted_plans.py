@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import pytest
-
 from plans_planted.everything import FAULTS
-from plans_planted.fault import NOT_RIGHT, checked
+from plans_planted.fault import found, placed
 
 SAMPLE = (
     "positions count the pads: gpt2",
@@ -30,10 +29,6 @@ def _case(name):
 @pytest.mark.parametrize("name", map(_case, FAULTS))
 def test_a_fault_fails_its_plan_and_nothing_else_does(name):
     fault = FAULTS[name]
-    assert checked(fault.build(), fault.plan).status == "right"
-    found = checked(fault.plant(fault.build()), fault.plan)
-    # What is planted in every forward is no fault of the cache's, and is said to be off without one.
-    assert found.status in NOT_RIGHT, found.detail
-    # Where the forward without a cache is what is off, no place is looked for.
-    plain = found.status != "wrong" or "without a cache the same columns are off" in found.detail
-    assert plain or fault.layer is None or found.layer == fault.layer
+    check = found(fault)
+    assert check is not None
+    assert placed(fault, check), check

@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 
 import plans_planted
-from plans_planted.fault import NOT_RIGHT, Fault, checked
+from plans_planted.fault import Fault, found, placed
 
 NO_FAMILY = ("fault", "tools", "everything")
 FAULTS: dict[str, Fault] = {}
@@ -27,27 +27,16 @@ def main(chosen: Sequence[str]) -> None:
         if chosen and not any(part in name or fault.plan.startswith(part) for part in chosen):
             continue
         began = time.process_time()
-        clean = checked(fault.build(), fault.plan)
-        faulty = checked(fault.plant(fault.build()), fault.plan)
-        found = faulty.status in NOT_RIGHT
-        placed = faulty.status != "wrong" or fault.layer is None or faulty.layer == fault.layer
-        seen["found"] += found
-        seen["placed"] += found and placed
-        seen["missed"] += not found
-        took = time.process_time() - began
-        bad = "" if found and placed and clean.status != "wrong" else "  <<<"
+        check = found(fault)
+        right = check is not None and placed(fault, check)
+        seen["found"] += check is not None
+        seen["placed"] += right
+        seen["missed"] += check is None
+        took, word = time.process_time() - began, ("missed", None) if check is None else (check.status, check.layer)
         print(
-            f"{name:70} {fault.architecture:10} {fault.plan:22} {clean.status:8} {faulty.status:8} {faulty.layer} {fault.layer} {took:4.1f}{bad}",
+            f"{name:70} {fault.architecture:10} {fault.plan:22} {word} {fault.layer} {took:4.1f}{'' if right else '  <<<'}",
             flush=True,
         )
-        if bad:
-            print(
-                "      clean:",
-                clean.detail[:250] if clean.status == "wrong" else "",
-                " faulty:",
-                faulty.detail[:300],
-                flush=True,
-            )
     print(len(FAULTS), seen)
 
 

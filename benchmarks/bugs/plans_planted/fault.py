@@ -49,7 +49,24 @@ def named(*faults: Fault) -> dict[str, Fault]:
     return found
 
 
-def checked(model: nn.Module, plan: str = "") -> Check:
-    """What an audit's programs, with the plan beside them, say of a model: the first use that is not right, or else one that is."""
-    checks = uses_of(wrap(model), given=programs_named(plan))
-    return next((check for check in checks if check.status in NOT_RIGHT), checks[0])
+def checked(model: nn.Module, plan: str = "") -> list[Check]:
+    """What an audit's programs, with the plan beside them, say of a model."""
+    return uses_of(wrap(model), given=programs_named(plan))
+
+
+def found(fault: Fault) -> Check | None:
+    """The first use that is not right with the fault, and is without it; what is planted in every forward is off without a cache.
+
+    Raises:
+        AssertionError: A use of the clean model is wrong.
+    """
+    clean = {check.name: check.status for check in checked(fault.build(), fault.plan)}
+    assert "wrong" not in clean.values(), clean
+    faulty = checked(fault.plant(fault.build()), fault.plan)
+    return next((check for check in faulty if check.status in NOT_RIGHT and clean.get(check.name) != check.status), None)
+
+
+def placed(fault: Fault, check: Check) -> bool:
+    """Whether a use that is wrong is placed in the fault's layer; where the plain forward is off no place is looked for."""
+    plain = check.status != "wrong" or "without a cache the same columns are off" in check.detail
+    return plain or fault.layer is None or check.layer == fault.layer
