@@ -14,6 +14,7 @@ from kvinterp.auditing.ladder import ONE_BY_ONE, PrecisionRun, band, part_named
 from kvinterp.auditing.values import narrower
 from kvinterp.auditing.verdict import CANNOT_TELL, GOOD, Verdict
 from kvinterp.paths.prompt import PromptDifference
+from kvinterp.programs.names import program_named
 from kvinterp.programs.running import PLAIN, REFUSED, RIGHT, WRONG
 
 NOWHERE: Place = (None, None, "", "")
@@ -131,6 +132,12 @@ class Evidence:
     def _symptoms(self) -> list[str]:
         """What was asked for and is off without a cache too: whoever asked has a wrong answer, whatever the cache does."""
         there = [check for check in self.checks if check.status == PLAIN and check.program in self.asked]
+        # Rows that see each other are off without pads too.
+        batch = next(
+            (check for check in self.checks if (check.status, check.name) == (PLAIN, "batch") and check.program), None
+        )
+        if batch is not None:
+            there = [batch if len(program_named(check.program).rows.pads) > 1 else check for check in there]
         return [
             f"{check.name} changes the answer, with and without a cache: {check.detail.rstrip('.')}, in the program "
             f"{check.program}; what follows is said of the cache alone."
@@ -212,7 +219,9 @@ class Evidence:
             + ("one side sees what the other does not" if size == torch.inf else f"a relative error of {size:.1e}")
             for name, size in sizes.items()
         )
-        clean = [name for name in sorted(self.judged) if name not in sizes]
+        # Of a precision that ran less than one in which it is wrong nothing is known.
+        wide = [self.rungs[name].plan for name in sizes]
+        clean = [n for n in sorted(self.judged) if n not in sizes and any(map(self.rungs[n].plan.covers, wide))]
         sentence += f"; not in {', '.join(clean)}" if clean else ""
         # What was tried and what is likely hold the cached step against the forward without a cache.
         said_of = [f"{sentence}."] if uncached else [f"{sentence}. {_tried(judged)}", *hint(judged, self)]
@@ -436,10 +445,12 @@ def _exercised(evidence: Evidence) -> list[str]:
         by_status.get(check.status, []).append(f"{check.name}{more}")
     options = ", ".join(sorted({check.hint for check in evidence.checks if check.hint.startswith("--")}))
     ends = {
-        PLAIN: ": there a forward without a cache over the same columns is off as well",
+        PLAIN: ": there a forward without a cache over the same columns is off, or raises, as well",
         NOT_RUN: f" ({options} goes there)" if options else "",
     }
-    lines = [f"{named[of]}: {'; '.join(names)}{ends.get(of, '')}" for of, names in by_status.items() if names]
+    lines = [
+        f"{named[of]}: {'; '.join(dict.fromkeys(names))}{ends.get(of, '')}" for of, names in by_status.items() if names
+    ]
     return [f"exercised: {evidence.exercised}", *lines]
 
 

@@ -28,6 +28,9 @@ def page_of(folder: Path) -> Path:
         raise InputError(
             f"folder {str(folder)!r} holds a result without a page: kvinterp show --rewrite makes one from its tables."
         )
+    from kvinterp.common.store import check_finished
+
+    check_finished(folder)
     raise InputError(f"folder {str(folder)!r} holds no page ({_PAGE}): give one that kvinterp wrote.")
 
 

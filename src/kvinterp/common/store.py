@@ -24,6 +24,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from kvinterp.common.files import differences, explaining_errors, replaced, strict_json, sweep_partials
+from kvinterp.errors import InputError
 
 log = logging.getLogger("kvinterp")
 
@@ -88,6 +89,12 @@ class Store:
 
 def _opened(path: Path) -> pq.ParquetFile:
     return pq.ParquetFile(io.BytesIO(path.read_bytes()))
+
+
+def check_finished(folder: Path) -> None:
+    """Raises InputError for a folder that holds the cells of an unfinished run."""
+    if any((folder / CELLS).rglob("*.parquet")):
+        raise InputError(f"folder {str(folder)!r} holds an unfinished run: give the same command again, which goes on.")
 
 
 def clear_cells(folder: Path) -> None:

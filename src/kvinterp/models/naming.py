@@ -119,6 +119,12 @@ def meant(name: str) -> str:
 
 
 def _not_found(name: str, why: str) -> InputError:
+    if ":" in name and not name.startswith(NAMED):
+        return InputError(
+            f"model {shown(name)} cannot be found: {meant(name)}where it is a class of your own, kvinterp audit {name} takes it, "
+            "and every verb takes kv.wrap(model) in Python; else give a hub id, a transformers checkpoint folder, a GGUF file, "
+            "or zoo:NAME."
+        )
     return InputError(
         f"model {shown(name)} cannot be found ({why}): {meant(name)}expected a hub id that can be reached from here, a "
         f"transformers checkpoint folder, a GGUF file, or one of {', '.join(OWN.values())}."

@@ -94,6 +94,9 @@ def _without_a_summary(place: Path) -> Any:
         return Verdict.load(place)
     if is_file(place / "trace.json"):
         return Trace.load(place)
+    from kvinterp.common.store import check_finished
+
+    check_finished(place)
     raise InputError(f"folder {str(place)!r} holds no result: give one that kvinterp wrote, with a summary.json in it.")
 
 

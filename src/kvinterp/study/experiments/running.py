@@ -6,6 +6,7 @@ same for all of them.
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import tempfile
@@ -20,6 +21,8 @@ from kvinterp.errors import InputError, unexpected, unknown
 
 if TYPE_CHECKING:
     from kvinterp.study.experiments.base import Experiment
+
+log = logging.getLogger("kvinterp")
 
 INTERRUPTED = "what was finished is on disk; the same command goes on from there"
 NOTHING = "nothing was finished; run the same command again"
@@ -102,6 +105,7 @@ def _run(experiment: Experiment, out: Path | None, existing: str, progress: str,
                 parts |= run_cells(second, *options)
         except KeyboardInterrupt:
             if store is not None and experiment.PARTIAL == "yes":
+                log.warning("interrupted: tables of what is finished are being written; interrupt again to leave without")
                 parts = CellsMade({cell.key: (cell, store) for cell in cells}).finished()
                 if parts:
                     write(experiment, store.folder, settings, experiment.reduce(parts), ending="interrupted")
