@@ -110,10 +110,6 @@ class Plan:
         """The prefills of one of the prompts: every one of the first, the shortest and the longest of the others."""
         return self.prefills if not prompt else self.ends.prefills
 
-    def covers(self, other: Plan) -> bool:
-        """Whether all that the other runs is run here too."""
-        return {*other.prefills} <= {*self.prefills} and (other.sweep is None or self.sweep is not None)
-
     @property
     def ends(self) -> Plan:
         """Its shortest and its longest prefill, of the first prompt alone."""

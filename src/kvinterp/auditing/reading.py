@@ -219,10 +219,6 @@ class Evidence:
             + ("one side sees what the other does not" if size == torch.inf else f"a relative error of {size:.1e}")
             for name, size in sizes.items()
         )
-        # Of a precision that ran less than one in which it is wrong nothing is known.
-        wide = [self.rungs[name].plan for name in sizes]
-        clean = [n for n in sorted(self.judged) if n not in sizes and any(map(self.rungs[n].plan.covers, wide))]
-        sentence += f"; not in {', '.join(clean)}" if clean else ""
         # What was tried and what is likely hold the cached step against the forward without a cache.
         said_of = [f"{sentence}."] if uncached else [f"{sentence}. {_tried(judged)}", *hint(judged, self)]
         return "bug", finding.place, [*said_of, *self._said_of_uses()]

@@ -141,11 +141,11 @@ def _logits_by_layer(through: Unembedding, trace: Trace, places: Sequence[tuple[
 
 def _table(adapter: Adapter, a: Tensor, b: Tensor) -> pd.DataFrame:
     """Compares two ``[layer, vocab]`` of logits: a row a layer."""
-    tops = [logits.argmax(-1).double() for logits in (a, b)]
     numbers = {
         "kl": metrics.kl_divergence(a, b),
         "max_abs_logit": (a - b).abs().amax(-1),
-        **dict(zip(("top_a", "top_b"), tops, strict=True)),
+        "top_a": a.argmax(-1).double(),
+        "top_b": b.argmax(-1).double(),
         "kl_to_last": metrics.kl_divergence(a, a[-2:-1].expand_as(a)),
     }
     # Read at once, because each read waits for the device.

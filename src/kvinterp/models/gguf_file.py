@@ -62,11 +62,9 @@ def reading_once(file: Path | None) -> Iterator[None]:
 
     import gguf
 
-    reader, names = gguf.GGUFReader, gguf.get_tensor_name_map
-    read = functools.cache(reader)
-    with mock.patch.multiple(
-        gguf, GGUFReader=lambda path: read(Path(path).resolve()), get_tensor_name_map=functools.cache(names)
-    ):
+    read = functools.cache(gguf.GGUFReader)
+    names = functools.cache(gguf.get_tensor_name_map)
+    with mock.patch.multiple(gguf, GGUFReader=lambda path: read(Path(path).resolve()), get_tensor_name_map=names):
         yield
 
 

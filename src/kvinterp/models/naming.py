@@ -119,14 +119,9 @@ def meant(name: str) -> str:
 
 
 def _not_found(name: str, why: str) -> InputError:
-    if ":" in name and not name.startswith(NAMED):
-        return InputError(
-            f"model {shown(name)} cannot be found: {meant(name)}where it is a class of your own, kvinterp audit {name} takes it, "
-            "and every verb takes kv.wrap(model) in Python; else give a hub id, a transformers checkpoint folder, a GGUF file, "
-            "or zoo:NAME."
-        )
+    own = f"a class of your own (for kvinterp audit {name}, or kv.wrap(model) in Python), " * (":" in name)
     return InputError(
-        f"model {shown(name)} cannot be found ({why}): {meant(name)}expected a hub id that can be reached from here, a "
+        f"model {shown(name)} cannot be found ({why}): {meant(name)}expected {own}a hub id that can be reached from here, a "
         f"transformers checkpoint folder, a GGUF file, or one of {', '.join(OWN.values())}."
     )
 

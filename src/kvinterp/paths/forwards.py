@@ -6,6 +6,8 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
+from torch import Tensor
+
 from kvinterp.models import Adapter
 from kvinterp.models.attaching import Listener, Site
 from kvinterp.models.state import Leftover
@@ -49,3 +51,8 @@ class HookedForwards:
         context = self._adapter.listening(self.listeners) if self.listeners else contextlib.nullcontext()
         with context, self._adapter.own_state(self._state), self._kernels:
             return forward(*args)
+
+
+def in_chunks(tokens: Tensor, chunk: int | None) -> tuple[Tensor, ...]:
+    """Cuts tokens, ``[batch, position]``, into pieces of so many positions, the last of fewer; into one piece for None."""
+    return tokens.split(min(chunk or tokens.shape[1], tokens.shape[1]), 1)

@@ -23,8 +23,7 @@ from kvinterp.models import Adapter, dtype_named
 from kvinterp.models.attaching import Listener, Site
 from kvinterp.models.sites import ATTENDED_SITES
 from kvinterp.paths import programmed
-from kvinterp.paths.chunks import in_chunks
-from kvinterp.paths.forwards import HookedForwards
+from kvinterp.paths.forwards import HookedForwards, in_chunks
 from kvinterp.paths.model_cache import Stores, path_store, uncached
 from kvinterp.paths.path import ExecutionPath, Recompute
 from kvinterp.paths.smoothing import Recomputed, Smoothed

@@ -19,8 +19,7 @@ from kvinterp.models import Adapter, dtype_named
 from kvinterp.models.caches import OwnCache, Preallocated
 from kvinterp.models.hooks import hooks_suspended
 from kvinterp.models.provenance import autocast
-from kvinterp.paths.chunks import in_chunks
-from kvinterp.paths.forwards import HookedForwards
+from kvinterp.paths.forwards import HookedForwards, in_chunks
 from kvinterp.paths.path import ExecutionPath
 from kvinterp.paths.store import Growing, PassThrough, ReadListener, Store, policy_listeners
 from kvinterp.policies import Identity
