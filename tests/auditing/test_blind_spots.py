@@ -122,6 +122,14 @@ def test_a_mask_that_is_lost_with_and_without_a_cache_leads_where_padding_was_as
     assert asked.exit_code == 0, asked.reading
 
 
+def test_what_was_asked_for_is_shrunk_to_what_it_takes() -> None:
+    """Rows that see each other are off without pads too: where padded rows were asked for, padding was named."""
+    model = build("llama")
+    model.model.layers[0].register_forward_hook(lambda m, args, out: out + 1e-2 * (out.mean(0, keepdim=True) - out))
+    asked = quick(model, rungs=("float32",), lengths=(5,), checks="default", programs=1, calls="batched(8)")
+    assert asked.reading.startswith("batch changes the answer, with and without a cache: "), asked.reading
+
+
 # Kernels and casts -----------------------------------------------------------------------------------------------------
 
 

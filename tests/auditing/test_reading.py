@@ -130,13 +130,13 @@ def test_the_word_and_its_sentence(seen: Evidence, word: str, code: int, said: s
 
 def test_a_symptom_that_was_asked_for_leads() -> None:
     """It stood at the end of the first line, as one of "7 off without a cache too" behind the word PASS."""
-    off = Check("left padding", PLAIN, "without a cache the same columns are off by 0.3.", program="rows(5)+feed(22)")
-    asked = evidence(CLEAN, checks=[off], asked=("rows(5)+feed(22)",)).judge()
+    off = Check("left padding", PLAIN, "without a cache the same columns are off by 0.3.", program="rows(1)+feed(2)")
+    asked = evidence(CLEAN, checks=[dataclasses.replace(off, asked="rows(5)+feed(22)")]).judge()
     first, second, *_ = asked.reading.splitlines()
     assert first.startswith("left padding changes the answer, with and without a cache: without a cache the same columns")
     assert second.startswith("PASS  rounding")
     assert asked.exit_code == 0, "the cache adds nothing to it"
-    unasked = evidence(CLEAN, checks=[off], asked=("rows(0)+feed(9)",)).judge()
+    unasked = evidence(CLEAN, checks=[off]).judge()
     assert unasked.reading.startswith("PASS  rounding")
 
 

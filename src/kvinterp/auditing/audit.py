@@ -207,9 +207,7 @@ def audit(
         def exercised() -> list[Check]:
             return [] if checks == "none" else uses_of(adapter, count * more, most * more, seed, extra, reach, tell)
 
-        auditor = _Auditor(adapter, plan, dtypes, exercised, tell)
-        auditor.evidence.asked = tuple(map(str, extra))
-        evidence = auditor.run()
+        evidence = _Auditor(adapter, plan, dtypes, exercised, tell).run()
 
         about = provenance(adapter, lengths=list(plan.prefills), steps=plan.steps)
         about |= {"prompt_differs": dataclasses.asdict(evidence.prompt)} if evidence.prompt is not None else {}

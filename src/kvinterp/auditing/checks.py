@@ -33,6 +33,7 @@ class Check:
         tried: How many programs tried it.
         program: The smallest program that shows it.
         lines: It as lines of plain Python.
+        asked: The program that the user asked for and that came to this, unless it is wrong or right.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Check:
     tried: int = 0
     program: str = ""
     lines: str = ""
+    asked: str = ""
 
     @property
     def failure(self) -> str:

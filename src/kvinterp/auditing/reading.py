@@ -14,7 +14,6 @@ from kvinterp.auditing.ladder import ONE_BY_ONE, PrecisionRun, band, part_named
 from kvinterp.auditing.values import narrower
 from kvinterp.auditing.verdict import CANNOT_TELL, GOOD, Verdict
 from kvinterp.paths.prompt import PromptDifference
-from kvinterp.programs.names import program_named
 from kvinterp.programs.running import PLAIN, REFUSED, RIGHT, WRONG
 
 NOWHERE: Place = (None, None, "", "")
@@ -60,7 +59,6 @@ class Evidence:
         checks: What else was exercised.
         grid_module: The module from which on everything lies on a 16-bit grid, if the logits do.
         refused: The rungs that torch cannot run this model in, and why.
-        asked: The programs that the user asked for, as texts.
         exercised: The lengths and positions that were run, in a sentence.
         random: The largest relative difference of the same forward run twice.
         prompt: How far a prompt itself is apart with and without a cache, where that is no rounding.
@@ -79,7 +77,6 @@ class Evidence:
     checks: list[Check] = dataclasses.field(default_factory=list)
     grid_module: str = ""
     refused: dict[str, str] = dataclasses.field(default_factory=dict)
-    asked: tuple[str, ...] = ()
     exercised: str = ""
     random: float = 0.0
     prompt: PromptDifference | None = None
@@ -131,17 +128,11 @@ class Evidence:
 
     def _symptoms(self) -> list[str]:
         """What was asked for and is off without a cache too: whoever asked has a wrong answer, whatever the cache does."""
-        there = [check for check in self.checks if check.status == PLAIN and check.program in self.asked]
-        # Rows that see each other are off without pads too.
-        batch = next(
-            (check for check in self.checks if (check.status, check.name) == (PLAIN, "batch") and check.program), None
-        )
-        if batch is not None:
-            there = [batch if len(program_named(check.program).rows.pads) > 1 else check for check in there]
         return [
             f"{check.name} changes the answer, with and without a cache: {check.detail.rstrip('.')}, in the program "
             f"{check.program}; what follows is said of the cache alone."
-            for check in there
+            for check in self.checks
+            if check.status == PLAIN and check.asked
         ]
 
     def _evidence(self) -> dict[str, dict[str, Any]]:

@@ -25,7 +25,7 @@ from kvinterp.programs.pasted import pasted
 from kvinterp.programs.place import placed
 from kvinterp.programs.program import Program
 from kvinterp.programs.running import PLAIN, REFUSED, RIGHT, WRONG, OwnError, named
-from kvinterp.programs.search import FIRST, Outcome, Searched, base_of, search, tried
+from kvinterp.programs.search import FIRST, Outcome, Searched, base_of, least, search, tried
 from kvinterp.programs.subject import ModelSubject, Subject, apart
 
 PROGRAMS, SECONDS = 60, 40.0
@@ -143,10 +143,13 @@ def _checks(
         times = "1 program" if count == 1 else f"{count} programs"
         said = f"right in {times}: at most {found.worst:.1e} of the largest logit off"
         right.append(Check(use, RIGHT, f"{said}.", found.worst, subject.limit, tried=count))
-    for (word, use), one in found.others.items():
-        others.append(Check(use, word, f"{one.why.rstrip('.')}.", tried=1, program=str(one.program)))
+    for (word, _), one in found.others.items():
+        if (origin := str(one.program)) in asked and word == PLAIN:
+            one = least(subject, one, 0)
+        origin = origin if origin in asked else ""
+        others.append(Check(one.use, word, f"{one.why.rstrip('.')}.", tried=1, program=str(one.program), asked=origin))
     checks = dict[str, Check]()
-    for check in (*wrong, *(one for one in others if one.program in asked), *right, *others):
+    for check in (*wrong, *(one for one in others if one.asked), *right, *others):
         checks.setdefault(check.name, check)
     return sorted(checks.values(), key=lambda check: (check.status != WRONG, check.status != RIGHT))
 

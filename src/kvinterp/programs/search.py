@@ -170,6 +170,14 @@ def tried(subject: Subject, program: Program) -> Outcome:
     return Outcome(run, *run.run())
 
 
+def least(subject: Subject, one: Outcome, seconds: float) -> Outcome:
+    """The outcome of the smallest program that comes to the same word."""
+    until = time.process_time() + max(seconds, 5.0)
+    small = tried(subject, shrunk(one.program, lambda program: tried(subject, program).word == one.word, until))
+    # What is right when it is run again depends on what ran before.
+    return dataclasses.replace(small, ran=one.ran, origin=str(one.program)) if small.word == one.word else one
+
+
 def search(
     subject: Subject,
     programs: int = 60,
@@ -209,11 +217,7 @@ def search(
             found.tried.update(one.run.uses)
             found.worst = max(found.worst, one.run.worst)
         elif one.word == WRONG and not known & set(map(base_of, one.run.uses)):
-            if not enough:
-                until = time.process_time() + max(seconds / 4, 5.0)
-                least = tried(subject, shrunk(program, lambda p: tried(subject, p).word == WRONG, until))
-                # What is right when it is run again depends on what ran before.
-                one = dataclasses.replace(least, ran=found.ran, origin=str(program)) if least.word == WRONG else one
+            one = one if enough else least(subject, one, seconds / 4)
             if not known & set(map(base_of, one.run.uses)):
                 found.wrong.append(one)
                 known.add(base_of(one.use))
