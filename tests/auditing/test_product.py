@@ -13,6 +13,8 @@ from architectures import build
 import kvinterp as kv
 from command_line import kvinterp, wrong
 from kvinterp.auditing import audit
+from kvinterp.auditing.checks import Check
+from kvinterp.programs.running import PLAIN
 from kvinterp.study.report.audit import page
 from kvinterp.testing import assert_cache_consistent
 
@@ -199,10 +201,12 @@ def _with(made: kv.auditing.Audit, **changed: object) -> kv.auditing.Audit:
 
 
 def test_the_page_says_what_the_verdict_says(passing: kv.auditing.Audit, failing: kv.auditing.Audit) -> None:
-    for made, mark in ((passing, "good"), (failing, "bad"), (_with(passing, verdict="cannot-tell"), "unsure")):
+    off = _with(passing, checks=(Check("left padding", PLAIN, "off.", asked="rows(5)+feed(22)"),))
+    unsure = (_with(passing, verdict="cannot-tell"), off)
+    for made, mark in ((passing, "good"), (failing, "bad"), *((each, "unsure") for each in unsure)):
         text = page(made)
         assert f'<div class="answer {mark}"><strong>{made.verdict.reading.splitlines()[0]}' in text
-        assert "the audit was made without further checks" in text
+        assert ("the audit was made without further checks" in text) is (made is not off)
         assert "fixed order: equal checks" in text
         assert text.count("<script") == 1, "the page's own"
     text = page(failing)

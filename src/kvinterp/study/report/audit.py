@@ -15,7 +15,7 @@ from kvinterp.common.numbers import counted
 from kvinterp.errors import InputError
 from kvinterp.findings import Chart, Panel
 from kvinterp.models.adapter import DTYPES
-from kvinterp.programs.running import REFUSED, RIGHT, WRONG
+from kvinterp.programs.running import PLAIN, REFUSED, RIGHT, WRONG
 from kvinterp.study.report import engine
 from kvinterp.study.report.charts import draw_chart
 from kvinterp.study.report.experiment import kicker_of
@@ -113,7 +113,7 @@ def page_of(verdict: Verdict, blocks: Sequence[Any], files: Sequence[str] = ()) 
     # What a model that passes showed in each precision stands with the ladder.
     passes = verdict.exit_code == 0 and bool(verdict.evidence)
     why, more = why[:1], [*map(Text, why[1:])]
-    figure = ladder_figure(verdict.evidence)
+    figure, off = ladder_figure(verdict.evidence), any(check.status == PLAIN and check.asked for check in verdict.checks)
     rungs = table_of_rows([_rung_row(name, rung) for name, rung in verdict.evidence.items()])
     ladder = [
         Folded("The ladder, precision by precision", [*(more if passes else []), Text(_LADDER, look="note"), rungs]),
@@ -121,7 +121,8 @@ def page_of(verdict: Verdict, blocks: Sequence[Any], files: Sequence[str] = ()) 
         Folded("Block by block, given equal inputs", blocks),
     ]
     parts = [
-        Answer([first, *why], {0: "good", 3: "unsure"}.get(verdict.exit_code, "bad")),
+        # Of what was asked for and is off the first line says so, though the cache passes.
+        Answer([first, *why], {0: "unsure" if off else "good", 3: "unsure"}.get(verdict.exit_code, "bad")),
         *([] if passes else [Folded(f"{counted(len(more), 'more sentence')} on why", more)] * bool(more)),
         *([Table([Column(IN_PYTHON.rstrip(":"), "pre")], [[program]])] if program else []),
         *([_first_place(verdict)] if verdict.exit_code == 1 else []),
