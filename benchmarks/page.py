@@ -31,7 +31,7 @@ from kvinterp._version import __version__
 from kvinterp.comparison import COLUMNS, PARTS, Comparison
 from kvinterp.models.provenance import device_name
 from kvinterp.study.report.page import Text, render
-from kvinterp.study.report.tokens import SCRIPTS, SHEETS, changes
+from kvinterp.study.report.tokens import changes
 
 WORDS = [" the", " of", " and", "\n", " answer", " is", " 12", ".", " a", " cat", "s", " 7", "=", " so", " one", " who"]
 DRAWN = (200, 2000)
@@ -128,7 +128,7 @@ def plain(made: Comparison, layers: int, heads: int, count: int) -> str:
         figures.append(
             f'<h3>{example}, step {step}</h3><svg viewBox="0 0 {12 * heads} {12 * layers}" width="200">{cells}</svg>'
         )
-    return render("report", "plain", [Text("plain")]).replace("</main>", "".join(figures) + "</main>")
+    return render("plain", [Text("plain")]).replace("</main>", "".join(figures) + "</main>")
 
 
 def along(few: float, many: float, whole: int) -> float:
@@ -195,7 +195,7 @@ def main() -> None:
     given = parser.parse_args()
     made = made_up(given.prompts, given.steps, given.layers, given.heads)
     begun = time.perf_counter()
-    page = render("report", "page", changes({"": made}), scripts=SCRIPTS, sheets=SHEETS)
+    page = render("page", changes({"": made}))
     written = time.perf_counter() - begun
     bases = [plain(made, given.layers, given.heads, count) for count in DRAWN]
     whole = given.prompts * given.steps

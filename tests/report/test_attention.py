@@ -139,11 +139,11 @@ def test_heads_are_chosen_by_kl_and_said(model: Any) -> None:
 
 def test_long_contexts_are_cropped_to_the_newest_or_pooled(model: Any) -> None:
     whole = attention_comparison(model, PROMPT, step=STEP, layers=0, heads=[0])
-    length = len(whole.page.tokens)
+    length = len(whole.page.rows)
     cropped = attention_comparison(model, PROMPT, step=STEP, layers=0, heads=[0], cells=10)
     assert np.array_equal(cropped.page.heads[0].a, whole.page.heads[0].a[-10:, -10:])
-    assert cropped.page.places[0][0] == f"position {length - 10}"
-    assert cropped.page.tokens[0].startswith(f"{length - 10}: ")
+    assert cropped.page.rows[0][1] == f"position {length - 10}"
+    assert cropped.page.rows[0][0].startswith(f"{length - 10}: ")
     inside = np.mean([head.sum(1).mean() for head in (cropped.page.heads[0].a, cropped.page.heads[0].b)])
     assert f"{inside:.1%} of their attention" in cropped.page.html()
 
@@ -191,10 +191,9 @@ def test_markup_in_prompts_stays_text(model: Any) -> None:
     assert reader.tags.count("script") == 3
     assert reader.comments == 0
     pieces = model.pieces(model.encode(HOSTILE))
-    assert _data(shown.page.html())["tokens"][: len(pieces)] == list(shown.page.tokens[: len(pieces)])
-    assert (
-        "".join(shown.page.tokens[1 : len(pieces)]).replace("·", " ").startswith("<script>document.title='owned'</script>")
-    )
+    tokens = [text for text, *_ in shown.page.rows]
+    assert _data(shown.page.html())["tokens"] == tokens
+    assert "".join(tokens[1 : len(pieces)]).replace("·", " ").startswith("<script>document.title='owned'</script>")
 
 
 def test_in_a_notebook_it_shows_itself_in_a_frame_without_rights(model: Any) -> None:

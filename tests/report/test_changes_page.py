@@ -15,7 +15,7 @@ from browser import EVIL, IN_A_BROWSER, Opened, check_markup, check_page
 
 from kvinterp.comparison import Comparison
 from kvinterp.study.report.page import render
-from kvinterp.study.report.tokens import SCRIPTS, SHEETS, changes
+from kvinterp.study.report.tokens import changes
 from synthetic import comparison, comparison_page
 
 pytestmark = IN_A_BROWSER
@@ -24,7 +24,7 @@ pytestmark = IN_A_BROWSER
 def written(folder: Path, **found: Comparison) -> Path:
     path = folder / "page.html"
     one = {"": next(iter(found.values()))} if len(found) == 1 else found
-    path.write_text(render("report", "x", changes(one), scripts=SCRIPTS, sheets=SHEETS), encoding="utf-8")
+    path.write_text(render("x", changes(one)), encoding="utf-8")
     return path
 
 

@@ -13,7 +13,6 @@ import pytest
 
 from kvinterp.study.report.page import (
     Answer,
-    Bullets,
     Column,
     Folded,
     Links,
@@ -33,7 +32,6 @@ PARTS = [
     *(Text(EVIL, EVIL if not look else "", look) for look in ("", "note", "h2", "h3", "alert", "frame")),
     Answer([EVIL]),
     Answer([EVIL, EVIL], "good"),
-    Bullets([EVIL]),
     Pairs({EVIL: EVIL}),
     Picture(EVIL, b"a figure"),
     Table(HEAD, [[EVIL] * 5], EVIL, EVIL, EVIL),
@@ -52,19 +50,19 @@ def test_every_part_is_text(part: Any) -> None:
     assert "&lt;script&gt;" in shown
     assert EVIL not in shown
     # The page's own script, and no other.
-    assert render("report", EVIL, [part], EVIL, EVIL).count("<script") == 1
+    assert render(EVIL, [part], EVIL, EVIL).count("<script") == 1
 
 
 def test_only_the_scripts_that_are_named_may_run() -> None:
-    """Those of the page's look, by their hash; a page without scripts allows none."""
-    shown = render("report", "x")
+    """Those of the page's parts, by their hash."""
+    shown = render("x", [])
     (code,) = re.findall(r'<script type="module">(.*?)</script>', shown, re.DOTALL)
     allowed = base64.b64encode(hashlib.sha256(code.encode()).digest()).decode()
     assert f"script-src 'sha256-{allowed}'\">" in shown
     assert "unsafe-inline'; script-src" in shown
-    bare = render("report", "x", scripts=())
-    assert "script" not in bare
-    assert "default-src 'none'" in bare
+    assert "default-src 'none'" in shown
+    assert "#kv-changes" not in code
+    assert "#kv-changes" in render("x", [Packed("kv-changes", {})])
 
 
 def test_links_go_to_files_beside_the_page_whatever_their_names() -> None:

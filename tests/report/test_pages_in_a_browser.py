@@ -70,7 +70,7 @@ FAULTS = {
 
 
 def test_what_is_wrong_with_a_page_is_found(page_opened: Callable[..., Opened], tmp_path: Path) -> None:
-    path, whole = tmp_path / "page.html", render("report", "x")
+    path, whole = tmp_path / "page.html", render("x", [])
     path.write_text(whole, encoding="utf-8")
     opened = page_opened(path, 420, "dark")
     assert faults_of(opened) == []

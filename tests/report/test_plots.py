@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from kvinterp.comparison import Comparison
 from kvinterp.comparison.findings import NAMES, charts_of_comparisons
 from kvinterp.study.report.charts import draw_chart, zero_aware
-from kvinterp.study.report.style import applying_style
+from kvinterp.study.report.style import sheet
 from synthetic import comparison
 
 MADE = {
@@ -53,8 +53,8 @@ def test_nothing_is_cut_off(name: str, what: str) -> None:
 
 
 def test_zeros_get_a_strip_of_their_own_under_every_positive_value() -> None:
-    with applying_style():
-        axes = Figure().subplots()
+    with sheet(6.4, 4.8) as figure:
+        axes = figure.subplots()
         zero_aware(axes, np.array([0.0, 3e-9, np.nan, 2e-4]))
         axes.figure.draw_without_rendering()
         labels = [tick.get_text() for tick in axes.get_yticklabels()]

@@ -136,8 +136,3 @@ def machine_of(provenance: Mapping[str, Any]) -> str:
     """The hardware of a measurement, and its threads."""
     threads = provenance["threads"]
     return f"{provenance['device']}, {threads if isinstance(threads, str) else counted(threads, 'thread')}"
-
-
-def machines_of(provenances: Iterable[Mapping[str, Any]]) -> str:
-    """The hardware of some results, each once."""
-    return listed(list(dict.fromkeys(map(machine_of, provenances))))

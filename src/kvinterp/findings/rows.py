@@ -145,15 +145,39 @@ def lines_of(table: pd.DataFrame) -> list[str]:
 
 def line(row: Finding) -> str:
     """Writes a finding in one line: labels, name, estimate, interval, n, null, test, verdict and note."""
-    labels = place(row)
-    amount = "has no number" if pd.isna(row["estimate"]) else value(row, row["estimate"])
-    subject = f"{f'{labels}: ' if labels else ''}{row['finding']} {amount}"
-    interval = ends_said(row["low"], row["high"], "95% interval {}", lambda end: bare(row, end))
-    n = f"n = {units(row)}" if row["n"] else ""
-    null = "" if pd.isna(row["null"]) else f"null {bare(row, row['null'])}"
-    within = ", ".join(filter(None, (interval, n, null, p_values_of(row))))
+    words = in_words(row)
+    amount = "has no number" if pd.isna(row["estimate"]) else words["estimate"]
+    interval, n = (
+        f"{name} {words[key]}" if words[key] else "" for name, key in (("95% interval", "interval"), ("n =", "n"))
+    )
+    within = ", ".join(filter(None, (interval, n, words["null"], words["test"])))
+    subject = ": ".join(filter(None, (words["of"], f"{row['finding']} {amount}{f' ({within})' if within else ''}")))
     ending = "; ".join(filter(None, (row["verdict"], row["note"])))
-    return in_one_line(f"{subject}{f' ({within})' if within else ''}{f': {ending}' if ending else ''}.")
+    return in_one_line(f"{subject}{f': {ending}' if ending else ''}.")
+
+
+def in_words(row: Finding) -> dict[str, str]:
+    """The labels and numbers of a finding as texts: of, estimate, interval, n, null and test; empty where there is none."""
+
+    def written(amount: float) -> str:
+        if row["measure"] != "%" or pd.isna(amount):
+            return number(amount)
+        return f"{100 * amount:.3g}%" if abs(amount) < 100 else f"{number(100 * amount)}%"
+
+    unit = row["unit"].removesuffix("s") if row["n"] == 1 else row["unit"]
+    measure = "" if row["measure"] == "%" else row["measure"]
+    test = row["test"]
+    if not pd.isna(row["p"]):
+        corrected = "" if pd.isna(row["p_corrected"]) else f", corrected {number(row['p_corrected'])}"
+        test = f"{test or 'test'} p = {number(row['p'])}{corrected}"
+    return {
+        "of": place(row),
+        "estimate": f"{written(row['estimate'])} {measure}".rstrip(),
+        "interval": ends_said(row["low"], row["high"], "{}", written),
+        "n": f"{row['n']:,g} {unit}" if row["n"] else "",
+        "null": "" if pd.isna(row["null"]) else f"null {written(row['null'])}",
+        "test": test,
+    }
 
 
 def place(row: Finding) -> str:
@@ -165,32 +189,6 @@ def place(row: Finding) -> str:
         labels["spot"] = f"{spot} ({labels.pop('text')!r})" if "text" in labels else spot
     words = (label if isinstance(label, str) else f"{name.replace('_', ' ')} {label:g}" for name, label in labels.items())
     return ", ".join(words)
-
-
-def units(row: Finding) -> str:
-    """How many units a finding rests on, in words."""
-    unit = row["unit"].removesuffix("s") if row["n"] == 1 else row["unit"]
-    return f"{row['n']:,g} {unit}" if row["n"] else ""
-
-
-def value(row: Finding, amount: float) -> str:
-    """Writes a number with the finding's unit of measure."""
-    return bare(row, amount) if row["measure"] == "%" else f"{number(amount)} {row['measure']}".rstrip()
-
-
-def bare(row: Finding, amount: float) -> str:
-    """Writes a number without its unit, but a share in percent."""
-    if row["measure"] != "%" or pd.isna(amount):
-        return number(amount)
-    return f"{100 * amount:.3g}%" if abs(amount) < 100 else f"{number(100 * amount)}%"
-
-
-def p_values_of(row: Finding) -> str:
-    """The test of a finding and its p-values in words; empty if there is no test."""
-    if pd.isna(row["p"]):
-        return str(row["test"])
-    corrected = "" if pd.isna(row["p_corrected"]) else f", corrected {number(row['p_corrected'])}"
-    return f"{row['test'] or 'test'} p = {number(row['p'])}{corrected}"
 
 
 def only(table: pd.DataFrame, **values: Any) -> pd.DataFrame:

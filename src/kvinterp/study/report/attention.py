@@ -118,41 +118,47 @@ def attention_comparison(
         InputError: A step, layer, head or position does not exist, or the two sides have different tokens.
         UnsupportedError: The pattern cannot be derived (flash attention), or a path keeps too little of it.
     """
-    check_choice("fit", fit, ("crop", "pool"))
+    choices: dict[str, tuple[Any, Any]] = {
+        "step": (step, None),
+        "a": (a, "cached"),
+        "b": (b, "recompute"),
+        "model": (model, None),
+        "example": (example, 0),
+    }
     if is_activation_cache(source):
-        check_unread("step", step, None, "a cache is of one forward; leave it out")
-        check_unread("model", model, None, "a cache has no tokens; give their text, tokens=model.to_str_tokens(text)")
-        source, other, step = *_traces_of_caches(source, other), 0
+        unread, why = (
+            ("step", "a", "b", "model", "example"),
+            "a cache holds one forward, and its text is given as tokens=...",
+        )
+        source, other, step = _trace_of(source), _trace_of(other), 0
+    elif isinstance(source, Trace):
+        unread, why = ("a", "b", "example"), "traces have paths"
+    elif isinstance(source, Comparison):
+        unread, why = ("a", "b"), "a comparison has paths"
+    else:
+        unread, why = ("model", "example"), "the model came first, and its prompt second"
+    for name in unread:
+        check_unread(name, *choices[name], f"{why}; leave it out")
+    check_choice("fit", fit, ("crop", "pool"))
     if step is None:
         raise InputError(
             "no step was given: give step=..., such as step=5; 0 is the prefill, which is the same on most paths."
         )
-    for name, value, least in (("step", step, 0), ("cells", cells, 2), ("most", most, 1)):
+    for name, value, least in (("step", step, 0), ("cells", cells, 2), ("most", most, 1), ("example", example, 0)):
         if value is not None:
             check_whole(name, value, least)
     layers, heads = ([value] if isinstance(value, int) else value for value in (layers, heads))
-    subject = "traces have" if isinstance(source, Trace) else "a comparison has" if isinstance(source, Comparison) else ""
-    for name, path, default in (("a", a, "cached"), ("b", b, "recompute")) if subject else ():
-        check_unread(name, path, default, f"{subject} paths; leave it out")
-    if isinstance(source, Comparison):
-        check_whole("example", example, 0)
-    else:
-        check_unread("example", example, 0, "it is one of a comparison's; give kv.compare(...) first, or leave it out")
-    if positions is not None:
-        check_unread("cells", cells, 48, "positions are given; leave one of the two out")
-        check_unread("fit", fit, "crop", "positions are given; leave one of the two out")
     if isinstance(source, Trace):
         pair, adapter = _two_traces(source, other), None if model is None else wrap(model)
-    elif isinstance(source, Comparison):
-        model, other = _model_and_prompt(source, model, other, example)
-        adapter = wrap(model)
-        pair = _rerun(source, adapter, other, example, step, layers)
     else:
-        check_unread("model", model, None, "the model came first; leave it out")
-        adapter = wrap(source)
-        if other is None:
+        if isinstance(source, Comparison):
+            adapter, *asked = _rerun(source, model, other, example, step)
+        elif other is None:
             raise InputError("no prompt was given: call attention_comparison(model, prompt, step=...).")
-        pair = _run_both(adapter, other, (path_named(a), path_named(b)), step, layers, None)
+        else:
+            adapter, *asked = wrap(source), other, (path_named(a), path_named(b)), None
+        # The traces hold the layers that were asked for.
+        pair, layers = _run_both(adapter, *asked, step=step, layers=layers), None
     ids = _tokens_fed(pair, step)
     if tokens is not None:
         texts = [check_text("tokens", text, "['2', ' +']") for text in given_list("tokens", tokens, "a list of texts")]
@@ -164,11 +170,11 @@ def attention_comparison(
     view = View.choose(len(ids), positions, cells, fit)
     shown_heads: list[ShownHead] = []
     with located(f"step {step}"):
-        for layer in _layers_to_compare(pair[0], adapter, layers):
+        for layer in _layers_to_compare(pair[0], layers):
             first, second = (assembled_pattern(trace, layer, step) for trace in pair)
             shown_heads += _compare_heads(layer, first, second, heads, view)
     shown_heads.sort(key=lambda head: (-head.row["kl"], head.row["layer"], head.row["head"]))
-    room = max(_CELLS // (3 * view.side**2), 1) if most is None else most
+    room = max(_CELLS // (3 * len(view.starts) ** 2), 1) if most is None else most
     table = pd.DataFrame([{**head.row, "shown": place < room} for place, head in enumerate(shown_heads)])
     return AttentionComparison(table, AttentionPage(pair, step, len(shown_heads), view, names, shown_heads[:room]))
 
@@ -180,10 +186,11 @@ def _run_both(
     adapter: Adapter,
     prompt: Any,
     paths: tuple[ExecutionPath, ExecutionPath],
+    fed: Sequence[int] | None,
     step: int,
     layers: Sequence[int] | None,
-    fed: Sequence[int] | None,
 ) -> tuple[Trace, Trace]:
+    """Runs both paths; the first is fed the given tokens, or those that it chooses."""
     ids = encode(adapter, prompt, step + 1)
     watched = chosen_layers(adapter, layers)
     for path in paths:
@@ -210,9 +217,9 @@ def _run_both(
     return first, record(paths[1], first.fed)
 
 
-def _model_and_prompt(comparison: Comparison, model: Any, prompt: Any, example: int) -> tuple[Any, Any]:
-    """The model and the prompt of an example: the user's, or else those that the comparison still has."""
-    origin = comparison.origin
+def _rerun(comparison: Comparison, model: Any, prompt: Any, example: int, step: int) -> tuple[Adapter, Any, Any, list[int]]:
+    """The model, the prompt, the paths and the tokens of an example: the user's, or else those that the comparison still has."""
+    origin, provenance = comparison.origin, comparison.provenance
     if model is None and origin is not None:
         model = origin.adapter()
     if prompt is None and origin is not None:
@@ -224,21 +231,16 @@ def _model_and_prompt(comparison: Comparison, model: Any, prompt: Any, example: 
             "this comparison no longer has its model and prompts: give attention_comparison(comparison, prompt, "
             f"model=model, example={example}, step=...), which runs that example again: of each example its own prompt."
         )
-    return model, prompt
-
-
-def _rerun(
-    comparison: Comparison, adapter: Adapter, prompt: Any, example: int, step: int, layers: Sequence[int] | None
-) -> tuple[Trace, Trace]:
-    provenance, steps = comparison.provenance, comparison.steps[comparison.steps["example"] == example]
+    adapter = wrap(model)
     if provenance["protocol"] != "matched":
         raise InputError("after a flip the free protocol compares two texts: compare with protocol='matched'.")
-    if provenance["weights"] != adapter.fingerprint() or provenance["kind"] != adapter.kind:
+    if (provenance["weights"], provenance["kind"]) != (adapter.fingerprint(), adapter.kind):
         raise InputError(
             f"the comparison was made on {provenance['model']} ({provenance['kind']}) with other weights than this "
             f"{adapter.facts.name} ({adapter.kind}): give the model it was made on."
         )
-    if steps.empty or step > steps["step"].max():
+    steps = comparison.steps[comparison.steps["example"] == example].sort_values("step")
+    if step not in steps["step"].tolist():
         have = f"steps 0 to {steps['step'].max()}" if len(steps) else "no steps"
         raise InputError(f"step {step} of example {example} does not exist: the comparison has {have} of it.")
     row = comparison.examples.set_index("example").loc[example]
@@ -248,11 +250,10 @@ def _rerun(
             f"example {example} of the comparison has {row['prompt_tokens']} tokens and this prompt {length}: give the "
             "prompt it was made on."
         )
-    fed = steps.sort_values("step")["token_a"].tolist()[:step]
     # Paths of a comparison made in this process are the user's own; a file may come from anybody, so it may import nothing.
-    read = path_read if comparison.origin is None else path_named
-    paths = (read(provenance["paths"]["a"]), read(provenance["paths"]["b"]))
-    return _run_both(adapter, prompt, paths, step, layers, fed)
+    read = path_read if origin is None else path_named
+    paths = tuple(read(provenance["paths"][side]) for side in "ab")
+    return adapter, prompt, paths, steps["token_a"].tolist()[:step]
 
 
 def _two_traces(a: Trace, b: Any) -> tuple[Trace, Trace]:
@@ -260,33 +261,24 @@ def _two_traces(a: Trace, b: Any) -> tuple[Trace, Trace]:
         raise InputError(f"one trace and a {type(b).__name__} were given: expected two traces of the same prompt.")
     if a.prompt != b.prompt:
         raise InputError(
-            f"the traces have different prompts ({len(a.prompt)} and {len(b.prompt)} tokens): give the same one."
+            f"the two sides have different prompts ({len(a.prompt)} and {len(b.prompt)} tokens): give the same one."
         )
     return a, b
 
 
-def _traces_of_caches(a: Any, b: Any) -> tuple[Trace, Trace]:
-    """Makes traces of two of TransformerLens's caches, with positions in the place of tokens."""
-    traces = []
-    for number, cache in (("first", a), ("second", b)):
-        if not is_activation_cache(cache):
-            raise InputError(
-                f"one ActivationCache and a {type(cache).__name__} were given: expected two caches of as many positions."
-            )
-        records = {place: [tensor] for place, tensor in records_of(cache).items() if place[0] == "pattern"}
-        if not records:
-            raise InputError(f"the {number} cache holds no attn.hook_pattern: let run_with_cache keep it.")
-        rows, keys = next(iter(records.values()))[0].shape[1:]
-        if rows < keys:
-            raise InputError(
-                f"the {number} cache holds {rows} of {keys} query positions: make it of all of them, as with positions='all'."
-            )
-        traces.append(Trace(f"{number} cache", tuple(range(rows)), (), (), records, (0,)))
-    first, second = traces
-    if len(first.prompt) != len(second.prompt):
-        lengths = f"{len(first.prompt)} and {len(second.prompt)}"
-        raise InputError(f"the caches hold {lengths} positions: give two of prompts of as many tokens.")
-    return first, second
+def _trace_of(cache: Any) -> Trace:
+    """Makes a trace of one of TransformerLens's caches, with positions in the place of tokens."""
+    if not is_activation_cache(cache):
+        raise InputError(f"one ActivationCache and a {type(cache).__name__} were given: expected two caches.")
+    records = {place: [tensor] for place, tensor in records_of(cache).items() if place[0] == "pattern"}
+    if not records:
+        raise InputError("a cache holds no attn.hook_pattern: let run_with_cache keep it.")
+    rows, keys = next(iter(records.values()))[0].shape[1:]
+    if rows < keys:
+        raise InputError(
+            f"a cache holds {rows} of {keys} query positions: make it of all of them, as with positions='all'."
+        )
+    return Trace("cache", tuple(range(rows)), (), (), records, (0,))
 
 
 def assembled_pattern(trace: Trace, layer: int, step: int) -> Square:
@@ -346,9 +338,7 @@ def _tokens_fed(pair: tuple[Trace, Trace], step: int) -> list[int]:
     return [*pair[0].prompt, *pair[0].fed[:step]]
 
 
-def _layers_to_compare(trace: Trace, adapter: Adapter | None, layers: Sequence[int] | None) -> Sequence[int]:
-    if layers is not None and adapter is not None:
-        return chosen_layers(adapter, layers)
+def _layers_to_compare(trace: Trace, layers: Sequence[int] | None) -> Sequence[int]:
     recorded = sorted(layer for site, layer in trace.records if site == "pattern")
     if not recorded:
         raise InputError("a trace holds no pattern: run with record='pattern', positions='all'.")

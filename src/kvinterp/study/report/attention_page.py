@@ -16,7 +16,7 @@ from jaxtyping import Float64
 from markupsafe import Markup
 from torch import Tensor
 
-from kvinterp.errors import InputError
+from kvinterp.errors import unexpected
 from kvinterp.recording import Trace
 from kvinterp.study.report.page import render
 
@@ -27,7 +27,7 @@ class View:
 
     start: int
     stop: int
-    block: int
+    block: int = 1
 
     @classmethod
     def choose(cls, length: int, positions: tuple[int, int] | None, cells: int, fit: str) -> View:
@@ -35,19 +35,16 @@ class View:
         if positions is not None:
             whole = isinstance(positions, list | tuple) and len(positions) == 2
             if not (whole and all(isinstance(p, int) for p in positions) and 0 <= positions[0] < positions[1] <= length):
-                raise InputError(
-                    f"positions={positions!r} was given: expected (start, stop) with 0 <= start < stop <= {length}, the "
-                    "positions at this step."
+                raise unexpected(
+                    "positions", positions, f"(start, stop) with 0 <= start < stop <= {length}, the length here"
                 )
-            return cls(*positions, 1)
-        if fit == "pool":
-            return cls(0, length, -(-length // cells))
-        return cls(max(length - cells, 0), length, 1)
+            return cls(*positions)
+        return cls(0, length, -(-length // cells)) if fit == "pool" else cls(max(length - cells, 0), length)
 
     @property
-    def side(self) -> int:
-        """The number of rows."""
-        return -(-(self.stop - self.start) // self.block)
+    def starts(self) -> range:
+        """The first position of each row."""
+        return range(self.start, self.stop, self.block)
 
     def crop(self, square: Float64[Tensor, "query key"]) -> Float64[np.ndarray, "side side"]:
         """Crops a pattern to the view, and pools its blocks."""
@@ -55,24 +52,8 @@ class View:
         if self.block == 1:
             return cut
         edges = np.arange(0, len(cut), self.block)
-        counts = np.diff([*edges, len(cut)])
         summed: np.ndarray = np.add.reduceat(np.add.reduceat(cut, edges, axis=0), edges, axis=1)
-        return summed / counts[:, None]
-
-    def place(self, number: int, prompt: int) -> tuple[str, str]:
-        """The positions of a row as text, and whether they are the prompt's, decoded, or both."""
-        first = self.start + number * self.block
-        last = min(first + self.block, self.stop) - 1
-        whose = "prompt" if last < prompt else "decoded" if first >= prompt else "prompt and decoded"
-        return (f"position {first}" if first == last else f"positions {first} to {last}"), whose
-
-    def labels(self, names: Sequence[str]) -> tuple[str, ...]:
-        """The text of each row."""
-        if self.block > 1:
-            starts = range(self.start, self.stop, self.block)
-            return tuple(f"{s}-{min(s + self.block, self.stop) - 1}: {''.join(names[s : s + self.block])}" for s in starts)
-        positions = range(self.start, self.stop)
-        return tuple(names[p] if self.start == 0 else f"{p}: {names[p]}" for p in positions)
+        return summed / np.diff([*edges, len(cut)])[:, None]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -121,22 +102,19 @@ class AttentionPage:
     digits: ClassVar[int] = 6
 
     @property
-    def title(self) -> str:
-        """The heading."""
-        return f"Attention at step {self.step}: {self.pair[0].path} against {self.pair[1].path}"
-
-    @property
-    def tokens(self) -> tuple[str, ...]:
-        """The text of each row and column."""
-        return self.view.labels(self.names)
-
-    @property
-    def places(self) -> list[tuple[str, str]]:
-        """The positions of each row, and whether they are the prompt's, decoded or the newest, as text."""
-        places = [self.view.place(number, len(self.pair[0].prompt)) for number in range(self.view.side)]
-        if self.view.stop == len(self.names) and self.view.block == 1:
-            places[-1] = (places[-1][0], "newest")
-        return places
+    def rows(self) -> list[tuple[str, str, str]]:
+        """The text of each row and column, its positions, and whether they are the prompt's, decoded or the newest."""
+        rows, prompt, view = [], len(self.pair[0].prompt), self.view
+        for first in view.starts:
+            last = min(first + view.block, view.stop) - 1
+            span, place = (f"{first}", f"position {first}")
+            if first < last:
+                span, place = f"{first}-{last}", f"positions {first} to {last}"
+            whose = "prompt" if last < prompt else "decoded" if first >= prompt else "prompt and decoded"
+            text = "".join(self.names[first : last + 1])
+            text = f"{span}: {text}" if view.start or view.block > 1 else text
+            rows.append((text, place, "newest" if first == len(self.names) - 1 else whose))
+        return rows
 
     @property
     def inside(self) -> float:
@@ -145,7 +123,8 @@ class AttentionPage:
 
     def html(self) -> str:
         """The page as text."""
-        return render("attention", self.title, page=self)
+        title = f"Attention at step {self.step}: {self.pair[0].path} against {self.pair[1].path}"
+        return render(title, [self], look="attention")
 
     @property
     def data(self) -> dict[str, Any]:
@@ -157,20 +136,15 @@ class AttentionPage:
             for side, values, largest in (("a", head.a, 1.0), ("b", head.b, 1.0), ("difference", difference, limit)):
                 rows = [[float(f"{v:.{self.digits}g}") for v in row[: at + 1]] for at, row in enumerate(values.tolist())]
                 figures.append({"id": f"head-{number}-{side}", "rows": rows, "limit": largest})
-        return {"tokens": self.tokens, "figures": figures}
+        return {"tokens": [text for text, *_ in self.rows], "figures": figures}
 
-    @property
-    def bundle(self) -> Markup:
-        """The code of circuitsvis."""
-        return _bundle()
-
-
-@functools.cache
-def _bundle() -> Markup:
-    """The code of the installed circuitsvis, escaped for use inside a page."""
-    source = resources.files("circuitsvis").joinpath("dist", "cdn", "iife.js").read_text(encoding="utf-8")
-    # In a JavaScript string "<\\/" means "</", but it ends no script element. The file of the source map does not exist.
-    return Markup(source.replace("</script", "<\\/script").partition("//# sourceMappingURL")[0].replace("\r", ""))
+    @staticmethod
+    @functools.cache
+    def bundle() -> Markup:
+        """The code of the installed circuitsvis, escaped for use inside a page."""
+        source = resources.files("circuitsvis").joinpath("dist", "cdn", "iife.js").read_text(encoding="utf-8")
+        # In a JavaScript string "<\\/" means "</", but it ends no script element. The file of the source map does not exist.
+        return Markup(source.replace("</script", "<\\/script").partition("//# sourceMappingURL")[0].replace("\r", ""))
 
 
 def readable(token: str) -> str:

@@ -21,7 +21,6 @@ from kvinterp.study.report.charts import draw_chart
 from kvinterp.study.report.experiment import kicker_of
 from kvinterp.study.report.page import (
     Answer,
-    Bullets,
     Column,
     Folded,
     Links,
@@ -134,7 +133,9 @@ def page_of(verdict: Verdict, blocks: Sequence[Any], files: Sequence[str] = ()) 
         Folded("What this was made with", [pairs_of(verdict.provenance)]),
         Links(files={name: name for name in (*files, "verdict.json")}, label="Beside this page:"),
     ]
-    return render("audit", f"Audit of {verdict.provenance['model']}", parts, kicker=kicker_of({"": verdict.provenance}))
+    return render(
+        f"Audit of {verdict.provenance['model']}", parts, kicker=kicker_of({"": verdict.provenance}), look="audit"
+    )
 
 
 # The verdict and what was exercised ------------------------------------------------------------------------------------
@@ -175,7 +176,7 @@ def _use_parts(verdict: Verdict) -> Parts:
             [table_of_rows(rows[NOT_RUN], text=detail)],
         ),
         Folded(f"What was exercised: {counted(len(right), 'use')} right", passed),
-        Folded("Notes", [Bullets(verdict.notes)]),
+        Folded("Notes", [*map(Text, verdict.notes)]),
     ]
 
 

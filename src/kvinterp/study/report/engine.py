@@ -26,8 +26,6 @@ from kvinterp.study.report.page import (
     table_of_rows,
 )
 
-SHEETS = ("shaded",)
-"""The styles of a page with shaded tokens."""
 BOUNDS = (1, 3, 10, 30, 100)
 """The differences at which the next shade begins, in units of rounding; from the last on a difference is off the scale."""
 SHOWN = ("sequence", "tokens", "k1", "k3", "rollout_is_seq_mean", "rollout_is_max", "token_mult_prob_error", "ppl_ratio")
@@ -100,14 +98,14 @@ def page(verdict: Verdict) -> str:
         Folded("What this was made with", [pairs_of(verdict.provenance)]),
         Links(files={name: name for name in files}, label="Beside this page:"),
     ]
-    return render("audit", f"Another engine against {verdict.provenance['model']}", parts, sheets=SHEETS)
+    return render(f"Another engine against {verdict.provenance['model']}", parts, look="audit")
 
 
 def engine_fragment(verdict: Verdict) -> str:
     """The verdict and the shaded tokens for a notebook, as a self-contained page in a frame."""
     parts, title = [*_answer(verdict), *_token_parts(verdict)], f"Another engine against {verdict.provenance['model']}"
-    html = render("report", title, parts, sheets=SHEETS)
-    return fragment(Text("In short; .report() writes the whole page.", look="note"), Text(html, look="frame"))
+    note = Text("In short; .report() writes the whole page.", look="note")
+    return fragment(note, Text(render(title, parts), look="frame"))
 
 
 def _answer(verdict: Verdict) -> Parts:

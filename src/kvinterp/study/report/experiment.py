@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,10 +10,10 @@ import pandas as pd
 from pandas.api.types import is_bool_dtype, is_numeric_dtype
 
 from kvinterp._version import __version__
-from kvinterp.common.numbers import counted, ends_said, listed, machines_of, number, sentence
+from kvinterp.common.numbers import counted, models_of, number, sentence
 from kvinterp.common.result import Result
 from kvinterp.common.vocabulary import PROTOCOLS
-from kvinterp.findings.rows import bare, labels_of, p_values_of, place, units, value
+from kvinterp.findings.rows import in_words, labels_of
 from kvinterp.study.report.page import (
     Answer,
     Column,
@@ -27,12 +25,10 @@ from kvinterp.study.report.page import (
     Table,
     Text,
     as_text,
-    opened,
+    filled_columns,
     pairs_of,
     render,
-    without_empty,
 )
-from kvinterp.study.report.tokens import SCRIPTS, SHEETS
 
 GLOSSARY = {
     "path": "How next-token logits are computed: from a KV cache, one new token a step, or from the whole prefix again.",
@@ -79,7 +75,7 @@ def page_of(experiment: Any, result: Result, pictures: Sequence[Picture], beside
         parts += [dataclasses.replace(table, folded="", caption=table.folded) for table in folded[:1]]
         folded = folded[1:]
     elif len(findings):
-        parts += opened(findings_table(findings), OPEN, "finding" if len(findings) == OPEN + 1 else "findings")
+        parts.append(findings_table(findings))
     parts += [
         Folded(counted(len(lines) - SENTENCES, "more sentence"), [Text(line) for line in lines[SENTENCES:]]),
         *lead,
@@ -91,22 +87,12 @@ def page_of(experiment: Any, result: Result, pictures: Sequence[Picture], beside
         Folded("What this was made with", made_with(provenances)),
         Links(files={name: name for name in beside if name != "report.html"}, label="Beside this page:"),
     ]
-    more_of = {"scripts": SCRIPTS, "sheets": (*SHEETS, "shaded")} if lead else {}
-    return render("report", f"kvinterp: {heading}", parts, heading, kicker_of(provenances), **more_of)
+    return render(f"kvinterp: {heading}", parts, heading, kicker_of(provenances))
 
 
-def kicker_of(several: Mapping[str, Mapping[str, Any]]) -> str:
-    """The line above a heading: version, models, precision and machine, each once."""
-    models = [str(about.get("model", name)) for name, about in several.items()]
-    measured = [about for about in several.values() if "device" in about and "threads" in about]
-    kinds = [str(about[name]) for name in ("kind", "dtype") for about in several.values() if name in about]
-    items = (
-        f"kvinterp {__version__}",
-        listed(list(dict.fromkeys(filter(None, models)))),
-        *dict.fromkeys(kinds),
-        machines_of(measured),
-    )
-    return " · ".join(filter(None, items))
+def kicker_of(provenances: Mapping[str, Mapping[str, Any]]) -> str:
+    """The line above a heading: version, models, precision and machine."""
+    return " · ".join(filter(None, (f"kvinterp {__version__}", models_of(provenances.values()))))
 
 
 def made_with(several: Mapping[str, Mapping[str, Any]]) -> Parts:
@@ -147,15 +133,19 @@ def findings_table(table: pd.DataFrame) -> Table:
         table: Findings, as :func:`kvinterp.findings.findings_of` makes them.
     """
     alike = [label for label in labels_of(table) if len(table) > 1 and table[label].nunique(dropna=False) == 1]
-    rows: list[list[str]] = []
+    rows = []
     for row in table.drop(columns=alike).to_dict("records"):
-        ends = ends_said(row["low"], row["high"], " ({})", functools.partial(bare, row))
-        null = "" if pd.isna(row["null"]) else f"null {bare(row, row['null'])}"
-        notes = list(filter(None, (str(row["verdict"]), str(row["note"]), null, p_values_of(row))))
-        if pd.isna(row["estimate"]) and not notes:
-            notes = ["nothing that it could be of"]
-        estimate = value(row, row["estimate"]) + ends
-        rows.append([str(row["finding"]), place(row), estimate, units(row), "; ".join(notes)])
-    kinds = {"finding": "text", "of": "text", "estimate (95% interval)": "", "n": "", "note": "text"}
-    head = list(itertools.starmap(Column, kinds.items()))
-    return without_empty(Table(head, rows, name="findings", look="cards findings"))
+        words = in_words(row)
+        interval = f" ({words['interval']})" if words["interval"] else ""
+        notes = "; ".join(filter(None, (row["verdict"], row["note"], words["null"], words["test"])))
+        if pd.isna(row["estimate"]):
+            notes = notes or "nothing that it could be of"
+        rows.append([row["finding"], words["of"], words["estimate"] + interval, words["n"], notes])
+    head = [
+        Column("finding", "text"),
+        Column("of", "text"),
+        Column("estimate (95% interval)"),
+        Column("n"),
+        Column("note", "text"),
+    ]
+    return filled_columns(head, rows, name="findings", look="cards findings", visible=OPEN)

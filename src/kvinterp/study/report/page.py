@@ -46,13 +46,6 @@ class Answer:
 
 
 @dataclasses.dataclass(frozen=True)
-class Bullets:
-    """A list of texts."""
-
-    texts: Sequence[str]
-
-
-@dataclasses.dataclass(frozen=True)
 class Pairs:
     """Terms and their meanings or values, below each other or side by side."""
 
@@ -90,9 +83,7 @@ class Links:
 
 @dataclasses.dataclass(frozen=True)
 class Column:
-    """The head of a column, and the kind of its cells: ``number``, ``text`` (broken into lines), ``pre``, ``code`` or ``filter``,
-    by whose values the reader filters the rows.
-    """
+    """The head of a column, and the kind of its cells: ``number``, ``text`` (broken into lines), ``pre`` or ``code``."""
 
     text: str
     kind: str = ""
@@ -111,6 +102,8 @@ class Table:
     """The name for links."""
     look: str = ""
     """``cards``: on a phone each row is a card."""
+    visible: int | None = None
+    """The number of rows that are visible; the others are folded."""
 
 
 def as_text(value: Any) -> str:
@@ -137,17 +130,11 @@ def pairs_of(values: Mapping[str, Any]) -> Pairs:
     return Pairs({name.replace("_", " "): as_text(value) or "none" for name, value in values.items()}, look="beside")
 
 
-def opened(table: Table, count: int, what: str) -> list[Table]:
-    """A table with its first rows visible, and the others folded behind a line with their number."""
-    rest = dataclasses.replace(table, rows=table.rows[count:], name="", folded=f"{len(table.rows) - count} more {what}")
-    return [dataclasses.replace(table, rows=table.rows[:count]), *([rest] if rest.rows else [])]
-
-
-def without_empty(table: Table, empty: str = "") -> Table:
-    """A table without the columns in which every cell is empty."""
-    columns = [at for at in range(len(table.head)) if any(row[at] != empty for row in table.rows)]
-    rows = [[row[at] for at in columns] for row in table.rows]
-    return dataclasses.replace(table, head=[table.head[at] for at in columns], rows=rows)
+def filled_columns(head: Sequence[Column], rows: Sequence[Sequence[Any]], **options: Any) -> Table:
+    """A table without the columns in which every cell is empty or a dash; the options are further fields."""
+    columns = list(zip(head, zip(*rows, strict=True), strict=True)) if rows else []
+    filled = [(column, cells) for column, cells in columns if not {*map(str, cells)} <= {"", "–"}]
+    return Table([column for column, _ in filled], [*zip(*(cells for _, cells in filled), strict=True)], **options)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -200,31 +187,17 @@ styles = functools.partial(_static, "css")
 """Joins the styles of several scripts to one style sheet."""
 
 
-_STYLES = {"report": ("page",), "audit": ("page", "audit"), "attention": ("page", "attention")}
-
-
-def render(
-    look: str,
-    title: str,
-    parts: Sequence[Any] = (),
-    heading: str = "",
-    kicker: str = "",
-    page: Any = None,
-    scripts: Sequence[str] = ("tables",),
-    sheets: Sequence[str] = (),
-) -> str:
+def render(title: str, parts: Sequence[Any], heading: str = "", kicker: str = "", look: str = "") -> str:
     """Renders a page; every value is escaped.
 
     Args:
-        look: ``"report"``, ``"audit"`` or ``"attention"``.
         title: The browser's title.
         parts: The parts of the page.
         heading: The heading (default: the title).
         kicker: A line above it.
-        page: The attention page's own content; it has its own scripts.
-        scripts: The scripts that may run on it, by the names of their files in ``static/``.
-        sheets: Further style sheets, by the names of their files.
+        look: ``"audit"``, or ``"attention"`` for the page with an ``AttentionPage`` as its only part; it has its own scripts.
     """
+    drawn = any(isinstance(part, Packed) for part in parts)
     return (
         _template()
         .render(
@@ -233,9 +206,8 @@ def render(
             parts=parts,
             heading_text=heading or title,
             kicker=kicker,
-            page=page,
-            style=styles(*_STYLES[look], *sheets),
-            script=script(*scripts),
+            style=styles("page", *["draw"] * drawn, *[look] * bool(look)),
+            script=script("tables", *["draw", "page"] * drawn),
         )
         .lstrip()
     )

@@ -24,8 +24,9 @@ from kvinterp.study.report.page import script, styles
 from kvinterp.study.report.panel_shown import (
     answer_data,
     choices,
+    choices_of,
     code_of,
-    numbers_in_words,
+    label_of,
     picture,
     plain,
     recovery_in_words,
@@ -49,17 +50,14 @@ class PatchPanel:
     ) -> None:
         self._models, self._max_new_tokens, self._kernels = models, max_new_tokens, kernels
         self._benches: dict[str, PatchBench] = {}
-        self._tried: list[dict[str, Any]] = []
-        self._at = -1
         self._pictures: list[Any] = []
-        self._busy = False
+        self._asked: dict[str, Any] = {}
         self.answer: PatchAnswer | None = None
         # L2 first, as in a sweep: where paths differ by rounding, one uncertain step dominates KL.
         start = {"model": next(iter(models)), "prompt": prompt, "other": other, "distance": "l2"}
-        start_fields = {field.name: field.default for field in dataclasses.fields(Asked)}
-        self.widget = _widget_class()(choices=choices(self._models, None, None), asked={**start, **start_fields})
-        self.widget.observe(lambda _: self._answer_safely(self._update), "asked")
-        self._answer_safely(self._update)
+        self.widget = _widget_class()(choices=choices(models), asked={**start, **vars(Asked())})
+        self.widget.observe(lambda _: self._answer_asked(), "asked")
+        self._answer_asked()
 
     def choose(self, **changes: Any) -> PatchPanel:
         """Changes choices, as a click would: model, prompt, other, distance, or a field of a patch.
@@ -88,49 +86,42 @@ class PatchPanel:
 
     # What the browser sends --------------------------------------------------------------------------------------------
 
-    def _answer_safely(self, work: Callable[[], dict[str, Any]]) -> None:
-        """Runs some work and shows its state; an error becomes a sentence, since a traceback would be lost in a log."""
-        if self._busy:
+    def _answer_asked(self) -> None:
+        """Answers what is asked and shows it; an error becomes a sentence, since a traceback would be lost in a log."""
+        if self.widget.asked == self._asked:
             return
-        self._busy = True
         try:
-            try:
-                state = {"error": "", **work()}
-            except Exception as error:
-                sentence = str(error) if isinstance(error, KvinterpError) else f"{type(error).__name__}: {error}"
-                self.answer = None
-                state = {"error": " ".join(sentence.split()), "answer": {}}
-            # The browser draws when this last one changes: by then all the others have.
-            state["answered"] = self.widget.answered + 1
-            with self.widget.hold_sync():
-                for name, value in state.items():
-                    setattr(self.widget, name, value)
-        finally:
-            self._busy = False
+            state = {"error": "", **self._update()}
+            self._asked = state["asked"]
+        except Exception as error:
+            sentence = str(error) if isinstance(error, KvinterpError) else f"{type(error).__name__}: {error}"
+            self.answer, self._asked = None, {}
+            state = {"error": " ".join(sentence.split()), "answer": {}}
+        # The browser draws when this last one changes: by then all the others have.
+        state["answered"] = self.widget.answered + 1
+        with self.widget.hold_sync():
+            for name, value in state.items():
+                setattr(self.widget, name, value)
         for handle in self._pictures:
             from IPython.display import HTML
 
             handle.update(HTML(self._picture_html()))
 
     def _update(self) -> dict[str, Any]:
+        """The new state of the widget for what is asked."""
         fields = dict(self.widget.asked)
         back = fields.pop("back", None)
         bench = self._bench(fields["model"])
         fields, question = self._complete(fields, bench)
-        measure = fields["distance"]
-        check_choice("distance", measure, MEASURED)
-        self.answer = None
+        check_choice("distance", fields["distance"], MEASURED)
         bench.turn_to(fields["prompt"], fields["other"])
-        self.answer = bench.answer(question, top=5)
-        self._remember(fields, back)
+        answer = self.answer = bench.answer(question, top=5)
+        code = code_of(question, fields["prompt"], fields["other"], self._max_new_tokens, self._kernels)
         return {
             "asked": fields,
-            "choices": choices(self._models, bench, question),
-            "answer": {
-                **answer_data(self.answer, bench, measure),
-                "code": code_of(question, fields["prompt"], fields["other"], self._max_new_tokens, self._kernels),
-            },
-            "tried": {"entries": self._tried, "at": self._at},
+            "choices": {**choices(self._models), **choices_of(bench, question)},
+            "answer": {**answer_data(answer, bench, fields["distance"]), "code": code},
+            "tried": _tried(self.widget.tried, fields, answer, back),
         }
 
     def _bench(self, name: str) -> PatchBench:
@@ -145,36 +136,26 @@ class PatchPanel:
         heads, _ = bench.adapter.facts.heads_of(_question(fields).site)
         if not heads:
             fields["head"] = None
-        before = self._tried[self._at]["asked"] if self._tried else fields
+        tried = self.widget.tried
+        before = tried["entries"][tried["at"]]["asked"] if tried["entries"] else fields
         if before["site"] != fields["site"] and fields["positions"] == before["positions"] in ("newest", "all"):
             fields["positions"] = None
         question = _question(fields)
         # Where none are chosen, the site's default: the newest position, or all positions of the cache.
         question = dataclasses.replace(question, positions=question.patch().positions)
-        return {
-            **fields,
-            **{field.name: getattr(question, field.name) for field in dataclasses.fields(question)},
-            **{name: plain(getattr(question, name)) for name in ("layer", "head", "positions")},
-        }, question
+        return {**fields, **{name: plain(value) for name, value in vars(question).items()}}, question
 
-    def _remember(self, fields: dict[str, Any], back: Any) -> None:
-        """Appends the answered question to the list of what was tried, with the entry that undo goes back to."""
-        if isinstance(back, int) and 0 <= back < len(self._tried):
-            self._at = back
-            return
-        now = {name: value for name, value in fields.items() if name != "distance"}
-        if self._at >= 0 and now == {name: self._tried[self._at]["asked"][name] for name in now}:
-            return
-        assert self.answer is not None
-        lead, _ = recovery_in_words(self.answer)
-        question = self.answer.asked
-        head = "" if question.head is None else f", head {numbers_in_words(question.head)}"
-        at = question.positions
-        where = f"positions {at[0]}–{(at[1] or 0) - 1}" if isinstance(at, tuple) else f"{at} positions"
-        place = f"{question.site}, layer {numbers_in_words(question.layer)}{head}, {where}, step {question.step}"
-        label = f"{place}, {question.direction}, {question.donor}"
-        self._tried = [*self._tried, {"asked": fields, "said": label, "found": lead, "before": max(self._at, 0)}]
-        self._at = len(self._tried) - 1
+
+def _tried(tried: dict[str, Any], fields: dict[str, Any], answer: PatchAnswer, back: Any) -> dict[str, Any]:
+    """The list of what was tried with the answered question, and with the entry that undo goes back to."""
+    entries, at = tried["entries"], tried["at"]
+    if isinstance(back, int) and 0 <= back < len(entries):
+        return {"entries": entries, "at": back}
+    if entries and {**fields, "distance": ""} == {**entries[at]["asked"], "distance": ""}:
+        return tried
+    found, _ = recovery_in_words(answer)
+    entry = {"asked": fields, "said": label_of(answer.asked), "found": found, "before": max(at, 0)}
+    return {"entries": [*entries, entry], "at": len(entries)}
 
 
 def patch_panel(
@@ -264,9 +245,8 @@ def _widget_class() -> Any:
 
 
 def _question(fields: Mapping[str, Any]) -> Asked:
-    values: dict[str, Any] = {field.name: fields[field.name] for field in dataclasses.fields(Asked)}
-    lists = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
-    return Asked(**{**values, **lists})
+    values = {field.name: fields[field.name] for field in dataclasses.fields(Asked)}
+    return Asked(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
 
 
 def _parse_numbers(name: str, value: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 from collections.abc import Iterable, Mapping
@@ -11,58 +10,63 @@ from typing import Any
 from kvinterp.common.numbers import counted, upper
 from kvinterp.common.vocabulary import UNCHANGED
 from kvinterp.patching import DIRECTIONS, DONORS, PATCH_SITES, Asked, PatchAnswer, PatchBench
-from kvinterp.patching.bench import EVERY, MEASURED
+from kvinterp.patching.bench import EVERY
+from kvinterp.patching.patch import PATCHED_CACHE
 from kvinterp.study.report.page import Column, Table, Text, fragment
 
+_OTHER_PATH = {"recompute": "cached", "cached": "recompute"}
 
-def choices(models: Iterable[str], bench: PatchBench | None, question: Asked | None) -> dict[str, Any]:
-    """All choices, each as [value, label, meaning]."""
-    offered: dict[str, Any] = {
+
+def choices(models: Iterable[str]) -> dict[str, Any]:
+    """The choices that are the same for every model and patch, each as [value, label, meaning]."""
+    return {
         "model": [[name, name, ""] for name in models],
-        **{
-            field: [[name, name, text] for name, text in texts.items()]
-            for field, texts in (("donor", DONORS), ("site", PATCH_SITES))
-        },
+        "donor": [[name, name, text] for name, text in DONORS.items()],
+        "site": [[name, name, text] for name, text in PATCH_SITES.items()],
         "direction": [[name, name, f"the {name.removeprefix('into-')} path is patched"] for name in DIRECTIONS],
         "distance": [
             ["kl", "KL", "in nats"],
             ["l2", "L2", "of the logits"],
             ["logit_difference", "logit difference", "of two tokens, named beside it"],
         ],
-        "layer": [[0, "0", ""]],
-        "head": [[None, "all", ""]],
-        "step": [[EVERY, "all", ""]],
-        "positions": [["newest", "newest", ""], ["all", "all", ""]],
     }
-    if bench is None or question is None:
-        return offered
-    count, kind = bench.adapter.facts.heads_of(question.site)
-    last = len(bench.fed)
-    pieces = bench.adapter.pieces([*bench.prompt, *bench.fed])
-    texts = [f"fed {piece!r}" for piece in pieces[len(bench.prompt) :]]
-    at = question.positions
-    spans = [(at[0], at[1] or len(pieces))] if isinstance(at, tuple) else []
-    other_prompt = bench.other or bench.prompt
-    return offered | {
+
+
+def choices_of(bench: PatchBench, question: Asked) -> dict[str, Any]:
+    """The choices that belong to a model, its prompt and the patch."""
+    facts = bench.adapter.facts
+    count, kind = facts.heads_of(question.site)
+    prompt, other = bench.prompt, bench.other or bench.prompt
+    pieces = bench.adapter.pieces([*prompt, *bench.fed])
+    steps = range(question.first, len(bench.fed) + 1)
+    span = question.positions
+    several = {
+        name: [[list(numbers), numbers_in_words(numbers), "at once"]] if isinstance(numbers, tuple) else []
+        for name, numbers in (("layer", question.layer), ("head", question.head))
+    }
+    spans = []
+    if isinstance(span, tuple):
+        text = "".join(pieces[slice(*span)])
+        spans = [[list(span), positions_in_words(span), text if len(text) <= 12 else f"{text[:11]}…"]]
+    return {
         # Every token, and whether the other prompt has a different one in its place; False for decoded tokens.
         "tokens": [
-            [piece, at < len(bench.prompt) and (at >= len(other_prompt) or other_prompt[at] != bench.prompt[at])]
-            for at, piece in enumerate(pieces)
+            [piece, at < len(prompt) and other[at : at + 1] != prompt[at : at + 1]] for at, piece in enumerate(pieces)
         ],
-        "layer": [*([layer, str(layer), ""] for layer in range(bench.adapter.facts.layers)), *_several(question.layer)],
+        "layer": [*([layer, str(layer), ""] for layer in range(facts.layers)), *several["layer"]],
         "head": [
             [None, "all", f"all {count} {kind}s at once" if count else "this site has no heads"],
             *([head, str(head), kind] for head in range(count)),
-            *_several(question.head),
+            *several["head"],
         ],
         "step": [
-            [EVERY, "all", f"steps {question.first} to {last}, each patched"],
-            *([step, str(step), texts[step - 1] if step else "the prefill"] for step in range(question.first, last + 1)),
+            [EVERY, "all", f"steps {question.first} to {len(bench.fed)}, each patched"],
+            *([s, str(s), f"fed {pieces[len(prompt) + s - 1]!r}" if s else "the prefill"] for s in steps),
         ],
         "positions": [
             ["newest", "newest", "the one that decides the next token"],
             ["all", "all", "all that the step computes; of K and V all that it reads"],
-            *([plain(span), _span(span), _block(span, pieces).partition(" ")[2]] for span in spans),
+            *spans,
         ],
     }
 
@@ -71,10 +75,11 @@ def answer_data(answer: PatchAnswer, bench: PatchBench, measure: str) -> dict[st
     """The effect of a patch as plain data, the chosen distance first."""
     question = answer.asked
     lead, rest = recovery_in_words(answer)
-    giving = {"path": f"{'cached' if question.into == 'recompute' else 'recompute'} path", "prompt": "other prompt"}
+    giving = {"path": f"{_OTHER_PATH[question.into]} path", "prompt": "other prompt"}
     titles = {
         "donor": f"donor: {giving.get(question.donor, '')}",
-        **{run: f"{run} {question.into} path" for run in ("unpatched", "patched")},
+        "unpatched": f"unpatched {question.into} path",
+        "patched": f"patched {question.into} path",
     }
     lists = [
         {
@@ -84,24 +89,23 @@ def answer_data(answer: PatchAnswer, bench: PatchBench, measure: str) -> dict[st
         for run, rows in answer.tokens.groupby("run", sort=False)
     ]
     first, second = answer.pair
-    distances: dict[str, tuple[str, float, float, float]] = {
+    distances = {
+        "kl": ("KL, nats", answer.d_before, answer.d_after, answer.recovery),
+        "l2": ("L2 of the logits", answer.l2_before, answer.l2_after, answer.l2_recovery),
         "logit_difference": (
             f"logit difference {first!r} − {second!r}",
             answer.pair_before,
             answer.pair_after,
             answer.pair_recovery,
         ),
-        "kl": ("KL, nats", answer.d_before, answer.d_after, answer.recovery),
-        "l2": ("L2 of the logits", answer.l2_before, answer.l2_after, answer.l2_recovery),
     }
-    order = [measure, *(name for name in MEASURED if name != measure)]
     return {
         "lead": lead,
         "rest": rest,
         "said": question_in_words(question, bench.adapter.facts.heads_of(question.site), len(bench.fed)),
         "distances": [
             [name, f"{before:.4g}", f"{after:.4g}", "undefined" if math.isnan(share) else f"{share:.2%}"]
-            for name, before, after, share in map(distances.__getitem__, order)
+            for name, before, after, share in (distances.pop(measure), *distances.values())
         ],
         "lists": lists,
         "step": f"Most likely tokens at step {answer.shown_step}{', where the KL is largest' * (len(answer.steps) > 1)}",
@@ -114,31 +118,15 @@ def plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-def _several(numbers: Any) -> list[list[Any]]:
-    """The choice of several layers or heads at once, where the user typed several."""
-    return [[list(numbers), numbers_in_words(numbers), "at once"]] if isinstance(numbers, tuple) else []
-
-
-def _span(span: Any) -> str:
-    return str(span[0]) if span[1] == span[0] + 1 else f"{span[0]}–{span[1] - 1}"
-
-
-def code_of(question: Asked, prompt: str, other_prompt: str, max_new_tokens: int, kernels: str) -> str:
+def code_of(question: Asked, prompt: str, other: str, max_new_tokens: int, kernels: str) -> str:
     """The call that gives the same answer, for a model named ``model``."""
-    options = {
-        f.name: getattr(question, f.name) for f in dataclasses.fields(question) if getattr(question, f.name) != f.default
-    }
-    if question.donor not in ("path", "zero") and other_prompt.strip():
-        options["other"] = other_prompt
+    options = {name: value for name, value in vars(question).items() if value != getattr(Asked, name)}
+    if question.donor not in ("path", "zero") and other.strip():
+        options["other"] = other
     if question.donor != "resample":
         options.pop("seed", None)
     choices = "".join(f", {name}={value!r}" for name, value in options.items())
     return f"kv.PatchBench(model, {max_new_tokens}, {kernels!r}).ask({prompt!r}{choices})"
-
-
-def _block(span: Any, pieces: list[str]) -> str:
-    text = "".join(pieces[slice(*span)])
-    return f"{_span(span)} {text if len(text) <= 12 else text[:11] + '…'!s}"
 
 
 # The picture -----------------------------------------------------------------------------------------------------------
@@ -187,6 +175,15 @@ def _exactly(value: float, unit: str = "") -> str:
     return "exactly 0" if value == 0 else f"{value:.3g} {unit}".strip()
 
 
+def label_of(question: Asked) -> str:
+    """The choices of a patch in a few words."""
+    head = "" if question.head is None else f", head {numbers_in_words(question.head)}"
+    place = f"{question.site}, layer {numbers_in_words(question.layer)}{head}"
+    positions = question.positions
+    where = f"positions {positions_in_words(positions)}" if isinstance(positions, tuple) else f"{positions} positions"
+    return f"{place}, {where}, step {question.step}, {question.direction}, {question.donor}"
+
+
 def question_in_words(question: Asked, heads: tuple[int, str], last_step: int) -> str:
     """Says in words what a patch moves, and from where.
 
@@ -198,27 +195,23 @@ def question_in_words(question: Asked, heads: tuple[int, str], last_step: int) -
     count, kind = heads
     several = f"all {count} {kind}s at once" if question.head is None else f"{kind} {numbers_in_words(question.head)}"
     place = f"{question.site} of layer {numbers_in_words(question.layer)}" + (f", {several}" if count else "")
+    positions = question.positions
     spots = {
-        "newest": "at the newest position",
-        "all": "at all positions that attention reads" if question.site in _IN_CACHE else "at all positions computed",
-        "earlier": "at all positions but the newest",
+        "newest": "the newest position",
+        "all": "all positions that attention reads" if question.site in PATCHED_CACHE else "all positions computed",
+        "earlier": "all positions but the newest",
     }
-    positions = question.patch().positions
-    where = (
-        spots[positions]
-        if isinstance(positions, str)
-        else f"at positions {positions[0]} to {'the newest' if positions[1] is None else positions[1] - 1}"
-    )
+    where = f"positions {positions_in_words(positions)}" if isinstance(positions, tuple) else spots[str(positions)]
     every = f"at every step from {question.first} to {last_step}, and the distances are means over them"
-    when = every if question.step == "every" else f"at step {question.step} alone"
+    when = every if question.step == EVERY else f"at step {question.step} alone"
     source = {
-        "path": f"the {'cached' if question.into == 'recompute' else 'recompute'} path's",
+        "path": f"the {_OTHER_PATH[question.into]} path's",
         "prompt": "those of the other prompt, which is fed the same tokens",
         "zero": "zeros",
         "mean": "the mean over the positions of the other prompt, or without one of this prompt",
         "resample": f"rows drawn from the other prompt's positions (seed {question.seed})",
     }[question.donor]
-    return f"{place}, {where}, {when}: replaced in the {question.into} path by {source}."
+    return f"{place}, at {where}, {when}: replaced in the {question.into} path by {source}."
 
 
 def numbers_in_words(number: int | tuple[int, ...] | None) -> str:
@@ -226,4 +219,8 @@ def numbers_in_words(number: int | tuple[int, ...] | None) -> str:
     return ", ".join(map(str, number)) if isinstance(number, tuple) else str(number)
 
 
-_IN_CACHE = ("kv", "cache_k", "cache_v")
+def positions_in_words(span: tuple[int, int | None]) -> str:
+    """The first and the last of some positions, as text."""
+    start, stop = span
+    last = "the newest" if stop is None else stop - 1
+    return str(start) if last == start else f"{start}–{last}"

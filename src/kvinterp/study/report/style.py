@@ -5,6 +5,7 @@ It uses no pyplot, so that importing and drawing leave no trace in the user's se
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import io
 import json
@@ -15,8 +16,6 @@ from typing import Any
 
 import matplotlib
 import numpy as np
-from matplotlib.backend_bases import get_registered_canvas_class
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 
@@ -44,6 +43,7 @@ RC: Any = {
     "figure.facecolor": "white",
     "axes.facecolor": "white",
     "savefig.facecolor": "white",
+    "savefig.bbox": None,
     # A dollar sign in a model's name is not mathematics.
     "text.parse_math": False,
     "text.usetex": False,
@@ -90,32 +90,23 @@ def ink_on(color: Any) -> str:
 
 
 @contextlib.contextmanager
-def applying_style() -> Iterator[None]:
-    """Applies the style while the context lasts, and restores the user's own settings."""
-    with matplotlib.rc_context(RC):
-        yield
-
-
-@contextlib.contextmanager
 def sheet(width: float, height: float) -> Iterator[Figure]:
     """Makes an empty figure with a size in inches, outside of pyplot, and applies the style while the context lasts."""
-    with applying_style():
-        figure = Figure(figsize=(width, height), layout="constrained")
-        FigureCanvasAgg(figure)
-        yield figure
+    with matplotlib.rc_context(RC):
+        yield Figure(figsize=(width, height), layout="constrained")
 
 
-def sign(figure: Figure, text: str, provenances: Sequence[Mapping[str, Any]]) -> None:
-    """Writes a text below a figure, and attaches the full provenances for :func:`save`."""
+def sign(figure: Figure, text: str, provenances: Sequence[Mapping[str, Any]]) -> Figure:
+    """Writes a text below a figure, and attaches the full provenances for :func:`png`."""
     figure.supxlabel(text, x=0.01, ha="left", fontsize=5.5, color="#555555")
-    figure.provenance = list(provenances)  # type: ignore[attr-defined]  # kept for save()
+    figure.provenance = list(provenances)  # type: ignore[attr-defined]  # kept for png()
+    return figure
 
 
 def png(figure: Figure, dots: int = 160) -> bytes:
     """A figure as PNG, ``dots`` per inch, with the full provenance in its text fields."""
     provenance = json.dumps(getattr(figure, "provenance", []))
-    with applying_style():
-        return _print_figure(figure, "png", dots, {"Software": "kvinterp", "Description": provenance})
+    return _saved(figure, RC, format="png", dpi=dots, metadata={"Software": "kvinterp", "Description": provenance})
 
 
 def save(figure: Figure, path: str | Path) -> Path:
@@ -133,59 +124,44 @@ def save(figure: Figure, path: str | Path) -> Path:
 
 
 def svg(figure: Figure, ids: str = "kvinterp") -> bytes:
-    """A figure as SVG; the same figure always gives the same bytes.
+    """A figure as SVG without a background; the same figure always gives the same bytes.
 
     Args:
         figure: The figure.
         ids: The salt of its ids.
     """
-    with applying_style(), matplotlib.rc_context({"svg.hashsalt": ids, "svg.fonttype": "none"}):
-        return _print_figure(figure, "svg", 144, {"Creator": "kvinterp", "Date": None})
+    style = {**RC, "svg.hashsalt": ids, "svg.fonttype": "none"}
+    return _saved(figure, style, format="svg", dpi=144, metadata={"Creator": "kvinterp", "Date": None}, transparent=True)
 
 
-def _print_figure(figure: Figure, name: str, dots: int, metadata: Mapping[str, Any]) -> bytes:
-    """Prints a figure in a format. ``savefig`` would draw it twice, the first time for the layout."""
-    output, before = io.BytesIO(), (figure.canvas, figure.dpi)
-    canvas = get_registered_canvas_class(name)(figure)
-    try:
-        figure.dpi = dots
-        getattr(canvas, f"print_{name}")(output, metadata=metadata)
-    finally:
-        figure.dpi = before[1]
-        figure.set_canvas(before[0])
+def _saved(figure: Figure, style: Any, **options: Any) -> bytes:
+    output = io.BytesIO()
+    with matplotlib.rc_context(style):
+        figure.savefig(output, **options)
     return output.getvalue()
 
 
 # The small print -------------------------------------------------------------------------------------------------------
 
-_VERSIONS = {
-    "torch": "torch",
-    "transformers": "transformers",
-    "TransformerLens": "transformer_lens",
-    "kvinterp": "kvinterp",
-}
-
-
-def sign_with_models(figure: Figure, provenances: Sequence[Mapping[str, Any]], lines: Sequence[str] = ()) -> Figure:
-    """Writes further lines and the provenances below a figure, each value once."""
-    sign(figure, small_print(provenances, lines, min(130, int(18 * figure.get_figwidth()))), provenances)
-    return figure
+_MODEL = "{model} {kind} ({attention}) {dtype} weights {weights}"
+_VERSIONS = "torch {torch} · transformers {transformers} · TransformerLens {transformer_lens} · kvinterp {kvinterp}"
 
 
 def small_print(provenances: Sequence[Mapping[str, Any]], lines: Sequence[str] = (), width: int = 130) -> str:
-    """The text below a figure, in lines of a width."""
+    """The text below a figure, in lines of a width: further lines, then what the provenances say, each value once."""
     rows = []
     # What was computed elsewhere says nothing of a machine.
-    for about in filter(None, provenances):
-        choices = [about[name] for name in ("direction", "protocol", "strategy") if name in about]
+    for provenance in filter(None, provenances):
+        about = collections.defaultdict(lambda: "not given", provenance)
         # A result of several pairs has a list of paths b.
-        paths = (path if isinstance(path, str) else listed(path) for path in about.get("paths", {}).values())
+        paths = (path if isinstance(path, str) else listed(path) for path in provenance.get("paths", {}).values())
+        choices = {"direction": "{direction}", "protocol": "{protocol}", "strategy": "{strategy}", "seed": "seed {seed}"}
         rows.append([
             " against ".join(paths),
-            ", ".join([*choices, *(f"seed {about[name]}" for name in ("seed",) if name in about)]),
+            ", ".join(text.format_map(about) for name, text in choices.items() if name in provenance),
             # A result of many models has no model of its own, only a machine.
-            "{model} {kind} ({attention}) {dtype} weights {weights}".format_map(about) if "model" in about else "",
-            *(f"{title} {about.get(name, 'not given')}" for title, name in _VERSIONS.items()),
+            _MODEL.format_map(about) if "model" in provenance else "",
+            _VERSIONS.format_map(about),
             "{device}, threads: {threads}".format_map(about),
         ])  # fmt: skip
     values = ["; ".join(dict.fromkeys(filter(None, column))) for column in zip(*rows, strict=True)]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -18,21 +18,20 @@ from kvinterp.common.numbers import against, number
 from kvinterp.comparison import Comparison
 from kvinterp.comparison.attention_rows import within
 from kvinterp.comparison.facts import site_of
-from kvinterp.study.report.page import Column, Links, Packed, Parts, Table, Text, fragment, opened, render, without_empty
-
-SCRIPTS, SHEETS = ("tables", "draw", "page"), ("draw",)
-"""The scripts and style sheets of a page with these parts."""
+from kvinterp.study.report.page import Column, Links, Packed, Parts, Text, filled_columns, fragment, render
 
 MAP_NUMBERS, ROW_NUMBERS = 2**20, 2**17
-"""The most numbers of maps and drift in a page (about 2 MB), and the most attention probabilities of a path (under 1 MB)."""
+"""The most numbers of maps in a page (about 2 MB), and the most attention probabilities of a path (under 1 MB)."""
 OPEN, FLIPS = 6, 100
 """The number of rows of a table that are visible, and the number of rows on the page."""
 
 _STEP = ["example", "step"]
-_NUMBERS = {
-    f"{name}_{side}": f"{what}, {side}"
-    for name, what in {"probability": "probability", "boundary": "distance"}.items()
-    for side in "ab"
+_SHOWN = {
+    "probability_a": "probability, a",
+    "probability_b": "probability, b",
+    "boundary_a": "distance, a",
+    "boundary_b": "distance, b",
+    "kl": "KL, nats",
 }
 """Columns of the steps, and their names in the table."""
 
@@ -43,75 +42,68 @@ def changes(comparisons: Mapping[str, Comparison]) -> Parts:
     Args:
         comparisons: The comparisons by their labels (one may have the label ``""``).
     """
-    comparisons = {label: comparison for label, comparison in comparisons.items() if len(comparison.steps)}
-    if not comparisons:
+    shown = {label: _steps_to_show(comparison) for label, comparison in comparisons.items() if len(comparison.steps)}
+    if not shown:
         return []
     # Comparisons with flips come first, also in the list from which the reader chooses.
-    comparisons = dict(sorted(comparisons.items(), key=lambda item: flips_of(item[1]).empty))
-    share = len(comparisons)
-    blobs = {
-        label: packed_comparison(comparison, MAP_NUMBERS // share, ROW_NUMBERS // share)
-        for label, comparison in comparisons.items()
-    }
-    return [Text("Token by token", look="h2", name="changed"), *_table(comparisons), Packed("kv-changes", blobs)]
+    labels = sorted(shown, key=lambda label: not shown[label]["flipped"].any())
+    share = len(labels)
+    blobs = {label: packed_comparison(comparisons[label], MAP_NUMBERS // share, ROW_NUMBERS // share) for label in labels}
+    steps = pd.concat([shown[label].assign(label=label, place=place) for place, label in enumerate(labels)])
+    distances = dict.fromkeys(boundary_of(comparisons[label])[0] for label in labels)
+    note = f"Distance: {'; or '.join(distances)}." if len(steps) else ""
+    return [
+        Text("Token by token", look="h2", name="changed"),
+        *_table(steps),
+        Text(note, look="note"),
+        Packed("kv-changes", blobs),
+    ]
 
 
-def _table(comparisons: Mapping[str, Comparison]) -> Parts:
+def _table(steps: pd.DataFrame) -> Parts:
     """The table of flips, each prompt's first flip before the others; where nothing flips, the prompts by their largest KL."""
-    rows: list[tuple[bool, bool, float, list[Any]]] = []
-    for place, (label, comparison) in enumerate(comparisons.items()):
-        texts, examples = _texts(comparison), set()
-        for row in _steps_to_show(comparison).to_dict("records"):
-            example, step = int(row["example"]), int(row["step"])
-            link = Links({f"{row['id']}, step {step}": f"at-{place}-{example}-{step}"})
-            tokens = (repr(texts.get(int(row[f"token_{side}"]), str(row[f"token_{side}"]))) for side in "ab")
-            numbers = (number(row.get(name, np.nan)) for name in (*_NUMBERS, "kl"))
-            order = (not row["flipped"], example in examples, -row["kl"] * (not row["flipped"]))
-            rows.append((*order, [link, *tokens, *numbers, label * (len(comparisons) > 1)]))
-            examples.add(example)
-    if not rows:
-        return []
+    steps = steps.assign(later=steps.duplicated(["place", "example"]), largest=steps["kl"].where(~steps["flipped"], np.inf))
+    steps = steps.sort_values(["flipped", "later", "largest"], ascending=[False, True, False], kind="stable")
     head = [Column("prompt, step"), Column("path a chose", "code"), Column("path b chose", "code")]
-    head += [Column(name, "number") for name in (*_NUMBERS.values(), "KL, nats")] + [Column("comparison")]
-    listed: list[list[Any]] = [cells for *_, cells in sorted(rows, key=lambda row: row[:3])][:FLIPS]
-    table = without_empty(without_empty(Table(head, listed, name="flips"), "–"))
-    note = f"Distance: {'; or '.join(dict.fromkeys(boundary_of(comparison)[0] for comparison in comparisons.values()))}."
-    return [*opened(table, OPEN, f"of {len(rows)}"), Text(note, look="note")]
+    head += [Column(name, "number") for name in _SHOWN.values()] + [Column("comparison")]
+    rows = [
+        [
+            Links({f"{row['id']}, step {row['step']}": f"at-{row['place']}-{row['example']}-{row['step']}"}),
+            *(repr(row[f"text_{side}"]) for side in "ab"),
+            *(number(row[column]) for column in _SHOWN),
+            row["label"] if steps["place"].any() else "",
+        ]
+        for row in steps.head(FLIPS).to_dict("records")
+    ]
+    return [filled_columns(head, rows, name="flips", visible=OPEN)]
 
 
 def _steps_to_show(comparison: Comparison) -> pd.DataFrame:
-    """The steps for the table: the flips, or else each prompt's step of largest KL where that is not 0."""
-    flips = flips_of(comparison)
-    if len(flips):
-        return flips
-    steps = comparison.same_text(comparison.steps)
-    largest = steps.loc[steps.dropna(subset=["kl"]).groupby("example")["kl"].idxmax()]
-    rows = largest.assign(id=largest["example"].map(comparison.examples.set_index("example")["id"]))
-    return rows[rows["kl"] > 0]
+    """The steps for the table, with the texts of their tokens: the flips, or else each prompt's largest KL where it is not 0."""
+    steps = comparison.same_text(comparison.steps).sort_values(_STEP)
+    steps = steps.assign(
+        flipped=steps["flipped"].astype(bool),
+        id=steps["example"].map(comparison.examples.set_index("example")["id"]),
+        **{f"text_{side}": _texts(comparison, steps[f"token_{side}"]) for side in "ab"},
+    )
+    flips = steps[steps["flipped"]]
+    if flips.empty:
+        flips = steps.loc[steps.dropna(subset=["kl"]).groupby("example")["kl"].idxmax()].query("kl > 0")
+    return flips.reindex(columns=[*_STEP, "id", "flipped", "text_a", "text_b", *_SHOWN])
 
 
-def _texts(comparison: Comparison) -> dict[int, str]:
-    """The text of each token id, where it is known."""
-    tokens = comparison.tokens
-    return dict(zip(tokens["token"].astype(int), tokens["text"].astype(str), strict=True))
+def _texts(comparison: Comparison, tokens: Iterable[int]) -> list[str]:
+    """The text of each token, or its id where the text is not known."""
+    known = dict(zip(comparison.tokens["token"].astype(int), comparison.tokens["text"].astype(str), strict=True))
+    return [known.get(token, str(token)) for token in tokens]
 
 
 def tokens_fragment(comparison: Comparison) -> str:
     """The texts of a comparison to click on, for a notebook: a self-contained page in a frame."""
-    parts, heading = changes({"": comparison}), against(comparison.provenance)
-    page = render("report", "what changed", parts, heading, scripts=SCRIPTS, sheets=SHEETS)
-    return fragment(Text(page, look="frame"))
+    return fragment(Text(render("what changed", changes({"": comparison}), against(comparison.provenance)), look="frame"))
 
 
 # Sentences -------------------------------------------------------------------------------------------------------------
-
-
-def flips_of(comparison: Comparison) -> pd.DataFrame:
-    """The steps at which the paths chose different tokens on the same text, with ``id``; by example and step."""
-    steps = comparison.same_text(comparison.steps)
-    flips = steps[steps["flipped"].astype(bool)]
-    ids = comparison.examples.set_index("example")["id"]
-    return flips.assign(id=flips["example"].map(ids)).sort_values(["example", "step"], ignore_index=True)
 
 
 def boundary_of(comparison: Comparison) -> tuple[str, str]:
@@ -167,26 +159,27 @@ def packed_comparison(comparison: Comparison, maps: int = MAP_NUMBERS, rows: int
 
     Args:
         comparison: The comparison.
-        maps: The most numbers of maps and drift.
+        maps: The most numbers of maps.
         rows: The most attention probabilities of a path.
     """
     steps = comparison.steps.sort_values(_STEP, ignore_index=True)
     prompts = comparison.tokens[comparison.tokens["path"] == "prompt"].sort_values(["example", "position"])
     # Each text occurs once, and is referred to by its number.
-    token_columns = [steps["token_a"], steps["token_b"], prompts["token"]]
-    places, tokens = pd.factorize(pd.concat(token_columns).astype(int))
-    text_a, text_b, prompted = np.split(places, np.cumsum([len(steps), len(steps)]))
-    texts, unknown = _texts(comparison), pd.Series(np.nan, steps.index)
+    places, tokens = pd.factorize(pd.concat([steps["token_a"], steps["token_b"], prompts["token"]]).astype(int))
+    text_a, text_b, text_of_prompt = np.split(places, [len(steps), 2 * len(steps)])
     numbers = ("kl", "max_abs_logit", "probability_a", "probability_b", "boundary_a", "boundary_b", "margin_a", "margin_b")
-    mapped, attention = _maps(comparison, steps, maps), _attention(comparison, steps, rows)
+    # Where there is no room for all steps, those behind a flip in the free protocol come last.
+    same = steps.index.isin(comparison.same_text(steps).index)
+    ranked = steps.assign(kl=steps["kl"].where(same, -1.0))
+    mapped, attention = _maps(comparison, ranked, maps), _attention(comparison, ranked, rows)
     data = {
         **{name: comparison.provenance[name] for name in ("paths", "protocol", "strategy")},
-        "prompts": _prompts(comparison, steps, prompts.assign(place=prompted).groupby("example")["place"].agg(list)),
-        "texts": [texts.get(token, str(token)) for token in tokens],
+        "prompts": _prompts(comparison, steps, prompts.assign(place=text_of_prompt).groupby("example")["place"].agg(list)),
+        "texts": _texts(comparison, tokens),
         "columns": {
             "text_a": text_a.tolist(),
             "text_b": text_b.tolist(),
-            **{name: three_digits(steps.get(name, unknown)) for name in numbers},
+            **{name: three_digits(column) for name, column in steps.reindex(columns=numbers).items()},
             **{name: steps[name].astype(bool).tolist() for name in ("flipped", "after_flip")},
         },
         "unit": boundary_of(comparison)[1],
@@ -227,51 +220,41 @@ def _prompts(comparison: Comparison, steps: pd.DataFrame, texts: pd.Series) -> l
 
 def _maps(comparison: Comparison, steps: pd.DataFrame, most: int) -> dict[str, Any]:
     """The KL of each head and the drift of each layer, at as many steps as there is room for."""
-    site, heads = site_of(comparison), comparison.heads
-    drifted = comparison.layers[comparison.layers["site"] == site]
-    label_columns = {"map_layers": heads["layer"], "map_heads": heads["head"], "drift_layers": drifted["layer"]}
-    names = {name: sorted(labels.unique().tolist()) for name, labels in label_columns.items()}
-    map_layers, map_heads, drift_layers = names.values()
-    size = len(map_layers) * len(map_heads) + len(drift_layers)
-    step_rows = _most_important(comparison, steps, most // size if size else 0)
-    places = steps.loc[step_rows, _STEP]
-    maps = _grid(heads, places, "kl", layer=map_layers, head=map_heads)
-    drift = _grid(drifted, places, "relative_l2", layer=drift_layers)
-    entries = zip(step_rows.tolist(), three_digits(maps), three_digits(drift), strict=True)
-    return {**names, "site": site, "maps": {step: {"heads": of_heads, "drift": drift} for step, of_heads, drift in entries}}
+    site = site_of(comparison)
+    heads, drifted = comparison.heads, comparison.layers[comparison.layers["site"] == site]
+    shown = within(drifted if heads.empty else heads, steps, most)[_STEP].drop_duplicates()
+    at = steps.reset_index(names="row").merge(shown, on=_STEP)
+    map_layers, map_heads, maps = _grid(heads, at, "kl", "layer", "head")
+    drift_layers, drift = _grid(drifted, at, "relative_l2", "layer")
+    entries = zip(at["row"].tolist(), three_digits(maps), three_digits(drift), strict=True)
+    return {
+        "site": site,
+        "map_layers": map_layers,
+        "map_heads": map_heads,
+        "drift_layers": drift_layers,
+        "maps": {row: {"heads": kl, "drift": sizes} for row, kl, sizes in entries},
+    }
 
 
-def _most_important(comparison: Comparison, steps: pd.DataFrame, most: int) -> np.ndarray:
-    """Selects steps: first flips, then those of largest KL on the same text, then the others; returns them in their order."""
-    before = ~steps["after_flip"].astype(bool)
-    order = pd.DataFrame({
-        "first": steps["flipped"].astype(bool) & before,
-        "same": before | (comparison.provenance["protocol"] != "free"),
-        "kl": steps["kl"],
-    })  # fmt: skip
-    ranked = order.sort_values(list(order), ascending=False, kind="stable").index[:most]
-    return np.sort(ranked.to_numpy())
-
-
-def _grid(table: pd.DataFrame, step_places: pd.DataFrame, value: str, **labels: list[int]) -> np.ndarray:
-    """A column of a table as an array ``[step, *labels]``, NaN where there is no row."""
-    at = pd.MultiIndex.from_product(labels.values(), names=list(labels)).to_frame(index=False)
-    index = pd.MultiIndex.from_frame(step_places.merge(at, how="cross"))
-    values = table.set_index([*_STEP, *labels])[value].reindex(index)
-    return values.to_numpy(float).reshape(len(step_places), *map(len, labels.values()))
+def _grid(table: pd.DataFrame, steps: pd.DataFrame, value: str, *labels: str) -> list[Any]:
+    """The values of each label, and a column of a table as an array ``[step, *labels]``, NaN where there is no row."""
+    columns = [sorted(table[label].unique().tolist()) for label in labels]
+    index = pd.MultiIndex.from_product([range(len(steps)), *columns])
+    at = steps[_STEP].assign(place=range(len(steps))).merge(table, on=_STEP).set_index(["place", *labels])
+    return [*columns, at[value].reindex(index).to_numpy(float).reshape(len(steps), *map(len, columns))]
 
 
 def _attention(comparison: Comparison, steps: pd.DataFrame, most: int) -> dict[int, list[dict[str, Any]]]:
     """The attention rows by step, as many as there is room for, with the first of their keys."""
-    rows, entries = comparison.attention_rows, dict[int, list[dict[str, Any]]]()
-    if rows.empty:
+    entries: dict[int, list[dict[str, Any]]] = {}
+    if comparison.attention_rows.empty:
         return entries
-    rows = within(rows, steps, most).sort_values([*_STEP, "layer", "head", "position"], ignore_index=True)
-    rows = rows.merge(steps[_STEP].assign(place=np.arange(len(steps))), on=_STEP)
-    rows = rows.assign(difference=rows["a"].astype(float) - rows["b"].astype(float))
-    for (place, layer, head), group in rows.groupby(["place", "layer", "head"]):
+    rows = within(comparison.attention_rows, steps, most).merge(steps[_STEP].reset_index(names="row"), on=_STEP)
+    for (row, layer, head), group in rows.groupby(["row", "layer", "head"]):
+        group = group.sort_values("position")
+        a, b = (group[side].to_numpy(float) for side in "ab")
         # The rows of both paths are nearly equal, so that beside each other they compress well.
-        values = {name: three_digits(group[name]) for name in ("a", "b", "difference")}
-        row = {"layer": int(layer), "head": int(head), "first": int(group["position"].min()), **values}
-        entries.setdefault(int(place), []).append(row)
+        values = {name: three_digits(side) for name, side in (("a", a), ("b", b), ("difference", a - b))}
+        first = int(group["position"].min())
+        entries.setdefault(int(row), []).append({"layer": int(layer), "head": int(head), "first": first, **values})
     return entries

@@ -28,7 +28,7 @@ function sortRows(table, column) {
   const heads = [...table.tHead.rows[0].cells];
   const turned = heads[column].getAttribute("aria-sort") === "ascending";
   const body = table.tBodies[0];
-  const cell = (row) => (row.cells[column] ? told(row.cells[column]) : "");
+  const cell = (row) => row.cells[column]?.textContent.trim() ?? "";
   const rows = [...body.rows].map((row) => ({ row, text: cell(row) }));
   const compare = comparing(rows.map(({ text }) => text));
   const [said, silent] = [rows.filter(({ text }) => !NOTHING.test(text)), rows.filter(({ text }) => NOTHING.test(text))];
@@ -54,15 +54,10 @@ function sortable(table) {
   });
 }
 
-// What a cell says, without what is folded in it.
-function told(cell) {
-  return (cell.querySelector("summary") ?? cell).textContent.trim();
-}
-
 // A table as it stands, as a file that a spreadsheet opens. A quote before what it would take for a formula.
 function csvOf(table) {
   const quoted = (cell) => `"${cell.textContent.trim().replace(/^[=+@\t\r]/, "'$&").replaceAll('"', '""')}"`;
-  return [...table.rows].filter((row) => !row.hidden).map((row) => [...row.cells].map(quoted).join(",")).join("\r\n");
+  return [...table.rows].map((row) => [...row.cells].map(quoted).join(",")).join("\r\n");
 }
 
 // A button under a table that hands it to the reader.
@@ -81,29 +76,6 @@ function offered(table, number) {
     setTimeout(() => URL.revokeObjectURL(link.href), 1000);
   });
   table.parentElement.after(button);
-}
-
-// Choices above the first of the tables whose heads are marked "filter", by their values; they hold for all of these tables.
-function filtered(tables) {
-  const chosen = new Map();
-  const bar = document.createElement("p");
-  bar.className = "filters";
-  const cells = (name) => tables.flatMap((table) => [...table.tHead.rows[0].cells].flatMap((head, column) =>
-    head.textContent === name ? [...table.tBodies[0].rows].map((row) => told(row.cells[column])) : []));
-  const show = () => tables.forEach((table) => {
-    const heads = [...table.tHead.rows[0].cells];
-    for (const row of table.tBodies[0].rows) {
-      row.hidden = heads.some((head, column) => chosen.get(head.textContent) && told(row.cells[column]) !== chosen.get(head.textContent));
-    }
-  });
-  for (const name of new Set(tables.flatMap((table) => [...table.tHead.querySelectorAll("th.filter")].map((head) => head.textContent)))) {
-    const label = document.createElement("label"), select = document.createElement("select");
-    select.append(new Option("all", ""), ...[...new Set(cells(name))].filter(Boolean).map((text) => new Option(text)));
-    select.addEventListener("change", () => { chosen.set(name, select.value); show(); });
-    label.append(`${name} `, select);
-    bar.append(label);
-  }
-  tables[0].parentElement.before(bar);
 }
 
 // What is wider than its place says that it scrolls.
@@ -135,8 +107,6 @@ function addressed() {
 
 const tables = [...document.querySelectorAll("main .wide > table")];
 tables.forEach(sortable);
-const chosenFrom = tables.filter((table) => table.tHead?.querySelector("th.filter"));
-if (chosenFrom.length) filtered(chosenFrom);
 tables.forEach(offered);
 document.querySelectorAll("main .wide, main .scroll").forEach(hinted);
 addressed();
