@@ -43,7 +43,7 @@ def model(**given: Any) -> Any:
 
 
 def cells(count: int = 3) -> list[Cell]:
-    return [Cell(f"cell-{n}", doubled, {"x": n}, f"cell {n}") for n in range(count)]
+    return [Cell(f"cell-{n}", doubled, {"x": n}) for n in range(count)]
 
 
 def values(made: Any) -> list[int]:
@@ -54,9 +54,9 @@ def test_what_is_finished_is_not_done_again(tmp_path: Path, caplog: pytest.LogCa
     parts = Store(tmp_path, {"verb": "x"})
     run_cells(cells()[1:2], parts)
     with caplog.at_level(logging.INFO, "kvinterp"):
-        made = run_cells(cells(), Store(tmp_path, {"verb": "x"}), unit="prompts")
+        made = run_cells(cells(), Store(tmp_path, {"verb": "x"}))
     assert CALLED == [1, 0, 2]
-    assert f"going on in {tmp_path}: 1 of 3 prompts are already there" in caplog.text
+    assert f"going on in {tmp_path}: 1 of 3 parts are already there" in caplog.text
     assert list(made) == ["cell-0", "cell-1", "cell-2"]
     assert values(made) == values(run_cells(cells())) == [0, 2, 4]
     clear_cells(tmp_path)

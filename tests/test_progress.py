@@ -16,7 +16,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def inner(x: int) -> dict[str, Any]:
+def inner(x: Any) -> dict[str, Any]:
     """A cell's function that counts its own work."""
     list(each("ab", "within", "step"))
     return {}
@@ -31,7 +31,7 @@ def test_what_is_counted_within_something_is_not_shown(monkeypatch: pytest.Monke
     monkeypatch.setattr("sys.stderr", screen := Terminal())
     for _ in each("ab", "patching", "prompt"):
         list(each("xyz", "within", "step"))
-    run_cells([Cell(f"c-{n}", inner, {"x": n}, "one \x1b]0;title\x07") for n in range(2)], unit="prompts")
+    run_cells([Cell(f"c-{n}", inner, {"x": "one \x1b]0;title\x07"}) for n in range(2)])
     shown = screen.getvalue()
     assert "patching: 100%" in shown
     assert "within" not in shown
@@ -80,6 +80,6 @@ def test_work_of_many_kinds_has_no_forecast(monkeypatch: pytest.MonkeyPatch) -> 
     assert "2/4" in screen.getvalue()
     assert "<" in screen.getvalue()
     monkeypatch.setattr("sys.stderr", screen := Terminal())
-    run_cells([Cell("one", inner, {"x": 1}), Cell("two", other, {"x": 1})], unit="parts")
+    run_cells([Cell("one", inner, {"x": 1}), Cell("two", other, {"x": 1})])
     assert "2/2" in screen.getvalue()
     assert "<" not in screen.getvalue()

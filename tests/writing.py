@@ -14,11 +14,8 @@ from kvinterp.comparison import PARTS, Comparison
 from kvinterp.data import Prompt
 from kvinterp.study.cells import Cell, CellsMade
 from kvinterp.study.experiments.compare import Compare
-from kvinterp.study.experiments.running import file_names
 from kvinterp.study.experiments.running import read_result as read_result_of
 from kvinterp.study.results import check_free, is_finished, prompts_digest, prompts_of, write_result
-
-NAMES = file_names(Compare("zoo:mistral-mini"))
 
 
 def write_tables(
@@ -31,7 +28,7 @@ def write_tables(
 ) -> list[Path]:
     """What a verb does once its cells are done."""
     settings = dict(about or {})
-    if check_free(path, settings.get("verb"), [f"{name}.parquet" for name in tables], existing):
+    if check_free(path, settings.get("verb"), existing):
         is_finished(path, settings)
     files = [*(f"{name}.parquet" for name in tables), "report.html", "figures/recovery*"]
     return write_result(path, settings, files, tables, summary, {}, draw)
@@ -47,7 +44,7 @@ class Compared:
 
     def __init__(self, path: Path, settings: Mapping[str, Any], asked: list[Prompt], existing: str = "error") -> None:
         chosen = {"verb": "compare", **settings, "prompts": prompts_digest(asked)}
-        self.finished = check_free(path, "compare", NAMES, existing) and is_finished(path, chosen)
+        self.finished = check_free(path, "compare", existing) and is_finished(path, chosen)
         self.folder, self.settings, self.store, self.asked = path, chosen, Store(path, chosen), asked
 
     def add(self, part: Comparison) -> None:

@@ -82,8 +82,6 @@ class Untouched(Kernels):
     "study/experiments/counting.py": '''"""Count to a number, for nobody."""
 
 import dataclasses
-from typing import ClassVar
-
 import pandas as pd
 
 from kvinterp.study.cells import Cell
@@ -94,8 +92,6 @@ from kvinterp.study.experiments.options import option
 
 class Counting(Experiment):
     """How far?"""
-
-    TABLES: ClassVar = ("numbers",)
 
     most: int = option(3, "How far to count.")
     by_names: tuple[int, ...] = option((1, 2), "What is added.", example="1,2")

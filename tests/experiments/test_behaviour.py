@@ -159,12 +159,6 @@ def test_tables_of_decodes_whose_truth_is_known() -> None:
     assert by_step.loc[("free", 6), "at_risk"] == 5
     assert np.isnan(by_step.loc[("free", 6), "low"]), "four examples are too few for an interval"
     assert tables["survival"].set_index("step").loc[5, "survival"] == pytest.approx(7 / 8 * 5 / 7)
-    assert tables["examples"]["diverges"].tolist() == ["never", "always", "sometimes", "never"]
-    growth = tables["growth"].set_index("protocol")
-    assert growth.loc["matched", "slope"] == pytest.approx(1)
-    assert growth.loc["before the flip", "slope"] == pytest.approx(1)
-    assert growth.loc["free", "slope"] > 2
-    assert growth.loc["matched", "n"] == 4
 
 
 def test_no_flip_leaves_what_so_many_examples_leave() -> None:
@@ -191,10 +185,8 @@ def test_answers_are_compared_as_their_decodes_are_paired() -> None:
     for each in (same, pd.concat([same, same.assign(seed=1)])):
         (row,) = d.accuracy_of(each).to_dict("records")
         assert row["low"] == -row["high"] == pytest.approx(-stats.binomtest(0, 8).proportion_ci().high)
-    pairs = d.strategy_pairs_of(pd.concat([once, several])).set_index("path")
-    assert pairs.loc["a", "difference"] == 0
-    assert pairs.loc["b", "difference"] == pytest.approx(2 / 8 - (2 + 6 * 0.5) / 8)
-    assert (pairs["p_bonferroni"] >= pairs["p"]).all()
+    both = d.accuracy_of(pd.concat([once, several]))
+    assert (both["p_bonferroni"] == np.minimum(2 * both["p"], 1)).all()
 
 
 def test_the_sentences_follow_the_numbers() -> None:
@@ -220,7 +212,6 @@ def test_the_sentences_follow_the_numbers() -> None:
     assert "decodes in which a token flips 37.5% (n = 4 examples): 3 of 8 decodes." in lines
     assert "steps at risk that flip 4.62% (n = 4 examples)" in lines
     assert "of 3 decodes above what the logits' difference allows: after a flip it is of two texts" in lines
-    assert "examples that always flip a token 25% (n = 4 examples)" in lines
     assert "null, same path twice: steps whose logits differ 0% (n = 10 steps)" in lines
     assert "null, longer suffix: steps whose logits differ 40% (n = 10 steps)" in lines
     assert "cached path is nearer to float64 100% (n = 1 example)" in lines
@@ -246,7 +237,10 @@ def test_the_whole_command(tmp_path: Any) -> None:
     asked |= {"controls": 1, "block": 1, "stop": "length", "device": "cpu"}
     outcome = Behaviour(("zoo:gqa2-mini",), **asked).run(tmp_path / "out", progress="none")
     tables = outcome.tables
-    assert set(tables) == {*Behaviour.TABLES, "findings"}
+    assert set(tables) == {
+        *("findings", "decodes", "kl_by_step", "survival", "divergence", "accuracy", "nulls", "oracle"),
+        *("flip_steps", "flip_tokens", "failures"),
+    }
     decodes = tables["decodes"]
     assert len(decodes) == 2 * 2 * (1 + 2)
     assert set(decodes.loc[decodes["strategy"] == "greedy", "seed"]) == {0}

@@ -40,7 +40,7 @@ from kvinterp.study.experiments.registry import (
     experiments,
     question_of,
 )
-from kvinterp.study.experiments.running import check_models, default_folder, file_names
+from kvinterp.study.experiments.running import check_models, default_folder
 
 _PANELS: dict[str, tuple[str, ...]] = {
     "How": ("kind", "dtype", "device", "attention", "random_init", "remote_code", "batch_size", "seed", "engine"),
@@ -76,7 +76,7 @@ class _Verb(TyperCommand):
         check_models(chosen)
         existing = "overwrite" if chosen["overwrite"] or kind.OVERWRITES == "always" else "error"
         folder = chosen["out"] or default_folder(verb, chosen)
-        source("kvinterp.study.results").check_free(folder, verb, file_names(kind), existing)
+        source("kvinterp.study.results").check_free(folder, verb, existing)
         if "torch" not in sys.modules:
             _speak()
             logging.getLogger("kvinterp").info("importing torch first, which takes seconds")

@@ -45,21 +45,18 @@ class Cell:
             and ``keep`` is called once for all the cells that follow each other with the same settings, and calls
             ``keep(key, tables, about)`` as each is made: prompts of one length share a batch. One with the parameters ``tell``
             or ``progress`` is given what says what runs now, or ``"bar"``.
-        settings: What it is called with, as plain JSON values.
-        told: What is said while it runs; nothing where it is empty.
+        settings: What it is called with, as plain JSON values; the texts among them say what runs now.
     """
 
     key: str
     function: Callable[..., Any]
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    told: str = ""
 
 
 def run_cells(
     cells: Sequence[Cell],
     store: Store | None = None,
     progress: str = "bar",
-    unit: str = "parts",
     engine: Engine | None = None,
 ) -> CellsMade:
     """Does the cells that are not done yet, and gives what all of them gave, each read when it is asked for.
@@ -68,7 +65,6 @@ def run_cells(
         cells: The cells.
         store: Where they are kept; None keeps them in memory alone.
         progress: ``"bar"`` or ``"none"``.
-        unit: What a cell is of, in the plural.
         engine: What does the cells; :class:`Local` unless given.
 
     Raises:
@@ -76,14 +72,11 @@ def run_cells(
     """
     cells_store = store or _InMemory()
     missing = [cell for cell in cells if cells_store.read(cell.key) is None]
-    if len(missing) < len(cells):
-        log.info(
-            "going on in %s: %d of %d %s are already there", cells_store.folder, len(cells) - len(missing), len(cells), unit
-        )
+    if done := len(cells) - len(missing):
+        log.info("going on in %s: %d of %d parts are already there", cells_store.folder, done, len(cells))
     if missing:
-        done = len(cells) - len(missing)
         alike = len(missing) > 1 and len({cell.function for cell in missing}) == 1
-        with counting(len(cells), "answering", unit.removesuffix("s"), progress, done, "yes" if alike else "no") as bar:
+        with counting(len(cells), "answering", "part", progress, done, "yes" if alike else "no") as bar:
 
             def keep(*cell_result: Any) -> None:
                 cells_store.keep(*cell_result)
@@ -133,6 +126,7 @@ class Local:
             cells: The cells.
             offered: ``keep``, ``tell`` and ``progress``.
         """
+        stage = ""
         for group in groups(cells):
             function = group[0].function
             options = {name: offered[name] for name in inspect.signature(function).parameters if name in offered}
@@ -140,8 +134,10 @@ class Local:
                 function(keys=[cell.key for cell in group], **group[0].settings, **options)
                 continue
             for cell in group:
-                if cell.told:
-                    offered["tell"](cell.told)
+                now = ", ".join(value for value in cell.settings.values() if isinstance(value, str))
+                if now != stage:
+                    offered["tell"](now)
+                stage = now
                 result = function(**cell.settings, **options)
                 tables, about = result if isinstance(result, tuple) else (result, {})
                 offered["keep"](cell.key, {"table": tables} if isinstance(tables, pd.DataFrame) else tables, about)

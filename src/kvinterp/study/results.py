@@ -33,16 +33,16 @@ EXISTING = {
     "use": "a finished result with the same settings is read instead of computed again",
 }
 _ADVICE = "choose another folder with --out, or pass --overwrite (from Python, existing='overwrite')."
+_OURS = (".parquet", ".html", PROMPTS, SUMMARY)
 _NAME = re.compile(r"(figures/)?\w[\w.-]*\*?")
 
 
-def check_free(folder: Path, verb: str, names: Iterable[str], existing: str = "error") -> bool:
+def check_free(folder: Path, verb: str, existing: str = "error") -> bool:
     """Raises where something is in the way of a result: asked before anything slow, such as loading a model, begins.
 
     Args:
         folder: The folder.
         verb: The command whose result it will be.
-        names: The files that will be written, beside the summary.
         existing: What to do about what is already there, see :data:`EXISTING`.
 
     Returns:
@@ -50,7 +50,7 @@ def check_free(folder: Path, verb: str, names: Iterable[str], existing: str = "e
 
     Raises:
         InputError: The folder cannot be written; or ``existing`` is not ``"overwrite"``, and it holds a finished result, one of
-            another command, or a file under one of the names that is of no result.
+            another command, or a table or page that is of no result.
     """
     if existing not in EXISTING:
         raise unknown("way to treat an existing result", existing, EXISTING)
@@ -61,7 +61,7 @@ def check_free(folder: Path, verb: str, names: Iterable[str], existing: str = "e
         return False
     summary = read_json(folder / SUMMARY)
     if summary is None:
-        if taken := [name for name in (*names, SUMMARY) if (folder / name).exists()]:
+        if taken := sorted(path.name for path in folder.glob("[!.]*") if path.name.endswith(_OURS)):
             raise InputError(f"folder {str(folder)!r} already holds {taken[0]!r}, which is of no result of ours: {_ADVICE}")
         return False
     if existing == "error" and not summary.get("interrupted"):

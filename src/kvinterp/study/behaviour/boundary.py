@@ -7,26 +7,23 @@ matched protocol's, which are arithmetic alone, and how well the margin tells th
 
 from __future__ import annotations
 
-import functools
+import itertools
+from collections.abc import Callable
+from typing import Any
 
-import numpy as np
 import pandas as pd
-from scipy import stats
 
-from kvinterp.metrics.dependence import correlation, restricted_correlation, terciles
+from kvinterp.metrics.dependence import restricted_correlation, terciles
 from kvinterp.metrics.inference import Test
-from kvinterp.metrics.statistics import FEWEST, clustered_interval
-from kvinterp.study.behaviour.divergence import DECODE, conditions, with_ends
+from kvinterp.metrics.statistics import FEWEST
+from kvinterp.study.behaviour.divergence import DECODE, conditions
 
-QUANTITIES = ("mean_kl", "mean_kl_before_flip", "matched_mean_kl", "smallest_margin")
-"""What the step of the first flip is held against: the free protocol's KL (the paper's), that of the steps up to the flip, the
-matched protocol's, and the smallest margin of the decode."""
+QUANTITIES = ("mean_kl", "matched_mean_kl")
+"""What the step of the first flip is held against: the free protocol's KL (the paper's) and the matched protocol's."""
 FIRST = 1
 """The first step that a cache decides, the first at which a token can flip: the paper's step 0, as ours is the prefill's."""
 LEAST = FEWEST
 """Prompts that flip, below which nothing is said of how flips go with a number: resampling so few gives no interval."""
-
-_FEW = f"fewer than {LEAST} prompts have such a flip"
 
 CONDITION = ("model", "strategy")
 
@@ -47,7 +44,7 @@ def boundary_tables(decodes: pd.DataFrame, steps: pd.DataFrame, above: float) ->
         "flips": flips,
         "thirds": terciles_of(flips),
         "correlations": correlations_with_flip(pooled(flips), above),
-        "prediction": _prediction(predicted(steps)),
+        "prediction": margins_of(steps),
     }
 
 
@@ -72,37 +69,25 @@ def flips_with_kl(decodes: pd.DataFrame) -> pd.DataFrame:
 
 
 def correlations_with_flip(flips: pd.DataFrame, above: float) -> pd.DataFrame:
-    """How the step of the first flip goes with each of :data:`QUANTITIES`, over the decodes that flip.
+    """Pearson's correlation of the step of the first flip with each of :data:`QUANTITIES`, over the decodes that flip.
 
     Args:
         flips: As :func:`flips_with_kl` gives them.
         above: The step that ``restricted>k`` asks for more than; the paper's 8 is 9 here.
 
     Returns:
-        One row a model, strategy, quantity and method: ``pearson``, ``spearman``, ``restricted>1`` and ``restricted>k`` (what
-        the paper calls partial: without the flips of the first cached step, and of the first steps), and ``partial``, with
-        the smallest margin held constant (of the margin: the matched KL).
-        value, low, high, p, n (decodes), n_prompts, why (there is none).
+        One row a model, strategy, quantity and method: ``pearson``, ``restricted>1`` and ``restricted>k`` (what the paper calls
+        partial: without the flips of the first cached step, and of the first steps). value, low, high, p, n (decodes),
+        n_prompts, why (there is none).
     """
+    methods = {"pearson": -1.0, **{f"restricted>{bound:g}": float(bound) for bound in (FIRST, above)}}
     rows = []
     for labels, group in conditions(flips, *CONDITION):
-        for quantity in QUANTITIES:
-            covariate = "matched_mean_kl" if quantity == "smallest_margin" else "smallest_margin"
-            finite = group[np.isfinite(group[[quantity, covariate]].astype(float)).all(axis=1)]
-            x, y, names = finite["flip_index"], finite[quantity], finite["example"]
-            whole = functools.partial(correlation, x, y, names)
-            tests = [("pearson", -1.0, whole), ("spearman", -1.0, functools.partial(whole, method="spearman"))]
-            for bound in (float(FIRST), float(above)):
-                later = functools.partial(restricted_correlation, x, y, names, bound)
-                tests.append((f"restricted>{bound:g}", bound, later))
-            tests.append(("partial", -1.0, functools.partial(whole, finite[covariate])))
-            for method, bound, ask in tests:
-                few = names[x > bound].nunique()
-                test = ask() if few >= LEAST else Test(method, few, "r", why=f"{_FEW} ({few})")
-                numbers = (*_numbers(test), int((x > bound).sum()), test.n, test.why)
-                rows.append((*labels.values(), quantity, method, *numbers))
-    names = ["model", "strategy", "quantity", "method", "value", "low", "high", "p", "n", "n_prompts", "why"]
-    return pd.DataFrame(rows, columns=names)
+        for quantity, (method, bound) in itertools.product(QUANTITIES, methods.items()):
+            later = group[group["flip_index"] > bound].dropna(subset=[quantity])
+            test = _asked(restricted_correlation, later, quantity, bound)
+            rows.append((*labels.values(), quantity, method, *_numbers(test), len(later), test.n, test.why))
+    return pd.DataFrame(rows, columns=[*CONDITION, "quantity", "method", "value", *_COLUMNS])
 
 
 def terciles_of(flips: pd.DataFrame) -> pd.DataFrame:
@@ -114,73 +99,39 @@ def terciles_of(flips: pd.DataFrame) -> pd.DataFrame:
     rows = []
     for labels, group in conditions(flips, *CONDITION):
         for quantity in QUANTITIES:
-            finite = group.dropna(subset=[quantity])
-            columns, few = (finite["flip_index"], finite[quantity], finite["example"]), finite["example"].nunique()
-            test = terciles(*columns) if few >= LEAST else Test("thirds", few, "ratio", why=f"{_FEW} ({few})")
-            rows.append((*labels.values(), quantity, *_numbers(test), len(finite), test.n, test.why))
-    return pd.DataFrame(
-        rows, columns=["model", "strategy", "quantity", "ratio", "low", "high", "p", "n", "n_prompts", "why"]
-    )
+            known = group.dropna(subset=[quantity])
+            test = _asked(terciles, known, quantity)
+            rows.append((*labels.values(), quantity, *_numbers(test), len(known), test.n, test.why))
+    return pd.DataFrame(rows, columns=[*CONDITION, "quantity", "ratio", *_COLUMNS])
 
 
-def predicted(steps: pd.DataFrame) -> pd.DataFrame:
-    """Every step at risk of a first flip, with the chance that follows from its margin and the logits' noise: ``predicted``.
-
-    Were the errors of the two highest logits independent and normal with a root mean square of s, the greedy token would flip
-    with probability Phi(-margin / (s sqrt 2)). s is that of the other examples' steps of the model, matched, so that nothing is
-    predicted from itself. Of a drawn token it is the chance that the greedy one would flip, which is something else.
+def margins_of(steps: pd.DataFrame) -> pd.DataFrame:
+    """How sure the model was at a first flip, and at the other steps at risk of one.
 
     Args:
         steps: As :func:`kvinterp.study.experiments.behaviour.decodes_of` gives them, with the model of each.
-    """
-    matched = steps[(steps["protocol"] == "matched") & (steps["step"] > 0)].rename(columns={"margin_a": "margin"})
-    parts = []
-    for _, group in matched.groupby("model", sort=False):
-        squares = (group["rms_logit"] ** 2).groupby(group["example"]).agg(["sum", "count"])
-        others_squares = (squares.sum() - squares).clip(lower=0)
-        scale = group["example"].map(
-            np.sqrt(2 * others_squares["sum"] / others_squares["count"].where(others_squares["count"] > 0))
-        )
-        with np.errstate(divide="ignore", invalid="ignore"):
-            chance = stats.norm.cdf(-group["margin"] / scale)
-        # Without noise nothing flips but what is equal.
-        parts.append(group.assign(predicted=np.where(scale > 0, chance, 0.5 * (group["margin"] == 0))))
-    at_risk = pd.concat(parts)
-    return at_risk[~at_risk["after_flip"]].reset_index(drop=True)
-
-
-def _prediction(steps: pd.DataFrame) -> pd.DataFrame:
-    """How well the margin tells which step flips, and how many the chance foretells.
 
     Returns:
-        One row a model and strategy: auc (the chance that the margin at a flip is smaller than elsewhere) with auc_low,
-        auc_high; foretold (the sum of the chances) beside flips; n (examples), steps, margin_at_flip and margin_elsewhere
-        (medians, logits).
-        No interval where fewer than :data:`LEAST` examples flip.
+        One row a model and strategy: n (examples), steps, flips, margin_at_flip and margin_elsewhere (medians, logits).
     """
+    at_risk = steps[(steps["protocol"] == "matched") & (steps["step"] > 0) & ~steps["after_flip"]]
     rows = []
-    for labels, group in conditions(steps, *CONDITION):
-        columns = group["margin"].to_numpy(float), group["flipped"].to_numpy(bool)
-        few = group.loc[group["flipped"], "example"].nunique() < LEAST
-        low, high = (np.nan, np.nan) if few else clustered_interval(_area, group["example"].to_numpy(), *columns)
-        medians = group.groupby("flipped")["margin"].median()
-        rows.append(
-            labels
-            | with_ends("auc", _area(*columns), low, high)
-            | {"foretold": float(group["predicted"].sum())}
-            | {"n": group["example"].nunique(), "steps": len(group), "flips": int(group["flipped"].sum())}
-            | {"margin_at_flip": medians.get(True, np.nan), "margin_elsewhere": medians.get(False, np.nan)}
-        )
-    return pd.DataFrame(rows)
+    for labels, group in conditions(at_risk, *CONDITION):
+        margins = group.groupby("flipped")["margin_a"].median().reindex([True, False])
+        counts = group["example"].nunique(), len(group), int(group["flipped"].sum())
+        rows.append((*labels.values(), *counts, *margins))
+    return pd.DataFrame(rows, columns=[*CONDITION, "n", "steps", "flips", "margin_at_flip", "margin_elsewhere"])
 
 
-def _area(margin: np.ndarray, flipped: np.ndarray) -> float:
-    """Mann and Whitney's U as a share; NaN where all steps flip, or none."""
-    flips = int(flipped.sum())
-    if flips in (0, len(flipped)):
-        return float("nan")
-    above = stats.mannwhitneyu(margin[~flipped], margin[flipped]).statistic
-    return float(above / (flips * (len(flipped) - flips)))
+_COLUMNS = ("low", "high", "p", "n", "n_prompts", "why")
+
+
+def _asked(test: Callable[..., Test], flips: pd.DataFrame, quantity: str, *options: Any) -> Test:
+    """A test of the step of the flip and a quantity, where enough prompts flip."""
+    prompts = flips["example"].nunique()
+    if prompts < LEAST:
+        return Test("", prompts, "", why=f"fewer than {LEAST} prompts have such a flip ({prompts})")
+    return test(flips["flip_index"], flips[quantity], flips["example"], *options)
 
 
 def _numbers(test: Test) -> tuple[float, ...]:

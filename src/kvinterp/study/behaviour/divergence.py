@@ -6,7 +6,6 @@ from resampling whole examples, and each ``n`` counts examples.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,8 +18,6 @@ from kvinterp.metrics.survival import survival_by_step
 
 DECODE = ["model", "strategy", "seed", "example"]
 """What tells decodes apart."""
-RESAMPLES = 1000
-LEVEL = 0.05
 
 
 def behaviour_tables(decodes: pd.DataFrame, steps: pd.DataFrame) -> dict[str, pd.DataFrame]:
@@ -36,10 +33,7 @@ def behaviour_tables(decodes: pd.DataFrame, steps: pd.DataFrame) -> dict[str, pd
         "kl_by_step": kl_by_step_of(steps),
         "survival": survival_of(decodes),
         "divergence": divergence_of(decodes, steps),
-        "growth": growth_of(steps),
         "accuracy": accuracy_of(decodes),
-        "strategy_pairs": strategy_pairs_of(decodes),
-        "examples": examples_of(decodes),
     }
 
 
@@ -99,7 +93,7 @@ def survival_of(decodes: pd.DataFrame) -> pd.DataFrame:
         :func:`kvinterp.metrics.survival.survival_by_step`.
     """
     tables = []
-    for labels, group in conditions(_matched(decodes), "model", "strategy"):
+    for labels, group in conditions(decodes[decodes["protocol"] == "matched"], "model", "strategy"):
         # The step of the first flip, or the last step where there is none.
         time = group["flip_index"].fillna(group["steps"] - 1)
         tables.append(survival_by_step(time, group["diverged"]).assign(**labels))
@@ -153,107 +147,28 @@ def _rate(group: pd.DataFrame, trials_column: str = "") -> tuple[float, float, f
     return rate, ends.low, ends.high
 
 
-def growth_of(steps: pd.DataFrame) -> pd.DataFrame:
-    """Whether the KL grows over the steps: the slope of each example's line, without step 0, the prefill's on both paths.
-
-    Args:
-        steps: As :func:`with_free_steps` gives them.
-
-    Returns:
-        One row a model, strategy and protocol, and of the steps before a flip (protocol ``before the flip``): slope (nats a
-        step, the examples' median), its 95% interval (low, high), n (examples of two steps and more), rows.
-    """
-    later = steps[steps["step"] > 0]
-    before = later[(later["protocol"] == "matched") & ~later["after_flip"]].assign(protocol="before the flip")
-    rows = []
-    for labels, group in conditions(pd.concat([later, before]), "model", "strategy", "protocol"):
-        lines = {
-            name: np.polyfit(one["step"].to_numpy(float), one["kl"].to_numpy(float), 1)[0]
-            for name, one in group.groupby("example")
-            if one["step"].nunique() > 1
-        }
-        over = typical(list(lines.values()))
-        rows.append({**labels, "slope": over.median, **over.interval._asdict(), "n": over.n, "rows": len(group)})
-    return pd.DataFrame(rows)
-
-
-def examples_of(decodes: pd.DataFrame) -> pd.DataFrame:
-    """Which examples diverge always, sometimes and never.
-
-    Returns:
-        One row a model and example: id, decodes (under all strategies and seeds), diverged, diverges.
-    """
-    by = _matched(decodes).groupby(["model", "example"], sort=False)
-    table = by.agg(id=("id", "first"), decodes=("diverged", "size"), diverged=("diverged", "sum")).reset_index()
-    share = table["diverged"] / table["decodes"]
-    return table.assign(diverges=np.select([share == 0, share == 1], ["never", "always"], "sometimes"))
-
-
 # Answers ---------------------------------------------------------------------------------------------------------------
 
 
 def accuracy_of(decodes: pd.DataFrame) -> pd.DataFrame:
     """How many answers of each path are right, each writing its own text, and the difference.
 
+    McNemar's test where each example is decoded once, else sign flips by example.
+
     Returns:
         One row a model and strategy: decodes, n (examples), accuracy_a, accuracy_b, difference (a less b), low, high, only_a,
         only_b (decodes), test, p, p_bonferroni, p_bh (over the rows of this table). No row where no answer is known.
     """
     rows = []
-    for labels, group in conditions(_answered(decodes), "model", "strategy"):
+    answered = decodes[(decodes["protocol"] == "free") & decodes["correct_a"].notna() & decodes["correct_b"].notna()]
+    for labels, group in conditions(answered, "model", "strategy"):
         a, b = (group[f"correct_{side}"].to_numpy(bool) for side in "ab")
-        shares = {"decodes": len(group), "accuracy_a": a.mean(), "accuracy_b": b.mean()}
-        counts = {"only_a": int((a & ~b).sum()), "only_b": int((b & ~a).sum())}
-        rows.append(labels | shares | counts | _compared(a, b, group["example"]))
-    return _corrected(rows, ["model", "strategy", "decodes", "accuracy_a", "accuracy_b", "only_a", "only_b"])
-
-
-def strategy_pairs_of(decodes: pd.DataFrame) -> pd.DataFrame:
-    """Pairs of strategies by the accuracy of each path, over the examples that both decoded.
-
-    Returns:
-        One row a model, path (a or b) and pair (first, second): n, difference (first less second), low, high, test, p,
-        p_bonferroni, p_bh, see :func:`accuracy_of`.
-    """
-    rows = []
-    for model, group in _answered(decodes).groupby("model", sort=False):
-        for side in "ab":
-            right = group.astype({f"correct_{side}": float}).pivot_table(
-                index="example", columns="strategy", values=f"correct_{side}", sort=False
-            )
-            for first, second in itertools.combinations(right.columns, 2):
-                both = right[[first, second]].dropna()
-                labels = {"model": model, "path": side, "first": first, "second": second}
-                rows.append(labels | _compared(both[first], both[second], both.index))
-    return _corrected(rows, ["model", "path", "first", "second"])
-
-
-def _compared(first: Any, second: Any, examples: Any) -> dict[str, Any]:
-    """Two shares of the same examples: McNemar's test where each is right or wrong once, else sign flips by example."""
-    first, second = (np.asarray(side, dtype=float) for side in (first, second))
-    names, differences = np.asarray(examples), first - second
-    once = len(np.unique(names)) == len(names) and bool(np.isin([first, second], (0, 1)).all())
-    test = mcnemar(first.astype(bool), second.astype(bool)) if once else sign_flips(differences, names)
-    ends = {"low": test.low, "high": test.high}
-    if not differences.any():
+        test = mcnemar(a, b) if group["example"].is_unique else sign_flips(a - b.astype(float), group["example"])
         # No spread is no proof that there is none: as often as this may a difference be that so many examples do not show.
         bound = share_of(np.zeros(test.n)).high
-        ends = {"low": -bound, "high": bound}
-    return {"n": test.n, "difference": test.effect, **ends, "test": test.name, "p": test.p}
-
-
-def _corrected(rows: list[dict[str, Any]], front: list[str]) -> pd.DataFrame:
-    """The rows with corrected p-values, those of the table being one family."""
-    table = pd.DataFrame(rows, columns=[*front, "n", "difference", "low", "high", "test", "p"])
-    for name in ("bonferroni", "bh"):
-        table[f"p_{name}"] = corrected(table["p"], name)
-    return table
-
-
-def _matched(decodes: pd.DataFrame) -> pd.DataFrame:
-    return decodes[decodes["protocol"] == "matched"]
-
-
-def _answered(decodes: pd.DataFrame) -> pd.DataFrame:
-    """The decodes in which each path wrote a text of its own and an answer is known."""
-    return decodes[(decodes["protocol"] == "free") & decodes["correct_a"].notna() & decodes["correct_b"].notna()]
+        low, high = (test.low, test.high) if (a != b).any() else (-bound, bound)
+        counts = len(group), a.mean(), b.mean(), (a & ~b).sum(), (b & ~a).sum()
+        rows.append((*labels.values(), *counts, test.n, test.effect, low, high, test.name, test.p))
+    columns = ["model", "strategy", "decodes", "accuracy_a", "accuracy_b", "only_a", "only_b"]
+    table = pd.DataFrame(rows, columns=[*columns, "n", "difference", "low", "high", "test", "p"])
+    return table.assign(**{f"p_{name}": corrected(table["p"], name) for name in ("bonferroni", "bh")})

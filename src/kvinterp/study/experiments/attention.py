@@ -31,9 +31,7 @@ PAGE = "attention.html"
 class Attention(OfModel):
     """Which heads attend elsewhere on the other path?"""
 
-    TABLES = ("heads",)
     FILES = (PAGE,)
-    UNIT = "pages"
 
     prompts: str = option("arithmetic:1", "A text, or a file or generator of prompts, of which the first is shown.")
     a: str = option("cached", "Path A; it chooses the tokens for both paths.")

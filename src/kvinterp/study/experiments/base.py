@@ -18,8 +18,9 @@ from typing_extensions import dataclass_transform
 
 from kvinterp.common.result import Result
 from kvinterp.common.words import dtype_word
+from kvinterp.errors import InputError
 from kvinterp.study.experiments import running
-from kvinterp.study.experiments.options import OPTION, argument, model, option, seed, shared
+from kvinterp.study.experiments.options import OPTION, SHARED, argument, model, option, seed, shared
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -70,8 +71,6 @@ class Experiment:
 
     OVERWRITES: ClassVar[str] = "asked"
     """``"always"``: the command writes over its own earlier result without ``--overwrite``."""
-    TABLES: ClassVar[tuple[str, ...]] = ()
-    """The names of its tables."""
     FILES: ClassVar[tuple[str, ...]] = ()
     """The names of what else it writes, beside tables, figures and the summary."""
     SUMMED: ClassVar[tuple[str, ...]] = ()
@@ -80,8 +79,6 @@ class Experiment:
     """The names of the choices that stand in the provenance, beside the model."""
     RESULT: ClassVar[type[Result]] = Result
     """The class of its result."""
-    UNIT: ClassVar[str] = "parts"
-    """What a cell is of, in the plural."""
     PARTIAL: ClassVar[str] = "no"
     """``"yes"``: an interrupted run writes the tables of what is finished."""
 
@@ -132,7 +129,7 @@ class Experiment:
         """Its tables, those of all models one below the other."""
         from kvinterp.study.cells import joined
 
-        return {self.TABLES[0]: joined(parts)["table"]} if parts else {}
+        return joined(parts)
 
     def summary(self, tables: Tables) -> dict[str, Any]:
         """What ``summary.json`` holds beside the provenance."""
@@ -269,6 +266,30 @@ class Experiment:
     save = running.save
     report = running.report
     card = running.card
+
+
+class OfModels(Experiment):
+    """An experiment on some models, in float16 where no other dtype can be chosen, and on prompts."""
+
+    models: tuple[str, ...] = argument(("zoo:mistral-mini",), "zoo:NAME, checkpoint folders or hub ids.")
+    prompts: str = option("arithmetic:20", SHARED["prompts"][1])
+    kind: str = shared("kind")
+    device: str | None = shared("device")
+    attention: str | None = shared("attention")
+
+    def model_settings(self, name: str | None = None) -> dict[str, Any]:
+        """A model with its weights in float16, where no other dtype can be chosen."""
+        return {"dtype": "float16", **super().model_settings(name)}
+
+    def check(self) -> None:
+        """The names of the models too, by which the tables tell them apart."""
+        super().check()
+        if len(set(self.models)) < len(self.models):
+            raise InputError(f"the models {', '.join(self.models)} name one twice: give each once.")
+
+    def numbered_models(self) -> list[tuple[int, str, Adapter]]:
+        """The number of each model, the name that was given for it, and the model."""
+        return [(number, name, self.adapter(name)) for number, name in enumerate(self.models)]
 
 
 class OfModel(Experiment):

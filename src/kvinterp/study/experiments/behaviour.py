@@ -61,22 +61,6 @@ NULLS = ("same path twice", "longer suffix")
 class Behaviour(OfModels):
     """Do a cached and a recomputing path write the same, and does it matter for the answers?"""
 
-    TABLES = (
-        "decodes",
-        "kl_by_step",
-        "survival",
-        "divergence",
-        "growth",
-        "accuracy",
-        "strategy_pairs",
-        "examples",
-        "nulls",
-        "oracle",
-        "flip_steps",
-        "flip_tokens",
-        "failures",
-    )
-    UNIT = "cells"
     NOTED = ("kernels", "max_new_tokens", "stop")
 
     dtype: str = shared("dtype")
@@ -114,7 +98,7 @@ class Behaviour(OfModels):
         cells, strategies = [], self.chosen_strategies()
         for place, model, adapter in self.numbered_models():
             tried(adapter, paths_of(self.kernels))
-            key, name = f"behaviour-{place}", adapter.facts.name
+            key = f"behaviour-{place}"
             for block, first in enumerate(range(0, len(load_prompts(self.prompts)), self.block)):
                 # The same for all of a block: they share what they compute.
                 settings = {"model": model, "first": first, "most": self.block}
@@ -126,9 +110,8 @@ class Behaviour(OfModels):
             for turn, strategy in enumerate(strategies):
                 for null in NULLS:
                     settings = {"model": model, "strategy": strategy, "null": null}
-                    told = f"null of {name}: {null}" * (turn == 0)
-                    cells.append(Cell(f"{key}-null-{turn}-{null.split()[0]}", self.null_of, settings, told))
-            cells.append(Cell(f"{key}-oracle", self.oracle_of, {"model": model}, f"float64 beside {name}"))
+                    cells.append(Cell(f"{key}-null-{turn}-{null.split()[0]}", self.null_of, settings))
+            cells.append(Cell(f"{key}-oracle", self.oracle_of, {"model": model}))
         return cells
 
     def decoded(self, keys: Sequence[str], keep: Callable[..., None], model: str, first: int, most: int) -> None:
@@ -159,18 +142,10 @@ class Behaviour(OfModels):
         options = self.choices("max_new_tokens", "stop") | {"lanes": lanes, "strategy": strategy}
         comparison = compare_examples(adapter, load_prompts(self.prompts)[: self.controls], *paths, **options)
         steps = comparison.steps
-        row = {
-            "strategy": strategy,
-            "null": null,
-            "steps": len(steps),
-            "differing_steps": int((steps["max_abs_logit"] > 0).sum()),
-            "flips": int(steps["flipped"].sum()),
-            "max_abs_logit": float(steps["max_abs_logit"].max()),
-            "mean_kl": float(steps["kl"].mean()),
-            "n": len(comparison.examples),
-            "model": adapter.facts.name,
-        }
-        return pd.DataFrame([row])
+        largest = steps["max_abs_logit"]
+        counts = len(steps), (largest > 0).sum(), steps["flipped"].sum()
+        row = strategy, null, *counts, largest.max(), steps["kl"].mean(), len(comparison.examples), adapter.facts.name
+        return pd.DataFrame([row], columns=_NULL)
 
     def oracle_of(self, model: str) -> pd.DataFrame:
         """The largest logit error of each path, both fed the tokens that float64 chooses, and which is nearer to float64."""
@@ -208,7 +183,7 @@ class Behaviour(OfModels):
         return [line, *failures_of(result)]
 
     def rows(self, result: Result) -> Rows:
-        """Flips, KL and its growth, answers, examples, nulls, and which path is nearer to float64."""
+        """Flips, KL, answers, nulls, and which path is nearer to float64."""
         tables = result.tables
         examples: dict[str, Any] = {"by": ("model", "strategy"), "unit": "examples"}
         shares: dict[str, Any] = {**examples, "measure": "%"}
@@ -227,19 +202,11 @@ class Behaviour(OfModels):
             yield finding_from(row, "steps at risk that flip", "flip_rate", **shares)
             yield finding_from(row, "largest difference of a logit, fed the same", "max_abs_logit", **examples, ends=UNKNOWN,
                                note=f"allows a KL of {number(row['kl_bound'])} at most")  # fmt: skip
-        for row in tables["growth"].dropna(subset=["low", "high"]).to_dict("records"):
-            what = f"slope of the KL over the steps, {row['protocol']}"
-            yield finding_from(row, what, "slope", **examples, measure="nats a step")
         for row in tables["accuracy"].to_dict("records"):
             for side, path in (("a", "cached"), ("b", "recompute")):
                 yield finding_from(row, "right answers", f"accuracy_{side}", **shares, ends=UNKNOWN, path=path)
             tested = {"test": row["test"], "p": row["p"], "p_corrected": row["p_bh"]}
             yield finding_from(row, "right answers, cached less recompute", "difference", **examples, **tested)
-        for model, group in tables["examples"].groupby("model", sort=False):
-            found = group["diverges"].value_counts(normalize=True)
-            for name in ("always", "sometimes", "never"):
-                what = f"examples that {name} flip a token"
-                yield finding(what, found.get(name, 0), n=len(group), unit="examples", measure="%", model=model)
         for (model, null), group in tables["nulls"].groupby(["model", "null"], sort=False):
             differ, steps, flips = group[["differing_steps", "steps", "flips"]].sum().astype(int)
             yield finding(f"null, {null}: steps whose logits differ", differ / max(steps, 1), n=steps, unit="steps",
@@ -338,8 +305,7 @@ def decodes_of(
 
     Returns:
         ``decodes``, a row an example and protocol: id, prompt_tokens, steps, flip_index (NaN: none), diverged, mean_kl,
-        mean_kl_before_flip (with the flip's own step), mean_kl_after_flip, early_kl and late_kl (the mean of the first and the
-        last quarter of the steps), mean_js, max_kl, max_abs_logit (over the steps at
+        mean_kl_before_flip (with the flip's own step), mean_kl_after_flip, mean_js, max_kl, max_abs_logit (over the steps at
         which both were fed the same), kl_bound (half its square, which no mean over those steps exceeds), smallest_margin,
         margin_at_flip (of the cached path's two largest logits), correct_a, correct_b (NA where no answer is known), text_a,
         text_b. In the matched protocol the second path writes no text of its own: correct_b is NA. ``steps``: those matched
@@ -372,10 +338,8 @@ def decodes_of(
 def _tables(
     comparisons: Mapping[str, Comparison], prompts: Mapping[int, Prompt], written: pd.DataFrame, end: str
 ) -> Tables:
-    rows = {protocol: _rows(comparison) for protocol, comparison in comparisons.items()}
-    matched = rows["matched"]
-    stays = matched[matched["flip_index"].isna()]
-    free = pd.concat([rows["free"], stays]).sort_values("example") if "free" in rows else stays
+    matched, *flipping = (_rows(comparison) for comparison in comparisons.values())
+    free = pd.concat([*flipping, matched[matched["flip_index"].isna()]]).sort_values("example")
     free = free.drop(columns=["text_a", "text_b"], errors="ignore").merge(written, on="example")
     decodes = pd.concat([matched.assign(protocol="matched"), free.assign(protocol="free")], ignore_index=True)
     for side in ("a", "b"):
@@ -393,10 +357,9 @@ def _tables(
         }
         for protocol, comparison in comparisons.items()
     )
-    flips = comparisons.get("free") or comparisons["matched"]
-    some = slice(None if "free" in comparisons else 0)
-    flipped = {"flip_steps": flips.steps.iloc[some], "flip_tokens": flips.tokens.iloc[some]}
-    return {"decodes": decodes, **both, **flipped}
+    *_, last = comparisons.values()
+    some = slice(None if flipping else 0)
+    return {"decodes": decodes, **both, "flip_steps": last.steps.iloc[some], "flip_tokens": last.tokens.iloc[some]}
 
 
 def _rows(comparison: Comparison) -> pd.DataFrame:
@@ -406,9 +369,4 @@ def _rows(comparison: Comparison) -> pd.DataFrame:
     rows = comparison.examples.drop(columns=["token_divergence"]).set_index("example")
     largest = together.groupby("example")["max_abs_logit"].max()
     measures = {"mean_js": steps.groupby("example")["js"].mean(), "max_abs_logit": largest, "kl_bound": largest**2 / 2}
-    # Of the steps behind the prefill's, which is the same computation on both paths.
-    part = steps["step"] / steps.groupby("example")["step"].transform("max")
-    for name, chosen in (("early_kl", (steps["step"] > 0) & (part <= 0.25)), ("late_kl", part > 0.75)):
-        measures[name] = steps[chosen].groupby("example")["kl"].mean()
-    rows = rows.assign(diverged=rows["flip_index"].notna(), margin_at_flip=first["margin_a"], **measures)
-    return rows.reset_index()
+    return rows.assign(diverged=rows["flip_index"].notna(), margin_at_flip=first["margin_a"], **measures).reset_index()

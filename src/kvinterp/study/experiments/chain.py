@@ -7,6 +7,7 @@ the effect of another random draw. Chains of one text and seed draw the same ran
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -69,9 +70,7 @@ def _policies(asked: Any) -> bool:
 class Chain(Experiment):
     """Does the precision of the cache change where a text goes that is restated again and again?"""
 
-    TABLES = ("chains", "curves", "deltas", "cycles", "attractors")
     SUMMED = ("deltas", "cycles", "attractors")
-    UNIT = "sets of chains"
 
     models: tuple[str, ...] = argument(("zoo:gqa2-mini",), "zoo:NAME, checkpoint folders, GGUF files or hub ids.")
     policies: tuple[str, ...] = option(
@@ -144,18 +143,14 @@ class Chain(Experiment):
             tokens_of(adapter, self.template, self.chat, self.system)
             tried(adapter, arms.values())
         cells = []
-        for place, model in enumerate(dict.fromkeys(self.models)):
-            for turn, (arm, path) in enumerate(arms.items()):
-                for degree, temperature in enumerate(temperatures):
-                    if arm == NULL and not temperature:
-                        continue  # Nothing is drawn.
-                    count = self.seeds if temperature else 1
-                    seeds = [seed + (count if arm == NULL else 0) for seed in range(count)]
-                    for item in range(len(texts)):
-                        settings = {"model": model, "arm": arm, "path": path, "temperature": temperature, "number": item}
-                        told = f"chains of {model} on {arm}, temperature {temperature:g}" * (item == 0)
-                        key = f"chain-{place}-{turn}-{degree}-{item}"
-                        cells.append(Cell(key, self.measured, {**settings, "seeds": seeds}, told))
+        for model, (arm, path), temperature in itertools.product(dict.fromkeys(self.models), arms.items(), temperatures):
+            if arm == NULL and not temperature:
+                continue  # Nothing is drawn.
+            count = self.seeds if temperature else 1
+            seeds = [seed + (count if arm == NULL else 0) for seed in range(count)]
+            settings = {"model": model, "arm": arm, "path": path, "temperature": temperature, "seeds": seeds}
+            for place in range(len(texts)):
+                cells.append(Cell(f"chain-{len(cells)}", self.measured, {**settings, "number": place}))
         return cells
 
     def measured(

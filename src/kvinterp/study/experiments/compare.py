@@ -23,20 +23,7 @@ log = logging.getLogger("kvinterp")
 class Compare(OfModel):
     """How far apart are two paths of one model, at which step, layer, head and cache position?"""
 
-    TABLES = (
-        "steps",
-        "examples",
-        "layers",
-        "heads",
-        "kv_steps",
-        "kv_positions",
-        "kv",
-        "tokens",
-        "attention_rows",
-        "routing",
-    )
     FILES = ("prompts.jsonl",)
-    UNIT = "prompts"
     PARTIAL = "yes"
 
     prompts: str = shared("prompts")

@@ -39,8 +39,6 @@ from kvinterp.study.experiments.kit import (
 class CompareTraces(Experiment):
     """Where do two recorded runs part?"""
 
-    TABLES = ("tensors",)
-
     first: Path = argument(Path(), "A .safetensors or .npz file, or a folder that kv.Trace.save wrote.")
     second: Path = argument(Path(), "The other; lengths are its.")
 

@@ -16,12 +16,10 @@ from kvinterp.study.experiments.kit import Cell, OfModel, Parts, Result, Tables,
 class Decompose(OfModel):
     """What makes the difference at every step, each part beside its null?"""
 
-    TABLES = ("decomposition", "layers")
     RESULT = Decomposition
     headline = staticmethod(headline_of_decomposition)
     rows = staticmethod(rows_of_decomposition)
     charts = staticmethod(charts_of_decomposition)
-    UNIT = "prompts"
 
     prompts: str = shared("prompts")
     max_new_tokens: int = option(32, "The most tokens to decode per prompt.")

@@ -55,9 +55,6 @@ _WHOLE = ["policy", "tensor"]
 class EquivalentNoise(OfModel):
     """How large, how skewed and how heavy-tailed is the error of a policy on real K and V, and at how many bits?"""
 
-    TABLES = ("equivalent_noise",)
-    UNIT = "policies"
-
     model: str = argument("zoo:llama64-mini", "zoo:NAME, a transformers checkpoint folder, or a hub id.")
     policies: tuple[str, ...] = option(
         POLICIES,
@@ -73,7 +70,7 @@ class EquivalentNoise(OfModel):
     def cells(self) -> list[Cell]:
         """A cell a policy; what it does not fit is said before any is measured."""
         return [
-            Cell(f"policy-{number}", self.measured, {"policy": policy}, f"noise of {policy}")
+            Cell(f"policy-{number}", self.measured, {"policy": policy})
             for number, policy in enumerate(map(str, usable(self.policies, self.adapter())))
         ]
 

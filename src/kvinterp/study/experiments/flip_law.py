@@ -47,8 +47,6 @@ WIDE = "float32 unembedding"
 class FlipLaw(OfModel):
     """Do as many tokens flip as margins, errors and the grid of the logits foretell?"""
 
-    TABLES = ("steps", "law")
-    UNIT = "prompts"
     SUMMED = ("law",)
     NOTED = ("max_new_tokens", "strategy", "seed")
 
@@ -73,8 +71,8 @@ class FlipLaw(OfModel):
             )
         tried(self.adapter(), paths)
         return [
-            Cell(f"prompt-{number}", self.measured, {"number": number, "paths": paths}, f"prompt {prompt.id}")
-            for number, prompt in enumerate(load_prompts(self.prompts))
+            Cell(f"prompt-{number}", self.measured, {"number": number, "paths": paths})
+            for number in range(len(load_prompts(self.prompts)))
         ]
 
     def measured(self, number: int, paths: list[str]) -> pd.DataFrame:

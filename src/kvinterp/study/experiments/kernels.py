@@ -25,7 +25,6 @@ from kvinterp.study.experiments.kit import (
 class Kernels(Experiment):
     """Which operations depend on the shape they are called with?"""
 
-    TABLES = ("kernels",)
     RESULT = KernelsTable
 
     model: str = argument("zoo:mistral-mini", "zoo:NAME, a checkpoint folder or a hub id.")
@@ -45,7 +44,7 @@ class Kernels(Experiment):
 
     def cells(self) -> list[Cell]:
         """One cell: the operations are those of one forward."""
-        return [Cell("kernels", self.measured, {}, f"operations of {self.model}")]
+        return [Cell("kernels", self.measured)]
 
     def measured(self) -> tuple[Tables, dict[str, Any]]:
         """The kernels table of a model."""

@@ -11,7 +11,6 @@ from kvinterp.errors import InputError
 from kvinterp.findings import Chart, Finding, Panel, ends_of, finding, finding_from, median_of, only
 from kvinterp.models import Adapter
 from kvinterp.study.cells import Cell, joined, stacked
-from kvinterp.study.experiments.base import Charts, Experiment, OfModel, Parts, Rows, Tables, numbered
+from kvinterp.study.experiments.base import Charts, Experiment, OfModel, OfModels, Parts, Rows, Tables, numbered
 from kvinterp.study.experiments.circumstances import tried
-from kvinterp.study.experiments.of_models import OfModels
 from kvinterp.study.experiments.options import DRAWS, SHARED, argument, option, sampled, seed, shared

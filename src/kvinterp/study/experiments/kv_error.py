@@ -68,7 +68,6 @@ def _in_design(*users: str) -> tuple[Callable[[Any], bool], str]:
 class KvError(OfModel):
     """How much error in K and V does behaviour bear, and of which kind, where, and under which reading of the prompt?"""
 
-    TABLES = ("scores", "contrasts", "examples", "noise")
     SUMMED = ("scores", "contrasts")
     NOTED = ("strategy",)
 
@@ -179,10 +178,9 @@ class KvError(OfModel):
                     # Other draws of the sampling, and nothing else: what that alone changes is the floor.
                     draw = repeat + self.repeats * (label == AGAIN)
                     arm = {"label": label, "policy": text, "reading": reading, "repeat": repeat, "draw": draw}
-                    told = f"{label}, prefill={reading}" * (repeat == 0)
-                    cells.append(Cell(f"run-{place}-{reading}-{repeat}", self.measured, arm, told))
+                    cells.append(Cell(f"run-{place}-{reading}-{repeat}", self.measured, arm))
         return cells + [
-            Cell(f"noise-{place}", self.noise_of, {"policy": text}, f"equivalent noise of {text}")
+            Cell(f"noise-{place}", self.noise_of, {"policy": text})
             for place, text in enumerate(policies)
             if not policy_named(text).sites
         ]

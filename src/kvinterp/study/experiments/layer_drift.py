@@ -10,23 +10,19 @@ the recompute path against itself, with the same rows among more rows.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import pandas as pd
+from scipy import stats
 
-from kvinterp.comparison import Comparison
+from kvinterp.comparison import Comparison, recordable
+from kvinterp.metrics.inference import corrected
 from kvinterp.metrics.massive import SUFFIX
 from kvinterp.models.inputs import encode_all
 from kvinterp.paths import run
-from kvinterp.study.by_layer import (
-    CONTRASTS,
-    amplification_of,
-    head_correlations_of,
-    layer_tests_of,
-    means_of,
-    pairs_of,
-)
 from kvinterp.study.experiments.kit import (
     Adapter,
     Cell,
@@ -53,11 +49,11 @@ from kvinterp.study.experiments.kit import (
     seed,
     shared,
 )
-from kvinterp.study.experiments.of_models import shown_sites
 
 EVERY_STEP, ONE_STEP, NULL = "every decode step", "decode step 1", "same-path null"
 """Which rows a mean is of: all that a path decodes after the prefill, or those of the paper; and what is held against them."""
-AGAINST = {"previous layer": "the layer before", "layer 0": "layer 0", NULL: "the recompute path among more rows"}
+CONTRASTS = {"previous layer": "the layer before", "layer 0": "layer 0", NULL: "the recompute path among more rows"}
+"""What the drift at a layer is held against."""
 LEVEL = 0.05
 """Below this corrected p-value two things are told apart."""
 NAMES = {
@@ -66,23 +62,16 @@ NAMES = {
     f"l2{SUFFIX}": "L2 without the three largest dimensions",
     f"relative_l2{SUFFIX}": "relative L2 without the three largest dimensions",
 }
+"""The measures that are asked whether they grow: the paper's, relative to the stream, and both beside its largest dimensions."""
 MEASURES = tuple(metric.column for metric in metrics.OF_KIND["residual"])
+RULES = (("matched", "same tokens"), ("free", "same tokens"), ("free", "none"), (NULL, "same tokens"))
+"""What means are of: a protocol (or the null), and which of its rows."""
+AT = ["model", "example"]
 
 
 class LayerDrift(OfModels):
     """In which layer do the paths come apart, and does it grow from layer to layer?"""
 
-    TABLES = (
-        "layer_drift",
-        "layer_drift_rows",
-        "drift_by_layer",
-        "layer_tests",
-        "amplification",
-        "head_kl",
-        "head_correlation",
-        "drift_examples",
-    )
-    UNIT = "examples"
     NOTED = ("kernels", "strategy", "seed", "max_new_tokens")
 
     dtype: str = shared("dtype")
@@ -114,8 +103,7 @@ class LayerDrift(OfModels):
         for number, model, adapter in self.numbered_models():
             encode_all(adapter, prompts, self.max_new_tokens + self.suffix)
             for example in range(len(prompts)):
-                told = f"layer drift of {adapter.facts.name}" * (example == 0)
-                cells.append(Cell(f"layer-drift-{number}-{example}", self.drifted, {"model": model}, told))
+                cells.append(Cell(f"layer-drift-{number}-{example}", self.drifted, {"model": model}))
         return cells
 
     def drifted(self, keys: Sequence[str], keep: Callable[..., None], model: str) -> None:
@@ -125,20 +113,19 @@ class LayerDrift(OfModels):
         """
         adapter, prompts = self.adapter(model), load_prompts(self.prompts)
         paths = f"cached[kernels={self.kernels}]", f"recompute[kernels={self.kernels}]"
-        sites, sharing = shown_sites(adapter), adapter.facts.query_heads // adapter.facts.kv_heads
+        known, _ = recordable(adapter, None, range(adapter.facts.layers))
+        sites = [site for site in known if site in ("resid_post", "pattern")]
         with adapter.one_call():
             for example, key in numbered(keys).items():
-                prompt, options = (
-                    prompts[example],
-                    self.choices("strategy", "seed", "max_new_tokens") | {"examples": [example]},
-                )
+                prompt = prompts[example]
+                options = self.choices("strategy", "seed", "max_new_tokens") | {"examples": [example]}
                 matched = free = compare_examples(adapter, prompt, *paths, record=sites, **options)
                 tables = {"examples": matched.failures}
                 if matched.failures.empty:
                     if matched.examples["flip_index"].notna().any():
                         free = compare_examples(adapter, prompt, *paths, protocol="free", record="resid_post", **options)
                     null = null_drift(adapter, prompt, matched.steps, paths[1], self.suffix).assign(example=example)
-                    tables = {**of_example(matched, free, sharing), "null": null}
+                    tables = {**of_example(matched, free), "null": null}
                 keep(key, {name: table.assign(model=adapter.facts.name) for name, table in tables.items()})
 
     def tables(self, parts: Parts) -> Tables:
@@ -194,7 +181,7 @@ class LayerDrift(OfModels):
         by: dict[str, Any] = {"x": "layer", "facet": "model"}
         label = "of resid_post\n(median, 95% interval)"
         growth = tables["amplification"].dropna(subset=["ratio"])
-        charts = {
+        return {
             "layer_drift": Chart(
                 "Drift of the residual stream by layer, both paths fed the same tokens",
                 [Panel(only(every, measure=m), y="drift", color="line", names=streams, label=f"{NAMES[m]} {label}", **by)
@@ -210,17 +197,12 @@ class LayerDrift(OfModels):
                 [Panel(growth, y="ratio", color="measure", names=NAMES, level=1,
                        label="drift over that of the layer before\n(median example, 95% interval)", **by)],
             ),
-        }  # fmt: skip
-        if len(tables["head_kl"]):
-            kinds = {"within": "within a KV group", "across": "across KV groups", "within - across": "difference"}
-            charts["layer_drift_heads"] = Chart(
-                "Attention by head, and how the heads' errors go together",
+            "layer_drift_heads": Chart(
+                "Attention by head",
                 [Panel(tables["head_kl"], "head", "layer", "map", color="kl", facet="model", xlabel="query head",
-                       label="mean attention KL (nats);\nblank: exactly 0"),
-                 Panel(tables["head_correlation"], y="r", color="kind", names=kinds, scale="signed", level=0,
-                       label="Spearman correlation of\nhead errors (95% interval)", **by)],
-            )  # fmt: skip
-        return charts
+                       label="mean attention KL (nats);\nblank: exactly 0")],
+            ),
+        }  # fmt: skip
 
 
 def _rows_of_model(tables: Tables) -> Rows:
@@ -254,7 +236,7 @@ def _rows_of_model(tables: Tables) -> Rows:
         yield finding_from(row, what, "median", layer=row["layer"], **labels)
     for (contrast, test), table in only(tables["layer_tests"], measure="l2").groupby(["contrast", "test"], sort=False):
         effect, middle = table.loc[table["p_bh"] < LEVEL, "effect"], 0.5 if test == "Mann-Whitney" else 0.0
-        yield finding(f"layers with more L2 than {AGAINST[contrast]}", (effect > middle).sum(), n=len(table), unit="layers",
+        yield finding(f"layers with more L2 than {CONTRASTS[contrast]}", (effect > middle).sum(), n=len(table), unit="layers",
                       test=test, note=f"BH at {LEVEL:g}; less in {(effect < middle).sum()}")  # fmt: skip
     heads = tables["head_kl"]
     if heads.empty:
@@ -264,23 +246,17 @@ def _rows_of_model(tables: Tables) -> Rows:
     derived = "derived beside the kernel, which shows no pattern" if (heads["pattern"] == "derived").any() else ""
     yield finding("largest mean attention KL of a head", largest["kl"], n=largest["n"], measure="nats", note=derived, **place,
                   **labels)  # fmt: skip
-    intervals = only(tables["head_correlation"], kind="within - across").dropna(subset=["low"])
-    if len(intervals):
-        yield finding("layers where heads that share a KV head err more alike than others", (intervals["low"] > 0).sum(),
-                      n=len(intervals), unit="layers",
-                      note=f"by the 95% interval; less alike in {(intervals['high'] < 0).sum()}")  # fmt: skip
 
 
 # One example -----------------------------------------------------------------------------------------------------------
 
 
-def of_example(matched: Comparison, free: Comparison, sharing: int) -> Tables:
+def of_example(matched: Comparison, free: Comparison) -> Tables:
     """The tables of one example.
 
     Args:
         matched: Both paths on the same tokens, with resid_post, and the patterns where the model shows them.
         free: Each on its own; the same where nothing flips.
-        sharing: How many query heads share a KV head.
     """
     columns = ["example", "step", "layer", *MEASURES]
     heads = matched.heads[matched.heads["step"] > 0]
@@ -291,7 +267,6 @@ def of_example(matched: Comparison, free: Comparison, sharing: int) -> Tables:
         "drift": matched.layers[columns],
         "removed": free.layers.loc[other_text, columns],
         "heads": kl,
-        "pairs": pairs_of(heads, sharing),
         "examples": examples.assign(
             free_steps=free.examples["steps"].to_numpy(),
             mean_kl=free.examples["mean_kl"].to_numpy(),
@@ -335,60 +310,45 @@ def tables_of(parts: Tables, step: int, divergent: int, contrasts: Sequence[str]
     """The tables of all models.
 
     Args:
-        parts: Those of the examples: drift, removed, heads, pairs, examples, null.
+        parts: Those of the examples: drift, removed, heads, examples, null.
         step: The step of the paper's selection.
         divergent: Of how many examples it is.
         contrasts: What a layer is tested against.
     """
     examples, matched = parts["examples"], parts["drift"].assign(protocol="matched", same_tokens=True)
-    flips = matched[["model", "example"]].merge(examples, "left", ["model", "example"])["flip_index"].to_numpy(float)
+    flips = matched[AT].merge(examples, "left", AT)["flip_index"].to_numpy(float)
     # Up to a flip, the step of the flip too, both protocols feed the same tokens: the rows are the same to the bit.
     free = matched[~(matched["step"].to_numpy() > flips)].assign(protocol="free")
     every = pd.concat([matched, free, parts["removed"].assign(protocol="free", same_tokens=False)], ignore_index=True)
     every = every.astype({"same_tokens": bool})
-    null, highest = parts["null"].assign(protocol=NULL, same_tokens=True), _highest(examples, divergent)
-    steps = {EVERY_STEP: [every[every["step"] > 0], null]}
-    steps[ONE_STEP] = [_at(table, step, highest) for table in steps[EVERY_STEP]]
-    rows = []
-    for selection, tables in steps.items():
-        decoded = pd.concat(tables)
-        same = decoded[decoded["same_tokens"]]
-        for protocol, rule in (
-            ("matched", "same tokens"),
-            ("free", "same tokens"),
-            ("free", "none"),
-            (NULL, "same tokens"),
-        ):
-            chosen = only(decoded if rule == "none" else same, protocol=protocol)
-            labels = {"protocol": protocol, "selection": selection, "rule": rule}
-            rows.append(_by_model(chosen, lambda part: means_of(part, MEASURES)).assign(**labels))
+    highest = examples.dropna(subset=["mean_kl"]).sort_values("mean_kl", ascending=False, kind="stable")
+    highest = highest.groupby("model", sort=False).head(divergent)
+    decoded = pd.concat(
+        [every[every["step"] > 0], parts["null"].assign(protocol=NULL, same_tokens=True)], ignore_index=True
+    )
+    at_step = (decoded["step"] == step) & decoded.set_index(AT).index.isin(highest.set_index(AT).index)
+    selections = {EVERY_STEP: decoded, ONE_STEP: decoded[at_step]}
+    means = [
+        _by_model(only(table if rule == "none" else only(table, same_tokens=True), protocol=protocol), means_of)
+        .assign(protocol=protocol, selection=selection, rule=rule)
+        for (selection, table), (protocol, rule) in itertools.product(selections.items(), RULES)
+    ]  # fmt: skip
+    counts = pd.concat(
+        table[table["protocol"] != NULL].assign(selection=name, removed=~table["same_tokens"])
+        for name, table in selections.items()
+    ).groupby(["model", "protocol", "selection"], sort=False)["removed"]
     matched = matched[matched["step"] > 0]
     heads = parts["heads"].groupby(["model", "layer", "head", "pattern"], sort=False)["kl"]
-    counts = [_counted(decoded, selection) for selection, (decoded, _) in steps.items()]
     return {
         "layer_drift": every.loc[every["same_tokens"], ["model", "protocol", "example", "step", "layer", *MEASURES]],
-        "layer_drift_rows": pd.concat(counts, ignore_index=True),
-        "drift_by_layer": pd.concat(rows, ignore_index=True),
+        "layer_drift_rows": counts.agg(rows="size", removed="sum").reset_index(),
+        "drift_by_layer": pd.concat(means, ignore_index=True),
         "layer_tests": layer_tests_of(matched, parts["null"], contrasts),
         "amplification": _by_model(matched, amplification_of),
         # Each example counts once.
         "head_kl": heads.agg(kl="mean", n="size").reset_index(),
-        "head_correlation": _by_model(parts["pairs"], head_correlations_of),
         "drift_examples": examples.assign(divergent=examples.index.isin(highest.index)),
     }
-
-
-def _highest(examples: pd.DataFrame, count: int) -> pd.DataFrame:
-    """So many examples of each model, those of the highest mean KL in the free protocol; of equal ones the first."""
-    with_kl = examples.dropna(subset=["mean_kl"])
-    return with_kl.sort_values("mean_kl", ascending=False, kind="stable").groupby("model", sort=False).head(count)
-
-
-def _at(table: pd.DataFrame, step: int, examples: pd.DataFrame) -> pd.DataFrame:
-    """The rows of one step of some examples."""
-    at = ["model", "example"]
-    chosen = examples.set_index(at).index
-    return table[(table["step"] == step) & table.set_index(at).index.isin(chosen)]
 
 
 def _by_model(table: pd.DataFrame, function: Callable[[pd.DataFrame], pd.DataFrame]) -> pd.DataFrame:
@@ -397,7 +357,104 @@ def _by_model(table: pd.DataFrame, function: Callable[[pd.DataFrame], pd.DataFra
     return frame[["model", *frame.columns.drop("model")]]
 
 
-def _counted(table: pd.DataFrame, selection: str) -> pd.DataFrame:
-    """How many rows there are, each a step of an example in one layer, and how many of them the rule removed."""
-    by = table.assign(removed=~table["same_tokens"]).groupby(["model", "protocol"], sort=False)["removed"]
-    return by.agg(rows="size", removed="sum").reset_index().assign(selection=selection)
+# One model: the steps of one example are not independent, so each example is one number, the mean over its steps ----------
+
+
+def _by_example(rows: pd.DataFrame, measure: str) -> pd.DataFrame:
+    """The mean of every example over its steps, a column a layer."""
+    return rows.groupby(["layer", "example"])[measure].mean().unstack("layer")
+
+
+def means_of(rows: pd.DataFrame, measures: Sequence[str] = MEASURES) -> pd.DataFrame:
+    """The mean drift by layer.
+
+    Args:
+        rows: A row an example, step and layer.
+        measures: Columns of it.
+
+    Returns:
+        One row a layer and measure: mean and median over examples, the median's 95% interval (low, high); zeros,
+        those of exactly 0; n (examples). NaN where none has a number.
+    """
+    means = [
+        (layer, measure, *metrics.typical(values))
+        for measure in measures
+        for layer, values in _by_example(rows, measure).items()
+    ]
+    return pd.DataFrame(means, columns=["layer", "measure", *metrics.Typical._fields])
+
+
+def amplification_of(rows: pd.DataFrame) -> pd.DataFrame:
+    """How many times the drift of a layer is that of the layer before.
+
+    Args:
+        rows: A row an example, step and layer.
+
+    Returns:
+        One row a layer and measure of :data:`NAMES`: ratio, the median of the examples' own, its 95% interval (low, high) and
+        n, the examples that drift in the layer before; NaN where there is none.
+    """
+    ratios = []
+    for measure in NAMES:
+        drift = _by_example(rows, measure)
+        before = drift.shift(axis=1)
+        for layer, grown in (drift / before.where(before > 0)).items():
+            over = metrics.typical(grown)
+            ratios.append((layer, measure, over.median, *over.interval, over.n))
+    return pd.DataFrame(ratios, columns=["layer", "measure", "ratio", "low", "high", "n"])
+
+
+def layer_tests_of(rows: pd.DataFrame, null: pd.DataFrame, contrasts: Sequence[str]) -> pd.DataFrame:
+    """Whether a layer's drift differs from what it is compared with: unpaired as in the paper, and paired by example.
+
+    The layers of one example are not independent samples, which Mann-Whitney takes them for; the signed ranks of Wilcoxon are
+    of each example's own difference.
+
+    Args:
+        rows: A row an example, step and layer, of several models.
+        null: The same of the same-path null.
+        contrasts: Of :data:`CONTRASTS`.
+
+    Returns:
+        One row a model, layer, measure, contrast and test: n (examples), statistic, p, p_bh, corrected over all layers of all
+        models that are tested alike, effect, and effect_of, what that is. p is NaN where nothing differs.
+    """
+    tested = []
+    for model, measure, contrast in itertools.product(rows["model"].unique(), NAMES, contrasts):
+        drift, against = (_by_example(only(table, model=model), measure) for table in (rows, null))
+        if contrast != NULL:
+            first = pd.DataFrame(dict.fromkeys(drift, drift[0]))
+            against = (drift.shift(axis=1) if contrast == "previous layer" else first).drop(columns=0)
+        for layer in against:
+            here, there = pd.concat([drift[layer], against[layer]], axis=1).dropna().to_numpy().T
+            labels = model, layer, measure, contrast
+            tested += [(*labels, name, len(here), *test(here, there), of) for name, test, of in _TESTS]
+    columns = ["model", "layer", "measure", "contrast", "test", "n", "statistic", "p", "effect", "effect_of"]
+    table = pd.DataFrame(tested, columns=columns)
+    alike = table.groupby(["measure", "contrast", "test"], sort=False)["p"]
+    table["p_bh"] = alike.transform(lambda p: corrected(p.to_numpy(float), "bh"))
+    return table
+
+
+def _mann_whitney(here: np.ndarray, against: np.ndarray) -> tuple[float, float, float]:
+    """U, p, and the chance that one of the first is larger than one of the others."""
+    if len(here) < 2 or np.ptp([*here, *against]) == 0:
+        return (np.nan,) * 3
+    test = stats.mannwhitneyu(here, against)
+    return test.statistic, test.pvalue, test.statistic / (len(here) * len(against))
+
+
+def _wilcoxon(here: np.ndarray, against: np.ndarray) -> tuple[float, float, float]:
+    """The sum of the ranks where the first is larger, p, and the rank-biserial correlation of the pairs."""
+    there = (here - against)[here != against]
+    if not len(there):
+        return (np.nan,) * 3
+    ranks = stats.rankdata(np.abs(there))
+    effect = (np.sign(there) * ranks).sum() / ranks.sum()
+    return ranks[there > 0].sum(), stats.wilcoxon(here - against).pvalue, effect
+
+
+_TESTS = (
+    ("Mann-Whitney", _mann_whitney, "chance that x is larger than y"),
+    ("Wilcoxon", _wilcoxon, "rank-biserial correlation"),
+)

@@ -28,6 +28,7 @@ from kvinterp.patching.findings import (
     rows_of_decomposition,
     rows_of_sweep,
 )
+from kvinterp.study.cells import those
 from kvinterp.study.experiments.kit import (
     Cell,
     Chart,
@@ -71,8 +72,6 @@ _RANKED, _PATCHED = "localisation-kl", "localisation-patched"
 class Localisation(OfModels):
     """What carries the difference, on the examples whose paths differ most?"""
 
-    TABLES = ("chosen", "recovery", "recovery_by_layer", "steps", "controls", "decomposition", "layers")
-    UNIT = "examples"
     NOTED = ("kernels", "max_new_tokens")
 
     dtype: str = shared("dtype")
@@ -97,19 +96,22 @@ class Localisation(OfModels):
                 cells.append(Cell(f"{_RANKED}-{number}-{example}", self.ranked, {"model": model}))
         return cells
 
-    def second_stage(self, made: Parts) -> list[Cell]:
+    def second_stage(self, parts: Parts) -> list[Cell]:
         """The second stage, a cell a model and example of the highest KL, which is known from the first."""
-        cells = []
-        for row in self._chosen(made).itertuples():
-            told = f"localisation: patches in {row.model}" * (row.rank == 1)
-            settings = {"model": self.models[row.number], "example": row.example}
-            cells.append(Cell(f"{_PATCHED}-{row.number}-{row.example}", self.localised, settings, told))
-        return cells
+        return self.patches(self._chosen(parts))
+
+    def patches(self, chosen: pd.DataFrame) -> list[Cell]:
+        """A cell a model and example, as :func:`chosen_of` gives them."""
+        return [
+            Cell(f"{_PATCHED}-{number}-{example}", self.localised, {"model": self.models[number], "example": example})
+            for number, example in zip(chosen["number"].tolist(), chosen["example"].tolist(), strict=True)
+        ]
 
     def _chosen(self, parts: Parts) -> pd.DataFrame:
-        ranked = {key: parts[key][0]["table"] for key in parts if key.startswith(_RANKED)}
-        numbered = [table.assign(number=int(key.split("-")[2])) for key, table in ranked.items()]
-        return chosen_of(pd.concat(numbered, ignore_index=True), self.count)
+        ranked = [
+            tables["table"].assign(number=int(key.split("-")[2])) for key, (tables, _) in those(parts, _RANKED).items()
+        ]
+        return chosen_of(pd.concat(ranked, ignore_index=True), self.count)
 
     def _paths(self) -> dict[str, str]:
         return {form: f"{form}[kernels={self.kernels}]" for form in ("cached", "recompute")}
@@ -147,15 +149,10 @@ class Localisation(OfModels):
 
     def reduce(self, parts: Parts) -> Result:
         """The sweeps and the split of every model, and their tables one below the other."""
-        abouts = [parts[key][1] for key in parts if key.startswith(_PATCHED)]
-        tables = {**dict.fromkeys(self.TABLES, pd.DataFrame()), **joined(parts, _PATCHED)}
-        told: dict[str, Any] = {}
-        for about in abouts:
-            told.setdefault(about["model"], about["parts"])
-        sweeps, splits = _sweeps_and_splits(tables, told)
-        by_layer = [found.aggregate().assign(model=model, part=part) for (model, part), found in sweeps.items()]
+        tables, told = gathered(parts)
+        sweeps, splits = sweeps_and_splits(tables, told)
         tables["chosen"] = self._chosen(parts).drop(columns="number")
-        tables["recovery_by_layer"] = pd.concat(by_layer, ignore_index=True) if by_layer else pd.DataFrame()
+        tables["recovery_by_layer"] = recovery_by_layer(sweeps)
         summary = {
             "chosen": tables["chosen"].to_dict("records"),
             "sweeps": [{"model": model, "part": part, **found.summary()} for (model, part), found in sweeps.items()],
@@ -191,7 +188,7 @@ class Localisation(OfModels):
             note = f"the highest of {counted(labels, 'example')}; {flips} flip a token"
             extra = {"unit": "examples", "measure": "nats", "model": model, "note": note}
             yield median_of("mean KL of an example that is patched, free protocol", group["mean_kl"], **extra)
-        sweeps, splits = _sweeps_and_splits(result.tables, result.summary["told"])
+        sweeps, splits = sweeps_and_splits(result.tables, result.summary["told"])
         for (model, part), found in sweeps.items():
             yield from ({"model": model, "part": part, **row} for row in rows_of_sweep(found))
         for model, split in splits.items():
@@ -199,7 +196,7 @@ class Localisation(OfModels):
 
     def charts(self, result: Result) -> Charts:
         """The map of all patches, and of each model the paper's patch by example and the split."""
-        sweeps, splits = _sweeps_and_splits(result.tables, result.summary["told"])
+        sweeps, splits = sweeps_and_splits(result.tables, result.summary["told"])
         charts: Charts = {}
         if sweeps:
             table = result.tables["recovery_by_layer"]
@@ -223,15 +220,24 @@ def _all_layers(rows: pd.DataFrame) -> list[Finding]:
     return rows[places].to_dict("records")[:1]
 
 
-def _sweeps_and_splits(
+def gathered(parts: Parts) -> tuple[Tables, dict[str, Any]]:
+    """The tables of all models and parts, and what each part was run with, by model and part."""
+    told: dict[str, Any] = {}
+    for _, about in those(parts, _PATCHED).values():
+        told.setdefault(about["model"], about["parts"])
+    return joined(parts, _PATCHED), told
+
+
+def recovery_by_layer(sweeps: Mapping[tuple[str, str], Sweep]) -> pd.DataFrame:
+    """What the patches of all models and parts recover, layer by layer."""
+    tables = [found.aggregate().assign(model=model, part=part) for (model, part), found in sweeps.items()]
+    return pd.concat(tables, ignore_index=True) if tables else pd.DataFrame()
+
+
+def sweeps_and_splits(
     tables: Tables, told: Mapping[str, Mapping[str, Any]]
 ) -> tuple[dict[tuple[str, str], Sweep], dict[str, Decomposition]]:
-    """The sweeps by model and part and the splits by model, as what made them gives them of one model.
-
-    Args:
-        tables: The tables of all models and parts.
-        told: What each part was run with, by model and part.
-    """
+    """The sweeps by model and part and the splits by model of what :func:`gathered` gives, as what made them gives them."""
     sweeps: dict[tuple[str, str], Sweep] = {}
     splits: dict[str, Decomposition] = {}
     parted = {name: table for name, table in tables.items() if "part" in table}

@@ -53,7 +53,6 @@ FRONT = "on the front: no path is better in one and as good in all"
 class Mitigate(OfModel):
     """What does a mitigation leave of the divergence, and at what cost?"""
 
-    TABLES = ("examples", "mitigations", "interactions")
     SUMMED = ("mitigations", "interactions")
     NOTED = ("max_new_tokens",)
 
@@ -100,7 +99,7 @@ class Mitigate(OfModel):
             pairs["neither"] = "recompute", "cached"
         tried(self.adapter(), (text for both in pairs.values() for text in both))
         return [
-            Cell(f"pair-{number}", self.measured, {"what": what, "a": a, "b": b}, f"{b} beside {a}")
+            Cell(f"pair-{number}", self.measured, {"what": what, "a": a, "b": b})
             for number, (what, (a, b)) in enumerate(pairs.items())
         ]
 

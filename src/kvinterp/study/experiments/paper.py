@@ -14,8 +14,8 @@ import io
 import itertools
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -29,7 +29,6 @@ from kvinterp.study.behaviour.divergence import (
     accuracy_of,
     divergence_of,
     kl_by_step_of,
-    with_ends,
     with_free_steps,
 )
 from kvinterp.study.cells import those
@@ -58,7 +57,7 @@ from kvinterp.study.experiments.kit import (
     sampled,
 )
 from kvinterp.study.experiments.layer_drift import NULL, ONE_STEP, LayerDrift
-from kvinterp.study.experiments.localisation import Localisation
+from kvinterp.study.experiments.localisation import Localisation, chosen_of, gathered, recovery_by_layer, sweeps_and_splits
 
 log = logging.getLogger("kvinterp")
 
@@ -123,8 +122,8 @@ _PATCHES = {
     ("kv-into-cached", "single"): "control: K and V into the cached path, one layer",
     ("kv-into-cached", "cumulative"): "control: K and V into the cached path, layers 0 to this one",
 }
-Ends: TypeAlias = tuple[float, float, float]
-"""A number and the ends of its interval."""
+ENDS = ("", "_low", "_high")
+"""What ends the names of the columns of a number and of the ends of its interval."""
 MEASURES = {"l2": "L2", "cosine_distance": "1 - cosine"}
 _ROWS = {
     "none": "each path its own text, as in the paper",
@@ -136,20 +135,6 @@ _ROWS = {
 class Paper(OfModels):
     """What do the FP16 paper's tables and figures say of these models?"""
 
-    TABLES = (
-        "table_1",
-        "table_2",
-        "table_3",
-        "figure_1",
-        "figure_2",
-        "figure_4_flips",
-        "figure_4_thirds",
-        "figure_4_correlations",
-        "figure_4_prediction",
-        "figure_5",
-        "failures",
-    )
-    UNIT = "cells"
     NOTED = ("kernels", "strategies", "seeds", "max_new_tokens")
     PARTIAL = "yes"
 
@@ -210,21 +195,12 @@ class Paper(OfModels):
 
     def second_stage(self, parts: Parts) -> list[Cell]:
         """Drift and patches of the examples whose decodes by the first strategy are the furthest apart."""
-        drift, ranked = self._drift(), self._ranked(parts)
-        keys = {key.replace("localisation-kl", drift.verb()) for key in ranked}
-        patches = self._patching().second_stage(ranked) if ranked else []
-        return [cell for cell in drift.cells() if cell.key in keys] + patches
-
-    def _ranked(self, parts: Parts) -> dict[str, Any]:
-        """The decodes of the highest mean KL, so many of each model, as the first stage of Localisation gives its own."""
         decodes, _ = decodes_of(parts, "float16")
         numbers = {adapter.facts.name: number for number, _, adapter in self.numbered_models()}
-        first = only(decodes, protocol="free", strategy=decodes["strategy"].iloc[0], seed=0).dropna(subset=["mean_kl"])
-        ordered = first.sort_values("mean_kl", ascending=False, kind="stable")
-        highest = ordered.groupby("model").head(PRESETS[self.preset]["few"])
-        rows = highest[["model", "example", "id", "prompt_tokens", "steps", "flip_index", "mean_kl"]].to_dict("records")
-        tables = {f"localisation-kl-{numbers[row['model']]}-{row['example']}": pd.DataFrame([row]) for row in rows}
-        return {key: ({"table": table}, {}) for key, table in tables.items()}
+        first = only(decodes, protocol="free", strategy=decodes["strategy"].iloc[0], seed=0)
+        chosen = chosen_of(first.assign(number=first["model"].map(numbers)), PRESETS[self.preset]["few"])
+        keys = {f"layer-drift-{row.number}-{row.example}" for row in chosen.itertuples()}
+        return [cell for cell in self._drift().cells() if cell.key in keys] + self._patching().patches(chosen)
 
     def _log_estimate(self) -> None:
         """Says how long all of it will take, by a few steps of each model."""
@@ -277,7 +253,8 @@ class Paper(OfModels):
     def _recovery(self, parts: Parts) -> pd.DataFrame:
         if not (patched := those(parts, "localisation-")):
             return pd.DataFrame()
-        table = self._patching().reduce({**patched, **self._ranked(parts)}).tables["recovery_by_layer"]
+        sweeps, _ = sweeps_and_splits(*gathered(patched))
+        table = recovery_by_layer(sweeps)
         if table.empty:
             return table
         names = [_PATCHES[place] for place in zip(table["part"], table["sweep"], strict=True)]
@@ -357,7 +334,7 @@ def decodes_of(parts: Parts, dtype: str) -> tuple[pd.DataFrame, pd.DataFrame]:
     return tables["decodes"].drop(columns="mean_kl").join(means, on=[*DECODE, "protocol"]), steps
 
 
-def mean_kl_of(decodes: pd.DataFrame, seeds: int) -> Ends:
+def mean_kl_of(decodes: pd.DataFrame, seeds: int) -> tuple[float, float, float]:
     """The mean KL with its interval as the paper takes it: run pairs are resampled as if each were independent of the others.
 
     Args:
@@ -397,30 +374,27 @@ def table_1(decodes: pd.DataFrame, steps: pd.DataFrame, seeds: int, papers: pd.D
         statistics), cache_acc, no_cache_acc, p_bonferroni (McNemar), what the paper has, and same_tokens, the mean KL with both
         paths fed the same tokens. Estimates have their ends in _low and _high.
     """
-    rows = []
-    for row, free, same in _conditions(decodes, steps, seeds):
-        rows.append(
-            {"model": row["model"], "strategy": row["strategy"], "family": row["strategy"].partition("(")[0]}
-            | {"decodes": row["decodes"], "n": row["n"]}
-            | with_ends("div_rate", row["rate"], row["low"], row["high"])
-            | with_ends("mean_kl", *free)
-            | with_ends("median_kl", row["typical_kl"], row["typical_kl_low"], row["typical_kl_high"])
-            | with_ends("same_tokens", *same)
-        )
     answers = {"accuracy_a": "cache_acc", "accuracy_b": "no_cache_acc", "p_bonferroni": "p_bonferroni"}
     right = accuracy_of(decodes)[["model", "strategy", *answers]].rename(columns=answers)
-    table = pd.DataFrame(rows).merge(right, "left", ["model", "strategy"])
+    table = _conditions(decodes, steps, seeds).merge(right, "left", ["model", "strategy"])
     numbers = papers.rename(columns={"strategy": "family"}).assign(div_rate=1.0)
     names = ("div_rate", "mean_kl", "mean_kl_low", "mean_kl_high", "cache_acc", "no_cache_acc")
     return beside(table, numbers, ["model", "family"], **{name: f"paper_{name}" for name in names})
 
 
-def _conditions(decodes: pd.DataFrame, steps: pd.DataFrame, seeds: int) -> Iterator[tuple[dict[str, Any], Ends, Ends]]:
+def _conditions(decodes: pd.DataFrame, steps: pd.DataFrame, seeds: int) -> pd.DataFrame:
     """How often and how far the paths part on their own texts, by model and strategy, and the mean KL of both protocols."""
-    for row in only(divergence_of(decodes, steps), protocol="free").to_dict("records"):
-        own = only(decodes, model=row["model"], strategy=row["strategy"])
-        free, same = (mean_kl_of(only(own, protocol=protocol), seeds) for protocol in PROTOCOLS)
-        yield row, free, same  # type: ignore[misc]
+    table = only(divergence_of(decodes, steps), protocol="free").rename(
+        columns={"rate": "div_rate", "low": "div_rate_low", "high": "div_rate_high"}
+        | {f"typical_kl{end}": f"median_kl{end}" for end in ENDS}
+    )
+    conditions = table[["model", "strategy"]].to_dict("records")
+    for name, protocol in (("mean_kl", "free"), ("same_tokens", "matched")):
+        means = [mean_kl_of(only(decodes, protocol=protocol, **condition), seeds) for condition in conditions]
+        table[[f"{name}{end}" for end in ENDS]] = means
+    table["family"] = table["strategy"].str.partition("(")[0]
+    numbers = [f"{name}{end}" for name in ("div_rate", "mean_kl", "median_kl", "same_tokens") for end in ENDS]
+    return table[["model", "strategy", "family", "decodes", "n", *numbers]]
 
 
 def table_2(found: Mapping[str, tuple[pd.DataFrame, pd.DataFrame]], papers: pd.DataFrame) -> pd.DataFrame:
@@ -437,16 +411,18 @@ def table_2(found: Mapping[str, tuple[pd.DataFrame, pd.DataFrame]], papers: pd.D
     if not found:
         return pd.DataFrame()
     shared = found["fp32"][0][DECODE].drop_duplicates()
-    rows: dict[str, dict[str, Any]] = {}
-    for precision, tables in found.items():
-        decodes, steps = (pooled(table.merge(shared, on=DECODE)) for table in tables)
-        for row, free, same in _conditions(decodes, steps, 1):
-            rows.setdefault(row["model"], {"model": row["model"], "n": row["n"], "decodes": row["decodes"]}).update(
-                with_ends(f"{precision}_kl", *free)
-                | with_ends(f"{precision}_flip", row["rate"], row["low"], row["high"])
-                | with_ends(f"same_tokens_{precision}_kl", *same)
-            )
-    return beside(pd.DataFrame(rows.values()), papers.assign(fp32_flip=0.0), ["model"], fp32_flip="paper_fp32_flip")
+    tables = []
+    for precision, parts in found.items():
+        table = _conditions(*(pooled(part.merge(shared, on=DECODE)) for part in parts), 1).set_index("model")
+        names = {
+            "mean_kl": f"{precision}_kl",
+            "div_rate": f"{precision}_flip",
+            "same_tokens": f"same_tokens_{precision}_kl",
+        }
+        columns = {f"{old}{end}": f"{new}{end}" for old, new in names.items() for end in ENDS}
+        tables += [table[[*columns]].rename(columns=columns)]
+    both = pd.concat([table[["n", "decodes"]], *tables], axis=1).reset_index()
+    return beside(both, papers.assign(fp32_flip=0.0), ["model"], fp32_flip="paper_fp32_flip")
 
 
 def table_3(correlations: pd.DataFrame, models: Sequence[str], papers: pd.DataFrame) -> pd.DataFrame:
@@ -473,11 +449,11 @@ def table_3(correlations: pd.DataFrame, models: Sequence[str], papers: pd.DataFr
         if not trend:
             trend = "strengthens" if abs(without_0["value"]) > abs(full["value"]) else "weakens"
             trend += ", within the interval" * bool(full["low"] <= without_0["value"] <= full["high"])
-        row = {"model": model, "flips": full["n"], "n": full["n_prompts"]}
-        ends = ["value", "low", "high"]
-        for name, method in zip(("full", "without_0", "without_8"), METHODS, strict=True):
-            row |= with_ends(name, *free.loc[method, ends])
-        rows.append(row | {"trend": trend} | with_ends("same_tokens", *same.loc["pearson", ends]))
+        row = {"model": model, "flips": full["n"], "n": full["n_prompts"], "trend": trend}
+        estimates = dict(zip(("full", "without_0", "without_8"), (free.loc[method] for method in METHODS), strict=True))
+        for name, estimate in {**estimates, "same_tokens": same.loc["pearson"]}.items():
+            row |= dict(zip((f"{name}{end}" for end in ENDS), estimate[["value", "low", "high"]], strict=True))
+        rows.append(row)
     return beside(pd.DataFrame(rows), papers, ["model"], trend="paper_trend")
 
 

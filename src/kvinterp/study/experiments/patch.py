@@ -40,12 +40,10 @@ _UNLESS_GIVEN = {
 class Patch(OfModel):
     """What carries the difference: which layer, head or block of positions, moved from one path into the other?"""
 
-    TABLES = ("recovery", "steps", "controls")
     RESULT = Sweep
     headline = staticmethod(headline_of_sweep)
     rows = staticmethod(rows_of_sweep)
     charts = staticmethod(charts_of_sweep)
-    UNIT = "prompts"
 
     site: str = option(
         None,

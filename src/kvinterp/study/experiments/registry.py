@@ -18,7 +18,6 @@ _OTHERS = (
     "functions",
     "keeping",
     "kit",
-    "of_models",
     "options",
     "registry",
     "running",

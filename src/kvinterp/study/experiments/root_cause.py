@@ -19,6 +19,7 @@ from kvinterp.data import TASKS
 from kvinterp.findings import COLUMNS
 from kvinterp.models.inputs import encode, encode_all
 from kvinterp.study import root_causes
+from kvinterp.study.behaviour.divergence import conditions
 from kvinterp.study.experiments.kit import (
     Cell,
     Chart,
@@ -57,8 +58,6 @@ def _if_run(*parts: str) -> tuple[Callable[[Any], bool], str]:
 class RootCause(OfModels):
     """Are FP16 sums taken in another order the cause of the divergence?"""
 
-    TABLES = ("accumulation", "propagation", "kv_write", "ladder", "gqa")
-
     part: tuple[str, ...] = option(
         PARTS,
         f"What to run: {', '.join(PARTS)}; may be given several times.",
@@ -94,14 +93,13 @@ class RootCause(OfModels):
         ]
         for _, _, adapter in models if "ladder" in self.part else ():
             encode_all(adapter, load_prompts(self.prompts)[: self.ladder_prompts], self.ladder_steps)
-        cells = [Cell("accumulation-0", self.added_up, {"widths": widths}, "root cause: sums of growing length")]
+        cells = [Cell("accumulation-0", self.added_up, {"widths": widths})]
         for seed in range(self.seeds):
             for part in PARTS[1:]:
                 groups = [[name] for name in self.models] if part != "gqa" else [alike] * bool(alike)
                 for number, names in enumerate(groups):
                     settings = {"part": part, "models": names, "seed": seed}
-                    told = f"root cause: {part} of {listed(names)}" * (seed == 0)
-                    cells.append(Cell(f"{part}-{number}-{seed}", self.measured, settings, told))
+                    cells.append(Cell(f"{part}-{number}-{seed}", self.measured, settings))
         return [cell for cell in cells if cell.key.startswith(self.part)]
 
     def added_up(self, widths: Sequence[int]) -> pd.DataFrame:
@@ -130,15 +128,14 @@ class RootCause(OfModels):
 
     def tables(self, parts: Parts) -> Tables:
         """A table a part."""
-        tables = {name: joined(parts, name.replace("_", "-")) for name in self.TABLES}
+        tables = {name: joined(parts, name.replace("_", "-")) for name in SHOWN}
         return {name: made["table"] for name, made in tables.items() if made}
 
     # What was found ------------------------------------------------------------------------------------------------------
 
     def headline(self, result: Result) -> list[str]:
-        """What the ladder found first: it takes the cause away; then what each other found."""
-        tables = sorted(_measured(result.tables).items(), key=lambda item: item[0] != "ladder")
-        return [line for name, table in tables for line in SHOWN[name][0](table)]
+        """What the ladder found, which takes the cause away."""
+        return [line for name, table in _measured(result.tables).items() if name == "ladder" for line in whose_order(table)]
 
     def rows(self, result: Result) -> Rows:
         """The findings of all parts; of several sets of prompts, how far they lie apart."""
@@ -155,7 +152,7 @@ class RootCause(OfModels):
 
     def charts(self, result: Result) -> Charts:
         """A chart a part."""
-        return {f"root_cause_{name}": SHOWN[name][2](table) for name, table in _measured(result.tables).items()}
+        return {f"root_cause_{name}": SHOWN[name][1](table) for name, table in _measured(result.tables).items()}
 
 
 def _measured(tables: Mapping[str, pd.DataFrame]) -> dict[str, pd.DataFrame]:
@@ -164,7 +161,7 @@ def _measured(tables: Mapping[str, pd.DataFrame]) -> dict[str, pd.DataFrame]:
 
 
 def _rows(tables: Mapping[str, pd.DataFrame]) -> list[Finding]:
-    return [row for name, table in _measured(tables).items() for row in SHOWN[name][1](table)]
+    return [row for name, table in _measured(tables).items() for row in SHOWN[name][0](table)]
 
 
 def _place(row: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -200,14 +197,10 @@ SPREAD = {
 }
 
 
-def sums_headline(table: pd.DataFrame) -> list[str]:
-    """How the error of the longest sums is beside that of the shortest."""
-    ratios = [row["estimate"] for row in sums_rows(table) if row["finding"].endswith("the result")]
-    low, high = table["length"].agg(["min", "max"])
-    return [
-        f"From {low} to {high} positions the error of a sum of random signs, relative to its result, changes "
-        f"{between(ratios)}-fold (medians over seeds)."
-    ]
+def medians(table: pd.DataFrame, what: str, column: str, unit: str, *by: str, **options: Any) -> list[Finding]:
+    """The median over units of a column, for each of the values of some others."""
+    groups = conditions(table, *by)
+    return [median_of(what, group[column], group[unit], **labels, **options) for labels, group in groups]
 
 
 def sums_rows(table: pd.DataFrame) -> list[Finding]:
@@ -236,27 +229,14 @@ def sums_chart(table: pd.DataFrame) -> Chart:
     return Chart("Error of one sum against its length", rows)
 
 
-def growth_headline(table: pd.DataFrame) -> list[str]:
-    """What becomes of layer 0's rounding."""
-    rows = growth_rows(table)
-    if not rows:
-        return ["A model of one layer has nothing behind it: no growth was measured."]
-    grown = [
-        f"{between([row['estimate'] for row in rows if row['finding'] == _what(name)])} times in {name}"
-        for name in STREAM.values()
-    ]
-    return [f"The error of layer 0's output, rounded once, is at the last layer {listed(grown)} what it was."]
-
-
 def growth_rows(table: pd.DataFrame) -> list[Finding]:
     """Growth from layer 0 to the last."""
     last = table["layer"].max()
-    if not last:
-        return []
+    grown = only(table, layer=last, source=0) if last else table.iloc[:0]
     return [
-        median_of(_what(STREAM[column]), group[growth], group["prompt"], measure="times", model=model)
+        row
         for column, growth in GROWTH.items()
-        for model, group in only(table, layer=last, source=0).groupby("model", sort=False)
+        for row in medians(grown, _what(STREAM[column]), growth, "prompt", "model", measure="times")
     ]
 
 
@@ -272,19 +252,10 @@ def growth_chart(table: pd.DataFrame) -> Chart:
     return Chart("One rounded block, everything else in float64", rows)
 
 
-def written_headline(table: pd.DataFrame) -> list[str]:
-    """Under which kernels K and V differ where they are written."""
-    largest = table.groupby("kernels", sort=False)["relative_error"].max()
-    differ = [str(name) for name in largest.index[largest > 0]]
-    end = f"differ where they are written under {listed(differ)}" if differ else "are equal under all kernels tried"
-    return [f"K and V of a new token, computed alone and with its prefix, {end}."]
-
-
 def written_rows(table: pd.DataFrame) -> list[Finding]:
     """The error of each kernel mode."""
     what = "median relative error of K and V, written alone against written with the prefix"
-    groups = table.groupby("kernels", sort=False)
-    return [median_of(what, group["relative_error"], group["prompt"], kernels=name) for name, group in groups]
+    return medians(table, what, "relative_error", "prompt", "kernels")
 
 
 def written_chart(table: pd.DataFrame) -> Chart:
@@ -295,7 +266,7 @@ def written_chart(table: pd.DataFrame) -> Chart:
     return Chart(title, [panel])
 
 
-def rungs_headline(table: pd.DataFrame) -> list[str]:
+def whose_order(table: pd.DataFrame) -> list[str]:
     """Whether one fixed order of additions leaves a difference where the machine's kernels make one."""
     compared, failed = table[~table["failed"].astype(bool)], int(table["failed"].sum())
     fixed, native = (
@@ -323,12 +294,8 @@ def rungs_headline(table: pd.DataFrame) -> list[str]:
 
 def rungs_rows(table: pd.DataFrame) -> list[Finding]:
     """The logit difference on every rung."""
-    by = table[~table["failed"].astype(bool)].groupby(["dtype", "kernels", "model"], sort=False)
-    what = "median RMS logit difference"
-    return [
-        median_of(what, group["rms_logit"], group["id"], model=model, dtype=dtype, kernels=kernels)
-        for (dtype, kernels, model), group in by
-    ]
+    compared = table[~table["failed"].astype(bool)]
+    return medians(compared, "median RMS logit difference", "rms_logit", "id", "model", "dtype", "kernels")
 
 
 def rungs_chart(table: pd.DataFrame) -> Chart:
@@ -340,13 +307,6 @@ def rungs_chart(table: pd.DataFrame) -> Chart:
         for column, label in labels.items()
     ]
     return Chart("Precision, and the order in which kernels add", rows)
-
-
-def heads_headline(table: pd.DataFrame) -> list[str]:
-    """How many query heads one KV head's error reaches."""
-    by = table.groupby("query_heads_per_kv_head")["heads_touched"].median()
-    reached = listed([f"{heads:g} where {count:g} share it" for count, heads in by.items()])
-    return [f"An error in one KV head reaches so many query heads: {reached}."]
 
 
 def heads_rows(table: pd.DataFrame) -> list[Finding]:
@@ -382,11 +342,11 @@ def _what(name: str) -> str:
     return f"growth of {name} from layer 0, rounded once, to the last layer"
 
 
-SHOWN: dict[str, tuple[Callable[..., list[str]], Callable[..., list[Finding]], Callable[..., Chart]]] = {
-    "accumulation": (sums_headline, sums_rows, sums_chart),
-    "propagation": (growth_headline, growth_rows, growth_chart),
-    "kv_write": (written_headline, written_rows, written_chart),
-    "ladder": (rungs_headline, rungs_rows, rungs_chart),
-    "gqa": (heads_headline, heads_rows, heads_chart),
+SHOWN: dict[str, tuple[Callable[..., list[Finding]], Callable[..., Chart]]] = {
+    "accumulation": (sums_rows, sums_chart),
+    "propagation": (growth_rows, growth_chart),
+    "kv_write": (written_rows, written_chart),
+    "ladder": (rungs_rows, rungs_chart),
+    "gqa": (heads_rows, heads_chart),
 }
-"""What makes the headline, the findings and the chart of each table."""
+"""What makes the findings and the chart of each table."""

@@ -88,7 +88,7 @@ def _run(experiment: Experiment, out: Path | None, existing: str, progress: str,
     # The cheap questions first: a typing error should not cost the loading of a model.
     worker = engine_named(engine)
     experiment.check()
-    there = out is not None and check_free(out, experiment.verb(), file_names(experiment), existing)
+    there = out is not None and check_free(out, experiment.verb(), existing)
     with loading_once():
         cells = experiment.cells()
         settings = experiment.settings() if out is not None else asked(experiment)
@@ -97,7 +97,7 @@ def _run(experiment: Experiment, out: Path | None, existing: str, progress: str,
             return read_result(experiment, out)
         if store is not None:
             store.say_others()
-        options = (store, progress, experiment.UNIT, worker)
+        options = (store, progress, worker)
         try:
             parts = run_cells(cells, *options)
             if second := experiment.second_stage(parts):
@@ -154,11 +154,6 @@ def default_folder(verb: str, given: Mapping[str, Any]) -> Path:
 
 
 # Files -----------------------------------------------------------------------------------------------------------------
-
-
-def file_names(experiment: Experiment | type[Experiment]) -> list[str]:
-    """The names of the files that it will write, beside the summary and figures."""
-    return [*(f"{table}.parquet" for table in ("findings", *experiment.TABLES)), *experiment.FILES, PAGE]
 
 
 def files_of(experiment: Experiment, result: Result) -> list[str]:
@@ -229,8 +224,8 @@ def save(
     """Writes a result that a function gave into a folder; see :meth:`kvinterp.common.result.Result.save`."""
     from kvinterp.study.results import check_free, is_finished
 
-    place, names = folder_named(folder), files_of(experiment, with_findings(experiment, result))
-    if check_free(place, experiment.verb(), names, existing) and is_finished(place, result.settings):
+    place = folder_named(folder)
+    if check_free(place, experiment.verb(), existing) and is_finished(place, result.settings):
         raise unknown("way to treat an existing result", existing, ("error", "overwrite"))
     write(experiment, place, result.settings, result, figures)
     return place

@@ -52,7 +52,6 @@ RESAMPLES = 300
 class Susceptibility(OfModel):
     """How much noise in K and V flips a token?"""
 
-    TABLES = ("steps", "rates", "thresholds", "calibration", "certificates")
     SUMMED = ("thresholds", "certificates")
     NOTED = ("noise", "max_new_tokens")
 
@@ -69,11 +68,11 @@ class Susceptibility(OfModel):
 
     def cells(self) -> list[Cell]:
         """A cell a size and seed of the noise, and one of the model's own rounding."""
-        cells = [Cell("rounding", self.measured, {"b": "recompute"}, "cached against recompute")]
+        cells = [Cell("rounding", self.measured, {"b": "recompute"})]
         for size, seed in itertools.product(_sizes(self.sizes), range(self.seeds)):
             policy = NOISE[self.noise].format(size=size, seed=seed)
             settings = {"b": f"cached+{policy}", "size": size, "seed": seed}
-            cells.append(Cell(f"size-{size:g}-{seed}".replace(".", "_"), self.measured, settings, policy))
+            cells.append(Cell(f"size-{size:g}-{seed}".replace(".", "_"), self.measured, settings))
         return cells
 
     def measured(self, b: str, size: float = 0.0, seed: int = 0) -> pd.DataFrame:
