@@ -130,15 +130,16 @@ def _cache_rows(comparison: Comparison) -> Iterator[Finding]:
 
 
 def _beside_null(comparison: Comparison, largest: float) -> str:
-    """How many units in the last place a difference of a logit is, and how far apart two recomputations are in the same run."""
+    """Says how many units in the last place a difference of a logit is, and how many times that of two recomputations."""
     null = comparison.provenance.get("null")
     if not null:
         return ""
-    units = number(largest / null["unit"])
+    units, between = number(largest / null["unit"]), null["max_abs_logit"]
+    times = f", {number(largest / between)} times what" if between else ", where"
+    by = f"differ by ({number(between)}, n = " if between else "give the same bits (n = "
     return (
         f"{units} unit{'s' * (units != '1')} in the last place of the largest logit of {counted(null['prompts'], 'prompt')} in "
-        f"{null['dtype']}, where two recomputations, one of a longer text, differ by {number(null['max_abs_logit'])} "
-        f"(n = {counted(null['positions'], 'position')})"
+        f"{null['dtype']}{times} two recomputations, one of a longer text, {by}{counted(null['positions'], 'position')})"
     )
 
 
@@ -155,7 +156,8 @@ def headline_of(comparisons: Sequence[Comparison]) -> list[str]:
     steps = steps.dropna(subset=["max_abs_logit"])
     pairs = {" and ".join(comparison.provenance["paths"].values()) for comparison in comparisons}
     subject = pairs.pop() if len(pairs) == 1 else "The two paths"
-    largest = number(float(differing["max_abs_logit"].max()))
+    largest = float(differing["max_abs_logit"].max())
+    beside = _beside_null(comparisons[0], largest) if len(comparisons) == 1 else ""
     prompts = [
         about["prompt_differs"]["said"] for about in (c.provenance for c in comparisons) if "prompt_differs" in about
     ]
@@ -163,15 +165,12 @@ def headline_of(comparisons: Sequence[Comparison]) -> list[str]:
         *prompts[:1],
         f"{subject} give the same logits, bit for bit, at {every(len(steps), 'step')}."
         if differing.empty
-        else f"{subject} give different logits at {len(differing)} of {counted(len(steps), 'step')}, by {largest} at most.",
-        *(
-            f"That is {note}."
-            for c in comparisons
-            if len(comparisons) == 1 and (note := _beside_null(c, differing["max_abs_logit"].max()))
-        ),
+        else f"{subject} give different logits at {len(differing)} of {counted(len(steps), 'step')}, by {number(largest)} at most.",
+        *[f"That is {beside}."] * bool(beside),
         f"In {len(flips)} of {decodes} another token is chosen, the earliest at step {int(flips.min())}."
         if len(flips)
         else f"No token changes in {decodes}.",
+        *["kvinterp audit says whether that is rounding or a bug."] * bool(beside),
     ]
 
 
