@@ -157,6 +157,7 @@ def headline_of(comparisons: Sequence[Comparison]) -> list[str]:
     pairs = {" and ".join(comparison.provenance["paths"].values()) for comparison in comparisons}
     subject = pairs.pop() if len(pairs) == 1 else "The two paths"
     largest = float(differing["max_abs_logit"].max())
+    differ = f"{len(differing)} of {counted(len(steps), 'step')}, by {number(largest)} at most"
     beside = _beside_null(comparisons[0], largest) if len(comparisons) == 1 else ""
     prompts = [
         about["prompt_differs"]["said"] for about in (c.provenance for c in comparisons) if "prompt_differs" in about
@@ -165,7 +166,7 @@ def headline_of(comparisons: Sequence[Comparison]) -> list[str]:
         *prompts[:1],
         f"{subject} give the same logits, bit for bit, at {every(len(steps), 'step')}."
         if differing.empty
-        else f"{subject} give different logits at {len(differing)} of {counted(len(steps), 'step')}, by {number(largest)} at most.",
+        else f"{subject} give different logits at {differ}.",
         *[f"That is {beside}."] * bool(beside),
         f"In {len(flips)} of {decodes} another token is chosen, the earliest at step {int(flips.min())}."
         if len(flips)
