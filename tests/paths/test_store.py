@@ -58,7 +58,7 @@ def pieces():
 def feeding(pieces, memory, policy, prefill=PREFILL, listeners=(), cache_dtype=None):
     """For each piece what attention reads, and what was put in until then."""
     kinds = {"dynamic": Dynamic(), "static": Static()}
-    kept = Growing(sum(PIECES)) if memory == "growing" else TransformersCache.of_kind(kinds[memory], CONFIG, sum(PIECES))
+    kept = Growing(sum(PIECES)) if memory == "growing" else TransformersCache(kinds[memory].make(CONFIG, sum(PIECES)))
     store = Store(FACTS, policy, 1, torch.float32, torch.device("cpu"), listeners, kept, cache_dtype, prefill)
     for number in range(len(pieces)):
         keys, values = (tensor.clone() for tensor in pieces[number])

@@ -33,7 +33,7 @@ from kvinterp.paths.batches import in_batches
 from kvinterp.paths.decode import Collected, fed_to_all, length_of, lockstep
 from kvinterp.paths.finite import first_nonfinite
 from kvinterp.paths.prompt import PromptDifference, prompt_difference, rows_null
-from kvinterp.paths.sampling import drawing
+from kvinterp.paths.sampling import Drawing
 from kvinterp.paths.vocabulary import end_tokens
 from kvinterp.policies import Place
 from kvinterp.recording import SiteHook
@@ -251,7 +251,7 @@ class _Pair:
         """Runs both paths on one batch and returns a comparison for each prompt."""
         facts, matched = self.adapter.facts, self.protocol == "matched"
         prompt = torch.tensor(list(map(list, prompts)), device=self.adapter.device)
-        choose = drawing(self.strategy, self.seed, examples, self.steps, prompt.device)
+        choose = Drawing(self.strategy, self.seed, examples, self.steps, prompt.device)
         ends = end_tokens(self.adapter, prompt.device) if self.stop == "end of sequence" else None
         forced = fed_to_all(self.continuation, 2, len(prompts), prompt.device)
         length = self.steps if self.continuation is None else min(self.steps, len(self.continuation) + 1)

@@ -114,6 +114,7 @@ class Adapter(Attaching):
         self.tokenizer = tokenizer
         self._copies: dict[torch.dtype, Adapter] = {}
         self._hash = ""
+        self._layer_of: dict[nn.Module, int] = {}
         self._snapshot: Snapshot | None = None
         self._inside = 0
         self.checked: dict[tuple[Any, ...], Any] = {}
@@ -248,7 +249,7 @@ class Adapter(Attaching):
 
     @contextlib.contextmanager
     def one_call(self) -> Iterator[None]:
-        """Marks one call of a verb: copies in another dtype and the weights' hash are made once in it, and dropped at its end.
+        """Marks one call of a verb: what is made once in it (copies in another dtype, the weights' hash) is dropped at its end.
 
         Raises:
             UnsupportedError: A part of the model is compiled.
@@ -262,7 +263,7 @@ class Adapter(Attaching):
         finally:
             self._calls -= 1
             if not self._calls:
-                self._copies, self._hash, self._evaluating = {}, "", False
+                self._copies, self._layer_of, self._hash, self._evaluating = {}, {}, "", False
 
     def lasting(self) -> Adapter:
         """Returns this adapter with its copies kept for good: for a model that nobody else holds and so nobody edits."""

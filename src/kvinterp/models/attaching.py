@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -116,7 +117,7 @@ class Attaching(abc.ABC):
     def _arrange(self) -> None:
         """Groups the listeners by the rank of the hook that calls them, and by place."""
         ranks: list[dict[Site, list[Listener]]] = [{}, {}]
-        for listeners, rank in sorted(self._entries, key=lambda entry: entry[1]):
+        for listeners, rank in sorted(self._entries, key=operator.itemgetter(1)):
             for place, called in listeners.items():
                 ranks[rank if (place, rank) in self._attachments else 0].setdefault(place, []).extend(called)
         self._listeners = [*ranks]

@@ -114,7 +114,7 @@ class BridgeAdapter(OnTransformersCache):
         if store is None:
             masks = {} if mask is None else {"attention_mask": mask}
             return self.model(tokens, return_type="logits", use_cache=False, **masks)
-        cache = model_cache(store, lambda: self.config, f"the bridge for {self.facts.architecture}")
+        cache = model_cache(store, self.new_cache, f"the bridge for {self.facts.architecture}")
         return self.call_with_cache(tokens, cache, mask, positions)[0]
 
     def replacing_keys_values(self, read: KeysValuesRead) -> contextlib.AbstractContextManager[None]:
@@ -139,7 +139,7 @@ class BridgeAdapter(OnTransformersCache):
     def own_cache(self, kind: CacheKind, batch: int, capacity: int, dtype: torch.dtype) -> TransformersCache:
         """Makes the DynamicCache that a bridge's users make."""
         check_plain(kind, "a bridge, which rebuilds attention and its mask for a cache that grows")
-        return TransformersCache.of_kind(kind, self.config, capacity)
+        return TransformersCache(kind.make(self.config, capacity))
 
     def tap(self, site: str, layer: int) -> Tap:
         """Finds the HookPoint of a site."""

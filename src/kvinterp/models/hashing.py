@@ -40,7 +40,8 @@ def weights_hash(model: nn.Module) -> str:
 
 def _order(tensor: Tensor) -> list[int]:
     """The dimensions in their order in memory, the innermost last."""
-    return sorted((d for d in range(tensor.dim()) if tensor.shape[d] > 1), key=lambda d: -tensor.stride()[d])
+    outermost_first = sorted(range(tensor.dim()), key=tensor.stride().__getitem__, reverse=True)
+    return [dimension for dimension in outermost_first if tensor.shape[dimension] > 1]
 
 
 def _sum(tensor: Tensor) -> Tensor:
@@ -48,18 +49,19 @@ def _sum(tensor: Tensor) -> Tensor:
     order = _order(tensor)
     flat = tensor.permute([*order, *(d for d in range(tensor.dim()) if d not in order)]).contiguous().view(-1)
     words, piece = _pad(flat.view(torch.uint8), 8).view(torch.int64), _PIECE.get(tensor.device.type, 1 << 24)
+    weights = _weights(tensor.device)
     while len(words) > 1:
-        words = torch.cat([_rows(part) for part in words.split(piece)])
+        sums = []
+        for part in words.split(piece):
+            rows = _pad(part, _ROW).view(-1, _ROW)
+            # The high half is mixed into the low one, since numbers that differ in their highest bits only (their signs)
+            # would cancel.
+            mixed = rows >> 31
+            mixed ^= rows
+            mixed *= weights
+            sums.append(mixed.sum(1))
+        words = torch.cat(sums)
     return words[0]
-
-
-def _rows(words: Tensor) -> Tensor:
-    rows = _pad(words, _ROW).view(-1, _ROW)
-    # The high half is mixed into the low one, since numbers that differ in their highest bits only (their signs) would cancel.
-    mixed = rows >> 31
-    mixed ^= rows
-    mixed *= _weights(words.device)
-    return mixed.sum(1)
 
 
 def _pad(numbers: Tensor, size: int) -> Tensor:

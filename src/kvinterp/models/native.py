@@ -11,12 +11,12 @@ import contextlib
 import copy
 import dataclasses
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache, DynamicCache, DynamicSlidingWindowLayer
+from transformers.cache_utils import DynamicCache, DynamicSlidingWindowLayer
 
 from kvinterp.errors import InputError, UnsupportedError
 from kvinterp.models.adapter import Adapter, KeysValuesRead, KVStore, ModelInfo
@@ -223,15 +223,14 @@ class NativeAdapter(OnTransformersCache):
             self._check_continues()
         if self.memory.name is None or self.memory.own_form:
             return self._logits_with_state(tokens, store)
-        options[self.memory.name] = model_cache(store, lambda: self.config, self._facts.architecture)
+        options[self.memory.name] = model_cache(store, self.new_cache, self._facts.architecture)
         return self.model(input_ids=tokens, use_cache=True, **options).logits
 
-    @contextlib.contextmanager
-    def replacing_keys_values(self, read: KeysValuesRead) -> Iterator[None]:
+    def replacing_keys_values(self, read: KeysValuesRead) -> contextlib.AbstractContextManager[None]:
         """Replaces them at transformers' interface of attention functions, which receives them after RoPE."""
-        layers = {module: layer for layer, block in enumerate(self._blocks) for module in block.modules()}
-        with wrapping_attention(layers, read):
-            yield
+        if not self._layer_of or not self._calls:
+            self._layer_of = {module: layer for layer, block in enumerate(self._blocks) for module in block.modules()}
+        return wrapping_attention(self._layer_of, read)
 
     def call_with_cache(
         self, tokens: Tensor, cache: Any, mask: Tensor | None, positions: Tensor | None
@@ -253,13 +252,11 @@ class NativeAdapter(OnTransformersCache):
                 f"cache={kind} cannot be used: {self.facts.architecture} keeps its memory in a form of its own; leave it out."
             )
         kind.check(self.device)
-        return TransformersCache.of_kind(kind, self.config, capacity, self._plain_cache)
-
-    def _plain_cache(self) -> Cache:
-        """Makes a new cache of the class that the model itself makes."""
+        if not isinstance(kind, Dynamic):
+            return TransformersCache(kind.make(self.config, capacity))
         cache_class = self.memory.cache_class
         takes_config = "config" in inspect.signature(cache_class).parameters
-        return cache_class(**({"config": self.config} if takes_config else {}))
+        return TransformersCache(cache_class(config=self.config) if takes_config else cache_class())
 
     @torch.no_grad()
     def _check_continues(self) -> None:

@@ -8,9 +8,10 @@ identity is refused, with the reason.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from einops import repeat
@@ -42,7 +43,11 @@ ROUNDING = 2.0**-6
 
 
 def _child(module: nn.Module, names: tuple[str, ...]) -> nn.Module | None:
-    return next((getattr(module, name) for name in names if isinstance(getattr(module, name, None), nn.Module)), None)
+    for name in names:
+        child = getattr(module, name, None)
+        if isinstance(child, nn.Module):
+            return child
+    return None
 
 
 class NativeSites:
@@ -172,37 +177,28 @@ class _Tensors:
                 except UnsupportedError:
                     continue
         self.raw: dict[tuple[str, int], list[Tensor]] = {}
-        self.store, self.device = NotingStore(adapter), adapter.device
-        self._run(adapter, sites)
-        self.read = {layer: (keys, values) for layer, keys, values in self.store.noted}
-
-    @torch.no_grad()
-    def _run(self, adapter: Adapter, sites: NativeSites) -> None:
-        tokens = torch.arange(3, 3 + self.count, device=adapter.device)[None] % self.facts.vocabulary
+        self.device, noting = adapter.device, NotingStore(adapter)
+        tokens = torch.arange(3, 3 + self.count, device=self.device)[None] % self.facts.vocabulary
         # Asked before the hooks are on: it may run the model.
-        store = self.store if adapter.attention_only else None
-        with hooks_suspended(adapter.model):
-            handles = []
-            try:
-                for (site, layer), tap in self.taps.items():
-                    handles += tap_hooks(tap, site, self._keep(site, layer))
-                    attention = _child(sites.blocks[layer], ATTENTION)
-                    norm = None if attention is None else sites.norm(site, attention)
-                    if norm is not None and attention is not None and tap.module is norm:
-                        handles += tap_hooks(Tap(norm, "input"), site, self._keep(f"{site} into its norm", layer))
-                        projected = sites.projected(site, attention)
-                        handles += tap_hooks(projected, site, self._keep(f"{site} projected", layer, projected))
-                adapter.forward(tokens, store)
-            finally:
-                for handle in handles:
-                    handle.remove()
+        store = noting if adapter.attention_only else None
+        with torch.no_grad(), hooks_suspended(adapter.model), contextlib.ExitStack() as stack:
+            for (site, layer), tap in self.taps.items():
+                kept: list[tuple[Tap, str, Tap | None]] = [(tap, site, None)]
+                attention = _child(sites.blocks[layer], ATTENTION)
+                norm = None if attention is None else sites.norm(site, attention)
+                if norm is not None and attention is not None and tap.module is norm:
+                    projected = sites.projected(site, attention)
+                    kept += (Tap(norm, "input"), f"{site} into its norm", None), (projected, f"{site} projected", projected)
+                for hooked, name, layout in kept:
+                    for handle in tap_hooks(hooked, site, functools.partial(self._keep, (name, layer), layout)):
+                        stack.callback(handle.remove)
+            adapter.forward(tokens, store)
+        self.read = {layer: (keys, values) for layer, keys, values in noting.noted}
 
-    def _keep(self, name: str, layer: int, tap: Tap | None = None) -> Any:
-        def keep(raw: Tensor) -> None:
-            tensor = raw if tap is None else tap.get(raw)
-            self.raw.setdefault((name, layer), []).append(tensor.detach().to(self.device, copy=True))
-
-        return keep
+    def _keep(self, place: Site, layout: Tap | None, raw: Tensor) -> None:
+        """Keeps a copy of a tensor, in the layout of a tap or as it is."""
+        tensor = raw if layout is None else layout.get(raw)
+        self.raw.setdefault(place, []).append(tensor.detach().to(self.device, copy=True))
 
     def __getitem__(self, place: Site) -> Tensor | None:
         """A site in the common layout; None where it was not found, or did not appear exactly once."""

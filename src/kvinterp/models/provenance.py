@@ -116,12 +116,12 @@ def kernel_flags() -> dict[str, Any]:
     reductions = {}
     for name in ("fp16", "bf16"):
         reduction = f"allow_{name}_reduced_precision_reduction"
-        reductions[reduction] = _plain(getattr(matmul, reduction))
+        reductions[reduction] = getattr(matmul, reduction)
         # Older versions of torch have no switch for split-K and always allow it.
-        reductions[f"{reduction}_split_k"] = _plain(getattr(matmul, f"{reduction}_split_k", True))
+        reductions[f"{reduction}_split_k"] = getattr(matmul, f"{reduction}_split_k", True)
+    reductions["allow_fp16_accumulation"] = getattr(matmul, "allow_fp16_accumulation", False)
     return {
-        **reductions,
-        "allow_fp16_accumulation": _plain(getattr(matmul, "allow_fp16_accumulation", False)),
+        **{name: value if isinstance(value, bool | int | str) else str(value) for name, value in reductions.items()},
         "float32_matmul_precision": torch.get_float32_matmul_precision(),
         "allow_tf32_matmul": torch.get_float32_matmul_precision() != "highest",
         "allow_tf32_cudnn": bool(torch.backends.cudnn.allow_tf32),
@@ -133,10 +133,6 @@ def kernel_flags() -> dict[str, Any]:
         "onednn": bool(torch.backends.mkldnn.enabled),
         "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
     }
-
-
-def _plain(value: Any) -> Any:
-    return value if isinstance(value, bool | int | str) else str(value)
 
 
 @functools.cache

@@ -19,7 +19,7 @@ import logging
 import operator
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -100,21 +100,46 @@ class Snapshot:
         self._owners: list[nn.Module] = []
         self._tensors: list[Tensor] = []
         self._parameters: dict[nn.Module, list[tuple[int, int]]] = {}
+        self._contents: list[Any] = []
         visited: set[int] = set()
         for module in dict.fromkeys(itertools.chain.from_iterable(model.modules() for model in models)):
             self._parameters[module] = _addresses(module)
-            for place in (vars(module), module._buffers, module._non_persistent_buffers_set):
-                self._note(module, place, visited, _DEPTH)
-        self._contents = [*map(_contents, self._places)]
+            own = vars(module), module._buffers, module._non_persistent_buffers_set
+            waiting = deque(zip(own, itertools.repeat(_DEPTH)))
+            while waiting:
+                value, depth = waiting.popleft()
+                if isinstance(value, Tensor):
+                    plain = value.layout == torch.strided and not value.is_meta and not value.is_quantized
+                    if plain and not isinstance(value, nn.Parameter) and id(value) not in visited:
+                        visited.add(id(value))
+                        self._tensors.append(value)
+                    continue
+                place: Any = vars(value) if _has_state(value) else value
+                if not isinstance(place, dict | list | deque | set | tuple) or len(place) > _LONGEST:
+                    continue
+                if id(place) in visited or not depth:
+                    continue
+                contents = place
+                # What a tuple holds is the same for good, but for what is inside.
+                if not isinstance(place, tuple):
+                    contents = _contents(place)
+                    visited.add(id(place))
+                    self._places.append(place)
+                    self._owners.append(module)
+                    self._contents.append(contents)
+                inside = contents.values() if isinstance(contents, dict) else contents
+                waiting.extend(zip(inside, itertools.repeat(depth - 1)))
         self._lengths = [*map(len, self._places)]
         # The comparison after every forward is one pass over all objects, by their identity alone.
         self._getters, self._values, self._numbers = list[Any](), list[Any](), list[int]()
         for number, (place, contents) in enumerate(zip(self._places, self._contents, strict=True)):
-            values = [*contents.values()] if isinstance(contents, dict) else contents
-            if values and not isinstance(contents, set):
-                self._getters.append((_getter(contents), place))
-                self._values += values
-                self._numbers += [number] * len(values)
+            names = [*contents] if isinstance(contents, dict) else [*range(len(contents))]
+            if names and not isinstance(contents, set):
+                # The first name twice, since for one name alone an itemgetter returns the value and no tuple.
+                get = operator.itemgetter(names[0], *names)
+                self._getters.append((get, place))
+                self._values += get(contents)
+                self._numbers += [number] * (1 + len(names))
         self._versions = [*map(_version, self._tensors)]
         self._copies: dict[int, Tensor] = {}
         room = COPIED
@@ -129,8 +154,16 @@ class Snapshot:
         Args:
             search: ``"thorough"`` also compares tensors whose numbers may have changed without torch's knowledge (``.data``).
         """
-        numbers = self._written(search == "thorough")
-        contents = {number: _contents(self._places[number]) for number in self._changed()}
+        numbers = []
+        for number, (tensor, before) in enumerate(zip(self._tensors, self._versions, strict=True)):
+            now, copy = _version(tensor), self._copies.get(number)
+            seen = copy is None or (search == "quick" and now >= 0)
+            if now != before or not (seen or (tensor.shape == copy.shape and torch.equal(tensor, copy))):
+                numbers.append(number)
+        changed = self._changed()
+        if not changed and not numbers:
+            return Leftover()
+        contents = {number: _contents(self._places[number]) for number in changed}
         leftover = Leftover(contents, {number: self._tensors[number].detach().clone() for number in numbers})
         for number in contents:
             _fill(self._places[number], self._contents[number])
@@ -151,29 +184,6 @@ class Snapshot:
             self._write(number, tensor)
             # A version that no tensor has, so that the next comparison notices it.
             self._versions[number] = -2
-
-    def _note(self, owner: nn.Module, value: Any, visited: set[int], depth: int) -> None:
-        """Notes a tensor, or a container and everything in it."""
-        if id(value) in visited:
-            return
-        if isinstance(value, Tensor):
-            plain = value.layout == torch.strided and not value.is_meta and not value.is_quantized
-            if plain and not isinstance(value, nn.Parameter):
-                visited.add(id(value))
-                self._tensors.append(value)
-            return
-        if isinstance(value, tuple) and depth and len(value) <= _LONGEST:
-            for inner in value:
-                self._note(owner, inner, visited, depth - 1)
-        place = vars(value) if _has_state(value) else value
-        if not isinstance(place, dict | list | deque | set) or len(place) > _LONGEST or id(place) in visited or not depth:
-            return
-        visited.add(id(place))
-        self._places.append(place)
-        self._owners.append(owner)
-        contents = _contents(place)
-        for inner in contents.values() if isinstance(contents, dict) else contents:
-            self._note(owner, inner, visited, depth - 1)
 
     def _changed(self) -> list[int]:
         """The numbers of the places whose contents differ from the snapshot, but for those of modules that were set up since."""
@@ -199,19 +209,6 @@ class Snapshot:
                 set_up.add(owner)
         return sorted(n for n in changed if self._owners[n] not in set_up)
 
-    def _written(self, thorough: bool) -> list[int]:
-        """The numbers of the tensors whose numbers differ from the snapshot."""
-        written = []
-        for number, (tensor, before) in enumerate(zip(self._tensors, self._versions, strict=True)):
-            now, copy = _version(tensor), self._copies.get(number)
-            if now != before or (
-                (thorough or now < 0)
-                and copy is not None
-                and not (tensor.shape == copy.shape and torch.equal(tensor, copy))
-            ):
-                written.append(number)
-        return written
-
     @torch.no_grad()
     def _write(self, number: int, numbers: Tensor) -> None:
         tensor = self._tensors[number]
@@ -225,7 +222,7 @@ class Snapshot:
 
 def _has_state(value: Any) -> bool:
     """Whether attributes of an object may be state: a transformers cache, a layer of one, a plain object of the user's code."""
-    if not isinstance(getattr(value, "__dict__", None), dict) or isinstance(value, nn.Module):
+    if not isinstance(getattr(value, "__dict__", None), dict) or isinstance(value, nn.Module | tuple):
         return False
     if hasattr(value, "get_seq_length") or hasattr(value, "get_mask_sizes"):
         return True
@@ -259,13 +256,6 @@ def _same_objects(contents: Any, before: Any) -> bool:
     if isinstance(contents, dict):
         return contents.keys() == before.keys() and all(value is before[name] for name, value in contents.items())
     return len(contents) == len(before) and all(map(operator.is_, contents, before))
-
-
-def _getter(contents: Any) -> Callable[[Any], Iterable[Any]]:
-    """Makes a function that gets the values at these names, or numbers, from a place."""
-    first, *rest = contents if isinstance(contents, dict) else range(len(contents))
-    # For one name an itemgetter would return the value, and no tuple of one.
-    return operator.itemgetter(first, *rest) if rest else lambda place: (place[first],)
 
 
 def _version(tensor: Tensor) -> int:

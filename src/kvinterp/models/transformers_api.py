@@ -55,9 +55,8 @@ def wrapping_attention(layers: Mapping[nn.Module, int], read: Callable[..., Any]
 
     find, before = INTERFACE.get_interface, vars(INTERFACE).get("get_interface")
 
-    def get_interface(*args: Any, **kwargs: Any) -> Callable[..., Any]:
-        attention = find(*args, **kwargs)
-
+    @functools.cache
+    def reading(attention: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(attention)
         def wrapped(module: nn.Module, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
             if module in layers:
@@ -66,7 +65,7 @@ def wrapping_attention(layers: Mapping[nn.Module, int], read: Callable[..., Any]
 
         return wrapped
 
-    vars(INTERFACE)["get_interface"] = get_interface
+    vars(INTERFACE)["get_interface"] = lambda *args, **kwargs: reading(find(*args, **kwargs))
     try:
         yield
     finally:

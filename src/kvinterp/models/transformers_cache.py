@@ -27,7 +27,7 @@ from transformers.cache_utils import (
 
 from kvinterp.errors import InputError, UnsupportedError
 from kvinterp.models.adapter import Adapter, CacheRead, KVStore
-from kvinterp.models.caches import CacheKind, Dynamic, KeysValues, OwnCache, add_reader, gather_rows
+from kvinterp.models.caches import KeysValues, OwnCache, add_reader, gather_rows
 from kvinterp.models.hooks import hooks_suspended
 
 # Until transformers 5.20 every quantised layer was a QuantizedLayer.
@@ -139,18 +139,17 @@ def is_attention_only(cache: Cache) -> bool:
     return all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in cache.layers)
 
 
-def model_cache(store: KVStore, config: Callable[[], Any], architecture: str) -> Cache:
+def model_cache(store: KVStore, new_cache: Callable[[], Cache], architecture: str) -> Cache:
     """The cache object that the model receives for a store, the same for the store's whole life: some layers keep a state in it.
 
-    It is the library cache of the store, or a cache whose attention layers keep their tensors in the store. The config is read
-    once, when the cache is made: reading it takes transformers hundreds of calls.
+    It is the library cache of the store, or a cache of ``new_cache()`` whose attention layers keep their tensors in the store.
 
     Raises:
         UnsupportedError: An earlier forward did not use the cache.
     """
     if store.model_cache is not None:
-        layers = (layer for layer in store.model_cache.layers if isinstance(layer, CacheLayerMixin))
-        used = [getattr(layer, "used", layer.is_initialized) for layer in layers]
+        layers = store.model_cache.layers
+        used = [getattr(part, "used", part.is_initialized) for part in layers if isinstance(part, CacheLayerMixin)]
         if used and not any(used):
             raise UnsupportedError(
                 f"{architecture}, as this kind runs it, does not use the cache that it is given, so it has no cached path: use "
@@ -159,7 +158,7 @@ def model_cache(store: KVStore, config: Callable[[], Any], architecture: str) ->
     elif store.library_cache is not None:
         store.model_cache = store.library_cache.model_cache
     else:
-        store.model_cache = DynamicCache(config=config())
+        store.model_cache = new_cache()
         for index, layer in enumerate(store.model_cache.layers):
             if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer):
                 store.model_cache.layers[index] = StoreLayer(store, index, getattr(layer, "sliding_window", None))
@@ -201,20 +200,6 @@ class TransformersCache(OwnCache):
     def __init__(self, cache: Cache) -> None:
         self.model_cache, self.name = cache, type(cache).__name__
         self._update = cache.update
-
-    @classmethod
-    def of_kind(
-        cls, kind: CacheKind, config: Any, capacity: int, plain: Callable[[], Cache] | None = None
-    ) -> TransformersCache:
-        """Makes a new cache of a kind.
-
-        Args:
-            kind: Which cache.
-            config: The decoder's config.
-            capacity: The largest number of positions that will be put in.
-            plain: Makes the cache that the model itself would make, where that is no plain DynamicCache.
-        """
-        return cls(plain() if plain is not None and isinstance(kind, Dynamic) else kind.make(config, capacity))
 
     def connect(self, update: Callable[..., KeysValues]) -> None:
         """Sends every update of the cache to ``update``."""
@@ -358,7 +343,8 @@ class OnTransformersCache(Adapter):
     @property
     def config(self) -> Any:
         """The config of the decoder, inside a multimodal config too."""
-        return text_config(self.source)
+        config: Any = self.source.config
+        return config.get_text_config(decoder=True)
 
     def new_cache(self) -> Any:
         """Makes a DynamicCache with the layers that the config says."""

@@ -11,6 +11,7 @@ MLP's output.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
@@ -43,6 +44,7 @@ class PatchHook(PathHook):
 
     Attributes:
         moved: For each patch how often it moved something.
+        first_layer: The first block whose computation it changes.
         changed: For each patch, on the model's device, 1 if it wrote a value that was not there already; 2 is added to the first
             if a block's output was not the stream of ``resid_mid`` plus ``mlp_out``. :func:`read_changes` reads them.
     """
@@ -63,22 +65,20 @@ class PatchHook(PathHook):
         self.listeners: dict[Site, Listener] = {}
         self._cache: dict[int, list[int]] = {}
         self._evicted: dict[int, Place] = {}
+        at_place: dict[Site, list[int]] = {}
         for number, patch in enumerate(self.patches):
             self._check(patch)
             for layer in chosen_layers(adapter, patch.layers):
-                place = patch.site, layer
                 if patch.site in PATCHED_CACHE:
                     self._cache.setdefault(layer, []).append(number)
                 else:
-                    adapter.tap(*place)
-                    self.listeners[place] = chained(self.listeners.get(place), self._listener(number, layer))
-        for layer in [at for site, at in self.listeners if site == "resid_mid"]:
+                    at_place.setdefault((patch.site, layer), []).append(number)
+        for place, numbers in at_place.items():
+            adapter.tap(*place)
+            self.listeners[place] = functools.partial(self._listen, place, numbers)
+        for layer in [at for site, at in at_place if site == "resid_mid"]:
             rebuild_outputs(self, layer)
-
-    @property
-    def first_layer(self) -> int:
-        """The first block whose computation it changes."""
-        return min([layer for _, layer in self.listeners] + list(self._cache), default=self.adapter.facts.layers)
+        self.first_layer = min([*self._cache, *(layer for _, layer in self.listeners)], default=adapter.facts.layers)
 
     def only_output(self, layer: int) -> Listener | None:
         """The listener of a block's output, if nothing else in the block is patched; else None."""
@@ -119,16 +119,15 @@ class PatchHook(PathHook):
             changed = True
         return (keys, values) if changed else None
 
-    def _listener(self, number: int, layer: int) -> Listener:
-        patch = self.patches[number]
-        rows = LAYOUTS[patch.site].rows
-
-        def listener(tensor: Tensor) -> Tensor | None:
-            if not patch.active(self.step, self.every_from):
-                return None
-            return self._patched(number, patch.site, layer, tensor, (self.end or tensor.shape[rows]) - tensor.shape[rows])
-
-        return listener
+    def _listen(self, place: Site, numbers: Sequence[int], tensor: Tensor) -> Tensor | None:
+        """Applies the patches of a site that are active now, each to the result of those before it."""
+        site, layer = place
+        rows, changed = tensor.shape[LAYOUTS[site].rows], None
+        for number in numbers:
+            if self.patches[number].active(self.step, self.every_from):
+                before = tensor if changed is None else changed
+                changed = self._patched(number, site, layer, before, (self.end or rows) - rows)
+        return changed
 
     def _patched(self, number: int, site: str, layer: int, tensor: Tensor, start: int) -> Tensor:
         """A copy of a tensor with the donor's rows; the tensor itself if the patch moves none of its rows."""
@@ -147,9 +146,12 @@ class PatchHook(PathHook):
                 return tensor
         donor_stop = donor_start + donor.shape[rows]
         if low < donor_start or high > donor_stop:
+            remedy = "record the donor from step 0 with positions='all', or use positions='newest'"
+            if site == "pattern":
+                remedy = "a cached path computes one row of the pattern a step, so use positions='newest'"
             raise InputError(
                 f"the donor's {site} at layer {layer} covers positions {donor_start} to {donor_stop - 1} at step "
-                f"{self.step}, and {low} to {high - 1} are to be moved: {self._remedy(patch)}."
+                f"{self.step}, and {low} to {high - 1} are to be moved: {remedy}."
             )
         new = tensor.clone()
         target = new.narrow(rows, low - start, high - low)
@@ -191,12 +193,6 @@ class PatchHook(PathHook):
                 "each with a donor of its own."
             )
         return source
-
-    @staticmethod
-    def _remedy(patch: Patch) -> str:
-        if patch.site == "pattern":
-            return "a cached path computes one row of the pattern a step, so use positions='newest'"
-        return "record the donor from step 0 with positions='all', or use positions='newest'"
 
     def _donor(
         self, patch: Patch, site: str, layer: int, start: int, like: Tensor, low: int, high: int
@@ -286,31 +282,24 @@ def rebuild_outputs(hook: PatchHook, layer: int) -> None:
             seen.update(before=before, after=after.clone())
         return after
 
-    def added(tensor: Tensor) -> None:
-        seen["added"] = tensor.clone()
+    def added(tensor: Tensor) -> Tensor | None:
+        new = None if mlp is None else mlp(tensor)
+        seen["added"] = (tensor if new is None else new).clone()
+        return new
 
     def post(tensor: Tensor) -> Tensor | None:
-        """The block's output with the patched stream, if it does not hold it already."""
+        """The block's output with the patched stream, if it does not hold it already; then what patches of it make of that."""
         before, after, mlp_out = map(seen.get, ("before", "after", "added"))
         seen.clear()
-        if before is None or after is None or mlp_out is None:
-            return None
-        patched, changed = after + mlp_out, hook.changed
-        holds = (tensor == patched).all()
-        misfit = ~(holds | (tensor == before + mlp_out).all())
-        # Stays on the device: reading it waits for the device.
-        changed[0] = changed[0] | 2 * misfit.to(changed[0].device)
-        return torch.where(holds, tensor, patched)
+        rebuilt = None
+        if before is not None and after is not None and mlp_out is not None:
+            patched, changed = after + mlp_out, hook.changed
+            holds = (tensor == patched).all()
+            misfit = ~(holds | (tensor == before + mlp_out).all())
+            # Stays on the device: reading it waits for the device.
+            changed[0] = changed[0] | 2 * misfit.to(changed[0].device)
+            rebuilt = torch.where(holds, tensor, patched)
+        new = None if output is None else output(tensor if rebuilt is None else rebuilt)
+        return rebuilt if new is None else new
 
-    hook.listeners.update(zip(sites, (mid, chained(mlp, added), chained(post, output)), strict=True))
-
-
-def chained(first: Listener | None, second: Listener | None) -> Listener:
-    """A listener that calls two, the second with the result of the first."""
-
-    def both(tensor: Tensor) -> Tensor | None:
-        changed = None if first is None else first(tensor)
-        again = None if second is None else second(tensor if changed is None else changed)
-        return changed if again is None else again
-
-    return both
+    hook.listeners.update(zip(sites, (mid, added, post), strict=True))

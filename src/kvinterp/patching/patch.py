@@ -186,10 +186,10 @@ def positions_of(where: Any) -> Positions:
     expected = (
         "'newest', 'all', 'earlier', a span (start, stop), a slice, one position such as -1, or a list such as [5, 6]"
     )
-    wrong = unexpected("positions", where, expected)
+    wrong = functools.partial(unexpected, "positions", where, expected)
     if isinstance(where, str):
         if where not in ("newest", "all", "earlier"):
-            raise wrong
+            raise wrong()
         return where
     if isinstance(where, range):
         where = slice(where.start, where.stop, where.step) if len(where) else slice(0, 0)
@@ -198,13 +198,13 @@ def positions_of(where: Any) -> Positions:
     if isinstance(span, slice):
         ends = [None if end is None else whole_number(end) for end in (span.start, span.stop, span.step)]
         if ends != [span.start, span.stop, span.step] or ends[2] not in (None, 1):
-            raise wrong
+            raise wrong()
         start, stop = ends[0] or 0, ends[1]
     else:
         position = whole_number(where)
         numbers = [position] if position is not None else [*map(whole_number, given_list("positions", where, expected))]
         if not numbers or None in numbers:
-            raise wrong
+            raise wrong()
         start, stop = numbers[0] or 0, (numbers[-1] or 0) + 1 or None
         if numbers != list(range(start, start + len(numbers))):
             raise InputError(

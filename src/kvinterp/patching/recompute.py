@@ -126,21 +126,18 @@ class PureRecompute:
 
     def _patched(self, key: tuple[int, ...], step: int, hook: PatchHook | PatchesByRow, rows: int = 1) -> Tensor:
         hook.at(step, len(key))
+        outputs: list[Any] = []
         # A kernel mode with listeners has to see every layer.
-        resumable = key == self._captured and not self._kernels.listeners
-        return self._forward(key, self._outputs_before(hook, rows) if resumable else [], hook, rows)
-
-    def _outputs_before(self, hook: PatchHook | PatchesByRow, rows: int) -> list[Any]:
-        """The captured outputs of the blocks that need not run; the last is patched if only its output is."""
-        first = hook.first_layer
-        change = hook.only_output(first) if first < len(self._outputs) else None
-        outputs = self._outputs[: first if change is None else first + 1]
-        if outputs:
-            # The next block reads only the last output.
-            last = _in_rows(outputs[-1], rows)
-            new = None if change is None else change(first_of(last))
-            outputs[-1] = last if new is None else put_first(last, new)
-        return outputs
+        if key == self._captured and not self._kernels.listeners:
+            first = hook.first_layer
+            change = hook.only_output(first) if first < len(self._outputs) else None
+            # The blocks that need not run; the last of them is patched if only its output is, which is all that the next reads.
+            outputs = self._outputs[: first if change is None else first + 1]
+            if outputs:
+                last = _in_rows(outputs[-1], rows)
+                new = None if change is None else change(first_of(last))
+                outputs[-1] = last if new is None else put_first(last, new)
+        return self._forward(key, outputs, hook, rows)
 
     def whole(self, rows: Int[Tensor, "batch position"], *hooks: PathHook | None) -> Float[Tensor, "batch position vocab"]:
         """Logits of every position of several prompts in one forward, with gradients where they are on.

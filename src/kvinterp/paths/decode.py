@@ -118,17 +118,18 @@ class Collected:
             self.padding = padding_of(now.logits)
             if bool(self.padding.any()):
                 self._tokens = (~self.padding).nonzero().flatten()
-        # The least and the most of a row are finite where all of it is: one operation, where asking each number takes five.
-        extremes = (torch.aminmax(self._to_be_finite(logits), dim=-1) for logits in now.logits)
-        for values, new in zip(self._kept, (now.chosen, now.feeds, *zip(*extremes, strict=True)), strict=True):
-            values += new
+        chosen, feeds, least, most = self._kept
+        chosen += now.chosen
+        feeds += now.feeds
+        for logits in now.logits:
+            if self._tokens is not None and self.padding is not None:
+                # Padding is 0 where it is minus infinity, as it must be.
+                logits = torch.where(self.padding, torch.where(logits == -torch.inf, 0.0, torch.nan), logits)
+            # The least and the most of a row are finite where all of it is: one operation, where asking each number takes five.
+            extremes = torch.aminmax(logits, dim=-1)
+            least.append(extremes.min)
+            most.append(extremes.max)
         self._lanes = len(now.logits)
-
-    def _to_be_finite(self, logits: Float[Tensor, "batch vocab"]) -> Float[Tensor, "batch vocab"]:
-        """The logits; of padding 0 where it is minus infinity, as it must be."""
-        if self._tokens is None or self.padding is None:
-            return logits
-        return torch.where(self.padding, torch.where(logits == -torch.inf, 0.0, torch.nan), logits)
 
     def tokens_only(self, logits: Float[Tensor, "batch vocab"]) -> Float[Tensor, "batch tokens"]:
         """The logits that stand for tokens."""

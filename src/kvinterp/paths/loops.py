@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import itertools
 import logging
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -124,7 +124,8 @@ class Runner:
                 self._offers = [offer for offer in self._offers if offer != "rows"]
         self._store: Store | None = None
         # Without a store a forward reads the keys it made and no others.
-        columns = _FilledColumns(hooks if call is None and (cached or path.chunk is not None) else ())
+        on_store = call is None and (cached or path.chunk is not None)
+        attended = {place for hook in hooks for place in hook.listeners if on_store and place[0] in ATTENDED_SITES}
         self._beside: Runner | None = None
         if path.smooth is not None:
             path = self._smoothed(path, prompt, room)
@@ -132,11 +133,16 @@ class Runner:
             view = View()
             view.writes = any(hook.writes for hook in hooks)
             hooks = [Shown(hook, view) for hook in hooks]
-        listeners = [columns.cut(hook.listeners) for hook in hooks]
+        listeners = [hook.listeners for hook in hooks]
+        hears = tuple(hooks)
+        if attended:
+            columns = _FilledColumns()
+            listeners = [columns.cut(heard, attended) for heard in listeners]
+            hears = columns, *hooks
         if path.policy.sites:
             listeners.insert(0, policy_listeners(path.policy, self.adapter.facts.layers, lambda: self._store))
         self._forwards = HookedForwards(self.adapter, path.kernels.mode(self.adapter), listeners)
-        loop, hears = cached_loop if cached else recompute_loop, (*([columns] if columns.attended else []), *hooks)
+        loop = cached_loop if cached else recompute_loop
         self._loop = loop(self.adapter, path, prompt.to(self._device), room, self._stores, hears, self._begin)
         if call is not None:
             self._lane = self._led(path, prompt, room, hears, view)
@@ -226,17 +232,16 @@ class Runner:
 class _FilledColumns(PathHook):
     """Cuts scores and patterns to the keys there are: against a static cache their rows go on over its empty room."""
 
-    def __init__(self, hooks: Sequence[PathHook]) -> None:
+    def __init__(self) -> None:
         self._keys: dict[int, int] = {}
-        self.attended = {place for hook in hooks for place in hook.listeners if place[0] in ATTENDED_SITES}
 
     def on_read(self, place: Place, keys: Tensor, values: Tensor) -> None:
         """Hears how many keys attention is about to read."""
         self._keys[place.layer] = keys.shape[2]
 
-    def cut(self, listeners: Mapping[Site, Listener]) -> dict[Site, Listener]:
-        """The listeners, of which those of sites with a column a key are told of the filled ones only."""
-        return {place: self._cut(place[1], hear) if place in self.attended else hear for place, hear in listeners.items()}
+    def cut(self, listeners: Mapping[Site, Listener], attended: Collection[Site]) -> dict[Site, Listener]:
+        """The listeners, of which those of the attended sites, with a column a key, are told of the filled ones only."""
+        return {place: self._cut(place[1], hear) if place in attended else hear for place, hear in listeners.items()}
 
     def _cut(self, layer: int, listener: Listener) -> Listener:
         @functools.wraps(listener)

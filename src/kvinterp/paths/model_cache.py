@@ -21,7 +21,7 @@ from kvinterp.models.hooks import hooks_suspended
 from kvinterp.models.provenance import autocast
 from kvinterp.paths.forwards import HookedForwards, in_chunks
 from kvinterp.paths.path import ExecutionPath
-from kvinterp.paths.store import Growing, PassThrough, ReadListener, Store, policy_listeners
+from kvinterp.paths.store import Growing, PassThrough, Store, policy_listeners
 from kvinterp.policies import Identity
 from kvinterp.recording import PathHook, Recorder
 
@@ -110,8 +110,9 @@ def _store(
 ) -> Store:
     # A recompute path keeps rows between the chunks of one pass only, and reads what it keeps, as without chunks.
     prefill = length if path.form == "cached" and path.prefill == "exact" else 0
-    dtype, reads = path.kernels.compute_dtype(adapter.dtype), _told(path, hooks)
-    keeps = dtype_named(path.cache_dtype)
+    dtype, keeps = path.kernels.compute_dtype(adapter.dtype), dtype_named(path.cache_dtype)
+    # Of most hooks nothing is asked.
+    reads = [hook.on_read for hook in hooks if hook.reads or path.policy.evicts]
     return Store(adapter.facts, path.policy, batch, dtype, adapter.device, reads, memory, keeps, prefill, length)
 
 
@@ -142,7 +143,7 @@ def uncached(
     """
     if path.chunk is not None and path.chunk < tokens.shape[1]:
         return stores(adapter, path, tokens.shape[0], tokens.shape[1], 0, hooks)
-    reads = _told(path, hooks)
+    reads = [hook.on_read for hook in hooks if hook.reads]
     if not adapter.attention_only or not (reads or path.policy.acts):
         return None
     if isinstance(before, PassThrough) and before.used and not before.policy.acts:
@@ -223,11 +224,6 @@ def _scores_by_row(adapter: Adapter) -> bool:
     # Softmax gives equal scores equal weights, so that but for rounding nothing is left of the difference.
     effect = torch.maximum((first - none).abs().max(), (last - none).abs().max())
     return bool((first - last).abs().max() > effect / 16)
-
-
-def _told(path: ExecutionPath, hooks: Sequence[PathHook]) -> list[ReadListener]:
-    """The hooks that have to be told of reads: of most nothing is asked."""
-    return [hook.on_read for hook in hooks if hook.reads or path.policy.evicts]
 
 
 # Whether the preallocated store gives the same bits ---------------------------------------------------------------------

@@ -224,25 +224,25 @@ def Recompute(  # noqa: N802  # reads as the noun it makes
     return ExecutionPath("recompute", _policy(policy), _name(dtype), *options, call=call_named(call))
 
 
-def path_named(text: object) -> ExecutionPath:
-    """Reads the text form of a path that a user gives: ``form[options]+policy@dtype``, of which only the form is needed.
-
-    Raises:
-        InputError: The text does not have that form.
-    """
-    return _read(text, cache_named)
-
-
 def path_read(text: object) -> ExecutionPath:
     """Reads the text form of a path that stands in a file: a class that it names is not imported, and can not be run.
 
     Raises:
         InputError: The text does not have that form.
     """
-    return _read(text, cache_read)
+    return path_named(text, cache_read)
 
 
-def _read(text: object, cache: Callable[[str], CacheKind]) -> ExecutionPath:
+def path_named(text: object, cache: Callable[[str], CacheKind] = cache_named) -> ExecutionPath:
+    """Reads the text form of a path that a user gives: ``form[options]+policy@dtype``, of which only the form is needed.
+
+    Args:
+        text: The text, or a path, which is returned as it is.
+        cache: Reads the kind of cache.
+
+    Raises:
+        InputError: The text does not have that form.
+    """
     if isinstance(text, ExecutionPath):
         return text
     if not isinstance(text, str):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -21,7 +22,7 @@ from kvinterp.paths.decode import Collected, fed_to_all, length_of, lockstep
 from kvinterp.paths.finite import first_nonfinite
 from kvinterp.paths.loops import Runner
 from kvinterp.paths.path import ExecutionPath, path_named
-from kvinterp.paths.sampling import Strategy, drawing, strategy_named
+from kvinterp.paths.sampling import Drawing, Strategy, strategy_named
 from kvinterp.paths.vocabulary import end_tokens
 from kvinterp.recording import Recorder, Trace
 
@@ -86,14 +87,12 @@ def run(
     kv_heads = chosen_heads(kv_heads, adapter.facts.kv_heads, "KV head")
     steps = None if steps is None else chosen_steps(steps)
     with located(f"model {adapter.facts.name}, path {path}"), own_threads(adapter):
-        target = adapter.at(dtype_named(path.dtype))
-
-        def recorder() -> Recorder | None:
-            if record is None and positions == "newest":
-                return None
-            return Recorder(target, record or (), layers, heads, kv_heads, steps, positions)
-
-        recorder()
+        recorder = None
+        if record is not None or positions != "newest":
+            target = adapter.at(dtype_named(path.dtype))
+            recorder = functools.partial(Recorder, target, record or (), layers, heads, kv_heads, steps, positions)
+            # Raises what is wrong with these arguments, before anything runs.
+            recorder()
         runs = _Run(adapter, path, max_new_tokens, strategy, seed, forced, recorder, logits, stop)
         traces = in_batches(
             adapter,
@@ -120,7 +119,7 @@ class _Run:
     strategy: Strategy
     seed: int
     continuation: Sequence[int] | None
-    recorder: Callable[[], Recorder | None]
+    recorder: Callable[[], Recorder] | None
     logits: str
     stop: str
 
@@ -129,9 +128,9 @@ class _Run:
         prompt = torch.tensor(list(map(list, prompts)), device=self.adapter.device)
         length = self.steps if self.continuation is None else min(self.steps, len(self.continuation) + 1)
         fed = fed_to_all(self.continuation, 1, len(prompts), prompt.device)
-        choose = drawing(self.strategy, self.seed, indices, self.steps, prompt.device)
+        choose = Drawing(self.strategy, self.seed, indices, self.steps, prompt.device)
         ends = end_tokens(self.adapter, prompt.device) if self.stop == "end of sequence" else None
-        recorder, collected = self.recorder(), Collected()
+        recorder, collected = None if self.recorder is None else self.recorder(), Collected()
         logits_by_step: list[Tensor] = []
         with Runner(self.adapter, self.path, prompt, length, [recorder] if recorder and recorder.kept else []) as runner:
             for now in lockstep([runner], length, choose, given=fed, ends=ends):

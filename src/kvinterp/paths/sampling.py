@@ -144,6 +144,8 @@ def strategy_named(text: object) -> Strategy:
         raise InputError(
             f"strategy={shown(text)} was given: expected a text such as 'greedy' or 'top_p(0.95,0.8)', or a Strategy."
         )
+    if text in STRATEGIES:
+        return STRATEGIES[text]()
     return spec.read("strategy", text, STRATEGIES, "Values go in brackets, as in top_k(50,0.8).")
 
 
@@ -153,27 +155,24 @@ def uniforms(seed: int, example: int, steps: int) -> Float[Tensor, " steps"]:
 
 
 class Drawing:
-    """Chooses the tokens of a batch of examples at a step: every path that asks draws from the same random number.
+    """Chooses the tokens of some examples at a step, by their own random numbers: every path that asks draws from the same one.
 
     Attributes:
         distances: Of each call, in their order, how far each choice was from another one; see :meth:`Strategy.drawn`.
     """
 
-    def __init__(self, strategy: Strategy, random: Float[Tensor, "batch steps"]) -> None:
-        self.strategy, self.random, self.distances = strategy, random, list[Tensor]()
+    def __init__(self, strategy: Strategy, seed: int, examples: Sequence[int], steps: int, device: torch.device) -> None:
+        self.strategy, self.distances = strategy, list[Tensor]()
+        if type(strategy) is Greedy:  # A user's own may draw all the same.
+            self.random = torch.zeros(len(examples), steps, dtype=torch.float64, device=device)
+        else:
+            self.random = torch.stack([uniforms(seed, example, steps) for example in examples]).to(device)
 
     def __call__(self, logits: Float[Tensor, "batch vocab"], step: int) -> Int[Tensor, " batch"]:
         """The tokens."""
         tokens, distance = self.strategy.drawn(logits, self.random[:, step])
         self.distances.append(distance)
         return tokens
-
-
-def drawing(strategy: Strategy, seed: int, examples: Sequence[int], steps: int, device: torch.device) -> Drawing:
-    """What chooses the tokens of some examples, by their own random numbers."""
-    if type(strategy) is Greedy:  # A user's own may draw all the same.
-        return Drawing(strategy, torch.zeros(len(examples), steps, dtype=torch.float64, device=device))
-    return Drawing(strategy, torch.stack([uniforms(seed, example, steps) for example in examples]).to(device))
 
 
 COLDEST, HOTTEST = 1e-30, 1e30

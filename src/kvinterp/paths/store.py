@@ -115,7 +115,7 @@ class Store:
     ) -> None:
         policy.check(facts.layers)
         self.facts, self.policy, self.listeners = facts, policy.start(facts), listeners
-        self._said = f"policy {policy}"
+        self._given = policy
         self.memory: OwnCache = memory or OwnCache()
         self.library_cache = None if self.memory.model_cache is None else self.memory
         self.name = self.memory.name
@@ -131,10 +131,10 @@ class Store:
         if self.policy.evicts and not policy.evicts:
             # Masks, positions and every refusal rest on the policy's own word.
             raise InputError(
-                f"{self._said} starts a twin that lets go of rows, and does not say so: give the policy evicts = True."
+                f"policy {policy} starts a twin that lets go of rows, and does not say so: give the policy evicts = True."
             )
         if policy.evicts:
-            self.memory.let_go(self._said)
+            self.memory.let_go(f"policy {policy}")
         # Of what is kept nothing is changed on its way: the memory's own update is all there is to do, and to tell who listens.
         self._unchanged = cache_dtype is None and not self.policy.acts
         self.memory.connect(self.update)
@@ -156,43 +156,42 @@ class Store:
         In the prefill that is what was computed, whatever is kept of it, as with transformers' quantised caches: step 0 is
         then the same computation on both paths.
         """
-        begun, new = self.length(layer), (keys, values)
+        begun, new, written = self.length(layer), (keys, values), (keys, values)
         stop = self._lengths[layer] = begun + keys.shape[2]
-        if self._unchanged:
-            handed = self.memory.append(layer, keys, values, window, *more, **named)
-            read = handed[0].to(keys.dtype), handed[1].to(keys.dtype)
-            return self._told(layer, begun, stop, read, handed) if self.listeners else read
-        written = self.policy.write(
-            keys, values, Place(layer, begun, stop, self.facts.cached_keys_rotated, prompt=self.prompt)
-        )
-        if self.cache_dtype is not None:
-            written = written[0].to(self.cache_dtype), written[1].to(self.cache_dtype)
+        if not self._unchanged:
+            place = Place(layer, begun, stop, self.facts.cached_keys_rotated, prompt=self.prompt)
+            written = self.policy.write(keys, values, place)
+            if self.cache_dtype is not None:
+                written = written[0].to(self.cache_dtype), written[1].to(self.cache_dtype)
         handed = self.memory.append(layer, *written, window, *more, **named)
-        place = self._places[layer] = self._appended(layer, begun, stop, handed[0])
+        read = handed[0].to(keys.dtype), handed[1].to(keys.dtype)
+        if self._unchanged and not self.listeners:
+            return read
+        if self.policy.evicts:
+            rows = torch.arange(begun, stop, device=keys.device).expand(*handed[0].shape[:2], -1)
+            self._rows[layer] = torch.cat([self._rows[layer], rows], 2) if layer in self._rows else rows
+            self._starts.setdefault(layer, begun)
+        place = self._places[layer] = self._place(layer, stop, min(stop, handed[0].shape[2]))
         # A static cache hands over all its room, of which the last slots may be empty.
         filled = stop - place.start if place.rows is None else place.rows.shape[2]
         if layer in self._put:
             self._put[layer] = [pad(marks, (0, keys.shape[2]))[..., -filled:] for marks in self._put[layer]]
         exact = begun < self.prefill
-        if exact:
+        if exact and not self._unchanged:
             read = self._as_computed(layer, new, written, handed, filled)
-        else:
-            read = handed[0].to(keys.dtype), handed[1].to(keys.dtype)
-        filled_read = _first(read, filled)
-        changed = filled_read if exact else self._through_policy(layer, filled_read, place)
-        changed = self._listened(layer, changed, place, handed)
+        whole = read[0].shape[2] == filled and read[1].shape[2] == filled
+        filled_read = read if whole else (read[0][:, :, :filled], read[1][:, :, :filled])
+        changed = filled_read if exact or self._unchanged else self._through_policy(layer, filled_read, place)
+        for listener in self.listeners:
+            heard = listener(place, *changed)
+            if heard is not None:
+                self._keep(layer, changed, heard, handed)
+                changed = heard
         if stop < self.prefill and (layer in self._computed or any(a is not b for a, b in zip(new, written, strict=True))):
             self._computed[layer] = changed
         else:
             self._computed.pop(layer, None)
         return _put_back(read, filled_read, changed, filled)
-
-    def _told(self, layer: int, begun: int, stop: int, read: Pair, handed: Pair) -> KeysValues:
-        """What the listeners make of what a memory hands over as it is."""
-        place = self._appended(layer, begun, stop, handed[0])
-        filled = stop - place.start
-        filled_read = _first(read, filled)
-        return _put_back(read, filled_read, self._listened(layer, filled_read, place, handed), filled)
 
     @property
     def can_select(self) -> bool:
@@ -251,8 +250,8 @@ class Store:
         for (layer, rows, _), (right, start) in zip(evictions, numbers, strict=True):
             if not right:
                 raise InputError(
-                    f"{self._said} names rows of layer {layer} that are not there, or one twice, or none: expected some of "
-                    f"0 to {self._rows[layer].shape[2] - 1}, each once."
+                    f"policy {self._given} names rows of layer {layer} that are not there, or one twice, or none: expected some "
+                    f"of 0 to {self._rows[layer].shape[2] - 1}, each once."
                 )
             self.memory.take(layer, rows)
             self._rows[layer], self._starts[layer] = self._rows[layer].gather(2, rows), start
@@ -261,17 +260,9 @@ class Store:
         left = {rows.shape[2] for rows in self._rows.values()}
         if len(left) > 1:
             raise UnsupportedError(
-                f"{self._said} keeps {min(left)} rows in one layer and {max(left)} in another, and a model has one mask for all "
-                "its layers: keep as many in each."
+                f"policy {self._given} keeps {min(left)} rows in one layer and {max(left)} in another, and a model has one mask "
+                "for all its layers: keep as many in each."
             )
-
-    def _appended(self, layer: int, begun: int, stop: int, handed: Tensor) -> Place:
-        """Where the rows are that were just handed over."""
-        if self.policy.evicts:
-            new = torch.arange(begun, stop, device=handed.device).expand(*handed.shape[:2], -1)
-            self._rows[layer] = torch.cat([self._rows[layer], new], 2) if layer in self._rows else new
-            self._starts.setdefault(layer, begun)
-        return self._place(layer, stop, min(stop, handed.shape[2]))
 
     def _place(self, layer: int, stop: int, filled: int) -> Place:
         rotated, rows = self.facts.cached_keys_rotated, self._rows.get(layer)
@@ -305,15 +296,6 @@ class Store:
         pairs = zip(self._put[layer], held_pair, (keys, values), strict=True)
         keys, values = (torch.where(marks[..., None], was_held, read) for marks, was_held, read in pairs)
         return keys, values
-
-    def _listened(self, layer: int, read: Pair, place: Place, handed: Pair) -> Pair:
-        """What attention reads after the watchers, and keeps what they put there."""
-        for listener in self.listeners:
-            changed = listener(place, *read)
-            if changed is not None:
-                self._keep(layer, read, changed, handed)
-                read = changed
-        return read
 
     def _keep(self, layer: int, before: Pair, after: Pair, handed: Pair) -> None:
         """Keeps the rows that a watcher put in place of others: a patched cache stays patched. All others stay as they are."""
@@ -374,13 +356,6 @@ def policy_listeners(policy: Policy, layers: int, store: Callable[[], Store | No
         return hear
 
     return {(site, layer): listener(site, layer) for site in policy.sites for layer in range(layers)}
-
-
-def _first(pair: Pair, filled: int) -> Pair:
-    """Their first rows; the very tensors where they have no more."""
-    if pair[0].shape[2] == filled and pair[1].shape[2] == filled:
-        return pair
-    return pair[0][:, :, :filled], pair[1][:, :, :filled]
 
 
 def _put_back(read: Pair, seen: Pair, changed: Pair, filled: int) -> Pair:

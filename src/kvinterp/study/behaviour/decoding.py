@@ -22,7 +22,7 @@ from kvinterp.paths import ExecutionPath, Runner, Strategy, path_named, strategy
 from kvinterp.paths.batches import in_batches
 from kvinterp.paths.decode import Collected, Step, lockstep
 from kvinterp.paths.finite import first_nonfinite
-from kvinterp.paths.sampling import drawing
+from kvinterp.paths.sampling import Drawing
 
 Answer = TypeVar("Answer")
 Tokens: TypeAlias = Sequence[int]
@@ -111,7 +111,7 @@ def write(
         fed_of.append((len(prompt) - prefilled(path, len(prompt), through),))
 
     def work(indices: Sequence[int], fed: int) -> list[Written]:
-        draw = drawing(strategy, seed, [numbers[index] for index in indices], max_new_tokens, adapter.device)
+        draw = Drawing(strategy, seed, [numbers[index] for index in indices], max_new_tokens, adapter.device)
         writing = _Writing(adapter, max_new_tokens, stops, len(indices))
         _fed(adapter, path, [prompts[index] for index in indices], fed, max_new_tokens, draw, writing.add)
         if done is not None:
