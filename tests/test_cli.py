@@ -302,6 +302,14 @@ def test_what_is_read_from_a_source_is_what_is_imported() -> None:
     check_early(experiment_read("audit"), {"format": BINARY})
     for name in READERS:
         check_early(experiment_read("audit"), {"format": name})
+    for given in (
+        {"calls": ",".join(map(str, [*PROGRAMS, "rows(0+4)+feed(9)+crop(2)", "padded(left,5)+static"]))},
+        {"device": "cuda:1"},
+    ):
+        check_early(experiment_read("audit"), given)
+    for given in ({"calls": "padded(left,5),paded"}, {"calls": "rows(0)+fed(9)"}, {"device": "cupu"}, {"device": "cuda:x"}):
+        with pytest.raises(kv.InputError, match="unknown"):
+            check_early(experiment_read("audit"), given)
 
 
 def test_what_is_planted_by_tests_is_no_policy_to_choose() -> None:

@@ -13,13 +13,12 @@ import dataclasses
 import json
 import os
 import sys
-import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvinterp.common.result import Result
-from kvinterp.errors import InputError, KvinterpError, UnsupportedError
+from kvinterp.errors import InputError
 from kvinterp.study.experiments.base import Experiment, Parts, Tables
 from kvinterp.study.experiments.options import argument, option, shared
 from kvinterp.study.experiments.running import folder_named
@@ -160,17 +159,16 @@ class Audit(Experiment):
         # What a user's code prints is no part of what this command says.
         with contextlib.redirect_stdout(sys.stderr):
             adapter = self.adapter()
-            with models_own_errors():
-                result = audit(
-                    adapter,
-                    prompts,
-                    rungs=[part.strip() for part in self.rungs.split(",")],
-                    checks="thorough" if self.thorough else self.checks,
-                    reach="yes" if self.reach else "no",
-                    detail="everything",
-                    progress=tell,
-                    **self.choices("steps", "seed", "allow", "lengths", "calls", "programs", "seconds"),
-                )
+            result = audit(
+                adapter,
+                prompts,
+                rungs=[part.strip() for part in self.rungs.split(",")],
+                checks="thorough" if self.thorough else self.checks,
+                reach="yes" if self.reach else "no",
+                detail="everything",
+                progress=tell,
+                **self.choices("steps", "seed", "allow", "lengths", "calls", "programs", "seconds"),
+            )
         return result.written()[0], {"texts": texts_of(result)}
 
     def judged(self, tell: Tell) -> tuple[Tables, dict[str, Any]]:
@@ -236,22 +234,8 @@ class Audit(Experiment):
         assert result.folder is not None, "the command writes a folder"
         for what, name in {"page": "report.html", "verdict": "verdict.json"}.items():
             echo(f"{what:<8} {result.folder / name}")
-
-
-@contextlib.contextmanager
-def models_own_errors() -> Iterator[None]:
-    """A model that is being written raises whatever its code meets first; that is no verdict, so it may not exit with 1."""
-    try:
-        yield
-    except KvinterpError:
-        raise
-    except Exception as error:
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        message = next(iter(str(error).strip().splitlines()), "")[:200]
-        raise UnsupportedError(
-            f"the audit could not be finished: {type(error).__name__} was raised ({message or 'without a message'}) in "
-            f"{frame.name}, {os.path.basename(frame.filename)} line {frame.lineno}; kv.audit(model) shows the whole traceback."
-        ) from error
+        if not (result.summary["exit_code"] or self.against or self.random_init or self.is_own_code()):
+            echo(f"next     kvinterp compare {self.model}: what rounding does to its answers, token by token")
 
 
 def subject(

@@ -7,6 +7,7 @@ refused here, before anything runs.
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast, get_args
@@ -74,6 +75,23 @@ def _format(text: str) -> None:
     check_known("format", text, known)
 
 
+def _device(text: str) -> None:
+    if re.fullmatch(r"[a-z]+(:\d+)?", text) is None or text.partition(":")[0] not in DEVICES:
+        raise InputError(f"unknown device {shown(text)}: expected cpu, cuda or cuda:N.")
+
+
+def _calls(text: str) -> None:
+    place = "kvinterp.programs"
+    operations = {"rows", *plugins_read(f"{place}.program:Operation", f"{place}.operations")}
+    for call in split("" if text == "all" else text, ","):
+        is_program = call.replace(" ", "").startswith("rows(")
+        known = operations if is_program else plugins_read(f"{place}.names:Name", f"{place}.names")
+        for part in split(call, "+"):
+            check_name(
+                "operation" if is_program else "program", part, known, "Values go in brackets, as in padded(left,5)."
+            )
+
+
 def _strategy(text: str) -> None:
     check_name("strategy", text, get_args(words.Strategy), "Values go in brackets, as in top_k(50,0.8).")
 
@@ -86,6 +104,9 @@ def check_file(name: str) -> None:
         )
 
 
+DEVICES = ("cpu", "cuda", "mps", "xpu", "hpu", "xla", "mtia", "npu", "meta")
+"""Kinds of device that torch or a library beside it knows."""
+
 _EARLY: dict[str, Callable[[str], Any]] = {
     "kind": lambda text: check_known("kind", text, get_args(words.Kind)),
     "attention": lambda text: check_known("attention implementation", text, get_args(words.Attention)),
@@ -93,6 +114,8 @@ _EARLY: dict[str, Callable[[str], Any]] = {
     "rungs": _dtypes,
     "against": check_file,
     "format": _format,
+    "device": _device,
+    "calls": _calls,
     **dict.fromkeys(("strategy", "strategies"), _strategy),
     "kernels": _kernels,
     **dict.fromkeys(("policies", "policy", "base"), _policies),
