@@ -12,8 +12,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
-import scipy.optimize
-import scipy.stats
+import scipy
 import torch
 from torch import Tensor
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from scipy import stats
+import scipy
 
 from kvinterp.errors import InputError
 from kvinterp.metrics.inference import Test, welch
@@ -47,7 +47,7 @@ def correlation(
     n = len(np.unique(names))
     what = (f"{'partial ' * bool(covariates)}{method}", n, "r")
     if method == "spearman":
-        xs, ys, *covariates = (stats.rankdata(column) for column in (xs, ys, *covariates))
+        xs, ys, *covariates = (scipy.stats.rankdata(column) for column in (xs, ys, *covariates))
     if n < 4 + len(covariates):
         return Test(*what, why=f"there are fewer than {4 + len(covariates)} clusters")
     test = slope(xs, ys, names, *covariates)
@@ -92,7 +92,7 @@ def _r(x: np.ndarray, y: np.ndarray, *controls: np.ndarray) -> float:
 
 
 def _rank_r(*numbers: np.ndarray) -> float:
-    return _r(*(stats.rankdata(column) for column in numbers))
+    return _r(*(scipy.stats.rankdata(column) for column in numbers))
 
 
 def slope(x: Column, y: Column, clusters: Column | None = None, *controls: Column) -> Test:

@@ -11,7 +11,7 @@ import dataclasses
 from typing import Any, ClassVar
 
 import numpy as np
-from scipy import stats
+import scipy
 
 from kvinterp.errors import InputError
 from kvinterp.metrics.statistics import FEWEST, Column, check_confidence, columns
@@ -91,7 +91,7 @@ def corrected(p: Column, method: str = "holm") -> np.ndarray:
 def _corrected(p: np.ndarray, method: str) -> np.ndarray:
     # Not statsmodels' multipletests: it collects Python's garbage at every call, which takes most of a second with a model.
     if method == "bh":
-        return stats.false_discovery_control(p)
+        return scipy.stats.false_discovery_control(p)
     if method == "bonferroni":
         return np.minimum(1.0, p * len(p))
     order = np.argsort(p)
@@ -134,7 +134,7 @@ def mcnemar(a: Column, b: Column, clusters: Column | None = None, confidence: fl
     if not differing:
         high = share_of(np.zeros(n), confidence).high
         return Test(*head, 0.0, 1.0, 0.0, -high, high)
-    test = stats.binomtest(only_a, differing)
+    test = scipy.stats.binomtest(only_a, differing)
     low, high = ((2 * end - 1) * differing / n for end in test.proportion_ci(confidence, "exact"))
     return Test(*head, min(only_a, only_b), test.pvalue, (only_a - only_b) / n, low, high)
 
@@ -161,7 +161,7 @@ def sign_flips(
         return Test(*head, why="there are fewer than 2 clusters")
     if not means.any():
         return Test(*head, 0.0, 1.0, 0.0, 0.0, 0.0)
-    test = stats.permutation_test(
+    test = scipy.stats.permutation_test(
         (means, np.zeros_like(means)),
         lambda x, y, axis=-1: (x - y).mean(axis),
         permutation_type="samples",
@@ -207,11 +207,11 @@ def mean_of(
     if np.ptp(means) == 0:
         why = "all clusters have the same mean: there is no spread to test it against"
         return Test(*head, effect=means[0], why=why)
-    test: Any = stats.ttest_1samp(means, against, alternative=alternative)
+    test: Any = scipy.stats.ttest_1samp(means, against, alternative=alternative)
     p, low, high = test.pvalue, np.nan, np.nan
     if n >= FEWEST:
-        mean, deviation, skew = means.mean(), means.std(ddof=1), float(stats.skew(means, bias=False))
-        student_t = stats.t(n - 1)
+        mean, deviation, skew = means.mean(), means.std(ddof=1), float(scipy.stats.skew(means, bias=False))
+        student_t = scipy.stats.t(n - 1)
         t = _unskewed((mean - against) / deviation, skew, n) * np.sqrt(n)
         p = max(
             p, {"two-sided": 2 * student_t.sf(abs(t)), "greater": student_t.sf(t), "less": student_t.cdf(t)}[alternative]
@@ -249,7 +249,7 @@ def welch(x: Column, y: Column, confidence: float = 0.95) -> Test:
         return Test(*head, why="a group has fewer than 2 observations")
     if np.ptp(xs) == np.ptp(ys) == 0:
         return Test(*head, why="nothing varies within the groups")
-    test: Any = stats.ttest_ind(xs, ys, equal_var=False)
+    test: Any = scipy.stats.ttest_ind(xs, ys, equal_var=False)
     ends = test.confidence_interval(confidence)
     return Test(*head, test.statistic, test.pvalue, xs.mean() - ys.mean(), ends.low, ends.high)
 
@@ -271,7 +271,7 @@ def share_of(events: Column, confidence: float = 0.95) -> Test:
     if not n:
         return Test(*head, why="there are no observations")
     count = int(happened.sum())
-    ends = stats.binomtest(count, n).proportion_ci(confidence, "exact")
+    ends = scipy.stats.binomtest(count, n).proportion_ci(confidence, "exact")
     return Test(*head, count, np.nan, count / n, *ends)
 
 
@@ -315,9 +315,9 @@ def rate_of(events: Column, clusters: Column, trials: Column | None = None, conf
     variance, tail = n / (n - 1) * ((happened - share * tried) ** 2).sum() / total**2, (1 - confidence) / 2
     worth = n
     if variance > 0:
-        worth = share * (1 - share) / variance * (stats.t.ppf(tail, total - 1) / stats.t.ppf(tail, n - 1)) ** 2
+        worth = share * (1 - share) / variance * (scipy.stats.t.ppf(tail, total - 1) / scipy.stats.t.ppf(tail, n - 1)) ** 2
         worth = min(worth, total)
     x = share * worth
-    low = stats.beta.ppf(tail, x, worth - x + 1) if x > 0 else 0.0
-    high = stats.beta.ppf(1 - tail, x + 1, worth - x) if x < worth else 1.0
+    low = scipy.stats.beta.ppf(tail, x, worth - x + 1) if x > 0 else 0.0
+    high = scipy.stats.beta.ppf(1 - tail, x + 1, worth - x) if x < worth else 1.0
     return Test(*head, worth, np.nan, share, low, high)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import pandas as pd
-import scipy.stats
+import scipy
 from torch import Tensor
 
 from kvinterp.errors import InputError, NonFiniteError

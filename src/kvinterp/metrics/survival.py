@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pandas as pd
-from scipy import stats
+import scipy
 
 from kvinterp.metrics.statistics import Column, columns, quiet
 
@@ -26,7 +26,7 @@ def survival_by_step(steps: Column, flipped: Column, confidence: float = 0.95) -
     names += [f"{curve}{end}" for curve in ("survival", "hazard") for end in ("", "_low", "_high")]
     if not len(when):
         return pd.DataFrame(columns=names)
-    curve = stats.ecdf(stats.CensoredData(uncensored=when[event], right=when[~event])).sf
+    curve = scipy.stats.ecdf(scipy.stats.CensoredData(uncensored=when[event], right=when[~event])).sf
     # scipy warns where survival is 1 or 0, whose logarithm's logarithm is not finite.
     with quiet():
         ends = curve.confidence_interval(confidence, method="log-log")
@@ -34,6 +34,6 @@ def survival_by_step(steps: Column, flipped: Column, confidence: float = 0.95) -
     bounds = (curve.quantiles, curve.probabilities, ends.low.probabilities, ends.high.probabilities)
     for step, share, low, high in zip(*bounds, strict=True):
         risk, flips = int((when >= step).sum()), int(event[when == step].sum())
-        ends_of_hazard = stats.binomtest(flips, risk).proportion_ci(confidence, "exact")
+        ends_of_hazard = scipy.stats.binomtest(flips, risk).proportion_ci(confidence, "exact")
         rows.append((step, risk, flips, share, low, high, flips / risk, ends_of_hazard.low, ends_of_hazard.high))
     return pd.DataFrame(rows, columns=names)
