@@ -15,7 +15,6 @@ from kvinterp.auditing.first_difference import Finding
 from kvinterp.auditing.judging import Account, Judged
 from kvinterp.auditing.ladder import LOCAL, ONE_BY_ONE, STEPS, PrecisionRun
 from kvinterp.auditing.reading import Evidence
-from kvinterp.paths.kernels import Native
 from kvinterp.programs.running import PLAIN
 
 
@@ -32,7 +31,7 @@ def rung(
     name = str(dtype).removeprefix("torch.")
     empty = pd.DataFrame(columns=list(LOCAL))
     layers = pd.DataFrame({"layer": [0], "max_abs": [logits], "mean_abs": [logits], "relative": [logits]})
-    made = PrecisionRun(name, dtype, Native(), steps, local, empty, layers, pd.DataFrame(), {}, "", 10.0, fixed=fixed)
+    made = PrecisionRun(name, dtype, steps, local, empty, layers, pd.DataFrame(), {}, "", 10.0, fixed=fixed)
     return dataclasses.replace(made, **more)
 
 
@@ -46,7 +45,9 @@ def judged(word: str = "", kernels: str = "fixed order", **more: Any) -> Judged:
 
 
 def evidence(*rungs: PrecisionRun, **more: Any) -> Evidence:
-    made = Evidence("a model", "native", rungs[0].name, 64, {r.name: r for r in rungs}, exercised="what was run.")
+    made = Evidence(
+        f"a model (native, {rungs[0].name})", rungs[0].name, 64, {r.name: r for r in rungs}, exercised="what was run."
+    )
     made.accounts = {r.name: Account(0.0, 0.0, "fixed order") for r in rungs}
     return dataclasses.replace(made, **more)
 

@@ -109,7 +109,7 @@ def test_a_planted_fault_is_shrunk_to_its_operations_and_shown_in_plain_python(f
     found = search(subject, 60, 60, faults=1)
     one = found.wrong[0]
     assert len(one.program.steps) <= least
-    text = pasted(one.run)
+    text = pasted(one)
     assert len(text.splitlines()) <= 12
     if fault == "crash":
         assert "raises" in one.why

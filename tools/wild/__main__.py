@@ -101,11 +101,11 @@ def searched(model: torch.nn.Module, programs: int) -> dict[str, Any]:
                 "use": one.use,
                 "beyond": one.program.rows.beyond,
                 "why": one.why,
-                "error": one.run.wrong.error if one.run.wrong else None,
+                "error": one.wrong.error if one.wrong else None,
                 "program": str(one.program),
                 "ran": one.ran,
                 "place": f"{place.tensor}, layer {place.layer}" if place else "",
-                "lines": pasted(one.run),
+                "lines": pasted(one),
             }
         )
     others = {use: {"word": word, "why": one.why} for (word, use), one in found.others.items()}

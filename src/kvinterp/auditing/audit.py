@@ -66,13 +66,8 @@ CHECKS = ("default", "thorough", "none")
 """How many programs of the cache are tried: as many as ``programs`` says, five times as many, or none."""
 THOROUGH = 5
 
-AGAINST_LEAVES = (
-    "prompts", "rungs", "lengths", "steps", "sweep", "checks", "reach", "calls", "programs", "seconds", "detail",
-)  # fmt: skip
-"""What nothing reads where another engine's log-probs are judged."""
-
-LONGEST, MOST_STEPS = 32_768, 4_096
-"""The longest prompt of an audit, and the most tokens that are fed singly in all."""
+ALWAYS_READ = ("seed", "allow", "out", "progress")
+"""What is read whatever is audited."""
 
 LONGEST_EDGE = 512
 """The longest window or chunk that default lengths reach over."""
@@ -147,24 +142,18 @@ def audit(
         InputError: Something given does not fit.
     """
     arguments = {name: value for name, value in locals().items() if name not in ("full", "step", "inputs", "model")}
-
-    def functions(subject: Subject, *read: str) -> Verdict:
-        return _audit_functions(subject, arguments, read)
-
     if full is not None or step is not None:
         if model is not None or not callable(full) or not callable(step):
             raise InputError(
                 "full and step go together and take the place of a model: kv.audit(full=f, step=g), with f(ids) -> logits and "
                 "g(ids, cache) -> logits, cache."
             )
-        return functions(FunctionSubject(full, step))
+        return _audit_functions(FunctionSubject(full, step), arguments)
     if model is None:
         raise InputError("no model was given: give one, or two functions of your own, full=f and step=g.")
     if against is not None:
-        defaults = inspect.signature(audit).parameters
-        for name in AGAINST_LEAVES:
-            why = "against feeds the tokens of its file and runs no checks; leave it out"
-            check_unread(name, arguments[name], defaults[name].default, why)
+        for name, (value, default) in _given(arguments, "against", "format", "declared").items():
+            check_unread(name, value, default, "against feeds the tokens of its file and runs no checks; leave it out")
         judged = audit_engine(model, against, declared, format, allow, seed, progress or (lambda _: None))
         if out is not None:
             judged.save(out)
@@ -177,9 +166,9 @@ def audit(
         except KvinterpError:
             if (own := subject_of(model)) is None:
                 raise
-            return functions(own)
+            return _audit_functions(own, arguments)
         if inputs is not None:
-            return functions(behind(adapter, prompts, inputs), "prompts")
+            return _audit_functions(behind(adapter, prompts, inputs), arguments, "prompts")
     check_choice("detail", detail, ("verdict", "everything"))
     check_choice("sweep", sweep, ("yes", "no"))
     check_choice("reach", reach, ("yes", "no"))
@@ -208,11 +197,10 @@ def audit(
             return [] if checks == "none" else uses_of(adapter, count * more, most * more, seed, extra, reach, tell)
 
         evidence = _Auditor(adapter, plan, dtypes, exercised, tell).run()
-
-        about = provenance(adapter, lengths=list(plan.prefills), steps=plan.steps)
-        about |= {"prompt_differs": dataclasses.asdict(evidence.prompt)} if evidence.prompt is not None else {}
-    verdict = dataclasses.replace(evidence.judge(allow), provenance=about, seconds=tuple(evidence.seconds))
-    result = Audit(verdict, list(evidence.rungs.values()), plan, about)
+        evidence.about = provenance(adapter, lengths=list(plan.prefills), steps=plan.steps)
+        if evidence.prompt is not None:
+            evidence.about["prompt_differs"] = dataclasses.asdict(evidence.prompt)
+    result = Audit(evidence.judge(allow), list(evidence.rungs.values()), plan, evidence.about)
     if out is not None:
         result.save(out)
     return result if detail == "everything" else result.verdict
@@ -228,7 +216,14 @@ def _budget(programs: Any, seconds: Any) -> tuple[int, float]:
     return int(programs), float(seconds)
 
 
-def _audit_functions(subject: Subject, arguments: Mapping[str, Any], read: Sequence[str]) -> Verdict:
+def _given(arguments: Mapping[str, Any], *read: str) -> dict[str, tuple[Any, Any]]:
+    """What was given of :func:`audit`'s arguments, beside its default, and is not read."""
+    defaults = {name: parameter.default for name, parameter in inspect.signature(audit).parameters.items()}
+    unread = [name for name in arguments if name not in (*ALWAYS_READ, *read)]
+    return {name: (arguments[name], defaults[name]) for name in unread if arguments[name] is not defaults[name]}
+
+
+def _audit_functions(subject: Subject, arguments: Mapping[str, Any], *read: str) -> Verdict:
     """Anybody's own code: the word of the programs, without layers; what else was given is named in a note.
 
     Args:
@@ -236,17 +231,15 @@ def _audit_functions(subject: Subject, arguments: Mapping[str, Any], read: Seque
         arguments: Those of :func:`audit`, by name.
         read: The names of those that were read already.
     """
-    takes = ("programs", "seconds", "seed", "allow", "out", "progress", *read)
-    defaults = inspect.signature(audit).parameters
-    unread = [name for name, value in arguments.items() if name not in takes and value is not defaults[name].default]
-    notes = [f"{', '.join(unread)}: not read, since only programs of a cache run on this"] if unread else []
-    budget = _budget(arguments["programs"], arguments["seconds"])
-    searched, checks = check_functions(
-        subject, *budget, check_seed(arguments["seed"]), arguments["progress"] or (lambda _: None)
-    )
+    unread = ", ".join(_given(arguments, "programs", "seconds", *read))
+    notes = [f"{unread}: not read, since only programs of a cache run on this"] if unread else []
+    budget, tell = _budget(arguments["programs"], arguments["seconds"]), arguments["progress"] or (lambda _: None)
+    searched, checks = check_functions(subject, *budget, check_seed(arguments["seed"]), tell)
     about = {**machine(subject.device), "model": subject.name, "kind": "functions"}
-    verdict = of_functions(subject.name, searched.worst, checks, allowed(arguments["allow"]), notes)
-    verdict = dataclasses.replace(verdict, provenance=about)
+    allow = allowed(arguments["allow"])
+    verdict = of_functions(
+        Evidence(subject.name, "", 0, checks=checks, allow=allow, notes=notes, about=about), searched.worst
+    )
     if arguments["out"] is not None:
         verdict.save(arguments["out"])
     return verdict
@@ -267,7 +260,8 @@ class _Auditor:
         facts, matrices = self.adapter.facts, [p.shape[-1] for p in self.adapter.model.parameters() if p.dim() == 2]
         self.weights = sum(p.numel() for p in self.adapter.model.parameters())
         terms = max([self.plan.length, facts.width, *matrices])
-        self.evidence = Evidence(facts.name, self.adapter.kind, dtype_name(self.adapter.dtype), terms)
+        own = dtype_name(self.adapter.dtype)
+        self.evidence = Evidence(f"{facts.name} ({self.adapter.kind}, {own})", own, terms)
 
     def run(self) -> Evidence:
         """Runs every rung; of a model that crashes there the programs of its cache alone, if one of these crashes too."""
@@ -326,7 +320,6 @@ class _Auditor:
         evidence, one = self.evidence, RungJudge(twin, run, self.evidence.terms)
         evidence.judged[run.name] = one.judge()
         evidence.accounts[run.name] = account(twin, run, evidence.terms)
-        one.release()
         return [one] if one.open else []
 
     def _settle(self, judges: list[RungJudge]) -> None:
@@ -335,23 +328,23 @@ class _Auditor:
         twin: Adapter | None = None
         with contextlib.suppress(RuntimeError, UnsupportedError):
             twin = self._in(torch.float64)
+        evidence, every = self.evidence, set(range(-1, len(self.adapter.blocks) + 1))
         clean: set[int] | None = None
-        if "float64" in self.evidence.judged:
-            wrong = {j.finding.layer for name, j in self.evidence.caused("") if name == "float64"}
-            clean = set(range(-1, len(self.adapter.blocks) + 1)) - wrong
-        elif right_in_float64(self.evidence.checks):
-            clean = set(range(-1, len(self.adapter.blocks) + 1))
-        elif self.evidence.random:
+        if "float64" in evidence.judged:
+            clean = every - {j.finding.layer for name, j in evidence.caused("") if name == "float64"}
+        elif right_in_float64(evidence.checks):
+            clean = every
+        elif evidence.random:
             clean = set()  # What differs from one run to the next does so in every precision.
         for one in judges:
-            self.evidence.judged[one.name] = one.settle(twin, clean)
+            evidence.judged[one.name] = one.settle(twin, clean)
 
     @contextlib.contextmanager
     def _timed(self, part: str, rung: str) -> Iterator[None]:
-        began = time.perf_counter(), time.process_time()
+        clock, processor = time.perf_counter(), time.process_time()
         yield
-        took = time.perf_counter() - began[0], time.process_time() - began[1]
-        self.evidence.seconds.append({"rung": rung, "part": part, "seconds": took[0], "processor_seconds": took[1]})
+        took = {"seconds": time.perf_counter() - clock, "processor_seconds": time.process_time() - processor}
+        self.evidence.seconds.append({"rung": rung, "part": part, **took})
 
     def _climb(self, twin: Adapter, name: str) -> PrecisionRun | None:
         """One rung, or None where torch cannot run the model in its dtype."""
@@ -468,14 +461,7 @@ def checked_lengths(lengths: Any, steps: Any) -> tuple[tuple[int, ...], int]:
     counts = [whole_number(value) or 0 for value in (*given_list("lengths", lengths, expected), steps)]
     if len(counts) < 2 or min(counts) < 1:
         raise InputError(f"lengths={shown(lengths)}, steps={shown(steps)} was given: expected {expected}.")
-    *lengths, steps = counts
-    if max(lengths) > LONGEST or len(set(lengths)) * steps > MOST_STEPS:
-        raise InputError(
-            f"lengths={shown(lengths)} with {shown(steps)} steps each were asked for, and each step "
-            f"recomputes its whole prefix at every precision: expected lengths up to {LONGEST:,} and at most {MOST_STEPS:,} "
-            "steps in all; give fewer."
-        )
-    return tuple(lengths), steps
+    return tuple(counts[:-1]), counts[-1]
 
 
 def _own_lengths(adapter: Adapter) -> tuple[int, ...]:
@@ -488,9 +474,10 @@ def _tokens(adapter: Adapter, prompts: Sequence[Any] | None, length: int, seed: 
         return prompts_for(adapter, 2, length, seed)
     every: list[Sequence[int]] = []
     for prompt in given_list("prompts", prompts, "a list of prompts, each text or token ids"):
-        if not isinstance(prompt, str | Prompt | Iterable):
-            raise InputError(f"prompt {prompt!r} cannot be audited: expected text or a list of token ids.")
-        ids = prompt_ids(adapter, prompt) if isinstance(prompt, str | Prompt) else token_ids(prompt) or list(prompt)
+        if isinstance(prompt, str | Prompt):
+            ids = prompt_ids(adapter, prompt)
+        else:
+            ids = (token_ids(prompt) or list(prompt)) if isinstance(prompt, Iterable) else [prompt]
         vocabulary = adapter.facts.vocabulary
         wrong = next((t for t in ids if not isinstance(t, int) or not 0 <= t < vocabulary), None)
         if wrong is not None or len(ids) < 3:

@@ -41,12 +41,7 @@ class BlockModel:
             not known yet.
     """
 
-    def __init__(
-        self,
-        adapter: Adapter,
-        kernels: Kernels | None = None,
-        only: Collection[int] | None = None,
-    ) -> None:
+    def __init__(self, adapter: Adapter, kernels: Kernels | None = None, only: Collection[int] | None = None) -> None:
         self.adapter = adapter
         self.model: Any = adapter.model
         self.device = adapter.device
@@ -55,6 +50,7 @@ class BlockModel:
         self.blocks = list(adapter.blocks)
         # A bridge hangs transformers' modules under names of its own, which say nothing to a reader.
         self.names = {m: name.replace("._original_component", "") for name, m in adapter.source.named_modules()}
+        self.dtype = adapter.dtype
         parts = [*self.blocks, self.end("output")]
         self._rest = [part for n, part in enumerate(parts) if part is not None and only is not None and n not in only]
 
@@ -68,11 +64,6 @@ class BlockModel:
         """The path of that module, or an empty text."""
         module = self.end(which)
         return "" if module is None else self.name_of(module)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype the weights are in."""
-        return self.adapter.dtype
 
     @torch.no_grad()
     def recompute(self, tokens: Tensor) -> Tensor:
@@ -121,14 +112,13 @@ class BlockModel:
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """The kernels that every forward runs under."""
-        listeners = self.mode.listeners
+        listeners = {place: [one] for place, one in self.mode.listeners.items()}
         with (
             self.adapter.attached(list(listeners)),
-            contextlib.ExitStack() as hooks,
             self.mode,
+            self.adapter.listening(listeners),
+            contextlib.ExitStack() as hooks,
         ):
-            if listeners:
-                hooks.enter_context(self.adapter.listening({place: [one] for place, one in listeners.items()}))
             hooks.callback(self._resting, False)
             for part in self._rest:
                 hooks.enter_context(part.register_forward_pre_hook(lambda *_: self._resting(True)))
@@ -140,16 +130,14 @@ class BlockModel:
 
     def states(self, cache: Any, layer: int) -> dict[str, Tensor]:
         """The recurrent and convolution states a layer's cache holds, copied; empty for an attention layer."""
-        layers = getattr(cache, "layers", None) or []
-        own = layers[layer] if layer < len(layers) else None
-        states = {}
-        for attribute, name in STATES.items():
-            value = getattr(own, attribute, None)
+        states, layers = {}, getattr(cache, "layers", None) or []
+        for attribute, name in STATES.items() if layer < len(layers) else ():
+            value = getattr(layers[layer], attribute, None)
             tensors = (
-                value if isinstance(value, list | tuple) else list(value.values()) if isinstance(value, dict) else [value]
+                [*value.values()] if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
             )
             for index, tensor in enumerate(t for t in tensors if isinstance(t, Tensor)):
-                states[name if index == 0 else f"{name} {index}"] = tensor.clone()
+                states[f"{name} {index}" if index else name] = tensor.clone()
         return states
 
     def name_of(self, module: nn.Module) -> str:
@@ -203,15 +191,12 @@ class Reference:
         logits: ``[position, vocabulary]``.
         inputs: What each block was given, ``[1, position, width]``, by block and by how often it had run before.
         outputs: What each block returned.
-        again: Newest rows of the recomputations of this reference's prefixes that were already made, by how they were
-            run and by length: see :mod:`kvinterp.auditing.measure`.
     """
 
     tokens: Tensor
     logits: Tensor
     inputs: dict[Call, Tensor]
     outputs: dict[Call, Tensor]
-    again: dict[tuple[str, int], dict[Any, Tensor]] = dataclasses.field(default_factory=dict)
 
 
 class BlockHooks:
@@ -254,13 +239,12 @@ class BlockHooks:
         call = (layer, sum(n == layer for n, _ in rows_seen))
         if self._count is not None:
             # Positions are last but one, but where a model carries several streams at once and keeps them there.
-            axes = [axis for axis in (tensor.dim() - 2, 1) if tensor.shape[axis] == self._count]
-            self._axes[call] = axes[0] if axes else tensor.dim() - 2
+            last = tensor.dim() - 2
+            self._axes[call] = next((axis for axis in (last, 1) if tensor.shape[axis] == self._count), last)
         # Copies, of what is seen and of what is put there: a block may compute in the memory that it is given.
         rows_seen[call] = tensor.clone().movedim(self._axes.get(call, tensor.dim() - 2), -2)
         start = self._forced_from
-        rows = None if start is None else getattr(self.reference, side).get(call)
-        if rows is None or start is None:
+        if start is None or (rows := getattr(self.reference, side).get(call)) is None:
             return None
         count = self.inputs[call].shape[-2]
         return rows[..., start : start + count, :].movedim(-2, self._axes.get(call, rows.dim() - 2)).clone()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import inspect
 import re
@@ -54,13 +53,10 @@ def random_model(
     check_known("remote_code", remote_code, ("refuse", "trust"))
     check_seed(seed)
     place_on, text = device_named(device), str(source)
-    if text.endswith(".json"):
-        if not is_file(Path(text)):
-            raise InputError(f"{shown(text)} does not exist or is no file: expected the name of a config.json.")
-        if Path(text).name != "config.json":
-            raise InputError(
-                f"config {shown(text)}: transformers reads a file named config.json; give that one, or its folder."
-            )
+    if text.endswith(".json") and (Path(text).name != "config.json" or not is_file(Path(text))):
+        raise InputError(
+            f"{shown(text)} is no file that is named config.json, as transformers reads it: give one, or its folder."
+        )
     folder = Path(text).parent if text.endswith(".json") else local_folder(text)
     options = {} if folder is not None else reach(text)
     config = config_of(folder or text, text, remote_code, options)
@@ -198,16 +194,10 @@ def _called(code: str, found: Any) -> Any:
             f"{code!r} is a {type(found).__name__}: expected a transformers model class, a model, or a function without "
             "arguments that returns one."
         )
-    needed: list[str] = []
-    with contextlib.suppress(TypeError, ValueError):
-        parameters = inspect.signature(found).parameters.values()
-        needed += [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    if needed:
-        raise InputError(
-            f"{code!r} needs the arguments {', '.join(needed)}: expected a transformers model class, or a function without "
-            "arguments that returns a model."
-        )
     try:
         return found()
     except Exception as error:
-        raise InputError(f"{code!r} was called and raised {type(error).__name__}: {reason(error)}.") from error
+        raise InputError(
+            f"{code!r} was called without arguments and raised {type(error).__name__}: {reason(error)}. Expected a transformers "
+            "model class, or a function without arguments that returns a model."
+        ) from error

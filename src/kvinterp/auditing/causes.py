@@ -79,7 +79,7 @@ class WithoutCasts(Kernels):
         """Intercepts casts."""
         before = BatchInvariant().mode(adapter).interceptors() if self.order == "fixed" else []
 
-        def widened(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        def widened(func: Any, args: Any, kwargs: Any) -> Any:
             to = kwargs.get("dtype")
             # Not casts alone: what is made in a narrower dtype, or summed in one, would bring them back.
             if to is not None and to.is_floating_point and narrower(to, adapter.dtype):

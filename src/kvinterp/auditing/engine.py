@@ -203,11 +203,10 @@ def _token_table(adapter: Adapter, paths: Sequence[EnginePath], rows: Sequence[R
     frames = []
     for path, ours in zip(paths, rows, strict=True):
         place = np.arange(len(path.ids))
-        part = np.where(place < len(path.prompt), "prompt", "tokens")
         frame = {
             "sequence": path.id,
             "position": place,
-            "part": part,
+            "part": np.where(place < len(path.prompt), "prompt", "tokens"),
             "token": path.ids,
             "engine": path.chosen,
             "ours": ours,
@@ -323,19 +322,24 @@ class _Side:
             ``bit_fewer``, of the furthest way that rounds to a bit fewer; in units of our largest ``null_max``, of any of them.
         """
         if rung.name not in self.limits:
-            others, fewer = nulls(rung)
-            rows = [
-                [row for way in ways if (row := self._row(way, self.sample)) is not None]
-                for ways in ([rung], others, fewer)
-            ]
-            gaps: list[list[Any]] = [[self._distance(row, self.sample_truth) for row in several] for several in rows]
-            (own, *_), every = gaps[0] or [None], [gap for several in gaps for gap in several]
-            self.limits[rung.name] = None if own is None else {
-                "own": float(own.mean()),
-                "null_mean": max(float(gap.mean()) for gap in gaps[0] + gaps[1]) / max(float(own.mean()), TINY),
-                "null_max": max(float(gap.max()) for gap in every) / max(float(own.max()), TINY),
-                "bit_fewer": max(float(gap.mean()) for gap in every) / max(float(own.mean()), TINY),
-            }  # fmt: skip
+            own, others, fewer = (
+                [
+                    (float(gap.mean()), float(gap.max()))
+                    for way in ways
+                    if (row := self._row(way, self.sample)) is not None
+                    for gap in [self._distance(row, self.sample_truth)]
+                ]
+                for ways in ([rung], *nulls(rung))
+            )
+            self.limits[rung.name] = None
+            if own:
+                mean, most = own[0]
+                self.limits[rung.name] = {
+                    "own": mean,
+                    "null_mean": max(own + others)[0] / max(mean, TINY),
+                    "null_max": max(largest for _, largest in own + others + fewer) / max(most, TINY),
+                    "bit_fewer": max(own + others + fewer)[0] / max(mean, TINY),
+                }
         return self.limits[rung.name]
 
     def _rung(self) -> bool:
@@ -477,15 +481,12 @@ class _Side:
 
     def _computed(self, ways: Sequence[Way]) -> dict[str, Row]:
         """Returns our float64 with each cause that changes something here."""
-        rows: dict[str, Row] = {}
-        fit = ~self.sample.held_out
+        rows, side, fit = dict[str, Row](), self.sample.engine, ~self.sample.held_out
         for way in ways:
             row = self._row(way, self.sample)
             if row is not None and np.nan_to_num(row - self.sample_truth).any():
                 rows[way.name] = row
-                share = mean_gap(self.sample.engine, row, fit) / max(
-                    mean_gap(self.sample.engine, self.sample_truth, fit), TINY
-                )
+                share = mean_gap(side, row, fit) / max(mean_gap(side, self.sample_truth, fit), TINY)
                 self.table["tried"].append({"cause": way.name, "left": share, "n": int(fit.sum())})
         return rows
 

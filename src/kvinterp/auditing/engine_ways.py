@@ -103,7 +103,7 @@ def causes() -> list[Way]:
         Way(below, "kernel", tiled=(row, float16)),
         Way(apart, "bug", fed="apart"),
         *(
-            Way(f"positions {by:+d} behind the prompt", "bug", hooks=_positions(functools.partial(_behind, by)))
+            Way(f"positions {by:+d} behind the prompt", "bug", hooks=_positions(lambda at, cut, by=by: at + by * (at >= cut)))
             for by in (1, -1, 2, 4, 8, 16)
         ),
         Way("positions that begin anew behind the prompt", "bug", hooks=_positions(lambda at, cut: at - cut * (at >= cut))),
@@ -183,11 +183,6 @@ def _norm_eps(size: float) -> Way:
     return Way(f"norm eps times {size:.4g}", "bug", attributes=change, resized=_norm_eps, size=size)
 
 
-def _behind(by: int, at: Tensor, cut: int) -> Tensor:
-    """Positions that are so many off behind the prompt."""
-    return at + by * (at >= cut)
-
-
 def _positions(place: Callable[[Tensor, int], Tensor]) -> Hooks:
     """Gives the rotary embedding other positions."""
 
@@ -196,7 +191,7 @@ def _positions(place: Callable[[Tensor, int], Tensor]) -> Hooks:
             whole = isinstance(value, Tensor) and not value.is_floating_point() and value.dim() == 2
             return place(value, prompt) if whole else value
 
-        def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
             return tuple(map(moved, args)), {name: moved(value) for name, value in kwargs.items()}
 
         for module in _rotary(model):
@@ -215,7 +210,7 @@ def _round_again(seed: int, units: float) -> Hooks:
     def attach(model: nn.Module, prompt: int) -> Iterator[Any]:
         generator = torch.Generator().manual_seed(seed)
 
-        def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        def after(module: nn.Module, args: Any, output: Any) -> Any:
             first = output[0] if isinstance(output, tuple) else output
             if not isinstance(first, Tensor) or not first.is_floating_point():
                 return None
@@ -236,9 +231,9 @@ def _round_again(seed: int, units: float) -> Hooks:
 @contextlib.contextmanager
 def changed(model: nn.Module, prompt: int, way: Way) -> Iterator[bool]:
     """The model with what a way changes of it, and whether it has what is changed."""
-    values = [] if way.attributes is None else list(way.attributes(model))
+    values = [] if way.attributes is None else [*way.attributes(model)]
     before = [(place, name, getattr(place, name)) for place, name, _ in values]
-    handles = [] if way.hooks is None else list(way.hooks(model, prompt))
+    handles = [] if way.hooks is None else [*way.hooks(model, prompt)]
     try:
         for each in values:
             setattr(*each)
@@ -266,12 +261,11 @@ def log_probs(adapter: Adapter, ids: Sequence[int], prompt: int, way: Way) -> Te
         way: How it is computed.
     """
     if way.tiled:
-        parts = [log_probs(adapter, ids, prompt, dataclasses.replace(part, dtype=way.dtype)) for part in way.tiled]
-        first, rest = parts
+        first, rest = (log_probs(adapter, ids, prompt, dataclasses.replace(part, dtype=way.dtype)) for part in way.tiled)
         # Row t is of the token at t + 1, which a prompt of t + 1 rows was asked for.
         return None if first is None or rest is None else torch.cat([first[: TILE - 1], rest[TILE - 1 :]])
     model = adapter.at(dtype_named(way.dtype))
-    tokens = torch.tensor([list(ids)], device=model.device)
+    tokens = torch.tensor([ids], device=model.device)
     inner, bos = 0 < prompt < len(ids), getattr(adapter.tokenizer, "bos_token_id", None)
     with changed(model.model, prompt, way) as there:
         if not there or (not inner and (way.prefix or way.fed == "apart")):

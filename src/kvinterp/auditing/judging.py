@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import math
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -21,13 +22,9 @@ from kvinterp.errors import UnsupportedError
 from kvinterp.models import Adapter
 from kvinterp.paths.kernels import BatchInvariant, Kernels, Native
 
-HARD = "gone with a fixed order; the recomputation is as far from float64 on the same inputs"
-FURTHER = "further from float64 on the same inputs than the recomputation"
-TOO_COARSE = "gone with a fixed order, but more than any order of additions can be off"
-THERE_TOO = "there in float64 too"
 APART = 1e6
 """How many times further than the logits what a block returns has to be off to be another part of the same sum."""
-NO_FLOAT64 = "the model cannot be run in float64 here"
+NO_FLOAT64, GONE = "the model cannot be run in float64 here", "gone with a fixed order"
 LOOKED_AT = 3
 """How many single tokens before a wrong one are looked into as well: a state goes wrong before what it feeds."""
 
@@ -54,11 +51,10 @@ class Case:
 
     def feeds(self, plan: Plan) -> list[Feed]:
         """What is fed to see it again: at most the last few of many single tokens are looked at."""
-        if not self.start:
-            return [Feed(0, self.stop, self.position)]
-        if (self.start, self.stop) in plan.pieces and self.prefill == plan.chunk:
-            before = [Feed(*piece) for piece in plan.pieces if piece[1] <= self.start]
-            return [Feed(0, self.prefill), *before, Feed(self.start, self.stop, self.position)]
+        if self.stop - self.start > 1 or not self.start:
+            before = [end for end in plan.chunks(self.prefill) if end < self.stop] if self.start else [0]
+            fed = [Feed(*piece) for piece in itertools.pairwise([*before, self.stop])]
+            return [*fed[:-1], dataclasses.replace(fed[-1], row=self.position)]
         feeds = Feed.one_by_one(self.prefill, self.stop)
         return [dataclasses.replace(f, row=None) if f.start < self.start - LOOKED_AT else f for f in feeds]
 
@@ -118,10 +114,6 @@ class RungJudge:
                     self._explain(case, sight, tensors, None)
         return self._ordered()
 
-    def release(self) -> None:
-        """Lets go of the model, so that it is not kept while another copy is made."""
-        self.twin = None
-
     def settle(self, twin: Adapter | None, clean: Collection[int] | None = None) -> list[Judged]:
         """Judges what stayed open beside the model in float64.
 
@@ -145,7 +137,7 @@ class RungJudge:
                     if math.isnan(left):
                         raise RuntimeError(NO_FLOAT64)
                     if left > band(torch.float64 if self.dtype == torch.float32 else torch.float32, self.terms):
-                        judged.cause = Cause("", left=left, detail=THERE_TOO)
+                        judged.cause = Cause("", left=left, detail="there in float64 too")
                     continue
             except RuntimeError as error:
                 judged.cause = judged.cause if kernel else Cause("unknown", detail=str(error))
@@ -153,14 +145,15 @@ class RungJudge:
             gone = self.dtype == torch.float32 and judged.finding.layer in (clean or ())
             if kernel and wrong is None:
                 # Where the recomputation is as far from float64, no kernel is coarse: the tensor is hard to compute.
-                judged.cause = Cause("order", detail=HARD)
+                judged.cause = Cause("order", detail=f"{GONE}; the recomputation is as far from float64 on the same inputs")
             elif not kernel and wrong is not None and (wrong.error > self.limit or not gone):
-                judged.finding, judged.cause = wrong, Cause("", left=wrong.error, detail=FURTHER)
+                detail = "further from float64 on the same inputs than the recomputation"
+                judged.finding, judged.cause = wrong, Cause("", left=wrong.error, detail=detail)
         self.open = []
-        self.release()
         return self._ordered()
 
     def _ordered(self) -> list[Judged]:
+        self.twin = None  # So that it is not kept while another copy is made.
         # Within a layer one token at a time before several at once: what is wrong in both is first seen there.
         return sorted(self.found, key=lambda j: (j.finding.layer, j.fed != ONE_BY_ONE, j.finding.position))
 
@@ -266,7 +259,7 @@ class RungJudge:
         if not gone:
             return Cause("", left=first.error)
         if first.tensor == CHOICE and first.nearly_equal:
-            return Cause("choice", left=0.0, detail="gone with a fixed order")
+            return Cause("choice", detail=GONE)
         if sight.casts:
             left = self._without_casts(case, sight.layer)
             # What only a cached step casts, and a fixed order takes away, is inside its kernel.
@@ -279,9 +272,9 @@ class RungJudge:
             left = self._without_casts(case, sight.layer) if could and self.dtype == torch.float64 else math.inf
             if left <= self.limit:
                 return Cause("cast", "float32", first.module, left, "gone with the casts left out, and with a fixed order")
-            return Cause("", left=error, detail=TOO_COARSE)
+            return Cause("", left=error, detail=f"{GONE}, but more than any order of additions can be off")
         # Float64 has nothing beside it that would tell a coarse kernel from a tensor that is hard to compute.
-        return Cause("order" if self.dtype == torch.float64 else "kernel", left=0.0, detail="gone with a fixed order")
+        return Cause("order" if self.dtype == torch.float64 else "kernel", detail=GONE)
 
     def _without_casts(self, case: Case, layer: int) -> float:
         """The error that is left in a block without the model's casts; inf where it does not run without."""
@@ -298,7 +291,7 @@ class RungJudge:
         row = off.sort_values(["layer", "position", "prefill"]).iloc[0]
         case = Case.of(row, self.run)
         for _, tensors in self._look(case, None, [int(row["layer"])]).values():
-            self._add(case, tensors[0], tensors, Cause("order", detail="gone with a fixed order"), "native")
+            self._add(case, tensors[0], tensors, Cause("order", detail=GONE), "native")
 
     # Shared -------------------------------------------------------------------------------------------------------------
 

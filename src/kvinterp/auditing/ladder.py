@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -21,8 +20,6 @@ from typing import Any
 import pandas as pd
 import torch
 from torch import Tensor
-
-from kvinterp.paths.kernels import Kernels
 
 SLACK = 32.0
 """The room left for rounding (see band)."""
@@ -113,18 +110,14 @@ class Plan:
     @property
     def ends(self) -> Plan:
         """Its shortest and its longest prefill, of the first prompt alone."""
-        shortest, *_, longest = (self.prefills[0], *self.prefills)
-        return dataclasses.replace(self, prompts=self.prompts[:1], prefills=tuple(dict.fromkeys((shortest, longest))))
+        ends = tuple(dict.fromkeys((self.prefills[0], self.prefills[-1])))
+        return dataclasses.replace(self, prompts=self.prompts[:1], prefills=ends)
 
-    @property
-    def pieces(self) -> list[tuple[int, int]]:
-        """The chunks fed after the first one: where each starts and stops. A mask may be wrong from the third on only."""
-        if self.chunk is None:
-            return []
-        rest = self.length - self.chunk
+    def chunks(self, first: int) -> list[int]:
+        """Where chunks end that are fed after a first one. A mask may be wrong from the third on only."""
+        rest = self.length - first
         count = max(min(CHUNKS, rest // 2), 1)
-        ends = [self.chunk + rest * n // count for n in range(count + 1)]
-        return list(itertools.pairwise(ends))
+        return [0, *(first + rest * n // count for n in range(count + 1))]
 
     def tokens(self, prompt: int, device: torch.device) -> Tensor:
         """One of the prompts as far as any case reaches, ``[1, position]``."""
@@ -136,8 +129,9 @@ def prefix_plan(prompts: Sequence[Sequence[int]], lengths: Sequence[int], steps:
     shortest = min([room, *(len(prompt) for prompt in prompts)])
     fitting = tuple(sorted({n for n in lengths if n >= 1 and n + steps <= shortest})) or (max(shortest - steps, 1),)
     steps = min(steps, shortest - fitting[0])
-    plan = Plan(tuple(map(tuple, prompts)), fitting, steps, min(fitting[0], 4) if sweep == "yes" else None)
-    return dataclasses.replace(plan, chunk=fitting[0] if plan.length >= fitting[0] + 2 else None)
+    begin = min(fitting[0], 4) if sweep == "yes" else None
+    chunk = fitting[0] if fitting[-1] + steps >= fitting[0] + 2 else None
+    return Plan(tuple(map(tuple, prompts)), fitting, steps, begin, chunk)
 
 
 _EMPTY = functools.partial(pd.DataFrame, columns=list(LOCAL))
@@ -150,7 +144,6 @@ class PrecisionRun:
     Attributes:
         name: Such as ``"float16"`` or ``"float16, batch_invariant"``.
         dtype: The dtype.
-        kernels: The kernel mode.
         steps: Free-running, a row a step: prompt, prefill, position, max_abs, mean_abs, relative, kl (nats), null_max_abs.
         local: Given equal inputs, a row a step, layer and part: prompt, prefill, start, stop, position, layer, part
             (``input``: what the block is given by what stands before it; ``output``: what it returns), error, and null (the
@@ -172,7 +165,6 @@ class PrecisionRun:
 
     name: str
     dtype: torch.dtype
-    kernels: Kernels
     steps: pd.DataFrame = dataclasses.field(default_factory=functools.partial(pd.DataFrame, columns=list(STEPS)))
     local: pd.DataFrame = dataclasses.field(default_factory=_EMPTY)
     sweep: pd.DataFrame = dataclasses.field(default_factory=_EMPTY)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import pandas as pd
@@ -22,6 +23,9 @@ Part = tuple[int, str, int]
 """A block's layer (-1: embedding, the number of blocks: head), ``input`` or ``output``, and how often it had run before."""
 
 Rows = dict[Part, Tensor]
+
+Piece = tuple[int, int, Rows]
+"""Where tokens that are fed at once begin and end, and their rows."""
 
 Row = dict[str, Any]
 """A row of a table."""
@@ -47,7 +51,7 @@ def climb(
     started = time.perf_counter()
     kernels = kernels or Native()
     name = dtype_name(adapter.dtype) + ("" if isinstance(kernels, Native) else f", {kernels}")
-    run, hooks = PrecisionRun(name, adapter.dtype, kernels, plan=plan), BlockHooks(BlockModel(adapter, kernels))
+    run, hooks = PrecisionRun(name, adapter.dtype, plan=plan), BlockHooks(BlockModel(adapter, kernels))
     climbed = _Climb(run, hooks, against)
     with adapter.own_state([]), hooks.attached():
         for number in range(len(plan.prompts)):
@@ -64,11 +68,13 @@ class _Climb:
     def __init__(self, run: PrecisionRun, hooks: BlockHooks, against: str) -> None:
         self.run, self.hooks, self.against, self.plan = run, hooks, against, run.plan
         self.rows: dict[str, list[Row]] = {"steps": [], "local": [], "sweep": [], "chunks": []}
+        self.again: dict[tuple[int, str], Rows] = {}
 
     def prompt(self, number: int) -> None:
         """Every case of one prompt."""
-        plan, run, hooks = self.plan, self.run, self.hooks
-        reference = hooks.refer_to(plan.tokens(number, hooks.model.device))
+        plan, run = self.plan, self.run
+        reference = self.hooks.refer_to(plan.tokens(number, self.hooks.model.device))
+        self.again = {}
         if not bool(reference.logits.isfinite().all()):
             self._not_finite(None)
             return
@@ -76,27 +82,28 @@ class _Climb:
         run.grid = logit_grid(reference.logits) if number == 0 or run.grid else ""
         for prefill in plan.lengths(number):
             self._prefill(number, prefill)
-        if plan.chunk is not None and not run.nonfinite and _takes_chunks(hooks, plan.chunk):
-            cache = hooks.feed(0, plan.chunk)[1]
-            for start, stop in plan.pieces:
-                mine, cache = _fed(hooks, start, stop, cache)
-                self._keep("chunks", number, plan.chunk, _errors(hooks, start, stop, mine, self.against))
-        if plan.sweep is not None and not number and not run.nonfinite:
-            most = band(run.dtype, hooks.model.adapter.facts.width)
-            against = "whole" if all(row["null"] <= most for row in self.rows["local"]) else self.against
-            fed = _fed_singly(hooks, plan.sweep, plan.length, hooks.feed(0, plan.sweep)[1])
-            self._keep("sweep", number, plan.sweep, _singly(hooks, fed, plan.length, against))
+        if run.nonfinite:
+            return
+        if plan.chunk is not None and self._takes_chunks(plan.chunk):
+            for piece in itertools.islice(self._fed(plan.chunks(plan.chunk)), 1, None):
+                self._keep("chunks", number, plan.chunk, self._errors(*piece))
+        if plan.sweep is not None and not number:
+            most = band(run.dtype, self.hooks.model.adapter.facts.width)
+            within = all(row["null"] <= most for row in self.rows["local"])
+            against = "whole" if within else self.against
+            for piece in itertools.islice(self._fed([0, *range(plan.sweep, plan.length + 1)]), 1, None):
+                self._keep("sweep", number, plan.sweep, self._errors(*piece, plan.length, against))
 
     def _prefill(self, number: int, prefill: int) -> None:
         """One prompt length: free-running, given equal inputs token by token, and the rows of the prompt itself."""
         run, stop = self.run, prefill + self.plan.steps
-        mine, cache = _fed(self.hooks, 0, prefill, None, "no")
+        ends = [0, *range(prefill, stop + 1)]
         # Whether every block was given and returned the reference's rows, to the bit, all along.
-        freely, equal = list[tuple[int, Rows]](), _is_reference(self.hooks, 0, prefill)
-        for position, rows in _fed_singly(self.hooks, prefill, stop, cache, "no"):
-            freely.append((position, rows))
-            equal = equal and _is_reference(self.hooks, position, position + 1)
-        free, layers, top = _free(self.hooks, freely, prefill, self.against)
+        freely, equal = list[Piece](), True
+        for piece in self._fed(ends, "no"):
+            freely.append(piece)
+            equal = equal and self._is_reference(*piece[:2])
+        free, layers, top = self._free(freely[1:], prefill)
         if any(math.isnan(row["max_abs"]) for row in free):
             self._not_finite(prefill)
             return
@@ -105,12 +112,8 @@ class _Climb:
         if run.top.empty or bool(top["difference"].any()) or not bool(run.top["difference"].any()):
             run.layers, run.top = layers, top
         # Given the reference's rows a model that has them already would compute the same once more.
-        fed: Iterable[tuple[int, Rows]] = freely
-        if not equal:
-            mine, cache = _fed(self.hooks, 0, prefill)
-            fed = _fed_singly(self.hooks, prefill, stop, cache)
-        self._keep("local", number, prefill, _singly(self.hooks, fed, stop, self.against))
-        self._keep("chunks", number, prefill, _errors(self.hooks, 0, prefill, mine, self.against))
+        for piece in freely if equal else self._fed(ends):
+            self._keep("local" if piece[0] else "chunks", number, prefill, self._errors(*piece, stop))
 
     def _not_finite(self, prefill: int | None) -> None:
         tokens = self.hooks.reference.tokens
@@ -119,11 +122,97 @@ class _Climb:
     def _keep(self, table: str, prompt: int, prefill: int, rows: Iterable[Row]) -> None:
         self.rows[table] += [{"prompt": prompt, "prefill": prefill, **row} for row in rows]
 
+    # Rows of every part ---------------------------------------------------------------------------------------------------
 
-# Rows of every part -----------------------------------------------------------------------------------------------------
+    def _fed(self, ends: Sequence[int], equal_inputs: str = "yes") -> Iterator[Piece]:
+        """What lies between these ends, piece after piece on one cache."""
+        cache = None
+        for start, stop in itertools.pairwise(ends):
+            logits, cache = self.hooks.feed(start, stop, cache, equal_inputs)
+            yield start, stop, _rows(self.hooks, logits[0], stop - start)
+
+    def _whole(self, stop: int, count: int = 1) -> Rows:
+        """The newest rows of the reference, as if its tokens ended at ``stop``."""
+        return _rows(self.hooks.reference, self.hooks.reference.logits, count, stop)
+
+    def _prefix(self, stop: int, equal_inputs: str = "yes", count: int = 1) -> Rows:
+        """The newest rows of a prefix recomputed, a single one made once; the reference is that of all its tokens."""
+        if stop == self.plan.length:
+            return self._whole(stop, count)
+        made = stop, equal_inputs
+        if count > 1 or made not in self.again:
+            rows = _rows(self.hooks, self.hooks.recompute(stop, equal_inputs)[0], count)
+            self.again[made] = {part: tensor[-1:].clone() for part, tensor in rows.items()}
+            return rows
+        return self.again[made]
+
+    def _is_reference(self, start: int, stop: int) -> bool:
+        hooks, reference = self.hooks, self.hooks.reference
+        return all(
+            call in mine
+            and torch.equal(*(t.contiguous().view(torch.uint8) for t in (mine[call], rows[..., start:stop, :])))
+            for mine, theirs in ((hooks.inputs, reference.inputs), (hooks.outputs, reference.outputs))
+            for call, rows in theirs.items()
+        )
+
+    def _takes_chunks(self, start: int) -> bool:
+        """Whether the model takes several tokens on a cache that is not empty; recurrent ones as a rule do not."""
+        _, cache = self.hooks.feed(0, start)
+        if any(self.hooks.model.states(cache, layer) for layer in range(len(self.hooks.model.blocks))):
+            return False
+        try:
+            self.hooks.feed(start, start + 2, cache)
+        # A model that refuses says so with whatever error its arithmetic meets first.
+        except Exception:
+            return False
+        return True
+
+    # What differs ---------------------------------------------------------------------------------------------------------
+
+    def _errors(self, start: int, stop: int, mine: Rows, last: int = 0, against: str = "") -> Iterator[Row]:
+        """Every part's error given equal inputs, in the rows of tokens fed at once: one, a prompt, or more on its cache.
+
+        Args:
+            start, stop: Where the tokens begin and end.
+            mine: What feeding them gave.
+            last: Where they end for the last time: there the prefix is recomputed in any case, as the null control.
+            against: As in :func:`climb`. A prefix has as many rows as the cache then holds, so that a prompt is compared among
+                the same number of rows.
+        """
+        count, against = stop - start, against or self.against
+        whole = self._whole(stop, count)
+        prefix = self._prefix(stop, count=count) if against == "prefix" or stop == last else None
+        theirs = whole if prefix is None or against == "whole" else prefix
+        for part, again in theirs.items():
+            errors = row_errors(mine[part], again) if part in mine else again.new_full((count,), math.inf)
+            first = first_wrong(errors) if bool(errors.max() > 0) else count - 1
+            where = {"start": start, "stop": stop, "position": start + first, "layer": part[0], "part": part[1]}
+            apart = math.nan if prefix is None or count > 1 else difference(whole[part], prefix[part])
+            yield {**where, "error": float(errors.max()), "null": apart}
+
+    def _free(self, fed: Iterable[Piece], prefill: int) -> tuple[list[Row], pd.DataFrame, pd.DataFrame]:
+        """A row a step of the free-running logits, and the layers and the largest logits of one that has something to show."""
+        steps, layers, top = [], pd.DataFrame(), pd.DataFrame()
+        head, prefix = (len(self.hooks.model.blocks), "output", 0), self.against == "prefix"
+        for position, stop, mine in fed:
+            theirs = self._prefix(stop, "no") if prefix else self._whole(stop)
+            a, b = mine[head][0], theirs[head][0]
+            sizes, kl = _sizes(a, b), float(metrics.kl_divergence(b, a))
+            null = _sizes(b, self.hooks.reference.logits[position])["max_abs"] if prefix else math.nan
+            steps.append({"position": position, **sizes, "kl": kl, "null_max_abs": null})
+            # The last step that differs has something to show; among equal ones any is as good.
+            if sizes["max_abs"] > 0 or position == prefill or not bool(top["difference"].any()):
+                where = {"prefill": prefill, "position": position}
+                outputs = [part for part in sorted(theirs) if part[1] == "output"][1:-1]  # The ends: embedding and logits.
+                table = pd.DataFrame([{"layer": part[0], **_sizes(mine[part], theirs[part])} for part in outputs])
+                worst, at = (a.double() - b.double()).abs().topk(min(5, len(a)))
+                columns = {"index": at, "recompute": b.double()[at], "cached": a.double()[at], "difference": worst}
+                shown = pd.DataFrame({name: tensor.tolist() for name, tensor in columns.items()})
+                layers, top = table.assign(**where), shown.assign(**where)
+        return steps, layers, top
 
 
-def _rows(source: BlockHooks | Reference, logits: Tensor, count: int = 1, stop: int | None = None) -> Rows:
+def _rows(source: BlockHooks | Reference, logits: Tensor, count: int, stop: int | None = None) -> Rows:
     """The newest rows of what every part was given and returned, in that order, and of the logits, ``[row, width]``.
 
     Args:
@@ -140,119 +229,6 @@ def _rows(source: BlockHooks | Reference, logits: Tensor, count: int = 1, stop: 
     rows[max((layer for layer, _ in source.inputs), default=-1) + 1, "output", 0] = logits
     newest = {part: tensor[..., :stop, :][..., -count:, :] for part, tensor in rows.items()}
     return {part: tensor.movedim(-2, 0).flatten(1).clone() for part, tensor in newest.items()}
-
-
-def _whole(hooks: BlockHooks, stop: int, count: int = 1) -> Rows:
-    """The same rows out of the reference, as if its tokens ended at ``stop``."""
-    return _rows(hooks.reference, hooks.reference.logits, count, stop)
-
-
-def _again(hooks: BlockHooks, stop: int, equal_inputs: str, count: int = 1) -> Rows:
-    """The newest rows of a prefix recomputed, a single one made once; the reference is that of all its tokens."""
-    if stop == hooks.reference.tokens.shape[1]:
-        return _whole(hooks, stop, count)
-    known, made = hooks.reference.again, (equal_inputs, stop)
-    if count == 1 and made in known:
-        return known[made]
-    rows = _rows(hooks, hooks.recompute(stop, equal_inputs)[0], count)
-    known[made] = {part: tensor[-1:].clone() for part, tensor in rows.items()}
-    return rows
-
-
-def _fed(hooks: BlockHooks, start: int, stop: int, cache: Any = None, equal_inputs: str = "yes") -> tuple[Rows, Any]:
-    """The rows of tokens that are fed at once, and the cache after them."""
-    logits, cache = hooks.feed(start, stop, cache, equal_inputs)
-    return _rows(hooks, logits[0], stop - start), cache
-
-
-def _fed_singly(
-    hooks: BlockHooks, prefill: int, stop: int, cache: Any, equal_inputs: str = "yes"
-) -> Iterator[tuple[int, Rows]]:
-    """Each position after the prefill, fed alone, with the newest row of every part."""
-    for position in range(prefill, stop):
-        rows, cache = _fed(hooks, position, position + 1, cache, equal_inputs)
-        yield position, rows
-
-
-def _is_reference(hooks: BlockHooks, start: int, stop: int) -> bool:
-    reference = hooks.reference
-    return all(
-        call in mine and torch.equal(*(t.contiguous().view(torch.uint8) for t in (mine[call], rows[..., start:stop, :])))
-        for mine, theirs in ((hooks.inputs, reference.inputs), (hooks.outputs, reference.outputs))
-        for call, rows in theirs.items()
-    )
-
-
-# Given equal inputs -----------------------------------------------------------------------------------------------------
-
-
-def _errors(hooks: BlockHooks, start: int, stop: int, mine: Rows, against: str, null: str = "no") -> Iterator[Row]:
-    """Every part's error given equal inputs, in the rows of tokens that were fed at once: one, a prompt, or more on its cache.
-
-    Args:
-        hooks: The model's hooks, attached, with their reference.
-        start, stop: Where the tokens begin and end.
-        mine: What feeding them gave.
-        against: As in :func:`climb`. A prefix has as many rows as the cache then holds, so that a prompt is compared among the
-            same number of rows.
-        null: ``"yes"``: the prefix is recomputed in any case, as the null control.
-    """
-    count = stop - start
-    whole = _whole(hooks, stop, count)
-    prefix = _again(hooks, stop, "yes", count) if against == "prefix" or null == "yes" else None
-    theirs = whole if prefix is None or against == "whole" else prefix
-    for part, again in theirs.items():
-        errors = row_errors(mine[part], again) if part in mine else again.new_full((count,), math.inf)
-        first = first_wrong(errors) if bool(errors.max() > 0) else count - 1
-        where = {"start": start, "stop": stop, "position": start + first, "layer": part[0], "part": part[1]}
-        apart = math.nan if prefix is None or count > 1 else difference(whole[part], prefix[part])
-        yield {**where, "error": float(errors.max()), "null": apart}
-
-
-def _singly(hooks: BlockHooks, fed: Iterable[tuple[int, Rows]], stop: int, against: str) -> Iterator[Row]:
-    """The same for each token fed one by one; of the last before ``stop`` with its null control."""
-    for position, mine in fed:
-        yield from _errors(hooks, position, position + 1, mine, against, "yes" if position == stop - 1 else "no")
-
-
-def _takes_chunks(hooks: BlockHooks, start: int) -> bool:
-    """Whether the model takes several tokens on a cache that is not empty; recurrent ones as a rule do not."""
-    _, cache = hooks.feed(0, start)
-    if any(hooks.model.states(cache, layer) for layer in range(len(hooks.model.blocks))):
-        return False
-    try:
-        hooks.feed(start, start + 2, cache)
-    # A model that refuses says so with whatever error its arithmetic meets first.
-    except Exception:
-        return False
-    return True
-
-
-# Free-running -----------------------------------------------------------------------------------------------------------
-
-
-def _free(
-    hooks: BlockHooks, fed: Iterable[tuple[int, Rows]], prefill: int, against: str
-) -> tuple[list[Row], pd.DataFrame, pd.DataFrame]:
-    """A row a step of the free-running logits, and the layers and the largest logits of one that has something to show."""
-    steps, layers, top = [], pd.DataFrame(), pd.DataFrame()
-    head, prefix = (len(hooks.model.blocks), "output", 0), against == "prefix"
-    for position, mine in fed:
-        theirs = _again(hooks, position + 1, "no") if prefix else _whole(hooks, position + 1)
-        a, b = mine[head][0], theirs[head][0]
-        sizes, kl = _sizes(a, b), float(metrics.kl_divergence(b, a))
-        null = _sizes(b, hooks.reference.logits[position])["max_abs"] if prefix else math.nan
-        steps.append({"position": position, **sizes, "kl": kl, "null_max_abs": null})
-        # The last step that differs has something to show; among equal ones any is as good.
-        if sizes["max_abs"] > 0 or position == prefill or not bool(top["difference"].any()):
-            where = {"prefill": prefill, "position": position}
-            outputs = [part for part in sorted(theirs) if part[1] == "output"][1:-1]  # The ends: embedding and logits.
-            table = pd.DataFrame([{"layer": part[0], **_sizes(mine[part], theirs[part])} for part in outputs])
-            worst, at = (a.double() - b.double()).abs().topk(min(5, len(a)))
-            columns = {"index": at, "recompute": b.double()[at], "cached": a.double()[at], "difference": worst}
-            shown = pd.DataFrame({name: tensor.tolist() for name, tensor in columns.items()})
-            layers, top = table.assign(**where), shown.assign(**where)
-    return steps, layers, top
 
 
 def _sizes(a: Tensor, b: Tensor) -> dict[str, float]:

@@ -102,13 +102,11 @@ def behind(adapter: Adapter, prompts: Any, inputs: Any) -> FunctionSubject:
     Raises:
         InputError: They are none.
     """
-    if not isinstance(inputs, Mapping) or not all(isinstance(name, str) for name in inputs) or not adapter.plain:
+    named = isinstance(inputs, Mapping) and all(isinstance(name, str) for name in inputs) and adapter.plain
+    if not named or not isinstance(prompts, Sequence) or len(prompts) != 1 or isinstance(prompts[0], str):
         raise InputError(
-            "inputs was given: expected a dictionary of what a transformers model's forward gets besides tokens."
-        )
-    if not isinstance(prompts, Sequence) or len(prompts) != 1 or isinstance(prompts[0], str):
-        raise InputError(
-            "inputs was given: expected one prompt beside it, as token ids: kv.audit(model, [ids], inputs={...})."
+            "inputs was given: expected a dictionary of what a transformers model's forward gets besides tokens, beside one "
+            "prompt as token ids: kv.audit(model, [ids], inputs={...})."
         )
     subject = ModelSubject(adapter)
     prefix, own = subject.tensor([list(map(int, prompts[0]))]), subject.adapter

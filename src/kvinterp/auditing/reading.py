@@ -49,8 +49,7 @@ class Evidence:
     """What an audit saw, before anyone says what it means.
 
     Attributes:
-        model: The model's name.
-        kind: Its kind.
+        who: The model's name, kind and precision, or what anybody's own functions are called.
         own: Name of the rung in the model's own precision.
         terms: The longest sum in the model.
         rungs: What each rung showed, by name.
@@ -65,10 +64,10 @@ class Evidence:
         seconds: What took how long, as :class:`Verdict` has it.
         allow: The words that do not fail.
         notes: What a reader should know beside the verdict.
+        about: Provenance.
     """
 
-    model: str
-    kind: str
+    who: str
     own: str
     terms: int
     rungs: dict[str, PrecisionRun] = dataclasses.field(default_factory=dict)
@@ -83,6 +82,7 @@ class Evidence:
     seconds: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     allow: tuple[str, ...] = ()
     notes: list[str] = dataclasses.field(default_factory=list)
+    about: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def caused(self, word: str) -> list[tuple[str, Judged]]:
         """The blocks whose difference this takes away (nothing, where the word is empty), each with its rung."""
@@ -112,19 +112,20 @@ class Evidence:
             lines = [self.prompt.said, *lines]
             # What is left of the difference once a cause of it was taken away is no excuse for the rest.
             word = "bug" if word in (*GOOD, CANNOT_TELL) else word
-        return self._verdict(word, place, lines, f"{self.model} ({self.kind}, {self.own})")
+        return self._verdict(word, place, lines)
 
-    def _verdict(self, word: str, place: Place, lines: list[str], who: str) -> Verdict:
+    def _verdict(self, word: str, place: Place, lines: list[str]) -> Verdict:
         allowed = "yes" if word in self.allow else "no"
         tried = sum(check.status in (RIGHT, WRONG, PLAIN) for check in self.checks)
         uses = f"{tried} of {len(self.checks)} uses tried" if self.checks else "decoding token by token alone"
         if off := sum(check.status == PLAIN for check in self.checks):
             uses += f", {off} {PLAIN}"
         first = "PASS" if word in GOOD or allowed == "yes" else "CANNOT TELL" if word == CANNOT_TELL else "FAIL"
-        first += f"  {word}{' (allowed)' if allowed == 'yes' else ''}  {who}, {uses}"
+        first += f"  {word}{' (allowed)' if allowed == 'yes' else ''}  {self.who}, {uses}"
         shown = [first, *lines, *_exercised(self), *(f"note: {note}" for note in self.notes)]
         text = "\n".join([*self._symptoms(), *shown])
-        return Verdict(word, *place, self._evidence(), tuple(self.checks), tuple(self.notes), text, allowed)
+        checks, notes, seconds = tuple(self.checks), tuple(self.notes), tuple(self.seconds)
+        return Verdict(word, *place, self._evidence(), checks, notes, text, allowed, self.about, seconds)
 
     def _symptoms(self) -> list[str]:
         """What was asked for and is off without a cache too: whoever asked has a wrong answer, whatever the cache does."""
@@ -138,8 +139,7 @@ class Evidence:
     def _evidence(self) -> dict[str, dict[str, Any]]:
         evidence = {name: run.summary() for name, run in self.rungs.items()}
         for name, run in self.rungs.items():
-            first = self.first(name)
-            if first is not None:
+            if (first := self.first(name)) is not None:
                 finding, cause = first.finding, first.cause
                 evidence[name]["first_tensor"] = {
                     **dataclasses.asdict(finding),
@@ -166,16 +166,15 @@ class Evidence:
         return "overflow", (where.get("layer"), where["position"], where["value"], where["module"]), overflow(own, others)
 
     def _wrong_dtype(self) -> Reading | None:
-        rungs = (self.rungs.get(name) for name in (self.own, "float32"))
-        wide = next((r for r in rungs if r is not None and r.grid and r.unit < 1e-5), None)
+        rungs = [self.rungs[name] for name in (self.own, "float32") if name in self.rungs]
+        wide = next((rung for rung in rungs if rung.grid and rung.unit < 1e-5), None)
         if wide is None:
             return None
-        module = self.grid_module
         line = (
             f"Every logit is exactly a {wide.grid} number though the model is in {wide.name}: from module "
-            f"{module or 'unknown'} on, values were rounded to 16 bits."
+            f"{self.grid_module or 'unknown'} on, values were rounded to 16 bits."
         )
-        return "wrong-dtype", (None, None, "logits", module), [line]
+        return "wrong-dtype", (None, None, "logits", self.grid_module), [line]
 
     def _bug(self) -> Reading | None:
         """What nothing takes away: in the first layer that any rung saw, as the finest rung sees it.
@@ -194,14 +193,9 @@ class Evidence:
         finding, sizes = judged.finding, dict[str, float]()
         for name, j in every:
             sizes[name] = max(sizes.get(name, 0.0), j.finding.error)
-        at = (
-            f"at step {finding.step}"
-            if judged.fed == ONE_BY_ONE
-            else f"in {judged.fed}, in the row of position {finding.step}"
-        )
-        prompt = self.prompt
+        at = f"in {judged.fed}, in the row of position" if judged.fed != ONE_BY_ONE else "at step"
+        at, prompt, wrong = f"{at} {finding.step}", self.prompt, "is wrong"
         uncached = prompt is not None and "without a cache" in (prompt.off, prompt.alone)
-        wrong = "is wrong"
         if prompt is not None and uncached:
             wrong = "without a cache is wrong" if prompt.off else "is another without a cache than with one"
         sentence = f"Given equal inputs, {_place(judged)} {wrong} from position {finding.position} on (seen {at}): "
@@ -222,8 +216,7 @@ class Evidence:
         if not self._failures:
             return None
         first = self._failures[0]
-        place = (first.layer, first.step, first.tensor or first.name, first.module)
-        return "bug", place, self._said_of_uses()
+        return "bug", (first.layer, first.step, first.tensor or first.name, first.module), self._said_of_uses()
 
     def _said_of_uses(self) -> list[str]:
         """What the uses that are wrong showed, and the first program that shows it in plain Python."""
@@ -320,14 +313,12 @@ class Evidence:
             steps, names = sum(len(r.steps) for r in finite), ", ".join(r.name for r in finite)
             return "equal", NOWHERE, [f"Every logit of all {steps} steps is bitwise the same in {names}."]
         lines = [_rung(r, self) for r in finite]
-        tipped = dict.fromkeys(f"{name} (layer {j.finding.layer})" for name, j in self.caused("choice"))
-        if tipped:
+        if tipped := dict.fromkeys(f"{name} (layer {j.finding.layer})" for name, j in self.caused("choice")):
             lines.append(
                 f"Rounding tips the choice between nearly equal experts in {', '.join(tipped)}; with a fixed order the same "
                 "ones are chosen."
             )
-        kernels = self.caused("kernel")
-        if kernels:
+        if kernels := self.caused("kernel"):
             # The rung with the long decode knows the first position; the others only the lengths they were given.
             name, judged = min(kernels, key=lambda case: (case[1].finding.position, self.rungs[case[0]].unit))
             line = (
@@ -346,10 +337,8 @@ class Evidence:
 
 def _place(judged: Judged) -> str:
     """A finding's layer, tensor and module."""
-    finding = judged.finding
-    return f"{finding.tensor} of {part_named(finding.layer, finding.tensor)}" + (
-        f" ({finding.module})" if finding.module else ""
-    )
+    finding, module = judged.finding, f" ({judged.finding.module})" if judged.finding.module else ""
+    return f"{finding.tensor} of {part_named(finding.layer, finding.tensor)}{module}"
 
 
 def _tried(judged: Judged) -> str:
@@ -441,13 +430,13 @@ def _exercised(evidence: Evidence) -> list[str]:
     return [f"exercised: {evidence.exercised}", *lines]
 
 
-def of_functions(name: str, worst: float, checks: list[Check], allow: tuple[str, ...], notes: list[str]) -> Verdict:
-    """The verdict on anybody's own two functions: whether their programs are right."""
-    evidence = Evidence(name, "functions", "", 0, checks=checks, allow=allow, notes=notes)
+def of_functions(evidence: Evidence, worst: float) -> Verdict:
+    """The verdict on anybody's own two functions: whether their programs are right, off by so much at most."""
+    checks = evidence.checks
     word, place, lines = evidence._failed() or ("rounding" if worst else "equal", NOWHERE, [])
     if not any(check.status in (RIGHT, WRONG) for check in checks):
         word, lines = CANNOT_TELL, ["No use could be tried."]
     evidence.exercised = (
         f"programs of the cache, each against full() of a row's own tokens; the largest difference {worst:.1e}."
     )
-    return evidence._verdict(word, place, lines, name)
+    return evidence._verdict(word, place, lines)

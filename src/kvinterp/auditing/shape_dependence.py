@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kvinterp.auditing.blocks import BlockModel, prompts_for, referenced
-from kvinterp.auditing.first_difference import Feed, Finding, look
+from kvinterp.auditing.first_difference import Feed, look
 from kvinterp.auditing.ladder import part_named
 from kvinterp.auditing.watch import MATMUL, Fused, Product, Recogniser, Scores, Values
 from kvinterp.common.checks import check_whole, given_list, whole_number
@@ -29,7 +29,7 @@ from kvinterp.common.progress import each
 from kvinterp.common.result import Result, signed
 from kvinterp.errors import InputError, shown
 from kvinterp.metrics.kv import units_in_last_place
-from kvinterp.models import Adapter, wrap
+from kvinterp.models import wrap
 from kvinterp.models.hooks import Functions, in_order
 from kvinterp.models.provenance import provenance
 from kvinterp.models.threads import own_threads
@@ -141,24 +141,29 @@ def kernels_table(
         raise InputError(f"sizes={shown(tuple(sizes))} was given: expected {expected}.")
     check_whole("length", length, 2)
     adapter, kernels = wrap(model), kernels_named(kernels)
-    length = min(length, adapter.facts.context - STEPS)
-    prompt = prompts_for(adapter, 1, length + STEPS, seed)[0]
-    tokens = torch.tensor([list(prompt[:length])], device=adapter.device)
     mode = kernels.mode(adapter)
+    length = min(length, adapter.facts.context - STEPS)
+    tokens = torch.tensor(prompts_for(adapter, 1, length + STEPS, seed), device=adapter.device)
     rows: list[dict[str, Any]] = []
     with torch.no_grad(), own_threads(adapter):
-        operations = collect(adapter, tokens, sorted(sizes))
+        operations = _Collector(BlockModel(adapter), max(sizes)).run(tokens[:, :length])
         for operation in each(operations, "measuring", "operation"):
             # A kernel mode that takes attention over leaves no back end to choose.
             if operation.calls or isinstance(kernels, Native):
                 rows += _measure(operation, sorted(sizes), mode)
-        first = _first(adapter, kernels, prompt, length)
-    about = provenance(adapter, kernels=str(kernels), sizes=list(sizes), length=length)
-    return KernelsTable(pd.DataFrame(rows), None if first is None else _described(first, operations), about)
+        first = _first(BlockModel(adapter, kernels), tokens, length, operations)
+    about = provenance(adapter, kernels=str(kernels), sizes=sizes, length=length)
+    return KernelsTable(pd.DataFrame(rows), first, about)
 
 
-def _described(finding: Finding, operations: Sequence[Operation]) -> dict[str, Any]:
-    """The first that differs, with the operation of the table that computed it (the last one its module calls)."""
+def _first(model: BlockModel, tokens: Tensor, length: int, operations: Sequence[Operation]) -> dict[str, Any] | None:
+    """The first tensor that differs, with the operation of the table that computed it (the last one its module calls)."""
+    with referenced(model, tokens) as hooks:
+        looked = look(hooks, Feed.one_by_one(length, length + STEPS), range(-1, len(model.blocks) + 1))
+        differing = [tensors[0] for sights in looked for sight in sights.values() if (tensors := sight.findings(0.0))]
+    if not differing:
+        return None
+    finding = min(differing, key=lambda one: one.layer)
     inner = {"attention output": ("attention (SDPA)", "values"), "attention scores": ("scores",)}.get(finding.tensor)
     mine = [o for o in operations if o.calls and any(f"{m}.".startswith(f"{finding.module}.") for m in o.modules)]
     names = [f"{o.name} {o.shape}" for o in mine if inner is None or o.name in inner]
@@ -166,20 +171,12 @@ def _described(finding: Finding, operations: Sequence[Operation]) -> dict[str, A
     return {"operation": names[-1] if names else "", **where}
 
 
-def _first(adapter: Adapter, kernels: Kernels, prompt: Sequence[int], length: int) -> Finding | None:
-    model, tokens = BlockModel(adapter, kernels), torch.tensor([list(prompt)], device=adapter.device)
-    with referenced(model, tokens) as hooks:
-        looked = look(hooks, Feed.one_by_one(length, length + STEPS), range(-1, len(model.blocks) + 1))
-        found = [tensors[0] for sights in looked for sight in sights.values() if (tensors := sight.findings(0.0))]
-    return min(found, key=lambda finding: finding.layer, default=None)
-
-
 # Measuring one operation -----------------------------------------------------------------------------------------------
 
 
 def _measure(operation: Operation, sizes: Sequence[int], mode: KernelMode) -> list[dict[str, Any]]:
     rows = []
-    mode.expect(operation.kind)
+    mode.expect(operation.name if operation.name in ("scores", "values", "unembed") else "linear")
     for varied, call in operation.variants.items():
         for size in sizes if varied != "batch" else (1, 2, 4):
             try:
@@ -189,7 +186,7 @@ def _measure(operation: Operation, sizes: Sequence[int], mode: KernelMode) -> li
                 if operation.calls:
                     raise
                 continue  # A back end that has no kernel for these inputs.
-            gap = (mine.double() - alone.double()).abs()
+            gap, equal = (mine.double() - alone.double()).abs(), torch.equal(mine, alone)
             unit = units_in_last_place(torch.maximum(mine.double().abs(), alone.double().abs()), operation.dtype)
             rows.append(
                 {
@@ -199,29 +196,29 @@ def _measure(operation: Operation, sizes: Sequence[int], mode: KernelMode) -> li
                     "calls": operation.calls,
                     "varied": varied,
                     "size": size,
-                    "bitwise_equal": torch.equal(mine, alone),
+                    "bitwise_equal": equal,
                     "rows_differing": float((gap > 0).any(-1).double().mean()),
                     "max_ulp": float((gap / unit).max()),
                     "max_ulp_of_row": float((gap / unit.amax(-1, keepdim=True)).max()),
-                    "flags_that_fix": "" if torch.equal(mine, alone) else _fixing(operation, call, size, mode, mine.device),
+                    "flags_that_fix": "" if equal else _fixing(operation.name, partial(call, size), mode, mine.device),
                 }
             )
     return rows
 
 
-def _fixing(operation: Operation, call: Variant, size: int, mode: KernelMode, device: torch.device) -> str:
+def _fixing(name: str, call: Callable[[], Pair], mode: KernelMode, device: torch.device) -> str:
     """The flags under which the result no longer depends on the shape."""
     switches = _switches(device)
-    if operation.name == "attention (SDPA)":
-        switches = {f"sdpa {name}": partial(sdpa_kernel, backend) for name, backend in BACKENDS.items()} | switches
+    if name == "attention (SDPA)":
+        switches = {f"sdpa {kind}": partial(sdpa_kernel, backend) for kind, backend in BACKENDS.items()} | switches
     fixing = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's own context of oneDNN's flags sets older names of them.
-        for name, flag in switches.items():
+        for switch, flag in switches.items():
             # Some combinations of flags have no kernel for these inputs.
             with contextlib.suppress(RuntimeError), flag(), mode:
-                if torch.equal(*call(size)):
-                    fixing.append(name)
+                if torch.equal(*call()):
+                    fixing.append(switch)
     return ", ".join(fixing)
 
 
@@ -229,10 +226,10 @@ def _switches(device: torch.device) -> dict[str, Callable[[], Any]]:
     """Every switch that may choose another kernel on this device, by name; each restores what it changed."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
 
-    def put(to: tuple[bool, bool]) -> None:
-        torch.use_deterministic_algorithms(to[0], warn_only=to[1])
+    def put(on: bool, warn_only: bool) -> None:
+        torch.use_deterministic_algorithms(on, warn_only=warn_only)
 
-    switches = {"deterministic algorithms": partial(_set, before, (not before[0], True), put)}
+    switches = {"deterministic algorithms": partial(_set, put, before, (not before[0], True))}
     if device.type != "cuda":
         return {"oneDNN off": partial(torch.backends.mkldnn.flags, enabled=False), **switches}
     reduced = ("allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction", "allow_tf32")
@@ -244,18 +241,17 @@ def _toggled(holder: Any, name: str) -> contextlib.AbstractContextManager[None]:
     # torch keeps two switches under the name of the reduction: setting it by one value turns split-K on, and it refuses a
     # reduced reduction without split-K.
     split_k = getattr(holder, f"{name}_split_k", None)
-    if split_k is None:
-        return _set(before, not before, partial(setattr, holder, name))
-    return _set((before, split_k), (not before, split_k or not before), partial(setattr, holder, name))
+    both, turned = (before, not before) if split_k is None else ((before, split_k), (not before, split_k or not before))
+    return _set(partial(setattr, holder, name), (both,), (turned,))
 
 
 @contextlib.contextmanager
-def _set(before: Any, now: Any, put: Callable[[Any], None]) -> Iterator[None]:
-    put(now)
+def _set(put: Callable[..., Any], before: tuple[Any, ...], now: tuple[Any, ...]) -> Iterator[None]:
+    put(*now)
     try:
         yield
     finally:
-        put(before)
+        put(*before)
 
 
 # The operations a model calls, with the inputs it calls them with, each ready to be called again in other shapes ----------
@@ -269,7 +265,8 @@ BACKENDS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
 }
 
-Variant = Callable[[int], tuple[Tensor, Tensor]]
+Pair = tuple[Tensor, Tensor]
+Variant = Callable[[int], Pair]
 """From a size to the results of the same rows: computed in that size, and as they are compared with."""
 
 
@@ -291,25 +288,7 @@ class Operation:
     modules: list[str]
     dtype: torch.dtype
     variants: dict[str, Variant]
-    calls: int = 1
-
-    @property
-    def kind(self) -> str:
-        """Which of the kernel modes' operations it is (see ``kernels.OPERATIONS``)."""
-        return self.name if self.name in ("scores", "values", "unembed") else "linear"
-
-
-def collect(adapter: Adapter, tokens: Tensor, sizes: Sequence[int]) -> list[Operation]:
-    """The operations of one forward of a model.
-
-    Args:
-        adapter: The model.
-        tokens: ``[1, position]``.
-        sizes: The sizes they will be called with, in order.
-    """
-    collector = _Collector(BlockModel(adapter), max(sizes))
-    collector.run(tokens)
-    return list(collector.found.values())
+    calls: int
 
 
 class _Collector:
@@ -321,8 +300,8 @@ class _Collector:
         self.stack: list[str] = []
         self.attention = Recogniser()
 
-    def run(self, tokens: Tensor) -> None:
-        """One forward without a cache."""
+    def run(self, tokens: Tensor) -> list[Operation]:
+        """Those of one forward without a cache, of ``[1, position]`` tokens."""
 
         def enter(module: nn.Module, _: Any) -> None:
             self.stack.append(self.model.name_of(module))
@@ -340,8 +319,9 @@ class _Collector:
             with Functions(self.called):
                 self.model.recompute(tokens)
         self.product(self.attention.product)
+        return list(self.found.values())
 
-    def called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def called(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Adds the operation of a call of torch; returns its result."""
         result = func(*args, **kwargs)
         part = self.attention.recognise(func, args, kwargs, result)
@@ -358,28 +338,23 @@ class _Collector:
             self.linear(args[0], result.shape[-1], lambda x: func(x, *args[1:], **kwargs))
         elif func is torch.addmm and args[1].dim() == 2:
             # torch takes two dimensions here and no more, so a batch reaches it as more rows.
-            self.linear(
-                args[1],
-                args[2].shape[1],
-                lambda x: func(args[0], x.flatten(0, -2), args[2]).unflatten(0, x.shape[:-1]),
-            )
+            bias, x, weight = args
+            self.linear(x, weight.shape[1], lambda x: func(bias, x.flatten(0, -2), weight).unflatten(0, x.shape[:-1]))
         elif func in _GROUPED and func is not None and args[1].dim() == 3:
             self.linear(args[0], args[1].shape[2], partial(_grouped, func, args[1]), "expert, ")
         elif func in MATMUL and len(args) == 2 and args[1].dim() == 2 and args[0].dim() >= 2:
             self.linear(args[0], args[1].shape[1], lambda x: torch.matmul(x, args[1]))
-        elif func in (torch.conv1d, _F.conv1d):
-            groups = kwargs.get("groups", args[6] if len(args) > 6 else 1)
-            if groups == args[0].shape[1]:
-                self.convolution(args, kwargs)
+        elif (
+            func in (torch.conv1d, _F.conv1d) and kwargs.get("groups", args[6] if len(args) > 6 else 1) == args[0].shape[1]
+        ):
+            self.convolution(args, kwargs)
         return result
 
     def add(self, name: str, shape: str, dtype: torch.dtype, variants: dict[str, Variant], calls: int = 1) -> None:
         """Adds an operation, or one more call of it."""
-        if (name, shape) in self.found:
-            self.found[name, shape].calls += calls
-        else:
-            self.found[name, shape] = Operation(name, shape, [], dtype, variants, calls)
-        self.found[name, shape].modules += self.stack[-1:]
+        mine = self.found.setdefault((name, shape), Operation(name, shape, [], dtype, variants, 0))
+        mine.calls += calls
+        mine.modules += self.stack[-1:]
 
     def by_rows(
         self,
@@ -398,17 +373,14 @@ class _Collector:
         def beside(batch: Tensor) -> Tensor:
             return call(batch, *(other.expand(len(batch), *other.shape[1:]) for other in others))
 
-        def some(size: int) -> tuple[Tensor, Tensor]:
+        def some(size: int) -> Pair:
             """Some rows of what is computed of ``size`` rows, and the same rows each computed alone."""
             looked = sorted({0, size // 2, size - 1})
             alone = [call(x[..., i : i + 1, :].contiguous(), *others) for i in looked]
             return call(x[..., :size, :].contiguous(), *others)[..., looked, :], torch.cat(alone, -2)
 
-        variants: dict[str, Variant] = {"rows": some}
-        if keys is not None:
-            variants["keys"] = keys
-        variants["batch"] = lambda n: _batch_pair(beside, one, n)
-        self.add(name, shape, dtype or x.dtype, variants, calls)
+        variants: dict[str, Variant] = {"rows": some} | ({} if keys is None else {"keys": keys})
+        self.add(name, shape, dtype or x.dtype, variants | {"batch": partial(_batch_pair, beside, one)}, calls)
 
     def linear(self, x: Tensor, outputs: int, call: Callable[[Tensor], Tensor], what: str = "") -> None:
         """A product with weights."""
@@ -421,8 +393,7 @@ class _Collector:
         parts = [t for t in arguments if isinstance(t, Tensor) and t.shape == output.shape]
         if not parts or output.dim() < 2:
             return
-        forward: Any = type(module).forward.__get__(module)
-        width = output.shape[-1]
+        forward, width = type(module).forward.__get__(module), output.shape[-1]
 
         def call(x: Tensor) -> Tensor:
             # Some norms take a batch of sequences and nothing less.
@@ -448,7 +419,7 @@ class _Collector:
         a, b = _heads(scores_seen.product.a), _heads(scores_seen.product.b)
         query, key = _longer(a, -2, self.most), _longer(b, -1, self.most)
 
-        def fewer(n: int) -> tuple[Tensor, Tensor]:
+        def fewer(n: int) -> Pair:
             one = query[..., :1, :]
             return torch.matmul(one, key[..., :n]), torch.matmul(one, key)[..., :n]
 
@@ -458,7 +429,7 @@ class _Collector:
         def call(s: Tensor) -> Tensor:
             return torch.softmax(s, -1, dtype=scores_seen.dtype).to(dtype)
 
-        def masked(n: int) -> tuple[Tensor, Tensor]:
+        def masked(n: int) -> Pair:
             hidden = full[..., :1, :].clone()
             hidden[..., n:] = -torch.inf
             return call(full[..., :1, :n]), call(hidden)[..., :n]
@@ -471,7 +442,7 @@ class _Collector:
         square = _longer(_longer(scores, -1, self.most), -2, self.most)
         weights, values = torch.softmax(square.float(), -1).to(a.dtype), _longer(b, -2, self.most)
 
-        def fewer(n: int) -> tuple[Tensor, Tensor]:
+        def fewer(n: int) -> Pair:
             """One row of probabilities by so many values, and the same with more values whose probability is zero."""
             one = weights[..., :1, :]
             masked = one.clone()
@@ -490,7 +461,7 @@ class _Collector:
             with contextlib.nullcontext() if backend is None else sdpa_kernel(backend):
                 return _F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=shared)
 
-        def fewer(call: Callable[..., Tensor], n: int) -> tuple[Tensor, Tensor]:
+        def fewer(call: Callable[..., Tensor], n: int) -> Pair:
             seen = (torch.arange(self.most, device=query.device) < n)[None, None, None]
             one = query[..., :1, :]
             return call(one, key[..., :n, :], value[..., :n, :]), call(one, key, value, seen)
@@ -499,17 +470,17 @@ class _Collector:
             call, known = partial(run, backend), f"attention (SDPA{name and f' {name}'})"
             self.by_rows(known, shape, call, query, key, value, keys=partial(fewer, call), calls=int(not name))
 
-    def convolution(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def convolution(self, args: Any, kwargs: Any) -> None:
         """A causal convolution of each channel: the first positions must not depend on how many follow."""
         x = _longer(args[0], -1, self.most)
 
         def call(part: Tensor) -> Tensor:
             return _F.conv1d(part.contiguous(), *args[1:], **kwargs)
 
-        variants: dict[str, Variant] = {
-            "rows": lambda n: (call(x[..., :n])[..., :n], call(x)[..., :n]),
-            "batch": lambda n: _batch_pair(call, x[..., :8], n),
-        }
+        def some(size: int) -> Pair:
+            return call(x[..., :size])[..., :size], call(x)[..., :size]
+
+        variants: dict[str, Variant] = {"rows": some, "batch": partial(_batch_pair, call, x[..., :8])}
         weight = args[1] if len(args) > 1 else kwargs["weight"]
         self.add("convolution", f"{x.shape[1]} channels, {weight.shape[-1]} taps", x.dtype, variants)
 
@@ -533,10 +504,9 @@ def _heads(tensor: Tensor) -> Tensor:
 
 def _longer(tensor: Tensor, dim: int, size: int) -> Tensor:
     """The tensor's own slices over again until there are ``size`` of them."""
-    index = torch.arange(size, device=tensor.device) % tensor.shape[dim]
-    return tensor.index_select(dim, index)
+    return tensor.index_select(dim, torch.arange(size, device=tensor.device) % tensor.shape[dim])
 
 
-def _batch_pair(call: Callable[[Tensor], Tensor], one: Tensor, size: int) -> tuple[Tensor, Tensor]:
+def _batch_pair(call: Callable[[Tensor], Tensor], one: Tensor, size: int) -> Pair:
     """The first sequence of a batch, and the same alone."""
     return call(one.expand(size, *one.shape[1:]).contiguous())[:1], call(one)

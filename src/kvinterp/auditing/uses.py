@@ -24,8 +24,8 @@ from kvinterp.programs.names import call_named, program_named
 from kvinterp.programs.pasted import pasted
 from kvinterp.programs.place import placed
 from kvinterp.programs.program import Program
-from kvinterp.programs.running import PLAIN, REFUSED, RIGHT, WRONG, OwnError, named
-from kvinterp.programs.search import FIRST, Outcome, Searched, base_of, least, search, tried
+from kvinterp.programs.running import PLAIN, REFUSED, RIGHT, WRONG, OwnError, Run, named
+from kvinterp.programs.search import FIRST, Searched, base_of, least, search, tried
 from kvinterp.programs.subject import ModelSubject, Subject, apart
 
 PROGRAMS, SECONDS = 60, 40.0
@@ -154,14 +154,14 @@ def _checks(
     return sorted(checks.values(), key=lambda check: (check.status != WRONG, check.status != RIGHT))
 
 
-def _wrong(subject: Subject, one: Outcome, status: str, ran: int) -> Check:
+def _wrong(subject: Subject, one: Run, status: str, ran: int) -> Check:
     """What a wrong program says, and where."""
     place, lines = None, ""
     # What is wrong with the model may break the search for its place too.
     with contextlib.suppress(Exception):
         place = placed(subject, one.program) if isinstance(subject, ModelSubject) else None
     with contextlib.suppress(Exception):
-        lines = pasted(one.run)
+        lines = pasted(one)
     detail = f"{one.why}, in the program {one.program} (found by program {one.ran} of {ran})."
     where: dict[str, Any] = {}
     if status == WRONG and one.program.rows.told == "needed":
@@ -171,7 +171,7 @@ def _wrong(subject: Subject, one: Outcome, status: str, ran: int) -> Check:
             where = {"hint": NUMBERS} if tried(subject, told).word == RIGHT else {}
     if place is not None:
         where |= {"layer": place.layer, "tensor": place.tensor, "module": place.module, "step": place.column}
-    error = one.run.wrong.error if one.run.wrong is not None else None
+    error = None if one.wrong is None else one.wrong.error
     return Check(one.use, status, detail, error, subject.limit, **where, tried=1, program=str(one.program), lines=lines)
 
 

@@ -62,7 +62,7 @@ class Watch:
         casts: The dtypes narrower than the model's own that were cast to, each with the modules that did.
     """
 
-    def __init__(self, model: BlockModel, layer: int, rows: int = 1, back: int = -1) -> None:
+    def __init__(self, model: BlockModel, layer: int, rows: int, back: int) -> None:
         self.model, self.block = model, next(iter(model.blocks[layer : layer + 1]), None)
         self.rows, self.back = rows, back
         self.events: list[Event] = []
@@ -79,14 +79,18 @@ class Watch:
     @contextlib.contextmanager
     def attached(self) -> Iterator[None]:
         """Hooks the block and every module in it for as long as the context lasts, whatever ends it."""
+
+        def leave(*_: Any) -> None:
+            self._listening.close()
+
         with contextlib.ExitStack() as hooks:
             # torch calls no hook where a KeyboardInterrupt passes through, so it may still be listening.
             hooks.callback(self._listening.close)
             if self.block is None:
                 hooks.enter_context(self.model.blocks[-1].register_forward_hook(self._enter))
-                hooks.enter_context(self.model.model.register_forward_hook(self._leave, always_call=True))
+                hooks.enter_context(self.model.model.register_forward_hook(leave, always_call=True))
             for module in self._modules:
-                before, after = (self._enter, self._leave) if module is self.block else (self._in, self._out)
+                before, after = (self._enter, leave) if module is self.block else (self._in, self._out)
                 hooks.enter_context(module.register_forward_pre_hook(before, with_kwargs=True))
                 hooks.enter_context(module.register_forward_hook(after, always_call=True))
             yield
@@ -98,10 +102,7 @@ class Watch:
             self._listening.enter_context(Functions(self._called))
         self._listening.enter_context(Operations(self._dispatched))
 
-    def _leave(self, *_: Any) -> None:
-        self._listening.close()
-
-    def _in(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _in(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         self._stack.append(module)
         given = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
         # What a block hands to one of its own modules was added up or scaled between two of them.
@@ -142,7 +143,7 @@ class Watch:
             best = scored.dim() != 1 or bool(scored[list(chosen)].min() >= scored.topk(len(chosen)).values[-1])
             self.events.append(Event(CHOICE, self.inner, scored.detach().clone(), chosen, best))
 
-    def _called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _called(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Keeps what attention reads, of each call of torch; returns its result."""
         result = func(*args, **kwargs)
         part = self._attention.recognise(func, args, kwargs, result)
@@ -168,7 +169,7 @@ class Watch:
             self.choice(in_order(args, kwargs)[0][0], result[1])
         return result
 
-    def _dispatched(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _dispatched(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Notes casts of floating-point tensors, of each operation of torch; returns its result."""
         result = func(*args, **kwargs)
         if func in _CASTS:
@@ -247,9 +248,7 @@ class Recogniser:
         self.product: Product | None = None
         self.scores: Scores | None = None
 
-    def recognise(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
-    ) -> Fused | Product | Scores | Values | None:
+    def recognise(self, func: Any, args: Any, kwargs: Any, result: Any) -> Fused | Product | Scores | Values | None:
         """What a call and its result are, or None."""
         args, kwargs = in_order(args, kwargs)
         if func is SDPA:

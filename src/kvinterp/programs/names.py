@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import itertools
 from collections.abc import Collection
 from typing import Any, ClassVar
 
@@ -30,7 +31,6 @@ OTHERS, EVERY = 3, 2
 """Tokens of the other request behind a forked prefix; steps from a neighbour that leaves to one that joins."""
 
 
-@dataclasses.dataclass
 class Draught:
     """A program as names write it.
 
@@ -43,15 +43,10 @@ class Draught:
         each: What feeds each token after it; nothing where the prompt's operations do.
     """
 
-    length: int
-    steps: int
-    offers: Collection[str]
-    rows: Rows = dataclasses.field(default_factory=lambda: Rows((0,)))
-    prompt: list[Operation] = dataclasses.field(default_factory=list)
-    each: list[list[Operation]] = dataclasses.field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.prompt, self.each = [Feed(self.length)], [[Feed(1)] for _ in range(self.steps)]
+    def __init__(self, length: int, steps: int, offers: Collection[str]) -> None:
+        self.length, self.steps, self.offers, self.rows = length, steps, offers, Rows((0,))
+        self.prompt: list[Operation] = [Feed(length)]
+        self.each: list[list[Operation]] = [[Feed(1, 1)] for _ in range(steps)]
 
     def tells(self, **rows: Any) -> None:
         """Changes what is said of the rows."""
@@ -294,12 +289,12 @@ class Names:
         for part in sorted(self.parts, key=lambda part: not part.feeds):
             part.write(made)
         found = [*made.prompt]
-        for step in (step for each in made.each for step in each):
+        for step in itertools.chain(*made.each):
             last = found[-1]
-            if step == Feed(1) and isinstance(last, Feed) and last.cut == 1:
+            if step == Feed(1, 1) and isinstance(last, Feed) and last.cut == 1:
                 found[-1] = Feed(last.width + 1, 1)
             else:
-                found.append(Feed(1, 1) if step == Feed(1) else step)
+                found.append(step)
         return Program(made.rows, tuple(found))
 
     @property

@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import itertools
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -55,13 +56,13 @@ def heard(model: nn.Module, seen: list[Heard]) -> Iterator[None]:
 
     stack, own = list[str](), Cache.update
 
-    def before(module: nn.Module, args: Any, kwargs: Any, name: str) -> None:
+    def before(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         stack.append(name)
         if module is model:
             seen.append({})
         add(name, "input of", next((t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)), None))
 
-    def after(module: nn.Module, args: Any, out: Any, name: str) -> None:
+    def after(name: str, module: nn.Module, args: Any, out: Any) -> None:
         if stack:
             stack.pop()
         add(name, "output of", first_of(getattr(out, "logits", out)))
@@ -89,10 +90,8 @@ def heard(model: nn.Module, seen: list[Heard]) -> Iterator[None]:
 
     with contextlib.ExitStack() as hooks:
         for name, module in model.named_modules():
-            hooks.enter_context(
-                module.register_forward_pre_hook(lambda m, a, k, name=name: before(m, a, k, name), with_kwargs=True)
-            )
-            hooks.enter_context(module.register_forward_hook(lambda m, a, out, name=name: after(m, a, out, name)))
+            hooks.enter_context(module.register_forward_pre_hook(partial(before, name), with_kwargs=True))
+            hooks.enter_context(module.register_forward_hook(partial(after, name)))
         hooks.enter_context(Functions(called))
         hooks.callback(setattr, Cache, "update", own)
         Cache.update = update  # type: ignore[method-assign, assignment]
@@ -111,11 +110,11 @@ def placed(subject: ModelSubject, program: Program) -> Place | None:
         judge(logits, ids, mask, *given, **more)
         state["start"] = len(seen)
 
-    def aside(*given: Any) -> Tensor:
+    def aside(*given: Any, **told: Any) -> Tensor:
         # The reference is no forward of the program.
         before = len(seen)
         try:
-            return plain(*given)
+            return plain(*given, **told)
         finally:
             del seen[before:]
 
@@ -141,14 +140,10 @@ def _first(subject: ModelSubject, mine: list[Heard], mask: Tensor, texts: list[l
         for key, tensor in forward.items():
             layer, read = _layer(blocks, key[0]), key[1] in READ
             entered = entered or layer < len(blocks)
-            for row, text in enumerate(texts if key[0] else []):
+            for row, text in enumerate(texts[: len(tensor)] if key[0] else []):
                 want = whole[row].get(key)
                 # Of what is read all columns so far, or the last in a window; of all else the new ones.
-                if (
-                    want is None
-                    or row >= len(tensor)
-                    or (not read and (tensor.shape[1], want.shape[1]) != (width, len(text)))
-                ):
+                if want is None or (not read and (tensor.shape[1], want.shape[1]) != (width, len(text))):
                     continue
                 kept, end = so_far[row][-tensor.shape[1] :], int(so_far[row].sum())
                 got = tensor[row][: len(kept)][kept]
@@ -174,11 +169,11 @@ def _alone(subject: ModelSubject, text: list[int]) -> Heard:
     if not text:
         return found
     ids = subject.tensor([text])
-    for cached in ("yes", "no"):
+    for cached in (True, False):
         seen: list[Heard] = []
         with subject.running(), heard(subject.adapter.source, seen):
-            subject.feed(ids, None, None, None) if cached == "yes" else subject.plain(ids)
-        found |= {key: tensor for key, tensor in seen[-1].items() if (key[1] in READ) == (cached == "yes")}
+            subject.feed(ids, None) if cached else subject.plain(ids)
+        found |= {key: tensor for key, tensor in seen[-1].items() if (key[1] in READ) == cached}
     return found
 
 

@@ -51,12 +51,13 @@ class Rows:
     """
 
     pads: tuple[int, ...]
-    told: str = dataclasses.field(default="needed", kw_only=True)
-    cache: str = dataclasses.field(default="own", kw_only=True)
-    pad: str = dataclasses.field(default="other", kw_only=True)
-    beyond: str = dataclasses.field(default="no", kw_only=True)
-    seed: int = dataclasses.field(default=0, kw_only=True)
-    own: int = dataclasses.field(default=0, kw_only=True)
+    _: dataclasses.KW_ONLY
+    told: str = "needed"
+    cache: str = "own"
+    pad: str = "other"
+    beyond: str = "no"
+    seed: int = 0
+    own: int = 0
 
     def __post_init__(self) -> None:
         if not self.pads or any(type(n) is not int or n < 0 for n in self.pads):
@@ -142,12 +143,10 @@ class Operation(abc.ABC):
         for field in dataclasses.fields(self):
             value, plain = getattr(self, field.name), field.default
             least = plain if isinstance(plain, int) else 1
-            options: list[Any] = []
+            options: list[Any] = [] if plain in (dataclasses.MISSING, value) else [plain]
             if isinstance(value, int):
                 options = sorted({n for n in (least, value // 2, value - 1) if least <= n < value})
-            elif plain is not dataclasses.MISSING and value != plain:
-                options = [plain]
-            if isinstance(value, tuple) and len(value) > 1:
+            elif isinstance(value, tuple) and len(value) > 1:
                 options.append(value[:-1])
             found += [dataclasses.replace(self, **{field.name: option}) for option in options]
         return found

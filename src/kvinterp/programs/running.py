@@ -16,7 +16,7 @@ from torch import Tensor
 from kvinterp.errors import KvinterpError, UnsupportedError, reason
 from kvinterp.programs.crashes import OURS, REFUSES, whose
 from kvinterp.programs.program import Program
-from kvinterp.programs.subject import ModelSubject, Subject, apart
+from kvinterp.programs.subject import Subject, apart
 
 COMMON = frozenset({"prompt", "decode step", "batch"})
 """Uses that nearly every program has."""
@@ -123,11 +123,15 @@ class Run(Columns):
         worst: The largest error of a row.
         wrong: Where the logits are wrong.
         raised: The error that a crash raised, and what it said.
+        word, why: What it came to.
+        ran: How many programs had run, this one included.
+        origin: The program's text before it was shrunk.
     """
 
     def __init__(self, subject: Subject, program: Program) -> None:
         self.model = getattr(subject, "model", None)
-        self.subject, self.program, self.draw = subject, program, random.Random(program.rows.seed)
+        self.program, self.draw = program, random.Random(program.rows.seed)
+        self.subject: Any = subject
         rows = len(program.rows.pads)
         self.texts: list[list[int]] = [[] for _ in range(rows)]
         self.ids = self.mask = subject.tensor([[]] * rows)
@@ -140,8 +144,8 @@ class Run(Columns):
         widest = max((getattr(step, "width", 0) for step in program.steps), default=0)
         self.room = min(subject.context, max(subject.room, widest + 64 if widest > subject.room else 0)) + 1
         self.uses: list[str] = []
-        self.worst = 0.0
-        self.raised = ""
+        self.worst, self.ran = 0.0, 0
+        self.raised = self.word = self.why = self.origin = ""
         self.wrong: Wrong | None = None
         self.lines, self.held = [], contextlib.ExitStack()
         self.pending: tuple[Tensor, Tensor] | None = None
@@ -150,8 +154,8 @@ class Run(Columns):
     def run(self) -> tuple[str, str]:
         """The word that it comes to, and why."""
         with self.subject.running(), self.held:
-            if self.program.rows.cache != "own" and isinstance(self.subject, ModelSubject):
-                self._makes_cache(self.subject)
+            if self.program.rows.cache != "own" and self.model is not None:
+                self._makes_cache()
             for step in self.program.steps:
                 if self.cache is None and self.filled:
                     break  # generate() gave none back.
@@ -176,14 +180,17 @@ class Run(Columns):
             return WRONG, f"{error}, and with a cache they are right"
         return RIGHT, ""
 
-    def _makes_cache(self, subject: ModelSubject) -> None:
+    def _makes_cache(self) -> None:
         kind = self.program.rows.cache
-        self.cache = subject.cache(kind)
-        self.tries({"bare": "DynamicCache()", "recording": "cache that records its past", "static": "StaticCache"}[kind])
-        self.room = subject.static_room if kind == "static" else self.room
-        made = {"bare": "DynamicCache()", "static": f"StaticCache(config=model.config, max_cache_len={self.room})"}
-        self.lines.append(f"cache = {made.get(kind, 'DynamicCache(config=model.config)')}")
-        self.lines += ["cache.activate_past_recording()"] if kind == "recording" else []
+        self.cache = self.subject.cache(kind)
+        self.room = self.subject.static_room if kind == "static" else self.room
+        self.tries(*{
+            "bare": ("DynamicCache()", "cache = DynamicCache()"),
+            "recording": (
+                "cache that records its past", "cache = DynamicCache(config=model.config)", "cache.activate_past_recording()",
+            ),
+            "static": ("StaticCache", f"cache = StaticCache(config=model.config, max_cache_len={self.room})"),
+        }[kind])  # fmt: skip
 
     def _raised(self, error: Exception) -> tuple[str, str]:
         """Whose an error is: a library's own ``raise`` is a refusal, what breaks deeper is a crash."""
@@ -193,7 +200,7 @@ class Run(Columns):
         # An UnsupportedError says that the model's own code does not offer it.
         if who == REFUSES or isinstance(error, UnsupportedError):
             return REFUSED, said
-        if who == OURS and isinstance(self.subject, ModelSubject):
+        if who == OURS and self.model is not None:
             raise OwnError(f"{self.program}: kvinterp itself raised {said}: please report it.") from error
         try:
             if self.pending is not None:
@@ -268,29 +275,22 @@ class Run(Columns):
         self.pending = ids, mask
         told = self.told(full, width)
         self.write(ids, told, cache)
-        logits, cache = self.subject.feed(ids, cache, told.get("attention_mask"), told.get("position_ids"))
+        logits, cache = self.subject.feed(ids, cache, **told)
         self.judge(logits, ids, mask, later)
         return cache
 
     def _use(self, width: int, padded: bool, padding: str) -> str:
         """What a forward is called in the list of uses; ``padding``: what pads it ever had, ``padded``: whether it has some."""
-        told = self.program.rows.told
-        alone = "mask alone"
-        if self.filled and padded:
-            return f"{padding}, in a later part{f', {alone}' if told == 'mask_alone' else ''}"
+        told, alone = self.program.rows.told, "mask alone"
         name = "prompt" if not self.filled else "decode step" if width == 1 else "several chunks"
         if padding:
-            return f"{padding}, {alone}" if told == "mask_alone" else padding
+            parts = [padding, *["in a later part"] * (self.filled and padded), *[alone] * (told == "mask_alone")]
+            return ", ".join(parts)
         if len(self.texts) > 1:
             return "batch" if name != "several chunks" else "batch, several chunks"
-        given = {
-            "mask_alone": "mask alone",
-            "mask": "mask alone",
-            "positions": "positions given",
-            "all": "mask and positions given",
-        }
-        plain = told == "needed" or name == "several chunks" or not self.subject.takes
-        return name if plain else given[told]
+        if told == "needed" or name == "several chunks" or not self.subject.takes:
+            return name
+        return {"positions": "positions given", "all": "mask and positions given"}.get(told, alone)
 
     def judge(self, logits: Tensor, ids: Tensor, mask: Tensor, later: Tensor | None = None, last: bool = False) -> None:
         """Holds each row's new tokens (``last``: as many of the last as there are logits) against the plain forward of its text.
@@ -305,27 +305,22 @@ class Run(Columns):
             )
         worst: Wrong | None = None
         for row, text in enumerate(self.texts):
-            kept = mask[row].bool().nonzero().flatten().tolist()
-            columns = [*range(logits.shape[1])] if last else kept
+            columns = [*range(logits.shape[1])] if last else mask[row].nonzero().flatten().tolist()
             end = len(text) - (0 if later is None else int(later[row]))
             if not columns:
                 continue
-            want, got = self.subject.alone(text)[end - len(columns) : end], logits[row][columns]
+            begin, got = end - len(columns), logits[row][columns]
+            want = self.subject.alone(text)[begin:end]
+            if self.subject.varies and not apart(got, want) <= self.subject.limit:
+                want = self.subject.alone(text[:end])[begin:]
+                if last:
+                    want = torch.stack([self.subject.alone(text[: n + 1])[-1] for n in range(begin, end)])
             error = apart(got, want)
-            if self.subject.varies and not error <= self.subject.limit:
-                ends = range(end - len(columns) + 1, end + 1)
-                want = (
-                    torch.stack([self.subject.alone(text[:stop])[-1] for stop in ends])
-                    if last
-                    else self.subject.alone(text[:end])
-                )
-                want = want[-len(columns) :]
-                error = apart(got, want)
             self.worst = max(self.worst, error)
             if not error <= self.subject.limit and (worst is None or error > worst.error):
                 each = [apart(a[None], b[None]) for a, b in zip(got, want, strict=True)]
                 at = next(n for n, e in enumerate(each) if not e <= self.subject.limit)
-                worst = Wrong(row, tuple(text[: end - len(columns) + at + 1]), columns[at], error)
+                worst = Wrong(row, tuple(text[: begin + at + 1]), columns[at], error)
         if worst is not None:
             self._excuse(ids, mask)
             self.wrong = worst
@@ -335,12 +330,11 @@ class Run(Columns):
         """Raises PlainError where the plain forward over the same columns, mask and positions is off too."""
         full, fed = torch.cat([self.mask, mask], 1), torch.cat([self.ids, ids], 1)
         told = self.told(full, full.shape[1])
-        out = self.subject.plain(fed, told.get("attention_mask"), told.get("position_ids"))
+        out = self.subject.plain(fed, **told)
         off = 0.0
         for row, text in enumerate(self.texts):
-            kept = full[row].bool()
-            if bool(kept.any()):
-                off = max(off, apart(out[row][kept], self.subject.alone(text)[: int(kept.sum())]))
+            got = out[row][full[row].bool()]
+            off = max(off, apart(got, self.subject.alone(text)[: len(got)]) if len(got) else 0.0)
         if not off <= self.subject.limit:
             raise PlainError(f"without a cache the same columns are off by {off:.2g} of the largest logit")
         if self.without is not None and not (off := self.without()) <= self.subject.limit:
@@ -400,7 +394,7 @@ class Run(Columns):
     def serve(self, ids: Tensor, kept: str = "yes") -> Any:
         """Serves another request on a cache of its own, which is given back."""
         self.write(ids, {}, None, kept)
-        return self.subject.feed(ids, None, None, None)[1]
+        return self.subject.feed(ids, None)[1]
 
     def join(self, ids: Tensor, cache: Any) -> None:
         """Puts the row of another cache of as many positions under its own."""
@@ -443,7 +437,7 @@ class Run(Columns):
             f"torch.tensor({ids.tolist()})",
             *(f"{name}=torch.tensor({given.tolist()})" for name, given in told.items()),
         ]
-        name = self.subject.adapter.cache_name if isinstance(self.subject, ModelSubject) else ""
+        name = "" if self.model is None else self.subject.adapter.cache_name
         parts += [f"{name}=cache"] if cache is not None and name else []
         line = self.subject.written(", ".join(parts))[0]
         line = line if name or cache is not None else line.replace(", cache)", ", None)")

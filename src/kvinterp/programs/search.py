@@ -117,35 +117,6 @@ def shrunk(program: Program, wrong: Callable[[Program], bool], until: float) -> 
 
 
 @dataclasses.dataclass
-class Outcome:
-    """One program that came to a word other than right.
-
-    Attributes:
-        run: Its run; of one that is wrong that of the shrunk program.
-        word: The word.
-        why: In words.
-        ran: How many programs had run, this one included.
-        origin: The program's text before it was shrunk.
-    """
-
-    run: Run
-    word: str
-    why: str
-    ran: int = 0
-    origin: str = ""
-
-    @property
-    def program(self) -> Program:
-        """The program that ran."""
-        return self.run.program
-
-    @property
-    def use(self) -> str:
-        """The use of a cache in which it came to its word."""
-        return self.run.use
-
-
-@dataclasses.dataclass
 class Searched:
     """What a search found.
 
@@ -158,24 +129,28 @@ class Searched:
     """
 
     tried: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
-    wrong: list[Outcome] = dataclasses.field(default_factory=list)
-    others: dict[tuple[str, str], Outcome] = dataclasses.field(default_factory=dict)
+    wrong: list[Run] = dataclasses.field(default_factory=list)
+    others: dict[tuple[str, str], Run] = dataclasses.field(default_factory=dict)
     ran: int = 0
     worst: float = 0.0
 
 
-def tried(subject: Subject, program: Program) -> Outcome:
+def tried(subject: Subject, program: Program) -> Run:
     """Runs a program."""
     run = Run(subject, program)
-    return Outcome(run, *run.run())
+    run.word, run.why = run.run()
+    return run
 
 
-def least(subject: Subject, one: Outcome, seconds: float) -> Outcome:
-    """The outcome of the smallest program that comes to the same word."""
+def least(subject: Subject, one: Run, seconds: float) -> Run:
+    """The run of the smallest program that comes to the same word."""
     until = time.process_time() + max(seconds, 5.0)
     small = tried(subject, shrunk(one.program, lambda program: tried(subject, program).word == one.word, until))
     # What is right when it is run again depends on what ran before.
-    return dataclasses.replace(small, ran=one.ran, origin=str(one.program)) if small.word == one.word else one
+    if small.word != one.word:
+        return one
+    small.ran, small.origin = one.ran, str(one.program)
+    return small
 
 
 def search(
@@ -210,15 +185,14 @@ def search(
         if found.ran >= len(given) and (over or (enough and found.ran >= len(given) + len(first))):
             break
         one = tried(subject, program)
-        found.ran += 1
-        one.ran = found.ran
+        one.ran = found.ran = found.ran + 1
         progress(f"program {found.ran} of {max(programs, len(given))}")
         if one.word == RIGHT:
-            found.tried.update(one.run.uses)
-            found.worst = max(found.worst, one.run.worst)
-        elif one.word == WRONG and not known & set(map(base_of, one.run.uses)):
+            found.tried.update(one.uses)
+            found.worst = max(found.worst, one.worst)
+        elif one.word == WRONG and not known & set(map(base_of, one.uses)):
             one = one if enough else least(subject, one, seconds / 4)
-            if not known & set(map(base_of, one.run.uses)):
+            if not known & set(map(base_of, one.uses)):
                 found.wrong.append(one)
                 known.add(base_of(one.use))
         elif one.word != WRONG:

@@ -53,8 +53,9 @@ def casts_lifted(narrow: Sequence[torch.dtype] = NARROW) -> Iterator[None]:
 
     def lift(func: Any, args: Any, kwargs: Any) -> Any:
         # Every operation comes here, and hardly any names a type.
-        args = map(wide, args) if torch.dtype in map(type, args) else args
-        if torch.dtype in map(type, kwargs.values()):
+        if torch.dtype in map(type, args):
+            args = map(wide, args)
+        if kwargs and torch.dtype in map(type, kwargs.values()):
             kwargs = {name: wide(value) for name, value in kwargs.items()}
         return casts.get(func, func)(*args, **kwargs)
 
@@ -93,6 +94,8 @@ class Subject(abc.ABC):
         sizes: Widths on both sides of the sizes that its config names, those of windows and chunks first.
         caches: Kinds of cache that it offers.
         device: Where tokens are to be.
+        native: Whether it is a transformers model itself.
+        stateful: Whether transformers says that it keeps a state, which cannot be taken back.
         generates: Whether it has a ``generate()``.
         varies: Whether more text changes the logits of what came before.
         mixes: How far a batch changes the plain forward of a row, where it does.
@@ -106,17 +109,17 @@ class Subject(abc.ABC):
     sizes: tuple[tuple[int, ...], tuple[int, ...]] = ((7,), (7,))
     caches: tuple[str, ...] = ("own",)
     device: Any = torch.device("cpu")
-    generates, varies, mixes = False, False, 0.0
+    native, stateful, generates, varies, mixes = False, False, False, False, 0.0
 
     def __init__(self) -> None:
         self._alone: dict[tuple[int, ...], Tensor] = {}
 
     @abc.abstractmethod
-    def plain(self, ids: Tensor, mask: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
-        """Logits of every column without a cache, ``[row, column, vocabulary]``."""
+    def plain(self, ids: Tensor, **told: Tensor) -> Tensor:
+        """Logits of every column without a cache, ``[row, column, vocabulary]``; ``told``: mask and positions."""
 
     @abc.abstractmethod
-    def feed(self, ids: Tensor, cache: Any, mask: Tensor | None, positions: Tensor | None) -> tuple[Tensor, Any]:
+    def feed(self, ids: Tensor, cache: Any, **told: Tensor) -> tuple[Tensor, Any]:
         """Logits of new columns, and the cache behind them; None is a new one."""
 
     @contextlib.contextmanager
@@ -213,9 +216,7 @@ class Subject(abc.ABC):
         for offset in (0, self.pad + 1):
             try:
                 with self.running():
-                    told = self.plain(
-                        self.tensor([text]), None, torch.arange(len(text), device=self.device)[None] + offset
-                    )[0]
+                    told = self.plain(self.tensor([text]), position_ids=self.tensor([range(offset, offset + len(text))]))[0]
             except Exception:  # It means something else by positions, so they are not told.
                 continue
             if apart(told, whole) <= self.limit:
@@ -241,9 +242,10 @@ class ModelSubject(Subject):
         self.lifted = lifted
         self.model: Any = self.adapter.model
         self.name, self.device = adapter.facts.name, adapter.device
-        self.takes = frozenset(self.adapter.takes) & {"attention_mask", "position_ids"}
-        if not self.adapter.plain:
-            self.takes = frozenset({"attention_mask"})
+        self.native, self.stateful = self.adapter.plain, getattr(self.model, "_is_stateful", False)
+        self.takes = frozenset({"attention_mask"})
+        if self.native:
+            self.takes = frozenset(self.adapter.takes) & {"attention_mask", "position_ids"}
         # A HookedTransformer has a config of its own.
         config: Any = self.adapter.config or self.model.cfg
         self.special = special_tokens(self.adapter.source)
@@ -259,7 +261,7 @@ class ModelSubject(Subject):
         with self.running():
             self.caches = self._caches()
         self.measure()
-        self.generates = can_generate(self.model) if self.adapter.plain else hasattr(self.model, "generate")
+        self.generates = can_generate(self.model) if self.native else hasattr(self.model, "generate")
 
     def _beside(self, sizes: list[int]) -> tuple[int, ...]:
         found = {n for size in sizes if 8 <= size <= self.room for n in (size - 1, size, size + 1) if n <= self.room}
@@ -267,16 +269,16 @@ class ModelSubject(Subject):
 
     def _caches(self) -> tuple[str, ...]:
         text = self.tensor([[self.token(random.Random(0)) for _ in range(4)]])
-        made = self.feed(text, None, None, None)[1]
+        made = self.feed(text, None)[1]
         if made is None:
             raise UnsupportedError(
                 f"{type(self.model).__name__} returned no cache though use_cache was true: there is none to try."
             )
-        if not self.adapter.plain or type(made).__name__ != "DynamicCache":
+        if not self.native or type(made).__name__ != "DynamicCache":
             return ("own",)
         kinds = {type(layer).__name__ for layer in made.layers}
         bare = kinds <= {"DynamicLayer", "DynamicSlidingWindowLayer"}
-        rolls = bool(getattr(made, "is_croppable", False)) and not getattr(self.model, "_is_stateful", False)
+        rolls = getattr(made, "is_croppable", False) and not self.stateful
         return "own", *["bare"] * bare, *["recording"] * rolls, *["static"] * self.adapter.takes_static
 
     @contextlib.contextmanager
@@ -285,24 +287,24 @@ class ModelSubject(Subject):
         with torch.no_grad(), self.adapter.own_state([]), casts_lifted(self.lifted):
             yield
 
-    def plain(self, ids: Tensor, mask: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
+    def plain(self, ids: Tensor, **told: Tensor) -> Tensor:
         """The forward that users call with ``use_cache=False``."""
         # A decode that goes on beside it has its own state.
         with self.adapter.own_state([]), self.uncompiled():
-            return self.adapter.forward(ids, None, mask, positions)
+            return self.adapter.forward(ids, None, told.get("attention_mask"), told.get("position_ids"))
 
-    def feed(self, ids: Tensor, cache: Any, mask: Tensor | None, positions: Tensor | None) -> tuple[Tensor, Any]:
+    def feed(self, ids: Tensor, cache: Any, **told: Tensor) -> tuple[Tensor, Any]:
         """The forward that users call with the cache of the call before."""
-        return self.adapter.call_with_cache(ids, cache, mask, positions)
+        return self.adapter.call_with_cache(ids, cache, told.get("attention_mask"), told.get("position_ids"))
 
     def cache(self, kind: str) -> Any:
-        """A cache of one of :attr:`caches`, as users make it; None is what the model makes."""
+        """A cache of one of :attr:`caches` but the model's own, as users make it."""
         from transformers import DynamicCache, StaticCache
 
         config = self.adapter.config
         if kind == "static":
             return StaticCache(config=config, max_cache_len=self.static_room)
-        made: Any = None if kind == "own" else DynamicCache(config=None if kind == "bare" else config)
+        made: Any = DynamicCache(config=None if kind == "bare" else config)
         if kind == "recording":
             made.activate_past_recording()
         return made
@@ -325,7 +327,7 @@ class ModelSubject(Subject):
 
     def written(self, told: str) -> tuple[str, str]:
         """As its users call it."""
-        if self.adapter.plain:
+        if self.native:
             name = self.adapter.cache_name
             return f"out = model({told}, use_cache=True); logits, cache = out.logits, out.{name}", (
                 "model(TEXT, use_cache=False).logits[0, -1]"
@@ -340,8 +342,6 @@ class FunctionSubject(Subject):
     Args:
         full: Token ids ``[row, position]`` to logits ``[row, position, vocabulary]``, without a cache.
         step: Token ids of new positions and a cache (None for a new one) to their logits and the cache behind them.
-        vocabulary: How many tokens there are.
-        room: The most positions.
         name: What it is called.
         around: What every run stands in.
         device: Where token ids are to be.
@@ -353,8 +353,6 @@ class FunctionSubject(Subject):
         self,
         full: Callable[[Any], Any],
         step: Callable[[Any, Any], tuple[Any, Any]],
-        vocabulary: int | None = None,
-        room: int = ROOM,
         name: str = "",
         around: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
         device: Any = None,
@@ -366,10 +364,8 @@ class FunctionSubject(Subject):
         self.full, self.step, self.around = full, step, around
         self.name = name or f"{_named(full)} and {_named(step)}"
         self.device = torch.device("cpu") if device is None else device
-        self.room = self.context = min(room, ROOM)
-        self.vocabulary = 2
         with self.running():
-            self.vocabulary = min(vocabulary or int(self.plain(self.tensor([[0, 1]])).shape[-1]), WORDS)
+            self.vocabulary = min(int(self.plain(self.tensor([[0, 1]])).shape[-1]), WORDS)
         self.pad = -1
         self.measure()
 
@@ -379,11 +375,11 @@ class FunctionSubject(Subject):
         with torch.no_grad(), self.around():
             yield
 
-    def plain(self, ids: Tensor, mask: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
+    def plain(self, ids: Tensor, **told: Tensor) -> Tensor:
         """What ``full`` gives."""
         return _read(self.full(ids))
 
-    def feed(self, ids: Tensor, cache: Any, mask: Tensor | None, positions: Tensor | None) -> tuple[Tensor, Any]:
+    def feed(self, ids: Tensor, cache: Any, **told: Tensor) -> tuple[Tensor, Any]:
         """What ``step`` gives."""
         logits, cache = self.step(ids, cache)
         return _read(logits), cache

@@ -15,7 +15,6 @@ from kvinterp.models import Adapter
 from kvinterp.models.hooks import wrapping_methods
 from kvinterp.programs.program import Operation, Runs
 from kvinterp.programs.running import Run
-from kvinterp.programs.subject import ModelSubject
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +41,7 @@ class Compile(Operation):
 
     def offered(self, run: Run) -> bool:
         """Where the subject is a transformers model itself."""
-        return isinstance(run.subject, ModelSubject) and run.subject.adapter.plain
+        return bool(run.subject.native)
 
     def do(self, run: Runs) -> Iterable[Tensor]:
         """Compiles until the program is over."""

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from kvinterp.programs.program import Operation, Runs
 from kvinterp.programs.running import Run
-from kvinterp.programs.subject import ModelSubject
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,14 +26,12 @@ class Crop(Operation):
 
     def offered(self, run: Run) -> bool:
         """Where the library itself would: each layer can, and a window or a state is not asked for more than was fed since."""
-        if not super().offered(run) or not isinstance(run.subject, ModelSubject) or not run.subject.adapter.plain:
+        if not super().offered(run) or not run.subject.native or run.subject.stateful:
             return False
-        cache: Any = run.cache
-        layers = getattr(cache, "layers", [None])
-        rolls = getattr(cache, "is_croppable", False) and not getattr(run.subject.model, "_is_stateful", False)
-        if not rolls or not has(cache, "crop"):
+        if not getattr(run.cache, "is_croppable", False) or not has(run.cache, "crop"):
             return False
-        deep = self.count > run.since and any(type(layer).__name__ != "DynamicLayer" for layer in layers)
+        layers = {type(layer).__name__ for layer in getattr(run.cache, "layers", [None])}
+        deep = self.count > run.since and layers != {"DynamicLayer"}
         real = bool((run.mask[:, -self.count :] == 1).all()) and min(map(len, run.texts)) > self.count
         return real and not any(run.pads) and (not deep or run.beyond)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import inspect
@@ -19,7 +20,7 @@ from kvinterp.models.transformer_lens_api import generate
 from kvinterp.models.transformers_api import can_generate
 from kvinterp.programs.program import Operation, Runs
 from kvinterp.programs.running import PADDED, Run
-from kvinterp.programs.subject import ModelSubject, Subject, apart
+from kvinterp.programs.subject import Subject, apart
 
 ON_THE_CACHE = {
     "whole": "given the whole text",
@@ -74,21 +75,21 @@ class Generate(Operation):
     def offered(self, run: Run) -> bool:
         """Where ``generate()`` takes it and there is room."""
         subject, width = run.subject, max(self.width, max(run.pads, default=0) + 1)
-        if not isinstance(subject, ModelSubject) or not subject.generates:
+        if not subject.generates:
             return False
         if run.program.rows.told == "mask_alone" and any(run.program.rows.pads):
             return False  # generate() counts positions, which a forward given the mask alone does not go on from.
         if run.ids.shape[1] + width + self.count + ROOM > run.room:
             return False
-        if not subject.adapter.plain:
+        if not subject.native:
             return self.how == "whole" and not run.filled
         if self.how == "static":
             return subject.adapter.takes_static
         if self.how == "embeds":
             return "inputs_embeds" in inspect.signature(subject.model.prepare_inputs_for_generation).parameters
         if self.how in ("assistant", "lookup"):
-            return len(run.texts) == 1 and not getattr(subject.model, "_is_stateful", False)
-        return self.how != "new" or (run.cache is not None and run.filled)
+            return len(run.texts) == 1 and not subject.stateful
+        return self.how != "new" or super().offered(run)
 
     def do(self, run: Runs) -> Iterable[Tensor]:
         """Generates: in an audit as it is, on a path the path's tokens."""
@@ -121,10 +122,11 @@ class Generate(Operation):
 
     def judged(self, run: Run) -> None:
         """Generates, and judges the logits of every new token."""
-        subject: Any = run.subject
-        name = APART.get(self.how) or f"generate(), {ON_THE_CACHE[self.how]}".removesuffix(f", {ON_THE_CACHE['whole']}")
-        if run.cache is not None and run.filled and self.how in ON_THE_CACHE:
+        name = APART.get(self.how, "generate()")
+        if self.how in ON_THE_CACHE and super().offered(run):
             name = f"generate() on a filled cache, {ON_THE_CACHE[self.how]}"
+        elif self.how in ON_THE_CACHE and self.how != "whole":
+            name = f"generate(), {ON_THE_CACHE[self.how]}"
         back = run.aside()
         ids, mask = run.columns(max(self.width, max(run.pads, default=0) + 1))
         full, prompt = torch.cat([run.mask, mask], 1), torch.cat([run.ids, ids], 1)
@@ -133,17 +135,17 @@ class Generate(Operation):
             run.tries("decode step")
         run.tries(f"{name}{PADDED}" if padded else name)
         needed = padded or run.program.rows.told != "needed" or self.how == "new"
-        told = full if needed and "attention_mask" in subject.takes else None
+        told = full if needed and "attention_mask" in run.subject.takes else None
         lengths = [len(text) for text in run.texts]
         run.pending, run.without = (ids, mask), lambda: self._uncached(run, prompt, told, lengths)
-        if not subject.adapter.plain:
-            self._by_transformer_lens(run, ids, mask, told if padded else None)
-            back()
-        elif self.how in APART:
-            self._apart(run, ids, mask, prompt, told)
-            back()
-        else:
+        if run.subject.native and self.how in ON_THE_CACHE:
             self._on_the_cache(run, ids, mask, ids if self.how == "new" else prompt, told)
+            return
+        if run.subject.native:
+            self._apart(run, ids, mask, prompt, told)
+        else:
+            self._by_transformer_lens(run, ids, mask, told if padded else None)
+        back()
 
     @staticmethod
     def _took(run: Run, ids: Tensor, mask: Tensor, new: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -155,19 +157,17 @@ class Generate(Operation):
         return fed
 
     def _on_the_cache(self, run: Run, ids: Tensor, mask: Tensor, prompt: Tensor, told: Tensor | None) -> None:
-        subject: Any = run.subject
-        more: dict[str, Any] = {"prefill_chunk_size": CHUNK} if self.how == "chunks" else {}
+        more = {"prefill_chunk_size": CHUNK} if self.how == "chunks" else {}
         self._write(run, prompt, told, more, run.cache)
-        out = subject.generate(prompt, self.count, told, run.cache, **more)
+        out = run.subject.generate(prompt, self.count, told, run.cache, **more)
         fed = self._took(run, ids, mask, out.sequences[:, prompt.shape[1] :], torch.stack(out.logits, 1))
         from kvinterp.models.transformers_cache import returned_cache
 
-        name, made = returned_cache(out, subject.adapter.takes)
+        name, made = returned_cache(out, run.subject.adapter.takes)
         run.lines += [f"cache = out.{name}"] if run.cache is None and made is not None else []
         run.took(*fed, run.cache if run.cache is not None else made)
 
     def _apart(self, run: Run, ids: Tensor, mask: Tensor, prompt: Tensor, told: Tensor | None) -> None:
-        subject: Any = run.subject
         known: dict[str, dict[str, Any]] = {
             "beams": {"num_beams": 2, "num_return_sequences": 2},
             "lookup": {"prompt_lookup_num_tokens": self.drafts},
@@ -176,12 +176,12 @@ class Generate(Operation):
         }
         given = known.get(self.how, {})
         self._write(run, prompt, told, given, None)
-        given |= self._embedded(subject, prompt)
-        if self.how == "assistant":
-            with subject.adapter.own_state([]):
-                out = subject.generate(prompt, self.count, told, assistant_model=self._assistant(subject))
-        else:
-            out = subject.generate(prompt, self.count, told, **given)
+        given |= self._embedded(run, prompt)
+        with contextlib.ExitStack() as aside:
+            if self.how == "assistant":
+                aside.enter_context(run.subject.adapter.own_state([]))
+                given["assistant_model"] = self._assistant(run.model)
+            out = run.subject.generate(prompt, self.count, told, **given)
         new, logits = out.sequences[:, -self.count :], torch.stack(out.logits, 1)
         if self.how == "beams":
             beams = out.beam_indices[:, : new.shape[1]].tolist()
@@ -192,45 +192,43 @@ class Generate(Operation):
 
     def _by_transformer_lens(self, run: Run, ids: Tensor, mask: Tensor, told: Tensor | None) -> None:
         """TransformerLens's own loop, on a cache of its own."""
-        subject: Any = run.subject
         run.lines.append(
             f"tokens = model.generate(torch.tensor({ids.tolist()}), max_new_tokens={self.count}, do_sample=False)"
         )
-        made, forwards = generate(subject.model, ids, self.count, "yes", told)
+        made, forwards = generate(run.model, ids, self.count, "yes", told)
         logits = torch.stack([forward.logits for forward in forwards], 1)
         self._took(run, ids, mask, made[:, ids.shape[1] :], logits)
 
     def _uncached(self, run: Run, prompt: Tensor, told: Tensor | None, lengths: list[int]) -> float:
         """How far the first logits of ``generate(use_cache=False)`` are from the plain forward."""
-        subject: Any = run.subject
-        if not subject.adapter.plain:
-            logits = generate(subject.model, prompt, 1, "no", told)[1][0].logits
-        else:
+        subject = run.subject
+        if subject.native:
             with subject.running():
-                given = self._embedded(subject, prompt)
+                given = self._embedded(run, prompt)
                 logits = subject.generate(prompt, self.count, told, use_cache=False, **given).logits[0]
+        else:
+            logits = generate(run.model, prompt, 1, "no", told)[1][0].logits
         each = max(1, len(run.texts) // len(prompt))
         texts = [text[:length] for text, length in zip(run.texts[::each], lengths, strict=True)]
         return max(apart(made, subject.alone(text)[-1]) for made, text in zip(logits, texts, strict=True))
 
-    def _embedded(self, subject: Any, prompt: Tensor) -> dict[str, Any]:
-        return {"inputs_embeds": subject.model.get_input_embeddings()(prompt)} if self.how == "embeds" else {}
+    def _embedded(self, run: Run, prompt: Tensor) -> dict[str, Any]:
+        return {"inputs_embeds": run.model.get_input_embeddings()(prompt)} if self.how == "embeds" else {}
 
     @staticmethod
-    def _assistant(subject: ModelSubject) -> Any:
+    def _assistant(model: Any) -> Any:
         """A copy of the model with a head of its own, which drafts what the model takes in part."""
-        helper = copy.deepcopy(subject.model)
+        helper = copy.deepcopy(model)
         head = helper.get_output_embeddings().weight
         noise = torch.randn(head.shape, generator=torch.Generator().manual_seed(0))
         head.add_(WEAKER * head.std() * noise.to(head))
         return helper
 
     def _write(self, run: Run, prompt: Tensor, told: Tensor | None, given: dict[str, Any], cache: Any) -> None:
-        subject: Any = run.subject
         ids = f"torch.tensor({prompt.tolist()})"
         parts = [f"inputs_embeds=model.get_input_embeddings()({ids})" if self.how == "embeds" else ids]
         parts += [] if told is None else [f"attention_mask=torch.tensor({told.tolist()})"]
-        parts += [] if cache is None else [f"{subject.adapter.cache_name}=cache"]
+        parts += [] if cache is None else [f"{run.subject.adapter.cache_name}=cache"]
         parts += [f"{name}={value!r}" for name, value in given.items()]
         parts += ["assistant_model=assistant"] if self.how == "assistant" else []
         run.lines.append(

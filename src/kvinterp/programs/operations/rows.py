@@ -6,7 +6,7 @@ import abc
 import dataclasses
 import random
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from torch import Tensor
 from kvinterp.programs.operations.crop import has
 from kvinterp.programs.program import Operation, Runs
 from kvinterp.programs.running import Run
-from kvinterp.programs.subject import ModelSubject, Subject
+from kvinterp.programs.subject import Subject
 
 MOST = 6
 """The most rows that a cache grows to."""
@@ -24,17 +24,14 @@ MOST = 6
 class _Moved(Operation):
     """The rows of the cache are taken by one of its methods."""
 
+    method: ClassVar[str]
+    """The cache's."""
     proof = ("rows moved", "no row was moved")
 
     def offered(self, run: Run) -> bool:
         """Where the cache and its layers have the method."""
-        batches = super().offered(run) and isinstance(run.subject, ModelSubject) and run.subject.adapter.plain
-        return batches and has(run.cache, self.method) and not any(run.pads) and run.subject.rows > 1
-
-    @property
-    @abc.abstractmethod
-    def method(self) -> str:
-        """The cache's method."""
+        moves = run.subject.native and has(run.cache, self.method) and run.subject.rows > 1
+        return super().offered(run) and moves and not any(run.pads)
 
     @abc.abstractmethod
     def order(self, rows: int) -> list[int]:
@@ -46,10 +43,9 @@ class _Moved(Operation):
 
     def do(self, run: Runs) -> Iterable[Tensor]:
         """Moves them; what is fed next is judged."""
-        rows = self.order(len(run.mask))
-        asked = self.asked(rows, len(run.mask))
-        line = f"cache.{self.method}({asked if isinstance(asked, int) else f'torch.tensor({rows})'})"
-        run.tries(self.method, line)
+        rows = self.order(before := len(run.mask))
+        asked = self.asked(rows, before)
+        run.tries(self.method, f"cache.{self.method}({asked if isinstance(asked, int) else f'torch.tensor({rows})'})")
         run.select(rows, self.method, asked)
         run.count("rows moved", len(rows))
         return ()
