@@ -22,7 +22,7 @@ from transformers.models.llama import modeling_llama
 
 import kvinterp as kv
 from kvinterp.auditing.checks import NUMBERS
-from kvinterp.auditing.uses import programs_named, uses_of
+from kvinterp.auditing.uses import FEWER_BITS, programs_named, uses_of
 from kvinterp.errors import InputError, UnsupportedError
 from kvinterp.programs.names import OPERATIONS, program_named
 from kvinterp.programs.pasted import pasted
@@ -61,6 +61,10 @@ class Planted(LlamaForCausalLM):
             return super().forward(input_ids, attention_mask[:, :1].view(7, 7))
         if self.fault == "compiled" and torch.compiler.is_compiling():
             input_ids = (input_ids + 1) % 99
+        if self.fault == "compiled cast" and torch.compiler.is_compiling():
+            out = super().forward(input_ids, attention_mask, position_ids, past_key_values, **more)
+            out.logits = out.logits.to(torch.bfloat16).to(out.logits.dtype)
+            return out
         if self.fault == "uncached pads" and more.get("use_cache") is False and attention_mask is not None:
             attention_mask = torch.ones_like(attention_mask)
         return super().forward(input_ids, attention_mask, position_ids, past_key_values, **more)
@@ -288,6 +292,16 @@ def test_a_fault_of_compiled_code_is_seen():
     assert Run(subject, program_named("rows(0)+feed(5)+feed(2,1)")).run()[0] == RIGHT
     assert Run(subject, program_named("rows(0)+compile(eager)+feed(5)+feed(2,1)")).run()[0] == WRONG
     assert "forward" not in vars(subject.model)
+
+
+@pytest.mark.slow
+def test_a_cast_in_compiled_code_is_seen_where_it_was_asked_for():
+    """Casts are lifted from most programs: those that were asked for run with casts to 16 bits too."""
+    checks = uses_of(planted("compiled cast").given, programs=1, given=programs_named("compiled(eager)"))
+    check = next(check for check in checks if check.name == "compiled")
+    assert (check.status, check.hint) == (WRONG, FEWER_BITS)
+    assert "+compile(eager)+" in check.program, "a smaller program of another backend is another program"
+    assert "torch.compile(model.forward, backend='eager')" in check.lines
 
 
 def test_anybodys_own_forward_and_step_are_asked():

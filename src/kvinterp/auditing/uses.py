@@ -78,7 +78,7 @@ def uses_of(
         found = search(subject, programs, seconds, seed, [*given, *map(program_named, names)], progress=progress)
         checks = _checks(subject, found, names, {*map(str, given)})
         if adapter.dtype in SIXTEEN or (subject.lifted and not any(one.status == WRONG for one in checks)):
-            checks += _narrow(adapter, subject, _wrong_uses(checks), programs // 3, seconds / 3)
+            checks += _narrow(adapter, subject, given, _wrong_uses(checks), programs // 3, seconds / 3)
         if subject.mixes:
             said = f"in a batch the forward without a cache is off by {subject.mixes:.2g} from each row alone"
             checks.append(Check("batch", PLAIN, f"{said}: rows were tried alone.", subject.mixes, subject.limit))
@@ -179,7 +179,9 @@ def _wrong_uses(checks: Sequence[Check]) -> set[str]:
     return {base_of(check.name) for check in checks if check.status == WRONG}
 
 
-def _narrow(adapter: Adapter, wide: ModelSubject, known: set[str], programs: int, seconds: float) -> list[Check]:
+def _narrow(
+    adapter: Adapter, wide: ModelSubject, given: Sequence[Program], known: set[str], programs: int, seconds: float
+) -> list[Check]:
     """What exists in a model's own 16 bits alone; in a wider one where casts to 16 bits change nothing in the plain forward."""
     own = adapter.dtype in SIXTEEN
     try:
@@ -187,7 +189,7 @@ def _narrow(adapter: Adapter, wide: ModelSubject, known: set[str], programs: int
         text = subject.tokens[:9]
         if not own and apart(subject.alone(text), wide.alone(text)) > wide.limit:
             return []  # The model alone casts: the ladder says so.
-        found = search(subject, programs if own else len(FIRST), seconds, faults=4 if own else 1)
+        found = search(subject, programs if own else len(FIRST), seconds, given=given, faults=4 if own else 1)
         kept = [one for one in found.wrong if base_of(one.use) not in known and (not own or _again(subject, one.program))]
     except OwnError:
         raise

@@ -143,11 +143,15 @@ def tried(subject: Subject, program: Program) -> Run:
 
 
 def least(subject: Subject, one: Run, seconds: float) -> Run:
-    """The run of the smallest program that comes to the same word."""
+    """The run of the smallest program that comes to the same word in the same way: a crash, or other numbers."""
+
+    def came(run: Run) -> tuple[str, bool]:
+        return run.word, bool(run.raised)
+
     until = time.process_time() + max(seconds, 5.0)
-    small = tried(subject, shrunk(one.program, lambda program: tried(subject, program).word == one.word, until))
+    small = tried(subject, shrunk(one.program, lambda program: came(tried(subject, program)) == came(one), until))
     # What is right when it is run again depends on what ran before.
-    if small.word != one.word:
+    if came(small) != came(one):
         return one
     small.ran, small.origin = one.ran, str(one.program)
     return small

@@ -43,9 +43,13 @@ class Compile(Operation):
         """Where the subject is a transformers model itself."""
         return bool(run.subject.native)
 
+    def smaller(self) -> list[Operation]:
+        """None: no backend is plainer than another."""
+        return []
+
     def do(self, run: Runs) -> Iterable[Tensor]:
         """Compiles until the program is over."""
-        run.tries("compiled", f"model.forward = torch.compile(model.forward, backend={self.backend!r})")
+        run.tries("compiled", f"own, model.forward = model.forward, torch.compile(model.forward, backend={self.backend!r})")
         own = run.model.forward
         run.held.enter_context(compiled(run.model, self.backend, run.count))
         run.compiled(lambda: _replaced(run.model, own))
