@@ -6,8 +6,9 @@ of the prompt's last tokens one by one, so that whatever is asked of the model i
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeAlias, TypeVar
 
 import torch
@@ -110,13 +111,32 @@ def write(
         encode(adapter, prompt, max_new_tokens)
         fed_of.append((len(prompt) - prefilled(path, len(prompt), through),))
 
+    def ending(tokens: list[int], token: int) -> str:
+        """Adds a token to a text, and says why the text is over where it is now."""
+        if token in adapter.end_tokens:
+            return "end of sequence"
+        tokens.append(token)
+        # With special tokens, which a stop string may be.
+        if stops and any(stop in adapter.decode(tokens) for stop in stops):
+            return "stop string"
+        return "length" if len(tokens) == max_new_tokens else ""
+
     def work(indices: Sequence[int], fed: int) -> list[Written]:
         draw = Drawing(strategy, seed, [numbers[index] for index in indices], max_new_tokens, adapter.device)
-        writing = _Writing(adapter, max_new_tokens, stops, len(indices))
-        _fed(adapter, path, [prompts[index] for index in indices], fed, max_new_tokens, draw, writing.add)
+        texts, over = [list[int]() for _ in indices], [""] * len(indices)
+        with _decoded(adapter, path, [prompts[index] for index in indices], fed, max_new_tokens, draw, over) as steps:
+            for now in steps:
+                for row, token in enumerate(now.chosen[0].tolist() if now.number >= fed else ()):
+                    over[row] = over[row] or ending(texts[row], token)
         if done is not None:
             done(len(indices))
-        return [writing.written(row) for row in range(len(indices))]
+        return [Written(tuple(tokens), said(tokens), why) for tokens, why in zip(texts, over, strict=True)]
+
+    def said(tokens: list[int]) -> str:
+        tokenizer = adapter.tokenizer
+        text = adapter.decode(tokens) if tokenizer is None else tokenizer.decode(tokens, skip_special_tokens=True)
+        cuts = [place for stop in stops if (place := text.find(stop)) >= 0]
+        return text[: min(cuts, default=len(text))]
 
     return _in_shapes(adapter, path, prompts, fed_of, max_new_tokens, batch_size, work)
 
@@ -160,37 +180,6 @@ def _in_shapes(
         for shape in dict.fromkeys(shapes):
             answer(shape)
     return [answers[index] for index in range(len(rows))]
-
-
-class _Writing:
-    """What the rows of a batch have written, and which of them are over."""
-
-    def __init__(self, adapter: Adapter, most: int, stops: Sequence[str], rows: int) -> None:
-        self._adapter, self._most, self._stops, self._ends = adapter, most, stops, adapter.end_tokens
-        self._tokens: list[list[int]] = [[] for _ in range(rows)]
-        self._ended = [""] * rows
-
-    def add(self, tokens: Sequence[int]) -> list[bool]:
-        """Adds a token to each text that is not over; which are now."""
-        for row, token in enumerate(tokens):
-            if not self._ended[row]:
-                self._ended[row] = self._with(self._tokens[row], token)
-        return [bool(ended) for ended in self._ended]
-
-    def _with(self, tokens: list[int], token: int) -> str:
-        if token in self._ends:
-            return "end of sequence"
-        tokens.append(token)
-        # With special tokens, which a stop string may be.
-        if self._stops and any(stop in self._adapter.decode(tokens) for stop in self._stops):
-            return "stop string"
-        return "length" if len(tokens) == self._most else ""
-
-    def written(self, row: int) -> Written:
-        tokens, tokenizer = self._tokens[row], self._adapter.tokenizer
-        text = self._adapter.decode(tokens) if tokenizer is None else tokenizer.decode(tokens, skip_special_tokens=True)
-        cuts = [place for stop in self._stops if (place := text.find(stop)) >= 0]
-        return Written(tuple(tokens), text[: min(cuts, default=len(text))], self._ended[row])
 
 
 def likelihoods(
@@ -255,21 +244,15 @@ def _scored(
     """The likelihoods of one batch: what was fed after the context, and each of the last tokens that are asked about."""
     sums = torch.zeros(len(rows), dtype=torch.float64, device=adapter.device)
     greedy = torch.ones(len(rows), dtype=torch.bool, device=adapter.device)
-    last: list[tuple[Tensor, Tensor]] = []
-
-    def see(now: Step) -> None:
-        nonlocal sums, greedy
-        if now.number < before:
-            return
-        log_probabilities = torch.log_softmax(now.logits[0].double(), -1)
-        if now.number == fed:
-            last.append((log_probabilities.cpu(), now.chosen[0].cpu()))
-            return
-        sums = sums + log_probabilities.gather(1, now.feeds[0][:, None])[:, 0]
-        greedy = greedy & (now.chosen[0] == now.feeds[0])
-
-    _fed(adapter, path, rows, fed, 1, None, lambda tokens: [True] * len(tokens), see)
-    ((final, top),) = last
+    with _decoded(adapter, path, rows, fed, 1, None, [""] * len(rows)) as steps:
+        for now in steps:
+            if now.number < before:
+                continue
+            log_probabilities, chosen = torch.log_softmax(now.logits[0].double(), -1), now.chosen[0]
+            if now.number < fed:
+                sums = sums + log_probabilities.gather(1, now.feeds[0][:, None])[:, 0]
+                greedy = greedy & (chosen == now.feeds[0])
+    final, top = log_probabilities.cpu(), chosen.cpu()
     return [
         [
             Likelihood(float(sums[row]) + float(final[row, token]), bool(greedy[row]) and int(top[row]) == token)
@@ -279,17 +262,17 @@ def _scored(
     ]
 
 
-def _fed(
+@contextlib.contextmanager
+def _decoded(
     adapter: Adapter,
     path: ExecutionPath,
     rows: Sequence[Tokens],
     fed: int,
     steps: int,
     draw: Callable[[Tensor, int], Tensor] | None,
-    add: Callable[[Sequence[int]], list[bool]],
-    see: Callable[[Step], None] | None = None,
-) -> None:
-    """Prefills rows of equal length but their last ``fed`` tokens, feeds those, and then what is chosen.
+    over: Sequence[str],
+) -> Iterator[Iterator[Step]]:
+    """Prefills rows of equal length but their last ``fed`` tokens, feeds those, and then what is chosen: every step.
 
     Args:
         adapter: The model.
@@ -298,8 +281,7 @@ def _fed(
         fed: How many of each are fed one by one.
         steps: Most tokens that are chosen after them.
         draw: Chooses them, given logits and how many were chosen; greedily unless given.
-        add: Given what was chosen, says which rows are over.
-        see: Shown every step.
+        over: Why each row is over, as the caller notes it; the last ends all.
 
     Raises:
         NonFiniteError: NaN or Inf in logits that decided something.
@@ -307,19 +289,21 @@ def _fed(
     tokens = torch.tensor([list(row) for row in rows], device=adapter.device)
     head = tokens.shape[1] - fed
     given = [[tokens[:, place]] for place in range(head, tokens.shape[1])]
-    collected, over, counts = Collected(), [False] * len(rows), [0] * len(rows)
+    collected, counts = Collected(), [0] * len(rows)
 
     def choose(logits: Tensor, step: int) -> Tensor:
         return logits.argmax(-1) if draw is None or step < fed else draw(logits, step - fed)
 
-    with Runner(adapter, path, tokens[:, :head], fed + steps) as runner:
+    def each() -> Iterator[Step]:
         for now in lockstep([runner], fed + steps, choose, given=given):
             collected.add(now)
-            counts = [count + (not ended) for count, ended in zip(counts, over, strict=True)]
-            if see is not None:
-                see(now)
-            if now.number >= fed and all(over := add(now.chosen[0].tolist())):
-                break
+            counts[:] = [count + (not ended) for count, ended in zip(counts, over, strict=True)]
+            yield now
+            if all(over):
+                return
+
+    with Runner(adapter, path, tokens[:, :head], fed + steps) as runner:
+        yield each()
     _, feeds, sound = (of_lane[0] for of_lane in collected.lists())
     for row, count in enumerate(counts):
         # Of a row that is over nothing is decided by what its batch goes on with.
