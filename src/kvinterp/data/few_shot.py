@@ -60,9 +60,9 @@ class FewShot(abc.ABC):
     def draw(self) -> tuple[list[Example], list[Example]]:
         """Returns the examples that are asked, and the worked examples before each of them."""
 
-    @abc.abstractmethod
     def mark(self, prompt: Prompt) -> str:
-        """The text with which every question begins, such as ``Question:``; may be empty."""
+        """The text with which every question begins, such as ``Question:``; empty where it is not known."""
+        return ""
 
     def prompts(self) -> list[Prompt]:
         """Makes the prompts; ``meta`` names the worked examples and the texts at which a completion is cut.

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import re
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -72,11 +72,12 @@ class Gsm8k(FewShot):
     """
 
     file: str
-    split: str | None = field(default=None, kw_only=True)
-    config: str | None = field(default=None, kw_only=True)
-    train: str | None = field(default=None, kw_only=True)
-    format: str = field(default=f"Question: {QUESTION}\nAnswer:", kw_only=True)
-    answer: str = field(default="strict", kw_only=True)
+    _: KW_ONLY
+    split: str | None = None
+    config: str | None = None
+    train: str | None = None
+    format: str = f"Question: {QUESTION}\nAnswer:"
+    answer: str = "strict"
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -7,7 +7,7 @@ import json
 import logging
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,18 +34,15 @@ class Jsonl(FewShot):
     """
 
     file: str
-    shots: int = field(default=0, kw_only=True)
-    train: str | None = field(default=None, kw_only=True)
-    cut: str = field(default="off", kw_only=True)
+    _: KW_ONLY
+    shots: int = 0
+    train: str | None = None
+    cut: str = "off"
 
     def draw(self) -> tuple[list[Example], list[Example]]:
         """Draws from the file or files."""
         questions, train = self._examples(self.file), None if self.train is None else self._examples(self.train)
         return self.sampled(questions, train, self.file)
-
-    def mark(self, prompt: Prompt) -> str:
-        """Empty, because the beginning of a next prompt is unknown."""
-        return ""
 
     def _examples(self, file: str) -> list[Example]:
         return [Example(prompt, f" {prompt.answer}" if prompt.answer else "") for prompt in prompts_of(Path(str(file)))]

@@ -6,7 +6,7 @@ Their common options are the fields of :class:`kvinterp.data.few_shot.FewShot`.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, replace
 
 from kvinterp.common import spec
 from kvinterp.data.example import Example, Prompt
@@ -27,8 +27,9 @@ class Generated(FewShot):
     """
 
     count: int = 20
-    shots: int = field(default=0, kw_only=True)
-    seed: int = field(default=0, kw_only=True)
+    _: KW_ONLY
+    shots: int = 0
+    seed: int = 0
 
     def draw(self) -> tuple[list[Example], list[Example]]:
         """Generates both; the id of each example is its task, seed and number."""
