@@ -112,21 +112,21 @@ def test_equivalent_noise_writes_a_table_a_figure_and_a_page(tmp_path: Path) -> 
 def test_without_a_policy_nothing_differs_and_readings_are_told_apart_with_one(load: Any) -> None:
     """In float64: what is read back lies otherwise in memory, for which float32 has other kernels on some processors."""
     adapter = load(Case(MODEL, "native", "sdpa"), "float64")
-    exact, stored = (behaviour_of(adapter, "identity", r, 0, 0, **FEW, max_new_tokens=3) for r in ("exact", "stored"))
+    exact, stored = (behaviour_of(adapter, "identity", r, 0, 0, FEW, max_new_tokens=3) for r in ("exact", "stored"))
     pd.testing.assert_frame_equal(exact, stored, rtol=1e-9)
-    noisy = {r: behaviour_of(adapter, "uniform(-2,2)", r, 0, 0, **FEW, max_new_tokens=3) for r in ("exact", "stored")}
+    noisy = {r: behaviour_of(adapter, "uniform(-2,2)", r, 0, 0, FEW, max_new_tokens=3) for r in ("exact", "stored")}
     likely = {r: table["nats"].dropna().to_numpy() for r, table in noisy.items()}
     # Every likelihood meets the cache, under an exact prefill too.
     assert (likely["exact"] != exact["nats"].dropna().to_numpy()).all()
     assert (likely["exact"] != likely["stored"]).all()
-    other = behaviour_of(adapter, "uniform(-2,2)", "exact", 1, 0, **FEW, max_new_tokens=3)
+    other = behaviour_of(adapter, "uniform(-2,2)", "exact", 1, 0, FEW, max_new_tokens=3)
     assert (other["nats"].dropna().to_numpy() != likely["exact"]).all()
 
 
 def test_likelihoods_are_those_of_one_plain_forward(load: Any) -> None:
     adapter = load(Case(MODEL, "native", "sdpa"), "float32")
     (prompt,) = load_prompts("restate:1")
-    table = behaviour_of(adapter, "identity", "exact", 0, 0, **{**FEW, "texts": "restate:1"}, max_new_tokens=2)
+    table = behaviour_of(adapter, "identity", "exact", 0, 0, {**FEW, "texts": "restate:1"}, max_new_tokens=2)
     row = table[table["task"] == "texts"].iloc[0]
     context, whole = adapter.encode(prompt.text), adapter.encode(f"{prompt.text} {prompt.answer}")
     with torch.no_grad():

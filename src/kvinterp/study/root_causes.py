@@ -8,6 +8,7 @@ row of its own, so that every mean has its interval.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -54,34 +55,34 @@ Place = tuple[str, int]
 """A site and a layer."""
 
 
-@torch.no_grad()
-def newest_at(
-    adapter: Adapter,
-    tokens: Tensor,
-    places: Iterable[Place],
-    planted: Mapping[Place, Callable[[Tensor], Tensor]] | None = None,
-) -> tuple[dict[Place, Tensor], Tensor]:
-    """What one forward computes at some places for the newest position, and its logits.
+@contextlib.contextmanager
+def hearing(
+    adapter: Adapter, places: Iterable[Place], planted: Mapping[Place, Callable[[Tensor], Tensor]] | None = None
+) -> Iterator[dict[Place, Tensor]]:
+    """Within it the newest position of what a model computes at some places is noted, by place.
 
     Args:
         adapter: The model.
-        tokens: Token ids ``[1, position]``.
         places: Sites and layers.
         planted: What a tensor is turned into at a place, at every position, before the model goes on with it.
     """
     seen: dict[Place, Tensor] = {}
     changes = planted or {}
 
-    def listener(place: Place) -> Callable[[Tensor], Tensor | None]:
-        def hear(tensor: Tensor) -> Tensor | None:
-            new = changes[place](tensor) if place in changes else None
-            seen[place] = (tensor if new is None else new)[0, -1].clone()
-            return new
+    def hear(tensor: Tensor, place: Place) -> Tensor | None:
+        new = changes[place](tensor) if place in changes else None
+        seen[place] = (tensor if new is None else new)[0, -1].clone()
+        return new
 
-        return hear
+    listeners = {place: [functools.partial(hear, place=place)] for place in (*places, *changes)}
+    with adapter.attached(list(listeners)), adapter.listening(listeners):
+        yield seen
 
-    listeners = {place: [listener(place)] for place in (*places, *changes)}
-    with own_threads(adapter), adapter.attached(list(listeners)), adapter.listening(listeners):
+
+@torch.no_grad()
+def newest_at(adapter: Adapter, tokens: Tensor, *places: Any) -> tuple[dict[Place, Tensor], Tensor]:
+    """What one forward of token ids ``[1, position]`` computes at some places, see :func:`hearing`, and its logits."""
+    with own_threads(adapter), hearing(adapter, *places) as seen:
         logits = adapter.forward(tokens)[0, -1]
     return seen, logits
 
@@ -174,14 +175,14 @@ def propagation(model: Any, prompts: Sequence[Sequence[int]], sources: Sequence[
         clean, _ = newest_at(adapter, tokens, places)
         for source in range(count) if sources is None else sources:
             noisy, _ = newest_at(adapter, tokens, places, {places[source]: lambda x: x.to(torch.float16).to(x.dtype)})
-            drifts = [metrics.residual_drift(noisy[place][None], clean[place][None]) for place in places[source:]]
-            for layer, drift in enumerate(drifts, source):
-                row: dict[str, Any] = {"prompt": number, "source": source, "layer": layer}
-                for name, growth in GROWTH.items():
-                    now, first = float(drift[name]), float(drifts[0][name])
-                    row |= {name: now, growth: now / first if first else float("nan")}
-                rows.append(row)
-    return pd.DataFrame(rows)
+            for place in places[source:]:
+                drift = metrics.residual_drift(noisy[place][None], clean[place][None])
+                rows.append((number, source, place[1], *(float(drift[name]) for name in GROWTH)))
+    table = pd.DataFrame(rows, columns=["prompt", "source", "layer", *GROWTH])
+    for name, growth in GROWTH.items():
+        at_source = table.groupby(["prompt", "source"])[name].transform("first")
+        table[growth] = table[name] / at_source.where(at_source > 0)
+    return table
 
 
 def kv_write_error(
@@ -230,17 +231,11 @@ def kv_write_error(
     return pd.DataFrame(rows)
 
 
-Written = dict[tuple[str, int], Tensor]
+Written = dict[Place, Tensor]
 
 
 def _written(adapter: Adapter, hooks: BlockHooks, prefill: int) -> Iterator[tuple[int, Written, Written]]:
-    tensors: Written = {}
-    places = list(itertools.product(("k", "v"), range(adapter.facts.layers)))
-
-    def listener(place: tuple[str, int]) -> Callable[[Tensor], None]:
-        return lambda tensor: tensors.__setitem__(place, tensor[0, -1].clone())
-
-    with adapter.attached(places), adapter.listening({place: [listener(place)] for place in places}):
+    with hearing(adapter, itertools.product(("k", "v"), range(adapter.facts.layers))) as tensors:
         _, cache = hooks.feed(0, prefill)
         for position in range(prefill, hooks.reference.tokens.shape[1]):
             _, cache = hooks.feed(position, position + 1, cache)

@@ -75,10 +75,8 @@ def kl_by_step_of(steps: pd.DataFrame) -> pd.DataFrame:
     for labels, group in conditions(steps, "model", "strategy", "protocol"):
         by, before = group.groupby("step"), group[~group["after_flip"]].groupby("step")
         table = by.agg(mean_kl=("kl", "mean"), n_examples=("example", "nunique"), rows=("kl", "size"))
-        over = [typical(rows["kl"], rows["example"]) for _, rows in by]
-        table.insert(1, "median_kl", [middle.median for middle in over])
-        table.insert(2, "low", [middle.low for middle in over])
-        table.insert(3, "high", [middle.high for middle in over])
+        over = pd.DataFrame([typical(rows["kl"], rows["example"]) for _, rows in by], index=table.index)
+        table = table.assign(median_kl=over["median"], low=over["low"], high=over["high"])
         counts = before.agg(flips=("flipped", "sum"), at_risk=("flipped", "size"))
         table = table.join(counts.reindex(table.index, fill_value=0)).reset_index()
         tables.append(table.assign(**labels)[[*labels, *table.columns]])
@@ -92,11 +90,12 @@ def survival_of(decodes: pd.DataFrame) -> pd.DataFrame:
         A row a model, strategy and step at which a decode ended or flipped, see
         :func:`kvinterp.metrics.survival.survival_by_step`.
     """
-    tables = []
-    for labels, group in conditions(decodes[decodes["protocol"] == "matched"], "model", "strategy"):
-        # The step of the first flip, or the last step where there is none.
-        time = group["flip_index"].fillna(group["steps"] - 1)
-        tables.append(survival_by_step(time, group["diverged"]).assign(**labels))
+    # The step of the first flip, or the last step where there is none.
+    ended = decodes.assign(time=decodes["flip_index"].fillna(decodes["steps"] - 1))
+    tables = [
+        survival_by_step(group["time"], group["diverged"]).assign(**labels)
+        for labels, group in conditions(ended[ended["protocol"] == "matched"], "model", "strategy")
+    ]
     return pd.concat(tables, ignore_index=True)
 
 

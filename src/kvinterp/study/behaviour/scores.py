@@ -87,14 +87,12 @@ def scored(examples: pd.DataFrame) -> pd.DataFrame:
     for metric, measure in METRICS.items():
         table = observed(examples, metric)
         (control,) = [column for column in table.columns if column[0] == CONTROL]
-        for column in table.columns:
-            if column == control:
-                continue
-            both = table[[column, control]].dropna().to_numpy().T
-            if both.shape[1]:
+        for column in (column for column in table.columns if column != control):
+            mine, others = table[[column, control]].dropna().to_numpy().T
+            if len(mine):
                 policy, reading = column
                 head = {"policy": policy, "reading": reading, "metric": metric, "repeats": int(repeats[column])}
-                rows.append(head | _compared(both[0], both[1], measure))
+                rows.append(head | _compared(mine, others, measure))
     table = pd.DataFrame(rows)
     real = table["policy"] != AGAIN
     tested = table[real & table["p"].notna()]
@@ -121,34 +119,32 @@ def contrasted(examples: pd.DataFrame, contrasts: Mapping[str, Mapping[tuple[str
             differences = sum(weight * table[column] for column, weight in weights.items())
             differing = pd.Series(differences).dropna().to_numpy()
             if len(differing):
-                ends, p = _interval((differing,), np.mean), metrics.sign_flips(differing).p
+                ends, p = _interval(np.mean, differing), metrics.sign_flips(differing).p
                 rows.append((name, metric, differing.mean(), *ends, p, len(differing)))
     return pd.DataFrame(rows, columns=["contrast", "metric", "difference", "low", "high", "p", "prompts"])
 
 
 def _compared(mine: np.ndarray, control: np.ndarray, measure: Measure) -> dict[str, Any]:
-    def ratio(a: np.ndarray, b: np.ndarray, axis: int = -1) -> Any:
+    def ratio(a: np.ndarray, b: np.ndarray) -> Any:
         with np.errstate(divide="ignore", invalid="ignore"):
-            return 100 * measure.told(a.mean(axis)) / measure.told(b.mean(axis))
+            return 100 * measure.told(a.mean()) / measure.told(b.mean())
 
-    def difference(a: np.ndarray, b: np.ndarray, axis: int = -1) -> Any:
-        return measure.told(a.mean(axis)) - measure.told(b.mean(axis))
+    def difference(a: np.ndarray, b: np.ndarray) -> Any:
+        return measure.told(a.mean()) - measure.told(b.mean())
 
-    zero = float(measure.told(control.mean())) == 0
-    percent = (np.nan,) * 3 if zero else (float(ratio(mine, control)), *_interval((mine, control), ratio))
-    low, high = _interval((mine, control), difference)
+    value, of_control = (float(measure.told(scores.mean())) for scores in (mine, control))
+    percent = (float(ratio(mine, control)), *_interval(ratio, mine, control)) if of_control else (np.nan,) * 3
     return {
-        "value": float(measure.told(mine.mean())),
-        "control": float(measure.told(control.mean())),
+        "value": value,
+        "control": of_control,
         **with_ends("percent", *percent),
         "difference": float(difference(mine, control)),
-        "low": low,
-        "high": high,
+        **_interval(difference, mine, control)._asdict(),
         "prompts": len(mine),
         "p": metrics.sign_flips(mine - control).p,
     }
 
 
-def _interval(columns: tuple[np.ndarray, ...], statistic: Callable[..., Any]) -> metrics.Interval:
+def _interval(statistic: Callable[..., Any], *columns: np.ndarray) -> metrics.Interval:
     """Over prompts, which are resampled."""
     return metrics.clustered_interval(statistic, np.arange(len(columns[0])), *columns, resamples=_RESAMPLES)

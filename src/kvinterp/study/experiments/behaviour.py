@@ -4,15 +4,16 @@ This is the FP16 paper's behavioural characterisation (arXiv 2604.15409, section
 decode runs in the matched protocol: both paths get the same tokens, so any difference is arithmetic. Up to the first
 flipped token the paper's free protocol, where each path gets its own tokens, gives the same bits, so only decodes that
 flip run free as well. Greedy decoding draws nothing and runs once, however many seeds there are. Two nulls stand beside
-each result, and the distance of each path from float64.
+each result.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import pandas as pd
 
 from kvinterp.common import words
@@ -54,7 +55,6 @@ from kvinterp.study.experiments.kit import (
     tried,
 )
 
-TRUTH = "recompute@float64"
 NULLS = ("same path twice", "longer suffix")
 
 
@@ -83,7 +83,7 @@ class Behaviour(OfModels):
         among=words.Stop,
     )
     kernels: str = option("native", "Kernels for both paths, such as split_k(8,float16).")
-    controls: int = option(8, "How many examples to run the nulls and the float64 reference on.", min=0)
+    controls: int = option(8, "How many examples to run the nulls on.", min=0)
     block: int = option(10, "How many examples make one piece of work, which a restarted run does not repeat.", min=1)
     batch_size: int = option(1, "The most prompts in one batch. Batching is used only where it gives the same bits.", min=1)
 
@@ -105,13 +105,9 @@ class Behaviour(OfModels):
                 for turn, strategy in enumerate(strategies):
                     for seed in range(1 if strategy == "greedy" else self.seeds):
                         cells.append(Cell(f"{key}-{block}-{turn}-{seed}", self.decoded, settings))
-            if not self.controls:
-                continue
-            for turn, strategy in enumerate(strategies):
-                for null in NULLS:
-                    settings = {"model": model, "strategy": strategy, "null": null}
-                    cells.append(Cell(f"{key}-null-{turn}-{null.split()[0]}", self.null_of, settings))
-            cells.append(Cell(f"{key}-oracle", self.oracle_of, {"model": model}))
+            for (turn, strategy), null in itertools.product(enumerate(strategies), NULLS if self.controls else ()):
+                settings = {"model": model, "strategy": strategy, "null": null}
+                cells.append(Cell(f"{key}-null-{turn}-{null.split()[0]}", self.null_of, settings))
         return cells
 
     def decoded(self, keys: Sequence[str], keep: Callable[..., None], model: str, first: int, most: int) -> None:
@@ -147,26 +143,13 @@ class Behaviour(OfModels):
         row = strategy, null, *counts, largest.max(), steps["kl"].mean(), len(comparison.examples), adapter.facts.name
         return pd.DataFrame([row], columns=_NULL)
 
-    def oracle_of(self, model: str) -> pd.DataFrame:
-        """The largest logit error of each path, both fed the tokens that float64 chooses, and which is nearer to float64."""
-        adapter, rows = self.adapter(model), []
-        for example, prompt in enumerate(load_prompts(self.prompts)[: self.controls]):
-            options = self.choices("max_new_tokens", "stop") | {"lanes": (Memory().lane, Runner)}
-            steps = [compare_examples(adapter, prompt, TRUTH, path, **options).steps for path in paths_of(self.kernels)]
-            errors = {f"error_{side}": table["max_abs_logit"].max() for side, table in zip("ab", steps, strict=True)}
-            rows.append({"example": example, "id": prompt.id, **errors})
-        table = pd.DataFrame(rows).dropna()
-        apart = table["error_a"] - table["error_b"]
-        return table.assign(nearer=np.select([apart < 0, apart > 0], ["a", "b"], "equal"), model=adapter.facts.name)
-
     # What it comes to ----------------------------------------------------------------------------------------------------
 
     def tables(self, parts: Parts) -> Tables:
         """What the decodes say, and the controls."""
         decodes = joined(parts)
         tables = behaviour_tables(decodes["decodes"], decodes["steps"])
-        for name, part, columns in (("nulls", "-null-", _NULL), ("oracle", "-oracle", _ORACLE)):
-            tables[name] = joined(parts, part).get("table", pd.DataFrame(columns=columns))
+        tables["nulls"] = joined(parts, "-null-").get("table", pd.DataFrame(columns=_NULL))
         return tables | {name: decodes[name] for name in ("flip_steps", "flip_tokens", "failures")}
 
     # What was found ----------------------------------------------------------------------------------------------------
@@ -183,10 +166,10 @@ class Behaviour(OfModels):
         return [line, *failures_of(result)]
 
     def rows(self, result: Result) -> Rows:
-        """Flips, KL, answers, nulls, and which path is nearer to float64."""
+        """Flips, KL, answers and nulls."""
         tables = result.tables
-        examples: dict[str, Any] = {"by": ("model", "strategy"), "unit": "examples"}
-        shares: dict[str, Any] = {**examples, "measure": "%"}
+        of_row = functools.partial(finding_from, by=("model", "strategy"), unit="examples")
+        share = functools.partial(of_row, measure="%")
         free = only(tables["divergence"], protocol="free").set_index(["model", "strategy"], drop=False)
         for row in only(tables["divergence"], protocol="matched").to_dict("records"):
             apart = free.loc[row["model"], row["strategy"]]
@@ -195,32 +178,29 @@ class Behaviour(OfModels):
                 "is of two texts"
             )
             for side, note in ((row, ""), (apart, beyond * bool(apart["above_bound"]))):
-                yield finding_from(side, f"median KL of an example, {side['protocol']}", "typical_kl", **examples,
-                                   measure="nats", note=f"mean {number(side['mean_kl'])}{note}")  # fmt: skip
-            yield finding_from(row, "decodes in which a token flips", "rate", **shares,
-                               note=f"{row['diverged']} of {row['decodes']} decodes")  # fmt: skip
-            yield finding_from(row, "steps at risk that flip", "flip_rate", **shares)
-            yield finding_from(row, "largest difference of a logit, fed the same", "max_abs_logit", **examples, ends=UNKNOWN,
-                               note=f"allows a KL of {number(row['kl_bound'])} at most")  # fmt: skip
+                yield of_row(side, f"median KL of an example, {side['protocol']}", "typical_kl", measure="nats",
+                             note=f"mean {number(side['mean_kl'])}{note}")  # fmt: skip
+            yield share(
+                row, "decodes in which a token flips", "rate", note=f"{row['diverged']} of {row['decodes']} decodes"
+            )
+            yield share(row, "steps at risk that flip", "flip_rate")
+            yield of_row(row, "largest difference of a logit, fed the same", "max_abs_logit", ends=UNKNOWN,
+                         note=f"allows a KL of {number(row['kl_bound'])} at most")  # fmt: skip
         for row in tables["accuracy"].to_dict("records"):
             for side, path in (("a", "cached"), ("b", "recompute")):
-                yield finding_from(row, "right answers", f"accuracy_{side}", **shares, ends=UNKNOWN, path=path)
-            tested = {"test": row["test"], "p": row["p"], "p_corrected": row["p_bh"]}
-            yield finding_from(row, "right answers, cached less recompute", "difference", **examples, **tested)
+                yield share(row, "right answers", f"accuracy_{side}", ends=UNKNOWN, path=path)
+            yield of_row(row, "right answers, cached less recompute", "difference", test=row["test"], p=row["p"],
+                         p_corrected=row["p_bh"])  # fmt: skip
         for (model, null), group in tables["nulls"].groupby(["model", "null"], sort=False):
             differ, steps, flips = group[["differing_steps", "steps", "flips"]].sum().astype(int)
             yield finding(f"null, {null}: steps whose logits differ", differ / max(steps, 1), n=steps, unit="steps",
                           measure="%", note=f"{flips} chosen tokens with them", model=model)  # fmt: skip
-        for model, group in tables["oracle"].groupby("model", sort=False):
-            nearer, what = group["nearer"], "examples in which the cached path is nearer to float64"
-            yield finding(what, (nearer == "a").mean(), n=len(group), unit="examples", measure="%", model=model,
-                          note=f"neither in {(nearer == 'equal').sum()}")  # fmt: skip
 
     def charts(self, result: Result) -> Charts:
         """KL of every step, how long decodes stay the same, and the answers of both paths."""
         tables, made = result.tables, next(iter(result.summary["provenance"].values()))
         notes = [f"kernels {made['kernels']}", f"{made['max_new_tokens']} tokens at most", f"until {made['stop']}"]
-        by: dict[str, Any] = {"x": "step", "color": "strategy", "facet": "model", "xlabel": "decode step", "ends": "band"}
+        panel = functools.partial(Panel, x="step", color="strategy", facet="model", xlabel="decode step", ends="band")
         table = ends_of(tables["survival"], "survival")
         # Before the first flip all survive.
         begin = table.groupby(["model", "strategy"], sort=False).head(1).assign(step=0, survival=1.0, low=1.0, high=1.0)
@@ -230,11 +210,11 @@ class Behaviour(OfModels):
         right = accuracy.melt("line", ["accuracy_a", "accuracy_b"], "path", "right")
         return {
             "behaviour_kl_by_step": Chart("How far apart the two paths are at every step", [
-                Panel(only(tables["kl_by_step"], protocol=protocol), y="median_kl", label=f"median KL (nats),\n{protocol}", **by)
+                panel(only(tables["kl_by_step"], protocol=protocol), y="median_kl", label=f"median KL (nats),\n{protocol}")
                 for protocol in ("matched", "free")
             ], notes),
             "behaviour_survival": Chart("How long decodes stay the same (Kaplan and Meier)", [
-                Panel(pd.concat([begin, table]), y="survival", kind="step", scale="share", label=label, **by)
+                panel(pd.concat([begin, table]), y="survival", kind="step", scale="share", label=label)
             ], notes),
             "behaviour_accuracy": Chart("Right answers on both paths", [
                 Panel(right, "right", "line", "dots", color="path", scale="share", label="share of right answers",
@@ -252,7 +232,6 @@ class Behaviour(OfModels):
 
 
 _NULL = ("strategy", "null", "steps", "differing_steps", "flips", "max_abs_logit", "mean_kl", "n", "model")
-_ORACLE = ("example", "id", "error_a", "error_b", "nearer", "model")
 
 
 def paths_of(kernels: str) -> tuple[str, str]:

@@ -7,6 +7,7 @@ the effect of another random draw. Chains of one text and seed draw the same ran
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -33,6 +34,7 @@ from kvinterp.study.behaviour.chains import (
     share_kept,
     tokens_of,
 )
+from kvinterp.study.behaviour.divergence import conditions
 from kvinterp.study.experiments.kit import (
     Cell,
     Chart,
@@ -217,30 +219,28 @@ class Chain(Experiment):
 
     def rows(self, result: Result) -> Rows:
         """Where the chains of each arm end beside those without a policy, which come back to a text, what draws their lengths."""
-        at, by = ("model", "temperature"), ("model", "temperature", "arm")
-        tables = result.tables
+        at, tables = ("model", "temperature"), result.tables
+        of_arm = functools.partial(finding_from, by=(*at, "arm"), unit="texts")
         texts = tables["chains"].groupby("model")["text"].nunique()
         for row in tables["deltas"].assign(n=tables["deltas"]["model"].map(texts)).to_dict("records"):
             if row["arm"] == CONTROL:
                 half = f"{row['halved']} of {counted(row['chains'], 'chain')} fall to a half"
-                what = "similarity of the last text to the first"
-                yield finding_from(row, what, "similarity", by, unit="texts", note=half)
-                yield finding_from(row, "facts kept", "facts", by, unit="texts", measure="%")
+                yield of_arm(row, "similarity of the last text to the first", "similarity", note=half)
+                yield of_arm(row, "facts kept", "facts", measure="%")
                 continue
             counts = "{better} better, {worse} worse, {same_text} with the same last text, of {chains}".format(**row)
-            yield finding_from(row, "last similarity, less that without a policy", "delta", by, unit="texts", null=0,
-                               verdict="every last text is the same, to the letter" * (row["same_text"] == row["chains"]),
-                               note="the null: only the seeds differ" if row["arm"] == NULL else counts)  # fmt: skip
-        for (model, temperature), group in tables["cycles"].groupby([*at], sort=False):
+            yield of_arm(row, "last similarity, less that without a policy", "delta", null=0,
+                         verdict="every last text is the same, to the letter" * (row["same_text"] == row["chains"]),
+                         note="the null: only the seeds differ" if row["arm"] == NULL else counts)  # fmt: skip
+        for labels, group in conditions(tables["cycles"], *at):
             again = group["period"].notna()
             fixed = f"{(group['period'] == 1).sum()} of them to a fixed point" * bool(again.any())
             yield finding("chains that come back to a text, to the letter", again.mean(), n=len(group), unit="chains",
-                          measure="%", note=fixed, model=model, temperature=temperature)  # fmt: skip
+                          measure="%", note=fixed, **labels)  # fmt: skip
         pulls = only(tables["attractors"], arm=CONTROL, of="words").dropna(subset=["strength", "position"])
         for row in pulls[pulls["strength"].between(0, 2, inclusive="neither")].to_dict("records"):
-            what = f"pull to {number(row['position'])} words (1: in one hop)"
-            hops = {"n": row["pairs"], "unit": "hops", "note": "successive hops taken as independent"}
-            yield finding_from(row, what, "strength", at, **hops)
+            yield finding_from(row, f"pull to {number(row['position'])} words (1: in one hop)", "strength", at, n=row["pairs"],
+                               unit="hops", note="successive hops taken as independent")  # fmt: skip
 
     def charts(self, result: Result) -> Charts:
         """Similarity by hop, the final difference of every arm beside no policy, and a map of them."""

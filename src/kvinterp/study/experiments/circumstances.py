@@ -12,6 +12,8 @@ import torch
 from kvinterp.models import Adapter
 from kvinterp.models.provenance import provenance
 
+_PLACES = ("_name_or_path", "name_or_path", "tokenizer_name")
+
 
 def circumstances(adapter: Adapter) -> dict[str, Any]:
     """Provenance (versions, device, threads, kernels, weights), and the digests of config, buffers and tokenizer.
@@ -19,12 +21,17 @@ def circumstances(adapter: Adapter) -> dict[str, Any]:
     Args:
         adapter: The model that runs.
     """
-    sources = (adapter.source, adapter.model)
-    configs = [getattr(module, name, None) for module in sources for name in ("config", "cfg")]
+    configs = [getattr(module, name, None) for module in (adapter.source, adapter.model) for name in ("config", "cfg")]
+    plain = [config.to_dict() for config in configs if callable(getattr(config, "to_dict", None))]
+    buffers = [
+        (name, tuple(buffer.shape), buffer.dtype, None if buffer.is_meta else _digest(_bytes(buffer)))
+        for name, buffer in sorted(adapter.model.named_buffers())
+    ]
     return {
         **provenance(adapter),
-        "config": _digest(json.dumps([_plain(config) for config in configs], sort_keys=True, default=str)),
-        "buffers": _buffers(adapter.model),
+        # Where the checkpoint lies does not change what it computes.
+        "config": _digest([{k: v for k, v in config.items() if k not in _PLACES} for config in plain]),
+        "buffers": _digest(buffers),
         "tokenizer": _tokenizer(adapter.tokenizer),
     }
 
@@ -48,20 +55,8 @@ def tried(adapter: Adapter, paths: Iterable[str]) -> None:
         run(adapter, few, path, max_new_tokens=3, stop="length")
 
 
-def _plain(config: Any) -> Any:
-    to_dict = getattr(config, "to_dict", None)
-    # Where the checkpoint lies does not change what it computes.
-    places = ("_name_or_path", "name_or_path", "tokenizer_name")
-    return {k: v for k, v in to_dict().items() if k not in places} if callable(to_dict) else None
-
-
-def _buffers(model: torch.nn.Module) -> str:
-    digest = hashlib.sha256()
-    for name, tensor in sorted(model.named_buffers()):
-        digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
-        if not tensor.is_meta:
-            digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()[:16]
+def _bytes(tensor: torch.Tensor) -> bytes:
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def _tokenizer(tokenizer: Any) -> str | None:
@@ -69,9 +64,9 @@ def _tokenizer(tokenizer: Any) -> str | None:
         return None
     fast = getattr(tokenizer, "backend_tokenizer", None)
     words = fast.to_str() if fast is not None else sorted(tokenizer.get_vocab().items())
-    special = {name: str(value) for name, value in getattr(tokenizer, "special_tokens_map", {}).items()}
-    return _digest(json.dumps([words, special, getattr(tokenizer, "add_bos_token", None)], sort_keys=True, default=str))
+    return _digest([words, getattr(tokenizer, "special_tokens_map", {}), getattr(tokenizer, "add_bos_token", None)])
 
 
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+def _digest(value: Any) -> str:
+    whole = value if isinstance(value, bytes) else json.dumps(value, sort_keys=True, default=str).encode()
+    return hashlib.sha256(whole).hexdigest()[:16]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kvinterp.errors import NonFiniteError, UnsupportedError
+from kvinterp.findings import UNKNOWN
 from kvinterp.metrics.equivalent_noise import SUMS, error_sums, noise_of_sums
 from kvinterp.models.inputs import encode
 from kvinterp.models.threads import own_threads
@@ -30,7 +32,6 @@ from kvinterp.study.experiments.kit import (
     Rows,
     argument,
     counted,
-    finding,
     finding_from,
     joined,
     listed,
@@ -116,14 +117,13 @@ class EquivalentNoise(OfModel):
         """Size, bias, flipped signs and zeros of the error of every policy on K and on V, smallest first."""
         prompts = result.summary["prompts"]
         for row in _smallest_first(result).to_dict("records"):
-            labels = {name: row[name] for name in _WHOLE}
-            note = f"stored in {number(row['bits'])} bits"
-            yield finding_from(row, "root mean square of the error", "relative_rms", n=prompts, measure="of the tensor's own",
-                               note=note, **labels)  # fmt: skip
-            shown = {"bias": ("bias", "of the tensor's own root mean square")} if row["bias"] else {}
-            shown |= {name: (what, "%") for name, what in SHARES.items() if row[name] not in (0, 1)}
-            for name, (what, measure) in shown.items():
-                yield finding(what, row[name], n=prompts, measure=measure, **labels)
+            of_error = functools.partial(finding_from, row, by=_WHOLE, n=prompts)
+            yield of_error("root mean square of the error", "relative_rms", measure="of the tensor's own",
+                           note=f"stored in {number(row['bits'])} bits")  # fmt: skip
+            known = functools.partial(of_error, ends=UNKNOWN)
+            if row["bias"]:
+                yield known("bias", "bias", measure="of the tensor's own root mean square")
+            yield from (known(what, name, measure="%") for name, what in SHARES.items() if row[name] not in (0, 1))
 
     def charts(self, result: Result) -> Charts:
         """Size, bias and flipped signs of the error of every policy, smallest first."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -120,15 +120,11 @@ class KvError(OfModel):
 
         Raises:
             InputError: A policy does not fit a design.
-            UnsupportedError: The model cannot run one of the policies.
         """
         designs = {name: designed(name, self.base, self.rms, adapter.facts) for name in self.chosen_designs()}
         if self.policies:
-            designs["given"] = Design(self.policies)
-        return {
-            name: dataclasses.replace(design, policies=tuple(map(str, equivalent_noise.usable(design.policies, adapter))))
-            for name, design in designs.items()
-        }
+            designs["given"] = Design(tuple(dict.fromkeys(str(policy_named(text)) for text in self.policies)))
+        return designs
 
     def chosen_designs(self) -> list[str]:
         """The names of the designs."""
@@ -187,8 +183,11 @@ class KvError(OfModel):
 
     def measured(self, label: str, policy: str, reading: str, repeat: int, draw: int) -> pd.DataFrame:
         """The examples of one policy, reading and repeat."""
-        names = ("instructions", "problems", "texts", "strings", "strategy", "max_new_tokens")
-        table = behaviour_of(self.adapter(), policy, reading, repeat, draw, **self.choices(*names))
+        sources, options = (
+            self.choices("instructions", "problems", "texts", "strings"),
+            self.choices("strategy", "max_new_tokens"),
+        )
+        table = behaviour_of(self.adapter(), policy, reading, repeat, draw, sources, **options)
         return table.assign(policy=label, reading=reading, repeat=repeat)
 
     def noise_of(self, policy: str) -> pd.DataFrame:
@@ -265,17 +264,17 @@ class KvError(OfModel):
         def panel(table: pd.DataFrame, metrics: Sequence[str], x: str, y: str = "policy", **options: Any) -> Panel:
             return Panel(table[table["metric"].isin(metrics)], x, y, **{"facet": "metric", "titles": _TITLES, **options})
 
-        by: dict[str, Any] = {"kind": "dots", "color": "reading", "names": readings}
-        of_control: dict[str, Any] = {"label": "% of control", "level": 100, **by}
+        dots = functools.partial(panel, kind="dots", color="reading", names=readings)
+        of_control = functools.partial(dots, label="% of control", level=100)
         with_error = percent[percent["metric"].isin(ANSWERS) & (percent["relative_rms"] > 0) & percent["percent"].notna()]
         full = with_error["bits"].max()
         of = [f"{bits:g} bits" if bits < full else "noise" for bits in with_error["bits"]]
-        less: dict[str, Any] = {"x": "difference", "y": "contrast", "kind": "dots", "scale": "linear", "level": 0}
+        less = functools.partial(panel, contrasts, x="difference", y="contrast", kind="dots", scale="linear", level=0)
         return {
             "kv_error": Chart("What each policy does to behaviour", [
-                panel(percent, ANSWERS, "percent", scale="linear", **of_control),
-                panel(percent, ["perplexity"], "percent", scale="log", **of_control),
-                panel(shares, SHARES, "value", label="share", scale="share", **by),
+                of_control(percent, ANSWERS, "percent", scale="linear"),
+                of_control(percent, ["perplexity"], "percent", scale="log"),
+                dots(shares, SHARES, "value", label="share", scale="share"),
             ]),
             "kv_error_noise": Chart("Does the size of the error foretell what it does?", [
                 panel(group, ANSWERS, "relative_rms", "percent", kind="points", xscale="log", color="of", scale="linear",
@@ -284,8 +283,8 @@ class KvError(OfModel):
                 for reading, group in with_error.assign(of=of).groupby("reading", sort=False)
             ]),
             "kv_error_contrasts": Chart("Contrasts of the designs", [
-                panel(contrasts, ["instructions", "problems"], label="difference of shares", **less),
-                panel(contrasts, ["perplexity"], facet="", titles={}, label="difference of the logarithm of perplexity", **less),
+                less(["instructions", "problems"], label="difference of shares"),
+                less(["perplexity"], facet="", titles={}, label="difference of the logarithm of perplexity"),
             ]),
         }  # fmt: skip
 
@@ -320,10 +319,7 @@ def behaviour_of(
     reading: str,
     repeat: int,
     draw: int,
-    instructions: str,
-    problems: str,
-    texts: str,
-    strings: str,
+    sources: Mapping[str, str],
     strategy: str = "greedy",
     max_new_tokens: int = 100,
 ) -> pd.DataFrame:
@@ -338,10 +334,8 @@ def behaviour_of(
         reading: What the prefill reads, one of :data:`READINGS`.
         repeat: Which draws of the noise.
         draw: Which draws of the sampling.
-        instructions: Prompts that are scored.
-        problems: The same.
-        texts: Prompts with an answer, whose likelihood is measured.
-        strings: Prompts of whose texts strings are made.
+        sources: The prompts: ``instructions`` and ``problems`` are scored, the likelihood of the answers of ``texts`` is
+            measured, and ``strings`` are cut from texts.
         strategy: How tokens are chosen.
         max_new_tokens: Most tokens of a text.
 
@@ -371,12 +365,14 @@ def behaviour_of(
         return {"correct": likely.greedy, "nats": -likely.log_probability / len(after), "tokens": len(after)}
 
     tasks: dict[str, list[tuple[Any, ...]]] = {}
-    for task, source in (("instructions", instructions), ("problems", problems)):
-        prompts = load_prompts(source)
+    for task in ("instructions", "problems"):
+        prompts = load_prompts(sources[task])
         known = task_words(prompts)
         tasks[task] = [(prompt.id, text, prompt, known) for prompt in prompts]
-    tasks["texts"] = [(prompt.id, likelihood, prompt.text, f" {prompt.answer}") for prompt in load_prompts(texts)]
-    tasks["strings"] = [(name, likelihood, context, word) for name, context, word in strings_of(strings)]
+    tasks["texts"] = [
+        (prompt.id, likelihood, prompt.text, f" {prompt.answer}") for prompt in load_prompts(sources["texts"])
+    ]
+    tasks["strings"] = [(name, likelihood, context, word) for name, context, word in strings_of(sources["strings"])]
     rows = []
     with own_threads(adapter):
         for task, questions in tasks.items():

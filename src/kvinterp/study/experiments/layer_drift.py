@@ -10,6 +10,7 @@ the recompute path against itself, with the same rows among more rows.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,7 +19,7 @@ import numpy as np
 import pandas as pd
 from scipy import stats
 
-from kvinterp.comparison import Comparison, recordable
+from kvinterp.comparison import Comparison
 from kvinterp.metrics.inference import corrected
 from kvinterp.metrics.massive import SUFFIX
 from kvinterp.models.inputs import encode_all
@@ -113,13 +114,11 @@ class LayerDrift(OfModels):
         """
         adapter, prompts = self.adapter(model), load_prompts(self.prompts)
         paths = f"cached[kernels={self.kernels}]", f"recompute[kernels={self.kernels}]"
-        known, _ = recordable(adapter, None, range(adapter.facts.layers))
-        sites = [site for site in known if site in ("resid_post", "pattern")]
         with adapter.one_call():
             for example, key in numbered(keys).items():
                 prompt = prompts[example]
                 options = self.choices("strategy", "seed", "max_new_tokens") | {"examples": [example]}
-                matched = free = compare_examples(adapter, prompt, *paths, record=sites, **options)
+                matched = free = compare_examples(adapter, prompt, *paths, record="resid_post", **options)
                 tables = {"examples": matched.failures}
                 if matched.failures.empty:
                     if matched.examples["flip_index"].notna().any():
@@ -154,13 +153,13 @@ class LayerDrift(OfModels):
         return lines
 
     def rows(self, result: Result) -> Rows:
-        """Drift in the first and last layer, its growth, what the rule of equal tokens removed, the tests, and the heads."""
+        """Drift in the first and last layer, its growth, what the rule of equal tokens removed, and the tests."""
         for model in dict.fromkeys(result.tables["drift_examples"]["model"]):
             tables = {name: only(table, model=model) for name, table in result.tables.items() if "model" in table}
             yield from ({"model": model, **row} for row in _rows_of_model(tables))
 
     def charts(self, result: Result) -> Charts:
-        """Drift by layer, the paper's step, growth from layer to layer, and attention by head."""
+        """Drift by layer, the paper's step, and growth from layer to layer."""
         tables = result.tables
         means = tables["drift_by_layer"].rename(columns={"median": "drift"})
         if means.empty:
@@ -178,29 +177,24 @@ class LayerDrift(OfModels):
         }
         one = only(means, selection=ONE_STEP, protocol="free")
         rules = {"none": "every row, as in the paper", "same tokens": "rows where both read the same tokens"}
-        by: dict[str, Any] = {"x": "layer", "facet": "model"}
+        panel = functools.partial(Panel, x="layer", facet="model")
         label = "of resid_post\n(median, 95% interval)"
         growth = tables["amplification"].dropna(subset=["ratio"])
         return {
             "layer_drift": Chart(
                 "Drift of the residual stream by layer, both paths fed the same tokens",
-                [Panel(only(every, measure=m), y="drift", color="line", names=streams, label=f"{NAMES[m]} {label}", **by)
+                [panel(only(every, measure=m), y="drift", color="line", names=streams, label=f"{NAMES[m]} {label}")
                  for m in ("l2", "relative_l2")],
             ),
             "layer_drift_decode_step_1": Chart(
                 "The paper's decode step 1, each path fed its own text",
-                [Panel(only(one, measure=m), y="drift", color="rule", names=rules, label=f"{m} {label}",
-                       scale="linear" if m == "cosine" else "zero", **by) for m in ("l2", "cosine")],
+                [panel(only(one, measure=m), y="drift", color="rule", names=rules, label=f"{m} {label}",
+                       scale="linear" if m == "cosine" else "zero") for m in ("l2", "cosine")],
             ),
             "layer_drift_amplification": Chart(
                 "Growth of the drift from layer to layer",
-                [Panel(growth, y="ratio", color="measure", names=NAMES, level=1,
-                       label="drift over that of the layer before\n(median example, 95% interval)", **by)],
-            ),
-            "layer_drift_heads": Chart(
-                "Attention by head",
-                [Panel(tables["head_kl"], "head", "layer", "map", color="kl", facet="model", xlabel="query head",
-                       label="mean attention KL (nats);\nblank: exactly 0")],
+                [panel(growth, y="ratio", color="measure", names=NAMES, level=1,
+                       label="drift over that of the layer before\n(median example, 95% interval)")],
             ),
         }  # fmt: skip
 
@@ -211,11 +205,10 @@ def _rows_of_model(tables: Tables) -> Rows:
     matched, null = (only(means, selection=EVERY_STEP, protocol=name) for name in ("matched", NULL))
     at = ["measure", "layer"]
     matched = matched.merge(null[[*at, "median"]], "left", at, suffixes=("", "_of_null"))
-    labels: dict[str, Any] = {"unit": "examples"}
+    of_row = functools.partial(finding_from, unit="examples")
     for measure, name in list(NAMES.items())[:3] if len(matched) else ():
         for row in only(matched, measure=measure).iloc[[0, -1]].drop_duplicates("layer").to_dict("records"):
-            null_of_layer = {"null": row["median_of_null"], "layer": row["layer"], **labels}
-            yield finding_from(row, f"median {name} of resid_post", "median", **null_of_layer)
+            yield of_row(row, f"median {name} of resid_post", "median", null=row["median_of_null"], layer=row["layer"])
     grown = tables["amplification"].dropna(subset=["ratio"])
     l2 = only(grown, measure="l2").set_index("layer")
     if len(l2):
@@ -224,7 +217,7 @@ def _rows_of_model(tables: Tables) -> Rows:
         most = (enough if len(enough) else l2)["ratio"].idxmax()
         for row in only(grown, layer=most).to_dict("records"):
             what = f"growth of {NAMES[row['measure']]}, in the layer where L2 grows most"
-            yield finding_from(row, what, "ratio", measure="times", layer=most, **labels)
+            yield of_row(row, what, "ratio", measure="times", layer=most)
     for row in only(tables["layer_drift_rows"], protocol="free").to_dict("records"):
         what = f"rows of other tokens, each path fed its own text, {row['selection']}"
         yield finding(what, row["removed"] / row["rows"], n=row["rows"], unit="rows", measure="%",
@@ -233,19 +226,11 @@ def _rows_of_model(tables: Tables) -> Rows:
     for row in only(cosine, layer=cosine["layer"].min()).to_dict("records"):
         which = "every row" if row["rule"] == "none" else "rows of the same tokens"
         what = f"median cosine at the paper's decode step 1, {which}"
-        yield finding_from(row, what, "median", layer=row["layer"], **labels)
+        yield of_row(row, what, "median", layer=row["layer"])
     for (contrast, test), table in only(tables["layer_tests"], measure="l2").groupby(["contrast", "test"], sort=False):
         effect, middle = table.loc[table["p_bh"] < LEVEL, "effect"], 0.5 if test == "Mann-Whitney" else 0.0
         yield finding(f"layers with more L2 than {CONTRASTS[contrast]}", (effect > middle).sum(), n=len(table), unit="layers",
                       test=test, note=f"BH at {LEVEL:g}; less in {(effect < middle).sum()}")  # fmt: skip
-    heads = tables["head_kl"]
-    if heads.empty:
-        return
-    largest = heads.loc[heads["kl"].idxmax()]
-    place = dict(largest[["layer", "head"]]) if largest["kl"] > 0 else {}
-    derived = "derived beside the kernel, which shows no pattern" if (heads["pattern"] == "derived").any() else ""
-    yield finding("largest mean attention KL of a head", largest["kl"], n=largest["n"], measure="nats", note=derived, **place,
-                  **labels)  # fmt: skip
 
 
 # One example -----------------------------------------------------------------------------------------------------------
@@ -255,18 +240,15 @@ def of_example(matched: Comparison, free: Comparison) -> Tables:
     """The tables of one example.
 
     Args:
-        matched: Both paths on the same tokens, with resid_post, and the patterns where the model shows them.
+        matched: Both paths on the same tokens, with resid_post.
         free: Each on its own; the same where nothing flips.
     """
     columns = ["example", "step", "layer", *MEASURES]
-    heads = matched.heads[matched.heads["step"] > 0]
-    kl = heads.groupby(["example", "layer", "head", "pattern"], as_index=False)["kl"].mean()
     other_text = free.layers["after_flip"].astype(bool) & (free.provenance["protocol"] == "free")
     examples = matched.examples[["example", "id", "prompt_tokens", "steps", "flip_index"]]
     return {
         "drift": matched.layers[columns],
         "removed": free.layers.loc[other_text, columns],
-        "heads": kl,
         "examples": examples.assign(
             free_steps=free.examples["steps"].to_numpy(),
             mean_kl=free.examples["mean_kl"].to_numpy(),
@@ -310,7 +292,7 @@ def tables_of(parts: Tables, step: int, divergent: int, contrasts: Sequence[str]
     """The tables of all models.
 
     Args:
-        parts: Those of the examples: drift, removed, heads, examples, null.
+        parts: Those of the examples: drift, removed, examples, null.
         step: The step of the paper's selection.
         divergent: Of how many examples it is.
         contrasts: What a layer is tested against.
@@ -338,15 +320,12 @@ def tables_of(parts: Tables, step: int, divergent: int, contrasts: Sequence[str]
         for name, table in selections.items()
     ).groupby(["model", "protocol", "selection"], sort=False)["removed"]
     matched = matched[matched["step"] > 0]
-    heads = parts["heads"].groupby(["model", "layer", "head", "pattern"], sort=False)["kl"]
     return {
         "layer_drift": every.loc[every["same_tokens"], ["model", "protocol", "example", "step", "layer", *MEASURES]],
         "layer_drift_rows": counts.agg(rows="size", removed="sum").reset_index(),
         "drift_by_layer": pd.concat(means, ignore_index=True),
         "layer_tests": layer_tests_of(matched, parts["null"], contrasts),
         "amplification": _by_model(matched, amplification_of),
-        # Each example counts once.
-        "head_kl": heads.agg(kl="mean", n="size").reset_index(),
         "drift_examples": examples.assign(divergent=examples.index.isin(highest.index)),
     }
 

@@ -150,13 +150,14 @@ class Localisation(OfModels):
     def reduce(self, parts: Parts) -> Result:
         """The sweeps and the split of every model, and their tables one below the other."""
         tables, told = gathered(parts)
-        sweeps, splits = sweeps_and_splits(tables, told)
+        found = found_in(tables, told)
+        said = [{"model": model, "part": part, **one.summary()} for (model, part), one in found.items()]
         tables["chosen"] = self._chosen(parts).drop(columns="number")
-        tables["recovery_by_layer"] = recovery_by_layer(sweeps)
+        tables["recovery_by_layer"] = recovery_by_layer(found)
         summary = {
             "chosen": tables["chosen"].to_dict("records"),
-            "sweeps": [{"model": model, "part": part, **found.summary()} for (model, part), found in sweeps.items()],
-            "decompositions": [{"model": model, **found.summary()} for model, found in splits.items()],
+            "sweeps": [one for one in said if one["part"] != SPLIT],
+            "decompositions": [one for one in said if one["part"] == SPLIT],
             "by_layer": tables["recovery_by_layer"].to_dict("records"),
             "provenance": self.provenances(),
             "told": told,
@@ -188,28 +189,23 @@ class Localisation(OfModels):
             note = f"the highest of {counted(labels, 'example')}; {flips} flip a token"
             extra = {"unit": "examples", "measure": "nats", "model": model, "note": note}
             yield median_of("mean KL of an example that is patched, free protocol", group["mean_kl"], **extra)
-        sweeps, splits = sweeps_and_splits(result.tables, result.summary["told"])
-        for (model, part), found in sweeps.items():
-            yield from ({"model": model, "part": part, **row} for row in rows_of_sweep(found))
-        for model, split in splits.items():
-            yield from ({"model": model, **row, "part": f"split, {row['part']}"} for row in rows_of_decomposition(split))
+        for (model, part), one in found_in(result.tables, result.summary["told"]).items():
+            for row in rows_of_decomposition(one) if part == SPLIT else rows_of_sweep(one):
+                yield {"model": model, "part": part, **row} | ({"part": f"split, {row['part']}"} if part == SPLIT else {})
 
     def charts(self, result: Result) -> Charts:
         """The map of all patches, and of each model the paper's patch by example and the split."""
-        sweeps, splits = sweeps_and_splits(result.tables, result.summary["told"])
-        charts: Charts = {}
-        if sweeps:
-            table = result.tables["recovery_by_layer"]
-            measures = {part: RECOVERED[swept.provenance["distance"]] for (_, part), swept in sweeps.items()}
+        told, charts = result.summary["told"], dict[str, Chart]()
+        found, table = found_in(result.tables, told), result.tables["recovery_by_layer"]
+        if len(table):
+            measures = {part: RECOVERED[one.provenance["distance"]] for (_, part), one in found.items() if part != SPLIT}
             table = table.assign(patch=[f"{row.part}, {row.sweep} ({measures[row.part]})" for row in table.itertuples()])
             panel = Panel(table, "layer", "patch", "map", "median", facet="model", scale="signed", label="median recovery")
             charts["localisation"] = Chart("What each patch recovers, layer by layer", [panel], ["in brackets: of what"])
-        for place, swept in enumerate(swept for (_, part), swept in sweeps.items() if part == "paper"):
-            for chart in list(charts_of_sweep(swept, of_model(swept.provenance)).values())[:1]:
-                charts[f"localisation_paper_{place}"] = chart
-        for place, split in enumerate(splits.values()):
-            for chart in charts_of_decomposition(split, of_model(split.provenance)).values():
-                charts[f"localisation_decomposition_{place}"] = chart
+        for (model, part), one in found.items():
+            draw: Callable[..., Charts] = charts_of_decomposition if part == SPLIT else charts_of_sweep
+            for chart in list(draw(one, of_model(one.provenance)).values())[:1] if part in ("paper", SPLIT) else ():
+                charts[f"localisation_{part}_{[*told].index(model)}"] = chart
         return charts
 
 
@@ -228,28 +224,25 @@ def gathered(parts: Parts) -> tuple[Tables, dict[str, Any]]:
     return joined(parts, _PATCHED), told
 
 
-def recovery_by_layer(sweeps: Mapping[tuple[str, str], Sweep]) -> pd.DataFrame:
-    """What the patches of all models and parts recover, layer by layer."""
-    tables = [found.aggregate().assign(model=model, part=part) for (model, part), found in sweeps.items()]
-    return pd.concat(tables, ignore_index=True) if tables else pd.DataFrame()
-
-
-def sweeps_and_splits(
-    tables: Tables, told: Mapping[str, Mapping[str, Any]]
-) -> tuple[dict[tuple[str, str], Sweep], dict[str, Decomposition]]:
-    """The sweeps by model and part and the splits by model of what :func:`gathered` gives, as what made them gives them."""
-    sweeps: dict[tuple[str, str], Sweep] = {}
-    splits: dict[str, Decomposition] = {}
+def found_in(tables: Tables, told: Mapping[str, Mapping[str, Any]]) -> dict[tuple[str, str], Any]:
+    """The sweep of each model and part, or its split, of what :func:`gathered` gives."""
+    found: dict[tuple[str, str], Any] = {}
     parted = {name: table for name, table in tables.items() if "part" in table}
     for model, part, about in ((model, *pair) for model, parts in told.items() for pair in parts.items()):
         own = {name: only(table, model=model, part=part).drop(columns=["model", "part"]) for name, table in parted.items()}
         if part == SPLIT:
-            splits[model] = Decomposition(own["decomposition"], own["layers"], about)
+            found[model, part] = Decomposition(own["decomposition"], own["layers"], about)
         else:
             # One without controls has an empty table, without those of the others' distances.
             controls = own["controls"] if len(own.get("controls", ())) else pd.DataFrame()
-            sweeps[model, part] = Sweep(own["recovery"], own["steps"], controls, about)
-    return sweeps, splits
+            found[model, part] = Sweep(own["recovery"], own["steps"], controls, about)
+    return found
+
+
+def recovery_by_layer(found: Mapping[tuple[str, str], Any]) -> pd.DataFrame:
+    """What the patches of all models and parts recover, layer by layer."""
+    tables = [one.aggregate().assign(model=model, part=part) for (model, part), one in found.items() if part != SPLIT]
+    return pd.concat(tables, ignore_index=True) if tables else pd.DataFrame()
 
 
 def chosen_of(ranked: pd.DataFrame, count: int) -> pd.DataFrame:

@@ -9,6 +9,7 @@ the other larger?
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -148,14 +149,14 @@ class Mitigate(OfModel):
     def rows(self, result: Result) -> Rows:
         """What each path leaves and costs, and whether each policy's error adds to the path's."""
         for row in result.tables["mitigations"].to_dict("records"):
-            nats: dict[str, Any] = {"n": row["prompts"], "measure": "nats", "path": row["path"]}
-            yield finding_from(row, "median KL left, of the path's own recompute path", "typical_kl",
-                               note=FRONT if row["pareto"] else "", **nats)  # fmt: skip
-            yield finding("mean KL left", row["mean_kl"], **nats)
-            shares = {"n": row["steps"], "unit": "steps", "measure": "%"}
-            yield finding("flips", row["flips"] / max(row["steps"], 1), **nats | shares)
-            yield finding("mean KL from float64", row["truth_kl"], **nats)
-            yield from (finding(what, row[cost], path=row["path"]) for cost, what in COSTS.items())
+            of_path = functools.partial(finding, path=row["path"])
+            nats = functools.partial(of_path, n=row["prompts"], measure="nats")
+            yield nats("median KL left, of the path's own recompute path", row["typical_kl"], (row["low"], row["high"]),
+                       note=FRONT if row["pareto"] else "")  # fmt: skip
+            yield nats("mean KL left", row["mean_kl"])
+            yield of_path("flips", row["flips"] / max(row["steps"], 1), n=row["steps"], unit="steps", measure="%")
+            yield nats("mean KL from float64", row["truth_kl"])
+            yield from (of_path(what, row[cost]) for cost, what in COSTS.items())
         for row in result.tables["interactions"].to_dict("records"):
             word = "more than their sum" if row["low"] > 0 else "less than their sum" if row["high"] < 0 else ""
             word = word or ("too few prompts" if pd.isna(row["low"]) else "not told apart from their sum")
@@ -166,7 +167,7 @@ class Mitigate(OfModel):
         """Divergence left against rows computed; and of policies and paths where they were crossed."""
         table = result.tables["mitigations"]
         table = table.assign(line=table["pareto"].map({True: FRONT, False: "behind it"}))
-        lines: dict[str, Any] = {"y": "path", "kind": "dots", "color": "line"}
+        dots = functools.partial(Panel, y="path", kind="dots", color="line")
         crossed = result.tables["interactions"]
         crossed = crossed.assign(added=crossed["policy_alone"] + crossed["path_alone"])
         bars = {
@@ -178,9 +179,8 @@ class Mitigate(OfModel):
         long = crossed.melt("policy", list(bars), "part", "error")
         return {
             "mitigations": Chart("What is left, and what it costs", [
-                Panel(table, "typical_kl", label="KL from its recompute path (nats, median, 95% interval)", **lines),
-                Panel(table, "rows_a_token", label="rows that a block computes for each new token", scale="log", ends="none",
-                      **lines),
+                dots(table, "typical_kl", label="KL from its recompute path (nats, median, 95% interval)"),
+                dots(table, "rows_a_token", label="rows that a block computes for each new token", scale="log", ends="none"),
             ]),
             "mitigations_interaction": Chart("Does a policy's error add to that of decoding from a cache?", [
                 Panel(long, "error", "policy", "dots", color="part", names=bars, label="mean squared logit error")

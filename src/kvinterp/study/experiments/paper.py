@@ -10,6 +10,7 @@ step 1 elsewhere in kvinterp, where the prefill's token is step 0.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import io
 import itertools
 import logging
@@ -57,7 +58,7 @@ from kvinterp.study.experiments.kit import (
     sampled,
 )
 from kvinterp.study.experiments.layer_drift import NULL, ONE_STEP, LayerDrift
-from kvinterp.study.experiments.localisation import Localisation, chosen_of, gathered, recovery_by_layer, sweeps_and_splits
+from kvinterp.study.experiments.localisation import Localisation, chosen_of, found_in, gathered, recovery_by_layer
 
 log = logging.getLogger("kvinterp")
 
@@ -214,12 +215,8 @@ class Paper(OfModels):
             patched = 4 * few * adapter.facts.layers * min(preset["patched_steps"], self.max_new_tokens)
             # Where no token flips the free protocol costs nothing; where all decodes flip, the recompute path runs twice more.
             seconds += np.array([steps + patched, 3 * steps + patched]) * (time.perf_counter() - begun) / 4
-        low, high = (
-            counted(max(round(each / 60), 1), "minute") if each < 7200 else f"{each / 3600:.0f} hours" for each in seconds
-        )
-        log.info(
-            "about %s here if no token flips, up to %s if all decodes do; what is finished is not done again", low, high
-        )
+        low, high = (f"{each / 60:.0f} minutes" if each < 7200 else f"{each / 3600:.0f} hours" for each in seconds)
+        log.info("%s here if no token flips, up to %s if all decodes do; what is finished is not done again", low, high)
 
     # What it comes to ----------------------------------------------------------------------------------------------------
 
@@ -253,8 +250,7 @@ class Paper(OfModels):
     def _recovery(self, parts: Parts) -> pd.DataFrame:
         if not (patched := those(parts, "localisation-")):
             return pd.DataFrame()
-        sweeps, _ = sweeps_and_splits(*gathered(patched))
-        table = recovery_by_layer(sweeps)
+        table = recovery_by_layer(found_in(*gathered(patched)))
         if table.empty:
             return table
         names = [_PATCHES[place] for place in zip(table["part"], table["sweep"], strict=True)]
@@ -487,15 +483,15 @@ def views_of(tables: Tables) -> list[Panel]:
     at = {"margin_at_flip": "at a first flip", "margin_elsewhere": "at other steps"}
     correlations = correlations[correlations["method"].isin(METHODS)].dropna(subset=["value"])
     lines = correlations["model"].map(_bare) + ", " + correlations["method"].map(METHODS)
-    dots: dict[str, Any] = {"y": "line", "kind": "dots"}
+    dots = functools.partial(Panel, y="line", kind="dots")
     return [
         Panel(points, "flip_index", "kl", "points", color="model", facet="quantity", titles=names, label="mean KL (nats)",
               xlabel="step of the first flip"),
-        Panel(thirds.dropna(subset=["ratio"]), "ratio", color="quantity", names=names, scale="log", level=1,
-              label="mean KL of the earliest third of flips over the latest", **dots),
-        Panel(correlations.assign(line=lines), "value", color="quantity", names=names, scale="linear", level=0,
-              label="Pearson's correlation of flip step and mean KL", **dots),
-        Panel(margins, "margin", color="at", names=at, scale="linear", label="margin of the two highest logits (median)", **dots),
+        dots(thirds.dropna(subset=["ratio"]), "ratio", color="quantity", names=names, scale="log", level=1,
+             label="mean KL of the earliest third of flips over the latest"),
+        dots(correlations.assign(line=lines), "value", color="quantity", names=names, scale="linear", level=0,
+             label="Pearson's correlation of flip step and mean KL"),
+        dots(margins, "margin", color="at", names=at, scale="linear", label="margin of the two highest logits (median)"),
     ]  # fmt: skip
 
 

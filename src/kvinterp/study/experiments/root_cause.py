@@ -9,6 +9,7 @@ query heads that share it.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -221,11 +222,11 @@ def sums_chart(table: pd.DataFrame) -> Chart:
     table = table[table["head_dim"].isna() | (table["head_dim"] == table["head_dim"].min())]
     means = table.groupby(["product", "accumulate", "length"], sort=False)[list(ERRORS)].mean().reset_index()
     names = {name: f"sums kept in {name}" for name in dict.fromkeys(means["accumulate"])}
-    options: dict[str, Any] = {"color": "accumulate", "names": names, "facet": "product", "xscale": "doubling"}
-    rows = [
-        Panel(means, "length", column, label=f"error relative to\n{to}", xlabel="sequence length (positions)", **options)
-        for column, to in ERRORS.items()
-    ]
+    panel = functools.partial(
+        Panel, means, "length", color="accumulate", names=names, facet="product", xscale="doubling",
+        xlabel="sequence length (positions)",
+    )  # fmt: skip
+    rows = [panel(column, label=f"error relative to\n{to}") for column, to in ERRORS.items()]
     return Chart("Error of one sum against its length", rows)
 
 
@@ -244,11 +245,8 @@ def growth_chart(table: pd.DataFrame) -> Chart:
     """Absolute and relative L2 of the residual stream behind one rounded block."""
     middle = table.groupby(["model", "source", "layer"], sort=False)[list(STREAM)].median().reset_index()
     names = {source: f"rounded in layer {source}" for source in sorted(middle["source"].unique())}
-    by: dict[str, Any] = {"x": "layer", "color": "source", "names": names, "facet": "model"}
-    rows = [
-        Panel(middle, y=column, label=f"{name} of resid_post\n(median over prompts)", **by)
-        for column, name in STREAM.items()
-    ]
+    panel = functools.partial(Panel, middle, "layer", color="source", names=names, facet="model")
+    rows = [panel(column, label=f"{name} of resid_post\n(median over prompts)") for column, name in STREAM.items()]
     return Chart("One rounded block, everything else in float64", rows)
 
 
@@ -322,18 +320,15 @@ def heads_chart(table: pd.DataFrame) -> Chart:
     """Query heads reached, and the drift of attention's output and of the last stream."""
     keys = ["tensor", "query_heads_per_kv_head"]
     by = table.groupby(keys)[["share_touched", *SPREAD]].median().reset_index()
-    options: dict[str, Any] = {
-        "x": keys[1],
-        "color": "tensor",
-        "names": {tensor: f"error planted in {tensor}" for tensor in ("K", "V")},
-        "xscale": "doubling",
-        "xlabel": "query heads a KV head",
-    }
+    names = {tensor: f"error planted in {tensor}" for tensor in ("K", "V")}
+    panel = functools.partial(
+        Panel, x=keys[1], color="tensor", names=names, xscale="doubling", xlabel="query heads a KV head"
+    )
     label = "share of the layer's\nquery heads reached"
     drifts = by.melt(keys, list(SPREAD), "quantity", "drift")
     rows = [
-        Panel(by, y="share_touched", scale="share", label=label, **options),
-        Panel(drifts, y="drift", facet="quantity", titles=SPREAD, label="median", **options),
+        panel(by, y="share_touched", scale="share", label=label),
+        panel(drifts, y="drift", facet="quantity", titles=SPREAD, label="median"),
     ]
     return Chart("One KV head's error, against how many query heads share the head", rows)
 

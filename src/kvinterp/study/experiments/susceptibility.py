@@ -9,6 +9,7 @@ change of a logit cannot flip), and how far the model's own rounding, cached aga
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -100,17 +101,14 @@ class Susceptibility(OfModel):
         """How well flips are foretold, and the model's own rounding."""
         steps = tables["steps"]
         rounding = only(steps, size=0)
+        about, differ = _about(rounding), rounding["max_abs_logit"] > 0
         return super().summary(tables) | {
             **self.choices("noise", "seeds"),
             "prompts": int(steps["example"].nunique()),
             "positions": len(steps[["example", "step"]].drop_duplicates()),
             "brier": brier_of(steps[steps["size"] > 0]),
-            "rounding": {
-                "steps": len(rounding),
-                "flips": int(rounding["flip"].sum()),
-                "differ": int((rounding["max_abs_logit"] > 0).sum()),
-                "rms_logit": float(rounding["rms_logit"].mean()),
-            },
+            "rounding": {name: about[name] for name in ("steps", "flips")}
+            | {"differ": int(differ.sum()), "rms_logit": float(rounding["rms_logit"].mean())},
         }
 
     # What was found ----------------------------------------------------------------------------------------------------
@@ -145,13 +143,13 @@ class Susceptibility(OfModel):
         scale = (
             "no step flips, or all do" if np.isnan(brier["skill"]) else "1 would be perfect, 0 is no better than the rate"
         )
-        of_steps: dict[str, Any] = {"n": own["steps"], "unit": "steps"}
+        of_steps = functools.partial(finding, n=own["steps"], unit="steps")
         yield finding("steps certified not to flip", certain["certified"] / certain["steps"], n=certain["steps"], unit="steps",
                       measure="%", note="their margin exceeds twice the largest change of a logit")  # fmt: skip
         yield finding_from(brier, "skill of the chance foretold from margin and logit noise", "skill", n=summary["prompts"],
                            note=scale)  # fmt: skip
-        yield finding("flips by the model's own rounding", own["flips"] / max(own["steps"], 1), measure="%", **of_steps)
-        yield finding("RMS of the logits' change by the model's own rounding", own["rms_logit"], **of_steps)
+        yield of_steps("flips by the model's own rounding", own["flips"] / max(own["steps"], 1), measure="%")
+        yield of_steps("RMS of the logits' change by the model's own rounding", own["rms_logit"])
 
     def charts(self, result: Result) -> Charts:
         """Flip rate against the size of the noise, and the observed rate against the chance foretold."""
@@ -227,7 +225,7 @@ def flip_rates_of(steps: pd.DataFrame) -> pd.DataFrame:
     for number, part in _classes(steps):
         for size, group in part.groupby("size"):
             rms = {"rms_logit": group["rms_logit"].mean()}
-            rows.append({"bin": number, "size": size, **_bounds(group), **_counts(group), **_rate(group, "rate"), **rms})
+            rows.append({"bin": number, "size": size, **_about(group), **_rate(group, "rate"), **rms})
     return pd.DataFrame(rows)
 
 
@@ -244,23 +242,20 @@ def thresholds_of(steps: pd.DataFrame) -> pd.DataFrame:
         columns = [part[name].to_numpy(float) for name in ("size", "flip")]
         by_size, threshold = part.groupby("size"), _half(*columns)
         sizes = by_size["rms_logit"].mean().clip(lower=1e-30)
-        numbers, why = dict.fromkeys(("threshold", "low", "high", "rms_logit"), np.nan), ""
+        numbers = dict.fromkeys(("threshold", "low", "high", "rms_logit"), np.nan)
+        why = "below the smallest size" if by_size["flip"].mean().iloc[0] >= 0.5 else "above the largest size"
         if sizes.index[0] <= threshold <= sizes.index[-1]:
             ends = metrics.clustered_interval(_half, part["example"].to_numpy(), *columns, resamples=RESAMPLES)
             level = np.exp(np.interp(np.log(threshold), np.log(sizes.index), np.log(sizes)))
-            numbers = {"threshold": threshold, **ends._asdict(), "rms_logit": float(level)}
-        else:
-            why = "below the smallest size" if by_size["flip"].mean().iloc[0] >= 0.5 else "above the largest size"
-        rows.append({"bin": number, **_bounds(part), **numbers, **_counts(part), "why": why})
+            numbers, why = {"threshold": threshold, **ends._asdict(), "rms_logit": float(level)}, ""
+        rows.append({"bin": number, **_about(part), **numbers, "why": why})
     return pd.DataFrame(rows)
 
 
-def _bounds(steps: pd.DataFrame) -> dict[str, float]:
-    return {"margin_low": steps["margin_low"].min(), "margin_high": steps["margin_high"].max()}
-
-
-def _counts(steps: pd.DataFrame) -> dict[str, int]:
-    return {"steps": len(steps), "prompts": steps["example"].nunique(), "flips": int(steps["flip"].sum())}
+def _about(steps: pd.DataFrame) -> dict[str, Any]:
+    """The bounds of the margin of some steps, how many there are, of how many prompts, and how many flip."""
+    bounds = {"margin_low": steps["margin_low"].min(), "margin_high": steps["margin_high"].max()}
+    return bounds | {"steps": len(steps), "prompts": steps["example"].nunique(), "flips": int(steps["flip"].sum())}
 
 
 def _rate(steps: pd.DataFrame, name: str) -> dict[str, float]:
@@ -293,15 +288,10 @@ def calibration_of(steps: pd.DataFrame) -> pd.DataFrame:
     """
     known = steps.dropna(subset=["predicted"])
     rows = [
-        {
-            "at_least": EDGES[number],
-            "below": EDGES[number + 1],
-            **_counts(group),
-            "predicted": group["predicted"].mean(),
-            **_rate(group, "observed"),
-        }
+        {"at_least": EDGES[number], "below": EDGES[number + 1], "predicted": group["predicted"].mean()}
+        | _about(group) | _rate(group, "observed")
         for number, group in known.groupby(np.digitize(known["predicted"], EDGES[1:-1]))
-    ]
+    ]  # fmt: skip
     names = ["at_least", "below", "steps", "prompts", "predicted", "observed", "low", "high"]
     return pd.DataFrame(rows, columns=names)
 
