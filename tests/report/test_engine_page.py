@@ -13,7 +13,6 @@ from browser import EVIL, IN_A_BROWSER, Opened, check_markup, check_page
 from kvinterp.auditing.checks import Check
 from kvinterp.auditing.verdict import Verdict
 from kvinterp.study.report.engine import OPEN, engine_fragment, page, shaded
-from kvinterp.study.report.page import Folded, Shaded, Text
 
 RNG = np.random.default_rng(0)
 
@@ -39,25 +38,20 @@ def verdict(tokens: pd.DataFrame | None, word: str = "bug", **given: Any) -> Ver
     return Verdict(word, None, 20, "", "", {}, checks, (), reading, provenance={"model": EVIL}, given=found, tokens=tokens)
 
 
-def looks(parts: list[Any]) -> list[list[tuple[str, str, str]]]:
-    inner = [part.parts[0] if isinstance(part, Folded) else part for part in parts]
-    return [list(part.tokens) for part in inner if isinstance(part, Shaded) and part.tokens]
-
-
 def test_shades_are_units_of_rounding_and_the_worst_sequence_is_first() -> None:
-    parts = shaded(table(), (0.01, "rounding"), 20)
-    first, *_ = looks(parts)
-    heads = [part.text for part in parts if isinstance(part, Text) and part.look == "h3"]
-    assert heads[0].startswith("s3: ")
+    found = shaded(table(), (0.01, "rounding"), 20)
+    looks = [sequence["tokens"] for sequence in found["sequences"]]
+    first = looks[0]
+    assert found["sequences"][0]["heading"].startswith("s3: ")
+    assert len(found["sequences"]) == 8
     assert [look for _, look, _ in first[8:12]] == ["p", "p", "", ""], "half a unit has no shade"
     assert first[20][1] == "a4 s"
     assert {look for _, look, _ in first[21:]} == {"a4"}, "31 units, above ours"
     assert first[20][2].startswith("20: engine -1.6")
-    assert "from there on" in parts[1].text
-    assert sum(isinstance(part, Folded) for part in parts) == 8 - OPEN
-    (missing,) = (row[5] for row in looks(parts) if row[5][1].startswith("n"))
+    assert found["behind"] == 8 * 20
+    (missing,) = (row[5] for row in looks if row[5][1].startswith("n"))
     assert missing[2] == "5: not given"
-    assert {row[0][1] for row in looks(parts)} == {"p"}, "the first token has no log-prob, and nobody left it out"
+    assert {row[0][1] for row in looks} == {"p"}, "the first token has no log-prob, and nobody left it out"
 
 
 @IN_A_BROWSER[0]
@@ -71,5 +65,6 @@ def test_the_page_in_a_browser(page_opened: Callable[..., Opened], tmp_path: Pat
     check_page(page_opened, file)
     opened = page_opened(file)
     check_markup(opened)
+    assert opened.page.locator("details .shaded").count() == 8 - OPEN
     opened.quiet()
     assert "<img" not in engine_fragment(verdict(every))

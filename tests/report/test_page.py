@@ -11,15 +11,14 @@ from typing import Any
 
 import pytest
 
+from kvinterp.auditing.verdict import Verdict
+from kvinterp.study.report.audit import page_of
 from kvinterp.study.report.page import (
     Answer,
     Column,
-    Folded,
     Links,
     Packed,
-    Pairs,
     Picture,
-    Shaded,
     Table,
     Text,
     fragment,
@@ -27,19 +26,14 @@ from kvinterp.study.report.page import (
 )
 
 EVIL = "<script>alert('x')</script>&\"quoted\""
-HEAD = [Column(EVIL, kind) for kind in ("", "number", "text", "pre", "code")]
+HEAD = [Column(EVIL, kind) for kind in ("", "number", "text", "code")]
 PARTS = [
-    *(Text(EVIL, EVIL if not look else "", look) for look in ("", "note", "h2", "h3", "alert", "frame")),
+    *(Text(EVIL, look) for look in ("", "note", "h2", "h3", "frame")),
     Answer([EVIL]),
-    Answer([EVIL, EVIL], "good"),
-    Pairs({EVIL: EVIL}),
     Picture(EVIL, b"a figure"),
-    Table(HEAD, [[EVIL] * 5], EVIL, EVIL, EVIL),
-    Table([Column(EVIL)], [[Links({EVIL: EVIL}, {EVIL: EVIL})]], EVIL, EVIL, EVIL),
-    Links({EVIL: EVIL}, {EVIL: EVIL}, EVIL),
+    Table(HEAD, [[EVIL] * 4], EVIL, EVIL, EVIL),
+    Table([Column(EVIL)], [[Links({EVIL: EVIL})]], EVIL, EVIL, EVIL),
     Packed(EVIL, {EVIL: b"data"}),
-    Shaded([(EVIL, EVIL, EVIL)], [(EVIL, EVIL)]),
-    Folded(EVIL, [Text(EVIL)], EVIL),
 ]
 
 
@@ -50,7 +44,7 @@ def test_every_part_is_text(part: Any) -> None:
     assert "&lt;script&gt;" in shown
     assert EVIL not in shown
     # The page's own script, and no other.
-    assert render(EVIL, [part], EVIL, EVIL).count("<script") == 1
+    assert render(EVIL, [part], heading=EVIL, kicker=EVIL).count("<script") == 1
 
 
 def test_only_the_scripts_that_are_named_may_run() -> None:
@@ -66,16 +60,19 @@ def test_only_the_scripts_that_are_named_may_run() -> None:
 
 
 def test_links_go_to_files_beside_the_page_whatever_their_names() -> None:
-    shown = fragment(Links(files={"a": "runs/x/steps.parquet", "b": "javascript:alert(1)", "c": '//a.b/"c d'}))
-    assert re.findall('href="([^"]*)"', shown) == [
+    names = ["runs/x/steps.parquet", "javascript:alert(1)", '//a.b/"c d']
+    verdict = Verdict("equal", None, None, "", "", {}, (), (), "PASS  equal", provenance={"model": "x"})
+    assert re.findall('href="([^"]*)"', page_of(verdict, names)) == [
         "./runs/x/steps.parquet",
         "./javascript%3Aalert%281%29",
         ".///a.b/%22c%20d",
+        "./verdict.json",
     ]
 
 
-def test_the_template_is_installed_with_the_package() -> None:
-    assert resources.files("kvinterp.study.report").joinpath("page.html.j2").is_file()
+def test_the_templates_are_installed_with_the_package() -> None:
+    for name in ("page", "parts", "experiment", "audit", "engine", "attention", "panel"):
+        assert resources.files("kvinterp.study.report").joinpath(f"{name}.html.j2").is_file()
     # tomllib is there from Python 3.11 on.
     settings = (Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8")
     assert re.search(r'package-data\]\nkvinterp = \[[^\]]*"study/report/\*\.j2", "study/report/static/\*"', settings)

@@ -5,8 +5,6 @@ once. Whatever goes wrong is one sentence on stderr and exit code 2; an interrup
 With ``--json`` a command prints one JSON object on standard output, also for an error, and everything else on standard error.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import enum
@@ -42,13 +40,21 @@ from kvinterp.study.experiments.registry import (
 )
 from kvinterp.study.experiments.running import check_models, default_folder
 
-_PANELS: dict[str, tuple[str, ...]] = {
-    "How": ("kind", "dtype", "device", "attention", "random_init", "remote_code", "batch_size", "seed", "engine"),
-    "Where to": ("out", "overwrite", "as_json"),
-}
-"""The groups in which help shows the options; what is in none of them is what is asked."""
+_HOW = ("kind", "dtype", "device", "attention", "random_init", "remote_code", "batch_size", "seed")
+"""The options that help shows in the group "How"; what is in no group is what is asked."""
 _WrongUse: Any = typer.BadParameter.__base__
 """What the reader of the command line raises; newer versions of typer have a click of their own."""
+
+
+Json = Annotated[
+    bool,
+    typer.Option(
+        "--json",
+        rich_help_panel="Where to",
+        help="Print one JSON object on standard output, and everything else on standard error.",
+    ),
+]
+"""The option that every command has."""
 
 
 class _Verb(TyperCommand):
@@ -221,21 +227,36 @@ def _root(
 # Experiments as commands -----------------------------------------------------------------------------------------------
 
 
-def _keyword(name: str, hint: Any, default: Any, info: Any) -> inspect.Parameter:
-    """A parameter of a command, as typer reads it."""
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[hint, info])
-
-
-def _option(name: str, hint: Any, default: Any, help: str, *flags: str, **more: Any) -> inspect.Parameter:
-    panel = next((panel for panel, names in _PANELS.items() if name in names), None)
-    return _keyword(name, hint, default, typer.Option(*flags, help=help, rich_help_panel=panel, **more))
-
-
 def _command_of(name: str) -> Callable[..., Mapping[str, Any]]:
     """The function that typer makes an experiment's command of."""
     read = experiment_read(name)
 
-    def command(out: Path | None, overwrite: bool, as_json: bool, engine: str = "local", **given: Any) -> Mapping[str, Any]:
+    def command(
+        *,
+        out: Annotated[
+            Path | None,
+            typer.Option(
+                parser=_folder_named,
+                metavar="PATH",
+                rich_help_panel="Where to",
+                help="Folder for the tables, figures and report. Default: out/VERB-MODEL.",
+            ),
+        ] = None,
+        overwrite: Annotated[
+            bool,
+            typer.Option(
+                "--overwrite",
+                hidden=read.OVERWRITES == "always",
+                rich_help_panel="Where to",
+                help="Replace a result that is already in the folder.",
+            ),
+        ] = False,
+        as_json: Json = False,
+        engine: Annotated[
+            str, typer.Option(rich_help_panel="How", help="Where to run: local, ray or ray(WORKERS).")
+        ] = "local",
+        **given: Any,
+    ) -> Mapping[str, Any]:
         _speak()
         chosen = {key: tuple(value) if isinstance(value, list) else value for key, value in given.items()}
         asked, folder = experiment_named(name)(**chosen), out or default_folder(name, chosen)
@@ -243,42 +264,35 @@ def _command_of(name: str) -> Callable[..., Mapping[str, Any]]:
         (result.experiment or asked).print_result(result, echo)
         return {"verb": asked.verb(), **result.json_output()}
 
-    said = "Folder for the tables, figures and report. Default: out/VERB-MODEL."
-    parameters = [_parameter(field) for field in dataclasses.fields(read) if OPTION in field.metadata]
-    parameters.append(_option("out", Path | None, None, said, "--out", parser=_folder_named, metavar="PATH"))
-    said = "Replace a result that is already in the folder."
-    parameters.append(_option("overwrite", bool, False, said, "--overwrite", hidden=read.OVERWRITES == "always"))
-    parameters.append(_JSON)
-    if command_of(name) != (name,):
-        parameters.append(_option("engine", str, "local", "Where to run: local, ray or ray(WORKERS).", "--engine"))
-    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    shared = dict(inspect.signature(command).parameters)
+    del shared["given"]
+    if command_of(name) == (name,):
+        del shared["engine"]
+    own = [_parameter(field) for field in dataclasses.fields(read) if OPTION in field.metadata]
+    command.__signature__ = inspect.Signature([*own, *shared.values()])  # type: ignore[attr-defined]
     command.__annotations__ = {}
     command.__doc__ = question_of(name)
     return command
 
 
 def _parameter(field: dataclasses.Field[Any]) -> inspect.Parameter:
+    """The parameter of a command, as typer reads it, for a field that is an option."""
     ours = ("decides", "example", "only", "positional", "flag", "among", "commas", "empty")
     # Options are words, numbers and paths.
     hint = eval(str(field.type), {"Path": Path})
     about, default = field.metadata[OPTION], typing.cast(Any, field.default)
     more = {name: value for name, value in about.items() if name not in ours}
-    flag = about.get("flag", f"--{field.name.replace('_', '-')}")
     if "example" in about:
         hint, more["parser"] = str | None, functools.partial(_numbers, about["example"])
         default = default and ",".join(map(str, default))
     elif typing.get_origin(hint) is tuple:
         hint, default = list[str], list(default)
     if about.get("positional") == "yes":
-        default = inspect.Parameter.empty if default else default
-        return _keyword(field.name, hint, default, typer.Argument(**more))
-    return _option(field.name, hint, default, more.pop("help"), flag, **more)
-
-
-_SAID = "Print one JSON object on standard output, and everything else on standard error."
-_JSON = _option("as_json", bool, False, _SAID, "--json")
-"""The option that every command has."""
-Json = Annotated[bool, typer.Option("--json", help=_SAID)]
+        default, info = inspect.Parameter.empty if default else default, typer.Argument(**more)
+    else:
+        flag = about.get("flag", f"--{field.name.replace('_', '-')}")
+        info = typer.Option(flag, rich_help_panel="How" if field.name in _HOW else None, **more)
+    return inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[hint, info])
 
 
 def _folder_named(text: str | Path) -> Path:

@@ -77,11 +77,11 @@ def check_choice(name: str, value: object, choices: Any) -> None:
         raise unexpected(name, value, " or ".join(map(repr, words)))
 
 
-def check_known(what: str, value: object, names: Iterable[str], hint: str = "") -> None:
+def check_known(what: str, value: object, names: Iterable[str]) -> None:
     """Raises InputError, with the near names, where a value is not one of many names."""
     names = list(names)
     if not isinstance(value, str) or value not in names:
-        raise unknown(what, value, names, hint)
+        raise unknown(what, value, names)
 
 
 def check_text(name: str, value: object, example: str) -> str:
@@ -136,19 +136,6 @@ def given_list(name: str, values: object, expected: str) -> list[Any]:
         raise unexpected(name, values, expected) from error
 
 
-def whole_numbers(name: str, values: object, expected: str, least: int = 0, most: int = SEEDS[1]) -> list[int]:
-    """Checks that each element of a value is a whole number in a range, and returns a list of ints.
-
-    Raises:
-        InputError: It is no list, or an element is something else.
-    """
-    items = given_list(name, values, expected)
-    numbers = [number for item in items if (number := whole_number(item)) is not None and least <= number <= most]
-    if len(numbers) != len(items):
-        raise unexpected(name, values, expected)
-    return numbers
-
-
 def among(name: str, values: object, allowed: Iterable[int]) -> list[int]:
     """Checks that the elements of a value are among some numbers, and returns a list of ints.
 
@@ -162,7 +149,7 @@ def among(name: str, values: object, allowed: Iterable[int]) -> list[int]:
     """
     allowed = list(allowed)
     expected = f"a list of at least one of the numbers {shown(allowed)}"
-    numbers = whole_numbers(name, values, expected)
+    numbers = [whole_number(item) for item in given_list(name, values, expected)]
     if not numbers or not set(numbers) <= set(allowed):
         raise unexpected(name, values, expected)
-    return numbers
+    return [number for number in numbers if number is not None]

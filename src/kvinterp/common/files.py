@@ -15,20 +15,19 @@ from kvinterp.errors import InputError
 
 SUMMARY = "summary.json"
 """The name of the file that every finished result has."""
-_PARTIAL = ".kvinterp-partial"
+PARTIAL = ".kvinterp-partial"
 
 
-def check_writable(folder: Path, option: str = "--out") -> None:
+def check_writable(folder: Path) -> None:
     """Raises where no file can be created in a folder; the folder stays as it was.
 
     Args:
         folder: The folder; it need not exist.
-        option: The option that names the folder.
 
     Raises:
         InputError: It is no folder, or cannot be written.
     """
-    with explaining_errors(folder, option):
+    with explaining_errors(folder):
         with contextlib.suppress(FileNotFoundError):
             folder.lstat()  # An impossible name raises now, not after the work.
         place = next(place for place in (folder, *folder.parents) if place.exists() or place.is_symlink())
@@ -45,7 +44,7 @@ def replaced(path: Path, keep: bool = True) -> Iterator[IO[bytes]]:
         keep: False removes the file instead of renaming it.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}{_PARTIAL}")
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}{PARTIAL}")
     with partial.open("xb") as file:
         try:
             yield file
@@ -57,17 +56,9 @@ def replaced(path: Path, keep: bool = True) -> Iterator[IO[bytes]]:
                 partial.unlink(missing_ok=True)
 
 
-def sweep_partials(folder: Path) -> None:
-    """Removes files, figures too, that a killed process left half written."""
-    for place in (folder, folder / "figures"):
-        for path in place.glob(f".*{_PARTIAL}"):
-            with contextlib.suppress(OSError):
-                path.unlink()
-
-
 @contextlib.contextmanager
-def explaining_errors(path: Path, option: str = "--out") -> Iterator[None]:
-    """Turns the system's error about a folder into one sentence, with the option that names another folder."""
+def explaining_errors(path: Path) -> Iterator[None]:
+    """Turns the system's error about a folder into one sentence."""
     try:
         yield
     except InputError:
@@ -75,7 +66,7 @@ def explaining_errors(path: Path, option: str = "--out") -> Iterator[None]:
     except (OSError, ValueError) as error:
         reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
         name = str(path) if len(str(path)) <= 100 else f"{str(path)[:100]}..."
-        raise InputError(f"folder {name!r} cannot be written ({reason}): choose another with {option}.") from error
+        raise InputError(f"folder {name!r} cannot be written ({reason}): choose another with --out.") from error
 
 
 def read_json(path: Path) -> dict[str, Any] | None:

@@ -15,8 +15,8 @@ import inspect
 import pkgutil
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from types import GenericAlias, ModuleType
-from typing import Any, TypeGuard, TypeVar, get_args
+from types import ModuleType
+from typing import Any, TypeVar, get_args
 
 from kvinterp.common import words
 from kvinterp.common.checks import check_known
@@ -36,25 +36,14 @@ def modules_of(folder: ModuleType) -> Iterator[ModuleType]:
             yield importlib.import_module(f"{folder.__name__}.{module.name}")
 
 
-def is_class(value: object) -> TypeGuard[type]:
-    """Whether a value is a class; in Python 3.10 ``tuple[int, str]`` is a type too, but :func:`issubclass` refuses it."""
-    return isinstance(value, type) and not isinstance(value, GenericAlias)
-
-
 def plugins_of(folder: ModuleType, base: type[Plugin]) -> dict[str, type[Plugin]]:
     """The plugins of a package by name: public classes that derive from ``base``, not abstract, in the file that defines them."""
-    kinds = [(value, module.__name__) for module in modules_of(folder) for value in vars(module).values()]
-    return by_name(
-        *(
-            value
-            for value, module in kinds
-            if is_class(value)
-            and issubclass(value, base)
-            and value.__module__ == module
-            and value.__name__[0] != "_"
-            and not inspect.isabstract(value)
-        )
-    )
+    plugins = []
+    for module in modules_of(folder):
+        own = [value for value in vars(module).values() if getattr(value, "__module__", "") == module.__name__]
+        kinds = [kind for kind in own if isinstance(kind, type) and issubclass(kind, base)]
+        plugins += [kind for kind in kinds if kind.__name__[0] != "_" and not inspect.isabstract(kind)]
+    return by_name(*plugins)
 
 
 def plugins_read(base: str, place: str = "") -> dict[str, Any]:
@@ -134,31 +123,27 @@ def read(what: str, text: str, kinds: Mapping[str, type[Plugin]], hint: str) -> 
     """
     name, inner = check_name(what, text, kinds, hint)
     fields = {field.name: field for field in dataclasses.fields(kinds[name])}  # type: ignore[arg-type]
-    inorder = [field.name for field in fields.values() if not field.kw_only]
-    values: dict[str, Any] = {}
-    too_many = []
-    for index, part in enumerate(split(inner, ",")):
+    in_order: list[str] = []
+    named: list[tuple[str, str]] = []
+    for part in split(inner, ","):
         word, equals, rest = part.partition("=")
-        is_named = equals and word.strip().isidentifier()
-        key = word.strip() if is_named else inorder[index] if index < len(inorder) else ""
-        if key not in fields or key in values:
-            too_many.append(part)
-            continue
-        kind: Any = fields[key].type
-        kind = kind if isinstance(kind, str) else getattr(kind, "__name__", str(kind))
-        values[key] = _fitted(_value(rest if is_named else part), kind)
-    missing = [name for name in inorder if fields[name].default is dataclasses.MISSING and name not in values]
-    takes = ", ".join(
-        f"{field.name}={_written(field.default)}" if field.kw_only else field.name
-        for field in sorted(fields.values(), key=lambda field: bool(field.kw_only))
-    )
-    unreadable = InputError(f"{what} {text!r} cannot be read: {name} takes {takes or f'no values, so give {name!r}'}.")
-    if too_many or missing:
-        raise unreadable
+        if equals and word.strip().isidentifier():
+            named.append((word.strip(), rest))
+        else:
+            in_order.append(part)
     try:
-        return kinds[name](**values)
+        if len(dict(named)) < len(named):
+            raise TypeError("a field was given twice")
+        given = inspect.signature(kinds[name]).bind(*in_order, **dict(named)).arguments
+        return kinds[name](**{key: _fitted(_value(value), fields[key].type) for key, value in given.items()})
     except TypeError as error:
-        raise unreadable from error
+        takes = ", ".join(
+            f"{field.name}={_written(field.default)}" if field.kw_only else field.name
+            for field in sorted(fields.values(), key=lambda field: bool(field.kw_only))
+        )
+        raise InputError(
+            f"{what} {text!r} cannot be read: {name} takes {takes or f'no values, so give {name!r}'}."
+        ) from error
 
 
 def path_parts(text: str) -> tuple[str, str | None, str | None, str | None]:
@@ -200,8 +185,9 @@ def split(text: str, separator: str) -> list[str]:
     return [part.strip() for part in (*parts, text[begun:])] if text.strip() else []
 
 
-def _fitted(value: Any, kind: str) -> Any:
+def _fitted(value: Any, kind: Any) -> Any:
     """Converts a value for a field of this type."""
+    kind = kind if isinstance(kind, str) else getattr(kind, "__name__", str(kind))
     if kind.startswith("tuple") and not isinstance(value, tuple):
         return () if value == "all" else tuple(_value(part) for part in str(value).split("+"))
     return float(value) if kind == "float" and type(value) is int else value

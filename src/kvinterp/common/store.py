@@ -23,7 +23,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from kvinterp.common.files import differences, explaining_errors, replaced, strict_json, sweep_partials
+from kvinterp.common.files import PARTIAL, differences, explaining_errors, replaced, strict_json
 from kvinterp.errors import InputError
 
 log = logging.getLogger("kvinterp")
@@ -100,7 +100,9 @@ def check_finished(folder: Path) -> None:
 def clear_cells(folder: Path) -> None:
     """Removes all cells of a folder, and files that killed processes left half written."""
     shutil.rmtree(folder / CELLS, ignore_errors=True)
-    sweep_partials(folder)
+    for partial in [*folder.glob(f".*{PARTIAL}"), *folder.glob(f"figures/.*{PARTIAL}")]:
+        with contextlib.suppress(OSError):
+            partial.unlink()
 
 
 def write_whole(path: Path, content: str | bytes | Callable[[IO[bytes]], object]) -> None:

@@ -113,7 +113,6 @@ class Store:
         prefill: int = 0,
         prompt: int = 0,
     ) -> None:
-        policy.check(facts.layers)
         self.facts, self.policy, self.listeners = facts, policy.start(facts), listeners
         self._given = policy
         self.memory: OwnCache = memory or OwnCache()

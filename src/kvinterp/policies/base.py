@@ -42,20 +42,12 @@ class Policy:
         """
         return None
 
-    def rows_stored(self, prompt: int, length: int) -> int:
-        """How many rows each layer and KV head holds after a forward.
-
-        Args:
-            prompt: Positions of the prompt.
-            length: Positions so far, including the prompt's.
-        """
-        return length
-
-    def check(self, layers: int) -> None:
-        """Raises InputError if the policy names a layer that a model with this many layers does not have."""
-
     def start(self, facts: ModelInfo) -> Policy:
-        """The policy for one pass from position 0: itself, or a copy that may keep state (see :func:`running`)."""
+        """The policy for one pass from position 0: itself, or a copy that may keep state (see :func:`running`).
+
+        Raises:
+            InputError: It names a layer or a head that the model does not have.
+        """
         return self
 
     def write(self, keys: Tensor, values: Tensor, place: Place) -> KV:
@@ -192,24 +184,21 @@ class Selective(Policy):
 
     def write(self, keys: Tensor, values: Tensor, place: Place) -> KV:
         """Applies :meth:`write_rows` to K and to V."""
-        return self._apply(self.write_rows, keys, values, place)
+        return self._apply(self.write_rows, keys, "k", place), self._apply(self.write_rows, values, "v", place)
 
     def read(self, keys: Tensor, values: Tensor, place: Place) -> KV:
         """Applies :meth:`read_rows` to K and to V."""
-        return self._apply(self.read_rows, keys, values, place)
+        return self._apply(self.read_rows, keys, "k", place), self._apply(self.read_rows, values, "v", place)
 
     @property
     def reads(self) -> bool:
         """Whether it overrides :meth:`read_rows`."""
         return type(self).read_rows is not Selective.read_rows or type(self).read is not Selective.read
 
-    def check(self, layers: int) -> None:
-        """Refuses a layer that the model does not have."""
-        if self.layers and max(self.layers) >= layers:
-            raise InputError(f"policy {self} names layer {max(self.layers)}: expected layers from 0 to {layers - 1}.")
-
     def start(self, facts: ModelInfo) -> Policy:
-        """Refuses a head that the model does not have, and keys on the other side of RoPE."""
+        """Refuses a layer or a head that the model does not have, and keys on the other side of RoPE."""
+        if self.layers and max(self.layers) >= facts.layers:
+            raise InputError(f"policy {self} names layer {max(self.layers)}: expected layers from 0 to {facts.layers - 1}.")
         if self.heads and max(self.heads) >= facts.kv_heads:
             raise InputError(
                 f"policy {self} names KV head {max(self.heads)} of {facts.name}: expected heads from 0 to {facts.kv_heads - 1}."
@@ -228,10 +217,7 @@ class Selective(Policy):
         """Whether it changes a tensor of a layer."""
         return which in TENSORS[self.on] and (not self.layers or layer in self.layers)
 
-    def _apply(self, act: Callable[[Tensor, str, Place], Tensor], keys: Tensor, values: Tensor, place: Place) -> KV:
-        return self._apply_to(act, keys, "k", place), self._apply_to(act, values, "v", place)
-
-    def _apply_to(self, act: Callable[[Tensor, str, Place], Tensor], tensor: Tensor, which: str, place: Place) -> Tensor:
+    def _apply(self, act: Callable[[Tensor, str, Place], Tensor], tensor: Tensor, which: str, place: Place) -> Tensor:
         if not self.applies_to(which, place.layer):
             return tensor
         if not self.heads:
@@ -253,11 +239,6 @@ class Chain(Policy):
     """
 
     parts: tuple[Policy, ...] = ()
-
-    def check(self, layers: int) -> None:
-        """Checks every part."""
-        for part in self.parts:
-            part.check(layers)
 
     def start(self, facts: ModelInfo) -> Chain:
         """A chain of the parts' running policies."""
@@ -297,10 +278,6 @@ class Chain(Policy):
     def sites(self) -> tuple[str, ...]:
         """The sites of all parts."""
         return tuple(dict.fromkeys(site for part in self.parts for site in part.sites))
-
-    def rows_stored(self, prompt: int, length: int) -> int:
-        """The rows of the part that keeps the fewest."""
-        return min((part.rows_stored(prompt, length) for part in self.parts), default=length)
 
     def see(self, site: str, tensor: Tensor, place: Place) -> None:
         """Passes a site to the parts that name it."""

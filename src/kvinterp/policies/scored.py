@@ -26,12 +26,6 @@ def check_share(policy: Policy, field: str) -> None:
         raise unexpected(name, getattr(policy, field), "a share from 0 up to, and not reaching, 1")
 
 
-def rows_left(rows: int, compression_ratio: float) -> int:
-    """How many rows stay, as kvpress counts them: the whole part of ``rows * (1 - compression_ratio)``, at least 1."""
-    # 100 * (1 - 0.9) is 9.999999999999998 in float64, and means 10.
-    return max(1, int(rows * (1 - compression_ratio) + 1e-9))
-
-
 @dataclasses.dataclass(frozen=True)
 class Scored(Policy, abc.ABC):
     """A policy that evicts the rows with the smallest scores, in each KV head on its own; of equal scores the newer rows.
@@ -52,11 +46,6 @@ class Scored(Policy, abc.ABC):
     @abc.abstractmethod
     def room(self, prompt: int) -> int:
         """How many rows stay in each layer and KV head, for a prompt of this length."""
-
-    def rows_stored(self, prompt: int, length: int) -> int:
-        """The room, plus all later rows if only the prompt is compressed."""
-        room = self.room(prompt)
-        return min(length, room if self.goes_on else room + max(length - prompt, 0))
 
     def newest(self, prompt: int) -> int:
         """How many of the newest rows stay whatever their scores are."""
@@ -138,5 +127,6 @@ class Budgeted(Scored, abc.ABC):
         check_share(self, "compression_ratio")
 
     def room(self, prompt: int) -> int:
-        """The rows of the prompt that are not evicted."""
-        return rows_left(prompt, self.compression_ratio)
+        """The rows of the prompt that are not evicted, as kvpress counts them: the whole part, at least 1."""
+        # 100 * (1 - 0.9) is 9.999999999999998 in float64, and means 10.
+        return max(1, int(prompt * (1 - self.compression_ratio) + 1e-9))

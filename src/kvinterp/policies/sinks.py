@@ -35,10 +35,6 @@ class Sinks(Policy):
         check_whole("policy 'sinks': sinks", self.sinks, 0)
         check_whole("policy 'sinks': window", self.window)
 
-    def rows_stored(self, prompt: int, length: int) -> int:
-        """The sinks and the window, once the text is longer."""
-        return min(length, self.sinks + self.window)
-
     def keep(self, keys: Tensor, values: Tensor, place: Place) -> Int[Tensor, " kept"] | None:
         """The first rows and the last."""
         count = keys.shape[2]

@@ -58,10 +58,8 @@ class AttentionComparison:
         Raises:
             InputError: It cannot be written.
         """
-        target = Path(path)
-        # A lone surrogate in a token has no UTF-8; browsers show its character reference as the replacement character.
-        write_whole(target, self.page.html().encode("utf-8", "xmlcharrefreplace"))
-        return target
+        write_whole(Path(path), self.page.html())
+        return Path(path)
 
     def _repr_html_(self) -> str:
         return fragment(Text(self.page.html(), look="frame"))
@@ -139,6 +137,9 @@ def attention_comparison(
         unread, why = ("model", "example"), "the model came first, and its prompt second"
     for name in unread:
         check_unread(name, *choices[name], f"{why}; leave it out")
+    if positions is not None:
+        check_unread("cells", cells, 48, "positions are given; leave one of the two out")
+        check_unread("fit", fit, "crop", "positions are given; leave one of the two out")
     check_choice("fit", fit, ("crop", "pool"))
     if step is None:
         raise InputError(

@@ -124,7 +124,7 @@ class AttentionPage:
     def html(self) -> str:
         """The page as text."""
         title = f"Attention at step {self.step}: {self.pair[0].path} against {self.pair[1].path}"
-        return render(title, [self], look="attention")
+        return render(title, template="attention", sheet="attention", page=self)
 
     @property
     def data(self) -> dict[str, Any]:

@@ -10,54 +10,28 @@ import pandas as pd
 from pandas.api.types import is_bool_dtype, is_numeric_dtype
 
 from kvinterp._version import __version__
-from kvinterp.common.numbers import counted, models_of, number, sentence
+from kvinterp.common.numbers import counted, models_of, number
 from kvinterp.common.result import Result
 from kvinterp.common.vocabulary import PROTOCOLS
 from kvinterp.findings.rows import in_words, labels_of
 from kvinterp.study.report.page import (
-    Answer,
     Column,
-    Folded,
-    Links,
-    Pairs,
-    Parts,
     Picture,
     Table,
-    Text,
     as_text,
     filled_columns,
-    pairs_of,
     render,
 )
 
-GLOSSARY = {
-    "path": "How next-token logits are computed: from a KV cache, one new token a step, or from the whole prefix again.",
-    "step": "Step 0 is the token the prefill decides; step 1 is the first that a cached path computes from one token.",
-    "matched": sentence(PROTOCOLS["matched"]),
-    "free": sentence(f"{PROTOCOLS['free']}, and KL from there on measures two texts instead of rounding"),
-    "KL (nats)": "0 for equal distributions. A logit difference a hundred times smaller gives a KL ten thousand times smaller.",
-    "exactly 0": "The same to the bit; a KL can also be too small for float64. Figures give zeros a place of their own.",
-    "margin": "How many logits the most likely token is ahead of the next. A greedy choice can flip only where the largest "
-    "logit difference is at least half of it.",
-    "unit in the last place": "The distance from a number to the next one that its dtype can hold.",
-    "95% interval": "Of a median by order statistics, from six prompts on; of a share Clopper and Pearson's; prompts are drawn "
-    "whole. A dash says that there is none.",
-    "null": "The same number where nothing should be found.",
-    "machine": "The kernels of other processors add in other orders: there paths can be equal where they differ here.",
-}
 _ROWS = 40
 """The number of rows that the page shows of a table; the file has them all."""
 
 OPEN = 12
 """The number of findings that are visible; the others are folded."""
-SENTENCES = 3
-"""The number of sentences above the figure; the others are folded below."""
 
 
 def page_of(experiment: Any, result: Result, pictures: Sequence[Picture], beside: Sequence[str]) -> str:
-    """The page of a result: a few sentences, one picture and the findings; everything else is folded.
-
-    Without findings the first table takes their place.
+    """The page of a result; without findings the first table takes their place.
 
     Args:
         experiment: What was asked.
@@ -66,28 +40,33 @@ def page_of(experiment: Any, result: Result, pictures: Sequence[Picture], beside
         beside: The files beside the page.
     """
     heading, _, explanation = experiment.question().partition("\n")
-    tables, provenances, lead = dict(result.tables), result.provenances(), experiment.page_parts(result)
+    tables, provenances = dict(result.tables), result.provenances()
     findings = tables.pop("findings", None)
     folded = [table_of(name, table) for name, table in tables.items() if len(table)]
-    lines = list(filter(None, experiment.sentences(result) if findings is None else experiment.headline(result)))
-    parts: Parts = [Answer(lines[:SENTENCES]), *pictures[:1]]
-    if findings is None:
-        parts += [dataclasses.replace(table, folded="", caption=table.folded) for table in folded[:1]]
-        folded = folded[1:]
-    elif len(findings):
-        parts.append(findings_table(findings))
-    parts += [
-        Folded(counted(len(lines) - SENTENCES, "more sentence"), [Text(line) for line in lines[SENTENCES:]]),
-        *lead,
-        Folded(counted(len(pictures) - 1, "more figure"), pictures[1:], "figures"),
-        Folded(counted(len(folded), "table"), folded, "tables"),
-        Folded("What was asked", [Text(text) for text in explanation.strip().split("\n\n")]),
-        Folded("How to read this", [Pairs(GLOSSARY)]),
-        Folded("What was chosen", [pairs_of(result.choices or {})]),
-        Folded("What this was made with", made_with(provenances)),
-        Links(files={name: name for name in beside if name != "report.html"}, label="Beside this page:"),
-    ]
-    return render(f"kvinterp: {heading}", parts, heading, kicker_of(provenances))
+    if findings is not None:
+        found, lines = findings_table(findings), experiment.headline(result)
+    else:
+        first, folded = folded[:1], folded[1:]
+        found = next((dataclasses.replace(table, folded="", caption=table.folded) for table in first), None)
+        lines = experiment.sentences(result)
+    shared, differing = made_with(provenances)
+    return render(
+        f"kvinterp: {heading}",
+        experiment.page_parts(result),
+        "experiment",
+        heading=heading,
+        kicker=kicker_of(provenances),
+        lines=list(filter(None, lines)),
+        found=found,
+        pictures=pictures,
+        tables=folded,
+        explanation=explanation,
+        protocols=PROTOCOLS,
+        choices=result.choices or {},
+        shared=shared,
+        differing=differing,
+        files=[name for name in beside if name != "report.html"],
+    )
 
 
 def kicker_of(provenances: Mapping[str, Mapping[str, Any]]) -> str:
@@ -95,21 +74,14 @@ def kicker_of(provenances: Mapping[str, Mapping[str, Any]]) -> str:
     return " · ".join(filter(None, (f"kvinterp {__version__}", models_of(provenances.values()))))
 
 
-def made_with(several: Mapping[str, Mapping[str, Any]]) -> Parts:
+def made_with(provenances: Mapping[str, Mapping[str, Any]]) -> tuple[Table, Table]:
     """A table of the values that the provenances of some models share, and one of those in which they differ."""
-    made = pd.json_normalize(list(map(dict, several.values()))).set_axis(list(several)).map(as_text)
-    if made.empty:
-        return []
+    made = pd.json_normalize(list(map(dict, provenances.values()))).set_axis(list(provenances)).map(as_text)
     common = made.nunique() == 1
-    shared, differing = made.iloc[0][common], made.loc[:, ~common]
-    parts: Parts = [
-        Text("The same on every line of the tables and in every figure:"),
-        Table([Column("what"), Column("value")], list(shared.items())),
-    ]
-    if len(differing.columns):
-        head = [Column("model"), *map(Column, differing)]
-        parts += [Text("And what differs:"), Table(head, list(differing.itertuples()))]
-    return parts
+    shared, differing = made.loc[:, common], made.loc[:, ~common]
+    head = [Column("model"), *map(Column, differing)]
+    rows = list(differing.itertuples()) if len(head) > 1 else []
+    return Table([Column("what"), Column("value")], list(shared.head(1).T.itertuples())), Table(head, rows)
 
 
 def table_of(name: str, table: pd.DataFrame) -> Table:

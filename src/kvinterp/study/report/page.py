@@ -1,4 +1,4 @@
-"""The parts of pages, and the one template that renders them (``page.html.j2``).
+"""The parts of pages, and the templates that render them: ``parts.html.j2`` has a macro for each, ``page.html.j2`` the frame.
 
 A page loads nothing from the network, and can be read in light and dark, on a desk and on a phone. It is rendered with
 autoescape on, so that all text of a model, a prompt or a file stays text.
@@ -18,6 +18,7 @@ import pandas as pd
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
+from kvinterp.common.numbers import counted, upper
 from kvinterp.errors import visible
 
 Parts: TypeAlias = list[Any]
@@ -28,10 +29,9 @@ Parts: TypeAlias = list[Any]
 
 @dataclasses.dataclass(frozen=True)
 class Text:
-    """A text after a label: a paragraph, or what ``look`` says (note, h2, h3, alert; frame: a whole page in a notebook)."""
+    """A paragraph, or what ``look`` says (note, h2, h3; frame: a whole page in a notebook)."""
 
     text: str
-    label: str = ""
     look: str = ""
     name: str = ""
     """The name for links to a heading."""
@@ -39,23 +39,14 @@ class Text:
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """The box at the top of a page; with a mark (good, bad, unsure) it is a verdict."""
+    """The box at the top of a page."""
 
     sentences: Sequence[str]
-    mark: str = ""
-
-
-@dataclasses.dataclass(frozen=True)
-class Pairs:
-    """Terms and their meanings or values, below each other or side by side."""
-
-    terms: Mapping[str, str]
-    look: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
 class Picture:
-    """A figure: its caption, its PNG, its name for links, and its SVG.
+    """A figure: its caption, its PNG and its SVG.
 
     The SVG comes from :func:`kvinterp.study.report.svg.inline` and goes into the page unescaped. Without an SVG, and in a
     notebook, whose background is not known, the PNG is shown.
@@ -63,7 +54,6 @@ class Picture:
 
     caption: str
     png: bytes
-    name: str = ""
     svg: str = ""
     narrow: str = ""
     """The SVG for a phone."""
@@ -71,19 +61,15 @@ class Picture:
 
 @dataclasses.dataclass(frozen=True)
 class Links:
-    """Links to parts of the page or to files beside it, by their texts: a cell of a table, or a line."""
+    """Links to parts of the page by their texts, as a cell of a table."""
 
-    to: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    to: Mapping[str, str]
     """Names of parts of the page."""
-    files: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Paths relative to the page."""
-    label: str = ""
-    """The text before the links, where they are a line."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Column:
-    """The head of a column, and the kind of its cells: ``number``, ``text`` (broken into lines), ``pre`` or ``code``."""
+    """The head of a column, and the kind of its cells: ``number``, ``text`` (broken into lines) or ``code``."""
 
     text: str
     kind: str = ""
@@ -117,17 +103,10 @@ def as_text(value: Any) -> str:
     return f"{value or 0:.3g}" if isinstance(value, float) else str(value)
 
 
-def table_of_rows(rows: Sequence[Mapping[str, Any]], text: str = "", here: str | None = None, folded: str = "") -> Table:
+def table_of_rows(rows: Sequence[Mapping[str, Any]], text: str = "", here: str | None = None) -> Table:
     """A table of rows with the same names; where one column is a ``text``, each row is a card on a phone."""
     head = [Column(name.replace("_", " "), "text" if name == text else "") for name in (rows[0] if rows else ())]
-    return Table(
-        head, [list(map(as_text, row.values())) for row in rows], here, folded=folded, look="cards" if text else ""
-    )
-
-
-def pairs_of(values: Mapping[str, Any]) -> Pairs:
-    """Values beside their names."""
-    return Pairs({name.replace("_", " "): as_text(value) or "none" for name, value in values.items()}, look="beside")
+    return Table(head, [list(map(as_text, row.values())) for row in rows], here, look="cards" if text else "")
 
 
 def filled_columns(head: Sequence[Column], rows: Sequence[Sequence[Any]], **options: Any) -> Table:
@@ -138,34 +117,11 @@ def filled_columns(head: Sequence[Column], rows: Sequence[Sequence[Any]], **opti
 
 
 @dataclasses.dataclass(frozen=True)
-class Folded:
-    """Parts behind a line that unfolds them."""
-
-    summary: str
-    parts: Sequence[Any]
-    name: str = ""
-
-
-@dataclasses.dataclass(frozen=True)
 class Packed:
     """Data that the page's script draws, as JSON compressed with gzip, by their labels."""
 
     name: str
     blobs: Mapping[str, bytes]
-
-
-@dataclasses.dataclass(frozen=True)
-class Shaded:
-    """A text whose tokens are shaded by a number, and the legend of the shades.
-
-    A look is ``a1`` to ``a5`` (above 0, from pale to off the scale), ``b1`` to ``b5`` (below), ``n`` (not given: hatched) or
-    nothing, and with a blank between ``p`` (of the prompt) and ``s`` (it begins here).
-    """
-
-    tokens: Sequence[tuple[str, str, str]]
-    """For each token its text, its look, and the hint that appears where the reader points at it."""
-    legend: Sequence[tuple[str, str]] = ()
-    """Looks and what they mean."""
 
 
 # Rendering -------------------------------------------------------------------------------------------------------------
@@ -187,39 +143,41 @@ styles = functools.partial(_static, "css")
 """Joins the styles of several scripts to one style sheet."""
 
 
-def render(title: str, parts: Sequence[Any], heading: str = "", kicker: str = "", look: str = "") -> str:
+def render(title: str, parts: Sequence[Any] = (), template: str = "page", **content: Any) -> str:
     """Renders a page; every value is escaped.
 
     Args:
-        title: The browser's title.
-        parts: The parts of the page.
-        heading: The heading (default: the title).
-        kicker: A line above it.
-        look: ``"audit"``, or ``"attention"`` for the page with an ``AttentionPage`` as its only part; it has its own scripts.
+        title: The browser's title, and the heading unless another one is given.
+        parts: Parts of the page.
+        template: The page's template.
+        content: What else the template shows: ``heading``; ``kicker``, a line above it; ``sheet``, a style sheet by the name of
+            its file.
     """
     drawn = any(isinstance(part, Packed) for part in parts)
-    return (
-        _template()
-        .render(
-            look=look,
-            title=title,
-            parts=parts,
-            heading_text=heading or title,
-            kicker=kicker,
-            style=styles("page", *["draw"] * drawn, *[look] * bool(look)),
-            script=script("tables", *["draw", "page"] * drawn),
-        )
-        .lstrip()
+    sheet = content.pop("sheet", "")
+    return from_template(
+        template,
+        title=title,
+        parts=parts,
+        style=styles("page", *["draw"] * drawn, *[sheet] * bool(sheet)),
+        script=script("tables", *["draw", "page"] * drawn),
+        **{"heading": "", "kicker": "", **content},
     )
+
+
+def from_template(name: str, **content: Any) -> str:
+    """Renders a template by its name; every value is escaped."""
+    return _environment().get_template(f"{name}.html.j2").render(**content).strip()
 
 
 def fragment(*parts: Any) -> str:
     """Renders parts without a page around them, for a notebook."""
-    return _template().render(look="fragment", parts=parts).strip()
+    show = _environment().get_template("parts.html.j2").make_module({"in_notebook": True}).show
+    return "".join(map(show, parts)).strip()
 
 
 @functools.cache
-def _template() -> Any:
+def _environment() -> Environment:
     environment = Environment(
         autoescape=True,
         # Characters that move a cursor or reverse a text are escaped, as on a terminal.
@@ -231,7 +189,8 @@ def _template() -> Any:
         keep_trailing_newline=True,
     )
     environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
+    environment.globals |= {"counted": counted, "upper": upper, "as_text": as_text, "in_notebook": False}
     environment.filters["base64"] = lambda data: base64.b64encode(data).decode()
     # The hash by which the page's content security policy allows a script.
     environment.filters["sha256"] = lambda text: hashlib.sha256(text.encode()).digest()
-    return environment.get_template("page.html.j2")
+    return environment

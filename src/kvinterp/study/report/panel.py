@@ -20,14 +20,13 @@ from kvinterp.models.load import check_loadable
 from kvinterp.patching import Asked, PatchAnswer, PatchBench
 from kvinterp.patching.bench import MEASURED
 from kvinterp.paths import kernels_named
-from kvinterp.study.report.page import script, styles
+from kvinterp.study.report.page import from_template, script, styles
 from kvinterp.study.report.panel_shown import (
     answer_data,
     choices,
     choices_of,
     code_of,
     label_of,
-    picture,
     plain,
     recovery_in_words,
 )
@@ -72,7 +71,8 @@ class PatchPanel:
 
     def picture(self) -> str:
         """The state of the panel as HTML that needs no kernel, no script and no network."""
-        return picture(self.widget.asked, self.widget.answer, self.widget.error)
+        widget = self.widget
+        return from_template("panel", asked=widget.asked, answer=widget.answer, error=widget.error)
 
     def _ipython_display_(self) -> None:
         from IPython.display import HTML, display

@@ -1,10 +1,9 @@
-"""Makes what the panel shows, as plain data and as a picture: the choices and the answer, with all their words."""
+"""Makes what the panel shows, as plain data: the choices and the answer, with all their words."""
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 from kvinterp.common.numbers import counted, upper
@@ -12,7 +11,6 @@ from kvinterp.common.vocabulary import UNCHANGED
 from kvinterp.patching import DIRECTIONS, DONORS, PATCH_SITES, Asked, PatchAnswer, PatchBench
 from kvinterp.patching.bench import EVERY
 from kvinterp.patching.patch import PATCHED_CACHE
-from kvinterp.study.report.page import Column, Table, Text, fragment
 
 _OTHER_PATH = {"recompute": "cached", "cached": "recompute"}
 
@@ -127,29 +125,6 @@ def code_of(question: Asked, prompt: str, other: str, max_new_tokens: int, kerne
         options.pop("seed", None)
     choices = "".join(f", {name}={value!r}" for name, value in options.items())
     return f"kv.PatchBench(model, {max_new_tokens}, {kernels!r}).ask({prompt!r}{choices})"
-
-
-# The picture -----------------------------------------------------------------------------------------------------------
-
-
-def picture(fields: Mapping[str, Any], answer: Mapping[str, Any], error: str) -> str:
-    """The panel's state for a page without a kernel; the answer may be empty, and all text is escaped."""
-    parts: list[Any] = [
-        Text("A picture of the panel as it last stood. To change it, run the cell in a notebook."),
-        Text(fields["prompt"], "Prompt:"),
-    ]
-    if fields["donor"] not in ("path", "zero") and fields["other"]:
-        parts.append(Text(fields["other"], "Other prompt:"))
-    if error:
-        parts.append(Text(error, look="alert"))
-    if answer:
-        head = map(Column, ("distance", "before", "after", "recovery"))
-        parts += [Text(answer["rest"], answer["lead"]), Text(answer["said"]), Table([*head], answer["distances"])]
-        lists = answer["lists"]
-        tokens = [Column(name) for token_list in lists for name in (token_list["title"], "probability", "logit")]
-        beside = zip(*(token_list["rows"] for token_list in lists), strict=True)
-        parts += [Text(answer["step"]), Table(tokens, [list(itertools.chain(*rows)) for rows in beside])]
-    return fragment(*parts)
 
 
 # Sentences -------------------------------------------------------------------------------------------------------------

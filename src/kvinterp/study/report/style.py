@@ -22,32 +22,7 @@ from matplotlib.figure import Figure
 from kvinterp.common.numbers import listed
 from kvinterp.common.store import write_whole
 
-RC: Any = {
-    "font.family": "DejaVu Sans",
-    "font.size": 9.0,
-    "axes.titlesize": 10.0,
-    "axes.titleweight": "bold",
-    "axes.titlelocation": "left",
-    "axes.labelsize": 9.0,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.axisbelow": True,
-    "axes.grid": True,
-    "axes.grid.axis": "y",
-    "grid.color": "#d4d4d4",
-    "grid.linewidth": 0.6,
-    "legend.frameon": False,
-    "legend.fontsize": 8.0,
-    "xtick.labelsize": 8.0,
-    "ytick.labelsize": 8.0,
-    "figure.facecolor": "white",
-    "axes.facecolor": "white",
-    "savefig.facecolor": "white",
-    "savefig.bbox": None,
-    # A dollar sign in a model's name is not mathematics.
-    "text.parse_math": False,
-    "text.usetex": False,
-}
+RC = matplotlib.rc_params_from_file(Path(__file__).with_name("static") / "figures.mplstyle", use_default_template=False)
 CMAP = LinearSegmentedColormap.from_list("amount", ["#efeaf6", "#4a148c"])
 """For maps, the colours of ``static/draw.css``: the nearest to the background is the least, on a light and on a dark page."""
 DIVERGING = LinearSegmentedColormap.from_list("signed", ["#b04a00", "#ffffff", "#005a9e"])

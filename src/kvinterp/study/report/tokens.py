@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -106,21 +107,16 @@ def tokens_fragment(comparison: Comparison) -> str:
 # Sentences -------------------------------------------------------------------------------------------------------------
 
 
-def boundary_of(comparison: Comparison) -> tuple[str, str]:
-    """The meaning of the distance to the decision boundary under the strategy in use, and its unit."""
+def boundary_of(comparison: Comparison) -> tuple[str, str, str]:
+    """The meaning of the distance to the decision boundary under the strategy in use, its unit, and why a step has none."""
     strategy = str(comparison.provenance["strategy"])
     if strategy == "greedy":
-        return "how many logits a path's token was ahead of its next best", "logits"
+        return "how many logits a path's token was ahead of its next best", "logits", "not recorded"
     if strategy.startswith(("top_k", "top_p")):
         text = "how far the number drawn lay from where another token begins, in the cumulative probability of"
-        return f"{text} {strategy}", "cumulative probability"
-    return "not known under this strategy", ""
-
-
-def no_boundary(comparison: Comparison) -> str:
-    """The reason why a step has no distance."""
-    sampled = str(comparison.provenance["strategy"]).startswith(("top_k", "top_p"))
-    return "no other token could be drawn" if sampled and "boundary_a" in comparison.steps else "not recorded"
+        none = "no other token could be drawn" if "boundary_a" in comparison.steps else "not recorded"
+        return f"{text} {strategy}", "cumulative probability", none
+    return "not known under this strategy", "", "not recorded"
 
 
 def coverage_sentences(comparison: Comparison, maps: int, rows: int) -> list[str]:
@@ -152,7 +148,7 @@ def attention_hint(comparison: Comparison) -> str:
 # The data of one comparison --------------------------------------------------------------------------------------------
 
 
-def packed_comparison(comparison: Comparison, maps: int = MAP_NUMBERS, rows: int = ROW_NUMBERS) -> bytes:
+def packed_comparison(comparison: Comparison, maps: int, rows: int) -> bytes:
     """Packs everything that the page draws of one comparison as compressed JSON; the same comparison gives the same bytes.
 
     Numbers have three digits, as on the page.
@@ -171,6 +167,7 @@ def packed_comparison(comparison: Comparison, maps: int = MAP_NUMBERS, rows: int
     # Where there is no room for all steps, those behind a flip in the free protocol come last.
     same = steps.index.isin(comparison.same_text(steps).index)
     ranked = steps.assign(kl=steps["kl"].where(same, -1.0))
+    _, unit, no_distance = boundary_of(comparison)
     mapped, attention = _maps(comparison, ranked, maps), _attention(comparison, ranked, rows)
     data = {
         **{name: comparison.provenance[name] for name in ("paths", "protocol", "strategy")},
@@ -182,8 +179,8 @@ def packed_comparison(comparison: Comparison, maps: int = MAP_NUMBERS, rows: int
             **{name: three_digits(column) for name, column in steps.reindex(columns=numbers).items()},
             **{name: steps[name].astype(bool).tolist() for name in ("flipped", "after_flip")},
         },
-        "unit": boundary_of(comparison)[1],
-        "no_distance": no_boundary(comparison),
+        "unit": unit,
+        "no_distance": no_distance,
         "said": coverage_sentences(comparison, len(mapped["maps"]), len(attention)),
         "square": attention_hint(comparison),
         "patterns": len(comparison.heads) > 0,
@@ -193,14 +190,15 @@ def packed_comparison(comparison: Comparison, maps: int = MAP_NUMBERS, rows: int
     return gzip.compress(json.dumps(data, separators=(",", ":")).encode(), mtime=0)
 
 
-def three_digits(values: Any) -> list[Any]:
+def three_digits(values: Any) -> Any:
     """Rounds numbers to three digits for JSON: None for NaN, and infinity as a text that JavaScript reads as a number."""
-    array = np.asarray(values, float)
-    digits = [
-        None if v != v else float(f"{v:.3g}") if abs(v) < np.inf else f"{'-' * (v < 0)}Infinity"
-        for v in array.ravel().tolist()
-    ]
-    return list(np.array(digits, dtype=object).reshape(array.shape).tolist())
+    if isinstance(values, pd.Series | np.ndarray):
+        return three_digits(values.tolist())
+    if isinstance(values, list):
+        return [three_digits(value) for value in values]
+    if math.isinf(values):
+        return "Infinity" if values > 0 else "-Infinity"
+    return None if math.isnan(values) else float(f"{values:.3g}")
 
 
 def _prompts(comparison: Comparison, steps: pd.DataFrame, texts: pd.Series) -> list[dict[str, Any]]:
