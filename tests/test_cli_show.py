@@ -38,8 +38,8 @@ def test_the_page_is_opened_and_named(tmp_path: Path, browser: list[str]) -> Non
 
 
 def test_a_folder_without_a_page(tmp_path: Path, browser: list[str]) -> None:
-    wrong("holds no page (report.html): give one that kvinterp wrote", "show", tmp_path)
-    wrong("is not there: give one that kvinterp wrote", "show", tmp_path / "none")
+    wrong("holds no result: give one that kvinterp wrote", "show", tmp_path)
+    wrong("does not exist: give one that kvinterp wrote", "show", tmp_path / "none")
     assert browser == []
 
 

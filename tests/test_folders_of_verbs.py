@@ -12,7 +12,6 @@ import pytest
 import kvinterp as kv
 import kvinterp.auditing.folder as folder_of_audit
 import kvinterp.study.experiments.root_cause  # what no_model takes away must be there before
-import kvinterp.study.report.audit as report
 from command_line import wrong
 from cutting import MODEL, SMALL, VERBS
 from kvinterp.common.store import write_whole
@@ -20,6 +19,7 @@ from kvinterp.errors import InputError
 from writing import write_tables
 
 TABLE = pd.DataFrame({"x": [1.0, 2.0]})
+TEXTS = {"report.html": "the page", "verdict.json": "{}"}
 SOME = ("audit", "compare", "kernels", "root-cause")
 """The audit, one of the core, a table, and a study."""
 
@@ -34,12 +34,11 @@ def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def audited(monkeypatch: pytest.MonkeyPatch) -> Any:
+def audited() -> Any:
     """An audit of nothing, as far as its files go."""
-    monkeypatch.setattr(report, "page", lambda *_: "the page")
     rung = SimpleNamespace(name="float32", **dict.fromkeys(folder_of_audit.TABLES, pd.DataFrame()))
     rung.steps = TABLE
-    return SimpleNamespace(rungs=[rung], verdict=SimpleNamespace(to_json=lambda: "{}"))
+    return SimpleNamespace(rungs=[rung])
 
 
 def content(folder: Path) -> dict[str, bytes | None]:
@@ -93,15 +92,15 @@ def test_an_unfinished_result_of_another_verb_is_in_the_way(tmp_path: Path, verb
 
 def test_an_audit_takes_the_place_of_audits_alone(tmp_path: Path, audited: Any) -> None:
     """Its page has the name of every page: beside another command's result it would take that one's place."""
-    folder_of_audit.put(report.texts_of(audited), tmp_path / "audit", folder_of_audit.tables_of(audited.rungs))
+    folder_of_audit.put(TEXTS, tmp_path / "audit", folder_of_audit.tables_of(audited.rungs))
     before = content(tmp_path / "audit").keys()
     audited.rungs = []
-    folder_of_audit.put(report.texts_of(audited), tmp_path / "audit", folder_of_audit.tables_of(audited.rungs))
+    folder_of_audit.put(TEXTS, tmp_path / "audit", folder_of_audit.tables_of(audited.rungs))
     assert content(tmp_path / "audit").keys() == before - {"steps.parquet"} < before
     write_tables(tmp_path / "patch", {"recovery": TABLE}, {}, about={"verb": "patch"})
     kept = content(tmp_path / "patch")
     with pytest.raises(InputError, match="holds another command's result"):
-        folder_of_audit.put(report.texts_of(audited), tmp_path / "patch")
+        folder_of_audit.put(TEXTS, tmp_path / "patch")
     assert content(tmp_path / "patch") == kept
 
 
@@ -116,7 +115,7 @@ def test_an_audit_cut_off_while_it_is_written_says_so(
     with monkeypatch.context() as patch:
         patch.setattr(folder_of_audit, "write_whole", cut)
         with pytest.raises(KeyboardInterrupt):
-            folder_of_audit.put(report.texts_of(audited), tmp_path, folder_of_audit.tables_of(audited.rungs))
+            folder_of_audit.put(TEXTS, tmp_path, folder_of_audit.tables_of(audited.rungs))
     with pytest.raises(InputError, match="holds no readable verdict"):
         kv.load(tmp_path)
-    folder_of_audit.put(report.texts_of(audited), tmp_path, folder_of_audit.tables_of(audited.rungs))
+    folder_of_audit.put(TEXTS, tmp_path, folder_of_audit.tables_of(audited.rungs))

@@ -204,16 +204,16 @@ def test_the_page_says_what_the_verdict_says(passing: kv.auditing.Audit, failing
     off = _with(passing, checks=(Check("left padding", PLAIN, "off.", asked="rows(5)+feed(22)"),))
     unsure = (_with(passing, verdict="cannot-tell"), off)
     for made, mark in ((passing, "good"), (failing, "bad"), *((each, "unsure") for each in unsure)):
-        text = page(made)
+        text = page(made.verdict, (), made)
         assert f'<div class="answer {mark}"><strong>{made.verdict.reading.splitlines()[0]}' in text
         assert ("the audit was made without further checks" in text) is (made is not off)
         assert "fixed order: equal checks" in text
         assert text.count("<script") == 1, "the page's own"
-    text = page(failing)
+    text = page(failing.verdict, (), failing)
     assert "first wrong: layer" in text
     assert '<tr class="here"><td>1</td>' in text
     assert "nothing: it is further from float64" in text
-    assert "first wrong" not in page(passing)
+    assert "first wrong" not in page(passing.verdict, (), passing)
 
 
 # The pytest helper -----------------------------------------------------------------------------------------------------

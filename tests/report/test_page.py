@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from kvinterp.auditing.verdict import Verdict
-from kvinterp.study.report.audit import page_of
+from kvinterp.study.report.audit import page
 from kvinterp.study.report.page import (
     Answer,
     Column,
@@ -62,7 +62,7 @@ def test_only_the_scripts_that_are_named_may_run() -> None:
 def test_links_go_to_files_beside_the_page_whatever_their_names() -> None:
     names = ["runs/x/steps.parquet", "javascript:alert(1)", '//a.b/"c d']
     verdict = Verdict("equal", None, None, "", "", {}, (), (), "PASS  equal", provenance={"model": "x"})
-    assert re.findall('href="([^"]*)"', page_of(verdict, names)) == [
+    assert re.findall('href="([^"]*)"', page(verdict, names)) == [
         "./runs/x/steps.parquet",
         "./javascript%3Aalert%281%29",
         ".///a.b/%22c%20d",

@@ -51,7 +51,7 @@ def tables_of(rungs: Sequence[PrecisionRun]) -> dict[str, pd.DataFrame]:
 
 
 def put(texts: Mapping[str, str], folder: Path, tables: Mapping[str, pd.DataFrame] | None = None) -> Path:
-    """Writes tables and what :func:`texts_of` gave, over an earlier audit's; each file is complete or not there at all.
+    """Writes tables and texts, over an earlier audit's; each file is complete or not there at all.
 
     Raises:
         InputError: As :func:`check_own` says.

@@ -26,7 +26,7 @@ from typer.core import TyperCommand, TyperGroup
 from kvinterp._version import __version__
 from kvinterp.cli.listing import LISTED, described
 from kvinterp.common.console import echo
-from kvinterp.common.files import strict_json
+from kvinterp.common.files import SUMMARY, is_file, read_json, strict_json
 from kvinterp.common.source import source
 from kvinterp.errors import InputError, KvinterpError, out_of_memory, unknown, visible
 from kvinterp.study.experiments.choices import check_early
@@ -336,14 +336,27 @@ def _show(
     as_json: Json = False,
 ) -> Mapping[str, Any]:
     """Open a result's page in the browser; any command may have written it."""
-    from kvinterp.cli.showing import opened, page_of, rewritten
+    import webbrowser
+
+    from kvinterp.study.experiments.keeping import load
 
     _speak()
-    lines = rewritten(folder) if rewrite else []
-    page = page_of(folder)
+    page, lines = folder / "report.html", []
+    if rewrite or not is_file(page):
+        result = load(folder)
+        if not rewrite:
+            raise InputError(
+                f"folder {str(folder)!r} holds a result without a page: kvinterp show --rewrite makes one from its tables."
+            )
+        page, lines = result.report(), result.sentences()
+        if (read_json(folder / SUMMARY) or {}).get("interrupted"):
+            lines = ["This run was interrupted: only what was finished by then is in it.", *lines]
     for line in (*lines, *[""] * bool(lines)):
         echo(line)
-    seen = not no_open and opened(page)
+    seen = False
+    if not no_open:
+        with contextlib.suppress(webbrowser.Error, OSError):
+            seen = webbrowser.open(page.resolve().as_uri())
     echo(page)
     if not (no_open or seen):
         echo("no browser could be started: open the page yourself.", err=True)

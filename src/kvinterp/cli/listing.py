@@ -18,10 +18,6 @@ from kvinterp.study.experiments.registry import experiments, question_of
 Row = dict[str, str]
 
 
-def _fetched() -> Iterator[tuple[str, Any]]:
-    return ((f"real:{name}", one) for name, one in real.REAL.items() if one.member.endswith(".gguf"))
-
-
 def described(what: str, rows: list[Row]) -> Iterator[str]:
     """The rows of a list as lines: a name, and below it what is said of it."""
     for row in rows:
@@ -44,9 +40,10 @@ def _models() -> list[Row]:
         cache = f"{4 * record['layers'] * record['kv_heads'] * record['head_dim']:,} bytes a token in 16 bits"
         about = {"what it is": f"{what}, {heads}", "K and V": cache, "right of held-out problems": right}
         rows.append({"name": f"zoo:{record['name']}", **about})
-    for name, one in _fetched():
-        there = "" if real.is_here(name.removeprefix("real:")) else f"; {one.megabytes:.0f} MB, fetched by make real"
-        rows.append({"name": name, "what it is": f"{one.what}{there}"})
+    for name, one in real.REAL.items():
+        if one.member.endswith(".gguf"):
+            there = "" if real.is_here(name) else f"; {one.megabytes:.0f} MB, fetched by make real"
+            rows.append({"name": f"real:{name}", "what it is": f"{one.what}{there}"})
     return rows
 
 

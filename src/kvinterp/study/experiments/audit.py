@@ -153,7 +153,7 @@ class Audit(Experiment):
         """The audit of a model: its tables, and page and verdict as texts."""
         from kvinterp.auditing import audit
         from kvinterp.data import load_prompts
-        from kvinterp.study.report.audit import texts_of
+        from kvinterp.study.report.audit import files_of
 
         prompts = None if self.prompts is None else load_prompts(self.prompts)
         # What a user's code prints is no part of what this command says.
@@ -169,19 +169,21 @@ class Audit(Experiment):
                 progress=tell,
                 **self.choices("steps", "seed", "allow", "lengths", "calls", "programs", "seconds"),
             )
-        return result.written()[0], {"texts": texts_of(result)}
+        texts, tables = files_of(result)
+        return tables, {"texts": texts}
 
     def judged(self, tell: Tell) -> tuple[Tables, dict[str, Any]]:
         """The verdict on another engine's log-probs, as texts."""
         from kvinterp.auditing.engine import audit_engine
         from kvinterp.study.cells import loaded
-        from kvinterp.study.report.engine import texts_of
+        from kvinterp.study.report.audit import files_of
 
         with contextlib.redirect_stdout(sys.stderr):
             # --dtype is what the engine was said to run in. Of weights that were rounded to it no other precision is found again.
             adapter = loaded({**self.model_settings(), "dtype": "float32"})
             verdict = audit_engine(adapter, str(self.against), self.dtype, self.format, self.allow, self.seed, tell)
-        return {} if verdict.tokens is None else {"given": verdict.tokens}, {"texts": texts_of(verdict)}
+        texts, tables = files_of(verdict)
+        return tables, {"texts": texts}
 
     def reduce(self, parts: Parts) -> Result:
         """What the audit says."""

@@ -31,11 +31,6 @@ Row = Mapping[str, Any]
 """Names and values of one row."""
 
 
-def texts_of(audit: Audit) -> dict[str, str]:
-    """Page and verdict by the names of their files."""
-    return {"report.html": page(audit), "verdict.json": audit.verdict.to_json()}
-
-
 def files_of(result: Any) -> tuple[dict[str, str], dict[str, pd.DataFrame]]:
     """The texts and tables to write for an :class:`Audit`, or for its :class:`Verdict` alone.
 
@@ -44,20 +39,16 @@ def files_of(result: Any) -> tuple[dict[str, str], dict[str, pd.DataFrame]]:
     """
     if not result.provenance:
         raise InputError("this verdict does not say what it was made with: make the audit again.")
-    if not isinstance(result.verdict, str):
-        return texts_of(result), result.written()[0]
-    if result.given:
-        return engine.texts_of(result), {} if result.tokens is None else {"given": result.tokens}
-    return {"report.html": page_of(result), "verdict.json": result.to_json()}, {}
+    if isinstance(result.verdict, str):
+        audit, verdict, tables = None, result, {} if result.tokens is None else {"given": result.tokens}
+    else:
+        audit, verdict, tables = result, result.verdict, result.written()[0]
+    html = engine.page(verdict) if verdict.given else page(verdict, [f"{name}.parquet" for name in tables], audit)
+    return {"report.html": html, "verdict.json": verdict.to_json()}, tables
 
 
-def page(audit: Audit) -> str:
-    """The self-contained page of an audit; all text of the model is escaped."""
-    return page_of(audit.verdict, [f"{name}.parquet" for name in audit.written()[0]], audit)
-
-
-def page_of(verdict: Verdict, files: Sequence[str] = (), measured: Audit | None = None) -> str:
-    """The page of a verdict.
+def page(verdict: Verdict, files: Sequence[str] = (), measured: Audit | None = None) -> str:
+    """The self-contained page of a verdict; all text of the model is escaped.
 
     Args:
         verdict: The verdict.

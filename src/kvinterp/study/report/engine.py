@@ -36,11 +36,6 @@ _SAID = {
 }
 
 
-def texts_of(verdict: Verdict) -> dict[str, str]:
-    """Page and verdict by the names of their files."""
-    return {"report.html": page(verdict), "verdict.json": verdict.to_json()}
-
-
 def page(verdict: Verdict) -> str:
     """The self-contained page; all text of the file is escaped."""
     summary: Mapping[str, Any] = verdict.given
