@@ -167,7 +167,7 @@ SWEEPS: dict[str, Callable[[str], Iterator[Row]]] = {
 
 def draw(fits: list[Row], here: dict[str, Any], picture: Path) -> None:
     """A panel a sweep: the mean difference and its line, a dtype each."""
-    from kvinterp.study.report.charts import legend_outside, log_ticks
+    from kvinterp.study.report.charts import log_ticks
     from kvinterp.study.report.style import line_of, save, sheet, sign
 
     labels = {"depth": "layers", "width": "width", "logit scale": "head multiplied by", "length": "prompt (tokens)"}
@@ -186,7 +186,7 @@ def draw(fits: list[Row], here: dict[str, Any], picture: Path) -> None:
             panel.minorticks_off()
             log_ticks(panel.yaxis)
             panel.set_ylabel("mean |logit difference| / std")
-        legend_outside(figure, panels[0, 0], side="upper")
+        figure.legend(*panels[0, 0].get_legend_handles_labels(), loc="outside upper center", ncols=5)
         sign(
             figure,
             f"{here['device']}, {here['threads']} thread; SmolLM2-135M (depth, length), random Llama (others); zeros left out",

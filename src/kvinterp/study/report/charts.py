@@ -59,7 +59,7 @@ def draw_chart(chart: Chart, provenances: Sequence[Mapping[str, Any]], wide: flo
             labels = grid[0, 0].get_legend_handles_labels()[1]
             if len(labels) > 1 and labels != legend:
                 across = 2 if max(map(len, labels)) > 24 else 4
-                legend_outside(part, grid[0, 0], across // (2 if wide <= _NARROW else 1))
+                legend_below(part, grid[0, 0], across // (2 if wide <= _NARROW else 1))
             legend = labels
         width = figure.get_figwidth()
         figure.suptitle(wrapped(chart.title, int(width * 11)), x=0.01, ha="left", fontsize=10, fontweight="bold")
@@ -94,10 +94,10 @@ def wrapped(text: str, width: int = 34) -> str:
     return "\n".join(textwrap.wrap(text, width))
 
 
-def legend_outside(target: FigureBase, axes: Axes, columns: int = 5, side: str = "lower") -> None:
-    """Draws the legend of some axes below all axes of a figure, or above them (``side="upper"``)."""
+def legend_below(target: FigureBase, axes: Axes, columns: int) -> None:
+    """Draws the legend of some axes below all axes of a figure."""
     handles, labels = axes.get_legend_handles_labels()
-    place: Any = f"outside {side} center"
+    place: Any = "outside lower center"
     target.legend(handles, [wrapped(label, 44) for label in labels], loc=place, ncols=min(len(labels), columns))
 
 

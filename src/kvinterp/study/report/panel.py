@@ -253,14 +253,12 @@ def _parse_numbers(name: str, value: Any) -> Any:
     """Parses layers, heads or positions that the user typed: one number, several as ``0,2``, or a range as ``1-3``."""
     if not isinstance(value, str) or (name == "positions" and value in ("newest", "all", "earlier")):
         return value
-    numbers: list[int] = []
-    for part in value.replace("–", "-").split(","):
-        ends = re.fullmatch(r"\s*(\d{1,5})\s*(?:-\s*(\d{1,5})\s*)?", part)
-        if ends is None:
-            raise unexpected(name, value, "numbers such as 3, 0,2 or 1-3")
-        numbers += range(int(ends[1]), int(ends[2] or ends[1]) + 1)
-    if not numbers or (name == "positions" and numbers != list(range(numbers[0], numbers[-1] + 1))):
-        raise unexpected(name, value, "one range such as 5 or 3-7" if numbers else "the smaller number first, as in 1-3")
-    if name == "positions":
-        return [numbers[0], numbers[-1] + 1]
-    return numbers[0] if len(numbers) == 1 else numbers
+    parts = [re.fullmatch(r"\s*(\d{1,5})\s*(?:[-–]\s*(\d{1,5})\s*)?", part) for part in value.split(",")]
+    numbers = [number for part in parts if part for number in range(int(part[1]), int(part[2] or part[1]) + 1)]
+    if None in parts or not numbers:
+        raise unexpected(name, value, "numbers such as 3, 0,2 or 1-3")
+    if name != "positions":
+        return numbers if len(numbers) > 1 else numbers[0]
+    if numbers != list(range(numbers[0], numbers[-1] + 1)):
+        raise unexpected(name, value, "one range such as 5 or 3-7")
+    return [numbers[0], numbers[-1] + 1]

@@ -123,21 +123,17 @@ _VERSIONS = "torch {torch} · transformers {transformers} · TransformerLens {tr
 
 
 def small_print(provenances: Sequence[Mapping[str, Any]], lines: Sequence[str] = (), width: int = 130) -> str:
-    """The text below a figure, in lines of a width: further lines, then what the provenances say, each value once."""
-    rows = []
+    """The text below a figure, in lines of a width: further lines, then what the provenances say, each text once."""
+    texts = [*lines]
     # What was computed elsewhere says nothing of a machine.
     for provenance in filter(None, provenances):
         about = collections.defaultdict(lambda: "not given", provenance)
         # A result of several pairs has a list of paths b.
         paths = (path if isinstance(path, str) else listed(path) for path in provenance.get("paths", {}).values())
-        choices = {"direction": "{direction}", "protocol": "{protocol}", "strategy": "{strategy}", "seed": "seed {seed}"}
-        rows.append([
-            " against ".join(paths),
-            ", ".join(text.format_map(about) for name, text in choices.items() if name in provenance),
-            # A result of many models has no model of its own, only a machine.
-            _MODEL.format_map(about) if "model" in provenance else "",
-            _VERSIONS.format_map(about),
-            "{device}, threads: {threads}".format_map(about),
-        ])  # fmt: skip
-    values = ["; ".join(dict.fromkeys(filter(None, column))) for column in zip(*rows, strict=True)]
-    return "\n".join(textwrap.wrap(" · ".join(filter(None, (*lines, *values))), width))
+        choices = [str(about[name]) for name in ("direction", "protocol", "strategy") if name in about]
+        choices += [f"seed {about['seed']}"] if "seed" in about else []
+        # A result of many models has no model of its own, only a machine.
+        model = _MODEL if "model" in about else ""
+        texts += [" against ".join(paths), ", ".join(choices)]
+        texts += [text.format_map(about) for text in (model, _VERSIONS, "{device}, threads: {threads}")]
+    return "\n".join(textwrap.wrap(" · ".join(dict.fromkeys(filter(None, texts))), width))
