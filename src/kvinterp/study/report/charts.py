@@ -222,20 +222,23 @@ def zero_aware(axes: Axes, values: np.ndarray, along: str = "y") -> None:
     """
     span, line = (axes.axhspan, axes.axhline) if along == "y" else (axes.axvspan, axes.axvline)
     axis, scale, limits = (getattr(axes, part) for part in (f"{along}axis", f"set_{along}scale", f"set_{along}lim"))
-    positive, zero = values[np.isfinite(values) & (values > 0)], bool((values == 0).any())
+    positive = values[np.isfinite(values) & (values > 0)]
     ends = np.log10([positive.min(), positive.max()]) if positive.size else np.zeros(2)
     low, decades = np.floor(ends[0]), max(1.0, np.ceil(ends[1]) - np.floor(ends[0]))
-    least, bottom = 10.0**low, 10 ** (low - 0.04 * decades)
-    ticks = list(10 ** np.arange(low, low + decades + 1, max(1, math.ceil(decades / 6)))) if positive.size else []
-    if zero or not positive.size:
+    ticks = 10 ** np.arange(low, low + decades + 1, max(1, math.ceil(decades / 6)))
+    least, top = 10.0**low, 10 ** (low + 1.04 * decades)
+    if not positive.size:
+        ticks, top = ticks[:0], least
+    if (values == 0).any() or not positive.size:
         # Linear below the smallest decade, which holds nothing but zeros.
         scale("symlog", linthresh=least, linscale=0.11 * decades)
         span(-least / 2, least / 2, color="#dcdcdc", zorder=0, linewidth=0)
         line(least / 2, color="#999999", linewidth=0.6, linestyle=(0, (2, 2)), zorder=1)
-        bottom, ticks = -least / 2, [0.0, *ticks]
+        limits(-least / 2, top)
+        ticks = [0.0, *ticks]
     else:
         scale("log")
-    limits(bottom, 10 ** (low + 1.04 * decades) if positive.size else least)
+        limits(10 ** (low - 0.04 * decades), top)
     axis.set_major_locator(FixedLocator(ticks))
     axis.set_minor_locator(NullLocator())
     axis.set_major_formatter(FuncFormatter(lambda at, _: power(at) if at else "exactly 0"))
