@@ -135,7 +135,7 @@ def read(what: str, text: str, kinds: Mapping[str, type[Plugin]], hint: str) -> 
         if len(dict(named)) < len(named):
             raise TypeError("a field was given twice")
         given = inspect.signature(kinds[name]).bind(*in_order, **dict(named)).arguments
-        return kinds[name](**{key: _fitted(_value(value), fields[key].type) for key, value in given.items()})
+        return kinds[name](**{key: _fitted(value_of(value), fields[key].type) for key, value in given.items()})
     except TypeError as error:
         takes = ", ".join(
             f"{field.name}={_written(field.default)}" if field.kw_only else field.name
@@ -189,11 +189,12 @@ def _fitted(value: Any, kind: Any) -> Any:
     """Converts a value for a field of this type."""
     kind = kind if isinstance(kind, str) else getattr(kind, "__name__", str(kind))
     if kind.startswith("tuple") and not isinstance(value, tuple):
-        return () if value == "all" else tuple(_value(part) for part in str(value).split("+"))
+        return () if value == "all" else tuple(value_of(part) for part in str(value).split("+"))
     return float(value) if kind == "float" and type(value) is int else value
 
 
-def _value(text: str) -> Any:
+def value_of(text: str) -> Any:
+    """The number or Python literal that a text is, or else the text."""
     try:
         return ast.literal_eval(text.strip())
     except (SyntaxError, ValueError, MemoryError, RecursionError):
@@ -205,7 +206,7 @@ def _written(value: Any) -> str:
     if isinstance(value, tuple):
         return "+".join(map(str, value)) or "all"
     if isinstance(value, str) and (
-        value != value.strip() or _value(value) != value or re.search(r"[,()\[\]=\"'\n]", value)
+        value != value.strip() or value_of(value) != value or re.search(r"[,()\[\]=\"'\n]", value)
     ):
         return repr(value)
     if isinstance(value, float):

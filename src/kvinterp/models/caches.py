@@ -25,6 +25,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvinterp.common import spec
+from kvinterp.common.checks import check_whole
 from kvinterp.errors import InputError, UnsupportedError, unknown
 
 KeysValues = tuple[Float[Tensor, "batch kv_head position head_dim"], Float[Tensor, "batch kv_head position head_dim"]]
@@ -296,8 +297,8 @@ class Static(CacheKind):
     room: int | None = None
 
     def __post_init__(self) -> None:
-        if self.room is not None and (not isinstance(self.room, int) or isinstance(self.room, bool) or self.room < 1):
-            raise InputError(f"cache=static({self.room!r}) was given: expected a whole number of positions of at least 1.")
+        if self.room is not None:
+            check_whole("positions of cache=static", self.room)
 
     def make(self, config: Any, capacity: int) -> Any:
         """Makes a StaticCache.
@@ -332,8 +333,7 @@ class Quantized(CacheKind):
     backend: str | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.bits, int) or isinstance(self.bits, bool) or self.bits < 1:
-            raise InputError(f"cache=quantized({self.bits!r}) was given: expected a number of bits, as in quantized(4).")
+        check_whole("bits of cache=quantized", self.bits)
         if self.backend is not None and self.backend not in BACKENDS:
             raise unknown("backend of a quantized cache", self.backend, BACKENDS)
         if self.backend == "fp8" and self.bits != 8:

@@ -190,10 +190,8 @@ class PatchBench:
     """
 
     def __init__(self, model: Any, max_new_tokens: int = 12, kernels: str = "native") -> None:
-        if not isinstance(max_new_tokens, int) or max_new_tokens < 2:
-            raise InputError(f"max_new_tokens={max_new_tokens!r} was given: expected at least 2, so that one step decodes.")
+        self.max_new_tokens = check_whole("max_new_tokens", max_new_tokens, 2, hint=", so that one step decodes")
         self.adapter = wrap(model)
-        self.max_new_tokens = max_new_tokens
         self.runs = 0
         self.prompt: tuple[int, ...] = ()
         self.other: tuple[int, ...] = ()

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, get_args
 
 from kvinterp.common import spec
@@ -266,34 +265,18 @@ def path_named(text: object, cache: Callable[[str], CacheKind] = cache_named) ->
         values[name] = value
     if form == "recompute" and ("cache" in values or "cache_dtype" in values):
         raise InputError(f"path {text!r} gives a cache to a path that keeps none: use cached[cache=...].")
+    numbers = {name: spec.value_of(values[name]) for name in ("chunk", "refresh", "smooth") if name in values}
     return ExecutionPath(
         form,
         _policy(policy),
         dtype,
         _name(values.get("cache_dtype")),
-        _count(text, "chunk", values, "tokens"),
-        kernels_named(values.get("kernels", "native")),
-        cache(values.get("cache", "dynamic")),
-        values.get("prefill", "exact"),
-        _count(text, "refresh", values, "decode steps"),
-        _weight(text, values.get("smooth")),
-        call_named(values.get("call")),
+        kernels=kernels_named(values.get("kernels", "native")),
+        cache=cache(values.get("cache", "dynamic")),
+        prefill=values.get("prefill", "exact"),
+        call=call_named(values.get("call")),
+        **numbers,
     )
-
-
-def _count(text: str, name: str, values: Mapping[str, str], unit: str) -> int | None:
-    """An option that is a whole number, or None where it was not given."""
-    digits = values.get(name)
-    if digits is not None and not (digits.isascii() and digits.isdecimal() and len(digits) < 20):
-        raise InputError(f"{name}={digits!r} in path {text!r}: expected a whole number of {unit} of at least 1.")
-    return None if digits is None else int(digits)
-
-
-def _weight(text: str, digits: str | None) -> float | None:
-    """A number in decimal digits, or None where it was not given."""
-    if digits is not None and not re.fullmatch(r"[0-9]{0,20}\.?[0-9]{1,20}(e-?[0-9]{1,3})?", digits):
-        raise InputError(f"smooth={digits!r} in path {text!r}: expected a weight of the cache from 0 to 1.")
-    return None if digits is None else float(digits)
 
 
 def _policy(policy: Policy | str | None) -> Policy:

@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvinterp.common import spec
-from kvinterp.common.checks import check_seed, whole_number
+from kvinterp.common.checks import check_seed, check_whole
 from kvinterp.common.draws import draws
 from kvinterp.errors import InputError, shown
 
@@ -80,8 +80,7 @@ class TopK(Strategy):
     temperature: float = 1.0
 
     def __post_init__(self) -> None:
-        if (whole_number(self.k) or 0) < 1:
-            raise InputError(f"top_k's k={shown(self.k)}: expected a whole number of at least 1.")
+        check_whole("top_k's k", self.k)
         _check_temperature(self.temperature)
 
     def distribution(self, logits: Float[Tensor, "batch vocab"]) -> Float[Tensor, "batch vocab"]:

@@ -145,10 +145,6 @@ def _mean(x: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dty
     return (total / (x.numel() // max(total.numel(), 1))).to(dtype or x.dtype)
 
 
-def _layer_norm(x: Tensor, shape: Any, weight: Any, bias: Any, epsilon: float) -> tuple[Tensor, Tensor, Tensor]:
-    return fixed_order.layer_norm(x, shape, weight, bias, epsilon)
-
-
 def _rms_norm(x: Tensor, shape: Any, weight: Any, epsilon: float | None) -> tuple[Tensor, Tensor]:
     dtype = fixed_order.wide(x.dtype)
     rows = x.to(dtype)
@@ -190,7 +186,7 @@ _FIXED: dict[Any, Callable[..., Any]] = {
     aten.sum.dim_IntList: _sum,
     aten.mean.default: _mean,
     aten.mean.dim: _mean,
-    aten.native_layer_norm.default: _layer_norm,
+    aten.native_layer_norm.default: fixed_order.layer_norm,
     aten._fused_rms_norm.default: _rms_norm,
     aten.convolution.default: _convolution,
 }

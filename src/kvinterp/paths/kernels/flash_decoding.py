@@ -14,15 +14,14 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kvinterp.common.words import dtype_word
-from kvinterp.errors import InputError, UnsupportedError, unknown
+from kvinterp.errors import UnsupportedError
 from kvinterp.models import Adapter
 from kvinterp.models.attaching import Listener
 from kvinterp.models.derived import SDPA, sdpa_arguments
 from kvinterp.models.hooks import Functions
 from kvinterp.paths.kernels import fixed_order
-from kvinterp.paths.kernels.base import KernelMode, Kernels, drops_out, refuse_opaque_attention
-from kvinterp.paths.kernels.split_k import ACCUMULATE, check_layers, check_parts
+from kvinterp.paths.kernels.base import KernelMode, Kernels, drops_out
+from kvinterp.paths.kernels.split_k import check_fields, check_layers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,11 +43,7 @@ class FlashDecoding(Kernels):
     layers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        check_parts(self.name, self.parts)
-        object.__setattr__(self, "accumulate", dtype_word(self.accumulate))
-        if self.accumulate not in ACCUMULATE:
-            raise unknown(f"{self.name} accumulate dtype", self.accumulate, ACCUMULATE)
-        check_layers(self.name, self.layers)
+        check_fields(self)
 
     def mode(self, adapter: Adapter) -> KernelMode:
         """Intercepts attention of one row.
@@ -57,17 +52,12 @@ class FlashDecoding(Kernels):
             InputError: It names a layer the model does not have.
             UnsupportedError: The model's attention is no call of SDPA.
         """
-        refuse_opaque_attention(adapter, self)
+        check_layers(self, adapter)
         if adapter.facts.attention != "sdpa":
             raise UnsupportedError(
                 f"kernels={self} splits attention as one kernel, and {adapter.facts.name} (kind {adapter.kind!r}) computes "
                 "scores, softmax and values one after the other: load it with kind='native', attention='sdpa', or use "
                 "split_k(4,float32,values)."
-            )
-        beyond = [layer for layer in self.layers if layer >= adapter.facts.layers]
-        if beyond:
-            raise InputError(
-                f"{self} names layer {beyond[0]}: {adapter.facts.name} has layers 0 to {adapter.facts.layers - 1}."
             )
         return _FlashDecodingMode(self, adapter)
 

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvinterp.common.checks import check_known, check_whole, whole_numbers
 from kvinterp.common.words import dtype_word
-from kvinterp.errors import InputError, unknown
+from kvinterp.errors import InputError
 from kvinterp.models import Adapter
 from kvinterp.models.attaching import Listener
 from kvinterp.models.derived import SDPA, sdpa_arguments
@@ -49,36 +50,32 @@ class SplitK(Kernels):
     layers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        check_parts(self.name, self.parts)
-        object.__setattr__(self, "accumulate", dtype_word(self.accumulate))
-        if self.accumulate not in ACCUMULATE:
-            raise unknown("split_k accumulate dtype", self.accumulate, ACCUMULATE)
+        check_fields(self)
         for operation in self.operations:
-            if operation not in OPERATIONS:
-                raise unknown("operation", operation, OPERATIONS)
-        check_layers(self.name, self.layers)
+            check_known("operation", operation, OPERATIONS)
 
     def mode(self, adapter: Adapter) -> KernelMode:
         """Intercepts products of one row; raises InputError for a layer the model does not have."""
-        refuse_opaque_attention(adapter, self)
-        beyond = [layer for layer in self.layers if layer >= adapter.facts.layers]
-        if beyond:
-            raise InputError(
-                f"{self} names layer {beyond[0]}: {adapter.facts.name} has layers 0 to {adapter.facts.layers - 1}."
-            )
+        check_layers(self, adapter)
         return _SplitKMode(self, adapter)
 
 
-def check_parts(mode: str, parts: object) -> None:
-    """Raises InputError where ``parts`` is no number of pieces to cut into."""
-    if not isinstance(parts, int) or isinstance(parts, bool) or parts < 2:
-        raise InputError(f"{mode}'s parts={parts!r}: expected a whole number of at least 2.")
+def check_fields(kernels: Any) -> None:
+    """Checks the number of parts, the dtype of their sums and the layers of a mode that has these."""
+    check_whole(f"{kernels.name}'s parts", kernels.parts, 2)
+    object.__setattr__(kernels, "accumulate", dtype_word(kernels.accumulate))
+    check_known(f"{kernels.name} accumulate dtype", kernels.accumulate, ACCUMULATE)
+    whole_numbers(f"{kernels.name}'s layers", kernels.layers, "layer numbers from 0, such as 0+2")
 
 
-def check_layers(mode: str, layers: tuple[object, ...]) -> None:
-    """Raises InputError where something is no layer number."""
-    if any(not isinstance(layer, int) or layer < 0 for layer in layers):
-        raise InputError(f"{mode}'s layers={layers!r}: expected layer numbers from 0, such as 0+2.")
+def check_layers(kernels: Any, adapter: Adapter) -> None:
+    """Raises where attention is a kernel torch does not see into, or the model lacks a layer that a mode names."""
+    refuse_opaque_attention(adapter, kernels)
+    beyond = [layer for layer in kernels.layers if layer >= adapter.facts.layers]
+    if beyond:
+        raise InputError(
+            f"{kernels} names layer {beyond[0]}: {adapter.facts.name} has layers 0 to {adapter.facts.layers - 1}."
+        )
 
 
 class _SplitKMode(KernelMode):
