@@ -292,6 +292,8 @@ class OnTransformersCache(Adapter):
 
     _blocks: nn.ModuleList
     _memory: Memory | None = None
+    _configs: tuple[Any, Any] = None, None
+    """The model's config, and that of the decoder in it."""
 
     @property
     def memory(self) -> Memory:
@@ -342,9 +344,11 @@ class OnTransformersCache(Adapter):
 
     @property
     def config(self) -> Any:
-        """The config of the decoder, inside a multimodal config too."""
-        config: Any = self.source.config
-        return config.get_text_config(decoder=True)
+        """The config of the decoder, inside a multimodal config too; found once, since every forward asks for it."""
+        whole: Any = self.source.config
+        if self._configs[0] is not whole:
+            self._configs = whole, whole.get_text_config(decoder=True)
+        return self._configs[1]
 
     def new_cache(self) -> Any:
         """Makes a DynamicCache with the layers that the config says."""
