@@ -67,14 +67,14 @@ def as_made(model: nn.Module) -> Iterator[None]:
         for name, value in vars(module).items()
         if name not in _IN_EVERY_MODULE and (isinstance(value, Tensor) or hasattr(value, "get_seq_length"))
     ]
-    fresh: dict[str, nn.Module] = {}
-    if left and hasattr(model, "config"):
+    if left:
+        fresh: dict[str, nn.Module] = {}
         # A class that needs more than its config, or cannot be built without numbers, runs as it is.
         with contextlib.suppress(Exception), torch.random.fork_rng(devices=[]), torch.device("meta"):
             fresh = dict(type(model)(model.config).named_modules())
-    left = [entry for entry in left if entry[0] in fresh and vars(fresh[entry[0]]).get(entry[2], ...) is None]
-    configs = {id(config): config for module in model.modules() if (config := getattr(module, "config", None)) is not None}
-    tuples = [config for config in configs.values() if getattr(config, "return_dict", True) is False]
+        left = [entry for entry in left if entry[0] in fresh and vars(fresh[entry[0]]).get(entry[2], ...) is None]
+    configs = (getattr(module, "config", None) for module in model.modules())
+    tuples = {id(config): config for config in configs if getattr(config, "return_dict", True) is False}.values()
     try:
         for _, module, name, _ in left:
             setattr(module, name, None)
