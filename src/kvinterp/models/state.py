@@ -157,8 +157,10 @@ class Snapshot:
         numbers = []
         for number, (tensor, before) in enumerate(zip(self._tensors, self._versions, strict=True)):
             now, copy = _version(tensor), self._copies.get(number)
-            seen = copy is None or (search == "quick" and now >= 0)
-            if now != before or not (seen or (tensor.shape == copy.shape and torch.equal(tensor, copy))):
+            same = now == before
+            if same and copy is not None and (search == "thorough" or now < 0):
+                same = tensor.shape == copy.shape and torch.equal(tensor, copy)
+            if not same:
                 numbers.append(number)
         changed = self._changed()
         if not changed and not numbers:
