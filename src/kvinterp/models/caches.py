@@ -298,7 +298,7 @@ class Static(CacheKind):
 
     def __post_init__(self) -> None:
         if self.room is not None:
-            check_whole("positions of cache=static", self.room)
+            check_whole("static's room", self.room)
 
     def make(self, config: Any, capacity: int) -> Any:
         """Makes a StaticCache.
@@ -333,7 +333,7 @@ class Quantized(CacheKind):
     backend: str | None = None
 
     def __post_init__(self) -> None:
-        check_whole("bits of cache=quantized", self.bits)
+        check_whole("quantized's bits", self.bits)
         if self.backend is not None and self.backend not in BACKENDS:
             raise unknown("backend of a quantized cache", self.backend, BACKENDS)
         if self.backend == "fp8" and self.bits != 8:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvinterp.common.checks import check_known, check_whole, whole_numbers
+from kvinterp.common.checks import check_known, check_whole
 from kvinterp.common.words import dtype_word
 from kvinterp.errors import InputError
 from kvinterp.models import Adapter
@@ -65,7 +65,8 @@ def check_fields(kernels: Any) -> None:
     check_whole(f"{kernels.name}'s parts", kernels.parts, 2)
     object.__setattr__(kernels, "accumulate", dtype_word(kernels.accumulate))
     check_known(f"{kernels.name} accumulate dtype", kernels.accumulate, ACCUMULATE)
-    whole_numbers(f"{kernels.name}'s layers", kernels.layers, "layer numbers from 0, such as 0+2")
+    for layer in kernels.layers:
+        check_whole(f"{kernels.name}'s layer", layer, 0)
 
 
 def check_layers(kernels: Any, adapter: Adapter) -> None:
