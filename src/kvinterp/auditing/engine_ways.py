@@ -272,24 +272,23 @@ def log_probs(adapter: Adapter, ids: Sequence[int], prompt: int, way: Way) -> Te
             return None
         if way.fed == "begun" and (bos in (None, ids[0]) or len(ids) == adapter.facts.context):
             return None
+        if way.prefix and not (model.plain and model.attention_only):
+            return None
+        head, rest = tokens[:, :prompt], tokens[:, prompt:]
         if way.path:
             path = path_named(way.path)
-            begun = prompt if path.prefill == "exact" and inner else len(ids)
-            store = own_store(model, path, 1, begun, len(ids) - begun, ())
-            pieces = [model.forward(piece, store) for piece in tokens.split([begun, len(ids) - begun], 1) if piece.shape[1]]
-            logits = torch.cat(pieces, 1)
+            pieces = [head, rest] if path.prefill == "exact" and inner else [tokens]
+            store = own_store(model, path, 1, pieces[0].shape[1], len(ids) - pieces[0].shape[1], ())
+            logits = torch.cat([model.forward(piece, store) for piece in pieces], 1)
         elif way.prefix:
-            if not (model.plain and model.attention_only):
-                return None
-            cache = model.new_cache()
-            policy = policy_named(way.prefix).start(model.facts)
-            head = model.model(tokens[:, :prompt], **{model.cache_name: cache}).logits
-            for layer, cached in enumerate(cache.layers):
+            policy, cache = policy_named(way.prefix).start(model.facts), {model.cache_name: model.new_cache()}
+            before = model.model(head, **cache).logits
+            for layer, cached in enumerate(cache[model.cache_name].layers):
                 place = Place(layer, 0, prompt, True, prompt=prompt)
                 cached.keys, cached.values = policy.read(*policy.write(cached.keys, cached.values, place), place)
-            logits = torch.cat([head, model.model(tokens[:, prompt:], **{model.cache_name: cache}).logits], 1)
+            logits = torch.cat([before, model.model(rest, **cache).logits], 1)
         elif way.fed == "apart":
-            logits = torch.cat([model.forward(piece) for piece in tokens.split([prompt, len(ids) - prompt], 1)], 1)
+            logits = torch.cat([model.forward(head), model.forward(rest)], 1)
         elif way.fed == "headless":
             logits = nn.functional.pad(model.forward(tokens[:, 1:]), (0, 0, 1, 0), value=torch.nan)
         elif way.fed == "begun":

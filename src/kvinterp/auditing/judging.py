@@ -407,7 +407,9 @@ def _account(twin: Adapter, run: PrecisionRun, side: PrecisionRun, terms: int) -
     every, explained = side.every_error, 0.0
     # A fixed order is exact only where a row does not depend on how many there are, which the null shows.
     exact = side is run.fixed and side.largest_error == 0 and not (every["null"] > 0).any()
-    if worst and not exact:
+    if run.fixed is not None and side is run and worst <= band(side.dtype, terms):
+        explained = worst  # No more than one rounding: then the fixed order's account is the one that is given.
+    elif worst and not exact:
         # A row that merely is among more rows has errors too, which a fixed order alone would take away.
         sizes = every.assign(size=every[["error", "null"]].max(axis=1)).groupby(["layer", "part"])["size"].max().to_dict()
         model, tokens = BlockModel(twin), run.plan.tokens(0, twin.device)

@@ -138,16 +138,16 @@ def _checks(
         # A piece that is wrong was not taken: what counts is how far the program goes.
         crosses = bool(edge) and max(itertools.accumulate(step.columns for step in one.program.steps)) >= size
         wrong.append(dataclasses.replace(check, name=f"{check.name} over the {edge}") if crosses else check)
-    right, others = list[Check](), list[Check]()
-    for use, count in found.tried.items():
-        times = "1 program" if count == 1 else f"{count} programs"
-        said = f"right in {times}: at most {found.worst:.1e} of the largest logit off"
-        right.append(Check(use, RIGHT, f"{said}.", found.worst, subject.limit, tried=count))
+    off = f"at most {found.worst:.1e} of the largest logit off."
+    right = [
+        Check(use, RIGHT, f"right in {count} program{'s' * (count > 1)}: {off}", found.worst, subject.limit, tried=count)
+        for use, count in found.tried.items()
+    ]
+    others = []
     for (word, _), one in found.others.items():
-        if (origin := str(one.program)) in asked and word == PLAIN:
-            one = least(subject, one, 0)
-        origin = origin if origin in asked else ""
-        others.append(Check(one.use, word, f"{one.why.rstrip('.')}.", tried=1, program=str(one.program), asked=origin))
+        given = origin if (origin := str(one.program)) in asked else ""
+        one = least(subject, one, 0) if given and word == PLAIN else one
+        others.append(Check(one.use, word, f"{one.why.rstrip('.')}.", tried=1, program=str(one.program), asked=given))
     checks = dict[str, Check]()
     for check in (*wrong, *(one for one in others if one.asked), *right, *others):
         checks.setdefault(check.name, check)

@@ -159,8 +159,8 @@ def least(subject: Subject, one: Run, seconds: float) -> Run:
 
 def search(
     subject: Subject,
-    programs: int = 60,
-    seconds: float = 40.0,
+    programs: int,
+    seconds: float,
     seed: int = 0,
     given: Sequence[Program] = (),
     faults: int = 4,
