@@ -103,7 +103,7 @@ def causes() -> list[Way]:
         Way(below, "kernel", tiled=(row, float16)),
         Way(apart, "bug", fed="apart"),
         *(
-            Way(f"positions {by:+d} behind the prompt", "bug", hooks=_positions(lambda at, cut, by=by: at + by * (at >= cut)))
+            Way(f"positions {by:+d} behind the prompt", "bug", hooks=_positions(functools.partial(_behind, by)))
             for by in (1, -1, 2, 4, 8, 16)
         ),
         Way("positions that begin anew behind the prompt", "bug", hooks=_positions(lambda at, cut: at - cut * (at >= cut))),
@@ -181,6 +181,11 @@ def _norm_eps(size: float) -> Way:
                     yield module, name, own * size
 
     return Way(f"norm eps times {size:.4g}", "bug", attributes=change, resized=_norm_eps, size=size)
+
+
+def _behind(by: int, at: Tensor, cut: int) -> Tensor:
+    """Positions that are so many off behind the prompt."""
+    return at + by * (at >= cut)
 
 
 def _positions(place: Callable[[Tensor, int], Tensor]) -> Hooks:

@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from kvinterp.errors import UnsupportedError
 from kvinterp.models import Adapter
-from kvinterp.models.hooks import Functions
 from kvinterp.models.transformers_api import can_generate, greedy
 
 ROOM = 256
@@ -38,31 +38,38 @@ EDGES = ("window", "chunk", "block", "rate")
 """Words in the names of a config's numbers at which a cache may go on otherwise."""
 
 
+class _Wider(TorchFunctionMode):
+    """Runs each operation of torch in float64 where it would make or cast to one of these types."""
+
+    def __init__(self, narrow: Sequence[torch.dtype]) -> None:
+        super().__init__()
+        self.narrow, self.casts = narrow, {torch.Tensor.float: torch.Tensor.double}
+        if torch.float16 in narrow:
+            self.casts |= {torch.Tensor.half: torch.Tensor.double, torch.Tensor.bfloat16: torch.Tensor.double}
+
+    def wide(self, value: Any) -> Any:
+        """What stands for a value that an operation is given."""
+        return torch.float64 if type(value) is torch.dtype and value in self.narrow else value
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # Every operation comes here, and hardly any names a type.
+        if torch.dtype in map(type, args):
+            args = map(self.wide, args)
+        if kwargs and torch.dtype in map(type, kwargs.values()):
+            kwargs = {name: self.wide(value) for name, value in kwargs.items()}
+        return self.casts.get(func, func)(*args, **kwargs or {})
+
+
 @contextlib.contextmanager
 def casts_lifted(narrow: Sequence[torch.dtype] = NARROW) -> Iterator[None]:
     """What runs inside makes and casts to float64 where it would to one of these types; to what it would where there is none."""
     if not narrow:
         yield
         return
-    casts = {torch.Tensor.float: torch.Tensor.double}
-    if torch.float16 in narrow:
-        casts |= {torch.Tensor.half: torch.Tensor.double, torch.Tensor.bfloat16: torch.Tensor.double}
-
-    def wide(value: Any) -> Any:
-        return torch.float64 if type(value) is torch.dtype and value in narrow else value
-
-    def lift(func: Any, args: Any, kwargs: Any) -> Any:
-        # Every operation comes here, and hardly any names a type.
-        if torch.dtype in map(type, args):
-            args = map(wide, args)
-        if kwargs and torch.dtype in map(type, kwargs.values()):
-            kwargs = {name: wide(value) for name, value in kwargs.items()}
-        return casts.get(func, func)(*args, **kwargs)
-
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
-        with Functions(lift):
+        with _Wider(narrow):
             yield
     finally:
         torch.set_default_dtype(before)
