@@ -165,7 +165,6 @@ def usable(policies: Sequence[str], adapter: Adapter) -> list[Policy]:
     """
     by_text = {str(policy): policy for policy in map(policy_named, policies)}
     for policy in by_text.values():
-        policy.check(adapter.facts.layers)
         policy.start(adapter.facts)
     return list(by_text.values())
 

@@ -123,10 +123,11 @@ def attention_comparison(
         "model": (model, None),
         "example": (example, 0),
     }
+    unread: Sequence[str]
     if is_activation_cache(source):
         unread, why = (
             ("step", "a", "b", "model", "example"),
-            "a cache holds one forward, and its text is given as tokens=...",
+            "a cache is of one forward, and its text is given as tokens=...",
         )
         source, other, step = _trace_of(source), _trace_of(other), 0
     elif isinstance(source, Trace):
@@ -153,13 +154,13 @@ def attention_comparison(
         pair, adapter = _two_traces(source, other), None if model is None else wrap(model)
     else:
         if isinstance(source, Comparison):
-            adapter, *asked = _rerun(source, model, other, example, step)
+            adapter, prompt, paths, fed = _rerun(source, model, other, example, step)
         elif other is None:
             raise InputError("no prompt was given: call attention_comparison(model, prompt, step=...).")
         else:
-            adapter, *asked = wrap(source), other, (path_named(a), path_named(b)), None
+            adapter, prompt, paths, fed = wrap(source), other, (path_named(a), path_named(b)), None
         # The traces hold the layers that were asked for.
-        pair, layers = _run_both(adapter, *asked, step=step, layers=layers), None
+        pair, layers = _run_both(adapter, prompt, paths, fed, step, layers), None
     ids = _tokens_fed(pair, step)
     if tokens is not None:
         texts = [check_text("tokens", text, "['2', ' +']") for text in given_list("tokens", tokens, "a list of texts")]
@@ -218,7 +219,7 @@ def _run_both(
     return first, record(paths[1], first.fed)
 
 
-def _rerun(comparison: Comparison, model: Any, prompt: Any, example: int, step: int) -> tuple[Adapter, Any, Any, list[int]]:
+def _rerun(comparison: Comparison, model: Any, prompt: Any, example: int, step: int) -> tuple[Adapter, Any, Any, Any]:
     """The model, the prompt, the paths and the tokens of an example: the user's, or else those that the comparison still has."""
     origin, provenance = comparison.origin, comparison.provenance
     if model is None and origin is not None:

@@ -89,7 +89,7 @@ def page(verdict: Verdict, files: Sequence[str] = (), measured: Audit | None = N
 # The verdict and what was exercised ------------------------------------------------------------------------------------
 
 
-def _uses(verdict: Verdict) -> dict[str, Table]:
+def _uses(verdict: Verdict) -> dict[str, Any]:
     """The tables of uses that are wrong, that were not run and that are right."""
     detail = "what it showed, or why it was not run"
     rows: dict[str, list[Row]] = {"wrong": [], "idle": [], "right": []}

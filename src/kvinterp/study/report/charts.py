@@ -153,7 +153,7 @@ def _draw_line(axes: Axes, points: pd.DataFrame, panel: Panel, index: int, name:
     sideways, look = panel.kind == "dots", {**line_of(index), "rasterized": len(points) > _MANY}
     alike = {name: look[name] for name in ("color", "rasterized")}
     if panel.kind == "medians":
-        faint = {"markersize": 2.6, "alpha": 0.35, "markeredgewidth": 0}
+        faint: Any = {"markersize": 2.6, "alpha": 0.35, "markeredgewidth": 0}
         axes.plot(points["place"], points["drawn"], look["marker"], **faint, **alike)
         marked = points[points["mark"].astype(bool)]
         if len(marked):
@@ -225,7 +225,7 @@ def zero_aware(axes: Axes, values: np.ndarray, along: str = "y") -> None:
     positive = values[np.isfinite(values) & (values > 0)]
     ends = np.log10([positive.min(), positive.max()]) if positive.size else np.zeros(2)
     low, decades = np.floor(ends[0]), max(1.0, np.ceil(ends[1]) - np.floor(ends[0]))
-    ticks = 10 ** np.arange(low, low + decades + 1, max(1, math.ceil(decades / 6)))
+    ticks = list(10 ** np.arange(low, low + decades + 1, max(1, math.ceil(decades / 6))))
     least, top = 10.0**low, 10 ** (low + 1.04 * decades)
     if not positive.size:
         ticks, top = ticks[:0], least
@@ -253,7 +253,7 @@ def log_ticks(axis: Any) -> None:
 # Maps -------------------------------------------------------------------------------------------------------------------
 
 
-def _draw_map(target: FigureBase, grid: Any, panel: Panel, facets: Mapping[Any, str]) -> None:
+def _draw_map(target: FigureBase, grid: Any, panel: Panel, facets: Sequence[Any]) -> None:
     """Draws a cell for each x and y, all panels on one scale: logarithmic and blank at 0, or symmetric and white at 0."""
     table = _columns(panel, row=panel.y, column=panel.x, value=panel.color, facet=panel.facet)
     values = table["value"].to_numpy(float)

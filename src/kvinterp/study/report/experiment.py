@@ -44,11 +44,10 @@ def page_of(experiment: Any, result: Result, pictures: Sequence[Picture], beside
     findings = tables.pop("findings", None)
     folded = [table_of(name, table) for name, table in tables.items() if len(table)]
     if findings is not None:
-        found, lines = findings_table(findings), experiment.headline(result)
+        lines, found = experiment.headline(result), [findings_table(findings)]
     else:
-        first, folded = folded[:1], folded[1:]
-        found = next((dataclasses.replace(table, folded="", caption=table.folded) for table in first), None)
-        lines = experiment.sentences(result)
+        lines, found = experiment.sentences(result), folded[:1]
+        found, folded = [dataclasses.replace(table, folded="", caption=table.folded) for table in found], folded[1:]
     shared, differing = made_with(provenances)
     return render(
         f"kvinterp: {heading}",

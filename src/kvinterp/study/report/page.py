@@ -172,8 +172,8 @@ def from_template(name: str, **content: Any) -> str:
 
 def fragment(*parts: Any) -> str:
     """Renders parts without a page around them, for a notebook."""
-    show = _environment().get_template("parts.html.j2").make_module({"in_notebook": True}).show
-    return "".join(map(show, parts)).strip()
+    macros: Any = _environment().get_template("parts.html.j2").make_module({"in_notebook": True})
+    return "".join(map(macros.show, parts)).strip()
 
 
 @functools.cache

@@ -245,8 +245,9 @@ def _widget_class() -> Any:
 
 
 def _question(fields: Mapping[str, Any]) -> Asked:
-    values = {field.name: fields[field.name] for field in dataclasses.fields(Asked)}
-    return Asked(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
+    values: dict[str, Any] = {field.name: fields[field.name] for field in dataclasses.fields(Asked)}
+    values |= {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
+    return Asked(**values)
 
 
 def _parse_numbers(name: str, value: Any) -> Any:
