@@ -131,10 +131,6 @@ class KvError(OfModel):
         names = _split(self.design)
         return list(DESIGNS) if "all" in names else [name for name in names if name != "none"]
 
-    def chosen_readings(self) -> list[str]:
-        """The readings."""
-        return _split(self.readings)
-
     def draws(self) -> bool:
         """Whether a repeat is another draw of anything: of the sampling, or of a policy's noise."""
         seeded = (is_seeded(policy_named(text)) for text in self.policies)
@@ -160,7 +156,7 @@ class KvError(OfModel):
     def cells(self) -> list[Cell]:
         """A cell a policy, reading and repeat; those of control, and behind them the noise that each policy amounts to."""
         adapter = self.adapter()
-        readings = self.chosen_readings()
+        readings = _split(self.readings)
         policies = dict.fromkeys(text for design in self.designs(adapter).values() for text in design.policies)
         policies.pop("identity", None)
         tried(adapter, (f"cached{_STORED[reading]}+{text}" for text in policies for reading in readings))
@@ -290,7 +286,7 @@ class KvError(OfModel):
 
     def _contrasts(self, designs: Mapping[str, Design]) -> dict[str, dict[tuple[str, str], float]]:
         """By name the weights of policies and readings."""
-        readings = self.chosen_readings()
+        readings = _split(self.readings)
         contrasts = {
             f"{name}, prefill={reading}": {(text, reading): weight for text, weight in weights.items()}
             for design in designs.values()

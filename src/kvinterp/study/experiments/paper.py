@@ -460,13 +460,12 @@ METHODS = {"pearson": "full", "restricted>1": "without step 0", f"restricted>{AB
 
 def bars_of(table: pd.DataFrame) -> pd.DataFrame:
     """Table 2 as Figure 3 draws it: a row a model, precision and protocol."""
-    rows = []
-    for row, precision in itertools.product(table.to_dict("records"), ("fp16", "fp32")):
-        line = f"{_bare(row['model'])}, {precision.upper()}"
-        for protocol, name in (("free", f"{precision}_kl"), ("matched", f"same_tokens_{precision}_kl")):
-            rows.append({"line": line, "protocol": protocol, "kl": row[name], "low": row[f"{name}_low"],
-                         "high": row[f"{name}_high"]})  # fmt: skip
-    return pd.DataFrame(rows)
+    return pd.DataFrame([
+        {"line": f"{_bare(row['model'])}, {precision.upper()}", "protocol": protocol}
+        | dict(zip(("kl", "low", "high"), (row[f"{name}{end}"] for end in ENDS), strict=True))
+        for row, precision in itertools.product(table.to_dict("records"), ("fp16", "fp32"))
+        for protocol, name in (("free", f"{precision}_kl"), ("matched", f"same_tokens_{precision}_kl"))
+    ])  # fmt: skip
 
 
 def views_of(tables: Tables) -> list[Panel]:
