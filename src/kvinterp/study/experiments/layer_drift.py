@@ -19,7 +19,7 @@ import numpy as np
 import pandas as pd
 from scipy import stats
 
-from kvinterp.comparison import Comparison
+from kvinterp.comparison import Comparison, recordable
 from kvinterp.metrics.inference import corrected
 from kvinterp.metrics.massive import SUFFIX
 from kvinterp.models.inputs import encode_all
@@ -114,11 +114,13 @@ class LayerDrift(OfModels):
         """
         adapter, prompts = self.adapter(model), load_prompts(self.prompts)
         paths = f"cached[kernels={self.kernels}]", f"recompute[kernels={self.kernels}]"
+        known, _ = recordable(adapter, None, range(adapter.facts.layers))
+        sites = [site for site in known if site in ("resid_post", "pattern")]
         with adapter.one_call():
             for example, key in numbered(keys).items():
                 prompt = prompts[example]
                 options = self.choices("strategy", "seed", "max_new_tokens") | {"examples": [example]}
-                matched = free = compare_examples(adapter, prompt, *paths, record="resid_post", **options)
+                matched = free = compare_examples(adapter, prompt, *paths, record=sites, **options)
                 tables = {"examples": matched.failures}
                 if matched.failures.empty:
                     if matched.examples["flip_index"].notna().any():
@@ -153,13 +155,13 @@ class LayerDrift(OfModels):
         return lines
 
     def rows(self, result: Result) -> Rows:
-        """Drift in the first and last layer, its growth, what the rule of equal tokens removed, and the tests."""
+        """Drift in the first and last layer, its growth, what the rule of equal tokens removed, the tests, and the heads."""
         for model in dict.fromkeys(result.tables["drift_examples"]["model"]):
             tables = {name: only(table, model=model) for name, table in result.tables.items() if "model" in table}
             yield from ({"model": model, **row} for row in _rows_of_model(tables))
 
     def charts(self, result: Result) -> Charts:
-        """Drift by layer, the paper's step, and growth from layer to layer."""
+        """Drift by layer, the paper's step, growth from layer to layer, and attention by head."""
         tables = result.tables
         means = tables["drift_by_layer"].rename(columns={"median": "drift"})
         if means.empty:
@@ -196,6 +198,11 @@ class LayerDrift(OfModels):
                 [panel(growth, y="ratio", color="measure", names=NAMES, level=1,
                        label="drift over that of the layer before\n(median example, 95% interval)")],
             ),
+            "layer_drift_heads": Chart(
+                "Attention by head",
+                [Panel(tables["head_kl"], "head", "layer", "map", color="kl", facet="model", xlabel="query head",
+                       label="mean attention KL (nats);\nblank: exactly 0")],
+            ),
         }  # fmt: skip
 
 
@@ -231,6 +238,13 @@ def _rows_of_model(tables: Tables) -> Rows:
         effect, middle = table.loc[table["p_bh"] < LEVEL, "effect"], 0.5 if test == "Mann-Whitney" else 0.0
         yield finding(f"layers with more L2 than {CONTRASTS[contrast]}", (effect > middle).sum(), n=len(table), unit="layers",
                       test=test, note=f"BH at {LEVEL:g}; less in {(effect < middle).sum()}")  # fmt: skip
+    heads = tables["head_kl"]
+    if len(heads):
+        largest = heads.loc[heads["kl"].idxmax()]
+        place = dict(largest[["layer", "head"]]) if largest["kl"] > 0 else {}
+        derived = "derived beside the kernel, which shows no pattern" if (heads["pattern"] == "derived").any() else ""
+        yield finding("largest mean attention KL of a head", largest["kl"], n=largest["n"], unit="examples", measure="nats",
+                      note=derived, **place)  # fmt: skip
 
 
 # One example -----------------------------------------------------------------------------------------------------------
@@ -240,15 +254,17 @@ def of_example(matched: Comparison, free: Comparison) -> Tables:
     """The tables of one example.
 
     Args:
-        matched: Both paths on the same tokens, with resid_post.
+        matched: Both paths on the same tokens, with resid_post, and the patterns where the model shows them.
         free: Each on its own; the same where nothing flips.
     """
     columns = ["example", "step", "layer", *MEASURES]
+    heads = matched.heads[matched.heads["step"] > 0]
     other_text = free.layers["after_flip"].astype(bool) & (free.provenance["protocol"] == "free")
     examples = matched.examples[["example", "id", "prompt_tokens", "steps", "flip_index"]]
     return {
         "drift": matched.layers[columns],
         "removed": free.layers.loc[other_text, columns],
+        "heads": heads.groupby(["example", "layer", "head", "pattern"], as_index=False)["kl"].mean(),
         "examples": examples.assign(
             free_steps=free.examples["steps"].to_numpy(),
             mean_kl=free.examples["mean_kl"].to_numpy(),
@@ -292,7 +308,7 @@ def tables_of(parts: Tables, step: int, divergent: int, contrasts: Sequence[str]
     """The tables of all models.
 
     Args:
-        parts: Those of the examples: drift, removed, examples, null.
+        parts: Those of the examples: drift, removed, heads, examples, null.
         step: The step of the paper's selection.
         divergent: Of how many examples it is.
         contrasts: What a layer is tested against.
@@ -320,12 +336,15 @@ def tables_of(parts: Tables, step: int, divergent: int, contrasts: Sequence[str]
         for name, table in selections.items()
     ).groupby(["model", "protocol", "selection"], sort=False)["removed"]
     matched = matched[matched["step"] > 0]
+    heads = parts["heads"].groupby(["model", "layer", "head", "pattern"], sort=False)["kl"]
     return {
         "layer_drift": every.loc[every["same_tokens"], ["model", "protocol", "example", "step", "layer", *MEASURES]],
         "layer_drift_rows": counts.agg(rows="size", removed="sum").reset_index(),
         "drift_by_layer": pd.concat(means, ignore_index=True),
         "layer_tests": layer_tests_of(matched, parts["null"], contrasts),
         "amplification": _by_model(matched, amplification_of),
+        # Each example counts once.
+        "head_kl": heads.agg(kl="mean", n="size").reset_index(),
         "drift_examples": examples.assign(divergent=examples.index.isin(highest.index)),
     }
 
