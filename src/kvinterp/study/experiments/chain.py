@@ -144,7 +144,7 @@ class Chain(Experiment):
             embedder_named(self.embedder, adapter)
             tokens_of(adapter, self.template, self.chat, self.system)
             tried(adapter, arms.values())
-        cells = []
+        cells = list[Cell]()
         for model, (arm, path), temperature in itertools.product(dict.fromkeys(self.models), arms.items(), temperatures):
             if arm == NULL and not temperature:
                 continue  # Nothing is drawn.

@@ -21,7 +21,9 @@ def circumstances(adapter: Adapter) -> dict[str, Any]:
     Args:
         adapter: The model that runs.
     """
-    configs = [getattr(module, name, None) for module in (adapter.source, adapter.model) for name in ("config", "cfg")]
+    configs: list[Any] = [
+        getattr(module, name, None) for module in (adapter.source, adapter.model) for name in ("config", "cfg")
+    ]
     plain = [config.to_dict() for config in configs if callable(getattr(config, "to_dict", None))]
     buffers = [
         (name, tuple(buffer.shape), buffer.dtype, None if buffer.is_meta else _digest(_bytes(buffer)))

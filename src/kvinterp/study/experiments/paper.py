@@ -409,7 +409,8 @@ def table_2(found: Mapping[str, tuple[pd.DataFrame, pd.DataFrame]], papers: pd.D
     shared = found["fp32"][0][DECODE].drop_duplicates()
     tables = []
     for precision, parts in found.items():
-        table = _conditions(*(pooled(part.merge(shared, on=DECODE)) for part in parts), 1).set_index("model")
+        decodes, steps = (pooled(part.merge(shared, on=DECODE)) for part in parts)
+        table = _conditions(decodes, steps, 1).set_index("model")
         names = {
             "mean_kl": f"{precision}_kl",
             "div_rate": f"{precision}_flip",
