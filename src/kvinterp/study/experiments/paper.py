@@ -408,7 +408,8 @@ def table_2(found: Mapping[str, tuple[pd.DataFrame, pd.DataFrame]], papers: pd.D
         return pd.DataFrame()
     shared = found["fp32"][0][DECODE].drop_duplicates()
     tables = []
-    for precision, parts in found.items():
+    # FP16 last: the counts are its own, of those decodes that have both.
+    for precision, parts in reversed([*found.items()]):
         decodes, steps = (pooled(part.merge(shared, on=DECODE)) for part in parts)
         table = _conditions(decodes, steps, 1).set_index("model")
         names = {
@@ -417,7 +418,7 @@ def table_2(found: Mapping[str, tuple[pd.DataFrame, pd.DataFrame]], papers: pd.D
             "same_tokens": f"same_tokens_{precision}_kl",
         }
         columns = {f"{old}{end}": f"{new}{end}" for old, new in names.items() for end in ENDS}
-        tables += [table[[*columns]].rename(columns=columns)]
+        tables.insert(0, table[[*columns]].rename(columns=columns))
     both = pd.concat([table[["n", "decodes"]], *tables], axis=1).reset_index()
     return beside(both, papers.assign(fp32_flip=0.0), ["model"], fp32_flip="paper_fp32_flip")
 
