@@ -60,6 +60,8 @@ def test_a_correlation_with_free_kl_that_counting_makes_is_gone_where_texts_are_
     assert pearson.loc["mean_kl", "high"] < -0.9
     assert pearson.loc["matched_mean_kl", "low"] < 0 < pearson.loc["matched_mean_kl", "high"]
     assert pearson.loc["mean_kl", "value"] == pytest.approx(stats.pearsonr(flips["flip_index"], flips["mean_kl"]).statistic)
+    ranks = found.loc[("mean_kl", "spearman"), "value"]
+    assert ranks == pytest.approx(stats.spearmanr(flips["flip_index"], flips["mean_kl"]).statistic)
     # Nothing flips at step 0, the prefill's: a restriction to later ones left out nothing and was Pearson's again.
     for bound in (1, 9):
         late = flips[flips["flip_index"] > bound]

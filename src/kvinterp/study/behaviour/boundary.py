@@ -69,23 +69,23 @@ def flips_with_kl(decodes: pd.DataFrame) -> pd.DataFrame:
 
 
 def correlations_with_flip(flips: pd.DataFrame, above: float) -> pd.DataFrame:
-    """Pearson's correlation of the step of the first flip with each of :data:`QUANTITIES`, over the decodes that flip.
+    """The correlation of the step of the first flip with each of :data:`QUANTITIES`, over the decodes that flip.
 
     Args:
         flips: As :func:`flips_with_kl` gives them.
         above: The step that ``restricted>k`` asks for more than; the paper's 8 is 9 here.
 
     Returns:
-        One row a model, strategy, quantity and method: ``pearson``, ``restricted>1`` and ``restricted>k`` (what the paper calls
-        partial: without the flips of the first cached step, and of the first steps). value, low, high, p, n (decodes),
-        n_prompts, why (there is none).
+        One row a model, strategy, quantity and method: ``pearson``, ``spearman`` (the paper's check of it), ``restricted>1`` and
+        ``restricted>k`` (what the paper calls partial: without the flips of the first cached step, and of the first steps).
+        value, low, high, p, n (decodes), n_prompts, why (there is none).
     """
-    methods = {"pearson": -1.0, **{f"restricted>{bound:g}": float(bound) for bound in (FIRST, above)}}
+    methods = {"pearson": -1.0, "spearman": -1.0, **{f"restricted>{bound:g}": float(bound) for bound in (FIRST, above)}}
     rows = []
     for labels, group in conditions(flips, *CONDITION):
         for quantity, (method, bound) in itertools.product(QUANTITIES, methods.items()):
             later = group[group["flip_index"] > bound].dropna(subset=[quantity])
-            test = _asked(restricted_correlation, later, quantity, bound)
+            test = _asked(restricted_correlation, later, quantity, bound, "spearman" if method == "spearman" else "pearson")
             rows.append((*labels.values(), quantity, method, *_numbers(test), len(later), test.n, test.why))
     return pd.DataFrame(rows, columns=[*CONDITION, "quantity", "method", "value", *_COLUMNS])
 

@@ -13,7 +13,7 @@ from kvinterp._version import __version__
 from kvinterp.common.numbers import counted, models_of, number
 from kvinterp.common.result import Result
 from kvinterp.common.vocabulary import PROTOCOLS
-from kvinterp.findings.rows import in_words, labels_of
+from kvinterp.findings.rows import in_words, labels_of, lines_of
 from kvinterp.study.report.page import (
     Column,
     Picture,
@@ -44,7 +44,8 @@ def page_of(experiment: Any, result: Result, pictures: Sequence[Picture], beside
     findings = tables.pop("findings", None)
     folded = [table_of(name, table) for name, table in tables.items() if len(table)]
     if findings is not None:
-        lines, found = experiment.headline(result), [findings_table(findings)]
+        # A page leads with a sentence: the study's own, or else its first finding.
+        lines, found = experiment.headline(result) or lines_of(findings)[:1], [findings_table(findings)]
     else:
         lines, found = experiment.sentences(result), folded[:1]
         found, folded = [dataclasses.replace(table, folded="", caption=table.folded) for table in found], folded[1:]
