@@ -73,7 +73,7 @@ def as_made(model: nn.Module) -> Iterator[None]:
         with contextlib.suppress(Exception), torch.random.fork_rng(devices=[]), torch.device("meta"):
             fresh = dict(type(model)(model.config).named_modules())
         left = [entry for entry in left if entry[0] in fresh and vars(fresh[entry[0]]).get(entry[2], ...) is None]
-    configs = (getattr(module, "config", None) for module in model.modules())
+    configs: Iterator[Any] = (getattr(module, "config", None) for module in model.modules())
     tuples = {id(config): config for config in configs if getattr(config, "return_dict", True) is False}.values()
     try:
         for _, module, name, _ in left:
