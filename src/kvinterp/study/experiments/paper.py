@@ -407,7 +407,7 @@ def table_2(found: Mapping[str, tuple[pd.DataFrame, pd.DataFrame]], papers: pd.D
     if not found:
         return pd.DataFrame()
     shared = found["fp32"][0][DECODE].drop_duplicates()
-    tables = []
+    tables = list[pd.DataFrame]()
     # FP16 last: the counts are its own, of those decodes that have both.
     for precision, parts in reversed([*found.items()]):
         decodes, steps = (pooled(part.merge(shared, on=DECODE)) for part in parts)
