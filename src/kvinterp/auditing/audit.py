@@ -66,6 +66,8 @@ CHECKS = ("default", "thorough", "none")
 """How many programs of the cache are tried: as many as ``programs`` says, five times as many, or none."""
 THOROUGH = 5
 
+LONGEST, MOST_STEPS = 32_768, 4_096
+"""The longest prompt of an audit, and the most tokens that are fed singly in all."""
 ALWAYS_READ = ("seed", "allow", "out", "progress")
 """What is read whatever is audited."""
 
@@ -461,7 +463,14 @@ def checked_lengths(lengths: Any, steps: Any) -> tuple[tuple[int, ...], int]:
     counts = [whole_number(value) or 0 for value in (*given_list("lengths", lengths, expected), steps)]
     if len(counts) < 2 or min(counts) < 1:
         raise InputError(f"lengths={shown(lengths)}, steps={shown(steps)} was given: expected {expected}.")
-    return tuple(counts[:-1]), counts[-1]
+    *lengths, steps = counts
+    if max(lengths) > LONGEST or len(set(lengths)) * steps > MOST_STEPS:
+        raise InputError(
+            f"lengths={shown(lengths)} with {shown(steps)} steps each were asked for, and each step "
+            f"recomputes its whole prefix at every precision: expected lengths up to {LONGEST:,} and at most {MOST_STEPS:,} "
+            "steps in all; give fewer."
+        )
+    return tuple(lengths), steps
 
 
 def _own_lengths(adapter: Adapter) -> tuple[int, ...]:
