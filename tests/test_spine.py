@@ -125,7 +125,7 @@ def test_a_strategy_is_read_back_from_its_text(strategy):
         (lambda: kv.ExecutionPath("cache"), "did you mean 'cached'"),
         (lambda: kv.ExecutionPath("recompute", cache_dtype="float16"), "keeps no cache"),
         (lambda: kv.path_named(None), "path=None was given"),
-        (lambda: kv.path_named("cached[chunk=²]"), "expected a whole number of tokens"),
+        (lambda: kv.path_named("cached[chunk=²]"), "expected a whole number of at least 1, in tokens"),
         (lambda: strategy_named(None), "strategy=None was given"),
     ],
 )

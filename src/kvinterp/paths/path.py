@@ -83,7 +83,7 @@ class ExecutionPath:
             )
         dtype_named(self.dtype)
         dtype_named(self.cache_dtype)
-        for name, hint in (("chunk", " of tokens, or None"), ("refresh", " of decode steps, or None")):
+        for name, hint in (("chunk", ", in tokens, or None"), ("refresh", ", in decode steps, or None")):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, check_whole(name, getattr(self, name), hint=hint))
         if self.smooth is not None:

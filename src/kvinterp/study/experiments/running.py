@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvinterp.common.checks import check_choice, check_unread
+from kvinterp.common.checks import check_choice, check_known, check_unread
 from kvinterp.common.files import SUMMARY, is_file
 from kvinterp.common.result import Result
 from kvinterp.errors import InputError, unexpected, unknown
@@ -63,9 +63,11 @@ def run(
     """
     check_models(vars(experiment))
     from kvinterp.common.store import CELLS
+    from kvinterp.study.results import EXISTING
 
     check_choice("progress", progress, ("bar", "none"))
     check_choice("figures", figures, ("drawn", "none"))
+    check_known("way to treat an existing result", existing, EXISTING)
     if out is None:
         check_unread("existing", existing, "error", "there is no folder; give one as out, or leave it out")
     folder = None if out is None else Path(out)
