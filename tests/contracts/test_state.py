@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections import deque
 from types import SimpleNamespace
 
@@ -11,7 +12,7 @@ import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 import kvinterp as kv
-from kvinterp.errors import KvinterpError
+from kvinterp.errors import KvinterpError, UnsupportedError
 
 SHORT = {"max_new_tokens": 3, "stop": "length"}
 QUIET = SHORT | {"progress": "none"}
@@ -206,3 +207,40 @@ def test_a_config_that_asks_for_tuples_is_run_with_named_outputs_and_left_as_it_
         assert model.config.return_dict is False
     finally:
         model.config.return_dict = True
+
+
+class Lazy:
+    """A user's own object, which looks its attributes up elsewhere and raises what that raises."""
+
+    def __getattr__(self, name):
+        raise AttributeError(name) if name.startswith("__") else RuntimeError(name)
+
+
+class Detached(torch.nn.Module):
+    """A part whose config is a property that cannot be read."""
+
+    @property
+    def config(self):
+        raise RuntimeError("no config is loaded")
+
+    def forward(self, hidden):
+        return hidden
+
+
+@pytest.mark.parametrize("verb", ["run", "compare, float64"])
+def test_an_attribute_that_raises_is_not_read(model, verb):
+    odd = copy.deepcopy(model)
+    odd.model.detached = Detached()
+    odd.model.lazy = Lazy()
+    odd.eval()
+    VERBS[verb](odd)
+
+
+def test_a_model_that_cannot_be_copied_runs_as_it_is_and_says_so_where_it_needs_a_copy(model):
+    model.lock = threading.Lock()
+    try:
+        VERBS["compare"](model)
+        with pytest.raises(UnsupportedError, match=r"cannot be copied \(cannot pickle '_thread.lock' object\)"):
+            VERBS["compare, float64"](model)
+    finally:
+        del model.lock

@@ -330,6 +330,8 @@ def test_anybodys_own_forward_and_step_are_asked():
         assert ("full(torch.tensor" in str(verdict)) == fault
     with pytest.raises(InputError, match="full=f, step=g"):
         kv.audit(full=lambda ids: ids)
+    with pytest.raises(InputError, match=r"step returned a Tensor of shape .* expected a pair"):
+        kv.audit(full=lambda ids: torch.eye(64)[ids], step=lambda ids, cache: torch.eye(64)[ids])
 
 
 def test_a_model_is_left_as_it_was(sound):

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from kvinterp.errors import InputError
 from kvinterp.models import Adapter
+from kvinterp.models.native import copied
 from kvinterp.programs.subject import FunctionSubject, ModelSubject, casts_lifted, special_tokens
 
 SOURCE = 24
@@ -37,7 +38,7 @@ def _module(model: nn.Module) -> FunctionSubject | None:
     """A module whose forward takes token ids and a cache, and returns logits and the cache: found by trying."""
     if len(inspect.signature(model.forward).parameters) < 2:
         return None
-    twin = copy.deepcopy(model).eval()
+    twin = copied(model).eval()
     ids = torch.tensor([[1, 2, 3]], device=next((p.device for p in twin.parameters()), None))
     try:
         with torch.no_grad():
@@ -55,7 +56,7 @@ def _module(model: nn.Module) -> FunctionSubject | None:
 
 def _encoder_decoder(model: nn.Module) -> FunctionSubject:
     """The decoder behind one text that the encoder has read, in float64 with casts lifted."""
-    twin: Any = copy.deepcopy(model).double().eval()
+    twin = copied(model).double().eval()
     device, decoder = next(twin.parameters()).device, twin.config.get_text_config(decoder=True)
     windows = [
         n

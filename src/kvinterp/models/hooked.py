@@ -7,7 +7,6 @@ Its cache holds keys before RoPE and rotates the whole history at every step, so
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -20,6 +19,7 @@ from kvinterp.models.adapter import Adapter, CacheRead, KeysValuesRead, KVStore,
 from kvinterp.models.caches import CacheKind, OwnCache, add_reader, check_plain
 from kvinterp.models.hook_names import hook_name
 from kvinterp.models.hooks import Tap, routing_tap, wrapping_methods
+from kvinterp.models.native import copied
 from kvinterp.models.sites import LAYOUTS, MLP_SITES, ROUTING_SITES
 
 
@@ -261,7 +261,7 @@ class HookedAdapter(Adapter):
 
     def cast(self, dtype: torch.dtype) -> Adapter:
         """Makes a copy with the same weights in another dtype; rotary tables are computed anew in that dtype."""
-        model: Any = copy.deepcopy(self.model)
+        model = copied(self.model)
         model.to(dtype, print_details=False)
         for module in model.modules():
             if hasattr(module, "cfg"):

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache, DynamicSlidingWindowLayer
 
-from kvinterp.errors import InputError, UnsupportedError
+from kvinterp.errors import InputError, UnsupportedError, out_of_memory, reason
 from kvinterp.models.adapter import Adapter, KeysValuesRead, KVStore, ModelInfo
 from kvinterp.models.caches import CacheKind, Dynamic
 from kvinterp.models.derived import DERIVED
@@ -95,13 +95,30 @@ def layer_windows(config: Any) -> tuple[int | None, ...]:
     return tuple(windows[: config.num_hidden_layers]) + (None,) * (config.num_hidden_layers - len(windows))
 
 
+def copied(model: nn.Module) -> Any:
+    """Copies a model, for what changes it.
+
+    Raises:
+        UnsupportedError: It holds something that cannot be copied: a lock, an open file, a tensor with a history of gradients.
+    """
+    try:
+        return copy.deepcopy(model)
+    except Exception as error:
+        if out_of_memory(error):
+            raise
+        raise UnsupportedError(
+            f"model {type(model).__name__} cannot be copied ({reason(error)}), and this runs on a copy, as every other dtype "
+            "does: take what cannot be copied off the model meanwhile."
+        ) from error
+
+
 def cast_transformers(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     """Makes a copy whose parameters and saved buffers are in ``dtype``.
 
     Buffers that no checkpoint holds (RoPE frequencies) keep the dtype that loading gave them, as with
     ``from_pretrained(dtype=...)``; ``model.to(float16)`` would round them.
     """
-    twin = copy.deepcopy(model)
+    twin = copied(model)
     for parameter in twin.parameters():
         if parameter.is_floating_point():
             parameter.data = parameter.data.to(dtype)
@@ -110,7 +127,7 @@ def cast_transformers(model: nn.Module, dtype: torch.dtype) -> nn.Module:
             # state_dict() would not do: a bridge names its entries in its own way.
             if buffer.is_floating_point() and name not in module._non_persistent_buffers_set:
                 setattr(module, name, buffer.to(dtype))
-    for config in {id(c): c for m in twin.modules() if (c := getattr(m, "config", None)) is not None}.values():
+    for config in {id(c): c for m in twin.modules() if (c := vars(m).get("config")) is not None}.values():
         if hasattr(config, "dtype"):
             config.dtype = dtype
     plain_experts(twin, dtype)

@@ -65,7 +65,7 @@ def as_made(model: nn.Module) -> Iterator[None]:
         (path, module, name, value)
         for path, module in model.named_modules()
         for name, value in vars(module).items()
-        if name not in _IN_EVERY_MODULE and (isinstance(value, Tensor) or hasattr(value, "get_seq_length"))
+        if name not in _IN_EVERY_MODULE and (isinstance(value, Tensor) or hasattr(type(value), "get_seq_length"))
     ]
     if left:
         fresh: dict[str, nn.Module] = {}
@@ -73,7 +73,7 @@ def as_made(model: nn.Module) -> Iterator[None]:
         with contextlib.suppress(Exception), torch.random.fork_rng(devices=[]), torch.device("meta"):
             fresh = dict(type(model)(model.config).named_modules())
         left = [entry for entry in left if entry[0] in fresh and vars(fresh[entry[0]]).get(entry[2], ...) is None]
-    configs: Iterator[Any] = (getattr(module, "config", None) for module in model.modules())
+    configs: Iterator[Any] = (vars(module).get("config") for module in model.modules())
     tuples = {id(config): config for config in configs if getattr(config, "return_dict", True) is False}.values()
     try:
         for _, module, name, _ in left:
@@ -226,7 +226,8 @@ def _has_state(value: Any) -> bool:
     """Whether attributes of an object may be state: a transformers cache, a layer of one, a plain object of the user's code."""
     if not isinstance(getattr(value, "__dict__", None), dict) or isinstance(value, nn.Module | tuple):
         return False
-    if hasattr(value, "get_seq_length") or hasattr(value, "get_mask_sizes"):
+    # The class is asked, since an object of the user's may raise whatever it likes where it lacks an attribute.
+    if hasattr(type(value), "get_seq_length") or hasattr(type(value), "get_mask_sizes"):
         return True
     # What can be called is code.
     return not callable(value) and type(value).__module__.split(".")[0] not in _STATELESS

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvinterp.errors import KvinterpError, UnsupportedError, reason
+from kvinterp.errors import InputError, KvinterpError, UnsupportedError, reason
 from kvinterp.programs.crashes import OURS, REFUSES, whose
 from kvinterp.programs.program import Program
 from kvinterp.programs.subject import Subject, apart
@@ -195,6 +195,8 @@ class Run(Columns):
     def _raised(self, error: Exception) -> tuple[str, str]:
         """Whose an error is: a library's own ``raise`` is a refusal, what breaks deeper is a crash."""
         who, place = whose(error, self.model or torch.nn.Module())
+        if who == OURS and self.model is None and isinstance(error, InputError):
+            raise error
         self.raised = named(error)
         said = f"{self.raised} ({place})"
         # An UnsupportedError says that the model's own code does not offer it.

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from kvinterp.errors import UnsupportedError
+from kvinterp.errors import InputError, UnsupportedError, shown
 from kvinterp.models import Adapter
 from kvinterp.models.transformers_api import can_generate, greedy
 
@@ -388,8 +388,12 @@ class FunctionSubject(Subject):
 
     def feed(self, ids: Tensor, cache: Any, **told: Tensor) -> tuple[Tensor, Any]:
         """What ``step`` gives."""
-        logits, cache = self.step(ids, cache)
-        return _read(logits), cache
+        given = self.step(ids, cache)
+        if not isinstance(given, tuple | list) or len(given) != 2:
+            raise InputError(
+                f"step returned {shown(given)}: expected a pair, the logits of the new positions and the cache behind them."
+            )
+        return _read(given[0]), given[1]
 
 
 def special_tokens(model: Any) -> frozenset[int]:
