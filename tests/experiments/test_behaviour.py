@@ -10,6 +10,7 @@ import pytest
 
 import kvinterp as kv
 from kvinterp.common.result import Result
+from kvinterp.comparison.comparing import compare_examples
 from kvinterp.comparison.facts import judged
 from kvinterp.findings import findings_of, lines_of
 from kvinterp.paths.lanes import Memory
@@ -47,7 +48,7 @@ def test_only_decodes_that_flip_are_run_free_and_that_is_the_free_protocol(decod
     decodes, both = made["decodes"], d.with_free_steps(made["decodes"], made["steps"])
     for protocol in ("matched", "free"):
         settings = {"record": "", "progress": "none", "examples": list(prompts), **SAMPLED}
-        truth = kv.compare(adapter, list(prompts.values()), *NOISY, protocol=protocol, **settings)
+        truth = compare_examples(adapter, list(prompts.values()), *NOISY, protocol=protocol, **settings)
         mine = decodes[decodes["protocol"] == protocol].sort_values("example", ignore_index=True)
         same = [
             "example",

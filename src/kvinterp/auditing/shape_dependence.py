@@ -24,7 +24,7 @@ from kvinterp.auditing.first_difference import Feed, look
 from kvinterp.auditing.ladder import part_named
 from kvinterp.auditing.watch import MATMUL, Fused, Product, Recogniser, Scores, Values
 from kvinterp.common.checks import check_whole, given_list, whole_number
-from kvinterp.common.numbers import models_of
+from kvinterp.common.numbers import counted, models_of
 from kvinterp.common.progress import each
 from kvinterp.common.result import Result, signed
 from kvinterp.errors import InputError, shown
@@ -103,8 +103,11 @@ class KernelsTable(Result):
     overview = summary
 
     def __str__(self) -> str:
-        first, same = self.first, self.table.groupby(["operation", "shape"])["bitwise_equal"].all()
-        sentence = f"{len(same)} operations; {int((~same).sum())} depend on the shape. "
+        # The back ends of SDPA that the model could use, and does not, are in the table alone.
+        called = self.table[self.table["calls"] > 0]
+        first, same = self.first, called.groupby(["operation", "shape"])["bitwise_equal"].all()
+        depend = int((~same).sum())
+        sentence = f"{counted(len(same), 'operation')}; {depend} depend{'s' * (depend == 1)} on the shape. "
         if first is None:
             return sentence + (
                 f"Given equal inputs, the newest row of each of {STEPS} tokens fed after a prompt of {self.provenance['length']} "

@@ -139,7 +139,8 @@ class LayerDrift(OfModels):
         """How the relative drift changes from the first layer to the last, and what was left out."""
         tables = result.tables
         every = only(tables["drift_by_layer"], selection=EVERY_STEP, protocol="matched", measure="relative_l2")
-        by = every.sort_values("layer").groupby("model")["median"]
+        null = only(tables["drift_by_layer"], selection=EVERY_STEP, protocol=NULL, measure="relative_l2")
+        by, of_null = (table.sort_values("layer").groupby("model")["median"] for table in (every, null))
         failed = tables["drift_examples"].query("message != ''")
         lines = ["No step was decoded after the prefill: no drift was measured."]
         if len(every) and not (every["mean"] > 0).any():
@@ -148,7 +149,8 @@ class LayerDrift(OfModels):
             models = f" over {counted(len(by), 'model')}" * (len(by) > 1)
             lines = [
                 f"Fed the same tokens, the two paths' resid_post differ by {between(by.first())} of its length in layer 0 and by "
-                f"{between(by.last())} in the last layer (medians{models})."
+                f"{between(by.last())} in the last layer (medians{models})"
+                f"{f'; two recomputations by {between(of_null.last())} there' if len(null) else ''}."
             ]
         if len(failed):
             lines.append(f"{counted(len(failed), 'example')} left out: {failed['message'].iloc[0]}")

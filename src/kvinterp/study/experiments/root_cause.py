@@ -135,8 +135,9 @@ class RootCause(OfModels):
     # What was found ------------------------------------------------------------------------------------------------------
 
     def headline(self, result: Result) -> list[str]:
-        """What the ladder found, which takes the cause away."""
-        return [line for name, table in _measured(result.tables).items() if name == "ladder" for line in whose_order(table)]
+        """What the ladder found first: it takes the cause away; then what each other found."""
+        tables = sorted(_measured(result.tables).items(), key=lambda item: item[0] != "ladder")
+        return [line for name, table in tables for line in SHOWN[name][0](table)]
 
     def rows(self, result: Result) -> Rows:
         """The findings of all parts; of several sets of prompts, how far they lie apart."""
@@ -153,7 +154,7 @@ class RootCause(OfModels):
 
     def charts(self, result: Result) -> Charts:
         """A chart a part."""
-        return {f"root_cause_{name}": SHOWN[name][1](table) for name, table in _measured(result.tables).items()}
+        return {f"root_cause_{name}": SHOWN[name][2](table) for name, table in _measured(result.tables).items()}
 
 
 def _measured(tables: Mapping[str, pd.DataFrame]) -> dict[str, pd.DataFrame]:
@@ -162,7 +163,7 @@ def _measured(tables: Mapping[str, pd.DataFrame]) -> dict[str, pd.DataFrame]:
 
 
 def _rows(tables: Mapping[str, pd.DataFrame]) -> list[Finding]:
-    return [row for name, table in _measured(tables).items() for row in SHOWN[name][0](table)]
+    return [row for name, table in _measured(tables).items() for row in SHOWN[name][1](table)]
 
 
 def _place(row: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -196,6 +197,43 @@ SPREAD = {
     "attn_out": "median relative L2 of the layer's attention output",
     "final": "median relative L2 of the last stream",
 }
+
+
+def sums_headline(table: pd.DataFrame) -> list[str]:
+    """How the error of the longest sums is beside that of the shortest."""
+    ratios = [row["estimate"] for row in sums_rows(table) if row["finding"].endswith("the result")]
+    low, high = table["length"].agg(["min", "max"])
+    return [
+        f"From {low} to {high} positions the error of a sum of values, relative to its result, changes {between(ratios)}-fold "
+        "(medians over seeds)."
+    ]
+
+
+def growth_headline(table: pd.DataFrame) -> list[str]:
+    """What becomes of layer 0's rounding."""
+    rows = growth_rows(table)
+    if not rows:
+        return ["A model of one layer has nothing behind it: no growth was measured."]
+    grown = [
+        f"{between([row['estimate'] for row in rows if row['finding'] == _what(name)])} times in {name}"
+        for name in STREAM.values()
+    ]
+    return [f"The error of layer 0's output, rounded once, is at the last layer {listed(grown)} what it was."]
+
+
+def written_headline(table: pd.DataFrame) -> list[str]:
+    """Under which kernels K and V differ where they are written."""
+    largest = table.groupby("kernels", sort=False)["relative_error"].max()
+    differ = [str(name) for name in largest.index[largest > 0]]
+    end = f"differ where they are written under {listed(differ)}" if differ else "are equal under all kernels tried"
+    return [f"K and V of a new token, computed alone and with its prefix, {end}."]
+
+
+def heads_headline(table: pd.DataFrame) -> list[str]:
+    """How many query heads one KV head's error reaches."""
+    by = table.groupby("query_heads_per_kv_head")["heads_touched"].median()
+    reached = listed([f"{heads:g} where {count:g} share it" for count, heads in by.items()])
+    return [f"An error in one KV head reaches so many query heads: {reached}."]
 
 
 def medians(table: pd.DataFrame, what: str, column: str, unit: str, *by: str, **options: Any) -> list[Finding]:
@@ -337,11 +375,11 @@ def _what(name: str) -> str:
     return f"growth of {name} from layer 0, rounded once, to the last layer"
 
 
-SHOWN: dict[str, tuple[Callable[..., list[Finding]], Callable[..., Chart]]] = {
-    "accumulation": (sums_rows, sums_chart),
-    "propagation": (growth_rows, growth_chart),
-    "kv_write": (written_rows, written_chart),
-    "ladder": (rungs_rows, rungs_chart),
-    "gqa": (heads_rows, heads_chart),
+SHOWN: dict[str, tuple[Callable[..., list[str]], Callable[..., list[Finding]], Callable[..., Chart]]] = {
+    "accumulation": (sums_headline, sums_rows, sums_chart),
+    "propagation": (growth_headline, growth_rows, growth_chart),
+    "kv_write": (written_headline, written_rows, written_chart),
+    "ladder": (whose_order, rungs_rows, rungs_chart),
+    "gqa": (heads_headline, heads_rows, heads_chart),
 }
-"""What makes the findings and the chart of each table."""
+"""What makes the headline, the findings and the chart of each table."""

@@ -241,7 +241,7 @@ def zero_aware(axes: Axes, values: np.ndarray, along: str = "y") -> None:
         limits(10 ** (low - 0.04 * decades), top)
     axis.set_major_locator(FixedLocator(ticks))
     axis.set_minor_locator(NullLocator())
-    axis.set_major_formatter(FuncFormatter(lambda at, _: power(at) if at else "exactly 0"))
+    axis.set_major_formatter(FuncFormatter(lambda at, _: power(at) if at else "exactly 0" if along == "y" else "0"))
 
 
 def log_ticks(axis: Any) -> None:
