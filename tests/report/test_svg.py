@@ -29,8 +29,9 @@ def drawn(title: str = "a title", name: str = "one") -> str:
 
 @pytest.mark.filterwarnings("ignore:Glyph", "ignore:constrained_layout")
 def test_names_are_text_and_nothing_is_loaded_or_run() -> None:
-    svg = drawn(f"{EVIL} \x00\x1b $x$ & \ufffe")
+    svg = drawn(f"{EVIL} \x00\x1b\u202e $x$ & \ufffe")
     root = ElementTree.fromstring(svg)
+    assert "\u202e" not in svg
     assert {element.tag.rpartition("}")[2] for element in root.iter()} <= {
         "svg", "style", "g", "defs", "clipPath", "path", "rect", "use", "text", "tspan", "image",
     }  # fmt: skip

@@ -10,6 +10,7 @@ import re
 
 from matplotlib.figure import Figure
 
+from kvinterp.errors import visible
 from kvinterp.study.report.page import Picture
 from kvinterp.study.report.style import png, svg
 
@@ -43,8 +44,8 @@ def inline(figure: Figure, name: str) -> str:
         name: A name that no other figure of the page has, for the ids.
     """
     text = svg(figure, name).decode()
-    # XML cannot express these characters, and a model's name may have them.
-    text = re.sub("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ufffe\uffff]", "\ufffd", text[text.index("<svg") :])
+    # XML cannot express some characters, which a model's name may have, and others turn the text around.
+    text = re.sub("[\ufffe\uffff]", "\ufffd", visible(text[text.index("<svg") :]))
     body = re.sub(r"(?s)<metadata>.*?</metadata>|<style.*?</style>", "", text.partition(">")[2])
     referenced = {match[1] for match in re.finditer(r"""[("]#([^")]+)""", body)}
     # matplotlib escapes ">" in texts and in attributes, so that it only ends tags.
