@@ -26,6 +26,8 @@ OPTIONS = ("call", "chunk", "refresh", "smooth", "prefill", "cache", "cache_dtyp
 PREFILLS = ("exact", "stored")
 LONG, SOME = 2**20, 4
 """A prompt and steps for which a name writes the program that is asked what it can go together with."""
+WHOLE = {"chunk": ", in tokens, or None", "refresh": ", in decode steps, or None"}
+"""The options that are whole numbers, and what they are counted in."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +85,7 @@ class ExecutionPath:
             )
         dtype_named(self.dtype)
         dtype_named(self.cache_dtype)
-        for name, hint in (("chunk", ", in tokens, or None"), ("refresh", ", in decode steps, or None")):
+        for name, hint in WHOLE.items():
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, check_whole(name, getattr(self, name), hint=hint))
         if self.smooth is not None:
@@ -265,7 +267,12 @@ def path_named(text: object, cache: Callable[[str], CacheKind] = cache_named) ->
         values[name] = value
     if form == "recompute" and ("cache" in values or "cache_dtype" in values):
         raise InputError(f"path {text!r} gives a cache to a path that keeps none: use cached[cache=...].")
-    numbers = {name: spec.value_of(values[name]) for name in ("chunk", "refresh", "smooth") if name in values}
+    numbers = {name: spec.value_of(values[name]) for name in (*WHOLE, "smooth") if name in values}
+    for name, value in numbers.items():
+        if name in WHOLE:
+            check_whole(name, value, hint=WHOLE[name])
+        else:
+            check_number(name, value, " from 0 to 1, or None")
     return ExecutionPath(
         form,
         _policy(policy),
