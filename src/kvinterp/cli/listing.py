@@ -107,7 +107,13 @@ LISTED: dict[str, Callable[[], list[Row]]] = {
     "policies": policy_rows,
     "metrics": _metrics,
     "kernels": lambda: _plugins(plugins_read("kvinterp.paths.kernels.base:Kernels")),
-    "calls": lambda: _plugins(plugins_read(_OPERATION, _OPERATIONS)) + _plugins(source("kvinterp.programs.names").NAMES),
+    "calls": lambda: [
+        *_plugins(source("kvinterp.programs.names").NAMES),
+        *(
+            {"name": row["name"], "as text": f"rows(...)+{row['name']}(...)", **row}
+            for row in _plugins(plugins_read(_OPERATION, _OPERATIONS))
+        ),
+    ],
     "protocols": lambda: _pairs("protocol", PROTOCOLS),
     "experiments": lambda: _pairs("command", {name: question_of(name).splitlines()[0] for name in experiments()}),
 }

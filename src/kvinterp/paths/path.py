@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, get_args
 
@@ -26,8 +27,12 @@ OPTIONS = ("call", "chunk", "refresh", "smooth", "prefill", "cache", "cache_dtyp
 PREFILLS = ("exact", "stored")
 LONG, SOME = 2**20, 4
 """A prompt and steps for which a name writes the program that is asked what it can go together with."""
-WHOLE = {"chunk": ", in tokens, or None", "refresh": ", in decode steps, or None"}
-"""The options that are whole numbers, and what they are counted in."""
+NUMBERS: dict[str, Callable[[Any], Any]] = {
+    "chunk": functools.partial(check_whole, "chunk", hint=", in tokens, or None"),
+    "refresh": functools.partial(check_whole, "refresh", hint=", in decode steps, or None"),
+    "smooth": functools.partial(check_number, "smooth", hint=" from 0 to 1, or None"),
+}
+"""The options that are numbers: what checks each, and returns it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,9 +90,9 @@ class ExecutionPath:
             )
         dtype_named(self.dtype)
         dtype_named(self.cache_dtype)
-        for name, hint in WHOLE.items():
+        for name, check in NUMBERS.items():
             if getattr(self, name) is not None:
-                object.__setattr__(self, name, check_whole(name, getattr(self, name), hint=hint))
+                object.__setattr__(self, name, check(getattr(self, name)))
         if self.smooth is not None:
             self._check_smooth()
         if self.call is not None:
@@ -132,7 +137,6 @@ class ExecutionPath:
 
     def _check_smooth(self) -> None:
         """Refuses what is no weight, and a cache that would be checked without what it is mixed with."""
-        object.__setattr__(self, "smooth", check_number("smooth", self.smooth, " from 0 to 1, or None"))
         if not 0 <= self.smooth <= 1:  # type: ignore[operator]
             raise unexpected("smooth", self.smooth, "a weight of the cache from 0 to 1, or None")
         if isinstance(self.cache, Preallocated):
@@ -267,12 +271,7 @@ def path_named(text: object, cache: Callable[[str], CacheKind] = cache_named) ->
         values[name] = value
     if form == "recompute" and ("cache" in values or "cache_dtype" in values):
         raise InputError(f"path {text!r} gives a cache to a path that keeps none: use cached[cache=...].")
-    numbers = {name: spec.value_of(values[name]) for name in (*WHOLE, "smooth") if name in values}
-    for name, value in numbers.items():
-        if name in WHOLE:
-            check_whole(name, value, hint=WHOLE[name])
-        else:
-            check_number(name, value, " from 0 to 1, or None")
+    numbers = {name: check(spec.value_of(values[name])) for name, check in NUMBERS.items() if name in values}
     return ExecutionPath(
         form,
         _policy(policy),

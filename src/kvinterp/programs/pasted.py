@@ -51,7 +51,7 @@ def _text(run: Run, cast: str) -> str:
         generated = body[-1].startswith("out = model.generate")
         row, column = run.wrong.row, run.wrong.column
         got = f"out.logits[{column}][{row}]" if generated else f"logits[{row}, {column}]"
-        body += ["model.forward = own"] if any("torch.compile(" in line for line in body) else []
+        body += ["model.forward = own"] * ("compiled" in run.uses)
         body += [f"want = {want}", f"print(float(({got} - want).abs().max() / want.abs().max()))"]
     return "\n".join([*lines, "with torch.no_grad():", *(f"    {line}" for line in body)])
 
