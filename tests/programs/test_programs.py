@@ -216,6 +216,12 @@ def test_positions_are_placed_in_what_the_first_block_makes_of_them():
     assert (place.layer, place.tensor) in [(0, "Q"), (0, "K")]
 
 
+def test_embeddings_of_other_tokens_than_were_fed_are_placed():
+    """The model is fed the text's tokens and embeds others: that is its fault, and no other text."""
+    place = placed(planted("step"), program_named("rows(0)+feed(5)+feed(1)"))
+    assert (place.layer, place.tensor, place.column) == (0, "input of model.layers.0", 5)
+
+
 def test_queries_that_are_rotated_too_far_are_placed(monkeypatch):
     """mlx-lm#1699: the projections are right, and what attention is given is not."""
     rotate = modeling_llama.apply_rotary_pos_emb

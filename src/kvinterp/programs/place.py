@@ -49,6 +49,10 @@ Heard = dict[tuple[str, str, int], Tensor]
 """By a module's path (empty: the model), what the tensor is and its turn, in the order of the forward: ``[row, column, ...]``."""
 
 
+TOKENS = "", "tokens", 0
+"""Where the token ids of a forward stand."""
+
+
 @contextlib.contextmanager
 def heard(model: nn.Module, seen: list[Heard]) -> Iterator[None]:
     """Appends what every module is given and returns, what the cache returns, and what attention asks; one a forward."""
@@ -58,9 +62,10 @@ def heard(model: nn.Module, seen: list[Heard]) -> Iterator[None]:
 
     def before(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         stack.append(name)
+        given = [tensor for tensor in (*args, *kwargs.values()) if isinstance(tensor, Tensor)]
         if module is model:
-            seen.append({})
-        add(name, "input of", next((t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)), None))
+            seen.append({TOKENS: given[0]} if given and not given[0].is_floating_point() else {})
+        add(name, "input of", next(iter(given), None))
 
     def after(name: str, module: nn.Module, args: Any, out: Any) -> None:
         if stack:
@@ -136,7 +141,7 @@ def _first(subject: ModelSubject, mine: list[Heard], mask: Tensor, texts: list[l
     widths = [_width(forward) for forward in mine]
     column = mask.shape[1] - sum(widths)
     for forward, width in zip(mine if column >= 0 else [], widths, strict=False):
-        so_far, entered = mask[:, : column + width].bool(), False
+        so_far, entered, ids = mask[:, : column + width].bool(), False, forward.get(TOKENS)
         for key, tensor in forward.items():
             layer, read = _layer(blocks, key[0]), key[1] in READ
             entered = entered or layer < len(blocks)
@@ -152,7 +157,7 @@ def _first(subject: ModelSubject, mine: list[Heard], mask: Tensor, texts: list[l
                     continue
                 errors = [apart(a, b) for a, b in zip(got, theirs, strict=True)]
                 wrong = [n for n, error in enumerate(errors) if not error <= subject.limit]
-                if wrong and key == first:
+                if wrong and key == first and (ids is None or ids[row][kept].tolist() != text[end - len(got) : end]):
                     return None  # Other tokens stand in these columns.
                 # Positions and masks are seen in what the first block makes of them.
                 if wrong and entered:
