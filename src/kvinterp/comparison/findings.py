@@ -168,10 +168,12 @@ def headline_of(comparisons: Sequence[Comparison]) -> list[str]:
         if differing.empty
         else f"{subject} give different logits at {differ}.",
         *[f"That is {beside}."] * bool(beside),
-        f"In {len(flips)} of {decodes} another token is chosen, the earliest at step {int(flips.min())}."
-        if len(flips)
-        else f"No token changes in {decodes}.",
-        *["kvinterp audit says whether that is rounding or a bug."] * bool(beside),
+        (
+            f"In {len(flips)} of {decodes} another token is chosen, the earliest at step {int(flips.min())}."
+            if len(flips)
+            else f"No token changes in {decodes}."
+        )
+        + " kvinterp audit says whether that is rounding or a bug." * bool(beside),
     ]
 
 

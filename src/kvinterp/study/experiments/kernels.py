@@ -74,6 +74,7 @@ class Kernels(Experiment):
         for row in table.to_dict("records"):
             away = f", not with {row['flags_that_fix']}" * bool(row["flags_that_fix"])
             note = "same bits" if row["same_bits"] else f"other bits from {row['first_size_that_differs']:g} on{away}"
+            note += "; a back end that the model does not call" * (row["calls"] == 0)
             yield finding_from(row, what, "max_ulp_of_row", **options, n=row["calls"], note=note)
 
     def charts(self, table_of_kernels: Any) -> Charts:

@@ -148,9 +148,9 @@ class LayerDrift(OfModels):
         elif len(every):
             models = f" over {counted(len(by), 'model')}" * (len(by) > 1)
             lines = [
-                f"Fed the same tokens, the two paths' resid_post differ by {between(by.first())} of its length in layer 0 and by "
-                f"{between(by.last())} in the last layer (medians{models})"
-                f"{f'; two recomputations by {between(of_null.last())} there' if len(null) else ''}."
+                f"Fed the same tokens, the two paths' resid_post differ, relative to its length, by {between(by.first())} in "
+                f"layer 0 and by {between(by.last())} in the last layer (medians{models})"
+                f"{f'; two recomputations differ by {between(of_null.last())} there' if len(null) else ''}."
             ]
         if len(failed):
             lines.append(f"{counted(len(failed), 'example')} left out: {failed['message'].iloc[0]}")
