@@ -287,10 +287,14 @@ def test_what_is_read_from_a_source_is_what_is_imported() -> None:
         assert read == imported, name
         assert experiment_read(name).OVERWRITES == experiment_named(name).OVERWRITES
         assert question_of(name) == inspect.getdoc(sys.modules[experiment_named(name).__module__])
-    plugins = {"strategies": STRATEGIES, "kernels": KERNELS, "calls": OPERATIONS}
-    for what, classes in plugins.items():
-        assert LISTED[what]()[: len(classes)] == _plugins(classes), what
-    assert LISTED["calls"]()[len(OPERATIONS) :] == _plugins(PROGRAMS)
+    operations = [{"as text": f"rows(...)+{row['name']}(...)", **row} for row in _plugins(OPERATIONS)]
+    plugins = {
+        "strategies": _plugins(STRATEGIES),
+        "kernels": _plugins(KERNELS),
+        "calls": [*_plugins(PROGRAMS), *operations],
+    }
+    for what, rows in plugins.items():
+        assert LISTED[what]() == rows, what
     for row, (name, kind) in zip(LISTED["policies"](), POLICIES.items(), strict=True):
         bits = [16 if (own := kind().bits_stored(tensor, 128)) is None else own for tensor in ("k", "v")]
         told = (name, str(kind()), _fields_of(kind), _first_line(kind), f"{sum(bits) * 4:g}", kind.SOURCE)
