@@ -8,8 +8,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from kvinterp.findings import Chart, Panel, finding, median_of
-from kvinterp.findings.rows import line
+from kvinterp.findings import Chart, Panel, finding, line, median_of
 from kvinterp.study.report.charts import draw_chart
 from synthetic import ABOUT
 

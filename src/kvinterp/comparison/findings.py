@@ -11,8 +11,7 @@ import pandas as pd
 from kvinterp.common.numbers import against, counted, every, machine_of, number
 from kvinterp.comparison.facts import decoded, evicted_rows, means_of
 from kvinterp.errors import in_one_line
-from kvinterp.findings import Chart, Panel
-from kvinterp.findings.rows import Finding, finding, findings_of, lines_of, median_of, share_of
+from kvinterp.findings import Chart, Finding, Panel, finding, findings_of, lines_of, median_of, share_of
 from kvinterp.metrics.recovery import ONLY_THE_PREFILL, TO_SEE_A_DIFFERENCE
 from kvinterp.metrics.statistics import mean_error
 

@@ -10,9 +10,7 @@ import pandas as pd
 
 from kvinterp.common.numbers import against, counted, every, number, percent, upper
 from kvinterp.common.vocabulary import ANEW, PARTS, RECOVERED, UNCHANGED
-from kvinterp.findings import only
-from kvinterp.findings.charts import Chart, Panel
-from kvinterp.findings.rows import Finding, finding, median_of, place
+from kvinterp.findings import Chart, Finding, Panel, finding, median_of, only, place
 from kvinterp.metrics.recovery import TO_SEE_A_DIFFERENCE
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from kvinterp._version import __version__
 from kvinterp.common.numbers import counted, models_of, number
 from kvinterp.common.result import Result
 from kvinterp.common.vocabulary import PROTOCOLS
-from kvinterp.findings.rows import in_words, labels_of, lines_of
+from kvinterp.findings import in_words, labels_of, lines_of
 from kvinterp.study.report.page import (
     Column,
     Picture,
