@@ -24,6 +24,8 @@ from kvinterp.study.report.page import (
     fragment,
     render,
 )
+from kvinterp.study.report.tokens import tokens_fragment
+from synthetic import comparison
 
 EVIL = "<script>alert('x')</script>&\"quoted\""
 HEAD = [Column(EVIL, kind) for kind in ("", "number", "text", "code")]
@@ -57,6 +59,13 @@ def test_only_the_scripts_that_are_named_may_run() -> None:
     assert "default-src 'none'" in shown
     assert "#kv-changes" not in code
     assert "#kv-changes" in render("x", [Packed("kv-changes", {})])
+
+
+def test_the_texts_of_a_comparison_are_a_page_in_a_frame() -> None:
+    """What docs/compare.md gives for a notebook: it once took the paths of the comparison for a template, and showed nothing."""
+    shown = tokens_fragment(comparison(steps=3))
+    assert "&lt;h1&gt;cached against recompute&lt;/h1&gt;" in shown
+    assert "kv-changes" in shown
 
 
 def test_links_go_to_files_beside_the_page_whatever_their_names() -> None:

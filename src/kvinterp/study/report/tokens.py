@@ -101,7 +101,8 @@ def _texts(comparison: Comparison, tokens: Iterable[int]) -> list[str]:
 
 def tokens_fragment(comparison: Comparison) -> str:
     """The texts of a comparison to click on, for a notebook: a self-contained page in a frame."""
-    return fragment(Text(render("what changed", changes({"": comparison}), against(comparison.provenance)), look="frame"))
+    page = render("what changed", changes({"": comparison}), heading=against(comparison.provenance))
+    return fragment(Text(page, look="frame"))
 
 
 # Sentences -------------------------------------------------------------------------------------------------------------
