@@ -167,8 +167,9 @@ SWEEPS: dict[str, Callable[[str], Iterator[Row]]] = {
 
 def draw(fits: list[Row], here: dict[str, Any], picture: Path) -> None:
     """A panel a sweep: the mean difference and its line, a dtype each."""
+    from kvinterp.common.store import write_whole
     from kvinterp.study.report.charts import log_ticks
-    from kvinterp.study.report.style import line_of, save, sheet, sign
+    from kvinterp.study.report.style import line_of, png, sheet, sign
 
     labels = {"depth": "layers", "width": "width", "logit scale": "head multiplied by", "length": "prompt (tokens)"}
     with sheet(9, 5.6) as figure:
@@ -179,7 +180,7 @@ def draw(fits: list[Row], here: dict[str, Any], picture: Path) -> None:
                     (one for one in fits if (one["sweep"], one["dtype"], one["measure"]) == (sweep, dtype, "mean")), None
                 )
                 if fit is not None:
-                    panel.plot(list(fit["by_size"]), list(fit["by_size"].values()), **line_of(at, label=dtype))
+                    panel.plot(list(fit["by_size"]), list(fit["by_size"].values()), label=dtype, **line_of(at))
             panel.set(xscale="log", yscale="log", xlabel=labels[sweep], title=sweep)
             sizes = sorted({size for one in fits if one["sweep"] == sweep for size in one["by_size"]})
             panel.set_xticks(sizes, [str(size) for size in sizes])
@@ -192,7 +193,7 @@ def draw(fits: list[Row], here: dict[str, Any], picture: Path) -> None:
             f"{here['device']}, {here['threads']} thread; SmolLM2-135M (depth, length), random Llama (others); zeros left out",
             [here],
         )
-        save(figure, picture)
+        write_whole(picture, png(figure))
 
 
 def main() -> None:

@@ -1,30 +1,20 @@
-"""WHAT IS MOVED: patches as data, sweeps over them, and the split of the difference into state and fresh.
+"""WHAT IS MOVED: patches as data, sweeps over them, and the split of the difference into state and fresh."""
 
-Modules that a sweep does not need are imported on first use.
-"""
-
-from __future__ import annotations
-
-import importlib
-from typing import TYPE_CHECKING, Any
-
+from kvinterp.common.vocabulary import ANEW, PARTS
 from kvinterp.patching.ablations import ABLATIONS, Ablation
+from kvinterp.patching.around import patched
+from kvinterp.patching.bench import DONORS, Asked, PatchAnswer, PatchBench
+from kvinterp.patching.clean_corrupted import ActivationPatching, activation_patching
+from kvinterp.patching.decomposition import Decomposition, decompose
 from kvinterp.patching.distances import DISTANCES
 from kvinterp.patching.donors import donor_trace, mean_donor, resample_donor
 from kvinterp.patching.hook import PatchHook
+from kvinterp.patching.localising import Cause, localise
 from kvinterp.patching.patch import PATCH_SITES, Patch
+from kvinterp.patching.planted import PLACES, Plant
 from kvinterp.patching.recompute import PureRecompute
 from kvinterp.patching.sweeping import DIRECTIONS, PRESETS, SWEEPS, highest_kl, sweep
 from kvinterp.patching.table import Sweep
-
-if TYPE_CHECKING:
-    from kvinterp.common.vocabulary import ANEW, PARTS
-    from kvinterp.patching.around import patched
-    from kvinterp.patching.bench import DONORS, Asked, PatchAnswer, PatchBench
-    from kvinterp.patching.clean_corrupted import ActivationPatching, activation_patching
-    from kvinterp.patching.decomposition import Decomposition, decompose
-    from kvinterp.patching.localising import Cause, localise
-    from kvinterp.patching.planted import PLACES, Plant
 
 __all__ = [
     "ABLATIONS",
@@ -59,20 +49,3 @@ __all__ = [
     "resample_donor",
     "sweep",
 ]
-
-_HOMES = {
-    "common.vocabulary": "ANEW PARTS",
-    "patching.around": "patched",
-    "patching.bench": "DONORS Asked PatchAnswer PatchBench",
-    "patching.clean_corrupted": "ActivationPatching activation_patching",
-    "patching.decomposition": "Decomposition decompose",
-    "patching.localising": "Cause localise",
-    "patching.planted": "PLACES Plant",
-}
-
-
-def __getattr__(name: str) -> Any:
-    for home, names in _HOMES.items():
-        if name in names.split():
-            return getattr(importlib.import_module(f"kvinterp.{home}"), name)
-    raise AttributeError(f"module 'kvinterp.patching' has no attribute {name!r}")

@@ -8,6 +8,7 @@ activation (steering).
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 from collections.abc import Callable, Mapping
@@ -55,23 +56,14 @@ class Ablation:
         """
         if self.name == "zero":
             return torch.zeros_like(like)
-        pool, axis = self.pool[site, layer], LAYOUTS[site].rows
+        pool, axis = self.pool[site, layer], LAYOUTS[site].rows - 1
         if self.name == "mean":
-            rows = pool.double().mean(axis - 1, keepdim=True)
-        else:
-            # The draw depends on the position alone, so it is the same in every layer, site and forward.
-            count, positions = pool.shape[axis - 1], range(start, start + like.shape[axis])
-            indices = [int(draws((self.seed, 0), 1, (0, position, 0, 0))[0] * count) for position in positions]
-            rows = pool.index_select(axis - 1, torch.tensor(indices, device=pool.device))
-        rows = rows[None].to(like)
-        expected = [1, *like.shape[1:]]
-        expected[axis] = rows.shape[axis]
-        if list(rows.shape) != expected:
-            raise InputError(
-                f"the {self.name} donor's {site} at layer {layer} has shape {tuple(rows.shape[1:])} and cannot be put where "
-                f"{tuple(like.shape[1:])} is: make it with the model that is patched."
-            )
-        return rows.expand_as(like)
+            pool = pool.double().mean(axis, keepdim=True)
+        # The draw depends on the position alone, so it is the same in every layer, site and forward.
+        count, positions = pool.shape[axis], range(start, start + like.shape[axis + 1])
+        indices = [int(draws((self.seed, 0), 1, (0, position, 0, 0))[0] * count) for position in positions]
+        rows = pool.index_select(axis, torch.tensor(indices, device=pool.device))
+        return rows.to(like).expand(len(like), *rows.shape)
 
 
 ZERO = Ablation("zero")
@@ -112,9 +104,8 @@ class HandedRows:
         if self.function is not None:
             return self._function_rows(self.function, site, layer, like).narrow(axis, low - start, high - low)
         tensor = self.records[site, layer] if self.tensor is None else self.tensor
-        tensor, whole, patched = tensor.to(like), list(like.shape), list(like.shape)
+        tensor, patched, stop = tensor.to(like), list(like.shape), start + like.shape[axis]
         patched[axis] = high - low
-        stop = start + like.shape[axis]
         if tensor.dim() == like.dim() and tensor.shape[axis] == stop and start:
             # The donor has the whole context, and this forward computes the newest rows only.
             tensor = tensor.narrow(axis, start, stop - start)
@@ -123,13 +114,14 @@ class HandedRows:
                 f"the {self.name} holds {tensor.shape[axis]} positions at {site!r} and the patched context {stop}, so positions "
                 "cannot be matched: give that of a prompt of as many tokens."
             )
-        for shape in (whole, patched):
-            if _broadcasts(tensor, shape):
-                rows = tensor.expand(shape)
-                return rows.narrow(axis, low - start, high - low) if shape is whole else rows
+        for shape, first in ((list(like.shape), low - start), (patched, 0)):
+            # Raises where the shape does not fit.
+            with contextlib.suppress(RuntimeError):
+                return tensor.expand(shape).narrow(axis, first, high - low)
         raise InputError(
             f"the {self.name} has shape {tuple(tensor.shape)} and cannot be put where {site!r} of layer {layer} has "
-            f"{tuple(whole)}: give that shape, or of the positions that are patched {tuple(patched)}, with or without the batch."
+            f"{tuple(like.shape)}: give that shape, or of the positions that are patched {tuple(patched)}, with or without the "
+            "batch."
         )
 
     def _function_rows(self, function: Callable[..., Any], site: str, layer: int, like: Tensor) -> Tensor:
@@ -137,19 +129,14 @@ class HandedRows:
         activation = like.clone()
         result = _call(self.name, function, activation, hook)
         result = activation if result is None else result
-        if not isinstance(result, Tensor) or not _broadcasts(result, list(like.shape)):
-            kind = f"shape {tuple(result.shape)}" if isinstance(result, Tensor) else f"a {type(result).__name__}"
-            raise InputError(
-                f"the {self.name} gave {kind} for {site!r} of layer {layer}: expected a tensor of shape {tuple(like.shape)}."
-            )
-        return result.to(like).expand_as(like)
-
-
-def _broadcasts(tensor: Tensor, shape: list[int]) -> bool:
-    try:
-        return list(torch.broadcast_shapes(tensor.shape, shape)) == shape
-    except RuntimeError:
-        return False
+        kind = f"a {type(result).__name__}"
+        if isinstance(result, Tensor):
+            kind = f"shape {tuple(result.shape)}"
+            with contextlib.suppress(RuntimeError):
+                return result.to(like).expand_as(like)
+        raise InputError(
+            f"the {self.name} gave {kind} for {site!r} of layer {layer}: expected a tensor of shape {tuple(like.shape)}."
+        )
 
 
 def _call(name: str, function: Callable[..., Any], activation: Tensor, hook: Any) -> Any:

@@ -85,11 +85,6 @@ class Asked:
         return 1 if self.donor == "path" else 0
 
     @property
-    def layers(self) -> tuple[int, ...]:
-        """The layers as a tuple."""
-        return self.layer if isinstance(self.layer, tuple) else (self.layer,)
-
-    @property
     def into(self) -> str:
         """The form of the path that is patched."""
         return self.direction.removeprefix("into-")
@@ -104,10 +99,9 @@ class Asked:
         positions = self.positions
         if positions is None:
             positions = "all" if self.site in PATCHED_CACHE else "newest"
-        steps: Any = EVERY if self.step == EVERY else (self.step,)
-        return Patch(
-            self.site, self.layers, (self.head,) if isinstance(self.head, int) else self.head, positions, steps, donor
-        )
+        # A patch makes tuples of single numbers.
+        where: Any = (self.layer, self.head, positions, self.step)
+        return Patch(self.site, *where, donor)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -198,7 +192,6 @@ class PatchBench:
         self._traces: dict[Any, Trace] = {}
         self._pools: dict[Any, Ablation] = {}
         self._paths = {form: path_named(f"{form}[kernels={kernels}]") for form in ("cached", "recompute")}
-        self._pure = PureRecompute(self.adapter, self._paths["recompute"])
 
     def ask(
         self,
@@ -237,7 +230,7 @@ class PatchBench:
             UnsupportedError: This model does not show the site.
         """
         site, hook_layers = one_site(self.adapter, site, None)
-        layers = chosen_layers(self.adapter, hook_layers or (layer if isinstance(layer, tuple) else [layer]))
+        layers = chosen_layers(self.adapter, hook_layers or layer)
         layer = layers[0] if len(layers) == 1 else tuple(layers)
         question = Asked(site, layer, head, step, positions, direction, donor, seed)
         if donor != "resample":
@@ -328,7 +321,7 @@ class PatchBench:
         """A path's trace of ``"prompt"`` or ``"other"``, with the site of a question."""
         # All positions are recorded at the question's layers only, the newest position at every layer.
         whole = question is not None and question.patch().positions != "newest"
-        layers = question.layers if question is not None and whole else None
+        layers = question.layer if question is not None and whole else None
         site = "" if question is None else question.site
         key = (form, name, site, layers)
         if key not in self._traces:
@@ -357,7 +350,7 @@ class PatchBench:
             raise InputError("donor 'resample' draws another prompt's rows and none was given: give other='a text'.")
         if key not in self._pools:
             self.runs += 1
-            pool: Any = (self.adapter, [list(self.other or self.prompt)], question.site, list(question.layers))
+            pool: Any = (self.adapter, [list(self.other or self.prompt)], question.site, question.layer)
             resample = question.donor == "resample"
             self._pools[key] = resample_donor(*pool, seed=question.seed) if resample else mean_donor(*pool)
         return self._pools[key]

@@ -174,10 +174,9 @@ def activation_patching(
     if not callable(distance):
         check_choice("distance", distance, ("kl", "l2", LOGIT_DIFFERENCE))
     answer = pair_for(adapter, "function" if callable(distance) else distance, answers)
+    check_whole("block", block)
     if over == "heads":
-        check_unread(
-            "block", check_whole("block", block), 1, f"over={over!r} has no blocks; leave it out, or patch over='positions'"
-        )
+        check_unread("block", block, 1, f"over={over!r} has no blocks; leave it out, or patch over='positions'")
     clean_ids, corrupted_ids = (encode_all(adapter, prompts, 1) for prompts in (clean, corrupted))
     if len(clean_ids) != len(corrupted_ids) or len({*map(len, clean_ids)}) > 1:
         raise InputError(
@@ -190,7 +189,7 @@ def activation_patching(
     low, high = Patch(site, positions="all" if positions is None else positions_of(positions)).span(length)
     if not 0 <= low < high:
         raise InputError(f"positions={positions!r} hold none of the prompt's, which are 0 to {length - 1}.")
-    blocks = [(start, min(start + block, high)) for start in range(low, high, check_whole("block", block))]
+    blocks = [(start, min(start + block, high)) for start in range(low, high, block)]
     spans = [(low, high)] if over == "heads" else blocks
     heads = [None] if over == "positions" else range(heads_at(adapter, site, f"over={over!r}"))
     places = list(itertools.product(swept, heads, spans))

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvinterp.common.checks import check_instance, check_seed, check_whole, given_list
+from kvinterp.common.checks import check_instance, check_seed, check_whole
 from kvinterp.errors import InputError, NonFiniteError, UnsupportedError, unexpected
 from kvinterp.models import Adapter, wrap
 from kvinterp.models.attaching import Site
 from kvinterp.models.hook_names import hook_name, site_of
 from kvinterp.models.inputs import chosen_layers, listed, token_ids
-from kvinterp.models.sites import LAYOUTS, ROWS
+from kvinterp.models.sites import LAYOUTS, ROWS, listed_names
 from kvinterp.patching.ablations import Ablation, HandedRows
 from kvinterp.patching.patch import Patch, check_patch_site, stored_sites
 from kvinterp.paths import run
@@ -129,10 +129,9 @@ def donor_trace(recorder: Any, prompt: Sequence[int], fed: Sequence[int] = ()) -
         raise InputError("the recorded forwards hold several prompts at once: record one prompt at a time.")
     # A later forward with all rows from position 0 ran without a cache.
     rows = [record[-1].shape[1] for (site, _), record in recorder.kept.items() if LAYOUTS[site].gathers]
-    cached = bool(fed) and recorder.positions == "all" and bool(rows) and rows[0] == 1
+    cached = fed and recorder.positions == "all" and rows[:1] == [1]
     records = {place: [tensor[0] for tensor in record] for place, record in recorder.kept.items()}
-    form = "cached" if cached else "recompute"
-    return Trace(form, tuple(prompt), (), tuple(fed), records, steps)
+    return Trace("cached" if cached else "recompute", tuple(prompt), (), tuple(fed), records, steps)
 
 
 def _trace_of_activation_cache(cache: Any, prompt: list[int], fed: list[int]) -> Trace:
@@ -220,8 +219,7 @@ def _pool(
     model: Any, prompts: Any, sites: str | Sequence[str], layers: Iterable[int] | int | None, first: int
 ) -> dict[Site, Tensor]:
     adapter, first = wrap(model), check_whole("first", first, 0)
-    listing = sites.split(",") if isinstance(sites, str) else given_list("sites", sites, "names such as 'z' or ['k', 'v']")
-    places = [site_of(name.strip()) if isinstance(name, str) else (name, None) for name in listing]
+    places = [site_of(name) if isinstance(name, str) else (name, None) for name in listed_names(sites)]
     names, hook_layers = [name for name, _ in places], [of_hook for _, of_hook in places]
     if layers is None and places and all(hook_layers):
         layers = sorted({layer for of_hook in hook_layers for layer in of_hook or ()})

@@ -151,7 +151,7 @@ def attention_comparison(
             check_whole(name, value, least)
     layers, heads = ([value] if isinstance(value, int) else value for value in (layers, heads))
     if isinstance(source, Trace):
-        pair, adapter = _two_traces(source, other), None if model is None else wrap(model)
+        pair, adapter = (source, other), None if model is None else wrap(model)
     else:
         if isinstance(source, Comparison):
             adapter, prompt, paths, fed = _rerun(source, model, other, example, step)
@@ -161,7 +161,7 @@ def attention_comparison(
             adapter, prompt, paths, fed = wrap(source), other, (path_named(a), path_named(b)), None
         # The traces hold the layers that were asked for.
         pair, layers = _run_both(adapter, prompt, paths, fed, step, layers), None
-    ids = _tokens_fed(pair, step)
+    ids = _tokens_fed(*pair, step)
     if tokens is not None:
         texts = [check_text("tokens", text, "['2', ' +']") for text in given_list("tokens", tokens, "a list of texts")]
     else:
@@ -258,16 +258,6 @@ def _rerun(comparison: Comparison, model: Any, prompt: Any, example: int, step: 
     return adapter, prompt, paths, steps["token_a"].tolist()[:step]
 
 
-def _two_traces(a: Trace, b: Any) -> tuple[Trace, Trace]:
-    if not isinstance(b, Trace):
-        raise InputError(f"one trace and a {type(b).__name__} were given: expected two traces of the same prompt.")
-    if a.prompt != b.prompt:
-        raise InputError(
-            f"the two sides have different prompts ({len(a.prompt)} and {len(b.prompt)} tokens): give the same one."
-        )
-    return a, b
-
-
 def _trace_of(cache: Any) -> Trace:
     """Makes a trace of one of TransformerLens's caches, with positions in the place of tokens."""
     if not is_activation_cache(cache):
@@ -327,17 +317,23 @@ def assembled_pattern(trace: Trace, layer: int, step: int) -> Square:
     return square
 
 
-def _tokens_fed(pair: tuple[Trace, Trace], step: int) -> list[int]:
-    """The tokens up to a step, after a check that both traces were fed the same."""
-    for trace in pair:
+def _tokens_fed(a: Trace, b: Any, step: int) -> list[int]:
+    """The tokens up to a step, after a check that both sides are traces that were fed the same."""
+    if not isinstance(b, Trace):
+        raise InputError(f"one trace and a {type(b).__name__} were given: expected two traces of the same prompt.")
+    if a.prompt != b.prompt:
+        raise InputError(
+            f"the two sides have different prompts ({len(a.prompt)} and {len(b.prompt)} tokens): give the same one."
+        )
+    for trace in (a, b):
         if len(trace.fed) < step:
             raise InputError(f"the {trace.path} trace ends at step {len(trace.fed)}, before step {step}: run more steps.")
-    if pair[0].fed[:step] != pair[1].fed[:step]:
+    if a.fed[:step] != b.fed[:step]:
         raise InputError(
             f"the traces were fed different tokens before step {step}, so their rows belong to different texts: run the "
             "second with continuation=first.fed."
         )
-    return [*pair[0].prompt, *pair[0].fed[:step]]
+    return [*a.prompt, *a.fed[:step]]
 
 
 def _layers_to_compare(trace: Trace, layers: Sequence[int] | None) -> Sequence[int]:

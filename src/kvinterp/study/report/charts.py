@@ -1,4 +1,4 @@
-"""Draws charts, which are data (:mod:`kvinterp.findings.charts`), with one function for each kind of panel."""
+"""Draws charts, which are data (:mod:`kvinterp.findings`), with one function for each kind of panel."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.colors import ListedColormap, LogNorm, Normalize
-from matplotlib.figure import Figure, FigureBase
+from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullFormatter, NullLocator
 
@@ -55,11 +55,12 @@ def draw_chart(chart: Chart, provenances: Sequence[Mapping[str, Any]], wide: flo
                 axes.set_visible(False)
             for axes, title in zip(grid.flat, titles.values(), strict=False):
                 axes.set_title(wrapped(title, 28), fontsize=9)
-            (_draw_map if panel.kind == "map" else _draw_series)(part, grid, panel, list(titles))
-            labels = grid[0, 0].get_legend_handles_labels()[1]
+            (_draw_map if panel.kind == "map" else _draw_series)(grid, panel, list(titles))
+            handles, labels = grid[0, 0].get_legend_handles_labels()
             if len(labels) > 1 and labels != legend:
-                across = 2 if max(map(len, labels)) > 24 else 4
-                legend_below(part, grid[0, 0], across // (2 if wide <= _NARROW else 1))
+                across = (2 if max(map(len, labels)) > 24 else 4) // (2 if wide <= _NARROW else 1)
+                names = [wrapped(label, 44) for label in labels]
+                part.legend(handles, names, loc="outside lower center", ncols=min(len(names), across))
             legend = labels
         width = figure.get_figwidth()
         figure.suptitle(wrapped(chart.title, int(width * 11)), x=0.01, ha="left", fontsize=10, fontweight="bold")
@@ -94,17 +95,10 @@ def wrapped(text: str, width: int = 34) -> str:
     return "\n".join(textwrap.wrap(text, width))
 
 
-def legend_below(target: FigureBase, axes: Axes, columns: int) -> None:
-    """Draws the legend of some axes below all axes of a figure."""
-    handles, labels = axes.get_legend_handles_labels()
-    place: Any = "outside lower center"
-    target.legend(handles, [wrapped(label, 44) for label in labels], loc=place, ncols=min(len(labels), columns))
-
-
 # Lines, points, steps and dots ------------------------------------------------------------------------------------------
 
 
-def _draw_series(target: FigureBase, grid: Any, panel: Panel, facets: Sequence[Any]) -> None:
+def _draw_series(grid: Any, panel: Panel, facets: Sequence[Any]) -> None:
     """Draws a line, or a row of marks, for each value of ``color``; dots have their values on the horizontal axis."""
     sideways = panel.kind == "dots"
     value, place = (panel.x, panel.y) if sideways else (panel.y, panel.x)
@@ -253,7 +247,7 @@ def log_ticks(axis: Any) -> None:
 # Maps -------------------------------------------------------------------------------------------------------------------
 
 
-def _draw_map(target: FigureBase, grid: Any, panel: Panel, facets: Sequence[Any]) -> None:
+def _draw_map(grid: Any, panel: Panel, facets: Sequence[Any]) -> None:
     """Draws a cell for each x and y, all panels on one scale: logarithmic and blank at 0, or symmetric and white at 0."""
     table = _columns(panel, row=panel.y, column=panel.x, value=panel.color, facet=panel.facet)
     values = table["value"].to_numpy(float)
@@ -303,7 +297,7 @@ def _draw_map(target: FigureBase, grid: Any, panel: Panel, facets: Sequence[Any]
         form = FuncFormatter(lambda value, _: f"{value:.1e}" if few else power(value))
         bar = {"ticks": [norm.vmin, norm.vmax] if few else tens, "format": form}
     if signed or positive.size:
-        colorbar = target.colorbar(image, ax=list(grid.flat), pad=0.02, aspect=30, **bar)
+        colorbar = grid[0, 0].figure.colorbar(image, ax=list(grid.flat), pad=0.02, aspect=30, **bar)
         colorbar.set_label(wrapped(panel.label, 20))
         colorbar.ax.grid(visible=False)
         colorbar.minorticks_off()

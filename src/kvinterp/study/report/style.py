@@ -20,7 +20,6 @@ from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 
 from kvinterp.common.numbers import listed
-from kvinterp.common.store import write_whole
 
 RC = matplotlib.rc_params_from_file(Path(__file__).with_name("static") / "figures.mplstyle", use_default_template=False)
 CMAP = LinearSegmentedColormap.from_list("amount", ["#efeaf6", "#4a148c"])
@@ -41,8 +40,8 @@ SERIES: tuple[tuple[str, str, Any], ...] = (
 )
 
 
-def line_of(index: int, **otherwise: Any) -> dict[str, Any]:
-    """Keyword arguments of ``Axes.plot`` for a line by its number, with any others.
+def line_of(index: int) -> dict[str, Any]:
+    """Keyword arguments of ``Axes.plot`` for a line by its number.
 
     After the last colour comes the first again, with the next marker and other dashes.
     """
@@ -51,7 +50,7 @@ def line_of(index: int, **otherwise: Any) -> dict[str, Any]:
     # Every second line has hollow markers: where two coincide, both are visible.
     hollow = {"markerfacecolor": "#ffffff"} if (index + turn) % 2 else {}
     look = {"color": color, "marker": marker, "linestyle": dashes, "linewidth": 1.4, "markersize": 4}
-    return {**look, **hollow, **otherwise}
+    return {**look, **hollow}
 
 
 def ink_on(color: Any) -> str:
@@ -82,20 +81,6 @@ def png(figure: Figure, dots: int = 160) -> bytes:
     """A figure as PNG, ``dots`` per inch, with the full provenance in its text fields."""
     provenance = json.dumps(getattr(figure, "provenance", []))
     return _saved(figure, RC, format="png", dpi=dots, metadata={"Software": "kvinterp", "Description": provenance})
-
-
-def save(figure: Figure, path: str | Path) -> Path:
-    """Writes a PNG, with the full provenance in its text fields.
-
-    Args:
-        figure: A figure of :func:`sheet`.
-        path: The file; its folder is created.
-
-    Raises:
-        InputError: It cannot be written.
-    """
-    write_whole(Path(path), png(figure))
-    return Path(path)
 
 
 def svg(figure: Figure, ids: str = "kvinterp") -> bytes:
