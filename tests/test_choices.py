@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from choices import ELSEWHERE, FREE, REFUSED, VERBS, Keeps, Loads, Writes
 from kvinterp.common.files import strict_json
 from kvinterp.models import zoo
 from kvinterp.study import cells
+from kvinterp.study.experiments import base
 from kvinterp.study.experiments.registry import experiment_named, experiments
 
 
@@ -122,11 +124,10 @@ def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
     def loaded(given: Any) -> None:
         raise AssertionError("a model is loaded before the choice is refused")
 
-    for verb in experiments():
-        module = __import__(experiment_named(verb).__module__, fromlist=["loaded"])
+    modules = [sys.modules[experiment_named(verb).__module__] for verb in experiments()]
+    for module in (base, cells, *modules):
         if hasattr(module, "loaded"):
             monkeypatch.setattr(module, "loaded", loaded)
-    monkeypatch.setattr(cells, "loaded", loaded)
 
 
 @pytest.mark.parametrize(("verb", "choices", "said"), REFUSED, ids=lambda each: each if isinstance(each, str) else None)

@@ -29,6 +29,7 @@ def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
     for place in (
         "kvinterp.models.load_model",
         "kvinterp.models.load.load_model",
+        "kvinterp.study.experiments.audit.load_model",
     ):
         monkeypatch.setattr(place, lambda *_, **__: pytest.fail("a model was loaded"))
 

@@ -29,7 +29,7 @@ from kvinterp.common.console import echo
 from kvinterp.common.files import SUMMARY, is_file, read_json, strict_json
 from kvinterp.common.source import source
 from kvinterp.errors import InputError, KvinterpError, out_of_memory, unknown, visible
-from kvinterp.study.experiments.choices import check_early
+from kvinterp.study.experiments.choices import check_early, check_models, default_folder
 from kvinterp.study.experiments.options import OPTION
 from kvinterp.study.experiments.registry import (
     command_of,
@@ -38,7 +38,6 @@ from kvinterp.study.experiments.registry import (
     experiments,
     question_of,
 )
-from kvinterp.study.experiments.running import check_models, default_folder
 
 _HOW = ("kind", "dtype", "device", "attention", "random_init", "remote_code", "batch_size", "seed")
 """The options that help shows in the group "How"; what is in no group is what is asked."""
@@ -338,11 +337,11 @@ def _show(
     """Open a result's page in the browser; any command may have written it."""
     import webbrowser
 
-    from kvinterp.study.experiments.keeping import load
-
     _speak()
     page, lines = folder / "report.html", []
     if rewrite or not is_file(page):
+        from kvinterp.study.experiments.keeping import load
+
         result = load(folder)
         if not rewrite:
             raise InputError(

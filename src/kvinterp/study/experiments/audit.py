@@ -15,20 +15,39 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from kvinterp.common.result import Result
-from kvinterp.errors import InputError
-from kvinterp.study.experiments.base import Experiment, Parts, Tables
-from kvinterp.study.experiments.options import argument, option, shared
+import torch
+from matplotlib.figure import Figure
+
+from kvinterp.auditing import audit
+from kvinterp.auditing.audit import CHECKS
+from kvinterp.auditing.building import is_code, random_model, users_model
+from kvinterp.auditing.engine import audit_engine
+from kvinterp.auditing.folder import check_own, put
+from kvinterp.auditing.uses import programs_named
+from kvinterp.auditing.verdict import VERDICTS
+from kvinterp.common.checks import check_choice
+from kvinterp.common.progress import Tell
+from kvinterp.models import dtype_named, load_model
+from kvinterp.study.cells import loaded
+from kvinterp.study.experiments.choices import check_file
+from kvinterp.study.experiments.kit import (
+    Adapter,
+    Cell,
+    Experiment,
+    InputError,
+    Parts,
+    Result,
+    Tables,
+    argument,
+    check_known,
+    load_prompts,
+    option,
+    shared,
+)
 from kvinterp.study.experiments.running import folder_named
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-    from kvinterp.common.progress import Tell
-    from kvinterp.models import Adapter
-    from kvinterp.study.cells import Cell
+from kvinterp.study.report.audit import files_of, ladder_figure
 
 
 class Audit(Experiment):
@@ -105,18 +124,10 @@ class Audit(Experiment):
 
     def is_own_code(self) -> bool:
         """Whether the model is the user's own code."""
-        from kvinterp.auditing.building import is_code
-
         return self.own_class is not None or (self.model is not None and is_code(self.model))
 
     def check(self) -> None:
         """Precisions and words too."""
-        from kvinterp.auditing.audit import CHECKS
-        from kvinterp.auditing.uses import programs_named
-        from kvinterp.auditing.verdict import VERDICTS
-        from kvinterp.common.checks import check_known
-        from kvinterp.models import dtype_named
-
         super().check()
         if self.against is not None:
             self._check_against()
@@ -133,8 +144,6 @@ class Audit(Experiment):
 
     def _check_against(self) -> None:
         """Refuses what is read of the audit of a cache alone, and a file that is not there."""
-        from kvinterp.study.experiments.choices import check_file
-
         check_file(str(self.against))
         fields = {field.name: field.default for field in dataclasses.fields(self)}
         for name in ("prompts", "rungs", "lengths", "steps", "checks", "thorough", "reach", "calls", "programs", "seconds"):
@@ -145,16 +154,10 @@ class Audit(Experiment):
 
     def cells(self) -> list[Cell]:
         """One cell: a rung is judged beside the others."""
-        from kvinterp.study.cells import Cell
-
         return [Cell("audit", self.audited if self.against is None else self.judged)]
 
     def audited(self, tell: Tell) -> tuple[Tables, dict[str, Any]]:
         """The audit of a model: its tables, and page and verdict as texts."""
-        from kvinterp.auditing import audit
-        from kvinterp.data import load_prompts
-        from kvinterp.study.report.audit import files_of
-
         prompts = None if self.prompts is None else load_prompts(self.prompts)
         # What a user's code prints is no part of what this command says.
         with contextlib.redirect_stdout(sys.stderr):
@@ -174,10 +177,6 @@ class Audit(Experiment):
 
     def judged(self, tell: Tell) -> tuple[Tables, dict[str, Any]]:
         """The verdict on another engine's log-probs, as texts."""
-        from kvinterp.auditing.engine import audit_engine
-        from kvinterp.study.cells import loaded
-        from kvinterp.study.report.audit import files_of
-
         with contextlib.redirect_stdout(sys.stderr):
             # --dtype is what the engine was said to run in. Of weights that were rounded to it no other precision is found again.
             adapter = loaded({**self.model_settings(), "dtype": "float32"})
@@ -199,8 +198,6 @@ class Audit(Experiment):
 
     def run(self, out: str | Path | None, existing: str = "error", *how: Any, **more: Any) -> Result:
         """Audits, and writes page, tables and verdict over an earlier audit's."""
-        from kvinterp.auditing.folder import check_own, put
-
         if existing == "use":
             raise InputError("existing='use' was given, and an audit is made anew each time: leave it out.")
         folder = None if out is None else Path(out)
@@ -214,10 +211,6 @@ class Audit(Experiment):
 
     def save(self, result: Any, folder: Any, existing: str = "overwrite", figures: str = "none") -> Path:
         """Writes page, tables and verdict over an earlier audit's."""
-        from kvinterp.auditing.folder import put
-        from kvinterp.common.checks import check_choice
-        from kvinterp.study.report.audit import files_of
-
         check_choice("existing", existing, ("overwrite",))
         texts, tables = (result.others, result.tables) if result.others else files_of(result)
         put(texts, place := folder_named(folder), tables)
@@ -225,8 +218,6 @@ class Audit(Experiment):
 
     def figures(self, result: Result) -> dict[str, Figure]:
         """The ladder of precisions."""
-        from kvinterp.study.report.audit import ladder_figure
-
         figure = ladder_figure(result.contents()[1]["evidence"])
         return {} if figure is None else {"precision_ladder": figure}
 
@@ -257,11 +248,6 @@ def subject(
     Raises:
         InputError: The options do not fit each other.
     """
-    import torch
-
-    from kvinterp.auditing.building import is_code, random_model, users_model
-    from kvinterp.models import dtype_named, load_model
-
     trust = "trust" if remote_code else "refuse"
     torch_dtype = None if dtype is None else dtype_named(dtype)
     code = model if own_class is None and model is not None and is_code(model) else own_class

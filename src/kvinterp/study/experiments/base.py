@@ -1,8 +1,8 @@
 """What every experiment is: a question with its choices as fields, answered by cells of work and what they are reduced to.
 
 Everything that the command line shows of an experiment stands in its file: the options are the fields made by
-:func:`option` and :func:`argument`, the help is the file's own docstring, the command's name is that of the file. Heavy things
-are imported where they are used, so that the help of the command line answers at once.
+:func:`option` and :func:`argument`, the help is the file's own docstring, the command's name is that of the file. The help of
+the command line reads all this from the source (:mod:`kvinterp.common.source`), so that no experiment is imported for it.
 """
 
 from __future__ import annotations
@@ -14,28 +14,32 @@ import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
+import pandas as pd
 from typing_extensions import dataclass_transform
 
+from kvinterp.common.numbers import models_of
 from kvinterp.common.result import Result
+from kvinterp.common.store import Made
 from kvinterp.common.words import dtype_word
 from kvinterp.errors import InputError
+from kvinterp.findings import Chart, Finding, findings_of, lines_of
+from kvinterp.models import Adapter
+from kvinterp.models.provenance import provenance
+from kvinterp.study.cells import Cell, joined, loaded
 from kvinterp.study.experiments import running
+from kvinterp.study.experiments.choices import check_choices
+from kvinterp.study.experiments.circumstances import circumstances
 from kvinterp.study.experiments.options import OPTION, SHARED, argument, model, option, seed, shared
+from kvinterp.study.results import records
 
 if TYPE_CHECKING:
-    import pandas as pd
     from matplotlib.figure import Figure
 
-    from kvinterp.common.store import Made
-    from kvinterp.findings import Chart, Finding
-    from kvinterp.models import Adapter
-    from kvinterp.study.cells import Cell
-
-Tables: TypeAlias = "dict[str, pd.DataFrame]"
-Rows: TypeAlias = "Iterable[Finding]"
+Tables: TypeAlias = dict[str, pd.DataFrame]
+Rows: TypeAlias = Iterable[Finding]
 """What was found, a row each."""
-Charts: TypeAlias = "dict[str, Chart]"
-Parts: TypeAlias = "Mapping[str, Made]"
+Charts: TypeAlias = dict[str, Chart]
+Parts: TypeAlias = Mapping[str, Made]
 """What each cell gave, by its key."""
 
 SAID, WIDTH = 5, 120
@@ -97,11 +101,8 @@ class Experiment:
 
     # What each experiment says -----------------------------------------------------------------------------------------
 
-    def check(self) -> None:
-        """Looks at what was given, as far as no model is needed: see :func:`kvinterp.study.experiments.choices.check_choices`."""
-        from kvinterp.study.experiments.choices import check_choices
-
-        check_choices(self)
+    check = check_choices
+    """Looks at what was given, as far as no model is needed."""
 
     def cells(self) -> list[Cell]:
         """The pieces of work, once :meth:`check` has looked at what was given."""
@@ -127,20 +128,14 @@ class Experiment:
 
     def tables(self, parts: Parts) -> Tables:
         """Its tables, those of all models one below the other."""
-        from kvinterp.study.cells import joined
-
         return joined(parts)
 
     def summary(self, tables: Tables) -> dict[str, Any]:
         """What ``summary.json`` holds beside the provenance."""
-        from kvinterp.study.results import records
-
         return {name: records(tables[name]) for name in self.SUMMED}
 
     def provenances(self) -> dict[str, Any]:
         """What each model was run with, by its name."""
-        from kvinterp.models.provenance import provenance
-
         return {adapter.facts.name: provenance(adapter, **self.noted()) for adapter in self.adapters()}
 
     def noted(self) -> dict[str, Any]:
@@ -153,8 +148,6 @@ class Experiment:
 
     def findings(self, result: Result) -> pd.DataFrame | None:
         """The table of what was found."""
-        from kvinterp.findings import findings_of
-
         rows = self.rows(result)
         return None if rows is None else findings_of(rows)
 
@@ -178,8 +171,6 @@ class Experiment:
         """What was found, a sentence a line."""
         lines = result.contents()[1].get("reading")
         if lines is None and "findings" in running.with_findings(self, result).tables:
-            from kvinterp.findings import lines_of
-
             lines = [*self.headline(result), *lines_of(result.tables["findings"])]
         return list(lines or ())
 
@@ -205,8 +196,6 @@ class Experiment:
             result: What was found.
             echo: Prints a line; with ``err=True`` on standard error.
         """
-        from kvinterp.common.numbers import models_of
-
         lines = brief(self.sentences(result))
         first = "".join(lines[:1])
         unsaid = [
@@ -246,8 +235,6 @@ class Experiment:
 
     def adapter(self, name: str | None = None) -> Adapter:
         """A model it is asked of, loaded: that of a name, or of the option ``model``."""
-        from kvinterp.study.cells import loaded
-
         return loaded(self.model_settings(name))  # type: ignore[no-any-return]
 
     def adapters(self) -> list[Adapter]:
@@ -256,8 +243,6 @@ class Experiment:
 
     def settings(self) -> dict[str, Any]:
         """Everything that decides what the tables will hold: choices, prompts, and the circumstances of each model."""
-        from kvinterp.study.experiments.circumstances import circumstances
-
         settings, made_with = running.asked(self), list(map(circumstances, self.adapters()))
         by_number = {str(number): about for number, about in enumerate(made_with)}
         return {**settings, "made_with": made_with[0] if len(made_with) == 1 else by_number}

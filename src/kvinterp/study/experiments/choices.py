@@ -1,4 +1,4 @@
-"""Choices: what is said of them before a model is loaded.
+"""Choices: what is said of them before a model is loaded, and the folder that is named after them.
 
 A choice that is printed is one that was used. So a name that is not known, and a choice that nothing reads beside the others, are
 refused here, before anything runs.
@@ -18,10 +18,14 @@ from kvinterp.common.files import is_file
 from kvinterp.common.spec import check_name, path_parts, plugins_read, split
 from kvinterp.data import load_prompts
 from kvinterp.errors import InputError, shown, unexpected
+from kvinterp.models.naming import check_reached
 from kvinterp.study.experiments.options import OPTION
 
 if TYPE_CHECKING:
     from kvinterp.study.experiments.base import Experiment
+
+_LONGEST = 80
+"""So many characters has the name of a folder that nobody named."""
 
 
 def check_choices(experiment: Experiment) -> None:
@@ -122,6 +126,26 @@ _EARLY: dict[str, Callable[[str], Any]] = {
     **dict.fromkeys(("a", "b", "path"), _path),
 }
 """What reads an option of this name, of whichever command, without torch."""
+
+
+def check_models(given: Mapping[str, Any]) -> None:
+    """Raises where a model of an experiment's choices cannot be found: before torch is imported, since that takes seconds."""
+    for name in _models(given):
+        # TransformerLens has names of its own.
+        if given.get("kind") not in ("hooked", "transformer_lens") or "/" in name:
+            check_reached(name)
+
+
+def default_folder(verb: str, given: Mapping[str, Any]) -> Path:
+    """The folder that a command with these choices writes unless one is given: ``out/VERB-MODEL``."""
+    lasts = [re.split("[:/]", name.rstrip("/"))[-1] for name in _models(given)]
+    names = [re.sub(r"[^\w.-]+", "-", last).strip("-") for last in lasts]
+    return Path("out") / "-".join([verb, *names])[:_LONGEST].rstrip("-.")
+
+
+def _models(given: Mapping[str, Any]) -> list[str]:
+    """The models of an experiment's choices, as they were given."""
+    return [str(name) for name in (given.get("model"), *given.get("models", ())) if name]
 
 
 def check_early(kind: Any, given: Mapping[str, Any]) -> None:

@@ -5,17 +5,31 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import pandas as pd
 
 from kvinterp.common import words
-from kvinterp.common.result import Result
+from kvinterp.comparison import PARTS, TABLES, Comparison, compare_each, recordable
+from kvinterp.comparison.findings import charts_of_comparisons, headline_of, rows_of_comparison
 from kvinterp.errors import KvinterpError
-from kvinterp.study.experiments.base import Charts, OfModel, Parts, Rows, Tables, numbered
-from kvinterp.study.experiments.options import option, seed, shared
-
-if TYPE_CHECKING:
-    from kvinterp.comparison import Comparison
-    from kvinterp.study.cells import Cell
+from kvinterp.models.hook_names import sites_of
+from kvinterp.models.inputs import chosen_layers
+from kvinterp.study.experiments.kit import (
+    Cell,
+    Charts,
+    OfModel,
+    Parts,
+    Result,
+    Rows,
+    Tables,
+    finding,
+    load_prompts,
+    numbered,
+    option,
+    seed,
+    shared,
+)
 
 log = logging.getLogger("kvinterp")
 
@@ -66,16 +80,10 @@ class Compare(OfModel):
 
     def cells(self) -> list[Cell]:
         """A cell a prompt."""
-        from kvinterp.data import load_prompts
-        from kvinterp.study.cells import Cell
-
         return [Cell(f"example-{number}", self.compared) for number in range(len(load_prompts(self.prompts)))]
 
     def compared(self, keys: Sequence[str], keep: Callable[..., None]) -> None:
         """Compares some of the prompts, and keeps each as its batch is finished."""
-        from kvinterp.comparison import PARTS, compare_each
-        from kvinterp.data import load_prompts
-
         adapter, recorded = self.adapter(), self._recorded()
         for site in filter(adapter.derives, recorded["record"]):
             log.info("%s is derived beside attention %r, which runs as it is and shows none", site, adapter.facts.attention)
@@ -96,9 +104,6 @@ class Compare(OfModel):
 
     def reduce(self, tables_of_parts: Parts) -> Result:
         """The comparison of all prompts that are finished, in the order of their numbers."""
-        from kvinterp.comparison import Comparison
-        from kvinterp.data import load_prompts
-
         parts = (tables_of_parts[key] for _, key in sorted(numbered(tables_of_parts).items()))
         comparison = Comparison.joined(Comparison(**tables, provenance=about) for tables, about in parts)
         comparison.prompts = load_prompts(self.prompts)
@@ -110,23 +115,16 @@ class Compare(OfModel):
 
     def headline(self, comparison: Any) -> list[str]:
         """Whether the paths agree bit for bit, and whether a token flips."""
-        from kvinterp.comparison.findings import headline_of
-
         return headline_of([comparison])
 
     def rows(self, comparison: Any) -> Rows:
         """How far the paths are apart, how often a token flips, and where inside; what could not be recorded, and why."""
-        from kvinterp.comparison.findings import rows_of_comparison
-        from kvinterp.findings import finding
-
         left_out = (comparison.settings or {}).get("left_out", {})
         lacking = [finding("not recorded", float("nan"), note=why, site=site) for site, why in left_out.items()]
         return [*rows_of_comparison(comparison), *lacking]
 
     def charts(self, comparison: Any) -> Charts:
         """KL by step, and where inside the paths differ."""
-        from kvinterp.comparison.findings import charts_of_comparisons
-
         return charts_of_comparisons({comparison.provenance["protocol"]: comparison})
 
     def page_parts(self, comparison: Any) -> list[Any]:
@@ -148,10 +146,6 @@ class Compare(OfModel):
 
     def result_of(self, tables: Tables, summary: Mapping[str, Any]) -> Result:
         """The comparison of its tables, once they are what a comparison has."""
-        import pandas as pd
-
-        from kvinterp.comparison import TABLES, Comparison
-
         # A result of before there were routers has no table of them.
         if missing := [name for name in TABLES if name not in tables and name != "routing"]:
             raise ValueError(f"{missing[0]}.parquet is not among its tables")
@@ -164,21 +158,14 @@ class Compare(OfModel):
 
     def check(self) -> None:
         """The sites too."""
-        from kvinterp.models.hook_names import sites_of
-
         super().check()
         sites_of(self.record or "")
 
     def records_cache(self) -> bool:
         """Whether K or V is among the sites that were named; where none were it is."""
-        from kvinterp.models.hook_names import sites_of
-
         return self.record is None or any(site.startswith("cache") for site in sites_of(self.record))
 
     def _recorded(self) -> dict[str, Any]:
-        from kvinterp.comparison import recordable
-        from kvinterp.models.inputs import chosen_layers
-
         adapter = self.adapter()
         layers = chosen_layers(adapter, self.layers)
         sites, left_out = recordable(adapter, self.record, layers)

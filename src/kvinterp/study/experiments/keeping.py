@@ -13,10 +13,15 @@ from typing import Any
 
 from kvinterp.common import words
 from kvinterp.common.checks import check_known, given_list
+from kvinterp.common.files import SUMMARY, is_file, is_folder
+from kvinterp.common.store import check_finished
 from kvinterp.errors import InputError, unexpected
+from kvinterp.recording import Trace
 from kvinterp.study.experiments.base import Experiment
+from kvinterp.study.experiments.functions import FUNCTIONS
 from kvinterp.study.experiments.registry import experiment_named, experiments
 from kvinterp.study.experiments.running import folder_named, read_result
+from kvinterp.study.results import read_summary, reading
 
 _MADE = ("model", "kind", "dtype", "attention", "protocol", "strategy", "seed", "max_new_tokens", "kernels", "sizes")
 """What provenance says of the choices."""
@@ -28,8 +33,6 @@ def experiment_of(verb: str) -> type[Experiment]:
     Raises:
         InputError: There is no such command.
     """
-    from kvinterp.study.experiments.functions import FUNCTIONS
-
     if verb in FUNCTIONS:
         return FUNCTIONS[verb]
     check_known("experiment", verb, experiments())
@@ -64,9 +67,6 @@ def load(folder: str | os.PathLike[str]) -> Any:
     Example:
         >>> kv.load("out/compare").where()  # doctest: +SKIP
     """
-    from kvinterp.common.files import SUMMARY, is_file, is_folder
-    from kvinterp.study.results import read_summary, reading
-
     place = folder_named(folder)
     if not is_folder(place):
         fault = "is no folder" if os.path.lexists(place) else "does not exist"
@@ -85,17 +85,12 @@ def load(folder: str | os.PathLike[str]) -> Any:
 
 
 def _without_a_summary(place: Path) -> Any:
-    from kvinterp.common.files import is_file
-    from kvinterp.recording import Trace
-
     if is_file(place / "verdict.json"):
         from kvinterp.auditing import Verdict
 
         return Verdict.load(place)
     if is_file(place / "trace.json"):
         return Trace.load(place)
-    from kvinterp.common.store import check_finished
-
     check_finished(place)
     raise InputError(f"folder {str(place)!r} holds no result: give one that kvinterp wrote, with a summary.json in it.")
 

@@ -1,7 +1,7 @@
 """What the file of a study is written with: the names that most of them need, from the rooms where they are defined."""
 
 from kvinterp import metrics
-from kvinterp.common.checks import check_known, check_whole
+from kvinterp.common.checks import check_known
 from kvinterp.common.numbers import between, counted, listed, number
 from kvinterp.common.progress import each
 from kvinterp.common.result import Result

@@ -6,10 +6,12 @@ import importlib
 import inspect
 import pkgutil
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvinterp.common.spec import plugins_read
-from kvinterp.study.experiments.base import Experiment
+
+if TYPE_CHECKING:
+    from kvinterp.study.experiments.base import Experiment
 
 _OTHERS = (
     "base",

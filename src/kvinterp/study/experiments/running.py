@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,7 +16,24 @@ from typing import TYPE_CHECKING, Any
 from kvinterp.common.checks import check_choice, check_known, check_unread
 from kvinterp.common.files import SUMMARY, is_file
 from kvinterp.common.result import Result
+from kvinterp.common.store import CELLS, Store, write_whole
+from kvinterp.data import load_prompts
 from kvinterp.errors import InputError, unexpected, unknown
+from kvinterp.study.cells import CellsMade, loading_once, run_cells
+from kvinterp.study.engines import engine_named
+from kvinterp.study.experiments.choices import check_models
+from kvinterp.study.results import (
+    EXISTING,
+    PROMPTS,
+    check_free,
+    is_finished,
+    prompts_digest,
+    prompts_of,
+    read_summary,
+    read_tables,
+    reading,
+    write_result,
+)
 
 if TYPE_CHECKING:
     from kvinterp.study.experiments.base import Experiment
@@ -30,8 +46,6 @@ NOTHING = "nothing was finished; run the same command again"
 PAGE = "report.html"
 SENTENCES, DOTS = 4, 80
 """How many sentences a card has, and how many dots an inch its picture."""
-_LONGEST = 80
-"""So many characters has the name of a folder that nobody named."""
 
 
 def run(
@@ -62,9 +76,6 @@ def run(
         KeyboardInterrupt: It was interrupted; what was finished is in the folder.
     """
     check_models(vars(experiment))
-    from kvinterp.common.store import CELLS
-    from kvinterp.study.results import EXISTING
-
     check_choice("progress", progress, ("bar", "none"))
     check_choice("figures", figures, ("drawn", "none"))
     check_known("way to treat an existing result", existing, EXISTING)
@@ -80,11 +91,6 @@ def run(
 
 
 def _run(experiment: Experiment, out: Path | None, existing: str, progress: str, figures: str, engine: str) -> Result:
-    from kvinterp.common.store import Store
-    from kvinterp.study.cells import CellsMade, loading_once, run_cells
-    from kvinterp.study.engines import engine_named
-    from kvinterp.study.results import check_free, is_finished
-
     # The cheap questions first: a typing error should not cost the loading of a model.
     worker = engine_named(engine)
     experiment.check()
@@ -117,40 +123,12 @@ def _run(experiment: Experiment, out: Path | None, existing: str, progress: str,
         return write(experiment, out, settings, result, figures)
 
 
-# Before it runs --------------------------------------------------------------------------------------------------------
-
-
-def check_models(given: Mapping[str, Any]) -> None:
-    """Raises where a model of an experiment's choices cannot be found: before torch is imported, since that takes seconds."""
-    from kvinterp.models.naming import check_reached
-
-    for name in model_names(given):
-        # TransformerLens has names of its own.
-        if given.get("kind") not in ("hooked", "transformer_lens") or "/" in name:
-            check_reached(name)
-
-
-def model_names(given: Mapping[str, Any]) -> list[str]:
-    """The models of an experiment's choices, as they were given."""
-    return [str(name) for name in (given.get("model"), *given.get("models", ())) if name]
-
-
 def asked(experiment: Experiment) -> dict[str, Any]:
     """The choices that decide the numbers, with what the prompts hold."""
-    from kvinterp.data import load_prompts
-    from kvinterp.study.results import prompts_digest
-
     settings: dict[str, Any] = {"verb": experiment.verb(), **experiment.choices()}
     if settings.get("prompts") is not None:
         settings["prompts"] = prompts_digest(load_prompts(settings["prompts"]))
     return settings
-
-
-def default_folder(verb: str, given: Mapping[str, Any]) -> Path:
-    """The folder that a command with these choices writes unless one is given: ``out/VERB-MODEL``."""
-    lasts = [re.split("[:/]", name.rstrip("/"))[-1] for name in model_names(given)]
-    names = [re.sub(r"[^\w.-]+", "-", last).strip("-") for last in lasts]
-    return Path("out") / "-".join([verb, *names])[:_LONGEST].rstrip("-.")
 
 
 # Files -----------------------------------------------------------------------------------------------------------------
@@ -158,8 +136,6 @@ def default_folder(verb: str, given: Mapping[str, Any]) -> Path:
 
 def files_of(experiment: Experiment, result: Result) -> list[str]:
     """The names of a result's files beside the summary, drawn or not yet."""
-    from kvinterp.study.results import prompts_of
-
     tables = (f"{name}.parquet" for name in result.tables)
     there = [name for name in experiment.FILES if result.folder is not None and (result.folder / name).exists()]
     figures = (f"figures/{name}.png" for name in (experiment.drawn(result) if experiment.has_page(result) else ()))
@@ -180,9 +156,6 @@ def read_result(experiment: Experiment, folder: Path) -> Result:
     Raises:
         InputError: A table is missing or damaged, or is of another version of kvinterp.
     """
-    from kvinterp.data import load_prompts
-    from kvinterp.study.results import PROMPTS, read_summary, read_tables, reading
-
     summary = read_summary(folder)
     tables = read_tables(folder, summary)
     with reading(folder, summary):
@@ -204,8 +177,6 @@ def write(
     ending: str = "finished",
 ) -> Result:
     """Writes a result into a folder, which is then finished."""
-    from kvinterp.study.results import prompts_of, write_result
-
     result.settings, result.choices, result.folder = settings, result.choices or experiment.choices(), folder
     with_findings(experiment, result)
     summary = {**result.contents()[1], "choices": result.choices}
@@ -222,8 +193,6 @@ def save(
     experiment: Experiment, result: Result, folder: str | os.PathLike[str], existing: str = "error", figures: str = "none"
 ) -> Path:
     """Writes a result that a function gave into a folder; see :meth:`kvinterp.common.result.Result.save`."""
-    from kvinterp.study.results import check_free, is_finished
-
     place = folder_named(folder)
     if check_free(place, experiment.verb(), existing) and is_finished(place, result.settings):
         raise unknown("way to treat an existing result", existing, ("error", "overwrite"))
@@ -268,7 +237,6 @@ def draw(experiment: Experiment, result: Result, folder: Path) -> list[Path]:
     Returns:
         The files; none where there is nothing to show.
     """
-    from kvinterp.common.store import write_whole
     from kvinterp.study.report.experiment import page_of
     from kvinterp.study.report.svg import picture
 
