@@ -136,15 +136,15 @@ class _Climb:
         return _rows(self.hooks.reference, self.hooks.reference.logits, count, stop)
 
     def _prefix(self, stop: int, equal_inputs: str = "yes", count: int = 1) -> Rows:
-        """The newest rows of a prefix recomputed, a single one made once; the reference is that of all its tokens."""
+        """The newest rows of a prefix recomputed, once where it can be; the reference is that of all its tokens."""
         if stop == self.plan.length:
             return self._whole(stop, count)
         made = stop, equal_inputs
-        if count > 1 or made not in self.again:
-            rows = _rows(self.hooks, self.hooks.recompute(stop, equal_inputs)[0], count)
-            self.again[made] = {part: tensor[-1:].clone() for part, tensor in rows.items()}
-            return rows
-        return self.again[made]
+        if made not in self.again or len(next(iter(self.again[made].values()))) < count:
+            # Of what is a prompt of its own, too, every row is asked for.
+            rows = stop if stop in self.plan.prefills and equal_inputs == "yes" else count
+            self.again[made] = _rows(self.hooks, self.hooks.recompute(stop, equal_inputs)[0], rows)
+        return {part: rows[-count:] for part, rows in self.again[made].items()}
 
     def _is_reference(self, start: int, stop: int) -> bool:
         hooks, reference = self.hooks, self.hooks.reference

@@ -16,7 +16,7 @@ from torch import Tensor
 from kvinterp.errors import InputError, KvinterpError, UnsupportedError, reason
 from kvinterp.programs.crashes import OURS, REFUSES, whose
 from kvinterp.programs.program import Program
-from kvinterp.programs.subject import Subject, apart
+from kvinterp.programs.subject import Subject, apart, row_draw
 
 COMMON = frozenset({"prompt", "decode step", "batch"})
 """Uses that nearly every program has."""
@@ -117,6 +117,7 @@ class Run(Columns):
 
     Attributes:
         texts: Each row's own tokens.
+        draws: What draws them.
         cache: The cache.
         since: Columns fed since the last crop.
         uses: The uses of a cache that were tried.
@@ -133,6 +134,7 @@ class Run(Columns):
         self.program, self.draw = program, random.Random(program.rows.seed)
         self.subject: Any = subject
         rows = len(program.rows.pads)
+        self.draws = [row_draw(program.rows.seed, row) for row in range(rows)]
         self.texts: list[list[int]] = [[] for _ in range(rows)]
         self.ids = self.mask = subject.tensor([[]] * rows)
         # Without a mask nothing tells a model of pads.
@@ -228,9 +230,9 @@ class Run(Columns):
 
     # What is fed ----------------------------------------------------------------------------------------------------------
 
-    def tokens(self, count: int) -> list[int]:
-        """New tokens of a row."""
-        return [self.subject.token(self.draw) for _ in range(count)]
+    def tokens(self, count: int, draw: random.Random) -> list[int]:
+        """So many new tokens."""
+        return [self.subject.token(draw) for _ in range(count)]
 
     def columns(self, width: int, inner: tuple[int, ...] = (), behind: tuple[int, ...] = ()) -> tuple[Tensor, Tensor]:
         """So many new columns of all rows, pads first where any are still to come, and their mask.
@@ -251,7 +253,7 @@ class Run(Columns):
             inside = self.beyond and row < len(inner) and text and lead < width and not self.pads[row]
             more = min(inner[row], width - lead - 1) if inside else 0
             last = min(behind[row], width - lead - more - 1) if self.beyond and row < len(behind) else 0
-            new = self.tokens(width - lead - more - max(last, 0))
+            new = self.tokens(width - lead - more - max(last, 0), self.draws[row])
             text += new
             ids.append([pad] * (lead + more) + new + [pad] * last)
             mask.append([0] * (lead + more) + [1] * len(new) + [0] * last)
@@ -312,7 +314,7 @@ class Run(Columns):
             if not columns:
                 continue
             begin, got = end - len(columns), logits[row][columns]
-            want = self.subject.alone(text)[begin:end]
+            want = self._right(got, text, begin, end)
             if self.subject.varies and not apart(got, want) <= self.subject.limit:
                 want = self.subject.alone(text[:end])[begin:]
                 if last:
@@ -328,6 +330,11 @@ class Run(Columns):
             self.wrong = worst
             raise WrongError(f"row {worst.row} is off by {worst.error:.2g} of its largest logit")
 
+    def _right(self, got: Tensor, text: list[int], begin: int, end: int) -> Tensor:
+        """What these logits should be: as a longer text has them where they agree with that, or as this one has them."""
+        want = self.subject.alone(text, longer="yes")[begin:end]
+        return want if apart(got, want) <= self.subject.limit else self.subject.alone(text)[begin:end]
+
     def _excuse(self, ids: Tensor, mask: Tensor) -> None:
         """Raises PlainError where the plain forward over the same columns, mask and positions is off too."""
         full, fed = torch.cat([self.mask, mask], 1), torch.cat([self.ids, ids], 1)
@@ -336,7 +343,7 @@ class Run(Columns):
         off = 0.0
         for row, text in enumerate(self.texts):
             got = out[row][full[row].bool()]
-            off = max(off, apart(got, self.subject.alone(text)[: len(got)]) if len(got) else 0.0)
+            off = max(off, apart(got, self._right(got, text, 0, len(got))) if len(got) else 0.0)
         if not off <= self.subject.limit:
             raise PlainError(f"without a cache the same columns are off by {off:.2g} of the largest logit")
         if self.without is not None and not (off := self.without()) <= self.subject.limit:
@@ -350,6 +357,7 @@ class Run(Columns):
     def goes_on_as(self, rows: list[int]) -> None:
         """The cache holds these of its rows now."""
         self.texts = [list(self.texts[row]) for row in rows]
+        self.draws = [self.draws[row] for row in rows]
         super().goes_on_as(rows)
 
     # What operations do ---------------------------------------------------------------------------------------------------
@@ -391,7 +399,7 @@ class Run(Columns):
 
     def other(self, width: int) -> Tensor:
         """Tokens of another request, ``[1, column]``."""
-        return self.subject.tensor([self.tokens(min(width, self.room))])
+        return self.subject.tensor([self.tokens(min(width, self.room), self.draw)])
 
     def serve(self, ids: Tensor, kept: str = "yes") -> Any:
         """Serves another request on a cache of its own, which is given back."""
@@ -403,6 +411,7 @@ class Run(Columns):
         for mine, theirs in zip(self.cache.layers, cache.layers, strict=True):
             mine.keys, mine.values = torch.cat([mine.keys, theirs.keys]), torch.cat([mine.values, theirs.values])
         self.texts.append(ids[0].tolist())
+        self.draws.append(self.draw)
         super().join(ids, cache)
 
     def fork(self, width: int) -> None:
@@ -426,10 +435,10 @@ class Run(Columns):
 
     def aside(self) -> Callable[[], None]:
         """What gives back the rows as they are now, after something was tried."""
-        kept = copy.deepcopy(self.texts), list(self.pads), self.ids, self.mask
+        kept = copy.deepcopy(self.texts), list(self.draws), list(self.pads), self.ids, self.mask
 
         def back() -> None:
-            self.texts, self.pads, self.ids, self.mask = kept
+            self.texts, self.draws, self.pads, self.ids, self.mask = kept
 
         return back
 

@@ -84,6 +84,11 @@ def apart(got: Tensor, want: Tensor) -> float:
     return float((mine - right).abs().max() / (right.abs().max() or 1.0))
 
 
+def row_draw(seed: int, row: int) -> random.Random:
+    """What draws the tokens of a row: programs share their beginnings, and with them the plain forwards."""
+    return random.Random(f"{seed} {row}")
+
+
 class Subject(abc.ABC):
     """What programs run on.
 
@@ -144,9 +149,18 @@ class Subject(abc.ABC):
         """What is further off, of the largest logit, is wrong."""
         return float(self.noise**0.5)
 
-    def alone(self, text: Sequence[int]) -> Tensor:
-        """Logits of one row's own tokens, ``[position, vocabulary]``: what is right."""
-        if (key := tuple(text)) not in self._alone:
+    def alone(self, text: Sequence[int], longer: str = "no") -> Tensor:
+        """Logits of one row's own tokens, ``[position, vocabulary]``: what is right.
+
+        Args:
+            text: The tokens.
+            longer: ``"yes"``: those of a longer text that begins so will do, if one was run.
+        """
+        key = tuple(text)
+        for other, known in self._alone.items() if longer == "yes" and key not in self._alone else ():
+            if other[: len(key)] == key:
+                return known[: len(key)]
+        if key not in self._alone:
             self._alone[key] = self._plain(text)
         return self._alone[key]
 
@@ -176,8 +190,8 @@ class Subject(abc.ABC):
             UnsupportedError: It is no function of the text.
         """
         for length in (LONG, SHORT):
-            draw = random.Random(0)
-            texts = [[self.token(draw) for _ in range(min(length, self.room))] for _ in range(TEXTS)]
+            draws = [row_draw(0, row) for row in range(TEXTS)]
+            texts = [[self.token(draw) for _ in range(min(length, self.room))] for draw in draws]
             most = max(min(length - 5, self.room - 2), 1)
             whole = [self.alone(text) for text in texts]
             shorter = [
