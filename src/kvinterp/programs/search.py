@@ -40,7 +40,7 @@ FIRST = (
     "rows(0)+feed(6)+request(5)+feed(2,1)",
     "rows(0,cache=static)+feed(6)+feed(3,1)",
     "rows(0,cache=bare)+feed(6)+feed(3,1)",
-    "rows(0)+generate(5,4,beams)",
+    "rows(0+0)+generate(5,8,beams)",
     "rows(0)+generate(5,4,static)",
     "rows(0)+generate(9,6,lookup)",
     "rows(0)+generate(5,6,assistant)",
