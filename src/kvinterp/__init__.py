@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from kvinterp.policies import Policy, policy_named
     from kvinterp.recording import Recorder, Trace, record
     from kvinterp.study.experiments.keeping import experiment, load
-    from kvinterp.study.report import attention_comparison
+    from kvinterp.study.report.attention import attention_comparison
     from kvinterp.study.report.panel import patch_panel
 
 _HOMES = {
@@ -69,7 +69,7 @@ _HOMES = {
     "paths": ("Cached", "ExecutionPath", "Greedy", "Recompute", "TopK", "TopP", "path_named", "run"),
     "policies": ("Policy", "policy_named"),
     "recording": ("Recorder", "Trace", "record"),
-    "study.report": ("attention_comparison",),
+    "study.report.attention": ("attention_comparison",),
     "study.report.panel": ("patch_panel",),
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}

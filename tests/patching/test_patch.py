@@ -481,9 +481,9 @@ def test_a_patch_that_cannot_exist_is_refused(fields, said):
     ("patch", "said"),
     [
         (kv.Patch("resid_post", (2,)), "layer 2 does not exist"),
-        (kv.Patch("z", heads=(4,)), "query head 4 does not exist for site 'z'"),
-        (kv.Patch("kv", heads=(0, 3)), "KV head 3 does not exist for site 'kv'"),
-        (kv.Patch("resid_post", heads=(0,)), "has no heads"),
+        (kv.Patch("z", heads=(4,)), "query head 4 does not exist"),
+        (kv.Patch("kv", heads=(0, 3)), "KV head 3 does not exist"),
+        (kv.Patch("resid_post", heads=(0,)), "needs a site with heads"),
         (kv.Patch("resid_post", positions=(90, 97)), "position 96 does not exist"),
     ],
 )

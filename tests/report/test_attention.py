@@ -142,7 +142,7 @@ def test_long_contexts_are_cropped_to_the_newest_or_pooled(model: Any) -> None:
     length = len(whole.page.rows)
     cropped = attention_comparison(model, PROMPT, step=STEP, layers=0, heads=[0], cells=10)
     assert np.array_equal(cropped.page.heads[0].a, whole.page.heads[0].a[-10:, -10:])
-    assert cropped.page.rows[0][1] == f"position {length - 10}"
+    assert cropped.page.rows[0][1] == length - 10
     assert cropped.page.rows[0][0].startswith(f"{length - 10}: ")
     inside = np.mean([head.sum(1).mean() for head in (cropped.page.heads[0].a, cropped.page.heads[0].b)])
     assert f"{inside:.1%} of their attention" in cropped.page.html()

@@ -11,7 +11,7 @@ import importlib
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 from kvinterp.common.files import SUMMARY, read_json
 from kvinterp.errors import InputError
@@ -19,6 +19,12 @@ from kvinterp.errors import InputError
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
+
+
+Row: TypeAlias = dict[str, Any]
+"""A row of a table: its values by the names of their columns."""
+Contents: TypeAlias = "tuple[dict[str, pd.DataFrame], dict[str, Any]]"
+"""The tables to write, by the names of their files, and the content of ``summary.json``."""
 
 
 def signed(tables: dict[str, pd.DataFrame], about: Mapping[str, Any]) -> dict[str, pd.DataFrame]:
@@ -83,7 +89,7 @@ class Result:
         own, summary = self.contents()
         vars(self).update(_own=({**tables, **own}, summary))
 
-    def contents(self) -> tuple[dict[str, Any], dict[str, Any]]:
+    def contents(self) -> Contents:
         """The result of :meth:`written`, computed once for the present tables; other tables than before have no findings yet."""
         frames = [id(table) for table in vars(self).values() if hasattr(table, "columns")]
         if self._of != frames:
@@ -101,7 +107,7 @@ class Result:
             return table  # type: ignore[no-any-return]
         raise InputError(f"{self!r} has no table to show.")
 
-    def written(self) -> tuple[dict[str, Any], dict[str, Any]]:
+    def written(self) -> Contents:
         """The tables to write, by the names of their files, and the content of ``summary.json``."""
         return self._tables, self.summary
 

@@ -1,7 +1,6 @@
 """WHAT IS MOVED: patches as data, sweeps over them, and the split of the difference into state and fresh."""
 
-from kvinterp.common.vocabulary import ANEW, PARTS
-from kvinterp.patching.ablations import ABLATIONS, Ablation
+from kvinterp.patching.ablations import Ablation
 from kvinterp.patching.around import patched
 from kvinterp.patching.bench import DONORS, Asked, PatchAnswer, PatchBench
 from kvinterp.patching.clean_corrupted import ActivationPatching, activation_patching
@@ -11,20 +10,16 @@ from kvinterp.patching.donors import donor_trace, mean_donor, resample_donor
 from kvinterp.patching.hook import PatchHook
 from kvinterp.patching.localising import Cause, localise
 from kvinterp.patching.patch import PATCH_SITES, Patch
-from kvinterp.patching.planted import PLACES, Plant
+from kvinterp.patching.planted import Plant
 from kvinterp.patching.recompute import PureRecompute
 from kvinterp.patching.sweeping import DIRECTIONS, PRESETS, SWEEPS, highest_kl, sweep
 from kvinterp.patching.table import Sweep
 
 __all__ = [
-    "ABLATIONS",
-    "ANEW",
     "DIRECTIONS",
     "DISTANCES",
     "DONORS",
-    "PARTS",
     "PATCH_SITES",
-    "PLACES",
     "PRESETS",
     "SWEEPS",
     "Ablation",

@@ -146,13 +146,11 @@ def _call(name: str, function: Callable[..., Any], activation: Tensor, hook: Any
     except (TypeError, ValueError):
         return function(activation)
     kinds = {parameter.kind for parameter in signature.parameters.values()}
+    calls: list[Any] = [((activation,), {"hook": hook}), ((activation,), {}), ((activation, hook), {})]
     # A wrapper that takes any argument does not show whether the wrapped function takes a hook.
-    takes_hook = "hook" in signature.parameters or kinds & {
-        inspect.Parameter.VAR_KEYWORD,
-        inspect.Parameter.VAR_POSITIONAL,
-    } == {inspect.Parameter.VAR_KEYWORD}
-    calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = [((activation,), {}), ((activation, hook), {})]
-    for args, kwargs in ([((activation,), {"hook": hook})] if takes_hook else []) + calls:
+    if "hook" not in signature.parameters and {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD} <= kinds:
+        del calls[0]
+    for args, kwargs in calls:
         try:
             signature.bind(*args, **kwargs)
         except TypeError:

@@ -146,8 +146,8 @@ class PatchAnswer:
     steps: pd.DataFrame
     tokens: pd.DataFrame
     shown_step: int
-    unchanged: bool = False
-    seconds: float = float("nan")
+    unchanged: bool
+    seconds: float
 
     def __repr__(self) -> str:
         """Names the patch and its effect in one line."""

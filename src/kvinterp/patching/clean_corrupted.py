@@ -19,7 +19,7 @@ from kvinterp.common import words
 from kvinterp.common.checks import check_choice, check_unread, check_whole
 from kvinterp.common.numbers import models_of
 from kvinterp.common.progress import each
-from kvinterp.common.result import Result, signed
+from kvinterp.common.result import Contents, Result, signed
 from kvinterp.common.vocabulary import UNCHANGED
 from kvinterp.errors import InputError, located
 from kvinterp.models import wrap
@@ -104,18 +104,16 @@ class ActivationPatching(Result):
         """The ten places that restore most."""
         return self.frame.sort_values("recovery", ascending=False, kind="stable").head(10).reset_index(drop=True)
 
-    def written(self) -> tuple[dict[str, pd.DataFrame], dict[str, Any]]:
+    def written(self) -> Contents:
         """Returns the table with its provenance, and the summary."""
-        about = {name: value for name, value in vars(self).items() if name in _ABOUT}
+        # All but the table, which is first, and the provenance, which is last.
+        about = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)[1:-1]}
         return signed({"patches": self.frame}, self.provenance), {"about": about, "provenance": self.provenance}
 
     @classmethod
     def read(cls, tables: Mapping[str, pd.DataFrame], summary: Mapping[str, Any]) -> ActivationPatching:
         """Makes a result of its table and summary."""
         return cls(tables["patches"], **summary["about"], provenance=tables["patches"].attrs)
-
-
-_ABOUT = ("site", "over", "distance", "clean", "corrupted", "texts", "differ", "pairs")
 
 
 def activation_patching(
@@ -210,11 +208,11 @@ def activation_patching(
         donor = HandedRows("clean prompts", {place: record[-1] for place, record in recorder.kept.items()})
         # One pair resumes at the first patched block; several pairs, or a function, take a whole forward a patch.
         if len(corrupted_ids) > 1 or callable(distance):
-            run: Callable[[Any], Tensor] = functools.partial(pure.whole, torch.tensor(corrupted_ids, device=adapter.device))
-            base = run(None)
+            run: Callable[..., Tensor] = functools.partial(pure.whole, torch.tensor(corrupted_ids, device=adapter.device))
+            base = run()
         else:
             run = lambda hook: pure.patched(corrupted_ids[0], 0, hook)[None, None]  # noqa: E731
-            base = pure.capture(corrupted_ids[0], None)[None, None]
+            base = pure.capture(corrupted_ids[0])[None, None]
         distances, hooks = [measure(clean_logits), measure(base)], list[PatchHook]()
         for layer, head, span in each(places, "patching", "patch", progress):
             patch = Patch(site, (layer,), None if head is None else (head,), span, (0,), donor)
@@ -235,8 +233,7 @@ def activation_patching(
     frame = pd.DataFrame(labels).assign(value=values.numpy(), recovery=recovery.numpy(), unchanged=same)
     name = distance if isinstance(distance, str) else name_of(distance)
     about = provenance(adapter, site=site, over=over, distance=name, pairs=len(corrupted_ids))
-    clean_end, corrupted_end = ends.tolist()
-    return ActivationPatching(frame, site, over, name, clean_end, corrupted_end, texts, differ, len(corrupted_ids), about)
+    return ActivationPatching(frame, site, over, name, *ends.tolist(), texts, differ, len(corrupted_ids), about)
 
 
 def check_aligned(clean: Sequence[int], corrupted: Sequence[int]) -> tuple[int, ...]:

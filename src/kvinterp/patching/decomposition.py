@@ -31,7 +31,7 @@ from kvinterp.common import words
 from kvinterp.common.checks import among, check_choice, check_instance, check_whole
 from kvinterp.common.numbers import counted, models_of
 from kvinterp.common.progress import each
-from kvinterp.common.result import Result, signed
+from kvinterp.common.result import Contents, Result, Row, signed
 from kvinterp.common.vocabulary import ANEW, PARTS
 from kvinterp.errors import UnsupportedError, located
 from kvinterp.models import Adapter, wrap
@@ -68,11 +68,11 @@ class Decomposition(Result):
 
     def __repr__(self) -> str:
         """Names the model, the paths and the size in one line."""
-        paths, examples = self.provenance["paths"], self.steps["example"].nunique() if len(self.steps) else 0
+        paths, examples = self.provenance["paths"], self.steps["example"].nunique()
         size = f"{counted(len(self.steps), 'step')} of {counted(examples, 'prompt')}"
         return f"<Decomposition of {models_of([self.provenance])}: {paths['cached']} against {paths['recompute']}, {size}>"
 
-    def written(self) -> tuple[dict[str, pd.DataFrame], dict[str, Any]]:
+    def written(self) -> Contents:
         """Returns the tables, each with the provenance, and the summary."""
         return signed({"decomposition": self.steps, "layers": self.layers}, self.provenance), self.summary()
 
@@ -151,8 +151,8 @@ def decompose(
     paths = two_paths(cached, recompute, "a decomposition")
     check_whole("max_new_tokens", max_new_tokens)
     tokens = encode_all(adapter, prompts, max_new_tokens + suffix)
-    steps: list[dict[str, Any]] = []
-    layers: list[dict[str, Any]] = []
+    steps: list[Row] = []
+    layers: list[Row] = []
     with located(f"model {adapter.facts.name}"), own_threads(adapter):
         examples = range(len(tokens)) if only is None else among("only", only, range(len(tokens)))
         for example in each(examples, "decomposing", "prompt", progress):
@@ -179,7 +179,7 @@ def check_splittable(adapter: Adapter, suffix: int, plant: Plant | None = None) 
         chosen_layers(adapter, plant.layer)
 
 
-def step_rows(lanes: dict[str, Outputs], where: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def step_rows(lanes: dict[str, Outputs], where: str) -> tuple[Row, list[Row]]:
     """The differences of a step, and of each layer at the step.
 
     A step has KL in nats and L2 of the logits, the part that makes most of it, and its share. A layer has the L2 distance of

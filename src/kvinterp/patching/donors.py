@@ -220,9 +220,11 @@ def _pool(
 ) -> dict[Site, Tensor]:
     adapter, first = wrap(model), check_whole("first", first, 0)
     places = [site_of(name) if isinstance(name, str) else (name, None) for name in listed_names(sites)]
-    names, hook_layers = [name for name, _ in places], [of_hook for _, of_hook in places]
-    if layers is None and places and all(hook_layers):
-        layers = sorted({layer for of_hook in hook_layers for layer in of_hook or ()})
+    if not places:
+        raise InputError("sites=[] was given: expected at least one name, such as 'z'.")
+    names, hook_layers = zip(*places, strict=True)
+    if layers is None and all(hook_layers):
+        layers = sorted({layer for of_hook in hook_layers for layer in of_hook})
     for name in names:
         check_patch_site(name)
     if "pattern" in names:
@@ -231,8 +233,6 @@ def _pool(
             "ablate it with donor='zero', or give the trace of another prompt of the same length."
         )
     recorded = tuple(dict.fromkeys(stored for name in names for stored in stored_sites(adapter, name)))
-    if not recorded:
-        raise InputError("sites=[] was given: expected at least one name, such as 'z'.")
     items, _ = listed(prompts, adapter.tokenizer)
     traces = run(adapter, items, "recompute", max_new_tokens=1, record=recorded, layers=layers, positions="all")
     failure = next((trace.failure for trace in traces if trace.failure), "")
@@ -244,8 +244,6 @@ def _pool(
     for site, layer in traces[0].records:
         if site != ROWS:
             axis = LAYOUTS[site].rows - 1
-            tensors = [trace.records[site, layer][0] for trace in traces]
-            pool[site, layer] = torch.cat(
-                [t.narrow(axis, min(first, n := t.shape[axis]), max(n - first, 0)) for t in tensors], axis
-            )
+            tensors = [trace.records[site, layer][0].tensor_split([first], axis)[1] for trace in traces]
+            pool[site, layer] = torch.cat(tensors, axis)
     return pool

@@ -82,9 +82,9 @@ def _unchanged_patches(table: pd.DataFrame, labels: list[str]) -> list[str]:
 
 def rows_of_sweep(sweep: Sweep) -> Iterator[Finding]:
     """The median recovery of every patch, the largest first, then the controls and the difference that no patch reaches."""
-    distance = sweep.provenance["distance"]
+    distance, prompts = sweep.provenance["distance"], sweep.recovery["example"].nunique()
     table = sweep.aggregate()
-    for row in table.sort_values("median", ascending=False, kind="stable").to_dict("records") if len(table) else ():
+    for row in table.sort_values("median", ascending=False, kind="stable").to_dict("records"):
         labels = {name: row[name] for name in ("layer", "head") if row[name] >= 0}
         labels |= {"positions": row["positions"]} if row["sweep"] == "blocks" else {}
         notes = [f"{percent(row[name])} of the {RECOVERED[name.removeprefix('median_recovery_')]}" for name in row
@@ -97,11 +97,11 @@ def rows_of_sweep(sweep: Sweep) -> Iterator[Finding]:
         for name, rows in sweep.controls.groupby("control", sort=False):
             yield median_of(f"control, {_CONTROLS.get(str(name), name)}: recovery", rows["recovery"], measure="%", note="")
     for name, left in sweep.left().items():
-        yield finding(f"{RECOVERED[name]} left with all swept layers patched together", left["share"], measure="%",
-                      n=sweep.recovery["example"].nunique())  # fmt: skip
+        yield finding(
+            f"{RECOVERED[name]} left with all swept layers patched together", left["share"], n=prompts, measure="%"
+        )
     for name, left in sweep.left("floor").items():
-        yield finding(f"{RECOVERED[name]} left with the last residual patched, mean", left["mean"],
-                      n=sweep.recovery["example"].nunique())  # fmt: skip
+        yield finding(f"{RECOVERED[name]} left with the last residual patched, mean", left["mean"], n=prompts)
 
 
 def charts_of_sweep(sweep: Sweep, suffix: str = "") -> dict[str, Chart]:
@@ -120,7 +120,7 @@ def charts_of_sweep(sweep: Sweep, suffix: str = "") -> dict[str, Chart]:
         cells = medians.reindex(places).reset_index()
         panels.append(Panel(cells, "head", "layer", "map", "recovery", facet="sweep", titles=HEADS, scale="signed",
                             label=f"median recovery\n{distance}", xlabel=head))  # fmt: skip
-    if len(blocks := only(sweep.aggregate(), sweep="blocks") if len(frame) else frame):
+    if len(blocks := only(sweep.aggregate(), sweep="blocks")):
         blocks = blocks.rename(columns={"interval_low": "low", "interval_high": "high"})
         panels.append(Panel(blocks, "median", "positions", "dots", scale="signed", level=0,
                             label=f"recovery {distance} by a block of positions, all layers"))  # fmt: skip
@@ -202,11 +202,9 @@ def rows_of_decomposition(split: Decomposition) -> Iterator[Finding]:
 
 
 def charts_of_decomposition(split: Decomposition, suffix: str = "") -> dict[str, Chart]:
-    """Charts the parts by step and by layer, every example and the medians; no chart if there is no step."""
+    """Charts the parts by step and by layer, every example and the medians."""
     parts = [part for part in _PART_NAMES if part in split.steps]
     later = split.layers[split.layers["step"] > 0]
-    if split.steps.empty:
-        return {}
     axis: dict[str, Any] = {"y": "size", "kind": "medians", "color": "part", "names": _PART_NAMES}
     panels = [
         Panel(split.steps.melt(["example", "step"], parts, "part", "size"), "step", label="KL of the logits (nats)",

@@ -20,11 +20,11 @@ from torch import Tensor
 from kvinterp.errors import InputError, UnsupportedError
 from kvinterp.models import Adapter
 from kvinterp.models.attaching import Listener, Site
-from kvinterp.models.inputs import chosen_layers
+from kvinterp.models.inputs import chosen_heads, chosen_layers
 from kvinterp.models.sites import LAYOUTS
 from kvinterp.patching.ablations import Ablation, HandedRows
 from kvinterp.patching.donors import check_donor, rows_of
-from kvinterp.patching.patch import PATCHED_CACHE, Patch, stored_sites
+from kvinterp.patching.patch import PATCHED_CACHE, Patch, heads_at, stored_sites
 from kvinterp.policies import Place
 from kvinterp.recording import PathHook
 
@@ -229,14 +229,8 @@ class PatchHook(PathHook):
                 "other state in some: patch resid_post, attn_out or mlp_out instead."
             )
         if patch.heads is not None:
-            count, what = facts.heads_of(patch.site)
-            if not count:
-                raise InputError(f"site {patch.site!r} has no heads, and heads={patch.heads} was given: leave heads out.")
-            for head in patch.heads:
-                if not 0 <= head < count:
-                    raise InputError(
-                        f"{what} {head} does not exist for site {patch.site!r}: {facts.name} has {what}s 0 to {count - 1}."
-                    )
+            heads_at(self.adapter, patch.site, f"heads={patch.heads}")
+            chosen_heads(patch.heads, *facts.heads_of(patch.site))
         last = max(patch.starts_at, (patch.positions[1] or 0) - 1) if isinstance(patch.positions, tuple) else 0
         if last >= facts.context:
             raise InputError(f"position {last} does not exist: {facts.name} has positions 0 to {facts.context - 1}.")

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from kvinterp.common.numbers import models_of
-from kvinterp.common.result import Result, signed
+from kvinterp.common.result import Contents, Result, signed
 from kvinterp.common.vocabulary import PARTS
 from kvinterp.errors import located
 from kvinterp.models import dtype_named, wrap
@@ -77,7 +77,7 @@ class Cause(Result):
         model = f" of {models_of([self.provenance])}" if self.provenance else ""
         return f"<Cause{model}: part {self.part}, place {self.place}{layer}, share {self.share:.0%}>"
 
-    def written(self) -> tuple[dict[str, pd.DataFrame], dict[str, Any]]:
+    def written(self) -> Contents:
         """Returns the shares of all places and the split as tables, and the summary."""
         summary = {name: getattr(self, name) for name in _SUMMARISED}
         tables = {"places": self.table, "split": pd.DataFrame([self.split])}
@@ -195,10 +195,9 @@ def _table(split: Split, token: Tensor, outputs: Mapping[str, Outputs], lengths:
     model = split.adapter.at(dtype_named(one_row.dtype))
 
     def step_1(
-        path: ExecutionPath, cache: KeysValues, cache_layers: Collection[int] | None = None, stream_layer: int = -1
+        path: ExecutionPath, cache: KeysValues, cache_layers: Collection[int] | None = None, *patches: Patch
     ) -> Outputs:
-        """Step 1 of a lane with the prompt's K and V replaced and the stream after a layer put back."""
-        patches = [] if stream_layer < 0 else [Patch("resid_post", (stream_layer,), None, "newest", "first")]
+        """Step 1 of a lane with the prompt's K and V replaced and the recompute path's stream put back by patches."""
         stream = PatchHook(model, patches, lambda _, layer: (end - 1, streams[layer][None, None]), end - 1)
         rows = Rows(cache, 0, cache_layers)
         lane = StreamRunner(split, path, [rows, stream])
@@ -207,35 +206,23 @@ def _table(split: Split, token: Tensor, outputs: Mapping[str, Outputs], lengths:
             rows.stop = end - 1
             return lane.outputs(token)
 
-    rows_of, keys_values = [("row", layer) for layer in layers], [("kv", layer) for layer in layers]
-    # For each part its first lane, the lanes between layer by layer, its last lane, and the place that each pair differs in. The
-    # last pair of "kept" has all rows of the prompt put back, so it differs in the K and V of the newest row.
-    chains: list[tuple[str, str, Callable[[int], Outputs], str, list[tuple[str, int]]]] = [
-        (
-            "fresh",
+    # For each part its first lane, its last one, and the lane between in which all layers up to one are as in the last.
+    chains: dict[str, tuple[str, str, Callable[[int], Outputs]]] = {
+        "fresh": (
             "one_row",
-            lambda layer: step_1(one_row, now, stream_layer=layer),
             "recompute",
-            [*rows_of, ("unembedding", -1)],
+            lambda layer: step_1(one_row, now, None, Patch("resid_post", (layer,), steps="first")),
         ),
-        (
-            "anew",
-            "as_written",
-            lambda layer: step_1(one_row, [*now[: layer + 1], *old[layer + 1 :]]),
-            "one_row",
-            [("prompt", layer) for layer in layers],
-        ),
-        (
-            "kept",
-            "cached",
-            lambda layer: step_1(split.cached, old, range(layer + 1)),
-            "as_written",
-            [*keys_values, ("kv", -1)],
-        ),
-    ]
+        "anew": ("as_written", "one_row", lambda layer: step_1(one_row, [*now[: layer + 1], *old[layer + 1 :]])),
+        "kept": ("cached", "as_written", lambda layer: step_1(split.cached, old, range(layer + 1))),
+    }
     rows = []
-    for part, first, between, last, places in chains:
+    for part, (first, last, between) in chains.items():
         if lengths[part]:
+            # The place that each pair of neighbours differs in. The last pair of "kept" has all rows of the prompt put back, so
+            # it differs in the K and V of the newest row.
+            places = [(PLACES_OF[part][0], layer) for layer in layers]
+            places += [] if part == "anew" else [(PLACES_OF[part][-1], -1)]
             lanes = [outputs[first], *map(between, layers[: len(places) - 1]), outputs[last]]
             logits, share = [lane.logits.double() for lane in lanes], lengths[part] / sum(lengths.values())
             distances = torch.stack([(a - b).norm() for a, b in itertools.pairwise(logits)]).tolist()

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from kvinterp.common.checks import check_known, check_number, check_whole
-from kvinterp.errors import InputError
 from kvinterp.models.attaching import Site
 from kvinterp.models.sites import LAYOUTS
 from kvinterp.paths import ExecutionPath
@@ -63,7 +62,8 @@ class Plant:
         check_known("steps to plant a difference at", self.steps, STEPS)
         check_known("site to plant a difference at", self.site, ONE_ROW)
         check_whole("layer", self.layer, 0)
-        check_size(self.units, self.bits)
+        check_number("units", self.units)
+        check_whole("bits", self.bits, 2, 53)
 
     def written(self, path: ExecutionPath, prompt_length: int) -> ExecutionPath:
         """Returns the path, with a policy that plants the difference in the prompt's K and V if that is the place."""
@@ -94,7 +94,8 @@ class PlantHook(PathHook):
 class Planted(Policy):
     """A policy that moves K and V of one layer by a few units in the last place as they are written (docs/laws.md, law 6).
 
-    It is an instrument for tests, so it is in no registry and no text names it.
+    A :class:`Plant` makes it and has checked its numbers. It is an instrument for tests, so it is in no registry and no text
+    names it.
 
     Attributes:
         layer: The layer whose cache writes are changed.
@@ -108,28 +109,12 @@ class Planted(Policy):
     bits: int = 11
     until: int = 0
 
-    def __post_init__(self) -> None:
-        for name in ("layer", "until"):
-            object.__setattr__(self, name, check_whole(name, getattr(self, name), 0))
-        check_size(self.units, self.bits)
-
-    def check(self, layers: int) -> None:
-        """Refuses a layer that the model does not have, where nothing would be planted."""
-        if self.layer >= layers:
-            raise InputError(f"policy {self}: layer {self.layer} does not exist; this model has layers 0 to {layers - 1}.")
-
     def write(self, keys: Tensor, values: Tensor, place: Place) -> KV:
         """Moves K and V of the planted layer and returns the others unchanged."""
         if place.layer != self.layer or (self.until and place.stop > self.until):
             return keys, values
         units = float(self.units)
         return nudged(keys, units, self.bits), nudged(values, units, self.bits)
-
-
-def check_size(units: object, bits: object) -> None:
-    """Raises InputError for units that are no number, or bits that are no format's."""
-    check_number("units", units)
-    check_whole("bits", bits, 2, 53)
 
 
 def nudged(tensor: Tensor, units: float, bits: int) -> Tensor:

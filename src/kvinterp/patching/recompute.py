@@ -7,6 +7,7 @@ batch where a check showed that this keeps the bits (docs/laws.md, law 9).
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -55,7 +56,7 @@ class PureRecompute:
         self._kernels = path.kernels.mode(self.adapter)
         self._plain_store: Store | None = None
         self._batches: dict[PatchHook, PatchesByRow] = {}
-        self._batch_logits: tuple[PatchesByRow | None, tuple[int, ...], dict[PatchHook, Tensor]] = None, (), {}
+        self._batch_logits: dict[tuple[PatchHook, tuple[int, ...]], Tensor] = {}
         self.fed: Mapping[Tensor, int] = {}
 
     def batch(self, hooks: Sequence[PatchHook], prompt: Sequence[int], steps: int, batch_size: int) -> None:
@@ -95,16 +96,11 @@ class PureRecompute:
         key = tuple(tokens)
         if self._captured != key:
             outputs: list[Any] = []
-
-            def keep(_: Any, __: Any, output: Any) -> None:
-                outputs.append(_in_rows(output, 1))
-
-            hooks = [block.register_forward_hook(keep) for block in self.adapter.blocks]
-            try:
+            with contextlib.ExitStack() as stack:
+                for block in self.adapter.blocks:
+                    handle = block.register_forward_hook(lambda _, __, output: outputs.append(_in_rows(output, 1)))
+                    stack.enter_context(handle)
                 self._logits[key] = self._forward(key, [], observer)[0]
-            finally:
-                for hook in hooks:
-                    hook.remove()
             self._captured, self._outputs = key, outputs
         return self._logits[key]
 
@@ -119,10 +115,10 @@ class PureRecompute:
             batch = None
         if batch is None:
             return self._patched(key, step, hook)[0]
-        if self._batch_logits[:2] != (batch, key):
+        if (hook, key) not in self._batch_logits:
             rows = self._patched(key, step, batch, len(batch.hooks))
-            self._batch_logits = batch, key, dict(zip(batch.hooks, rows, strict=True))
-        return self._batch_logits[2].pop(hook)
+            self._batch_logits |= {(lane, key): row for lane, row in zip(batch.hooks, rows, strict=True)}
+        return self._batch_logits.pop((hook, key))
 
     def _patched(self, key: tuple[int, ...], step: int, hook: PatchHook | PatchesByRow, rows: int = 1) -> Tensor:
         hook.at(step, len(key))
@@ -139,18 +135,17 @@ class PureRecompute:
                 outputs[-1] = last if new is None else put_first(last, new)
         return self._forward(key, outputs, hook, rows)
 
-    def whole(self, rows: Int[Tensor, "batch position"], *hooks: PathHook | None) -> Float[Tensor, "batch position vocab"]:
+    def whole(self, rows: Int[Tensor, "batch position"], *hooks: PathHook) -> Float[Tensor, "batch position vocab"]:
         """Logits of every position of several prompts in one forward, with gradients where they are on.
 
         Args:
             rows: Token ids, a prompt a row.
             hooks: Hooks of the forward in this order, which is step 0.
         """
-        active = [hook for hook in hooks if hook is not None]
-        for hook in active:
+        for hook in hooks:
             hook.begin_step(0)
             hook.begin_pass()
-        return self._logits_of(rows, [], active)
+        return self._logits_of(rows, [], hooks)
 
     @torch.no_grad()
     def _forward(self, tokens: tuple[int, ...], outputs: Sequence[Any], hook: PathHook | None, rows: int = 1) -> Tensor:

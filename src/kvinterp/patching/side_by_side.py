@@ -64,7 +64,7 @@ class Donor(SiteHook):
 
     def __init__(self, adapter: Adapter, places: Iterable[Site], prompt_length: int, gather: Collection[str] = ()) -> None:
         super().__init__(adapter, dict.fromkeys(places))
-        self.prompt_length, self.gather = prompt_length, frozenset(gather)
+        self.prompt_length, self.gather = prompt_length, gather
         self.end = prompt_length
         self._tensors: dict[Site, Tensor] = {}
         self._gathered: dict[Site, list[Tensor]] = {}
@@ -111,8 +111,8 @@ class PureLane:
         captured: Collection[int] = (),
         observer: PathHook | None = None,
     ) -> None:
-        self.pure, self.tokens, self.hook, self.captured = pure, list(prompt), hook, frozenset(captured)
-        self.observer = observer
+        self.pure, self.tokens, self.hook = pure, list(prompt), hook
+        self.captured, self.observer = captured, observer
         self.step = -1
 
     def advance(self, tokens: Int[Tensor, " batch"] | None = None) -> Float[Tensor, "batch vocab"]:
@@ -235,16 +235,17 @@ def advance_beside(setting: Setting, lanes: Sequence[PlannedLane], prompt: Seque
     adapter, room, count, cached = setting.adapter, setting.max_new_tokens, len(prompt), setting.base.form == "cached"
     donor_model, base_model = (adapter.at(dtype_named(path.dtype)) for path in (setting.donor, setting.base))
     pure, distances, logits = PureRecompute(adapter, setting.recompute), [], []
+    matched = setting.protocol == "matched"
     # Lanes with the same patch and the same donor are one run.
     runs = [(lane.patch, lane.source) for lane in lanes]
     places: dict[str, list[Site]] = {"": [], "self": [], "other-prompt": []}
     for patch, source in dict.fromkeys(runs):
         layers = chosen_layers(adapter, patch.layers)
         places[source] += itertools.product(stored_sites(adapter, patch.site), layers)
-    moved = {patch.site for patch, _ in runs if patch.positions != "newest" and setting.donor.form == "cached"}
+    moved = {patch.site for patch, _ in runs if patch.positions != "newest" and layout_of(patch.site).gathers}
     donors = {
         # If earlier positions are moved too, a cached donor keeps the rows of every step.
-        "": Donor(donor_model, places[""], count, [site for site in moved if layout_of(site).gathers]),
+        "": Donor(donor_model, places[""], count, moved if setting.donor.form == "cached" else ()),
         "self": Donor(base_model, places["self"], count),
         # The other prompt may have another length: its newest row counts as this prompt's newest.
         "other-prompt": Donor(donor_model, places["other-prompt"], count),
@@ -262,8 +263,7 @@ def advance_beside(setting: Setting, lanes: Sequence[PlannedLane], prompt: Seque
                 yield from (PureLane(pure, prompt, hook) for hook in patch_hooks)
                 return
             # Lanes fed their own tokens cannot share a batch: their caches would differ in length and text.
-            size = setting.batch_size if setting.protocol == "matched" else 1
-            for batch in batches(adapter, setting.base, patch_hooks, prompt, room, size):
+            for batch in batches(adapter, setting.base, patch_hooks, prompt, room, setting.batch_size if matched else 1):
                 if len(batch) == 1:
                     yield runner(setting.base, prompt, batch[0])
                 else:
@@ -285,8 +285,7 @@ def advance_beside(setting: Setting, lanes: Sequence[PlannedLane], prompt: Seque
         on_other_prompt = range(2, len(running))
         columns = dict(zip(hooks, itertools.count(len(running))))
         running += patched_lanes([*hooks.values()])
-        lead = 1 if cached else 0
-        matched = setting.protocol == "matched"
+        lead = int(cached)
         follows = [lead if matched and number not in on_other_prompt else number for number in range(len(running))]
         ends = end_tokens(adapter, adapter.device) if setting.stop == "end of sequence" else None
         for step in lockstep(running, room, follows=follows, ends=ends, ended_by=[lead]):

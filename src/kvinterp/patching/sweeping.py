@@ -22,7 +22,9 @@ from kvinterp.models.provenance import autocast, provenance
 from kvinterp.models.threads import own_threads
 from kvinterp.patching.distances import DISTANCES, check_finite, distances_of, name_of
 from kvinterp.patching.hook import PatchHook
+from kvinterp.patching.localising import localise
 from kvinterp.patching.patch import PATCHED_CACHE, Patch, Positions, Where, check_patch_site, heads_at, positions_of
+from kvinterp.patching.planted import Plant
 from kvinterp.patching.side_by_side import PlannedLane, Setting, advance_beside, other_prompt, two_paths
 from kvinterp.patching.table import Sweep, Tables
 from kvinterp.paths import ExecutionPath
@@ -346,10 +348,8 @@ def _control_lanes(
         for patch in [Patch("resid_post", (layer,), None, spot, steps)]
     ]
     layers = sorted({at for patch in swept for at in patch.layers or ()})
-    if layers:
-        together = Patch(swept[0].site, tuple(layers), None, positions, steps)
-        controls.append(PlannedLane(_labels(together, -1), together, "together"))
-    return controls
+    together = Patch(swept[0].site, tuple(layers), None, positions, steps)
+    return [*controls, PlannedLane(_labels(together, -1), together, "together")]
 
 
 def _labels(patch: Patch, layer: int) -> dict[str, Any]:
@@ -365,8 +365,6 @@ def _planted_controls(adapter: Adapter, prompt: Sequence[int], example: int) -> 
     The planted difference is far larger than float64's rounding, so the place found depends on the model and not on the prompt.
     Later sweeps reuse the result, with example -1 if it came from another prompt.
     """
-    from kvinterp.patching.localising import localise
-    from kvinterp.patching.planted import Plant
 
     def localise_plants() -> tuple[list[int], list[Any]]:
         middle = adapter.facts.layers // 2

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvinterp import metrics
 from kvinterp.common.numbers import counted, models_of
-from kvinterp.common.result import Result, signed
+from kvinterp.common.result import Contents, Result, Row, signed
 from kvinterp.patching.side_by_side import Advanced, PlannedLane, Setting
 
 LABELS = ["sweep", "site", "layer", "head", "positions"]
@@ -23,8 +23,17 @@ OVER_EXAMPLES = ("mean", "median", "low_quartile", "high_quartile", "interval_lo
 """The columns of an aggregate; NaN if no example defines a recovery."""
 
 SETTINGS = (
-    *("site", "sweep", "direction", "protocol", "steps", "distance", "distances"),
-    *("answers", "paths", "positions", "work"),
+    "site",
+    "sweep",
+    "direction",
+    "protocol",
+    "steps",
+    "distance",
+    "distances",
+    "answers",
+    "paths",
+    "positions",
+    "work",
 )
 """The settings of the provenance that come first in ``summary.json``."""
 
@@ -63,14 +72,13 @@ class Sweep(Result):
         """Names the model, the sweep and the size in one line."""
         provenance = self.provenance
         name = f"{provenance['sweep']} sweep of {provenance['site']} {provenance['direction']}"
-        patches = self.recovery[LABELS].drop_duplicates() if len(self.recovery) else self.recovery
-        examples = self.recovery["example"].nunique() if len(self.recovery) else 0
-        size = f"{counted(len(patches), 'patch')} on {counted(examples, 'prompt')}"
-        equal = self.recovery.loc[self.recovery["equal"], "example"].nunique() if len(self.recovery) else 0
+        patches, examples = self.recovery[LABELS].drop_duplicates(), self.recovery["example"]
+        size = f"{counted(len(patches), 'patch')} on {counted(examples.nunique(), 'prompt')}"
+        equal = examples[self.recovery["equal"]].nunique()
         note = f"; {equal} bitwise equal before any patch" if equal else ""
         return f"<Sweep of {models_of([provenance])}: {name}, {size}{note}>"
 
-    def written(self) -> tuple[dict[str, pd.DataFrame], dict[str, Any]]:
+    def written(self) -> Contents:
         """Returns the tables, each with the provenance, and the summary."""
         tables = {"recovery": self.recovery, "steps": self.steps, "controls": self.controls}
         return signed(tables, self.provenance), self.summary()
@@ -94,7 +102,7 @@ class Sweep(Result):
         rows = []
         for labels, group in self.recovery.groupby(LABELS, sort=False):
             values = group.loc[group["defined"], "recovery"].to_numpy()
-            row: dict[str, Any] = dict(zip(LABELS, labels, strict=True))
+            row: Row = dict(zip(LABELS, labels, strict=True))
             row |= {"examples": len(group), "defined": len(values), **dict.fromkeys(OVER_EXAMPLES, float("nan"))}
             if len(values):
                 interval = metrics.typical(values)
@@ -156,9 +164,9 @@ class Tables:
 
     def __init__(self, setting: Setting, step_set: str) -> None:
         self.setting, self.step_set = setting, step_set
-        self.recovery: list[dict[str, Any]] = []
-        self.steps: list[dict[str, Any]] = []
-        self.controls: list[dict[str, Any]] = []
+        self.recovery: list[Row] = []
+        self.steps: list[Row] = []
+        self.controls: list[Row] = []
         self.logits: dict[int, Tensor] = {}
         self.work = Counter(forwards=0, blocks=0)
 

@@ -21,7 +21,7 @@ from kvinterp.common.store import write_whole
 from kvinterp.comparison import Comparison
 from kvinterp.errors import InputError, NonFiniteError, UnsupportedError, located
 from kvinterp.models import Adapter, wrap
-from kvinterp.models.inputs import chosen_heads, chosen_layers, encode
+from kvinterp.models.inputs import chosen_heads, encode
 from kvinterp.paths import ExecutionPath, path_named, path_read, run
 from kvinterp.recording import Trace
 from kvinterp.recording.activation_cache import is_activation_cache, records_of
@@ -194,7 +194,6 @@ def _run_both(
 ) -> tuple[Trace, Trace]:
     """Runs both paths; the first is fed the given tokens, or those that it chooses."""
     ids = encode(adapter, prompt, step + 1)
-    watched = chosen_layers(adapter, layers)
     for path in paths:
         if path.refresh or path.policy.evicts:
             raise UnsupportedError(
@@ -207,7 +206,7 @@ def _run_both(
         stop = "end of sequence" if continuation is None else "length"
         return run(
             adapter, ids, path, max_new_tokens=step + 1, record="pattern", positions="all",
-            layers=watched, steps=steps, continuation=continuation, stop=stop,
+            layers=layers, steps=steps, continuation=continuation, stop=stop,
         )  # fmt: skip
 
     first = record(paths[0], fed)

@@ -102,18 +102,13 @@ class AttentionPage:
     digits: ClassVar[int] = 6
 
     @property
-    def rows(self) -> list[tuple[str, str, str]]:
-        """The text of each row and column, its positions, and whether they are the prompt's, decoded or the newest."""
-        rows, prompt, view = [], len(self.pair[0].prompt), self.view
+    def rows(self) -> list[tuple[str, int, int]]:
+        """The text of each row and column, and its first and its last position."""
+        rows, view = [], self.view
         for first in view.starts:
             last = min(first + view.block, view.stop) - 1
-            span, place = (f"{first}", f"position {first}")
-            if first < last:
-                span, place = f"{first}-{last}", f"positions {first} to {last}"
-            whose = "prompt" if last < prompt else "decoded" if first >= prompt else "prompt and decoded"
-            text = "".join(self.names[first : last + 1])
-            text = f"{span}: {text}" if view.start or view.block > 1 else text
-            rows.append((text, place, "newest" if first == len(self.names) - 1 else whose))
+            text, span = "".join(self.names[first : last + 1]), f"{first}-{last}" if first < last else f"{first}"
+            rows.append((f"{span}: {text}" if view.start or view.block > 1 else text, first, last))
         return rows
 
     @property

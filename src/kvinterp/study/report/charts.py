@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from textwrap import fill
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullForm
 
 from kvinterp.common.numbers import percent, power, short
 from kvinterp.findings import Chart, Panel
-from kvinterp.study.report.style import CMAP, DIVERGING, ink_on, line_of, sheet, sign, small_print
+from kvinterp.study.report.style import CMAP, DIVERGING, Provenances, ink_on, line_of, sheet, sign, small_print
 
 _GREY = {"color": "#808080", "linewidth": 0.9, "linestyle": (0, (3, 2)), "zorder": 1}
 _WRITTEN = 96
@@ -27,11 +27,13 @@ _MANY = 1000
 """A line with more marks than this is drawn as pixels in an SVG."""
 _NARROW = 4.6
 """The width in inches that a phone shows without scrolling."""
+_LABEL = 34
+"""The most characters in a line of a label, so that no name pushes the axes out of their figure."""
 _ON_WHITE = {"facecolor": "#ffffff", "edgecolor": "none", "alpha": 0.6, "pad": 0.8}
 _PERCENT = FuncFormatter(lambda value, _: percent(value))
 
 
-def draw_chart(chart: Chart, provenances: Sequence[Mapping[str, Any]], wide: float = 7.2) -> Figure:
+def draw_chart(chart: Chart, provenances: Provenances, wide: float = 7.2) -> Figure:
     """Draws a chart, with the provenance of its models below; the figure's ``narrow()`` draws it again for a phone.
 
     Args:
@@ -54,16 +56,16 @@ def draw_chart(chart: Chart, provenances: Sequence[Mapping[str, Any]], wide: flo
             for axes in grid.flat[len(titles) :]:
                 axes.set_visible(False)
             for axes, title in zip(grid.flat, titles.values(), strict=False):
-                axes.set_title(wrapped(title, 28), fontsize=9)
+                axes.set_title(fill(title, 28), fontsize=9)
             (_draw_map if panel.kind == "map" else _draw_series)(grid, panel, list(titles))
             handles, labels = grid[0, 0].get_legend_handles_labels()
             if len(labels) > 1 and labels != legend:
                 across = (2 if max(map(len, labels)) > 24 else 4) // (2 if wide <= _NARROW else 1)
-                names = [wrapped(label, 44) for label in labels]
+                names = [fill(label, 44) for label in labels]
                 part.legend(handles, names, loc="outside lower center", ncols=min(len(names), across))
             legend = labels
         width = figure.get_figwidth()
-        figure.suptitle(wrapped(chart.title, int(width * 11)), x=0.01, ha="left", fontsize=10, fontweight="bold")
+        figure.suptitle(fill(chart.title, int(width * 11)), x=0.01, ha="left", fontsize=10, fontweight="bold")
         if wide > _NARROW and not any(panel.kind == "map" for panel in chart.panels):
             narrow = dataclasses.replace(chart, panels=[dataclasses.replace(panel, columns=1) for panel in chart.panels])
             figure.narrow = lambda: draw_chart(narrow, provenances, _NARROW)  # type: ignore[attr-defined]  # for a page
@@ -78,7 +80,7 @@ def _layout(panel: Panel) -> tuple[dict[Any, str], int, float]:
     columns = min(len(titles), panel.columns)
     labels = panel.table[panel.y].unique()
     if panel.kind == "dots":
-        height = 0.7 + 0.2 * sum(wrapped(str(label)).count("\n") + 1 for label in labels)
+        height = 0.7 + 0.2 * sum(fill(str(label), _LABEL).count("\n") + 1 for label in labels)
     else:
         height = 0.9 + min(2.4, max(0.6, 0.24 * len(labels))) if panel.kind == "map" else 2.5
     lines = panel.names or (panel.table[panel.color].unique() if panel.color and panel.kind != "map" else ())
@@ -88,11 +90,6 @@ def _layout(panel: Panel) -> tuple[dict[Any, str], int, float]:
 def _columns(panel: Panel, **columns: str) -> pd.DataFrame:
     """The columns that are drawn, under names of their own, since a table may have columns of any name."""
     return pd.DataFrame({name: panel.table[column] if column else "" for name, column in columns.items()})
-
-
-def wrapped(text: str, width: int = 34) -> str:
-    """Breaks a label into lines of ``width`` characters, so that no name pushes the axes out of their figure."""
-    return "\n".join(textwrap.wrap(text, width))
 
 
 # Lines, points, steps and dots ------------------------------------------------------------------------------------------
@@ -128,14 +125,14 @@ def _draw_series(grid: Any, panel: Panel, facets: Sequence[Any]) -> None:
             axes.axline((0.5, 0.5), (1, 1), **_GREY)
         elif panel.level is not None:
             (axes.axvline if sideways else axes.axhline)(float(panel.level), **_GREY)
-        axes.set_xlabel(wrapped(panel.label if sideways else panel.xlabel or panel.x, 36 if len(facets) > 1 else 80))
+        axes.set_xlabel(fill(panel.label if sideways else panel.xlabel or panel.x, 36 if len(facets) > 1 else 80))
         if sideways:
             axes.grid(visible=True, axis="x")
             axes.grid(visible=False, axis="y")
         else:
             _scale(axes, "x", panel.xscale, points["place"].to_numpy(float))
     if sideways:
-        grid[0, 0].set_yticks(range(len(labels)), [wrapped(str(label)) for label in labels], fontsize=7.5)
+        grid[0, 0].set_yticks(range(len(labels)), [fill(str(label), _LABEL) for label in labels], fontsize=7.5)
         grid[0, 0].set_ylim(-0.6, len(labels) - 0.4)
         return
     for axes in grid[:, 0]:
@@ -298,7 +295,7 @@ def _draw_map(grid: Any, panel: Panel, facets: Sequence[Any]) -> None:
         bar = {"ticks": [norm.vmin, norm.vmax] if few else tens, "format": form}
     if signed or positive.size:
         colorbar = grid[0, 0].figure.colorbar(image, ax=list(grid.flat), pad=0.02, aspect=30, **bar)
-        colorbar.set_label(wrapped(panel.label, 20))
+        colorbar.set_label(fill(panel.label, 20))
         colorbar.ax.grid(visible=False)
         colorbar.minorticks_off()
 
@@ -313,4 +310,4 @@ def _set_ticks(axis: Any, values: Sequence[Any]) -> None:
         axis.set_ticks(range(0, len(values), stride), [f"{value:g}" for value in values[::stride]])
     else:
         rotation = {"rotation": 30, "ha": "right"} if axis.axis_name == "x" and max(map(len, map(str, values))) > 4 else {}
-        axis.set_ticks(range(len(values)), [wrapped(str(value)) for value in values], fontsize=7.5, **rotation)
+        axis.set_ticks(range(len(values)), [fill(str(value), _LABEL) for value in values], fontsize=7.5, **rotation)

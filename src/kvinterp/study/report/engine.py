@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -116,27 +115,14 @@ def shaded(table: pd.DataFrame, unit: tuple[float, str] | None = None, begins: i
         "before": number(table["units"][~behind].abs().median()),
         "after": number(table["units"][behind].abs().median()),
         "behind": int(behind.sum()),
-        "legend": _legend(table, begins),
+        "bounds": BOUNDS,
+        "gaps": table["engine"].isna().any() or _gaps(table).any(),
+        "prompted": "prompt" in set(table.get("part", [])),
         "sequences": sequences,
         "visible": OPEN,
         "hidden": len(order) - len(sequences),
         "largest": _largest(table),
     }
-
-
-def _legend(table: pd.DataFrame, begins: int | None) -> list[tuple[str, str]]:
-    """The looks of tokens and what they mean."""
-    steps = [*(f"{low} to {high}" for low, high in itertools.pairwise(BOUNDS)), f"{BOUNDS[-1]} and more, off the scale"]
-    below, above = (
-        [(f"{side}{n}", f"{word} by {step}") for n, step in enumerate(steps, 1)]
-        for side, word in (("b", "below"), ("a", "above"))
-    )
-    others = {
-        ("n", "not given"): table["engine"].isna().any() or _gaps(table).any(),
-        ("p", "of the prompt"): "prompt" in set(table.get("part", [])),
-        ("s", f"position {begins}"): begins is not None,
-    }
-    return [*below[::-1], ("", f"less than {BOUNDS[0]}"), *above, *(look for look, there in others.items() if there)]
 
 
 def _gaps(table: pd.DataFrame) -> np.ndarray:

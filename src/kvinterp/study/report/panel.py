@@ -22,6 +22,7 @@ from kvinterp.patching.bench import MEASURED
 from kvinterp.paths import kernels_named
 from kvinterp.study.report.page import from_template, script, styles
 from kvinterp.study.report.panel_shown import (
+    Data,
     answer_data,
     choices,
     choices_of,
@@ -50,7 +51,7 @@ class PatchPanel:
         self._models, self._max_new_tokens, self._kernels = models, max_new_tokens, kernels
         self._benches: dict[str, PatchBench] = {}
         self._pictures: list[Any] = []
-        self._asked: dict[str, Any] = {}
+        self._asked: Data = {}
         self.answer: PatchAnswer | None = None
         # L2 first, as in a sweep: where paths differ by rounding, one uncertain step dominates KL.
         start = {"model": next(iter(models)), "prompt": prompt, "other": other, "distance": "l2"}
@@ -107,7 +108,7 @@ class PatchPanel:
 
             handle.update(HTML(self._picture_html()))
 
-    def _update(self) -> dict[str, Any]:
+    def _update(self) -> Data:
         """The new state of the widget for what is asked."""
         fields = dict(self.widget.asked)
         back = fields.pop("back", None)
@@ -130,7 +131,7 @@ class PatchPanel:
             self._benches[name] = PatchBench(self._models[name](), self._max_new_tokens, self._kernels)
         return self._benches[name]
 
-    def _complete(self, fields: dict[str, Any], bench: PatchBench) -> tuple[dict[str, Any], Asked]:
+    def _complete(self, fields: Data, bench: PatchBench) -> tuple[Data, Asked]:
         """Completes the choices so that heads and positions are ones that the site has."""
         fields.update({name: _parse_numbers(name, fields[name]) for name in ("layer", "head", "positions")})
         heads, _ = bench.adapter.facts.heads_of(_question(fields).site)
@@ -146,7 +147,7 @@ class PatchPanel:
         return {**fields, **{name: plain(value) for name, value in vars(question).items()}}, question
 
 
-def _tried(tried: dict[str, Any], fields: dict[str, Any], answer: PatchAnswer, back: Any) -> dict[str, Any]:
+def _tried(tried: Data, fields: Data, answer: PatchAnswer, back: Any) -> Data:
     """The list of what was tried with the answered question, and with the entry that undo goes back to."""
     entries, at = tried["entries"], tried["at"]
     if isinstance(back, int) and 0 <= back < len(entries):
@@ -245,7 +246,7 @@ def _widget_class() -> Any:
 
 
 def _question(fields: Mapping[str, Any]) -> Asked:
-    values: dict[str, Any] = {field.name: fields[field.name] for field in dataclasses.fields(Asked)}
+    values: Data = {field.name: fields[field.name] for field in dataclasses.fields(Asked)}
     values |= {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
     return Asked(**values)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, TypeAlias
 
 from kvinterp.common.numbers import counted, upper
 from kvinterp.common.vocabulary import UNCHANGED
@@ -12,10 +12,12 @@ from kvinterp.patching import DIRECTIONS, DONORS, PATCH_SITES, Asked, PatchAnswe
 from kvinterp.patching.bench import EVERY
 from kvinterp.patching.patch import PATCHED_CACHE
 
+Data: TypeAlias = dict[str, Any]
+"""Plain data, as JSON has them."""
 _OTHER_PATH = {"recompute": "cached", "cached": "recompute"}
 
 
-def choices(models: Iterable[str]) -> dict[str, Any]:
+def choices(models: Iterable[str]) -> Data:
     """The choices that are the same for every model and patch, each as [value, label, meaning]."""
     return {
         "model": [[name, name, ""] for name in models],
@@ -30,7 +32,7 @@ def choices(models: Iterable[str]) -> dict[str, Any]:
     }
 
 
-def choices_of(bench: PatchBench, question: Asked) -> dict[str, Any]:
+def choices_of(bench: PatchBench, question: Asked) -> Data:
     """The choices that belong to a model, its prompt and the patch."""
     facts = bench.adapter.facts
     count, kind = facts.heads_of(question.site)
@@ -69,7 +71,7 @@ def choices_of(bench: PatchBench, question: Asked) -> dict[str, Any]:
     }
 
 
-def answer_data(answer: PatchAnswer, bench: PatchBench, measure: str) -> dict[str, Any]:
+def answer_data(answer: PatchAnswer, bench: PatchBench, measure: str) -> Data:
     """The effect of a patch as plain data, the chosen distance first."""
     question = answer.asked
     lead, rest = recovery_in_words(answer)

@@ -12,7 +12,7 @@ import json
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import matplotlib
 import numpy as np
@@ -22,6 +22,8 @@ from matplotlib.figure import Figure
 from kvinterp.common.numbers import listed
 
 RC = matplotlib.rc_params_from_file(Path(__file__).with_name("static") / "figures.mplstyle", use_default_template=False)
+Provenances: TypeAlias = Sequence[Mapping[str, Any]]
+"""What each model of a figure was run with."""
 CMAP = LinearSegmentedColormap.from_list("amount", ["#efeaf6", "#4a148c"])
 """For maps, the colours of ``static/draw.css``: the nearest to the background is the least, on a light and on a dark page."""
 DIVERGING = LinearSegmentedColormap.from_list("signed", ["#b04a00", "#ffffff", "#005a9e"])
@@ -70,7 +72,7 @@ def sheet(width: float, height: float) -> Iterator[Figure]:
         yield Figure(figsize=(width, height), layout="constrained")
 
 
-def sign(figure: Figure, text: str, provenances: Sequence[Mapping[str, Any]]) -> Figure:
+def sign(figure: Figure, text: str, provenances: Provenances) -> Figure:
     """Writes a text below a figure, and attaches the full provenances for :func:`png`."""
     figure.supxlabel(text, x=0.01, ha="left", fontsize=5.5, color="#555555")
     figure.provenance = list(provenances)  # type: ignore[attr-defined]  # kept for png()
@@ -107,7 +109,7 @@ _MODEL = "{model} {kind} ({attention}) {dtype} weights {weights}"
 _VERSIONS = "torch {torch} · transformers {transformers} · TransformerLens {transformer_lens} · kvinterp {kvinterp}"
 
 
-def small_print(provenances: Sequence[Mapping[str, Any]], lines: Sequence[str] = (), width: int = 130) -> str:
+def small_print(provenances: Provenances, lines: Sequence[str] = (), width: int = 130) -> str:
     """The text below a figure, in lines of a width: further lines, then what the provenances say, each text once."""
     texts = [*lines]
     # What was computed elsewhere says nothing of a machine.
@@ -121,4 +123,4 @@ def small_print(provenances: Sequence[Mapping[str, Any]], lines: Sequence[str] =
         model = _MODEL if "model" in about else ""
         texts += [" against ".join(paths), ", ".join(choices)]
         texts += [text.format_map(about) for text in (model, _VERSIONS, "{device}, threads: {threads}")]
-    return "\n".join(textwrap.wrap(" · ".join(dict.fromkeys(filter(None, texts))), width))
+    return textwrap.fill(" · ".join(dict.fromkeys(filter(None, texts))), width)

@@ -136,16 +136,6 @@ def coverage_sentences(comparison: Comparison, maps: int, rows: int) -> list[str
     return sentences
 
 
-def attention_hint(comparison: Comparison) -> str:
-    """Says how to see the attention of every query instead of the newest alone."""
-    call = (
-        "kv.attention_comparison(both, prompts[{example}], model=model, example={example}, step={step}, layers=[{layer}])"
-    )
-    if comparison.provenance["protocol"] == "matched":
-        return f"Every query's attention, for any step, where both is this comparison (kv.load(FOLDER)): {call}."
-    return f"Every query's attention is compared on one text: kv.compare(..., protocol='matched'), then {call}."
-
-
 # The data of one comparison --------------------------------------------------------------------------------------------
 
 
@@ -183,7 +173,6 @@ def packed_comparison(comparison: Comparison, maps: int, rows: int) -> bytes:
         "unit": unit,
         "no_distance": no_distance,
         "said": coverage_sentences(comparison, len(mapped["maps"]), len(attention)),
-        "square": attention_hint(comparison),
         "patterns": len(comparison.heads) > 0,
         **mapped,
         "rows": attention,

@@ -141,7 +141,11 @@ function drawStep(root, comparison, row, onhead) {
 function drawHead(root, comparison, prompt, step, layer, head) {
   const rows = comparison.rows[prompt.start + step];
   const row = rows?.find((each) => each.layer === layer && each.head === head);
-  const square = comparison.square.replaceAll("{example}", prompt.example).replace("{step}", step).replace("{layer}", layer);
+  // How to see the attention of every query instead of the newest alone.
+  const call = `kv.attention_comparison(both, prompts[${prompt.example}], model=model, example=${prompt.example}, step=${step}, layers=[${layer}])`;
+  const square = comparison.protocol === "matched"
+    ? `Every query's attention, for any step, where both is this comparison (kv.load(FOLDER)): ${call}.`
+    : `Every query's attention is compared on one text: kv.compare(..., protocol='matched'), then ${call}.`;
   root.replaceChildren(element("p", { class: "kv-title" }, `Attention of layer ${layer}, head ${head}, at step ${step}`));
   if (!row) {
     root.append(element("p", {}, `${rows ? "Of this step the heads of largest KL were kept, and this is none of them."
