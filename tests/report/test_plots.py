@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 
 from kvinterp.comparison import Comparison
 from kvinterp.comparison.findings import NAMES, charts_of_comparisons
-from kvinterp.study.report.charts import draw_chart, zero_aware
+from kvinterp.study.report.charts import draw_chart, set_scale
 from kvinterp.study.report.style import sheet
 from synthetic import comparison
 
@@ -55,7 +55,7 @@ def test_nothing_is_cut_off(name: str, what: str) -> None:
 def test_zeros_get_a_strip_of_their_own_under_every_positive_value() -> None:
     with sheet(6.4, 4.8) as figure:
         axes = figure.subplots()
-        zero_aware(axes, np.array([0.0, 3e-9, np.nan, 2e-4]))
+        set_scale(axes, "y", "zero", np.array([0.0, 3e-9, np.nan, 2e-4]))
         axes.figure.draw_without_rendering()
         labels = [tick.get_text() for tick in axes.get_yticklabels()]
         heights = axes.transAxes.inverted().transform(

@@ -82,7 +82,7 @@ class Asked:
     @property
     def first(self) -> int:
         """The first step that can differ: both paths of one prompt begin with the same forward."""
-        return 1 if self.donor == "path" else 0
+        return int(self.donor == "path")
 
     @property
     def into(self) -> str:

@@ -105,10 +105,9 @@ class Sweep(Result):
             row: Row = dict(zip(LABELS, labels, strict=True))
             row |= {"examples": len(group), "defined": len(values), **dict.fromkeys(OVER_EXAMPLES, float("nan"))}
             if len(values):
-                interval = metrics.typical(values)
-                quartiles = np.quantile(values, (0.25, 0.5, 0.75))
-                row |= {"mean": values.mean(), "median": quartiles[1], "low_quartile": quartiles[0]}
-                row |= {"high_quartile": quartiles[2], "interval_low": interval.low, "interval_high": interval.high}
+                low, median, high = np.quantile(values, (0.25, 0.5, 0.75))
+                numbers = values.mean(), median, low, high, *metrics.typical(values).interval
+                row |= zip(OVER_EXAMPLES, numbers, strict=True)
             # All medians are over the examples that define the first distance.
             defined = group.loc[group["defined"]]
             for name in self.provenance.get("distances", ())[1:]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +18,7 @@ from kvinterp.programs.running import PLAIN, REFUSED, RIGHT, WRONG
 from kvinterp.study.report import engine
 from kvinterp.study.report.charts import draw_chart
 from kvinterp.study.report.experiment import kicker_of
-from kvinterp.study.report.page import Table, render, table_of_rows
+from kvinterp.study.report.page import render, table_of_rows
 from kvinterp.study.report.svg import picture
 
 if TYPE_CHECKING:
@@ -76,7 +75,7 @@ def page(verdict: Verdict, files: Sequence[str] = (), measured: Audit | None = N
         layer=_layer_name(verdict.first_layer, verdict.tensor),
         figure=figure and picture(figure, "The precision ladder", narrow=True),
         **_uses(verdict),
-        tensors=_first_tensors(verdict),
+        layer_name=_layer_name,
         measured=measured,
         **(_blocks(measured) if measured else {}),
         # Audits of earlier versions recorded no times.
@@ -125,41 +124,8 @@ def ladder_figure(evidence: Mapping[str, Row]) -> Figure | None:
     return draw_chart(Chart("Does the difference fall with precision?", [panel]), []) if names else None
 
 
-def _first_tensors(verdict: Verdict) -> Table:
-    rows = []
-    for name, evidence in verdict.evidence.items():
-        if (first := evidence.get("first_tensor")) is None:
-            continue
-        away = first["taken_away_by"] in ("order", "cast", "choice", "kernel")
-        apart = "one side sees what the other does not" if math.isinf(first["error"]) else first["error_in_unit_roundoffs"]
-        rows.append({
-            "rung": name,
-            "layer": _layer_name(first["layer"], first["tensor"]),
-            "tensor": first["tensor"],
-            "position": first["position"],
-            "error": apart,
-            "left": first["left"] / evidence["unit_roundoff"] if away else None,
-            "what takes it away": _cause_in_words(first),
-        })  # fmt: skip
-    return table_of_rows(rows, text="what takes it away")
-
-
 def _layer_name(layer: int | None, tensor: str) -> str | None:
     return None if layer is None else part_named(layer, tensor).removeprefix("the ").removeprefix("layer ")
-
-
-def _cause_in_words(first: Row) -> str:
-    """Says what removes the error of a first tensor; see :class:`kvinterp.auditing.verdict.Verdict`."""
-    word, detail = first["taken_away_by"], first["detail"]
-    plain = {
-        "order": "a fixed order of additions",
-        "kernel": "a fixed order of additions, but it is larger than rounding: a kernel is coarse there",
-        "choice": "a fixed order of additions: rounding tips the choice between nearly equal experts",
-        "cast": f"leaving out the cast to {first['cast_to']}",
-        "unknown": f"that could not be tried: {detail}",
-        "": f"nothing: it is {detail}" if detail else "nothing",
-    }
-    return plain.get(word, f"it is {detail}")
 
 
 # Blocks ----------------------------------------------------------------------------------------------------------------

@@ -116,7 +116,7 @@ def _draw_series(grid: Any, panel: Panel, facets: Sequence[Any]) -> None:
     apart = sideways or (panel.xscale == "whole" and panel.ends == "bars")
     gap = min(0.08, 0.4 / len(names)) * apart * (-2.5 if sideways else 1)
     for axes, facet in zip(grid.flat, facets, strict=False):
-        _scale(axes, "x" if sideways else "y", panel.scale, numbers.to_numpy(float))
+        set_scale(axes, "x" if sideways else "y", panel.scale, numbers.to_numpy(float))
         for index, (color, name) in enumerate(names.items()):
             line = points[(points["facet"] == facet) & (points["color"] == color)].dropna(subset=["value"])
             shift = (index - (len(names) - 1) / 2) * gap
@@ -130,7 +130,7 @@ def _draw_series(grid: Any, panel: Panel, facets: Sequence[Any]) -> None:
             axes.grid(visible=True, axis="x")
             axes.grid(visible=False, axis="y")
         else:
-            _scale(axes, "x", panel.xscale, points["place"].to_numpy(float))
+            set_scale(axes, "x", panel.xscale, points["place"].to_numpy(float))
     if sideways:
         grid[0, 0].set_yticks(range(len(labels)), [fill(str(label), _LABEL) for label in labels], fontsize=7.5)
         grid[0, 0].set_ylim(-0.6, len(labels) - 0.4)
@@ -182,12 +182,18 @@ def _draw_line(axes: Axes, points: pd.DataFrame, panel: Panel, index: int, name:
 _LIMITS = {"share": (-0.03, 1.03), "signed": (-1.12, 1.12)}
 
 
-def _scale(axes: Axes, along: str, name: str, values: np.ndarray) -> None:
-    """Sets the scale of an axis for the numbers that are drawn along it."""
+def set_scale(axes: Axes, along: str, name: str, values: np.ndarray) -> None:
+    """Sets the scale of an axis.
+
+    Args:
+        axes: The axes.
+        along: The axis, ``"x"`` or ``"y"``.
+        name: A scale of a :class:`Panel`. ``zero`` is logarithmic, with a place for exact zeros: a grey strip below the smallest
+            decade.
+        values: All the numbers that will be drawn along the axis; NaN is ignored.
+    """
     axis, scale, limits = (getattr(axes, part) for part in (f"{along}axis", f"set_{along}scale", f"set_{along}lim"))
-    if name == "zero":
-        zero_aware(axes, values, along)
-    elif name in _LIMITS:
+    if name in _LIMITS:
         limits(*_LIMITS[name])
         if name == "signed":
             axis.set_major_formatter(_PERCENT)
@@ -201,18 +207,9 @@ def _scale(axes: Axes, along: str, name: str, values: np.ndarray) -> None:
         axis.set_major_locator(MaxNLocator(nbins=10, integer=True, min_n_ticks=1))
         if len(values):
             limits(values.min() - 0.5, values.max() + 0.5)
-
-
-def zero_aware(axes: Axes, values: np.ndarray, along: str = "y") -> None:
-    """Makes an axis logarithmic, with a place for exact zeros: a grey strip below the smallest decade.
-
-    Args:
-        axes: The axes.
-        values: All the numbers that will be drawn; NaN is ignored.
-        along: The axis, ``"x"`` or ``"y"``.
-    """
+    if name != "zero":
+        return
     span, line = (axes.axhspan, axes.axhline) if along == "y" else (axes.axvspan, axes.axvline)
-    axis, scale, limits = (getattr(axes, part) for part in (f"{along}axis", f"set_{along}scale", f"set_{along}lim"))
     positive = values[np.isfinite(values) & (values > 0)]
     ends = np.log10([positive.min(), positive.max()]) if positive.size else np.zeros(2)
     low, decades = np.floor(ends[0]), max(1.0, np.ceil(ends[1]) - np.floor(ends[0]))

@@ -9,7 +9,6 @@ import numpy as np
 import pandas as pd
 
 from kvinterp.auditing.verdict import Verdict
-from kvinterp.common.numbers import number, upper
 from kvinterp.errors import in_one_line, visible
 from kvinterp.study.report.page import Table, Text, fragment, render, table_of_rows
 
@@ -19,20 +18,6 @@ SHOWN = ("sequence", "tokens", "k1", "k3", "rollout_is_seq_mean", "rollout_is_ma
 """The statistics of a sequence that the page has."""
 OPEN, TOKENS, LARGEST = 4, 2**16, 10
 """The number of sequences that are visible, the most tokens on the page, and the rows in the table of the largest."""
-
-_SAID = {
-    "equal": "The engine gave the bits that we compute.",
-    "rounding": "The engine differs from us by no more than rounding.",
-    "kernel": "The engine differs from us by one of its kernels, which adds in another order or precision; that is no fault.",
-    "policy": "The engine differs from us by a cache that holds keys and values in fewer bits.",
-    "misaligned": "The log-probs are of other tokens than the file says: shifted, or with another beginning.",
-    "processed": "The log-probs are those after temperature or truncation, not the model's own.",
-    "wrong-dtype": "The engine computes in a coarser precision than was declared.",
-    "overflow": "NaN or Inf appeared.",
-    "bug": "The engine computes something other than this model: with the same fault we give the same log-probs.",
-    "unexplained": "The engine differs from us by more than rounding, and by none of the causes that were tried.",
-    "cannot-tell": "These log-probs do not tell rounding from a fault.",
-}
 
 
 def page(verdict: Verdict) -> str:
@@ -64,9 +49,6 @@ def engine_fragment(verdict: Verdict) -> str:
 def _rendered(verdict: Verdict, **more: Any) -> str:
     """The verdict and its tokens, and with further content the whole page."""
     first, why, *_ = verdict.reading.splitlines()
-    if "sides" not in verdict.given:
-        code = "CANNOT TELL" if first.startswith("CANNOT") else first.split()[0]
-        first = f"{code}: {verdict.verdict}. {_SAID[verdict.verdict].removesuffix('.')}"
     summary, table = verdict.given, verdict.tokens
     if table is not None and summary.get("side") == "the trainer":
         table = table.assign(engine=table["trainer"], difference=table["trainer_difference"])
@@ -75,7 +57,9 @@ def _rendered(verdict: Verdict, **more: Any) -> str:
     return render(
         f"Another engine against {verdict.provenance['model']}",
         template="engine",
-        answer=[f"{first}.", upper(why.strip())],
+        verdict=verdict,
+        first=first,
+        why=why.strip(),
         mark={0: "good", 3: "unsure"}.get(verdict.exit_code, "bad"),
         tokens=None if table is None else shaded(table, unit, summary["begins"]),
         **more,
@@ -101,19 +85,24 @@ def shaded(table: pd.DataFrame, unit: tuple[float, str] | None = None, begins: i
         if room <= 0:
             break
         rows = groups.get_group(name)
-        heading = f"{in_one_line(name)}: mean {number(mean)} nats, largest {number(largest)}"
-        heading = f"{heading} (n = {count:,} of {len(rows):,} tokens)"
-        cut = room if len(rows) > room else 0
-        sequences.append({"heading": heading, "tokens": _looks(rows.head(room), begins), "cut": cut})
+        sequences.append({
+            "name": in_one_line(name),
+            "mean": mean,
+            "largest": largest,
+            "given": count,
+            "length": len(rows),
+            "tokens": _looks(rows.head(room), begins),
+            "cut": room if len(rows) > room else 0,
+        })  # fmt: skip
         room -= len(rows)
     behind = (table["position"] >= (np.inf if begins is None else begins)) & table["difference"].notna()
     return {
         "what": what,
-        "size": number(size),
+        "size": size,
         "off": int((table["units"].abs() >= BOUNDS[-1]).sum()),
         "begins": begins,
-        "before": number(table["units"][~behind].abs().median()),
-        "after": number(table["units"][behind].abs().median()),
+        "before": table["units"][~behind].abs().median(),
+        "after": table["units"][behind].abs().median(),
         "behind": int(behind.sum()),
         "bounds": BOUNDS,
         "gaps": table["engine"].isna().any() or _gaps(table).any(),

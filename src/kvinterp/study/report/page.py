@@ -18,7 +18,7 @@ import pandas as pd
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from kvinterp.common.numbers import counted, upper
+from kvinterp.common.numbers import counted, number, upper
 from kvinterp.errors import visible
 
 Parts: TypeAlias = list[Any]
@@ -189,7 +189,7 @@ def _environment() -> Environment:
         keep_trailing_newline=True,
     )
     environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
-    environment.globals |= {"counted": counted, "upper": upper, "as_text": as_text, "in_notebook": False}
+    environment.globals |= {"counted": counted, "upper": upper, "number": number, "as_text": as_text, "in_notebook": False}
     environment.filters["base64"] = lambda data: base64.b64encode(data).decode()
     # The hash by which the page's content security policy allows a script.
     environment.filters["sha256"] = lambda text: hashlib.sha256(text.encode()).digest()

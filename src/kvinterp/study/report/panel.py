@@ -76,14 +76,16 @@ class PatchPanel:
         return from_template("panel", asked=widget.asked, answer=widget.answer, error=widget.error)
 
     def _ipython_display_(self) -> None:
-        from IPython.display import HTML, display
+        from IPython.display import display
 
         display(self.widget)
         # The panel hides this picture. A page made of the notebook shows it, since it has no kernel to ask.
-        self._pictures.append(display(HTML(self._picture_html()), display_id=True))
+        self._pictures.append(display(self._picture(), display_id=True))
 
-    def _picture_html(self) -> str:
-        return f'<div class="kvinterp-picture">{self.picture()}</div>'
+    def _picture(self) -> Any:
+        from IPython.display import HTML
+
+        return HTML(f'<div class="kvinterp-picture">{self.picture()}</div>')
 
     # What the browser sends --------------------------------------------------------------------------------------------
 
@@ -104,9 +106,7 @@ class PatchPanel:
             for name, value in state.items():
                 setattr(self.widget, name, value)
         for handle in self._pictures:
-            from IPython.display import HTML
-
-            handle.update(HTML(self._picture_html()))
+            handle.update(self._picture())
 
     def _update(self) -> Data:
         """The new state of the widget for what is asked."""
@@ -246,9 +246,8 @@ def _widget_class() -> Any:
 
 
 def _question(fields: Mapping[str, Any]) -> Asked:
-    values: Data = {field.name: fields[field.name] for field in dataclasses.fields(Asked)}
-    values |= {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
-    return Asked(**values)
+    values = ((field.name, fields[field.name]) for field in dataclasses.fields(Asked))
+    return Asked(**{name: tuple(value) if isinstance(value, list) else value for name, value in values})
 
 
 def _parse_numbers(name: str, value: Any) -> Any:

@@ -82,21 +82,11 @@ def sign(figure: Figure, text: str, provenances: Provenances) -> Figure:
 def png(figure: Figure, dots: int = 160) -> bytes:
     """A figure as PNG, ``dots`` per inch, with the full provenance in its text fields."""
     provenance = json.dumps(getattr(figure, "provenance", []))
-    return _saved(figure, RC, format="png", dpi=dots, metadata={"Software": "kvinterp", "Description": provenance})
+    return saved(figure, RC, format="png", dpi=dots, metadata={"Software": "kvinterp", "Description": provenance})
 
 
-def svg(figure: Figure, ids: str = "kvinterp") -> bytes:
-    """A figure as SVG without a background; the same figure always gives the same bytes.
-
-    Args:
-        figure: The figure.
-        ids: The salt of its ids.
-    """
-    style = {**RC, "svg.hashsalt": ids, "svg.fonttype": "none"}
-    return _saved(figure, style, format="svg", dpi=144, metadata={"Creator": "kvinterp", "Date": None}, transparent=True)
-
-
-def _saved(figure: Figure, style: Any, **options: Any) -> bytes:
+def saved(figure: Figure, style: Any, **options: Any) -> bytes:
+    """The file of a figure, drawn in a style, with the options of ``Figure.savefig``."""
     output = io.BytesIO()
     with matplotlib.rc_context(style):
         figure.savefig(output, **options)

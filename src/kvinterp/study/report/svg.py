@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 
 from kvinterp.errors import visible
 from kvinterp.study.report.page import Picture
-from kvinterp.study.report.style import png, svg
+from kvinterp.study.report.style import RC, png, saved
 
 _LOOK = (
     "stroke-linejoin:round;stroke-linecap:butt;font-family:'DejaVu Sans', Verdana, 'Bitstream Vera Sans', Arial, sans-serif"
@@ -37,13 +37,15 @@ def picture(figure: Figure, name: str, *, narrow: bool = False) -> Picture:
 
 
 def inline(figure: Figure, name: str) -> str:
-    """Makes an ``<svg>`` element without a background.
+    """Makes an ``<svg>`` element without a background; the same figure always gives the same text.
 
     Args:
         figure: The figure.
         name: A name that no other figure of the page has, for the ids.
     """
-    text = svg(figure, name).decode()
+    style = {**RC, "svg.hashsalt": name, "svg.fonttype": "none"}
+    about = {"Creator": "kvinterp", "Date": None}
+    text = saved(figure, style, format="svg", dpi=144, metadata=about, transparent=True).decode()
     # XML cannot express some characters, which a model's name may have, and others turn the text around.
     text = re.sub("[\ufffe\uffff]", "\ufffd", visible(text[text.index("<svg") :]))
     body = re.sub(r"(?s)<metadata>.*?</metadata>|<style.*?</style>", "", text.partition(">")[2])

@@ -120,22 +120,6 @@ def boundary_of(comparison: Comparison) -> tuple[str, str, str]:
     return "not known under this strategy", "", "not recorded"
 
 
-def coverage_sentences(comparison: Comparison, maps: int, rows: int) -> list[str]:
-    """Says for how many steps the page has maps and attention rows, and why not for more."""
-    if comparison.heads.empty and comparison.layers.empty:
-        return ["No activation was recorded."]
-    sentences, steps = [], len(comparison.steps)
-    if comparison.heads.empty:
-        sentences.append("No attention pattern was recorded.")
-    elif "pattern" in comparison.derived:
-        sentences.append("Attention was derived from queries and keys, beside a kernel that shows none.")
-    if maps < steps or (rows < steps and len(comparison.heads)):
-        sentences.append(
-            f"Of {steps} steps {maps} have their map here and {rows} their attention (dotted): flips and the largest KL first."
-        )
-    return sentences
-
-
 # The data of one comparison --------------------------------------------------------------------------------------------
 
 
@@ -159,7 +143,6 @@ def packed_comparison(comparison: Comparison, maps: int, rows: int) -> bytes:
     same = steps.index.isin(comparison.same_text(steps).index)
     ranked = steps.assign(kl=steps["kl"].where(same, -1.0))
     _, unit, no_distance = boundary_of(comparison)
-    mapped, attention = _maps(comparison, ranked, maps), _attention(comparison, ranked, rows)
     data = {
         **{name: comparison.provenance[name] for name in ("paths", "protocol", "strategy")},
         "prompts": _prompts(comparison, steps, prompts.assign(place=text_of_prompt).groupby("example")["place"].agg(list)),
@@ -172,10 +155,11 @@ def packed_comparison(comparison: Comparison, maps: int, rows: int) -> bytes:
         },
         "unit": unit,
         "no_distance": no_distance,
-        "said": coverage_sentences(comparison, len(mapped["maps"]), len(attention)),
+        "recorded": len(comparison.heads) + len(comparison.layers) > 0,
         "patterns": len(comparison.heads) > 0,
-        **mapped,
-        "rows": attention,
+        "derived": "pattern" in comparison.derived,
+        **_maps(comparison, ranked, maps),
+        "rows": _attention(comparison, ranked, rows),
     }
     return gzip.compress(json.dumps(data, separators=(",", ":")).encode(), mtime=0)
 

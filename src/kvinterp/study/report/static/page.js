@@ -137,6 +137,19 @@ function drawStep(root, comparison, row, onhead) {
   }
 }
 
+/** For how many steps the page has maps and attention rows, and why not for more. */
+function coverage(comparison) {
+  const { recorded, patterns, derived } = comparison;
+  if (!recorded) return ["No activation was recorded."];
+  const [steps, maps, rows] = [comparison.columns.kl, comparison.maps, comparison.rows].map((all) => Object.keys(all).length);
+  const texts = [];
+  if (!patterns) texts.push("No attention pattern was recorded.");
+  else if (derived) texts.push("Attention was derived from queries and keys, beside a kernel that shows none.");
+  if (maps < steps || (rows < steps && patterns))
+    texts.push(`Of ${steps} steps ${maps} have their map here and ${rows} their attention (dotted): flips and the largest KL first.`);
+  return texts;
+}
+
 /** The attention of one head on both paths and their difference, over the tokens it looks at. */
 function drawHead(root, comparison, prompt, step, layer, head) {
   const rows = comparison.rows[prompt.start + step];
@@ -230,7 +243,7 @@ function drawComparison(root, comparison, moved) {
   const marks = [["kv-flip", "flips: the paths chose different tokens"], ["kv-kept", "its attention rows are here"]];
   if (comparison.protocol === "free") marks.push(["kv-other", "after the flip: another text, not coloured"]);
   key.append(...marks.map(([look, text]) => element("span", {}, element("em", { class: look }, "token"), text)));
-  root.replaceChildren(label, count, prompted, texts, key, ...comparison.said.map((text) => element("p", { class: "kv-note" }, text)), detail);
+  root.replaceChildren(label, count, prompted, texts, key, ...coverage(comparison).map((text) => element("p", { class: "kv-note" }, text)), detail);
   sift();
   const show = (example, to, head) => {
     const at = shown.findIndex((each) => each.prompt.example === example);
