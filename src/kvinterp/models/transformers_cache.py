@@ -166,34 +166,6 @@ def model_cache(store: KVStore, new_cache: Callable[[], Cache], architecture: st
     return cache
 
 
-def refusal(cache: Any, method: str) -> str:
-    """Says why a cache cannot run ``crop``, ``reorder_cache`` or a method like these, in one sentence; empty where it can."""
-    layers = getattr(cache, "layers", [])
-    if not isinstance(cache, Cache) or getattr(type(cache), method, None) is getattr(Cache, method, None):
-        if not hasattr(cache, method):
-            return f"{type(cache).__name__}, this model's cache, has no {method}()."
-        lacks = next((layer for layer in layers if not hasattr(layer, method)), None)
-        if lacks is not None:
-            return f"{type(lacks).__name__}, of this model's cache, has no {method}()."
-    if method == "crop":
-        fixed = next((type(layer).__name__ for layer in layers if getattr(layer, "is_croppable", True) is False), "")
-        why = f"this model's cache cannot be cropped: is_croppable is False for its {fixed}, a state has no past."
-        return why if fixed else ""
-    half = next((type(part).__name__ for part in (cache, *layers) if _moves_half(part, method)), "")
-    why = f"{method}() of {half}, of this model's cache, moves keys and values only and leaves its states where they are"
-    return f"{why}: it is not to be called on this model." if half else ""
-
-
-def _moves_half(part: Any, method: str) -> bool:
-    """Whether a cache or layer keeps states beside keys and values but inherits a method that moves keys and values only."""
-    whole = isinstance(part, Cache)
-    if whole:
-        states = any(isinstance(value, list) and name != "layers" for name, value in vars(part).items())
-    else:
-        states = any(getattr(part, name, None) for name in STATES)
-    return states and getattr(type(part), method) is getattr(Cache if whole else DynamicLayer, method, None)
-
-
 class TransformersCache(OwnCache):
     """A transformers cache of any class, new and empty, whose updates all go through the store."""
 
