@@ -91,9 +91,7 @@ class _Patching(WatchesPasses):
 
     def block_begins(self, layer: int, cache: Any) -> Callable[[], None] | None:
         """Lets patches of the cache replace what this block's attention reads."""
-        if not self.hook.reads_cache(layer, self.step):
-            return None
-        return self.adapter.intercept_cache(layer, cache, self._reads)
+        return self.adapter.intercept_cache(layer, cache, self._reads) if self.hook.active_in_cache(layer) else None
 
     def pass_ends(self, ran: Sequence[int]) -> None:
         """Ends the step."""

@@ -90,6 +90,11 @@ class Asked:
         return self.direction.removeprefix("into-")
 
     @property
+    def other(self) -> str:
+        """The form of the other path."""
+        return "recompute" if self.into == "cached" else "cached"
+
+    @property
     def ablates(self) -> bool:
         """Whether the patch puts in rows that no run of the prompt computed, so that it restores nothing."""
         return self.donor in ABLATIONS
@@ -399,7 +404,7 @@ class PatchBench:
         if question.ablates:
             return self._ablation(question)
         if question.donor == "path":
-            return self._trace("recompute" if question.into == "cached" else "cached", "prompt", question)
+            return self._trace(question.other, "prompt", question)
         if not self.other:
             raise InputError("donor 'prompt' takes from another prompt and none was given: give other='a text'.")
         check_aligned(self.other, self.prompt)

@@ -109,10 +109,10 @@ def charts_of_sweep(sweep: Sweep, suffix: str = "") -> dict[str, Chart]:
     about, frame = sweep.provenance, sweep.recovery
     distance = f"of the {RECOVERED[about['distance']]}"
     notes = [f"{about['site']} at {about['positions']} positions", f"steps: {about['steps']}"]
-    axis: dict[str, Any] = {"y": "recovery", "scale": "signed", "label": f"recovery {distance}"}
     panels = []
     if len(layers := frame[frame["sweep"].isin(LAYERS)]):
-        panels.append(Panel(layers, "layer", kind="medians", facet="sweep", titles=LAYERS, level=0, **axis))
+        panels.append(Panel(layers, "layer", "recovery", "medians", facet="sweep", titles=LAYERS, scale="signed", level=0,
+                            label=f"recovery {distance}"))  # fmt: skip
     if len(heads := frame[frame["sweep"].isin(HEADS)]):
         medians = heads[heads["defined"]].groupby(["sweep", "layer", "head"])["recovery"].median()
         places = pd.MultiIndex.from_frame(heads[["sweep", "layer", "head"]].drop_duplicates())

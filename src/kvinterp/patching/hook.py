@@ -85,9 +85,12 @@ class PatchHook(PathHook):
         sites = {site for site, at in self.listeners if at == layer}
         return self.listeners["resid_post", layer] if sites == {"resid_post"} and layer not in self._cache else None
 
-    def reads_cache(self, layer: int, step: int) -> bool:
-        """Whether it changes what attention reads from a layer's cache at a step."""
-        return any(self.patches[number].active(step, self.every_from) for number in self._cache.get(layer, ()))
+    def active_in_cache(self, layer: int) -> list[int]:
+        """The numbers of the patches that change what attention reads from a layer's cache at this step."""
+        return self._active_now(self._cache.get(layer, ()))
+
+    def _active_now(self, numbers: Iterable[int]) -> list[int]:
+        return [number for number in numbers if self.patches[number].active(self.step, self.every_from)]
 
     def active(self, step: int) -> bool:
         """Whether any patch applies at a step."""
@@ -104,29 +107,25 @@ class PatchHook(PathHook):
 
     def on_read(self, place: Place, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor] | None:
         """Replaces cached keys and values by the donor's."""
-        changed = False
         if place.rows is not None:
             self._evicted[place.layer] = place
-        for number in self._cache.get(place.layer, ()):
-            patch = self.patches[number]
-            if not patch.active(self.step, self.every_from):
-                continue
-            place.check_whole(patch.site)
-            for site in stored_sites(self.adapter, patch.site):
+        numbers = self.active_in_cache(place.layer)
+        for number in numbers:
+            patched_site = self.patches[number].site
+            place.check_whole(patched_site)
+            for site in stored_sites(self.adapter, patched_site):
                 cached = values if site == "cache_v" else keys
                 new = self._patched(number, site, place.layer, cached, place.start)
                 keys, values = (keys, new) if site == "cache_v" else (new, values)
-            changed = True
-        return (keys, values) if changed else None
+        return (keys, values) if numbers else None
 
     def _listen(self, place: Site, numbers: Sequence[int], tensor: Tensor) -> Tensor | None:
         """Applies the patches of a site that are active now, each to the result of those before it."""
         site, layer = place
         rows, changed = tensor.shape[LAYOUTS[site].rows], None
-        for number in numbers:
-            if self.patches[number].active(self.step, self.every_from):
-                before = tensor if changed is None else changed
-                changed = self._patched(number, site, layer, before, (self.end or rows) - rows)
+        for number in self._active_now(numbers):
+            before = tensor if changed is None else changed
+            changed = self._patched(number, site, layer, before, (self.end or rows) - rows)
         return changed
 
     def _patched(self, number: int, site: str, layer: int, tensor: Tensor, start: int) -> Tensor:

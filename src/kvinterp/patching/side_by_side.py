@@ -316,5 +316,5 @@ def _distances(
     different = {row.data_ptr(): row.to(donor.device) for row in rows}
     stacked = torch.stack(list(different.values()))
     values = torch.stack([distance(donor.expand_as(stacked), stacked).double() for distance in distances.values()])
-    index = {key: number for number, key in enumerate(different)}
-    return values[:, [index[row.data_ptr()] for row in rows]]
+    numbers = dict(zip(different, itertools.count()))
+    return values[:, [numbers[row.data_ptr()] for row in rows]]

@@ -65,7 +65,7 @@ DIFFERENCES = {
 """The two lanes of each difference. ``decoded`` is remade and alone together, ``state`` all but fresh. In each ``null_`` the
 recompute path computes the same rows among more rows; ``null`` is that for the whole path."""
 
-KeysValues = Sequence[tuple[Tensor, Tensor]]
+KeysValues = Sequence[Sequence[Tensor]]
 """K and V of every layer, each ``[1, kv_head, position, head_dim]`` from position 0 on."""
 
 
@@ -293,6 +293,6 @@ class Split:
 def _joined(early: KeysValues, at: int, late: KeysValues, end: int) -> KeysValues:
     """Joins the rows of one cache before a position with those of another from there to ``end``."""
     return [
-        (torch.cat([k[:, :, :at], keys[:, :, at:end]], 2), torch.cat([v[:, :, :at], values[:, :, at:end]], 2))
-        for (k, v), (keys, values) in zip(early, late, strict=True)
+        [torch.cat([first[:, :, :at], then[:, :, at:end]], 2) for first, then in zip(*layer, strict=True)]
+        for layer in zip(early, late, strict=True)
     ]

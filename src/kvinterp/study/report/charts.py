@@ -41,17 +41,13 @@ def draw_chart(chart: Chart, provenances: Provenances, wide: float = 7.2) -> Fig
         provenances: The provenance of each model.
         wide: The smallest width in inches.
     """
-    layouts = [_layout(panel) for panel in chart.panels]
-    heights = [height for *_, height in layouts]
-    widest = max(
-        2.6 * columns + 1.9 * (panel.kind == "dots") for panel, (_, columns, _) in zip(chart.panels, layouts, strict=True)
-    )
-    with sheet(max(wide, widest), 0.9 + sum(heights)) as figure:
+    titles_of, columns_of, widths, heights = zip(*map(_layout, chart.panels), strict=True)
+    with sheet(max(wide, *widths), 0.9 + sum(heights)) as figure:
         # In a part of the sheet, so that the small print has a place of its own.
         inner: Any = figure.subfigures(1, 1)
         parts = inner.subfigures(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
         legend: list[str] = []
-        for part, panel, (titles, columns, _) in zip(parts, chart.panels, layouts, strict=True):
+        for part, panel, titles, columns in zip(parts, chart.panels, titles_of, columns_of, strict=True):
             grid = part.subplots(math.ceil(len(titles) / columns), columns, squeeze=False, sharey=panel.kind != "map")
             for axes in grid.flat[len(titles) :]:
                 axes.set_visible(False)
@@ -72,8 +68,8 @@ def draw_chart(chart: Chart, provenances: Provenances, wide: float = 7.2) -> Fig
         return sign(figure, small_print(provenances, chart.notes, min(130, int(18 * width))), provenances)
 
 
-def _layout(panel: Panel) -> tuple[dict[Any, str], int, float]:
-    """The title of each axes by the value of ``facet``, the number of columns of axes, and the height of all in inches."""
+def _layout(panel: Panel) -> tuple[dict[Any, str], int, float, float]:
+    """The title of each axes by the value of ``facet``, the number of columns of axes, and width and height of all in inches."""
     values = panel.table[panel.facet].unique() if panel.facet else [""]
     titles = {value: title for value, title in panel.titles.items() if value in values}
     titles = titles or {value: str(value).removeprefix("zoo:") for value in values}
@@ -84,7 +80,8 @@ def _layout(panel: Panel) -> tuple[dict[Any, str], int, float]:
     else:
         height = 0.9 + min(2.4, max(0.6, 0.24 * len(labels))) if panel.kind == "map" else 2.5
     lines = panel.names or (panel.table[panel.color].unique() if panel.color and panel.kind != "map" else ())
-    return titles, columns, math.ceil(len(titles) / columns) * height + 0.3 + 0.1 * len(lines)
+    width = 2.6 * columns + 1.9 * (panel.kind == "dots")
+    return titles, columns, width, math.ceil(len(titles) / columns) * height + 0.3 + 0.1 * len(lines)
 
 
 def _columns(panel: Panel, **columns: str) -> pd.DataFrame:

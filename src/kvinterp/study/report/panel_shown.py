@@ -14,7 +14,6 @@ from kvinterp.patching.patch import PATCHED_CACHE
 
 Data: TypeAlias = dict[str, Any]
 """Plain data, as JSON has them."""
-_OTHER_PATH = {"recompute": "cached", "cached": "recompute"}
 
 
 def choices(models: Iterable[str]) -> Data:
@@ -40,10 +39,10 @@ def choices_of(bench: PatchBench, question: Asked) -> Data:
     pieces = bench.adapter.pieces([*prompt, *bench.fed])
     steps = range(question.first, len(bench.fed) + 1)
     span = question.positions
-    several = {
-        name: [[list(numbers), numbers_in_words(numbers), "at once"]] if isinstance(numbers, tuple) else []
-        for name, numbers in (("layer", question.layer), ("head", question.head))
-    }
+    layers, heads = (
+        [[list(numbers), numbers_in_words(numbers), "at once"]] if isinstance(numbers, tuple) else []
+        for numbers in (question.layer, question.head)
+    )
     spans = []
     if isinstance(span, tuple):
         text = "".join(pieces[slice(*span)])
@@ -53,11 +52,11 @@ def choices_of(bench: PatchBench, question: Asked) -> Data:
         "tokens": [
             [piece, at < len(prompt) and other[at : at + 1] != prompt[at : at + 1]] for at, piece in enumerate(pieces)
         ],
-        "layer": [*([layer, str(layer), ""] for layer in range(facts.layers)), *several["layer"]],
+        "layer": [*([layer, str(layer), ""] for layer in range(facts.layers)), *layers],
         "head": [
             [None, "all", f"all {count} {kind}s at once" if count else "this site has no heads"],
             *([head, str(head), kind] for head in range(count)),
-            *several["head"],
+            *heads,
         ],
         "step": [
             [EVERY, "all", f"steps {question.first} to {len(bench.fed)}, each patched"],
@@ -75,7 +74,7 @@ def answer_data(answer: PatchAnswer, bench: PatchBench, measure: str) -> Data:
     """The effect of a patch as plain data, the chosen distance first."""
     question = answer.asked
     lead, rest = recovery_in_words(answer)
-    giving = {"path": f"{_OTHER_PATH[question.into]} path", "prompt": "other prompt"}
+    giving = {"path": f"{question.other} path", "prompt": "other prompt"}
     titles = {
         "donor": f"donor: {giving.get(question.donor, '')}",
         "unpatched": f"unpatched {question.into} path",
@@ -182,7 +181,7 @@ def question_in_words(question: Asked, heads: tuple[int, str], last_step: int) -
     every = f"at every step from {question.first} to {last_step}, and the distances are means over them"
     when = every if question.step == EVERY else f"at step {question.step} alone"
     source = {
-        "path": f"the {_OTHER_PATH[question.into]} path's",
+        "path": f"the {question.other} path's",
         "prompt": "those of the other prompt, which is fed the same tokens",
         "zero": "zeros",
         "mean": "the mean over the positions of the other prompt, or without one of this prompt",
