@@ -168,7 +168,7 @@ SWEEPS: dict[str, Callable[[str], Iterator[Row]]] = {
 def draw(fits: list[Row], here: dict[str, Any], picture: Path) -> None:
     """A panel a sweep: the mean difference and its line, a dtype each."""
     from kvinterp.common.store import write_whole
-    from kvinterp.study.report.charts import log_ticks
+    from kvinterp.study.report.charts import set_scale
     from kvinterp.study.report.style import line_of, png, sheet, sign
 
     labels = {"depth": "layers", "width": "width", "logit scale": "head multiplied by", "length": "prompt (tokens)"}
@@ -184,8 +184,8 @@ def draw(fits: list[Row], here: dict[str, Any], picture: Path) -> None:
             panel.set(xscale="log", yscale="log", xlabel=labels[sweep], title=sweep)
             sizes = sorted({size for one in fits if one["sweep"] == sweep for size in one["by_size"]})
             panel.set_xticks(sizes, [str(size) for size in sizes])
+            set_scale(panel, "y", "log", np.empty(0))
             panel.minorticks_off()
-            log_ticks(panel.yaxis)
             panel.set_ylabel("mean |logit difference| / std")
         figure.legend(*panels[0, 0].get_legend_handles_labels(), loc="outside upper center", ncols=5)
         sign(

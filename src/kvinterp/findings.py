@@ -152,9 +152,7 @@ def line(row: Finding) -> str:
     """Writes a finding in one line: labels, name, estimate, interval, n, null, test, verdict and note."""
     words = in_words(row)
     amount = "has no number" if pd.isna(row["estimate"]) else words["estimate"]
-    interval, n = (
-        f"{name} {words[key]}" if words[key] else "" for name, key in (("95% interval", "interval"), ("n =", "n"))
-    )
+    interval, n = words["interval"] and f"95% interval {words['interval']}", words["n"] and f"n = {words['n']}"
     within = ", ".join(filter(None, (interval, n, words["null"], words["test"])))
     subject = ": ".join(filter(None, (words["of"], f"{row['finding']} {amount}{f' ({within})' if within else ''}")))
     ending = "; ".join(filter(None, (row["verdict"], row["note"])))

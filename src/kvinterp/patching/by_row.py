@@ -75,10 +75,10 @@ class PatchesByRow(PathHook):
         """Replaces the keys and values of each lane's row by its donor's."""
         rows = zip(self.hooks, keys.split(1), values.split(1), strict=True)
         changes = [hook.on_read(place, *row) for hook, *row in rows]
-        if all(change is None for change in changes):
+        if not any(changes):
             return None
-        sides = ([None if change is None else change[side] for change in changes] for side in (0, 1))
-        return tuple(_replaced(tensor, new) for tensor, new in zip((keys, values), sides, strict=True))  # type: ignore[return-value]
+        new_keys, new_values = zip(*(change or (None, None) for change in changes), strict=True)
+        return _replaced(keys, new_keys), _replaced(values, new_values)
 
 
 def by_row(changes: Sequence[Listener | None], tensor: Tensor) -> Tensor | None:

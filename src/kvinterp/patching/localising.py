@@ -174,9 +174,8 @@ def localise(
 def _cause(split: Split, suffix: int) -> Cause:
     (_, first), (_, lanes) = split.steps()
     row, _ = step_rows(lanes, "step 1")
-    most, table = row["most"], pd.DataFrame(columns=COLUMNS)
-    if most != "none":
-        table = _table(split, first["cached"].logits.argmax()[None], lanes, {part: row[f"{part}_l2"] for part in PARTS})
+    most, lengths = row["most"], {part: row[f"{part}_l2"] for part in PARTS}
+    table = _table(split, first["cached"].logits.argmax()[None], lanes, lengths)
     if most not in PLACES_OF:
         return Cause(most, most, -1, row["share"], table, row, suffix)
     sums = table[table["place"].isin(PLACES_OF[most])].groupby("place")["share"].sum()

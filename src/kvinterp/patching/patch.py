@@ -68,9 +68,8 @@ class Patch:
     def __post_init__(self) -> None:
         set_field = functools.partial(object.__setattr__, self)
         site, layers = site_of(self.site) if isinstance(self.site, str) else (self.site, None)
-        for name in ("layers", "heads", "steps"):
-            if (number := whole_number(getattr(self, name))) is not None:
-                set_field(name, (number,))
+        for name in ("layers", "heads"):
+            set_field(name, self._parsed(name, "whole numbers such as (0, 2), or None for all", None))
         if layers is not None and self.layers not in (None, layers):
             raise InputError(
                 f"hook {self.site!r} is of layer {layers[0]}, and layers={self.layers!r} was given: leave it out."
@@ -88,8 +87,6 @@ class Patch:
                 "kv.donor_trace(recorder, prompt); or an ablation, 'zero', kv.mean_donor(model, prompts, site) or "
                 "kv.resample_donor(model, prompts, site); or an ActivationCache, a tensor, or a function of the activation",
             )
-        for name in ("layers", "heads"):
-            set_field(name, self._parsed(name, "whole numbers such as (0, 2), or None for all", None))
         set_field("positions", positions_of(self.positions))
         set_field(
             "steps", self._parsed("steps", "'every', 'first' or whole numbers from 0, such as (1, 4)", "every", "first")
@@ -98,8 +95,10 @@ class Patch:
             raise InputError(f"steps={shown(self.steps)} names no step: expected whole numbers from 0, such as (1, 4).")
 
     def _parsed(self, name: str, expected: str, *words: str | None) -> Any:
-        """A field that is one of these words, or a tuple of ints made of whole numbers of any library's type."""
+        """A field that is one of these words, or a tuple of ints made of whole numbers of any library's type, or of one."""
         field = getattr(self, name)
+        if (number := whole_number(field)) is not None:
+            return (number,)
         if field is None or isinstance(field, str):
             value: Any = field if field in words else ()
         else:
@@ -191,8 +190,6 @@ def positions_of(where: Any) -> Positions:
         if where not in ("newest", "all", "earlier"):
             raise wrong()
         return where
-    if isinstance(where, range):
-        where = slice(where.start, where.stop, where.step) if len(where) else slice(0, 0)
     is_span = isinstance(where, tuple) and len(where) == 2 and where[0] is not None
     span = slice(*where) if is_span else where
     if isinstance(span, slice):

@@ -220,9 +220,17 @@ class Split:
 
     def steps(self) -> Iterator[tuple[int, dict[str, Outputs]]]:
         """Yields each step with the outputs of every lane of DIFFERENCES."""
-        nulls = ("longer_prompt", "longer_remade", "longer_rows", "longer_among")
-        replaced = {name: Rows() for name in ("as_written", "one_row", "old_prompt", "among", *nulls)}
-        prompt = len(self.prompt)
+        names = (
+            "as_written",
+            "one_row",
+            "old_prompt",
+            "among",
+            "longer_prompt",
+            "longer_remade",
+            "longer_rows",
+            "longer_among",
+        )
+        replaced, prompt = {name: Rows() for name in names}, len(self.prompt)
         with contextlib.ExitStack() as stack:
 
             def lane(path: ExecutionPath, *hooks: PathHook, keeps: bool = False) -> StreamRunner:

@@ -196,7 +196,9 @@ def set_scale(axes: Axes, along: str, name: str, values: np.ndarray) -> None:
             axis.set_major_formatter(_PERCENT)
     elif name == "log":
         scale("log")
-        log_ticks(axis)
+        # Plain numbers, since text is not parsed for mathematics.
+        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axis.set_minor_formatter(NullFormatter())
     elif name == "doubling":
         scale("log", base=2)
         axis.set_ticks(places := np.unique(values), [f"{place:g}" for place in places])
@@ -227,12 +229,6 @@ def set_scale(axes: Axes, along: str, name: str, values: np.ndarray) -> None:
     axis.set_major_locator(FixedLocator(ticks))
     axis.set_minor_locator(NullLocator())
     axis.set_major_formatter(FuncFormatter(lambda at, _: power(at) if at else "exactly 0" if along == "y" else "0"))
-
-
-def log_ticks(axis: Any) -> None:
-    """Gives a logarithmic axis plain numbers as tick labels, since text is not parsed for mathematics."""
-    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axis.set_minor_formatter(NullFormatter())
 
 
 # Maps -------------------------------------------------------------------------------------------------------------------
