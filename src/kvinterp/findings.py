@@ -112,8 +112,7 @@ def median_of(name: str, values: Any, clusters: Any = None, **options: Any) -> F
         options: Further arguments of :func:`finding`.
     """
     values = np.asarray(values, dtype=float)
-    finite = np.isfinite(values)
-    middle = metrics.typical(values[finite], None if clusters is None else np.asarray(clusters, dtype=str)[finite])
+    middle = metrics.typical(np.where(np.isfinite(values), values, np.nan), clusters)
     zeros = f"{middle.zeros} of them exactly 0" if middle.zeros else ""
     return finding(name, middle.median, middle.interval, middle.n, **{"note": zeros, **options})
 

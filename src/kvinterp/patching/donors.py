@@ -138,7 +138,8 @@ def _trace_of_activation_cache(cache: Any, prompt: list[int], fed: list[int]) ->
     records = records_of(cache)
     if fed:
         raise InputError("fed was given with an ActivationCache, which is of one forward: leave it out.")
-    rows = next((tensor.shape[LAYOUTS[site].rows - 1] for (site, _), tensor in records.items()), 0)
+    (site, _), tensor = next(iter(records.items()))
+    rows = tensor.shape[LAYOUTS[site].rows - 1]
     if rows != len(prompt):
         raise InputError(
             f"the cache holds {rows} positions, and the prompt has {len(prompt)} tokens: give those it was made of."

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from kvinterp.errors import InputError, UnsupportedError
 from kvinterp.models import Adapter
@@ -168,19 +169,16 @@ class PatchHook(PathHook):
     def _fitted(self, site: str, layer: int, source: Tensor, target: Tensor) -> Tensor:
         """The donor's rows in the shape, dtype and device of the rows they replace."""
         source = source.to(target)
-        if site == "pattern" and layer in self._evicted:
-            self._evicted[layer].check_whole(site)
-        if site == "pattern" and target.shape[-1] > self.end > 0:
-            raise UnsupportedError(
-                f"the pattern at layer {layer} has {target.shape[-1]} keys in a context of {self.end} positions, as with a "
-                "static cache, so keys cannot be matched: use a cache that grows."
-            )
-        if site == "pattern" and source.shape[-1] != target.shape[-1]:
-            # One of the two keeps a sliding window of keys: the newest keys are the last of both.
-            fitted = source.new_zeros(*source.shape[:-1], target.shape[-1])
-            keys = min(source.shape[-1], target.shape[-1])
-            fitted[..., -keys:] = source[..., -keys:]
-            source = fitted
+        if site == "pattern":
+            if layer in self._evicted:
+                self._evicted[layer].check_whole(site)
+            if target.shape[-1] > self.end > 0:
+                raise UnsupportedError(
+                    f"the pattern at layer {layer} has {target.shape[-1]} keys in a context of {self.end} positions, as with a "
+                    "static cache, so keys cannot be matched: use a cache that grows."
+                )
+            # Where one of the two keeps a sliding window of keys, the newest keys are the last of both.
+            source = pad(source, (target.shape[-1] - source.shape[-1], 0))
         if source.shape[1:] != target.shape[1:]:
             raise InputError(
                 f"the donor's {site} at layer {layer} has shape {tuple(source.shape[1:])} and cannot be put where "

@@ -81,7 +81,7 @@ def leading_part(lengths: Mapping[str, float], total: float) -> tuple[str, float
     """
     if total == 0:
         return "none", 0.0
-    name = max(lengths, key=lambda part: lengths[part])
+    name = max(lengths, key=lengths.__getitem__)
     share = lengths[name] / sum(lengths.values())
     return (name if share > 0.5 else "spread"), share
 

@@ -126,8 +126,7 @@ def _looks(rows: pd.DataFrame, begins: int | None) -> list[tuple[str, str, str]]
     nothing, and with a blank between ``p`` (of the prompt) and ``s`` (it begins here).
     """
     looks = []
-    texts = rows["text"] if "text" in rows else rows["token"].map("{} ".format)
-    parts = rows["part"] if "part" in rows else [""] * len(rows)
+    texts, parts = rows.get("text", rows["token"].map("{} ".format)), rows.get("part", [""] * len(rows))
     columns = (rows[name] for name in ("position", "engine", "ours", "difference", "units"))
     for text, part, gap, at, engine, ours, difference, units in zip(texts, parts, _gaps(rows), *columns, strict=True):
         if gap:
@@ -145,5 +144,5 @@ def _looks(rows: pd.DataFrame, begins: int | None) -> list[tuple[str, str, str]]
 def _largest(table: pd.DataFrame) -> Table:
     top = table.loc[table["gap"].nlargest(LARGEST).index]
     names = ("sequence", "position", "text", "token", "engine", "ours", "difference", "units")
-    rows = top[[name for name in names if name in top]].to_dict("records")
+    rows = top.filter(names).to_dict("records")
     return table_of_rows([{name: in_one_line(v) if isinstance(v, str) else v for name, v in row.items()} for row in rows])

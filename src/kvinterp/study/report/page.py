@@ -111,9 +111,8 @@ def table_of_rows(rows: Sequence[Mapping[str, Any]], text: str = "", here: str |
 
 def filled_columns(head: Sequence[Column], rows: Sequence[Sequence[Any]], **options: Any) -> Table:
     """A table without the columns in which every cell is empty or a dash; the options are further fields."""
-    columns = list(zip(head, zip(*rows, strict=True), strict=True)) if rows else []
-    filled = [(column, cells) for column, cells in columns if not {*map(str, cells)} <= {"", "–"}]
-    return Table([column for column, _ in filled], [*zip(*(cells for _, cells in filled), strict=True)], **options)
+    filled = [at for at, cells in enumerate(zip(*rows, strict=True)) if not {*map(str, cells)} <= {"", "–"}]
+    return Table([head[at] for at in filled], [[row[at] for at in filled] for row in rows], **options)
 
 
 @dataclasses.dataclass(frozen=True)

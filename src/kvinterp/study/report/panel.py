@@ -133,7 +133,7 @@ class PatchPanel:
 
     def _complete(self, fields: Data, bench: PatchBench) -> tuple[Data, Asked]:
         """Completes the choices so that heads and positions are ones that the site has."""
-        fields.update({name: _parse_numbers(name, fields[name]) for name in ("layer", "head", "positions")})
+        fields |= {name: _parse_numbers(name, fields[name]) for name in ("layer", "head", "positions")}
         heads, _ = bench.adapter.facts.heads_of(_question(fields).site)
         if not heads:
             fields["head"] = None

@@ -49,7 +49,7 @@ def inline(figure: Figure, name: str) -> str:
     # XML cannot express some characters, which a model's name may have, and others turn the text around.
     text = re.sub("[\ufffe\uffff]", "\ufffd", visible(text[text.index("<svg") :]))
     body = re.sub(r"(?s)<metadata>.*?</metadata>|<style.*?</style>", "", text.partition(">")[2])
-    referenced = {match[1] for match in re.finditer(r"""[("]#([^")]+)""", body)}
+    referenced = set(re.findall(r"""[("]#([^")]+)""", body))
     # matplotlib escapes ">" in texts and in attributes, so that it only ends tags.
     body = re.sub("(?s)<[^>]*>", lambda tag: _shorten(tag[0], referenced), re.sub(r">\s+<", "><", body))
     width, height = figure.get_size_inches()
