@@ -34,6 +34,8 @@ ABOUT: dict[str, Any] = {
     "seed": 0,
 }
 
+CHARTS = ("kl_by_step", "drift_by_layer", "attention_by_head", "kv_by_position")
+"""The charts of a comparison in which everything was recorded."""
 
 _POSITION = ("tensor", "layer", "example", "kv_head", "position")
 

@@ -25,7 +25,6 @@ from command_line import kvinterp, wrong
 from kvinterp import __version__
 from kvinterp.cli import app
 from kvinterp.cli.listing import LISTED
-from kvinterp.comparison.findings import NAMES
 from kvinterp.models.naming import HUB_SECONDS
 from kvinterp.study.experiments.base import SAID, WIDTH
 from kvinterp.study.experiments.choices import check_early
@@ -37,6 +36,7 @@ from kvinterp.study.experiments.registry import (
     experiments,
     question_of,
 )
+from synthetic import CHARTS
 from writing import cells_of
 
 pytestmark = pytest.mark.xdist_group("command line")
@@ -83,7 +83,7 @@ def test_compare_writes_what_the_issue_promises(done: tuple[Path, Result]) -> No
         frame = pd.read_parquet(out / f"{name}.parquet")
         assert sorted(frame["layer"].unique()) == [0, 3], name
     figures = {p.stem for p in (out / "figures").glob("*.png")}
-    assert figures == NAMES.keys()
+    assert figures == {*CHARTS}
     assert cells_of(out) == []
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from kvinterp.common import words
-from kvinterp.comparison import CACHE_ERRORS, PROTOCOLS
+from kvinterp.comparison import PROTOCOLS
 from kvinterp.models import KINDS, SITES, dtype_named
 from kvinterp.models.adapter import DTYPES
 from kvinterp.models.answers import LOGIT_DIFFERENCE
@@ -31,7 +31,6 @@ TABLES = {
     words.Protocol: PROTOCOLS,
     words.Strategy: STRATEGIES,
     words.Existing: EXISTING,
-    words.CacheErrors: CACHE_ERRORS,
     words.Site: [*SITES, *GROUPS],
     words.PatchSite: PATCH_SITES,
     words.Over: SWEEPS,

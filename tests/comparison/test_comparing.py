@@ -129,8 +129,8 @@ def test_where_nothing_was_decoded_equality_says_nothing_of_the_cache(model: Any
     assert "no token was decoded" in only.where()
     more = kv.compare(model, ["Tom has 3 apples."], max_new_tokens=3, stop="length", record="", progress="none")
     assert "no token was decoded" not in more.where()
-    assert headline_of([only]) == [ONLY_THE_PREFILL]
-    assert headline_of([more]) != [ONLY_THE_PREFILL]
+    assert headline_of(only) == [ONLY_THE_PREFILL]
+    assert headline_of(more) != [ONLY_THE_PREFILL]
 
 
 @pytest.mark.parametrize("site", ["q", "k", "v", "z", "result", "post", "embed"])

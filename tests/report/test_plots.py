@@ -9,10 +9,10 @@ import pytest
 from matplotlib.figure import Figure
 
 from kvinterp.comparison import Comparison
-from kvinterp.comparison.findings import NAMES, charts_of_comparisons
+from kvinterp.comparison.findings import charts_of_comparison
 from kvinterp.study.report.charts import draw_chart, set_scale
 from kvinterp.study.report.style import sheet
-from synthetic import comparison
+from synthetic import CHARTS, comparison
 
 MADE = {
     "usual": comparison((0, 1, 2)),
@@ -25,16 +25,9 @@ MADE = {
 }
 
 
-def figures(comparisons: dict[str, Comparison]) -> dict[str, Figure]:
-    provenances = [one.provenance for one in comparisons.values()]
-    charts = charts_of_comparisons(comparisons)
-    assert charts.keys() <= NAMES.keys(), "a folder is looked through for figures by these names"
-    return {name: draw_chart(chart, provenances) for name, chart in charts.items()}
-
-
-def figure_with(name: str, made: Comparison, label: str = "") -> Figure:
-    """A figure with one of the four alone in it."""
-    return figures({label: made})[name]
+def figure_with(name: str, made: Comparison) -> Figure:
+    """One of the four figures."""
+    return draw_chart(charts_of_comparison(made)[name], [made.provenance])
 
 
 def inside(figure: Figure) -> bool:
@@ -47,9 +40,9 @@ def inside(figure: Figure) -> bool:
 
 @pytest.mark.each
 @pytest.mark.parametrize("what", MADE)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", CHARTS)
 def test_nothing_is_cut_off(name: str, what: str) -> None:
-    assert inside(figure_with(name, MADE[what], "matched"))
+    assert inside(figure_with(name, MADE[what]))
 
 
 def test_zeros_get_a_strip_of_their_own_under_every_positive_value() -> None:

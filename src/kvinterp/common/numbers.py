@@ -1,4 +1,4 @@
-"""Formats numbers, counts, shares, intervals and machines for readers."""
+"""Formats numbers, counts, intervals and machines for readers."""
 
 from __future__ import annotations
 
@@ -54,14 +54,6 @@ def between(values: Sequence[float]) -> str:
     return low if low == high else f"{low} to {high}"
 
 
-def share(part: int, whole: int) -> str:
-    """A share in percent; 0% and 100% are exact."""
-    if part in (0, whole):
-        return f"{part // max(whole, 1):.0%}"
-    value = 100 * part / whole
-    return "less than 1%" if value < 1 else "more than 99%" if value > 99 else f"{value:.0f}%"
-
-
 def listed(names: Sequence[str]) -> str:
     """``a``, ``a and b``, ``a, b and c``."""
     return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
@@ -83,31 +75,9 @@ def upper(text: str) -> str:
     return text[:1].upper() + text[1:]
 
 
-def sentence(text: str) -> str:
-    """A text as a sentence."""
-    return f"{upper(text)}."
-
-
-# Means and intervals ---------------------------------------------------------------------------------------------------
-
-
 def ends_said(low: float | None, high: float | None, form: str = " ({})", written: Callable[[Any], str] = number) -> str:
     """The ends of an interval, to stand after a number; empty where there is none."""
     return "" if pd.isna(low) or pd.isna(high) else form.format(f"{written(low)} to {written(high)}")
-
-
-def most(means: pd.Series, names: tuple[str, ...]) -> tuple[float, str]:
-    """The largest of some means and its place, with the number of other places that have the same mean.
-
-    Args:
-        means: The means by place; NaN is ignored.
-        names: The names of the place's parts.
-    """
-    largest, place = float(means.max()), means.idxmax()
-    parts = place if isinstance(place, tuple) else (place,)
-    text = ", ".join(f"{name.replace('_', ' ')} {part}" for name, part in zip(names, parts, strict=True))
-    ties = int((means == largest).sum()) - 1
-    return largest, text + (f" (and as much at {counted(ties, 'other place')})" if ties else "")
 
 
 # Paths and machines ----------------------------------------------------------------------------------------------------

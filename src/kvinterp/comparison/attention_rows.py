@@ -10,12 +10,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-import numpy as np
 import pandas as pd
 import torch
 from torch import Tensor
 
 from kvinterp import metrics
+from kvinterp.comparison.table import Table
 
 STEPS = 3
 """Most steps of an example whose rows are kept."""
@@ -95,36 +95,20 @@ class AttentionRows:
 
     def frame(self, examples: Sequence[int]) -> pd.DataFrame:
         """The kept rows: one row an example, step, layer, query head and key position, with both paths' probabilities."""
-        blocks, left = list[dict[str, np.ndarray]](), dict.fromkeys(self._best, OF_EXAMPLE)
-        # The table is sorted by example and step, but an example's steps get room in the order of their rank.
+        table = Table(DIMENSIONS, VALUES)
         for row in sorted(self._best, key=lambda row: examples[row]):
-            by_step = {}
+            left, kept = OF_EXAMPLE, {}
+            # An example's steps get room in the order of their rank; in the table they follow one another.
             for _, step in self._best[row]:
+                a, b = (_on_host(path[:, row]) for path in self._rows[step].pair)
+                kept[step] = a, b, _largest_kl(a, b, left // a.shape[-1])
+                left -= int(kept[step][-1].sum())
+            for step, (a, b, mask) in sorted(kept.items()):
                 rows = self._rows[step]
-                a, b = (_on_host(path[:, row]) for path in rows.pair)
-                heads = _heads_of_largest_kl(a, b, left[row] // a.shape[-1])
-                left[row] -= len(heads) * a.shape[-1]
-                by_step[step] = _block(examples[row], step, rows, heads, a.numpy(), b.numpy())
-            blocks += [by_step[step] for step in sorted(by_step)]
-        empty = {name: np.zeros(0, np.int64 if name in DIMENSIONS else np.float32) for name in (*DIMENSIONS, *VALUES)}
-        return pd.DataFrame({name: np.concatenate([block[name] for block in blocks or [empty]]) for name in empty})
-
-
-def _block(
-    example: int, step: int, rows: _StepRows, heads: np.ndarray, a: np.ndarray, b: np.ndarray
-) -> dict[str, np.ndarray]:
-    """The columns of some heads (``[head, 2]``: indices of layer and head) at one step."""
-    width, (layer, head) = a.shape[-1], heads.T
-    count = len(heads) * width
-    return {
-        "example": np.full(count, example, np.int64),
-        "step": np.full(count, step, np.int64),
-        "layer": np.asarray(rows.layers, np.int64)[layer].repeat(width),
-        "head": np.asarray(rows.heads, np.int64)[head].repeat(width),
-        "position": np.tile(np.arange(rows.end - width, rows.end, dtype=np.int64), len(heads)),
-        "a": a[layer, head].ravel(),
-        "b": b[layer, head].ravel(),
-    }
+                positions = range(rows.end - a.shape[-1], rows.end)
+                labels = ([examples[row]], [step], rows.layers, rows.heads, positions)
+                table.add(dict(zip(DIMENSIONS, labels, strict=True)), {"a": a, "b": b}, mask)
+        return table.frame()
 
 
 def _on_host(pattern: Tensor) -> Tensor:
@@ -132,11 +116,11 @@ def _on_host(pattern: Tensor) -> Tensor:
     return pattern.to("cpu", torch.float64 if pattern.dtype == torch.float64 else torch.float32)
 
 
-def _heads_of_largest_kl(a: Tensor, b: Tensor, most: int) -> np.ndarray:
-    """The indices of layer and head, ``[head, 2]`` in the model's order, of the heads with the largest KL."""
-    kl = metrics.pattern_kl(a, b.to(a.dtype)).numpy()
-    order = np.sort(np.argsort(-kl, axis=None, kind="stable")[:most])
-    return np.stack(np.unravel_index(order, kl.shape), -1)
+def _largest_kl(a: Tensor, b: Tensor, most: int) -> Tensor:
+    """Which probabilities, ``[layer, head, key]``, belong to the heads with the largest KL."""
+    order = metrics.pattern_kl(a, b.to(a.dtype)).neg().flatten().argsort(stable=True)
+    kept = torch.zeros_like(order, dtype=torch.bool).index_fill_(0, order[:most], True)
+    return kept.view(*a.shape[:2], 1).expand_as(a)
 
 
 def within(rows: pd.DataFrame, steps: pd.DataFrame, most: int = OF_ALL) -> pd.DataFrame:

@@ -19,11 +19,6 @@ from torch import Tensor
 from kvinterp.comparison.table import Table
 from kvinterp.metrics import KINDS, OF_KIND
 
-CACHE_ERRORS = {
-    "aggregated": "K/V errors by step and by position separately (kv_steps, kv_positions)",
-    "whole": "besides these every position at every step (kv), which is quadratic in the steps",
-}
-
 _POSITION = KINDS["kv"].dimensions
 _STEP = ("step", *_POSITION[:-1])
 SUMMED = {
@@ -71,7 +66,8 @@ class CacheErrors:
 
     Args:
         layers: The layers that are compared.
-        keep: One of :data:`CACHE_ERRORS`.
+        keep: ``"aggregated"``: the errors by step and by position separately; ``"whole"``: besides these those of every position
+            at every step, which is quadratic in the steps.
 
     Attributes:
         steps: The table by step, over the positions.

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import pandas as pd
 
 from kvinterp.data import JUDGES, score
+from kvinterp.metrics.statistics import mean_error
 
 if TYPE_CHECKING:
     from kvinterp.comparison import Comparison
@@ -32,11 +33,8 @@ def decoded(comparison: Comparison, table: str, first: int = 1) -> pd.DataFrame:
 
 
 def means_of(comparison: Comparison, table: str, keys: Sequence[str], value: str, first: int = 1) -> pd.Series:
-    """The mean of a column over the rows of :func:`decoded`, weighted by a row's number of vectors where it has one."""
-    rows = decoded(comparison, table, first)
-    weights = rows["vectors"] if "vectors" in rows else rows[value].notna()
-    groups = [rows[key] for key in keys]
-    return (rows[value] * weights).groupby(groups).sum() / weights.groupby(groups).sum()
+    """The mean of a column over the rows of :func:`decoded`, weighted as in :func:`mean_error`."""
+    return mean_error(decoded(comparison, table, first), keys, value)
 
 
 def evicted_rows(comparison: Comparison) -> list[tuple[str, int, int]]:

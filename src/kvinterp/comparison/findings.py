@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
@@ -128,9 +128,8 @@ def _cache_rows(comparison: Comparison) -> Iterator[Finding]:
                       note="" if evicted else "it had room for all", path=comparison.provenance["paths"][side])  # fmt: skip
 
 
-def _beside_null(comparison: Comparison, largest: float) -> str:
+def _beside_null(null: Mapping[str, Any] | None, largest: float) -> str:
     """Says how many units in the last place a difference of a logit is, and how many times that of two recomputations."""
-    null = comparison.provenance.get("null")
     if not null:
         return ""
     units, between = number(largest / null["unit"]), null["max_abs_logit"]
@@ -142,27 +141,21 @@ def _beside_null(comparison: Comparison, largest: float) -> str:
     )
 
 
-def headline_of(comparisons: Sequence[Comparison]) -> list[str]:
+def headline_of(comparison: Comparison) -> list[str]:
     """Says in a sentence each whether the prompt itself differs, the paths agree bit for bit, and a token flips."""
-    steps = pd.concat([comparison.same_text(comparison.steps) for comparison in comparisons])
+    steps, examples, about = comparison.same_text(comparison.steps), comparison.examples, comparison.provenance
     differing = steps[steps["max_abs_logit"] > 0]
-    examples = pd.concat([comparison.examples for comparison in comparisons])
     flips, decodes = examples["flip_index"].dropna(), counted(len(examples), "decode")
     if differing.empty and not steps["step"].any():
         return [ONLY_THE_PREFILL]
     if steps["max_abs_logit"].isna().all():
         return ["Nothing can be compared: no token is given by both sides."]
     steps = steps.dropna(subset=["max_abs_logit"])
-    pairs = {" and ".join(comparison.provenance["paths"].values()) for comparison in comparisons}
-    subject = pairs.pop() if len(pairs) == 1 else "The two paths"
-    largest = float(differing["max_abs_logit"].max())
+    subject, largest = " and ".join(about["paths"].values()), float(differing["max_abs_logit"].max())
     differ = f"{len(differing)} of {counted(len(steps), 'step')}, by {number(largest)} at most"
-    beside = _beside_null(comparisons[0], largest) if len(comparisons) == 1 else ""
-    prompts = [
-        about["prompt_differs"]["said"] for about in (c.provenance for c in comparisons) if "prompt_differs" in about
-    ]
+    beside = _beside_null(about.get("null"), largest)
     return [
-        *prompts[:1],
+        *([about["prompt_differs"]["said"]] if "prompt_differs" in about else []),
         f"{subject} give the same logits, bit for bit, at {every(len(steps), 'step')}."
         if differing.empty
         else f"{subject} give different logits at {differ}.",
@@ -185,7 +178,7 @@ def where(comparison: Comparison) -> list[str]:
     """Lists what was compared and whether it differs, then every finding, a line each."""
     about = comparison.provenance
     setting = ", ".join(about[name] for name in ("kind", "dtype", "protocol"))
-    sentences = ["no prompt could be compared."] if comparison.steps.empty else headline_of([comparison])
+    sentences = ["no prompt could be compared."] if comparison.steps.empty else headline_of(comparison)
     machine = f"; {machine_of(about)}" if "device" in about else ""
     head = f"{against(about)} on {about['model']} ({setting}{machine}): {' '.join(sentences)}"
     hint = [OWN_GENERATE] if about["kind"] in ("hooked", "bridge") else []
@@ -194,56 +187,40 @@ def where(comparison: Comparison) -> list[str]:
 
 # Charts ----------------------------------------------------------------------------------------------------------------
 
-NAMES = {
-    "kl_by_step": "KL by step",
-    "drift_by_layer": "drift by layer",
-    "attention_by_head": "attention KL by layer and head",
-    "kv_by_position": "K and V error by position",
-}
 
-
-def charts_of_comparisons(comparisons: Mapping[str, Comparison]) -> dict[str, Chart]:
-    """Makes one chart of each kind that the tables allow, by the names in :data:`NAMES`.
-
-    Args:
-        comparisons: Comparisons of one model by their labels. All appear in the charts of KL and drift; those of attention and
-            of K and V show the first.
-    """
-    label, first = next(iter(comparisons.items()))
-    derived = " (derived)" * ("pattern" in first.derived)
+def charts_of_comparison(comparison: Comparison) -> dict[str, Chart]:
+    """Makes one chart of each kind that the tables allow, by the name of its figure."""
+    derived = " (derived)" * ("pattern" in comparison.derived)
     panels_and_titles: dict[str, tuple[list[Panel], str]] = {
-        "kl_by_step": (_kl_by_step(comparisons), "KL at each step (points: prompts; lines: medians)"),
-        "drift_by_layer": (_drift_by_layer(comparisons), "Difference by layer (median, quartiles)"),
-        "attention_by_head": (_attention_by_head(first), f"Mean attention KL by layer and head{derived}"),
-        "kv_by_position": (_kv_by_position(first), "Error of K and V by position (dashes: the prompt ends)"),
+        "kl_by_step": (_kl_by_step(comparison), "KL at each step (points: prompts; lines: medians)"),
+        "drift_by_layer": (_drift_by_layer(comparison), "Difference by layer (median, quartiles)"),
+        "attention_by_head": (_attention_by_head(comparison), f"Mean attention KL by layer and head{derived}"),
+        "kv_by_position": (_kv_by_position(comparison), "Error of K and V by position (dashes: the prompt ends)"),
     }
-    suffix = f", {label}" if label and len(comparisons) == 1 else ""
-    return {name: Chart(f"{title}{suffix}", panels) for name, (panels, title) in panels_and_titles.items() if panels}
+    protocol = comparison.provenance["protocol"]
+    return {name: Chart(f"{title}, {protocol}", panels) for name, (panels, title) in panels_and_titles.items() if panels}
 
 
-def _kl_by_step(comparisons: Mapping[str, Comparison]) -> list[Panel]:
-    frames = [comparison.steps.assign(label=label) for label, comparison in comparisons.items() if len(comparison.steps)]
-    if not frames:
+def _kl_by_step(comparison: Comparison) -> list[Panel]:
+    steps = comparison.steps
+    if steps.empty:
         return []
-    table = pd.concat(frames, ignore_index=True)
-    table["first"] = table["flipped"] & ~table["after_flip"]
+    table = steps.assign(label=comparison.provenance["protocol"], first=steps["flipped"] & ~steps["after_flip"])
     return [Panel(table, "step", "kl", "medians", color="label", mark=("first", "first flipped token"), label="KL (nats)",
                   xlabel="decode step (0 is the token the prefill decides)")]  # fmt: skip
 
 
-def _drift_by_layer(comparisons: Mapping[str, Comparison]) -> list[Panel]:
+def _drift_by_layer(comparison: Comparison) -> list[Panel]:
+    rows, protocol = decoded(comparison, "layers", _first_step(comparison, "layers")), comparison.provenance["protocol"]
     lines = []
-    for label, comparison in comparisons.items():
-        frame = decoded(comparison, "layers", _first_step(comparison, "layers"))
-        for site, rows in frame.groupby("site", sort=False):
-            line = rows.groupby("layer")["relative_l2"].quantile([0.25, 0.5, 0.75]).unstack()
-            name = label if frame["site"].nunique() == 1 else ", ".join(filter(None, (label, str(site))))
-            lines.append(line.set_axis(["low", "median", "high"], axis=1).reset_index().assign(line=name, site=site))
+    for site, of_site in rows.groupby("site", sort=False):
+        line = of_site.groupby("layer")["relative_l2"].quantile([0.25, 0.5, 0.75]).unstack()
+        lines.append(line.set_axis(["low", "median", "high"], axis=1).reset_index().assign(line=f"{protocol}, {site}"))
     if not lines:
         return []
-    table = pd.concat(lines, ignore_index=True)
-    sites = table["site"].unique()
-    name = sites[0] if len(sites) == 1 else "each site"
+    table, name = pd.concat(lines, ignore_index=True), "each site"
+    if len(lines) == 1:
+        table, name = table.assign(line=protocol), rows["site"].iloc[0]
     return [Panel(table, "layer", "median", color="line", label=f"relative L2 difference\nof {name}")]
 
 

@@ -18,7 +18,6 @@ from kvinterp import metrics
 from kvinterp.common.checks import check_whole
 from kvinterp.common.numbers import models_of
 from kvinterp.common.result import Result, signed
-from kvinterp.errors import NonFiniteError
 from kvinterp.models import Adapter, wrap
 from kvinterp.models.inputs import encode_all
 from kvinterp.models.provenance import provenance
@@ -97,38 +96,19 @@ def logit_lens(
     through, tables = Unembedding(adapter), list[pd.DataFrame]()
     layers = adapter.facts.layers
     record = ["blocks.0.hook_resid_pre", "resid_post"]
+    options: dict[str, Any] = {"record": record, "logits": "keep", "max_new_tokens": max_new_tokens}
     places = [("resid_pre", 0), *(("resid_post", layer) for layer in range(layers))]
     for example, tokens in enumerate(encode_all(adapter, prompts, max_new_tokens)):
-        traces = _run_both(adapter, tokens, paths, max_new_tokens, record)
-        for step in range(len(traces[0].tokens)):
-            logits = [_logits_by_layer(through, trace, places, step) for trace in traces]
+        lead = run(adapter, tokens, paths[0], **options)
+        follower = run(adapter, tokens, paths[1], continuation=list(lead.tokens[:-1]), stop="length", **options)
+        for step in range(len(lead.tokens)):
+            logits = [_logits_by_layer(through, trace, places, step) for trace in (lead, follower)]
             tables.append(_table(adapter, *logits).assign(example=example, step=step))
     table = pd.concat(tables, ignore_index=True)
     front = ["example", "step"]
     sides = dict(zip("ab", map(str, paths), strict=True))
     about = provenance(adapter, paths=sides, max_new_tokens=max_new_tokens)
     return LogitLens(table[[*front, *table.columns.drop(front)]], about)
-
-
-def _run_both(
-    adapter: Adapter,
-    tokens: Sequence[int],
-    paths: tuple[ExecutionPath, ExecutionPath],
-    max_new_tokens: int,
-    record: Sequence[str],
-) -> tuple[Trace, Trace]:
-    """Runs both paths on the first one's greedy tokens and records sites at the newest position and logits.
-
-    Raises:
-        NonFiniteError: NaN or Inf appeared.
-    """
-    options: dict[str, Any] = {"record": record, "logits": "keep", "max_new_tokens": max_new_tokens}
-    lead = run(adapter, tokens, paths[0], **options)
-    follower = run(adapter, tokens, paths[1], continuation=list(lead.tokens[:-1]), stop="length", **options)
-    for trace in (lead, follower):
-        if trace.failure:
-            raise NonFiniteError(trace.failure)
-    return lead, follower
 
 
 def _logits_by_layer(through: Unembedding, trace: Trace, places: Sequence[tuple[str, int]], step: int) -> Tensor:

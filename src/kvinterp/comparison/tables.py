@@ -80,7 +80,7 @@ class Differences:
         layers: The layers that are compared.
         heads: Labels of the query heads that are compared.
         kv_heads: Labels of the KV heads.
-        cache_errors: One of :data:`kvinterp.comparison.cache_errors.CACHE_ERRORS`.
+        cache_errors: As ``keep`` of :class:`kvinterp.comparison.cache_errors.CacheErrors`.
         block: Most numbers that wait to be measured together; default: :data:`BLOCK`, by the device.
         same_text: Whether both paths hold the same text after a flip too, as in the matched protocol.
     """

@@ -11,8 +11,8 @@ import torch
 from einops import repeat
 from torch import Tensor
 
+from kvinterp.common import words
 from kvinterp.common.checks import check_choice, check_instance
-from kvinterp.comparison.cache_errors import CACHE_ERRORS
 from kvinterp.comparison.comparison import Comparison
 from kvinterp.comparison.recordable import COMPARED
 from kvinterp.comparison.rows import comparison_of_example, token_probability
@@ -42,7 +42,7 @@ def compare_traces(a: Trace, b: Trace, cache_errors: str = "aggregated") -> Comp
     Raises:
         InputError: The traces have different prompts, no logits, or records of different heads.
     """
-    check_choice("cache_errors", cache_errors, tuple(CACHE_ERRORS))
+    check_choice("cache_errors", cache_errors, words.CacheErrors)
     for name, trace in (("a", a), ("b", b)):
         check_instance(name, trace, Trace, "a trace, which kv.run(..., logits='keep') makes")
     if a.prompt != b.prompt:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvinterp.data.degeneracy import Loop, loop_at_end, outside_share, task_words
+from kvinterp.data.degeneracy import loop_at_end, outside_share, task_words
 from kvinterp.data.example import Example, Prompt, Split, split_of
 from kvinterp.data.gsm8k import extracted
 from kvinterp.data.prompts import load_prompts

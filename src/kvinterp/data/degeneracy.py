@@ -9,7 +9,6 @@ import functools
 import re
 from collections.abc import Iterable, Sequence
 from itertools import islice
-from typing import NamedTuple
 
 from kvinterp.data.example import Prompt
 from kvinterp.data.tasks import TASKS, stream
@@ -20,34 +19,19 @@ _WORD = re.compile(r"[^\W\d_]+|\d|[^\w\s]")
 _EXAMPLES = 500
 
 
-class Loop(NamedTuple):
-    """The repetition that a text ends in.
-
-    Attributes:
-        period: How many elements are repeated; 0 if none.
-        covered: How many of the last elements the repetition covers.
-    """
-
-    period: int
-    covered: int
-
-
-def loop_at_end(elements: Sequence[object], longest: int = LONGEST, times: int = TIMES, covered: int = COVERED) -> Loop:
-    """Finds the repetition of the smallest period in which a sequence ends.
+def loop_at_end(elements: Sequence[object]) -> int:
+    """The smallest period of a repetition in which a sequence ends; 0 if it ends in none.
 
     Args:
-        elements: Tokens or words, or other values that compare equal.
-        longest: The longest period that is searched.
-        times: How often it must occur; the last time may be in part.
-        covered: How many elements it must cover.
+        elements: Tokens or words, or other values that compare equal; the last period may be there in part.
     """
-    for period in range(1, min(longest, len(elements) // times) + 1):
+    for period in range(1, min(LONGEST, len(elements) // TIMES) + 1):
         same = 0
         while same + period < len(elements) and elements[-1 - same] == elements[-1 - same - period]:
             same += 1
-        if same + period >= max(times * period, covered):
-            return Loop(period, same + period)
-    return Loop(0, 0)
+        if same + period >= max(TIMES * period, COVERED):
+            return period
+    return 0
 
 
 def words(text: str) -> list[str]:

@@ -7,8 +7,8 @@ which the caller must look for.
 """
 
 from kvinterp.metrics.attention import pattern_kl
-from kvinterp.metrics.base import KINDS, Kind, Metric
-from kvinterp.metrics.dependence import correlation, restricted_correlation, slope, terciles
+from kvinterp.metrics.base import KINDS, Kind
+from kvinterp.metrics.dependence import correlation, slope, terciles
 from kvinterp.metrics.divergence import (
     compare_logits,
     kl_divergence,
@@ -27,12 +27,10 @@ from kvinterp.metrics.inference import (
     welch,
 )
 from kvinterp.metrics.kv import units_in_last_place, vector_errors
-from kvinterp.metrics.recovery import recovery, recovery_percent, why_undefined
+from kvinterp.metrics.recovery import recovery, why_undefined
 from kvinterp.metrics.registry import OF_KIND, REGISTRY, measured
 from kvinterp.metrics.statistics import (
     FEWEST,
-    FEWEST_RESAMPLED,
-    Column,
     Interval,
     Typical,
     clustered_interval,
@@ -40,12 +38,3 @@ from kvinterp.metrics.statistics import (
     typical,
 )
 from kvinterp.metrics.survival import survival_by_step
-
-# Single metrics as functions, for users with tensors of their own.
-js_divergence = REGISTRY["js"].function
-max_abs_difference, rms_difference = REGISTRY["max_abs_logit"].function, REGISTRY["rms_logit"].function
-top1_agreement, top_probability_difference = (
-    REGISTRY["top1_agree"].function,
-    REGISTRY["top_probability_difference"].function,
-)
-cosine_distance, relative_error = REGISTRY["cosine_distance"].function, REGISTRY["relative_error"].function

@@ -23,12 +23,10 @@ class Fills(NamedTuple):
     Attributes:
         table: The table of a comparison, see :class:`kvinterp.comparison.Comparison`.
         dimensions: The columns that identify a row, besides the step.
-        summed: The tables with the same numbers summed over the last dimension or over the steps.
     """
 
     table: str
     dimensions: tuple[str, ...]
-    summed: tuple[str, ...] = ()
 
 
 KINDS: dict[Kind, Fills] = {
@@ -36,7 +34,7 @@ KINDS: dict[Kind, Fills] = {
     "residual": Fills("layers", ("site", "layer", "example")),
     "pattern": Fills("heads", ("layer", "example", "head")),
     "routing": Fills("routing", ("layer", "example")),
-    "kv": Fills("kv", ("tensor", "layer", "example", "kv_head", "position"), ("kv_steps", "kv_positions")),
+    "kv": Fills("kv", ("tensor", "layer", "example", "kv_head", "position")),
 }
 """The kinds of tensors that are compared, each with the table of its numbers."""
 

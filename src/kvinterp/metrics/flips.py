@@ -28,6 +28,8 @@ NEAR = 0.2
 """The share of steps, those of the least margins, that gives the density of margins near 0 and the error there."""
 LIKE = 0.1
 """The share of other prompts' steps, those of the nearest margins, whose errors a step may get."""
+WORLDS = 400
+"""How many worlds are simulated."""
 _TRIES = 8
 """How many steps are drawn to find one of the world's half of the prompts. In 0.4% of cases none is; the first is taken then."""
 
@@ -47,7 +49,7 @@ def first_order(steps: pd.DataFrame) -> float:
     return float(np.mean(margin <= ends) / ends * moved / 2)
 
 
-def foretold(steps: pd.DataFrame, grid: str, seed: int = 0, worlds: int = 400) -> tuple[float, float, float]:
+def foretold(steps: pd.DataFrame, grid: str) -> tuple[float, float, float]:
     """Predicts how many of these steps flip from the errors of other prompts, with the interval of 95% of such counts.
 
     In each of many simulated worlds a prompt gets the errors of a random half of the other prompts: each of its steps those of
@@ -57,8 +59,6 @@ def foretold(steps: pd.DataFrame, grid: str, seed: int = 0, worlds: int = 400) -
     Args:
         steps: As for :func:`first_order`, with example, and first_token and second_token, whose order decides a tie.
         grid: The dtype that logits are rounded to, such as ``"bfloat16"``, or :data:`EXACT`.
-        seed: Seeds the worlds.
-        worlds: How many.
 
     Returns:
         The mean count and the ends of the interval; NaN for fewer than five prompts.
@@ -73,7 +73,7 @@ def foretold(steps: pd.DataFrame, grid: str, seed: int = 0, worlds: int = 400) -
     names = np.unique(examples)
     if len(names) < LEAST:
         return float("nan"), float("nan"), float("nan")
-    random, counts = np.random.default_rng(seed), np.zeros(worlds)
+    random, counts = np.random.default_rng(0), np.zeros(WORLDS)
     errors, margin = (
         steps[["first_error", "second_error"]].to_numpy(float),
         (steps["first"] - steps["second"]).to_numpy(float),
@@ -84,9 +84,9 @@ def foretold(steps: pd.DataFrame, grid: str, seed: int = 0, worlds: int = 400) -
         width = min(len(elsewhere), max(LEAST, int(LIKE * len(elsewhere))))
         begin = np.searchsorted(margin[elsewhere], margin[inside]) - width // 2
         begin = begin.clip(0, len(elsewhere) - width)[:, None, None]
-        tried = elsewhere[begin + random.integers(width, size=(len(begin), worlds, _TRIES))]
-        half = random.permuted(np.tile(np.arange(len(names)) % 2 == 0, (worlds, 1)), axis=1)
-        met = half[np.arange(worlds)[:, None], np.searchsorted(names, examples[tried])].argmax(-1)
+        tried = elsewhere[begin + random.integers(width, size=(len(begin), WORLDS, _TRIES))]
+        half = random.permuted(np.tile(np.arange(len(names)) % 2 == 0, (WORLDS, 1)), axis=1)
+        met = half[np.arange(WORLDS)[:, None], np.searchsorted(names, examples[tried])].argmax(-1)
         errors_met = errors[np.take_along_axis(tried, met[..., None], -1)[..., 0]]
         group = steps[inside]
         before = torch.tensor(group[["first", "second"]].to_numpy(float))[:, None]

@@ -14,7 +14,7 @@ import numpy as np
 import scipy
 
 from kvinterp.errors import InputError
-from kvinterp.metrics.statistics import FEWEST, Column, check_confidence, columns
+from kvinterp.metrics.statistics import CONFIDENCE, FEWEST, Column, columns
 
 CORRECTIONS = ("bonferroni", "holm", "bh")
 """Corrections for several tests."""
@@ -31,7 +31,7 @@ class Test:
         statistic: The statistic of the test.
         p: The p-value, two-sided unless the test says otherwise.
         effect: The size of the effect.
-        low: The lower end of the effect's interval, at 95% unless another confidence was given.
+        low: The lower end of the effect's interval, at 95%.
         high: Its upper end.
         why: Why a number is NaN; else empty.
     """
@@ -102,46 +102,34 @@ def _corrected(p: np.ndarray, method: str) -> np.ndarray:
 # Pairs -----------------------------------------------------------------------------------------------------------------
 
 
-def mcnemar(a: Column, b: Column, clusters: Column | None = None, confidence: float = 0.95) -> Test:
-    """McNemar's exact test of whether both paths are right equally often.
+def mcnemar(a: Column, b: Column) -> Test:
+    """McNemar's exact test of whether both paths are right equally often; of clusters with several pairs ask :func:`sign_flips`.
 
     Args:
-        a: Whether path a was right, pair by pair.
+        a: Whether path a was right, pair by pair; pairs are independent.
         b: Whether path b was right.
-        clusters: The cluster of each pair; no two pairs may share one.
-        confidence: Of the interval.
 
     Returns:
         statistic: the pairs of the rarer disagreement. effect: the share right on ``a`` minus that on ``b``. Its interval is
-        Clopper and Pearson's for the disagreements, given their number, so that it excludes 0 exactly if p is below
-        1 - confidence. Without a disagreement its ends are the upper bound of the share of disagreements.
-
-    Raises:
-        InputError: Several pairs belong to one cluster: they are not independent, and the test takes them to be.
+        Clopper and Pearson's for the disagreements, given their number, so that it excludes 0 exactly if p is below 0.05.
+        Without a disagreement its ends are the upper bound of the share of disagreements.
     """
-    names, right_a, right_b = columns(clusters, ("a", "b"), a=a, b=b)
+    _, right_a, right_b = columns(None, ("a", "b"), a=a, b=b)
     n = len(right_a)
     head = ("exact McNemar", n, "difference of the shares that are right")
-    if len(np.unique(names)) < n:
-        raise InputError(
-            f"McNemar's test takes every pair as independent, and {n} pairs come from {len(np.unique(names))} clusters: give one "
-            "pair a cluster, or ask sign_flips."
-        )
     if not n:
         return Test(*head, why="there are no pairs")
     only_a, only_b = int((right_a & ~right_b).sum()), int((right_b & ~right_a).sum())
     differing = only_a + only_b
     if not differing:
-        high = share_of(np.zeros(n), confidence).high
+        high = share_of(np.zeros(n)).high
         return Test(*head, 0.0, 1.0, 0.0, -high, high)
     test = scipy.stats.binomtest(only_a, differing)
-    low, high = ((2 * end - 1) * differing / n for end in test.proportion_ci(confidence, "exact"))
+    low, high = ((2 * end - 1) * differing / n for end in test.proportion_ci(CONFIDENCE, "exact"))
     return Test(*head, min(only_a, only_b), test.pvalue, (only_a - only_b) / n, low, high)
 
 
-def sign_flips(
-    differences: Column, clusters: Column | None = None, seed: int = 0, resamples: int = 4999, confidence: float = 0.95
-) -> Test:
+def sign_flips(differences: Column, clusters: Column | None = None, seed: int = 0, resamples: int = 4999) -> Test:
     """The randomisation test that exchanges the two paths, cluster by cluster; valid for any number of rows a cluster.
 
     Args:
@@ -149,10 +137,9 @@ def sign_flips(
         clusters: The cluster of each row; its rows are exchanged together, and each cluster counts once.
         seed: Seeds the exchanges. If there are at most ``resamples`` exchanges, all are made.
         resamples: The number of random exchanges.
-        confidence: Of the interval, which is Student's for the clusters' means.
 
     Returns:
-        statistic and effect: the mean of the clusters' mean differences.
+        statistic and effect: the mean of the clusters' mean differences; its interval is that of :func:`mean_of`.
     """
     names, values = columns(clusters, differences=differences)
     means = by_cluster(names, values)
@@ -169,18 +156,12 @@ def sign_flips(
         n_resamples=resamples,
         random_state=np.random.default_rng(seed),  # Called rng from scipy 1.15 on, which takes both.
     )
-    ends = mean_of(means, confidence=confidence)
+    ends = mean_of(means)
     return Test(*head, effect, test.pvalue, effect, ends.low, ends.high)
 
 
-def mean_of(
-    values: Column,
-    clusters: Column | None = None,
-    against: float = 0.0,
-    alternative: str = "two-sided",
-    confidence: float = 0.95,
-) -> Test:
-    """Tests a mean, each cluster counting once by its own mean, with the wider of Student's and Hall's intervals.
+def mean_of(values: Column, clusters: Column | None = None) -> Test:
+    """Tests whether a mean is 0, each cluster counting once by its own mean, with the wider of Student's and Hall's intervals.
 
     Student's interval of a skewed score is too short on one side. Hall's corrects it for the skewness of the sample, and is too
     short if the sample shows none. So each end is the wider of the two, and p the larger.
@@ -188,9 +169,6 @@ def mean_of(
     Args:
         values: One number a row.
         clusters: The cluster of each row.
-        against: The mean under the null hypothesis.
-        alternative: ``two-sided``, or ``greater`` or ``less`` than that.
-        confidence: Of the interval, which is two-sided whatever the alternative.
 
     Returns:
         statistic: Student's. effect: the mean of the clusters' means; both ends NaN for fewer than
@@ -207,16 +185,14 @@ def mean_of(
     if np.ptp(means) == 0:
         why = "all clusters have the same mean: there is no spread to test it against"
         return Test(*head, effect=means[0], why=why)
-    test: Any = scipy.stats.ttest_1samp(means, against, alternative=alternative)
+    test: Any = scipy.stats.ttest_1samp(means, 0.0)
     p, low, high = test.pvalue, np.nan, np.nan
     if n >= FEWEST:
         mean, deviation, skew = means.mean(), means.std(ddof=1), float(scipy.stats.skew(means, bias=False))
         student_t = scipy.stats.t(n - 1)
-        t = _unskewed((mean - against) / deviation, skew, n) * np.sqrt(n)
-        p = max(
-            p, {"two-sided": 2 * student_t.sf(abs(t)), "greater": student_t.sf(t), "less": student_t.cdf(t)}[alternative]
-        )
-        ends = student_t.ppf([(1 + confidence) / 2, (1 - confidence) / 2]) / np.sqrt(n)
+        t = _unskewed(mean / deviation, skew, n) * np.sqrt(n)
+        p = max(p, 2 * student_t.sf(abs(t)))
+        ends = student_t.ppf([(1 + CONFIDENCE) / 2, (1 - CONFIDENCE) / 2]) / np.sqrt(n)
         student, hall = (mean - deviation * quantiles for quantiles in (ends, _skewed(ends, skew, n)))
         low, high = min(student[0], hall[0]), max(student[1], hall[1])
     return Test(*head, test.statistic, p, means.mean(), low, high)
@@ -237,7 +213,7 @@ def _skewed(value: np.ndarray, skew: float, n: int) -> np.ndarray:
 # Two groups ------------------------------------------------------------------------------------------------------------
 
 
-def welch(x: Column, y: Column, confidence: float = 0.95) -> Test:
+def welch(x: Column, y: Column) -> Test:
     """Welch's test of two groups that are not paired, every observation independent.
 
     Returns:
@@ -250,14 +226,14 @@ def welch(x: Column, y: Column, confidence: float = 0.95) -> Test:
     if np.ptp(xs) == np.ptp(ys) == 0:
         return Test(*head, why="nothing varies within the groups")
     test: Any = scipy.stats.ttest_ind(xs, ys, equal_var=False)
-    ends = test.confidence_interval(confidence)
+    ends = test.confidence_interval(CONFIDENCE)
     return Test(*head, test.statistic, test.pvalue, xs.mean() - ys.mean(), ends.low, ends.high)
 
 
 # Shares ----------------------------------------------------------------------------------------------------------------
 
 
-def share_of(events: Column, confidence: float = 0.95) -> Test:
+def share_of(events: Column) -> Test:
     """The share of events, with Clopper and Pearson's interval, for independent observations.
 
     kvinterp uses this interval for every share: for 0 of 4 it reaches to 60.2%, for 0 of n to about 3.7/n.
@@ -271,11 +247,11 @@ def share_of(events: Column, confidence: float = 0.95) -> Test:
     if not n:
         return Test(*head, why="there are no observations")
     count = int(happened.sum())
-    ends = scipy.stats.binomtest(count, n).proportion_ci(confidence, "exact")
+    ends = scipy.stats.binomtest(count, n).proportion_ci(CONFIDENCE, "exact")
     return Test(*head, count, np.nan, count / n, *ends)
 
 
-def rate_of(events: Column, clusters: Column, trials: Column | None = None, confidence: float = 0.95) -> Test:
+def rate_of(events: Column, clusters: Column, trials: Column | None = None) -> Test:
     """The rate of events with Korn and Graubard's interval, for rows that are correlated in clusters, as steps of a prompt are.
 
     It is Clopper and Pearson's interval for the effective number of independent trials. (With events in one cluster only, the
@@ -285,10 +261,9 @@ def rate_of(events: Column, clusters: Column, trials: Column | None = None, conf
         events: The number of events, row by row.
         clusters: The cluster of each row.
         trials: The number of trials, row by row; by default one a row.
-        confidence: Of the interval.
 
     Raises:
-        InputError: A row has no cluster, or more events than trials, or the confidence is not between 0 and 1.
+        InputError: A row has no cluster, or more events than trials.
 
     Returns:
         effect: events by trial. statistic: the effective number of trials. n: clusters; both ends NaN for fewer than
@@ -296,7 +271,6 @@ def rate_of(events: Column, clusters: Column, trials: Column | None = None, conf
 
     Source: Korn and Graubard 1998, Survey Methodology 24(2).
     """
-    check_confidence(confidence)
     trial_counts = np.ones(len(np.asarray(events))) if trials is None else trials
     names, count, tries = columns(clusters, events=events, trials=trial_counts)
     if (names < 0).any() or (count < 0).any() or (count > tries).any():
@@ -312,7 +286,7 @@ def rate_of(events: Column, clusters: Column, trials: Column | None = None, conf
     share = happened.sum() / total
     if n < FEWEST:
         return Test(*head, effect=share, why=f"there are fewer than {FEWEST} clusters")
-    variance, tail = n / (n - 1) * ((happened - share * tried) ** 2).sum() / total**2, (1 - confidence) / 2
+    variance, tail = n / (n - 1) * ((happened - share * tried) ** 2).sum() / total**2, (1 - CONFIDENCE) / 2
     worth = n
     if variance > 0:
         worth = share * (1 - share) / variance * (scipy.stats.t.ppf(tail, total - 1) / scipy.stats.t.ppf(tail, n - 1)) ** 2

@@ -32,15 +32,10 @@ def recovery(d_before: Float[Tensor, "*batch"], d_after: Float[Tensor, "*batch"]
         A fraction: 1 if the patch removed everything, 0 if it changed nothing, negative if it made the paths differ more.
         NaN if there was nothing to remove (``d_before`` is 0); :func:`why_undefined` says why and what to do instead.
 
-    Source: arXiv 2604.15409, eq. (4), there in percent (:func:`recovery_percent`).
+    Source: arXiv 2604.15409, eq. (4), there in percent.
     """
     before = d_before.detach().double()
     return torch.where(before == 0, torch.nan, 1 - d_after.detach().double() / before)
-
-
-def recovery_percent(d_before: Float[Tensor, "*batch"], d_after: Float[Tensor, "*batch"]) -> Measure:
-    """The recovery in percent, as arXiv 2604.15409 reports it; see :func:`recovery`."""
-    return recovery(d_before, d_after) * 100
 
 
 def why_undefined(steps: int, l2: float, d_before: float) -> str:

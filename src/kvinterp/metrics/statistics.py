@@ -16,6 +16,8 @@ from kvinterp.errors import InputError, NonFiniteError
 
 Column: TypeAlias = Sequence[Any] | np.ndarray | pd.Series | pd.Index | Tensor
 """One number, flag or name for each observation."""
+CONFIDENCE = 0.95
+"""The share of intervals that should hold the true value."""
 FEWEST = 6
 """The fewest independent observations with an interval: five all lie on one side of their median in 6% of samples."""
 FEWEST_RESAMPLED = 12
@@ -113,15 +115,16 @@ def kl_statistics(kl: Column, same_top: Column, top_probability_difference: Colu
 
 
 def mean_error(frame: pd.DataFrame, keys: Sequence[str], value: str = "relative_error") -> pd.Series:
-    """The mean of an error over all vectors behind the rows of kv_steps or kv_positions.
+    """The mean of a column: over all vectors behind the rows of kv_steps or kv_positions, over the rows of another table.
 
     Args:
-        frame: One of the two tables, or some rows of one.
+        frame: A table of a comparison, or some rows of one.
         keys: What to group by.
-        value: ``"relative_error"`` or ``"ulp_mean"``.
+        value: The column, such as ``"relative_error"`` or ``"ulp_mean"``.
     """
-    summed = frame[value].mul(frame["vectors"]).groupby([frame[key] for key in keys]).sum()
-    return summed / frame.groupby(list(keys))["vectors"].sum()
+    weights = frame["vectors"] if "vectors" in frame else frame[value].notna()
+    groups = [frame[key] for key in keys]
+    return (frame[value] * weights).groupby(groups).sum() / weights.groupby(groups).sum()
 
 
 class Typical(NamedTuple):
@@ -148,7 +151,7 @@ class Typical(NamedTuple):
         return Interval(self.low, self.high)
 
 
-def typical(values: Any, clusters: Any = None, confidence: float = 0.95) -> Typical:
+def typical(values: Any, clusters: Any = None) -> Typical:
     """Returns the median of numbers with an interval that is valid for any distribution.
 
     KL, drift and relative errors spread over orders of magnitude, so one prompt may dominate a mean; recoveries are almost all
@@ -158,22 +161,17 @@ def typical(values: Any, clusters: Any = None, confidence: float = 0.95) -> Typi
     Args:
         values: The numbers; NaN is left out.
         clusters: The cluster of each number; each cluster counts once, by its mean. By default each number is its own.
-        confidence: Share of such intervals that should hold the true median.
 
     Returns:
-        The typical values; both ends NaN for fewer than :data:`FEWEST` at 95%.
-
-    Raises:
-        InputError: The confidence is not between 0 and 1.
+        The typical values; both ends of the median's interval NaN for fewer than :data:`FEWEST`.
     """
-    check_confidence(confidence)
     numbers = pd.Series(np.asarray(values, dtype=float))
     if clusters is not None:
         numbers = numbers.groupby(np.asarray(clusters)).mean()
     finite = numbers.dropna().to_numpy()
     if not len(finite):
         return Typical(np.nan, np.nan, np.nan, np.nan, 0, 0)
-    ends: Any = scipy.stats.quantile_test(finite).confidence_interval(confidence)
+    ends: Any = scipy.stats.quantile_test(finite).confidence_interval(CONFIDENCE)
     middle = float(np.median(finite))
     return Typical(float(finite.mean()), middle, float(ends.low), float(ends.high), int((finite == 0).sum()), len(finite))
 
@@ -182,7 +180,6 @@ def clustered_interval(
     statistic: Callable[..., float],
     clusters: np.ndarray,
     *columns: np.ndarray,
-    confidence: float = 0.95,
     seed: int = 0,
     resamples: int = 1000,
 ) -> Interval:
@@ -197,7 +194,6 @@ def clustered_interval(
         statistic: Returns a number of the columns of a resample, or NaN.
         clusters: The cluster of each observation.
         columns: The observations, one number each.
-        confidence: Share of such intervals that should hold the true value.
         seed: Seed of the resampling; the same seed gives the same interval.
         resamples: How often to resample.
 
@@ -206,9 +202,8 @@ def clustered_interval(
         :data:`FEWEST_RESAMPLED` clusters, or where it never is.
 
     Raises:
-        InputError: The confidence is not between 0 and 1, there are no resamples, or the lengths differ.
+        InputError: There are no resamples, or the lengths differ.
     """
-    check_confidence(confidence)
     if resamples < 1:
         raise InputError(f"{resamples} resamples cannot give an interval: give at least 1, better 1000.")
     if any(len(column) != len(clusters) for column in columns):
@@ -227,11 +222,5 @@ def clustered_interval(
     finite = values[np.isfinite(values)]
     if not len(finite):
         return Interval(np.nan, np.nan)
-    tail = scipy.stats.norm.cdf(scipy.stats.t.ppf((1 - confidence) / 2, n - 1) * np.sqrt(n / (n - 1)))
+    tail = scipy.stats.norm.cdf(scipy.stats.t.ppf((1 - CONFIDENCE) / 2, n - 1) * np.sqrt(n / (n - 1)))
     return Interval(*np.quantile(finite, (tail, 1 - tail)).tolist())
-
-
-def check_confidence(confidence: float) -> None:
-    """Raises InputError unless a confidence is between 0 and 1."""
-    if not 0 < confidence < 1:
-        raise InputError(f"confidence {confidence} is not between 0 and 1: give a share such as 0.95.")

@@ -11,7 +11,7 @@ import pandas as pd
 
 from kvinterp.common import words
 from kvinterp.comparison import PARTS, TABLES, Comparison, compare_each, recordable
-from kvinterp.comparison.findings import charts_of_comparisons, headline_of, rows_of_comparison
+from kvinterp.comparison.findings import charts_of_comparison, headline_of, rows_of_comparison
 from kvinterp.errors import KvinterpError
 from kvinterp.models.hook_names import sites_of
 from kvinterp.models.inputs import chosen_layers
@@ -115,7 +115,7 @@ class Compare(OfModel):
 
     def headline(self, comparison: Any) -> list[str]:
         """Whether the paths agree bit for bit, and whether a token flips."""
-        return headline_of([comparison])
+        return headline_of(comparison)
 
     def rows(self, comparison: Any) -> Rows:
         """How far the paths are apart, how often a token flips, and where inside; what could not be recorded, and why."""
@@ -125,7 +125,7 @@ class Compare(OfModel):
 
     def charts(self, comparison: Any) -> Charts:
         """KL by step, and where inside the paths differ."""
-        return charts_of_comparisons({comparison.provenance["protocol"]: comparison})
+        return charts_of_comparison(comparison)
 
     def page_parts(self, comparison: Any) -> list[Any]:
         """The texts of both paths."""

@@ -346,7 +346,7 @@ def behaviour_of(
         (written,) = write(adapter, path, [tokens], max_new_tokens, **options)
         return {
             "correct": score(prompt, written.text),
-            "loop": loop_at_end(written.tokens).period > 0,
+            "loop": loop_at_end(written.tokens) > 0,
             "outside": outside_share(written.text, known),
             "tokens": len(written.tokens),
             "text": written.text,
