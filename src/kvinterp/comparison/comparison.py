@@ -99,13 +99,11 @@ class Comparison(Result):
     kv_steps: pd.DataFrame
     kv_positions: pd.DataFrame
     kv: pd.DataFrame
+    routing: pd.DataFrame
     tokens: pd.DataFrame
     attention_rows: pd.DataFrame
     failures: pd.DataFrame
     provenance: dict[str, Any]
-    routing: pd.DataFrame = dataclasses.field(
-        default_factory=lambda: pd.DataFrame(columns=[*COLUMNS["routing"]]).astype({"after_flip": bool})
-    )
     origin: Origin | None = dataclasses.field(default=None, repr=False, compare=False)
     prompts: Sequence[Prompt] = dataclasses.field(default=(), repr=False, compare=False)
 
@@ -167,7 +165,7 @@ class Comparison(Result):
         failures = pd.DataFrame(summary["failures"], columns=["example", "id", "message"])
         failures = failures.astype({"example": "int64", "id": str, "message": str})
         return cls(
-            **{n: tables[n] for n in TABLES if n in tables},
+            **{name: tables[name] for name in TABLES},
             failures=failures,
             provenance=summary["provenance"],
             prompts=prompts,
@@ -233,8 +231,10 @@ class Comparison(Result):
         tables = {name: _concatenated(piece) for name, piece in pieces.items()}
         # This table has the same limit however many prompts there are.
         tables["attention_rows"] = within(tables["attention_rows"], tables["steps"])
-        differs = [{name: about[name]} for about in abouts for name in ("prompt_differs",) if name in about]
-        about = {**abouts[0], **_joined_caches(abouts), **_joined_witnesses(abouts), **(differs[0] if differs else {})}
+        differs = [about["prompt_differs"] for about in abouts if "prompt_differs" in about]
+        about = {**abouts[0], **_joined_caches(abouts), **_joined_witnesses(abouts)}
+        if differs:
+            about["prompt_differs"] = differs[0]
         if nulls := [about["null"] for about in abouts if "null" in about]:
             most = {name: max(null[name] for null in nulls) for name in ("max_abs_logit", "unit")}
             counts = {name: sum(null[name] for null in nulls) for name in ("positions", "prompts")}

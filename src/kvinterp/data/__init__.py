@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from kvinterp.data.degeneracy import loop_at_end, outside_share, task_words
-from kvinterp.data.example import Example, Prompt, Split, split_of
+from kvinterp.data.example import Example, Prompt, split_of
 from kvinterp.data.gsm8k import extracted
 from kvinterp.data.prompts import load_prompts
-from kvinterp.data.sources import SOURCES, names_source, source_named
-from kvinterp.data.tasks import JUDGES, TASKS, Task, score, stream
+from kvinterp.data.sources import names_source
+from kvinterp.data.tasks import JUDGES, TASKS, score, stream

@@ -14,7 +14,8 @@ from itertools import islice
 from random import Random
 from typing import Any, Literal, get_args
 
-from kvinterp.errors import InputError, unexpected, unknown
+from kvinterp.common.checks import check_known
+from kvinterp.errors import InputError, unexpected
 
 Split = Literal["train", "heldout"]
 
@@ -102,8 +103,7 @@ def draws(draw: Callable[[Random], Example], seed: int, split: str) -> Iterator[
     Raises:
         InputError: There is no such split.
     """
-    if split not in get_args(Split):
-        raise unknown("split", split, get_args(Split))
+    check_known("split", split, get_args(Split))
     rng = Random(seed)
     while True:
         example = draw(rng)

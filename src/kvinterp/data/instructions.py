@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping
 from random import Random
 from typing import Any
 
+from kvinterp.common.checks import check_known
 from kvinterp.data.example import Example, Prompt
 from kvinterp.data.words import ADJECTIVES, CATEGORIES, PEOPLE, PLACES, THINGS
-from kvinterp.errors import unknown
 
 MOST = {"train": 110_917, "heldout": 12_283}
 """How many different instructions each split has; a test generates them all."""
@@ -26,8 +26,7 @@ def score(prompt: Prompt, completion: str) -> bool:
         InputError: If ``prompt.meta["kind"]`` is not a kind of instruction.
     """
     kind = prompt.meta.get("kind", "")
-    if kind not in _CHECKS:
-        raise unknown("kind of instruction", kind, _CHECKS)
+    check_known("kind of instruction", kind, _CHECKS)
     return _CHECKS[kind](prompt.meta, completion.strip())
 
 

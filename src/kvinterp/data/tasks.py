@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from random import Random
 
+from kvinterp.common.checks import check_known
 from kvinterp.data import arithmetic, gsm8k, instructions, restate
 from kvinterp.data.example import Example, Prompt, Split, distinct, draws
 from kvinterp.data.few_shot import cut_at
-from kvinterp.errors import unknown
 
 
 @dataclass(frozen=True)
@@ -61,8 +61,7 @@ def score(prompt: Prompt, completion: str) -> bool:
     Raises:
         InputError: The prompt has no task, or an unknown one.
     """
-    if prompt.task not in JUDGES:
-        raise unknown("task", prompt.task, JUDGES)
+    check_known("task", prompt.task, JUDGES)
     return JUDGES[prompt.task](prompt, cut_at(completion, prompt.meta.get("until", ())))
 
 
@@ -72,6 +71,5 @@ def stream(name: str, seed: int, split: Split = "train") -> Iterator[Example]:
     Raises:
         InputError: If there is no task of that name; the message gives the near names.
     """
-    if name not in TASKS:
-        raise unknown("task", name, TASKS)
+    check_known("task", name, TASKS)
     return draws(TASKS[name].draw, seed, split)

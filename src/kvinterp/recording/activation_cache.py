@@ -2,46 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from kvinterp.errors import InputError, UnsupportedError
 from kvinterp.models.attaching import Site
 from kvinterp.models.hook_names import HOOKS, hook_name, hook_of
 from kvinterp.models.sites import LAYOUTS
-
-
-def activation_cache(
-    records: Mapping[Site, Sequence[Tensor]], steps: Sequence[int], step: int, path: str, model: Any = None
-) -> Any:
-    """Makes an ``ActivationCache`` of one step of a trace.
-
-    Args:
-        records: The trace's records.
-        steps: The recorded steps.
-        step: The step.
-        path: The path's text form. If it is a cached path with all positions, the rows of earlier steps come first.
-        model: The model that some methods of the cache need, or None.
-
-    Raises:
-        InputError: The step was not recorded, or no recorded site has a hook.
-    """
-    if isinstance(step, bool) or step not in steps:
-        raise InputError(f"step={step!r} was not recorded: expected one of {', '.join(map(str, steps)) or 'none'}.")
-    at = list(steps).index(step)
-    every_step = path.startswith("cached") and list(steps[: at + 1]) == list(range(step + 1))
-    tensors: dict[Site, Tensor] = {}
-    for (site, layer), record in records.items():
-        if site not in HOOKS:
-            continue
-        layout, tensor = LAYOUTS[site], record[at]
-        if tensor.dim() == layout.dimensions - 1 and layout.gathers and every_step:
-            tensor = torch.cat(list(record[: at + 1]), 0)
-        tensors[site, layer] = tensor[None]
-    return cache_of(tensors, model)
 
 
 def cache_of(records: Mapping[Site, Tensor], model: Any = None) -> Any:

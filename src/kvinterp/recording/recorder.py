@@ -17,6 +17,7 @@ from kvinterp.models.caches import Place
 from kvinterp.models.hook_names import Names, place_of, places_of, sites_of
 from kvinterp.models.inputs import chosen_heads, chosen_layers, chosen_steps
 from kvinterp.models.sites import ATTENDED_SITES, CACHE_SITES, LAYOUTS, ROWS
+from kvinterp.recording.activation_cache import cache_of
 from kvinterp.recording.hook import SiteHook
 from kvinterp.recording.trace import stacked
 
@@ -239,8 +240,6 @@ class Recorder(SiteHook):
         Raises:
             InputError: No such forward was recorded, or no recorded site has a hook.
         """
-        from kvinterp.recording.activation_cache import cache_of
-
         count = min(map(len, self.kept.values()), default=0)
         if not -count <= forward < count:
             raise InputError(

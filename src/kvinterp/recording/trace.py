@@ -23,7 +23,9 @@ from kvinterp.common.numbers import counted, models_of
 from kvinterp.common.store import write_whole
 from kvinterp.errors import InputError, shown
 from kvinterp.models.attaching import Site
-from kvinterp.models.hook_names import place_of
+from kvinterp.models.hook_names import HOOKS, place_of
+from kvinterp.models.sites import LAYOUTS
+from kvinterp.recording.activation_cache import cache_of
 from kvinterp.recording.engine_path import LARGEST, MISSING, EnginePath, positive, token_ids, value_in
 
 _ABOUT, _TENSORS = "trace.json", "trace.safetensors"
@@ -177,10 +179,22 @@ class Trace:
         Raises:
             InputError: The step was not recorded, or no recorded site has a hook.
         """
-        from kvinterp.recording.activation_cache import activation_cache
-
-        last = self.steps[-1] if self.steps else 0
-        return activation_cache(self.records, self.steps, last if step is None else step, self.path, model)
+        if step is None:
+            step = self.steps[-1] if self.steps else 0
+        if isinstance(step, bool) or step not in self.steps:
+            raise InputError(
+                f"step={step!r} was not recorded: expected one of {', '.join(map(str, self.steps)) or 'none'}."
+            )
+        until = self.steps.index(step) + 1
+        every_step = self.path.startswith("cached") and self.steps[:until] == tuple(range(until))
+        tensors = {}
+        for place, record in self.records.items():
+            if place[0] in HOOKS:
+                layout, tensor = LAYOUTS[place[0]], record[until - 1]
+                if every_step and layout.gathers and tensor.dim() == layout.dimensions - 1:
+                    tensor = torch.cat(record[:until])
+                tensors[place] = tensor[None]
+        return cache_of(tensors, model)
 
     @property
     def kept_bytes(self) -> int:

@@ -48,15 +48,15 @@ def read_kl_base(content: bytes, name: str, bos: int | None = None) -> list[Engi
     scales = np.ascontiguousarray(every[..., :4]).view("<f4")
     paths, ids_of_row = [], np.arange(vocabulary)
     for chunk in range(chunks):
-        whole = scales[chunk, :, :1].astype(float) * every[chunk, :, 4 : 4 + vocabulary] + scales[chunk, :, 1:]
+        levels = every[chunk, :, 4 : 4 + vocabulary]
+        whole = scales[chunk, :, :1].astype(float) * levels + scales[chunk, :, 1:]
         first = context // 2 + 1
         logprobs = np.full(context, np.nan)
         logprobs[first:] = whole[np.arange(rows), ids[chunk, first:]]
-        levels = every[chunk, :, 4 : 4 + vocabulary]
         # A value at the clamp is only known to be at most that.
         clamped = (levels[np.arange(rows), ids[chunk, first:]] == 0) & (scales[chunk, :, 0] > 0)
         logprobs[first:][clamped] = np.nan
-        missing = Counter({"clamped": int(clamped.sum())}) if clamped.any() else Counter()
+        missing = +Counter({"clamped": int(clamped.sum())})
         top = {first + row: (ids_of_row, whole[row]) for row in range(rows)}
         tokens = tuple(map(int, ids[chunk]))
         where = f"file {name!r}, chunk {chunk + 1}"

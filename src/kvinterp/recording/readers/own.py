@@ -30,24 +30,24 @@ class Own(Reader):
         missing: Counter[str] = Counter()
         declared = part(record, "declared", dict, where, {})
         zero = "missing" if declared.get("zero") == "missing" else "certain"
-        rows = [log_probs(part(record, "logprobs", list, where), where, missing, zero)]
-        if len(rows[0]) != len(tokens):
+
+        def given(name: str) -> np.ndarray:
+            return log_probs(part(record, name, list, where), where, missing, zero)
+
+        unknown, trainer, logprobs = np.full(len(prompt), np.nan), None, given("logprobs")
+        if len(logprobs) != len(tokens):
             raise InputError(
-                f"{where} has {len(rows[0])} logprobs for {len(tokens)} tokens: expected one for each, null where none is known; "
-                "those of the prompt go to prompt_logprobs."
+                f"{where} has {len(logprobs)} logprobs for {len(tokens)} tokens: expected one for each, null where none is "
+                "known; those of the prompt go to prompt_logprobs."
             )
-        if record.get("prompt_logprobs") is None:
-            rows.insert(0, np.full(len(prompt), np.nan))
-        else:
-            rows.insert(0, log_probs(part(record, "prompt_logprobs", list, where), where, missing, zero))
-        trainer = None
+        before = unknown if record.get("prompt_logprobs") is None else given("prompt_logprobs")
         if record.get("trainer_logprobs") is not None:
-            second = log_probs(part(record, "trainer_logprobs", list, where), where, missing, zero)
-            trainer = np.concatenate([np.full(len(prompt), np.nan), second])
-        if len(part(record, "top", list, where, [])) > len(prompt) + len(tokens):
+            trainer = np.concatenate([unknown, given("trainer_logprobs")])
+        tops = part(record, "top", list, where, [])
+        if len(tops) > len(prompt) + len(tokens):
             raise InputError(f"{where}: 'top' holds more lists than there are tokens: expected one for each; mend it.")
         top = {}
-        for at, pairs in enumerate(part(record, "top", list, where, [])):
+        for at, pairs in enumerate(tops):
             if pairs is None:
                 continue
             if not isinstance(pairs, list) or any(not isinstance(p, list) or len(p) != 2 for p in pairs):
@@ -55,4 +55,4 @@ class Own(Reader):
             token_ids([p[0] for p in pairs], f"{where}: 'top'")
             top[at] = pairs_of([(p[0], p[1]) for p in pairs], where, missing)
         name = str(record.get("id", where)).encode(errors="backslashreplace").decode()
-        yield EnginePath(name, prompt, tokens, np.concatenate(rows), top, missing, trainer, declared)
+        yield EnginePath(name, prompt, tokens, np.concatenate([before, logprobs]), top, missing, trainer, declared)

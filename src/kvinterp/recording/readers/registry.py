@@ -11,9 +11,9 @@ import numpy as np
 
 import kvinterp.recording.readers as folder
 from kvinterp.common import spec
-from kvinterp.common.checks import check_instance
+from kvinterp.common.checks import check_instance, check_known
 from kvinterp.common.files import bytes_of, is_file
-from kvinterp.errors import InputError, shown, unknown
+from kvinterp.errors import InputError, shown
 from kvinterp.recording.engine_path import EnginePath, value_in
 from kvinterp.recording.readers.base import Reader, Token
 from kvinterp.recording.readers.kl_base import MAGIC, read_kl_base
@@ -48,8 +48,8 @@ def read_engine(
         content = bytes_of(location, MOST)
     except OSError as error:
         raise InputError(f"file {str(location)!r} cannot be read ({error.strerror or error}): check it.") from error
-    if format is not None and format not in (*READERS, BINARY):
-        raise unknown("format", format, [*READERS, BINARY])
+    if format is not None:
+        check_known("format", format, [*READERS, BINARY])
     if content[: len(MAGIC)] == MAGIC or format == BINARY:
         return read_kl_base(content, location.name, bos)
     records = _records(content, location.name)

@@ -146,8 +146,7 @@ class Compare(OfModel):
 
     def result_of(self, tables: Tables, summary: Mapping[str, Any]) -> Result:
         """The comparison of its tables, once they are what a comparison has."""
-        # A result of before there were routers has no table of them.
-        if missing := [name for name in TABLES if name not in tables and name != "routing"]:
+        if missing := [name for name in TABLES if name not in tables]:
             raise ValueError(f"{missing[0]}.parquet is not among its tables")
         about = summary["provenance"]
         if not isinstance(about, Mapping) or not {"paths", "protocol", "strategy"} <= about.keys():
