@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from kvinterp.common import words
-from kvinterp.comparison import PROTOCOLS
+from kvinterp.common.vocabulary import PROTOCOLS
 from kvinterp.models import KINDS, SITES, dtype_named
 from kvinterp.models.adapter import DTYPES
 from kvinterp.models.answers import LOGIT_DIFFERENCE

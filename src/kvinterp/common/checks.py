@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Callable, Iterable
 from typing import Any, get_args
@@ -53,7 +52,7 @@ def check_number(name: str, value: object, hint: str = "") -> float:
         InputError: It is something else.
     """
     number = value if isinstance(value, float) else whole_number(value)
-    if number is None or not -1e300 < number < 1e300 or math.isnan(number):
+    if number is None or not -1e300 < number < 1e300:
         raise unexpected(name, value, f"a finite number{hint}")
     return float(number)
 

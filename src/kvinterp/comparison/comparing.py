@@ -17,7 +17,7 @@ from kvinterp.common.checks import check_choice, check_seed
 from kvinterp.common.progress import counting
 from kvinterp.comparison.comparison import Comparison, Origin
 from kvinterp.comparison.recordable import COMPARED, recordable
-from kvinterp.comparison.rows import Choices, comparison_of_example
+from kvinterp.comparison.rows import choices_by_row, comparison_of_example, token_probability
 from kvinterp.comparison.tables import Differences
 from kvinterp.data import Prompt
 from kvinterp.errors import InputError, NonFiniteError, UnsupportedError, located, shown
@@ -258,7 +258,7 @@ class _Pair:
         newest = [_NewestRows(target, self.places) for target in self.targets]
         heads = range(facts.query_heads), range(facts.kv_heads)
         differences = Differences(self.layers, *heads, self.cache_errors, same_text=matched)
-        collected, choices, unequal = Collected(), Choices(), list[int]()
+        collected, probabilities, unequal = Collected(), list[Tensor](), list[int]()
         flipped = torch.zeros(len(prompts), dtype=torch.bool, device=prompt.device)
         runners = [
             lane(self.adapter, path, prompt, length, [hook])
@@ -267,7 +267,7 @@ class _Pair:
         with runners[0], runners[1]:
             for step in lockstep(runners, length, choose, follows=[0, 0 if matched else 1], given=forced, ends=ends):
                 collected.add(step)
-                choices.add(step.logits, step.chosen)
+                probabilities += map(token_probability, step.logits, step.chosen)
                 if step.number == 0 and self.asks_prompt:
                     unequal = (step.logits[0] != step.logits[1]).any(-1).nonzero().flatten().tolist()
                 logits_a, logits_b = map(collected.tokens_only, step.logits)
@@ -286,7 +286,7 @@ class _Pair:
             # Measured once: rounding does to every prompt what it does to one.
             row, self.asks_prompt = unequal[0], False
             self.prompt_differs = prompt_difference(self.targets[0], prompt[row : row + 1])
-        columns, frames = choices.columns_by_row(choose.distances), differences.frames(examples)
+        columns, frames = choices_by_row(probabilities, choose.distances), differences.frames(examples)
         about = self._provenance_of(runners)
         tokens, fed, sound = collected.lists()
         stops = [] if ends is None else ends.tolist()
@@ -335,20 +335,14 @@ class _NewestRows(SiteHook):
         super().__init__(adapter, places, "newest", rows="known")
         self.architecture, self.tensors = adapter.facts.architecture, dict[Site, Tensor]()
 
-    @property
-    def reads(self) -> bool:
-        """Whether a site of the cache is compared. The positions of its rows come with it where a policy lets go of rows."""
-        return bool(self._reads)
-
     def begin_step(self, step: int) -> None:
         """Forgets the tensors of the step before."""
         self.tensors.clear()
 
-    def on_read(self, place: Place, keys: Tensor, values: Tensor) -> None:
-        """Keeps what attention is about to read, and the positions of its rows where a policy may have let go of some."""
+    def rows_left(self, place: Place) -> None:
+        """Keeps the positions of the rows."""
         if place.rows is not None:
             self.tensors[ROWS, place.layer] = place.rows.to(self._device)
-        super().on_read(place, keys, values)
 
     def see(self, site: str, layer: int, start: int, tensor: Tensor) -> None:
         """Keeps the newest row, or all rows of a cache site.

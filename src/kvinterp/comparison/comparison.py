@@ -11,7 +11,7 @@ import pandas as pd
 from torch import nn
 
 from kvinterp import metrics
-from kvinterp.common.numbers import counted, models_of
+from kvinterp.common.numbers import against, counted, models_of
 from kvinterp.common.result import Result, signed
 from kvinterp.comparison.attention_rows import within
 from kvinterp.comparison.findings import where
@@ -194,10 +194,8 @@ class Comparison(Result):
 
     def __repr__(self) -> str:
         """Names the model, the paths and the size in one line."""
-        about = self.provenance
-        paths = f"{about['paths']['a']} against {about['paths']['b']}"
         size = f"{counted(len(self.steps), 'step')} of {counted(len(self.examples), 'prompt')}"
-        return f"<Comparison of {models_of([about])}: {paths}, {size}>"
+        return f"<Comparison of {models_of([self.provenance])}: {against(self.provenance)}, {size}>"
 
     @classmethod
     def joined(cls, parts: Iterable[Comparison]) -> Comparison:
@@ -262,8 +260,7 @@ def _joined_origin(origins: Sequence[Origin | None]) -> Origin | None:
 def _joined_caches(abouts: Sequence[dict[str, Any]]) -> dict[str, dict[str, str]]:
     """The caches that each side used: some shapes may have a preallocated one and others not."""
     caches = [about["caches"] for about in abouts if "caches" in about]
-    joined = {side: "; ".join(sorted({cache[side] for cache in caches})) for side in caches[0]} if caches else {}
-    return {"caches": joined} if joined else {}
+    return {"caches": {side: "; ".join(sorted({cache[side] for cache in caches})) for side in "ab"}} if caches else {}
 
 
 def _joined_witnesses(abouts: Sequence[dict[str, Any]]) -> dict[str, dict[str, dict[str, list[int]]]]:

@@ -65,12 +65,12 @@ def _first_tensor_rows(comparison: Comparison) -> Iterator[Finding]:
     """Names the first tensor of two traces, in the order of the computation, that differs."""
     first = comparison.provenance.get("first")
     if first:
-        same = f"{', '.join(first['same'])} of this layer" if first["same"] else ""
-        note = f"{same or 'everything recorded before it'} {'and what was recorded before ' if same else ''}"
-        note += f"{'are' if same else 'is'} the same bits"
+        before = "everything recorded before it is"
+        if first["same"]:
+            before = f"{', '.join(first['same'])} of this layer and what was recorded before are"
         name = first["site"].upper() if first["site"] in ("q", "k", "v") else first["site"]
         yield finding("first recorded tensor that differs, relative L2", first["error"], n=1, unit="prompts",
-                      layer=first["layer"], tensor=name, note=note)  # fmt: skip
+                      layer=first["layer"], tensor=name, note=f"{before} the same bits")  # fmt: skip
 
 
 def _layer_rows(comparison: Comparison) -> Iterator[Finding]:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kvinterp import metrics
 from kvinterp.common.checks import check_whole
-from kvinterp.common.numbers import models_of
+from kvinterp.common.numbers import against, models_of
 from kvinterp.common.result import Result, signed
 from kvinterp.models import Adapter, wrap
 from kvinterp.models.inputs import encode_all
@@ -24,6 +24,11 @@ from kvinterp.models.provenance import provenance
 from kvinterp.models.unembedding import Unembedding
 from kvinterp.paths import ExecutionPath, path_named, run
 from kvinterp.recording import Trace
+
+COLUMNS = (
+    *("example", "step", "layer", "kl", "max_abs_logit"),
+    *("top_a", "top_b", "text_a", "text_b", "same_top", "kl_to_last"),
+)
 
 
 @dataclasses.dataclass(repr=False)
@@ -44,8 +49,8 @@ class LogitLens(Result):
 
     def __repr__(self) -> str:
         """Names the model, the paths and the number of steps in one line."""
-        paths, steps = self.provenance["paths"], len(self.table[["example", "step"]].drop_duplicates())
-        return f"<LogitLens of {models_of([self.provenance])}: {paths['a']} against {paths['b']}, {steps} steps>"
+        steps = len(self.table[["example", "step"]].drop_duplicates())
+        return f"<LogitLens of {models_of([self.provenance])}: {against(self.provenance)}, {steps} steps>"
 
     def written(self) -> tuple[dict[str, pd.DataFrame], dict[str, Any]]:
         """Returns the table with its provenance, and the summary."""
@@ -104,11 +109,9 @@ def logit_lens(
         for step in range(len(lead.tokens)):
             logits = [_logits_by_layer(through, trace, places, step) for trace in (lead, follower)]
             tables.append(_table(adapter, *logits).assign(example=example, step=step))
-    table = pd.concat(tables, ignore_index=True)
-    front = ["example", "step"]
     sides = dict(zip("ab", map(str, paths), strict=True))
     about = provenance(adapter, paths=sides, max_new_tokens=max_new_tokens)
-    return LogitLens(table[[*front, *table.columns.drop(front)]], about)
+    return LogitLens(pd.concat(tables, ignore_index=True)[[*COLUMNS]], about)
 
 
 def _logits_by_layer(through: Unembedding, trace: Trace, places: Sequence[tuple[str, int]], step: int) -> Tensor:
@@ -132,5 +135,4 @@ def _table(adapter: Adapter, a: Tensor, b: Tensor) -> pd.DataFrame:
     table = pd.DataFrame(torch.stack([*numbers.values()], 1).cpu().numpy(), columns=[*numbers])
     table = table.astype({"top_a": int, "top_b": int}).assign(layer=range(-1, len(a) - 1))
     texts = {f"text_{side}": adapter.pieces(table[f"top_{side}"].tolist()) for side in "ab"}
-    table = table.assign(**texts, same_top=table["top_a"] == table["top_b"])
-    return table[["layer", "kl", "max_abs_logit", "top_a", "top_b", "text_a", "text_b", "same_top", "kl_to_last"]]
+    return table.assign(**texts, same_top=table["top_a"] == table["top_b"])

@@ -24,31 +24,23 @@ def token_probability(logits: Tensor, tokens: Tensor) -> Tensor:
     return torch.softmax(logits.double(), -1).gather(-1, tokens[:, None])[:, 0]
 
 
-class Choices:
-    """Gathers how probable each path's chosen tokens were, step by step, and brings them to the host once."""
+def choices_by_row(chosen: Sequence[Tensor], distances: Sequence[Tensor]) -> list[dict[str, np.ndarray]]:
+    """Returns, for each row of the batch, the columns about its choices that go into its table of steps.
 
-    def __init__(self) -> None:
-        self._probabilities: list[Tensor] = []
-
-    def add(self, logits: Sequence[Tensor], tokens: Sequence[Tensor]) -> None:
-        """Adds a step: of each path the logits and the tokens it chose."""
-        self._probabilities.append(torch.stack([*map(token_probability, logits, tokens)]))
-
-    def columns_by_row(self, distances: Sequence[Tensor]) -> list[dict[str, np.ndarray]]:
-        """Returns, for each row of the batch, the columns that go into its table of steps.
-
-        Args:
-            distances: How far each choice was from another one, path by path and step by step; infinite for never.
-        """
-        probabilities = torch.stack(self._probabilities, -1).cpu().numpy()
-        boundaries = torch.stack([torch.stack([*distances[path::2]], -1) for path in (0, 1)]).cpu().numpy()
-        # No other token could be drawn: there is no distance.
-        boundaries = np.where(np.isinf(boundaries), np.nan, boundaries)
-        return [
-            {f"{name}_{side}": values[path, row] for name, values in (("probability", probabilities), ("boundary", boundaries))
-             for path, side in enumerate("ab")}
-            for row in range(probabilities.shape[1])
-        ]  # fmt: skip
+    Args:
+        chosen: Path by path and step by step, how probable the chosen tokens were.
+        distances: Likewise how far each choice was from another one; infinite for never.
+    """
+    probabilities, boundaries = (
+        torch.stack([torch.stack(values[path::2], -1) for path in (0, 1)]).cpu().numpy() for values in (chosen, distances)
+    )
+    # No other token could be drawn: there is no distance.
+    boundaries = np.where(np.isinf(boundaries), np.nan, boundaries)
+    return [
+        {f"{name}_{side}": values[path, row] for name, values in (("probability", probabilities), ("boundary", boundaries))
+         for path, side in enumerate("ab")}
+        for row in range(probabilities.shape[1])
+    ]  # fmt: skip
 
 
 def comparison_of_example(
@@ -73,7 +65,7 @@ def comparison_of_example(
         tokens: The tokens each path chose, as far as both are compared.
         texts: The texts of these tokens.
         about: The comparison's provenance.
-        choices: The columns that :class:`Choices` gives for this row; None if they are unknown.
+        choices: The columns that :func:`choices_by_row` gives for this row; None if they are unknown.
         pieces: Returns the text of each token alone; by default its number.
         failure: Why the example could not be compared. If it is not empty, the comparison holds nothing else.
     """
@@ -119,7 +111,7 @@ def comparison_of_example(
 def _steps(
     steps: pd.DataFrame, a: np.ndarray, b: np.ndarray, choices: Mapping[str, np.ndarray], about: Mapping[str, Any]
 ) -> pd.DataFrame:
-    """Adds to the table of steps both paths' tokens, flips, and the columns of :class:`Choices` (NaN if unknown)."""
+    """Adds to the table of steps both paths' tokens, flips, and the columns of :func:`choices_by_row` (NaN if unknown)."""
     steps = steps.sort_values("step", ignore_index=True)
     flipped, unknown = a != b, np.full(len(a), np.nan)
     first = int(flipped.argmax()) if flipped.any() else len(a)

@@ -180,8 +180,7 @@ class Differences:
         self._wait("logits", [_Piece(step, {"example": examples}, (logits[0].clone(), logits[1].clone()))])
         if self.rows.full:
             self._measure("logits")
-        sites = [site for site in _CACHED if site in layers_of]
-        self._wait("kv", [*self._cached(step, examples, end, {site: layers_of[site] for site in sites}, tensors, marks)])
+        self._wait("kv", [*self._cached(step, examples, end, layers_of, tensors, marks)])
 
     def _cached(
         self,
@@ -196,8 +195,8 @@ class Differences:
         # differ in the number and the width of their heads too (Gemma 4).
         lined_up = {
             (site, x): [_by_position(path[site, x], path.get((ROWS, x)), end) for path in tensors]
-            for site, layers in layers_of.items()
-            for x in layers
+            for site in _CACHED
+            for x in layers_of.get(site, ())
         }
         groups: dict[str, dict[tuple[int, int, int], list[int]]] = {}
         for (site, layer), ((a, _), (b, _)) in lined_up.items():

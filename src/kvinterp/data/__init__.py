@@ -1,7 +1,5 @@
 """Generated problems with known answers, and the loader of prompts."""
 
-from __future__ import annotations
-
 from kvinterp.data.degeneracy import loop_at_end, outside_share, task_words
 from kvinterp.data.example import Example, Prompt, split_of
 from kvinterp.data.gsm8k import extracted

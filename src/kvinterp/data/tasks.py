@@ -17,13 +17,11 @@ class Task:
     """One task: a maker of examples and a judge of completions.
 
     Attributes:
-        name: The value of ``Prompt.task``.
         draw: Makes one example, of either split, from a random state.
         score: Tells whether a completion is right.
         most: How many different examples a split has, if known.
     """
 
-    name: str
     draw: Callable[[Random], Example]
     score: Callable[[Prompt, str], bool]
     most: Mapping[str, int] = field(default_factory=dict)
@@ -40,16 +38,14 @@ class Task:
 
 
 TASKS: dict[str, Task] = {
-    task.name: task
-    for task in (
-        Task("arithmetic", arithmetic.draw, arithmetic.score),
-        Task("restate", restate.draw, restate.score),
-        Task("instructions", instructions.draw, instructions.score, instructions.MOST),
-    )
+    "arithmetic": Task(arithmetic.draw, arithmetic.score),
+    "restate": Task(restate.draw, restate.score),
+    "instructions": Task(instructions.draw, instructions.score, instructions.MOST),
 }
+"""The tasks by the value of ``Prompt.task``."""
 
 JUDGES: dict[str, Callable[[Prompt, str], bool]] = {
-    **{task.name: task.score for task in TASKS.values()},
+    **{name: task.score for name, task in TASKS.items()},
     "gsm8k": gsm8k.score,
 }
 """The judge of completions for each value of ``Prompt.task``: those of all tasks, and those of problems from files."""

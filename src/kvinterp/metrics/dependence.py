@@ -45,7 +45,7 @@ def correlation(
         raise InputError(f"method {method!r} was given: expected {' or '.join(METHODS)}.")
     names, xs, ys, *covariates = _beside(clusters, x, y, controls)
     n = len(np.unique(names))
-    what = (f"{'partial ' * bool(covariates)}{method}", n, "r")
+    what = f"{'partial ' * bool(covariates)}{method}", n
     if method == "spearman":
         xs, ys, *covariates = (scipy.stats.rankdata(column) for column in (xs, ys, *covariates))
     if n < 4 + len(covariates):
@@ -109,7 +109,7 @@ def slope(x: Column, y: Column, clusters: Column | None = None, *controls: Colum
 
     names, xs, ys, *covariates = _beside(clusters, x, y, controls)
     n = len(np.unique(names))
-    what = ("least squares", n, "slope")
+    what = "least squares", n
     if n < 3 + len(covariates):
         return Test(*what, why=f"there are fewer than {3 + len(covariates)} clusters")
     if not np.isfinite(_r(xs, ys, *covariates)):
@@ -138,7 +138,7 @@ def terciles(order: Column, values: Column, clusters: Column | None = None, seed
     """
     names, place, numbers = columns(clusters, order=order, values=values)
     n = len(np.unique(names))
-    what = ("lowest against highest third", n, "ratio of the means")
+    what = "lowest against highest third", n
     if n < 6:
         return Test(*what, why="there are fewer than 6 clusters")
     early, late = _thirds(place)

@@ -27,7 +27,6 @@ class Test:
     Attributes:
         name: The name of the test.
         n: How many independent units it rests on, not rows.
-        effect_of: The quantity that ``effect`` measures.
         statistic: The statistic of the test.
         p: The p-value, two-sided unless the test says otherwise.
         effect: The size of the effect.
@@ -40,7 +39,6 @@ class Test:
 
     name: str
     n: int
-    effect_of: str
     statistic: Any = np.nan  # Any number; a float once it is made.
     p: Any = np.nan
     effect: Any = np.nan
@@ -116,7 +114,7 @@ def mcnemar(a: Column, b: Column) -> Test:
     """
     _, right_a, right_b = columns(None, ("a", "b"), a=a, b=b)
     n = len(right_a)
-    head = ("exact McNemar", n, "difference of the shares that are right")
+    head = "exact McNemar", n
     if not n:
         return Test(*head, why="there are no pairs")
     only_a, only_b = int((right_a & ~right_b).sum()), int((right_b & ~right_a).sum())
@@ -143,7 +141,7 @@ def sign_flips(differences: Column, clusters: Column | None = None, seed: int = 
     """
     names, values = columns(clusters, differences=differences)
     means = by_cluster(names, values)
-    head, effect = ("sign flips by cluster", len(means), "mean difference"), means.mean()
+    head, effect = ("sign flips by cluster", len(means)), means.mean()
     if len(means) < 2:
         return Test(*head, why="there are fewer than 2 clusters")
     if not means.any():
@@ -179,7 +177,7 @@ def mean_of(values: Column, clusters: Column | None = None) -> Test:
     names, numbers = columns(clusters, values=values)
     means = by_cluster(names, numbers)
     n = len(means)
-    head = ("t of cluster means", n, "mean")
+    head = "t of cluster means", n
     if n < 2:
         return Test(*head, why="there are fewer than 2 clusters")
     if np.ptp(means) == 0:
@@ -220,7 +218,7 @@ def welch(x: Column, y: Column) -> Test:
         effect: the mean of ``x`` minus that of ``y``.
     """
     (_, xs), (_, ys) = columns(None, x=x), columns(None, y=y)
-    head = ("Welch", len(xs) + len(ys), "difference of the means")
+    head = "Welch", len(xs) + len(ys)
     if min(len(xs), len(ys)) < 2:
         return Test(*head, why="a group has fewer than 2 observations")
     if np.ptp(xs) == np.ptp(ys) == 0:
@@ -243,7 +241,7 @@ def share_of(events: Column) -> Test:
     """
     _, happened = columns(None, ("events",), events=events)
     n = len(happened)
-    head = ("share", n, "share of the observations")
+    head = "share", n
     if not n:
         return Test(*head, why="there are no observations")
     count = int(happened.sum())
@@ -280,7 +278,7 @@ def rate_of(events: Column, clusters: Column, trials: Column | None = None) -> T
     happened, tried = np.bincount(names, count), np.bincount(names, tries)
     happened, tried = happened[tried > 0], tried[tried > 0]
     n, total = len(tried), tried.sum()
-    head = ("share in clusters", n, "events by trial")
+    head = "share in clusters", n
     if not total:
         return Test(*head, why="there are no trials")
     share = happened.sum() / total

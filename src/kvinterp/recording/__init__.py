@@ -4,12 +4,3 @@ from kvinterp.recording.around import record
 from kvinterp.recording.hook import LOGITS, PathHook, SiteHook
 from kvinterp.recording.recorder import Recorder
 from kvinterp.recording.trace import Trace
-
-__all__ = [
-    "LOGITS",
-    "PathHook",
-    "Recorder",
-    "SiteHook",
-    "Trace",
-    "record",
-]

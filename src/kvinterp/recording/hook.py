@@ -103,6 +103,9 @@ class SiteHook(PathHook):
                 attention to the MLP's output, Gemma 4 scales its stream).
         """
 
+    def rows_left(self, place: Place) -> None:
+        """Called where a policy may have let go of rows, before the tensors of a layer's cache sites are shown."""
+
     def begin_pass(self) -> None:
         """Forgets the keys and rows of earlier positions, because a forward from position 0 follows."""
         self._keys_before_rope.clear()
@@ -110,8 +113,10 @@ class SiteHook(PathHook):
 
     def on_read(self, place: Place, keys: Tensor, values: Tensor) -> None:
         """Shows the cache sites that attention is about to read from the store; changes nothing."""
-        if self._align and place.rows is not None:
-            self._rows[place.layer] = place
+        if place.rows is not None:
+            self.rows_left(place)
+            if self._align:
+                self._rows[place.layer] = place
         for site in self._reads.get(place.layer, ()):
             (place.check_whole if self._whole else place.check_known)(site)
             if site == "cache_k_pre" and self._rotated_in_cache:

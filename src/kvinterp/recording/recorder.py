@@ -79,7 +79,7 @@ class Recorder(SiteHook):
         self.kept: dict[Site, list[Tensor]] = {place: [] for place in places}
         self.recorded_steps: list[int] = []
         self._pieces: dict[Site, list[Tensor]] = {}
-        self._on = self._begun = False
+        self._on = False
         super().__init__(adapter, self.kept, positions, rows="any")
 
     def __repr__(self) -> str:
@@ -93,15 +93,9 @@ class Recorder(SiteHook):
         """Bytes of everything kept so far."""
         return sum(t.numel() * t.element_size() for tensors in self.kept.values() for t in tensors)
 
-    @property
-    def reads(self) -> bool:
-        """Whether it keeps a site of the cache. The positions of its rows come with it where a policy may evict some."""
-        return bool(self._reads)
-
     def begin_step(self, step: int) -> None:
         """Ends the step before and begins this one."""
         self.end_step()
-        self._begun = True
         self._on = self.steps is None or step in self.steps
         if self._on:
             self.recorded_steps.append(step)
@@ -111,7 +105,7 @@ class Recorder(SiteHook):
         for place, pieces in self._pieces.items():
             self.kept.setdefault(place, []).append(pieces[0] if len(pieces) == 1 else self._joined(place[0], pieces))
         self._pieces = {}
-        self._on = self._begun = False
+        self._on = False
 
     def popped(self) -> list[Tensor]:
         """Ends the step and returns its tensors, site by site, keeping none of them."""
@@ -124,14 +118,12 @@ class Recorder(SiteHook):
         for tensors in self.kept.values():
             tensors.pop()
 
-    def abandon_step(self) -> bool:
-        """Forgets a step whose forward was cut off, and says whether there was one."""
-        begun = self._begun
+    def abandon_step(self) -> None:
+        """Forgets a step whose forward was cut off."""
         if self._on:
             self.recorded_steps.pop()
         self._pieces = {}
-        self._on = self._begun = False
-        return begun
+        self._on = False
 
     def keep(self, site: str, layer: int, tensor: Tensor) -> None:
         """Keeps a tensor of a site that no hook shows, in the current step."""
@@ -141,11 +133,10 @@ class Recorder(SiteHook):
         """The sites and layers that the current step has not shown yet."""
         return [place for place in self.kept if place not in self._pieces]
 
-    def on_read(self, place: Place, keys: Tensor, values: Tensor) -> None:
-        """Keeps what attention reads from the cache, with the positions of the rows where a policy may have evicted some."""
+    def rows_left(self, place: Place) -> None:
+        """Keeps the positions of the rows beside the sites that are shown by row."""
         if place.rows is not None and any((site, place.layer) in self.kept for site in WITH_ROWS):
             self._show(ROWS, place.layer, place.start, place.rows)
-        super().on_read(place, keys, values)
 
     def see(self, site: str, layer: int, start: int, tensor: Tensor) -> None:
         """Keeps the chosen rows and heads of a tensor, if this step is recorded."""

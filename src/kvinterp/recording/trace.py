@@ -205,8 +205,8 @@ class Trace:
     def save(self, folder: str | Path) -> Path:
         """Writes ``trace.safetensors`` and ``trace.json`` into a folder. A killed run leaves no half file."""
         target = Path(folder)
-        tensors = {name: getattr(self, name) for name in ("logits", "ids")}
-        tensors = {name: tensor.contiguous().cpu() for name, tensor in tensors.items() if tensor is not None}
+        given = {"logits": self.logits, "ids": self.ids}
+        tensors = {name: tensor.contiguous().cpu() for name, tensor in given.items() if tensor is not None}
         for (site, layer), record in self.records.items():
             if len({t.shape for t in record}) == 1:
                 tensors[f"{site}.{layer}"] = torch.stack(record).cpu()
@@ -235,8 +235,7 @@ class Trace:
         try:
             about, tensors = json.loads(bytes_of(source / _ABOUT)), load(bytes_of(source / _TENSORS))
             about |= {name: tuple(about[name]) for name in ("prompt", "tokens", "fed", "steps")}
-            about |= {name: tuple(about[name]) for name in ("heads", "kv_heads") if about.get(name) is not None}
-            about["derived"] = tuple(about.get("derived", ()))
+            about |= {name: tuple(about[name]) for name in ("heads", "kv_heads", "derived") if about.get(name) is not None}
             logits, ids = (tensors.pop(name, None) for name in ("logits", "ids"))
             records: dict[Site, dict[int, Tensor]] = {(site, layer): {} for site, layer in about.pop("places", ())}
             for name, tensor in tensors.items():

@@ -3,8 +3,6 @@
 Source: src/prime_rl/trainer/rl/token_export.py (schema_version 1).
 """
 
-from __future__ import annotations
-
 from kvinterp.recording.readers.nemo import Nemo
 
 

@@ -3,8 +3,6 @@
 Source: verl/trainer/ppo/ray_trainer.py and rollout_corr_helper.py.
 """
 
-from __future__ import annotations
-
 from kvinterp.recording.readers.trl import Trl
 
 

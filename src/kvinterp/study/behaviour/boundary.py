@@ -130,7 +130,7 @@ def _asked(test: Callable[..., Test], flips: pd.DataFrame, quantity: str, *optio
     """A test of the step of the flip and a quantity, where enough prompts flip."""
     prompts = flips["example"].nunique()
     if prompts < LEAST:
-        return Test("", prompts, "", why=f"fewer than {LEAST} prompts have such a flip ({prompts})")
+        return Test("", prompts, why=f"fewer than {LEAST} prompts have such a flip ({prompts})")
     return test(flips["flip_index"], flips[quantity], flips["example"], *options)
 
 
