@@ -129,12 +129,12 @@ class Comparison(Result):
             "examples": len(examples),
             "steps": len(steps),
             "failed": len(self.failures),
-            "divergence_rate": _mean(examples["flip_index"].notna()),
+            "divergence_rate": _number(examples["flip_index"].notna().mean()),
             "bitwise_equal_steps": int((steps["max_abs_logit"] == 0).sum()),
-            "mean_kl": _mean(steps["kl"]),
-            "mean_kl_before_flip": _mean(before),
-            "mean_kl_after_flip": _mean(after),
-            "max_abs_logit": None if steps["max_abs_logit"].isna().all() else float(steps["max_abs_logit"].max()),
+            "mean_kl": _number(steps["kl"].mean()),
+            "mean_kl_before_flip": _number(before.mean()),
+            "mean_kl_after_flip": _number(after.mean()),
+            "max_abs_logit": _number(steps["max_abs_logit"].max()),
             "statistics": None if steps["kl"].isna().all() else self.statistics,
             "failures": self.failures.to_dict("records"),
             "provenance": {k: v for k, v in self.provenance.items() if k not in ("paths", "protocol", "strategy")},
@@ -158,17 +158,14 @@ class Comparison(Result):
         return signed({name: getattr(self, name) for name in TABLES}, self.provenance), summary
 
     @classmethod
-    def read(
-        cls, tables: Mapping[str, pd.DataFrame], summary: Mapping[str, Any], prompts: Sequence[Prompt] = ()
-    ) -> Comparison:
-        """Makes a comparison of its tables, of the failures and provenance in its summary, and of its prompts."""
-        failures = pd.DataFrame(summary["failures"], columns=["example", "id", "message"])
+    def read(cls, tables: Mapping[str, pd.DataFrame], summary: Mapping[str, Any]) -> Comparison:
+        """Makes a comparison of its tables, and of the failures and provenance in its summary."""
+        failures = pd.DataFrame(summary["failures"], columns=[*COLUMNS["failures"]])
         failures = failures.astype({"example": "int64", "id": str, "message": str})
         return cls(
             **{name: tables[name] for name in TABLES},
             failures=failures,
             provenance=summary["provenance"],
-            prompts=prompts,
         )
 
     def overview(self) -> pd.DataFrame:
@@ -275,5 +272,5 @@ def _joined_witnesses(abouts: Sequence[dict[str, Any]]) -> dict[str, dict[str, d
     return {"witness": joined} if joined else {}
 
 
-def _mean(values: pd.Series) -> float | None:
-    return float(values.mean()) if values.notna().any() else None
+def _number(value: float) -> float | None:
+    return None if pd.isna(value) else float(value)

@@ -64,11 +64,8 @@ class LogitLens(Result):
 
     def overview(self) -> pd.DataFrame:
         """One row a layer: mean and largest KL over the steps after the prefill, and at how many the top token differs."""
-        later = self.table[self.table["step"] > 0].groupby("layer")
-        columns = {"steps": later.size(), "mean_kl": later["kl"].mean(), "max_kl": later["kl"].max()}
-        differs = (~self.table["same_top"]).groupby([self.table["step"] > 0, self.table["layer"]]).sum()
-        columns["top_differs"] = differs.get(True, pd.Series(dtype=int))
-        return pd.DataFrame(columns).rename_axis("layer").reset_index()
+        later = self.table.assign(differs=~self.table["same_top"]).query("step > 0").groupby("layer", as_index=False)
+        return later.agg(steps=("kl", "size"), mean_kl=("kl", "mean"), max_kl=("kl", "max"), top_differs=("differs", "sum"))
 
 
 def logit_lens(
@@ -99,10 +96,9 @@ def logit_lens(
     adapter, paths = wrap(model), (path_named(a), path_named(b))
     check_whole("max_new_tokens", max_new_tokens)
     through, tables = Unembedding(adapter), list[pd.DataFrame]()
-    layers = adapter.facts.layers
     record = ["blocks.0.hook_resid_pre", "resid_post"]
     options: dict[str, Any] = {"record": record, "logits": "keep", "max_new_tokens": max_new_tokens}
-    places = [("resid_pre", 0), *(("resid_post", layer) for layer in range(layers))]
+    places = [("resid_pre", 0), *(("resid_post", layer) for layer in range(adapter.facts.layers))]
     for example, tokens in enumerate(encode_all(adapter, prompts, max_new_tokens)):
         lead = run(adapter, tokens, paths[0], **options)
         follower = run(adapter, tokens, paths[1], continuation=list(lead.tokens[:-1]), stop="length", **options)

@@ -100,7 +100,6 @@ class Differences:
         self.tables = {
             fills.table: Table(("step", *fills.dimensions), [metric.column for metric in metrics.OF_KIND[kind]])
             for kind, fills in metrics.KINDS.items()
-            if kind != "kv"
         } | {"kv": self.cache.whole, "kv_steps": self.cache.steps}
         self._waiting: dict[metrics.Kind, list[_Piece]] = {kind: [] for kind in metrics.KINDS}
         self._numbers = dict.fromkeys(metrics.KINDS, 0)

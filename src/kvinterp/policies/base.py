@@ -126,6 +126,11 @@ def running(policy: Kind, **state: Any) -> Kind:
     return clone
 
 
+def positions_of(place: Place, rows: Tensor) -> Int[Tensor, "batch kv_head row"]:
+    """The absolute positions of rows in the cache, ``[batch, kv_head, row, ...]``, on their device."""
+    return place.positions.to(rows.device).expand(rows.shape[:3])
+
+
 TENSORS = {"kv": ("k", "v"), "k": ("k",), "v": ("v",)}
 """The values of ``on``, each with the tensors that it means."""
 
@@ -263,8 +268,7 @@ class Chain(Policy):
         for part in self.parts:
             if (rows := part.keep(keys, values, place)) is not None:
                 every = rows.expand(*keys.shape[:2], -1)
-                positions = place.positions.to(rows.device).expand(*keys.shape[:3])
-                place = dataclasses.replace(place, rows=positions.gather(2, every))
+                place = dataclasses.replace(place, rows=positions_of(place, keys).gather(2, every))
                 keys, values = gather_rows(keys, every), gather_rows(values, every)
                 left = every if left is None else left.gather(2, every)
         return left

@@ -12,7 +12,7 @@ from torch import Tensor
 from kvinterp.common.checks import check_whole
 from kvinterp.errors import InputError, UnsupportedError
 from kvinterp.models.adapter import ModelInfo
-from kvinterp.policies.base import Place, Policy, Selective, running
+from kvinterp.policies.base import Place, Policy, Selective, positions_of, running
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +69,7 @@ class LowRank(Selective):
             low = truncated([torch.cat(pieces, 2)], self.rank)[0]
         else:
             low = self._prompt_rows(which, place.layer)
-        at = place.positions.to(tensor.device).expand(tensor.shape[:3])
+        at = positions_of(place, tensor)
         if place.rows is None:
             return torch.cat([low[:, :, place.start :], tensor[:, :, max(low.shape[2] - place.start, 0) :]], 2)
         rows = low.gather(2, at.clamp(max=low.shape[2] - 1)[..., None].expand_as(tensor))

@@ -16,7 +16,7 @@ from kvinterp.common.checks import check_number
 from kvinterp.common.spec import name_of
 from kvinterp.errors import unexpected
 from kvinterp.models.adapter import ModelInfo
-from kvinterp.policies.base import Place, Policy, running
+from kvinterp.policies.base import Place, Policy, positions_of, running
 
 
 def check_share(policy: Policy, field: str) -> None:
@@ -84,8 +84,8 @@ class Scored(Policy, abc.ABC):
         heads = self._heads if place.rows is None else place.rows.shape[1]
         groups = rearrange(tensor, "batch (kv_head group) query key -> batch kv_head group query key", kv_head=heads)
         weights = groups.mean(2, dtype=torch.promote_types(tensor.dtype, torch.float32))
-        at = _positions(place, weights[:, :, 0])
         totals = self._totals_of(weights[:, :, 0], place)
+        at = positions_of(place, weights[:, :, 0])
         self._totals[place.layer].scatter_(2, at, self.accumulate(totals, weights, place))
 
     def keep(self, keys: Tensor, values: Tensor, place: Place) -> Int[Tensor, "batch kv_head kept"] | None:
@@ -106,11 +106,7 @@ class Scored(Policy, abc.ABC):
         if totals.shape[2] < place.stop:
             # Twice what is needed, so that a long decode moves it a few times and not at every step.
             totals = self._totals[place.layer] = pad(totals, (0, 2 * place.stop - totals.shape[2]))
-        return totals.gather(2, _positions(place, like))
-
-
-def _positions(place: Place, like: Tensor) -> Tensor:
-    return place.positions.to(like.device).expand(*like.shape[:2], -1)
+        return totals.gather(2, positions_of(place, like))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from kvinterp.errors import InputError, shown
 from kvinterp.recording.engine_path import EnginePath, token_ids
@@ -16,9 +16,12 @@ Token = Callable[[str], "int | None"]
 class Reader(abc.ABC):
     """A format whose records are JSON objects: an answer of an engine, or a line of a dump."""
 
-    @abc.abstractmethod
+    fields: ClassVar[tuple[str, ...]] = ()
+    """The fields by which a record is known, where these alone decide."""
+
     def fits(self, record: Mapping[str, Any]) -> bool:
         """Whether a record has this format."""
+        return {*self.fields} <= record.keys()
 
     @abc.abstractmethod
     def paths(self, record: Mapping[str, Any], where: str, token: Token) -> Iterator[EnginePath]:

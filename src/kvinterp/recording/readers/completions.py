@@ -45,7 +45,7 @@ class Completions(Reader):
 
 
 def _pairs(top: Any, token: Token, where: str) -> list[tuple[int, Any]]:
-    items = [] if top is None else part({"top": top}, "top", dict, where).items()
+    items = part({"top": top}, "top", dict, where, {}).items()
     return [(number, value) for text, value in items if (number := id_of(text, token)) != -1]
 
 
@@ -62,9 +62,9 @@ def _prompt_rows(
         )
     rows: list[tuple[Any, list[tuple[int, Any]]]] = []
     for number, entry in zip(prompt, entries, strict=True):
-        pairs = [] if entry is None else [
+        pairs = [
             (int(key), part({"at": at}, "at", dict, where).get("logprob"))
-            for key, at in part({"entry": entry}, "entry", dict, where).items() if key.isdecimal() and len(key) < 12
+            for key, at in part({"entry": entry}, "entry", dict, where, {}).items() if key.isdecimal() and len(key) < 12
         ]  # fmt: skip
         rows.append((dict(pairs).get(number), pairs))
     return rows

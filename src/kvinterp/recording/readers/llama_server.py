@@ -18,9 +18,7 @@ from kvinterp.recording.readers.chat import rows_of
 class LlamaServer(Reader):
     """An answer with ``completion_probabilities``."""
 
-    def fits(self, record: Mapping[str, Any]) -> bool:
-        """Whether it has ``completion_probabilities``."""
-        return "completion_probabilities" in record
+    fields = ("completion_probabilities",)
 
     def paths(self, record: Mapping[str, Any], where: str, token: Token) -> Iterator[EnginePath]:
         """Yields one path."""

@@ -20,9 +20,7 @@ from kvinterp.recording.readers.base import Reader, Token, part
 class Own(Reader):
     """kvinterp's own form."""
 
-    def fits(self, record: Mapping[str, Any]) -> bool:
-        """Whether it has prompt, tokens and log-probs."""
-        return {"prompt", "tokens", "logprobs"} <= record.keys()
+    fields = ("prompt", "tokens", "logprobs")
 
     def paths(self, record: Mapping[str, Any], where: str, token: Token) -> Iterator[EnginePath]:
         """Yields one path a line."""
