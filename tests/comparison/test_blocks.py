@@ -38,9 +38,9 @@ def shown(kind: str, step: int, other: torch.dtype) -> Iterator[dict[tuple[str, 
         yield seen
 
 
-def tables(kind: str, block: int | None, other: torch.dtype, vocabulary: int = 97) -> dict[str, pd.DataFrame]:
+def tables(kind: str, block: int, other: torch.dtype, vocabulary: int = 97) -> dict[str, pd.DataFrame]:
     """Those of a decode; with a block of 0 each step is measured when it comes."""
-    differences = Differences(LAYERS, range(HEADS), range(2), "whole", block or None)
+    differences = Differences(LAYERS, range(HEADS), range(2), "whole")
     for step in range(STEPS):
         logits = torch.randn(BATCH, vocabulary, generator=torch.Generator().manual_seed(step))
         # The first row flips at step 3, the second ends before step 6.
@@ -54,11 +54,12 @@ def tables(kind: str, block: int | None, other: torch.dtype, vocabulary: int = 9
 
 @pytest.mark.parametrize("other", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["plain", "windows", "shorter", "widths", "sites"])
-def test_what_waits_is_measured_to_the_same_bits(kind: str, other: torch.dtype) -> None:
+def test_what_waits_is_measured_to_the_same_bits(kind: str, other: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """One step a call against as many as the default lets wait, and against a few in several calls; rows in one order too."""
     alone = tables(kind, 0, other)
     assert len(alone["steps"]) == STEPS * BATCH
-    for block in (None, 5000):
+    for block in (tables_module.BLOCK, 5000):
+        monkeypatch.setattr(tables_module, "BLOCK", block)
         together = tables(kind, block, other)
         for name, frame in alone.items():
             assert len(frame) or name == "routing", name

@@ -75,7 +75,7 @@ def upper(text: str) -> str:
     return text[:1].upper() + text[1:]
 
 
-def ends_said(low: float | None, high: float | None, form: str = " ({})", written: Callable[[Any], str] = number) -> str:
+def ends_said(low: float | None, high: float | None, form: str, written: Callable[[Any], str]) -> str:
     """The ends of an interval, to stand after a number; empty where there is none."""
     return "" if pd.isna(low) or pd.isna(high) else form.format(f"{written(low)} to {written(high)}")
 

@@ -52,7 +52,7 @@ class Span:
     start: int
     length: int
     marks: Tensor
-    masks: tuple[Tensor | None, Tensor | None] = (None, None)
+    masks: tuple[Tensor | None, Tensor | None]
 
     @property
     def mask(self) -> Tensor | None:
@@ -74,7 +74,7 @@ class CacheErrors:
         whole: The table by step and position; empty unless ``keep`` is ``"whole"``.
     """
 
-    def __init__(self, layers: Sequence[int], keep: str = "aggregated") -> None:
+    def __init__(self, layers: Sequence[int], keep: str) -> None:
         self.layers, self.keep = list(layers), keep
         self.steps = Table(_STEP, (*VALUES, *LET_GO))
         self.whole = Table(("step", *_POSITION), [metric.column for metric in OF_KIND["kv"]])

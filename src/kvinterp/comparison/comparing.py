@@ -257,7 +257,7 @@ class _Pair:
         length = self.steps if self.continuation is None else min(self.steps, len(self.continuation) + 1)
         newest = [_NewestRows(target, self.places) for target in self.targets]
         heads = range(facts.query_heads), range(facts.kv_heads)
-        differences = Differences(self.layers, *heads, self.cache_errors, same_text=matched)
+        differences = Differences(self.layers, *heads, self.cache_errors, matched)
         collected, probabilities, unequal = Collected(), list[Tensor](), list[int]()
         flipped = torch.zeros(len(prompts), dtype=torch.bool, device=prompt.device)
         runners = [
@@ -339,10 +339,9 @@ class _NewestRows(SiteHook):
         """Forgets the tensors of the step before."""
         self.tensors.clear()
 
-    def rows_left(self, place: Place) -> None:
+    def rows_left(self, place: Place, rows: Tensor) -> None:
         """Keeps the positions of the rows."""
-        if place.rows is not None:
-            self.tensors[ROWS, place.layer] = place.rows.to(self._device)
+        self.tensors[ROWS, place.layer] = rows.to(self._device)
 
     def see(self, site: str, layer: int, start: int, tensor: Tensor) -> None:
         """Keeps the newest row, or all rows of a cache site.

@@ -151,7 +151,7 @@ class Comparison(Result):
             **front,
             "counts": counts,
             "interrupted": finished < counts["planned"],
-            "reading": self.where().splitlines(),
+            "reading": where(self),
             **numbers,
             "provenance": self.provenance,
         }

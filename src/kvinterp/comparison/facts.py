@@ -28,8 +28,8 @@ def decoded(comparison: Comparison, table: str, first: int = 1) -> pd.DataFrame:
         table: The table's name. Tables summed over steps leave out step 0, which is the prefill on both paths.
         first: The first step.
     """
-    same = comparison.same_text(getattr(comparison, table))
-    return same[same["step"] >= first] if "step" in same else same
+    rows = comparison.same_text(getattr(comparison, table))
+    return rows[rows["step"] >= first] if "step" in rows else rows
 
 
 def means_of(comparison: Comparison, table: str, keys: Sequence[str], value: str, first: int = 1) -> pd.Series:

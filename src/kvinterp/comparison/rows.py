@@ -51,7 +51,7 @@ def comparison_of_example(
     tokens: tuple[np.ndarray, np.ndarray],
     texts: tuple[str, str],
     about: dict[str, Any],
-    choices: Mapping[str, np.ndarray] | None = None,
+    choices: Mapping[str, np.ndarray],
     pieces: Callable[[Sequence[int]], list[str]] = lambda ids: [*map(str, ids)],
     failure: str = "",
 ) -> Comparison:
@@ -65,7 +65,7 @@ def comparison_of_example(
         tokens: The tokens each path chose, as far as both are compared.
         texts: The texts of these tokens.
         about: The comparison's provenance.
-        choices: The columns that :func:`choices_by_row` gives for this row; None if they are unknown.
+        choices: The columns that :func:`choices_by_row` gives for this row, as far as they are known.
         pieces: Returns the text of each token alone; by default its number.
         failure: Why the example could not be compared. If it is not empty, the comparison holds nothing else.
     """
@@ -78,7 +78,7 @@ def comparison_of_example(
         if "step" in frame:
             rows &= frame["step"].to_numpy() < count
         tables[table] = frame[rows].reset_index(drop=True)
-    steps = _steps(tables["steps"], *tokens, choices or {}, about)
+    steps = _steps(tables["steps"], *tokens, choices, about)
     flips, after = steps.index[steps["flipped"]], steps["step"].to_numpy()[steps["after_flip"].to_numpy()]
     row = {
         "example": example,

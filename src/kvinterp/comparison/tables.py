@@ -81,7 +81,6 @@ class Differences:
         heads: Labels of the query heads that are compared.
         kv_heads: Labels of the KV heads.
         cache_errors: As ``keep`` of :class:`kvinterp.comparison.cache_errors.CacheErrors`.
-        block: Most numbers that wait to be measured together; default: :data:`BLOCK`, by the device.
         same_text: Whether both paths hold the same text after a flip too, as in the matched protocol.
     """
 
@@ -91,11 +90,10 @@ class Differences:
         heads: Sequence[int],
         kv_heads: Sequence[int],
         cache_errors: str = "aggregated",
-        block: int | None = None,
         same_text: bool = True,
     ) -> None:
         self.heads, self.kv_heads = list(heads), list(kv_heads)
-        self.cache, self.block = CacheErrors(layers, cache_errors), block
+        self.cache = CacheErrors(layers, cache_errors)
         self.rows, self.same_text = AttentionRows(), same_text
         self.tables = {
             fills.table: Table(("step", *fills.dimensions), [metric.column for metric in metrics.OF_KIND[kind]])
@@ -226,11 +224,8 @@ class Differences:
             waiting.append(piece)
             self._numbers[kind] += 2 * piece.pair[0].numel()
             # Several pieces of one step go into the table one after the other, as steps do.
-            if len(pieces) > 1 or piece.alone or self._numbers[kind] >= self._most(piece):
+            if len(pieces) > 1 or piece.alone or self._numbers[kind] >= _most(piece):
                 self._measure(kind)
-
-    def _most(self, piece: _Piece) -> int:
-        return self.block or (BLOCK if piece.pair[0].device.type == "cpu" else 32 * BLOCK)
 
     def _measure(self, kind: metrics.Kind) -> None:
         """Measures the pieces of a kind that wait and adds the numbers to its table."""
@@ -243,7 +238,7 @@ class Differences:
         paths = [*zip(*(piece.pair for piece in waiting), strict=True)]
         if kind == "kv":
             a, b = (path[0] if len(path) == 1 else torch.cat(path, -2) for path in paths)
-            errors = _cache_errors(a, b, self._most(waiting[0]))
+            errors = _cache_errors(a, b, _most(waiting[0]))
             self.cache.add(steps, labels, [piece.span for piece in waiting if piece.span is not None], errors)
         else:
             a, b = (path[0][None] if len(path) == 1 else torch.stack(path) for path in paths)
@@ -251,6 +246,10 @@ class Differences:
             self.tables[metrics.KINDS[kind].table].add({"step": steps, **labels}, values)
             if kind == "logits":
                 self.rows.select(steps, values["kl"], self.same_text)
+
+
+def _most(piece: _Piece) -> int:
+    return BLOCK if piece.pair[0].device.type == "cpu" else 32 * BLOCK
 
 
 def _cache_errors(a: Tensor, b: Tensor, most: int) -> dict[str, Measure | Flag]:

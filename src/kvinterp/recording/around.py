@@ -8,10 +8,9 @@ from typing import Any
 
 from kvinterp.common import words
 from kvinterp.errors import InputError
-from kvinterp.models import Adapter, wrap
+from kvinterp.models import wrap
 from kvinterp.models.hooks import LAST
 from kvinterp.models.passes import Passes, WatchesPasses
-from kvinterp.models.sites import CACHE_SITES
 from kvinterp.recording.recorder import Recorder
 
 CONTEXT = "kv.record"
@@ -58,8 +57,8 @@ def record(
         >>> recorder["pattern", 0].shape  # doctest: +SKIP
     """
     adapter = wrap(model)
-    recorder = Recorder(adapter, sites, layers, heads, kv_heads, None, positions)
-    passes = Passes(adapter, _Recording(adapter, recorder), CONTEXT, recorder.places)
+    recorder = _Recording(adapter, sites, layers, heads, kv_heads, None, positions)
+    passes = Passes(adapter, recorder, CONTEXT, recorder.places)
     listeners = {place: [listener] for place, listener in recorder.listeners.items()}
     with adapter.attached(recorder.places, LAST), adapter.listening(listeners, LAST), passes.watching():
         yield recorder
@@ -67,47 +66,45 @@ def record(
         raise InputError(f"{CONTEXT} heard nothing: {passes.silence()}")
 
 
-class _Recording(WatchesPasses):
-    """Makes every pass one step of the recorder."""
-
-    def __init__(self, adapter: Adapter, recorder: Recorder) -> None:
-        self.adapter, self.recorder = adapter, recorder
-        self._from_cache: dict[int, list[str]] = {}
-        for site, layer in recorder.kept:
-            if site in CACHE_SITES and (site, layer) not in recorder.listeners:
-                self._from_cache.setdefault(layer, []).append(site)
+class _Recording(Recorder, WatchesPasses):
+    """A recorder whose steps are the passes."""
 
     def pass_begins(self, new: int, cached: int) -> None:
         """Begins a step."""
-        self.recorder.begin_step(len(self.recorder.recorded_steps))
-        self.recorder.begin_pass()
+        self.begin_step(len(self.recorded_steps))
+        self.begin_pass()
 
     def block_ends(self, layer: int, cache: Any) -> None:
         """Reads the cache sites that no hook shows."""
-        for site in self._from_cache.get(layer, ()):
+        for site in self._reads.get(layer, ()):
             tensor = self.adapter.read_cache(site, layer, cache)
             if tensor is None:
                 raise InputError(
                     f"site {site!r} was asked for, but this forward used no cache that holds it: call the model with "
                     f"a cache ({self.adapter.cache_name}=..., or use_cache=True)."
                 )
-            self.recorder.keep(site, layer, tensor)
+            self._show(site, layer, 0, tensor)
 
     def pass_ends(self, ran: Sequence[int]) -> None:
         """Ends the step, if it showed every recorded site."""
-        missing = self.recorder.missing()
+        missing = [place for place in self.kept if place not in self._pieces]
         if missing:
-            self.recorder.abandon_step()
+            self.pass_cut()
             raise InputError(self._error(*missing[0], ran))
-        self.recorder.end_step()
+        self.end_step()
 
     def pass_cut(self) -> None:
         """Forgets the step."""
-        self.recorder.abandon_step()
+        if self._on:
+            self.recorded_steps.pop()
+        self._pieces = {}
+        self._on = False
 
     def pass_undone(self) -> None:
         """Forgets the newest step."""
-        self.recorder.forget_step()
+        self.recorded_steps.pop()
+        for tensors in self.kept.values():
+            tensors.pop()
 
     def _error(self, site: str, layer: int, ran: Sequence[int]) -> str:
         """Says why a forward did not show a site."""

@@ -103,8 +103,8 @@ class SiteHook(PathHook):
                 attention to the MLP's output, Gemma 4 scales its stream).
         """
 
-    def rows_left(self, place: Place) -> None:
-        """Called where a policy may have let go of rows, before the tensors of a layer's cache sites are shown."""
+    def rows_left(self, place: Place, rows: Tensor) -> None:
+        """Called with the positions of a layer's rows where a policy may have let go of some, before its cache sites."""
 
     def begin_pass(self) -> None:
         """Forgets the keys and rows of earlier positions, because a forward from position 0 follows."""
@@ -114,7 +114,7 @@ class SiteHook(PathHook):
     def on_read(self, place: Place, keys: Tensor, values: Tensor) -> None:
         """Shows the cache sites that attention is about to read from the store; changes nothing."""
         if place.rows is not None:
-            self.rows_left(place)
+            self.rows_left(place, place.rows)
             if self._align:
                 self._rows[place.layer] = place
         for site in self._reads.get(place.layer, ()):
@@ -161,8 +161,8 @@ class SiteHook(PathHook):
                 f"site {site!r} needs a cache of keys and values in every layer, and {adapter.facts.architecture} keeps "
                 "other state in some: record resid_post, attn_out or mlp_out instead."
             )
-        hooked_rotation = site == "cache_k" and not self._rotated_in_cache and adapter.supports("cache_k", layer)
-        if hooked_rotation:
+        # A hook shows the keys that a cache holds unrotated as attention reads them.
+        if site == "cache_k" and not self._rotated_in_cache and adapter.supports("cache_k", layer):
             self.listeners["cache_k", layer] = self._listener("cache_k", layer)
             return
         self._reads.setdefault(layer, []).append(site)

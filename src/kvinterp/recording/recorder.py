@@ -91,7 +91,7 @@ class Recorder(SiteHook):
     @property
     def kept_bytes(self) -> int:
         """Bytes of everything kept so far."""
-        return sum(t.numel() * t.element_size() for tensors in self.kept.values() for t in tensors)
+        return sum(t.nbytes for tensors in self.kept.values() for t in tensors)
 
     def begin_step(self, step: int) -> None:
         """Ends the step before and begins this one."""
@@ -112,31 +112,10 @@ class Recorder(SiteHook):
         self.end_step()
         return [tensors.pop() for tensors in self.kept.values() if tensors]
 
-    def forget_step(self) -> None:
-        """Forgets the step that ended last."""
-        self.recorded_steps.pop()
-        for tensors in self.kept.values():
-            tensors.pop()
-
-    def abandon_step(self) -> None:
-        """Forgets a step whose forward was cut off."""
-        if self._on:
-            self.recorded_steps.pop()
-        self._pieces = {}
-        self._on = False
-
-    def keep(self, site: str, layer: int, tensor: Tensor) -> None:
-        """Keeps a tensor of a site that no hook shows, in the current step."""
-        self._show(site, layer, 0, tensor)
-
-    def missing(self) -> list[Site]:
-        """The sites and layers that the current step has not shown yet."""
-        return [place for place in self.kept if place not in self._pieces]
-
-    def rows_left(self, place: Place) -> None:
+    def rows_left(self, place: Place, rows: Tensor) -> None:
         """Keeps the positions of the rows beside the sites that are shown by row."""
-        if place.rows is not None and any((site, place.layer) in self.kept for site in WITH_ROWS):
-            self._show(ROWS, place.layer, place.start, place.rows)
+        if any((site, place.layer) in self.kept for site in WITH_ROWS):
+            self._show(ROWS, place.layer, place.start, rows)
 
     def see(self, site: str, layer: int, start: int, tensor: Tensor) -> None:
         """Keeps the chosen rows and heads of a tensor, if this step is recorded."""

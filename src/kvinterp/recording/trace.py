@@ -97,11 +97,11 @@ class Trace:
         """
         try:
             prompt, tokens = np.asarray(prompt).tolist(), np.asarray(tokens).tolist()
-            array = torch.as_tensor(values).detach().cpu()
+            array = _array(values)
             if array.is_complex() or array.dtype == torch.bool:
                 raise TypeError("no real numbers")
             rows = array.double()
-            columns = torch.arange(rows.shape[-1]) if ids is None else torch.as_tensor(ids).detach().cpu().clone()
+            columns = torch.arange(rows.shape[-1]) if ids is None else _array(ids).clone()
         except (TypeError, ValueError, RuntimeError, IndexError) as error:
             raise InputError(
                 "prompt, tokens, values and ids cannot be made arrays of real numbers: expected such."
@@ -124,10 +124,7 @@ class Trace:
         rows = rows.masked_fill(~present, torch.nan)
         if why := positive(rows.numpy()):
             raise InputError(f"{why} Give log-probs, or the logits of the whole vocabulary.")
-        records = {
-            cast(Site, place_of(place)): [*torch.as_tensor(tensor).detach().cpu()]
-            for place, tensor in (hidden or {}).items()
-        }
+        records = {cast(Site, place_of(place)): [*_array(tensor)] for place, tensor in (hidden or {}).items()}
         if wrong := [
             place for place, record in records.items() if len(record) != len(tokens) or not isinstance(place, tuple)
         ]:
@@ -200,7 +197,7 @@ class Trace:
     def kept_bytes(self) -> int:
         """Bytes of records and logits."""
         tensors = [t for record in self.records.values() for t in record] + ([] if self.logits is None else [self.logits])
-        return sum(t.numel() * t.element_size() for t in tensors)
+        return sum(t.nbytes for t in tensors)
 
     def save(self, folder: str | Path) -> Path:
         """Writes ``trace.safetensors`` and ``trace.json`` into a folder. A killed run leaves no half file."""
@@ -248,6 +245,10 @@ class Trace:
             raise InputError(f"folder {str(source)!r} holds no readable trace ({error}): save it again.") from error
 
 
+def _array(values: Any) -> Tensor:
+    return torch.as_tensor(values).detach().cpu()
+
+
 def stacked(tensors: list[Tensor]) -> Tensor:
     """Stacks tensors, padding each axis to the longest with NaN, and positions (whole numbers) with -1."""
     if len({t.shape for t in tensors}) == 1:
@@ -269,5 +270,5 @@ def path_of_trace(trace: Trace) -> EnginePath:
     ids = np.broadcast_to(np.asarray(trace.ids), rows.shape)
     top = {cut + step: (ids[step][finite], row[finite]) for step, row in enumerate(rows) for finite in [np.isfinite(row)]}
     logprobs = [math.nan] * cut + [value_in(top[cut + step], token) for step, token in enumerate(trace.tokens)]
-    missing = Counter({"NaN": int(np.isnan(rows).sum())})
-    return EnginePath(trace.path, trace.prompt, trace.tokens, np.array(logprobs), top, +missing, declared=trace.provenance)
+    missing = +Counter({"NaN": int(np.isnan(rows).sum())})
+    return EnginePath(trace.path, trace.prompt, trace.tokens, np.array(logprobs), top, missing, declared=trace.provenance)

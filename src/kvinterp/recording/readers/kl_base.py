@@ -17,7 +17,7 @@ from kvinterp.recording.engine_path import EnginePath
 MAGIC = b"_logits_"
 
 
-def read_kl_base(content: bytes, name: str, bos: int | None = None) -> list[EnginePath]:
+def read_kl_base(content: bytes, name: str, bos: int | None) -> list[EnginePath]:
     """Reads the paths of a file, one a chunk.
 
     Args:
