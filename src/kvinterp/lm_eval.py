@@ -68,8 +68,7 @@ class PathLM(TemplateLM):
         super().__init__()
         adapter = load_model(model, **loading) if isinstance(model, str) else wrap(model)
         check_whole("through", through, 0)
-        batch_size = int(batch_size) if str(batch_size).isdecimal() else batch_size
-        check_whole("batch_size", batch_size, 1)
+        batch_size = check_whole("batch_size", int(batch_size) if str(batch_size).isdecimal() else batch_size)
         if adapter.tokenizer is None:
             raise InputError(f"model {adapter.facts.name} has no tokenizer, and evaluators ask in text: load it with one.")
         self.adapter, self.tokenizer, self.path = adapter, adapter.tokenizer, path_named(path)
@@ -144,14 +143,15 @@ class PathLM(TemplateLM):
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
         """What the model writes after each context, up to a stop string."""
-        alike: dict[str, list[int]] = {}
+        alike = collections.defaultdict[str, dict[int, str]](dict)
         for number, request in enumerate(requests):
-            alike.setdefault(json.dumps(request.args[1], sort_keys=True), []).append(number)
+            context, options = request.args
+            alike[json.dumps(options, sort_keys=True)][number] = context
         texts: dict[int, str] = {}
         with counting(len(requests), "writing", "request", self._progress) as bar:
-            for given, numbers in alike.items():
-                how = dict(normalize_gen_kwargs(json.loads(given), MOST_TOKENS))
-                texts |= self._texts({number: requests[number].args[0] for number in numbers}, how, bar.update)
+            for options, contexts in alike.items():
+                how = dict(normalize_gen_kwargs(json.loads(options), MOST_TOKENS))
+                texts |= self._texts(contexts, how, bar.update)
         return [texts[number] for number in range(len(requests))]
 
     def _texts(self, contexts: Mapping[int, str], how: dict[str, Any], done: Callable[[int], object]) -> dict[int, str]:
@@ -171,7 +171,7 @@ class PathLM(TemplateLM):
         self.counts["sampled"] += len(contexts) * (strategy != Greedy())
         made = write(
             self.adapter, self.path, prompts, most, strategy=strategy, seed=self.seed, examples=list(contexts),
-            stops=how["until"], through=through, batch_size=int(self.batch_size), done=done,
+            stops=how["until"], through=through, batch_size=self.batch_size, done=done,
         )  # fmt: skip
         return {number: each.text for number, each in zip(contexts, made, strict=True)}
 
@@ -180,11 +180,13 @@ class PathLM(TemplateLM):
         wanted = {number: pair for number, pair in enumerate(asked) if pair[1]}
         self._count([(len(c), prefilled(self.path, len(c), self.through), len(t)) for c, t in wanted.values()])
         with counting(len(wanted), "scoring", "request", self._progress) as bar:
-            how: dict[str, Any] = {"through": self.through, "batch_size": self.batch_size, "done": bar.update}
-            made = likelihoods(self.adapter, self.path, list(wanted.values()), **how)
+            made = likelihoods(
+                self.adapter, self.path, list(wanted.values()), through=self.through, batch_size=self.batch_size,
+                done=bar.update,
+            )  # fmt: skip
         # Nothing is certain to follow.
         found = dict.fromkeys(range(len(asked)), Likelihood(0.0, True)) | dict(zip(wanted, made, strict=True))
-        return [(each.log_probability, each.greedy) for each in found.values()]
+        return [*found.values()]
 
     def _fitting(self, context: Sequence[int], continuation: Sequence[int]) -> tuple[list[int], list[int]]:
         """Both, cut from the left where they are longer than the model's context; the last token is not fed."""

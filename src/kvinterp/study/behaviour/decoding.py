@@ -7,9 +7,8 @@ of the prompt's last tokens one by one, so that whatever is asked of the model i
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeAlias, TypeVar
+from typing import NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,8 +28,7 @@ Answer = TypeVar("Answer")
 Tokens: TypeAlias = Sequence[int]
 
 
-@dataclasses.dataclass(frozen=True)
-class Written:
+class Written(NamedTuple):
     """A text that a model wrote.
 
     Attributes:
@@ -44,8 +42,7 @@ class Written:
     ended: str
 
 
-@dataclasses.dataclass(frozen=True)
-class Likelihood:
+class Likelihood(NamedTuple):
     """How likely a continuation is.
 
     Attributes:
@@ -81,7 +78,7 @@ def write(
     stops: Sequence[str] = (),
     through: int = 0,
     batch_size: int = 1,
-    done: Callable[[int], object] | None = None,
+    done: Callable[[int], object] = lambda count: None,
 ) -> list[Written]:
     """Lets a model write, until the end of a sequence, a stop string or the length.
 
@@ -128,8 +125,7 @@ def write(
             for now in steps:
                 for row, token in enumerate(now.chosen[0].tolist() if now.number >= fed else ()):
                     over[row] = over[row] or ending(texts[row], token)
-        if done is not None:
-            done(len(indices))
+        done(len(indices))
         return [Written(tuple(tokens), said(tokens), why) for tokens, why in zip(texts, over, strict=True)]
 
     def said(tokens: list[int]) -> str:
@@ -189,7 +185,7 @@ def likelihoods(
     *,
     through: int = 1,
     batch_size: int = 1,
-    done: Callable[[int], object] | None = None,
+    done: Callable[[int], object] = lambda count: None,
 ) -> list[Likelihood]:
     """How likely continuations are along a path: each token's from the step that decides it.
 
@@ -222,8 +218,7 @@ def likelihoods(
     def work(indices: Sequence[int], before: int, fed: int) -> list[list[Likelihood]]:
         asked = [[requests[index][1][-1] for index in alike[rows[row]]] for row in indices]
         scores = _scored(adapter, path, [rows[row][0] for row in indices], before, fed, asked)
-        if done is not None:
-            done(sum(map(len, asked)))
+        done(sum(map(len, asked)))
         return scores
 
     scored = _in_shapes(adapter, path, [tokens for tokens, _ in rows], shapes, 1, batch_size, work)
@@ -250,15 +245,11 @@ def _scored(
                 continue
             log_probabilities, chosen = torch.log_softmax(now.logits[0].double(), -1), now.chosen[0]
             if now.number < fed:
-                sums = sums + log_probabilities.gather(1, now.feeds[0][:, None])[:, 0]
-                greedy = greedy & (chosen == now.feeds[0])
-    final, top = log_probabilities.cpu(), chosen.cpu()
+                sums += log_probabilities.gather(1, now.feeds[0][:, None])[:, 0]
+                greedy &= chosen == now.feeds[0]
+    totals, tops = (sums[:, None] + log_probabilities).cpu(), torch.where(greedy, chosen, -1).tolist()
     return [
-        [
-            Likelihood(float(sums[row]) + float(final[row, token]), bool(greedy[row]) and int(top[row]) == token)
-            for token in tokens
-        ]
-        for row, tokens in enumerate(asked)
+        [Likelihood(float(totals[row, token]), tops[row] == token) for token in tokens] for row, tokens in enumerate(asked)
     ]
 
 
@@ -288,7 +279,7 @@ def _decoded(
     """
     tokens = torch.tensor([list(row) for row in rows], device=adapter.device)
     head = tokens.shape[1] - fed
-    given = [[tokens[:, place]] for place in range(head, tokens.shape[1])]
+    given = [[column] for column in tokens[:, head:].T]
     collected, counts = Collected(), [0] * len(rows)
 
     def choose(logits: Tensor, step: int) -> Tensor:
