@@ -35,7 +35,7 @@ MODEL = {"model", "kind", "dtype", "device", "attention", "prompts"}
 @pytest.mark.parametrize(
     ("name", "work", "elsewhere"),
     [
-        ("compare", "kvinterp.comparison.compare_each", MODEL),
+        ("compare", "kvinterp.study.experiments.compare.compare_each", MODEL),
         ("patch", "kvinterp.study.experiments.patch.sweep", {*MODEL, "sweep", "preset", "examples"}),
     ],
 )

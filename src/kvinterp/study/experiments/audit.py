@@ -154,34 +154,31 @@ class Audit(Experiment):
 
     def cells(self) -> list[Cell]:
         """One cell: a rung is judged beside the others."""
-        return [Cell("audit", self.audited if self.against is None else self.judged)]
+        return [Cell("audit", self.audited)]
 
     def audited(self, tell: Tell) -> tuple[Tables, dict[str, Any]]:
-        """The audit of a model: its tables, and page and verdict as texts."""
+        """The audit of a model, or the verdict on another engine's log-probs: its tables, and page and verdict as texts."""
         prompts = None if self.prompts is None else load_prompts(self.prompts)
+        result: Any
         # What a user's code prints is no part of what this command says.
         with contextlib.redirect_stdout(sys.stderr):
-            adapter = self.adapter()
-            result = audit(
-                adapter,
-                prompts,
-                rungs=[part.strip() for part in self.rungs.split(",")],
-                checks="thorough" if self.thorough else self.checks,
-                reach="yes" if self.reach else "no",
-                detail="everything",
-                progress=tell,
-                **self.choices("steps", "seed", "allow", "lengths", "calls", "programs", "seconds"),
-            )
+            if self.against is None:
+                result = audit(
+                    self.adapter(),
+                    prompts,
+                    rungs=[part.strip() for part in self.rungs.split(",")],
+                    checks="thorough" if self.thorough else self.checks,
+                    reach="yes" if self.reach else "no",
+                    detail="everything",
+                    progress=tell,
+                    **self.choices("steps", "seed", "allow", "lengths", "calls", "programs", "seconds"),
+                )
+            else:
+                # --dtype is what the engine was said to run in. Of weights that were rounded to it no other precision is found
+                # again.
+                adapter = loaded({**self.model_settings(), "dtype": "float32"})
+                result = audit_engine(adapter, self.against, self.dtype, self.format, self.allow, self.seed, tell)
         texts, tables = files_of(result)
-        return tables, {"texts": texts}
-
-    def judged(self, tell: Tell) -> tuple[Tables, dict[str, Any]]:
-        """The verdict on another engine's log-probs, as texts."""
-        with contextlib.redirect_stdout(sys.stderr):
-            # --dtype is what the engine was said to run in. Of weights that were rounded to it no other precision is found again.
-            adapter = loaded({**self.model_settings(), "dtype": "float32"})
-            verdict = audit_engine(adapter, str(self.against), self.dtype, self.format, self.allow, self.seed, tell)
-        texts, tables = files_of(verdict)
         return tables, {"texts": texts}
 
     def reduce(self, parts: Parts) -> Result:

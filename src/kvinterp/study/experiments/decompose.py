@@ -32,7 +32,7 @@ class Decompose(OfModel):
         """The split of a prompt."""
         options = self.choices("max_new_tokens") | {"only": [number], "progress": "none"}
         split = decompose(self.adapter(), load_prompts(self.prompts), **options)
-        return {"decomposition": split.steps, "layers": split.layers}, split.provenance
+        return split.tables, split.provenance
 
     def reduce(self, parts: Parts) -> Result:
         """The split over all of them."""

@@ -49,7 +49,7 @@ class Kernels(Experiment):
     def measured(self) -> tuple[Tables, dict[str, Any]]:
         """The kernels table of a model."""
         table = kernels_table(self.adapter(), sizes=list(self.sizes), **self.choices("kernels", "seed"))
-        return {"kernels": table.table}, {"first": table.first, "provenance": table.provenance}
+        return table.tables, {"first": table.first, "provenance": table.provenance}
 
     def model_settings(self, name: str | None = None) -> dict[str, Any]:
         """The model, which may be of a config alone."""

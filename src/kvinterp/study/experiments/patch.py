@@ -151,7 +151,7 @@ class Patch(OfModel):
             # The planted causes are a matter of the model: they are looked for once.
             controls = "quick" if self.controls == "all" and place else self.controls
             swept = sweep(adapter, prompts, **settings, only=[chosen[place]], controls=controls)
-            keep(key, {"recovery": swept.recovery, "steps": swept.steps, "controls": swept.controls}, swept.provenance)
+            keep(key, swept.tables, swept.provenance)
 
     def reduce(self, parts: Parts) -> Result:
         """The sweep over all of them."""
