@@ -12,7 +12,7 @@ import pytest
 
 import kvinterp as kv
 from kvinterp.common.result import Result
-from kvinterp.findings import lines_of
+from kvinterp.findings import findings_of, lines_of
 from kvinterp.models import Adapter
 from kvinterp.study.behaviour.chains import (
     CHAIN,
@@ -137,11 +137,11 @@ def test_arms_are_compared_chain_by_chain() -> None:
     assert "bad changes the last similarity to the first text most, by -0.133 on m at temperature" in said
     assert ", where other seeds alone change it by 0 (" in said
     assert "word counts, which knows no synonyms" in said
-    found = " ".join(lines_of(Chain().findings(outcome)))
+    found = " ".join(lines_of(findings_of(Chain().rows(outcome))))
     assert "1 better, 1 worse, 1 with the same last text, of 3." in found
     assert "the null: only the seeds differ" in found
     outcome.tables["deltas"] = deltas.assign(same_text=deltas["chains"])
-    assert "every last text is the same, to the letter" in " ".join(lines_of(Chain().findings(outcome)))
+    assert "every last text is the same, to the letter" in " ".join(lines_of(findings_of(Chain().rows(outcome))))
     assert Chain().headline(outcome)[0].startswith("No policy changes a last text, to the letter")
 
 

@@ -35,7 +35,7 @@ def decoded(load: Any) -> tuple[Any, dict[int, Any], dict[str, pd.DataFrame]]:
     prompts = {number: given[number] for number in (0, 3)}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("kvinterp.study.experiments.behaviour.paths_of", lambda kernels: NOISY)
-        parts = [decodes_of(adapter, {n: prompt}, memory=Memory(), **SAMPLED) for n, prompt in prompts.items()]
+        parts = [decodes_of(adapter, {n: prompt}, lanes=(Memory().lane,) * 2, **SAMPLED) for n, prompt in prompts.items()]
         made = {name: pd.concat([part[name] for part in parts]).assign(model="m") for name in parts[0]}
     assert made["decodes"]["diverged"].nunique() == 2, "the case needs decodes of both kinds"
     return adapter, prompts, made

@@ -49,7 +49,7 @@ def made_up(examples: int = 40, seeds: int = 2, noise: float = NOISE) -> tuple[p
 
 @pytest.fixture(scope="module")
 def tables() -> dict[str, pd.DataFrame]:
-    return b.boundary_tables(*made_up(), above=9)
+    return b.boundary_tables(*made_up())
 
 
 def test_a_correlation_with_free_kl_that_counting_makes_is_gone_where_texts_are_the_same(tables: Any) -> None:

@@ -39,11 +39,11 @@ def causes(grown: float = 16.0, shrinks: float = 0.5, written: float = 1e-6, nat
 
 def read(tables: dict[str, pd.DataFrame]) -> tuple[str, str]:
     """The headline, and all findings a line each."""
-    from kvinterp.findings import lines_of
+    from kvinterp.findings import findings_of, lines_of
 
     asked = RootCause(tuple(tables["propagation"]["model"].unique()))
     outcome = Result(tables, {"provenance": {"m0": synthetic.ABOUT}})
-    return " ".join(asked.headline(outcome)), "\n".join(lines_of(asked.findings(outcome)))
+    return " ".join(asked.headline(outcome)), "\n".join(lines_of(findings_of(asked.rows(outcome))))
 
 
 ORDER = "the order is the cause here"

@@ -6,7 +6,7 @@ import pytest
 
 import kvinterp as kv
 from kvinterp.common.result import Result
-from kvinterp.findings import lines_of
+from kvinterp.findings import findings_of, lines_of
 from kvinterp.study.experiments import mitigate as m
 
 
@@ -68,7 +68,7 @@ def read(mitigations: list[dict[str, object]] | None = None, interactions: list[
     """Headline and findings of made-up rows."""
     tables = {"mitigations": pd.DataFrame(mitigations or [PATH]), "interactions": pd.DataFrame(interactions or [])}
     outcome = Result(tables, {})
-    return "\n".join([*m.Mitigate().headline(outcome), *lines_of(m.Mitigate().findings(outcome))])
+    return "\n".join([*m.Mitigate().headline(outcome), *lines_of(findings_of(m.Mitigate().rows(outcome)))])
 
 
 @pytest.mark.slow

@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from kvinterp import metrics
-from kvinterp.auditing.blocks import BlockHooks, BlockModel, referenced
+from kvinterp.auditing.blocks import BlockModel, referenced
 from kvinterp.auditing.ladder import unit_roundoff
 from kvinterp.common.progress import each
-from kvinterp.comparison import Comparison, compare_examples
+from kvinterp.comparison import compare_examples
 from kvinterp.errors import InputError
 from kvinterp.findings import only
 from kvinterp.models import Adapter, dtype_named, wrap
@@ -57,7 +57,7 @@ Place = tuple[str, int]
 
 @contextlib.contextmanager
 def hearing(
-    adapter: Adapter, places: Iterable[Place], planted: Mapping[Place, Callable[[Tensor], Tensor]] | None = None
+    adapter: Adapter, places: Iterable[Place], planted: Mapping[Place, Callable[[Tensor], Tensor]] = {}
 ) -> Iterator[dict[Place, Tensor]]:
     """Within it the newest position of what a model computes at some places is noted, by place.
 
@@ -67,14 +67,13 @@ def hearing(
         planted: What a tensor is turned into at a place, at every position, before the model goes on with it.
     """
     seen: dict[Place, Tensor] = {}
-    changes = planted or {}
 
     def hear(tensor: Tensor, place: Place) -> Tensor | None:
-        new = changes[place](tensor) if place in changes else None
+        new = planted[place](tensor) if place in planted else None
         seen[place] = (tensor if new is None else new)[0, -1].clone()
         return new
 
-    listeners = {place: [functools.partial(hear, place=place)] for place in (*places, *changes)}
+    listeners = {place: [functools.partial(hear, place=place)] for place in (*places, *planted)}
     with adapter.attached(list(listeners)), adapter.listening(listeners):
         yield seen
 
@@ -115,11 +114,9 @@ def accumulation_error(
         mean_relative).
     """
     generators = [torch.Generator().manual_seed(seed) for seed in seeds]
-    sums: list[tuple[str, int, int | None]] = [("scores", length, head_dim) for head_dim in head_dims for length in lengths]
-    sums += [("values", length, None) for length in lengths]
     tables = []
-    for product, length, head_dim in each(sums, "adding up,", "sum"):
-        terms = length if head_dim is None else head_dim
+    for head_dim, length in each(list(itertools.product([*head_dims, None], lengths)), "adding up,", "sum"):
+        product, terms = ("values", length) if head_dim is None else ("scores", head_dim)
         operands = [torch.randn(2, samples, terms, generator=generator) for generator in generators]
         # Every seed's sums side by side: what is added up one after another is as many terms, not as many seeds.
         a, b = torch.cat(operands, dim=1)
@@ -211,10 +208,17 @@ def kv_write_error(
         if len(prompt) <= steps:
             raise InputError(f"prompt {number} has {len(prompt)} tokens: expected more than steps={steps}.")
         tokens = torch.tensor([list(prompt)], device=adapter.device)
-        with referenced(BlockModel(adapter, kernels_named(mode)), tokens) as hooks:
-            for position, alone, jointly in _written(adapter, hooks, len(prompt) - steps):
+        places, prefill = itertools.product(("k", "v"), range(adapter.facts.layers)), len(prompt) - steps
+        block = BlockModel(adapter, kernels_named(mode))
+        with referenced(block, tokens) as hooks, hearing(adapter, places) as tensors:
+            _, cache = hooks.feed(0, prefill)
+            for position in range(prefill, len(prompt)):
+                _, cache = hooks.feed(position, position + 1, cache)
+                alone = dict(tensors)
+                hooks.recompute(position + 1)
                 for (tensor, layer), written in alone.items():
-                    errors = metrics.vector_errors(written, jointly[tensor, layer])
+                    jointly = tensors[tensor, layer]
+                    errors = metrics.vector_errors(written, jointly)
                     rows.append(
                         {
                             "kernels": mode,
@@ -225,23 +229,10 @@ def kv_write_error(
                             "relative_error": float(errors["relative_error"].max()),
                             "ulp_mean": float(errors["ulp_mean"].mean()),
                             "ulp_max": float(errors["ulp_max"].max()),
-                            "share_differing": float((written != jointly[tensor, layer]).double().mean()),
+                            "share_differing": float((written != jointly).double().mean()),
                         }
                     )
     return pd.DataFrame(rows)
-
-
-Written = dict[Place, Tensor]
-
-
-def _written(adapter: Adapter, hooks: BlockHooks, prefill: int) -> Iterator[tuple[int, Written, Written]]:
-    with hearing(adapter, itertools.product(("k", "v"), range(adapter.facts.layers))) as tensors:
-        _, cache = hooks.feed(0, prefill)
-        for position in range(prefill, hooks.reference.tokens.shape[1]):
-            _, cache = hooks.feed(position, position + 1, cache)
-            alone = dict(tensors)
-            hooks.recompute(position + 1)
-            yield position, alone, dict(tensors)
 
 
 def precision_ladder(
@@ -275,23 +266,20 @@ def precision_ladder(
             "unit_roundoff": unit_roundoff(dtype_named(dtype)),  # type: ignore[arg-type]
         }
         for example in result.examples.to_dict("records"):
-            rows.append({**rung, "id": example["id"], "failed": False, **_numbers(result, example)})
+            steps = only(result.steps, example=example["example"])
+            largest, squared = steps["max_abs_logit"], (steps["rms_logit"] ** 2).mean()
+            numbers = {
+                "flipped": not np.isnan(example["flip_index"]),
+                **{name: example[name] for name in ("mean_kl", "mean_kl_before_flip")},
+                "rms_logit": steps["rms_logit"].mean(),
+                "max_abs_logit": largest.max(),
+                "bitwise_equal_steps": (largest == 0).sum(),
+                "steps": len(steps),
+                "kl_over_squared_logit": example["mean_kl"] / squared if squared else np.nan,
+            }
+            rows.append({**rung, "id": example["id"], "failed": False, **numbers})
         rows += [{**rung, "id": failed, "failed": True} for failed in result.failures["id"]]
     return pd.DataFrame(rows)
-
-
-def _numbers(result: Comparison, example: Mapping[str, Any]) -> dict[str, Any]:
-    steps = only(result.steps, example=example["example"])
-    largest, squared = steps["max_abs_logit"], (steps["rms_logit"] ** 2).mean()
-    return {
-        "flipped": not np.isnan(example["flip_index"]),
-        **{name: example[name] for name in ("mean_kl", "mean_kl_before_flip")},
-        "rms_logit": steps["rms_logit"].mean(),
-        "max_abs_logit": largest.max(),
-        "bitwise_equal_steps": (largest == 0).sum(),
-        "steps": len(steps),
-        "kl_over_squared_logit": example["mean_kl"] / squared if squared else np.nan,
-    }
 
 
 def gqa_spread(

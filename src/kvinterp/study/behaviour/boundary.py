@@ -20,21 +20,18 @@ from kvinterp.study.behaviour.divergence import DECODE, conditions
 
 QUANTITIES = ("mean_kl", "matched_mean_kl")
 """What the step of the first flip is held against: the free protocol's KL (the paper's) and the matched protocol's."""
-FIRST = 1
-"""The first step that a cache decides, the first at which a token can flip: the paper's step 0, as ours is the prefill's."""
-LEAST = FEWEST
-"""Prompts that flip, below which nothing is said of how flips go with a number: resampling so few gives no interval."""
+METHODS = {"pearson": -1.0, "spearman": -1.0, "restricted>1": 1.0, "restricted>9": 9.0}
+"""Correlations, and the step that a flip must be later than: step 1, the first that a cache decides, is the paper's step 0."""
 
 CONDITION = ("model", "strategy")
 
 
-def boundary_tables(decodes: pd.DataFrame, steps: pd.DataFrame, above: float) -> dict[str, pd.DataFrame]:
+def boundary_tables(decodes: pd.DataFrame, steps: pd.DataFrame) -> dict[str, pd.DataFrame]:
     """Every table of the decision boundary.
 
     Args:
         decodes: As :func:`kvinterp.study.experiments.behaviour.decodes_of` gives them, with the model of each.
         steps: The same.
-        above: The second restriction: flips later than this step alone.
 
     Returns:
         flips; thirds; correlations, of the decodes of all strategies together; and prediction.
@@ -43,7 +40,7 @@ def boundary_tables(decodes: pd.DataFrame, steps: pd.DataFrame, above: float) ->
     return {
         "flips": flips,
         "thirds": terciles_of(flips),
-        "correlations": correlations_with_flip(pooled(flips), above),
+        "correlations": correlations_with_flip(pooled(flips)),
         "prediction": margins_of(steps),
     }
 
@@ -68,22 +65,20 @@ def flips_with_kl(decodes: pd.DataFrame) -> pd.DataFrame:
     return both[[*DECODE, *columns, "matched_mean_kl"]].reset_index(drop=True)
 
 
-def correlations_with_flip(flips: pd.DataFrame, above: float) -> pd.DataFrame:
+def correlations_with_flip(flips: pd.DataFrame) -> pd.DataFrame:
     """The correlation of the step of the first flip with each of :data:`QUANTITIES`, over the decodes that flip.
 
     Args:
         flips: As :func:`flips_with_kl` gives them.
-        above: The step that ``restricted>k`` asks for more than; the paper's 8 is 9 here.
 
     Returns:
         One row a model, strategy, quantity and method: ``pearson``, ``spearman`` (the paper's check of it), ``restricted>1`` and
-        ``restricted>k`` (what the paper calls partial: without the flips of the first cached step, and of the first steps).
+        ``restricted>9`` (what the paper calls partial: without the flips of the first cached step, and of the first steps).
         value, low, high, p, n (decodes), n_prompts, why (there is none).
     """
-    methods = {"pearson": -1.0, "spearman": -1.0, **{f"restricted>{bound:g}": float(bound) for bound in (FIRST, above)}}
     rows = []
     for labels, group in conditions(flips, *CONDITION):
-        for quantity, (method, bound) in itertools.product(QUANTITIES, methods.items()):
+        for quantity, (method, bound) in itertools.product(QUANTITIES, METHODS.items()):
             later = group[group["flip_index"] > bound].dropna(subset=[quantity])
             test = _asked(restricted_correlation, later, quantity, bound, "spearman" if method == "spearman" else "pearson")
             rows.append((*labels.values(), quantity, method, *_numbers(test), len(later), test.n, test.why))
@@ -118,7 +113,7 @@ def margins_of(steps: pd.DataFrame) -> pd.DataFrame:
     rows = []
     for labels, group in conditions(at_risk, *CONDITION):
         margins = group.groupby("flipped")["margin_a"].median().reindex([True, False])
-        counts = group["example"].nunique(), len(group), int(group["flipped"].sum())
+        counts = group["example"].nunique(), len(group), group["flipped"].sum()
         rows.append((*labels.values(), *counts, *margins))
     return pd.DataFrame(rows, columns=[*CONDITION, "n", "steps", "flips", "margin_at_flip", "margin_elsewhere"])
 
@@ -129,8 +124,9 @@ _COLUMNS = ("low", "high", "p", "n", "n_prompts", "why")
 def _asked(test: Callable[..., Test], flips: pd.DataFrame, quantity: str, *options: Any) -> Test:
     """A test of the step of the flip and a quantity, where enough prompts flip."""
     prompts = flips["example"].nunique()
-    if prompts < LEAST:
-        return Test("", prompts, why=f"fewer than {LEAST} prompts have such a flip ({prompts})")
+    # Resampling fewer gives no interval.
+    if prompts < FEWEST:
+        return Test("", prompts, why=f"fewer than {FEWEST} prompts have such a flip ({prompts})")
     return test(flips["flip_index"], flips[quantity], flips["example"], *options)
 
 

@@ -42,7 +42,7 @@ def played(
     temperature: float = 0.7,
     max_new_tokens: int = 64,
     batch_size: int = 1,
-    done: Callable[[int], object] | None = None,
+    done: Callable[[int], object] = lambda count: None,
 ) -> list[list[str]]:
     """Chains of one text, one a seed: the text itself, then what each hop made of it.
 
@@ -79,8 +79,7 @@ def played(
         known |= {seed: spoken(each.text) for seed, each in zip(asked, written, strict=True)}
         for seed, chain in chains.items():
             chain.append(known[seed])
-        if done is not None:
-            done(len(chains))
+        done(len(chains))
     return list(chains.values())
 
 
@@ -102,10 +101,8 @@ def tokens_of(adapter: Adapter, template: str, chat: str, system: str | None) ->
         system: What comes before it.
 
     Raises:
-        InputError: The template takes no text, or the tokenizer has no chat template.
+        InputError: The tokenizer has no chat template.
     """
-    if TEXT not in template:
-        raise InputError(f"template {template!r} takes no text: write {TEXT} where it goes.")
     if chat == "none":
         return lambda text: adapter.encode((f"{system}\n" if system else "") + template.replace(TEXT, text))
     first = [{"role": "system", "content": system}] if system else []
@@ -132,7 +129,7 @@ def facts_of(prompt: Prompt) -> tuple[str, ...]:
 def share_kept(facts: Sequence[str], text: str) -> float:
     """How many of the facts a text has as words of their own, as a share; NaN where there are none."""
     kept = [score(Prompt("", "", facts=(fact,)), text) for fact in facts]
-    return float(np.mean(kept)) if kept else float("nan")
+    return np.mean(kept) if kept else np.nan
 
 
 def check_embedder(name: str) -> None:
@@ -186,8 +183,9 @@ def _counts(texts: Sequence[str]) -> np.ndarray:
 
 def _pooled(adapter: Adapter, text: str) -> np.ndarray:
     last = adapter.facts.layers - 1
-    how: dict[str, Any] = {"max_new_tokens": 1, "record": "resid_post", "layers": [last], "positions": "all"}
-    (stream,) = run(adapter, adapter.encode(text or " "), "recompute", **how).records["resid_post", last]
+    tokens, site = adapter.encode(text or " "), "resid_post"
+    trace = run(adapter, tokens, "recompute", max_new_tokens=1, record=site, layers=[last], positions="all")
+    (stream,) = trace.records[site, last]
     return np.asarray(stream.double().mean(0).cpu())
 
 

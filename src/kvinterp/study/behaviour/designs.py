@@ -134,7 +134,7 @@ def effects(arms: Mapping[str, tuple[int, int, int]]) -> dict[str, dict[str, flo
     """The weights of arms whose sum is the least-squares effect of each factor, the others held."""
     levels = np.array([(1, *levels_of_arm) for levels_of_arm in arms.values()], dtype=float)
     inverse = np.linalg.pinv(levels)
-    return {name: dict(zip(arms, map(float, inverse[1 + row]), strict=True)) for row, name in enumerate(FACTORS)}
+    return {name: dict(zip(arms, inverse[1 + row], strict=True)) for row, name in enumerate(FACTORS)}
 
 
 # Seeds -----------------------------------------------------------------------------------------------------------------

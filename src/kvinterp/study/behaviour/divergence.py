@@ -121,13 +121,13 @@ def divergence_of(decodes: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
         kl, largest = typical(group["mean_kl"], group["example"]), group["max_abs_logit"].max()
         rows.append(
             labels
-            | {"decodes": len(group), "n": group["example"].nunique(), "diverged": int(group["diverged"].sum())}
+            | {"decodes": len(group), "n": group["example"].nunique(), "diverged": group["diverged"].sum()}
             | {"rate": rate, "low": low, "high": high, "at_risk": int(group["at_risk"].sum())}
             | with_ends("flip_rate", *_rate(group, "at_risk"))
             | {"mean_kl": group["mean_kl"].mean(), **with_ends("typical_kl", kl.median, *kl.interval), "kl_zeros": kl.zeros}
             | {name: group[name].mean() for name in ("mean_kl_before_flip", "mean_kl_after_flip", "mean_js")}
             | {"max_abs_logit": largest, "kl_bound": largest**2 / 2}
-            | {"above_bound": int((group["mean_kl"] > group["kl_bound"]).sum())}
+            | {"above_bound": (group["mean_kl"] > group["kl_bound"]).sum()}
         )
     return pd.DataFrame(rows)
 
@@ -136,11 +136,11 @@ def _rate(group: pd.DataFrame, trials_column: str = "") -> tuple[float, float, f
     """Flips a decode, or a step at risk, with the interval; with no flip at all what so many examples leave possible."""
     flips = group["diverged"].to_numpy(float)
     trials = group[trials_column].to_numpy(float) if trials_column else np.ones(len(group))
-    rate, n = float(flips.sum() / trials.sum()), group["example"].nunique()
+    rate, n = flips.sum() / trials.sum(), group["example"].nunique()
     if flips.sum() == 0:
         bound = share_of(np.zeros(n)).high
         # A chance of h a step leaves a decode of k steps without a flip with (1 - h) ** k.
-        return rate, 0.0, float(1 - (1 - bound) ** (1 / trials.mean()))
+        return rate, 0.0, 1 - (1 - bound) ** (1 / trials.mean())
     alone = not trials_column and n == len(group)
     ends = share_of(flips) if alone else rate_of(flips, group["example"], trials)
     return rate, ends.low, ends.high

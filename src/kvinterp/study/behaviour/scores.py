@@ -91,7 +91,7 @@ def scored(examples: pd.DataFrame) -> pd.DataFrame:
             mine, others = table[[column, control]].dropna().to_numpy().T
             if len(mine):
                 policy, reading = column
-                head = {"policy": policy, "reading": reading, "metric": metric, "repeats": int(repeats[column])}
+                head = {"policy": policy, "reading": reading, "metric": metric, "repeats": repeats[column]}
                 rows.append(head | _compared(mine, others, measure))
     table = pd.DataFrame(rows)
     real = table["policy"] != AGAIN
@@ -126,19 +126,18 @@ def contrasted(examples: pd.DataFrame, contrasts: Mapping[str, Mapping[tuple[str
 
 def _compared(mine: np.ndarray, control: np.ndarray, measure: Measure) -> dict[str, Any]:
     def ratio(a: np.ndarray, b: np.ndarray) -> Any:
-        with np.errstate(divide="ignore", invalid="ignore"):
-            return 100 * measure.told(a.mean()) / measure.told(b.mean())
+        return 100 * measure.told(a.mean()) / measure.told(b.mean())
 
     def difference(a: np.ndarray, b: np.ndarray) -> Any:
         return measure.told(a.mean()) - measure.told(b.mean())
 
-    value, of_control = (float(measure.told(scores.mean())) for scores in (mine, control))
-    percent = (float(ratio(mine, control)), *_interval(ratio, mine, control)) if of_control else (np.nan,) * 3
+    value, of_control = (measure.told(scores.mean()) for scores in (mine, control))
+    percent = (ratio(mine, control), *_interval(ratio, mine, control)) if of_control else (np.nan,) * 3
     return {
         "value": value,
         "control": of_control,
         **with_ends("percent", *percent),
-        "difference": float(difference(mine, control)),
+        "difference": difference(mine, control),
         **_interval(difference, mine, control)._asdict(),
         "prompts": len(mine),
         "p": metrics.sign_flips(mine - control).p,

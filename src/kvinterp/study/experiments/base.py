@@ -22,14 +22,14 @@ from kvinterp.common.result import Result
 from kvinterp.common.store import Made
 from kvinterp.common.words import dtype_word
 from kvinterp.errors import InputError
-from kvinterp.findings import Chart, Finding, findings_of, lines_of
+from kvinterp.findings import Chart, Finding, lines_of
 from kvinterp.models import Adapter
 from kvinterp.models.provenance import provenance
 from kvinterp.study.cells import Cell, joined, loaded
 from kvinterp.study.experiments import running
 from kvinterp.study.experiments.choices import check_choices
 from kvinterp.study.experiments.circumstances import circumstances
-from kvinterp.study.experiments.options import OPTION, SHARED, argument, model, option, seed, shared
+from kvinterp.study.experiments.options import OPTION, argument, model, option, seed, shared
 from kvinterp.study.results import records
 
 if TYPE_CHECKING:
@@ -146,11 +146,6 @@ class Experiment:
         """What was found, a row each (:func:`kvinterp.findings.finding`); None where its sentences say it."""
         return None
 
-    def findings(self, result: Result) -> pd.DataFrame | None:
-        """The table of what was found."""
-        rows = self.rows(result)
-        return None if rows is None else findings_of(rows)
-
     def headline(self, result: Any, /) -> list[str]:
         """What was found in one or two sentences, and warnings; the rest stands in :meth:`findings`."""
         return []
@@ -217,7 +212,7 @@ class Experiment:
 
     def choices(self, *names: str) -> dict[str, Any]:
         """Gives some of its choices by name; without names all that decide the numbers."""
-        fields = (field for field in dataclasses.fields(self) if field.init)
+        fields = dataclasses.fields(self)
         decide = (field.name for field in fields if field.metadata.get(OPTION, {}).get("decides") != "nothing")
         return {name: getattr(self, name) for name in names or decide}
 
@@ -228,9 +223,7 @@ class Experiment:
             name: Its name; that of the option ``model`` unless given.
         """
         fields = vars(self)
-        options: dict[str, Any] = {
-            option: fields[option] for option in ("kind", "dtype", "device", "attention") if option in fields
-        }
+        options = {option: fields[option] for option in ("kind", "dtype", "device", "attention") if option in fields}
         return {"name": str(fields["model"] if name is None else name), **options}
 
     def adapter(self, name: str | None = None) -> Adapter:
@@ -257,7 +250,7 @@ class OfModels(Experiment):
     """An experiment on some models, in float16 where no other dtype can be chosen, and on prompts."""
 
     models: tuple[str, ...] = argument(("zoo:mistral-mini",), "zoo:NAME, checkpoint folders or hub ids.")
-    prompts: str = option("arithmetic:20", SHARED["prompts"][1])
+    prompts: str = shared("prompts", "arithmetic:20")
     kind: str = shared("kind")
     device: str | None = shared("device")
     attention: str | None = shared("attention")
@@ -290,4 +283,4 @@ class OfModel(Experiment):
     def provenances(self) -> dict[str, Any]:
         """What the model was run with."""
         (about,) = super().provenances().values()
-        return dict(about)
+        return about  # type: ignore[no-any-return]

@@ -22,7 +22,7 @@ from kvinterp.comparison.facts import judged
 from kvinterp.data import Prompt
 from kvinterp.findings import UNKNOWN
 from kvinterp.models.threads import own_threads
-from kvinterp.paths import Cached, Recompute, Runner, strategy_named
+from kvinterp.paths import Runner, strategy_named
 from kvinterp.paths.lanes import Memory, Suffixed
 from kvinterp.study.behaviour.divergence import behaviour_tables, conditions
 from kvinterp.study.experiments.kit import (
@@ -49,6 +49,7 @@ from kvinterp.study.experiments.kit import (
     number,
     only,
     option,
+    paths_of,
     sampled,
     shared,
     stacked,
@@ -123,8 +124,8 @@ class Behaviour(OfModels):
         tables: dict[str, list[Tables]] = {key: [] for key in keys}
         with own_threads(adapter):
             for block in each(blocks, what, "part"):
-                options = self.choices("kernels", "max_new_tokens", "stop", "batch_size")
-                options["memory"] = Memory() if self.batch_size == 1 else None
+                lane = Memory().lane if self.batch_size == 1 else Runner
+                options = self.choices("kernels", "max_new_tokens", "stop", "batch_size") | {"lanes": (lane, lane)}
                 for key in keys:
                     turn, seed = map(int, key.split("-")[-2:])
                     tables[key].append(decodes_of(adapter, dict(block), strategies[turn], seed, **options))
@@ -234,11 +235,6 @@ class Behaviour(OfModels):
 _NULL = ("strategy", "null", "steps", "differing_steps", "flips", "max_abs_logit", "mean_kl", "n", "model")
 
 
-def paths_of(kernels: str) -> tuple[str, str]:
-    """The two paths under some kernels."""
-    return str(Cached(kernels=kernels)), str(Recompute(kernels=kernels))
-
-
 def flipped_decodes(tables: Tables, paths: tuple[str, str]) -> dict[str, Comparison]:
     """The decodes that flip, each path on its own text, as comparisons without activations: one a model, strategy and seed."""
     comparisons = {}
@@ -268,7 +264,6 @@ def decodes_of(
     strategy: str = "greedy",
     seed: int = 0,
     kernels: str = "native",
-    memory: Memory | None = None,
     **options: Any,
 ) -> Tables:
     """Prompts decoded in the matched protocol, and those that flip in the free one too.
@@ -279,8 +274,8 @@ def decodes_of(
         strategy: How tokens are chosen.
         seed: Seeds what is drawn.
         kernels: Those of both paths.
-        memory: What other decodes of these prompts have computed.
-        options: ``max_new_tokens``, ``stop`` and ``batch_size``, as :func:`kvinterp.compare` takes them.
+        options: ``max_new_tokens``, ``stop`` and ``batch_size``, as :func:`kvinterp.compare` takes them, and ``lanes``; those of
+            one :class:`kvinterp.paths.lanes.Memory` compute once what decodes of these prompts share.
 
     Returns:
         ``decodes``, a row an example and protocol: id, prompt_tokens, steps, flip_index (NaN: none), diverged, mean_kl,
@@ -292,8 +287,7 @@ def decodes_of(
         :class:`kvinterp.comparison.Comparison` has them. ``failures``: what gave NaN or Inf.
     """
     a, b = paths_of(kernels)
-    lanes = (Runner, Runner) if memory is None else (memory.lane, memory.lane)
-    options |= {"strategy": strategy, "seed": seed, "lanes": lanes}
+    options |= {"strategy": strategy, "seed": seed}
 
     def ran(numbers: Sequence[int], first: str, second: str, **extra: Any) -> Comparison:
         chosen = [prompts[number] for number in numbers]

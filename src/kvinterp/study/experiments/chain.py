@@ -62,11 +62,7 @@ from kvinterp.study.experiments.kit import (
 )
 
 CONTROL, NULL = "cached", "cached, other seeds"
-_NO_POLICY = "no policy was given; give one with --policy, or leave it out"
-
-
-def _policies(asked: Any) -> bool:
-    return bool(asked.policies)
+_WITH_POLICY = (lambda asked: bool(asked.policies), "no policy was given; give one with --policy, or leave it out")
 
 
 class Chain(Experiment):
@@ -83,13 +79,13 @@ class Chain(Experiment):
         "Apply each policy to both tensors (kv), to K alone (k), to V alone (v): one or several, with commas.",
         among=("kv", "k", "v"),
         commas="between",
-        only=(_policies, _NO_POLICY),
+        only=_WITH_POLICY,
     )
     prefill: str = option(
         "exact",
         "What attention reads in the prefill: exact K and V, or those the policy stored, as in llama.cpp and Ollama.",
         among=("exact", "stored"),
-        only=(_policies, _NO_POLICY),
+        only=_WITH_POLICY,
     )
     texts: str = option(
         "restate:6",
@@ -168,7 +164,7 @@ class Chain(Experiment):
         rows = [
             {
                 "model": adapter.facts.name, "arm": arm, "temperature": temperature, "text": number, "seed": seed, "hop": hop,
-                "said": sentence, "words": len(sentence.split()), "similarity": float(similarity),
+                "said": sentence, "words": len(sentence.split()), "similarity": similarity,
                 "facts": share_kept(facts, sentence),
             }
             for seed, chain in zip(seeds, chains, strict=True)
@@ -205,7 +201,7 @@ class Chain(Experiment):
         texts = counted(result.tables["chains"]["text"].nunique(), "text")
         measured_by = f"{counted(result.summary['hops'], 'hop')}, {texts}, {similarity_named(result.summary['embedder'])}"
         if arms.empty:
-            ends = between(list(only(deltas, arm=CONTROL)["similarity"]))
+            ends = between(only(deltas, arm=CONTROL)["similarity"])
             return [f"Without a policy, chains end at a similarity of {ends} to the first text ({measured_by})."]
         row = arms.loc[arms["delta"].abs().idxmax()]
         if not (arms["same_text"] < arms["chains"]).any():

@@ -43,10 +43,7 @@ def check_choices(experiment: Experiment) -> None:
     for name, field in _fields(type(experiment)).items():
         if (value := given[name]) is None and field.default is None:
             continue
-        _check_value(field, value)
-        if name in readers and value != field.default:
-            for text in value if isinstance(value, tuple) else (value,):
-                readers[name](text)
+        _check_value(field, value, readers)
         is_read, advice = field.metadata.get(OPTION, {}).get("only", (bool, ""))
         if not is_read(experiment):
             check_unread(name, value, field.default, advice)
@@ -161,13 +158,11 @@ def check_early(kind: Any, given: Mapping[str, Any]) -> None:
     for name, field in _fields(kind).items():
         value = tuple(given[name]) if isinstance(given.get(name), list) else given.get(name)
         if value not in (None, field.default):
-            _check_value(field, value)
-            for text in value if isinstance(value, tuple) else (value,):
-                _EARLY.get(name, str)(text)
+            _check_value(field, value, _EARLY)
 
 
-def _check_value(field: dataclasses.Field[Any], value: Any) -> None:
-    """Looks at a number, words, a list or prompts."""
+def _check_value(field: dataclasses.Field[Any], value: Any, readers: Mapping[str, Callable[[Any], Any]]) -> None:
+    """Looks at a number, words, a list, prompts or text forms."""
     about, name, default = field.metadata.get(OPTION, {}), field.name, cast(Any, field.default)
     if "min" in about:
         check_whole(name, value, about["min"])
@@ -184,6 +179,8 @@ def _check_value(field: dataclasses.Field[Any], value: Any) -> None:
             check_choice(name, word, about["among"])
     if name == "prompts":
         load_prompts(value)
+    for text in value if isinstance(value, tuple) else (value,):
+        readers.get(name, str)(text)
 
 
 def _readers() -> dict[str, Callable[[Any], Any]]:
@@ -201,4 +198,4 @@ def _readers() -> dict[str, Callable[[Any], Any]]:
 
 
 def _fields(kind: type[Experiment]) -> dict[str, dataclasses.Field[Any]]:
-    return {field.name: field for field in dataclasses.fields(kind) if field.init}
+    return {field.name: field for field in dataclasses.fields(kind)}

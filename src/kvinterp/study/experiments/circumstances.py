@@ -11,6 +11,7 @@ import torch
 
 from kvinterp.models import Adapter
 from kvinterp.models.provenance import provenance
+from kvinterp.paths import Cached, Recompute, run
 
 _PLACES = ("_name_or_path", "name_or_path", "tokenizer_name")
 
@@ -26,7 +27,12 @@ def circumstances(adapter: Adapter) -> dict[str, Any]:
     ]
     plain = [config.to_dict() for config in configs if callable(getattr(config, "to_dict", None))]
     buffers = [
-        (name, tuple(buffer.shape), buffer.dtype, None if buffer.is_meta else _digest(_bytes(buffer)))
+        (
+            name,
+            tuple(buffer.shape),
+            buffer.dtype,
+            None if buffer.is_meta else _digest(buffer.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()),
+        )
         for name, buffer in sorted(adapter.model.named_buffers())
     ]
     return {
@@ -50,15 +56,14 @@ def tried(adapter: Adapter, paths: Iterable[str]) -> None:
         UnsupportedError: This kind of model cannot run a path.
         NonFiniteError: A path turns what it computes into NaN or infinity.
     """
-    from kvinterp.paths import run
-
     few = [token % adapter.facts.vocabulary for token in (1, 5, 7, 3, 9, 2)]
     for path in dict.fromkeys(paths):
         run(adapter, few, path, max_new_tokens=3, stop="length")
 
 
-def _bytes(tensor: torch.Tensor) -> bytes:
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+def paths_of(kernels: str) -> tuple[str, str]:
+    """The two paths under some kernels."""
+    return str(Cached(kernels=kernels)), str(Recompute(kernels=kernels))
 
 
 def _tokenizer(tokenizer: Any) -> str | None:

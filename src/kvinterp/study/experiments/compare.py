@@ -142,7 +142,7 @@ class Compare(OfModel):
         if comparison.steps.empty:
             place = Path(comparison.folder or "") / "summary.json"
             raise KvinterpError(f"none of the {len(comparison.failures)} prompts could be compared; {place} says why.")
-        return list(comparison.where().splitlines())
+        return comparison.where().splitlines()  # type: ignore[no-any-return]
 
     def result_of(self, tables: Tables, summary: Mapping[str, Any]) -> Result:
         """The comparison of its tables, once they are what a comparison has."""

@@ -70,10 +70,10 @@ class EquivalentNoise(OfModel):
 
     def cells(self) -> list[Cell]:
         """A cell a policy; what it does not fit is said before any is measured."""
-        return [
-            Cell(f"policy-{number}", self.measured, {"policy": policy})
-            for number, policy in enumerate(map(str, usable(self.policies, self.adapter())))
-        ]
+        policies = {str(policy): policy for policy in map(policy_named, self.policies)}
+        for policy in policies.values():
+            policy.start(self.adapter().facts)
+        return [Cell(f"policy-{number}", self.measured, {"policy": text}) for number, text in enumerate(policies)]
 
     def measured(self, policy: str) -> pd.DataFrame:
         """The sums of one policy, prompt by prompt."""
@@ -154,19 +154,6 @@ def _smallest_first(result: Result) -> pd.DataFrame:
 
 
 # One policy ------------------------------------------------------------------------------------------------------------
-
-
-def usable(policies: Sequence[str], adapter: Adapter) -> list[Policy]:
-    """The policies of some texts, each once, all of which a model can run.
-
-    Raises:
-        InputError: One is none.
-        UnsupportedError: One does not fit the model.
-    """
-    by_text = {str(policy): policy for policy in map(policy_named, policies)}
-    for policy in by_text.values():
-        policy.start(adapter.facts)
-    return list(by_text.values())
 
 
 def bits_of(policy: Policy, adapter: Adapter, tensor: str, layer: int) -> float:
@@ -277,6 +264,6 @@ def _interval(by_prompt: pd.DataFrame) -> metrics.Interval:
     sums = by_prompt.groupby("prompt")[["e2", "x2"]].sum()
 
     def rms(e2: Any, x2: Any) -> float:
-        return float((e2.sum() / x2.sum()) ** 0.5)
+        return (e2.sum() / x2.sum()) ** 0.5
 
     return metrics.clustered_interval(rms, sums.index.to_numpy(), sums["e2"].to_numpy(), sums["x2"].to_numpy())

@@ -37,6 +37,7 @@ from kvinterp.study.experiments.kit import (
     metrics,
     option,
     seed,
+    shared,
     tried,
 )
 
@@ -56,7 +57,7 @@ class FlipLaw(OfModel):
         "A path to compare with recompute; may be given several times.",
         empty="refused",
     )
-    dtype: str = option("bfloat16", SHARED["dtype"][1])
+    dtype: str = shared("dtype", "bfloat16")
     max_new_tokens: int = option(48, "The most tokens to decode per prompt.", min=2)
     strategy: str = option("greedy", "How the recompute path chooses the tokens: greedy, top_k(50,2), top_p(0.95,0.8).")
     seed: int = seed()
@@ -175,7 +176,7 @@ def steps_of(
             "largest": (logits - leader_logits).abs().amax(-1),
             "flip": flip,
             "wide_flip": logits.argmax(-1) != one,
-            "third": flip & ~(((took == one) & (chosen == two)) | ((took == two) & (chosen == one))),
+            "third": flip & ((took != one) & (took != two) | (chosen != one) & (chosen != two)),
             "as_rounded": (rounded == chosen) & (rounded_here == took),
         }
         tables.append(pd.DataFrame({name: column.numpy() for name, column in columns.items()}).assign(path=path))

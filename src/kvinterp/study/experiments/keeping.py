@@ -129,7 +129,7 @@ def experiment(
     """
     check_known("experiment", name, experiments())
     kind = experiment_named(name)
-    fields = {field.name: field for field in dataclasses.fields(kind) if field.init}
+    fields = {field.name: field for field in dataclasses.fields(kind)}
     values = {}
     for choice, value in choices.items():
         check_known(f"option of {name}", choice, fields)

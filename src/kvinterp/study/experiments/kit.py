@@ -12,5 +12,5 @@ from kvinterp.findings import Chart, Finding, Panel, ends_of, finding, finding_f
 from kvinterp.models import Adapter
 from kvinterp.study.cells import Cell, joined, stacked
 from kvinterp.study.experiments.base import Charts, Experiment, OfModel, OfModels, Parts, Rows, Tables, numbered
-from kvinterp.study.experiments.circumstances import tried
-from kvinterp.study.experiments.options import DRAWS, SHARED, argument, option, sampled, seed, shared
+from kvinterp.study.experiments.circumstances import paths_of, tried
+from kvinterp.study.experiments.options import DRAWS, SHARED, argument, option, sampled, seed, shared, used_by

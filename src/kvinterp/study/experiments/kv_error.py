@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pandas as pd
 
 from kvinterp.common.checks import check_number
+from kvinterp.common.spec import split
 from kvinterp.data import loop_at_end, outside_share, score, task_words
 from kvinterp.errors import NonFiniteError
 from kvinterp.models.inputs import encode
@@ -43,6 +44,7 @@ from kvinterp.study.experiments.kit import (
     option,
     sampled,
     tried,
+    used_by,
 )
 
 READINGS = ("stored", "exact")
@@ -57,12 +59,6 @@ _NOISE_PROMPTS, _NOISE_TOKENS = 4, 16
 """On how many prompts, and tokens of each, the noise that a policy amounts to is measured."""
 _STORED = {"exact": "", "stored": "[prefill=stored]"}
 """How a path says what attention reads in the prefill."""
-
-
-def _in_design(*users: str) -> tuple[Callable[[Any], bool], str]:
-    """Where only some designs read a choice."""
-    advice = f"no design that was asked for uses it; add {' or '.join(users)} to --design"
-    return lambda asked: bool({*users} & {*asked.chosen_designs()}), advice
 
 
 class KvError(OfModel):
@@ -84,12 +80,12 @@ class KvError(OfModel):
     base: str = option(
         "normal(0,0.5)",
         "The policy for the designs tensors, layers and heads, which apply it to one part of the cache at a time.",
-        only=_in_design("tensors", "layers", "heads"),
+        only=used_by("design", "tensors", "layers", "heads"),
     )
     rms: float = option(
         0.57735,
         "Root mean square of the relative error in the factorial design; uniform(-1,1) has 0.577.",
-        only=_in_design("factorial"),
+        only=used_by("design", "factorial"),
     )
     readings: str = option(
         "stored,exact",
@@ -303,7 +299,7 @@ _TITLES = {name: measure.meaning for name, measure in METRICS.items()}
 
 def _split(text: str) -> list[str]:
     """The names that an option has between commas, each once."""
-    return list(dict.fromkeys(name.strip() for name in text.split(",")))
+    return list(dict.fromkeys(split(text, ",")))
 
 
 # One run ---------------------------------------------------------------------------------------------------------------
@@ -342,8 +338,7 @@ def behaviour_of(
 
     def text(path: Any, number: int, prompt: Any, known: frozenset[str]) -> dict[str, Any]:
         tokens = encode(adapter, prompt, max_new_tokens)
-        options: dict[str, Any] = {"strategy": strategy, "seed": draw, "examples": [number]}
-        (written,) = write(adapter, path, [tokens], max_new_tokens, **options)
+        (written,) = write(adapter, path, [tokens], max_new_tokens, strategy=strategy, seed=draw, examples=[number])
         return {
             "correct": score(prompt, written.text),
             "loop": loop_at_end(written.tokens) > 0,

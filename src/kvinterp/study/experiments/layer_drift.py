@@ -47,6 +47,7 @@ from kvinterp.study.experiments.kit import (
     numbered,
     only,
     option,
+    paths_of,
     seed,
     shared,
 )
@@ -113,7 +114,7 @@ class LayerDrift(OfModels):
         Until the first flip both protocols feed the same tokens, so that only an example that flips is run free too.
         """
         adapter, prompts = self.adapter(model), load_prompts(self.prompts)
-        paths = f"cached[kernels={self.kernels}]", f"recompute[kernels={self.kernels}]"
+        paths = paths_of(self.kernels)
         known, _ = recordable(adapter, None, range(adapter.facts.layers))
         sites = [site for site in known if site in ("resid_post", "pattern")]
         with adapter.one_call():

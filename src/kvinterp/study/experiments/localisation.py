@@ -48,6 +48,7 @@ from kvinterp.study.experiments.kit import (
     numbered,
     only,
     option,
+    paths_of,
     shared,
     stacked,
 )
@@ -113,16 +114,13 @@ class Localisation(OfModels):
         ]
         return chosen_of(pd.concat(ranked, ignore_index=True), self.count)
 
-    def _paths(self) -> dict[str, str]:
-        return {form: f"{form}[kernels={self.kernels}]" for form in ("cached", "recompute")}
-
     def ranked(self, keys: Sequence[str], keep: Callable[..., None], model: str) -> None:
         """How far apart the paths of some prompts are in the free protocol, as :func:`kvinterp.patching.highest_kl` has it."""
         adapter, prompts = self.adapter(model), load_prompts(self.prompts)
-        options: dict[str, Any] = {"protocol": "free", "max_new_tokens": self.max_new_tokens}
+        options = self.choices("max_new_tokens") | {"protocol": "free"}
         with adapter.one_call():
             for example, key in numbered(keys).items():
-                part = compare_examples(adapter, prompts[example], *self._paths().values(), examples=[example], **options)
+                part = compare_examples(adapter, prompts[example], *paths_of(self.kernels), examples=[example], **options)
                 # A prompt that ends with the prefill's token has no step that could differ.
                 later = part.steps[part.steps["step"] > 0].groupby("example")["kl"].mean().get(example, 0.0)
                 row = part.examples[["example", "id", "prompt_tokens", "steps", "flip_index"]].assign(mean_kl=later)
@@ -133,14 +131,15 @@ class Localisation(OfModels):
     def localised(self, model: str, example: int) -> tuple[Tables, dict[str, Any]]:
         """Patches and splits one of the chosen examples."""
         adapter, prompts = self.adapter(model), load_prompts(self.prompts)
-        options: dict[str, Any] = {**self._paths(), "max_new_tokens": self.max_new_tokens, "progress": "none"}
+        paths = zip(("cached", "recompute"), paths_of(self.kernels), strict=True)
+        options = {**dict(paths), **self.choices("max_new_tokens"), "only": [example], "progress": "none"}
         tables, told = list[Tables](), dict[str, Any]()
         for part in dict.fromkeys(self.part):
             if part == SPLIT:
-                split = decompose(adapter, prompts, **options, only=[example])
+                split = decompose(adapter, prompts, **options)
                 made, told[part] = {"decomposition": split.steps, "layers": split.layers}, split.provenance
             else:
-                swept = sweep(adapter, prompts, **{**options, "only": [example], **SETS[part]})
+                swept = sweep(adapter, prompts, **options, **SETS[part])
                 made = {"recovery": swept.recovery, "steps": swept.steps, "controls": swept.controls}
                 told[part] = swept.provenance
             labels = {"model": adapter.facts.name, "part": part}

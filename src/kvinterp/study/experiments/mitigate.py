@@ -19,7 +19,6 @@ from kvinterp.models import dtype_named
 from kvinterp.paths import Cached, Recompute, path_named, run
 from kvinterp.policies import policy_named
 from kvinterp.study.experiments.kit import (
-    SHARED,
     Cell,
     Chart,
     Charts,
@@ -39,6 +38,7 @@ from kvinterp.study.experiments.kit import (
     metrics,
     number,
     option,
+    shared,
     tried,
 )
 
@@ -57,7 +57,7 @@ class Mitigate(OfModel):
     SUMMED = ("mitigations", "interactions")
     NOTED = ("max_new_tokens",)
 
-    prompts: str = option("arithmetic:8", SHARED["prompts"][1])
+    prompts: str = shared("prompts", "arithmetic:8")
     path: tuple[str, ...] = option(
         (
             "cached",
@@ -204,7 +204,7 @@ def _cost(adapter: Any, prompt: Any, text: str, max_new_tokens: int) -> tuple[fl
     finally:
         handle.remove()
     facts, bits = running.facts, 0.0
-    for tensor in ("k", "v") if path.form == "cached" else ():
+    for tensor in ("k", "v"):
         of_policy = path.policy.bits_stored(tensor, facts.head_dim)
         plain = 8 * (store_dtype or path.kernels.compute_dtype(running.dtype)).itemsize
         bits += plain if of_policy is None else of_policy

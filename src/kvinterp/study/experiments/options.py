@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
+
+from kvinterp.common.spec import split
 
 OPTION = "option"
 """The key in a field's metadata under which its option stands."""
@@ -46,9 +49,20 @@ SHARED: dict[str, tuple[Any, str]] = {
 """Default and help of the options that several experiments have."""
 
 
-def shared(name: str) -> Any:
-    """A field that several experiments have, by its name in :data:`SHARED`."""
-    return option(*SHARED[name])
+def shared(name: str, default: Any = None) -> Any:
+    """A field that several experiments have, by its name in :data:`SHARED`; with a default of its own where one is given."""
+    usual, help = SHARED[name]
+    return option(usual if default is None else default, help)
+
+
+def used_by(name: str, *values: str) -> tuple[Callable[[Any], bool], str]:
+    """``only`` of an option that is read where another one names one of some values."""
+
+    def is_read(asked: Any) -> bool:
+        named = getattr(asked, name)
+        return not {"all", *values}.isdisjoint(split(named, ",") if isinstance(named, str) else named)
+
+    return is_read, f"no {name} that was asked for uses it; add {' or '.join(values)} to --{name}"
 
 
 def sampled(*strategies: str) -> bool:

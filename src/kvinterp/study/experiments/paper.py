@@ -30,10 +30,11 @@ from kvinterp.study.behaviour.divergence import (
     accuracy_of,
     divergence_of,
     kl_by_step_of,
+    with_ends,
     with_free_steps,
 )
 from kvinterp.study.cells import those
-from kvinterp.study.experiments.behaviour import Behaviour, failures_of, paths_of
+from kvinterp.study.experiments.behaviour import Behaviour, failures_of
 from kvinterp.study.experiments.kit import (
     Cell,
     Chart,
@@ -55,6 +56,7 @@ from kvinterp.study.experiments.kit import (
     number,
     only,
     option,
+    paths_of,
     sampled,
 )
 from kvinterp.study.experiments.layer_drift import NULL, ONE_STEP, LayerDrift
@@ -113,8 +115,6 @@ Gemma2ForCausalLM,Gemma-2-2B,top_p,12.83,12.79,12.86,.033,.013,strengthens
 """The paper's Table 1, by the architecture of its models, and the last column of its Table 3. In every condition all of its
 decodes diverge, and in FP32 none flips; the other numbers of its Tables 2 and 3 are lost in the text that we have."""
 
-ABOVE = 9
-"""The paper's second restriction is to flips after its step 8."""
 RESAMPLES = 1000
 PROTOCOLS = {"free": "each path its own text, as in the paper", "matched": "control: the same tokens"}
 _PATCHES = {
@@ -226,7 +226,7 @@ class Paper(OfModels):
         both = {"fp16": fp16, "fp32": decodes_of(parts, "float32")} if any(key[:7] == "float32" for key in parts) else {}
         facts = [{"model": adapter.facts.name, "architecture": adapter.facts.architecture} for adapter in self.adapters()]
         papers = pd.DataFrame(facts).merge(pd.read_csv(io.StringIO(PAPER)), on="architecture")
-        by_step, boundary = kl_by_step_of(fp16[1]), boundary_tables(*fp16, ABOVE)
+        by_step, boundary = kl_by_step_of(fp16[1]), boundary_tables(*fp16)
         flips = boundary["flips"]
         boundary["flips"] = flips.assign(flip_index=flips["flip_index"] - 1)
         return {
@@ -339,11 +339,11 @@ def mean_kl_of(decodes: pd.DataFrame, seeds: int) -> tuple[float, float, float]:
     """
     kl = decodes["mean_kl"].repeat(np.where(decodes["strategy"] == "greedy", seeds, 1)).dropna().to_numpy(float)
     if len(kl) < 2:
-        return float(kl.mean()) if len(kl) else np.nan, np.nan, np.nan
-    options: dict[str, Any] = {"method": "percentile", "n_resamples": RESAMPLES, "random_state": np.random.default_rng(0)}
+        return kl.mean() if len(kl) else np.nan, np.nan, np.nan
+    random = np.random.default_rng(0)
     with quiet():
-        ends = stats.bootstrap((kl,), np.mean, **options).confidence_interval
-    return float(kl.mean()), float(ends.low), float(ends.high)
+        drawn = stats.bootstrap((kl,), np.mean, method="percentile", n_resamples=RESAMPLES, random_state=random)
+    return kl.mean(), *drawn.confidence_interval
 
 
 def beside(table: pd.DataFrame, papers: pd.DataFrame, on: Sequence[str], **columns: str) -> pd.DataFrame:
@@ -407,9 +407,8 @@ def table_2(found: Mapping[str, tuple[pd.DataFrame, pd.DataFrame]], papers: pd.D
     if not found:
         return pd.DataFrame()
     shared = found["fp32"][0][DECODE].drop_duplicates()
-    tables = list[pd.DataFrame]()
-    # FP16 last: the counts are its own, of those decodes that have both.
-    for precision, parts in reversed([*found.items()]):
+    tables = []
+    for precision, parts in found.items():
         decodes, steps = (pooled(part.merge(shared, on=DECODE)) for part in parts)
         table = _conditions(decodes, steps, 1).set_index("model")
         names = {
@@ -418,8 +417,10 @@ def table_2(found: Mapping[str, tuple[pd.DataFrame, pd.DataFrame]], papers: pd.D
             "same_tokens": f"same_tokens_{precision}_kl",
         }
         columns = {f"{old}{end}": f"{new}{end}" for old, new in names.items() for end in ENDS}
-        tables.insert(0, table[[*columns]].rename(columns=columns))
-    both = pd.concat([table[["n", "decodes"]], *tables], axis=1).reset_index()
+        # The counts are those of FP16.
+        counts = ["n", "decodes"] * (precision == "fp16")
+        tables.append(table[[*counts, *columns]].rename(columns=columns))
+    both = pd.concat(tables, axis=1).reset_index()
     return beside(both, papers.assign(fp32_flip=0.0), ["model"], fp32_flip="paper_fp32_flip")
 
 
@@ -450,14 +451,14 @@ def table_3(correlations: pd.DataFrame, models: Sequence[str], papers: pd.DataFr
         row = {"model": model, "flips": full["n"], "n": full["n_prompts"], "trend": trend}
         estimates = dict(zip(("full", "without_0", "without_8"), (free.loc[method] for method in METHODS), strict=True))
         for name, estimate in {**estimates, "same_tokens": same.loc["pearson"]}.items():
-            row |= dict(zip((f"{name}{end}" for end in ENDS), estimate[["value", "low", "high"]], strict=True))
+            row |= with_ends(name, *estimate[["value", "low", "high"]])
         rows.append(row)
     return beside(pd.DataFrame(rows), papers, ["model"], trend="paper_trend")
 
 
 # Figures -----------------------------------------------------------------------------------------------------------------
 
-METHODS = {"pearson": "full", "restricted>1": "without step 0", f"restricted>{ABOVE}": "without steps 0 to 8"}
+METHODS = {"pearson": "full", "restricted>1": "without step 0", "restricted>9": "without steps 0 to 8"}
 
 
 def bars_of(table: pd.DataFrame) -> pd.DataFrame:

@@ -9,6 +9,7 @@ query heads that share it.
 
 from __future__ import annotations
 
+import collections
 import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +18,7 @@ from typing import Any
 import pandas as pd
 
 from kvinterp.data import TASKS
-from kvinterp.findings import COLUMNS
+from kvinterp.findings import place
 from kvinterp.models.inputs import encode, encode_all
 from kvinterp.study import root_causes
 from kvinterp.study.behaviour.divergence import conditions
@@ -42,18 +43,13 @@ from kvinterp.study.experiments.kit import (
     median_of,
     only,
     option,
+    used_by,
 )
 from kvinterp.study.root_causes import GROWTH
 
 WIDTHS = (64, 128, 256)
 """The widths of a head over which sums are measured, beside those of the models."""
 PARTS = ("accumulation", "propagation", "kv-write", "ladder", "gqa")
-
-
-def _if_run(*parts: str) -> tuple[Callable[[Any], bool], str]:
-    """Where only some parts read a choice."""
-    advice = f"no part that was asked for uses it; add {' or '.join(parts)} to --part"
-    return lambda asked: bool({*parts} & {*asked.part}), advice
 
 
 class RootCause(OfModels):
@@ -69,11 +65,15 @@ class RootCause(OfModels):
         4,
         "For propagation, kv-write and gqa: how many of the prompts to run.",
         min=1,
-        only=_if_run("propagation", "kv-write", "gqa"),
+        only=used_by("part", "propagation", "kv-write", "gqa"),
     )
-    ladder_prompts: int = option(6, "For ladder: how many of the prompts to run.", min=1, only=_if_run("ladder"))
-    ladder_steps: int = option(16, "For ladder: the most tokens to decode per prompt.", min=1, only=_if_run("ladder"))
-    seeds: int = option(1, "How many sets of prompts to generate, each with its own seed.", min=1, only=_if_run(*PARTS[1:]))
+    ladder_prompts: int = option(6, "For ladder: how many of the prompts to run.", min=1, only=used_by("part", "ladder"))
+    ladder_steps: int = option(
+        16, "For ladder: the most tokens to decode per prompt.", min=1, only=used_by("part", "ladder")
+    )
+    seeds: int = option(
+        1, "How many sets of prompts to generate, each with its own seed.", min=1, only=used_by("part", *PARTS[1:])
+    )
 
     def check(self) -> None:
         """The sets of prompts too."""
@@ -141,13 +141,13 @@ class RootCause(OfModels):
 
     def rows(self, result: Result) -> Rows:
         """The findings of all parts; of several sets of prompts, how far they lie apart."""
-        rows, estimates = _rows(result.tables), dict[tuple[Any, ...], list[float]]()
+        rows, estimates = _rows(result.tables), collections.defaultdict[Any, list[float]](list)
         by_seed = {name: table for name, table in result.tables.items() if "data_seed" in table}
         for seed in sorted({seed for table in by_seed.values() for seed in table["data_seed"]}):
             for row in _rows({name: only(table, data_seed=seed) for name, table in by_seed.items()}):
-                estimates.setdefault(_place(row), []).append(row["estimate"])
+                estimates[row["finding"], place(row)].append(row["estimate"])
         for row in rows:
-            if len(of_seeds := estimates.get(_place(row), ())) > 1:
+            if len(of_seeds := estimates[row["finding"], place(row)]) > 1:
                 apart = f"each of {len(of_seeds)} sets of prompts: {between(of_seeds)}"
                 row["note"] = "; ".join(filter(None, (apart, row["note"])))
         return rows
@@ -164,11 +164,6 @@ def _measured(tables: Mapping[str, pd.DataFrame]) -> dict[str, pd.DataFrame]:
 
 def _rows(tables: Mapping[str, pd.DataFrame]) -> list[Finding]:
     return [row for name, table in _measured(tables).items() for row in SHOWN[name][1](table)]
-
-
-def _place(row: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What a finding is and what it is of."""
-    return tuple((name, value) for name, value in row.items() if name == "finding" or name not in COLUMNS)
 
 
 def prompts_of_seed(prompts: str, seed: int) -> str:
@@ -375,7 +370,7 @@ def _what(name: str) -> str:
     return f"growth of {name} from layer 0, rounded once, to the last layer"
 
 
-SHOWN: dict[str, tuple[Callable[..., list[str]], Callable[..., list[Finding]], Callable[..., Chart]]] = {
+SHOWN: dict[str, tuple[Callable[..., Any], ...]] = {
     "accumulation": (sums_headline, sums_rows, sums_chart),
     "propagation": (growth_headline, growth_rows, growth_chart),
     "kv_write": (written_headline, written_rows, written_chart),

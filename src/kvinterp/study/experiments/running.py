@@ -19,6 +19,7 @@ from kvinterp.common.result import Result
 from kvinterp.common.store import CELLS, Store, write_whole
 from kvinterp.data import load_prompts
 from kvinterp.errors import InputError, unexpected, unknown
+from kvinterp.findings import findings_of
 from kvinterp.study.cells import CellsMade, loading_once, run_cells
 from kvinterp.study.engines import engine_named
 from kvinterp.study.experiments.choices import check_models
@@ -145,8 +146,8 @@ def files_of(experiment: Experiment, result: Result) -> list[str]:
 def with_findings(experiment: Experiment, result: Result) -> Result:
     """Adds its findings to the tables of a result, which knows from then on what made it."""
     vars(result).update(VERB=experiment.verb(), experiment=experiment)
-    if "findings" not in result.tables and (rows := experiment.findings(result)) is not None:
-        result.tables = {"findings": rows.assign(experiment=experiment.verb()), **result.tables}
+    if "findings" not in result.tables and (rows := experiment.rows(result)) is not None:
+        result.tables = {"findings": findings_of(rows).assign(experiment=experiment.verb()), **result.tables}
     return result
 
 

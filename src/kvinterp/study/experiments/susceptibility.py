@@ -21,7 +21,6 @@ from scipy import stats
 from kvinterp.common.numbers import short
 from kvinterp.metrics.statistics import quiet
 from kvinterp.study.experiments.kit import (
-    SHARED,
     Cell,
     Chart,
     Charts,
@@ -41,6 +40,7 @@ from kvinterp.study.experiments.kit import (
     metrics,
     only,
     option,
+    shared,
 )
 
 NOISE = {"normal": "normal(0,{size:g},seed={seed})", "uniform": "uniform(-{size:g},{size:g},seed={seed})"}
@@ -56,7 +56,7 @@ class Susceptibility(OfModel):
     SUMMED = ("thresholds", "certificates")
     NOTED = ("noise", "max_new_tokens")
 
-    prompts: str = option("arithmetic:8", SHARED["prompts"][1])
+    prompts: str = shared("prompts", "arithmetic:8")
     noise: str = option(
         "normal",
         "Multiplicative noise: normal (sizes are standard deviations) or uniform (sizes are half widths).",
@@ -108,7 +108,7 @@ class Susceptibility(OfModel):
             "positions": len(steps[["example", "step"]].drop_duplicates()),
             "brier": brier_of(steps[steps["size"] > 0]),
             "rounding": {name: about[name] for name in ("steps", "flips")}
-            | {"differ": int(differ.sum()), "rms_logit": float(rounding["rms_logit"].mean())},
+            | {"differ": int(differ.sum()), "rms_logit": rounding["rms_logit"].mean()},
         }
 
     # What was found ----------------------------------------------------------------------------------------------------
@@ -139,7 +139,7 @@ class Susceptibility(OfModel):
         certain, summary = result.tables["certificates"].sum(), result.summary
         own = summary["rounding"]
         # Read again, what was NaN is null.
-        brier = {name: float("nan") if number is None else number for name, number in summary["brier"].items()}
+        brier = {name: np.nan if number is None else number for name, number in summary["brier"].items()}
         scale = (
             "no step flips, or all do" if np.isnan(brier["skill"]) else "1 would be perfect, 0 is no better than the rate"
         )
@@ -172,7 +172,7 @@ def _sizes(text: str) -> list[float]:
         InputError: One is no number of that range, or there are fewer than three different ones.
     """
     try:
-        sizes = sorted({float(part) for part in str(text).split(",")})
+        sizes = sorted({float(part) for part in text.split(",")})
     except ValueError:
         sizes = []
     if len(sizes) < 3 or not all(0 < size <= 1000 for size in sizes):
@@ -224,8 +224,8 @@ def flip_rates_of(steps: pd.DataFrame) -> pd.DataFrame:
     rows = []
     for number, part in _classes(steps):
         for size, group in part.groupby("size"):
-            rms = {"rms_logit": group["rms_logit"].mean()}
-            rows.append({"bin": number, "size": size, **_about(group), **_rate(group, "rate"), **rms})
+            rates = {**_about(group), **_rate(group, "rate"), "rms_logit": group["rms_logit"].mean()}
+            rows.append({"bin": number, "size": size, **rates})
     return pd.DataFrame(rows)
 
 
@@ -247,7 +247,7 @@ def thresholds_of(steps: pd.DataFrame) -> pd.DataFrame:
         if sizes.index[0] <= threshold <= sizes.index[-1]:
             ends = metrics.clustered_interval(_half, part["example"].to_numpy(), *columns, resamples=RESAMPLES)
             level = np.exp(np.interp(np.log(threshold), np.log(sizes.index), np.log(sizes)))
-            numbers, why = {"threshold": threshold, **ends._asdict(), "rms_logit": float(level)}, ""
+            numbers, why = {"threshold": threshold, **ends._asdict(), "rms_logit": level}, ""
         rows.append({"bin": number, **_about(part), **numbers, "why": why})
     return pd.DataFrame(rows)
 
@@ -269,14 +269,14 @@ def _half(size: Any, flip: Any) -> float:
     counts = pd.DataFrame({"size": size, "flip": flip}).groupby("size")["flip"].agg(["sum", "count"])
     flips, stays = counts["sum"], counts["count"] - counts["sum"]
     if not (flips.any() and stays.any()):
-        return float("nan")
+        return np.nan
     # Half a flip and half a stay are added to each size: separated sizes have a finite threshold.
     design = sm.add_constant(np.log(counts.index.to_numpy()), has_constant="add")
     # It warns of sizes that are separated whole, which the halves have made finite.
     with quiet():
         model = sm.GLM(np.column_stack([flips + 0.5, stays + 0.5]), design, family=sm.families.Binomial())
         offset, slope = model.fit().params
-    return float(np.exp(-offset / slope)) if slope > 0 else float("nan")
+    return np.exp(-offset / slope) if slope > 0 else np.nan
 
 
 def calibration_of(steps: pd.DataFrame) -> pd.DataFrame:
@@ -307,12 +307,12 @@ def brier_of(steps: pd.DataFrame) -> dict[str, float]:
     chance, flip = known["predicted"].to_numpy(float), known["flip"].to_numpy(float)
     ends = metrics.clustered_interval(_skill, known["example"].to_numpy(), chance, flip, resamples=RESAMPLES)
     brier, rate = np.mean((chance - flip) ** 2), np.var(flip)
-    return {"brier": float(brier), "of_the_rate": float(rate), "skill": _skill(chance, flip), **ends._asdict()}
+    return {"brier": brier, "of_the_rate": rate, "skill": _skill(chance, flip), **ends._asdict()}
 
 
 def _skill(chance: Any, flip: Any) -> float:
     rate = np.var(flip)
-    return float(1 - np.mean((chance - flip) ** 2) / rate) if rate > 0 else float("nan")
+    return 1 - np.mean((chance - flip) ** 2) / rate if rate > 0 else np.nan
 
 
 def certificates_of(steps: pd.DataFrame) -> pd.DataFrame:
