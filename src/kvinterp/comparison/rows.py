@@ -24,7 +24,7 @@ def token_probability(logits: Tensor, tokens: Tensor) -> Tensor:
     return torch.softmax(logits.double(), -1).gather(-1, tokens[:, None])[:, 0]
 
 
-def choices_by_row(chosen: Sequence[Tensor], distances: Sequence[Tensor]) -> list[dict[str, np.ndarray]]:
+def choices_by_row(chosen: list[Tensor], distances: list[Tensor]) -> list[dict[str, np.ndarray]]:
     """Returns, for each row of the batch, the columns about its choices that go into its table of steps.
 
     Args:
