@@ -51,9 +51,9 @@ class PatchesByRow(PathHook):
     def __init__(self, hooks: Sequence[PatchHook]) -> None:
         self.hooks = hooks
         self.first_layer = min(hook.first_layer for hook in hooks)
-        places: dict[Site, None] = dict.fromkeys(place for hook in hooks for place in hook.listeners)
         self.listeners: dict[Site, Listener] = {
-            place: functools.partial(by_row, [hook.listeners.get(place) for hook in hooks]) for place in places
+            place: functools.partial(by_row, [hook.listeners.get(place) for hook in hooks])
+            for place in dict.fromkeys(place for hook in hooks for place in hook.listeners)
         }
 
     def begin_step(self, step: int) -> None:

@@ -124,15 +124,11 @@ def charts_of_sweep(sweep: Sweep, suffix: str = "") -> dict[str, Chart]:
         blocks = blocks.rename(columns={"interval_low": "low", "interval_high": "high"})
         panels.append(Panel(blocks, "median", "positions", "dots", scale="signed", level=0,
                             label=f"recovery {distance} by a block of positions, all layers"))  # fmt: skip
-    charts = {}
-    if panels:
-        if "control" in sweep.controls:
-            rows = [median_of("", group["recovery"]) | {"control": _CONTROLS.get(str(name), name)}
-                    for name, group in sweep.controls.groupby("control", sort=False)]  # fmt: skip
-            panels.append(
-                Panel(pd.DataFrame(rows), "estimate", "control", "dots", scale="signed", level=0, label="controls")
-            )
-        charts["recovery"] = Chart(f"What each patch recovers{suffix}", panels, notes)
+    if "control" in sweep.controls:
+        rows = [median_of("", group["recovery"]) | {"control": _CONTROLS.get(str(name), name)}
+                for name, group in sweep.controls.groupby("control", sort=False)]  # fmt: skip
+        panels.append(Panel(pd.DataFrame(rows), "estimate", "control", "dots", scale="signed", level=0, label="controls"))
+    charts = {"recovery": Chart(f"What each patch recovers{suffix}", panels, notes)}
     steps = sweep.steps[sweep.steps["sweep"].isin(LAYERS)] if len(sweep.steps) else sweep.steps
     if len(steps) and steps["step"].nunique() > 1:
         medians = steps.groupby(["sweep", "layer", "step"])["recovery"].median().reset_index()

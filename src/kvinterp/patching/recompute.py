@@ -48,8 +48,7 @@ class PureRecompute:
         if path.form != "recompute" or path.chunk is not None:
             raise InputError(f"path {path} was given: expected a recompute path without chunks.")
         self.adapter, self.path = adapter.at(dtype_named(path.dtype)), path
-        self.blocks_run = 0
-        self.forwards = 0
+        self.blocks_run = self.forwards = 0
         self._logits: dict[tuple[int, ...], Tensor] = {}
         self._captured: tuple[int, ...] | None = None
         self._outputs: list[Any] = []

@@ -140,11 +140,11 @@ class Until:
 
     def __init__(self, lane: Lane, last: int) -> None:
         self.lane, self.left = lane, last + 1
-        self._logits: Tensor | None = None
+        self._logits = torch.empty(0)
 
     def advance(self, tokens: Int[Tensor, " batch"] | None = None) -> Float[Tensor, "batch vocab"]:
         """Logits of the next step, or of the last step that ran."""
-        if self._logits is None or self.left > 0:
+        if self.left > 0:
             self._logits = self.lane.advance(tokens)
             self.left -= 1
         return self._logits

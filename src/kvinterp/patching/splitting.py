@@ -141,10 +141,9 @@ class _Observer(Donor):
         self.residual, self.kv = split.residual, split.kv if keeps else []
         super().__init__(model, [*self.residual, *itertools.chain(*self.kv)], len(split.prompt))
 
-    def outputs(self, logits: Float[Tensor, " vocab"], newest: int | None = None) -> Outputs:
-        """The outputs with these logits at a position; the last for None."""
-        at = -1 if newest is None else newest
-        return Outputs(logits.clone(), torch.stack([self.window(*place)[1][0, at] for place in self.residual]))
+    def outputs(self, logits: Float[Tensor, " vocab"], newest: int = -1) -> Outputs:
+        """The outputs with these logits at a position."""
+        return Outputs(logits.clone(), torch.stack([self.window(*place)[1][0, newest] for place in self.residual]))
 
     def cache(self) -> KeysValues:
         """K and V that attention read."""
@@ -215,8 +214,8 @@ class Split:
         layers = range(adapter.facts.layers)
         self.residual: list[Site] = [("resid_post", layer) for layer in layers]
         self.kv: list[list[Site]] = [[(site, layer) for site in stored_sites(adapter, "kv")] for layer in layers]
-        self.at_step_0: KeysValues = ()
         self.now: KeysValues = ()
+        self.at_step_0 = self.now
 
     def steps(self) -> Iterator[tuple[int, dict[str, Outputs]]]:
         """Yields each step with the outputs of every lane of DIFFERENCES."""
@@ -241,8 +240,7 @@ class Split:
             cached, recompute = lane(self.cached), lane(self.recompute, keeps=True)
             one_row = {name: lane(self.one_row, rows) for name, rows in replaced.items()}
             fed = [torch.tensor(self.prompt, device=self.adapter.device)]
-            among: KeysValues = ()
-            longer_among: KeysValues = ()
+            among = longer_among = self.now
             for step in lockstep([cached, recompute], self.room, ends=self.ends):
                 token, end = step.fed[0], prompt + step.number
                 fed += [] if token is None else [token.to(fed[0].device)]

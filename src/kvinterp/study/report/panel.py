@@ -28,7 +28,6 @@ from kvinterp.study.report.panel_shown import (
     choices_of,
     code_of,
     label_of,
-    plain,
     recovery_in_words,
 )
 
@@ -144,7 +143,9 @@ class PatchPanel:
         question = _question(fields)
         # Where none are chosen, the site's default: the newest position, or all positions of the cache.
         question = dataclasses.replace(question, positions=question.patch().positions)
-        return {**fields, **{name: plain(value) for name, value in vars(question).items()}}, question
+        # JSON has lists only.
+        chosen = {name: list(value) if isinstance(value, tuple) else value for name, value in vars(question).items()}
+        return fields | chosen, question
 
 
 def _tried(tried: Data, fields: Data, answer: PatchAnswer, back: Any) -> Data:

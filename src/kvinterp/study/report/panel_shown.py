@@ -112,11 +112,6 @@ def answer_data(answer: PatchAnswer, bench: PatchBench, measure: str) -> Data:
     }
 
 
-def plain(value: Any) -> Any:
-    """Converts a value for JSON: a tuple becomes a list."""
-    return list(value) if isinstance(value, tuple) else value
-
-
 def code_of(question: Asked, prompt: str, other: str, max_new_tokens: int, kernels: str) -> str:
     """The call that gives the same answer, for a model named ``model``."""
     options = {name: value for name, value in vars(question).items() if value != getattr(Asked, name)}
