@@ -106,7 +106,7 @@ class Asked:
             positions = "all" if self.site in PATCHED_CACHE else "newest"
         # A patch makes tuples of single numbers.
         where: Any = (self.layer, self.head, positions, self.step)
-        return Patch(self.site, *where, donor)
+        return Patch(self.site, *where, donor=donor)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -348,15 +348,14 @@ class PatchBench:
         return self._traces[key]
 
     def _ablation(self, question: Asked) -> Ablation:
-        key = (question.donor, question.site, question.layer, question.seed)
         if question.donor == "zero":
             return ZERO
-        if question.donor == "resample" and not self.other:
+        key, resample = (question.donor, question.site, question.layer, question.seed), question.donor == "resample"
+        if resample and not self.other:
             raise InputError("donor 'resample' draws another prompt's rows and none was given: give other='a text'.")
         if key not in self._pools:
             self.runs += 1
             pool: Any = (self.adapter, [list(self.other or self.prompt)], question.site, question.layer)
-            resample = question.donor == "resample"
             self._pools[key] = resample_donor(*pool, seed=question.seed) if resample else mean_donor(*pool)
         return self._pools[key]
 

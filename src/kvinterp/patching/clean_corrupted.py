@@ -233,7 +233,8 @@ def activation_patching(
     frame = pd.DataFrame(labels).assign(value=values.numpy(), recovery=recovery.numpy(), unchanged=same)
     name = distance if isinstance(distance, str) else name_of(distance)
     about = provenance(adapter, site=site, over=over, distance=name, pairs=len(corrupted_ids))
-    return ActivationPatching(frame, site, over, name, *ends.tolist(), texts, differ, len(corrupted_ids), about)
+    clean_end, corrupted_end = ends.tolist()
+    return ActivationPatching(frame, site, over, name, clean_end, corrupted_end, texts, differ, len(corrupted_ids), about)
 
 
 def check_aligned(clean: Sequence[int], corrupted: Sequence[int]) -> tuple[int, ...]:

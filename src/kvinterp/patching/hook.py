@@ -280,16 +280,15 @@ def rebuild_outputs(hook: PatchHook, layer: int) -> None:
 
     def post(tensor: Tensor) -> Tensor | None:
         """The block's output with the patched stream, if it does not hold it already; then what patches of it make of that."""
-        before, after, mlp_out = map(seen.get, ("before", "after", "added"))
-        seen.clear()
         rebuilt = None
-        if before is not None and after is not None and mlp_out is not None:
-            patched, changed = after + mlp_out, hook.changed
+        if {"after", "added"} <= seen.keys():
+            patched, changed = seen["after"] + seen["added"], hook.changed
             holds = (tensor == patched).all()
-            misfit = ~(holds | (tensor == before + mlp_out).all())
+            misfit = ~(holds | (tensor == seen["before"] + seen["added"]).all())
             # Stays on the device: reading it waits for the device.
             changed[0] = changed[0] | 2 * misfit.to(changed[0].device)
             rebuilt = torch.where(holds, tensor, patched)
+        seen.clear()
         new = None if output is None else output(tensor if rebuilt is None else rebuilt)
         return rebuilt if new is None else new
 

@@ -214,8 +214,8 @@ class Split:
         layers = range(adapter.facts.layers)
         self.residual: list[Site] = [("resid_post", layer) for layer in layers]
         self.kv: list[list[Site]] = [[(site, layer) for site in stored_sites(adapter, "kv")] for layer in layers]
+        self.at_step_0: KeysValues = ()
         self.now: KeysValues = ()
-        self.at_step_0 = self.now
 
     def steps(self) -> Iterator[tuple[int, dict[str, Outputs]]]:
         """Yields each step with the outputs of every lane of DIFFERENCES."""

@@ -49,8 +49,6 @@ class View:
     def crop(self, square: Float64[Tensor, "query key"]) -> Float64[np.ndarray, "side side"]:
         """Crops a pattern to the view, and pools its blocks."""
         cut = square[self.start : self.stop, self.start : self.stop].numpy()
-        if self.block == 1:
-            return cut
         edges = np.arange(0, len(cut), self.block)
         summed: np.ndarray = np.add.reduceat(np.add.reduceat(cut, edges, axis=0), edges, axis=1)
         return summed / np.diff([*edges, len(cut)])[:, None]

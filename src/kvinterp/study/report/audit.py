@@ -149,8 +149,7 @@ def _blocks(audit: Audit) -> dict[str, Any]:
         # The embedding comes before the first block and the head after the last, where they were compared.
         names = {EMBEDDING: "embedding", table["layer"].max(): "head"}
         table["layer"] = [names.get(layer, str(layer)) for layer in table["layer"]]
-        here = None if marked is None else names.get(marked, str(marked))
-        blocks[title] = table_of_rows(table.to_dict("records"), here=here)
+        blocks[title] = table_of_rows(table.to_dict("records"), here=names.get(marked, str(marked)))
     rung, issue, heading = audit.rung(dtype), [], ""
     if rung is not None and len(rung.layers):
         # A step that differs, where there is one.

@@ -247,8 +247,9 @@ def _widget_class() -> Any:
 
 
 def _question(fields: Mapping[str, Any]) -> Asked:
-    values = ((field.name, fields[field.name]) for field in dataclasses.fields(Asked))
-    return Asked(**{name: tuple(value) if isinstance(value, list) else value for name, value in values})
+    names = [field.name for field in dataclasses.fields(Asked)]
+    values: Data = {name: tuple(fields[name]) if isinstance(fields[name], list) else fields[name] for name in names}
+    return Asked(**values)
 
 
 def _parse_numbers(name: str, value: Any) -> Any:
