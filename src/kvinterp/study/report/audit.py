@@ -24,7 +24,7 @@ from kvinterp.study.report.svg import picture
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from kvinterp.auditing.verdict import Audit, Verdict
+    from kvinterp.auditing.verdict import Audit, Check, Verdict
 
 Row = Mapping[str, Any]
 """Names and values of one row."""
@@ -88,21 +88,12 @@ def page(verdict: Verdict, files: Sequence[str] = (), measured: Audit | None = N
 # The verdict and what was exercised ------------------------------------------------------------------------------------
 
 
-def _uses(verdict: Verdict) -> dict[str, Any]:
-    """The tables of uses that are wrong, that were not run and that are right."""
-    detail = "what it showed, or why it was not run"
-    rows: dict[str, list[Row]] = {"wrong": [], "idle": [], "right": []}
+def _uses(verdict: Verdict) -> dict[str, list[Check]]:
+    """The uses that are wrong, that were not run and that are right."""
+    uses: dict[str, list[Check]] = {"wrong": [], "idle": [], "right": []}
     for check in verdict.checks:
-        group = {RIGHT: "right", NOT_RUN: "idle", REFUSED: "idle"}.get(check.status, "wrong")
-        rows[group].append({
-            "use": check.name,
-            "status": check.status,
-            "programs": check.tried or None,
-            "error": check.error,
-            "limit": check.null,
-            detail: check.detail + (f" Hint: {check.hint}" if check.hint else ""),
-        })  # fmt: skip
-    return {group: table_of_rows(uses, text=detail) for group, uses in rows.items()}
+        uses[{RIGHT: "right", NOT_RUN: "idle", REFUSED: "idle"}.get(check.status, "wrong")].append(check)
+    return uses
 
 
 # The ladder ------------------------------------------------------------------------------------------------------------
