@@ -9,7 +9,7 @@ import torch
 
 import kvinterp as kv
 from kvinterp.common.draws import draws
-from kvinterp.patching import PatchHook
+from kvinterp.patching.hook import PatchHook
 from kvinterp.paths import Runner
 from support import PROMPT, Case, assert_bitwise, cases, plain_forward
 

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 import kvinterp as kv
-from kvinterp.patching import PatchHook, donor_trace
+from kvinterp.patching import donor_trace
+from kvinterp.patching.hook import PatchHook
 from kvinterp.paths import Runner
 from kvinterp.recording import PathHook
 from support import PROMPT, Case, assert_bitwise, cases, hooks_of, plain_forward
@@ -310,7 +311,7 @@ LAWS_7 = [*KINDS[:4], Case("mistral-window", "bridge"), *KINDS[5:8]]
 
 @cases(LAWS_7)
 def test_law_7_nothing_survives_an_error(load, case):
-    from kvinterp.patching import PureRecompute
+    from kvinterp.patching.recompute import PureRecompute
 
     model = load(case)
     keys_site = "cache_k" if model.facts.cached_keys_rotated else "cache_k_pre"
@@ -387,7 +388,7 @@ def test_law_7_nothing_survives_an_error(load, case):
 @cases([NATIVE, HOOKED])
 def test_law_7_a_forward_that_a_library_put_on_a_block_comes_back(load, case):
     """Libraries that spread a model over devices replace a block's forward on the instance; resumed runs removed it."""
-    from kvinterp.patching import PureRecompute
+    from kvinterp.patching.recompute import PureRecompute
 
     model = load(case)
     donor = traced(model, "recompute", OTHER, record="mlp_out", positions="all")

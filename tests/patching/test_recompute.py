@@ -4,7 +4,8 @@ import pytest
 import torch
 
 import kvinterp as kv
-from kvinterp.patching import PatchHook, PureRecompute
+from kvinterp.patching.hook import PatchHook
+from kvinterp.patching.recompute import PureRecompute
 from support import PROMPT, Case, assert_bitwise, cases, plain_forward
 
 pytestmark = pytest.mark.bits

@@ -11,7 +11,8 @@ import torch
 import kvinterp as kv
 from kvinterp import metrics
 from kvinterp.errors import InputError
-from kvinterp.patching import PRESETS, PatchHook
+from kvinterp.patching import PRESETS
+from kvinterp.patching.hook import PatchHook
 from kvinterp.patching.planted import Planted
 from kvinterp.paths import Runner
 from support import PROMPT, Case, assert_bitwise, cases, hooks_of, plain_forward

@@ -7,11 +7,9 @@ from kvinterp.patching.clean_corrupted import ActivationPatching, activation_pat
 from kvinterp.patching.decomposition import Decomposition, decompose
 from kvinterp.patching.distances import DISTANCES
 from kvinterp.patching.donors import donor_trace, mean_donor, resample_donor
-from kvinterp.patching.hook import PatchHook
 from kvinterp.patching.localising import Cause, localise
 from kvinterp.patching.patch import PATCH_SITES, Patch
 from kvinterp.patching.planted import Plant
-from kvinterp.patching.recompute import PureRecompute
 from kvinterp.patching.sweeping import DIRECTIONS, PRESETS, SWEEPS, highest_kl, sweep
 from kvinterp.patching.table import Sweep
 
@@ -30,9 +28,7 @@ __all__ = [
     "Patch",
     "PatchAnswer",
     "PatchBench",
-    "PatchHook",
     "Plant",
-    "PureRecompute",
     "Sweep",
     "activation_patching",
     "decompose",

@@ -105,8 +105,8 @@ class Asked:
         if positions is None:
             positions = "all" if self.site in PATCHED_CACHE else "newest"
         # A patch makes tuples of single numbers.
-        where: Any = (self.layer, self.head, positions, self.step)
-        return Patch(self.site, *where, donor=donor)
+        fields: Any = (self.site, self.layer, self.head, positions, self.step, donor)
+        return Patch(*fields)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

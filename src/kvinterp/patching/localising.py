@@ -79,10 +79,9 @@ class Cause(Result):
 
     def written(self) -> Contents:
         """Returns the shares of all places and the split as tables, and the summary."""
-        summary = {name: getattr(self, name) for name in _SUMMARISED}
         tables = {"places": self.table, "split": pd.DataFrame([self.split])}
         return signed(tables, self.provenance), {
-            **summary,
+            **{name: getattr(self, name) for name in _SUMMARISED},
             "reading": str(self).splitlines(),
             "paths": self.provenance["paths"],
             "provenance": self.provenance,
