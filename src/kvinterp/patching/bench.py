@@ -16,7 +16,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvinterp import metrics
-from kvinterp.common.checks import check_choice, check_known, check_unread, check_whole
+from kvinterp.common.checks import check_choice, check_known, check_unread, check_whole, whole_number
 from kvinterp.errors import InputError, located
 from kvinterp.models import wrap
 from kvinterp.models.answers import LOGIT_DIFFERENCE
@@ -73,9 +73,8 @@ class Asked:
         check_choice("direction", self.direction, DIRECTIONS)
         check_known("donor", self.donor, DONORS)
         check_patch_site(self.site)
-        if self.step != EVERY and not (
-            isinstance(self.step, int) and not isinstance(self.step, bool) and self.step >= self.first
-        ):
+        number = whole_number(self.step)
+        if self.step != EVERY and (number is None or number < self.first):
             kind = "a decode step from 1 on" if self.first else "a step from 0 on"
             raise InputError(f"step={self.step!r} was given: expected {kind}, or 'every'.")
 

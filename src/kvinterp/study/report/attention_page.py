@@ -69,13 +69,9 @@ class ShownHead:
     b: Float64[np.ndarray, "side side"]
 
     @property
-    def scale(self) -> str:
-        """The scale of the difference, with the number of cells that are not 0, since small ones look white."""
-        difference, cells = self.a - self.b, len(self.a) * (len(self.a) + 1) // 2
-        differing = np.count_nonzero(difference)
-        return (
-            f"±{np.abs(difference).max():.2g}, in {differing} of {cells} cells" if differing else f"0 in all {cells} cells"
-        )
+    def difference(self) -> Float64[np.ndarray, "side side"]:
+        """The first path's less the second's."""
+        return self.a - self.b
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -124,9 +120,8 @@ class AttentionPage:
         """The data of the figures: the tokens, and for each figure its rows up to the diagonal and the limit of its scale."""
         figures = []
         for number, head in enumerate(self.heads):
-            difference = head.a - head.b
-            limit = float(np.abs(difference).max()) or 1.0
-            for side, values, largest in (("a", head.a, 1.0), ("b", head.b, 1.0), ("difference", difference, limit)):
+            limit = float(np.abs(head.difference).max()) or 1.0
+            for side, values, largest in (("a", head.a, 1.0), ("b", head.b, 1.0), ("difference", head.difference, limit)):
                 rows = [[float(f"{v:.{self.digits}g}") for v in row[: at + 1]] for at, row in enumerate(values.tolist())]
                 figures.append({"id": f"head-{number}-{side}", "rows": rows, "limit": largest})
         return {"tokens": [text for text, *_ in self.rows], "figures": figures}
