@@ -109,8 +109,10 @@ class PathLM(TemplateLM):
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """A conversation as the text that the model was trained on."""
-        how = {"add_generation_prompt": add_generation_prompt, "continue_final_message": not add_generation_prompt}
-        return render(self.tokenizer, chat_history, self.adapter.facts.name, **how)
+        return render(
+            self.tokenizer, chat_history, self.adapter.facts.name, add_generation_prompt=add_generation_prompt,
+            continue_final_message=not add_generation_prompt,
+        )  # fmt: skip
 
     def get_model_info(self) -> dict[str, Any]:
         """What the harness writes about the model, into ``config`` of its results."""

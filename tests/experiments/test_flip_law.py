@@ -18,7 +18,7 @@ pytestmark = pytest.mark.bits
 def test_the_steps_are_those_of_a_plain_comparison(kind: str, load) -> None:
     adapter = load(Case("zoo:gqa2-mini", kind), "bfloat16")
     prompt = kv.load_prompts("arithmetic:1")[0]
-    steps = steps_of(adapter, prompt, ["recompute", "cached+int4"], 8)
+    steps = steps_of(adapter, prompt, ["recompute", "cached+int4"], max_new_tokens=8)
     same, coarse = (group for _, group in steps.groupby("path", sort=False))
     assert (same[["first_error", "second_error", "largest"]] == 0).all(axis=None), "a path beside itself has no error"
     assert not same[["flip", "wide_flip", "third"]].any(axis=None)

@@ -129,7 +129,7 @@ def facts_of(prompt: Prompt) -> tuple[str, ...]:
 def share_kept(facts: Sequence[str], text: str) -> float:
     """How many of the facts a text has as words of their own, as a share; NaN where there are none."""
     kept = [score(Prompt("", "", facts=(fact,)), text) for fact in facts]
-    return np.mean(kept) if kept else np.nan
+    return float(np.mean(kept)) if kept else np.nan
 
 
 def check_embedder(name: str) -> None:

@@ -190,8 +190,7 @@ class Audit(Experiment):
     def model_settings(self, name: str | None = None) -> dict[str, Any]:
         """How the model is built: of a checkpoint, a config, or the user's code."""
         names = ("model", "own_class", "random_init", "kind", "dtype", "seed", "device", "attention", "remote_code")
-        given = self.choices(*names)
-        return {"loader": f"{__name__}:subject", **given, "config": self.config and str(self.config)}
+        return {"loader": f"{__name__}:subject", **self.choices(*names), "config": self.config and str(self.config)}
 
     def run(self, out: str | Path | None, existing: str = "error", *how: Any, **more: Any) -> Result:
         """Audits, and writes page, tables and verdict over an earlier audit's."""

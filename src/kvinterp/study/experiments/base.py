@@ -223,8 +223,8 @@ class Experiment:
             name: Its name; that of the option ``model`` unless given.
         """
         fields = vars(self)
-        options = {option: fields[option] for option in ("kind", "dtype", "device", "attention") if option in fields}
-        return {"name": str(fields["model"] if name is None else name), **options}
+        given = {"name": str(fields["model"] if name is None else name)}
+        return given | {option: fields[option] for option in ("kind", "dtype", "device", "attention") if option in fields}
 
     def adapter(self, name: str | None = None) -> Adapter:
         """A model it is asked of, loaded: that of a name, or of the option ``model``."""

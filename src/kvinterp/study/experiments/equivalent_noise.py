@@ -262,8 +262,6 @@ def pooled(by_prompt: pd.DataFrame, keys: Sequence[str]) -> pd.DataFrame:
 def _interval(by_prompt: pd.DataFrame) -> metrics.Interval:
     """The interval of relative_rms, over prompts."""
     sums = by_prompt.groupby("prompt")[["e2", "x2"]].sum()
-
-    def rms(e2: Any, x2: Any) -> float:
-        return (e2.sum() / x2.sum()) ** 0.5
-
-    return metrics.clustered_interval(rms, sums.index.to_numpy(), sums["e2"].to_numpy(), sums["x2"].to_numpy())
+    return metrics.clustered_interval(
+        lambda e2, x2: (e2.sum() / x2.sum()) ** 0.5, sums.index.to_numpy(), *sums.to_numpy().T
+    )

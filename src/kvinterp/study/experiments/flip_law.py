@@ -129,18 +129,14 @@ class FlipLaw(OfModel):
         return {"flip_law": Chart("Flips foretold from margins, errors and the grid, and those that came", [panel])}
 
 
-def steps_of(
-    adapter: Any, prompt: Any, paths: list[str], max_new_tokens: int, strategy: str = "greedy", seed: int = 0
-) -> pd.DataFrame:
+def steps_of(adapter: Any, prompt: Any, paths: list[str], **choices: Any) -> pd.DataFrame:
     """The two top logits at every step from 1 on, without rounding, and what each path makes of them.
 
     Args:
         adapter: The model.
         prompt: One prompt.
         paths: Text forms.
-        max_new_tokens: Most steps.
-        strategy: How the leader writes its text.
-        seed: Seeds the random numbers of the strategy.
+        choices: ``max_new_tokens``, and ``strategy`` and ``seed`` by which the leader writes its text.
 
     Returns:
         One row a path and step: first, second (the leader's two top logits in float32; float64 of wider models), first_token,
@@ -157,7 +153,7 @@ def steps_of(
         logits = head.logits(stream.reshape(len(trace.tokens), -1)).cpu()
         return logits, trace.logits.argmax(-1).cpu(), logits.to(adapter.dtype).argmax(-1)
 
-    leader = run(adapter, prompt, LEADER, max_new_tokens=max_new_tokens, strategy=strategy, seed=seed, **options)
+    leader = run(adapter, prompt, LEADER, **choices, **options)
     leader_logits, chosen, rounded = logits_of(leader)
     (first, second), (one, two) = (pair.T for pair in leader_logits.topk(2, -1))
     options |= {"max_new_tokens": len(chosen), "stop": "length", "continuation": list(leader.tokens)}

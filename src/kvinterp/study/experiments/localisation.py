@@ -139,7 +139,7 @@ class Localisation(OfModels):
                 split = decompose(adapter, prompts, **options)
                 made, told[part] = {"decomposition": split.steps, "layers": split.layers}, split.provenance
             else:
-                swept = sweep(adapter, prompts, **options, **SETS[part])
+                swept = sweep(adapter, prompts, **options | SETS[part])
                 made = {"recovery": swept.recovery, "steps": swept.steps, "controls": swept.controls}
                 told[part] = swept.provenance
             labels = {"model": adapter.facts.name, "part": part}
@@ -168,8 +168,9 @@ class Localisation(OfModels):
     def headline(self, result: Result) -> list[str]:
         """What the paper's patch and K and V recover with all layers together."""
         table, said = result.tables["recovery_by_layer"], []
-        for part, name in (("paper", "the paper's patch"), ("kv-into-cached", "K and V put into the cached path")):
-            known = table[(table["part"] == part) & (table["defined"] > 0)] if len(table) else pd.DataFrame({"model": []})
+        names = {"paper": "the paper's patch", "kv-into-cached": "K and V put into the cached path"}
+        for part, name in names.items() if len(table) else ():
+            known = table[(table["part"] == part) & (table["defined"] > 0)]
             found = [whole["median"] for _, mine in known.groupby("model") for whole in _all_layers(mine)]
             if found:
                 low, high = percent(min(found)), percent(max(found))

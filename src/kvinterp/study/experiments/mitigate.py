@@ -249,8 +249,7 @@ def costs_of(examples: pd.DataFrame) -> pd.DataFrame:
 def pareto(costs: pd.DataFrame) -> pd.DataFrame:
     """The table with ``pareto``: whether no other path leaves, computes and stores as little, and less of one of them."""
     three = costs[["mean_kl", "rows_a_token", "bytes_a_token"]].to_numpy(float)
-    beaten = [bool(((three <= one).all(1) & (three < one).any(1)).any()) for one in three]
-    return costs.assign(pareto=~np.asarray(beaten, dtype=bool))
+    return costs.assign(pareto=[not ((three <= one).all(1) & (three < one).any(1)).any() for one in three])
 
 
 def interactions_of(examples: pd.DataFrame) -> pd.DataFrame:
