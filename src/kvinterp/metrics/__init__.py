@@ -38,3 +38,12 @@ from kvinterp.metrics.statistics import (
     typical,
 )
 from kvinterp.metrics.survival import survival_by_step
+
+# Single metrics as functions, for users with tensors of their own.
+js_divergence = REGISTRY["js"].function
+max_abs_difference, rms_difference = REGISTRY["max_abs_logit"].function, REGISTRY["rms_logit"].function
+top1_agreement, top_probability_difference = (
+    REGISTRY["top1_agree"].function,
+    REGISTRY["top_probability_difference"].function,
+)
+cosine_distance, relative_error = REGISTRY["cosine_distance"].function, REGISTRY["relative_error"].function
