@@ -68,11 +68,8 @@ def page(verdict: Verdict, files: Sequence[str] = (), measured: Audit | None = N
         why=why[: why.index(IN_PYTHON)] if IN_PYTHON in why else why,
         exercised=exercised,
         mark={0: "unsure" if off else "good", 3: "unsure"}.get(verdict.exit_code, "bad"),
-        # What a model that passes showed in each precision stands with the ladder.
-        passes=verdict.exit_code == 0 and bool(verdict.evidence),
         program=next((check.lines for check in verdict.checks if check.status == WRONG and check.lines), ""),
         program_title=IN_PYTHON,
-        layer=_layer_name(verdict.first_layer, verdict.tensor),
         figure=figure and picture(figure, "The precision ladder", narrow=True),
         **_uses(verdict),
         layer_name=_layer_name,
@@ -80,7 +77,6 @@ def page(verdict: Verdict, files: Sequence[str] = (), measured: Audit | None = N
         **(_blocks(measured) if measured else {}),
         # Audits of earlier versions recorded no times.
         seconds=table_of_rows(pd.DataFrame(verdict.seconds).to_dict("records")),
-        made_with=verdict.provenance,
         files=[*files, "verdict.json"],
     )
 

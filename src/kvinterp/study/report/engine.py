@@ -35,8 +35,6 @@ def page(verdict: Verdict) -> str:
         tried=table_of_rows(sorted(tried, key=lambda row: row["left"])),
         statistics=statistics,
         by_sequence=table_of_rows(sequences),
-        made_with=verdict.provenance,
-        files=["verdict.json", *([] if verdict.tokens is None else ["given.parquet"])],
     )
 
 
