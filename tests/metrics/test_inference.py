@@ -154,16 +154,11 @@ def test_corrections_by_their_definitions():
 # Dependence ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_partial_correlation_by_the_closed_form():
+def test_a_correlation_by_scipy():
     table = clustered(12)
-    r = table[["x", "y", "z"]].corr()
-    xy, xz, yz = r.loc["x", "y"], r.loc["x", "z"], r.loc["y", "z"]
-    expected = (xy - xz * yz) / math.sqrt((1 - xz**2) * (1 - yz**2))
-    found = metrics.correlation(table["x"], table["y"], None, table["z"])
-    assert found.effect == pytest.approx(expected, rel=1e-9)
-    t = expected * math.sqrt((len(table) - 3) / (1 - expected**2))
-    assert found.statistic == pytest.approx(t, rel=1e-9)
-    assert found.p == pytest.approx(2 * stats.t(len(table) - 3).sf(abs(t)), rel=1e-9)
+    for method, theirs in (("pearson", stats.pearsonr), ("spearman", stats.spearmanr)):
+        found, expected = metrics.correlation(table["x"], table["y"], method=method), theirs(table["x"], table["y"])
+        assert (found.effect, found.p) == pytest.approx((expected.statistic, expected.pvalue), rel=1e-9)
 
 
 def test_the_clustered_slope_by_the_sandwich():

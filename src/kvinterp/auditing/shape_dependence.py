@@ -26,7 +26,7 @@ from kvinterp.auditing.watch import MATMUL, Fused, Product, Recogniser, Scores, 
 from kvinterp.common.checks import check_whole, given_list, whole_number
 from kvinterp.common.numbers import counted, models_of
 from kvinterp.common.progress import each
-from kvinterp.common.result import Result, signed
+from kvinterp.common.result import Contents, Result, Row, signed
 from kvinterp.errors import InputError, shown
 from kvinterp.metrics.kv import units_in_last_place
 from kvinterp.models import wrap
@@ -61,7 +61,7 @@ class KernelsTable(Result):
     VERB: ClassVar = "kernels"
 
     table: pd.DataFrame
-    first: dict[str, Any] | None
+    first: Row | None
     provenance: dict[str, Any]
 
     def __repr__(self) -> str:
@@ -70,7 +70,7 @@ class KernelsTable(Result):
         about = self.provenance
         return f"<KernelsTable of {models_of([about])}, {about['kernels']} kernels: {operations} operations>"
 
-    def written(self) -> tuple[dict[str, pd.DataFrame], dict[str, Any]]:
+    def written(self) -> Contents:
         """Its table with what it was made with, and the first operation that differs."""
         summary = {"first": self.first, "provenance": self.provenance}
         return signed({"kernels": self.table}, self.provenance), summary
@@ -147,7 +147,7 @@ def kernels_table(
     mode = kernels.mode(adapter)
     length = min(length, adapter.facts.context - STEPS)
     tokens = torch.tensor(prompts_for(adapter, 1, length + STEPS, seed), device=adapter.device)
-    rows: list[dict[str, Any]] = []
+    rows: list[Row] = []
     with torch.no_grad(), own_threads(adapter):
         operations = _Collector(BlockModel(adapter), max(sizes)).run(tokens[:, :length])
         for operation in each(operations, "measuring", "operation"):
@@ -159,7 +159,7 @@ def kernels_table(
     return KernelsTable(pd.DataFrame(rows), first, about)
 
 
-def _first(model: BlockModel, tokens: Tensor, length: int, operations: Sequence[Operation]) -> dict[str, Any] | None:
+def _first(model: BlockModel, tokens: Tensor, length: int, operations: Sequence[Operation]) -> Row | None:
     """The first tensor that differs, with the operation of the table that computed it (the last one its module calls)."""
     with referenced(model, tokens) as hooks:
         looked = look(hooks, Feed.one_by_one(length, length + STEPS), range(-1, len(model.blocks) + 1))
@@ -177,7 +177,7 @@ def _first(model: BlockModel, tokens: Tensor, length: int, operations: Sequence[
 # Measuring one operation -----------------------------------------------------------------------------------------------
 
 
-def _measure(operation: Operation, sizes: Sequence[int], mode: KernelMode) -> list[dict[str, Any]]:
+def _measure(operation: Operation, sizes: Sequence[int], mode: KernelMode) -> list[Row]:
     rows = []
     mode.expect(operation.name if operation.name in ("scores", "values", "unembed") else "linear")
     for varied, call in operation.variants.items():

@@ -16,7 +16,7 @@ from kvinterp.auditing.folder import GIVEN, VERDICT, tables_of
 from kvinterp.auditing.ladder import Plan, PrecisionRun
 from kvinterp.common.checks import check_known, given_list
 from kvinterp.common.files import is_file, read_json, strict_json
-from kvinterp.common.result import Result
+from kvinterp.common.result import Contents, Result
 from kvinterp.errors import InputError
 
 VERDICTS = {
@@ -130,7 +130,7 @@ class Verdict(Result):
         vars(loaded).update(folder=place, settings={}, choices={})
         return loaded
 
-    def written(self) -> tuple[dict[str, pd.DataFrame], dict[str, Any]]:
+    def written(self) -> Contents:
         """What each precision showed and what was exercised, and the fields of the JSON."""
         checks = pd.DataFrame([dataclasses.asdict(check) for check in self.checks])
         return {"rungs": self.overview(), "checks": checks, "seconds": pd.DataFrame(self.seconds)}, self.told()
@@ -147,9 +147,9 @@ class Verdict(Result):
         )
         return pd.DataFrame([{"rung": name, **{n: summary[n] for n in names}} for name, summary in self.evidence.items()])
 
-    def save(self, folder: str | os.PathLike[str], existing: str = "overwrite") -> Path:
-        """Writes verdict.json and the page; an earlier audit's are always written over (``existing``). Returns the folder."""
-        return super().save(folder, existing)
+    def save(self: Any, folder: str | os.PathLike[str], existing: str = "overwrite") -> Path:
+        """Writes all that there is; an earlier audit's files are always written over (``existing``). Returns the folder."""
+        return Result.save(self, folder, existing)
 
     def report(self, folder: str | os.PathLike[str] | None = None, existing: str = "overwrite") -> Path:
         """The page; the one that is there where it was read from a folder, which also shows every block.
@@ -206,15 +206,11 @@ class Audit(Result):
         """One rung by name, or None."""
         return next((r for r in self.rungs if r.name == name), None)
 
-    def written(self) -> tuple[dict[str, pd.DataFrame], dict[str, Any]]:
+    def written(self) -> Contents:
         """The tables of all precisions, and the fields of the JSON."""
         return tables_of(self.rungs), self.verdict.written()[1]
 
-    def save(self, folder: str | os.PathLike[str], existing: str = "overwrite") -> Path:
-        """Writes verdict.json, report.html and the tables as Parquet, over an earlier audit's; returns the folder."""
-        return super().save(folder, existing)
-
-    report, overview = Verdict.report, Verdict.overview
+    save, report, overview = Verdict.save, Verdict.report, Verdict.overview
 
     @property
     def evidence(self) -> dict[str, dict[str, Any]]:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 Row: TypeAlias = dict[str, Any]
 """A row of a table: its values by the names of their columns."""
-Contents: TypeAlias = "tuple[dict[str, pd.DataFrame], dict[str, Any]]"
+Contents: TypeAlias = tuple[dict[str, Any], dict[str, Any]]
 """The tables to write, by the names of their files, and the content of ``summary.json``."""
 
 

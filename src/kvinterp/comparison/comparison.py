@@ -12,7 +12,7 @@ from torch import nn
 
 from kvinterp import metrics
 from kvinterp.common.numbers import against, counted, models_of
-from kvinterp.common.result import Result, signed
+from kvinterp.common.result import Contents, Result, signed
 from kvinterp.comparison.attention_rows import within
 from kvinterp.comparison.findings import where
 from kvinterp.comparison.tables import Differences
@@ -140,7 +140,7 @@ class Comparison(Result):
             "provenance": {k: v for k, v in self.provenance.items() if k not in ("paths", "protocol", "strategy")},
         }
 
-    def written(self) -> tuple[dict[str, Any], dict[str, Any]]:
+    def written(self) -> Contents:
         """Returns the tables, each with the provenance, and the content of ``summary.json``."""
         numbers = self.summary()
         counts = {name: numbers.pop(name) for name in ("examples", "steps", "failed")}

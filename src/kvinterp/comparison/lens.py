@@ -17,7 +17,7 @@ from torch import Tensor
 from kvinterp import metrics
 from kvinterp.common.checks import check_whole
 from kvinterp.common.numbers import against, models_of
-from kvinterp.common.result import Result, signed
+from kvinterp.common.result import Contents, Result, signed
 from kvinterp.models import Adapter, wrap
 from kvinterp.models.inputs import encode_all
 from kvinterp.models.provenance import provenance
@@ -52,7 +52,7 @@ class LogitLens(Result):
         steps = len(self.table[["example", "step"]].drop_duplicates())
         return f"<LogitLens of {models_of([self.provenance])}: {against(self.provenance)}, {steps} steps>"
 
-    def written(self) -> tuple[dict[str, pd.DataFrame], dict[str, Any]]:
+    def written(self) -> Contents:
         """Returns the table with its provenance, and the summary."""
         summary = {"paths": self.provenance["paths"], "provenance": self.provenance}
         return signed({"lens": self.table}, self.provenance), summary

@@ -14,7 +14,7 @@ from itertools import islice
 from random import Random
 from typing import Any, Literal, get_args
 
-from kvinterp.common.checks import check_known
+from kvinterp.common.checks import check_instance, check_known
 from kvinterp.errors import InputError, unexpected
 
 Split = Literal["train", "heldout"]
@@ -46,8 +46,7 @@ class Prompt:
     def __post_init__(self) -> None:
         for name in ("id", "text", "task", "answer"):
             value = getattr(self, name)
-            if not isinstance(value, str):
-                raise unexpected(f"a prompt's {name}", value, "a text, as in Prompt(id='mine', text='2 + 2 =')")
+            check_instance(f"a prompt's {name}", value, str, "a text, as in Prompt(id='mine', text='2 + 2 =')")
         until = self.meta.get("until", []) if isinstance(self.meta, Mapping) else None
         for name, value, fits, what in (
             ("facts", self.facts, _is_text, "a list of texts"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -20,47 +19,39 @@ def correlation(
     x: Column,
     y: Column,
     clusters: Column | None = None,
-    *controls: Column,
     method: str = "pearson",
     seed: int = 0,
     resamples: int = 1000,
 ) -> Test:
-    """The correlation of two numbers, or with controls the partial correlation.
+    """The correlation of two numbers.
 
     Args:
         x: One number an observation.
         y: The other number.
         clusters: The cluster of each observation.
-        controls: Numbers that are held constant: the correlation is that of the residuals of two linear regressions on these.
-            For Spearman's all numbers are ranked first.
         method: ``pearson`` or ``spearman``.
         seed: Seeds the interval's resampling.
         resamples: How often whole clusters are resampled.
 
     Returns:
-        statistic: Student's t. p: of the slope of ``y`` on ``x`` with the controls, which without clusters is the usual test of
-        the correlation; with clusters its error allows rows of one cluster to be correlated. effect: r.
+        statistic: Student's t. p: of the slope of ``y`` on ``x``, which without clusters is the usual test of the correlation;
+        with clusters its error allows rows of one cluster to be correlated. effect: r.
     """
     if method not in METHODS:
         raise InputError(f"method {method!r} was given: expected {' or '.join(METHODS)}.")
-    names, xs, ys, *covariates = _beside(clusters, x, y, controls)
-    n = len(np.unique(names))
-    what = f"{'partial ' * bool(covariates)}{method}", n
+    names, xs, ys = columns(clusters, x=x, y=y)
+    what = method, len(np.unique(names))
     if method == "spearman":
-        xs, ys, *covariates = (scipy.stats.rankdata(column) for column in (xs, ys, *covariates))
-    if n < 4 + len(covariates):
-        return Test(*what, why=f"there are fewer than {4 + len(covariates)} clusters")
-    test = slope(xs, ys, names, *covariates)
+        xs, ys = map(scipy.stats.rankdata, (xs, ys))
+    if what[1] < 4:
+        return Test(*what, why="there are fewer than 4 clusters")
+    test = slope(xs, ys, names)
     if test.why:
         return Test(*what, why=test.why)
     # Each resample is ranked again: with resampled ranks of the whole sample 9 in 100 intervals of 12 prompts miss.
     resampled = _rank_r if method == "spearman" else _r
-    ends = clustered_interval(resampled, names, xs, ys, *covariates, seed=seed, resamples=resamples)
-    return Test(*what, test.statistic, test.p, _r(xs, ys, *covariates), *ends)
-
-
-def _beside(clusters: Column | None, x: Column, y: Column, controls: Sequence[Column]) -> tuple[np.ndarray, ...]:
-    return columns(clusters, (), x=x, y=y, **{f"given_{at}": column for at, column in enumerate(controls)})
+    ends = clustered_interval(resampled, names, xs, ys, seed=seed, resamples=resamples)
+    return Test(*what, test.statistic, test.p, _r(xs, ys), *ends)
 
 
 def restricted_correlation(
@@ -77,13 +68,12 @@ def restricted_correlation(
     return dataclasses.replace(test, name=f"{method} above {above:g}")
 
 
-def _r(x: np.ndarray, y: np.ndarray, *controls: np.ndarray) -> float:
-    """Pearson's r of the residuals of both on a constant and the controls; NaN if nothing is left."""
-    design = np.column_stack([np.ones(len(x)), *controls])
-    residuals = []
+def _r(x: np.ndarray, y: np.ndarray) -> float:
+    """Pearson's r; NaN if one of the two does not vary."""
+    design, residuals = np.ones((len(x), 1)), []
     for values in (x, y):
         residual = values - design @ np.linalg.lstsq(design, values, rcond=None)[0]
-        # Rounding errors of a number that the controls explain fully are no variation.
+        # Rounding errors are no variation.
         if np.ptp(values) == 0 or np.abs(residual).max() <= 1e-12 * np.abs(values).max():
             return np.nan
         residuals.append(residual)
@@ -92,29 +82,28 @@ def _r(x: np.ndarray, y: np.ndarray, *controls: np.ndarray) -> float:
 
 
 def _rank_r(*numbers: np.ndarray) -> float:
-    return _r(*(scipy.stats.rankdata(column) for column in numbers))
+    return _r(*map(scipy.stats.rankdata, numbers))
 
 
-def slope(x: Column, y: Column, clusters: Column | None = None, *controls: Column) -> Test:
-    """The slope of ``y`` on ``x`` by least squares, with a constant and the controls.
+def slope(x: Column, y: Column, clusters: Column | None = None) -> Test:
+    """The slope of ``y`` on ``x`` by least squares, with a constant.
 
     Args:
         x: One number an observation.
         y: The number that is explained.
         clusters: The cluster of each observation; if one has several, errors within it may be correlated (the sandwich
             of statsmodels' ``cov_type="cluster"``, Student's t with one degree of freedom less than there are clusters).
-        controls: Further numbers beside ``x``.
     """
     import statsmodels.api as sm
 
-    names, xs, ys, *covariates = _beside(clusters, x, y, controls)
+    names, xs, ys = columns(clusters, x=x, y=y)
     n = len(np.unique(names))
     what = "least squares", n
-    if n < 3 + len(covariates):
-        return Test(*what, why=f"there are fewer than {3 + len(covariates)} clusters")
-    if not np.isfinite(_r(xs, ys, *covariates)):
+    if n < 3:
+        return Test(*what, why="there are fewer than 3 clusters")
+    if not np.isfinite(_r(xs, ys)):
         return Test(*what, why="one of the two does not vary")
-    model = sm.OLS(ys, np.column_stack([xs, np.ones(len(xs)), *covariates]))
+    model = sm.OLS(ys, np.column_stack([xs, np.ones(len(xs))]))
     with quiet():
         options: Any = {} if n == len(xs) else {"cov_type": "cluster", "cov_kwds": {"groups": names}, "use_t": True}
         fit: Any = model.fit(**options)

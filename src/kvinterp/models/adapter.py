@@ -18,11 +18,12 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from kvinterp.common.checks import check_instance, check_known
 from kvinterp.common.words import dtype_word
 from kvinterp.data.chat import prompt_ids
 from kvinterp.data.example import Prompt
 from kvinterp.data.tokenizing import ids_of
-from kvinterp.errors import InputError, UnsupportedError, unexpected, unknown
+from kvinterp.errors import InputError, UnsupportedError
 from kvinterp.models.attaching import Attaching, check_uncompiled
 from kvinterp.models.caches import CacheKind, KVStore, OwnCache
 from kvinterp.models.facts import ModelInfo
@@ -87,8 +88,7 @@ def dtype_named(dtype: str | torch.dtype | None) -> torch.dtype | None:
     if dtype is None:
         return None
     name = dtype_word(dtype)
-    if name not in DTYPES:
-        raise unknown("dtype", name, DTYPES)
+    check_known("dtype", name, DTYPES)
     return DTYPES[name]
 
 
@@ -356,8 +356,7 @@ class Adapter(Attaching):
         """
         if isinstance(text, Prompt):
             return prompt_ids(self, text)
-        if not isinstance(text, str):
-            raise unexpected("text", text, "a text, or a prompt as kv.load_prompts() gives it")
+        check_instance("text", text, str, "a text, or a prompt as kv.load_prompts() gives it")
         if self.tokenizer is None:
             raise InputError(
                 f"model {self.facts.name} has no tokenizer: give token ids instead of text, or wrap it with one, "

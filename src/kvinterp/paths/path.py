@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any, get_args
 
 from kvinterp.common import spec
-from kvinterp.common.checks import check_choice, check_instance, check_known, check_number, check_whole
+from kvinterp.common.checks import check_choice, check_instance, check_known, check_number, check_text, check_whole
 from kvinterp.common.words import dtype_word
 from kvinterp.errors import InputError, shown, unexpected
 from kvinterp.models import dtype_named
@@ -250,10 +250,7 @@ def path_named(text: object, cache: Callable[[str], CacheKind] = cache_named) ->
     """
     if isinstance(text, ExecutionPath):
         return text
-    if not isinstance(text, str):
-        raise InputError(
-            f"path={shown(text)} was given: expected a text such as 'cached', or Cached(...) or Recompute(...)."
-        )
+    text = check_text("path", text, "'cached', or Cached(...) or Recompute(...)")
     if text in FORMS:
         return ExecutionPath(text)
     form, options, policy, dtype = spec.path_parts(text)

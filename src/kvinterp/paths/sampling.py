@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvinterp.common import spec
-from kvinterp.common.checks import check_seed, check_whole
+from kvinterp.common.checks import check_seed, check_text, check_whole
 from kvinterp.common.draws import draws
 from kvinterp.errors import InputError, shown
 
@@ -139,12 +139,7 @@ def strategy_named(text: object) -> Strategy:
     """
     if isinstance(text, Strategy):
         return text
-    if not isinstance(text, str):
-        raise InputError(
-            f"strategy={shown(text)} was given: expected a text such as 'greedy' or 'top_p(0.95,0.8)', or a Strategy."
-        )
-    if text in STRATEGIES:
-        return STRATEGIES[text]()
+    text = check_text("strategy", text, "'greedy' or 'top_p(0.95,0.8)', or a Strategy")
     return spec.read("strategy", text, STRATEGIES, "Values go in brackets, as in top_k(50,0.8).")
 
 

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import kvinterp.programs.operations as folder
 from kvinterp.common import spec
-from kvinterp.common.checks import check_choice, check_whole
+from kvinterp.common.checks import check_choice, check_text, check_whole
 from kvinterp.errors import InputError
 from kvinterp.models import caches
 from kvinterp.programs.operations.compile import Compile
@@ -336,10 +336,7 @@ def call_named(given: object) -> Call | None:
     """
     if given is None or isinstance(given, Call):
         return given
-    if not isinstance(given, str):
-        raise InputError(
-            f"call={given!r} was given: expected a program, as in 'rows(0+4)+feed(9)', or its name: {', '.join(NAMES)}."
-        )
+    given = check_text("call", given, f"'rows(0+4)+feed(9)', or the name of a program: {', '.join(NAMES)}")
     if given.replace(" ", "").startswith("rows("):
         return program_named(given)
     hint = f"Names go together by +, as in padded(left,5)+static. {HINT}"

@@ -20,10 +20,11 @@ import pandas as pd
 from pyarrow import ArrowException
 
 from kvinterp._version import __version__
+from kvinterp.common.checks import check_known
 from kvinterp.common.files import SUMMARY, check_writable, differences, is_file, read_json, strict_json
 from kvinterp.common.store import clear_cells, write_whole
 from kvinterp.data import Prompt
-from kvinterp.errors import InputError, KvinterpError, in_one_line, unknown
+from kvinterp.errors import InputError, KvinterpError, in_one_line
 
 PROMPTS = "prompts.jsonl"
 """The file of the prompts that a result was made on."""
@@ -52,8 +53,7 @@ def check_free(folder: Path, verb: str, existing: str = "error") -> bool:
         InputError: The folder cannot be written; or ``existing`` is not ``"overwrite"``, and it holds a finished result, one of
             another command, or a table or page that is of no result.
     """
-    if existing not in EXISTING:
-        raise unknown("way to treat an existing result", existing, EXISTING)
+    check_known("way to treat an existing result", existing, EXISTING)
     check_writable(folder)
     if is_file(folder / "figures"):
         raise InputError(f"folder {str(folder)!r} holds 'figures', which is no folder: {_ADVICE}")

@@ -13,7 +13,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from kvinterp.errors import unknown
+from kvinterp.common.checks import check_known
 
 __all__ = ["describe", "folder", "names"]
 
@@ -42,8 +42,7 @@ def folder(name: str) -> Path:
     Raises:
         InputError: If there is no such checkpoint; the message gives the near names.
     """
-    if name not in _NAMES:
-        raise unknown("zoo model", name, _NAMES)
+    check_known("zoo model", name, _NAMES)
     return Path(str(files(__name__))) / name
 
 

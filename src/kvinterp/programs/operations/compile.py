@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvinterp.errors import UnsupportedError, unknown
+from kvinterp.common.checks import check_known
+from kvinterp.errors import UnsupportedError
 from kvinterp.models import Adapter
 from kvinterp.models.hooks import wrapping_methods
 from kvinterp.programs.program import Operation, Runs
@@ -35,9 +36,7 @@ class Compile(Operation):
         # Imported where it is used: with sympy it is a third of what importing kvinterp takes.
         from torch import _dynamo
 
-        known = _dynamo.list_backends(exclude_tags=())
-        if not isinstance(self.backend, str) or self.backend not in known:
-            raise unknown("backend of torch.compile", str(self.backend), known)
+        check_known("backend of torch.compile", self.backend, _dynamo.list_backends(exclude_tags=()))
 
     def offered(self, run: Run) -> bool:
         """Where the subject is a transformers model itself."""

@@ -5,18 +5,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from kvinterp.study.experiments.kit import (
     Cell,
     Chart,
     Charts,
+    Made,
     OfModel,
     Panel,
     Parts,
     Result,
     Rows,
-    Tables,
     counted,
     finding_from,
     load_prompts,
@@ -44,7 +42,7 @@ class Attention(OfModel):
         """One cell: a page is of one prompt and step."""
         return [Cell("page", self.compared)]
 
-    def compared(self) -> tuple[Tables, dict[str, Any]]:
+    def compared(self) -> Made:
         """The heads of one prompt, and the page that shows them."""
         choices = self.choices("step", "layers", "a", "b", "most")
         shown = attention_comparison(self.adapter(), load_prompts(self.prompts)[0], **choices)

@@ -37,9 +37,9 @@ from kvinterp.study.experiments.kit import (
     Cell,
     Experiment,
     InputError,
+    Made,
     Parts,
     Result,
-    Tables,
     argument,
     check_known,
     load_prompts,
@@ -156,7 +156,7 @@ class Audit(Experiment):
         """One cell: a rung is judged beside the others."""
         return [Cell("audit", self.audited)]
 
-    def audited(self, tell: Tell) -> tuple[Tables, dict[str, Any]]:
+    def audited(self, tell: Tell) -> Made:
         """The audit of a model, or the verdict on another engine's log-probs: its tables, and page and verdict as texts."""
         prompts = None if self.prompts is None else load_prompts(self.prompts)
         result: Any

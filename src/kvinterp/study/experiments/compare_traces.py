@@ -25,6 +25,7 @@ from kvinterp.study.experiments.kit import (
     Charts,
     Experiment,
     InputError,
+    Made,
     Panel,
     Parts,
     Result,
@@ -118,7 +119,7 @@ def _order(name: str) -> tuple[Any, ...]:
     return tuple((0, int(part), "") if part.isdecimal() else (1, 0, part) for part in re.split(r"(\d+)", name) if part)
 
 
-def compared(a: str, b: str) -> tuple[dict[str, pd.DataFrame], dict[str, Any]]:
+def compared(a: str, b: str) -> Made:
     """The table of the tensors that both sides name.
 
     Returns:

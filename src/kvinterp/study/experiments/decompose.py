@@ -6,11 +6,9 @@ computes again among a different number of rows.
 
 from __future__ import annotations
 
-from typing import Any
-
 from kvinterp.patching import Decomposition, decompose
 from kvinterp.patching.findings import charts_of_decomposition, headline_of_decomposition, rows_of_decomposition
-from kvinterp.study.experiments.kit import Cell, OfModel, Parts, Result, Tables, joined, load_prompts, option, shared
+from kvinterp.study.experiments.kit import Cell, Made, OfModel, Parts, Result, joined, load_prompts, option, shared
 
 
 class Decompose(OfModel):
@@ -28,7 +26,7 @@ class Decompose(OfModel):
         """A cell a prompt."""
         return [Cell(f"example-{n}", self.decomposed, {"number": n}) for n in range(len(load_prompts(self.prompts)))]
 
-    def decomposed(self, number: int) -> tuple[Tables, dict[str, Any]]:
+    def decomposed(self, number: int) -> Made:
         """The split of a prompt."""
         options = self.choices("max_new_tokens") | {"only": [number], "progress": "none"}
         split = decompose(self.adapter(), load_prompts(self.prompts), **options)

@@ -10,11 +10,11 @@ from kvinterp.study.experiments.kit import (
     Chart,
     Charts,
     Experiment,
+    Made,
     Panel,
     Parts,
     Result,
     Rows,
-    Tables,
     argument,
     finding_from,
     option,
@@ -46,7 +46,7 @@ class Kernels(Experiment):
         """One cell: the operations are those of one forward."""
         return [Cell("kernels", self.measured)]
 
-    def measured(self) -> tuple[Tables, dict[str, Any]]:
+    def measured(self) -> Made:
         """The kernels table of a model."""
         table = kernels_table(self.adapter(), sizes=list(self.sizes), **self.choices("kernels", "seed"))
         return table.tables, {"first": table.first, "provenance": table.provenance}

@@ -34,6 +34,7 @@ from kvinterp.study.experiments.kit import (
     Chart,
     Charts,
     Finding,
+    Made,
     OfModels,
     Panel,
     Parts,
@@ -128,7 +129,7 @@ class Localisation(OfModels):
                 row.insert(0, "model", adapter.facts.name)
                 keep(key, {"table": row})
 
-    def localised(self, model: str, example: int) -> tuple[Tables, dict[str, Any]]:
+    def localised(self, model: str, example: int) -> Made:
         """Patches and splits one of the chosen examples."""
         adapter, prompts = self.adapter(model), load_prompts(self.prompts)
         paths = zip(("cached", "recompute"), paths_of(self.kernels), strict=True)
@@ -216,7 +217,7 @@ def _all_layers(rows: pd.DataFrame) -> list[Finding]:
     return rows[places].to_dict("records")[:1]
 
 
-def gathered(parts: Parts) -> tuple[Tables, dict[str, Any]]:
+def gathered(parts: Parts) -> Made:
     """The tables of all models and parts, and what each part was run with, by model and part."""
     told: dict[str, Any] = {}
     for _, about in those(parts, _PATCHED).values():
