@@ -23,6 +23,7 @@ FIRST = (
     "rows(0+0+0)+feed(9)+feed(3,1)",
     "rows(0,told=all)+feed(9)+feed(3,1)",
     "rows(0)+feed(17,5)+feed(2,1)",
+    "rows(0)+feed(48,16)+feed(32)+feed(2,1)",
     "rows(0+4+1)+feed(9)+feed(3,1)",
     "rows(0+4+1,told=mask_alone)+feed(9)+feed(3,1)",
     "rows(0+6)+feed(4)+feed(8)+feed(2,1)",
