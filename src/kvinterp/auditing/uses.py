@@ -75,7 +75,8 @@ def uses_of(
             return [_met(adapter, error)]
         edges, far = _edges(adapter, reach)
         names = {str(program_named(text)): (name, size) for (name, size), texts in edges.items() for text in texts}
-        found = search(subject, programs, seconds, seed, [*given, *map(program_named, names)], progress=progress)
+        asked = [*given, *(program for program in map(program_named, names) if program.rows.cache in subject.caches)]
+        found = search(subject, programs, seconds, seed, asked, progress=progress)
         checks = _checks(subject, found, names, {*map(str, given)})
         if adapter.dtype in SIXTEEN or (subject.lifted and not any(one.status == WRONG for one in checks)):
             checks += _narrow(adapter, subject, given, _wrong_uses(checks), programs // 3, seconds / 3)
@@ -244,8 +245,12 @@ def _edges(adapter: Adapter, reach: str) -> tuple[dict[tuple[str, int], list[str
         elif why := _too_much(adapter, size + 5, reach):
             far.append(Check(name, NOT_RUN, f"{why}.", hint=REACH))
         else:
-            programs[name, size] = [f"rows(0)+feed({size - 1})+feed(4,1)", f"rows(0)+feed({size + 2},{FILL})+feed(2,1)"]
-            programs[name, size] += [f"rows(0)+generate({size - 1},4)"] if "RoPE" in name else []
+            programs[name, size] = [
+                f"rows(0)+feed({size - 1})+feed(4,1)",
+                f"rows(0)+feed({size + 2},{FILL})+feed(2,1)",
+                # A static cache moves its columns once its window is full.
+                f"rows(0)+generate({size - 1},4)" if "RoPE" in name else f"rows(0,cache=static)+feed({size - 1})+feed(4,1)",
+            ]
     if facts.context < 2**31 and facts.context > 8:
         if why := _too_much(adapter, facts.context, reach, POSITIONS // 8):
             far.append(Check("context end", NOT_RUN, f"{why}.", hint=REACH))

@@ -166,7 +166,7 @@ def main(arguments: Sequence[str] = ()) -> int:
     """Fetches the named models, or all, and prints their paths; returns the exit code."""
     try:
         for name in arguments or REAL:
-            sys.stdout.write(f"real:{name}: {fetch(name)} ({REAL[name].what if name in REAL else ''})\n")
+            sys.stdout.write(f"real:{name}: {fetch(name)} ({REAL[name].what})\n")
     except KvinterpError as error:
         sys.stderr.write(f"{error}\n")
         return 2

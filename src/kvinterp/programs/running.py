@@ -143,7 +143,7 @@ class Run(Columns):
         self.since = 0
         self.cache: Any = None
         # A program that says so goes further than those that are drawn.
-        widest = max((getattr(step, "width", 0) for step in program.steps), default=0)
+        self.widest = widest = max((getattr(step, "width", 0) for step in program.steps), default=0)
         self.room = min(subject.context, max(subject.room, widest + 64 if widest > subject.room else 0)) + 1
         self.uses: list[str] = []
         self.worst, self.ran = 0.0, 0
@@ -183,9 +183,9 @@ class Run(Columns):
         return RIGHT, ""
 
     def _makes_cache(self) -> None:
-        kind = self.program.rows.cache
-        self.cache = self.subject.cache(kind)
-        self.room = self.subject.static_room if kind == "static" else self.room
+        kind, columns = self.program.rows.cache, min(self.subject.context, max(self.widest + 8, 64))
+        self.cache = self.subject.cache(kind, columns)
+        self.room = columns if kind == "static" else self.room
         self.tries(*{
             "bare": ("DynamicCache()", "cache = DynamicCache()"),
             "recording": (

@@ -190,8 +190,10 @@ class Subject(abc.ABC):
             UnsupportedError: It is no function of the text.
         """
         for length in (LONG, SHORT):
-            draws = [row_draw(0, row) for row in range(TEXTS)]
-            texts = [[self.token(draw) for _ in range(min(length, self.room))] for draw in draws]
+            texts = [
+                [self.token(draw) for _ in range(min(length, self.room))]
+                for draw in (row_draw(0, row) for row in range(TEXTS))
+            ]
             most = max(min(length - 5, self.room - 2), 1)
             whole = [self.alone(text) for text in texts]
             shorter = [
@@ -318,22 +320,17 @@ class ModelSubject(Subject):
         """The forward that users call with the cache of the call before."""
         return self.adapter.call_with_cache(ids, cache, told.get("attention_mask"), told.get("position_ids"))
 
-    def cache(self, kind: str) -> Any:
-        """A cache of one of :attr:`caches` but the model's own, as users make it."""
+    def cache(self, kind: str, columns: int) -> Any:
+        """A cache of one of :attr:`caches` but the model's own, as users make it; a static one of so many columns."""
         from transformers import DynamicCache, StaticCache
 
         config = self.adapter.config
         if kind == "static":
-            return StaticCache(config=config, max_cache_len=self.static_room)
+            return StaticCache(config=config, max_cache_len=columns)
         made: Any = DynamicCache(config=None if kind == "bare" else config)
         if kind == "recording":
             made.activate_past_recording()
         return made
-
-    @property
-    def static_room(self) -> int:
-        """Columns of a static cache."""
-        return min(self.room, 64)
 
     def generate(self, prompt: Tensor, count: int, mask: Tensor | None, cache: Any = None, **more: Any) -> Any:
         """Transformers' own ``generate()``: greedy, so many tokens, none of them an end."""
