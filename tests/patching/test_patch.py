@@ -392,6 +392,9 @@ def test_law_7_a_forward_that_a_library_put_on_a_block_comes_back(load, case):
 
     model = load(case)
     donor = traced(model, "recompute", OTHER, record="mlp_out", positions="all")
+    patch = kv.Patch("mlp_out", (1,), steps=(0,), donor=donor)
+    # What a model is asked once runs its blocks too.
+    PureRecompute(model, kv.Recompute()).patched(PROMPT, 0, PatchHook(model, [patch]))
     block = model.blocks[0]
     own, calls = block.forward, []
 
@@ -403,7 +406,7 @@ def test_law_7_a_forward_that_a_library_put_on_a_block_comes_back(load, case):
     try:
         pure = PureRecompute(model, kv.Recompute())
         pure.capture(PROMPT)
-        pure.patched(PROMPT, 0, PatchHook(model, [kv.Patch("mlp_out", (1,), steps=(0,), donor=donor)]))
+        pure.patched(PROMPT, 0, PatchHook(model, [patch]))
         assert block.__dict__["forward"] is replaced
         assert len(calls) == 1, "the skipped block ran"
     finally:
