@@ -147,6 +147,7 @@ class Verdict(Result):
         )
         return pd.DataFrame([{"rung": name, **{n: summary[n] for n in names}} for name, summary in self.evidence.items()])
 
+    # What an audit measured is saved by it too.
     def save(self: Any, folder: str | os.PathLike[str], existing: str = "overwrite") -> Path:
         """Writes all that there is; an earlier audit's files are always written over (``existing``). Returns the folder."""
         return Result.save(self, folder, existing)

@@ -62,10 +62,10 @@ def heard(model: nn.Module, seen: list[Heard]) -> Iterator[None]:
 
     def before(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         stack.append(name)
-        given = [tensor for tensor in (*args, *kwargs.values()) if isinstance(tensor, Tensor)]
+        given = next((tensor for tensor in (*args, *kwargs.values()) if isinstance(tensor, Tensor)), None)
         if module is model:
-            seen.append({TOKENS: given[0]} if given and not given[0].is_floating_point() else {})
-        add(name, "input of", next(iter(given), None))
+            seen.append({} if given is None or given.is_floating_point() else {TOKENS: given})
+        add(name, "input of", given)
 
     def after(name: str, module: nn.Module, args: Any, out: Any) -> None:
         if stack:

@@ -157,10 +157,10 @@ class Subject(abc.ABC):
             longer: ``"yes"``: those of a longer text that begins so will do, if one was run.
         """
         key = tuple(text)
-        for other, known in self._alone.items() if longer == "yes" and key not in self._alone else ():
-            if other[: len(key)] == key:
-                return known[: len(key)]
         if key not in self._alone:
+            begun = (known for other, known in self._alone.items() if longer == "yes" and other[: len(key)] == key)
+            if (known := next(begun, None)) is not None:
+                return known[: len(key)]
             self._alone[key] = self._plain(text)
         return self._alone[key]
 
