@@ -92,7 +92,7 @@ def searched(model: torch.nn.Module, programs: int) -> dict[str, Any]:
     wrong = []
     known = {base_of(one.use) for one in found.wrong}
     for one in [*found.wrong, *(one for one in beyond.wrong if base_of(one.use) not in known)]:
-        place = None
+        place, lines = None, pasted(one)
         # What is wrong with the model may break the search for its place too.
         with contextlib.suppress(Exception):
             place = placed(subject, one.program)
@@ -100,12 +100,12 @@ def searched(model: torch.nn.Module, programs: int) -> dict[str, Any]:
             {
                 "use": one.use,
                 "beyond": one.program.rows.beyond,
-                "why": one.why,
+                "why": one.why if one.wrong is None else str(one.wrong),
                 "error": one.wrong.error if one.wrong else None,
                 "program": str(one.program),
                 "ran": one.ran,
                 "place": f"{place.tensor}, layer {place.layer}" if place else "",
-                "lines": pasted(one),
+                "lines": lines,
             }
         )
     others = {use: {"word": word, "why": one.why} for (word, use), one in found.others.items()}

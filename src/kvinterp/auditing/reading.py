@@ -326,10 +326,9 @@ class Evidence:
                 f"{judged.finding.position}, and bitwise right once every sum has a fixed order: a kernel is coarse there, not "
                 "the model's cache."
             )
-            return "kernel", judged.finding.place, [line, *lines]
-        shown = self.first(self.own) or self.first(differing[0].name)
+            return "kernel", NOWHERE, [line, *lines]
         lead = "Cached decoding computes what recomputing computes; the differences are rounding."
-        return "rounding", NOWHERE if shown is None else shown.finding.place, [lead, *lines]
+        return "rounding", NOWHERE, [lead, *lines]
 
 
 # Sentences that stand in more than one place, or have cases of their own --------------------------------------------------

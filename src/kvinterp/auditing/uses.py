@@ -163,7 +163,8 @@ def _wrong(subject: Subject, one: Run, status: str, ran: int) -> Check:
         place = placed(subject, one.program) if isinstance(subject, ModelSubject) else None
     with contextlib.suppress(Exception):
         lines = pasted(one)
-    detail = f"{one.why}, in the program {one.program} (found by program {one.ran} of {ran})."
+    # The number of the verdict is the one that the lines print.
+    detail = f"{one.why if one.wrong is None else one.wrong}, in the program {one.program} (found by program {one.ran} of {ran})."
     where: dict[str, Any] = {}
     if status == WRONG and one.program.rows.told == "needed":
         # The very program, told the positions of its tokens: only then is it they that a call leaves out.

@@ -43,8 +43,8 @@ class Verdict(Result):
 
     Attributes:
         verdict: One of :data:`VERDICTS`.
-        first_layer: The first block that is wrong (for rounding: that differs at all); -1 for the embedding, the number of
-            blocks for the head; None where nothing differs or what failed has no layer.
+        first_layer: The first block that is wrong; -1 for the embedding, the number of blocks for the head; None where it
+            passes, or where what failed has no layer.
         first_position: The absolute position where the tensor is first wrong, or None.
         tensor: The first tensor that differs given equal inputs: K, V, Q, recurrent state, attention mask, residual sum, a
             module, ...; or the exercise that failed.

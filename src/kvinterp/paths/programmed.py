@@ -22,6 +22,7 @@ from kvinterp.models import Adapter
 from kvinterp.models.transformers_api import greedy
 from kvinterp.paths.generating import Generating
 from kvinterp.paths.view import View
+from kvinterp.programs.lines import Lines
 from kvinterp.programs.operations.crop import Crop, Draft
 from kvinterp.programs.operations.feed import Feed
 from kvinterp.programs.operations.generate import Generate
@@ -113,7 +114,7 @@ class Lane(Columns):
 
     def run(self) -> Loop:
         """Yields the newest logits of the path's row, ``[1, vocab]``, and is sent the next token."""
-        self.text, self.model, self.lines, self.held = self.prompt, self.adapter.model, [], contextlib.ExitStack()
+        self.text, self.model, self.lines, self.held = self.prompt, self.adapter.model, Lines(), contextlib.ExitStack()
         with self.held:
             if self.form == "recompute":
                 while True:

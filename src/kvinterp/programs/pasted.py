@@ -1,69 +1,111 @@
-"""A wrong program as lines of plain Python that anybody can paste into a report, run once before they are shown."""
+"""A wrong program as lines of plain Python that anybody can paste into a report, run before they are shown.
+
+The number that they print is the one that the verdict says. The same lines without a cache print rounding, or they are not shown.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import io
+from collections.abc import Sequence
 from typing import Any
+
+import torch
 
 from kvinterp.programs.running import Run, named
 from kvinterp.programs.subject import FunctionSubject, ModelSubject
 
-AS_MUCH = 0.5
-"""The share of the program's error that the lines must show: as its users run the model, its casts are there."""
+AS_MUCH = 2.0
+"""What the lines show may be so many times what the program showed, or that share of it: they run with the model's casts."""
 
 
 def pasted(run: Run) -> str:
-    """The lines, ending in a print of the largest difference; empty where they do not show what the program showed.
+    """The lines, ending in a print of the error; empty where they do not show what the program showed.
 
-    They are tried in float64 and then in float32, as the model's users run it, with its casts.
+    They are tried in float64 and then in float32, as the model's users run it, with its casts. What they printed is the error of
+    the program from then on.
 
     Args:
         run: Of the wrong program, once it has run.
     """
     subject: Any = run.subject
-    if not isinstance(subject, ModelSubject):
-        return _text(run, "") if _shows(run, _text(run, ""), {"full": subject.full, "step": subject.step}) else ""
-    if not subject.lifted:
-        return _text(run, "") if _shows(run, _text(run, ""), {"model": subject.model}) else ""
-    for kind in ("double", "float"):
-        # As it was given: a cast of ours may have chosen other kernels, which nobody has who pastes the lines.
-        if _shows(run, text := _text(run, f".{kind}()"), {"model": copy.deepcopy(subject.given.model)}):
-            return text
+    kinds: dict[str, torch.dtype | None] = {"": None}
+    if isinstance(subject, ModelSubject) and subject.lifted:
+        kinds = {".double()": torch.float64, ".float()": torch.float32}
+    for cast, dtype in kinds.items():
+        text = _text(run, cast, run.lines)
+        if (error := _shown(run, text, dtype)) is None:
+            continue
+        if run.wrong is not None:
+            control = [*run.lines[: run.lines.before], run.lines.control]
+            if run.lines.control and not _rounds(_said(run, _text(run, cast, control)), error, dtype or _dtype(subject)):
+                continue
+            run.wrong = dataclasses.replace(run.wrong, error=error)
+        return text
     return ""
 
 
-def _text(run: Run, cast: str) -> str:
-    body = list(run.lines)
+def _text(run: Run, cast: str, body: Sequence[str]) -> str:
     made = [name for name in ("DynamicCache", "StaticCache") if any(f"{name}(" in line for line in body)]
-    assisted = any("assistant_model=assistant" in line for line in body)
-    copies = assisted or any("copy." in line for line in body)
-    lines = ["import copy, torch" if copies else "import torch"]
+    lines = ["import copy, torch" if any("copy." in line for line in body) else "import torch"]
     lines += [f"from transformers import {', '.join(made)}"] if made else []
+    if any("TransformerLensKeyValueCache." in line for line in body):
+        lines.append("from transformer_lens import TransformerLensKeyValueCache")
     if isinstance(run.subject, FunctionSubject):
         lines.append(f"# {run.subject.yours}")
     elif isinstance(run.subject, ModelSubject):
         lines.append(f"model = model.eval(){cast}  # yours: a {type(run.subject.model).__name__}")
-    lines += ["assistant = copy.deepcopy(model)"] if assisted else []
     if run.wrong is not None:
-        want = run.subject.written("")[1].replace("TEXT", f"torch.tensor([{list(run.wrong.text)}])")
-        generated = body[-1].startswith("out = model.generate")
-        row, column = run.wrong.row, run.wrong.column
-        got = f"out.logits[{column}][{row}]" if generated else f"logits[{row}, {column}]"
-        body += ["model.forward = own"] * ("compiled" in run.uses)
-        body += [f"want = {want}", f"print(float(({got} - want).abs().max() / want.abs().max()))"]
+        wrong, plain = run.wrong, run.subject.plain_line(run.wrong.text)
+        body = [*body, *["model.forward = own"] * ("compiled" in run.uses)]
+        body += [f"got, want = {wrong.got}, {plain}[0, -1]"]
+        body += ["got, want = got[want.isfinite()], want[want.isfinite()]"] * (wrong.finite == "no")
+        body += ['print(f"{float((got - want).abs().max() / want.abs().max()):.3g}")']
+    elif run.shape:
+        body = [*body, "print(*logits.shape[:2])"]
     return "\n".join([*lines, "with torch.no_grad():", *(f"    {line}" for line in body)])
 
 
-def _shows(run: Run, text: str, names: dict[str, Any]) -> bool:
-    """Whether the lines, run as they stand, show the error, or raise what the program raised."""
+def _shown(run: Run, text: str, dtype: Any) -> float | None:
+    """The error that the lines, run as they stand, show, or infinity where they raise what the program raised; else None."""
+    said: Any = _said(run, text)
+    if run.wrong is None:
+        as_run = " ".join(map(str, run.shape)) if run.shape else run.raised
+        return float("inf") if as_run == (named(said) if isinstance(said, Exception) else said) else None
+    if isinstance(said, Exception):
+        return None
+    said = float(said.split()[-1])
+    # NaN where what should be finite is not.
+    if said != said or run.wrong.error == float("inf"):
+        return float("inf") if said != said or said == float("inf") else None
+    return said if run.wrong.error / AS_MUCH <= said <= run.wrong.error * AS_MUCH else None
+
+
+def _rounds(said: str | Exception, error: float, dtype: torch.dtype) -> bool:
+    """Whether what the lines print without a cache is rounding: nearer to it than to the error, on a scale of logarithms."""
+    return not isinstance(said, Exception) and float(said) <= (torch.finfo(dtype).eps * min(error, 1.0)) ** 0.5
+
+
+def _dtype(subject: Any) -> torch.dtype:
+    return subject.alone(subject.tokens[:1]).dtype  # type: ignore[no-any-return]
+
+
+def _said(run: Run, text: str) -> str | Exception:
+    """What the lines print, or raise."""
     subject, said = run.subject, io.StringIO()
-    state = subject.adapter.own_state([]) if isinstance(subject, ModelSubject) else contextlib.nullcontext()
+    names: dict[str, Any] = {}
+    state: Any = contextlib.nullcontext()
+    if isinstance(subject, ModelSubject):
+        # As it was given: a cast of ours may have chosen other kernels, which nobody has who pastes the lines.
+        given = copy.deepcopy(subject.given.model) if subject.lifted else subject.model
+        names, state = {"model": given}, subject.adapter.own_state([])
+    elif isinstance(subject, FunctionSubject):
+        names = {"full": subject.full, "step": subject.step}
     try:
         with state, contextlib.redirect_stdout(said):
             exec(compile(text, "program", "exec"), names)
     except Exception as error:
-        return run.wrong is None and named(error) == run.raised
-    printed = said.getvalue().split()
-    return run.wrong is not None and bool(printed) and not float(printed[-1]) < AS_MUCH * run.wrong.error
+        return error
+    return said.getvalue().strip()

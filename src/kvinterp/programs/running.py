@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kvinterp.errors import InputError, KvinterpError, UnsupportedError, reason
 from kvinterp.programs.crashes import OURS, REFUSES, whose
+from kvinterp.programs.lines import FED, Lines
 from kvinterp.programs.program import Program
 from kvinterp.programs.subject import Subject, apart, row_draw
 
@@ -46,19 +47,24 @@ def named(error: BaseException) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Wrong:
-    """Where logits were furthest off.
+    """The logits that are furthest off: those of one token of one row.
 
     Attributes:
         row: The row.
-        text: Its own tokens up to the one whose logits these are.
-        column: Its column among those of the operation's last forward.
-        error: How far off they are, of the largest logit.
+        error: Largest difference over the largest of those that are right.
+        got: They, as an expression of the program's lines of Python.
+        text: The row's own tokens up to theirs, ``[1, position]``, as such an expression.
+        finite: ``"no"`` where not all that are right are finite, as where a model masks words.
     """
 
     row: int
-    text: tuple[int, ...]
-    column: int
     error: float
+    got: str
+    text: str
+    finite: str = "yes"
+
+    def __str__(self) -> str:
+        return f"row {self.row} is off by {self.error:.3g} of its largest logit"
 
 
 class Columns:
@@ -78,7 +84,7 @@ class Columns:
     ids: Tensor
     mask: Tensor
     pads: list[int]
-    lines: list[str]
+    lines: Lines
     held: contextlib.ExitStack
 
     def tries(self, use: str, *lines: str) -> None:
@@ -123,6 +129,7 @@ class Run(Columns):
         uses: The uses of a cache that were tried.
         worst: The largest error of a row.
         wrong: Where the logits are wrong.
+        shape: Rows and columns of logits that are others than were fed.
         raised: The error that a crash raised, and what it said.
         word, why: What it came to.
         ran: How many programs had run, this one included.
@@ -149,7 +156,8 @@ class Run(Columns):
         self.worst, self.ran = 0.0, 0
         self.raised = self.word = self.why = self.origin = ""
         self.wrong: Wrong | None = None
-        self.lines, self.held = [], contextlib.ExitStack()
+        self.shape: tuple[int, ...] = ()
+        self.lines, self.held = Lines(), contextlib.ExitStack()
         self.pending: tuple[Tensor, Tensor] | None = None
         self.without: Callable[[], float] | None = None
 
@@ -278,7 +286,11 @@ class Run(Columns):
         self.tries(self._use(width, bool((mask == 0).any()), padding))
         self.pending = ids, mask
         told = self.told(full, width)
-        self.write(ids, told, cache)
+        self.lines.note(f"ids = {self.lines.columns(self.ids, ids)}")
+        columns = self.lines.columns(torch.cat([self.ids, ids], 1), ids[:, :0])
+        plain = self.subject.plain_line(columns, **self.told(full, full.shape[1]))
+        line = self.subject.feed_line(ids, "no" if cache is None else "yes", **told)
+        self.lines.judged(FED, columns, f"logits = {plain}[:, -{width}:]", line)
         logits, cache = self.subject.feed(ids, cache, **told)
         self.judge(logits, ids, mask, later)
         return cache
@@ -304,6 +316,7 @@ class Run(Columns):
             PlainError: So is the plain forward over the same columns.
         """
         if logits.shape[0] != len(self.texts) or (not last and logits.shape[1] != ids.shape[1]):
+            self.shape = tuple(logits.shape[:2])
             raise WrongError(
                 f"logits of {' x '.join(map(str, logits.shape[:2]))} rows and columns for {len(self.texts)} x {ids.shape[1]}"
             )
@@ -321,14 +334,21 @@ class Run(Columns):
                     want = torch.stack([self.subject.alone(text[: n + 1])[-1] for n in range(begin, end)])
             error = apart(got, want)
             self.worst = max(self.worst, error)
-            if not error <= self.subject.limit and (worst is None or error > worst.error):
-                each = [apart(a[None], b[None]) for a, b in zip(got, want, strict=True)]
-                at = next(n for n, e in enumerate(each) if not e <= self.subject.limit)
-                worst = Wrong(row, tuple(text[: begin + at + 1]), columns[at], error)
+            if not error <= self.subject.limit:
+                each = [apart(a, b) for a, b in zip(got, want, strict=True)]
+                at = each.index(max(each))
+                if worst is None or each[at] > worst.error:
+                    # Before the new tokens, or up to the one whose logits these are.
+                    before = ids.shape[1] - len(columns) + 1 if last else columns[at] + 1
+                    real = torch.cat([self.mask, mask[:, :before]], 1)[row].nonzero().flatten().tolist()
+                    generated = (at, len(columns)) if last else (0, 0)
+                    known = self.lines.text(row, torch.cat([self.ids, ids], 1), real, generated)
+                    finite = "yes" if bool(want[at].isfinite().all()) else "no"
+                    worst = Wrong(row, each[at], self.lines.got(row, columns[at]), known, finite)
         if worst is not None:
             self._excuse(ids, mask)
             self.wrong = worst
-            raise WrongError(f"row {worst.row} is off by {worst.error:.2g} of its largest logit")
+            raise WrongError(f"{worst}")
 
     def _right(self, got: Tensor, text: list[int], begin: int, end: int) -> Tensor:
         """What these logits should be: as a longer text has them where they agree with that, or as this one has them."""
@@ -381,6 +401,7 @@ class Run(Columns):
     def crop(self, count: int) -> None:
         """Takes columns back; what is fed next is judged."""
         self.tries("crop and go on", f"cache.crop({-count})")
+        self.lines.note(f"ids = ids[:, :-{count}]")
         self.cache.crop(-count)
         self.texts, self.since = [text[:-count] for text in self.texts], 0
         self.cut(self.ids.shape[1] - count)
@@ -395,6 +416,7 @@ class Run(Columns):
     def select(self, rows: list[int], method: str, asked: Any) -> None:
         """Goes on as these rows of the cache, by a method of the library's."""
         getattr(self.cache, method)(asked if isinstance(asked, int) else asked.to(self.subject.device))
+        self.lines.note(f"ids = ids[{rows}]")
         self.goes_on_as(rows)
 
     def other(self, width: int) -> Tensor:
@@ -403,13 +425,15 @@ class Run(Columns):
 
     def serve(self, ids: Tensor, kept: str = "yes") -> Any:
         """Serves another request on a cache of its own, which is given back."""
-        self.write(ids, {}, None, kept)
+        line = self.subject.feed_line(ids, "no")
+        self.lines += [line] if kept == "yes" else ["kept = cache", line, "cache = kept"]
         return self.subject.feed(ids, None)[1]
 
     def join(self, ids: Tensor, cache: Any) -> None:
         """Puts the row of another cache of as many positions under its own."""
         for mine, theirs in zip(self.cache.layers, cache.layers, strict=True):
             mine.keys, mine.values = torch.cat([mine.keys, theirs.keys]), torch.cat([mine.values, theirs.values])
+        self.lines.note(f"ids = torch.cat([ids, torch.tensor({ids.tolist()})])")
         self.texts.append(ids[0].tolist())
         self.draws.append(self.draw)
         super().join(ids, cache)
@@ -419,8 +443,10 @@ class Run(Columns):
         back = self.aside()
         ids, mask = self.columns(width)
         self.lines.append("kept = copy.deepcopy(cache)")
+        self.lines.note("before = ids")
         self.forward(ids, mask, copy.deepcopy(self.cache))
         self.lines.append("cache = kept")
+        self.lines.note("ids = before")
         back()
 
     def generate(self, step: Any) -> tuple[()]:
@@ -441,15 +467,3 @@ class Run(Columns):
             self.texts, self.draws, self.pads, self.ids, self.mask = kept
 
         return back
-
-    def write(self, ids: Tensor, told: dict[str, Tensor], cache: Any, kept: str = "yes") -> None:
-        """Adds the lines of a forward; ``kept="no"``: of one whose cache is not gone on from."""
-        parts = [
-            f"torch.tensor({ids.tolist()})",
-            *(f"{name}=torch.tensor({given.tolist()})" for name, given in told.items()),
-        ]
-        name = "" if self.model is None else self.subject.adapter.cache_name
-        parts += [f"{name}=cache"] if cache is not None and name else []
-        line = self.subject.written(", ".join(parts))[0]
-        line = line if name or cache is not None else line.replace(", cache)", ", None)")
-        self.lines.append(line if kept == "yes" else line.replace("logits, cache = ", "_ = "))

@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from kvinterp.errors import InputError, UnsupportedError, shown
 from kvinterp.models import Adapter
 from kvinterp.models.transformers_api import can_generate, greedy
+from kvinterp.programs.lines import arguments
 
 ROOM = 256
 """The most columns of a program."""
@@ -140,9 +141,13 @@ class Subject(abc.ABC):
         with torch.no_grad():
             yield
 
-    def written(self, told: str) -> tuple[str, str]:
-        """Lines of Python that feed ``told`` to a cache, and one that gives the plain logits of a text ``TEXT``."""
-        return f"logits, cache = step({told.partition(',')[0]}, cache)", "full(TEXT)[0, -1]"
+    def feed_line(self, ids: Tensor, cached: str, **told: Tensor) -> str:
+        """The line of Python that :meth:`feed` stands for; ``cached``: ``"yes"`` where there is a cache already."""
+        return f"logits, cache = step({arguments(ids)}, {'cache' if cached == 'yes' else None})"
+
+    def plain_line(self, ids: Tensor | str, **told: Tensor) -> str:
+        """The expression that :meth:`plain` stands for."""
+        return f"full({arguments(ids)})"
 
     @property
     def limit(self) -> float:
@@ -343,15 +348,26 @@ class ModelSubject(Subject):
         )  # fmt: skip
         return self.model.generate(None if "inputs_embeds" in known else prompt, generation_config=chosen, **known)
 
-    def written(self, told: str) -> tuple[str, str]:
+    def feed_line(self, ids: Tensor, cached: str, **told: Tensor) -> str:
+        """As its users call it."""
+        name, cache = self.adapter.cache_name, {} if cached == "no" else {self.adapter.cache_name: "cache"}
+        if self.native:
+            given = arguments(ids, told, **cache, use_cache=True)
+            return f"out = model({given}); logits, cache = out.logits, out.{name}"
+        made, more = "cache = DynamicCache()", {name: "cache", "use_cache": True} if name else {}
+        if self.adapter.kind == "hooked":
+            # It keeps the mask of earlier columns itself.
+            told = {"attention_mask": told["attention_mask"][:, -ids.shape[1] :]} if told else told
+            made = f"cache = TransformerLensKeyValueCache.init_cache(model.cfg, model.cfg.device, {len(ids)})"
+            more = {"past_kv_cache": "cache"}
+        line = f"logits = model({arguments(ids, told, **more)})"
+        return line if cached == "yes" else f"{made}; {line}"
+
+    def plain_line(self, ids: Tensor | str, **told: Tensor) -> str:
         """As its users call it."""
         if self.native:
-            name = self.adapter.cache_name
-            return f"out = model({told}, use_cache=True); logits, cache = out.logits, out.{name}", (
-                "model(TEXT, use_cache=False).logits[0, -1]"
-            )
-        cache = "past_kv_cache" if self.adapter.kind == "hooked" else self.adapter.cache_name
-        return f"logits = model({told.replace(self.adapter.cache_name + '=', cache + '=')})", "model(TEXT)[0, -1]"
+            return f"model({arguments(ids, told, use_cache=False)}).logits"
+        return f"model({arguments(ids, told)})"
 
 
 class FunctionSubject(Subject):

@@ -18,6 +18,7 @@ from kvinterp.errors import UnsupportedError
 from kvinterp.models import Adapter
 from kvinterp.models.transformer_lens_api import generate
 from kvinterp.models.transformers_api import can_generate
+from kvinterp.programs.lines import BEAMS, GENERATED, SEEN, arguments
 from kvinterp.programs.program import Operation, Runs
 from kvinterp.programs.running import PADDED, Run
 from kvinterp.programs.subject import Subject, apart
@@ -38,6 +39,13 @@ APART = {
 HOW = (*ON_THE_CACHE, *APART)
 CHUNK, DRAFTS, WEAKER = 2, 3, 0.2
 """Tokens of a chunk; drafts that are looked up; how far an assistant's head is from the model's."""
+ASSISTANT = (
+    "assistant = copy.deepcopy(model)",
+    "head = assistant.get_output_embeddings().weight",
+    "noise = torch.randn(head.shape, generator=torch.Generator().manual_seed(0))",
+    f"head.add_({WEAKER} * head.std() * noise.to(head))",
+)
+"""How the assistant is made, in lines of Python: as :meth:`Generate._assistant` does."""
 ROOM = 8
 """Columns that drafts may need behind the last."""
 
@@ -134,7 +142,8 @@ class Generate(Operation):
         if self.count > 1:
             run.tries("decode step")
         run.tries(f"{name}{PADDED}" if padded else name)
-        needed = padded or run.program.rows.told != "needed" or self.how == "new"
+        # Without a mask generate() takes a pad token that it generated before for a pad.
+        needed = padded or run.program.rows.told != "needed" or self.how == "new" or run.lines.named
         told = full if needed and "attention_mask" in run.subject.takes else None
         lengths = [len(text) for text in run.texts]
         run.pending, run.without = (ids, mask), lambda: self._uncached(run, prompt, told, lengths)
@@ -158,13 +167,18 @@ class Generate(Operation):
 
     def _on_the_cache(self, run: Run, ids: Tensor, mask: Tensor, prompt: Tensor, told: Tensor | None) -> None:
         more = {"prefill_chunk_size": CHUNK} if self.how == "chunks" else {}
-        self._write(run, prompt, told, more, run.cache)
+        whole = run.lines.columns(run.ids, ids)
+        self._write(run, whole, f"torch.tensor({ids.tolist()})" if self.how == "new" else whole, told, more)
         out = run.subject.generate(prompt, self.count, told, run.cache, **more)
         fed = self._took(run, ids, mask, out.sequences[:, prompt.shape[1] :], torch.stack(out.logits, 1))
         from kvinterp.models.transformers_cache import returned_cache
 
         name, made = returned_cache(out, run.subject.adapter.takes)
         run.lines += [f"cache = out.{name}"] if run.cache is None and made is not None else []
+        if self is not run.program.steps[-1]:
+            new = f"torch.cat([{whole}, out.sequences[:, -{self.count}:-1]], 1)"
+            run.lines.append(f"ids = {new if self.how == 'new' else 'out.sequences[:, :-1]'}")
+            run.lines.named = True
         run.took(*fed, run.cache if run.cache is not None else made)
 
     def _apart(self, run: Run, ids: Tensor, mask: Tensor, prompt: Tensor, told: Tensor | None) -> None:
@@ -175,7 +189,8 @@ class Generate(Operation):
             "uncached": {"use_cache": False},
         }
         given = known.get(self.how, {})
-        self._write(run, prompt, told, given, None)
+        whole = run.lines.columns(run.ids, ids)
+        self._write(run, whole, whole, told, given)
         given |= self._embedded(run, prompt)
         with contextlib.ExitStack() as aside:
             if self.how == "assistant":
@@ -192,9 +207,7 @@ class Generate(Operation):
 
     def _by_transformer_lens(self, run: Run, ids: Tensor, mask: Tensor, told: Tensor | None) -> None:
         """TransformerLens's own loop, on a cache of its own."""
-        run.lines.append(
-            f"tokens = model.generate(torch.tensor({ids.tolist()}), max_new_tokens={self.count}, do_sample=False)"
-        )
+        self._write_transformer_lens(run, ids, told)
         made, forwards = generate(run.model, ids, self.count, "yes", told)
         logits = torch.stack([forward.logits for forward in forwards], 1)
         self._took(run, ids, mask, made[:, ids.shape[1] :], logits)
@@ -224,14 +237,51 @@ class Generate(Operation):
         head.add_(WEAKER * head.std() * noise.to(head))
         return helper
 
-    def _write(self, run: Run, prompt: Tensor, told: Tensor | None, given: dict[str, Any], cache: Any) -> None:
-        ids = f"torch.tensor({prompt.tolist()})"
-        parts = [f"inputs_embeds=model.get_input_embeddings()({ids})" if self.how == "embeds" else ids]
-        parts += [] if told is None else [f"attention_mask=torch.tensor({told.tolist()})"]
-        parts += [] if cache is None else [f"{run.subject.adapter.cache_name}=cache"]
-        parts += [f"{name}={value!r}" for name, value in given.items()]
-        parts += ["assistant_model=assistant"] if self.how == "assistant" else []
-        run.lines.append(
-            f"out = model.generate({', '.join(parts)}, max_new_tokens={self.count}, min_new_tokens={self.count}, "
-            "do_sample=False, output_logits=True, return_dict_in_generate=True)"
+    def _write(self, run: Run, whole: str, prompt: str, told: Tensor | None, given: dict[str, Any]) -> None:
+        """Adds the lines.
+
+        Args:
+            run: The program.
+            whole: All columns, as they are written.
+            prompt: Those that ``generate()`` is given.
+            told: The mask.
+            given: What else it is given.
+        """
+        mask = {} if told is None else {"attention_mask": told}
+        more = {name: repr(value) for name, value in given.items()}
+        most = {name: str(self.count) for name in ("max_new_tokens", "min_new_tokens")}
+        most |= {
+            "do_sample": "False",
+            "disable_compile": "True",
+            "output_logits": "True",
+            "return_dict_in_generate": "True",
+        }
+        cached = dict[str, str]()
+        if run.cache is not None and self.how in ON_THE_CACHE:
+            cached = {run.subject.adapter.cache_name: "cache"}
+        if self.how == "assistant":
+            run.lines += ASSISTANT
+            cached = {"assistant_model": "assistant"}
+        embedded = "inputs_embeds=model.get_input_embeddings()({})" if self.how == "embeds" else "{}"
+        beams = {name: more[name] for name in more if name in ("num_beams", "num_return_sequences")}
+        control = arguments(embedded.format(whole), mask, **beams, use_cache="False", **most)
+        run.lines.judged(
+            BEAMS if beams else GENERATED,
+            whole,
+            "" if self.how == "uncached" else f"out = model.generate({control})",
+            f"out = model.generate({arguments(embedded.format(prompt), mask, **cached, **more, **most)})",
+            int(beams.get("num_return_sequences", 1)),
         )
+
+    def _write_transformer_lens(self, run: Run, ids: Tensor, told: Tensor | None) -> None:
+        mask = {} if told is None else {"attention_mask": told}
+        most = {"max_new_tokens": str(self.count), "do_sample": "False", "stop_at_eos": "False"}
+        most |= {"return_type": "'tokens'", "verbose": "False"}
+        prompt = f"torch.tensor({ids.tolist()})"
+        run.lines.append("seen, own = [], model.forward")
+        run.lines.append("model.forward = lambda *ids, **told: seen.append(own(*ids, **told)) or seen[-1]")
+        uncached, cached = (
+            f"tokens = model.generate({arguments(prompt, mask, **most, use_past_kv_cache=kept)}); del model.forward"
+            for kept in ("False", "True")
+        )
+        run.lines.judged(SEEN, prompt, uncached, cached)
