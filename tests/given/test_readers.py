@@ -97,7 +97,9 @@ def test_what_stands_for_none_is_not_given_and_counted(sample: Any, tmp_path: Pa
     record = w.nemo(ids, CUT, rows, rows)
     record["generation_logprobs"][CUT + 3] = 0.0
     (path,) = read_engine(w.lines([record], tmp_path / "b.jsonl"))
-    assert np.isnan(path.chosen[CUT + 3])
+    assert path.chosen[CUT + 3] == 0, "of a model that is certain it is a log-prob, which the judge can tell"
+    assert path.zeros == "doubtful"
+    assert not path.missing, "what the mask leaves out is nothing that the file lacks"
     (path,) = read_engine(w.lines(w.llama_positions(ids, rows), tmp_path / "c.jsonl"))
     assert path.missing["float lowest"] > 0
     assert np.isfinite(path.chosen[1:-1]).all()

@@ -102,3 +102,26 @@ def test_what_cannot_be_told_of_one_side_is_no_pass(model: Any, texts: Any, tmp_
     )
     assert found.reading.startswith("CANNOT TELL  cannot-tell  the trainer's log-probs"), str(found)
     assert found.exit_code == 3
+
+
+def test_a_zero_is_judged_where_ours_is_zero_and_else_left_out_and_said(model: Any, tmp_path: Path) -> None:
+    """A peaked model gives 0.0 itself: a third of its tokens were dropped as "the file has: 0.0 29 times"."""
+    lines, certain, wrong = [], 0, 0
+    for prompt in kv.load_prompts("arithmetic:2"):
+        made = kv.run(model, prompt, "recompute@float64", max_new_tokens=40, stop="length", logits="keep")
+        row = made.logits.log_softmax(-1).gather(1, torch.tensor(made.tokens)[:, None])[:, 0].numpy().copy()
+        row[row > -6e-8] = 0.0
+        doubtful = np.flatnonzero(row < -1e-3)[:2]
+        certain, wrong = certain + int((row == 0).sum()), wrong + len(doubtful)
+        row[doubtful] = 0.0
+        nothing, ids = [0.0] * len(made.prompt), [*made.prompt, *made.tokens]
+        mask = [*[0] * len(made.prompt), *[1] * len(row)]
+        lines.append({"token_ids": ids, "token_loss_mask": mask, "generation_logprobs": [*nothing, *row.tolist()]})
+    assert min(certain, wrong) > 1, "the model is not peaked, and the test shows nothing"
+    found = kv.audit(model, against=writing_given.lines(lines, tmp_path / "a.jsonl"), declared="float32")
+    assert found.exit_code == 0, str(found)
+    assert found.given["zeros"] == {"kept": certain, "left_out": wrong}
+    assert f"{certain} of those judged are exactly 0, and so is ours, rounded." in found.reading
+    assert f"In {wrong} places the file holds exactly 0 where ours is -" in found.reading
+    prompts = sum(line["token_loss_mask"].count(0) for line in lines)
+    assert f"{prompts} of the prompts and {wrong} of the replies." in found.reading

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +17,7 @@ from transformers import DynamicCache, LlamaForCausalLM
 import kvinterp as kv
 from command_line import wrong
 from kvinterp.errors import InputError
+from kvinterp.models.adapter import _TOKENIZERS
 from kvinterp.testing import assert_cache_consistent
 from support import TINY
 
@@ -76,6 +79,24 @@ def test_what_computes_the_same_is_run_as_what_it_holds(wrapped: Any, caplog: py
     runs = [kv.run(model, ids[0].tolist(), max_new_tokens=2, logits="keep", stop="length") for model in (wrapper, held)]
     assert torch.equal(runs[0].logits, runs[1].logits)
     assert runs[0].tokens == runs[1].tokens
+
+
+def test_a_model_that_was_wrapped_with_a_tokenizer_is_found_to_have_it() -> None:
+    """kv.attention_comparison(adapter.model, TEXT) asked for a tokenizer which the adapter had; nothing is put on the model."""
+    model = llama()
+    before = {**vars(model)}
+    tokenizer = kv.load_model("zoo:gqa2-mini").tokenizer
+    gc.collect()
+    kept = len(_TOKENIZERS)
+    with pytest.raises(InputError, match="has no tokenizer"):
+        kv.wrap(model).encode("2")
+    kv.wrap(model, tokenizer)
+    assert kv.wrap(model).tokenizer is tokenizer
+    assert vars(model).keys() == before.keys()
+    assert kv.wrap(copy.deepcopy(model)).tokenizer is None, "a copy is another model"
+    del model, before
+    gc.collect()
+    assert len(_TOKENIZERS) == kept, "it keeps no model alive"
 
 
 def test_what_adds_something_is_refused_with_what_to_give() -> None:

@@ -202,6 +202,37 @@ def test_steering_and_a_newest_position_are_run_with_hooks_s(load: Any) -> None:
         assert_bitwise(patched(adapter, tokens, patch), expected, "logits")
 
 
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_steering_the_newest_position_of_a_generation_is_warned_of(
+    use_cache: bool, load: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """kv.Patch's default means another text with a cache than without one, which was said nowhere."""
+    adapter = load(NATIVE, "float64")
+    vector = 4 * torch.linspace(-1, 1, adapter.facts.width, dtype=torch.float64)
+    own = kv.run(adapter, PROMPT, "cached", record="resid_post", max_new_tokens=4, stop="length")
+
+    def steered(cache: bool, **where: Any) -> tuple[torch.Tensor, bool]:
+        caplog.clear()
+        patch = kv.Patch("resid_post", layers=(0,), **{"donor": lambda x: x + vector, **where})
+        how = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False, "return_dict_in_generate": True}
+        with kv.patched(adapter.model, patch):
+            made = adapter.model.generate(rows(PROMPT), use_cache=cache, output_logits=True, **how)
+        return torch.stack(made.logits), "positions='all' patches every position" in caplog.text
+
+    logits, warned = steered(use_cache)
+    assert warned
+    assert float((logits - steered(not use_cache)[0]).abs().max()) > 1e-3, "the two texts agree: the test shows nothing"
+    logits, warned = steered(use_cache, positions="all")
+    assert not warned
+    assert float((logits - steered(not use_cache, positions="all")[0]).abs().max()) < 1e-9
+    assert not steered(use_cache, donor=own)[1], "a trace says what each step is to hold"
+    assert not steered(use_cache, steps=(0,))[1]
+    with kv.patched(adapter.model, kv.Patch("resid_post", layers=(0,), donor=lambda x: x + vector)), torch.no_grad():
+        for tokens in (PROMPT, PROMPT[:-2]):
+            adapter.model(rows(tokens))
+    assert not caplog.text, "texts one after another are no generation"
+
+
 # What was recorded, and results --------------------------------------------------------------------------------------------
 
 

@@ -81,3 +81,34 @@ def test_numbers_that_do_not_exist(model: Adapter, options: dict[str, Any], said
 
 
 # Traces ------------------------------------------------------------------------------------------------------------------
+
+
+# Rows with padding ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["native", pytest.param("hooked", marks=pytest.mark.hooked)])
+def test_left_padded_rows_without_a_mask_are_recorded_with_a_warning(
+    kind: str, load: Callable[..., Adapter], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Three rows that the adapter itself had padded were recorded without a word, the padding read as text."""
+    model = load(Case("zoo:gqa2-mini", kind, "sdpa" if kind == "native" else None))
+    rows = model.to_tokens(["2 + 2 =", "Question: Ben has 3 pens.", "1"])
+    mask, pad = (rows != model.tokenizer.pad_token_id).long(), model.tokenizer.pad_token_id
+
+    def said(*args: torch.Tensor, **more: Any) -> list[str]:
+        caplog.clear()
+        with torch.no_grad(), kv.record(model.model, "resid_post"):
+            model.model(*args, **more)
+        return [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+
+    assert said(rows, attention_mask=mask) == []
+    assert said(rows[1:2]) == [], "a row without padding"
+    assert said(torch.cat([rows[1:2], rows[1:2]])) == [], "each row begins as every text does"
+    if kind == "hooked":
+        assert said(rows) == [], "TransformerLens makes the mask itself where its tokenizer pads on the left"
+        return
+    assert said(rows, mask) == []
+    (sentence,) = said(rows)
+    assert f"2 of 3 rows begin with the pad token {pad} and the forward was given no attention_mask" in sentence
+    (sentence,) = said(input_ids=rows[2:])
+    assert "the row begins with the pad token" in sentence

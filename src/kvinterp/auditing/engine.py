@@ -39,7 +39,7 @@ from kvinterp.common.numbers import listed
 from kvinterp.common.words import dtype_word
 from kvinterp.errors import InputError
 from kvinterp.metrics.rollouts import rollout_statistics
-from kvinterp.models import Adapter, wrap
+from kvinterp.models import Adapter, dtype_named, wrap
 from kvinterp.models.provenance import provenance
 from kvinterp.recording import Trace
 from kvinterp.recording.engine_path import EnginePath, positive
@@ -87,15 +87,19 @@ def audit_engine(
     check_seed(seed)
     check_callable("tell", tell)
     allow = allowed(allow)
-    paths = _read(adapter, source, format)
+    # Copies, since zeros that stand for nothing are taken out of them.
+    paths = [
+        dataclasses.replace(path, chosen=path.chosen.copy(), trainer=None if path.trainer is None else path.trainer.copy())
+        for path in _read(adapter, source, format)
+    ]
     dtype = _declared(paths, declared)
     ours = _Ours(adapter, paths, tell)
     with adapter.one_call(), torch.no_grad():
         sides = [_Side(ours, "the engine", paths, dtype, seed)]
         if any(path.trainer is not None for path in paths):
-            # What is declared is the engine's; of a trainer nobody says anything.
+            # What is declared is the engine's; no declared dtype is known for a trainer.
             none: dict[str, Any] = {"top": {}, "missing": Counter(), "step": None}
-            rows = [np.full(len(path.ids), np.nan) if path.trainer is None else path.trainer.copy() for path in paths]
+            rows = [np.full(len(path.ids), np.nan) if path.trainer is None else path.trainer for path in paths]
             turned = [dataclasses.replace(path, chosen=row, **none) for path, row in zip(paths, rows, strict=True)]
             sides.append(_Side(ours, "the trainer", turned, None, seed))
         for side in sides:
@@ -258,7 +262,6 @@ class _Side:
         self.table: dict[str, Any] = {"declared": self.declared or "not given", "rungs": [], "tried": []}
         self.begins: int | None = None
         self.limits: dict[str, dict[str, float] | None] = {}
-        self.tokens = Tokens.of(self.paths)
 
     def judge(self) -> None:
         """Sets ``word`` and ``why``."""
@@ -280,24 +283,71 @@ class _Side:
 
     def _unreadable(self) -> str | None:
         """Says what was read; returns why nothing can be judged, or None."""
-        engine, total = self.tokens.engine, sum(len(path.ids) - 1 for path in self.paths)
         missing = sum((path.missing for path in self.paths), Counter[str]())
-        instead = ", ".join(f"{word} {count:,} time{'s' * (count != 1)}" for word, count in missing.most_common())
-        where = f"{len(engine):,} of {total:,} tokens in {len(self.paths):,} sequences have a log-prob" + (
-            f"; instead of one (first tokens included) the file has: {instead}." if instead else "."
-        )
+        zeros = self._settle_zeros(missing)
+        self.tokens = Tokens.of(self.paths)
+        engine = self.tokens.engine
+        where = " ".join(filter(None, (self._counted(len(engine), missing), zeros)))
         self.table |= {"sequences": len(self.paths), "tokens": len(engine), "missing": dict(missing)}
         why = positive(engine)
         if why is None and (above := engine > 0).any():
             where += f" {int(above.sum()):,} above 0, by {engine.max():.1g} at most, are taken for 0, rounded."
             engine[above] = 0
-        self.grid = grid_of(engine, next((path.step for path in self.paths if path.step is not None), None))
         if self.grid is not None:
             where += f" They are written {self.grid[0]}: so are ours, before their distance is taken."
         if why is None and len(engine) < FEWEST:
             why = f"{len(engine)} tokens have a log-prob, and of fewer than {FEWEST} nothing is judged: ask the engine for more."
         self._say("readable", "passed" if why is None else "cannot tell", where if why is None else f"{why} {where}")
         return why
+
+    def _counted(self, given: int, missing: Counter[str]) -> str:
+        """Says how many tokens have a log-prob, and what the others are."""
+        total = sum(len(path.ids) for path in self.paths)
+        prompts = sum(int(np.isnan(path.chosen[: len(path.prompt)]).sum()) for path in self.paths)
+        kinds = [("of the prompts", prompts), ("of the replies", total - given - prompts)]
+        whose = " and ".join(f"{count:,} {kind}" for kind, count in kinds if count > 0)
+        # The first token of a text has no log-prob in any file.
+        others = f"; the other {total - given:,} have none: {whose}." if whose else "."
+        marks = listed(
+            [f"{word} ({count:,} time{'s' * (count != 1)})" for word, count in missing.most_common() if word != "0.0"]
+        )
+        sequences = f"{len(self.paths):,} sequence{'s' * (len(self.paths) != 1)}"
+        said = f"{given:,} of {total:,} tokens in {sequences} have a log-prob that is judged{others}"
+        return said + (f" In place of a log-prob the file holds {marks}." if marks else "")
+
+    def _settle_zeros(self, missing: Counter[str]) -> str:
+        """Takes out the exact zeros that a format writes where it has no log-prob; returns what they are, in a sentence.
+
+        A zero stays where our own log-prob is 0 too, once it is written as the others are: its probability rounds to 1 in the
+        declared precision (in float32 where none was declared), or it is 0 on the file's grid.
+        """
+        every = Tokens.of(self.paths)
+        step = next((path.step for path in self.paths if path.step is not None), None)
+        of_path = np.array([path.zeros == "doubtful" for path in self.paths], bool)
+        doubtful = (every.engine == 0) & of_path[every.sequence]
+        self.grid = grid_of(every.engine[~doubtful], step)
+        if not doubtful.any():
+            return ""
+        rows = {number: self.ours.row(TRUTH, number) for number in np.unique(every.sequence[doubtful]).tolist()}
+        ours = np.nan_to_num(every.gathered(rows), nan=-np.inf)
+        certain = ours >= -torch.finfo(dtype_named(self.declared or "float32")).eps
+        if self.grid is not None:
+            certain |= self.grid[1](ours) == 0
+        own, none = doubtful & certain, doubtful & ~certain
+        for number, at in zip(every.sequence[none], every.position[none], strict=True):
+            self.paths[number].chosen[at] = np.nan
+        for path in self.paths:
+            if path.zeros == "doubtful" and path.chosen[0] == 0:
+                path.chosen[0] = np.nan
+        self.table["zeros"] = {"kept": int(own.sum()), "left_out": int(none.sum())}
+        said = [f"{int(own.sum()):,} of those judged are exactly 0, and so is ours, rounded."] if own.any() else []
+        if none.any():
+            missing["0.0"] += int(none.sum())
+            said.append(
+                f"In {int(none.sum()):,} places the file holds exactly 0 where ours is {np.median(ours[none]):.2g} (the median): "
+                "that is no log-prob of this model but what such files write where they have none, and it is left out."
+            )
+        return " ".join(said)
 
     def _row(self, way: Way, tokens: Tokens) -> Row | None:
         """Returns log-probs along one of our ways; None where this model has no such way, or it overflows."""

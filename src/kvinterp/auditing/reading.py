@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -199,11 +200,7 @@ class Evidence:
         if prompt is not None and uncached:
             wrong = "without a cache is wrong" if prompt.off else "is another without a cache than with one"
         sentence = f"Given equal inputs, {_place(judged)} {wrong} from position {finding.position} on (seen {at}): "
-        sentence += ", ".join(
-            f"{name} "
-            + ("one side sees what the other does not" if size == torch.inf else f"a relative error of {size:.1e}")
-            for name, size in sizes.items()
-        )
+        sentence += _sizes(sizes)
         # What was tried and what is likely hold the cached step against the forward without a cache.
         said_of = [f"{sentence}."] if uncached else [f"{sentence}. {_tried(judged)}", *hint(judged, self)]
         return "bug", finding.place, [*said_of, *self._said_of_uses()]
@@ -243,10 +240,10 @@ class Evidence:
         name, judged = fail[0]
         finding, cause = judged.finding, judged.cause
         line = (
-            f"In {name}, given equal inputs, {_place(judged)} is off by {finding.error:.1e}, "
+            f"In {name}, given equal inputs, {_place(judged)} is off by {finding.error:.2g} {OF_ROW}, "
             f"{finding.error / self.rungs[name].unit:.2g} unit roundoffs; {cause.module or 'the block'} casts to "
             f"{cause.dtype}, and without that cast "
-        ) + ("nothing differs." if cause.left == 0 else f"{cause.left:.1e} is left.")
+        ) + ("nothing differs." if cause.left == 0 else f"{cause.left:.2g} is left.")
         return "hidden-cast", (*finding.place[:3], cause.module), [line]
 
     def _unexplained(self) -> Reading | None:
@@ -271,8 +268,8 @@ class Evidence:
         if judged is None:
             return None
         line = (
-            f"In {self.own}, given equal inputs, {_place(judged)} differs by {judged.finding.error:.1e}; whether that is "
-            f"rounding could not be tried: {judged.cause.detail}."
+            f"In {self.own}, given equal inputs, {_place(judged)} differs by {judged.finding.error:.2g} {OF_ROW}; whether that "
+            f"is rounding could not be tried: {judged.cause.detail}."
         )
         return CANNOT_TELL, judged.finding.place, [line]
 
@@ -322,8 +319,8 @@ class Evidence:
             # The rung with the long decode knows the first position; the others only the lengths they were given.
             name, judged = min(kernels, key=lambda case: (case[1].finding.position, self.rungs[case[0]].unit))
             line = (
-                f"Given equal inputs, {_place(judged)} is off by {judged.finding.error:.1e} in {name}, first at position "
-                f"{judged.finding.position}, and bitwise right once every sum has a fixed order: a kernel is coarse there, not "
+                f"Given equal inputs, {_place(judged)} is off by {judged.finding.error:.2g} {OF_ROW} in {name}, first at "
+                f"position {judged.finding.position}, and bitwise right once every sum has a fixed order: a kernel is coarse there, not "
                 "the model's cache."
             )
             return "kernel", NOWHERE, [line, *lines]
@@ -332,6 +329,18 @@ class Evidence:
 
 
 # Sentences that stand in more than one place, or have cases of their own --------------------------------------------------
+
+
+OF_ROW = "of its row's largest number"
+"""What the error of a tensor is relative to, as the error of logits is to the largest logit."""
+
+
+def _sizes(sizes: Mapping[str, float]) -> str:
+    """How large the errors of a tensor are, by precision."""
+    unseen = [f"one side sees what the other does not in {name}" for name, size in sizes.items() if size == torch.inf]
+    finite = [f"{size:.2g} in {name}" for name, size in sizes.items() if size != torch.inf]
+    off = [f"off by {', '.join(finite)}, relative to its row's largest number"] if finite else []
+    return "; ".join([*off, *unseen])
 
 
 def _place(judged: Judged) -> str:
@@ -436,6 +445,6 @@ def of_functions(evidence: Evidence, worst: float) -> Verdict:
     if not any(check.status in (RIGHT, WRONG) for check in checks):
         word, lines = CANNOT_TELL, ["No use could be tried."]
     evidence.exercised = (
-        f"programs of the cache, each against full() of a row's own tokens; the largest difference {worst:.1e}."
+        f"programs of the cache, each against full() of a row's own tokens; the largest difference {worst:.2g}."
     )
     return evidence._verdict(word, place, lines)

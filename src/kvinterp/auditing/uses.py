@@ -139,7 +139,7 @@ def _checks(
         # A piece that is wrong was not taken: what counts is how far the program goes.
         crosses = bool(edge) and max(itertools.accumulate(step.columns for step in one.program.steps)) >= size
         wrong.append(dataclasses.replace(check, name=f"{check.name} over the {edge}") if crosses else check)
-    off = f"at most {found.worst:.1e} of the largest logit off."
+    off = f"at most {found.worst:.2g} of the largest logit off."
     right = [
         Check(use, RIGHT, f"right in {count} program{'s' * (count > 1)}: {off}", found.worst, subject.limit, tried=count)
         for use, count in found.tried.items()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import functools
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -92,6 +93,11 @@ def dtype_named(dtype: str | torch.dtype | None) -> torch.dtype | None:
     return DTYPES[name]
 
 
+_TOKENIZERS: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
+"""The tokenizer with which each model was last loaded or wrapped, so that ``adapter.model`` alone finds it again. The entry goes
+with the model, which is not changed."""
+
+
 class Adapter(Attaching):
     """A model with its tokenizer and its facts, in the form that the rest of kvinterp works with."""
 
@@ -111,7 +117,9 @@ class Adapter(Attaching):
         super().__init__()
         self.model = model
         self.facts = facts
-        self.tokenizer = tokenizer
+        self.tokenizer = _TOKENIZERS.get(model) if tokenizer is None else tokenizer
+        if self.tokenizer is not None:
+            _TOKENIZERS[model] = self.tokenizer
         self._copies: dict[torch.dtype, Adapter] = {}
         self._hash = ""
         self._layer_of: dict[nn.Module, int] = {}

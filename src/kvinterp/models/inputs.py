@@ -115,6 +115,49 @@ def listed(prompts: Any, tokenizer: Any = None) -> tuple[list[Any], bool]:
     return ([items], True) if single else (items, False)
 
 
+def pads_without_mask(adapter: Adapter, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    """Says that rows begin with pad tokens and no mask tells the model so; empty where that is not so, or cannot be told.
+
+    Args:
+        adapter: The model.
+        args: What its forward was called with.
+        kwargs: The same by name.
+    """
+    tokens = next((value for value in (*args[:1], kwargs.get("input_ids"), kwargs.get("input")) if value is not None), None)
+    if kwargs.get("attention_mask") is not None or any(isinstance(value, Tensor) for value in args[1:]):
+        return ""
+    if not isinstance(tokens, Tensor) or tokens.dim() != 2 or tokens.is_floating_point() or tokens.shape[1] < 2:
+        return ""
+    tokenizer = adapter.tokenizer
+    # A model of TransformerLens makes the mask itself where its tokenizer pads on the left.
+    if not adapter.plain and getattr(tokenizer, "padding_side", "") == "left":
+        return ""
+    pad, bos, eos = (_special(adapter, f"{name}_token_id") for name in ("pad", "bos", "eos"))
+    if pad is None:
+        return ""
+    # One reading from the device for all rows; a row of nothing else has 0.
+    leading = (tokens != pad).int().argmax(1).tolist()
+    # A token that begins every text, or ends the one before it, is no padding where each row has one.
+    own = int(pad in (bos, eos) or len(leading) == 1)
+    least = min(own, *leading)
+    if max(leading) <= least:
+        return ""
+    count = sum(number > least for number in leading)
+    rows = f"{count} of {len(leading)} rows begin" if len(leading) > 1 else "the row begins"
+    return (
+        f"{rows} with the pad token {pad} and the forward was given no attention_mask, so that the model reads the padding as "
+        "text, at the positions of text: give attention_mask=(tokens != pad).long() and position_ids, as generate() makes them, "
+        "or run each text alone."
+    )
+
+
+def _special(adapter: Adapter, name: str) -> int | None:
+    """A special token's id, of the tokenizer or else of the model's config."""
+    holders = (adapter.tokenizer, getattr(adapter.model, "generation_config", None), adapter.config)
+    found = next((value for holder in holders if (value := getattr(holder, name, None)) is not None), None)
+    return found if isinstance(found, int) else None
+
+
 def _without_padding(rows: list[list[Any]], tokenizer: Any) -> list[list[Any]]:
     """Removes the pad tokens with which ``to_tokens`` and tokenizers make the rows of a batch equally long.
 

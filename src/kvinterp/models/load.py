@@ -147,7 +147,8 @@ def wrap(model: Any, tokenizer: Any = None, name: str | None = None) -> Adapter:
         model: A HookedTransformer, a TransformerBridge, a transformers decoder, an adapter (returned as it is), or a wrapper of
             one of these (DistributedDataParallel, a PeftModel with LoRA). A wrapper's inner model is used where both give the
             same logits on a few tokens, bit for bit.
-        tokenizer: Its tokenizer, if it has none with it; an adapter has its own.
+        tokenizer: Its tokenizer, if it has none with it; an adapter has its own. A model that was loaded or wrapped with one
+            before is found to have that one.
         name: A name for tables.
 
     Raises:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import logging
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
@@ -21,6 +22,9 @@ from kvinterp.errors import InputError
 from kvinterp.models.adapter import Adapter
 from kvinterp.models.attaching import Site
 from kvinterp.models.hooks import BEHIND, own_hook
+from kvinterp.models.inputs import pads_without_mask
+
+log = logging.getLogger("kvinterp")
 
 
 class WatchesPasses:
@@ -70,6 +74,7 @@ class Passes:
         self._errors: BaseException | None = None
         self._before: tuple[int, BaseException | None] = (0, None)
         self._last = adapter.facts.layers - 1
+        self._warned = False
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -173,6 +178,12 @@ class Passes:
 
     def _enter_model(self, _: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         self._before = self.count, sys.exc_info()[1]
+        # Once, and on an empty cache alone: behind one an end token that is the pad token stands for no padding.
+        if not self._warned and self.adapter.cached_length(self.adapter.call_cache(args, kwargs)) == 0:
+            why = pads_without_mask(self.adapter, args, kwargs)
+            if why:
+                log.warning("%s: %s", self.context, why)
+            self._warned = bool(why)
         # Also before the first block, since torch collects the block's hooks when it is called.
         self.adapter.put_last_hooks_last()
         if self._embeds:

@@ -16,8 +16,9 @@ from kvinterp.models import Adapter, wrap
 from kvinterp.models.inputs import chosen_layers
 from kvinterp.models.passes import Passes, WatchesPasses
 from kvinterp.patching.hook import PatchHook, read_changes
-from kvinterp.patching.patch import Patch
+from kvinterp.patching.patch import PATCHED_CACHE, Patch
 from kvinterp.policies import Place
+from kvinterp.recording import Trace
 
 log = logging.getLogger("kvinterp")
 CONTEXT = "kv.patched"
@@ -42,7 +43,8 @@ def patched(model: Any, patches: Patch | Iterable[Patch]) -> Iterator[PatchHook]
             until the end.
         UnsupportedError: The model cannot be patched there, or a part of it is compiled.
 
-    The logger ``kvinterp`` warns of a patch that wrote only values that were there already.
+    The logger ``kvinterp`` warns of a patch that wrote only values that were there already, and of an ablation or a steering of
+    the newest position alone while a text is generated, which with a cache is another computation than without one.
 
     Example:
         >>> clean = kv.run(model, prompt, "cached", record="resid_post", positions="all")  # doctest: +SKIP
@@ -67,8 +69,22 @@ def patched(model: Any, patches: Patch | Iterable[Patch]) -> Iterator[PatchHook]
     for patch, moved, changed in zip(listing, hook.moved, *read_changes([hook]), strict=True):
         if moved and not changed:
             log.warning("%s: the patch of %r %s: its donor is equal to what it replaces", CONTEXT, patch.site, UNCHANGED)
+        if moved and patching.grew and _means_another_text(patch):
+            log.warning(
+                "%s: the patch of %r moves the newest position of each forward alone. From a cache every token keeps what it was "
+                "patched to; without one each forward computes the earlier tokens again, unpatched, so that use_cache changes "
+                "the text. positions='all' patches every position and means the same with and without a cache",
+                CONTEXT,
+                patch.site,
+            )
         if not moved and not passes.cut:
             raise InputError(f"{CONTEXT} changed nothing by the patch of {patch.site!r}: {patching.why_not(patch)}")
+
+
+def _means_another_text(patch: Patch) -> bool:
+    """Whether a patch of every forward leaves earlier positions as they are, where a forward computes them again."""
+    steers = patch.positions == "newest" and patch.steps == "every" and patch.site not in PATCHED_CACHE
+    return steers and not isinstance(patch.donor, Trace)
 
 
 class _Patching(WatchesPasses):
@@ -76,11 +92,15 @@ class _Patching(WatchesPasses):
 
     def __init__(self, adapter: Adapter, hook: PatchHook) -> None:
         self.adapter, self.hook = adapter, hook
-        self.step = 0
+        self.step = self.end = 0
+        self.grew = False
         self.ran: set[int] = set()
 
     def pass_begins(self, new: int, cached: int) -> None:
         """Begins a step."""
+        # Generation: behind a cache, or without one the same text and a token more.
+        self.grew |= cached > 0 or (self.step > 0 and new == self.end + 1)
+        self.end = cached + new
         self.hook.at(self.step, cached + new)
         for patch in self.hook.patches:
             if patch.active(self.step, self.hook.every_from) and patch.starts_at >= self.hook.end:

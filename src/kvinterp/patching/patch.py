@@ -43,8 +43,10 @@ class Patch:
             ``kv`` move keys and values in the cache.
         layers: Layers; all for None.
         heads: Query heads (q, z, pattern) or KV heads (k, v and the cache sites); all for None.
-        positions: ``"newest"``, ``"all"``, ``"earlier"`` (all but the newest), the span ``(start, stop)``, a slice, one position
-            such as ``5``, or ``-1``, the newest; or a list of consecutive positions, such as ``[5, 6]``.
+        positions: ``"newest"`` (the default), ``"all"``, ``"earlier"`` (all but the newest), the span ``(start, stop)``, a slice,
+            one position such as ``5``, or ``-1``, the newest; or a list of consecutive positions, such as ``[5, 6]``. To steer
+            ``generate`` say ``"all"``: from a cache each token keeps what the newest position was patched to, without one every
+            forward computes the earlier positions again, unpatched, and the text is another one.
         steps: ``"every"`` (inside :func:`patched` every forward; with two paths every decode step from step 1, since step 0 is
             the same on both), ``"first"`` (step 1, the first decode step), or a tuple of steps.
         donor: The trace to take from, recorded with the site at the positions moved (``positions="all"`` unless newest), of

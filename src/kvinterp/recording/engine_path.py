@@ -36,6 +36,8 @@ class EnginePath:
         trainer: As ``chosen``, for the trainer's log-probs in the same file; None if there are none.
         declared: The settings that the file names, such as ``{"dtype": "float32"}``.
         step: The step of the grid on which the format writes log-probs, in nats; None if it has no grid.
+        zeros: ``"certain"``: an exact 0 is the log-prob of certainty; ``"doubtful"``: the format writes 0 where it has none too,
+            so that only the model tells which of the two a 0 is.
     """
 
     id: str
@@ -47,6 +49,7 @@ class EnginePath:
     trainer: np.ndarray | None = None
     declared: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     step: float | None = None
+    zeros: str = "certain"
 
     def __post_init__(self) -> None:
         sides = {"log-probs": self.chosen, "log-probs of the trainer": self.trainer}
@@ -70,14 +73,13 @@ class EnginePath:
         return self.prompt + self.tokens
 
 
-def log_probs(values: Iterable[Any], where: str, missing: Counter[str], zero: str = "missing") -> np.ndarray:
+def log_probs(values: Iterable[Any], where: str, missing: Counter[str]) -> np.ndarray:
     """Converts log-probs to numbers. Values that mean "not given" become NaN and are counted.
 
     Args:
         values: Numbers or None.
         where: The name of the record in errors.
         missing: Counts the values that mean "not given"; changed in place.
-        zero: ``"missing"``: an exact 0 means "not given", as in rollout dumps; ``"certain"``: it is the log-prob of certainty.
     """
     numbers = []
     for value in values:
@@ -87,7 +89,7 @@ def log_probs(values: Iterable[Any], where: str, missing: Counter[str], zero: st
             raise InputError(
                 f"{where} has {shown(value)} for a log-prob: expected a number of at most 0, or null; mend it."
             )
-        word = _missing(value, zero)
+        word = _missing(value)
         if word:
             missing[word] += 1
         numbers.append(math.nan if word else float(value))  # type: ignore[arg-type]
@@ -101,14 +103,14 @@ def positive(values: np.ndarray) -> str | None:
     return sentence if above else None
 
 
-def _missing(value: float | None, zero: str) -> str:
+def _missing(value: float | None) -> str:
     if value is None:
         return "null"
     if value != value:
         return "NaN"
     if value <= MISSING:
         return "-inf" if value == -math.inf else "-9999" if value > -1e5 else "float lowest"
-    return "0.0" if value == 0 and zero == "missing" else ""
+    return ""
 
 
 def token_ids(values: Any, where: str) -> tuple[int, ...]:
@@ -130,7 +132,7 @@ def pairs_of(pairs: Sequence[tuple[int, Any]], where: str, missing: Counter[str]
     """
     if (wrong := next((token for token, _ in pairs if not -1 <= token < 2**31), None)) is not None:
         raise InputError(f"{where} has {shown(wrong)} for a token id: expected a whole number of at least 0; mend it.")
-    numbers = log_probs([value for _, value in pairs], where, missing, "certain")
+    numbers = log_probs([value for _, value in pairs], where, missing)
     keep = ~np.isnan(numbers)
     return np.array([token for token, _ in pairs], dtype=np.int64)[keep], numbers[keep]
 
@@ -160,7 +162,7 @@ def path_of(
     missing: Counter[str] = Counter()
     head = [(token, *row) for token, row in zip(prompt, before or [(None, [])] * len(prompt), strict=True)]
     every = [*head, *rows]
-    logprobs = log_probs([value for _, value, _ in every], where, missing, "certain")
+    logprobs = log_probs([value for _, value, _ in every], where, missing)
     if before is None:
         # Log-probs of the prompt were not requested, so they do not count as missing.
         missing["null"] -= len(prompt)

@@ -33,13 +33,17 @@ class Nemo(Reader):
         ids = token_ids(record["token_ids"], f"{where}: 'token_ids'")[:length]
         mask = np.array([bool(m) for m in part(record, self.mask, list, where, [1] * len(ids))][: len(ids)], bool)
         missing: Counter[str] = Counter()
-        engine, trainer = (
-            log_probs(part(record, name, list, where, [])[: len(ids)], where, missing) for name in self.sides
-        )
-        if not len(mask) == len(ids) == len(engine):
+        values, others = (part(record, name, list, where, [])[: len(ids)] for name in self.sides)
+        if not len(mask) == len(ids) == len(values):
             raise InputError(
-                f"{where} has {len(ids)} tokens, a mask of {len(mask)} and {len(engine)} log-probs: expected as many; mend it."
+                f"{where} has {len(ids)} tokens, a mask of {len(mask)} and {len(values)} log-probs: expected as many; mend it."
             )
-        engine[~mask] = np.nan
+        engine = log_probs([value if own else None for value, own in zip(values, mask, strict=True)], where, missing)
+        # What the mask leaves out is nothing that the file lacks; a trainer may have numbers there.
+        missing["null"] -= int((~mask).sum())
+        trainer = log_probs(others, where, missing)
+        if len(trainer) == len(mask):
+            trainer[~mask & (trainer == 0)] = np.nan
         start = int(mask.argmax()) if mask.any() else len(ids)
-        yield EnginePath(where, ids[:start], ids[start:], engine, {}, missing, trainer if len(trainer) else None)
+        side = trainer if len(trainer) else None
+        yield EnginePath(where, ids[:start], ids[start:], engine, {}, +missing, side, zeros="doubtful")

@@ -27,10 +27,10 @@ class Own(Reader):
         prompt, tokens = (token_ids(record[name], f"{where}: {name!r}") for name in ("prompt", "tokens"))
         missing: Counter[str] = Counter()
         declared = part(record, "declared", dict, where, {})
-        zero = "missing" if declared.get("zero") == "missing" else "certain"
+        zeros = "doubtful" if declared.get("zero") == "missing" else "certain"
 
         def given(name: str) -> np.ndarray:
-            return log_probs(part(record, name, list, where), where, missing, zero)
+            return log_probs(part(record, name, list, where), where, missing)
 
         unknown, trainer, logprobs = np.full(len(prompt), np.nan), None, given("logprobs")
         if len(logprobs) != len(tokens):
@@ -53,4 +53,5 @@ class Own(Reader):
             token_ids([p[0] for p in pairs], f"{where}: 'top'")
             top[at] = pairs_of([(p[0], p[1]) for p in pairs], where, missing)
         name = str(record.get("id", where)).encode(errors="backslashreplace").decode()
-        yield EnginePath(name, prompt, tokens, np.concatenate([before, logprobs]), top, missing, trainer, declared)
+        row = np.concatenate([before, logprobs])
+        yield EnginePath(name, prompt, tokens, row, top, missing, trainer, declared, zeros=zeros)

@@ -69,7 +69,10 @@ class Trl(Reader):
                     values = _reply_values(values, row.get("logprob_token_ids"), reply, where)
                 values = [value if flag else None for value, flag in zip(values[:end], reply_mask, strict=False)]
                 sides[name] = np.concatenate([np.full(len(unpadded), np.nan), log_probs(values, where, missing)])
-        return EnginePath(where, tuple(unpadded), reply[:end], sides[engine], {}, missing, sides.get(self.trainer))
+                # What a mask leaves out is nothing that the file lacks.
+                missing["null"] -= sum(not flag for flag in reply_mask[:end])
+        trainer = sides.get(self.trainer)
+        return EnginePath(where, tuple(unpadded), reply[:end], sides[engine], {}, +missing, trainer, zeros="doubtful")
 
 
 def _reply_values(values: list[Any], ids: Any, reply: Sequence[int], where: str) -> list[Any]:
