@@ -213,7 +213,7 @@ def test_the_null_of_several_prompts_is_the_largest_of_theirs():
 
 
 def test_the_null_is_two_recomputations_of_the_same_positions():
-    """The unit and the null of the sentence are what plain forwards of the model give."""
+    """The null of the sentence, and its unit, are what plain forwards of the model give."""
     adapter, prompt = kv.wrap(small(longer)), list(range(5, 12))
     compared = kv.compare(adapter, [prompt], max_new_tokens=9, stop="length", record="", progress="none")
     fed = kv.run(adapter, prompt, max_new_tokens=9, stop="length").tokens[:-1]
@@ -230,6 +230,29 @@ def test_the_null_is_two_recomputations_of_the_same_positions():
         "prompts": 1,
     }
     assert compared.provenance["null"] == expected
-    assert f"{number(compared.steps['max_abs_logit'].max() / unit)} unit" in str(compared.where())
+    said = compared.where().replace("(", "")
+    assert f"two recomputations of the same positions differ by {number(expected['max_abs_logit'])}" in said
     same = kv.compare(adapter, [prompt], "recompute", "recompute", max_new_tokens=3, record="", progress="none")
     assert "null" not in same.provenance
+
+
+def test_what_a_quantised_cache_costs_is_said_first():
+    """Tokens that flip, the KL and the bytes of a context of 4,096, which no sentence of the terminal had."""
+    adapter, settings = kv.wrap(small(longer)), {"max_new_tokens": 9, "stop": "length", "record": "", "progress": "none"}
+    prompts = [[5, 6, 7 + more] for more in range(6)]
+    compared = kv.compare(adapter, prompts, "cached+int8", "recompute", **settings)
+    steps, plain = compared.steps, adapter.facts.cache_bytes(4096, 32)
+    stored = adapter.facts.cache_bytes(4096, 8 + 32 / adapter.facts.head_dim)
+    assert compared.provenance["cache_bytes"] == {"context": 4096, "a": stored, "b": plain}
+    first = compared.where().splitlines()[0].partition("): ")[2]
+    flips = int(steps["flipped"].sum())
+    assert first.startswith(f"{flips} of {len(steps)} tokens flip" if flips != 1 else f"1 of {len(steps)} tokens flips")
+    assert "95% interval" in first.partition("The median")[0]
+    assert f"The median of a prompt's mean KL is {number(steps.groupby('example')['kl'].mean().median())} nats" in first
+    saved = f"cached+int8 stores {stored:,} bytes of K and V, the model's own cache {plain:,}: {plain - stored:,} bytes"
+    assert f"For a context of 4,096 tokens {saved} (" in first
+    assert first.index("flip") < first.index("median") < first.index("bytes") < first.index("logits differ")
+    noisy = kv.compare(adapter, [[5, 6, 7]], "cached+uniform(-1,1)", "cached", **settings)
+    assert "flip" in noisy.where().splitlines()[0]
+    assert "bytes" not in noisy.where(), "noise takes as many"
+    assert "cache_bytes" not in kv.compare(adapter, [[5, 6, 7]], **settings).provenance

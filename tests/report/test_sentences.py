@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from kvinterp.comparison import Comparison
-from kvinterp.comparison.findings import rows_of_comparison
+from kvinterp.comparison.findings import headline_of, rows_of_comparison
 from kvinterp.findings import findings_of, lines_of
 from synthetic import comparison, failures
 
@@ -105,6 +105,27 @@ def found(one: Comparison) -> str:
 )  # fmt: skip
 def test_the_findings(one: Comparison, wanted: list[str], unwanted: list[str]) -> None:
     checked(found(one), wanted, unwanted)
+
+
+@pytest.mark.parametrize(
+    ("between", "positions", "wanted"),
+    [
+        (0.001, 10, "About the size of rounding: two recomputations of the same positions differ by 0.001."),
+        # The largest of ten steps may be twice that of five positions.
+        (0.0006, 5, "About the size of rounding: two recomputations of the same positions differ by 6.0 × 10⁻⁴."),
+        (0.0006, 10, "That is 1.6 times what two recomputations of the same positions differ by (6.0 × 10⁻⁴)."),
+        (1e-6, 5, "That is 960 times what two recomputations of the same positions differ by (1.0 × 10⁻⁶)."),
+        (0.0, 5, "Two recomputations of the same positions give the same bits."),
+    ],
+)
+def test_a_difference_is_said_beside_that_of_two_recomputations(between: float, positions: int, wanted: str) -> None:
+    one = made(both(steps_equal("step != 1"), setting("steps", "max_abs_logit", 9.6e-4, "step == 1")))
+    assert len(one.steps) == 10
+    null = {"max_abs_logit": between, "unit": 1e-3, "positions": positions, "dtype": "float16", "prompts": 2}
+    one.provenance["null"] = null
+    sentences = headline_of(one)
+    assert [each.replace("\u00a0", " ") for each in sentences[1:2]] == [wanted]
+    assert sentences[-1].endswith("kvinterp audit says whether that is rounding or a bug.")
 
 
 # Titles and shares -----------------------------------------------------------------------------------------------------

@@ -39,7 +39,7 @@ from kvinterp.common.numbers import listed
 from kvinterp.common.words import dtype_word
 from kvinterp.errors import InputError
 from kvinterp.metrics.rollouts import rollout_statistics
-from kvinterp.models import Adapter, dtype_named, wrap
+from kvinterp.models import Adapter, wrap
 from kvinterp.models.provenance import provenance
 from kvinterp.recording import Trace
 from kvinterp.recording.engine_path import EnginePath, positive
@@ -330,7 +330,7 @@ class _Side:
             return ""
         rows = {number: self.ours.row(TRUTH, number) for number in np.unique(every.sequence[doubtful]).tolist()}
         ours = np.nan_to_num(every.gathered(rows), nan=-np.inf)
-        certain = ours >= -torch.finfo(dtype_named(self.declared or "float32")).eps
+        certain = ours >= -torch.finfo(getattr(torch, self.declared or "float32")).eps
         if self.grid is not None:
             certain |= self.grid[1](ours) == 0
         own, none = doubtful & certain, doubtful & ~certain

@@ -319,9 +319,9 @@ class Evidence:
             # The rung with the long decode knows the first position; the others only the lengths they were given.
             name, judged = min(kernels, key=lambda case: (case[1].finding.position, self.rungs[case[0]].unit))
             line = (
-                f"Given equal inputs, {_place(judged)} is off by {judged.finding.error:.2g} {OF_ROW} in {name}, first at "
-                f"position {judged.finding.position}, and bitwise right once every sum has a fixed order: a kernel is coarse there, not "
-                "the model's cache."
+                f"Given equal inputs, {_place(judged)} is off by {judged.finding.error:.2g} {OF_ROW} in {name}, "
+                f"first at position {judged.finding.position}, and bitwise right once every sum has a fixed order: a kernel is "
+                "coarse there, not the model's cache."
             )
             return "kernel", NOWHERE, [line, *lines]
         lead = "Cached decoding computes what recomputing computes; the differences are rounding."

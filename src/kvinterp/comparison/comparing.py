@@ -35,7 +35,8 @@ from kvinterp.paths.finite import first_nonfinite
 from kvinterp.paths.prompt import PromptDifference, prompt_difference, rows_null
 from kvinterp.paths.sampling import Drawing
 from kvinterp.paths.vocabulary import end_tokens
-from kvinterp.policies import Place
+from kvinterp.policies import Identity, Place
+from kvinterp.policies.size import cache_bytes
 from kvinterp.recording import SiteHook
 
 log = logging.getLogger("kvinterp")
@@ -200,6 +201,8 @@ def compare_each(
             in_batches(adapter, paths, tokens, max_new_tokens, batch_size, work)
 
 
+CONTEXT = 4096
+"""The positions for which it is said what a cache takes: a context that models are used with, whatever the prompts here."""
 NULLS = 4
 """The null is measured on prompts of a smaller number: each takes two forwards."""
 
@@ -239,11 +242,26 @@ class _Pair:
                 if any(t.derives(site) for t in self.targets)
             ],
             lets_go=[side for side, path in sides.items() if path.policy.evicts],
+            **self._cache_sizes(),
         )
         # Whether the two paths differ in nothing but the cache.
         plain = all(dataclasses.replace(path, form="cached", dtype=None) == ExecutionPath() for path in self.paths)
         same_dtype = self.targets[0].dtype == self.targets[1].dtype
         self.asks_prompt = self.asks_null = plain and same_dtype and self.paths[0].form != self.paths[1].form
+
+    def _cache_sizes(self) -> dict[str, Any]:
+        """The bytes of K and V of :data:`CONTEXT` positions on each side, where one of them has a format of its own.
+
+        A side without a cache stands for the model's own cache in its dtype.
+        """
+        if all(isinstance(path.policy, Identity) and path.cache_dtype is None for path in self.paths):
+            return {}
+        sizes: dict[str, Any] = {"context": CONTEXT}
+        for side, path, target in zip("ab", self.paths, self.targets, strict=True):
+            dtype = dtype_named(path.cache_dtype) or target.dtype
+            policy = path.policy if path.form == "cached" else Identity()
+            sizes[side] = cache_bytes(policy, target.facts, 8 * dtype.itemsize, CONTEXT)
+        return {"cache_bytes": sizes}
 
     def compare_batch(
         self, examples: Sequence[int], prompts: Sequence[Sequence[int]], names: Sequence[str]

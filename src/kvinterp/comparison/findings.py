@@ -11,7 +11,7 @@ import pandas as pd
 from kvinterp.common.numbers import against, counted, every, machine_of, number
 from kvinterp.comparison.facts import decoded, evicted_rows, means_of
 from kvinterp.errors import in_one_line
-from kvinterp.findings import Chart, Finding, Panel, finding, findings_of, lines_of, median_of, share_of
+from kvinterp.findings import Chart, Finding, Panel, finding, findings_of, in_words, lines_of, median_of, share_of
 from kvinterp.metrics.recovery import ONLY_THE_PREFILL, TO_SEE_A_DIFFERENCE
 from kvinterp.metrics.statistics import mean_error
 
@@ -27,6 +27,29 @@ def rows_of_comparison(comparison: Comparison) -> list[Finding]:
         return left
     parts = (_logit_rows, _first_tensor_rows, _layer_rows, _attention_rows, _routing_rows, _cache_rows)
     return [*(row for part in parts for row in part(comparison)), *left]
+
+
+def _flips_of(comparison: Comparison) -> Finding:
+    """The share of tokens that flip where both paths are fed the same ones, else of prompts in which one does."""
+    steps, flips = comparison.steps, comparison.examples["flip_index"].notna()
+    if comparison.provenance["protocol"] == "free":
+        return share_of("prompts in which a token flips", flips.to_numpy())
+    return share_of("tokens that flip", steps["flipped"].to_numpy(), steps["example"], unit="tokens")
+
+
+def _median_kl(comparison: Comparison) -> Finding:
+    steps = comparison.same_text(comparison.steps)
+    note = f"mean {number(float(steps['kl'].mean()))} over all steps, largest {number(float(steps['kl'].max()))}"
+    by_prompt = steps.groupby("example")["kl"].mean()
+    return median_of("median of a prompt's mean KL", by_prompt, measure="nats", note=note)
+
+
+def _saved(comparison: Comparison) -> tuple[str, dict[str, int]]:
+    """The side whose cache takes fewer bytes, and the bytes of both with the context; nothing where they take as many."""
+    sizes = comparison.provenance.get("cache_bytes", {})
+    if not sizes or sizes["a"] == sizes["b"]:
+        return "", {}
+    return min("ab", key=sizes.__getitem__), sizes
 
 
 def _logit_rows(comparison: Comparison) -> Iterator[Finding]:
@@ -45,8 +68,7 @@ def _logit_rows(comparison: Comparison) -> Iterator[Finding]:
     if null := comparison.provenance.get("null"):
         yield finding("the same of two recomputations", null["max_abs_logit"], n=null["positions"], unit="positions",
                       note="one of a longer text")  # fmt: skip
-    note = f"mean {number(float(steps['kl'].mean()))} over all steps, largest {number(float(steps['kl'].max()))}"
-    yield median_of("median of a prompt's mean KL", steps.groupby("example")["kl"].mean(), measure="nats", note=note)
+    yield _median_kl(comparison)
     after = comparison.steps.drop(steps.index)
     if len(after):
         name = "mean KL behind a flip, where the two texts differ"
@@ -54,6 +76,14 @@ def _logit_rows(comparison: Comparison) -> Iterator[Finding]:
     flips = examples["flip_index"].notna().to_numpy()
     note = f"the earliest at step {int(examples['flip_index'].min())}" if flips.any() else ""
     yield share_of("prompts in which a token flips", flips, note=note)
+    if "cache_bytes" in comparison.provenance and comparison.provenance["protocol"] != "free":
+        yield _flips_of(comparison)
+    side, sizes = _saved(comparison)
+    if side:
+        least, most = sorted((sizes["a"], sizes["b"]))
+        note = f"{least:,} bytes instead of {most:,} for K and V of {sizes['context']:,} positions in all layers"
+        yield finding("bytes of the cache that are saved", 1 - least / most, measure="%", note=note,
+                      path=comparison.provenance["paths"][side])  # fmt: skip
     margins = steps[["margin_a", "margin_b"]].min(axis=1, skipna=False)
     # The margin does not decide a sampled token.
     if comparison.provenance["strategy"] == "greedy" and np.isfinite(margins).any():
@@ -128,17 +158,47 @@ def _cache_rows(comparison: Comparison) -> Iterator[Finding]:
                       note="" if evicted else "it had room for all", path=comparison.provenance["paths"][side])  # fmt: skip
 
 
-def _beside_null(null: Mapping[str, Any] | None, largest: float) -> str:
-    """Says how many units in the last place a difference of a logit is, and how many times that of two recomputations."""
+def _beside_null(null: Mapping[str, Any] | None, largest: float, steps: int) -> str:
+    """Says in a sentence how large a difference of a logit is beside that of two recomputations; empty where none were made.
+
+    The largest of N steps is compared with the largest of n positions: of numbers whose tail is no heavier than that of 1/x it is
+    N/n times as large, so that far it is said to be of the same size.
+    """
     if not null:
         return ""
-    units, between = number(largest / null["unit"]), null["max_abs_logit"]
-    times = f", {number(largest / between)} times what" if between else ", where"
-    by = f"differ by ({number(between)}, n = " if between else "give the same bits (n = "
-    return (
-        f"{units} unit{'s' * (units != '1')} in the last place of the largest logit of {counted(null['prompts'], 'prompt')} in "
-        f"{null['dtype']}{times} two recomputations, one of a longer text, {by}{counted(null['positions'], 'position')})"
-    )
+    between = null["max_abs_logit"]
+    if not between:
+        return "Two recomputations of the same positions give the same bits."
+    if largest <= between * max(1.0, steps / null["positions"]):
+        return f"About the size of rounding: two recomputations of the same positions differ by {number(between)}."
+    times = number(largest / between)
+    return f"That is {times} times what two recomputations of the same positions differ by ({number(between)})."
+
+
+def _cost_said(comparison: Comparison) -> list[str]:
+    """Says what a cache of its own format costs and saves: tokens that flip, the KL, and bytes."""
+    flips, kl, about = _flips_of(comparison), _median_kl(comparison), comparison.provenance
+    count, rate, typical = round(flips["estimate"] * flips["n"]), in_words(flips), in_words(kl)
+    within = f" ({rate['estimate']}, 95% interval {rate['interval']})" if rate["interval"] else f" ({rate['estimate']})"
+    first = f"In {count} of {counted(flips['n'], 'prompt')} a token flips{within}."
+    if about["protocol"] != "free":
+        examples = comparison.examples["flip_index"]
+        where = f", in {int(examples.notna().sum())} of {counted(len(examples), 'prompt')}" if count else ""
+        flip = "flips" if count == 1 else "flip"
+        first = f"{count} of {counted(flips['n'], 'token')} {flip}{within}{where}."
+    interval = f" (95% interval {typical['interval']})" if typical["interval"] else ""
+    sentences = [first, f"The median of a prompt's mean KL is {typical['estimate']}{interval}."]
+    side, sizes = _saved(comparison)
+    if side:
+        other = "ba"["ab".index(side)]
+        share = f"{100 * (1 - sizes[side] / sizes[other]):.3g}%"
+        path, than = about["paths"][side], about["paths"][other]
+        than = than if than.startswith("cached") else "the model's own cache"
+        sentences.append(
+            f"For a context of {sizes['context']:,} tokens {path} stores {sizes[side]:,} bytes of K and V, {than} "
+            f"{sizes[other]:,}: {sizes[other] - sizes[side]:,} bytes ({share}) are saved."
+        )
+    return sentences
 
 
 def headline_of(comparison: Comparison) -> list[str]:
@@ -153,13 +213,16 @@ def headline_of(comparison: Comparison) -> list[str]:
     steps = steps.dropna(subset=["max_abs_logit"])
     subject, largest = " and ".join(about["paths"].values()), float(differing["max_abs_logit"].max())
     differ = f"{len(differing)} of {counted(len(steps), 'step')}, by {number(largest)} at most"
-    beside = _beside_null(about.get("null"), largest)
+    if "cache_bytes" in about:
+        same = f"The logits are the same, bit for bit, at {every(len(steps), 'step')}."
+        return [*_cost_said(comparison), same if differing.empty else f"The logits differ at {differ}."]
+    beside = _beside_null(about.get("null"), largest, len(steps))
     return [
         *([about["prompt_differs"]["said"]] if "prompt_differs" in about else []),
         f"{subject} give the same logits, bit for bit, at {every(len(steps), 'step')}."
         if differing.empty
         else f"{subject} give different logits at {differ}.",
-        *[f"That is {beside}."] * bool(beside),
+        *[beside] * bool(beside),
         (
             f"In {len(flips)} of {decodes} another token is chosen, the earliest at step {int(flips.min())}."
             if len(flips)

@@ -42,6 +42,15 @@ class Policy:
         """
         return None
 
+    def exact_rows(self, tensor: str, context: int) -> int:
+        """How many of the rows of a context a real implementation keeps in the cache's own dtype beside those in its format.
+
+        Args:
+            tensor: ``"k"`` or ``"v"``.
+            context: Rows in the cache.
+        """
+        return 0
+
     def start(self, facts: ModelInfo) -> Policy:
         """The policy for one pass from position 0: itself, or a copy that may keep state (see :func:`running`).
 
@@ -277,6 +286,11 @@ class Chain(Policy):
         """The bits of the last part that has a format of its own."""
         formats = [bits for part in self.parts if (bits := part.bits_stored(tensor, width)) is not None]
         return formats[-1] if formats else None
+
+    def exact_rows(self, tensor: str, context: int) -> int:
+        """Those of the last part that has a format of its own."""
+        formats = [part for part in self.parts if part.bits_stored(tensor, 1) is not None]
+        return formats[-1].exact_rows(tensor, context) if formats else 0
 
     @property
     def sites(self) -> tuple[str, ...]:

@@ -50,6 +50,11 @@ class Kivi(Selective):
         """The codes and, for each group, a scale and a minimum of 16 bits; without the window, which does not grow."""
         return self.bits + 32 / self.group
 
+    def exact_rows(self, tensor: str, context: int) -> int:
+        """The window: what :meth:`read_rows` has not rounded when the newest row is read."""
+        before = max(context - 1, 0)
+        return context - (before - before % self.residual if tensor == "k" else max(before - self.residual, 0))
+
     def start(self, facts: ModelInfo) -> Policy:
         """A copy that remembers the rows it rounded."""
         if "v" in TENSORS[self.on]:

@@ -18,7 +18,7 @@ from kvinterp.models.threads import own_threads
 from kvinterp.paths import run
 from kvinterp.paths.store import Growing, Store
 from kvinterp.policies import Policy, policy_named
-from kvinterp.policies.base import Chain, Selective
+from kvinterp.policies.size import bits_at
 from kvinterp.study.behaviour.designs import reseeded
 from kvinterp.study.experiments.kit import (
     Adapter,
@@ -156,16 +156,6 @@ def _smallest_first(result: Result) -> pd.DataFrame:
 # One policy ------------------------------------------------------------------------------------------------------------
 
 
-def bits_of(policy: Policy, adapter: Adapter, tensor: str, layer: int) -> float:
-    """Bits of an element as a real implementation stores it; those of the model's dtype where no policy with a format acts."""
-    bits: float = 8 * adapter.dtype.itemsize
-    for part in policy.parts if isinstance(policy, Chain) else (policy,):
-        if not isinstance(part, Selective) or part.applies_to(tensor, layer):
-            stored = part.bits_stored(tensor, adapter.facts.head_dim)
-            bits = bits if stored is None else stored
-    return float(bits)
-
-
 def error_of_policy(adapter: Adapter, prompts: Sequence[Any], policy: Policy, max_new_tokens: int) -> pd.DataFrame:
     """What a policy makes of the keys and values that a model computes without it.
 
@@ -203,7 +193,7 @@ def error_of_policy(adapter: Adapter, prompts: Sequence[Any], policy: Policy, ma
                 kept = x if positions is None else x.gather(2, positions[..., None].expand_as(y))
                 tables.append(pd.DataFrame({
                     "policy": str(policy),
-                    "bits": bits_of(policy, adapter, tensor.lower(), layer),
+                    "bits": bits_at(policy, adapter.facts, 8 * adapter.dtype.itemsize, tensor.lower(), layer),
                     "prompt": index,
                     "layer": layer,
                     "tensor": tensor,
