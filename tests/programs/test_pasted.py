@@ -121,3 +121,46 @@ def test_the_lines_of_transformer_lens_make_its_cache_and_hear_its_generate(kind
     assert printed(lines, adapter.model) == f"{run.wrong.error:.3g}"
     faulty.clear()
     assert float(printed(lines, adapter.model)) < 1e-5
+
+
+def test_a_fault_that_needs_an_earlier_request_prints_that_request_too():
+    """A prefix cache handed out by reference: whoever pastes the program alone, into a new process, sees nothing."""
+    weights = torch.randn(50, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    head = torch.randn(16, 50, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+    def made(fault):
+        stored = {}
+
+        def step(ids, cache):
+            key = tuple(map(tuple, ids.tolist()))
+            if cache is None and key in stored and fault:
+                return stored[key]
+            state, count = cache or (torch.zeros(len(ids), 1, 16, dtype=torch.float64), torch.zeros(1, dtype=torch.float64))
+            rows = weights[ids].cumsum(1) + state
+            logits = (rows / (count + torch.arange(1, ids.shape[1] + 1)[None, :, None])).tanh() @ head
+            if cache is None:
+                stored[key] = logits, (rows[:, -1:].clone(), count + ids.shape[1])
+                return stored[key]
+            # The sum is kept in place.
+            state.copy_(rows[:, -1:])
+            count.add_(ids.shape[1])
+            return logits, cache
+
+        return step
+
+    def full(ids):
+        return (weights[ids].cumsum(1) / torch.arange(1, ids.shape[1] + 1)[None, :, None]).tanh() @ head
+
+    verdict = kv.audit(full=full, step=made("fault"))
+    (check,) = (check for check in verdict.checks if check.status == WRONG)
+    assert check.name == "the same request again"
+    assert "+again+" in check.program
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        exec(check.lines, {"full": full, "step": made("fault")})
+    assert f"off by {said.getvalue().strip()} of" in check.detail, "in a process that has served nothing yet"
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        exec(check.lines, {"full": full, "step": made("")})
+    assert float(said.getvalue()) < 1e-12
+    assert kv.audit(full=full, step=made("")).exit_code == 0

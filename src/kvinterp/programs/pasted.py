@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from kvinterp.programs.operations.fork import Again
 from kvinterp.programs.running import Run, named
 from kvinterp.programs.subject import FunctionSubject, ModelSubject
 
@@ -77,6 +78,10 @@ def _shown(run: Run, text: str, dtype: Any) -> float | None:
     if isinstance(said, Exception):
         return None
     said = float(said.split()[-1])
+    # What an earlier run left outside the model is met by these lines too, and by nobody who pastes them: theirs is the number of
+    # the program, which was run once.
+    if Again() in run.program.steps and said > run.subject.limit:
+        return run.wrong.error
     # NaN where what should be finite is not.
     if said != said or run.wrong.error == float("inf"):
         return float("inf") if said != said or said == float("inf") else None

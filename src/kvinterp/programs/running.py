@@ -140,15 +140,7 @@ class Run(Columns):
         self.model = getattr(subject, "model", None)
         self.program, self.draw = program, random.Random(program.rows.seed)
         self.subject: Any = subject
-        rows = len(program.rows.pads)
-        self.draws = [row_draw(program.rows.seed, row) for row in range(rows)]
-        self.texts: list[list[int]] = [[] for _ in range(rows)]
-        self.ids = self.mask = subject.tensor([[]] * rows)
-        # Without a mask nothing tells a model of pads.
-        self.pads = list(program.rows.pads) if "attention_mask" in subject.takes else [0] * rows
         self.beyond = program.rows.beyond == "yes"
-        self.since = 0
-        self.cache: Any = None
         # A program that says so goes further than those that are drawn.
         self.widest = widest = max((getattr(step, "width", 0) for step in program.steps), default=0)
         self.room = min(subject.context, max(subject.room, widest + 64 if widest > subject.room else 0)) + 1
@@ -160,12 +152,23 @@ class Run(Columns):
         self.lines, self.held = Lines(), contextlib.ExitStack()
         self.pending: tuple[Tensor, Tensor] | None = None
         self.without: Callable[[], float] | None = None
+        self._begin()
+
+    def _begin(self) -> None:
+        """No column is fed yet, and nothing is on the cache."""
+        rows = len(self.program.rows.pads)
+        self.draws = [row_draw(self.program.rows.seed, row) for row in range(rows)]
+        self.texts: list[list[int]] = [[] for _ in range(rows)]
+        self.ids = self.mask = self.subject.tensor([[]] * rows)
+        # Without a mask nothing tells a model of pads.
+        self.pads = list(self.program.rows.pads) if "attention_mask" in self.subject.takes else [0] * rows
+        self.cache: Any = None
+        self.since, self.lines.named = 0, False
 
     def run(self) -> tuple[str, str]:
         """The word that it comes to, and why."""
         with self.subject.running(), self.held:
-            if self.program.rows.cache != "own" and self.model is not None:
-                self._makes_cache()
+            self._makes_cache()
             for step in self.program.steps:
                 if self.cache is None and self.filled:
                     break  # generate() gave none back.
@@ -192,6 +195,8 @@ class Run(Columns):
 
     def _makes_cache(self) -> None:
         kind, columns = self.program.rows.cache, min(self.subject.context, max(self.widest + 8, 64))
+        if kind == "own" or self.model is None:
+            return
         self.cache = self.subject.cache(kind, columns)
         self.room = columns if kind == "static" else self.room
         self.tries(*{
@@ -428,6 +433,11 @@ class Run(Columns):
         line = self.subject.feed_line(ids, "no")
         self.lines += [line] if kept == "yes" else ["kept = cache", line, "cache = kept"]
         return self.subject.feed(ids, None)[1]
+
+    def again(self) -> None:
+        """Begins anew with the same tokens."""
+        self._begin()
+        self._makes_cache()
 
     def join(self, ids: Tensor, cache: Any) -> None:
         """Puts the row of another cache of as many positions under its own."""

@@ -12,6 +12,7 @@ from typing import Any
 
 from kvinterp.programs.names import OPERATIONS, program_named
 from kvinterp.programs.operations.feed import Feed
+from kvinterp.programs.operations.fork import Again
 from kvinterp.programs.operations.generate import Generate
 from kvinterp.programs.program import CACHES, PADS, TOLD, Operation, Program, Rows
 from kvinterp.programs.running import PADDED, RIGHT, WRONG, Run
@@ -39,6 +40,7 @@ FIRST = (
     "rows(0+0)+feed(6)+repeat(2)+feed(2,1)",
     "rows(0)+feed(6)+fork(2)+feed(2,1)",
     "rows(0)+feed(6)+request(5)+feed(2,1)",
+    "rows(0)+feed(6)+feed(3,1)+again()+feed(6)+feed(3,1)",
     "rows(0,cache=static)+feed(6)+feed(3,1)",
     "rows(0,cache=bare)+feed(6)+feed(3,1)",
     "rows(0+0)+generate(5,8,beams)",
@@ -50,6 +52,10 @@ FIRST = (
     "rows(0)+generate(1,3,embeds)",
 )
 """What is tried first: each use once."""
+
+
+UNMET = 3
+"""Columns of a text that hardly any other begins with."""
 
 
 def base_of(use: str) -> str:
@@ -143,13 +149,37 @@ def tried(subject: Subject, program: Program) -> Run:
     return run
 
 
-def least(subject: Subject, one: Run, seconds: float) -> Run:
-    """The run of the smallest program that comes to the same word in the same way: a crash, or other numbers."""
+def least(subject: Subject, one: Run, seconds: float, repeats: str = "no") -> Run:
+    """The run of the smallest program that comes to the same word in the same way: a crash, or other numbers.
+
+    Args:
+        subject: The model.
+        one: The run that is wrong.
+        seconds: Processor seconds that this takes at most, but at least five.
+        repeats: ``"yes"`` where it is wrong since something is kept between requests, outside the model: the smallest program is
+            one whose request comes again, and every trial has tokens that nobody fed before.
+    """
 
     def came(run: Run) -> tuple[str, bool]:
         return run.word, bool(run.raised)
 
     until = time.process_time() + max(seconds, 5.0)
+    if repeats == "yes":
+        seeds = itertools.count(one.program.rows.seed + 1)
+
+        def fresh(program: Program) -> Run:
+            return tried(subject, Program(dataclasses.replace(program.rows, seed=next(seeds)), program.steps))
+
+        def stays(program: Program) -> bool:
+            # Of short texts there are few.
+            long = all(step.columns >= UNMET for step in program.steps if isinstance(step, Feed | Generate))
+            return long and Again() in program.steps and came(fresh(program)) == came(one)
+
+        steps = one.program.steps
+        both = Program(one.program.rows, steps if Again() in steps else (*steps, Again(), *steps))
+        small = fresh(shrunk(both, stays, until))
+        small.ran, small.origin = one.ran, str(one.program)
+        return small if came(small) == came(one) else one
     small = tried(subject, shrunk(one.program, lambda program: came(tried(subject, program)) == came(one), until))
     # What is right when it is run again depends on what ran before.
     if came(small) != came(one):
@@ -182,6 +212,8 @@ def search(
     """
     began, draw, found = time.process_time(), random.Random(seed), Searched()
     known: set[str] = set()
+    right: Program | None = None
+    kept = False
     first = [program_named(text) for text in FIRST if beyond == "no"]
     first = [program for program in first if program.rows.cache in subject.caches]
     queue = itertools.chain(given, first, (drawn(draw, subject, beyond) for _ in itertools.count()))
@@ -193,10 +225,13 @@ def search(
         one.ran = found.ran = found.ran + 1
         progress(f"program {found.ran} of {max(programs, len(given))}")
         if one.word == RIGHT:
+            right = right or program
             found.tried.update(one.uses)
             found.worst = max(found.worst, one.worst)
-        elif one.word == WRONG and not known & set(map(base_of, one.uses)):
-            one = one if enough else least(subject, one, seconds / 4)
+        elif one.word == WRONG and not kept and not known & set(map(base_of, one.uses)):
+            # What was right and no longer is met something that was kept in between, which explains whatever follows.
+            kept = right is not None and tried(subject, right).word == WRONG
+            one = one if enough else least(subject, one, seconds / 4, "yes" if kept else "no")
             if not known & set(map(base_of, one.uses)):
                 found.wrong.append(one)
                 known.add(base_of(one.use))

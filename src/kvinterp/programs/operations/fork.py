@@ -1,14 +1,18 @@
-"""``fork`` and ``request``: a copy of the cache is fed something else first; the model serves another request in between."""
+"""``fork``, ``request``, ``again``: a copy is fed first; another request comes in between; the same request comes again."""
 
 from __future__ import annotations
 
 import dataclasses
+import random
 from collections.abc import Iterable
 
 from torch import Tensor
 
+from kvinterp.errors import UnsupportedError
+from kvinterp.models import Adapter
 from kvinterp.programs.program import Operation, Runs
 from kvinterp.programs.running import Run
+from kvinterp.programs.subject import Subject
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,3 +56,30 @@ class Request(Operation):
         run.serve(run.other(self.width), kept="no")
         run.count("other requests")
         return ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Again(Operation):
+    """The same request comes again, from its first token, and gets a cache of its own.
+
+    What was kept of it outside the model, as a prefix cache that is handed out by reference, is met again.
+    """
+
+    def do(self, run: Runs) -> Iterable[Tensor]:
+        """Begins anew; what is fed next is judged."""
+        run.tries("the same request again")
+        run.again()
+        return ()
+
+    def smaller(self) -> list[Operation]:
+        """None."""
+        return []
+
+    @classmethod
+    def drawn(cls, draw: random.Random, rows: int, subject: Subject, beyond: str) -> Again:
+        """It has no number."""
+        return cls()
+
+    def check(self, adapter: Adapter, length: int) -> None:
+        """Refuses every path: its text is decoded once."""
+        raise UnsupportedError(f"{self} begins a request anew, and a path decodes its text once: leave it out.")
