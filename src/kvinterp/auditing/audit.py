@@ -21,7 +21,7 @@ from kvinterp.auditing.engine import audit_engine
 from kvinterp.auditing.judging import RungJudge, account
 from kvinterp.auditing.ladder import SLACK, Plan, PrecisionRun, band, dtype_name, prefix_plan, unit_roundoff
 from kvinterp.auditing.measure import climb
-from kvinterp.auditing.own_code import behind, subject_of
+from kvinterp.auditing.own_code import behind, decoded, decoded_far, subject_of, texts_of
 from kvinterp.auditing.reading import Evidence, of_functions
 from kvinterp.auditing.uses import (
     PROGRAMS,
@@ -54,10 +54,15 @@ from kvinterp.models.provenance import machine, provenance
 from kvinterp.models.threads import own_threads
 from kvinterp.paths.kernels import BatchInvariant
 from kvinterp.paths.prompt import prompt_difference
+from kvinterp.programs.program import Program
 from kvinterp.programs.running import WRONG, named
 from kvinterp.programs.subject import FunctionSubject, Subject
 from kvinterp.recording import Trace
 
+READ_OF_FUNCTIONS = ("calls", "programs", "seconds", "checks", "lengths", "steps", "prompts", "reach")
+"""What is read where programs of a cache are all that runs."""
+TWO_CACHES = {"fork", "another request in between"}
+"""Uses of two caches at once."""
 RUNGS = ("bfloat16", "float16", "float32", "float64")
 LENGTHS = (5, 63, 64, 65, 96, 97, 128)
 """Prompt lengths on and beside the usual tile, window and chunk sizes."""
@@ -95,6 +100,7 @@ def audit(
     seconds: float = SECONDS,
     full: Callable[[Any], Any] | None = None,
     step: Callable[[Any, Any], tuple[Any, Any]] | None = None,
+    requests: str = "any",
     inputs: Mapping[str, Any] | None = None,
     allow: Sequence[str] = (),
     out: str | os.PathLike[str] | None = None,
@@ -128,7 +134,11 @@ def audit(
         seconds: Processor seconds that they take at most.
         full: In the place of a model anybody's own code: token ids ``[row, position]`` to logits ``[row, position,
             vocabulary]``, without a cache. A module whose ``forward(ids, cache)`` returns both may be given as the model.
-        step: With it: token ids of new positions and a cache, None for a new one, to their logits and the cache behind them.
+        step: With it: token ids of new positions and a cache, None for a new one, to their logits (or those of the newest alone)
+            and the cache behind them. ``calls``, ``programs``, ``seconds``, ``seed``, ``checks``, ``lengths``, ``steps``,
+            ``prompts`` (token ids) and ``reach`` are read as for a model.
+        requests: ``"one"`` of code that holds its cache itself and promises one request at a time: ``step(ids, None)`` begins
+            anew, and what needs two caches at once is listed as refused. ``"any"``: caches live beside one another.
         inputs: What the first forward gets besides, by name, such as ``pixel_values``, for a prompt that holds more than text:
             then ``prompts`` is that one prompt as token ids, and programs run behind it.
         allow: Words of :data:`VERDICTS` that shall not fail, such as ``"hidden-cast"``.
@@ -150,7 +160,8 @@ def audit(
                 "full and step go together and take the place of a model: kv.audit(full=f, step=g), with f(ids) -> logits and "
                 "g(ids, cache) -> logits, cache."
             )
-        return _audit_functions(FunctionSubject(full, step), arguments)
+        check_choice("requests", requests, ("any", "one"))
+        return _audit_functions(FunctionSubject(full, step, requests=requests), arguments, "requests")
     if model is None:
         raise InputError("no model was given: give one, or two functions of your own, full=f and step=g.")
     if against is not None:
@@ -171,13 +182,12 @@ def audit(
             return _audit_functions(own, arguments)
         if inputs is not None:
             return _audit_functions(behind(adapter, prompts, inputs), arguments, "prompts")
+    check_unread("requests", requests, "any", "the model's own caches are tried; leave it out")
     check_choice("detail", detail, ("verdict", "everything"))
     check_choice("sweep", sweep, ("yes", "no"))
     check_choice("reach", reach, ("yes", "no"))
     check_known("checks", checks, CHECKS)
-    extra = programs_named(check_text("calls", calls, "programs such as 'rows(0+4)+feed(9)+feed(3,1)', or 'all'"))
-    if extra and checks == "none":
-        raise InputError(f"calls={calls!r} was given with checks='none': leave one of the two out.")
+    extra = _asked_programs(calls, checks)
     count, most = _budget(programs, seconds)
     check_seed(seed)
     check_callable("progress", progress)
@@ -208,6 +218,14 @@ def audit(
     return result if detail == "everything" else result.verdict
 
 
+def _asked_programs(calls: Any, checks: str) -> list[Program]:
+    """The programs that were asked for."""
+    extra = programs_named(check_text("calls", calls, "programs such as 'rows(0+4)+feed(9)+feed(3,1)', or 'all'"))
+    if extra and checks == "none":
+        raise InputError(f"calls={calls!r} was given with checks='none': leave one of the two out.")
+    return extra
+
+
 def _budget(programs: Any, seconds: Any) -> tuple[int, float]:
     """How many programs, and how long they take at most."""
     if (whole_number(programs) or 0) < 1 or not isinstance(seconds, int | float) or not seconds > 0:
@@ -233,10 +251,30 @@ def _audit_functions(subject: Subject, arguments: Mapping[str, Any], *read: str)
         arguments: Those of :func:`audit`, by name.
         read: The names of those that were read already.
     """
-    unread = ", ".join(_given(arguments, "programs", "seconds", *read))
+    unread = ", ".join(_given(arguments, *READ_OF_FUNCTIONS, *read))
     notes = [f"{unread}: not read, since only programs of a cache run on this"] if unread else []
     budget, tell = _budget(arguments["programs"], arguments["seconds"]), arguments["progress"] or (lambda _: None)
-    searched, checks = check_functions(subject, *budget, check_seed(arguments["seed"]), tell)
+    check_known("checks", arguments["checks"], CHECKS)
+    check_choice("reach", arguments["reach"], ("yes", "no"))
+    asked, own = _asked_programs(arguments["calls"], arguments["checks"]), arguments["lengths"] is None
+    lengths, steps = checked_lengths(LENGTHS if own else arguments["lengths"], arguments["steps"])
+    if arguments["prompts"] is not None and "prompts" not in read:
+        subject.begins = texts_of(subject, arguments["prompts"])
+    every = [decoded(length, steps) for length in lengths]
+    every += decoded_far(subject, steps, budget[1], arguments["reach"]) if own else []
+    more = {"none": 0, "thorough": THOROUGH}.get(arguments["checks"], 1)
+    searched, checks = check_functions(
+        subject,
+        budget[0] * more,
+        budget[1] * max(more, 1),
+        check_seed(arguments["seed"]),
+        [*asked, *([] if own else every)],
+        every if own else [],
+        tell,
+    )
+    notes += subject.notes
+    if {check.name for check in checks if check.status == WRONG} & TWO_CACHES and subject.requests == "any":
+        notes.append("code that holds its cache itself may promise one request at a time: then say requests='one'")
     about = {**machine(subject.device), "model": subject.name, "kind": "functions"}
     allow = allowed(arguments["allow"])
     verdict = of_functions(

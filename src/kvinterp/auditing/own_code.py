@@ -8,20 +8,31 @@ from __future__ import annotations
 
 import copy
 import inspect
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from kvinterp.errors import InputError
+from kvinterp.common.checks import given_list
+from kvinterp.errors import InputError, shown
 from kvinterp.models import Adapter
+from kvinterp.models.inputs import token_ids
 from kvinterp.models.native import copied
-from kvinterp.programs.subject import FunctionSubject, ModelSubject, casts_lifted, special_tokens
+from kvinterp.programs.operations.feed import Feed
+from kvinterp.programs.program import Program, Rows
+from kvinterp.programs.subject import FunctionSubject, ModelSubject, Subject, casts_lifted, row_draw, special_tokens
 
 SOURCE = 24
 """Tokens that an encoder reads, and more than a window where it has one."""
 LONGEST = 256
+FAR = (255, 509)
+"""Prompts whose next tokens cross 256 columns, and fill 512: a cache of code of one's own may well hold no more."""
+REACHES = (*FAR, 511, 1023, 1100, 2047, 4095)
+"""With ``reach``: over the sizes that caches are made of."""
+QUICK = 40
+"""A forward that is gone further from takes this part of all seconds at most."""
 
 
 def subject_of(model: Any) -> FunctionSubject | None:
@@ -32,6 +43,68 @@ def subject_of(model: Any) -> FunctionSubject | None:
     if getattr(config, "is_encoder_decoder", False):
         return _encoder_decoder(model)
     return None if hasattr(config, "to_dict") else _module(model)
+
+
+def texts_of(subject: Subject, prompts: Any) -> tuple[tuple[int, ...], ...]:
+    """What the texts of rows begin with: prompts as token ids.
+
+    Raises:
+        InputError: They are none.
+    """
+    expected = "a list of prompts, each a list of token ids: nothing here knows a tokenizer"
+    given, texts = given_list("prompts", prompts, expected), list[tuple[int, ...]]()
+    for prompt in given:
+        ids = None if isinstance(prompt, str) else token_ids(prompt)
+        if not ids or not all(0 <= token < subject.known for token in ids):
+            raise InputError(
+                f"prompts holds {shown(prompt)}: expected token ids from 0 to {subject.known - 1}, at least one; nothing here "
+                "knows a tokenizer."
+            )
+        texts.append(tuple(ids))
+    return tuple(texts) or ((),)
+
+
+def decoded(length: int, steps: int) -> Program:
+    """A prompt of a length, behind which tokens are fed singly."""
+    return Program(Rows((0,)), (Feed(length), Feed(steps, 1)))
+
+
+def decoded_far(subject: Subject, steps: int, seconds: float, reach: str) -> list[Program]:
+    """Decodes over lengths that the plain forward takes quickly, as far as it goes, and over the end of its context.
+
+    Args:
+        subject: The code; its context is found by trying, where the device survives what is too long.
+        steps: Tokens that are fed singly behind each prompt.
+        seconds: Of the processor that all programs may take: a forward takes a small part of them at most.
+        reach: ``"yes"``: however long a forward takes.
+    """
+    last, draw = 0, row_draw(0, 0)
+    text = [subject.token(draw) for _ in range((REACHES if reach == "yes" else FAR)[-1] + steps)]
+    # An index that a GPU does not have ends all of its work.
+    lengths = [*(FAR if reach == "no" else REACHES)] if not torch.cuda.is_initialized() else []
+    for n, length in enumerate(lengths):
+        began = time.process_time()
+        if not _runs(subject, text[: length + steps]):
+            low, high = last + steps if n else 0, length + steps
+            while high - low > 1:
+                low, high = (middle, high) if _runs(subject, text[: (middle := (low + high) // 2)]) else (low, middle)
+            subject.context, lengths = low, [*lengths[:n], *[low - steps] * (low > steps + last)]
+            subject.notes.append(f"full takes {low} tokens at most")
+            break
+        last = length
+        if reach == "no" and time.process_time() - began > seconds / QUICK:
+            lengths = lengths[: n + 1]
+            break
+    subject.context = max(subject.context, last + steps) if lengths[-1:] == [last] else subject.context
+    subject.room = min(subject.room, subject.context)
+    return [decoded(length, steps) for length in lengths]
+
+
+def _runs(subject: Subject, text: list[int]) -> bool:
+    try:
+        return bool(len(subject.alone(text)) == len(text))
+    except Exception:  # It is longer than the code takes.
+        return False
 
 
 def _module(model: nn.Module) -> FunctionSubject | None:

@@ -26,7 +26,7 @@ from kvinterp.programs.place import placed
 from kvinterp.programs.program import Program
 from kvinterp.programs.running import PLAIN, REFUSED, RIGHT, WRONG, OwnError, Run, named
 from kvinterp.programs.search import FIRST, Searched, base_of, least, search, tried
-from kvinterp.programs.subject import ModelSubject, Subject, apart
+from kvinterp.programs.subject import ROOM, ModelSubject, Subject, apart
 
 PROGRAMS, SECONDS = 60, 40.0
 """Programs that are run unless told, and processor seconds that they take at most."""
@@ -90,11 +90,39 @@ def uses_of(
 
 
 def check_functions(
-    subject: Subject, programs: int, seconds: float, seed: int, progress: Callable[[str], None]
+    subject: Subject,
+    programs: int,
+    seconds: float,
+    seed: int,
+    asked: Sequence[Program],
+    lengths: Sequence[Program],
+    progress: Callable[[str], None],
 ) -> tuple[Searched, list[Check]]:
-    """The same of anybody's own forward and step: as far as the functions go, and without a place."""
-    found = search(subject, programs, seconds, seed, progress=progress)
-    return found, _checks(subject, found)
+    """The same of anybody's own forward and step: as far as the functions go, and without a place.
+
+    Args:
+        subject: They.
+        programs, seconds, seed, progress: As of :func:`uses_of`.
+        asked: Programs that are run besides.
+        lengths: Those that go on singly behind prompts of some lengths.
+    """
+    names = {*map(str, asked)}
+    given = [*asked, *lengths]
+    found = search(subject, programs + len(given) * (programs > 0), seconds, seed, given, progress=progress)
+    # A cache that nobody was asked to fill may say in this way that it is full.
+    ends = [
+        one
+        for one in found.wrong
+        if one.raised and one.origin not in names and sum(step.columns for step in one.program.steps) > ROOM
+    ]
+    found.wrong = [one for one in found.wrong if one not in ends]
+    full = [Check("end of the cache", REFUSED, f"{one.why}, in {one.program}.", program=str(one.program)) for one in ends]
+    refused = [
+        Check(f"{use} in {one.program}", REFUSED, f"{one.why}.", program=str(one.program))
+        for (word, use), one in found.others.items()
+        if word == REFUSED and use in found.tried
+    ]
+    return found, [*_checks(subject, found, asked=names), *full, *refused]
 
 
 def _subject(adapter: Adapter) -> ModelSubject:

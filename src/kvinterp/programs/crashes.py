@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dis
+import linecache
 import re
 import sys
 from pathlib import Path
@@ -20,14 +21,16 @@ MODES = ("__torch_function__", "__torch_dispatch__")
 
 SHAPES = re.compile(r"[(\[]\d+(, ?\d+)+[)\]]|shape mismatch|size mismatch", re.IGNORECASE)
 """What a sentence holds that quotes the sizes of tensors."""
+NUMBER = re.compile(r"^assert .*[=<>] ?\d")
+"""How an assert is written that compares with a number."""
 
 
-def whose(error: BaseException, model: nn.Module) -> tuple[str, str]:
+def whose(error: BaseException, model: nn.Module | None) -> tuple[str, str]:
     """Whether a library refuses (a ``raise`` of its own, with a sentence) or crashes, or kvinterp does; and file and line.
 
     Args:
         error: As it was caught.
-        model: The model that ran.
+        model: The model that ran; None where its user's own code did, whose ``raise`` and ``assert`` say what it takes.
     """
     frames, at = list[TracebackType](), error.__traceback__
     while at is not None:
@@ -41,17 +44,25 @@ def whose(error: BaseException, model: nn.Module) -> tuple[str, str]:
         place = _place(met.tb_frame, met.tb_lineno)
         if package == "kvinterp":
             return OURS, place
-        refuses = _refuses(error) and met is frames[-1] and _raises(met) and package in LIBRARIES | _packages(model)
-        return (REFUSES if refuses else CRASHES), place
+        if model is None and package not in LIBRARIES:
+            written = linecache.getline(met.tb_frame.f_code.co_filename, met.tb_lineno).strip()
+            # An assert without a sentence says what is taken where it names a number, as in assert ids.shape[0] == 1.
+            bare = isinstance(error, AssertionError) and not str(error) and bool(NUMBER.search(written))
+            refuses, place = _says(error) or bare, f"{place}: {written}" if bare else place
+        else:
+            refuses = _refuses(error) and package in LIBRARIES | (set() if model is None else _packages(model))
+        return (REFUSES if refuses and met is frames[-1] and _raises(met) else CRASHES), place
     return OURS, ""
 
 
 def _refuses(error: BaseException) -> bool:
     """Whether it says what is not offered: not that tensors do not fit, nor that what its author took for granted is not so."""
+    return not isinstance(error, AssertionError) and _says(error)
+
+
+def _says(error: BaseException) -> bool:
     said = str(error).strip()
-    return isinstance(error, NotImplementedError) or bool(
-        said and not isinstance(error, AssertionError) and not SHAPES.search(said)
-    )
+    return isinstance(error, NotImplementedError) or bool(said and not SHAPES.search(said))
 
 
 def _packages(model: nn.Module) -> set[str]:

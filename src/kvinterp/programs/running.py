@@ -35,6 +35,10 @@ class PlainError(Exception):
     """The plain forward over the same columns is off too, which says nothing about a cache."""
 
 
+class RefusedError(Exception):
+    """Its user said that this is not offered."""
+
+
 class OwnError(KvinterpError):
     """kvinterp itself raised."""
 
@@ -159,6 +163,8 @@ class Run(Columns):
         rows = len(self.program.rows.pads)
         self.draws = [row_draw(self.program.rows.seed, row) for row in range(rows)]
         self.texts: list[list[int]] = [[] for _ in range(rows)]
+        begins = self.subject.begins
+        self.begins = [begins[(self.program.rows.seed + row) % len(begins)] for row in range(rows)]
         self.ids = self.mask = self.subject.tensor([[]] * rows)
         # Without a mask nothing tells a model of pads.
         self.pads = list(self.program.rows.pads) if "attention_mask" in self.subject.takes else [0] * rows
@@ -179,6 +185,8 @@ class Run(Columns):
                     return WRONG, f"{error}"
                 except PlainError as error:
                     return PLAIN, f"{error}"
+                except RefusedError as error:
+                    return REFUSED, f"{error}"
                 except Exception as error:
                     return self._raised(error)
                 self.without = None
@@ -209,13 +217,13 @@ class Run(Columns):
 
     def _raised(self, error: Exception) -> tuple[str, str]:
         """Whose an error is: a library's own ``raise`` is a refusal, what breaks deeper is a crash."""
-        who, place = whose(error, self.model or torch.nn.Module())
+        who, place = whose(error, self.model)
         if who == OURS and self.model is None and isinstance(error, InputError):
             raise error
         self.raised = named(error)
         said = f"{self.raised} ({place})"
         # An UnsupportedError says that the model's own code does not offer it.
-        if who == REFUSES or isinstance(error, UnsupportedError):
+        if isinstance(error, UnsupportedError) or (who == REFUSES and self.subject.decodes):
             return REFUSED, said
         if who == OURS and self.model is not None:
             raise OwnError(f"{self.program}: kvinterp itself raised {said}: please report it.") from error
@@ -266,7 +274,9 @@ class Run(Columns):
             inside = self.beyond and row < len(inner) and text and lead < width and not self.pads[row]
             more = min(inner[row], width - lead - 1) if inside else 0
             last = min(behind[row], width - lead - more - 1) if self.beyond and row < len(behind) else 0
-            new = self.tokens(width - lead - more - max(last, 0), self.draws[row])
+            count = width - lead - more - max(last, 0)
+            new = [] if text else list(self.begins[row][:count])
+            new += self.tokens(count - len(new), self.draws[row])
             text += new
             ids.append([pad] * (lead + more) + new + [pad] * last)
             mask.append([0] * (lead + more) + [1] * len(new) + [0] * last)
@@ -320,6 +330,8 @@ class Run(Columns):
             WrongError: One is off.
             PlainError: So is the plain forward over the same columns.
         """
+        newest = not last and self.subject.newest == "yes" and logits.shape[1] == 1
+        last = last or newest
         if logits.shape[0] != len(self.texts) or (not last and logits.shape[1] != ids.shape[1]):
             self.shape = tuple(logits.shape[:2])
             raise WrongError(
@@ -327,7 +339,7 @@ class Run(Columns):
             )
         worst: Wrong | None = None
         for row, text in enumerate(self.texts):
-            columns = [*range(logits.shape[1])] if last else mask[row].nonzero().flatten().tolist()
+            columns = [-1] if newest else [*range(logits.shape[1])] if last else mask[row].nonzero().flatten().tolist()
             end = len(text) - (0 if later is None else int(later[row]))
             if not columns:
                 continue
@@ -382,7 +394,7 @@ class Run(Columns):
     def goes_on_as(self, rows: list[int]) -> None:
         """The cache holds these of its rows now."""
         self.texts = [list(self.texts[row]) for row in rows]
-        self.draws = [self.draws[row] for row in rows]
+        self.draws, self.begins = [self.draws[row] for row in rows], [self.begins[row] for row in rows]
         super().goes_on_as(rows)
 
     # What operations do ---------------------------------------------------------------------------------------------------
@@ -430,6 +442,7 @@ class Run(Columns):
 
     def serve(self, ids: Tensor, kept: str = "yes") -> Any:
         """Serves another request on a cache of its own, which is given back."""
+        self._needs_two_caches()
         line = self.subject.feed_line(ids, "no")
         self.lines += [line] if kept == "yes" else ["kept = cache", line, "cache = kept"]
         return self.subject.feed(ids, None)[1]
@@ -446,10 +459,12 @@ class Run(Columns):
         self.lines.note(f"ids = torch.cat([ids, torch.tensor({ids.tolist()})])")
         self.texts.append(ids[0].tolist())
         self.draws.append(self.draw)
+        self.begins.append(())
         super().join(ids, cache)
 
     def fork(self, width: int) -> None:
         """Feeds a copy of the cache, judged."""
+        self._needs_two_caches()
         back = self.aside()
         ids, mask = self.columns(width)
         self.lines.append("kept = copy.deepcopy(cache)")
@@ -458,6 +473,10 @@ class Run(Columns):
         self.lines.append("cache = kept")
         self.lines.note("ids = before")
         back()
+
+    def _needs_two_caches(self) -> None:
+        if self.subject.requests == "one":
+            raise RefusedError("it holds its cache itself, for one request at a time, as requests='one' says")
 
     def generate(self, step: Any) -> tuple[()]:
         """As it is: see :meth:`kvinterp.programs.operations.generate.Generate.judged`."""
@@ -471,9 +490,9 @@ class Run(Columns):
 
     def aside(self) -> Callable[[], None]:
         """What gives back the rows as they are now, after something was tried."""
-        kept = copy.deepcopy(self.texts), list(self.draws), list(self.pads), self.ids, self.mask
+        kept = copy.deepcopy(self.texts), list(self.draws), list(self.begins), list(self.pads), self.ids, self.mask
 
         def back() -> None:
-            self.texts, self.draws, self.pads, self.ids, self.mask = kept
+            self.texts, self.draws, self.begins, self.pads, self.ids, self.mask = kept
 
         return back

@@ -10,6 +10,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import functools
+import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -21,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from kvinterp.errors import InputError, UnsupportedError, shown
 from kvinterp.models import Adapter
 from kvinterp.models.transformers_api import can_generate, greedy
+from kvinterp.programs.crashes import REFUSES, whose
 from kvinterp.programs.lines import arguments
 
 ROOM = 256
@@ -102,6 +104,7 @@ class Subject(abc.ABC):
         room: The most columns of a program that is drawn.
         context: The most that the model has.
         vocabulary: Tokens are drawn from so many.
+        known: How many tokens there are.
         pad: The model's own pad token.
         special: Tokens that stand for something else: images, the end of a text.
         sizes: Widths on both sides of the sizes that its config names, those of windows and chunks first.
@@ -112,20 +115,28 @@ class Subject(abc.ABC):
         generates: Whether it has a ``generate()``.
         varies: Whether more text changes the logits of what came before.
         mixes: How far a batch changes the plain forward of a row, where it does.
+        begins: What the texts of rows begin with, one after the other.
+        newest: ``"yes"``: a feed may give the logits of its last column alone.
+        requests: ``"any"``, or ``"one"`` where it holds its cache itself, for one request at a time.
+        decodes: Whether tokens that are fed singly are right, so that what it refuses besides is no fault.
+        notes: What a reader should know of how it was run.
     """
 
     name: str = ""
     takes: frozenset[str] = frozenset()
     offset: int | None = None
     special: frozenset[int] = frozenset()
-    rows, room, context, vocabulary, pad, noise = 1, ROOM, ROOM, WORDS, 0, 0.0
+    rows, room, context, vocabulary, known, pad, noise = 1, ROOM, ROOM, WORDS, WORDS, 0, 0.0
     sizes: tuple[tuple[int, ...], tuple[int, ...]] = ((7,), (7,))
     caches: tuple[str, ...] = ("own",)
     device: Any = torch.device("cpu")
     native, stateful, generates, varies, mixes = False, False, False, False, 0.0
+    begins: tuple[tuple[int, ...], ...] = ((),)
+    newest, decodes, requests = "no", True, "any"
 
     def __init__(self) -> None:
         self._alone: dict[tuple[int, ...], Tensor] = {}
+        self.notes: list[str] = []
 
     @abc.abstractmethod
     def plain(self, ids: Tensor, **told: Tensor) -> Tensor:
@@ -375,13 +386,18 @@ class FunctionSubject(Subject):
 
     Args:
         full: Token ids ``[row, position]`` to logits ``[row, position, vocabulary]``, without a cache.
-        step: Token ids of new positions and a cache (None for a new one) to their logits and the cache behind them.
+        step: Token ids of new positions and a cache (None for a new one) to their logits, or those of the last alone
+            (``[row, 1, vocabulary]`` or ``[row, vocabulary]``), and the cache behind them.
         name: What it is called.
         around: What every run stands in.
         device: Where token ids are to be.
         special: Token ids that are not fed.
         yours: What the two are, in a line.
+        requests: ``"any"``: caches may live beside one another. ``"one"``: the code holds its cache itself and serves one request
+            at a time, which ``step(ids, None)`` begins anew; the step may then return its logits alone.
     """
+
+    newest = "yes"
 
     def __init__(
         self,
@@ -392,16 +408,25 @@ class FunctionSubject(Subject):
         device: Any = None,
         special: frozenset[int] = frozenset(),
         yours: str = "full(ids) and step(ids, cache) are yours",
+        requests: str = "any",
     ) -> None:
         super().__init__()
         self.special, self.yours = special, yours
         self.full, self.step, self.around = full, step, around
         self.name = name or f"{_named(full)} and {_named(step)}"
         self.device = torch.device("cpu") if device is None else device
+        self.requests = requests
+        # What one request was fed, where the code holds its cache itself; and whether something else has run since.
+        self._fed: list[Tensor] = []
+        self._interrupted = False
+        # How what the step gives becomes logits and a cache, in Python.
+        self._pair, self._flat = "", ""
         with self.running():
-            self.vocabulary = min(int(self.plain(self.tensor([[0, 1]])).shape[-1]), WORDS)
+            self.known = int(self.plain(self.tensor([[0, 1]])).shape[-1])
+        self.vocabulary = min(self.known, WORDS)
         self.pad = -1
         self.measure()
+        self.rows = self.rows if self._takes_rows() else 1
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -410,17 +435,93 @@ class FunctionSubject(Subject):
             yield
 
     def plain(self, ids: Tensor, **told: Tensor) -> Tensor:
-        """What ``full`` gives."""
-        return _read(self.full(ids))
+        """What ``full`` gives.
+
+        Raises:
+            InputError: It is no logits of every position.
+        """
+        self._interrupted = True
+        logits = _read(self.full(ids))
+        if logits.dim() != 3 or logits.shape[1] != ids.shape[1]:
+            raise InputError(
+                f"full returned {shown(logits)} for token ids of shape {tuple(ids.shape)}: expected logits of every position, "
+                "[row, position, vocabulary]."
+            )
+        return logits
 
     def feed(self, ids: Tensor, cache: Any, **told: Tensor) -> tuple[Tensor, Any]:
-        """What ``step`` gives."""
+        """What ``step`` gives; one that holds its cache itself is fed its request again where another forward came between."""
+        if self.requests == "any":
+            return self._step(ids, cache)
+        self._fed = [*(self._fed if cache is not None else ()), ids]
+        again = self._fed[:-1] if self._interrupted else []
+        for n, before in enumerate(again):
+            cache = self._step(before, cache if n else None)[1]
+        self._interrupted = False
+        return self._step(ids, cache)
+
+    def _step(self, ids: Tensor, cache: Any) -> tuple[Tensor, Any]:
         given = self.step(ids, cache)
         if not isinstance(given, tuple | list) or len(given) != 2:
+            if self.requests == "any":
+                raise InputError(
+                    f"step returned {shown(given)}: expected a pair, the logits of the new positions and the cache behind them; "
+                    "of code that holds its cache itself, say requests='one'."
+                )
+            given, self._pair = (given, True), ", True"
+        if given[1] is None and self.requests == "any":
             raise InputError(
-                f"step returned {shown(given)}: expected a pair, the logits of the new positions and the cache behind them."
+                "step returned no cache (None), which the next call would take for a new one: return what holds it, or of code "
+                "that holds its cache itself say requests='one'."
             )
-        return _read(given[0]), given[1]
+        if given[1] is None:
+            given, self._pair = (given[0], True), "[0], True"
+        return self._shaped(_read(given[0]), ids), given[1]
+
+    def _shaped(self, logits: Tensor, ids: Tensor) -> Tensor:
+        """``[row, column, vocabulary]``, of the last column alone where the step gives no more."""
+        rows, columns = ids.shape
+        if logits.dim() < 3 and logits.numel() == rows * logits.shape[-1]:
+            self._flat = self._flat if columns == 1 else "; logits = logits.reshape(-1, 1, logits.shape[-1])"
+            logits = logits.reshape(rows, 1, -1)
+        elif logits.dim() == 2 and rows == 1:
+            self._flat, logits = "; logits = logits[None]", logits[None]
+        said = "step returns the newest logits alone: of each feed these are judged"
+        if logits.shape[1:2] == (1,) and columns > 1 and said not in self.notes:
+            self.notes.append(said)
+        return logits
+
+    def _takes_rows(self) -> bool:
+        """Whether a step takes several rows, or says that it takes one."""
+        ids = self.tensor([self.tokens[:2]] * self.rows)
+        try:
+            with self.running():
+                self.feed(ids, None)
+        except Exception as error:
+            return whose(error, None)[0] != REFUSES
+        return True
+
+    @functools.cached_property
+    def decodes(self) -> bool:  # type: ignore[override]
+        """Whether a text that is fed singly behind a prompt, or from its first token on, is right."""
+        text = [self.token(draw) for draw in [row_draw(0, 0)] for _ in range(12)]
+        return any(self._decodes(text, first) for first in (9, 1))
+
+    def _decodes(self, text: Sequence[int], first: int) -> bool:
+        want, cache = self.alone(text), None
+        try:
+            with self.running():
+                for begin, end in itertools.pairwise([0, *range(first, len(text) + 1)]):
+                    logits, cache = self.feed(self.tensor([text[begin:end]]), cache)
+                    if not apart(logits[0, -1], want[end - 1]) <= self.limit:
+                        return False
+        except Exception:
+            return False
+        return True
+
+    def feed_line(self, ids: Tensor, cached: str, **told: Tensor) -> str:
+        """As its users call it."""
+        return f"{super().feed_line(ids, cached)}{self._pair}{self._flat}"
 
 
 def special_tokens(model: Any) -> frozenset[int]:
