@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Any
 
 import pandas as pd
@@ -16,6 +17,7 @@ from kvinterp.auditing.judging import Account, Judged
 from kvinterp.auditing.ladder import LOCAL, ONE_BY_ONE, STEPS, PrecisionRun
 from kvinterp.auditing.reading import Evidence
 from kvinterp.programs.running import PLAIN
+from kvinterp.study.report.audit import page
 
 
 def rung(
@@ -146,6 +148,36 @@ def test_a_hint_says_what_is_wrong_beside_the_first_difference(beside: set[str],
     """Positions that are wrong turn queries and keys: "Q alone is wrong" stood beside a first difference in K."""
     wrong = dataclasses.replace(judged(tensor="Q"), beside=frozenset(beside))
     assert f"hint: {said}" in evidence(CLEAN, judged={"float32": [wrong]}).judge().reading
+
+
+def test_the_size_of_an_error_is_one_number_or_a_range_and_says_of_what() -> None:
+    """It was "a relative error of 6.6e-01" for each of four precisions, beside "off by 0.0021 of its largest logit"."""
+    wide = rung(torch.float64, fixed=rung(torch.float64))
+    one, other = judged(tensor="Q"), judged(tensor="Q")
+    one, other = (
+        dataclasses.replace(each, finding=dataclasses.replace(each.finding, error=size))
+        for each, size in ((one, 0.66), (other, 0.0123))
+    )
+    reading = evidence(CLEAN, wide, judged={"float32": [one], "float64": [other]}).judge().reading
+    assert "off by 0.012 to 0.66 of its row's largest number in float32 and float64. " in reading
+    assert (
+        "off by 0.66 of its row's largest number in float32. " in evidence(CLEAN, judged={"float32": [one]}).judge().reading
+    )
+
+
+def test_the_page_leads_with_the_likely_cause() -> None:
+    """It stood under a fold, behind a sentence of four precisions, and the ladder came before the uses that are wrong."""
+    off = Check("decode step", "wrong", "row 0 is off by 0.0034 of its largest logit.", 0.0034, 1e-8, layer=0, tensor="K")
+    wrong = dataclasses.replace(judged(tensor="Q"), beside=frozenset({"Q", "K"}))
+    verdict = evidence(CLEAN, judged={"float32": [wrong]}, checks=[off]).judge()
+    html = page(dataclasses.replace(verdict, provenance={"model": "a model"}))
+    box = html[html.index('<div class="answer') : html.index("</div>", html.index('<div class="answer'))]
+    sentences = [re.sub("<.*?>", "", each) for each in box.split("<p>")]
+    assert sentences[0].startswith("FAIL")
+    assert sentences[1] == "Q and K are wrong: the new token&#39;s position, or RoPE"
+    assert sentences[2].startswith("Given equal inputs, Q of layer 1")
+    assert "hint:" not in html
+    assert html.index("row 0 is off by 0.0034") < html.index("Does the difference fall with precision?")
 
 
 def test_what_is_allowed_passes_and_says_so() -> None:

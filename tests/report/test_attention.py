@@ -17,9 +17,12 @@ import torch
 from browser import IN_A_BROWSER, Opened
 
 import kvinterp as kv
+from kvinterp.common.numbers import number
+from kvinterp.common.vocabulary import PROTOCOLS
 from kvinterp.errors import InputError
 from kvinterp.recording import Trace
 from kvinterp.study.report.attention import assembled_pattern, attention_comparison
+from kvinterp.study.report.page import Table, from_template
 from pages import Page
 from support import Case, assert_bitwise, assert_close
 
@@ -111,6 +114,40 @@ def test_a_path_against_itself_is_exactly_zero(model: Any) -> None:
     page = same.page.html()
     assert page.count("KL exactly 0 nats") == len(same.heads)
     assert page.count("difference: 0 in all") == len(same.heads)
+
+
+def test_the_page_begins_with_its_finding_and_the_report_links_to_it(model: Any, tmp_path: Path) -> None:
+    paths = {side: f"{form}[kernels=split_k(4,float16)]" for side, form in (("a", "cached"), ("b", "recompute"))}
+    shown = attention_comparison(model, PROMPT, step=STEP, **paths)
+    most = shown.heads.iloc[0]
+    differ = int((shown.heads["largest_row_kl"] > 0).sum())
+    finding = shown.page.finding
+    assert finding == (
+        f"{differ} of {len(shown.heads)} heads attend differently by step {STEP}; most in layer {most['layer']}, head "
+        f"{most['head']}: KL {number(most['kl'])} nats in the newest row."
+    )
+    html = shown.page.html()
+    assert f'<div class="answer"><p>{finding}</p></div>' in html
+    assert html.index(finding) < html.index("KL is of the newest row")
+    same = attention_comparison(model, PROMPT, step=STEP, a="recompute", b="recompute").page.finding
+    assert same == f"All {len(shown.heads)} heads attend the same to the bit at step {STEP}: recompute against recompute."
+    box = from_template("experiment", **_page_of(["a <b>; attention.html shows them."]))
+    assert '<p>a &lt;b&gt;; <a href="./attention.html">attention.html</a> shows them.</p>' in box
+
+
+def _page_of(lines: list[str]) -> dict[str, Any]:
+    empty = Table([], [])
+    about = {"title": "x", "heading": "x", "kicker": "", "style": "", "script": "", "explanation": "", "choices": {}}
+    parts = dict.fromkeys(("parts", "found", "pictures", "tables"), ())
+    return {
+        **about,
+        **parts,
+        "lines": lines,
+        "protocols": PROTOCOLS,
+        "shared": empty,
+        "differing": empty,
+        "files": ["attention.html"],
+    }
 
 
 # What is shown ---------------------------------------------------------------------------------------------------------

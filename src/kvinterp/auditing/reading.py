@@ -14,6 +14,7 @@ from kvinterp.auditing.judging import ROOM, Account, Judged
 from kvinterp.auditing.ladder import ONE_BY_ONE, PrecisionRun, band, part_named
 from kvinterp.auditing.values import narrower
 from kvinterp.auditing.verdict import CANNOT_TELL, GOOD, Verdict
+from kvinterp.common.numbers import listed
 from kvinterp.paths.prompt import PromptDifference
 from kvinterp.programs.running import PLAIN, REFUSED, RIGHT, WRONG
 
@@ -38,6 +39,8 @@ HINTS = {
 }
 
 
+HINT = "hint: "
+"""What begins the line that names the likely cause, or what to do."""
 IN_PYTHON = "In plain Python, run here before it was shown:"
 """What stands before the lines of a program."""
 
@@ -336,11 +339,12 @@ OF_ROW = "of its row's largest number"
 
 
 def _sizes(sizes: Mapping[str, float]) -> str:
-    """How large the errors of a tensor are, by precision."""
-    unseen = [f"one side sees what the other does not in {name}" for name, size in sizes.items() if size == torch.inf]
-    finite = [f"{size:.2g} in {name}" for name, size in sizes.items() if size != torch.inf]
-    off = [f"off by {', '.join(finite)}, relative to its row's largest number"] if finite else []
-    return "; ".join([*off, *unseen])
+    """How large the errors of a tensor are in the precisions that were run."""
+    unseen = [name for name, size in sizes.items() if size == torch.inf]
+    seen = {name: size for name, size in sizes.items() if size != torch.inf}
+    ends = list(dict.fromkeys(f"{end(seen.values()):.2g}" for end in (min, max))) if seen else []
+    said = [f"off by {' to '.join(ends)} {OF_ROW} in {listed([*seen])}"] if seen else []
+    return "; ".join([*said, *[f"one side sees what the other does not in {listed(unseen)}"] * bool(unseen)])
 
 
 def _place(judged: Judged) -> str:
@@ -370,7 +374,7 @@ def hint(judged: Judged, evidence: Evidence) -> list[str]:
         every = evidence.rungs[evidence.own].every_error
         new = finding.position >= (int(every["prefill"].min()) if len(every) else 0)
         likely = "new keys as they are written" if new else "old keys: a stale, lost or shifted cache"
-    return [f"hint: {likely}"] if likely else []
+    return [f"{HINT}{likely}"] if likely else []
 
 
 def overflow(own: PrecisionRun, others: str) -> list[str]:
@@ -387,7 +391,7 @@ def overflow(own: PrecisionRun, others: str) -> list[str]:
         remedy = "the recomputation is finite there: look at what the cache gives back, and at rows that see no key"
     elif own.name == "float16":
         remedy = "a dtype with a wider range (bfloat16, float32) may hold it"
-    return [f"{sentence}; also in {others}." if others else f"{sentence}.", f"hint: {remedy}"]
+    return [f"{sentence}; also in {others}." if others else f"{sentence}.", f"{HINT}{remedy}"]
 
 
 def _rung(rung: PrecisionRun, evidence: Evidence) -> str:

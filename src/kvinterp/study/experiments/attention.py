@@ -15,13 +15,12 @@ from kvinterp.study.experiments.kit import (
     Parts,
     Result,
     Rows,
-    counted,
     finding_from,
     load_prompts,
     number,
     option,
 )
-from kvinterp.study.report.attention import attention_comparison
+from kvinterp.study.report.attention import attention_comparison, finding_of
 
 PAGE = "attention.html"
 
@@ -55,17 +54,7 @@ class Attention(OfModel):
 
     def headline(self, result: Result) -> list[str]:
         """How many heads differ, and which most."""
-        heads = result.tables["heads"]
-        differ = int((heads["largest_row_kl"] > 0).sum())
-        if not differ:
-            return [
-                f"All {counted(len(heads), 'head')} attend the same to the bit at step {self.step}: {self.a} against {self.b}."
-            ]
-        most = heads.sort_values("kl", ascending=False, kind="stable").iloc[0]
-        return [
-            f"{differ} of {counted(len(heads), 'head')} attend differently by step {self.step}; most in layer "
-            f"{most['layer']}, head {most['head']}: KL {number(most['kl'])} nats in the newest row. {PAGE} shows them."
-        ]
+        return [f"{finding_of(result.tables['heads'], self.step, self.a, self.b)} {PAGE} shows them."]
 
     def rows(self, result: Result) -> Rows:
         """The heads with the largest KL."""

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from kvinterp import metrics
 from kvinterp.common.checks import among, check_choice, check_text, check_unread, check_whole, given_list
+from kvinterp.common.numbers import counted, number
 from kvinterp.common.store import write_whole
 from kvinterp.comparison import Comparison
 from kvinterp.errors import InputError, NonFiniteError, UnsupportedError, located
@@ -178,7 +179,28 @@ def attention_comparison(
     shown_heads.sort(key=lambda head: (-head.row["kl"], head.row["layer"], head.row["head"]))
     room = max(_CELLS // (3 * len(view.starts) ** 2), 1) if most is None else most
     table = pd.DataFrame([{**head.row, "shown": place < room} for place, head in enumerate(shown_heads)])
-    return AttentionComparison(table, AttentionPage(pair, step, len(shown_heads), view, names, shown_heads[:room]))
+    found = finding_of(table, step, *(trace.path for trace in pair))
+    return AttentionComparison(table, AttentionPage(pair, step, len(shown_heads), view, names, shown_heads[:room], found))
+
+
+def finding_of(heads: pd.DataFrame, step: int, a: str, b: str) -> str:
+    """Says in a sentence how many heads attend differently, and which most.
+
+    Args:
+        heads: As of an :class:`AttentionComparison`.
+        step: The decode step.
+        a: The first path.
+        b: The second path.
+    """
+    differ = int((heads["largest_row_kl"] > 0).sum())
+    if not differ:
+        same = "The one head attends" if len(heads) == 1 else f"All {len(heads)} heads attend"
+        return f"{same} the same to the bit at step {step}: {a} against {b}."
+    most = heads.sort_values("kl", ascending=False, kind="stable").iloc[0]
+    return (
+        f"{differ} of {counted(len(heads), 'head')} attend differently by step {step}; most in layer {most['layer']}, head "
+        f"{most['head']}: KL {number(most['kl'])} nats in the newest row."
+    )
 
 
 # The patterns ----------------------------------------------------------------------------------------------------------
@@ -304,8 +326,8 @@ def assembled_pattern(trace: Trace, layer: int, step: int) -> Square:
     if missing is not None:
         raise InputError(f"the {trace.path} trace did not record step {missing}, whose row is needed: record every step.")
     square = patterns[step].new_zeros(patterns[step].shape[0], length, length)
-    for number in needed:
-        rows, end = patterns[number], len(trace.prompt) + number
+    for earlier in needed:
+        rows, end = patterns[earlier], len(trace.prompt) + earlier
         if rows.shape[2] < rows.shape[1]:
             raise UnsupportedError(
                 f"path {trace.path} shows {rows.shape[2]} keys to {rows.shape[1]} queries at layer {layer}, so its rows "

@@ -85,6 +85,7 @@ class AttentionPage:
         view: The positions to show.
         names: The text of every position.
         heads: The heads to show, in their order on the page.
+        finding: What was found, in a sentence.
     """
 
     pair: tuple[Trace, Trace]
@@ -93,6 +94,7 @@ class AttentionPage:
     view: View
     names: Sequence[str]
     heads: Sequence[ShownHead]
+    finding: str = ""
     digits: ClassVar[int] = 6
 
     @property

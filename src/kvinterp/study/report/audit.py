@@ -10,7 +10,8 @@ import pandas as pd
 
 from kvinterp.auditing.checks import NOT_RUN
 from kvinterp.auditing.ladder import EMBEDDING, part_named
-from kvinterp.auditing.reading import IN_PYTHON
+from kvinterp.auditing.reading import HINT, IN_PYTHON
+from kvinterp.common.numbers import upper
 from kvinterp.errors import InputError
 from kvinterp.findings import Chart, Panel
 from kvinterp.models.adapter import DTYPES
@@ -58,6 +59,7 @@ def page(verdict: Verdict, files: Sequence[str] = (), measured: Audit | None = N
     # Of what was asked for and is off the first line says so, though the cache passes.
     off = any(check.status == PLAIN and check.asked for check in verdict.checks)
     figure = ladder_figure(verdict.evidence)
+    said = why[: why.index(IN_PYTHON)] if IN_PYTHON in why else why
     return render(
         f"Audit of {verdict.provenance['model']}",
         template="audit",
@@ -65,7 +67,8 @@ def page(verdict: Verdict, files: Sequence[str] = (), measured: Audit | None = N
         kicker=kicker_of({"": verdict.provenance}),
         verdict=verdict,
         first=first,
-        why=why[: why.index(IN_PYTHON)] if IN_PYTHON in why else why,
+        likely=[upper(line.removeprefix(HINT)) for line in said if line.startswith(HINT)],
+        why=[line for line in said if not line.startswith(HINT)],
         exercised=exercised,
         mark={0: "unsure" if off else "good", 3: "unsure"}.get(verdict.exit_code, "bad"),
         program=next((check.lines for check in verdict.checks if check.status == WRONG and check.lines), ""),

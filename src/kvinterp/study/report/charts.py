@@ -18,7 +18,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullForm
 
 from kvinterp.common.numbers import percent, power, short
 from kvinterp.findings import Chart, Panel
-from kvinterp.study.report.style import CMAP, DIVERGING, Provenances, ink_on, line_of, sheet, sign, small_print
+from kvinterp.study.report.style import CMAP, DIVERGING, SMALL, Provenances, ink_on, line_of, sheet, sign, small_print
 
 _GREY = {"color": "#808080", "linewidth": 0.9, "linestyle": (0, (3, 2)), "zorder": 1}
 _WRITTEN = 96
@@ -42,7 +42,11 @@ def draw_chart(chart: Chart, provenances: Provenances, wide: float = 7.2) -> Fig
         wide: The smallest width in inches.
     """
     titles_of, columns_of, widths, heights = zip(*map(_layout, chart.panels), strict=True)
-    with sheet(max(wide, *widths), 0.9 + sum(heights)) as figure:
+    width, phone = max(wide, *widths), wide <= _NARROW
+    # A phone shows a figure as narrow as it is drawn, so that its small print is as large as its ticks.
+    size = 8.0 if phone else SMALL
+    print_below = small_print(provenances, chart.notes, min(130, int(18 * width * SMALL / size)))
+    with sheet(width, 0.9 + sum(heights) + (print_below.count("\n") + 1) * size / 60 * phone) as figure:
         # In a part of the sheet, so that the small print has a place of its own.
         inner: Any = figure.subfigures(1, 1)
         parts = inner.subfigures(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
@@ -56,16 +60,15 @@ def draw_chart(chart: Chart, provenances: Provenances, wide: float = 7.2) -> Fig
             (_draw_map if panel.kind == "map" else _draw_series)(grid, panel, list(titles))
             handles, labels = grid[0, 0].get_legend_handles_labels()
             if len(labels) > 1 and labels != legend:
-                across = (2 if max(map(len, labels)) > 24 else 4) // (2 if wide <= _NARROW else 1)
+                across = (2 if max(map(len, labels)) > 24 else 4) // (2 if phone else 1)
                 names = [fill(label, 44) for label in labels]
                 part.legend(handles, names, loc="outside lower center", ncols=min(len(names), across))
             legend = labels
-        width = figure.get_figwidth()
         figure.suptitle(fill(chart.title, int(width * 11)), x=0.01, ha="left", fontsize=10, fontweight="bold")
         if wide > _NARROW and not any(panel.kind == "map" for panel in chart.panels):
             narrow = dataclasses.replace(chart, panels=[dataclasses.replace(panel, columns=1) for panel in chart.panels])
             figure.narrow = lambda: draw_chart(narrow, provenances, _NARROW)  # type: ignore[attr-defined]  # for a page
-        return sign(figure, small_print(provenances, chart.notes, min(130, int(18 * width))), provenances)
+        return sign(figure, print_below, provenances, size)
 
 
 def _layout(panel: Panel) -> tuple[dict[Any, str], int, float, float]:

@@ -13,10 +13,11 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from importlib import resources
 from typing import Any, TypeAlias
+from urllib.parse import quote
 
 import pandas as pd
 from jinja2 import Environment, PackageLoader, StrictUndefined
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 from kvinterp.common.numbers import counted, number, upper
 from kvinterp.errors import visible
@@ -175,6 +176,14 @@ def fragment(*parts: Any) -> str:
     return "".join(map(macros.show, parts)).strip()
 
 
+def _linked(text: str, files: Sequence[str]) -> Markup:
+    """A text in which the names of files beside the page are links."""
+    shown = escape(visible(text))
+    for name in files:
+        shown = shown.replace(escape(name), Markup('<a href="./{}">{}</a>').format(quote(name), name))
+    return shown
+
+
 @functools.cache
 def _environment() -> Environment:
     environment = Environment(
@@ -190,6 +199,7 @@ def _environment() -> Environment:
     environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
     environment.globals |= {"counted": counted, "upper": upper, "number": number, "as_text": as_text, "in_notebook": False}
     environment.filters["base64"] = lambda data: base64.b64encode(data).decode()
+    environment.filters["linked"] = _linked
     # The hash by which the page's content security policy allows a script.
     environment.filters["sha256"] = lambda text: hashlib.sha256(text.encode()).digest()
     return environment

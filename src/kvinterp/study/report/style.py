@@ -72,9 +72,13 @@ def sheet(width: float, height: float) -> Iterator[Figure]:
         yield Figure(figsize=(width, height), layout="constrained")
 
 
-def sign(figure: Figure, text: str, provenances: Provenances) -> Figure:
-    """Writes a text below a figure, and attaches the full provenances for :func:`png`."""
-    figure.supxlabel(text, x=0.01, ha="left", fontsize=5.5, color="#555555")
+SMALL = 5.5
+"""The size of the small print, in points."""
+
+
+def sign(figure: Figure, text: str, provenances: Provenances, size: float = SMALL) -> Figure:
+    """Writes a text of a size in points below a figure, and attaches the full provenances for :func:`png`."""
+    figure.supxlabel(text, x=0.01, ha="left", fontsize=size, color="#555555")
     figure.provenance = list(provenances)  # type: ignore[attr-defined]  # kept for png()
     return figure
 
