@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from kvinterp.comparison.lens import logit_lens
     from kvinterp.comparison.traces import compare_traces
     from kvinterp.data import Prompt, load_prompts
-    from kvinterp.errors import InputError, KvinterpError, NonFiniteError, UnsupportedError
+    from kvinterp.errors import CacheNotReadWarning, InputError, KvinterpError, NonFiniteError, UnsupportedError
     from kvinterp.models import KINDS, SITES, Adapter, load_model, wrap
     from kvinterp.patching import (
         Patch,
@@ -49,7 +49,7 @@ _HOMES = {
     "comparison.lens": ("logit_lens",),
     "comparison.traces": ("compare_traces",),
     "data": ("Prompt", "load_prompts"),
-    "errors": ("InputError", "KvinterpError", "NonFiniteError", "UnsupportedError"),
+    "errors": ("CacheNotReadWarning", "InputError", "KvinterpError", "NonFiniteError", "UnsupportedError"),
     "study.experiments.keeping": ("experiment", "load"),
     "models": ("KINDS", "SITES", "Adapter", "load_model", "wrap"),
     "patching": (
@@ -78,6 +78,7 @@ __all__ = [
     "KINDS",
     "SITES",
     "Adapter",
+    "CacheNotReadWarning",
     "Cached",
     "Comparison",
     "ExecutionPath",

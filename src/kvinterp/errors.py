@@ -64,6 +64,10 @@ class NonFiniteError(KvinterpError):
     """NaN or Inf appeared; the message names the path, step, layer and site where it appeared first."""
 
 
+class CacheNotReadWarning(UserWarning):
+    """A model decodes from a cache whose rows its attention does not read."""
+
+
 def unexpected(name: str, given: object, expected: str) -> InputError:
     """Builds the error for an argument that is not what it must be.
 

@@ -50,6 +50,7 @@ from kvinterp.data.chat import prompt_ids
 from kvinterp.errors import InputError, KvinterpError, UnsupportedError, located, reason, shown
 from kvinterp.models import Adapter, dtype_named, wrap
 from kvinterp.models.inputs import token_ids
+from kvinterp.models.passes import unread_by
 from kvinterp.models.provenance import machine, provenance
 from kvinterp.models.threads import own_threads
 from kvinterp.paths.kernels import BatchInvariant
@@ -306,7 +307,7 @@ class _Auditor:
     def run(self) -> Evidence:
         """Runs every rung; of a model that crashes there the programs of its cache alone, if one of these crashes too."""
         evidence = self.evidence
-        evidence.random = self._random()
+        evidence.random, evidence.unread = self._random(), unread_by(self.adapter)
         try:
             self._ladder()
             evidence.exercised = self._exercised()
@@ -314,7 +315,7 @@ class _Auditor:
             raise
         # Whatever a model's own code meets first.
         except Exception as error:
-            evidence.checks = evidence.checks or self.exercise()
+            evidence.checks = evidence.checks or self._exercise()
             if not any(check.status == WRONG for check in evidence.checks):
                 raise
             evidence.rungs, evidence.judged, evidence.accounts, evidence.prompt = {}, {}, {}, None
@@ -341,10 +342,18 @@ class _Auditor:
             del twin  # Two copies at once would be one too many.
         self.progress("programs of the cache")
         with self._timed("programs", evidence.own):
-            evidence.checks = self.exercise()
+            evidence.checks = self._exercise()
         if judges:
             with self._timed("causes", "float64 beside"):
                 self._settle(judges)
+
+    def _exercise(self) -> list[Check]:
+        """The uses of the cache; where its rows are not read, that is what is wrong in each that is off."""
+        checks, unread = self.exercise(), self.evidence.unread
+        if unread is None:
+            return checks
+        place: dict[str, Any] = {"layer": unread.layer, "tensor": "K", "module": unread.module}
+        return [dataclasses.replace(check, **place) if check.status == WRONG else check for check in checks]
 
     def _ask_grid(self, twin: Adapter, run: PrecisionRun) -> None:
         """Whether logits that lie on a grid were put there: those of whole numbers leave it once the blocks' outputs move."""

@@ -20,6 +20,7 @@ from kvinterp.auditing.blocks import BlockHooks, BlockModel, Reference
 from kvinterp.auditing.ladder import EMBEDDING
 from kvinterp.auditing.values import difference, first_wrong, row_errors
 from kvinterp.auditing.watch import CHOICE, RESIDUAL, Event, Watch, watching
+from kvinterp.models.attention_calls import visible_keys
 
 BLOCK_INPUT = "block input"
 
@@ -348,7 +349,7 @@ def compared(mine: Event, other: Event, position: int, newest: int) -> tuple[int
 
 
 def _compare_visible(a: Tensor, b: Tensor, position: int, newest: int) -> tuple[int, float]:
-    mine, theirs = _seen(a), _seen(b)
+    mine, theirs = visible_keys(a), visible_keys(b)
     if (first := _first_apart(mine, theirs, newest)) is not None:
         return max(first, 0), math.inf
     keys = min(len(mine), len(theirs))
@@ -372,15 +373,10 @@ def seen_differently(first: Watch, second: Watch, module: str, newest: int) -> i
         if keys is None or watch.first(module, "attention scores") is not None:
             return None
         count = keys.shape[-2]
-        seen.append(torch.ones(count, dtype=torch.bool) if mask is None else _seen(mask).cpu()[-count:])
+        seen.append(torch.ones(count, dtype=torch.bool) if mask is None else visible_keys(mask).cpu()[-count:])
     given = [watch.first(module, "attention mask") is not None for watch in (first, second)]
     mine, theirs = seen
     return None if all(given) else _first_apart(mine, theirs, newest)
-
-
-def _seen(mask: Tensor) -> Tensor:
-    visible = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 4
-    return visible.flatten(0, -2).any(0)
 
 
 def lost_key(mine: Event, other: Event, second: Watch, newest: int) -> int | None:
@@ -393,7 +389,7 @@ def lost_key(mine: Event, other: Event, second: Watch, newest: int) -> int | Non
     dropped = _dropped(mine.tensor, other.tensor, missing)
     if mask is None:
         return oldest + dropped
-    seen = _seen(mask)[:missing]
+    seen = visible_keys(mask)[:missing]
     return oldest + max(dropped, int(seen.int().argmax())) if bool(seen.any()) else None
 
 

@@ -15,6 +15,7 @@ from kvinterp.auditing.ladder import ONE_BY_ONE, PrecisionRun, band, part_named
 from kvinterp.auditing.values import narrower
 from kvinterp.auditing.verdict import CANNOT_TELL, GOOD, Verdict
 from kvinterp.common.numbers import listed
+from kvinterp.models.cached_rows import NOT_READ, Unread
 from kvinterp.paths.prompt import PromptDifference
 from kvinterp.programs.running import PLAIN, REFUSED, RIGHT, WRONG
 
@@ -64,6 +65,7 @@ class Evidence:
         refused: The rungs that torch cannot run this model in, and why.
         exercised: The lengths and positions that were run, in a sentence.
         random: The largest relative difference of the same forward run twice.
+        unread: The first block whose attention does not read the cache.
         prompt: How far a prompt itself is apart with and without a cache, where that is no rounding.
         seconds: What took how long, as :class:`Verdict` has it.
         allow: The words that do not fail.
@@ -82,6 +84,7 @@ class Evidence:
     refused: dict[str, str] = dataclasses.field(default_factory=dict)
     exercised: str = ""
     random: float = 0.0
+    unread: Unread | None = None
     prompt: PromptDifference | None = None
     seconds: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     allow: tuple[str, ...] = ()
@@ -107,10 +110,18 @@ class Evidence:
         """Says what the evidence means, where some words do not fail."""
         self.allow = allow
         self.notes = [f"in {name} the model as it is cannot be run ({why})" for name, why in self.refused.items()]
-        asked = (self._overflow, self._wrong_dtype, self._bug, self._failed, self._hidden_cast, self._unexplained)
+        asked = (
+            self._overflow,
+            self._wrong_dtype,
+            self._unread,
+            self._bug,
+            self._failed,
+            self._hidden_cast,
+            self._unexplained,
+        )
         others = (self._unknown, self._random, self._not_judged, self._benign)
         # Without a rung the model crashed, which its checks say.
-        readings = (ask() for ask in ((*asked, *others) if self.rungs else (self._failed,)))
+        readings = (ask() for ask in ((*asked, *others) if self.rungs else (self._unread, self._failed)))
         word, place, lines = next(found for found in readings if found is not None)
         if self.prompt is not None and not self.random:
             lines = [self.prompt.said, *lines]
@@ -179,6 +190,13 @@ class Evidence:
             f"{self.grid_module or 'unknown'} on, values were rounded to 16 bits."
         )
         return "wrong-dtype", (None, None, "logits", self.grid_module), [line]
+
+    def _unread(self) -> Reading | None:
+        """A cache that is not read is the cause of all that differs in a decode step: positions and masks go by it too."""
+        if (unread := self.unread) is None:
+            return None
+        line = f"{NOT_READ[0].upper()}{NOT_READ[1:]} ({unread.where})."
+        return "bug", (unread.layer, unread.rows, "K", unread.module), [line, *self._said_of_uses()]
 
     def _bug(self) -> Reading | None:
         """What nothing takes away: in the first layer that any rung saw, as the finest rung sees it.

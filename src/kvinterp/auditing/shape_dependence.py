@@ -22,7 +22,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from kvinterp.auditing.blocks import BlockModel, prompts_for, referenced
 from kvinterp.auditing.first_difference import Feed, look
 from kvinterp.auditing.ladder import part_named
-from kvinterp.auditing.watch import MATMUL, Fused, Product, Recogniser, Scores, Values
 from kvinterp.common.checks import check_whole, given_list, whole_number
 from kvinterp.common.numbers import counted, models_of
 from kvinterp.common.progress import each
@@ -30,6 +29,7 @@ from kvinterp.common.result import Contents, Result, Row, signed
 from kvinterp.errors import InputError, shown
 from kvinterp.metrics.kv import units_in_last_place
 from kvinterp.models import wrap
+from kvinterp.models.attention_calls import MATMUL, Fused, Product, Recogniser, Scores, Values
 from kvinterp.models.hooks import Functions, in_order
 from kvinterp.models.provenance import provenance
 from kvinterp.models.threads import own_threads

@@ -1,9 +1,7 @@
 """One block watched during one forward: what attention reads, what every module is given and returns, what is cast.
 
 What attention reads (queries, keys, values, mask and scores) is caught where it is handed to torch, so that it does not matter
-how the model caches it. Keys and values are kept at every position, everything else at the row that is looked at. Which of
-torch's calls are attention (its fused one, or a product of queries and keys, a softmax, and a product with values) is asked of
-the calls in the order in which a model makes them.
+how the model caches it. Keys and values are kept at every position, everything else at the row that is looked at.
 """
 
 from __future__ import annotations
@@ -11,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +17,7 @@ from torch import Tensor, nn
 from kvinterp.auditing.blocks import BlockModel
 from kvinterp.auditing.ladder import dtype_name
 from kvinterp.auditing.values import narrower
-from kvinterp.models.derived import SDPA
+from kvinterp.models.attention_calls import Fused, Recogniser, Scores, Values
 from kvinterp.models.hooks import Functions, in_order
 from kvinterp.paths.kernels.base import Operations
 
@@ -194,91 +192,3 @@ def watching(watches: Iterable[Watch]) -> Iterator[None]:
         for watch in watches:
             stack.enter_context(watch.attached())
         yield
-
-
-# Which calls are attention ----------------------------------------------------------------------------------------------
-
-_F = torch.nn.functional
-MATMUL = (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm)
-_BADDBMM = (torch.baddbmm, Tensor.baddbmm)
-_SOFTMAX = (torch.softmax, _F.softmax, Tensor.softmax)
-
-
-class Fused(NamedTuple):
-    """Attention in one call, ``[..., row, head_dim]`` each."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    mask: Tensor | None
-    options: dict[str, Any]
-    result: Tensor
-
-
-class Product(NamedTuple):
-    """A product of two activations, which may be scores; and the one before it, if no softmax followed that one."""
-
-    a: Tensor
-    b: Tensor
-    result: Tensor
-    before: Product | None = None
-
-
-class Scores(NamedTuple):
-    """A softmax of a product's numbers, scaled and masked in between: the product was of queries and keys."""
-
-    product: Product
-    scaled: Tensor
-    dtype: torch.dtype | None
-
-
-class Values(NamedTuple):
-    """The softmax's probabilities by values; with the scores that they were made of."""
-
-    weights: Tensor
-    values: Tensor
-    result: Tensor
-    scores: Scores
-
-
-class Recogniser:
-    """Says which part of attention each call of torch is."""
-
-    def __init__(self) -> None:
-        self.product: Product | None = None
-        self.scores: Scores | None = None
-
-    def recognise(self, func: Any, args: Any, kwargs: Any, result: Any) -> Fused | Product | Scores | Values | None:
-        """What a call and its result are, or None."""
-        args, kwargs = in_order(args, kwargs)
-        if func is SDPA:
-            named = dict(zip(("query", "key", "value", "attn_mask", "dropout_p", "is_causal"), args, strict=False)) | kwargs
-            return Fused(named["query"], named["key"], named["value"], named.get("attn_mask"), named, result)
-        if func in MATMUL or func in _BADDBMM:
-            others = [kwargs[name] for name in ("batch1", "batch2", "other", "mat2") if name in kwargs]
-            factors = [*args[func in _BADDBMM :], *others]
-            return self._multiplied(factors[0], factors[1], result) if len(factors) > 1 else None
-        product = self.product
-        if func in _SOFTMAX and product is not None and args[0].dim() >= 3 and _rows(args[0]) == _rows(product.result):
-            self.scores, self.product = Scores(product, args[0], kwargs.get("dtype")), None
-            return self.scores
-        return None
-
-    def _multiplied(self, a: Tensor, b: Tensor, result: Tensor) -> Product | Values | None:
-        if a.dim() < 3 or a.dim() != b.dim():
-            return None
-        scores = self.scores
-        if (
-            scores is not None
-            and a.shape[-1] == scores.product.result.shape[-1]
-            and _rows(a) == _rows(scores.product.result)
-        ):
-            self.scores = None
-            return Values(a, b, result, scores)
-        product = Product(a, b, result, self.product)
-        self.product = Product(a, b, result)
-        return product
-
-
-def _rows(tensor: Tensor) -> int:
-    return tensor.numel() // max(tensor.shape[-1], 1)

@@ -112,6 +112,8 @@ class Adapter(Attaching):
     """The arguments that the model's own forward accepts by name, as far as they matter here (mask and positions)."""
     cache_name: str = ""
     """The name of the argument by which the model's own forward takes its cache."""
+    rows_asked: bool
+    """Whether a path of this call of a verb has been asked whether it reads what it cached."""
 
     def __init__(self, model: nn.Module, facts: ModelInfo, tokenizer: Any = None) -> None:
         super().__init__()
@@ -126,6 +128,7 @@ class Adapter(Attaching):
         self._snapshot: Snapshot | None = None
         self._inside = 0
         self.checked: dict[tuple[Any, ...], Any] = {}
+        self.rows_asked = False
 
     # What each kind defines ----------------------------------------------------------------------------------------
 
@@ -272,6 +275,7 @@ class Adapter(Attaching):
             self._calls -= 1
             if not self._calls:
                 self._copies, self._layer_of, self._hash, self._evaluating = {}, {}, "", False
+                self.rows_asked = False
 
     def lasting(self) -> Adapter:
         """Returns this adapter with its copies kept for good: for a model that nobody else holds and so nobody edits."""

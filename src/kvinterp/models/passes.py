@@ -16,15 +16,21 @@ import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from kvinterp.errors import InputError
 from kvinterp.models.adapter import Adapter
 from kvinterp.models.attaching import Site
+from kvinterp.models.cached_rows import CachedRows, Unread
 from kvinterp.models.hooks import BEHIND, own_hook
 from kvinterp.models.inputs import pads_without_mask
+from kvinterp.models.transformer_lens_api import generate
 
 log = logging.getLogger("kvinterp")
+
+PROMPT = 9
+"""Tokens of the prompt behind which a step is asked whether it reads them."""
 
 
 class WatchesPasses:
@@ -56,12 +62,13 @@ class Passes:
     Args:
         adapter: The model.
         watcher: Receives the events.
-        context: What the user has opened, such as ``"kv.record"``, for messages.
+        context: What the user has opened, such as ``"kv.record"``, for messages; nothing is warned of where it is empty.
         places: The places that are recorded; with ``embed`` a pass begins before the first block, where the embedding runs.
 
     Attributes:
         count: Passes that ended.
         cut: Passes that were cut off.
+        rows: Whether cached rows are read.
     """
 
     def __init__(self, adapter: Adapter, watcher: WatchesPasses, context: str, places: Collection[Site] = ()) -> None:
@@ -75,6 +82,7 @@ class Passes:
         self._before: tuple[int, BaseException | None] = (0, None)
         self._last = adapter.facts.layers - 1
         self._warned = False
+        self.rows, self._took, self._told = CachedRows(adapter), 0, False
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -118,6 +126,8 @@ class Passes:
             self._end_pass()
         cache = self.adapter.block_cache(args, kwargs)
         cached = self.adapter.cached_length(cache) if self._ran is None or self._embedded else 0
+        if self._ran is None or self._embedded:
+            self.rows.begins(cache, _width(args, kwargs), cached)
         if self._ran is None:
             self._begin_pass(args, kwargs, cached)
         elif self._embedded and cached != self._cached:
@@ -130,14 +140,17 @@ class Passes:
         # A user may run the model where an error of his own is being handled.
         self._inside, self._errors = layer, sys.exc_info()[1]
         with self._cutting_at_errors():
-            self._undo = self.watcher.block_begins(layer, cache)
+            undo = self.watcher.block_begins(layer, cache)
+        listening = contextlib.ExitStack()
+        listening.callback(undo or (lambda: None))
+        listening.enter_context(self.rows.listening(layer))
+        self._undo = listening.close
 
     def _begin_pass(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], cached: int) -> None:
-        stream = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
         self._ran = []
         self.adapter.put_last_hooks_last()
         with self._cutting_at_errors():
-            self.watcher.pass_begins(0 if stream is None else stream.shape[1], cached)
+            self.watcher.pass_begins(_width(args, kwargs), cached)
 
     def _enter_embedding(self, _: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         if self._inside is None:
@@ -173,6 +186,8 @@ class Passes:
             self.watcher.block_ends(layer, self.adapter.block_cache(args, kwargs))
         if self._ran is not None:
             self._ran.append(layer)
+            if layer == self._ran[0]:
+                self._took = self.adapter.cached_length(self.adapter.block_cache(args, kwargs))
             if layer == self._last:
                 self._end_pass()
 
@@ -209,6 +224,10 @@ class Passes:
             ran, self._ran = self._ran, None
             self.watcher.pass_ends(ran)
             self.count += 1
+            self.rows.ends(self._took)
+            if self.context and self.rows.unread is not None and not self._told:
+                self._told = True
+                self.rows.unread.warn(f"{self.context} of {self.adapter.facts.name}")
         elif self._ran is not None:
             self._cut_pass()
 
@@ -218,7 +237,9 @@ class Passes:
             undo()
 
     def _cut_pass(self) -> None:
-        self._ran = self._inside = None
+        self._undo_block()
+        self._ran = None
+        self.rows.cut()
         self.cut += 1
         self.watcher.pass_cut()
 
@@ -229,3 +250,29 @@ class Passes:
         except BaseException:
             self._cut_pass()
             raise
+
+
+@torch.no_grad()
+def unread_by(adapter: Adapter) -> Unread | None:
+    """Feeds a prompt and a token on the model's own cache, and says which block did not read it; None where all do."""
+    passes = Passes(adapter, WatchesPasses(), "")
+    tokens = torch.arange(3, 4 + PROMPT, device=adapter.device)[None] % adapter.facts.vocabulary
+
+    def fed() -> None:
+        _, cache = adapter.call_with_cache(tokens[:, :PROMPT], None, None, None)
+        adapter.call_with_cache(tokens[:, PROMPT:], cache, None, None)
+
+    # TransformerLens's own loop gives no mask, which may not fit keys that lack the cached ones.
+    for run in (fed, lambda: generate(adapter.model, tokens[:, :PROMPT], 2, "yes")):
+        # What raises here raises again where it is told.
+        with contextlib.suppress(Exception), adapter.own_state([]), passes.watching():
+            run()
+        if passes.rows.asked or adapter.plain:
+            break
+    return passes.rows.unread
+
+
+def _width(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
+    """How many positions a module is given: those of its first tensor."""
+    stream = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
+    return 0 if stream is None or stream.dim() < 2 else stream.shape[1]

@@ -27,6 +27,7 @@ from transformers.cache_utils import (
 
 from kvinterp.errors import InputError, UnsupportedError
 from kvinterp.models.adapter import Adapter, CacheRead, KVStore
+from kvinterp.models.cached_rows import NOT_READ
 from kvinterp.models.caches import KeysValues, OwnCache, add_reader, gather_rows
 from kvinterp.models.hooks import hooks_suspended
 
@@ -152,8 +153,8 @@ def model_cache(store: KVStore, new_cache: Callable[[], Cache], architecture: st
         used = [getattr(part, "used", part.is_initialized) for part in layers if isinstance(part, CacheLayerMixin)]
         if used and not any(used):
             raise UnsupportedError(
-                f"{architecture}, as this kind runs it, does not use the cache that it is given, so it has no cached path: use "
-                "another kind, or for a bridge of yours the one that kv.load_model(..., kind='bridge') builds."
+                f"{NOT_READ} ({architecture}, as it runs here, leaves the cache that it is given empty), so there is no cached "
+                "path: use another kind, or for a bridge of yours the one that kv.load_model(..., kind='bridge') builds."
             )
     elif store.library_cache is not None:
         store.model_cache = store.library_cache.model_cache

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import itertools
 import logging
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,9 +21,11 @@ from torch import Tensor
 from kvinterp.errors import InputError, UnsupportedError
 from kvinterp.models import Adapter, dtype_named
 from kvinterp.models.attaching import Listener, Site
+from kvinterp.models.cached_rows import CachedRows
 from kvinterp.models.sites import ATTENDED_SITES
 from kvinterp.paths import programmed
 from kvinterp.paths.forwards import HookedForwards, in_chunks
+from kvinterp.paths.kernels import Native
 from kvinterp.paths.model_cache import Stores, path_store, uncached
 from kvinterp.paths.path import ExecutionPath, Recompute
 from kvinterp.paths.smoothing import Recomputed, Smoothed
@@ -122,6 +124,7 @@ class Runner:
             self.cache = "; ".join(dict.fromkeys(store.name for store in stores))
             if not stores[0].can_select:
                 self._offers = [offer for offer in self._offers if offer != "rows"]
+        self._rows = self._rows_to_ask(prompt)
         self._store: Store | None = None
         # Without a store a forward reads the keys it made and no others.
         on_store = call is None and (cached or path.chunk is not None)
@@ -169,13 +172,37 @@ class Runner:
         for hook in self.hooks:
             hook.begin_step(self.step)
         forwards = self._forwards
-        logits = forwards.call(next, self._loop) if tokens is None else forwards.call(self._loop.send, tokens)
+        with self._asking():
+            logits = forwards.call(next, self._loop) if tokens is None else forwards.call(self._loop.send, tokens)
         for listener in forwards.listeners.get(LOGITS, ()):
             changed = listener(logits)
             logits = logits if changed is None else changed
         # Of a model that is spread over devices, where the tokens are. What a program was given lies in memory of the
         # library's: assisted generation writes into its logits, and a compiled graph into those of the forward before.
         return logits.to(self._device, copy=self.path.call is not None)
+
+    def _rows_to_ask(self, prompt: Tensor) -> CachedRows | None:
+        """What asks whether the path reads its cache: the first of a call that keeps all rows and has the machine's kernels."""
+        path = self.path
+        plain = path.call is None and not path.policy.evicts and isinstance(path.kernels, Native)
+        if path.form != "cached" or not plain or self.adapter.rows_asked:
+            return None
+        self._prompted = prompt.shape[1]
+        return CachedRows(self.adapter)
+
+    @contextlib.contextmanager
+    def _asking(self) -> Iterator[None]:
+        """Hears what attention reads in the prompt and in the first step after it, and warns where that is not the cache."""
+        rows = self._rows if self.step < 2 else None
+        if rows is None:
+            yield
+            return
+        with rows.hearing(self._prompted, 0) if self.step == 0 else rows.hearing(1, self._prompted):
+            yield
+        if rows.asked:
+            self.adapter.rows_asked = True
+        if rows.unread is not None:
+            rows.unread.warn(f"path {self.path} of {self.adapter.facts.name}")
 
     def _smoothed(self, path: ExecutionPath, prompt: Tensor, room: int) -> ExecutionPath:
         """The path with a policy that reads what a recompute path, run beside it, reads at the same step."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from kvinterp.auditing.watch import Fused, Product, Recogniser, Scores, Values
+from kvinterp.models.attention_calls import Fused, Product, Recogniser, Scores, Values
 
 HEADS, ROWS, KEYS, WIDTH = 3, 2, 5, 4
 
