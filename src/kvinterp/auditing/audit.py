@@ -47,7 +47,7 @@ from kvinterp.common.checks import (
 )
 from kvinterp.data import Prompt
 from kvinterp.data.chat import prompt_ids
-from kvinterp.errors import InputError, KvinterpError, UnsupportedError, located, reason, shown
+from kvinterp.errors import InputError, KvinterpError, UnsupportedError, located, out_of_memory, reason, shown
 from kvinterp.models import Adapter, dtype_named, wrap
 from kvinterp.models.inputs import token_ids
 from kvinterp.models.passes import unread_by
@@ -319,6 +319,7 @@ class _Auditor:
             if not any(check.status == WRONG for check in evidence.checks):
                 raise
             evidence.rungs, evidence.judged, evidence.accounts, evidence.prompt = {}, {}, {}, None
+            evidence.refused = {}
             evidence.exercised = f"no precisions: decoding token by token raised {named(error)}."
         return evidence
 
@@ -407,15 +408,18 @@ class _Auditor:
 
         try:
             run = own()
-        except RuntimeError as error:
-            if name == self.evidence.own or isinstance(error, torch.OutOfMemoryError):
+        except KvinterpError:
+            raise
+        # What users put on a model may not go along to another dtype, and says so by any error.
+        except Exception as error:
+            if name == self.evidence.own or out_of_memory(error):
                 raise
             self.evidence.refused[name] = reason(error)
             if twin is self.adapter or not other_attention(twin):
                 return None
             try:
                 run = own()
-            except RuntimeError:
+            except Exception:
                 return None
             self.evidence.refused[name] += "; it was run with eager attention"
         if not run.nonfinite:

@@ -18,7 +18,7 @@ from kvinterp.auditing.first_difference import Differing, Feed, Finding, Sight, 
 from kvinterp.auditing.ladder import ONE_BY_ONE, Plan, PrecisionRun, band, unit_roundoff
 from kvinterp.auditing.values import difference
 from kvinterp.auditing.watch import CHOICE
-from kvinterp.errors import UnsupportedError
+from kvinterp.errors import UnsupportedError, reason
 from kvinterp.models import Adapter
 from kvinterp.paths.kernels import BatchInvariant, Kernels, Native
 
@@ -139,8 +139,9 @@ class RungJudge:
                     if left > band(torch.float64 if self.dtype == torch.float32 else torch.float32, self.terms):
                         judged.cause = Cause("", left=left, detail="there in float64 too")
                     continue
-            except RuntimeError as error:
-                judged.cause = judged.cause if kernel else Cause("unknown", detail=str(error))
+            except Exception as error:  # What users put on a model says by any error that it takes no float64.
+                if not kernel:
+                    judged.cause = self._without_float64(judged.finding, error)
                 continue
             gone = self.dtype == torch.float32 and judged.finding.layer in (clean or ())
             if kernel and wrong is None:
@@ -151,6 +152,14 @@ class RungJudge:
                 judged.finding, judged.cause = wrong, Cause("", left=wrong.error, detail=detail)
         self.open = []
         return self._ordered()
+
+    def _without_float64(self, finding: Finding, error: Exception) -> Cause:
+        """What is as far from rounding as from the tensor itself, on a scale of logarithms, is none; what is nearer is unknown."""
+        if finding.error > self.limit**0.5:
+            return Cause(
+                "", left=finding.error, detail=f"further off than the root of what {self.name} rounds ({reason(error)})"
+            )
+        return Cause("unknown", detail=reason(error))
 
     def _ordered(self) -> list[Judged]:
         self.twin = None  # So that it is not kept while another copy is made.

@@ -16,7 +16,7 @@ from kvinterp.auditing.blocks import evaluating
 from kvinterp.auditing.checks import BEYOND, NOT_RUN, NUMBERS, UNCLEAR, Check
 from kvinterp.auditing.ladder import dtype_name
 from kvinterp.common import spec
-from kvinterp.errors import UnsupportedError, out_of_memory
+from kvinterp.errors import UnsupportedError, out_of_memory, reason
 from kvinterp.models import Adapter
 from kvinterp.models.door import quiet_transformers
 from kvinterp.programs.crashes import CRASHES, OURS, whose
@@ -68,7 +68,7 @@ def uses_of(
     """
     with _as_it_was(adapter), torch.no_grad():
         try:
-            subject = _subject(adapter)
+            subject, why = _subject(adapter)
         except OwnError:
             raise
         except Exception as error:
@@ -77,8 +77,14 @@ def uses_of(
         names = {str(program_named(text)): (name, size) for (name, size), texts in edges.items() for text in texts}
         asked = [*given, *(program for program in map(program_named, names) if program.rows.cache in subject.caches)]
         found = search(subject, programs, seconds, seed, asked, progress=progress)
+        if subject.lifted and (own := _instead(adapter, found)) is not None:
+            subject, why = own
+            found = search(subject, programs, seconds, seed, asked, progress=progress)
         checks = _checks(subject, found, names, {*map(str, given)})
-        if adapter.dtype in SIXTEEN or (subject.lifted and not any(one.status == WRONG for one in checks)):
+        if why:
+            said = f"what runs on this model does not follow a cast ({why}), so programs were judged in its own"
+            far.insert(0, Check("float64", NOT_RUN, f"{said} {dtype_name(adapter.dtype)}."))
+        elif adapter.dtype in SIXTEEN or not any(one.status == WRONG for one in checks):
             checks += _narrow(adapter, subject, given, _wrong_uses(checks), programs // 3, seconds / 3)
         if subject.mixes:
             said = f"in a batch the forward without a cache is off by {subject.mixes:.2g} from each row alone"
@@ -125,16 +131,33 @@ def check_functions(
     return found, [*_checks(subject, found, asked=names), *full, *refused]
 
 
-def _subject(adapter: Adapter) -> ModelSubject:
-    """In float64 with casts lifted, or where the model does not run so, as it is."""
+def _subject(adapter: Adapter) -> tuple[ModelSubject, str]:
+    """In float64 with casts lifted, or where the model does not run so, as it is; and why not in float64.
+
+    A function that replaces a module's ``forward``, or an SAE in a hook, keeps the tensors that it was made with.
+    """
     try:
-        return ModelSubject(adapter)
+        return ModelSubject(adapter), ""
     except Exception as error:
         if out_of_memory(error):
             raise
+        try:
+            return ModelSubject(adapter, ()), reason(error)
+        except UnsupportedError:
+            raise
+        except Exception:
+            # What it raises in either says more of the model than of a cast.
+            raise error from None
+
+
+def _instead(adapter: Adapter, found: Searched) -> tuple[ModelSubject, str] | None:
+    """The model as it is, and what a program raises in float64 that runs on it; None where none does."""
+    for one in [run for run in (*found.wrong, *found.others.values()) if run.raised]:
         with contextlib.suppress(Exception):
-            return ModelSubject(adapter, ())
-        raise
+            own = ModelSubject(adapter, ())
+            if not tried(own, one.program).raised:
+                return own, one.raised
+    return None
 
 
 def _met(adapter: Adapter, error: Exception) -> Check:

@@ -24,7 +24,7 @@ from kvinterp.common.words import dtype_word
 from kvinterp.data.chat import prompt_ids
 from kvinterp.data.example import Prompt
 from kvinterp.data.tokenizing import ids_of
-from kvinterp.errors import InputError, UnsupportedError
+from kvinterp.errors import InputError, KvinterpError, UnsupportedError, out_of_memory, reason
 from kvinterp.models.attaching import Attaching, check_uncompiled
 from kvinterp.models.caches import CacheKind, KVStore, OwnCache
 from kvinterp.models.facts import ModelInfo
@@ -254,6 +254,7 @@ class Adapter(Attaching):
         copy.stored = self.stored
         remove_own_hooks(copy.model)
         _check_apart(self.model, copy.model, self.facts.name)
+        _check_follows(copy, dtype)
         if self._calls:
             self._copies[dtype] = copy
         return copy
@@ -482,6 +483,28 @@ def _check_apart(model: nn.Module, copy: nn.Module, name: str) -> None:
                 "so that a copy in another dtype would run this one's weights: change it by a hook (register_forward_hook), "
                 "which is called with its own module, or compare in one dtype."
             )
+
+
+@torch.no_grad()
+def _check_follows(copy: Adapter, dtype: torch.dtype) -> None:
+    """Raises UnsupportedError where what runs on a copy keeps tensors of the dtype that the model was copied from.
+
+    Two tokens show it. What torch lacks in a dtype is told by the run that meets it.
+    """
+    tokens = torch.arange(3, 5, device=copy.device)[None] % copy.facts.vocabulary
+    try:
+        with copy.own_state([]):
+            copy.forward(tokens)
+    except (KvinterpError, NotImplementedError):
+        return
+    except Exception as error:
+        if out_of_memory(error) or "not implemented for" in str(error):
+            return
+        raise UnsupportedError(
+            f"what runs on {copy.facts.name} does not follow a cast to {dtype_word(dtype)} ({reason(error)}): code of yours on "
+            "it, a forward that you replaced or a hook, keeps tensors of another dtype; run in the model's own, or cast them to "
+            "the dtype of what it is given."
+        ) from error
 
 
 def _closed_over(function: Any, depth: int = 4) -> Iterator[Any]:

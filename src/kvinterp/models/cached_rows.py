@@ -191,9 +191,13 @@ class CachedRows:
             if open_blocks:
                 open_blocks.pop().close()
 
+        def left() -> None:
+            while open_blocks:
+                leave()
+
         with contextlib.ExitStack() as hooks:
             # torch calls no hook where a KeyboardInterrupt passes through.
-            hooks.callback(lambda: [leave() for _ in range(len(open_blocks))])
+            hooks.callback(left)
             for layer, block in enumerate(self.adapter.blocks):
                 hooks.enter_context(own_hook(block, functools.partial(enter, layer), "input", first=True))
                 hooks.enter_context(own_hook(block, leave, "output", always_call=True))
