@@ -154,11 +154,10 @@ class RungJudge:
         return self._ordered()
 
     def _without_float64(self, finding: Finding, error: Exception) -> Cause:
-        """What is as far from rounding as from the tensor itself, on a scale of logarithms, is none; what is nearer is unknown."""
+        """What is nearer to the tensor itself than to rounding, on a scale of logarithms, is none; all else is unknown."""
         if finding.error > self.limit**0.5:
-            return Cause(
-                "", left=finding.error, detail=f"further off than the root of what {self.name} rounds ({reason(error)})"
-            )
+            said = f"further off than the root of what {self.name} rounds ({reason(error)})"
+            return Cause("", left=finding.error, detail=said)
         return Cause("unknown", detail=reason(error))
 
     def _ordered(self) -> list[Judged]:
