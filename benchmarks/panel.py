@@ -116,7 +116,7 @@ def cost(name, kind, rounds):
         "seconds": {way: spread(m[way]["clock"] for m in measured) for way in measured[0]},
         "plain_over_first": {clock: ratio(clock, "first") for clock in ("clock", "processor")},
         "plain_over_next": {clock: ratio(clock, "next") for clock in ("clock", "processor")},
-        "same_kl_to_the_bit": plain == [answer.d_before, answer.d_after],
+        "same_kl_to_the_bit": plain == [answer.kl_before, answer.kl_after],
     }
 
 

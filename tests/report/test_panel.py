@@ -45,7 +45,7 @@ def test_the_panel_answers_as_it_is_changed(load: Any, panel: PatchPanel) -> Non
     assert panel.answer.d_before == bench.ask(PROMPT, "resid_post", 1, step=2, direction="into-cached").d_before
     assert panel.widget.asked["head"] is None, "the stream has no heads"
     panel.choose(donor="zero", step="every")
-    assert panel.widget.answer["lead"].startswith("KL(unpatched || patched)")
+    assert panel.widget.answer["lead"].startswith("L2 distance of the logits")
     json.dumps({name: getattr(panel.widget, name) for name in TRAITS}, allow_nan=False)
 
 
@@ -77,10 +77,10 @@ def test_the_code_gives_the_same_answer(load: Any, panel: PatchPanel, more: dict
     assert panel.answer is not None
     again = eval(panel.widget.answer["code"], {"kv": kv, "model": load(NATIVE)})
     assert again.asked == panel.answer.asked
-    assert (again.d_before, again.d_after, again.l2_after) == (
+    assert (again.d_before, again.d_after, again.kl_after) == (
         panel.answer.d_before,
         panel.answer.d_after,
-        panel.answer.l2_after,
+        panel.answer.kl_after,
     )
 
 
@@ -214,8 +214,8 @@ class TestInABrowser:
         assert page.evaluate("sent.at(-1).asked.step") == 2
         assert panel.answer is not None
         row = page.locator("table.kv-plain").first.locator("tbody tr").first.inner_text().split("\t")
-        numbers = [f"{value:.4g}" for value in (panel.answer.d_before, panel.answer.d_after)]
-        assert row == ["KL, nats", *numbers, f"{panel.answer.recovery:.2%}"]
+        numbers = [f"{value:.4g}" for value in (panel.answer.kl_before, panel.answer.kl_after)]
+        assert row == ["KL, nats", *numbers, f"{panel.answer.kl_recovery:.2%}"]
         captions = page.locator(".kv-lists caption").all_inner_texts()
         assert captions == ["donor: other prompt", "unpatched recompute path", "patched recompute path"]
         page.locator("select[name=step]").select_option("1")

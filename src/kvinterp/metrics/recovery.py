@@ -9,8 +9,8 @@ from torch import Tensor
 from kvinterp.common.shapes import Measure
 
 TO_SEE_A_DIFFERENCE = (
-    "To see a difference try another dtype, kernels that differ by construction (split_k(4,float16), as in "
-    "cached[kernels=split_k(4,float16)]), longer prompts or more steps, or another kind of model."
+    "To see a difference try a path that differs by construction (a quantised cache, cached+int8, or other kernels, "
+    "cached[kernels=split_k(4,float16)]), another dtype, longer prompts or more steps, or another kind of model."
 )
 """The advice if everything is equal, whatever was compared."""
 ONLY_THE_PREFILL = (

@@ -6,6 +6,7 @@ A question is data, and so is its answer. The notebook panel uses this bench, an
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,8 +18,10 @@ from torch import Tensor
 
 from kvinterp import metrics
 from kvinterp.common.checks import check_choice, check_known, check_unread, check_whole, whole_number
+from kvinterp.common.numbers import counted
+from kvinterp.common.vocabulary import UNCHANGED
 from kvinterp.errors import InputError, located
-from kvinterp.models import wrap
+from kvinterp.models import dtype_named, wrap
 from kvinterp.models.answers import LOGIT_DIFFERENCE
 from kvinterp.models.hook_names import one_site
 from kvinterp.models.inputs import chosen_layers, encode
@@ -30,14 +33,17 @@ from kvinterp.patching.donors import mean_donor, resample_donor
 from kvinterp.patching.hook import PatchHook, read_changes
 from kvinterp.patching.patch import PATCHED_CACHE, Patch, Positions, check_patch_site, stored_sites
 from kvinterp.patching.recompute import PureRecompute
+from kvinterp.patching.side_by_side import two_paths
 from kvinterp.patching.sweeping import DIRECTIONS
-from kvinterp.paths import Runner, path_named, run
+from kvinterp.paths import ExecutionPath, Runner, kernels_named, run
 from kvinterp.paths.decode import fed_to_all, lockstep
+from kvinterp.paths.kernels import Native
+from kvinterp.paths.path import FORMS
 from kvinterp.recording import Trace
 
 EVERY = "every"
-MEASURED = ("kl", "l2", LOGIT_DIFFERENCE)
-"""The distances of every patch: KL in nats, L2 of the logits, and the logit difference of two tokens."""
+MEASURED = ("l2", "kl", LOGIT_DIFFERENCE)
+"""The distances of every patch: L2 of the logits, KL in nats, and the logit difference of two tokens."""
 DONORS = {
     "path": "the other path, on the same prompt",
     "prompt": "the same path, on another prompt of as many tokens",
@@ -112,37 +118,41 @@ class Asked:
 class PatchAnswer:
     """The effect of one patch.
 
-    Distances are means over the patched steps, from the donor's logits, or for an ablation from the unpatched ones.
+    Distances are means over the patched steps, from the donor's logits, or for an ablation from the unpatched ones. L2 leads, as
+    in :func:`kvinterp.sweep`: where paths differ by rounding, one uncertain step is most of the KL.
 
     Attributes:
         asked: The patch.
-        recovery: ``1 - d_after / d_before``; NaN if there is nothing to recover, as with an ablation.
-        l2_recovery: The recovery of the L2 distance of the logits, which no single step decides.
+        recovery: ``1 - d_after / d_before`` of the L2 distance; NaN if there is nothing to recover, as with an ablation.
         why: Why ``recovery`` is NaN and what to do instead; else empty.
-        d_before: KL(donor || unpatched), in nats; exactly 0 for an ablation.
-        d_after: KL(donor || patched); for an ablation KL(unpatched || patched), which is its effect.
-        l2_before: L2 distance of the logits, unpatched.
-        l2_after: L2 distance of the logits, patched.
+        d_before: L2 distance of the logits from the donor's, unpatched; exactly 0 for an ablation.
+        d_after: The same, patched; for an ablation from the unpatched logits, which is its effect.
+        null: The largest L2 distance of two recomputations of the same positions, one of a longer text; NaN where the text is too
+            short for two.
+        kl_recovery: The recovery of the KL; NaN where that is 0.
+        kl_before: KL(donor || unpatched), in nats; exactly 0 for an ablation.
+        kl_after: KL(donor || patched); for an ablation KL(unpatched || patched).
         pair: The two tokens of the logit difference, chosen by :func:`pair_of`.
         pair_before: ``|difference of the donor - difference of the unpatched run|``, in logits.
         pair_after: The same for the patched run.
         pair_recovery: The recovery of the logit difference.
-        steps: One row a patched step: step, token (fed at it), recovery, d_before, d_after, l2_recovery.
+        steps: One row a patched step: step, token (fed at it), recovery, d_before, d_after, kl_recovery, kl_before, kl_after.
         tokens: The top tokens of each run at ``shown_step``: run (donor, unpatched, patched), rank, token, text, probability,
             logit.
-        shown_step: The step with the largest distance before the patch; for an ablation after it.
+        shown_step: The step with the largest KL before the patch; for an ablation after it.
         unchanged: Whether every value that the patch wrote was there already.
         seconds: How long the answer took.
     """
 
     asked: Asked
     recovery: float
-    l2_recovery: float
     why: str
     d_before: float
     d_after: float
-    l2_before: float
-    l2_after: float
+    null: float
+    kl_recovery: float
+    kl_before: float
+    kl_after: float
     pair: tuple[str, str]
     pair_before: float
     pair_after: float
@@ -155,9 +165,60 @@ class PatchAnswer:
 
     def __repr__(self) -> str:
         """Names the patch and its effect in one line."""
-        effect = f"KL {self.d_before:.3g} to {self.d_after:.3g} nats over {len(self.steps)} steps"
-        share = f"recovery {self.recovery:.2%}, " if self.recovery == self.recovery else ""
-        return f"<PatchAnswer to {self.asked}: {share}{effect}>"
+        lead, *rest = self.sentences()
+        return f"<PatchAnswer to {self.asked}: {lead} {'. '.join(rest)}.>"
+
+    @property
+    def within_null(self) -> bool:
+        """Whether the whole difference is no larger than that of two recomputations: what is recovered of it is rounding."""
+        whole = self.d_after if self.asked.ablates else self.d_before
+        return 0 < whole <= self.null
+
+    def sentences(self) -> list[str]:
+        """What the patch did: first the one thing to read, then the numbers behind it."""
+        over = f"over {counted(len(self.steps), 'step')}"
+        before, after = exactly(self.d_before), exactly(self.d_after)
+        kl_before, kl_after = (exactly(value, "nats") for value in (self.kl_before, self.kl_after))
+        null = f"two recomputations of the same positions differ by an L2 of up to {exactly(self.null)}"
+        if self.asked.ablates:
+            lines = [
+                f"L2 distance of the logits {after}, KL(unpatched || patched) {kl_after}",
+                f"mean {over}. An ablation restores nothing, so there is no recovery: this is what it changes",
+            ]
+            lines += [f"It is within its null: {null}"] * self.within_null
+        elif math.isnan(self.recovery):
+            lines = ["Recovery undefined", f"{over}: {self.why.rstrip('.')}"]
+        elif self.within_null:
+            lines = [
+                f"Recovery {self.recovery:.2%} of a difference that is within its null:",
+                f"the L2 distance of the logits is {before} before and {after} after the patch, {over}, and {null}, so that what "
+                "was moved has the size of rounding",
+            ]
+        else:
+            share = "" if math.isnan(self.kl_recovery) else f" ({self.kl_recovery:.2%})"
+            lines = [
+                f"Recovery {self.recovery:.2%} of the L2 distance of the logits",
+                f"{over}. L2 to the donor: {before} before, {after} after the patch; KL: {kl_before} before, {kl_after} "
+                f"after{share}",
+            ]
+        return lines + [f"The patch {UNCHANGED}"] * self.unchanged
+
+
+def paths_of(
+    cached: str | ExecutionPath, recompute: str | ExecutionPath, kernels: str = "native"
+) -> dict[str, ExecutionPath]:
+    """The two paths of a bench by their form, each with the kernel mode if one is given.
+
+    Raises:
+        InputError: A path has another form, or kernels of its own beside the mode.
+    """
+    mode, paths = kernels_named(kernels), dict(zip(FORMS, two_paths(cached, recompute, "patching by hand"), strict=True))
+    if isinstance(mode, Native):
+        return paths
+    for path in paths.values():
+        if not isinstance(path.kernels, Native):
+            raise InputError(f"kernels={kernels!r} was given with path {path}, which has its own: leave one out.")
+    return {form: dataclasses.replace(path, kernels=mode) for form, path in paths.items()}
 
 
 def pair_of(donor: Float[Tensor, "step vocab"], base: Float[Tensor, "step vocab"]) -> tuple[int, int]:
@@ -171,6 +232,11 @@ def pair_of(donor: Float[Tensor, "step vocab"], base: Float[Tensor, "step vocab"
     return first, second if base_first == first else base_first
 
 
+def exactly(value: float, unit: str = "") -> str:
+    """A distance in words: ``exactly 0``, or three digits and the unit."""
+    return "exactly 0" if value == 0 else f"{value:.3g} {unit}".strip()
+
+
 class PatchBench:
     """Answers one patch after another on one model, in the matched protocol.
 
@@ -180,6 +246,8 @@ class PatchBench:
         model: A model of any kind, or an adapter.
         max_new_tokens: Most steps; step 0 is the token the prefill decides.
         kernels: The kernel mode of both paths, such as ``split_k(4,float16)``, under which they differ on any machine.
+        cached: The cached path, such as ``cached+int8``.
+        recompute: The recompute path.
 
     Attributes:
         runs: How many runs that do not depend on a patch were made so far.
@@ -187,7 +255,14 @@ class PatchBench:
         other: Token ids of the other prompt; empty if there is none.
     """
 
-    def __init__(self, model: Any, max_new_tokens: int = 12, kernels: str = "native") -> None:
+    def __init__(
+        self,
+        model: Any,
+        max_new_tokens: int = 12,
+        kernels: str = "native",
+        cached: str | ExecutionPath = "cached",
+        recompute: str | ExecutionPath = "recompute",
+    ) -> None:
         self.max_new_tokens = check_whole("max_new_tokens", max_new_tokens, 2, hint=", so that one step decodes")
         self.adapter = wrap(model)
         self.runs = 0
@@ -195,7 +270,8 @@ class PatchBench:
         self.other: tuple[int, ...] = ()
         self._traces: dict[Any, Trace] = {}
         self._pools: dict[Any, Ablation] = {}
-        self._paths = {form: path_named(f"{form}[kernels={kernels}]") for form in ("cached", "recompute")}
+        self._null: float | None = None
+        self._paths = paths_of(cached, recompute, kernels)
 
     def ask(
         self,
@@ -249,26 +325,31 @@ class PatchBench:
         started, top = time.perf_counter(), check_whole("top", top)
         steps, pair, logits, changed, distances = self._measure(question)
         recovery = {name: metrics.recovery(*ends).tolist() for name, ends in distances.items()}
-        (before, after), (l2_before, l2_after), (pair_before, pair_after) = (ends.tolist() for ends in distances.values())
+        (before, after), (kl_before, kl_after), (pair_before, pair_after) = (
+            distances[name].tolist() for name in ("l2", "kl", LOGIT_DIFFERENCE)
+        )
         columns = {
             "step": steps,
             "token": [self.adapter.decode([self.fed[step - 1]]) if step else "" for step in steps],
-            "recovery": recovery["kl"][1:],
+            "recovery": recovery["l2"][1:],
             "d_before": before[1:],
             "d_after": after[1:],
-            "l2_recovery": recovery["l2"][1:],
+            "kl_recovery": recovery["kl"][1:],
+            "kl_before": kl_before[1:],
+            "kl_after": kl_after[1:],
         }
         largest = int(distances["kl"][int(question.ablates), 1:].argmax())
         runs = ("unpatched", "patched") if question.ablates else ("donor", "unpatched", "patched")
         return PatchAnswer(
             asked=question,
-            recovery=recovery["kl"][0],
-            l2_recovery=recovery["l2"][0],
-            why="" if question.ablates else metrics.why_undefined(len(steps), l2_before[0], before[0]),
+            recovery=recovery["l2"][0],
+            why="" if question.ablates else metrics.why_undefined(len(steps), before[0], before[0]),
             d_before=before[0],
             d_after=after[0],
-            l2_before=l2_before[0],
-            l2_after=l2_after[0],
+            null=self._null_of(),
+            kl_recovery=recovery["kl"][0],
+            kl_before=kl_before[0],
+            kl_after=kl_after[0],
             pair=tuple(self.adapter.pieces(list(pair))),  # type: ignore[arg-type]
             pair_before=pair_before[0],
             pair_after=pair_after[0],
@@ -303,6 +384,7 @@ class PatchBench:
         blank = other is None or (isinstance(other, str) and not other.strip())
         other_tokens = () if blank else tuple(encode(self.adapter, other, self.max_new_tokens))
         if tokens != self.prompt:
+            self._null = None
             self._traces.clear()
             self._pools.clear()
             self._pure = PureRecompute(self.adapter, self._paths["recompute"])
@@ -310,6 +392,17 @@ class PatchBench:
             self._traces = {key: trace for key, trace in self._traces.items() if key[1] == "prompt"}
             self._pools.clear()
         self.prompt, self.other = tokens, other_tokens
+
+    def _null_of(self) -> float:
+        """The largest L2 distance of two recomputations, of the text and of half of what was decoded; NaN without a half."""
+        if self._null is None:
+            text, start = torch.tensor([[*self.prompt, *self.fed]], device=self.adapter.device), len(self.prompt) - 1
+            stop, self._null = start + (text.shape[1] - start + 1) // 2, math.nan
+            if stop < text.shape[1]:
+                with located(f"model {self.adapter.facts.name}"), own_threads(self.adapter), torch.no_grad():
+                    whole, half = (self._pure.whole(part)[0, start:stop] for part in (text, text[:, :stop]))
+                self._null = float(DISTANCES["l2"](whole, half).max())
+        return self._null
 
     @property
     def fed(self) -> tuple[int, ...]:
@@ -372,6 +465,8 @@ class PatchBench:
         """
         # Raises InputError if the patch does not fit the model.
         PatchHook(self.adapter, [question.patch()])
+        path = self._paths[question.into]
+        form = "recompute" if path.refresh else path.form
         with located(f"model {self.adapter.facts.name}"), own_threads(self.adapter), torch.no_grad():
             source = self._donor(question)
             base: Any = self._prompt_trace(question.into).logits
@@ -383,7 +478,7 @@ class PatchBench:
                     f"this prompt with max_new_tokens={self.max_new_tokens}."
                 )
             patch = dataclasses.replace(question.patch(), steps=tuple(steps))
-            if not any(patch.moves(step, len(self.prompt), question.into) for step in steps):
+            if not any(patch.moves(step, len(self.prompt), form) for step in steps):
                 raise InputError(
                     f"positions={patch.positions!r} of {question.site!r} patches nothing at "
                     f"{'any step' if question.step == EVERY else f'step {question.step}'}: the cached path computes the newest "
@@ -391,7 +486,9 @@ class PatchBench:
                     "into-recompute."
                 )
             patched, changed = self._run_patched(question, question.patch(source), steps)
-        logits, pair, distances = torch.stack([donor[steps], base[steps], patched]), pair_of(donor, base), {}
+        # Two paths may compute in two dtypes.
+        logits = torch.stack([run.to(donor) for run in (donor[steps], base[steps], patched)])
+        pair, distances = pair_of(donor, base.to(donor)), {}
         for name, distance in distances_of(",".join(MEASURED), pair).items():
             ends = [distance(logits[0], run).double() for run in logits[1:]]
             distances[name] = torch.stack([torch.cat([by_step.mean()[None], by_step]) for by_step in ends])
@@ -411,7 +508,8 @@ class PatchBench:
     def _run_patched(self, question: Asked, patch: Patch, steps: Sequence[int]) -> tuple[Float[Tensor, "step vocab"], bool]:
         """The logits of the patched path at each step, and whether the patch changed anything."""
         fed, prompt = self.fed, list(self.prompt)
-        hook = PatchHook(self.adapter, [patch], None, len(prompt), question.first)
+        model = self.adapter.at(dtype_named(self._paths[question.into].dtype))
+        hook = PatchHook(model, [patch], None, len(prompt), question.first)
         if question.into == "recompute":
             if len(steps) == 1:
                 # Questions about one prefix share it: the blocks before the patched one run once.

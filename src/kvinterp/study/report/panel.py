@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -18,8 +19,9 @@ from kvinterp.errors import InputError, KvinterpError, UnsupportedError, unexpec
 from kvinterp.models import load_model, wrap
 from kvinterp.models.load import check_loadable
 from kvinterp.patching import Asked, PatchAnswer, PatchBench
-from kvinterp.patching.bench import MEASURED
-from kvinterp.paths import kernels_named
+from kvinterp.patching.bench import MEASURED, paths_of
+from kvinterp.paths import ExecutionPath
+from kvinterp.paths.path import FORMS
 from kvinterp.study.report.page import from_template, script, styles
 from kvinterp.study.report.panel_shown import (
     Data,
@@ -28,7 +30,6 @@ from kvinterp.study.report.panel_shown import (
     choices_of,
     code_of,
     label_of,
-    recovery_in_words,
 )
 
 PROMPT = "Question: Nora has 88 boxes and Jack has 53. How many more boxes does Nora have than Jack?\nAnswer:"
@@ -44,10 +45,8 @@ class PatchPanel:
         answer: The last answer, or None after an error.
     """
 
-    def __init__(
-        self, models: Mapping[str, Callable[[], Any]], prompt: str, other: str, max_new_tokens: int, kernels: str
-    ) -> None:
-        self._models, self._max_new_tokens, self._kernels = models, max_new_tokens, kernels
+    def __init__(self, models: Mapping[str, Callable[[], Any]], prompt: str, other: str, **bench: Any) -> None:
+        self._models, self._options = models, bench
         self._benches: dict[str, PatchBench] = {}
         self._pictures: list[Any] = []
         self._asked: Data = {}
@@ -116,7 +115,7 @@ class PatchPanel:
         check_choice("distance", fields["distance"], MEASURED)
         bench.turn_to(fields["prompt"], fields["other"])
         answer = self.answer = bench.answer(question, top=5)
-        code = code_of(question, fields["prompt"], fields["other"], self._max_new_tokens, self._kernels)
+        code = code_of(question, fields["prompt"], fields["other"], self._call())
         return {
             "asked": fields,
             "choices": {**choices(self._models), **choices_of(bench, question)},
@@ -127,8 +126,18 @@ class PatchPanel:
     def _bench(self, name: str) -> PatchBench:
         check_choice("model", name, self._models)
         if name not in self._benches:
-            self._benches[name] = PatchBench(self._models[name](), self._max_new_tokens, self._kernels)
+            self._benches[name] = PatchBench(self._models[name](), **self._options)
         return self._benches[name]
+
+    def _call(self) -> str:
+        """The arguments of the bench that are not its defaults, as code."""
+        defaults = inspect.signature(PatchBench).parameters
+        options = {name: str(value) if name in FORMS else value for name, value in self._options.items()}
+        return ", ".join(
+            f"{name}={value!r}"
+            for name, value in options.items()
+            if name == "max_new_tokens" or value != defaults[name].default
+        )
 
     def _complete(self, fields: Data, bench: PatchBench) -> tuple[Data, Asked]:
         """Completes the choices so that heads and positions are ones that the site has."""
@@ -155,8 +164,7 @@ def _tried(tried: Data, fields: Data, answer: PatchAnswer, back: Any) -> Data:
         return {"entries": entries, "at": back}
     if entries and {**fields, "distance": ""} == {**entries[at]["asked"], "distance": ""}:
         return tried
-    found, _ = recovery_in_words(answer)
-    entry = {"asked": fields, "said": label_of(answer.asked), "found": found, "before": max(at, 0)}
+    entry = {"asked": fields, "said": label_of(answer.asked), "found": answer.sentences()[0], "before": max(at, 0)}
     return {"entries": [*entries, entry], "at": len(entries)}
 
 
@@ -169,6 +177,8 @@ def patch_panel(
     kind: str = "native",
     dtype: str | None = None,
     kernels: str = "native",
+    cached: str | ExecutionPath = "cached",
+    recompute: str | ExecutionPath = "recompute",
 ) -> PatchPanel:
     """Makes a panel to patch by hand: the user chooses the donor, the place and the step, and sees the effect of the patch.
 
@@ -183,6 +193,8 @@ def patch_panel(
         kind: The kind in which names are loaded; see :func:`kvinterp.load_model`.
         dtype: The dtype in which names are loaded.
         kernels: The kernel mode of both paths, such as ``split_k(4,float16)``, under which they differ on any machine.
+        cached: The cached path, such as ``cached+int8``.
+        recompute: The recompute path.
 
     Raises:
         InputError: No model was given.
@@ -199,7 +211,7 @@ def patch_panel(
         for name, choice, default in (("kind", kind, "native"), ("dtype", dtype, None)):
             check_unread(name, choice, default, "no model is loaded by name; leave it out")
     check_whole("max_new_tokens", max_new_tokens, 2)
-    kernels_named(kernels)
+    paths_of(cached, recompute, kernels)
     offered: dict[str, Callable[[], Any]] = {}
     for model in items:
         if isinstance(model, str):
@@ -213,7 +225,8 @@ def patch_panel(
         text.text if isinstance(text, Prompt) else check_text(name, text, "'2 + 2 ='")
         for name, text in (("prompt", prompt), ("other", other))
     )
-    return PatchPanel(offered, first, OTHER if first == PROMPT and not second else second, max_new_tokens, kernels)
+    options = {"max_new_tokens": max_new_tokens, "kernels": kernels, "cached": cached, "recompute": recompute}
+    return PatchPanel(offered, first, OTHER if first == PROMPT and not second else second, **options)
 
 
 @functools.cache

@@ -6,8 +6,6 @@ import math
 from collections.abc import Iterable
 from typing import Any, TypeAlias
 
-from kvinterp.common.numbers import counted, upper
-from kvinterp.common.vocabulary import UNCHANGED
 from kvinterp.patching import DIRECTIONS, DONORS, PATCH_SITES, Asked, PatchAnswer, PatchBench
 from kvinterp.patching.bench import EVERY
 from kvinterp.patching.patch import PATCHED_CACHE
@@ -24,8 +22,8 @@ def choices(models: Iterable[str]) -> Data:
         "site": [[name, name, text] for name, text in PATCH_SITES.items()],
         "direction": [[name, name, f"the {name.removeprefix('into-')} path is patched"] for name in DIRECTIONS],
         "distance": [
-            ["kl", "KL", "in nats"],
             ["l2", "L2", "of the logits"],
+            ["kl", "KL", "in nats"],
             ["logit_difference", "logit difference", "of two tokens, named beside it"],
         ],
     }
@@ -73,7 +71,7 @@ def choices_of(bench: PatchBench, question: Asked) -> Data:
 def answer_data(answer: PatchAnswer, bench: PatchBench, measure: str) -> Data:
     """The effect of a patch as plain data, the chosen distance first."""
     question = answer.asked
-    lead, rest = recovery_in_words(answer)
+    lead, *rest = answer.sentences()
     giving = {"path": f"{question.other} path", "prompt": "other prompt"}
     titles = {
         "donor": f"donor: {giving.get(question.donor, '')}",
@@ -89,8 +87,8 @@ def answer_data(answer: PatchAnswer, bench: PatchBench, measure: str) -> Data:
     ]
     first, second = answer.pair
     distances = {
-        "kl": ("KL, nats", answer.d_before, answer.d_after, answer.recovery),
-        "l2": ("L2 of the logits", answer.l2_before, answer.l2_after, answer.l2_recovery),
+        "l2": ("L2 of the logits", answer.d_before, answer.d_after, answer.recovery),
+        "kl": ("KL, nats", answer.kl_before, answer.kl_after, answer.kl_recovery),
         "logit_difference": (
             f"logit difference {first!r} − {second!r}",
             answer.pair_before,
@@ -100,7 +98,7 @@ def answer_data(answer: PatchAnswer, bench: PatchBench, measure: str) -> Data:
     }
     return {
         "lead": lead,
-        "rest": rest,
+        "rest": f"{'. '.join(rest)}.",
         "said": question_in_words(question, bench.adapter.facts.heads_of(question.site), len(bench.fed)),
         "distances": [
             [name, f"{before:.4g}", f"{after:.4g}", "undefined" if math.isnan(share) else f"{share:.2%}"]
@@ -112,38 +110,18 @@ def answer_data(answer: PatchAnswer, bench: PatchBench, measure: str) -> Data:
     }
 
 
-def code_of(question: Asked, prompt: str, other: str, max_new_tokens: int, kernels: str) -> str:
-    """The call that gives the same answer, for a model named ``model``."""
+def code_of(question: Asked, prompt: str, other: str, bench: str) -> str:
+    """The call that gives the same answer, for a model named ``model``, on a bench made of these arguments."""
     options = {name: value for name, value in vars(question).items() if value != getattr(Asked, name)}
     if question.donor not in ("path", "zero") and other.strip():
         options["other"] = other
     if question.donor != "resample":
         options.pop("seed", None)
     choices = "".join(f", {name}={value!r}" for name, value in options.items())
-    return f"kv.PatchBench(model, {max_new_tokens}, {kernels!r}).ask({prompt!r}{choices})"
+    return f"kv.PatchBench(model, {bench}).ask({prompt!r}{choices})"
 
 
 # Sentences -------------------------------------------------------------------------------------------------------------
-
-
-def recovery_in_words(answer: PatchAnswer) -> tuple[str, str]:
-    """Says what one patch did: the share that it recovered, or the distance that an ablation made; and over which steps."""
-    over = f"over {counted(len(answer.steps), 'step')}" + (f". The patch {UNCHANGED}" if answer.unchanged else "")
-    if answer.asked.ablates:
-        kl, l2 = _exactly(answer.d_after, "nats"), _exactly(answer.l2_after)
-        lead = f"KL(unpatched || patched) {kl}, L2 distance of the logits {l2}"
-        return lead, f"mean {over}. An ablation restores nothing, so there is no recovery: this is what it changes."
-    shares = {"KL": answer.recovery, "L2 distance of the logits": answer.l2_recovery}
-    share = ", ".join(f"{value:.2%} of the {name}" for name, value in shares.items() if value == value)
-    before, after = _exactly(answer.d_before, "nats"), _exactly(answer.d_after, "nats")
-    rest = f"{over}. KL to the donor: {before} before, {after} after the patch."
-    if not share:
-        return "Recovery undefined", f"{rest} {upper(answer.why)}"
-    return f"Recovery {share}" + (f"; undefined: {answer.why.rstrip('.')}" if answer.why else ""), rest
-
-
-def _exactly(value: float, unit: str = "") -> str:
-    return "exactly 0" if value == 0 else f"{value:.3g} {unit}".strip()
 
 
 def label_of(question: Asked) -> str:
