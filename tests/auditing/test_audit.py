@@ -6,14 +6,18 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from architectures import build, some
+from transformers import AutoTokenizer
 
 import kvinterp as kv
 from kvinterp.auditing import RUNGS, VERDICTS, audit
 from kvinterp.auditing.building import random_model
-from kvinterp.models import wrap
+from kvinterp.models import wrap, zoo
+from kvinterp.models.hooks import first_of
+from kvinterp.study.report.audit import issue_tables, told_apart
 from kvinterp.testing import CacheInconsistency, assert_cache_consistent
 from pages import Page
 from support import Case
@@ -267,28 +271,57 @@ def test_the_folder_holds_the_verdict_and_a_page_that_needs_nothing_else(written
     assert "svg" in page.tags
     assert page.tags.count("script") == 1, "the page's own; the model's name must be escaped"
     assert [link for link in page.wanted if link.startswith(("http", "//"))] == []
-    for heading in ("Layer", "Max Abs Diff", "Mean Abs Diff", "Full Forward", "Prefill+Decode", "Abs Diff"):
+    for heading in ("Layer", "Max Abs Diff", "Mean Abs Diff", "Full Forward", "Prefill+Decode", "Abs Diff", "Equal"):
         assert heading in page.text, f"the report of transformers#46190 has a column {heading}"
 
 
-def test_the_layer_table_is_a_plain_loops() -> None:
-    """The report format of transformers#46190, row for row what its own script computes from hidden states."""
-    model = build("llama")
-    everything = quick(model, prompts=one_prompt(12), lengths=(9,), rungs=("float32",), detail="everything")
-    shown = int(everything.rung("float32").top["position"].iloc[0])
+@pytest.mark.parametrize("name", ["llama", "qwen3_5"])
+def test_the_layer_table_is_a_plain_loops(name: str) -> None:
+    """The report format of transformers#46190, row for row what its own script computes from hidden states.
+
+    Their last is after the final norm, so what the last block returned is a row of its own: it once stood under the other's name.
+    """
+    model = build(name)
+    tokenizer = AutoTokenizer.from_pretrained(zoo.folder("llama-mini"))
+    everything = quick(
+        wrap(model, tokenizer), prompts=one_prompt(12), lengths=(9,), rungs=("float32",), detail="everything"
+    )
+    rung = everything.rung("float32")
+    shown = int(rung.top["position"].iloc[0])
     tokens = torch.tensor(one_prompt(12))[:, : shown + 1]
-    with torch.no_grad():
+    last: list[torch.Tensor] = []
+    block = model.model.layers[-1].register_forward_hook(lambda *given: last.append(first_of(given[-1])[0, -1]))
+    with torch.no_grad(), block:
         cache = None
         for piece in (tokens[:, :9], *tokens[:, 9:].split(1, 1)):
             out = model(piece, past_key_values=cache, use_cache=True, output_hidden_states=True)
             cache = out.past_key_values
         full = model(tokens, use_cache=False, output_hidden_states=True)
-    table = everything.rung("float32").layers
-    for layer in range(2):  # transformers' last hidden state is after the final norm.
-        gap = (full.hidden_states[layer + 1][0, -1] - out.hidden_states[layer + 1][0, -1]).double().abs()
-        assert table["max_abs"][layer] == gap.max().item()
-    gap = (full.logits[0, -1] - out.logits[0, -1]).double().abs()
-    assert everything.rung("float32").top["difference"].tolist() == gap.topk(5).values.tolist()
+    sides = [(a[0, -1], b[0, -1]) for a, b in zip(full.hidden_states, out.hidden_states, strict=True)]
+    sides = [*sides[:-1], (last[-1], last[-2]), sides[-1], (full.logits[0, -1], out.logits[0, -1])]
+    gaps = [(a - b).double().abs() for a, b in sides]
+    assert rung.layers["max_abs"].tolist() == [gap.max().item() for gap in gaps]
+    assert rung.layers["mean_abs"].tolist() == [gap.mean().item() for gap in gaps]
+    assert rung.top["difference"].tolist() == gaps[-1].topk(5).values.tolist()
+    (logits, top, layers), _ = issue_tables(rung)
+    assert [(row[0], row[1]) for row in layers.rows] == [
+        (str(min(n, len(sides) - 3)), f"{gap.max().item():.6e}") for n, gap in enumerate(gaps[:-1])
+    ]
+    called = [row[-1] for row in layers.rows]
+    assert called[1] == "hidden_states[1]"
+    assert called[-2:] == [
+        "the last block's output, before the final norm",
+        f"hidden_states[{len(full.hidden_states) - 1}]: after the final norm",
+    ]
+    assert logits.rows == [[f"{gaps[-1].max().item():.6e}", f"{gaps[-1].mean().item():.6e}", str(torch.equal(*sides[-1]))]]
+    assert [row[-1] for row in top.rows] == [repr(tokenizer.decode([index])) for index in rung.top["index"]]
+
+
+def test_two_different_logits_look_different() -> None:
+    assert told_apart([(1.5, 1.5), (-0.8623130, -0.8623128)]) == [("1.5", "1.5"), ("-0.862313", "-0.8623128")]
+    ((left, right),) = told_apart([(0.3464703, float(np.nextafter(0.3464703, 1)))])
+    assert left != right
+    assert told_apart([(0.0, -0.0)]) == [("0", "0")]
 
 
 # The pytest helper, and bad input --------------------------------------------------------------------------------------

@@ -60,6 +60,13 @@ class BlockModel:
         module = getter() if getter is not None else None
         return module if isinstance(module, nn.Module) else None
 
+    @property
+    def decoder(self) -> nn.Module | None:
+        """The module that holds all blocks and the final norm, where the model tells it."""
+        getter = getattr(self.adapter.source, "get_decoder", None)
+        module = getter() if getter is not None else None
+        return module if isinstance(module, nn.Module) and module is not self.adapter.source else None
+
     def end_name(self, which: str) -> str:
         """The path of that module, or an empty text."""
         module = self.end(which)
@@ -191,12 +198,14 @@ class Reference:
         logits: ``[position, vocabulary]``.
         inputs: What each block was given, ``[1, position, width]``, by block and by how often it had run before.
         outputs: What each block returned.
+        normed: What the last one returned, after the final norm; None where the model does not tell it.
     """
 
     tokens: Tensor
     logits: Tensor
     inputs: dict[Call, Tensor]
     outputs: dict[Call, Tensor]
+    normed: Tensor | None = None
 
 
 class BlockHooks:
@@ -211,9 +220,11 @@ class BlockHooks:
         inputs: What each block was given in the last forward, before anything was put in its place, by call, ``[...,
             position, width]``: positions last but one, wherever the model has them.
         outputs: What each returned, likewise.
+        normed: What the last one returned, after the final norm; None where the model does not tell it.
     """
 
     reference: Reference
+    normed: Tensor | None = None
 
     def __init__(self, model: BlockModel) -> None:
         self.model = model
@@ -231,7 +242,13 @@ class BlockHooks:
                 before = stream_hook(functools.partial(self._met, "inputs", layer))
                 hooks.enter_context(block.register_forward_pre_hook(before, with_kwargs=True))
             hooks.enter_context(moving(self.model.blocks, functools.partial(self._met, "outputs")))
+            if (decoder := self.model.decoder) is not None:
+                hooks.enter_context(decoder.register_forward_hook(self._met_normed))
             yield self
+
+    def _met_normed(self, _: nn.Module, __: Any, output: Any) -> None:
+        tensor = getattr(output, "last_hidden_state", first_of(output))
+        self.normed = tensor.clone() if isinstance(tensor, Tensor) else None
 
     def _met(self, side: str, layer: int, tensor: Tensor) -> Tensor | None:
         """Keeps what a block is given or returns; what goes in its place, or None."""
@@ -259,7 +276,7 @@ class BlockHooks:
             self._count = None
         self.model.padding = padding_of([logits])
         logits = self.model.unpadded(logits)
-        self.reference = Reference(tokens, logits, self.inputs, self.outputs)
+        self.reference = Reference(tokens, logits, self.inputs, self.outputs, self.normed)
         return self.reference
 
     def feed(self, start: int, stop: int, cache: Any = None, forced: str = "yes") -> tuple[Tensor, Any]:
@@ -279,7 +296,7 @@ class BlockHooks:
         return self._run(0 if forced == "yes" else None, self.model.recompute, self.reference.tokens[:, :stop])
 
     def _run(self, forced_from: int | None, forward: Callable[..., Any], *given: Any) -> Any:
-        self.inputs, self.outputs = {}, {}
+        self.inputs, self.outputs, self.normed = {}, {}, None
         self._forced_from = forced_from
         try:
             return forward(*given)

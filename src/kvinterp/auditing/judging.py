@@ -15,7 +15,7 @@ import torch
 from kvinterp.auditing.blocks import BlockModel, referenced
 from kvinterp.auditing.causes import Cause, WithoutCasts, beyond_truth, coarsest, excused, wide_constants
 from kvinterp.auditing.first_difference import Differing, Feed, Finding, Sight, differing, largest, look
-from kvinterp.auditing.ladder import ONE_BY_ONE, Plan, PrecisionRun, band, unit_roundoff
+from kvinterp.auditing.ladder import EMBEDDING, ONE_BY_ONE, Plan, PrecisionRun, band, unit_roundoff
 from kvinterp.auditing.values import difference
 from kvinterp.auditing.watch import CHOICE
 from kvinterp.errors import UnsupportedError, reason
@@ -432,7 +432,7 @@ def _account(twin: Adapter, run: PrecisionRun, side: PrecisionRun, terms: int) -
         explained = ROOM * (response + sizes.get(head, 0.0)) + band(side.dtype, terms)
     if worst <= explained:
         return Account(worst, explained, kernels)
-    differing = side.layers[side.layers["max_abs"] > 0] if len(side.layers) else side.layers
-    layer = int(differing["layer"].min()) if len(differing) else len(list(twin.blocks))
+    differing = [row.layer for row in side.layers.itertuples() if row.max_abs > 0 and row.layer != EMBEDDING]
+    layer = int(min(differing, default=len(list(twin.blocks))))
     steps = side.differing_steps
     return Account(worst, explained, kernels, layer, int(steps["position"].min()) if len(steps) else None)

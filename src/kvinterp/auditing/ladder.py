@@ -30,6 +30,9 @@ CHUNKS = 3
 EMBEDDING = -1
 """The layer number that stands for what enters the first block."""
 
+NORMED = "normed"
+"""What the last block returned, after the final norm: the last of transformers' ``hidden_states``."""
+
 ONE_BY_ONE = "tokens fed one by one"
 """How tokens are fed where they are fed as decoding does."""
 
@@ -152,8 +155,11 @@ class PrecisionRun:
         sweep: The same as ``local`` for one long decode.
         chunks: The same for several tokens fed at once, at the first position that is as wrong as any: each prompt itself
             (start 0), and the rest of the longest in chunks on the cache of the shortest.
-        layers: Free-running, last token of the longest case, a row a layer: max_abs, mean_abs, relative.
-        top: The five logits that differ most at that token: index, recompute, cached, difference.
+        layers: Free-running, last token of the longest case, a row a layer: layer, part, max_abs, mean_abs, relative. Parts are
+            those of ``local``, but the embedding and the blocks are there with what they return alone, and between the last
+            block and the head's logits stands what is after the final norm (``normed``), where the model tells it.
+        top: The five logits that differ most at that token: index, recompute, cached, difference, and token, its text where
+            there is a tokenizer.
         nonfinite: Where NaN or Inf first appeared: path, module; empty if nowhere.
         grid: The 16-bit dtype whose grid every logit lies on though the rung is wider, or "".
         largest_logit: The largest magnitude of a recomputed logit.

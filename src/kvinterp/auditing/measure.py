@@ -14,13 +14,14 @@ from torch import Tensor
 
 from kvinterp import metrics
 from kvinterp.auditing.blocks import BlockHooks, BlockModel, Reference
-from kvinterp.auditing.ladder import EMBEDDING, LOCAL, STEPS, Plan, PrecisionRun, band, dtype_name
+from kvinterp.auditing.ladder import EMBEDDING, LOCAL, NORMED, STEPS, Plan, PrecisionRun, band, dtype_name
 from kvinterp.auditing.values import difference, first_nonfinite, first_wrong, logit_grid, row_errors
 from kvinterp.models import Adapter
 from kvinterp.paths.kernels import Kernels, Native
 
 Part = tuple[int, str, int]
-"""A block's layer (-1: embedding, the number of blocks: head), ``input`` or ``output``, and how often it had run before."""
+"""A block's layer (-1: embedding, the number of blocks: head), ``input``, ``output`` or :data:`NORMED`, and how often it had run
+before."""
 
 Rows = dict[Part, Tensor]
 
@@ -184,6 +185,8 @@ class _Climb:
         prefix = self._prefix(stop, count=count) if against == "prefix" or stop == last else None
         theirs = whole if prefix is None or against == "whole" else prefix
         for part, again in theirs.items():
+            if part[1] == NORMED:
+                continue  # The head's error has the final norm's in it.
             errors = row_errors(mine[part], again) if part in mine else again.new_full((count,), math.inf)
             first = first_wrong(errors) if bool(errors.max() > 0) else count - 1
             where = {"start": start, "stop": stop, "position": start + first, "layer": part[0], "part": part[1]}
@@ -203,11 +206,15 @@ class _Climb:
             # The last step that differs has something to show; among equal ones any is as good.
             if sizes["max_abs"] > 0 or position == prefill or not bool(top["difference"].any()):
                 where = {"prefill": prefill, "position": position}
-                outputs = [part for part in sorted(theirs) if part[1] == "output"][1:-1]  # The ends: embedding and logits.
-                table = pd.DataFrame([{"layer": part[0], **_sizes(mine[part], theirs[part])} for part in outputs])
+                outputs = [part for part in sorted(theirs) if part[1] != "input"]
+                table = pd.DataFrame(
+                    [{"layer": part[0], "part": part[1], **_sizes(mine[part], theirs[part])} for part in outputs]
+                )
                 worst, at = (a.double() - b.double()).abs().topk(min(5, len(a)))
                 columns = {"index": at, "recompute": b.double()[at], "cached": a.double()[at], "difference": worst}
                 shown = pd.DataFrame({name: tensor.tolist() for name, tensor in columns.items()})
+                if (adapter := self.hooks.model.adapter).tokenizer is not None:
+                    shown["token"] = [adapter.decode([index]) for index in shown["index"]]
                 layers, top = table.assign(**where), shown.assign(**where)
         return steps, layers, top
 
@@ -226,7 +233,10 @@ def _rows(source: BlockHooks | Reference, logits: Tensor, count: int, stop: int 
         rows[(layer, "input", nth) if rows else (EMBEDDING, "output", 0)] = tensor
         if (layer, nth) in source.outputs:
             rows[layer, "output", nth] = source.outputs[layer, nth]
-    rows[max((layer for layer, _ in source.inputs), default=-1) + 1, "output", 0] = logits
+    head = max((layer for layer, _ in source.inputs), default=-1) + 1
+    if source.normed is not None:
+        rows[head, NORMED, 0] = source.normed
+    rows[head, "output", 0] = logits
     newest = {part: tensor[..., :stop, :][..., -count:, :] for part, tensor in rows.items()}
     return {part: tensor.movedim(-2, 0).flatten(1).clone() for part, tensor in newest.items()}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +10,7 @@ import numpy as np
 import pandas as pd
 
 from kvinterp.auditing.checks import NOT_RUN
-from kvinterp.auditing.ladder import EMBEDDING, part_named
+from kvinterp.auditing.ladder import EMBEDDING, NORMED, dtype_name, part_named
 from kvinterp.auditing.reading import HINT, IN_PYTHON
 from kvinterp.common.numbers import upper
 from kvinterp.errors import InputError
@@ -19,12 +20,13 @@ from kvinterp.programs.running import PLAIN, REFUSED, RIGHT, WRONG
 from kvinterp.study.report import engine
 from kvinterp.study.report.charts import draw_chart
 from kvinterp.study.report.experiment import kicker_of
-from kvinterp.study.report.page import render, table_of_rows
+from kvinterp.study.report.page import Table, render, table_of_rows
 from kvinterp.study.report.svg import picture
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+    from kvinterp.auditing.ladder import PrecisionRun
     from kvinterp.auditing.verdict import Audit, Check, Verdict
 
 Row = Mapping[str, Any]
@@ -140,18 +142,56 @@ def _blocks(audit: Audit) -> dict[str, Any]:
         names = {EMBEDDING: "embedding", table["layer"].max(): "head"}
         table["layer"] = [names.get(layer, str(layer)) for layer in table["layer"]]
         blocks[title] = table_of_rows(table.to_dict("records"), here=names.get(marked, str(marked)))
-    rung, issue, heading = audit.rung(dtype), [], ""
-    if rung is not None and len(rung.layers):
-        # A step that differs, where there is one.
-        position, prefill = rung.layers[["position", "prefill"]].iloc[0]
-        heading = f"One token, free-running, in {dtype}: position {position}, fed after a prompt of {prefill} tokens."
-        layers = rung.layers.assign(layer=rung.layers["layer"] + 1)
-        issue = [
-            table_of_rows(table[list(names)].rename(columns=names).to_dict("records"))
-            for table, names in ((layers, _ISSUE_LAYERS), (rung.top, _ISSUE_TOP))
-        ]
-    return {"blocks": blocks, "issue": issue, "issue_title": f"{heading} Layer n is hidden_states[n]."}
+    rung = audit.rung(dtype)
+    issue, title = issue_tables(rung) if rung is not None and len(rung.layers) else ([], "")
+    return {"blocks": blocks, "issue": issue, "issue_title": title}
 
 
-_ISSUE_LAYERS = {"layer": "Layer", "max_abs": "Max Abs Diff", "mean_abs": "Mean Abs Diff"}
-_ISSUE_TOP = {"index": "Index", "recompute": "Full Forward", "cached": "Prefill+Decode", "difference": "Abs Diff"}
+def issue_tables(rung: PrecisionRun) -> tuple[list[Table], str]:
+    """The tables of transformers issue 46190 as its script prints them: the logits, five of them, and each layer; and a title."""
+    # A step that differs, where there is one.
+    position, prefill = rung.layers[["position", "prefill"]].iloc[0]
+    title = (
+        f"One token, free-running, in {dtype_name(rung.dtype)}: position {position}, fed after a prompt of {prefill} tokens"
+    )
+    *layers, logits = rung.layers.to_dict("records")
+    sides = told_apart([*zip(rung.top["recompute"], rung.top["cached"], strict=True)])
+    top = [
+        {"Index": str(row["index"]), "Full Forward": full, "Prefill+Decode": cached, "Abs Diff": f"{row['difference']:.6e}"}
+        | ({"Token": repr(row["token"])} if "token" in row else {})
+        for row, (full, cached) in zip(rung.top.to_dict("records"), sides, strict=True)
+    ]
+    tables = {
+        "The logits, full forward against prefill and decode": [{**_gap(logits), "Equal": str(logits["max_abs"] == 0)}],
+        "Those that differ most": top,
+        "Hidden states": [
+            {"Layer": str(row["layer"] + (row["part"] != NORMED)), **_gap(row), "Tensor": _tensor_of(row, layers)}
+            for row in layers
+        ],
+    }
+    return [dataclasses.replace(table_of_rows(rows), caption=caption) for caption, rows in tables.items()], title
+
+
+def _gap(row: Row) -> dict[str, str]:
+    return {"Max Abs Diff": f"{row['max_abs']:.6e}", "Mean Abs Diff": f"{row['mean_abs']:.6e}"}
+
+
+def _tensor_of(row: Row, layers: Sequence[Row]) -> str:
+    """Which of transformers' ``hidden_states`` a row is; what the last block returned is none of them."""
+    count = max(each["layer"] for each in layers if each["part"] != NORMED) + 1
+    if row["part"] == NORMED:
+        return f"hidden_states[{count}]: after the final norm"
+    if row["layer"] == EMBEDDING:
+        return "hidden_states[0]: the embedding"
+    last = row["layer"] + 1 == count
+    return "the last block's output, before the final norm" if last else f"hidden_states[{row['layer'] + 1}]"
+
+
+def told_apart(pairs: Sequence[tuple[float, float]]) -> list[tuple[str, str]]:
+    """Pairs of numbers with as many digits, six at least, as it takes for two that differ to look different."""
+    for digits in range(6, 18):
+        # Plus 0, so that a zero has no sign.
+        written = [(f"{a + 0:.{digits}g}", f"{b + 0:.{digits}g}") for a, b in pairs]
+        if all((a == b) == (left == right) for (a, b), (left, right) in zip(pairs, written, strict=True)):
+            break
+    return written
