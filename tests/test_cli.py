@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import http.server
 import inspect
+import io
 import json
 import os
 import re
@@ -18,6 +19,7 @@ from typing import Any
 import pandas as pd
 import pytest
 import torch
+import typer
 from typer.testing import CliRunner, Result
 
 import kvinterp as kv
@@ -26,6 +28,8 @@ from kvinterp import __version__
 from kvinterp.cli import app
 from kvinterp.cli.listing import LISTED
 from kvinterp.models.naming import HUB_SECONDS
+from kvinterp.paths import path_named
+from kvinterp.paths.path import FORMS, OPTIONS
 from kvinterp.study.experiments.base import SAID, WIDTH
 from kvinterp.study.experiments.choices import check_early
 from kvinterp.study.experiments.options import OPTION
@@ -302,6 +306,15 @@ def test_what_is_read_from_a_source_is_what_is_imported() -> None:
     metrics = [(row["name"], row["what it is"]) for row in LISTED["metrics"]()]
     assert metrics == [(metric.name, _first_line(metric.function)) for metric in REGISTRY.values()]
     assert [row["kind"] for row in LISTED["kinds"]()] == [*KINDS]
+    paths = [path_named(row["path"]) for row in LISTED["paths"]()]
+    assert {path.form for path in paths} == {*FORMS}
+    changed = {
+        field.name
+        for path in paths
+        for field in dataclasses.fields(path)
+        if getattr(path, field.name) != getattr(path_named(path.form), field.name)
+    }
+    assert {*OPTIONS, "policy", "dtype"} <= changed
     assert [row["site"] for row in LISTED["sites"]()][: len(SITES)] == [*SITES]
     check_early(experiment_read("audit"), {"format": BINARY})
     for name in READERS:
@@ -389,13 +402,48 @@ def test_interrupted_while_the_options_are_read_nothing_was_begun() -> None:
     assert (process.returncode, said.splitlines()[-1]) == (130, "interrupted: nothing was begun.")
 
 
-def test_what_is_read_no_further_is_no_error() -> None:
-    """`kvinterp compare --help | head` ended with an error and exit code 2."""
-    command = [sys.executable, "-m", "kvinterp", "compare", "--help"]
+@pytest.mark.parametrize(("asked", "lines"), [("compare --help", 0), ("study kv-error --help", 70)])
+def test_what_is_read_no_further_is_no_error(asked: str, lines: int) -> None:
+    """`kvinterp compare --help | head` ended with an error and exit code 2, and later `... kv-error --help | head -70`."""
+    command = [sys.executable, "-m", "kvinterp", *asked.split()]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        for _ in range(lines):
+            process.stdout.readline()
         process.stdout.close()
         assert process.stderr.read() == ""
     assert process.returncode == 0
+
+
+class _Left(io.StringIO):
+    """A pipe whose reader leaves after some writes."""
+
+    def __init__(self, after: int) -> None:
+        super().__init__()
+        self.after, self.number = after, os.open(os.devnull, os.O_WRONLY)
+
+    def fileno(self) -> int:
+        return self.number
+
+    def write(self, text: str) -> int:
+        self.after -= 1
+        if self.after < 0:
+            raise BrokenPipeError
+        return super().write(text)
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--help"], *([*command_of(name), "--help"] for name in experiments())], ids=" ".join
+)
+@pytest.mark.parametrize("after", [0, 3])
+def test_every_command_is_quiet_when_its_reader_leaves(
+    arguments: list[str], after: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    error = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", _Left(after))
+    monkeypatch.setattr(sys, "stderr", error)
+    with pytest.raises(SystemExit) as left:
+        typer.main.get_command(app).main(arguments)
+    assert (left.value.code, error.getvalue()) == (0, "")
 
 
 THREE = (

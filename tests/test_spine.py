@@ -125,6 +125,13 @@ def test_a_strategy_is_read_back_from_its_text(strategy):
         (lambda: kv.ExecutionPath("cache"), "did you mean 'cached'"),
         (lambda: kv.ExecutionPath("recompute", cache_dtype="float16"), "keeps no cache"),
         (lambda: kv.path_named(None), "path=None was given"),
+        (lambda: kv.path_named("cached[policy=int8]"), r"a policy stands behind the brackets, as in 'cached\+int8'\."),
+        (lambda: kv.path_named("cached[q8_0,chunk=4]@float64"), r"as in 'cached\[chunk=4\]\+q8_0@float64'\."),
+        (
+            lambda: kv.path_named("recompute[dtype=float32]"),
+            "a dtype stands behind the brackets, as in 'recompute@float32'",
+        ),
+        (lambda: kv.path_named("cached[policy=nonsense]"), "is unknown: expected call=PROGRAM, chunk=N"),
         (lambda: kv.path_named("cached[chunk=²]"), "expected a whole number of at least 1, in tokens"),
         (lambda: strategy_named(None), "strategy=None was given"),
     ],

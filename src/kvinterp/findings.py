@@ -226,6 +226,7 @@ class Panel:
         level: The place of a grey line: a value, in a map one of x, or ``equal``, where both axes have the same value.
         mark: The column that marks rows with a cross, and the cross's name in the legend.
         columns: Most panels in a row.
+        why: The column that says why a row has no value: written at its line of dots, or in a panel with nothing to draw.
     """
 
     table: pd.DataFrame
@@ -244,6 +245,7 @@ class Panel:
     level: float | str | None = None
     mark: tuple[str, str] = ("", "")
     columns: int = 6
+    why: str = ""
 
 
 @dataclasses.dataclass(frozen=True)

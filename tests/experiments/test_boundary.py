@@ -80,7 +80,11 @@ def test_steps_are_at_risk_until_the_first_flip(tables: Any) -> None:
     (row,) = tables["prediction"].to_dict("records")
     at_risk = matched["flip_index"].fillna(LENGTH - 1).sum()  # Step 0 is the prefill's.
     assert (row["flips"], row["steps"], row["n"]) == (matched["diverged"].sum(), at_risk, 40)
-    assert row["margin_at_flip"] == pytest.approx(matched["margin_at_flip"].median())
+    by_prompt = matched.groupby("example")["margin_at_flip"].mean()
+    assert row["margin_at_flip"] == pytest.approx(by_prompt.median())
+    assert row["margin_at_flip_low"] < row["margin_at_flip"] < row["margin_at_flip_high"]
     risk = steps[(steps["protocol"] == "matched") & (steps["step"] > 0) & ~steps["after_flip"]]
     assert len(risk) == at_risk
-    assert row["margin_elsewhere"] == risk.loc[~risk["flipped"], "margin_a"].median() > row["margin_at_flip"]
+    elsewhere = risk[~risk["flipped"]].groupby("example")["margin_a"].mean().median()
+    assert row["margin_elsewhere"] == pytest.approx(elsewhere)
+    assert row["margin_elsewhere_low"] > row["margin_at_flip_high"]

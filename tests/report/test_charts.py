@@ -85,6 +85,34 @@ def test_a_column_of_any_name_is_an_axis(name: str) -> None:
     assert figure.axes[0].lines[0].get_xdata().tolist() == [1, 2, 4]
 
 
+@pytest.mark.parametrize("values", [(5.6, 2.9), (1.02, 0.98), (3.0, 40.0), (2.0, 9e4)])
+def test_a_logarithmic_axis_has_more_than_one_labelled_tick(values: tuple[float, float]) -> None:
+    """Ratios of 5.6 and 2.9 once stood on an axis with the one label "1"."""
+    table = pd.DataFrame({"ratio": values, "line": ["a", "b"]})
+    figure = draw_chart(Chart("Ratios", [Panel(table, "ratio", "line", "dots", scale="log", level=1)]), [ABOUT])
+    figure.draw_without_rendering()
+    axes = figure.axes[0]
+    low, high = axes.get_xlim()
+    said = [tick.get_text() for tick in axes.get_xticklabels() if low <= tick.get_position()[0] <= high]
+    assert len(set(filter(None, said))) > 1
+    assert len(said) == len(set(said))
+
+
+@pytest.mark.parametrize("kind", ["line", "dots"])
+def test_what_has_no_value_says_why(kind: str) -> None:
+    """A panel of Figure 5 was empty without a word."""
+    table = pd.DataFrame(
+        {"at": [0, 1] * 2, "size": [np.nan] * 2 + [0.5] * 2, "model": ["m", "m", "n", "n"], "why": ["0 of 6"] * 4}
+    )
+    given = ("size", "model") if kind == "dots" else ("at", "size")
+    panel = Panel(table, *given, kind, facet="" if kind == "dots" else "model", why="why")
+    figure = draw_chart(Chart("Recovery", [panel]), [ABOUT])
+    figure.draw_without_rendering()
+    said = [[text.get_text() for text in axes.texts] for axes in figure.axes]
+    assert said == ([["0 of 6"]] if kind == "dots" else [["0 of 6"], []])
+    assert inside(figure)
+
+
 # Findings --------------------------------------------------------------------------------------------------------------
 
 

@@ -25,7 +25,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from kvinterp._version import __version__
 from kvinterp.cli.listing import LISTED, described
-from kvinterp.common.console import echo
+from kvinterp.common.console import Dropping, echo
 from kvinterp.common.files import SUMMARY, is_file, read_json, strict_json
 from kvinterp.common.source import source
 from kvinterp.errors import InputError, KvinterpError, out_of_memory, unknown, visible
@@ -128,13 +128,18 @@ class _Root(_Experiments):
             with contextlib.suppress(AttributeError):
                 # Where the stream's encoding lacks a character an escape is shown.
                 stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
-        try:
-            with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
-                found = self._called(arguments or ["--help"])
-            if as_json:
-                echo(strict_json(found))
-        except InputError as error:
-            found = _refusal(error)
+        with contextlib.ExitStack() as streams:
+            # Help is printed by typer and rich, which would end with an error where a reader has left.
+            streams.enter_context(contextlib.redirect_stdout(Dropping(sys.stdout)))
+            if sys.stderr is not None:
+                streams.enter_context(contextlib.redirect_stderr(Dropping(sys.stderr)))
+            try:
+                with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
+                    found = self._called(arguments or ["--help"])
+                if as_json:
+                    echo(strict_json(found))
+            except InputError as error:
+                found = _refusal(error)
         raise SystemExit(found.get("exit_code", 0))
 
     def _called(self, arguments: list[str]) -> Mapping[str, Any]:
@@ -167,9 +172,6 @@ class _Root(_Experiments):
             return _refusal(KvinterpError(f"there was not enough memory {what}: close what else runs, or ask for less."))
         # sys.exit in a model's code, or a panic in Rust.
         except BaseException as error:
-            # rich leaves so where whoever reads the output has closed it, as head does.
-            if isinstance(error.__context__, BrokenPipeError):
-                return {}
             said = f"code that was run raised {type(error).__name__} ({error}): expected code that returns, or raises an error."
             return _refusal(KvinterpError(said))
 
@@ -379,7 +381,7 @@ def _list(
     ] = None,
     as_json: Json = False,
 ) -> Mapping[str, Any]:
-    """List what can be named: models, kinds, sites, strategies, policies, metrics, kernels, calls, protocols, experiments."""
+    """List what can be named: models, kinds, sites, strategies, policies, metrics, kernels, calls, paths and more."""
     if what is not None:
         rows = LISTED[what.value]()
         for line in described(what.value, rows):

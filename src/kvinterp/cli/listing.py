@@ -10,7 +10,7 @@ from typing import Any
 
 from kvinterp.common.source import ROOT, source
 from kvinterp.common.spec import plugins_read
-from kvinterp.common.vocabulary import PROTOCOLS
+from kvinterp.common.vocabulary import PATHS, PROTOCOLS
 from kvinterp.models import real, zoo
 from kvinterp.models.sites import GROUPS, SITES
 from kvinterp.study.experiments.registry import experiments, question_of
@@ -114,6 +114,7 @@ LISTED: dict[str, Callable[[], list[Row]]] = {
             for row in _plugins(plugins_read(_OPERATION, _OPERATIONS))
         ),
     ],
+    "paths": lambda: _pairs("path", PATHS),
     "protocols": lambda: _pairs("protocol", PROTOCOLS),
     "experiments": lambda: _pairs("command", {name: question_of(name).splitlines()[0] for name in experiments()}),
 }

@@ -6,6 +6,21 @@ PROTOCOLS = {
     "matched": "both paths are fed the same tokens at every step, so only their arithmetic differs, and not their texts",
     "free": "each path is fed its own tokens: after the first flip the two contexts differ",
 }
+PATHS = {
+    "cached": "the prompt at once, then one token a step from the KV cache",
+    "recompute": "the whole prefix at every step",
+    "cached+q8_0": "with a policy on K and V, or several: see kvinterp list policies",
+    "recompute@float64": "the model in another dtype",
+    "cached[call=padded(left,5)]": "how the tokens reach the model: see kvinterp list calls",
+    "cached[chunk=16]": "the prompt in chunks of so many tokens",
+    "cached[cache=static]": "another kind of cache",
+    "cached[cache_dtype=float32]": "K and V kept in another dtype",
+    "cached[kernels=split_k(4,float16)]": "other kernels for some operations: see kvinterp list kernels",
+    "cached[prefill=stored]": "attention in the prefill reads what the cache keeps, as in llama.cpp, not what was computed",
+    "cached[refresh=16]": "the cache is computed again from the whole prefix every so many steps",
+    "cached[smooth=0.5]": "attention reads the average of the cache, with this weight, and a recomputation",
+}
+"""The forms of a path and its options, by an example each; they go together: ``cached[chunk=16,prefill=stored]+q8_0@float32``."""
 PARTS = {
     "fresh": "the newest row, computed alone at this step",
     "alone": "K and V of the decoded rows, each computed alone at its own step",

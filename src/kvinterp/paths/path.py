@@ -255,10 +255,25 @@ def path_named(text: object, cache: Callable[[str], CacheKind] = cache_named) ->
         return ExecutionPath(text)
     form, options, policy, dtype = spec.path_parts(text)
     values: dict[str, str] = {}
-    for part in spec.split(options or "", ","):
+    parts = spec.split(options or "", ",")
+    for part in parts:
         name, value = (side.strip() for side in (*part.split("=", 1), "")[:2])
         # The cache's dtype, the older of the two, may stand where its kind does.
         name = "cache_dtype" if name == "cache" and dtype_word(value) in DTYPES else name
+        if name not in OPTIONS and (behind := _behind(name, value)):
+            rest = ",".join(other for other in parts if other != part)
+            named = {"policy": policy, "dtype": dtype, behind: value or name}
+            right = "".join(
+                [
+                    form,
+                    f"[{rest}]" * bool(rest),
+                    f"+{named['policy']}" * bool(named["policy"]),
+                    f"@{named['dtype']}" * bool(named["dtype"]),
+                ]
+            )
+            raise InputError(
+                f"path option {part!r} in {text!r} is unknown: a {behind} stands behind the brackets, as in {right!r}."
+            )
         if name not in OPTIONS or not value or name in values:
             raise InputError(
                 f"path option {part!r} in {text!r} is {'given twice' if name in values else 'unknown'}: expected call=PROGRAM, "
@@ -280,6 +295,17 @@ def path_named(text: object, cache: Callable[[str], CacheKind] = cache_named) ->
         call=call_named(values.get("call")),
         **numbers,
     )
+
+
+def _behind(name: str, value: str) -> str:
+    """What an option gives that stands behind the brackets of a path: a policy, a dtype, or nothing."""
+    if name == "dtype" or (not value and dtype_word(name) in DTYPES):
+        return "dtype"
+    try:
+        policy_named(value if name == "policy" else name)
+    except InputError:
+        return ""
+    return "policy"
 
 
 def _policy(policy: Policy | str | None) -> Policy:

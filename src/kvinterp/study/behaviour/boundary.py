@@ -15,8 +15,8 @@ import pandas as pd
 
 from kvinterp.metrics.dependence import restricted_correlation, terciles
 from kvinterp.metrics.inference import Test
-from kvinterp.metrics.statistics import FEWEST
-from kvinterp.study.behaviour.divergence import DECODE, conditions
+from kvinterp.metrics.statistics import FEWEST, typical
+from kvinterp.study.behaviour.divergence import DECODE, conditions, with_ends
 
 QUANTITIES = ("mean_kl", "matched_mean_kl")
 """What the step of the first flip is held against: the free protocol's KL (the paper's) and the matched protocol's."""
@@ -107,15 +107,19 @@ def margins_of(steps: pd.DataFrame) -> pd.DataFrame:
         steps: As :func:`kvinterp.study.experiments.behaviour.decodes_of` gives them, with the model of each.
 
     Returns:
-        One row a model and strategy: n (examples), steps, flips, margin_at_flip and margin_elsewhere (medians, logits).
+        One row a model and strategy: n (examples), steps, flips, margin_at_flip and margin_elsewhere (logits: the medians over
+        the examples of each one's mean, with their ends in _low and _high).
     """
     at_risk = steps[(steps["protocol"] == "matched") & (steps["step"] > 0) & ~steps["after_flip"]]
     rows = []
     for labels, group in conditions(at_risk, *CONDITION):
-        margins = group.groupby("flipped")["margin_a"].median().reindex([True, False])
-        counts = group["example"].nunique(), len(group), group["flipped"].sum()
-        rows.append((*labels.values(), *counts, *margins))
-    return pd.DataFrame(rows, columns=[*CONDITION, "n", "steps", "flips", "margin_at_flip", "margin_elsewhere"])
+        flips = group["flipped"].astype(bool)
+        row = {**labels, "n": group["example"].nunique(), "steps": len(group), "flips": int(flips.sum())}
+        for name, some in (("margin_at_flip", group[flips]), ("margin_elsewhere", group[~flips])):
+            middle = typical(some["margin_a"], some["example"])
+            row |= with_ends(name, middle.median, *middle.interval)
+        rows.append(row)
+    return pd.DataFrame(rows)
 
 
 _COLUMNS = ("low", "high", "p", "n", "n_prompts", "why")

@@ -22,12 +22,13 @@ import numpy as np
 import pandas as pd
 from scipy import stats
 
-from kvinterp.common.numbers import ends_said
-from kvinterp.metrics.statistics import quiet
+from kvinterp.common.numbers import ends_said, listed
+from kvinterp.metrics.statistics import FEWEST, FEWEST_RESAMPLED, quiet
 from kvinterp.study.behaviour.boundary import boundary_tables, pooled
 from kvinterp.study.behaviour.divergence import (
     DECODE,
     accuracy_of,
+    conditions,
     divergence_of,
     kl_by_step_of,
     with_ends,
@@ -73,7 +74,8 @@ PRESETS: dict[str, dict[str, Any]] = {
         "seeds": 2,
         "max_new_tokens": 24,
         "few": 6,
-        "patched_steps": 6,
+        # As far as the decodes go: a first flip comes late.
+        "patched_steps": 24,
         "block": 4,
     },
     "real": {
@@ -123,6 +125,7 @@ _PATCHES = {
     ("kv-into-cached", "single"): "control: K and V into the cached path, one layer",
     ("kv-into-cached", "cumulative"): "control: K and V into the cached path, layers 0 to this one",
 }
+_ONCE = f"95% of {RESAMPLES:,} resamples of prompts, each once"
 ENDS = ("", "_low", "_high")
 """What ends the names of the columns of a number and of the ends of its interval."""
 MEASURES = {"l2": "L2", "cosine_distance": "1 - cosine"}
@@ -212,7 +215,7 @@ class Paper(OfModels):
         for adapter in self.adapters():
             begun = time.perf_counter()
             compare_examples(adapter, prompts[0], *paths_of(self.kernels), max_new_tokens=4, stop="length")
-            patched = 4 * few * adapter.facts.layers * min(preset["patched_steps"], self.max_new_tokens)
+            patched = few * adapter.facts.layers * min(preset["patched_steps"], self.max_new_tokens)
             # Where no token flips the free protocol costs nothing; where all decodes flip, the recompute path runs twice more.
             seconds += np.array([steps + patched, 3 * steps + patched]) * (time.perf_counter() - begun) / 4
         low, high = (f"{each / 60:.0f} minutes" if each < 7200 else f"{each / 3600:.0f} hours" for each in seconds)
@@ -226,7 +229,7 @@ class Paper(OfModels):
         both = {"fp16": fp16, "fp32": decodes_of(parts, "float32")} if any(key[:7] == "float32" for key in parts) else {}
         facts = [{"model": adapter.facts.name, "architecture": adapter.facts.architecture} for adapter in self.adapters()]
         papers = pd.DataFrame(facts).merge(pd.read_csv(io.StringIO(PAPER)), on="architecture")
-        by_step, boundary = kl_by_step_of(fp16[1]), boundary_tables(*fp16)
+        by_step, boundary = kl_by_step_of(fp16[1]).merge(mean_by_step(fp16[1])), boundary_tables(*fp16)
         flips = boundary["flips"]
         boundary["flips"] = flips.assign(flip_index=flips["flip_index"] - 1)
         return {
@@ -254,8 +257,14 @@ class Paper(OfModels):
         if table.empty:
             return table
         names = [_PATCHES[place] for place in zip(table["part"], table["sweep"], strict=True)]
-        table = ends_of(table, "interval").assign(patch=names)
-        return table[["model", "patch", "layer", "examples", "defined", "median", "low", "high"]]
+        every = gathered(patched)[0]["recovery"]
+        whys = every[every["why"] != ""].groupby(["model", "part"])["why"].first().str.split(":").str[0]
+        table = ends_of(table, "interval").assign(patch=names).join(whys, on=["model", "part"])
+        table["why"] = [
+            f"{row.defined} of {row.examples} have a recovery: {row.why}" if row.defined < row.examples else ""
+            for row in table.itertuples()
+        ]
+        return table[["model", "patch", "layer", "examples", "defined", "median", "low", "high", "why"]]
 
     def noted(self) -> dict[str, Any]:
         """The preset's choices that no option shows, too."""
@@ -295,28 +304,43 @@ class Paper(OfModels):
 
     def charts(self, result: Result) -> Charts:
         """The paper's five figures."""
-        tables, notes = result.tables, ["steps counted as in the paper"]
-        figures = {
+        tables, counted_so = result.tables, "steps counted as in the paper"
+        first, fifth, models = tables["figure_1"], tables["figure_5"], titled(tables["figure_1"], "n_examples")
+        flips = tables["figure_4_flips"]
+        none = [bare(model) for model in tables["table_1"]["model"].unique() if model not in set(flips["model"])]
+        about = next(iter(result.provenances().values()))
+        # One less than there are, which the prefill decides, and one less for where counting begins.
+        last = min(about["patched_steps"], about["max_new_tokens"]) - 2
+        figures: dict[str, tuple[str, list[Panel], list[str]]] = {
             "figure_1": ("KL at every decode step", [
-                Panel(only(tables["figure_1"], protocol=protocol), "step", "mean_kl", color="strategy", facet="model",
-                      ends="none", xlabel="decode step", label=f"mean KL (nats),\n{name}")
+                Panel(ends_of(only(first, protocol=protocol).drop(columns=["low", "high"]), "mean_kl"), "step", "mean_kl",
+                      color="strategy", facet="model", titles=models, ends="band", xlabel="decode step",
+                      label=f"mean KL (nats),\n{name}")
                 for protocol, name in PROTOCOLS.items()
-            ]),
+            ], [counted_so, f"bands: {_ONCE}"]),
             "figure_2": ("Drift of the residual stream by layer, at decode step 1", [
-                Panel(only(tables["figure_2"], measure=measure), "layer", "median", color="rows", names=_ROWS, facet="model",
+                Panel(table, "layer", "median", color="rows", names=_ROWS, facet="model", titles=titled(table, "n"),
                       label=f"{MEASURES[measure]} (median)")
                 for measure in MEASURES if len(tables["figure_2"])
-            ]),
+                for table in [only(tables["figure_2"], measure=measure)]
+            ], [counted_so, "n: prompts; bars: 95% intervals of medians"]),
             "figure_3": ("KL in FP16 and in FP32", [
                 Panel(bars_of(tables["table_2"]), "kl", "line", "dots", color="protocol", names=PROTOCOLS, label="mean KL (nats)")
+            ], ["n: prompts", f"bars: those of Table 2; of the control {_ONCE}"]),
+            "figure_4": ("When the first token flips", views_of(tables), [
+                counted_so, "n: prompts",
+                f"bars: 95% intervals, of margins for {FEWEST} prompts or more, else for {FEWEST_RESAMPLED} or more",
+                *[f"no decode of {listed(none)} flips"] * bool(none),
             ]),
-            "figure_4": ("When the first token flips", views_of(tables)),
             "figure_5": ("What patches recover", [
-                Panel(tables["figure_5"], "layer", "median", color="patch", facet="model", scale="signed", level=0,
-                      label="recovery (median)")
-            ]),
+                Panel(fifth, "layer", "median", color="patch", facet="model", titles=titled(fifth, "defined"),
+                      scale="signed", level=0, label="recovery (median)", why="why")
+            ], [counted_so, f"over steps 0 to {last} of greedy decodes", "n: prompts that have a difference to recover",
+                "bars: 95% intervals of medians"]),
         }  # fmt: skip
-        return {name: Chart(f"Figure {name[-1]}. {title}", panels, notes) for name, (title, panels) in figures.items()}
+        return {
+            name: Chart(f"Figure {name[-1]}. {title}", panels, notes) for name, (title, panels, notes) in figures.items()
+        }
 
 
 # Tables ------------------------------------------------------------------------------------------------------------------
@@ -346,6 +370,46 @@ def mean_kl_of(decodes: pd.DataFrame, seeds: int) -> tuple[float, float, float]:
     return kl.mean(), *drawn.confidence_interval
 
 
+def mean_over_prompts(kl: pd.Series, examples: pd.Series) -> tuple[float, float, float]:
+    """The mean KL with its interval, each prompt once: by the mean of its decodes, of which greedy's are copies.
+
+    Args:
+        kl: One number a decode.
+        examples: The prompt of each.
+    """
+    return next(_resampled(kl.groupby(examples).mean().to_frame()).itertuples(index=False, name=None))
+
+
+def mean_by_step(steps: pd.DataFrame) -> pd.DataFrame:
+    """The same of every step.
+
+    Args:
+        steps: As :func:`decodes_of` gives them.
+
+    Returns:
+        One row a model, strategy, protocol and step: mean_kl_low, mean_kl_high.
+    """
+    tables = []
+    for labels, group in conditions(steps, "model", "strategy", "protocol"):
+        means = group.pivot_table("kl", "example", "step", aggfunc="mean")
+        tables.append(_resampled(means).drop(columns="mean_kl").rename_axis("step").reset_index().assign(**labels))
+    return pd.concat(tables, ignore_index=True)
+
+
+def _resampled(means: pd.DataFrame) -> pd.DataFrame:
+    """The mean of every column with the percentile interval of its resampled rows, a row a column; NaN for fewer than FEWEST."""
+    values, n = means.to_numpy(float), len(means)
+    ends = np.full((2, values.shape[1]), np.nan)
+    if n >= FEWEST:
+        draws = np.random.default_rng(0).integers(n, size=(RESAMPLES, n))
+        counts = np.stack([np.bincount(draw, minlength=n) for draw in draws])
+        ends = np.quantile(counts @ values / n, (0.025, 0.975), axis=0)
+    return pd.DataFrame(
+        dict(zip((f"mean_kl{end}" for end in ENDS), (values.mean(0) if n else ends[0], *ends), strict=True)),
+        index=means.columns,
+    )
+
+
 def beside(table: pd.DataFrame, papers: pd.DataFrame, on: Sequence[str], **columns: str) -> pd.DataFrame:
     """A table with the paper's numbers, the control's columns behind them."""
     named = papers[["paper", *on, *columns]].drop_duplicates().rename(columns=columns)
@@ -367,8 +431,9 @@ def table_1(decodes: pd.DataFrame, steps: pd.DataFrame, seeds: int, papers: pd.D
 
     Returns:
         decodes, n (examples), div_rate and mean_kl (free, with the paper's interval), median_kl (over examples, by order
-        statistics), cache_acc, no_cache_acc, p_bonferroni (McNemar), what the paper has, and same_tokens, the mean KL with both
-        paths fed the same tokens. Estimates have their ends in _low and _high.
+        statistics), cache_acc, no_cache_acc, p_bonferroni (McNemar's test, or sign flips by example), what the paper has, and
+        same_tokens, the mean KL with both paths fed the same tokens, each example once. Estimates have their ends in _low and
+        _high.
     """
     answers = {"accuracy_a": "cache_acc", "accuracy_b": "no_cache_acc", "p_bonferroni": "p_bonferroni"}
     right = accuracy_of(decodes)[["model", "strategy", *answers]].rename(columns=answers)
@@ -384,10 +449,15 @@ def _conditions(decodes: pd.DataFrame, steps: pd.DataFrame, seeds: int) -> pd.Da
         columns={"rate": "div_rate", "low": "div_rate_low", "high": "div_rate_high"}
         | {f"typical_kl{end}": f"median_kl{end}" for end in ENDS}
     )
-    conditions = table[["model", "strategy"]].to_dict("records")
-    for name, protocol in (("mean_kl", "free"), ("same_tokens", "matched")):
-        means = [mean_kl_of(only(decodes, protocol=protocol, **condition), seeds) for condition in conditions]
-        table[[f"{name}{end}" for end in ENDS]] = means
+    rows = table[["model", "strategy"]].to_dict("records")
+    groups = [only(decodes, **condition) for condition in rows]
+    free, same = ([only(group, protocol=protocol) for group in groups] for protocol in PROTOCOLS)
+    means = {
+        "mean_kl": [mean_kl_of(group, seeds) for group in free],
+        "same_tokens": [mean_over_prompts(group["mean_kl"], group["example"]) for group in same],
+    }
+    for name, estimates in means.items():
+        table[[f"{name}{end}" for end in ENDS]] = estimates
     table["family"] = table["strategy"].str.partition("(")[0]
     numbers = [f"{name}{end}" for name in ("div_rate", "mean_kl", "median_kl", "same_tokens") for end in ENDS]
     return table[["model", "strategy", "family", "decodes", "n", *numbers]]
@@ -433,8 +503,8 @@ def table_3(correlations: pd.DataFrame, models: Sequence[str], papers: pd.DataFr
         papers: The paper's trend, by model.
 
     Returns:
-        flips, n (examples); full, without_0 (flips after step 0) and without_8; trend from full to without_0, or why there is
-        none; the paper's; same_tokens, full, of the KL with the same tokens.
+        flips, n (examples); full, without_0 (flips after step 0) and without_8; trend from full to without_0, where that lies
+        outside the interval of full, or why there is none; the paper's; same_tokens, full, of the KL with the same tokens.
     """
     rows = []
     for model in models:
@@ -444,16 +514,24 @@ def table_3(correlations: pd.DataFrame, models: Sequence[str], papers: pd.DataFr
             continue
         free, same = (only(group, quantity=name).set_index("method") for name in ("mean_kl", "matched_mean_kl"))
         full, without_0 = free.loc["pearson"], free.loc["restricted>1"]
-        trend = full["why"] or without_0["why"] or "no flip at step 0" * bool(without_0["n"] == full["n"])
-        if not trend:
-            trend = "strengthens" if abs(without_0["value"]) > abs(full["value"]) else "weakens"
-            trend += ", within the interval" * bool(full["low"] <= without_0["value"] <= full["high"])
-        row = {"model": model, "flips": full["n"], "n": full["n_prompts"], "trend": trend}
+        row = {"model": model, "flips": full["n"], "n": full["n_prompts"], "trend": _trend(full, without_0)}
         estimates = dict(zip(("full", "without_0", "without_8"), (free.loc[method] for method in METHODS), strict=True))
         for name, estimate in {**estimates, "same_tokens": same.loc["pearson"]}.items():
             row |= with_ends(name, *estimate[["value", "low", "high"]])
         rows.append(row)
     return beside(pd.DataFrame(rows), papers, ["model"], trend="paper_trend")
+
+
+def _trend(full: pd.Series, without_0: pd.Series) -> str:
+    """How a correlation changes without the flips at step 0, which only an interval can say; or why nothing is said."""
+    why = full["why"] or without_0["why"]
+    if why or without_0["n"] == full["n"]:
+        return why or "no flip at step 0"
+    if pd.isna([full["low"], full["high"], without_0["low"], without_0["high"]]).any():
+        return f"no interval: fewer than {FEWEST_RESAMPLED} prompts"
+    if full["low"] <= without_0["value"] <= full["high"]:
+        return "not told apart: within the interval"
+    return "strengthens" if abs(without_0["value"]) > abs(full["value"]) else "weakens"
 
 
 # Figures -----------------------------------------------------------------------------------------------------------------
@@ -464,7 +542,7 @@ METHODS = {"pearson": "full", "restricted>1": "without step 0", "restricted>9": 
 def bars_of(table: pd.DataFrame) -> pd.DataFrame:
     """Table 2 as Figure 3 draws it: a row a model, precision and protocol."""
     return pd.DataFrame([
-        {"line": f"{_bare(row['model'])}, {precision.upper()}", "protocol": protocol}
+        {"line": f"{bare(row['model'])}, {precision.upper()} (n = {row['n']})", "protocol": protocol}
         | dict(zip(("kl", "low", "high"), (row[f"{name}{end}"] for end in ENDS), strict=True))
         for row, precision in itertools.product(table.to_dict("records"), ("fp16", "fp32"))
         for protocol, name in (("free", f"{precision}_kl"), ("matched", f"same_tokens_{precision}_kl"))
@@ -478,26 +556,45 @@ def views_of(tables: Tables) -> list[Panel]:
         tables[f"figure_4_{name}"] for name in ("flips", "thirds", "correlations", "prediction")
     )
     points = flips.melt(["flip_index", "model"], list(names), "quantity", "kl").dropna(subset=["kl"])
-    thirds, margins = (
-        table.assign(line=table["model"].map(_bare) + ", " + table["strategy"]) for table in (thirds, margins)
-    )
-    margins = margins.melt("line", ["margin_at_flip", "margin_elsewhere"], "at", "margin").dropna(subset=["margin"])
+    prompts = flips.groupby("model", sort=False)["example"].nunique()
+    of = {model: f"{bare(model)}: {counted(int(count), 'flip')} (n = {prompts[model]})" for model, count in
+          flips["model"].value_counts(sort=False).items()}  # fmt: skip
+    thirds = thirds.assign(line=_lines(thirds, "strategy", "n_prompts"))
     at = {"margin_at_flip": "at a first flip", "margin_elsewhere": "at other steps"}
-    correlations = correlations[correlations["method"].isin(METHODS)].dropna(subset=["value"])
-    lines = correlations["model"].map(_bare) + ", " + correlations["method"].map(METHODS)
+    margins = margins.assign(line=_lines(margins, "strategy", "n", "flips"))
+    margins = pd.concat([ends_of(margins, name).rename(columns={name: "margin"}).assign(at=name) for name in at])
+    correlations = correlations[correlations["method"].isin(METHODS)]
+    correlations = correlations.assign(line=_lines(correlations.replace({"method": METHODS}), "method", "n_prompts"))
     dots = functools.partial(Panel, y="line", kind="dots")
     return [
-        Panel(points, "flip_index", "kl", "points", color="model", facet="quantity", titles=names, label="mean KL (nats)",
-              xlabel="step of the first flip"),
-        dots(thirds.dropna(subset=["ratio"]), "ratio", color="quantity", names=names, scale="log", level=1,
+        Panel(points, "flip_index", "kl", "points", color="model", names=of, facet="quantity", titles=names,
+              label="mean KL (nats)", xlabel="step of the first flip"),
+        dots(thirds, "ratio", color="quantity", names=names, scale="log", level=1, why="why",
              label="mean KL of the earliest third of flips over the latest"),
-        dots(correlations.assign(line=lines), "value", color="quantity", names=names, scale="linear", level=0,
+        dots(correlations, "value", color="quantity", names=names, scale="linear", level=0, why="why",
              label="Pearson's correlation of flip step and mean KL"),
-        dots(margins, "margin", color="at", names=at, scale="linear", label="margin of the two highest logits (median)"),
+        dots(margins.dropna(subset=["margin"]), "margin", color="at", names=at, scale="linear",
+             label="margin of the two highest logits (median over prompts)"),
     ]  # fmt: skip
 
 
-def _bare(model: str) -> str:
+def _lines(table: pd.DataFrame, what: str, n: str, flips: str = "") -> list[str]:
+    """The labels of dots: the model, what a row is of, and how many prompts, and flips, it rests on."""
+    return [
+        f"{bare(row['model'])}, {row[what]} "
+        + f"(n = {row[n]}{', ' + counted(row[flips], 'flip') if flips else ''})".replace(" ", "\u00a0")
+        for row in table.to_dict("records")
+    ]
+
+
+def titled(table: pd.DataFrame, n: str) -> dict[str, str]:
+    """The titles of panels by model, with how many prompts they rest on."""
+    ends = table.groupby("model", sort=False)[n].agg(["min", "max"]) if len(table) else table
+    return {model: f"{bare(model)}, n = {' to '.join(dict.fromkeys(map(str, each)))}" for model, *each in ends.itertuples()}
+
+
+def bare(model: str) -> str:
+    """A model's name in a figure."""
     return model.removeprefix("zoo:")
 
 
@@ -527,16 +624,19 @@ SHOWN: dict[str, tuple[str, str, dict[str, str]]] = {
         "Divergence, KL and accuracy",
         "The mean's interval is the paper's bootstrap: it takes run pairs as independent, though seeds of a prompt are not and "
         "greedy's are copies. The median's is by order statistics over prompts. They differ because a mean follows the few "
-        "decodes that flip early.",
+        "decodes that flip early. The control's interval resamples prompts, each once. p is of the difference of the accuracies: "
+        "McNemar's exact test where a prompt is decoded once, else sign flips by prompt; Bonferroni over the rows.",
         {
             "Model": "model",
             "Strategy": "strategy",
             "n": "n",
+            "Decodes": "decodes",
             "Div. rate": "%div_rate",
             "Mean KL [95% CI]": "mean_kl",
             "Median KL [95% CI]": "median_kl",
             "Cache acc.": "%cache_acc",
             "No-cache acc.": "%no_cache_acc",
+            "p (Bonferroni)": "p_bonferroni",
             "Control: mean KL, same tokens": "same_tokens",
         },
     ),
@@ -558,7 +658,8 @@ SHOWN: dict[str, tuple[str, str, dict[str, str]]] = {
     "table_3": (
         "Pearson's correlation of the step of the first flip and the mean KL, strategies pooled",
         "An early flip leaves more steps of two texts, so the correlation is negative by counting; with the same tokens no step "
-        "is of two texts. Steps are counted as in the paper: flip 0 is at the first step that a cache decides.",
+        "is of two texts. Steps are counted as in the paper: flip 0 is at the first step that a cache decides. The trend is from "
+        "Full to Excl. flip 0, where that lies outside the interval of Full.",
         {
             "Model": "model",
             "flips": "flips",

@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import ListedColormap, LogNorm, Normalize
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
-from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullFormatter, NullLocator
+from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
 
 from kvinterp.common.numbers import percent, power, short
 from kvinterp.findings import Chart, Panel
@@ -99,9 +99,8 @@ def _draw_series(grid: Any, panel: Panel, facets: Sequence[Any]) -> None:
     """Draws a line, or a row of marks, for each value of ``color``; dots have their values on the horizontal axis."""
     sideways = panel.kind == "dots"
     value, place = (panel.x, panel.y) if sideways else (panel.y, panel.x)
-    points = _columns(
-        panel, place=place, value=value, drawn=value, color=panel.color, facet=panel.facet, mark=panel.mark[0]
-    )
+    columns = {"color": panel.color, "facet": panel.facet, "mark": panel.mark[0], "why": panel.why}
+    points = _columns(panel, place=place, value=value, drawn=value, **columns)
     bare = panel.ends == "none" or panel.kind == "medians"
     for end in ("low", "high"):
         points[end] = panel.table[end] if end in panel.table and not bare else np.nan
@@ -121,6 +120,7 @@ def _draw_series(grid: Any, panel: Panel, facets: Sequence[Any]) -> None:
             line = points[(points["facet"] == facet) & (points["color"] == color)].dropna(subset=["value"])
             shift = (index - (len(names) - 1) / 2) * gap
             _draw_line(axes, line.assign(place=line["place"] + shift), panel, index, name)
+        _write_why(axes, points[points["facet"] == facet], sideways)
         if panel.level == "equal":
             axes.axline((0.5, 0.5), (1, 1), **_GREY)
         elif panel.level is not None:
@@ -137,6 +137,24 @@ def _draw_series(grid: Any, panel: Panel, facets: Sequence[Any]) -> None:
         return
     for axes in grid[:, 0]:
         axes.set_ylabel(panel.label)
+
+
+def _write_why(axes: Axes, points: pd.DataFrame, sideways: bool) -> None:
+    """Writes why there is no value: at each line of dots without one, or in the middle of a panel where nothing is drawn."""
+    said = points[(points["why"] != "") & points["value"].isna()]
+    look: Any = {
+        "transform": axes.get_yaxis_transform() if sideways else axes.transAxes,
+        "color": "#555555",
+        "va": "center",
+    }
+    for place, why in dict(zip(said["place"], said["why"], strict=True)).items() if sideways else ():
+        if points.loc[points["place"] == place, "value"].isna().all():
+            axes.text(0.01, place, why, fontsize=6.5, bbox=_ON_WHITE, **look)
+    if sideways and points["value"].isna().all():
+        axes.set_xticks([])
+        axes.set_xticks([], minor=True)
+    if not sideways and points["value"].isna().all() and len(said):
+        axes.text(0.5, 0.5, fill(said["why"].iloc[0], 30), fontsize=7.5, ha="center", bbox=_ON_WHITE, **look)
 
 
 def _draw_line(axes: Axes, points: pd.DataFrame, panel: Panel, index: int, name: str) -> None:
@@ -201,6 +219,10 @@ def set_scale(axes: Axes, along: str, name: str, values: np.ndarray) -> None:
         scale("log")
         # Plain numbers, since text is not parsed for mathematics.
         axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        positive = values[np.isfinite(values) & (values > 0)]
+        if positive.size and (span := positive.max() / positive.min()) < 100:
+            # Powers of ten alone would leave an axis with one tick, or none.
+            axis.set_major_locator(MaxNLocator(6) if span < 10 else LogLocator(subs=(1, 2, 5)))
         axis.set_minor_formatter(NullFormatter())
     elif name == "doubling":
         scale("log", base=2)

@@ -69,7 +69,10 @@ def ink_on(color: Any) -> str:
 def sheet(width: float, height: float) -> Iterator[Figure]:
     """Makes an empty figure with a size in inches, outside of pyplot, and applies the style while the context lasts."""
     with matplotlib.rc_context(RC):
-        yield Figure(figsize=(width, height), layout="constrained")
+        figure = Figure(figsize=(width, height), layout="constrained")
+        # In inches: no label touches the edge.
+        figure.set_layout_engine("constrained", w_pad=0.08)
+        yield figure
 
 
 SMALL = 5.5
