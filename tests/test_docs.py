@@ -12,6 +12,10 @@ import pytest
 
 import kvinterp
 from command_line import parsed
+from kvinterp.common import spec
+from kvinterp.programs.names import OPERATIONS, program_named
+from kvinterp.programs.operations.generate import HOW, Generate
+from kvinterp.programs.program import ASKS, ATTENTION, CACHES, FED, MASKS
 from kvinterp.study.experiments.registry import experiments
 
 ROOT = Path(__file__).parents[1]
@@ -98,3 +102,14 @@ def test_files_and_rooms_that_are_named_are_there() -> None:
     assert {place.name for place in core.iterdir() if (place / "__init__.py").is_file()} <= set(
         re.findall(r"(\w+)/", drawn)
     )
+
+
+def test_every_program_beside_a_test_of_others_is_one_and_every_operation_stands_there() -> None:
+    """The page says what tries the same: its programs can be run, and nothing that can be asked is left out of it."""
+    page = (ROOT / "docs" / "audit_tests.md").read_text(encoding="utf-8")
+    programs = [program_named(text) for text in re.findall(r"`(rows\([^`]*)`", page)]
+    assert len(programs) > 80
+    assert {spec.name_of(type(step)) for program in programs for step in program.steps} == set(OPERATIONS)
+    for name, choices in {"told": MASKS, "fed": FED, "asks": ASKS, "attention": ATTENTION, "cache": CACHES}.items():
+        assert set(choices) == {getattr(program.rows, name) for program in programs} & set(choices), name
+    assert {step.how for program in programs for step in program.steps if isinstance(step, Generate)} >= {*HOW}

@@ -28,7 +28,7 @@ from kvinterp.programs.running import PLAIN, REFUSED, RIGHT, WRONG, OwnError, Ru
 from kvinterp.programs.search import FIRST, Searched, base_of, least, search, tried
 from kvinterp.programs.subject import ROOM, ModelSubject, Subject, apart
 
-PROGRAMS, SECONDS = 60, 40.0
+PROGRAMS, SECONDS = 80, 40.0
 """Programs that are run unless told, and processor seconds that they take at most."""
 SIXTEEN = (torch.float16, torch.bfloat16)
 CHUNK_NAMES = ("chunk_size", "mamba_chunk_size", "attention_chunk_size")
@@ -75,7 +75,7 @@ def uses_of(
             return [_met(adapter, error)]
         edges, far = _edges(adapter, reach)
         names = {str(program_named(text)): (name, size) for (name, size), texts in edges.items() for text in texts}
-        asked = [*given, *(program for program in map(program_named, names) if program.rows.cache in subject.caches)]
+        asked = [*given, *(program for program in map(program_named, names) if subject.offers(program.rows))]
         found = search(subject, programs, seconds, seed, asked, progress=progress)
         if subject.lifted and (own := _instead(adapter, found)) is not None:
             subject, why = own

@@ -73,6 +73,11 @@ def check(program: Program, adapter: Adapter, length: int, steps: int) -> None:
             f"program {program} has rows to be masked, and {adapter.facts.architecture}, as kind {adapter.kind} runs it, cannot "
             "be told which: leave the call out, or load the model with kind='native'."
         )
+    if rows.ways:
+        raise UnsupportedError(
+            f"program {program} calls the model with {rows.ways}, which kvinterp audit tries, and no path: leave that out of "
+            f"rows({'+'.join(map(str, rows.pads))})."
+        )
     _, before, after = room(program, length, steps)
     if before > adapter.facts.context:
         raise InputError(

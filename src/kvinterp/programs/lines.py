@@ -28,12 +28,13 @@ class Lines(list[str]):
         control: What makes these logits without a cache; empty where that is what was run.
         all_columns: All columns on the cache then, as an expression.
         beams: How many rows of logits there are for one of these columns.
+        ends: A line that says what is wrong where that is no error of logits, and what it prints.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.named, self.before, self.control, self._reads = False, 0, "", FED
-        self.all_columns, self.beams = "", 1
+        self.all_columns, self.beams, self.ends = "", 1, ("", "")
 
     def note(self, line: str) -> None:
         """Adds a line that keeps ``ids`` true, where it stands for the columns."""

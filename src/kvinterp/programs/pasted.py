@@ -35,16 +35,19 @@ def pasted(run: Run) -> str:
     kinds: dict[str, torch.dtype | None] = {"": None}
     if isinstance(subject, ModelSubject) and subject.lifted:
         kinds = {".double()": torch.float64, ".float()": torch.float32}
-    for cast, dtype in kinds.items():
-        text = _text(run, cast, run.lines)
-        if (error := _shown(run, text, dtype)) is None:
-            continue
-        if run.wrong is not None:
-            control = [*run.lines[: run.lines.before], run.lines.control]
-            if run.lines.control and not _rounds(_said(run, _text(run, cast, control)), error, dtype or _dtype(subject)):
+    with subject.called_as(run.program.rows):
+        for cast, dtype in kinds.items():
+            text = _text(run, cast, run.lines)
+            if (error := _shown(run, text, dtype)) is None:
                 continue
-            run.wrong = dataclasses.replace(run.wrong, error=error)
-        return text
+            if run.wrong is not None:
+                control = [*run.lines[: run.lines.before], run.lines.control]
+                if run.lines.control and not _rounds(
+                    _said(run, _text(run, cast, control)), error, dtype or _dtype(subject)
+                ):
+                    continue
+                run.wrong = dataclasses.replace(run.wrong, error=error)
+            return text
     return ""
 
 
@@ -64,6 +67,8 @@ def _text(run: Run, cast: str, body: Sequence[str]) -> str:
         body += [f"got, want = {wrong.got}, {plain}[0, -1]"]
         body += ["got, want = got[want.isfinite()], want[want.isfinite()]"] * (wrong.finite == "no")
         body += ['print(f"{float((got - want).abs().max() / want.abs().max()):.3g}")']
+    elif run.lines.ends[0]:
+        body = [*body, run.lines.ends[0]]
     elif run.shape:
         body = [*body, "print(*logits.shape[:2])"]
     return "\n".join([*lines, "with torch.no_grad():", *(f"    {line}" for line in body)])
@@ -73,7 +78,7 @@ def _shown(run: Run, text: str, dtype: Any) -> float | None:
     """The error that the lines, run as they stand, show, or infinity where they raise what the program raised; else None."""
     said: Any = _said(run, text)
     if run.wrong is None:
-        as_run = " ".join(map(str, run.shape)) if run.shape else run.raised
+        as_run = run.lines.ends[1] or (" ".join(map(str, run.shape)) if run.shape else run.raised)
         return float("inf") if as_run == (named(said) if isinstance(said, Exception) else said) else None
     if isinstance(said, Exception):
         return None

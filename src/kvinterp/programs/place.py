@@ -123,6 +123,8 @@ def placed(subject: ModelSubject, program: Program) -> Place | None:
         finally:
             del seen[before:]
 
+    # What the model offers is asked of it before anything is heard.
+    subject.offers(program.rows)
     # Their own methods run within.
     vars(run)["judge"], vars(subject)["plain"] = judged, aside
     try:
@@ -132,7 +134,8 @@ def placed(subject: ModelSubject, program: Program) -> Place | None:
         del vars(subject)["plain"]
     if stop != WRONG or "stop" not in state:
         return None
-    return _first(subject, seen[state["start"] : state["stop"]], state["mask"], state["texts"])
+    with subject.called_as(program.rows):
+        return _first(subject, seen[state["start"] : state["stop"]], state["mask"], state["texts"])
 
 
 def _first(subject: ModelSubject, mine: list[Heard], mask: Tensor, texts: list[list[int]]) -> Place | None:
@@ -157,7 +160,13 @@ def _first(subject: ModelSubject, mine: list[Heard], mask: Tensor, texts: list[l
                     continue
                 errors = [apart(a, b) for a, b in zip(got, theirs, strict=True)]
                 wrong = [n for n, error in enumerate(errors) if not error <= subject.limit]
-                if wrong and key == first and (ids is None or ids[row][kept].tolist() != text[end - len(got) : end]):
+                fed = subject.way.fed != "embeds"
+                if (
+                    wrong
+                    and fed
+                    and key == first
+                    and (ids is None or ids[row][kept].tolist() != text[end - len(got) : end])
+                ):
                     return None  # Other tokens stand in these columns.
                 # Positions and masks are seen in what the first block makes of them.
                 if wrong and entered:

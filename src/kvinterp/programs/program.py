@@ -13,6 +13,7 @@ import random
 from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from kvinterp.common import spec
@@ -29,8 +30,22 @@ Runs = Any
 TOLD = ("needed", "mask", "positions", "all", "mask_alone")
 """What a forward is told: what it needs (mask and positions where there are pads); always a mask; always positions; both; or the
 mask alone, whatever there is, as most people call a model."""
-CACHES = ("own", "bare", "recording", "static")
-"""What the model makes; ``DynamicCache()`` without a config; one whose past is kept for a crop; one of a fixed size."""
+MASKS = {"bool_mask": "boolean 4D mask", "float_mask": "additive 4D mask"}
+"""What it may be told besides: a mask of its user's own, ``[row, 1, new column, column]``, and positions."""
+FED = {"ids": "", "embeds": "embeddings", "types": "token types"}
+"""What stands for the tokens: their ids; their embeddings alone; or the ids beside ``token_type_ids``."""
+ASKS = {
+    "logits": "", "hidden": "output_hidden_states", "attentions": "output_attentions", "last": "logits_to_keep",
+    "some": "logits_to_keep, chosen columns",
+}  # fmt: skip
+"""What a forward is asked for: logits; hidden states too; both and the attention weights; the last logits; those of a tensor."""
+ATTENTION = {"own": "", "eager": "eager attention", "sdpa": "sdpa attention", "flex_attention": "flex attention"}
+"""The attention implementation: the model's own, or one of transformers' that it can be set to."""
+KEEP = 2
+"""How many logits ``logits_to_keep`` asks for."""
+CACHES = ("own", "bare", "recording", "static", "offloaded")
+"""What the model makes; ``DynamicCache()`` without a config; one whose past is kept for a crop; one of a fixed size; one whose
+layers wait on the CPU, which needs CUDA."""
 PADS = ("other", "model")
 """The token under the mask: any other, or the model's own pad, whose embedding is often zero, which hides what it should not."""
 
@@ -41,13 +56,16 @@ class Rows:
 
     Attributes:
         pads: How many pads each begins with, the mask hides.
-        told: One of :data:`TOLD`.
+        told: One of :data:`TOLD` or :data:`MASKS`.
         cache: One of :data:`CACHES`.
         pad: One of :data:`PADS`.
         beyond: ``"yes"``: what no contract of a cache promises may happen too: a pad in a forward of one column, pads inside
             a text, a crop of more than was fed since the last one.
         seed: Draws the tokens.
         own: The row in which a path's own prompt stands; in the others stand its neighbours.
+        fed: One of :data:`FED`.
+        asks: One of :data:`ASKS`.
+        attention: One of :data:`ATTENTION`.
     """
 
     pads: tuple[int, ...]
@@ -58,12 +76,16 @@ class Rows:
     beyond: str = "no"
     seed: int = 0
     own: int = 0
+    fed: str = "ids"
+    asks: str = "logits"
+    attention: str = "own"
 
     def __post_init__(self) -> None:
         if not self.pads or any(type(n) is not int or n < 0 for n in self.pads):
             raise InputError(f"rows{self.pads!r} was given: expected the pads of each row, as in rows(0) or rows(0+4).")
         check_whole("own", self.own, 0, len(self.pads) - 1, f", a row of {spec.text_of(self)}")
-        for name, known in {"told": TOLD, "cache": CACHES, "pad": PADS, "beyond": ("no", "yes")}.items():
+        choices = {"told": (*TOLD, *MASKS), "cache": CACHES, "pad": PADS, "beyond": ("no", "yes")}
+        for name, known in {**choices, "fed": FED, "asks": ASKS, "attention": ATTENTION}.items():
             if getattr(self, name) not in known:
                 raise InputError(f"rows(..., {name}={getattr(self, name)}) was given: expected one of {', '.join(known)}.")
 
@@ -80,13 +102,35 @@ class Rows:
             offset: The position of the first token; None where positions are not told.
         """
         found = dict[str, Tensor]()
-        if "attention_mask" in takes and (padded or self.told in ("mask", "all", "mask_alone")):
+        if self.told in MASKS:
+            found["attention_mask"] = mask_4d(mask, width)
+        elif "attention_mask" in takes and (padded or self.told in ("mask", "all", "mask_alone")):
             found["attention_mask"] = mask
         # Where several texts lie in one row, positions tell them apart.
-        wanted = padded and self.told != "mask_alone"
+        wanted = self.told in MASKS or (padded and self.told != "mask_alone")
         if offset is not None and (wanted or self.told in ("positions", "all")):
             found["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)[:, -width:] + offset
         return found
+
+    @property
+    def ways(self) -> str:
+        """How its forwards are called otherwise than with ids and a mask of columns, in a few words; empty where they are not."""
+        named = MASKS.get(self.told, ""), FED[self.fed], ASKS[self.asks], ATTENTION[self.attention]
+        return ", ".join(name for name in named if name)
+
+    def kept(self, width: int) -> list[int] | None:
+        """Which of so many columns the logits are asked for of; None: all."""
+        if self.asks == "last":
+            return [*range(max(width - KEEP, 0), width)]
+        return [*range(width)][-3::2] if self.asks == "some" else None
+
+
+def mask_4d(mask: Tensor, width: int) -> Tensor:
+    """Which columns each of the newest sees, ``[row, 1, new column, column]``: those before it that hold a token, and itself."""
+    columns = mask.shape[1]
+    here = torch.arange(columns, device=mask.device)
+    new = here[-width:, None]
+    return ((here <= new) & mask.bool()[:, None, None, :]) | (here == new)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,12 +7,13 @@ import copy
 import dataclasses
 import itertools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from kvinterp.common import spec
 from kvinterp.errors import InputError, KvinterpError, UnsupportedError, reason
 from kvinterp.programs.crashes import OURS, REFUSES, whose
 from kvinterp.programs.lines import FED, Lines
@@ -173,7 +174,11 @@ class Run(Columns):
 
     def run(self) -> tuple[str, str]:
         """The word that it comes to, and why."""
-        with self.subject.running(), self.held:
+        rows = self.program.rows
+        if not self.subject.offers(rows):
+            return REFUSED, f"this model does not offer {spec.text_of(rows)}"
+        with self.subject.running(), self.subject.called_as(rows), self.held:
+            self.lines += self._setting()
             self._makes_cache()
             for step in self.program.steps:
                 if self.cache is None and self.filled:
@@ -191,6 +196,12 @@ class Run(Columns):
                     return self._raised(error)
                 self.without = None
             return self._beside() if bool((self.mask == 0).any()) else (RIGHT, "")
+
+    def _setting(self) -> list[str]:
+        """The line that sets the attention implementation."""
+        kind = self.program.rows.attention
+        eager = ['torch.compiler.set_stance("force_eager")'] if kind == "flex_attention" else []
+        return [*eager, *[f"model.set_attn_implementation({kind!r})"] * (kind != "own")]
 
     def _beside(self) -> tuple[str, str]:
         """Whether the forward without a cache over the same padded columns is right too."""
@@ -212,6 +223,7 @@ class Run(Columns):
             "recording": (
                 "cache that records its past", "cache = DynamicCache(config=model.config)", "cache.activate_past_recording()",
             ),
+            "offloaded": ("OffloadedCache", "cache = DynamicCache(config=model.config, offloading=True)"),
             "static": ("StaticCache", f"cache = StaticCache(config=model.config, max_cache_len={self.room})"),
         }[kind])  # fmt: skip
 
@@ -303,16 +315,20 @@ class Run(Columns):
         told = self.told(full, width)
         self.lines.note(f"ids = {self.lines.columns(self.ids, ids)}")
         columns = self.lines.columns(torch.cat([self.ids, ids], 1), ids[:, :0])
-        plain = self.subject.plain_line(columns, **self.told(full, full.shape[1]))
+        plain = self.subject.control_line(columns, **self.told(full, full.shape[1]))
         line = self.subject.feed_line(ids, "no" if cache is None else "yes", **told)
-        self.lines.judged(FED, columns, f"logits = {plain}[:, -{width}:]", line)
+        kept = self.program.rows.kept(width)
+        some = "" if kept is None else f"[:, {kept}]"
+        self.lines.judged(FED, columns, f"logits = {plain}[:, -{width}:]{some}", line)
         logits, cache = self.subject.feed(ids, cache, **told)
-        self.judge(logits, ids, mask, later)
+        self.judge(logits, ids, mask, later, kept=kept)
         return cache
 
     def _use(self, width: int, padded: bool, padding: str) -> str:
         """What a forward is called in the list of uses; ``padding``: what pads it ever had, ``padded``: whether it has some."""
         told, alone = self.program.rows.told, "mask alone"
+        if ways := self.program.rows.ways:
+            return f"{ways}{' on a filled cache' * self.filled}{PADDED * bool(padding)}"
         name = "prompt" if not self.filled else "decode step" if width == 1 else "several chunks"
         if padding:
             parts = [padding, *["in a later part"] * (self.filled and padded), *[alone] * (told == "mask_alone")]
@@ -323,8 +339,23 @@ class Run(Columns):
             return name
         return {"positions": "positions given", "all": "mask and positions given"}.get(told, alone)
 
-    def judge(self, logits: Tensor, ids: Tensor, mask: Tensor, later: Tensor | None = None, last: bool = False) -> None:
-        """Holds each row's new tokens (``last``: as many of the last as there are logits) against the plain forward of its text.
+    def judge(
+        self,
+        logits: Tensor,
+        ids: Tensor,
+        mask: Tensor,
+        later: Tensor | None = None,
+        last: bool = False,
+        kept: list[int] | None = None,
+    ) -> None:
+        """Holds each row's new tokens against the plain forward of its text.
+
+        Args:
+            logits: ``[row, column, vocabulary]``.
+            ids, mask: The new columns.
+            later: How many tokens each row's text has beyond them.
+            last: Whether the logits are those of as many of the last tokens as there are.
+            kept: The columns whose logits they are, unless all.
 
         Raises:
             WrongError: One is off.
@@ -332,23 +363,30 @@ class Run(Columns):
         """
         newest = not last and self.subject.newest == "yes" and logits.shape[1] == 1
         last = last or newest
-        if logits.shape[0] != len(self.texts) or (not last and logits.shape[1] != ids.shape[1]):
+        count = ids.shape[1] if kept is None else len(kept)
+        if logits.shape[0] != len(self.texts) or (not last and logits.shape[1] != count):
             self.shape = tuple(logits.shape[:2])
+            if kept is not None:
+                self._excuse(ids, mask)
             raise WrongError(
-                f"logits of {' x '.join(map(str, logits.shape[:2]))} rows and columns for {len(self.texts)} x {ids.shape[1]}"
+                f"logits of {' x '.join(map(str, self.shape))} rows and columns for {len(self.texts)} x {count}"
             )
         worst: Wrong | None = None
         for row, text in enumerate(self.texts):
             columns = [-1] if newest else [*range(logits.shape[1])] if last else mask[row].nonzero().flatten().tolist()
             end = len(text) - (0 if later is None else int(later[row]))
-            if not columns:
+            begin = end - len(columns)
+            asked = [n for n, column in enumerate(columns) if kept is None or column in kept]
+            if not asked:
                 continue
-            begin, got = end - len(columns), logits[row][columns]
-            want = self._right(got, text, begin, end)
+            places = [columns[n] if kept is None else kept.index(columns[n]) for n in asked]
+            got = logits[row][places]
+            want = self.right(got, text, begin, end, asked)
             if self.subject.varies and not apart(got, want) <= self.subject.limit:
                 want = self.subject.alone(text[:end])[begin:]
                 if last:
                     want = torch.stack([self.subject.alone(text[: n + 1])[-1] for n in range(begin, end)])
+                want = want[asked]
             error = apart(got, want)
             self.worst = max(self.worst, error)
             if not error <= self.subject.limit:
@@ -356,31 +394,39 @@ class Run(Columns):
                 at = each.index(max(each))
                 if worst is None or each[at] > worst.error:
                     # Before the new tokens, or up to the one whose logits these are.
-                    before = ids.shape[1] - len(columns) + 1 if last else columns[at] + 1
+                    before = ids.shape[1] - len(columns) + 1 if last else columns[asked[at]] + 1
                     real = torch.cat([self.mask, mask[:, :before]], 1)[row].nonzero().flatten().tolist()
                     generated = (at, len(columns)) if last else (0, 0)
                     known = self.lines.text(row, torch.cat([self.ids, ids], 1), real, generated)
                     finite = "yes" if bool(want[at].isfinite().all()) else "no"
-                    worst = Wrong(row, each[at], self.lines.got(row, columns[at]), known, finite)
+                    worst = Wrong(row, each[at], self.lines.got(row, places[at]), known, finite)
         if worst is not None:
             self._excuse(ids, mask)
             self.wrong = worst
             raise WrongError(f"{worst}")
 
-    def _right(self, got: Tensor, text: list[int], begin: int, end: int) -> Tensor:
-        """What these logits should be: as a longer text has them where they agree with that, or as this one has them."""
-        want = self.subject.alone(text, longer="yes")[begin:end]
-        return want if apart(got, want) <= self.subject.limit else self.subject.alone(text)[begin:end]
+    def right(self, got: Tensor, text: list[int], begin: int, end: int, asked: Sequence[int] | None = None) -> Tensor:
+        """What these logits should be: as a longer text has them where they agree with that, or as this one has them.
+
+        Args:
+            got: The logits.
+            text: A row's own tokens.
+            begin, end: Which of them they belong to.
+            asked: Which of those; None: all.
+        """
+        places = [*range(begin, end)] if asked is None else [begin + n for n in asked]
+        want = self.subject.alone(text, longer="yes")[places]
+        return want if apart(got, want) <= self.subject.limit else self.subject.alone(text)[places]
 
     def _excuse(self, ids: Tensor, mask: Tensor) -> None:
         """Raises PlainError where the plain forward over the same columns, mask and positions is off too."""
         full, fed = torch.cat([self.mask, mask], 1), torch.cat([self.ids, ids], 1)
         told = self.told(full, full.shape[1])
-        out = self.subject.plain(fed, **told)
+        out = self.subject.plain_as_called(fed, **told)
         off = 0.0
         for row, text in enumerate(self.texts):
             got = out[row][full[row].bool()]
-            off = max(off, apart(got, self._right(got, text, 0, len(got))) if len(got) else 0.0)
+            off = max(off, apart(got, self.right(got, text, 0, len(got))) if len(got) else 0.0)
         if not off <= self.subject.limit:
             raise PlainError(f"without a cache the same columns are off by {off:.2g} of the largest logit")
         if self.without is not None and not (off := self.without()) <= self.subject.limit:

@@ -50,10 +50,32 @@ FIRST = (
     "rows(0)+generate(5,4,uncached)",
     "rows(0)+generate(5,3,embeds)",
     "rows(0)+generate(1,3,embeds)",
+    "rows(0+2)+generate(5,3,beside)",
+    "rows(0,fed=embeds)+feed(6)+feed(3)+feed(2,1)",
+    "rows(0+3,fed=embeds)+feed(6)+generate(3,3)",
+    "rows(0,fed=embeds)+generate(5,6,beams)",
+    "rows(0,fed=embeds,cache=static)+feed(6)+feed(3)+feed(2,1)",
+    "rows(0+3,fed=types)+feed(6)+feed(3)+feed(2,1)",
+    "rows(0+3,told=bool_mask)+feed(6)+feed(3)+feed(2,1)",
+    "rows(0+3,told=float_mask)+feed(6)+feed(3)+feed(2,1)",
+    "rows(0+3)+feed(6)+tree(2+3)+feed(2,1)",
+    "rows(0)+pack(5+3+4)+feed(2)",
+    "rows(0+3,asks=attentions)+feed(6)+feed(3)+generate(2,3)",
+    "rows(0+3,asks=last)+feed(6)+feed(4)+feed(2,1)",
+    "rows(0+3,asks=some)+feed(6)+feed(4)+feed(2,1)",
+    "rows(0+3,attention=eager)+feed(6)+feed(3)+generate(2,3)",
+    "rows(0+3,attention=eager,asks=attentions)+feed(6)+feed(3)+feed(2,1)",
+    "rows(0+3,attention=sdpa)+feed(6)+feed(3)+generate(2,3)",
+    "rows(0+3,attention=flex_attention)+feed(6)+feed(3)+generate(2,3)",
+    "rows(0)+generate(5,4,sampled)",
+    "rows(0)+generate(5,6,sampled_assistant)",
+    "rows(0)+feed(6)+spoil()+feed(2,1)",
 )
 """What is tried first: each use once."""
 
 
+WAYS = 1 / 3
+"""How many of the drawn programs are called in another way than with ids and a mask."""
 UNMET = 3
 """Columns of a text that hardly any other begins with."""
 
@@ -74,9 +96,19 @@ def drawn(draw: random.Random, subject: Subject, beyond: str = "no") -> Program:
     steps: list[type[Operation]] = [first, *(draw.choice(kinds) for _ in range(draw.randint(0, 5))), Feed]
     made = tuple(kind.drawn(draw, rows, subject, beyond) for kind in steps)
     pads, told = tuple(draw.randint(0, most) for _ in range(rows)), draw.choice(TOLD)
-    return Program(
-        Rows(pads, told=told, cache=draw.choice(["own", *subject.caches]), pad=draw.choice(PADS), beyond=beyond), made
-    )
+    cache, pad = draw.choice(["own", *subject.caches]), draw.choice(PADS)
+    return Program(_called(Rows(pads, told=told, cache=cache, pad=pad, beyond=beyond), made, subject), made)
+
+
+def _called(rows: Rows, steps: tuple[Operation, ...], subject: Subject) -> Rows:
+    """The same, in one program of three called in a way of its own; drawn by the program itself, so that others stay."""
+    draw = random.Random(str(Program(rows, steps)))
+    offered = [name for name, choices in subject.choices.items() if choices]
+    if not offered or draw.random() > WAYS:
+        return rows
+    changed: Any = {(name := draw.choice(offered)): draw.choice(subject.choices[name])}
+    made = dataclasses.replace(rows, **changed)
+    return made if subject.offers(made) else rows
 
 
 def smaller(program: Program) -> Iterator[Program]:
@@ -87,7 +119,10 @@ def smaller(program: Program) -> Iterator[Program]:
     for r in range(len(rows.pads) if len(rows.pads) > 1 else 0):
         # Which row is a path's own says nothing here.
         yield Program(dataclasses.replace(rows, pads=rows.pads[:r] + rows.pads[r + 1 :], own=0), steps)
-    for name, plain in {"cache": CACHES[0], "told": TOLD[0], "pad": PADS[0], "beyond": "no", "own": 0}.items():
+    for name, plain in {
+        "cache": CACHES[0], "told": TOLD[0], "pad": PADS[0], "beyond": "no", "own": 0, "fed": Rows.fed, "asks": Rows.asks,
+        "attention": Rows.attention,
+    }.items():  # fmt: skip
         if getattr(rows, name) != plain:
             changed: Any = {name: plain}
             yield Program(dataclasses.replace(rows, **changed), steps)
@@ -215,7 +250,7 @@ def search(
     right: Program | None = None
     kept = False
     first = [program_named(text) for text in FIRST if beyond == "no"]
-    first = [program for program in first if program.rows.cache in subject.caches]
+    first = [program for program in first if subject.offers(program.rows)]
     queue = itertools.chain(given, first, (drawn(draw, subject, beyond) for _ in itertools.count()))
     for program in queue:
         enough, over = len(found.wrong) >= faults, found.ran >= programs or time.process_time() - began > seconds

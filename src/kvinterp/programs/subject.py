@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import dataclasses
 import functools
 import itertools
 import random
-from collections.abc import Callable, Iterator, Sequence
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,8 +24,10 @@ from torch.overrides import TorchFunctionMode
 from kvinterp.errors import InputError, UnsupportedError, shown
 from kvinterp.models import Adapter
 from kvinterp.models.transformers_api import can_generate, greedy
+from kvinterp.models.transformers_cache import returned_cache
 from kvinterp.programs.crashes import REFUSES, whose
 from kvinterp.programs.lines import arguments
+from kvinterp.programs.program import ATTENTION, KEEP, MASKS, TOLD, Rows, mask_4d
 
 ROOM = 256
 """The most columns of a program."""
@@ -133,6 +137,10 @@ class Subject(abc.ABC):
     native, stateful, generates, varies, mixes = False, False, False, False, 0.0
     begins: tuple[tuple[int, ...], ...] = ((),)
     newest, decodes, requests = "no", True, "any"
+    way: Rows = Rows((0,))
+    """The rows of the program that runs: how forwards are called."""
+    choices: Mapping[str, tuple[str, ...]] = types.MappingProxyType({})
+    """By a field of :class:`Rows`, what this model offers in it beside the plain choice."""
 
     def __init__(self) -> None:
         self._alone: dict[tuple[int, ...], Tensor] = {}
@@ -151,6 +159,29 @@ class Subject(abc.ABC):
         """Whatever runs inside begins with the model as it was found."""
         with torch.no_grad():
             yield
+
+    def offers(self, rows: Rows) -> bool:
+        """Whether a program of such rows can be run."""
+        if rows.cache not in self.caches or (rows.told in MASKS and rows.cache == "static"):
+            return False
+        # What is plain is offered without a forward that asks.
+        chosen = {name: getattr(rows, name) for name in ("fed", "asks", "attention")}
+        chosen = {name: value for name, value in chosen.items() if value != getattr(Rows, name)}
+        chosen |= {"told": rows.told} if rows.told not in TOLD else {}
+        return all(value in self.choices.get(name, ()) for name, value in chosen.items())
+
+    @contextlib.contextmanager
+    def called_as(self, rows: Rows) -> Iterator[None]:
+        """Inside, forwards are called as these rows say."""
+        yield
+
+    def plain_as_called(self, ids: Tensor, **told: Tensor) -> Tensor:
+        """What :meth:`plain` gives where the forward is called as the program's are, but for the cache."""
+        return self.plain(ids, **told)
+
+    def control_line(self, ids: Tensor | str, **told: Tensor) -> str:
+        """The expression that :meth:`plain_as_called` stands for."""
+        return self.plain_line(ids, **told)
 
     def feed_line(self, ids: Tensor, cached: str, **told: Tensor) -> str:
         """The line of Python that :meth:`feed` stands for; ``cached``: ``"yes"`` where there is a cache already."""
@@ -276,6 +307,7 @@ class ModelSubject(Subject):
 
     def __init__(self, adapter: Adapter, lifted: Sequence[torch.dtype] = NARROW) -> None:
         super().__init__()
+        self._known: dict[tuple[str, bool], dict[tuple[int, ...], Tensor]] = {}
         self.given = adapter
         self.adapter = adapter if not lifted or adapter.dtype == torch.float64 else adapter.cast(torch.float64)
         self.lifted = lifted
@@ -318,7 +350,10 @@ class ModelSubject(Subject):
         kinds = {type(layer).__name__ for layer in made.layers}
         bare = kinds <= {"DynamicLayer", "DynamicSlidingWindowLayer"}
         rolls = getattr(made, "is_croppable", False) and not self.stateful
-        return "own", *["bare"] * bare, *["recording"] * rolls, *["static"] * self.adapter.takes_static
+        # transformers copies layers to and fro on a stream of CUDA.
+        moves = bare and self.device.type == "cuda"
+        static = ["static"] * self.adapter.takes_static
+        return "own", *["bare"] * bare, *["recording"] * rolls, *static, *["offloaded"] * moves
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -330,10 +365,138 @@ class ModelSubject(Subject):
         """The forward that users call with ``use_cache=False``."""
         # A decode that goes on beside it has its own state.
         with self.adapter.own_state([]), self.uncompiled():
+            if self.way.fed == "types":
+                told = {"token_type_ids": ids % self._types, **told}
+                return self.model(input_ids=ids, use_cache=False, **told).logits
             return self.adapter.forward(ids, None, told.get("attention_mask"), told.get("position_ids"))
+
+    def plain_as_called(self, ids: Tensor, **told: Tensor) -> Tensor:
+        """The same called as the program calls it; columns whose logits it is not asked for are filled in."""
+        if not self.way.ways and not any(given.dim() == 4 for given in told.values()):
+            return self.plain(ids, **told)
+        with self.adapter.own_state([]), self.uncompiled():
+            given, asked = self._given(ids, told), self._asked(ids.shape[1])
+            kept = self.way.kept(ids.shape[1])
+            if kept is None:
+                return self.model(**given, **asked, use_cache=False).logits
+            whole = self.model(**given, use_cache=False).logits.clone()
+            some = self.model(**given, **asked, use_cache=False).logits
+            whole[:, kept] = some if some.shape[1] == len(kept) else float("nan")
+            return whole
+
+    @contextlib.contextmanager
+    def called_as(self, rows: Rows) -> Iterator[None]:
+        """Inside, forwards are called as these rows say; what is right is known by attention and token types."""
+        before = self.way, self._alone
+        plain = rows.attention == "own" and rows.fed != "types"
+        self.way = rows
+        self._alone = self._alone if plain else self._known.setdefault((rows.attention, rows.fed == "types"), {})
+        try:
+            with attention_set(self.model, rows.attention):
+                yield
+        finally:
+            self.way, self._alone = before
+
+    @functools.cached_property
+    def choices(self) -> Mapping[str, tuple[str, ...]]:  # type: ignore[override]
+        """Asked of the forward without a cache: what its signature has, what it does not refuse, and where it reads the mask."""
+        if not self.native:
+            return {}
+        text = self.tokens[: min(7, self.room)]
+        takes, ids, known = self.adapter.takes, self.tensor([text]), Rows((0,))
+
+        def runs(**choice: Any) -> Tensor | None:
+            told = {}
+            if "told" in choice:
+                told = {"attention_mask": mask_4d(torch.ones_like(ids), len(text))}
+            try:
+                with self.running(), self.called_as(dataclasses.replace(known, **choice)):
+                    return self.plain_as_called(ids, **told)[0]
+            except Exception:  # It does not offer that.
+                return None
+
+        def right(made: Tensor | None) -> bool:
+            return made is not None and apart(made, self.alone(text)) <= self.limit
+
+        found: dict[str, tuple[str, ...]] = {}
+        if "attention_mask" in takes and self.offset is not None:
+            found["told"] = tuple(name for name in MASKS if right(runs(told=name)))
+        fed = ["embeds"] if "inputs_embeds" in takes and runs(fed="embeds") is not None else []
+        if "token_type_ids" in takes and (whole := runs(fed="types")) is not None:
+            with self.running(), self.called_as(dataclasses.replace(known, fed="types")):
+                fed += ["types"] if apart(self.plain(ids[:, :-1])[0], whole[:-1]) <= self.limit else []
+        asks = [name for name in ("hidden", "attentions") if runs(asks=name) is not None]
+        asks += ["last", "some"] if "logits_to_keep" in takes else []
+        own = getattr(self.adapter.config, "_attn_implementation", None)
+        kinds = [name for name in ATTENTION if name not in ("own", own) and self._attends(name)]
+        return found | {
+            "fed": tuple(fed), "asks": tuple(asks), "attention": tuple(name for name in kinds if right(runs(attention=name))),
+        }  # fmt: skip
+
+    def _attends(self, name: str) -> bool:
+        """Whether the model's class says that it can be set to this attention."""
+        if name == "eager":
+            return hasattr(self.model, "set_attn_implementation")
+        return bool(getattr(self.model, {"sdpa": "_supports_sdpa"}.get(name, "_supports_flex_attn"), False))
+
+    @property
+    def _types(self) -> int:
+        """How many token types there are: a token's is told by its id, so that one that is fed to another's place is seen."""
+        return max(int(getattr(self.adapter.config, "type_vocab_size", 2) or 2), 1)
+
+    def _given(self, ids: Tensor, told: Mapping[str, Tensor]) -> dict[str, Any]:
+        """What a forward is given, as the program's rows have it called."""
+        given: dict[str, Any] = {"input_ids": ids}
+        if self.way.fed == "embeds":
+            given = {"inputs_embeds": self.model.get_input_embeddings()(ids)}
+        if self.way.fed == "types":
+            given["token_type_ids"] = ids % self._types
+        given |= told
+        mask = given.get("attention_mask")
+        if self.way.told == "float_mask" and mask is not None and mask.dim() == 4:
+            low = torch.finfo(self.adapter.dtype).min
+            given["attention_mask"] = (
+                torch.zeros(mask.shape, dtype=self.adapter.dtype).to(mask.device).masked_fill(~mask, low)
+            )
+        return given
+
+    def _asked(self, width: int) -> dict[str, Any]:
+        """What a forward of so many columns is asked for beside its logits."""
+        kept: Any = KEEP if self.way.asks == "last" else self.way.kept(width)
+        if kept is not None:
+            return {"logits_to_keep": self.tensor(kept) if isinstance(kept, list) else kept}
+        names = {"hidden": ("hidden_states",), "attentions": ("hidden_states", "attentions")}.get(self.way.asks, ())
+        return {f"output_{name}": True for name in names}
+
+    def asks_generate(self) -> dict[str, Any]:
+        """What ``generate()`` is asked for beside tokens and logits."""
+        return {} if self.way.kept(1) is not None else self._asked(1)
+
+    def _written(self, ids: Tensor | str, told: Mapping[str, Tensor], width: int = 0, **more: object) -> str:
+        """What :meth:`_given` gives, and :meth:`_asked` for a width, as lines have it."""
+        first = ids if isinstance(ids, str) else f"torch.tensor({ids.tolist()})"
+        before = {"token_type_ids": f"{first} % {self._types}"} if self.way.fed == "types" else {}
+        if self.way.fed == "embeds" and width:
+            first = f"inputs_embeds=model.get_input_embeddings()({first})"
+        mask = told.get("attention_mask")
+        if mask is not None and mask.dim() == 4:
+            seen = f"torch.tensor({mask.int().tolist()})"
+            low = f"(1 - {seen}.to(model.dtype)) * torch.finfo(model.dtype).min"
+            before["attention_mask"] = low if self.way.told == "float_mask" else f"{seen}.bool()"
+            told = {name: given for name, given in told.items() if name != "attention_mask"}
+        asked = {
+            name: f"torch.tensor({value.tolist()})" if isinstance(value, Tensor) else value
+            for name, value in (self._asked(width) if width else {}).items()
+        }
+        return arguments(first, told, **before, **asked, **more)
 
     def feed(self, ids: Tensor, cache: Any, **told: Tensor) -> tuple[Tensor, Any]:
         """The forward that users call with the cache of the call before."""
+        if self.way.ways:
+            given = self._given(ids, told) | self._asked(ids.shape[1])
+            given |= {} if cache is None else {self.adapter.cache_name: cache}
+            out = self.model(**given, use_cache=True)
+            return out.logits, returned_cache(out, self.adapter.takes)[1]
         return self.adapter.call_with_cache(ids, cache, told.get("attention_mask"), told.get("position_ids"))
 
     def cache(self, kind: str, columns: int) -> Any:
@@ -343,7 +506,8 @@ class ModelSubject(Subject):
         config = self.adapter.config
         if kind == "static":
             return StaticCache(config=config, max_cache_len=columns)
-        made: Any = DynamicCache(config=None if kind == "bare" else config)
+        more: Any = {"offloading": True} if kind == "offloaded" else {}
+        made: Any = DynamicCache(config=None if kind == "bare" else config, **more)
         if kind == "recording":
             made.activate_past_recording()
         return made
@@ -353,17 +517,21 @@ class ModelSubject(Subject):
         known = {} if mask is None else {"attention_mask": mask}
         known |= {} if cache is None else {self.adapter.cache_name: cache}
         known |= {name: more.pop(name) for name in ("assistant_model", "inputs_embeds") if name in more}
+        if self.way.fed == "embeds":
+            known.setdefault("inputs_embeds", self.model.get_input_embeddings()(prompt))
+        ids = more.pop("beside", None if "inputs_embeds" in known else prompt)
+        more = self.asks_generate() | more
         chosen = greedy(
             count, min_new_tokens=count, pad_token_id=self.pad, output_logits=True, return_dict_in_generate=True,
             **{"use_cache": True, **more},
         )  # fmt: skip
-        return self.model.generate(None if "inputs_embeds" in known else prompt, generation_config=chosen, **known)
+        return self.model.generate(ids, generation_config=chosen, **known)
 
     def feed_line(self, ids: Tensor, cached: str, **told: Tensor) -> str:
         """As its users call it."""
         name, cache = self.adapter.cache_name, {} if cached == "no" else {self.adapter.cache_name: "cache"}
         if self.native:
-            given = arguments(ids, told, **cache, use_cache=True)
+            given = self._written(ids, told, ids.shape[1], **cache, use_cache=True)
             return f"out = model({given}); logits, cache = out.logits, out.{name}"
         made, more = "cache = DynamicCache()", {name: "cache", "use_cache": True} if name else {}
         if self.adapter.kind == "hooked":
@@ -377,8 +545,21 @@ class ModelSubject(Subject):
     def plain_line(self, ids: Tensor | str, **told: Tensor) -> str:
         """As its users call it."""
         if self.native:
-            return f"model({arguments(ids, told, use_cache=False)}).logits"
+            return f"model({self._written(ids, told, use_cache=False)}).logits"
         return f"model({arguments(ids, told)})"
+
+    def control_line(self, ids: Tensor | str, **told: Tensor) -> str:
+        """As its users call it; that all logits are asked for is no matter of the cache."""
+        asks = dataclasses.replace(self.way, asks="logits") if self.way.kept(1) is not None else self.way
+        before, self.way = self.way, asks
+        try:
+            return (
+                f"model({self._written(ids, told, 1, use_cache=False)}).logits"
+                if self.native
+                else self.plain_line(ids, **told)
+            )
+        finally:
+            self.way = before
 
 
 class FunctionSubject(Subject):
@@ -522,6 +703,24 @@ class FunctionSubject(Subject):
     def feed_line(self, ids: Tensor, cached: str, **told: Tensor) -> str:
         """As its users call it."""
         return f"{super().feed_line(ids, cached)}{self._pair}{self._flat}"
+
+
+@contextlib.contextmanager
+def attention_set(model: Any, name: str) -> Iterator[None]:
+    """Runs a transformers model with another attention implementation; flex attention as it is where nothing is compiled."""
+    if name == "own":
+        yield
+        return
+    held = {id(config): config for part in model.modules() if (config := getattr(part, "config", None)) is not None}
+    key = "_attn_implementation_internal"
+    before = [(config, vars(config)[key]) for config in held.values() if key in vars(config)]
+    try:
+        model.set_attn_implementation(name)
+        with torch.compiler.set_stance("force_eager") if name == "flex_attention" else contextlib.nullcontext():
+            yield
+    finally:
+        for config, value in before:
+            vars(config)[key] = value
 
 
 def special_tokens(model: Any) -> frozenset[int]:

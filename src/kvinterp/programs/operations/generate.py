@@ -19,7 +19,7 @@ from kvinterp.models import Adapter
 from kvinterp.models.transformer_lens_api import generate
 from kvinterp.models.transformers_api import can_generate
 from kvinterp.programs.lines import BEAMS, GENERATED, SEEN, arguments
-from kvinterp.programs.program import Operation, Runs
+from kvinterp.programs.program import MASKS, Operation, Runs
 from kvinterp.programs.running import PADDED, Run
 from kvinterp.programs.subject import Subject, apart
 
@@ -35,6 +35,9 @@ APART = {
     "static": "StaticCache of generate()",
     "uncached": "generate() without a cache",
     "embeds": "generate() from embeddings",
+    "beside": "generate() from embeddings beside other ids",
+    "sampled": "sampling",
+    "sampled_assistant": "sampled assisted decoding",
 }
 HOW = (*ON_THE_CACHE, *APART)
 CHUNK, DRAFTS, WEAKER = 2, 3, 0.2
@@ -46,6 +49,7 @@ ASSISTANT = (
     f"head.add_({WEAKER} * head.std() * noise.to(head))",
 )
 """How the assistant is made, in lines of Python: as :meth:`Generate._assistant` does."""
+DRAFTING, EMBEDDED = ("assistant", "lookup", "sampled_assistant"), ("embeds", "beside")
 ROOM = 8
 """Columns that drafts may need behind the last."""
 
@@ -59,7 +63,8 @@ class Generate(Operation):
         count: Tokens that are generated.
         how: One of :data:`HOW`: on the program's cache, given the whole text, the new tokens alone, or prefilled in chunks; or
             with the whole text on a cache of its own: beams, an assistant model, drafts looked up in the prompt,
-            a static cache, none; or from the embeddings of the whole text.
+            a static cache, none; from the embeddings of the whole text, or those beside other ids, which are not to be read; or
+            with tokens that are sampled, two texts of each row, or of drafts.
         drafts: How many are looked up at a time.
     """
 
@@ -77,7 +82,7 @@ class Generate(Operation):
     def drawn(cls, draw: random.Random, rows: int, subject: Subject, beyond: str) -> Generate:
         """The program's cache more often."""
         drafting = [] if rows > 1 else ["assistant", "lookup"]
-        how = draw.choice(["whole", "whole", "new", "chunks", draw.choice(["beams", "static", *drafting])])
+        how = draw.choice(["whole", "whole", "new", "chunks", draw.choice(["beams", "static", "sampled", *drafting])])
         return cls(draw.randint(1, 4), draw.randint(2, 4) + 2 * (how in APART), how)
 
     def offered(self, run: Run) -> bool:
@@ -87,15 +92,20 @@ class Generate(Operation):
             return False
         if run.program.rows.told == "mask_alone" and any(run.program.rows.pads):
             return False  # generate() counts positions, which a forward given the mask alone does not go on from.
+        rows = run.program.rows
+        if rows.told in MASKS or rows.fed == "types" or rows.kept(1) is not None:
+            return False  # It makes masks and types itself, and asks for the last logits.
+        if rows.fed == "embeds" and (self.how == "new" or self.how in DRAFTING):
+            return False  # Drafts are looked up among ids.
         if run.ids.shape[1] + width + self.count + ROOM > run.room:
             return False
         if not subject.native:
             return self.how == "whole" and not run.filled
         if self.how == "static":
             return subject.adapter.takes_static
-        if self.how == "embeds":
+        if self.how in EMBEDDED or rows.fed == "embeds":
             return "inputs_embeds" in inspect.signature(subject.model.prepare_inputs_for_generation).parameters
-        if self.how in ("assistant", "lookup"):
+        if self.how in DRAFTING:
             return len(run.texts) == 1 and not subject.stateful
         return self.how != "new" or super().offered(run)
 
@@ -139,6 +149,7 @@ class Generate(Operation):
         ids, mask = run.columns(max(self.width, max(run.pads, default=0) + 1))
         full, prompt = torch.cat([run.mask, mask], 1), torch.cat([run.ids, ids], 1)
         padded = bool((full == 0).any())
+        name = f"{name}, {run.program.rows.ways}".removesuffix(", ")
         if self.count > 1:
             run.tries("decode step")
         run.tries(f"{name}{PADDED}" if padded else name)
@@ -170,14 +181,15 @@ class Generate(Operation):
         whole = run.lines.columns(run.ids, ids)
         self._write(run, whole, f"torch.tensor({ids.tolist()})" if self.how == "new" else whole, told, more)
         out = run.subject.generate(prompt, self.count, told, run.cache, **more)
-        fed = self._took(run, ids, mask, out.sequences[:, prompt.shape[1] :], torch.stack(out.logits, 1))
+        fed = self._took(run, ids, mask, out.sequences[:, -self.count :], torch.stack(out.logits, 1))
         from kvinterp.models.transformers_cache import returned_cache
 
         name, made = returned_cache(out, run.subject.adapter.takes)
         run.lines += [f"cache = out.{name}"] if run.cache is None and made is not None else []
         if self is not run.program.steps[-1]:
             new = f"torch.cat([{whole}, out.sequences[:, -{self.count}:-1]], 1)"
-            run.lines.append(f"ids = {new if self.how == 'new' else 'out.sequences[:, :-1]'}")
+            parted = self.how == "new" or self._embeds(run)
+            run.lines.append(f"ids = {new if parted else 'out.sequences[:, :-1]'}")
             run.lines.named = True
         run.took(*fed, run.cache if run.cache is not None else made)
 
@@ -187,13 +199,20 @@ class Generate(Operation):
             "lookup": {"prompt_lookup_num_tokens": self.drafts},
             "static": {"cache_implementation": "static"},
             "uncached": {"use_cache": False},
+            "sampled": {"do_sample": True, "num_return_sequences": 2},
+            "sampled_assistant": {"do_sample": True},
         }
         given = known.get(self.how, {})
         whole = run.lines.columns(run.ids, ids)
         self._write(run, whole, whole, told, given)
         given |= self._embedded(run, prompt)
         with contextlib.ExitStack() as aside:
-            if self.how == "assistant":
+            if given.get("do_sample"):
+                aside.enter_context(
+                    torch.random.fork_rng([run.subject.device] if run.subject.device.type == "cuda" else [])
+                )
+                torch.manual_seed(0)
+            if self.how in ("assistant", "sampled_assistant"):
                 aside.enter_context(run.subject.adapter.own_state([]))
                 given["assistant_model"] = self._assistant(run.model)
             out = run.subject.generate(prompt, self.count, told, **given)
@@ -221,12 +240,24 @@ class Generate(Operation):
                 logits = subject.generate(prompt, self.count, told, use_cache=False, **given).logits[0]
         else:
             logits = generate(run.model, prompt, 1, "no", told)[1][0].logits
+        if self.how == "beside":
+            # Where the other ids are what is read, the embeddings are not, and no cache is asked about.
+            full = torch.ones_like(prompt) if told is None else told
+            read = [row[kept.bool()].tolist() for row, kept in zip(prompt.roll(1, 1), full, strict=True)]
+            if all(apart(made, subject.alone(text)[-1]) <= subject.limit for made, text in zip(logits, read, strict=True)):
+                return 0.0
         each = max(1, len(run.texts) // len(prompt))
         texts = [text[:length] for text, length in zip(run.texts[::each], lengths, strict=True)]
         return max(apart(made, subject.alone(text)[-1]) for made, text in zip(logits, texts, strict=True))
 
     def _embedded(self, run: Run, prompt: Tensor) -> dict[str, Any]:
-        return {"inputs_embeds": run.model.get_input_embeddings()(prompt)} if self.how == "embeds" else {}
+        if not self._embeds(run):
+            return {}
+        beside = {"beside": prompt.roll(1, 1)} if self.how == "beside" else {}
+        return {"inputs_embeds": run.model.get_input_embeddings()(prompt), **beside}
+
+    def _embeds(self, run: Run) -> bool:
+        return self.how in EMBEDDED or bool(run.program.rows.fed == "embeds")
 
     @staticmethod
     def _assistant(model: Any) -> Any:
@@ -259,18 +290,22 @@ class Generate(Operation):
         cached = dict[str, str]()
         if run.cache is not None and self.how in ON_THE_CACHE:
             cached = {run.subject.adapter.cache_name: "cache"}
-        if self.how == "assistant":
+        if self.how in ("assistant", "sampled_assistant"):
             run.lines += ASSISTANT
             cached = {"assistant_model": "assistant"}
-        embedded = "inputs_embeds=model.get_input_embeddings()({})" if self.how == "embeds" else "{}"
-        beams = {name: more[name] for name in more if name in ("num_beams", "num_return_sequences")}
-        control = arguments(embedded.format(whole), mask, **beams, use_cache="False", **most)
+        embedded = "inputs_embeds=model.get_input_embeddings()({})" if self._embeds(run) else "{}"
+        embedded = f"{{}}.roll(1, 1), {embedded}" if self.how == "beside" else embedded
+        # Else the number is that of other tokens.
+        seed = "torch.manual_seed(0); " if "do_sample" in more else ""
+        most |= {name: str(asked) for name, asked in run.subject.asks_generate().items()}
+        several = {name: more[name] for name in more if name in ("num_beams", "num_return_sequences", "do_sample")}
+        control = arguments(embedded.format(whole, whole), mask, **most | several, use_cache="False")
         run.lines.judged(
-            BEAMS if beams else GENERATED,
+            BEAMS if "num_beams" in more else GENERATED,
             whole,
-            "" if self.how == "uncached" else f"out = model.generate({control})",
-            f"out = model.generate({arguments(embedded.format(prompt), mask, **cached, **more, **most)})",
-            int(beams.get("num_return_sequences", 1)),
+            "" if self.how in ("uncached", "beside") else f"{seed}out = model.generate({control})",
+            f"{seed}out = model.generate({arguments(embedded.format(prompt, prompt), mask, **cached, **most | more)})",
+            int(several.get("num_return_sequences", 1)),
         )
 
     def _write_transformer_lens(self, run: Run, ids: Tensor, told: Tensor | None) -> None:

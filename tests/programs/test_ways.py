@@ -1,0 +1,241 @@
+"""Uses that others test: embeddings, masks of one's own, several texts in one forward, what a forward is asked for, attention
+kinds, sampling, and a cache that nobody reads. Each has a fault that no other use shows, which is found, shrunk and shown.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+import kvinterp as kv
+from kvinterp.errors import UnsupportedError
+from kvinterp.paths.programmed import check
+from kvinterp.programs.names import OPERATIONS, program_named
+from kvinterp.programs.pasted import pasted
+from kvinterp.programs.program import ASKS, ATTENTION, FED, MASKS, Rows
+from kvinterp.programs.running import REFUSED, RIGHT, WRONG
+from kvinterp.programs.search import FIRST, least, tried
+from kvinterp.programs.subject import ModelSubject, apart
+
+SMALL = {
+    "vocab_size": 99, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "initializer_range": 0.15, "pad_token_id": 0, "eos_token_id": None,
+}  # fmt: skip
+
+
+class Planted(LlamaForCausalLM):
+    """A Llama whose forward does one thing wrong where the cache holds something."""
+
+    fault, sampling = "", False
+
+    def forward(
+        self, input_ids=None, attention_mask=None, position_ids=None, past_key_values=None, inputs_embeds=None,
+        output_attentions=None, logits_to_keep=0, **more,
+    ):  # fmt: skip
+        fed = input_ids if inputs_embeds is None else inputs_embeds
+        filled = past_key_values is not None and past_key_values.get_seq_length() > 0
+        square = attention_mask is not None and attention_mask.dim() == 4
+        after = torch.arange(fed.shape[1])[None] + (past_key_values.get_seq_length() if filled else 0)
+        kept = logits_to_keep
+        if self.fault == "pack" and position_ids is not None and bool((position_ids.diff() < 0).any()):
+            attention_mask = torch.ones(fed.shape[:2])
+        if not filled:
+            pass
+        elif self.fault == "embeds" and inputs_embeds is not None:
+            position_ids = torch.arange(fed.shape[1])[None]
+        elif self.fault in ("bool_mask", "float_mask") and square:
+            if attention_mask.is_floating_point() == (self.fault == "float_mask"):
+                attention_mask = None
+        elif self.fault == "tree" and square:
+            position_ids = after.expand(fed.shape[:2])
+        elif self.fault == "attentions" and output_attentions:
+            position_ids = after + 1
+        elif self.fault == "last" and isinstance(kept, int) and kept > 1:
+            kept = slice(-kept - 1, -1) if fed.shape[1] > kept else kept
+        elif self.fault == "some" and isinstance(kept, torch.Tensor):
+            kept = (kept - 1).clamp(min=0)
+        elif self.fault == self.config._attn_implementation:
+            position_ids = after + 1
+        elif self.fault == "sampled" and self.sampling:
+            position_ids = position_ids + 1
+        out = super().forward(
+            input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, logits_to_keep=0, **more
+        )
+        rows = kept if not isinstance(kept, int) else slice(-kept, None)
+        out.logits = out.logits[:, rows]
+        return out
+
+    def generate(self, *given, **more):
+        self.sampling = more.get("do_sample", getattr(more.get("generation_config"), "do_sample", False))
+        if self.fault == "beside" and given[0] is not None:
+            more.pop("inputs_embeds", None)
+        try:
+            return super().generate(*given, **more)
+        finally:
+            self.sampling = False
+
+
+class Recomputes(LlamaForCausalLM):
+    """Keeps the tokens beside keys and values that it never reads."""
+
+    def forward(self, input_ids=None, past_key_values=None, use_cache=None, **more):
+        out = super().forward(input_ids, past_key_values=past_key_values, use_cache=use_cache, **more)
+        if out.past_key_values is not None:
+            before = getattr(out.past_key_values, "tokens", input_ids[:, :0])
+            out.past_key_values.tokens = torch.cat([before, input_ids], 1)
+            out.logits = super().forward(out.past_key_values.tokens, use_cache=False).logits[:, -input_ids.shape[1] :]
+        return out
+
+
+def subject_of(fault: str, kind: type = Planted) -> ModelSubject:
+    torch.manual_seed(0)
+    model = kind(LlamaConfig(**SMALL)).eval()
+    model.fault = fault
+    return ModelSubject(kv.wrap(model))
+
+
+@pytest.fixture(scope="module")
+def sound() -> ModelSubject:
+    return subject_of("")
+
+
+NEW = [text for text in FIRST if program_named(text).rows.ways or any(
+    word in text for word in ("tree", "pack", "spoil", "sampled", "beside")
+)]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", NEW)
+def test_each_is_right_on_a_sound_model_and_was_tried(sound, text):
+    run = tried(sound, program_named(text))
+    if not sound.offers(run.program.rows):
+        assert run.word == REFUSED
+        assert "fed=types" in text or "attention=sdpa" in text
+        return
+    assert (run.word, run.why) == (RIGHT, "")
+    assert 0 < run.worst < 1e-12
+    assert len(run.uses) >= 1
+    named = run.program.rows.ways.split(", ")
+    assert all(any(name in use for use in run.uses) for name in named), run.uses
+
+
+FAULTS = {
+    "embeds": ("fed=embeds", "rows(0,fed=embeds)+feed(6)+feed(3)+feed(2,1)", "embeddings on a filled cache"),
+    "beside": ("beside", "rows(0+2)+generate(5,3,beside)", "generate() from embeddings beside other ids"),
+    "bool_mask": ("told=bool_mask", "rows(0+3,told=bool_mask)+feed(6)+feed(3)+feed(2,1)", "boolean 4D mask on a filled cache"),
+    "float_mask": ("told=float_mask", "rows(0+3,told=float_mask)+feed(6)+feed(3)+feed(2,1)", "additive 4D mask on a filled cache"),
+    "tree": ("tree(", "rows(0+3)+feed(6)+tree(2+3)+feed(2,1)", "several ways to go on in one forward"),
+    "pack": ("pack(", "rows(0)+pack(5+3+4)+feed(2)", "texts packed in one row"),
+    "attentions": ("asks=attentions", "rows(0+3,asks=attentions)+feed(6)+feed(3)+generate(2,3)", "output_attentions"),
+    "last": ("asks=last", "rows(0+3,asks=last)+feed(6)+feed(4)+feed(2,1)", "logits_to_keep on a filled cache"),
+    "some": ("asks=some", "rows(0+3,asks=some)+feed(6)+feed(4)+feed(2,1)", "logits_to_keep, chosen columns on a filled cache"),
+    "eager": ("attention=eager", "rows(0+3,attention=eager)+feed(6)+feed(3)+generate(2,3)", "eager attention"),
+    "sampled": ("sampled", "rows(0)+generate(5,4,sampled)", "sampling"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_of_one_use_is_found_shrunk_and_shown(fault):
+    subject, (holds, text, use) = subject_of(fault), FAULTS[fault]
+    plain = [text for text in FIRST[:25] if "cache=" not in text]
+    assert {tried(subject, program_named(text)).word for text in plain} == {RIGHT}
+    one = tried(subject, program_named(text))
+    assert one.word == WRONG, one.why
+    one = least(subject, one, 5)
+    assert holds in str(one.program)
+    assert use in one.use
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), torch.no_grad():
+        exec(pasted(one), {"model": subject.model})
+    assert float(said.getvalue()) > subject.limit
+
+
+def test_sampled_drafts_that_are_wrong_are_seen():
+    assert tried(subject_of("sampled"), program_named("rows(0)+generate(5,6,sampled_assistant)")).word == WRONG
+
+
+def test_flex_attention_runs_uncompiled_and_the_models_own_is_put_back():
+    """In float64 and without a compiler; on a CPU its compiled kernel takes neither."""
+    subject = subject_of("flex_attention")
+    assert tried(subject, program_named("rows(0,attention=flex_attention)+feed(6)+feed(2,1)")).word == WRONG
+    assert subject.model.config._attn_implementation == "sdpa"
+
+
+def test_a_cache_that_is_not_read_is_seen_whatever_else_is_right():
+    subject = subject_of("", Recomputes)
+    assert tried(subject, program_named("rows(0)+feed(6)+feed(3)+feed(2,1)")).word == RIGHT
+    one = least(subject, tried(subject, program_named("rows(0)+feed(6)+spoil()+feed(2,1)")), 5)
+    assert (one.word, one.use) == (WRONG, "the cache is read")
+    assert str(one.program).endswith("+spoil")
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), torch.no_grad():
+        exec(pasted(one), {"model": subject.model})
+    assert said.getvalue().strip() == "True"
+
+
+class Typed(GPT2LMHeadModel):
+    """A GPT-2 that leaves the types of tokens out once the cache holds something."""
+
+    fault = ""
+
+    def forward(self, input_ids=None, past_key_values=None, token_type_ids=None, **more):
+        if self.fault and past_key_values is not None and past_key_values.get_seq_length():
+            token_type_ids = None
+        return super().forward(input_ids, past_key_values=past_key_values, token_type_ids=token_type_ids, **more)
+
+
+@pytest.mark.parametrize("fault", ["", "types"])
+def test_token_types_are_fed_and_left_out_types_are_seen(fault):
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 99, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "initializer_range": 0.2}
+    model = Typed(GPT2Config(**sizes, bos_token_id=None, eos_token_id=None)).eval()
+    model.fault = fault
+    subject = ModelSubject(kv.wrap(model))
+    one = tried(subject, program_named("rows(0+3,fed=types)+feed(6)+feed(3)+feed(2,1)"))
+    assert one.word == (WRONG if fault else RIGHT), one.why
+    if fault:
+        one = least(subject, one, 5)
+        assert "fed=types" in str(one.program)
+        assert "token_type_ids=" in pasted(one)
+
+
+def test_other_types_are_another_text(sound):
+    """What is right with types is no longer what is right without: each has its own plain forwards."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 99, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "initializer_range": 0.2}
+    subject = ModelSubject(kv.wrap(GPT2LMHeadModel(GPT2Config(**sizes)).eval()))
+    plain = subject.alone([7, 8, 9])
+    with subject.called_as(Rows((0,), fed="types")):
+        assert apart(subject.alone([7, 8, 9]), plain) > 1e-3
+    assert torch.equal(subject.alone([7, 8, 9]), plain)
+
+
+def test_what_a_model_does_not_offer_is_refused_in_a_sentence(sound):
+    run = tried(sound, program_named("rows(0,fed=types)+feed(6)"))
+    assert (run.word, run.why) == (REFUSED, "this model does not offer rows(0,fed=types)")
+    assert "offloaded" not in sound.caches
+
+
+@pytest.mark.parametrize("text", NEW)
+def test_no_path_runs_them_and_says_so(text):
+    """A path decodes one text by ids: what else there is says that in a sentence, before anything runs."""
+    adapter = subject_of("").given
+    program = program_named(text)
+    if program.rows.ways or not any(word in text for word in ("beside", "sampled")):
+        with pytest.raises(UnsupportedError, match="leave"):
+            check(program, adapter, 20, 2)
+    else:
+        with pytest.raises(UnsupportedError, match="makes its own"):
+            list(kv.run(kv.wrap(adapter.model), [[*range(5, 25)]], kv.Cached(call=text), max_new_tokens=3))
+
+
+def test_every_choice_has_a_first_program():
+    """What is offered is tried in every audit, at least once each."""
+    rows = [program_named(text).rows for text in FIRST]
+    for name, choices in {"told": MASKS, "fed": FED, "asks": set(ASKS) - {"hidden"}, "attention": ATTENTION}.items():
+        assert set(choices) <= {getattr(one, name) for one in rows}
+    words = {str(type(step).__name__).lower() for text in FIRST for step in program_named(text).steps}
+    assert set(OPERATIONS) - words <= {"draft", "join", "compile"}
