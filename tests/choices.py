@@ -146,7 +146,16 @@ VERBS: dict[str, tuple[dict[str, Any], dict[str, Changes]]] = {
             "most": Changes(1),
         },
     ),
-    "decompose": ({"model": SMALL, **_ONE, "max_new_tokens": 3}, {**_MODEL, **_PROMPTS, "max_new_tokens": Changes(4)}),
+    "decompose": (
+        {"model": SMALL, **_ONE, "max_new_tokens": 3},
+        {
+            **_MODEL,
+            **_PROMPTS,
+            "a": Changes("cached+int4"),
+            "b": Changes(f"recompute[kernels={SPLIT}]"),
+            "max_new_tokens": Changes(4),
+        },
+    ),
     "equivalent-noise": (
         {"model": SMALL, **_ONE, "policies": ("int4",), "max_new_tokens": 2},
         {**_MODEL, **_PROMPTS, "policies": Changes(("int8",)), "max_new_tokens": Changes(3)},
@@ -257,6 +266,8 @@ VERBS: dict[str, tuple[dict[str, Any], dict[str, Changes]]] = {
         {
             **_MODEL,
             "prompts": Changes("arithmetic:2:1"),
+            "a": Changes("cached+int4"),
+            "b": Changes(f"recompute[kernels={SPLIT}]"),
             "site": Changes("cache_k"),
             "sweep": Changes("single"),
             "direction": Changes("into-recompute"),

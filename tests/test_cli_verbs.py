@@ -23,8 +23,10 @@ SHORTEST = ("--lengths", "5", "--steps", "1", "--device", "cpu")
 
 def test_patch_writes_recovery_summary_and_figures(tmp_path: Path) -> None:
     options = ("--sweep", "kv-heads", "--direction", "into-cached", "--steps", "first", "--protocol", "free")
+    options += ("--a", "cached+int4")
     made = kvinterp("patch", MODEL, "--out", tmp_path / "out", "--site", "kv", *options, "--controls", "quick", *QUICK)
     assert made.exit_code == 0, made.output
+    assert "kv, into-cached, cached+int4 against recompute, " in " ".join(made.stdout.split())
     table = pd.read_parquet(tmp_path / "out" / "recovery.parquet")
     wanted = {"site", "layer", "head", "step_set", "direction", "example", "recovery", "d_before", "d_after"}
     assert wanted <= set(table.columns)
@@ -73,6 +75,8 @@ def test_attention_writes_every_head_side_by_side(tmp_path: Path) -> None:
     [
         (("patch", MODEL, "--site", "resid_pst"), "did you mean 'resid_post'"),
         (("patch", MODEL, "--steps", "last"), "'last'"),
+        (("patch", MODEL, "--a", "recompute"), "needs a cached and an unchunked recompute path, in this order"),
+        (("decompose", MODEL, "--b", "cached"), "needs a cached and an unchunked recompute path, in this order"),
         (("patch", MODEL, "--site", "pattern"), "pattern cannot be patched under attention 'sdpa'"),
         (("audit", MODEL, "--rungs", "float12"), "unknown dtype 'float12'"),
         (("audit", MODEL, "--lengths", "5,x"), "'--lengths': '5,x' cannot be read"),

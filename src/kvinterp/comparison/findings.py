@@ -182,8 +182,11 @@ def _cost_said(comparison: Comparison) -> list[str]:
     within = f" ({rate['estimate']}, 95% interval {rate['interval']})" if rate["interval"] else f" ({rate['estimate']})"
     first = f"In {count} of {counted(flips['n'], 'prompt')} a token flips{within}."
     if about["protocol"] != "free":
-        examples = comparison.examples["flip_index"]
-        where = f", in {int(examples.notna().sum())} of {counted(len(examples), 'prompt')}" if count else ""
+        reached = comparison.examples["flip_index"].notna().to_numpy()
+        ends = in_words(share_of("", reached))["interval"]
+        where = f", in {int(reached.sum())} of {counted(len(reached), 'prompt')}" if count or not rate["interval"] else ""
+        # Tokens of few prompts have no interval of their own.
+        where += f" (95% interval {ends})" if where and not rate["interval"] else ""
         flip = "flips" if count == 1 else "flip"
         first = f"{count} of {counted(flips['n'], 'token')} {flip}{within}{where}."
     interval = f" (95% interval {typical['interval']})" if typical["interval"] else ""

@@ -57,7 +57,10 @@ def headline_of_sweep(sweep: Sweep) -> list[str]:
         "blocks": "positions {positions} recover",
     }.get(best["sweep"], "layer {layer:g}, head {head:g} recovers").format(**best)
     count = "" if best["defined"] == summary["examples"] else f"{int(best['defined'])} of "
-    setting = f"{best['site']}, {summary['direction']}, {count}{prompts}"
+    paths = {form: form for form in ("cached", "recompute")} | dict(summary.get("paths", {}))
+    others = [path for form, path in paths.items() if path != form]
+    between = f"{paths['cached']} against {paths['recompute']}, " if others else ""
+    setting = f"{best['site']}, {summary['direction']}, {between}{count}{prompts}"
     low, high = best["interval_low"], best["interval_high"]
     setting += "" if pd.isna(low) else f"; 95% interval {percent(low)} to {percent(high)}"
     if best["median"] < 0.05:

@@ -40,7 +40,8 @@ def two_paths(
     paths = path_named(cached), path_named(recompute)
     if paths[0].form != "cached" or paths[1].form != "recompute" or paths[1].chunk is not None:
         raise InputError(
-            f"{what} needs a cached and an unchunked recompute path, and {paths[0]} and {paths[1]} were given."
+            f"{what} needs a cached and an unchunked recompute path, in this order, and {paths[0]} and {paths[1]} were given: "
+            "give such, as in cached+int8 and recompute."
         )
     with_plan = next((path for path in paths[calls:] if path.call is not None), None)
     if with_plan is not None:

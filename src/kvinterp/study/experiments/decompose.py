@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from kvinterp.patching import Decomposition, decompose
 from kvinterp.patching.findings import charts_of_decomposition, headline_of_decomposition, rows_of_decomposition
+from kvinterp.patching.side_by_side import two_paths
 from kvinterp.study.experiments.kit import Cell, Made, OfModel, Parts, Result, joined, load_prompts, option, shared
 
 
@@ -19,8 +20,15 @@ class Decompose(OfModel):
     rows = staticmethod(rows_of_decomposition)
     charts = staticmethod(charts_of_decomposition)
 
+    a: str = option("cached", "Path A, which decodes from a cache, such as cached+int8; it chooses the tokens.")
+    b: str = option("recompute", "Path B, which computes the whole prefix again.")
     prompts: str = shared("prompts")
     max_new_tokens: int = option(32, "The most tokens to decode per prompt.")
+
+    def check(self) -> None:
+        """The paths too."""
+        super().check()
+        two_paths(self.a, self.b, "a decomposition")
 
     def cells(self) -> list[Cell]:
         """A cell a prompt."""
@@ -29,7 +37,7 @@ class Decompose(OfModel):
     def decomposed(self, number: int) -> Made:
         """The split of a prompt."""
         options = self.choices("max_new_tokens") | {"only": [number], "progress": "none"}
-        split = decompose(self.adapter(), load_prompts(self.prompts), **options)
+        split = decompose(self.adapter(), load_prompts(self.prompts), cached=self.a, recompute=self.b, **options)
         return split.tables, split.provenance
 
     def reduce(self, parts: Parts) -> Result:

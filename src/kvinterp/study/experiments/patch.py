@@ -12,6 +12,7 @@ from kvinterp.patching import DIRECTIONS, PRESETS, Sweep, highest_kl, sweep
 from kvinterp.patching import Patch as Moved
 from kvinterp.patching.findings import charts_of_sweep, headline_of_sweep, rows_of_sweep
 from kvinterp.patching.patch import check_patch_site
+from kvinterp.patching.side_by_side import two_paths
 from kvinterp.study.experiments.kit import (
     Cell,
     OfModel,
@@ -45,6 +46,8 @@ class Patch(OfModel):
     rows = staticmethod(rows_of_sweep)
     charts = staticmethod(charts_of_sweep)
 
+    a: str = option("cached", "Path A, which decodes from a cache, such as cached+int8; it chooses the tokens.")
+    b: str = option("recompute", "Path B, which computes the whole prefix again.")
     site: str = option(
         None,
         "What to patch: kv, cache_k, cache_v, resid_post, attn_out, ... (kvinterp list sites).",
@@ -132,6 +135,7 @@ class Patch(OfModel):
         site, _ = site_of(self.site)
         check_patch_site(site)
         Moved(site, steps=_steps(self.steps))
+        two_paths(self.a, self.b, "a sweep", calls=True)
 
     def cells(self) -> list[Cell]:
         """A cell a prompt that is patched, in the order of their KL where only some are."""
@@ -141,16 +145,17 @@ class Patch(OfModel):
     def patched(self, keys: Sequence[str], keep: Callable[..., None], progress: str = "none") -> None:
         """Sweeps over some of the prompts that are patched, and keeps what each gave."""
         adapter, prompts = self.adapter(), load_prompts(self.prompts)
+        paths = {"cached": self.a, "recompute": self.b}
         chosen = list(range(len(prompts)))
         if self.examples is not None:
             options = self.choices("protocol", "max_new_tokens")
-            chosen = highest_kl(adapter, prompts, self.examples, **options, progress=progress)
+            chosen = highest_kl(adapter, prompts, self.examples, **options, **paths, progress=progress)
         names = ("site", "direction", "protocol", "layers", "max_new_tokens", "distance", "answers", "batch_size")
         settings = self.choices(*names) | {"over": self.sweep, "steps": _steps(self.steps), "progress": "none"}
         for place, key in numbered(keys).items():
             # The planted causes are a matter of the model: they are looked for once.
             controls = "quick" if self.controls == "all" and place else self.controls
-            swept = sweep(adapter, prompts, **settings, only=[chosen[place]], controls=controls)
+            swept = sweep(adapter, prompts, **settings, **paths, only=[chosen[place]], controls=controls)
             keep(key, swept.tables, swept.provenance)
 
     def reduce(self, parts: Parts) -> Result:
