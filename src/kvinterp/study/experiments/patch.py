@@ -145,7 +145,7 @@ class Patch(OfModel):
     def patched(self, keys: Sequence[str], keep: Callable[..., None], progress: str = "none") -> None:
         """Sweeps over some of the prompts that are patched, and keeps what each gave."""
         adapter, prompts = self.adapter(), load_prompts(self.prompts)
-        paths = {"cached": self.a, "recompute": self.b}
+        paths: dict[str, Any] = {"cached": self.a, "recompute": self.b}
         chosen = list(range(len(prompts)))
         if self.examples is not None:
             options = self.choices("protocol", "max_new_tokens")
